@@ -1,0 +1,37 @@
+# make setup test lint demo bench-memory clean; PYTHON=python3.12 make setup picks another interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+WORKERS ?= 2
+
+.PHONY: setup demo test lint bench-memory clean
+
+setup: $(INSTALLED)
+
+# torch first: see constraints.txt. Done once, and again when a requirement changes.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,hf]'
+	@touch $@
+
+demo: setup
+	$(BIN)/foretell demo
+
+# Importing torch takes seconds, so a file stays with one worker; a worker uses one core.
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+
+lint: setup
+	$(BIN)/ruff check foretell tests benchmarks
+	$(BIN)/mypy
+
+bench-memory: setup
+	$(BIN)/python benchmarks/memory.py
+
+# Everything that can be made again.
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,113 @@
+"""The catalogue: `catalog/*.toml` read once, and names as people write them.
+
+A bare name means the usual part (`H100` is the SXM part with 80 GB; where sizes differ and
+none is usual, the smallest). Case, '-', '_' and spaces do not matter.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from foretell.errors import InternalError, UnknownName
+from foretell.hardware.types import Device
+from foretell.units import GIB, MIB, gib
+
+_PRINTED_DIGIT = 0.005
+"""CUDA's message prints two digits: the true figure may lie half a digit lower."""
+
+GENERIC_CPU = "CPU"
+
+
+def devices() -> tuple[Device, ...]:
+    """Every device of the catalogue, in file order."""
+    return tuple(_catalogue()[0])
+
+
+def find(name: str) -> Device:
+    """The device a name means; `UnknownName` with near names otherwise."""
+    known = _catalogue()[1]
+    device = known.get(normalise(name))
+    if device is None:
+        error = UnknownName("device", name, names(), remedy="or give a .toml or .json hardware file, or 'auto'")
+        error.detail = f"known devices: {', '.join(item.name for item in devices())}"
+        raise error
+    return device
+
+
+def find_reported(name: str) -> Device | None:
+    """The device torch calls `name` (`NVIDIA H100 80GB HBM3`), if the catalogue has it."""
+    return _catalogue()[2].get(normalise(name))
+
+
+def names() -> list[str]:
+    """Every accepted name, full names first."""
+    return [item.name for item in devices()] + [alias for row in _rows() for alias in row.get("aliases", ())]
+
+
+def meaning(asked: str, device: Device) -> tuple[str, ...]:
+    """Sentences to print about what a name was taken to mean."""
+    notes = []
+    if normalise(asked) != normalise(device.name):
+        notes.append(f"{asked} means {device.name} ({gib(device.memory_bytes)} usable)")
+    if device.assumed("memory_bytes"):
+        notes.append(f"usable memory of {device.name}, {gib(device.memory_bytes)}, is assumed, not reported by torch")
+    return tuple(notes)
+
+
+def normalise(name: str) -> str:
+    return "".join(character for character in name.casefold() if character not in "-_ \t")
+
+
+@cache
+def _rows() -> tuple[dict[str, Any], ...]:
+    folder = resources.files("foretell.hardware") / "catalog"
+    files = sorted((item for item in folder.iterdir() if item.name.endswith(".toml")), key=lambda item: item.name)
+    return tuple(row for item in files for row in tomllib.loads(item.read_text(encoding="utf-8"))["device"])
+
+
+@cache
+def _catalogue() -> tuple[list[Device], dict[str, Device], dict[str, Device]]:
+    found: list[Device] = []
+    by_name: dict[str, Device] = {}
+    by_report: dict[str, Device] = {}
+    for row in _rows():
+        device = _device(row)
+        found.append(device)
+        for table, keys in ((by_name, [device.name, *row.get("aliases", ())]), (by_report, row["reported_as"])):
+            for key in map(normalise, keys):
+                if key in table:
+                    raise InternalError(f"the catalogue gives '{key}' to {table[key].name} and to {device.name}")
+                table[key] = device
+    return found, by_name, by_report
+
+
+def _device(row: dict[str, Any]) -> Device:
+    """One TOML row (units in its key names) as a Device in bytes, seconds and FLOP/s."""
+    if "memory_bytes" in row:
+        memory = row["memory_bytes"]
+    elif "memory_gib_as_printed" in row:
+        memory = int((row["memory_gib_as_printed"] - _PRINTED_DIGIT) * GIB)
+    else:
+        memory = int(row["memory_gib"] * GIB)
+    capability = row.get("compute_capability")
+    figures = ("memory_nominal_bytes", "memory_bandwidth_bytes_per_second", "peak_flops_per_second", "l2_bytes")
+    sources = dict.fromkeys((*figures, "sm_count", "tdp_watts"), row["source"])
+    return Device(
+        name=row["name"],
+        vendor=row["vendor"],
+        backend=row["backend"],
+        compute_capability=(capability[0], capability[1]) if capability else None,
+        memory_bytes=memory,
+        memory_nominal_bytes=int(row["memory_nominal_gib"] * GIB),
+        memory_bandwidth_bytes_per_second=row["memory_bandwidth_gb_per_s"] * 1e9,
+        peak_flops_per_second={dtype: rate * 1e12 for dtype, rate in row["peak_tflops"].items()},
+        l2_bytes=int(row["l2_mib"] * MIB) if "l2_mib" in row else None,
+        sm_count=row["sm_count"],
+        tdp_watts=row.get("tdp_w"),
+        usual_per_node=row.get("usual_per_node", 8),
+        verified=row.get("verified", False),
+        sources={**sources, "memory_bytes": row["memory_source"], **row.get("sources", {})},
+    )

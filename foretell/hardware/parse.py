@@ -1,0 +1,95 @@
+"""What a user writes after `--on`, as a `Cluster`.
+
+    H100            one              H100:8, 8xH100   eight on one node
+    H100:16         two nodes of 8   2x8xH100-SXM     the same, said outright
+    2x8xH100@IB400  with a link      H100:1,memory=60GiB   with less memory
+    auto            this machine     path/to/cluster.toml (or .json)
+
+Every assumption made on the way is a sentence in `Cluster.notes`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from foretell.errors import UnknownName, UserError
+from foretell.hardware.catalog import find, meaning
+from foretell.hardware.files import load
+from foretell.hardware.this_machine import this_machine
+from foretell.hardware.types import Cluster, Device
+
+FORMS = "write it like H100, H100:8, 2x8xH100, H100:1,memory=60GiB, auto or cluster.toml"
+_LEADING_COUNT = re.compile(r"\s*([+-]?[0-9][0-9.]*)\s*[xX*]\s*")
+
+
+def parse(text: str) -> Cluster:
+    """A hardware string as a cluster; anything wrong is one `UserError`."""
+    if text.strip().casefold().endswith((".toml", ".json")):
+        return load(text.strip())
+    asked = " ".join(text.split())
+    head, *options = (part.strip() for part in asked.split(","))
+    cluster = this_machine() if head.casefold() == "auto" else _named(head, asked)
+    return _with_options(cluster, options, asked)
+
+
+def _named(head: str, asked: str) -> Cluster:
+    body, at, link = (part.strip() for part in head.partition("@"))
+    if at and not link:
+        raise UserError(f"'{asked}' names no link after '@'", "write a link such as 2x8xH100@IB400, or leave '@' out")
+    counts = []
+    while match := _LEADING_COUNT.match(body):
+        counts.append(_positive(match.group(1), asked))
+        body = body[match.end() :]
+    name, colon, after = (part.strip() for part in body.partition(":"))
+    if not name:
+        raise UserError(f"'{asked}' names no device", FORMS)
+    if colon and counts:
+        raise UserError(f"'{asked}' gives the number of devices twice", "write either 8xH100 or H100:8")
+    if len(counts) > 2:
+        raise UserError(f"'{asked}' has {len(counts)} counts", "write NODESxDEVICESxNAME, such as 2x8xH100")
+    if name.casefold() == "auto":
+        raise UserError(f"'{asked}' counts or links 'auto'", "write 'auto' for this machine as it is, or name a device")
+    device = find(name)
+    if len(counts) == 2:
+        nodes, per_node, split = counts[0], counts[1], ""
+    else:
+        nodes, per_node, split = _layout(_positive(after, asked) if colon else counts[0] if counts else 1, device)
+    return Cluster(
+        device=device,
+        nodes=nodes,
+        devices_per_node=per_node,
+        link=link or None,
+        notes=meaning(name, device) + ((split,) if split else ()),
+    )
+
+
+def _layout(count: int, device: Device) -> tuple[int, int, str]:
+    """Equal nodes, as full as usual for this device, and the sentence that says so."""
+    if count <= device.usual_per_node:
+        return 1, count, ""
+    per_node = next(size for size in range(device.usual_per_node, 0, -1) if count % size == 0)
+    nodes = count // per_node
+    hint = f"write {nodes}x{per_node}x{device.name} or another split to say it outright"
+    return nodes, per_node, f"{count} devices are taken as {nodes} nodes of {per_node}; {hint}"
+
+
+def _positive(text: str, asked: str) -> int:
+    if not re.fullmatch(r"\+?[0-9]{1,7}", text) or int(text) < 1:
+        found = f"'{text}'" if text else "nothing"
+        raise UserError(f"'{asked}' has {found} for a number of devices", "give a whole number from 1 to 9999999")
+    return int(text)
+
+
+def _with_options(cluster: Cluster, options: list[str], asked: str) -> Cluster:
+    seen = set()
+    for option in options:
+        key, equals, value = (part.strip() for part in option.partition("="))
+        key = {"mem": "memory"}.get(key.casefold(), key.casefold())
+        if key != "memory":
+            raise UnknownName("option", option, ["memory"], remedy=f"in '{asked}', the only option is memory=60GiB")
+        if not equals or not value or key in seen:
+            found = "twice" if key in seen else "without an amount"
+            raise UserError(f"'{asked}' has memory {found}", "write it once, like H100:1,memory=60GiB")
+        seen.add(key)
+        cluster = cluster.capped(value, asked)
+    return cluster

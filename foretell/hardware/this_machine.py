@@ -1,0 +1,107 @@
+"""`auto`: the devices of this machine, as torch reports them. The only place that needs torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from foretell.errors import UnknownName, UserError
+from foretell.hardware.catalog import GENERIC_CPU, devices, find, find_reported
+from foretell.hardware.types import Cluster, Device
+from foretell.units import gib
+
+_PROBED = "reported by torch on this machine"
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def this_machine() -> Cluster:
+    """This machine's GPUs with their real memory; without any, its CPU and RAM."""
+    try:
+        import torch
+    except ImportError:
+        return _cpu("torch is not installed")
+    if not torch.cuda.is_available():
+        return _cpu("torch sees no GPU")
+    cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return from_properties(cards)
+
+
+def from_properties(cards: list[Any]) -> Cluster:
+    """The cluster that torch's device properties describe."""
+    kinds = sorted({card.name for card in cards})
+    if len(kinds) > 1:
+        raise UserError(
+            f"'auto' found unlike GPUs: {', '.join(kinds)}", "choose one kind with CUDA_VISIBLE_DEVICES, or name it"
+        )
+    known = find_reported(kinds[0])
+    if known is None:
+        remedy = "describe it in a .toml hardware file and give its path"
+        raise UnknownName("GPU", kinds[0], [item.name for item in devices()], remedy)
+    smallest = min(cards, key=lambda card: int(card.total_memory))
+    memory = int(smallest.total_memory)
+    device = replace(
+        known,
+        memory_bytes=memory,
+        memory_nominal_bytes=max(known.memory_nominal_bytes, memory),
+        sm_count=int(smallest.multi_processor_count),
+        verified=True,
+        sources={**known.sources, "memory_bytes": _PROBED, "sm_count": _PROBED},
+    )
+    l2 = int(getattr(smallest, "L2_cache_size", 0))
+    if l2 and known.backend == "cuda":  # on ROCm torch reports one die's share
+        device = replace(device, l2_bytes=l2, sources={**device.sources, "l2_bytes": _PROBED})
+    note = f"auto found {len(cards)} x {kinds[0]}: {known.name} with {gib(device.memory_bytes)} each, as torch reports"
+    return Cluster(device=device, devices_per_node=len(cards), notes=(note,))
+
+
+def _cpu(why: str) -> Cluster:
+    generic = find(GENERIC_CPU)
+    cores, memory = physical_cores(), usable_ram()
+    notes = [f"auto uses the CPU of this machine ({cores} cores), since {why}; its rates are assumed"]
+    if memory is None:
+        notes.append(f"the RAM of this machine is unknown and taken as {gib(generic.memory_bytes)}")
+        return Cluster(device=_scaled(generic, cores), notes=tuple(notes))
+    device = _scaled(generic, cores)
+    device = replace(device, memory_bytes=memory, memory_nominal_bytes=memory, verified=True)
+    return Cluster(device=device.with_memory(memory, "RAM of this machine, read here"), notes=tuple(notes))
+
+
+def _scaled(generic: Device, cores: int) -> Device:
+    share = cores / generic.sm_count
+    rates = {dtype: rate * share for dtype, rate in generic.peak_flops_per_second.items()}
+    sources = {**generic.sources, "sm_count": "counted on this machine"}
+    return replace(generic, sm_count=cores, peak_flops_per_second=rates, sources=sources)
+
+
+def usable_ram() -> int | None:
+    """RAM in bytes, or what the container may use of it."""
+    found = []
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for path in _CGROUP_LIMITS:
+        try:
+            limit = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if limit.isdecimal() and int(limit) > 0:
+            found.append(int(limit))
+    return min(found) if found else None
+
+
+def physical_cores() -> int:
+    """Cores without hyper-threads, as far as this process may use them."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return allowed
+    pairs, socket = set(), ""
+    for line in text.splitlines():
+        key, _, value = (part.strip() for part in line.partition(":"))
+        if key == "physical id":
+            socket = value
+        elif key == "core id":
+            pairs.add((socket, value))
+    return min(len(pairs), allowed) if pairs else allowed

@@ -1,0 +1,119 @@
+"""The command to type next: the one that was typed, with a change that helps."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from foretell.cost.prediction import NO, TIGHT, UNKNOWN, Prediction, Remedy
+
+REPEATED = ("--set", "--hint", "--freeze")
+"""Options that may be given several times: a remedy adds to them."""
+_PER_SAMPLE = ("activations", "logits", "temporaries", "inputs")
+
+
+def asked(prediction: Prediction) -> list[str]:
+    """The plainest command with this model and hardware, for answers that no command line asked for."""
+    return ["fit", model_name(prediction), "--on", hardware_spec(prediction)]
+
+
+def model_name(prediction: Prediction) -> str:
+    """`llama3-8b`, from whichever form the source has."""
+    source = prediction.model.get("source", prediction.model.get("name", ""))
+    if isinstance(source, Mapping):
+        source = source.get("model", "")
+    return str(source) or "model"
+
+
+def hardware_spec(prediction: Prediction, space: str = "") -> str:
+    """`2x8xH100-SXM-80GB`; `space` stands between the counts and the name."""
+    hardware = prediction.hardware
+    device = hardware.get("device", hardware.get("name", ""))
+    name = str(device.get("name", "")) if isinstance(device, Mapping) else str(device)
+    nodes, per_node = int(hardware.get("nodes", 1)), int(hardware.get("devices_per_node", 1))
+    counts = f"{nodes}x{per_node}x" if nodes > 1 else f"{per_node}x" if per_node > 1 else ""
+    return f"{counts}{space if counts else ''}{name or 'device'}"
+
+
+def device_count(prediction: Prediction) -> int:
+    return int(prediction.hardware.get("nodes", 1)) * int(prediction.hardware.get("devices_per_node", 1))
+
+
+def ranked(prediction: Prediction) -> list[Remedy]:
+    """Remedies that make it fit first, in the order they were proposed; then those that save most."""
+    return sorted(prediction.remedies, key=lambda item: (not item.fits, 0 if item.fits else -item.saves_bytes))
+
+
+def suggest(prediction: Prediction, typed: Sequence[str] = ()) -> list[str]:
+    """The words of the next command, `foretell` first."""
+    words = list(typed) or asked(prediction)
+    flags = [item.flag for item in ranked(prediction) if item.flag]
+    if prediction.verdict == UNKNOWN:
+        return ["foretell", "doctor"]
+    if prediction.verdict in (NO, TIGHT) and flags:
+        for flag in _enough(prediction):
+            words = with_flag(words, flag)
+        return ["foretell", *words]
+    if prediction.verdict == NO:
+        return ["foretell", *with_flag(words, "--json")]
+    grows = sum(prediction.memory.categories.get(name, 0) for name in _PER_SAMPLE)
+    micro_batch = _micro_batch(words)
+    if prediction.verdict != TIGHT and micro_batch is not None and 0 < grows < prediction.memory.margin_bytes:
+        return ["foretell", *with_flag(words, f"--micro-batch {2 * micro_batch}")]
+    return ["foretell", *with_flag(words, "--json")]
+
+
+def needs_several(prediction: Prediction) -> bool:
+    """Whether no remedy is enough alone."""
+    return prediction.verdict == NO and bool(prediction.remedies) and not any(item.fits for item in prediction.remedies)
+
+
+def _enough(prediction: Prediction) -> list[str]:
+    """Flags of the best remedy, or of as many as might be enough together when none is alone."""
+    remedies = [item for item in ranked(prediction) if item.flag]
+    if not needs_several(prediction):
+        return [remedies[0].flag]
+    flags: list[str] = []
+    short, taken = -prediction.memory.margin_bytes, set[str]()
+    for remedy in remedies:
+        options = {word.partition("=")[0] for word in shlex.split(remedy.flag) if word.startswith("--")}
+        if not options & taken and short > 0:
+            flags.append(remedy.flag)
+            taken |= options - set(REPEATED)
+            short -= remedy.saves_bytes
+    return flags
+
+
+def with_flag(words: Sequence[str], flag: str) -> list[str]:
+    """`words` with the options of `flag` set; an option that stood there before is replaced."""
+    new = shlex.split(flag)
+    result = list(words)
+    for position, word in enumerate(new):
+        option = word.partition("=")[0]
+        if not word.startswith("--") or option in REPEATED:
+            continue
+        has_value = "=" in word or (position + 1 < len(new) and not new[position + 1].startswith("--"))
+        result = _without(result, option, has_value=has_value)
+    return result + new
+
+
+def _without(words: list[str], option: str, *, has_value: bool) -> list[str]:
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        if skip:
+            skip = False
+        elif word == option:
+            skip = has_value
+        elif not word.startswith(f"{option}="):
+            kept.append(word)
+    return kept
+
+
+def _micro_batch(words: list[str]) -> int | None:
+    """The micro-batch asked for; None when it cannot be told."""
+    for before, word in zip(["", *words], words, strict=False):
+        text = word if before == "--micro-batch" else word.partition("=")[2] if word.startswith("--micro-batch=") else ""
+        if text:
+            return int(text) if text.isdecimal() else None
+    return 1

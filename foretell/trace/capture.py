@@ -1,0 +1,189 @@
+"""Trace a step: run it once on fake tensors, with CUDA's choices, and write down what happened."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretell.trace import types
+from foretell.trace.blocks import find_blocks
+from foretell.trace.cuda import cuda_choices
+from foretell.trace.flops import flops
+from foretell.trace.recipe import Recipe
+from foretell.trace.recorder import Recorder, Row
+from foretell.trace.step import Step, Workload
+
+TRAIN_FIRST = ("micro_first", "micro_next", "update_first", "zero_grad")
+TRAIN_STEADY = ("micro_first", "micro_next", "update", "zero_grad")
+
+
+def capture(
+    build: Callable[[], Workload],
+    recipe: Recipe,
+    *,
+    capability: tuple[int, int] = (9, 0),
+    hints: Mapping[str, float] | None = None,
+) -> types.Trace:
+    """Trace the step that `build` and `recipe` describe, as a device of this compute capability runs it.
+
+    `build` is called under a fake tensor mode: the factory functions it uses allocate nothing.
+    """
+    recorder = Recorder(hints)
+    with recorder, cuda_choices(recorder, capability):
+        workload = build()
+        step = Step(workload, recipe, device_type="cpu", observer=recorder)
+        resident = _resident(recorder, workload)
+        with recorder.modules(workload.model):
+            if recipe.mode == "infer":
+                with recorder.program("forward"):
+                    step.evaluate()
+                roles = _Roles(recorder, step, resident)
+            else:
+                roles = _train(recorder, step, resident)
+    return _finish(recorder, step, roles, capability)
+
+
+def _train(recorder: Recorder, step: Step, resident: list[int]) -> _Roles:
+    step.create_optimizer()
+    with recorder.program("micro_first"):
+        step.micro_batch()
+    roles = _Roles(recorder, step, resident)
+    if step.recipe.accumulate > 1:
+        with recorder.program("micro_next"):
+            step.micro_batch()
+    with recorder.program("update_first"):
+        step.update()
+    roles.note_optimizer(step)
+    with recorder.program("update"):
+        step.update()
+    with recorder.program("zero_grad"):
+        step.zero_grad()
+    return roles
+
+
+def _resident(recorder: Recorder, workload: Workload) -> list[int]:
+    """Storages that exist before the step, in the order in which `.to(device)` would make them."""
+    tensors = [*_in_move_order(workload.model), *_leaves(workload.batch)]
+    return list(dict.fromkeys(recorder.storage_id(tensor) for tensor in tensors))
+
+
+def _in_move_order(module: nn.Module) -> Iterator[Tensor]:
+    for child in module.children():
+        yield from _in_move_order(child)
+    yield from (parameter for parameter in module._parameters.values() if parameter is not None)
+    yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+
+
+def _leaves(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+class _Roles:
+    """What each storage is for, gathered while the tensors that hold them are at hand."""
+
+    def __init__(self, recorder: Recorder, step: Step, resident: list[int]) -> None:
+        self.recorder, self.resident = recorder, resident
+        self.roles: dict[int, str] = {}
+        self.owners: dict[int, str] = {}
+        self.host: set[int] = set()
+        for path, parameter in step.model.named_parameters():
+            self._name(parameter, types.PARAMETER, path.rpartition(".")[0])
+            if parameter.grad is not None:
+                self._name(parameter.grad, types.GRADIENT, path.rpartition(".")[0])
+        for path, buffer in step.model.named_buffers():
+            self._name(buffer, types.BUFFER, path.rpartition(".")[0])
+        for leaf in _leaves(step.workload.batch):
+            self._name(leaf, types.INPUT, "")
+
+    def note_optimizer(self, step: Step) -> None:
+        paths = {id(parameter): path.rpartition(".")[0] for path, parameter in step.model.named_parameters()}
+        for parameter, state in step.optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    self._name(value, types.OPTIMIZER, paths.get(id(parameter), ""))
+                    if key == "step" and not step.recipe.optimizer.endswith("-fused"):
+                        self.host.add(self.recorder.storage_id(value))
+
+    def _name(self, tensor: Tensor, role: str, owner: str) -> None:
+        number = self.recorder.storage_id(tensor)
+        self.roles.setdefault(number, role)
+        self.owners.setdefault(number, owner)
+
+
+def _finish(recorder: Recorder, step: Step, roles: _Roles, capability: tuple[int, int]) -> types.Trace:
+    known: dict[Any, int | None] = {}
+    programs = {
+        name: types.Program(name, tuple(_op(row, known) for row in rows)) for name, rows in recorder.programs.items()
+    }
+    accumulate = step.recipe.accumulate
+    times = {"micro_next": accumulate - 1}
+
+    def schedule(names: Iterable[str]) -> tuple[tuple[str, int], ...]:
+        return tuple((name, times.get(name, 1)) for name in names if times.get(name, 1) > 0)
+
+    runs = (
+        {"evaluation": (("forward", 1),)}
+        if step.recipe.mode == "infer"
+        else {"first_step": schedule(TRAIN_FIRST), "steady_step": schedule(TRAIN_STEADY)}
+    )
+    return types.Trace(
+        programs=programs,
+        schedule=runs,
+        storages=_storages(recorder, roles, _logits_width(recorder)),
+        resident=tuple(roles.resident),
+        meta=_meta(recorder, step, capability),
+    )
+
+
+def _op(row: Row, known: dict[Any, int | None]) -> types.Op:
+    inputs, outputs = tuple(ref.spec for ref in row.inputs), tuple(ref.spec for ref in row.outputs)
+    key = (row.name, inputs, outputs, row.attrs)
+    if key not in known:
+        known[key] = flops(row.name, inputs, outputs, row.attrs)
+    return types.Op(
+        row.name, row.inputs, row.outputs, row.module, row.phase, known[key],
+        tuple(row.allocates), tuple(row.frees), row.attrs,
+    )  # fmt: skip
+
+
+def _logits_width(recorder: Recorder) -> int | None:
+    """Number of classes the loss is over, if it is a softmax: the last dimension of the logits."""
+    for rows in recorder.programs.values():
+        for row in rows:
+            if row.name == "aten._log_softmax.default" and row.phase == "forward" and row.inputs:
+                return row.inputs[0].spec.shape[-1]
+    return None
+
+
+def _storages(recorder: Recorder, roles: _Roles, logits: int | None) -> dict[int, types.Storage]:
+    storages: dict[int, types.Storage] = {}
+    for number, nbytes in recorder.sizes.items():
+        row = recorder.born_in[number]
+        saved = number in recorder.alive_at_backward and row is not None and row.phase == "forward"
+        role = roles.roles.get(number) or (types.ACTIVATION if saved else types.TEMPORARY)
+        if role in (types.ACTIVATION, types.TEMPORARY) and row is not None and _is_logits(row, logits):
+            role = types.LOGITS
+        owner = roles.owners.get(number) or (row.module if row is not None else "")
+        storages[number] = types.Storage(nbytes, role, owner, saved, number in roles.host)
+    return storages
+
+
+def _is_logits(row: Row, width: int | None) -> bool:
+    return width is not None and any(ref.spec.shape[-1:] == (width,) and len(ref.spec.shape) > 1 for ref in row.outputs)
+
+
+def _meta(recorder: Recorder, step: Step, capability: tuple[int, int]) -> dict[str, object]:
+    parameters = list(step.model.parameters())
+    return {
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "blocks": find_blocks(step.model),
+        "recipe": step.recipe.to_json(),
+        "capability": list(capability),
+        "assumed": sorted(recorder.assumed),
+        "versions": {"torch": torch.__version__.split("+")[0], "python": platform.python_version()},
+    }

@@ -1,0 +1,80 @@
+"""What CUDA would do: the one table of choices in which a CUDA step differs from a CPU one.
+
+PyTorch picks kernels by device: attention backends, dropout with a stored mask, fused norms, cuDNN's
+recurrent layers and batch norm, foreach optimizers. On fake CPU tensors it would pick the CPU's. While
+`cuda_choices` is open, CUDA's are made instead. Every entry was seen on a real GPU: the op lists of the
+zoo are held equal to a dispatch trace of the CUDA step.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from foretell.trace.autocast import CudaAutocast
+from foretell.trace.cuda_attention import attention
+from foretell.trace.cuda_norm import batch_norm, dropout, one_hot, rms_norm, softmax
+from foretell.trace.cuda_rnn import gru, lstm, rnn_relu, rnn_tanh
+from foretell.trace.recorder import Recorder
+
+Choice = Callable[..., Any]
+
+CHOICES: dict[str, Choice] = {
+    "scaled_dot_product_attention": attention,
+    "dropout": dropout,
+    "rms_norm": rms_norm,
+    "batch_norm": batch_norm,
+    "softmax.int": softmax,
+    "one_hot": one_hot,
+    "lstm.input": lstm,
+    "gru.input": gru,
+    "rnn_tanh.input": rnn_tanh,
+    "rnn_relu.input": rnn_relu,
+}
+"""Composite op → what CUDA runs for it, given the recorder and the op's own arguments."""
+
+
+@contextmanager
+def cuda_choices(recorder: Recorder, capability: tuple[int, int]) -> Iterator[None]:
+    """Make CUDA's choices, for a device of this compute capability, until the end of the block."""
+    library = torch.library.Library("aten", "IMPL")
+    recorder.capability = capability
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.callback(library._destroy)
+        for name, choice in CHOICES.items():
+            library.impl(name, _bind(choice, recorder), "CompositeImplicitAutograd", allow_override=True)
+        casts = stack.enter_context(CudaAutocast())
+        stack.enter_context(mock.patch.object(torch, "clear_autocast_cache", _forgetting(casts)))
+        for user in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
+            stack.enter_context(mock.patch(f"{user}._get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"]))
+            stack.enter_context(mock.patch(f"{user}._foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]))
+        if "transformers.masking_utils" in sys.modules:  # it builds other masks for fake tensors than for real ones
+            stack.enter_context(mock.patch("transformers.masking_utils.is_tracing", lambda *_: False))
+        yield
+
+
+def _forgetting(casts: CudaAutocast) -> Callable[[], None]:
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        clear()
+        casts.forget()
+
+    return clear_both
+
+
+def _bind(choice: Choice, recorder: Recorder) -> Choice:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return choice(recorder, *args, **kwargs)
+
+    return kernel

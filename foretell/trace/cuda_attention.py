@@ -1,0 +1,138 @@
+"""Which attention kernel CUDA picks, and what the composite op does around it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from foretell.trace.recorder import Recorder
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def choose(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool,
+    capability: tuple[int, int], grad: bool,
+) -> str:  # fmt: skip
+    """cudnn, flash, efficient or math, in the order CUDA tries them on this device."""
+    order: tuple[str, ...] = ("flash", "efficient", "math")
+    if capability[0] in (9, 10):
+        order = ("cudnn", *order)
+    if any(t.stride(-1) != 1 for t in (query, key, value, mask) if t is not None and t.shape[-1] > 1):
+        return "math"
+    able = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient}
+    for name in order:
+        if name == "math" or able[name](query, key, value, mask, dropout, causal, gqa, capability, grad):
+            return name
+    return "math"
+
+
+def _cudnn(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool,
+    capability: tuple[int, int], grad: bool,
+) -> bool:  # fmt: skip
+    head, head_value = query.shape[-1], value.shape[-1]
+    return (
+        query.dim() == 4
+        and query.dtype in _LOW
+        and head % 8 == 0
+        and head_value % 8 == 0
+        and head <= 128
+        and head_value <= 128
+        and key.shape[2] > 1
+        and not (dropout and query.shape[2] == 1)
+        and not (mask is not None and mask.requires_grad)
+    )
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool,
+    capability: tuple[int, int], grad: bool,
+) -> bool:  # fmt: skip
+    head = query.shape[-1]
+    return (
+        mask is None
+        and capability >= (8, 0)
+        and query.dim() == 4
+        and query.dtype in _LOW
+        and head == key.shape[-1] == value.shape[-1]
+        and head <= 256
+        and not (causal and query.shape[-2] != key.shape[-2])
+        and not (grad and head > 192 and (8, 6) <= capability <= (8, 9))
+    )
+
+
+def _efficient(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool,
+    capability: tuple[int, int], grad: bool,
+) -> bool:  # fmt: skip
+    half = query.dtype in _LOW
+    alignment = 1 if capability[0] < 7 else 8 if half else 4 if capability[0] >= 8 else 1
+    head = query.shape[-1]
+    return (
+        query.dim() == 4
+        and query.dtype in (*_LOW, torch.float32)
+        and not gqa
+        and head == key.shape[-1]
+        and head % alignment == 0
+        and value.shape[-1] % alignment == 0
+    )
+
+
+def attention(
+    recorder: Recorder, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    backend = choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, recorder.capability, grad)
+    mask = _as_bias(attn_mask, query)
+    if backend == "cudnn":
+        return torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, mask, grad, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if backend == "flash":
+        return _run_flash(query, key, value, dropout_p, is_causal, scale)
+    if backend == "efficient":
+        if mask is not None:
+            mask = _aligned(mask).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, grad, dropout_p, is_causal, scale=scale
+        )[0]
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+def _run_flash(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None
+) -> Tensor:
+    """Flash attention wants head sizes in multiples of 8: pad, run, cut."""
+    head = query.shape[-1]
+    if scale is None:
+        scale = 1 / math.sqrt(head)
+    missing = -head % 8
+    if missing:
+        query, key, value = (torch.constant_pad_nd(tensor, (0, missing)) for tensor in (query, key, value))
+    output = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout, causal, False, scale=scale
+    )[0]
+    return output[..., :head] if missing else output
+
+
+def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """A boolean mask becomes an additive one of the query's dtype."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=query.dtype))
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """The last dimension of a bias, padded in memory to a multiple of 16 where it is not one of 8."""
+    last = mask.shape[-1]
+    if last % 8 == 0:
+        return mask
+    return torch.constant_pad_nd(mask, (0, 16 - last % 16))[..., :last]

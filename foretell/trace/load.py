@@ -1,0 +1,497 @@
+"""Get a model from wherever the user has it: the zoo, transformers, timm, torchvision or a file of their own.
+
+`check` answers at once what can be known without torch; `load` then builds the module and an example batch with
+plain factory calls. The caller decides where they live: under FakeTensorMode nothing real is allocated, under
+`torch.device("meta")` nothing is computed, and with neither both are real.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from foretell import zoo
+from foretell.errors import ForetellError, ModelError, UnknownName, UserError, near_names
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from foretell.trace.step import Workload
+
+FORMS = "see `foretell zoo`; others are hf:TYPE, hf:config.json, timm:NAME, torchvision:NAME, file.py:function"
+HUBS = ("hf", "timm", "torchvision")
+EXAMPLE = """\
+def build(): return MyModel()
+def batch(model, micro_batch, seq): return {"x": torch.randint(0, 1000, (micro_batch, seq or 512))}
+def loss(output, batch): return output.float().mean()"""
+_NO_CUDA = (
+    "not compiled with cuda", "not linked with support for cuda", "nvidia driver", "no cuda gpus", "no nvidia",
+    "cudagetdevicecount",
+)  # fmt: skip
+_CUDA_REMEDY = "build the model on the CPU or meta device; foretell decides where it runs"
+_POSITION_TABLES = {"wpe", "positions", "position_embeddings", "embed_positions", "position_embedding"}
+_READS_VALUES = "the code reads the value of a tensor (.item(), bool(), tolist()): use plain Python numbers there"
+_INSTALLED = {"site-packages", "dist-packages"}
+_numbers = count()
+_notes: list[str] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a model comes from and how large its batch is. Plain data, no torch."""
+
+    model: str
+    """`llama3-8b`, `hf:llama`, `hf:path/config.json`, `timm:resnet50`, `torchvision:resnet50`, `file.py:function`."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Zoo: keywords of build(); hf: config attributes, dotted for nested ones; timm, torchvision, file: keywords."""
+    micro_batch: int = 1
+    seq: int | None = None
+    """Text length; None = the model's usual."""
+    image: int | None = None
+    """Image side; None = the model's usual."""
+    loss: str | None = None
+    """`path/file.py:function` of (output, batch), instead of the model's own."""
+
+
+def describe(source: Source) -> str:
+    """One line for screens: `llama3-8b, micro-batch 1 × 8192 tokens`."""
+    seq, image = source.seq, source.image
+    if source.model in zoo.names():
+        seq, image = _zoo_sizes(zoo.get(source.model), source)
+    text = f"{source.model}, micro-batch {source.micro_batch}"
+    text += f" × {seq} tokens" if seq else ""
+    text += f" × {image}×{image} pixels" if image else ""
+    return ", ".join([text, *(f"{key}={value}" for key, value in source.overrides.items())])
+
+
+def check(source: Source) -> None:
+    """Raise what is wrong with a source as far as that can be seen without importing torch."""
+    for name in ("micro_batch", "seq", "image"):
+        value = getattr(source, name)
+        if value is None and name != "micro_batch":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(
+                f"{name} must be a whole number above zero, got {value!r}", f"give {name} a value of 1 or more"
+            )
+    kind = _kind(source.model)
+    if kind == "zoo":
+        _check_zoo(source)
+    elif kind == "file":
+        _check_file(source.model)
+    else:
+        from foretell.trace import hub
+
+        hub.check(source)
+    if source.loss is not None:
+        _check_file(source.loss)
+
+
+def load(source: Source) -> Workload:
+    """Build the model and one example batch, with the ambient tensor mode and device."""
+    check(source)
+    _notes.clear()
+    try:
+        workload = _build_or_aside(source)
+        _check_built(source, workload)
+    except ForetellError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise model_error(source.model, error) from error
+    return workload
+
+
+def notes() -> list[str]:
+    """What the last `load` assumed and a reader of the answer should know."""
+    return list(_notes)
+
+
+def user_files() -> list[str]:
+    """Files of imported modules that are the user's own (or the zoo's): what a cached trace depends on."""
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return sorted({str(Path(file).resolve()) for file in files if isinstance(file, str) and is_users(file)})
+
+
+@functools.cache
+def is_users(file: str) -> bool:
+    """Whether a Python file is the user's: not the interpreter's, not an installed package's, not foretell's own."""
+    if not file.endswith(".py") or _INSTALLED & set(Path(file).parts):
+        return False
+    path = Path(file).resolve()
+    if _INSTALLED & set(path.parts) or not path.is_file():
+        return False
+    own = Path(__file__).resolve().parents[1]
+    if path.is_relative_to(own):
+        return path.is_relative_to(own / "zoo")
+    return not any(path.is_relative_to(folder) for folder in _interpreter_folders())
+
+
+@functools.cache
+def _interpreter_folders() -> set[Path]:
+    return {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "scripts")}
+
+
+def model_error(model: str, error: BaseException) -> ModelError:
+    """The user's exception as ours: what failed, the frames of theirs that led to it, and what it came from."""
+    chain = [error]
+    while (link := chain[-1].__cause__ or chain[-1].__context__) is not None and link not in chain:
+        chain.append(link)
+    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    lines = traceback.format_list(theirs) + traceback.format_exception_only(error)
+    if error.__cause__ is not None:
+        lines += [f"caused by {type(chain[-1]).__name__}: {chain[-1]}"]
+    cuda = any(mark in str(link).lower() for link in chain for mark in _NO_CUDA)
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    problem = f"building {model} failed: {type(error).__name__}: {message}"
+    return ModelError(problem, _CUDA_REMEDY if cuda else "", "".join(lines).rstrip())
+
+
+def reject_unknown(overrides: Iterable[str], known: Iterable[str], owner: str) -> None:
+    """An override nobody takes is a typing error, never to be ignored."""
+    known = sorted(known)
+    for name in overrides:
+        if name not in known:
+            near = near_names(name, known) or known[:20]
+            raise UserError(
+                f"{owner} has no setting '{name}'", f"near names: {', '.join(near)}" if near else "it takes none"
+            )
+
+
+def _kind(model: str) -> str:
+    prefix, colon, _ = model.partition(":")
+    if colon and prefix in HUBS:
+        return prefix
+    return "file" if model.endswith(".py") or ".py:" in model else "zoo"
+
+
+def _build(source: Source) -> Workload:
+    from foretell.trace.step import Workload
+
+    kind = _kind(source.model)
+    if kind == "zoo":
+        workload = _load_zoo(source)
+    elif kind == "file":
+        workload = _load_file(source)
+    else:
+        from foretell.trace import hub
+
+        workload = hub.load(source, _notes)
+    if source.loss is not None:
+        path, _, name = source.loss.rpartition(":")
+        workload = Workload(workload.model, workload.batch, _member(_import_file(Path(path)), name, path))
+    return workload
+
+
+def _build_or_aside(source: Source) -> Workload:
+    """Build in the ambient mode; where a constructor does what fake tensors cannot, build aside and take the shapes.
+
+    Reading a value (drop-path rates from `[x.item() for x in torch.linspace(...)]`) and casting a finished module
+    (`.half()`) are the usual cases. Aside, tensors that stand for numbers are real and weights have no memory; then
+    everything becomes fake.
+    """
+    import torch
+    from torch._subclasses import fake_tensor
+
+    try:
+        return _build(source)
+    except RuntimeError as error:
+        reads = isinstance(error, fake_tensor.DataDependentOutputException | fake_tensor.DynamicOutputShapeException)
+        if not isinstance(torch.empty(0), fake_tensor.FakeTensor) or not (reads or "Couldn't swap" in str(error)):
+            raise
+        first = error
+    _notes.clear()
+    try:
+        with fake_tensor.unset_fake_temporarily(), _weights_on_meta():
+            workload = _build(source)
+        return _as_ambient(workload)
+    except Exception as error:
+        second = model_error(source.model, error)
+        if second.remedy or not reads:
+            raise second from error
+        told = model_error(source.model, first)
+        raise ModelError(told.problem, _READS_VALUES, told.detail) from error
+
+
+def _weights_on_meta() -> AbstractContextManager[Any]:
+    """Factories put tensors on the meta device, except those that make numbers to be read."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    weights = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.eye}
+
+    class WeightsOnMeta(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            if func in weights and kwargs.get("device") is None:
+                kwargs["device"] = "meta"
+            return func(*args, **kwargs)
+
+    return WeightsOnMeta()
+
+
+def _as_ambient(workload: Workload) -> Workload:
+    """The same workload with every tensor made anew in the ambient mode; tied weights stay tied."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from foretell.trace.step import Workload
+
+    made: dict[int, torch.Tensor] = {}
+
+    def renew(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in made:
+            new = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
+            parameter = isinstance(value, torch.nn.Parameter)
+            made[id(value)] = torch.nn.Parameter(new, value.requires_grad) if parameter else new
+        return made[id(value)]
+
+    for module in workload.model.modules():
+        for tensors in (module._parameters, module._buffers, vars(module)):
+            tensors.update({key: renew(value) for key, value in tensors.items() if isinstance(value, torch.Tensor)})
+    return Workload(workload.model, pytree.tree_map(renew, workload.batch), workload.loss)
+
+
+def _check_built(source: Source, workload: Workload) -> None:
+    """Devices and lengths that fake tensors would let pass and a real run would not."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    allowed = {"cpu", "meta", torch.empty(0).device.type}
+    tensors = [*workload.model.parameters(), *workload.model.buffers(), *pytree.tree_leaves(workload.batch)]
+    strange = {leaf.device.type for leaf in tensors if isinstance(leaf, torch.Tensor)} - allowed
+    if strange:
+        raise ModelError(f"building {source.model} placed tensors on {', '.join(sorted(strange))}", _CUDA_REMEDY)
+    _check_positions(source, workload.model)
+
+
+def _check_positions(source: Source, model: nn.Module) -> None:
+    """Refuse a text longer than the longest table of learned positions: fake tensors would look past its end."""
+    from torch import nn
+
+    sizes = {
+        path: module.num_embeddings
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in _POSITION_TABLES and "vis" not in path
+    }
+    if source.seq is not None and sizes and max(sizes.values()) < source.seq:
+        path, size = max(sizes.items(), key=lambda item: item[1])
+        raise UserError(
+            f"{source.seq} tokens are more than the {size} positions of {source.model} ({path})",
+            "ask for a shorter text, or override the model's number of positions",
+        )
+
+
+# --- zoo -------------------------------------------------------------------------------------------------------------
+
+
+def _check_zoo(source: Source) -> None:
+    if source.model not in zoo.names():
+        raise UnknownName("model", source.model, zoo.names(), FORMS)
+    reject_unknown(source.overrides, _zoo_keywords(zoo.get(source.model)), source.model)
+
+
+def _zoo_keywords(entry: zoo.Entry) -> list[str]:
+    """Keywords of a zoo module's build(), read from its source: importing it would import torch."""
+    tree = ast.parse((Path(zoo.__file__).parent / f"{entry.module}.py").read_text(encoding="utf-8"))
+    build = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "build")
+    return [argument.arg for argument in (*build.args.args, *build.args.kwonlyargs)]
+
+
+def _zoo_sizes(entry: zoo.Entry, source: Source) -> tuple[int | None, int | None]:
+    """Text length and image side: as asked, else as the overridden build has it, else the entry's usual."""
+    seq = source.seq or (source.overrides.get("context") if entry.seq else None) or entry.seq
+    image = source.image or (source.overrides.get("image") if entry.image else None) or entry.image
+    return seq if entry.seq else None, image if entry.image else None
+
+
+def _load_zoo(source: Source) -> Workload:
+    from foretell.trace.step import Workload
+
+    entry = zoo.get(source.model)
+    module = importlib.import_module(f"foretell.zoo.{entry.module}")
+    seq, image = _zoo_sizes(entry, source)
+    for name, asked, usual in (("seq", source.seq, entry.seq), ("image", source.image, entry.image)):
+        if asked and not usual:
+            _notes.append(f"{source.model} takes no {name}: {name} {asked} is ignored")
+    config = {**entry.config, **source.overrides}
+    if source.image and entry.image and "image" in _zoo_keywords(entry):
+        config["image"] = source.image
+    model = module.build(**config)
+    return Workload(model, module.batch(model, source.micro_batch, seq, image), module.loss)
+
+
+# --- the user's own file ---------------------------------------------------------------------------------------------
+
+
+def _check_file(target: str) -> None:
+    path, _, name = target.rpartition(":") if not target.endswith(".py") else (target, "", "")
+    if not Path(path).is_file():
+        raise UserError(f"there is no file {path}", "give the path of a Python file, as in path/file.py:function")
+    try:
+        tree = ast.parse(Path(path).read_bytes(), path)
+    except (SyntaxError, ValueError) as error:
+        raise model_error(target, error) from error
+    names, complete = _names_of(tree)
+    if complete and name not in names:
+        raise _no_function(
+            path, name, [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        )
+
+
+def _no_function(path: str, name: str, functions: list[str]) -> UserError:
+    asked = f"{path} has no function '{name}'" if name else f"{path} names no function"
+    example = functions[0] if functions else "build"
+    return UserError(asked, f"it has: {', '.join(functions) or 'none'}; write {path}:{example}")
+
+
+def _names_of(tree: ast.Module) -> tuple[set[str], bool]:
+    """Names a module defines at its top level, and whether these are all (no star import, no __getattr__)."""
+    names: set[str] = set()
+    nodes: list[ast.AST] = list(tree.body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        nodes.extend(ast.iter_child_nodes(node))
+    return names, not names & {"*", "__getattr__"}
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Run a file as a module under a fresh name; its folder can be imported from, as under `python file.py`.
+
+    In a package (a folder with `__init__.py`) relative imports work too.
+    """
+    path = path.resolve()
+    root, package = path.parent, list[str]()
+    while (root / "__init__.py").is_file():
+        package.insert(0, root.name)
+        root = root.parent
+    for folder in (str(path.parent), str(root)):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    if package:
+        importlib.import_module(".".join(package))
+    name = ".".join([*package, f"{path.stem}_foretell{next(_numbers)}"])
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import_mended(path: Path) -> ModuleType:
+    """Import the user's file; a torchvision that does not match this torch is mended once and tried again."""
+    try:
+        return _import_file(path)
+    except Exception as error:
+        if "torchvision::" not in f"{error} {error.__cause__} {error.__context__}":
+            raise
+        from foretell.trace import hub
+
+        hub.mend_torchvision()
+        return _import_file(path)
+
+
+def _member(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
+    found: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(found):
+        own = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", "") == module.__name__
+        ]
+        raise _no_function(path, name, own)
+    return found
+
+
+def _call_by_name(
+    function: Callable[..., Any], available: Mapping[str, Any], overrides: Mapping[str, Any], owner: str
+) -> Any:
+    """Call with those of `available` the function takes, and with every override, which it must take.
+
+    A size nobody asked for (None) is left to the function's own default when it has one.
+    """
+    parameters = inspect.signature(function).parameters
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        reject_unknown(overrides, parameters, owner)
+    given = {
+        name: available[name]
+        for name, p in parameters.items()
+        if name in available and not (available[name] is None and p.default is not inspect.Parameter.empty)
+    }
+    return function(**{**given, **overrides})
+
+
+def _load_file(source: Source) -> Workload:
+    import torch
+
+    from foretell.trace.step import Workload
+
+    path, _, name = source.model.rpartition(":")
+    module = _import_mended(Path(path))
+    sizes = {"micro_batch": source.micro_batch, "seq": source.seq, "image": source.image}
+    made: Any = getattr(module, name, None)
+    if not isinstance(made, torch.nn.Module):
+        made = _call_by_name(_member(module, name, path), sizes, source.overrides, source.model)
+    parts = _parts(source.model, made)
+    for part in ("batch", "loss"):
+        if parts.get(part) is None and callable(getattr(module, part, None)) and name != part:
+            parts[part] = getattr(module, part)
+    if callable(parts.get("batch")):
+        parts["batch"] = _call_by_name(parts["batch"], {"model": parts["model"], **sizes}, {}, f"{path}:batch")
+    batch = tuple(parts["batch"]) if isinstance(parts.get("batch"), list) else parts.get("batch")
+    if not isinstance(batch, Mapping | tuple | torch.Tensor):
+        found = "no batch" if batch is None else f"a batch of type {type(batch).__name__}"
+        raise UserError(
+            f"{source.model} gives {found}",
+            "return (model, batch) or define batch() in the same file; a batch is a dict, a tuple or a tensor",
+            EXAMPLE,
+        )
+    return Workload(parts["model"], batch, parts.get("loss"))
+
+
+def _parts(model: str, made: Any) -> dict[str, Any]:
+    """Model, batch and loss of whatever the user's function returned."""
+    import torch
+
+    if isinstance(made, torch.nn.Module):
+        return {"model": made}
+    parts: dict[str, Any] = {}
+    if isinstance(made, tuple) and len(made) in (2, 3):
+        parts = dict(zip(("model", "batch", "loss"), made, strict=False))
+    elif isinstance(made, Mapping):
+        reject_unknown((str(key) for key in made), ("model", "batch", "loss"), f"the dict of {model}")
+        parts = dict(made)
+    if not isinstance(parts.get("model"), torch.nn.Module):
+        raise UserError(
+            f"{model} returned {type(made).__name__}, not a model",
+            "return an nn.Module, a tuple (model, batch) or (model, batch, loss), or a dict with these keys",
+            EXAMPLE,
+        )
+    return parts

@@ -1,0 +1,67 @@
+"""How a step is run: the choices a user makes besides model, batch and hardware. Plain data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+from foretell.errors import UnknownName, UserError
+
+OPTIMIZERS = (
+    "sgd", "sgd-loop", "momentum", "momentum-fused", "momentum-loop",
+    "adam", "adam-fused", "adam-foreach", "adam-loop",
+    "adamw", "adamw-fused", "adamw-foreach", "adamw-loop",
+)  # fmt: skip
+PRECISIONS = ("fp32", "bf16-autocast", "fp16-autocast", "bf16", "fsdp-bf16")
+RECOMPUTES = ("none", "full", "selective")
+MODES = ("train", "infer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything about a step that is neither the model nor its batch."""
+
+    optimizer: str = "adamw-fused"
+    """One of OPTIMIZERS; a bare name is what PyTorch picks on CUDA (foreach)."""
+    precision: str = "bf16-autocast"
+    """fp32; bf16/fp16 autocast over fp32 weights; pure bf16; fsdp-bf16 = fp32 shards, bf16 compute."""
+    recompute: str = "none"
+    """none; full = every block; selective = keep matmul and attention outputs, recompute the rest."""
+    accumulate: int = 1
+    """Micro-batches per optimizer step."""
+    clip: float | None = None
+    """Gradient norm limit, as in clip_grad_norm_."""
+    lora: int | None = None
+    """Rank of LoRA adapters on every linear layer inside the blocks; the base is frozen."""
+    nf4: bool = False
+    """Hold the frozen base of the adapted layers in 4-bit NormalFloat."""
+    freeze: tuple[str, ...] = ()
+    """Parameters whose name starts with one of these are not trained."""
+    mode: str = "train"
+    """train, or infer for one forward without gradients."""
+    shards: int = 1
+    """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2)."""
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("optimizer", OPTIMIZERS), ("precision", PRECISIONS), ("recompute", RECOMPUTES), ("mode", MODES),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value not in known:
+                raise UnknownName(name, str(value), known, f"known: {', '.join(known)}")
+        for name in ("accumulate", "shards", "lora", "clip"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"{name} must be positive, got {value}", f"give {name} a value above zero")
+        if self.nf4 and self.lora is None:
+            raise UserError("nf4 needs LoRA adapters: a 4-bit base cannot be trained", "add --lora RANK, for example --lora 16")
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self) | {"freeze": list(self.freeze)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, object]) -> Recipe:
+        known = {field.name for field in fields(cls)}
+        values = {key: value for key, value in data.items() if key in known}
+        if "freeze" in values:
+            values["freeze"] = tuple(values["freeze"])  # type: ignore[arg-type]
+        return cls(**values)  # type: ignore[arg-type]

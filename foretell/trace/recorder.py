@@ -1,0 +1,358 @@
+"""Record what a step does on fake tensors: every op, every storage that is born and dies, in order.
+
+    user code ──► autograd, autocast ──► Recorder (a fake tensor mode) ──► shapes only, no memory
+
+A storage dies when Python and autograd let go of it, exactly as it would on the device; a weak
+reference tells when. Backward ops are given the module of the forward op whose autograd node runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+
+from foretell.errors import ModelError
+from foretell.trace import types
+
+_DEVICE = torch.ops.prim.device.default
+_NO_SEQUENCE = 2**64 - 1
+_SIZED_BY_DATA = {
+    torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default, torch.ops.aten._unique2.default,
+}  # fmt: skip
+_ORDINARY = {"aten.all.default": True, "aten.any.default": False}
+"""Questions about a whole tensor, answered as ordinary data would: no padding, no NaN."""
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
+_CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
+_ATTRS: dict[Any, tuple[int, ...]] = {
+    torch.ops.aten.convolution.default: (3, 4, 5, 6, 7, 8),
+    torch.ops.aten.convolution_backward.default: (4, 5, 6, 7, 8, 9, 10),
+    torch.ops.aten._scaled_dot_product_flash_attention.default: (3, 4),
+    torch.ops.aten._scaled_dot_product_efficient_attention.default: (5, 6),
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default: (5, 6),
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default: (10, 11),
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: (9, 11),
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: (13, 14),
+}
+"""Positions of the arguments a cost rule needs besides shapes."""
+
+
+def _fp32_statistics(output: Any) -> Any:
+    """CUDA keeps mean and deviation of a low precision input in fp32; the CPU does not."""
+    return (output[0], *(statistic.to(torch.float32) for statistic in output[1:]))
+
+
+def _dense_gradient(output: Any) -> Any:
+    """CUDA's gradient of the input is contiguous, whatever the layout of the input."""
+    return (output[0] if output[0] is None else output[0].contiguous(), *output[1:])
+
+
+_MENDS: dict[Any, Callable[[Any], Any]] = {
+    torch.ops.aten.native_layer_norm.default: _fp32_statistics,
+    torch.ops.aten.native_batch_norm.default: _fp32_statistics,
+    torch.ops.aten.native_layer_norm_backward.default: _dense_gradient,
+}
+"""Outputs that CUDA makes in another dtype or layout than the shape rules of fake CPU tensors say."""
+
+
+class Row:
+    """An op while it is being recorded; becomes a frozen `Op` at the end."""
+
+    __slots__ = ("allocates", "attrs", "frees", "inputs", "module", "name", "outputs", "phase")
+
+    def __init__(self, name: str, module: str, phase: str) -> None:
+        self.name, self.module, self.phase = name, module, phase
+        self.inputs: tuple[types.Ref, ...] = ()
+        self.outputs: tuple[types.Ref, ...] = ()
+        self.attrs: tuple[Any, ...] = ()
+        self.allocates: list[int] = []
+        self.frees: list[int] = []
+
+
+class Recorder(FakeTensorMode):
+    """A fake tensor mode that writes down the ops it is asked for, program by program."""
+
+    def __init__(self, hints: Mapping[str, float] | None = None) -> None:
+        super().__init__()
+        self.programs: dict[str, list[Row]] = {}
+        self.sizes: dict[int, int] = {}
+        self.born_in: dict[int, Row | None] = {}
+        self.hints = dict(hints or {})
+        self.assumed: set[str] = set()
+        self.alive_at_backward: set[int] = set()
+        self._rows: list[Row] | None = None
+        self._last: Row | None = None
+        self._phase = ""
+        self._depth = 0
+        self._ids: dict[int, int] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._specs: dict[tuple[Any, Any], types.TensorSpec] = {}
+        self._names: dict[Any, str] = {}
+        self._paths: dict[int, str] = {}
+        self._parameter_paths: dict[int, str] = {}
+        self._stack: list[str] = []
+        self._module_of: dict[int, str] = {}
+        self.capability = (9, 0)
+
+    # ------------------------------------------------------------------ where we are in the step
+
+    def phase(self, name: str) -> None:
+        self._phase = name
+        if name == "backward":
+            self.alive_at_backward |= self.living()
+
+    @contextmanager
+    def program(self, name: str) -> Iterator[None]:
+        """Everything run inside is recorded under this name."""
+        self._rows = self.programs.setdefault(name, [])
+        self._last = self._add_row("foretell.begin")
+        try:
+            yield
+        finally:
+            self._rows = None
+
+    @contextmanager
+    def scope(self, module: nn.Module) -> Iterator[None]:
+        """Ops inside belong to this module (a block that is computed again in backward)."""
+        self._stack.append(self._paths.get(id(module), ""))
+        try:
+            yield
+        finally:
+            self._stack.pop()
+
+    @contextmanager
+    def modules(self, model: nn.Module) -> Iterator[None]:
+        """Follow the calls of this model's modules, to know whose op it is."""
+        for path, module in model.named_modules():
+            self._paths.setdefault(id(module), path)
+        for path, parameter in model.named_parameters(remove_duplicate=False):
+            self._parameter_paths.setdefault(id(parameter), path.rpartition(".")[0])
+        enter = nn.modules.module.register_module_forward_pre_hook(self._enter)
+        leave = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            enter.remove()
+            leave.remove()
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self._stack.append(self._paths.get(id(module), self._here()))
+
+    def _leave(self, *_: Any) -> None:
+        self._stack.pop()
+
+    def _here(self) -> str:
+        return self._stack[-1] if self._stack else ""
+
+    # ------------------------------------------------------------------ ops
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return args[0].fake_device
+        if self._depth or self._rows is None:
+            return super().__torch_dispatch__(func, kinds, args, kwargs or {})
+        return self._run(func, kinds, args, kwargs or {})
+
+    def _run(self, func: Any, kinds: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._depth += 1
+        try:
+            if func is _GROUPED_MM:
+                output = self._grouped_mm(args, kwargs)
+            else:
+                output = super().__torch_dispatch__(func, kinds, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            output = self._guess(func, args)
+        finally:
+            self._depth -= 1
+        mend = _MENDS.get(func)
+        if mend is not None:
+            with self.muted():
+                output = mend(output)
+        self.record(self._name(func), (args, kwargs), output, self._attributes(func, args))
+        return output
+
+    def _grouped_mm(self, args: Any, kwargs: Any) -> Any:
+        """CUDA takes any float dtype here; the shape rule on fake tensors insists on bf16."""
+        low = [value.to(torch.bfloat16) if _is_wide(value) else value for value in args]
+        return _GROUPED_MM(*low, **kwargs).to(args[0].dtype)
+
+    def emit(self, name: str, inputs: Any, make: Callable[[], Any], attrs: tuple[Any, ...] = ()) -> Any:
+        """Record one op that PyTorch cannot run on fake CPU tensors; `make` builds its outputs."""
+        self._depth += 1
+        try:
+            output = make()
+        finally:
+            self._depth -= 1
+        if self._rows is not None and not self._depth:
+            self.record(name, inputs, output, attrs)
+        return output
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> None:
+        row = self._add_row(name)
+        row.attrs = attrs
+        row.inputs = tuple(self._refs(inputs, None))
+        row.outputs = tuple(self._refs(outputs, row))
+
+    def _add_row(self, name: str) -> Row:
+        module, phase = self._whose()
+        row = Row(name, module, phase)
+        assert self._rows is not None
+        self._rows.append(row)
+        self._last = row
+        return row
+
+    def _whose(self) -> tuple[str, str]:
+        phase = self._phase
+        if phase == "forward":
+            here = self._here()
+            self._module_of[torch.autograd._get_sequence_nr() - 1] = here
+            return here, phase
+        if phase == "backward":
+            if self._stack:
+                here = self._stack[-1]
+                self._module_of[torch.autograd._get_sequence_nr() - 1] = here
+                return here, "recompute"
+            node = torch._C._current_autograd_node()
+            if node is None:
+                return "", phase
+            number = node._sequence_nr()
+            if number == _NO_SEQUENCE:
+                return self._parameter_paths.get(id(node.variable), ""), phase
+            return self._module_of.get(number, ""), phase
+        return self._here(), phase
+
+    def _refs(self, values: Any, born: Row | None) -> Iterator[types.Ref]:
+        for tensor in _tensors(values):
+            yield types.Ref(self.storage_id(tensor, born), self.spec(tensor))
+
+    def spec(self, tensor: Tensor) -> types.TensorSpec:
+        key = (tensor.shape, tensor.dtype)
+        known = self._specs.get(key)
+        if known is None:
+            known = self._specs[key] = types.TensorSpec(tuple(int(n) for n in tensor.shape), str(tensor.dtype)[6:])
+        return known
+
+    def _name(self, func: Any) -> str:
+        name = self._names.get(func)
+        if name is None:
+            name = self._names[func] = str(func)
+        return name
+
+    def _attributes(self, func: Any, args: Any) -> tuple[Any, ...]:
+        positions = _ATTRS.get(func)
+        if positions is None:
+            return ()
+        flat: list[Any] = []
+        for position in positions:
+            value = args[position] if position < len(args) else None
+            flat.extend(value) if isinstance(value, (list, tuple)) else flat.append(value)
+        scalars = tuple(value for value in flat if isinstance(value, (bool, int, float)))
+        return (*scalars, _channels_last(args)) if func in _CONVOLUTIONS else scalars
+
+    # ------------------------------------------------------------------ storages
+
+    def storage_id(self, tensor: Tensor, born: Row | None = None) -> int:
+        """The id of a tensor's storage; a storage never seen before is born in `born`."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._ids.get(key)
+        if known is not None:
+            return known
+        number = len(self.sizes)
+        self._ids[key] = number
+        self.sizes[number] = storage.nbytes()
+        self.born_in[number] = born
+        if born is not None:
+            born.allocates.append(number)
+        self._alive[number] = weakref.ref(storage, lambda _: self._died(key, number))
+        return number
+
+    def _died(self, key: int, number: int) -> None:
+        self._ids.pop(key, None)
+        self._alive.pop(number, None)
+        if self._last is not None:
+            self._last.frees.append(number)
+
+    def living(self) -> set[int]:
+        return set(self._alive)
+
+    # ------------------------------------------------------------------ sizes that depend on data
+
+    def _guess(self, func: Any, args: Any) -> Any:
+        name, module = self._name(func), self._here()
+        if func is torch.ops.aten._local_scalar_dense.default and self._phase == "update":
+            return 0.0  # a gradient scaler asking whether anything overflowed
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            asked = self.born_in.get(self.storage_id(args[0]))
+            if asked is not None and asked.name in _ORDINARY:
+                self.assumed.add(f"{asked.name} in module '{module}' is taken to be {_ORDINARY[asked.name]}")
+                return _ORDINARY[asked.name]
+        hint = self._hint(name, module)
+        if hint is None:
+            raise ModelError(
+                f"{name} in module '{module or 'top level'}' depends on the values of its input, "
+                "which a trace without data does not have",
+                f"give a size hint, such as --hint '{name}=0.5' (share of elements that pass, or the value of .item())",
+            )
+        source: Tensor = args[0]
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return hint if source.is_floating_point() else int(hint)
+        count = max(1, round(source.numel() * hint))
+        with self.muted():
+            if func is torch.ops.aten.nonzero.default:
+                return torch.empty((source.dim(), count), dtype=torch.int64).t()
+            return source.new_empty((count,))
+
+    def _hint(self, name: str, module: str) -> float | None:
+        for pattern, value in self.hints.items():
+            if fnmatchcase(name, pattern) or fnmatchcase(module, pattern) or fnmatchcase(f"{name}@{module}", pattern):
+                return value
+        return None
+
+
+def _channels_last(args: Any) -> bool:
+    return any(
+        tensor.dim() == 4
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+        and not tensor.is_contiguous()
+        for tensor in _tensors(args)
+    )
+
+
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float16)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _tensors(value)
+
+
+def storages_of(recorder: Recorder, tensors: Iterable[Tensor]) -> list[int]:
+    """Storage ids of these tensors, each once, in order."""
+    return list(dict.fromkeys(recorder.storage_id(tensor) for tensor in tensors if isinstance(tensor, FakeTensor)))

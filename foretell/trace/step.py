@@ -1,0 +1,238 @@
+"""One training or inference step on plain PyTorch, written once: traced on fake tensors, run on real ones.
+
+The model is changed from outside only: hooks for casts, a wrapped `forward` for recompute.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from foretell.errors import ModelError
+from foretell.trace.blocks import find_blocks
+from foretell.trace.recipe import Recipe
+
+Batch: TypeAlias = Mapping[str, Any] | tuple[Any, ...] | Tensor
+Loss: TypeAlias = Callable[[Any, Any], Tensor]
+
+KEPT_BY_SELECTIVE = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten.convolution.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""What selective recompute keeps: results of matrix products and attention, dear to compute again."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the user brings: a module, an example batch and how to get a loss from its output."""
+
+    model: nn.Module
+    batch: Batch
+    loss: Loss | None = None
+
+
+class Observer(Protocol):
+    """Told where in the step we are."""
+
+    def phase(self, name: str) -> None: ...
+
+    def scope(self, module: nn.Module) -> AbstractContextManager[None]: ...
+
+
+class _Silent:
+    def phase(self, name: str) -> None:
+        pass
+
+    def scope(self, module: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Step:
+    """A prepared step: `micro_batch()` any number of times, then `update()`; or `evaluate()`."""
+
+    def __init__(
+        self, workload: Workload, recipe: Recipe, *, device_type: str, observer: Observer | None = None
+    ) -> None:
+        self.workload, self.recipe, self.device_type = workload, recipe, device_type
+        self.observer: Observer = observer or _Silent()
+        self.model = workload.model
+        self.model.train(recipe.mode == "train")
+        prepare_precision(self.model, recipe.precision)
+        for name, parameter in self.model.named_parameters():
+            if recipe.mode == "infer" or any(name.startswith(prefix) for prefix in recipe.freeze):
+                parameter.requires_grad_(False)
+        if recipe.recompute != "none" and recipe.mode == "train":
+            apply_recompute(self.model, recipe.recompute, self.observer)
+        self.scaler = torch.amp.GradScaler(device_type) if recipe.precision == "fp16-autocast" else None
+
+    def create_optimizer(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        chosen = list(parameters) if parameters is not None else [p for p in self.model.parameters() if p.requires_grad]
+        if not chosen:
+            raise ModelError("the model has no parameter to train", "unfreeze some, or use --infer")
+        self.parameters = chosen
+        self.optimizer = build_optimizer(self.recipe.optimizer, chosen)
+
+    def micro_batch(self) -> None:
+        self.observer.phase("forward")
+        with self.autocast():
+            loss = compute_loss(self.workload)
+        if self.recipe.accumulate > 1:
+            loss = loss / self.recipe.accumulate
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        self.observer.phase("backward")
+        loss.backward()
+
+    def update(self) -> None:
+        self.observer.phase("update")
+        if self.recipe.clip is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def evaluate(self) -> None:
+        self.observer.phase("forward")
+        with torch.no_grad(), self.autocast():
+            call_model(self.workload.model, self.workload.batch)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        dtypes = {"bf16-autocast": torch.bfloat16, "fp16-autocast": torch.float16}
+        if self.recipe.precision not in dtypes:
+            return nullcontext()
+        return torch.autocast(self.device_type, dtypes[self.recipe.precision])
+
+
+def call_model(model: nn.Module, batch: Batch) -> Any:
+    """Call the model with what of the batch its `forward` takes."""
+    if isinstance(batch, Mapping):
+        signature = inspect.signature(getattr(model.forward, "__wrapped__", model.forward)).parameters
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values())
+        return model(**{key: value for key, value in batch.items() if takes_any or key in signature})
+    if isinstance(batch, tuple):
+        return model(*batch)
+    return model(batch)
+
+
+def compute_loss(workload: Workload) -> Tensor:
+    """A scalar to call backward on: the user's loss, the output's `.loss`, or the output itself if it is one."""
+    output = call_model(workload.model, workload.batch)
+    if workload.loss is not None:
+        loss = workload.loss(output, workload.batch)
+    else:
+        loss = getattr(output, "loss", None)
+        if loss is None and isinstance(output, Tensor) and output.dim() == 0:
+            loss = output
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
+        raise ModelError(
+            f"no scalar loss to train on: the model returned {found}",
+            "give a loss function of (output, batch), or return an object with .loss",
+        )
+    return loss
+
+
+def prepare_precision(model: nn.Module, precision: str) -> None:
+    if precision == "bf16":
+        _cast_tensors(model, torch.bfloat16, buffers=True)
+    elif precision == "fsdp-bf16":
+        _cast_tensors(model, torch.bfloat16, buffers=False)
+        _cast_inputs(model, torch.bfloat16)
+
+
+def _cast_tensors(model: nn.Module, dtype: torch.dtype, *, buffers: bool) -> None:
+    """What `model.to(dtype)` does, by replacing tensors: fake parameters cannot be changed in place."""
+    done: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point():
+                if parameter not in done:
+                    done[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                module._parameters[name] = done[parameter]
+        for name, buffer in module._buffers.items():
+            if buffers and buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
+def _cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
+    """Float inputs of the root and of every block are cast, as FSDP2's mixed precision does."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def pre_hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return torch.utils._pytree.tree_map(cast, (args, kwargs))
+
+    for path in ["", *find_blocks(model)]:
+        model.get_submodule(path).register_forward_pre_hook(pre_hook, with_kwargs=True)
+
+
+def apply_recompute(model: nn.Module, how: str, observer: Observer) -> None:
+    """Wrap the forward of every block in `torch.utils.checkpoint`."""
+    paths = find_blocks(model)
+    if not paths:
+        raise ModelError(
+            f"--recompute {how} finds no repeated blocks in {type(model).__name__}",
+            "put the repeated layers into an nn.ModuleList, or use --recompute none",
+        )
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in KEPT_BY_SELECTIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+    options: dict[str, Any] = {"use_reentrant": False}
+    if how == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    for path in paths:
+        _checkpoint_forward(model.get_submodule(path), options, observer)
+
+
+def _checkpoint_forward(block: nn.Module, options: dict[str, Any], observer: Observer) -> None:
+    plain = block.forward
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        with observer.scope(block):
+            return plain(*args, **kwargs)
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(inner, *args, **options, **kwargs) if torch.is_grad_enabled() else plain(*args, **kwargs)
+
+    block.forward = forward  # type: ignore[method-assign]
+
+
+def build_optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer a recipe names; without a suffix, PyTorch's own default for CUDA."""
+    kind, _, variant = name.partition("-")
+    flags: dict[str, bool | None] = {
+        "": {}, "fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False, "fused": False},
+    }[variant]  # type: ignore[assignment]  # fmt: skip
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=1e-3, **flags)
+    if kind == "momentum":
+        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **flags)
+    if kind == "adam":
+        return torch.optim.Adam(parameters, lr=1e-4, **flags)
+    return torch.optim.AdamW(parameters, lr=1e-4, **flags)

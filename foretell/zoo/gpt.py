@@ -1,0 +1,105 @@
+"""GPT-2 and GPT-3 (Radford et al. 2019, Brown et al. 2020): a pre-norm decoder with learned positions.
+
+Each block is causal self-attention and a four-times-wider GELU MLP; the output head shares the token embedding.
+GPT-3's alternating sparse attention is replaced by dense attention in every layer.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(x).split(c, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(b, t, c))
+
+
+class MLP(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 4 * dim)
+        self.act = nn.GELU(approximate="tanh")
+        self.down = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attention = Attention(dim, heads, dropout)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = MLP(dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size: int, context: int, layers: int, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.context = context
+        self.tokens = nn.Embedding(vocab_size, dim)
+        self.positions = nn.Embedding(context, dim)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(dim, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        residual_std = 0.02 / math.sqrt(2 * len(self.blocks))
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                nn.init.normal_(p, std=residual_std if name.endswith(("out.weight", "down.weight")) else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.dropout(self.tokens(input_ids) + self.positions(positions))
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def build(
+    *,
+    vocab_size: int = 50257,
+    context: int = 1024,
+    layers: int = 12,
+    dim: int = 768,
+    heads: int = 12,
+    dropout: float = 0.0,
+) -> GPT:
+    return GPT(vocab_size, context, layers, dim, heads, dropout)
+
+
+def batch(model: GPT, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    length = seq or model.context
+    if length > model.context:
+        raise ValueError(f"seq {length} is longer than the {model.context} learned positions of the model")
+    tokens = torch.randint(0, model.vocab_size, (micro_batch, length + 1))
+    return {"input_ids": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten())

@@ -1,0 +1,257 @@
+"""The shape of the package: rooms import one way, pure modules do without torch, files and functions stay short."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "foretell"
+
+ROOMS = (
+    "errors", "units", "zoo", "trace", "hardware", "plan", "cost", "kernels", "checkpoint", "runtime", "search",
+    "tune", "serve", "report", "api", "cli",
+)  # fmt: skip
+"""Top to bottom: a room imports itself and rooms before it."""
+
+PURE = ("errors", "units", "trace.types", "trace.recipe", "cost", "hardware")
+"""Modules, and rooms with all their modules, that must import without torch."""
+
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 80
+
+
+# ---------------------------------------------------------------- which module is which
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    """`foretell.cost.memory` → cost; the package itself → empty."""
+    room = module.split(".")[1] if "." in module else ""
+    return "cli" if room == "__main__" else room
+
+
+# ---------------------------------------------------------------- one-way imports
+
+
+def violations(source: str, module: str, *, package: bool = False) -> list[str]:
+    """What `source`, as the text of `module`, imports against the order of the rooms."""
+    tree = ast.parse(source)
+    here = room_of(module)
+    if here and here not in ROOMS:
+        return [f"{module}: '{here}' is no room; give it a place in ROOMS"]
+    lazy = _lazy_lines(tree)
+    found = []
+    for line, target in sorted(_imports(tree, module, package)):
+        complaint = _complaint(here, target, lazy=line in lazy)
+        if complaint:
+            found.append(f"{module}, line {line}: {complaint}")
+    return found
+
+
+def _complaint(here: str, target: str, *, lazy: bool) -> str:
+    """Why room `here` may not import room `target`; empty when it may."""
+    if not here:
+        if target != "api":
+            return f"the package itself imports {target}, and may import api alone"
+        return "" if lazy else "the package itself imports api before anyone asked for it"
+    if target not in ROOMS:
+        return f"{here} imports '{target}', which is no room"
+    if here == "zoo" and target != "zoo":
+        return f"zoo imports {target}, and may import nothing of foretell but itself"
+    if ROOMS.index(target) > ROOMS.index(here):
+        return f"{here} imports {target}, which stands below it"
+    return ""
+
+
+def _imports(tree: ast.Module, module: str, package: bool) -> Iterator[tuple[int, str]]:
+    """Line and room of every import of foretell, wherever it stands."""
+    for node in ast.walk(tree):
+        for name in _imported_names(node, module, package):
+            parts = name.split(".")
+            if parts[0] != "foretell" or parts[1:] == ["__version__"]:
+                continue
+            room = room_of(name)
+            is_room = room in ROOMS or any((PACKAGE / end).exists() for end in (room, f"{room}.py"))
+            # What the package offers without being a room, it has from api.
+            yield node.lineno, room if room and (is_room or len(parts) > 2) else "api"
+
+
+def _imported_names(node: ast.AST, module: str, package: bool) -> list[str]:
+    """Full dotted names that a statement or call imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            parents = module.split(".")
+            parents = parents[: len(parents) - node.level + package]
+            base = ".".join([*parents, base] if base else parents)
+        return [f"{base}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Call) and node.args and _name_of(node.func) in ("import_module", "__import__"):
+        text = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
+        if isinstance(text, ast.Constant) and isinstance(text.value, str):
+            return [text.value]
+    return []
+
+
+def _name_of(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _lazy_lines(tree: ast.Module) -> set[int]:
+    """Lines inside functions, and those that only a type checker reads."""
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        only_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if only_types or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body
+            lines.update(range(body[0].lineno, (body[-1].end_lineno or 0) + 1))
+    return lines
+
+
+def test_rooms_import_only_rooms_above_them() -> None:
+    assert files(), f"no Python files under {PACKAGE}"
+    found = [
+        line
+        for path in files()
+        for line in violations(path.read_text(encoding="utf-8"), module_of(path), package=path.name == "__init__.py")
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("foretell.cost.memory", "from foretell.report import table", "cost imports report"),
+        ("foretell.cost.memory", "import foretell.cli.main", "cost imports cli"),
+        ("foretell.cost.memory", "import os, foretell.api as api", "cost imports api"),
+        ("foretell.cost.memory", "from foretell import search", "cost imports search"),
+        ("foretell.cost.memory", "from foretell import fit", "cost imports api"),
+        ("foretell.cost.memory", "import foretell", "cost imports api"),
+        ("foretell.cost.memory", "from ..report import table", "cost imports report"),
+        ("foretell.cost.memory", "from .. import runtime", "cost imports runtime"),
+        ("foretell.trace.step", "def f():\n    from foretell.cost import memory", "trace imports cost"),
+        ("foretell.trace.step", "if TYPE_CHECKING:\n    from foretell.plan import Plan", "trace imports plan"),
+        ("foretell.trace.step", "import importlib\nimportlib.import_module('foretell.cost')", "trace imports cost"),
+        ("foretell.trace.step", "import_module(f'foretell.cost.{name}')", "trace imports cost"),
+        ("foretell.errors", "from foretell.units import gib", "errors imports units"),
+        ("foretell.zoo.gpt", "from foretell.errors import UserError", "zoo imports errors"),
+        ("foretell.zoo.gpt", "from foretell.units import gib", "zoo imports units"),
+        ("foretell.cost.memory", "from foretell.attic.old import x", "'attic', which is no room"),
+        ("foretell.attic", "x = 1", "'attic' is no room"),
+        ("foretell", "from foretell.api import fit", "imports api before anyone asked"),
+        ("foretell", "def __getattr__(name):\n    from foretell.cost import memory", "may import api alone"),
+    ],
+)
+def test_a_planted_violation_is_found(module: str, source: str, complaint: str) -> None:
+    found = violations(source, module, package=module == "foretell")
+    assert len(found) == 1
+    assert complaint in found[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("foretell.cost.memory", "from foretell.trace.types import Trace\nfrom foretell.cost import allocator"),
+        ("foretell.cost.memory", "from . import allocator\nfrom ..errors import UserError"),
+        ("foretell.cost.memory", "import torch, foretellish\nfrom cli import main"),
+        ("foretell.trace.load", "from foretell import zoo"),
+        ("foretell.trace.load", "from foretell import __version__"),
+        ("foretell.zoo.dit", "from foretell.zoo.vit import Mlp"),
+        ("foretell.units", "from foretell.errors import UserError"),
+        ("foretell.cli.fit", "from foretell import api\nfrom foretell.report import table\nfrom foretell import fit"),
+        ("foretell.__main__", "from foretell.cli import main"),
+        ("foretell", "def __getattr__(name):\n    from foretell import api\n    return getattr(api, name)"),
+        ("foretell", "if TYPE_CHECKING:\n    from foretell.api import fit"),
+    ],
+)
+def test_what_is_allowed_is_not_found(module: str, source: str) -> None:
+    assert violations(source, module, package=module == "foretell") == []
+
+
+def test_relative_imports_of_a_package_start_at_the_package() -> None:
+    assert violations("from .allocator import Block", "foretell.cost", package=True) == []
+    assert violations("from ..report import table", "foretell.cost", package=True) != []
+
+
+# ---------------------------------------------------------------- without torch
+
+
+def torch_free(source: str) -> subprocess.CompletedProcess[str]:
+    """Run `source` in a fresh interpreter; it fails, with the reason last, if torch was imported by the end."""
+    check = "import sys\nif 'torch' in sys.modules: sys.exit('it imports torch')"
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-c", f"{source}\n{check}"], env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def pure_modules() -> list[str]:
+    """Every module of PURE that exists, and the two that decide how soon `foretell --help` answers."""
+    modules = [module_of(path) for path in files()]
+    wanted = [f"foretell.{name}" for name in PURE]
+    pure = [name for name in modules if any(name == want or name.startswith(f"{want}.") for want in wanted)]
+    return pure + [name for name in ("foretell", "foretell.cli") if name in modules]
+
+
+def test_pure_modules_are_found() -> None:
+    assert {"foretell.errors", "foretell.units", "foretell.trace.types", "foretell.cost"} <= set(pure_modules())
+
+
+@pytest.mark.parametrize("module", pure_modules())
+def test_pure_modules_import_without_torch(module: str) -> None:
+    done = torch_free(f"import {module}")
+    assert done.returncode == 0, f"{module}: {done.stderr.strip()}"
+
+
+def test_a_planted_torch_import_is_found(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("")
+    done = torch_free(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import torch")
+    assert done.returncode != 0
+    assert "it imports torch" in done.stderr
+
+
+# ---------------------------------------------------------------- short files, short functions
+
+
+def too_long(source: str, name: str) -> list[str]:
+    """The file, if it has too many lines, and its functions that have."""
+    count = len(source.splitlines())
+    found = [f"{name}: {count} lines, {MAX_FILE_LINES} allowed"] if count > MAX_FILE_LINES else []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                found.append(f"{name}: {node.name} has {length} lines, {MAX_FUNCTION_LINES} allowed")
+    return found
+
+
+def test_files_and_functions_are_short() -> None:
+    found = [line for path in files() for line in too_long(path.read_text(encoding="utf-8"), module_of(path))]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_what_is_too_long_is_found() -> None:
+    def function(lines: int) -> str:
+        return "def f():\n" + "    x = 1\n" * (lines - 1)
+
+    assert too_long("x = 1\n" * MAX_FILE_LINES, "m") == []
+    assert too_long("x = 1\n" * (MAX_FILE_LINES + 1), "m") == ["m: 601 lines, 600 allowed"]
+    assert too_long(function(MAX_FUNCTION_LINES), "m") == []
+    assert too_long(function(MAX_FUNCTION_LINES + 1), "m") == ["m: f has 81 lines, 80 allowed"]
