@@ -16,6 +16,7 @@ COUNTED, MEASURED, ASSUMED = "counted", "measured", "assumed"
 
 CATEGORIES = (
     "parameters", "gradients", "optimizer", "activations", "logits", "temporaries", "workspace", "inputs",
+    "communication",
 )  # fmt: skip
 """What bytes at the peak are held for; their sum is the peak of allocated memory."""
 
@@ -101,6 +102,16 @@ class Prediction:
         data = asdict(self)
         data["fits"] = self.fits
         return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Prediction:
+        given = {key: value for key, value in data.items() if key not in ("fits", "memory", "remedies")}
+        memory = dict(data["memory"])
+        memory["holders"] = tuple(Holder(**holder) for holder in memory["holders"])
+        memory["phases"] = tuple(Phase(**phase) for phase in memory["phases"])
+        memory["bands"] = {name: (low, high) for name, (low, high) in memory["bands"].items()}
+        given["assumptions"] = tuple(given["assumptions"])
+        return cls(**given, memory=Memory(**memory), remedies=tuple(Remedy(**remedy) for remedy in data["remedies"]))
 
 
 @dataclass(frozen=True, kw_only=True)

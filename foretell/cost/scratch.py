@@ -28,9 +28,20 @@ Rule = Callable[[Op, Device], Buffers]
 
 def scratch(op: Op, capability: tuple[int, int]) -> Buffers:
     """Sizes of the temporaries that are alive together when the op needs most; empty for most ops."""
+    return max(stages(op, capability), key=sum, default=())
+
+
+def stages(op: Op, capability: tuple[int, int]) -> tuple[Buffers, ...]:
+    """The temporaries of an op in turn: with several, the n-th comes and goes after the n-th output was made."""
     rule = _RULES.get(op.name)
-    found = rule(op, device(capability)) if rule is not None else ()
-    return tuple(size for size in (*_copies(op), *found) if size > 0)
+    if rule is None:
+        found: tuple[Buffers, ...] = ((),)
+    elif rule is _convolution_backward:
+        found = _convolution_backward_stages(op, device(capability))
+    else:
+        found = (rule(op, device(capability)),)
+    copies = _copies(op)
+    return tuple(tuple(size for size in (*copies, *stage) if size > 0) for stage in found)
 
 
 def extra_output_bytes(op: Op) -> int:
@@ -117,7 +128,7 @@ def _flash_backward(op: Op, _: Device) -> Buffers:
     softmax = 4 * batch * heads * round_up(rows, 128)
     shared = batch * heads * key.shape[2] * size * DTYPE_BYTES[key.dtype] if key.shape[1] != heads else 0
     small = grad.nbytes if size < 32 else 0
-    return (softmax, softmax * _head(size), shared, shared, small, small)
+    return (small, small, softmax, softmax * _head(size), shared, shared)
 
 
 def _efficient(op: Op, _: Device) -> Buffers:
@@ -353,23 +364,36 @@ def _convolution(op: Op, _: Device) -> Buffers:
     """cuDNN, forward: copies in its own layout (NHWC) of input, output and weight; workspace where it splits sums."""
     strided = _strided(op)
     c = Convolution(_specs(op)[0], _specs(op)[1], op.outputs[0].spec, op.attrs, False, weight_last=1 in strided)
-    return (c.source.nbytes if 0 in strided and not c.channels_last else 0, c.data_pass())
+    return (c.source.nbytes if 0 in strided and not c.channels_last else 0, _with_alignment(c.data_pass()))
 
 
 def _convolution_backward(op: Op, dev: Device) -> Buffers:
-    """The larger of both gradients' workspaces (they come one after the other), or the bias gradient's reduction."""
+    return max(_convolution_backward_stages(op, dev), key=sum)
+
+
+def _convolution_backward_stages(op: Op, dev: Device) -> tuple[Buffers, ...]:
+    """Workspace of the input's gradient, then of the weight's, then the reduction of the bias's."""
     strided = _strided(op)
     result, source, weight = _specs(op)[:3]
     c = Convolution(source, weight, result, op.attrs, True, weight_last=2 in strided)
     copies = () if c.channels_last else tuple(spec.nbytes for i, spec in enumerate((result, source)) if i in strided)
-    found = (*copies, max(c.data_pass() if c.mask[0] else 0, c.weight_pass() if c.mask[1] else 0))
+    found: list[Buffers] = []
+    if c.mask[0]:
+        found.append((*copies, _with_alignment(c.data_pass())))
+    if c.mask[1]:
+        found.append((*copies, _with_alignment(c.weight_pass())))
     if c.mask[2]:
         batch, channels = result.shape[:2]
         plane = prod(result.shape[2:])
         rows = c.channels_last or 0 in strided  # channels vary fastest, which needs the larger staging
         spec = TensorSpec((batch * plane, channels) if rows else (batch, channels, plane), result.dtype)
-        found = max(found, reduction_staging(spec, frozenset((0,) if rows else (0, 2)), 4, dev), key=sum)
-    return found
+        found.append(reduction_staging(spec, frozenset((0,) if rows else (0, 2)), 4, dev))
+    return tuple(found) or ((),)
+
+
+def _with_alignment(workspace: int) -> int:
+    """cuDNN asks for up to 147 bytes more than its buffers, to align them."""
+    return workspace + 147 if workspace else 0
 
 
 _PAIR, _WELFORD = 16, 16

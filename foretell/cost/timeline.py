@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from foretell.cost.allocator import CachingAllocator, OutOfMemory
-from foretell.cost.scratch import extra_output_bytes, scratch
-from foretell.trace.types import Op, Storage, Trace
+from foretell.cost.allocator import CachingAllocator
+from foretell.cost.scratch import extra_output_bytes
+from foretell.cost.scratch import stages as scratch_stages
+from foretell.trace.types import Op, Trace
 
 WORKSPACE = "workspace"
 SCRATCH = "scratch"
@@ -24,16 +25,8 @@ GEMMS = frozenset(
 """Ops that make cuBLAS allocate its workspace, once for every thread that calls it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """Highest point of a run of programs."""
-
-    allocated: int
-    reserved: int
-    holders: Mapping[tuple[str, str], int]
-    """(role, module) → bytes alive at the highest point of allocated memory."""
-    op: str = ""
-    module: str = ""
+CUBLASLT_WORKSPACE_BYTES = 1 << 20
+"""Taken once, at the first product with a bias: torch 2.11 on an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +44,14 @@ class Replay:
         self.trace, self.sizes = trace, sizes
         self.allocator = CachingAllocator(limit, expandable=expandable)
         self.blocks: dict[int, int] = {}
-        self.failed: OutOfMemory | None = None
         self._workspaces: set[str] = set()
-        self._scratch: dict[int, tuple[int, ...]] = {}
+        self._stages: dict[int, tuple[tuple[int, ...], ...]] = {}
         self._workspace_bytes = 0
         self._at_peak: Callable[[Op | None, tuple[int, ...]], None] | None = None
+
+    def watch(self, look: Callable[[Op | None, tuple[int, ...]], None]) -> None:
+        """Call `look(op, scratch)` wherever memory may be at its highest."""
+        self._at_peak = look
 
     def start(self) -> None:
         """Bring in what lives before the step."""
@@ -71,24 +67,31 @@ class Replay:
                     self._step(op)
 
     def _step(self, op: Op) -> None:
-        if op.name in GEMMS:
-            self._workspace(op)
+        stages = self._stages.get(id(op))
+        if stages is None:
+            stages = self._stages[id(op)] = scratch_stages(op, self.sizes.capability)
         extra = extra_output_bytes(op) if op.allocates else 0
-        for number in op.allocates:
+        count, last = len(op.allocates), len(stages) - 1
+        for position, number in enumerate(op.allocates):
             self._allocate(number, extra)
             extra = 0
-        sizes = self._scratch.get(id(op))
-        if sizes is None:
-            sizes = self._scratch[id(op)] = scratch(op, self.sizes.capability)
-        handles = [self.allocator.malloc(size) for size in sizes]
-        if self._at_peak is not None:
-            self._at_peak(op, sizes)
-        for handle in handles:
-            self.allocator.free(handle)
+            if position < last and position < count - 1:
+                self._scratch(op, stages[position])
+        if op.name in GEMMS:
+            self._workspace(op)
+        for stage in stages[max(0, min(last, count - 1)) :]:
+            self._scratch(op, stage)
         for number in op.frees:
             handle = self.blocks.pop(number, None)
             if handle is not None:
                 self.allocator.free(handle)
+
+    def _scratch(self, op: Op, buffers: tuple[int, ...]) -> None:
+        handles = [self.allocator.malloc(size) for size in buffers]
+        if self._at_peak is not None:
+            self._at_peak(op, buffers)
+        for handle in reversed(handles):
+            self.allocator.free(handle)
 
     def _allocate(self, number: int, extra: int) -> None:
         storage = self.trace.storages[number]
@@ -97,7 +100,7 @@ class Replay:
         stale = self.blocks.pop(number, None)
         if stale is not None:
             self.allocator.free(stale)
-        self.blocks[number] = self.allocator.malloc(storage.nbytes + extra)
+        self.blocks[number] = self.allocator.malloc(storage.nbytes + extra, storage.stream)
 
     def _workspace(self, op: Op) -> None:
         thread = "backward" if op.phase in ("backward", "recompute") else "main"
@@ -105,58 +108,46 @@ class Replay:
             self._workspaces.add(thread)
             self.allocator.malloc(self.sizes.cublas_workspace_bytes)
             self._workspace_bytes += self.sizes.cublas_workspace_bytes
+        if op.name == "aten.addmm.default" and "lt" not in self._workspaces:
+            self._workspaces.add("lt")
+            self.allocator.malloc(CUBLASLT_WORKSPACE_BYTES)
+            self._workspace_bytes += CUBLASLT_WORKSPACE_BYTES
 
 
-class Watched(Replay):
-    """A replay that keeps who was alive at the highest point so far (slower)."""
-
-    def __init__(self, trace: Trace, sizes: Sizes, *, limit: int | None = None, expandable: bool = False) -> None:
-        super().__init__(trace, sizes, limit=limit, expandable=expandable)
-        self.best = 0
-        self.peak: tuple[str, str, dict[int, int], int] = ("", "", {}, 0)
-        self._at_peak = self._look
-
-    def _look(self, op: Op | None, sizes: tuple[int, ...]) -> None:
-        allocated = self.allocator.allocated
-        if allocated > self.best and op is not None:
-            self.best = allocated
-            self.peak = (op.name, op.module, dict(self.blocks), sum(sizes))
-
-
-def peak_of(trace: Trace, sizes: Sizes, schedules: Iterable[str], *, expandable: bool = False) -> Peak:
-    """Peak over these schedules run one after another, with its owners."""
-    names = list(schedules)
-    plain = Replay(trace, sizes, expandable=expandable)
-    plain.start()
-    for name in names:
-        plain.run(name)
-    return Peak(
-        plain.allocator.peak_allocated, plain.allocator.peak_reserved, holders(trace, sizes, names, plain), "", ""
-    )
-
-
-def holders(trace: Trace, sizes: Sizes, schedules: list[str], done: Replay) -> dict[tuple[str, str], int]:
-    """Who is alive when allocated memory first reaches its peak."""
-    target = done.allocator.peak_allocated
-    found: dict[tuple[str, str], int] = {}
-    for live, scratch_bytes, workspace_bytes in _moments(trace, sizes, schedules, target):
-        for number in live:
-            storage: Storage = trace.storages[number]
+    def holders(self) -> dict[tuple[str, str], int]:
+        """(role, module) → bytes alive now."""
+        found: dict[tuple[str, str], int] = {}
+        for number in self.blocks:
+            storage = self.trace.storages[number]
             key = (storage.role, storage.module)
             found[key] = found.get(key, 0) + storage.nbytes
-        found[(SCRATCH, "")] = scratch_bytes
-        found[(WORKSPACE, "")] = workspace_bytes
-        break
-    return found
+        if self._workspace_bytes:
+            found[(WORKSPACE, "")] = self._workspace_bytes
+        return found
 
 
-def _moments(
-    trace: Trace, sizes: Sizes, schedules: list[str], target: int
-) -> Iterator[tuple[set[int], int, int]]:
-    replay = Watched(trace, sizes)
-    replay.start()
-    for name in schedules:
-        replay.run(name)
-    _, _, live, scratch_bytes = replay.peak
-    del target
-    yield set(live), scratch_bytes, replay._workspace_bytes
+class Reached(Exception):
+    """The replay came to the point that was looked for."""
+
+
+def holders_at(trace: Trace, sizes: Sizes, schedules: Iterable[str], allocated: int) -> tuple[dict[tuple[str, str], int], Op | None]:
+    """Who is alive when allocated memory first reaches this height, and the op that makes it do so."""
+    replay = Replay(trace, sizes)
+    found: list[tuple[dict[tuple[str, str], int], Op | None]] = []
+
+    def look(op: Op | None, buffers: tuple[int, ...]) -> None:
+        if replay.allocator.allocated >= allocated:
+            holders = replay.holders()
+            if buffers:
+                holders[(SCRATCH, op.module if op else "")] = sum(buffers)
+            found.append((holders, op))
+            raise Reached
+
+    replay.watch(look)
+    try:
+        replay.start()
+        for name in schedules:
+            replay.run(name)
+    except Reached:
+        return found[0]
+    return replay.holders(), None

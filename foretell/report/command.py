@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from foretell.cost.prediction import NO, TIGHT, UNKNOWN, Prediction, Remedy
 
+SHOWN = 4
+"""Remedies that a screen has room for."""
 REPEATED = ("--set", "--hint", "--freeze")
 """Options that may be given several times: a remedy adds to them."""
 _PER_SAMPLE = ("activations", "logits", "temporaries", "inputs")
@@ -14,7 +16,9 @@ _PER_SAMPLE = ("activations", "logits", "temporaries", "inputs")
 
 def asked(prediction: Prediction) -> list[str]:
     """The plainest command with this model and hardware, for answers that no command line asked for."""
-    return ["fit", model_name(prediction), "--on", hardware_spec(prediction)]
+    words = ["fit", model_name(prediction), "--on", hardware_spec(prediction)]
+    sizes = {f"--{name.replace('_', '-')}": prediction.model.get(name) for name in ("micro_batch", "seq", "image")}
+    return [*words, *(word for option, size in sizes.items() if size for word in (option, str(size)))]
 
 
 def model_name(prediction: Prediction) -> str:
@@ -40,8 +44,8 @@ def device_count(prediction: Prediction) -> int:
 
 
 def ranked(prediction: Prediction) -> list[Remedy]:
-    """Remedies that make it fit first, in the order they were proposed; then those that save most."""
-    return sorted(prediction.remedies, key=lambda item: (not item.fits, 0 if item.fits else -item.saves_bytes))
+    """Remedies that make it fit before those that do not, otherwise in the order they were proposed: best first."""
+    return sorted(prediction.remedies, key=lambda item: not item.fits)
 
 
 def suggest(prediction: Prediction, typed: Sequence[str] = ()) -> list[str]:
@@ -57,7 +61,7 @@ def suggest(prediction: Prediction, typed: Sequence[str] = ()) -> list[str]:
     if prediction.verdict == NO:
         return ["foretell", *with_flag(words, "--json")]
     grows = sum(prediction.memory.categories.get(name, 0) for name in _PER_SAMPLE)
-    micro_batch = _micro_batch(words)
+    micro_batch = _micro_batch(words) if typed or prediction.model.get("micro_batch") else None
     if prediction.verdict != TIGHT and micro_batch is not None and 0 < grows < prediction.memory.margin_bytes:
         return ["foretell", *with_flag(words, f"--micro-batch {2 * micro_batch}")]
     return ["foretell", *with_flag(words, "--json")]
@@ -70,7 +74,7 @@ def needs_several(prediction: Prediction) -> bool:
 
 def _enough(prediction: Prediction) -> list[str]:
     """Flags of the best remedy, or of as many as might be enough together when none is alone."""
-    remedies = [item for item in ranked(prediction) if item.flag]
+    remedies = [item for item in ranked(prediction) if item.flag][:SHOWN]
     if not needs_several(prediction):
         return [remedies[0].flag]
     flags: list[str] = []

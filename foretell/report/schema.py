@@ -23,7 +23,8 @@ def load() -> dict[str, Any]:
 
 def answer(prediction: Prediction) -> dict[str, Any]:
     """A prediction as JSON has it: lists for tuples."""
-    return plain(prediction.to_json())
+    content: dict[str, Any] = plain(prediction.to_json())
+    return content
 
 
 def failure(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,15 +26,16 @@ def capture(
     build: Callable[[], Workload],
     recipe: Recipe,
     *,
-    capability: tuple[int, int] = (9, 0),
+    capability: tuple[int, int] | None = (9, 0),
     hints: Mapping[str, float] | None = None,
 ) -> types.Trace:
     """Trace the step that `build` and `recipe` describe, as a device of this compute capability runs it.
 
-    `build` is called under a fake tensor mode: the factory functions it uses allocate nothing.
+    `build` is called under a fake tensor mode: the factory functions it uses allocate nothing. Without a
+    capability the step is traced as this machine's CPU runs it.
     """
     recorder = Recorder(hints)
-    with recorder, cuda_choices(recorder, capability):
+    with recorder, cuda_choices(recorder, capability) if capability else nullcontext():
         workload = build()
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
         resident = _resident(recorder, workload)
@@ -114,7 +116,34 @@ class _Roles:
         self.owners.setdefault(number, owner)
 
 
-def _finish(recorder: Recorder, step: Step, roles: _Roles, capability: tuple[int, int]) -> types.Trace:
+def _add_in_place(recorder: Recorder) -> None:
+    """Let autograd's own additions reuse the first gradient's storage, as they do without a dispatch mode.
+
+    It does so when nobody else holds that gradient: then its storage died right after the addition.
+    """
+    moved: dict[int, int] = {}
+
+    def renamed(refs: tuple[types.Ref, ...]) -> tuple[types.Ref, ...]:
+        if any(ref.storage in moved for ref in refs):
+            return tuple(types.Ref(moved.get(ref.storage, ref.storage), ref.spec) for ref in refs)
+        return refs
+
+    for rows in recorder.programs.values():
+        for row in rows:
+            row.inputs = renamed(row.inputs)
+            row.frees = [moved.get(number, number) for number in row.frees]
+            first = row.inputs[0] if row.inputs else None
+            if row.by_engine and first is not None and row.allocates and first.storage in row.frees:
+                if row.outputs[0].spec == first.spec:
+                    moved[row.allocates[0]] = first.storage
+                    row.frees.remove(first.storage)
+                    row.allocates = []
+            row.outputs = renamed(row.outputs)
+    recorder.moved = moved
+
+
+def _finish(recorder: Recorder, step: Step, roles: _Roles, capability: tuple[int, int] | None) -> types.Trace:
+    _add_in_place(recorder)
     known: dict[Any, int | None] = {}
     programs = {
         name: types.Program(name, tuple(_op(row, known) for row in rows)) for name, rows in recorder.programs.items()
@@ -161,7 +190,12 @@ def _logits_width(recorder: Recorder) -> int | None:
 
 def _storages(recorder: Recorder, roles: _Roles, logits: int | None) -> dict[int, types.Storage]:
     storages: dict[int, types.Storage] = {}
+    for number, target in recorder.moved.items():
+        if number in roles.roles:
+            roles.roles[target], roles.owners[target] = roles.roles[number], roles.owners[number]
     for number, nbytes in recorder.sizes.items():
+        if number in recorder.moved:
+            continue
         row = recorder.born_in[number]
         saved = number in recorder.alive_at_backward and row is not None and row.phase == "forward"
         role = roles.roles.get(number) or (types.ACTIVATION if saved else types.TEMPORARY)
@@ -176,14 +210,14 @@ def _is_logits(row: Row, width: int | None) -> bool:
     return width is not None and any(ref.spec.shape[-1:] == (width,) and len(ref.spec.shape) > 1 for ref in row.outputs)
 
 
-def _meta(recorder: Recorder, step: Step, capability: tuple[int, int]) -> dict[str, object]:
+def _meta(recorder: Recorder, step: Step, capability: tuple[int, int] | None) -> dict[str, object]:
     parameters = list(step.model.parameters())
     return {
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         "blocks": find_blocks(step.model),
         "recipe": step.recipe.to_json(),
-        "capability": list(capability),
+        "capability": list(capability or ()),
         "assumed": sorted(recorder.assumed),
         "versions": {"torch": torch.__version__.split("+")[0], "python": platform.python_version()},
     }

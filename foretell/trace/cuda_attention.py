@@ -88,6 +88,7 @@ def attention(
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    assert recorder.capability is not None
     backend = choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, recorder.capability, grad)
     mask = _as_bias(attn_mask, query)
     if backend == "cudnn":

@@ -35,9 +35,26 @@ _ORDINARY = {"aten.all.default": True, "aten.any.default": False}
 """Questions about a whole tensor, answered as ordinary data would: no padding, no NaN."""
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
+_LAYOUT_MATTERS = {
+    *_CONVOLUTIONS, torch.ops.aten.native_layer_norm.default, torch.ops.aten.native_layer_norm_backward.default,
+    torch.ops.aten.embedding_dense_backward.default, torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default, torch.ops.aten.sum.dim_IntList, torch.ops.aten.mean.dim,
+}  # fmt: skip
 _ATTRS: dict[Any, tuple[int, ...]] = {
     torch.ops.aten.convolution.default: (3, 4, 5, 6, 7, 8),
     torch.ops.aten.convolution_backward.default: (4, 5, 6, 7, 8, 9, 10),
+    torch.ops.aten.native_layer_norm.default: (),
+    torch.ops.aten.native_layer_norm_backward.default: (),
+    torch.ops.aten.embedding_dense_backward.default: (),
+    torch.ops.aten.index_put.default: (3,),
+    torch.ops.aten.index_put_.default: (3,),
+    torch.ops.aten.sum.dim_IntList: (1, 2),
+    torch.ops.aten.mean.dim: (1, 2),
+    torch.ops.aten.roll.default: (1, 2),
+    torch.ops.aten._fft_r2c.default: (1,),
+    torch.ops.aten._fft_c2r.default: (1,),
+    torch.ops.aten._fft_c2c.default: (1,),
+    torch.ops.aten.sort.default: (1,),
     torch.ops.aten._scaled_dot_product_flash_attention.default: (3, 4),
     torch.ops.aten._scaled_dot_product_efficient_attention.default: (5, 6),
     torch.ops.aten._scaled_dot_product_cudnn_attention.default: (5, 6),
@@ -67,9 +84,13 @@ _MENDS: dict[Any, Callable[[Any], Any]] = {
 
 
 class Row:
-    """An op while it is being recorded; becomes a frozen `Op` at the end."""
+    """An op while it is being recorded; becomes a frozen `Op` at the end.
 
-    __slots__ = ("allocates", "attrs", "frees", "inputs", "module", "name", "outputs", "phase")
+    `by_engine`: autograd itself adds two gradients that meet. Under a dispatch mode it makes a new tensor;
+    in a plain run it adds in place wherever nobody else holds the first one.
+    """
+
+    __slots__ = ("allocates", "attrs", "by_engine", "frees", "inputs", "module", "name", "outputs", "phase")
 
     def __init__(self, name: str, module: str, phase: str) -> None:
         self.name, self.module, self.phase = name, module, phase
@@ -78,6 +99,7 @@ class Row:
         self.attrs: tuple[Any, ...] = ()
         self.allocates: list[int] = []
         self.frees: list[int] = []
+        self.by_engine = False
 
 
 class Recorder(FakeTensorMode):
@@ -91,6 +113,7 @@ class Recorder(FakeTensorMode):
         self.hints = dict(hints or {})
         self.assumed: set[str] = set()
         self.alive_at_backward: set[int] = set()
+        self.moved: dict[int, int] = {}
         self._rows: list[Row] | None = None
         self._last: Row | None = None
         self._phase = ""
@@ -103,7 +126,7 @@ class Recorder(FakeTensorMode):
         self._parameter_paths: dict[int, str] = {}
         self._stack: list[str] = []
         self._module_of: dict[int, str] = {}
-        self.capability = (9, 0)
+        self.capability: tuple[int, int] | None = None
 
     # ------------------------------------------------------------------ where we are in the step
 
@@ -176,7 +199,7 @@ class Recorder(FakeTensorMode):
         finally:
             self._depth -= 1
         mend = _MENDS.get(func)
-        if mend is not None:
+        if mend is not None and self.capability is not None:
             with self.muted():
                 output = mend(output)
         self.record(self._name(func), (args, kwargs), output, self._attributes(func, args))
@@ -209,6 +232,7 @@ class Recorder(FakeTensorMode):
     def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> None:
         row = self._add_row(name)
         row.attrs = attrs
+        row.by_engine = row.phase == "backward" and name == "aten.add.Tensor" and not _in_python_function()
         row.inputs = tuple(self._refs(inputs, None))
         row.outputs = tuple(self._refs(outputs, row))
 
@@ -266,7 +290,10 @@ class Recorder(FakeTensorMode):
             value = args[position] if position < len(args) else None
             flat.extend(value) if isinstance(value, (list, tuple)) else flat.append(value)
         scalars = tuple(value for value in flat if isinstance(value, (bool, int, float)))
-        return (*scalars, _channels_last(args)) if func in _CONVOLUTIONS else scalars
+        if func in _CONVOLUTIONS:
+            source = args[1] if func is torch.ops.aten.convolution_backward.default else args[0]
+            scalars = (*scalars, _is_channels_last(source))
+        return scalars if func not in _LAYOUT_MATTERS else (*scalars, *_strided(args))
 
     # ------------------------------------------------------------------ storages
 
@@ -329,13 +356,22 @@ class Recorder(FakeTensorMode):
         return None
 
 
-def _channels_last(args: Any) -> bool:
-    return any(
-        tensor.dim() == 4
-        and tensor.is_contiguous(memory_format=torch.channels_last)
-        and not tensor.is_contiguous()
-        for tensor in _tensors(args)
+def _in_python_function() -> bool:
+    """Whether the autograd node that runs is a user's own `torch.autograd.Function`."""
+    return isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return (
+        tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
     )
+
+
+def _strided(args: Any) -> Iterator[str]:
+    """Marks for inputs that a kernel wanting dense ones has to copy."""
+    for position, tensor in enumerate(_tensors(args)):
+        if not tensor.is_contiguous():
+            yield f"strided:{position}"
 
 
 def _is_wide(value: Any) -> bool:

@@ -17,7 +17,7 @@ from foretell.units import DTYPE_BYTES
 SCHEMA_VERSION = 1
 
 PARAMETER, GRADIENT, OPTIMIZER, BUFFER, INPUT = "parameter", "gradient", "optimizer", "buffer", "input"
-ACTIVATION, LOGITS, TEMPORARY = "activation", "logits", "temporary"
+ACTIVATION, LOGITS, TEMPORARY, COMMUNICATION = "activation", "logits", "temporary", "communication"
 
 
 class TensorSpec(NamedTuple):
@@ -86,6 +86,8 @@ class Storage(NamedTuple):
     """Autograd keeps it from forward to backward."""
     host: bool = False
     """It lives in host memory even in a CUDA run (optimizer step counters, for example)."""
+    stream: int = 0
+    """0 is where the model computes; collectives have streams, and so memory pools, of their own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,12 @@ class SpectralConv2d(nn.Module):
         b, _, height, width = x.shape
         m = self.modes
         spectrum = torch.fft.rfft2(x.float())
-        output = spectrum.new_zeros(b, self.out_channels, height, width // 2 + 1)
-        output[:, :, :m, :m] = self.multiply(spectrum[:, :, :m, :m], self.positive)
-        output[:, :, -m:, :m] = self.multiply(spectrum[:, :, -m:, :m], self.negative)
-        return torch.fft.irfft2(output, s=(height, width))
+        low = self.multiply(spectrum[:, :, :m, :m], self.positive)
+        high = self.multiply(spectrum[:, :, -m:, :m], self.negative)
+        between = low.new_zeros(b, self.out_channels, height - 2 * m, m)
+        columns = torch.cat([low, between, high], dim=2)
+        rest = low.new_zeros(b, self.out_channels, height, width // 2 + 1 - m)
+        return torch.fft.irfft2(torch.cat([columns, rest], dim=3), s=(height, width))
 
 
 class Block(nn.Module):

@@ -1,0 +1,241 @@
+"""The Python API; the commands are thin shells around it. Importing it does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from foretell import zoo
+from foretell.cost.memory import predict_memory
+from foretell.cost.prediction import Prediction
+from foretell.cost.remedies import remedies
+from foretell.errors import ModelError, UnknownName, UserError
+from foretell.hardware import Cluster, overhead, parse
+from foretell.trace import cache as store
+from foretell.trace.child import request, trace_in_child
+from foretell.trace.load import Source, describe
+from foretell.trace.load import check as check_source
+from foretell.trace.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from foretell.trace.types import Trace
+
+MEASURED_TORCH = "2.11"
+"""The torch whose CUDA choices and op scratch were measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A prediction held against a real run on this machine."""
+
+    name: str
+    predicted_bytes: int
+    measured_bytes: int
+    ok: bool
+    lines: tuple[str, ...] = ()
+    prediction: Prediction | None = None
+
+    @property
+    def error(self) -> float:
+        return self.predicted_bytes / self.measured_bytes - 1
+
+
+def fit(
+    model: str | nn.Module,
+    batch: Any = None,
+    *,
+    hardware: str | Cluster,
+    loss: Any = None,
+    optimizer: str = "adamw-fused",
+    precision: str | None = None,
+    recompute: str = "none",
+    accumulate: int = 1,
+    clip: float | None = None,
+    lora: int | None = None,
+    nf4: bool = False,
+    freeze: tuple[str, ...] = (),
+    infer: bool = False,
+    micro_batch: int = 1,
+    seq: int | None = None,
+    image: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    hints: Mapping[str, float] | None = None,
+    expandable_segments: bool = False,
+    cache: bool = True,
+) -> Prediction:
+    """Predict whether one step of a model fits on hardware, and who holds the bytes.
+
+    `model` is a name (`llama3-8b`, `hf:llama`, `timm:resnet50`, `file.py:function`), traced in a process of its
+    own, or a module you already have, on any device, with a `batch` for it; that one is traced here and untouched.
+    """
+    cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
+    recipe = Recipe(
+        optimizer=optimizer,
+        precision=precision or ("fsdp-bf16" if cluster.count > 1 and not infer else "bf16-autocast"),
+        recompute=recompute,
+        accumulate=accumulate,
+        clip=clip,
+        lora=lora,
+        nf4=nf4,
+        freeze=tuple(freeze),
+        mode="infer" if infer else "train",
+        shards=1 if infer else cluster.count,
+    )
+    if isinstance(model, str):
+        if batch is not None:
+            raise UserError("a batch is given with a model's name", "give a module, or let the name make its own batch")
+        source = Source(
+            model=model, overrides=dict(overrides or {}), micro_batch=micro_batch, seq=seq, image=image, loss=loss
+        )
+        return _fit_source(source, recipe, cluster, dict(hints or {}), expandable_segments, cache)
+    from foretell.trace.module import batch_size, capture_module
+
+    trace = capture_module(model, batch, loss, recipe, capability=_capability(cluster), hints=hints)
+    about = {"source": type(model).__name__, "description": type(model).__name__, "micro_batch": batch_size(batch)}
+    return predict(trace, recipe, cluster, about, expandable_segments=expandable_segments)
+
+
+def _fit_source(
+    source: Source, recipe: Recipe, cluster: Cluster, hints: dict[str, float], expandable: bool, cache: bool
+) -> Prediction:
+    check_source(source)
+    asked = request(source, recipe, _capability(cluster), hints)
+    question = {"fit": asked, "hardware": cluster.to_dict(), "expandable": expandable}
+    key = store.key_of(question)
+    known = store.read("answers", key) if cache else None
+    if known is not None:
+        return Prediction.from_json(known["answer"])
+    trace, files, notes = _traced(asked, cache)
+    about = {"source": source.model, "description": describe(source), "micro_batch": source.micro_batch, **_sizes(source)}
+    answer = predict(trace, recipe, cluster, about, notes=tuple(notes), expandable_segments=expandable)
+    if cache:
+        store.write("answers", key, {"answer": answer.to_json()}, files)
+    return answer
+
+
+def _sizes(source: Source) -> dict[str, Any]:
+    return {"seq": source.seq, "image": source.image, "overrides": dict(source.overrides)}
+
+
+def _traced(asked: dict[str, Any], cache: bool) -> tuple[Trace, dict[str, str], list[str]]:
+    from foretell.trace.file import loads
+
+    key = store.key_of({"trace": asked})
+    known = store.read("traces", key) if cache else None
+    if known is None:
+        text, reply = trace_in_child(asked)
+        known = {"trace": text, "files": reply["files"], "notes": reply["notes"]}
+        if cache:
+            store.write("traces", key, {"trace": text, "notes": reply["notes"]}, reply["files"])
+    return loads(known["trace"]), known["files"], known["notes"]
+
+
+def _capability(cluster: Cluster) -> tuple[int, int]:
+    device = cluster.device
+    if device.backend not in ("cuda", "rocm"):
+        raise UserError(
+            f"{device.name} is no CUDA or ROCm device, and memory is predicted for those only so far",
+            "name a GPU, such as --on H100; `foretell zoo check NAME` compares with a real run on this CPU",
+        )
+    return device.compute_capability or (9, 0)
+
+
+def predict(
+    trace: Trace,
+    recipe: Recipe,
+    cluster: Cluster,
+    about: Mapping[str, Any],
+    *,
+    notes: tuple[str, ...] = (),
+    expandable_segments: bool = False,
+) -> Prediction:
+    """The answer for a trace on hardware."""
+    if recipe.shards > 1:
+        from foretell.cost.sharded import shard
+
+        trace = shard(trace, recipe.shards)
+    extra = overhead(cluster.device, MEASURED_TORCH)
+    outcome = predict_memory(trace, cluster, extra, expandable=expandable_segments)
+    parameters = trace.meta["parameters"]
+    assert isinstance(parameters, int)
+    return Prediction(
+        verdict=outcome.verdict,
+        model={
+            **about, "recipe": recipe.to_json(), "blocks": trace.meta.get("blocks", []),
+            "trainable": trace.meta.get("trainable"), "ops": sum(len(p.ops) for p in trace.programs.values()),
+            "flops": _flops(trace), "ops_without_flop_rule": list(trace.ops_without_flop_rule),
+        },
+        hardware={
+            "name": cluster.device.name, "count": cluster.count, "nodes": cluster.nodes,
+            "devices_per_node": cluster.devices_per_node, "verified": cluster.device.verified,
+        },
+        parameters=parameters,
+        memory=outcome.memory,
+        remedies=remedies(
+            trace, recipe, outcome.memory, cluster, extra, int(about.get("micro_batch") or 1),
+            expandable=expandable_segments,
+        ),
+        assumptions=(*_assumptions(recipe, cluster, expandable_segments), *cluster.notes, *notes, *_said(trace)),
+        versions=store.versions(),
+    )  # fmt: skip
+
+
+def _flops(trace: Trace) -> int:
+    run = trace.schedule.get("steady_step") or trace.schedule["evaluation"]
+    return sum(times * sum(op.flops or 0 for op in trace.programs[name].ops) for name, times in run)
+
+
+def _said(trace: Trace) -> tuple[str, ...]:
+    assumed = trace.meta.get("assumed", [])
+    missing = trace.ops_without_flop_rule
+    lines = tuple(str(line) for line in assumed) if isinstance(assumed, (list, tuple)) else ()
+    return (*lines, f"no FLOP rule for {', '.join(missing)}: they count as unknown") if missing else lines
+
+
+def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool) -> tuple[str, ...]:
+    """What the user did not say and the answer rests on."""
+    precision = {
+        "fp32": "fp32 throughout", "bf16-autocast": "fp32 weights with bf16 autocast",
+        "fp16-autocast": "fp32 weights with fp16 autocast and a gradient scaler", "bf16": "weights and state in bf16",
+        "fsdp-bf16": "fp32 shards, bf16 compute",
+    }[recipe.precision]  # fmt: skip
+    lines = [f"eager, {precision}, {recipe.optimizer}, recompute {recipe.recompute}, {recipe.accumulate} micro-batch(es)"]
+    if recipe.mode == "infer":
+        lines = [f"eager inference, one forward, {precision}"]
+    if recipe.shards > 1:
+        lines.append(
+            f"no plan given: FSDP2 over all {cluster.count} devices, every block and the root, "
+            "bf16 MixedPrecisionPolicy; numbers are of the worst rank"
+        )
+    lines.append(f"allocator: {'expandable segments' if expandable else 'default'}; CUDA choices of torch {MEASURED_TORCH}")
+    return tuple(lines)
+
+
+def check(name: str) -> Check:
+    """Trace a small zoo model as this CPU runs it, predict its peak, really run it, compare."""
+    if name not in zoo.ENTRIES:
+        raise UnknownName("zoo model", name, zoo.names(), "see `foretell zoo`")
+    entry = zoo.get(name)
+    if not entry.small:
+        small = [other.name for other in zoo.ENTRIES.values() if other.module == entry.module and other.small]
+        raise ModelError(f"{name} is too large to really run here", f"check its small variant: {', '.join(small)}")
+    from foretell.trace.here import compare_on_cpu
+
+    predicted, measured, lines = compare_on_cpu(Source(model=name, micro_batch=2), Recipe(precision="fp32"))
+    return Check(
+        name=name, predicted_bytes=predicted, measured_bytes=measured, lines=lines,
+        ok=abs(predicted / measured - 1) <= 0.10,
+    )  # fmt: skip
+
+
+def demo() -> Check:
+    """The part of the loop that exists, on this machine: trace, predict, run, compare."""
+    prediction = fit("gpt2", hardware="H100", micro_batch=8, seq=1024)
+    done = check("gpt-tiny")
+    return Check(
+        name=done.name, predicted_bytes=done.predicted_bytes, measured_bytes=done.measured_bytes, ok=done.ok,
+        lines=done.lines, prediction=prediction,
+    )  # fmt: skip

@@ -1,0 +1,36 @@
+"""The command line: parse, call, print.
+
+Exit 0 yes, 1 "does not fit" or a failed check, 2 bad input, 70 a bug in foretell, 130 interrupted.
+Nothing is imported before it is needed: `foretell --help` answers without torch and without rich.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from foretell.cli import common
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the return value is the exit status. Whatever goes wrong is told here and nowhere else."""
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    common.setup(words)
+    try:
+        return _dispatch(words)
+    except KeyboardInterrupt:
+        return common.INTERRUPTED
+    except Exception as error:
+        return common.fail(error)
+
+
+def _dispatch(words: list[str]) -> int:
+    import typer
+
+    from foretell.cli.app import app
+
+    try:
+        status = typer.main.get_command(app).main(args=words, prog_name="foretell", standalone_mode=False)
+    except typer.Abort:
+        return common.INTERRUPTED
+    return status if isinstance(status, int) else 0

@@ -1,0 +1,55 @@
+"""The commands and their options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from foretell.cli import common, demo, doctor, fit, zoo
+
+_SETTINGS: dict[str, Any] = {
+    "add_completion": False,
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+
+app = typer.Typer(**_SETTINGS)
+zoo_app = typer.Typer(**_SETTINGS)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print_version(json=common.wants_json())
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version and exit."),
+) -> None:
+    """Know before you run: does a PyTorch model's training step fit on this hardware? No GPU needed.
+
+    Start with: foretell fit gpt2 --on H100
+    """
+
+
+app.command("fit", short_help="Does MODEL fit on HW? Exit 0 yes, 1 no.")(fit.fit)
+app.add_typer(zoo_app, name="zoo")
+zoo_app.callback(invoke_without_command=True, short_help="List the models known by name; `zoo check NAME` tries one.")(
+    zoo.listing
+)
+zoo_app.command("check")(zoo.check)
+app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
+
+
+@app.command("version")
+def print_version(json: bool = typer.Option(False, "--json", help=common.JSON_HELP)) -> int:
+    """Show the version of foretell, Python and torch."""
+    found = common.versions()
+    if json:
+        return common.emit_json({})
+    common.emit(f"foretell {found['foretell']} (python {found['python']}, torch {found.get('torch', 'not installed')})")
+    return 0

@@ -1,0 +1,240 @@
+"""What every command needs: how to speak, how to fail, how to wait."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+from foretell.errors import ForetellError, InternalError, UserError
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from foretell.cost.prediction import Prediction
+
+YES, NO_OR_FAILED, BAD_INPUT, BUG, INTERRUPTED = 0, 1, 2, 70, 130
+
+JSON_HELP = "Print one JSON object instead of text."
+DEBUG_HELP = "Show the traceback of a failure (also FORETELL_DEBUG=1)."
+_TRACKER = "please report it on the project's issue tracker, with the command and what --debug prints"
+
+Result = TypeVar("Result")
+_words: list[str] = []
+
+
+def setup(words: Sequence[str]) -> None:
+    """Remember what was typed, and keep other packages' warnings off the screen unless debugging."""
+    _words[:] = words
+    if not debugging():
+        import warnings
+
+        warnings.simplefilter("ignore")
+
+
+def typed() -> list[str]:
+    return list(_words)
+
+
+def _option_words() -> list[str]:
+    """Typed words up to `--`, after which nothing is an option."""
+    return _words[: _words.index("--")] if "--" in _words else _words
+
+
+def wants_json() -> bool:
+    return "--json" in _option_words()
+
+
+def debugging() -> bool:
+    return "--debug" in _option_words() or os.environ.get("FORETELL_DEBUG", "") not in ("", "0")
+
+
+def speaks() -> bool:
+    """Only rank 0 prints."""
+    return os.environ.get("RANK", "0").strip() in ("", "0")
+
+
+def versions() -> dict[str, str]:
+    """foretell, Python and torch, without importing torch."""
+    import platform
+    from importlib import metadata
+
+    from foretell import __version__
+
+    found = {"foretell": __version__, "python": platform.python_version()}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["torch"] = metadata.version("torch")
+    return found
+
+
+# --- speaking --------------------------------------------------------------------------------------------------------
+
+
+def emit(text: str | Text, stream: TextIO | None = None) -> None:
+    """Print: in colour on a terminal that wants it, plainly elsewhere, never wrapped."""
+    out = stream or sys.stdout
+    if not speaks():
+        return
+    try:
+        if isinstance(text, str):
+            print(encodable(text, out), file=out, flush=True)
+        elif coloured(out):
+            from rich.console import Console
+
+            Console(file=out, highlight=False).print(text, soft_wrap=True)
+        else:
+            print(encodable(text.plain, out), file=out, flush=True)
+    except BrokenPipeError:  # `foretell zoo | head`: the reader has what it wanted, and the answer stands
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+
+
+def emit_screen(prediction: Prediction, typed: Sequence[str] = ()) -> None:
+    """Print a prediction for people; `typed` is what asked for it."""
+    from foretell.report import screen
+
+    emit(screen.render(prediction, width(), typed=typed, ascii_only=ascii_only(sys.stdout)))
+
+
+def emit_json(content: Mapping[str, Any]) -> int:
+    """Print one JSON object with what every one of them has; `content` comes over it, versions come together."""
+    import json
+
+    from foretell.report import schema
+
+    frame = schema.envelope({**versions(), **content.get("versions", {})})
+    emit(json.dumps(schema.plain({**frame, **content, "versions": frame["versions"]}), indent=2))
+    return YES
+
+
+def coloured(stream: TextIO) -> bool:
+    return bool(stream.isatty()) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def ascii_only(stream: TextIO) -> bool:
+    """Whether the stream cannot carry the characters of the screen."""
+    try:
+        "█▚…×–−▲·".encode(stream.encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return True
+    return False
+
+
+def encodable(text: str, stream: TextIO) -> str:
+    encoding = stream.encoding or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def width() -> int:
+    """Columns to fill: the terminal's or COLUMNS, at most 120; 80 where there is neither."""
+    import shutil
+
+    return max(40, min(120, shutil.get_terminal_size((80, 24)).columns))
+
+
+# --- failing ---------------------------------------------------------------------------------------------------------
+
+
+def fail(error: Exception) -> int:
+    """Tell what went wrong, for people on stderr or as JSON on stdout; the exit status."""
+    known = _as_user_error(error)
+    if known is not None:
+        kind = type(known).__name__ if type(error).__module__.startswith("foretell") else "UsageError"
+        message, remedy, detail, status = known.problem, known.remedy, known.detail, known.exit_code
+        line = f"error: {message}" + (f"; try: {remedy}" if remedy else "")
+    else:
+        kind, detail, status = type(error).__name__, "", BUG
+        text = str(error) if isinstance(error, ForetellError) else f"{kind}: {error}" if str(error) else kind
+        message, remedy = f"foretell has a bug: {text}", _TRACKER
+        line = f"{message}; {remedy}"
+    if debugging():
+        import traceback
+
+        detail = "\n".join(filter(None, [detail, "".join(traceback.format_exception(error)).rstrip()]))
+    if wants_json():
+        from foretell.report import schema
+
+        emit_json(schema.failure(kind, message, remedy=remedy, detail=detail, versions=versions()))
+    else:
+        emit("\n".join(filter(None, [" ".join(line.split()), detail])), sys.stderr)
+    return status
+
+
+def _as_user_error(error: Exception) -> UserError | None:
+    """The error as the user's to mend, if it is: foretell's own kind, or typer's complaint about usage."""
+    if isinstance(error, UserError):
+        return error
+    message: Callable[[], str] | None = getattr(error, "format_message", None)
+    if message is None or isinstance(error, ForetellError):
+        return None
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "foretell"
+    return UserError(" ".join(message().split()).rstrip("."), f"{path} --help")
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+def call(work: Callable[[], Result], doing: str) -> Result:
+    """Run something of the api, with a sign of life; what it prints goes to stderr, so that stdout is the answer."""
+    try:
+        with _stdout_aside(), progress(doing):
+            return work()
+    except SystemExit as error:
+        raise InternalError(f"something left with sys.exit({error.code!r}) instead of answering") from error
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise UserError("torch is not installed", "pip install 'torch>=2.11'") from error
+
+
+@contextlib.contextmanager
+def _stdout_aside() -> Iterator[None]:
+    """Send what models, libraries and their child processes print to stderr."""
+    sys.stdout.flush()
+    try:
+        saved = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # a closed stdout or stderr: nothing to protect
+        saved = None
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if saved is not None:
+            os.dup2(saved, 1)
+            os.close(saved)
+
+
+@contextlib.contextmanager
+def progress(doing: str, after_seconds: float = 1.0) -> Iterator[None]:
+    """`tracing llama3-8b … 3 s` on a terminal's stderr while the work takes more than a second."""
+    if not (sys.stderr.isatty() and speaks()) or os.environ.get("TERM") == "dumb":
+        yield
+        return
+    done = threading.Event()
+    thread = threading.Thread(target=_spin, args=(done, doing, after_seconds, sys.stderr), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _spin(done: threading.Event, doing: str, after_seconds: float, stream: TextIO) -> None:
+    frames = "|/-\\" if ascii_only(stream) else "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+    start, turn = time.monotonic(), 0
+    if done.wait(after_seconds):
+        return
+    while not done.is_set():
+        line = f"{frames[turn % len(frames)]} {doing} … {time.monotonic() - start:.0f} s"
+        stream.write("\r" + encodable(line, stream)[: width() - 1] + "\x1b[K")
+        stream.flush()
+        turn += 1
+        done.wait(0.1)
+    stream.write("\r\x1b[K")
+    stream.flush()

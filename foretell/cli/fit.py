@@ -1,0 +1,127 @@
+"""`foretell fit MODEL --on HW`: does it fit?"""
+
+from __future__ import annotations
+
+import json as json_text
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from foretell.cli import common
+from foretell.errors import UserError
+
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+
+
+def fit(
+    model: str = typer.Argument(help="Zoo name, hf:TYPE, hf:config.json, timm:NAME, torchvision:NAME or file.py:function.",
+                                metavar="MODEL", show_default=False),
+    on: str = typer.Option(..., "--on", metavar="HW", show_default=False,
+                           help="H100, H100:8, 2x8xH100, H100,memory=60GiB, auto (this machine) or cluster.toml."),
+    micro_batch: int = typer.Option(1, metavar="N", help="Samples in one forward and backward, on each device."),
+    seq: int | None = typer.Option(None, metavar="N", help="Tokens per sample; default: the model's usual."),
+    image: int | None = typer.Option(None, metavar="N", help="Side of the image in pixels; default: the model's usual."),
+    optimizer: str = typer.Option("adamw-fused", metavar="NAME",
+                                  help="sgd, momentum, adam or adamw; with -fused, -foreach or -loop where torch has it."),
+    precision: str | None = typer.Option(None, metavar="NAME",
+        help="fp32, bf16-autocast, fp16-autocast, bf16 or fsdp-bf16; default: bf16-autocast, on several devices fsdp-bf16."),
+    recompute: str = typer.Option("none", metavar="HOW", help="none, full (every block) or selective."),
+    accumulate: int = typer.Option(1, metavar="N", help="Micro-batches per optimizer step."),
+    clip: float | None = typer.Option(None, metavar="X", help="Clip the gradient norm to X; default: no clipping."),
+    lora: int | None = typer.Option(None, metavar="RANK", help="Train LoRA adapters of this rank; default: every weight."),
+    nf4: bool = typer.Option(False, "--nf4", help="Hold the frozen base in 4-bit NormalFloat; needs --lora."),
+    freeze: list[str] = typer.Option([], metavar="PREFIX",
+                                     help="Do not train parameters whose name starts so; may be repeated."),
+    infer: bool = typer.Option(False, "--infer", help="One forward without gradients instead of a training step."),
+    settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE",
+        help="Change a setting of the model, such as --set layers=4; VALUE is JSON or text; may be repeated."),
+    hint: list[str] = typer.Option([], metavar="PATTERN=NUMBER",
+        help="Size where it depends on data: share of elements an op keeps, or a value; may be repeated."),
+    loss: str | None = typer.Option(None, metavar="FILE.PY:FUNCTION",
+                                    help="Loss of (output, batch); default: the model's own."),
+    expandable_segments: bool = typer.Option(False, "--expandable-segments",
+                                             help="The caching allocator grows segments instead of adding new ones (expandable_segments:True)."),
+    json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
+    no_cache: bool = typer.Option(False, "--no-cache", help="Trace again, and keep no trace."),
+    debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
+) -> int:  # fmt: skip
+    """Predict whether one step of MODEL fits on HW. Exit 0 it fits (or is tight), 1 it does not, 2 bad input."""
+    options: dict[str, Any] = {
+        "optimizer": optimizer, "precision": precision, "recompute": recompute, "accumulate": accumulate, "clip": clip,
+        "lora": lora, "nf4": nf4, "freeze": tuple(freeze), "infer": infer, "micro_batch": micro_batch, "seq": seq,
+        "image": image, "loss": loss, "overrides": overrides(settings), "hints": hints(hint),
+        "expandable_segments": expandable_segments, "cache": not no_cache,
+    }  # fmt: skip
+    check(model, on, options)
+    prediction = common.call(lambda: _predict(model, on, options), f"tracing {model}")
+    if json:
+        from foretell.report import schema
+
+        common.emit_json(schema.answer(prediction))
+    else:
+        common.emit_screen(prediction, [word for word in common.typed() if word not in ("--debug", "--no-cache")])
+    return common.YES if prediction.fits else common.NO_OR_FAILED
+
+
+def _predict(model: str, on: str, options: dict[str, Any]) -> Any:
+    from foretell import api
+
+    return api.fit(model, hardware=on, **options)
+
+
+def check(model: str, on: str, options: dict[str, Any]) -> None:
+    """Raise at once what is wrong with the input as far as that can be seen without torch."""
+    from foretell.hardware import parse
+    from foretell.trace.load import Source
+    from foretell.trace.load import check as check_source
+    from foretell.trace.recipe import Recipe
+
+    of_source = ("overrides", "micro_batch", "seq", "image", "loss")
+    check_source(Source(model=model, **{name: options[name] for name in of_source}))
+    if not on.strip().casefold().startswith("auto"):  # only torch knows this machine
+        parse(on)
+    of_recipe = ("optimizer", "recompute", "accumulate", "clip", "lora", "nf4", "freeze")
+    precision = {"precision": options["precision"]} if options["precision"] is not None else {}
+    Recipe(**{name: options[name] for name in of_recipe}, **precision)
+
+
+def overrides(settings: Sequence[str]) -> dict[str, Any]:
+    """`KEY=VALUE` words as a mapping; a later one wins."""
+    found: dict[str, Any] = {}
+    for word in settings:
+        key, equals, text = word.partition("=")
+        if not equals or not key.strip() or not text:
+            raise UserError(f"--set {word!r} is not KEY=VALUE", "write it like --set layers=4")
+        found[key.strip()] = _value(text)
+    return found
+
+
+def _value(text: str) -> Any:
+    """JSON if it is JSON, Python's True, False and None as such, otherwise the text itself."""
+    if text in _PYTHON_WORDS:
+        return _PYTHON_WORDS[text]
+    try:
+        return json_text.loads(text, parse_constant=_no_constant)
+    except ValueError:
+        return text
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def hints(words: Sequence[str]) -> dict[str, float]:
+    """`PATTERN=NUMBER` words as a mapping; the pattern may hold '=' itself."""
+    found: dict[str, float] = {}
+    for word in words:
+        pattern, equals, text = word.rpartition("=")
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not equals or not pattern or not math.isfinite(value):
+            raise UserError(f"--hint {word!r} is not PATTERN=NUMBER", "write it like --hint 'aten.nonzero*=0.5'")
+        found[pattern] = value
+    return found

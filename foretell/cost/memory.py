@@ -1,0 +1,203 @@
+"""From a trace and a device to a verdict on memory, with who holds the bytes and how each number is known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from foretell.cost.allocator import OutOfMemory
+from foretell.cost.prediction import ASSUMED, COUNTED, FITS, MEASURED, NO, TIGHT, Holder, Memory, Phase
+from foretell.cost.timeline import SCRATCH, WORKSPACE, Replay, Sizes, holders_at
+from foretell.hardware.types import Cluster, Overhead
+from foretell.trace import types
+from foretell.units import GIB, MIB
+
+HOST_BASE_BYTES = int(1.6 * GIB)
+"""Resident memory of a Python process with torch and CUDA up, measured on an H200 host with torch 2.11."""
+TIGHT_SHARE = 0.05
+"""Less than this share of capacity to spare is called tight."""
+RESERVED_BAND = 0.03
+"""Reserved memory is expected within this share of the prediction; the verdict keeps as much to spare."""
+ALLOCATED_BAND = 0.01
+CONTEXT_BAND_BYTES = 160 * MIB
+"""Context and library modules varied by this much between models on one device."""
+
+_CATEGORY = {
+    types.PARAMETER: "parameters", types.GRADIENT: "gradients", types.OPTIMIZER: "optimizer",
+    types.ACTIVATION: "activations", types.LOGITS: "logits", types.TEMPORARY: "temporaries",
+    types.BUFFER: "parameters", types.INPUT: "inputs", SCRATCH: "temporaries", WORKSPACE: "workspace",
+    types.COMMUNICATION: "communication",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The memory numbers and the verdict they lead to."""
+
+    verdict: str
+    memory: Memory
+
+
+def predict_memory(
+    trace: types.Trace, cluster: Cluster, overhead: Overhead, *, expandable: bool = False
+) -> Outcome:
+    """Replay the trace on one device of the cluster: peaks, verdict, owners of the peak."""
+    sizes = sizes_for(cluster, overhead)
+    schedules = run_order(trace)
+    replay = Replay(trace, sizes, expandable=expandable)
+    phases = _phases(replay, schedules, overhead.context_bytes + overhead.nccl_for(cluster))
+    allocated, reserved = replay.allocator.peak_allocated, replay.allocator.peak_reserved
+    beside = overhead.context_bytes + overhead.nccl_for(cluster)
+    capacity = cluster.device.memory_bytes
+    owners, _ = holders_at(trace, sizes, schedules, allocated)
+    verdict, device_bytes = _verdict(trace, sizes, schedules, capacity, beside, reserved, expandable)
+    host = max(phase.host_bytes for phase in phases)
+    memory = Memory(
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        device_bytes=device_bytes,
+        capacity_bytes=capacity,
+        margin_bytes=capacity - device_bytes,
+        host_bytes=host,
+        bands=_bands(allocated, reserved, device_bytes, host),
+        categories=_categories(owners, allocated),
+        holders=_holders(owners),
+        phases=phases,
+        provenance=_provenance(overhead),
+    )
+    return Outcome(verdict, memory)
+
+
+def sizes_for(cluster: Cluster, overhead: Overhead) -> Sizes:
+    return Sizes(cluster.device.compute_capability or (9, 0), overhead.cublas_workspace_bytes)
+
+
+def run_order(trace: types.Trace) -> list[str]:
+    """The first step makes optimizer state; two more let the allocator's cache settle."""
+    return ["first_step", "steady_step", "steady_step"] if "first_step" in trace.schedule else ["evaluation"] * 2
+
+
+def smallest_limit(trace: types.Trace, sizes: Sizes, schedules: list[str], *, expandable: bool = False) -> int:
+    """The least memory the allocator can work in, freeing its cache where it must; to the nearest 2 MiB."""
+    plain = Replay(trace, sizes, expandable=expandable)
+    plain.start()
+    for name in schedules:
+        plain.run(name)
+    low, high = plain.allocator.peak_allocated, plain.allocator.peak_reserved
+    while high - low > max(2 * MIB, high // 256):
+        middle = (low + high) // 2
+        if fits_in(trace, sizes, schedules, middle, expandable=expandable):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def fits_in(
+    trace: types.Trace, sizes: Sizes, schedules: list[str], limit: int, *, expandable: bool = False
+) -> bool:
+    """Whether the run gets through with this much memory for the allocator, its retries included."""
+    replay = Replay(trace, sizes, limit=limit, expandable=expandable)
+    try:
+        replay.start()
+        for name in schedules:
+            replay.run(name)
+    except OutOfMemory:
+        return False
+    return True
+
+
+def _verdict(
+    trace: types.Trace, sizes: Sizes, schedules: list[str], capacity: int, beside: int, reserved: int, expandable: bool
+) -> tuple[str, int]:
+    """Fits if it fits with the uncertainty taken off the limit; device bytes are what it would then use."""
+    limit = capacity - beside - CONTEXT_BAND_BYTES // 4
+    careful = int(limit * (1 - RESERVED_BAND / 2))
+    if reserved <= careful:
+        device = reserved + beside
+        return (TIGHT if capacity - device < TIGHT_SHARE * capacity else FITS), device
+    if careful > 0 and fits_in(trace, sizes, schedules, careful, expandable=expandable):
+        return TIGHT, min(reserved, careful) + beside
+    return NO, smallest_limit(trace, sizes, schedules, expandable=expandable) + beside
+
+
+def _phases(replay: Replay, schedules: list[str], beside: int) -> tuple[Phase, ...]:
+    trace, allocator = replay.trace, replay.allocator
+    weights = sum(
+        trace.storages[number].nbytes
+        for number in trace.resident
+        if trace.storages[number].role in (types.PARAMETER, types.BUFFER)
+    )
+    found: list[Phase] = []
+
+    def note(name: str, host: int) -> None:
+        found.append(
+            Phase(
+                name=name,
+                allocated_bytes=allocator.peak_allocated,
+                reserved_bytes=allocator.peak_reserved,
+                device_bytes=allocator.peak_reserved + beside,
+                host_bytes=host,
+            )
+        )
+
+    replay.start()
+    note("init", HOST_BASE_BYTES + weights)
+    for name in dict.fromkeys(schedules):
+        allocator.reset_peaks()
+        for _ in range(schedules.count(name)):
+            replay.run(name)
+        note(name, HOST_BASE_BYTES)
+    state = sum(s.nbytes for s in trace.storages.values() if s.role == types.OPTIMIZER)
+    largest = max((trace.storages[number].nbytes for number in trace.resident), default=0)
+    allocator.reset_peaks()
+    note("save", HOST_BASE_BYTES + largest)
+    note("load", HOST_BASE_BYTES + weights + state)
+    allocator.peak_allocated = max(phase.allocated_bytes for phase in found)
+    allocator.peak_reserved = max(phase.reserved_bytes for phase in found)
+    return tuple(found)
+
+
+def _bands(allocated: int, reserved: int, device: int, host: int) -> dict[str, tuple[int, int]]:
+    def around(value: int, share: float, beside: int = 0) -> tuple[int, int]:
+        return int(value * (1 - share)) - beside, int(value * (1 + share)) + beside
+
+    return {
+        "allocated_bytes": around(allocated, ALLOCATED_BAND),
+        "reserved_bytes": around(reserved, RESERVED_BAND),
+        "device_bytes": around(device, RESERVED_BAND, CONTEXT_BAND_BYTES),
+        "host_bytes": around(host, 0.25),
+    }
+
+
+def _categories(owners: Mapping[tuple[str, str], int], allocated: int) -> dict[str, int]:
+    """Bytes by what they are for; rounding and unsplit rests of blocks go with the temporaries."""
+    found: dict[str, int] = {}
+    for (role, _), nbytes in owners.items():
+        category = _CATEGORY[role]
+        found[category] = found.get(category, 0) + nbytes
+    found["temporaries"] = found.get("temporaries", 0) + max(0, allocated - sum(found.values()))
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _holders(owners: Mapping[tuple[str, str], int], limit: int = 12) -> tuple[Holder, ...]:
+    """Largest holders, repeated blocks added up: `blocks.3.mlp` and `blocks.4.mlp` are `blocks.*.mlp`."""
+    found: dict[tuple[str, str], int] = {}
+    for (role, module), nbytes in owners.items():
+        key = (re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module), _CATEGORY[role])
+        found[key] = found.get(key, 0) + nbytes
+    top = sorted(found.items(), key=lambda item: -item[1])[:limit]
+    return tuple(Holder(name=name or category, category=category, bytes=nbytes) for (name, category), nbytes in top)
+
+
+def _provenance(overhead: Overhead) -> dict[str, str]:
+    context = overhead.provenance.get("context_bytes", ASSUMED)
+    return {
+        "allocated_bytes": f"{COUNTED}: storages of the traced step, op scratch by rules measured on an H200",
+        "reserved_bytes": f"{COUNTED}: the trace replayed through a simulation of PyTorch's caching allocator",
+        "device_bytes": f"{context}: reserved plus CUDA context and libraries ({overhead.sources.get('context_bytes', '')})",
+        "capacity_bytes": "what torch reports as total memory of the device",
+        "host_bytes": f"{ASSUMED}: weights built on the host and moved, a process of 1.6 GiB ({MEASURED} on one host)",
+        "categories": f"{COUNTED}: storages alive at the highest point of allocated memory",
+    }

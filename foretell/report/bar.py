@@ -1,0 +1,88 @@
+"""The memory bar: one row of cells, split by what the bytes are held for, against what the device offers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foretell.cost.prediction import CATEGORIES, Memory
+from foretell.units import GIB, MIB
+
+_LOOKS = {
+    "parameters": ("█", "P", "blue"),
+    "gradients": ("▓", "G", "cyan"),
+    "optimizer": ("▒", "O", "magenta"),
+    "activations": ("▚", "A", "yellow"),
+    "logits": ("▤", "L", "bright_red"),
+    "temporaries": ("▞", "T", "green"),
+    "workspace": ("▥", "W", "bright_blue"),
+    "inputs": ("▦", "I", "bright_cyan"),
+    "communication": ("▩", "N", "bright_green"),
+    "other": ("▧", "?", "white"),
+    "unused": ("░", "u", "bright_black"),
+    "context": ("▨", "c", "bright_black"),
+    "spare": ("·", ".", "bright_black"),
+}
+"""Name → the character that shows it, the same in ASCII, its colour. Each reads without colour."""
+
+ASCII = str.maketrans(
+    {look[0]: look[1] for look in _LOOKS.values()} | {"▲": "^", "…": "~", "–": "-", "×": "x", "·": ".", "→": ">", "−": "-"}
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stretch of the bar."""
+
+    name: str
+    bytes: int
+
+    @property
+    def mark(self) -> str:
+        return _LOOKS.get(self.name, _LOOKS["other"])[0]
+
+    @property
+    def style(self) -> str:
+        return _LOOKS.get(self.name, _LOOKS["other"])[2]
+
+
+def parts(memory: Memory) -> list[Part]:
+    """What the device's memory is taken by, then what is left; empty parts are left out.
+
+    `unused` is what the caching allocator holds without handing it out, `context` what stands beside the allocator.
+    """
+    found = [Part(name, memory.categories.get(name, 0)) for name in CATEGORIES]
+    known = sum(part.bytes for part in found)
+    found += [
+        Part("other", memory.allocated_bytes - known),
+        Part("unused", memory.reserved_bytes - memory.allocated_bytes),
+        Part("context", memory.device_bytes - memory.reserved_bytes),
+        Part("spare", memory.capacity_bytes - memory.device_bytes),
+    ]
+    return [part for part in found if part.bytes > 0]
+
+
+def cells(amounts: Sequence[int], width: int) -> list[int]:
+    """Whole cells for each amount, in proportion, that sum to `width`: the largest remainders are rounded up."""
+    total = sum(amounts)
+    if total <= 0:
+        return [0] * len(amounts)
+    exact = [amount * width / total for amount in amounts]
+    counts = [int(value) for value in exact]
+    by_remainder = sorted(range(len(amounts)), key=lambda index: counts[index] - exact[index])
+    for index in by_remainder[: width - sum(counts)]:
+        counts[index] += 1
+    return counts
+
+
+def unit(memory: Memory) -> tuple[str, int]:
+    """The one unit of bar and legend: GiB, or MiB where everything is small."""
+    return ("GiB", GIB) if memory.device_bytes >= GIB else ("MiB", MIB)
+
+
+def number(amount: int, scale: int) -> str:
+    """Three digits or so, without its unit."""
+    value = amount / scale
+    if 0 < value < 0.01:
+        return "<0.01"
+    return f"{value:.2f}" if abs(value) < 10 else f"{value:,.1f}"

@@ -1,0 +1,282 @@
+"""The answer on a terminal: at most 30 lines, the verdict first, readable without colour from 40 columns on."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from foretell.cost.prediction import FITS, NO, TIGHT, Holder, Prediction, Remedy
+from foretell.report import bar, command
+from foretell.units import GIB, gib, human_bytes, human_count
+
+MAX_LINES = 30
+MIN_WIDTH = 40
+
+_GUTTER = 11
+"""Columns for the name of a section, left of its lines."""
+_VERDICTS = {FITS: ("FITS", "bold green"), TIGHT: ("TIGHT", "bold yellow"), NO: ("DOES NOT FIT", "bold red")}
+_UNKNOWN = ("CANNOT TELL", "bold magenta")
+_ROOM = ((5, 5, True), (4, 5, True), (4, 4, True), (3, 4, True), (3, 3, True), (3, 3, False), (2, 2, False), (1, 1, False))
+"""Holders, lines of assumptions and blank lines between sections, from generous to sparse."""
+
+
+def render(prediction: Prediction, width: int = 80, *, typed: Sequence[str] = (), ascii_only: bool = False) -> Text:
+    """The whole screen; `typed` are the words after `foretell` that asked for it, from which the next command is made."""
+    width = max(width, MIN_WIDTH)
+    for holders, assumptions, blanks in _ROOM:
+        sections = [
+            _head(prediction, width),
+            _bar(prediction, width),
+            _numbers(prediction, width),
+            _holders(prediction.memory.holders[:holders], width),
+            _remedies(command.ranked(prediction)[:command.SHOWN], width),
+            _assumptions(prediction.assumptions, width, assumptions),
+            _next(prediction, width, typed),
+        ]
+        lines = _joined([section for section in sections if section], blanks)
+        if len(lines) <= MAX_LINES:
+            break
+    lines = lines[:MAX_LINES]
+    for line in lines:
+        line.rstrip()
+        line.truncate(width, overflow="ellipsis")
+        if ascii_only:
+            line.plain = line.plain.translate(bar.ASCII)
+    return Text("\n").join(lines)
+
+
+def _joined(sections: list[list[Text]], blanks: bool) -> list[Text]:
+    lines: list[Text] = []
+    for section in sections:
+        if lines and blanks:
+            lines.append(Text())
+        lines += section
+    return lines
+
+
+# --- sections --------------------------------------------------------------------------------------------------------
+
+
+def _head(prediction: Prediction, width: int) -> list[Text]:
+    """The verdict, then what was asked."""
+    label, style = _VERDICTS.get(prediction.verdict, _UNKNOWN)
+    name = _clean(command.model_name(prediction))
+    place = f" on {_clean(command.hardware_spec(prediction, ' '))}:"
+    subject = _end(name, width - len(label) - 2 - len(place)) + place
+    sentence = _amounts(prediction)
+    head = Text.assemble((label, style), "  ", (subject, "bold"))
+    if head.cell_len + 1 + len(sentence) <= width:
+        lines = [head + Text(f" {sentence}")]
+    else:
+        lines = [head, *(Text(f"  {line}") for line in textwrap.wrap(sentence, width - 2)[:2])]
+    asked = textwrap.wrap(_asked(prediction, name), width - 2)
+    return lines + [Text(f"  {line}", "dim") for line in asked[:2]]
+
+
+def _amounts(prediction: Prediction) -> str:
+    """`61.3 of 79.1 GiB per device, 17.8 GiB spare`."""
+    memory = prediction.memory
+    high = _band(memory.bands, "device")[1]
+    each = " per device" if command.device_count(prediction) > 1 else ""
+    margin = memory.margin_bytes
+    used = _span(memory.device_bytes, memory.capacity_bytes, " of ")
+    text = f"{used}{each}, {_size(abs(margin))} {'spare' if margin >= 0 else 'short'}"
+    if prediction.verdict == TIGHT:
+        reach = f"may need up to {_size(high)}" if high is not None else "within the uncertainty of this prediction"
+        return f"{text}; {reach}"
+    if prediction.verdict == NO and margin >= 0 and high is not None:
+        return f"{text}, but may need {_size(high)}"
+    return text
+
+
+def _asked(prediction: Prediction, name: str) -> str:
+    """`8.03B parameters; micro-batch 1 × 8192 tokens; adamw-fused, bf16-autocast, recompute none`."""
+    pieces = [f"{human_count(prediction.parameters)} parameters"]
+    description = _clean(str(prediction.model.get("description", "")))
+    pieces.append(description.removeprefix(name).lstrip(", "))
+    recipe = prediction.model.get("recipe")
+    if isinstance(recipe, Mapping):
+        pieces.append(_recipe(recipe))
+    return "; ".join(piece for piece in pieces if piece)
+
+
+def _recipe(recipe: Mapping[str, Any]) -> str:
+    words = [str(recipe[key]) for key in ("optimizer", "precision") if recipe.get(key)]
+    if recipe.get("mode") == "infer":
+        words = ["inference", *words[1:]]
+    elif recipe.get("recompute"):
+        words.append(f"recompute {recipe['recompute']}")
+    if recipe.get("accumulate", 1) != 1:
+        words.append(f"{recipe['accumulate']} micro-batches a step")
+    if recipe.get("lora"):
+        words.append(f"LoRA rank {recipe['lora']}" + (" on a 4-bit base" if recipe.get("nf4") else ""))
+    if recipe.get("freeze"):
+        words.append(f"frozen: {' '.join(map(str, recipe['freeze']))}")
+    return ", ".join(words)
+
+
+def _bar(prediction: Prediction, width: int) -> list[Text]:
+    """The bar, a mark where the memory ends if it is exceeded, and the legend."""
+    memory = prediction.memory
+    found = bar.parts(memory)
+    counts = bar.cells([part.bytes for part in found], width)
+    lines = [Text().join(Text(part.mark * count, part.style) for part, count in zip(found, counts, strict=True))]
+    if memory.device_bytes > memory.capacity_bytes:
+        lines.append(_limit(memory.capacity_bytes, memory.device_bytes, width))
+    return lines + _legend(prediction, found, width)
+
+
+def _limit(capacity: int, used: int, width: int) -> Text:
+    column = min(width - 1, capacity * width // used)
+    told = f"memory ends here: {_size(capacity)}"
+    if column + 2 + len(told) <= width:
+        return Text(f"{' ' * column}▲ {told}", "red")
+    return Text(f"{told} ▲".rjust(column + 1) if column + 1 >= len(told) + 2 else f"{' ' * column}▲", "red")
+
+
+def _legend(prediction: Prediction, found: list[bar.Part], width: int) -> list[Text]:
+    name, scale = bar.unit(prediction.memory)
+    entries = [(part, f"{part.name} {bar.number(part.bytes, scale)}") for part in found]
+    lines, line = [], Text()
+    for part, words in entries:
+        if line.cell_len and line.cell_len + 4 + len(words) > width:
+            lines.append(line)
+            line = Text()
+        line.append("  " if line.cell_len else "").append(part.mark, part.style).append(f" {words}")
+    if line.cell_len + len(name) + 1 <= width:
+        line.append(f" {name}")
+    return [*lines, line]
+
+
+def _numbers(prediction: Prediction, width: int) -> list[Text]:
+    """Allocated, reserved and device: the peak, the range it is expected in, how it is known."""
+    memory = prediction.memory
+    rows = []
+    for name in ("allocated", "reserved", "device"):
+        low, high = _band(memory.bands, name)
+        band = _span(low, high) if low is not None and high is not None else ""
+        known = memory.provenance.get(f"{name}_bytes", memory.provenance.get(name, ""))
+        rows.append((name, _size(getattr(memory, f"{name}_bytes")), band, _clean(known.partition(":")[0])))
+    peak = max(memory.phases, key=lambda phase: phase.device_bytes, default=None)
+    size_width = max(len(row[1]) for row in rows)
+    band_width = max(len(row[2]) for row in rows)
+    lines = [
+        _labelled(name, f"{size:>{size_width}}  {band:<{band_width}}  {known}") for name, size, band, known in rows
+    ]
+    told = f"; highest in {peak.name}" if peak is not None else ""
+    if lines[-1].cell_len + len(told) <= width:
+        lines[-1].append(told)
+    return lines
+
+
+def _holders(holders: Sequence[Holder], width: int) -> list[Text]:
+    if not holders:
+        return []
+    sizes = [_size(holder.bytes) for holder in holders]
+    wide = max(map(len, sizes))
+    kind = max(len(holder.category) for holder in holders)
+    lines = []
+    for number, (holder, size) in enumerate(zip(holders, sizes, strict=True)):
+        start = f"{size:>{wide}}  {holder.category:<{kind}}  "
+        room = width - _GUTTER - len(start)
+        lines.append(_labelled("holders" if not number else "", start + _end(_clean(holder.name), room)))
+    return lines
+
+
+def _remedies(remedies: Sequence[Remedy], width: int) -> list[Text]:
+    """Flag, what it saves, whether it then fits or is still short, what it is; the words are cut at the edge."""
+    if not remedies:
+        return []
+    flags = [_clean(item.flag) or "-" for item in remedies]
+    flag_width = min(max(map(len, flags)), max(12, (width - _GUTTER) // 2))
+    saves = [f"{'−' if item.saves_bytes >= 0 else '+'}{_size(abs(item.saves_bytes))}" for item in remedies]
+    save_width = max(map(len, saves))
+    lines = []
+    for number, (item, flag, saved) in enumerate(zip(remedies, flags, saves, strict=True)):
+        line = _labelled("remedies" if not number else "", "")
+        line.append(f"{flag:<{flag_width}}  ", "bold").append(f"{saved:>{save_width}}  ")
+        line.append("fits   " if item.fits else "short  ", "green" if item.fits else "yellow")
+        words = _clean(item.change) + (f" ({_clean(item.costs)})" if item.costs else "")
+        lines.append(line.append(words, "dim"))
+    return lines
+
+
+def _assumptions(assumptions: Sequence[str], width: int, room: int) -> list[Text]:
+    """As many whole sentences as fit into `room` lines; the last line says how many are left."""
+    sentences = [textwrap.wrap(_clean(text), width - _GUTTER - 2) for text in assumptions if _clean(text)]
+    shown: list[str] = []
+    left = len(sentences)
+    for wrapped in sentences:
+        if len(shown) + len(wrapped) + (left > 1) > room:
+            break
+        shown += _bullet(wrapped)
+        left -= 1
+    if sentences and not shown and room > 1:  # not even the first fits: its beginning is better than nothing
+        cut = sentences[0][: room - 1]
+        shown = _bullet([*cut[:-1], f"{cut[-1][: width - _GUTTER - 3]}…"])
+        left -= 1
+    if left:
+        shown.append(f"… {left} {'more ' if shown else ''}with --json")
+    return [_labelled("assumed" if not index else "", line) for index, line in enumerate(shown)]
+
+
+def _bullet(wrapped: list[str]) -> list[str]:
+    return [("  " if index else "- ") + line for index, line in enumerate(wrapped)]
+
+
+def _next(prediction: Prediction, width: int, typed: Sequence[str]) -> list[Text]:
+    """The next command, broken between words so that it can still be copied."""
+    words = [shlex.quote(word) for word in command.suggest(prediction, typed)]
+    lines, line = [], ""
+    for word in words:
+        if line and _GUTTER + len(line) + len(word) + 3 > width:
+            lines.append(f"{line} \\")
+            line = f"  {word}"
+        else:
+            line = f"{line} {word}" if line else word
+    lines.append(line)
+    label = "try" if prediction.verdict in (NO, TIGHT) and prediction.remedies else "next"
+    shown = [_labelled(label if not index else "", text, "bold cyan") for index, text in enumerate(lines)]
+    if command.needs_several(prediction):
+        saved = sum(item.saves_bytes for item in command.ranked(prediction)[: command.SHOWN])
+        hope = "these may be, together" if saved >= -prediction.memory.margin_bytes else "nor may these be, together"
+        shown.append(_labelled("", f"no single change is enough; {hope}", "dim"))
+    return shown
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def _labelled(label: str, text: str, style: str = "") -> Text:
+    return Text.assemble((f"{label:<{_GUTTER}}", "bright_black" if label else ""), (text, style))
+
+
+def _size(count: float) -> str:
+    """GiB, or a smaller unit where GiB would read as nothing."""
+    return gib(count) if abs(count) >= GIB / 10 or not count else human_bytes(count)
+
+
+def _span(low: int, high: int, between: str = " – ") -> str:
+    """Two amounts, with the unit named once where it is the same."""
+    first, second = _size(low).split(), _size(high).split()
+    return between.join((first[0] if first[1] == second[1] else " ".join(first), " ".join(second)))
+
+
+def _band(bands: Mapping[str, Sequence[int]], name: str) -> tuple[int | None, int | None]:
+    found = bands.get(f"{name}_bytes", bands.get(name))
+    return (max(0, int(found[0])), int(found[1])) if found is not None else (None, None)
+
+
+def _end(name: str, room: int) -> str:
+    """A path cut at its beginning: its end says more."""
+    room = max(8, room)
+    return name if len(name) <= room else f"…{name[-(room - 1):]}"
+
+
+def _clean(text: str) -> str:
+    """One line without control characters, whatever a name or message holds."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

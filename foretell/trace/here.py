@@ -1,0 +1,61 @@
+"""Hold a trace of the CPU step against a real run on this machine's CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from foretell.trace.capture import capture
+from foretell.trace.load import Source, load
+from foretell.trace.recipe import Recipe
+from foretell.trace.step import Step
+from foretell.trace.types import Trace
+from foretell.units import human_bytes
+
+
+def trace_as_cpu(source: Source, recipe: Recipe) -> Trace:
+    return capture(lambda: load(source), recipe, capability=None)
+
+
+def measure_on_cpu(source: Source, recipe: Recipe, steps: int = 2) -> int:
+    """Peak bytes in tensors of a real run: what lives at its start plus the allocator's own record of the rest."""
+    torch.manual_seed(0)
+    workload = load(source)
+    step = Step(workload, recipe, device_type="cpu")
+    step.create_optimizer()
+    resident = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in (
+            *workload.model.parameters(),
+            *workload.model.buffers(),
+            *torch.utils._pytree.tree_leaves(workload.batch),
+        )
+        if isinstance(tensor, torch.Tensor)
+    }
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        for _ in range(steps):
+            for _ in range(recipe.accumulate):
+                step.micro_batch()
+            step.update()
+            step.zero_grad()
+    live = peak = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]" and event.device_type() == torch._C._autograd.DeviceType.CPU:
+            live += event.nbytes()
+            peak = max(peak, live)
+    return sum(resident.values()) + peak
+
+
+def compare_on_cpu(source: Source, recipe: Recipe) -> tuple[int, int, tuple[str, ...]]:
+    """Predicted and measured peak bytes, and what to print."""
+    from foretell.trace.live import peak_live
+
+    trace = trace_as_cpu(source, recipe)
+    predicted = peak_live(trace, ("first_step", "steady_step"))
+    measured = measure_on_cpu(source, recipe)
+    lines = (
+        f"traced {source.model}: {sum(len(program.ops) for program in trace.programs.values())} ops on fake tensors",
+        f"predicted peak in tensors  {human_bytes(predicted)}",
+        f"measured peak in tensors   {human_bytes(measured)}  ({100 * (predicted / measured - 1):+.1f} %)",
+    )
+    return predicted, measured, lines

@@ -1,0 +1,449 @@
+"""The command line from outside: exit codes, what goes to stdout and stderr, one JSON object whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import resource
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+import foretell
+from foretell import zoo
+from foretell.cli import fit as fit_command
+from foretell.errors import UserError
+from foretell.report import schema
+
+ROOT = Path(__file__).resolve().parents[2]
+FRAME = {"schema_version", "versions", "assumptions"}
+
+STAND_IN = """
+import os, sys, types
+from foretell.cost.prediction import Memory, Prediction, Remedy
+G = 1024**3
+def answer(verdict):
+    memory = Memory(allocated_bytes=50 * G, reserved_bytes=55 * G, device_bytes=60 * G, capacity_bytes=79 * G,
+                    margin_bytes=19 * G, host_bytes=0, bands={}, categories={"parameters": 50 * G}, holders=(), phases=(),
+                    provenance={})
+    return Prediction(verdict=verdict, model={"source": "gpt2"}, hardware={"device": {"name": "H100"}}, parameters=1,
+                      memory=memory, versions={"timm": "1.0"},
+                      remedies=(Remedy(change="less", flag="--recompute full", saves_bytes=G, fits=True),))
+api = types.ModuleType("foretell.api")
+"""
+"""An api that answers at once: what is tried here is what the command line makes of its answers and failures."""
+
+
+def environment(**changes: str) -> dict[str, str]:
+    dropped = ("RANK", "NO_COLOR", "COLUMNS", "FORETELL_DEBUG", "FORCE_COLOR")
+    kept = {key: value for key, value in os.environ.items() if key not in dropped}
+    return {**kept, "PYTHONPATH": str(ROOT), **changes}
+
+
+def run(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "foretell", *words], env=environment(**changes),
+        capture_output=True, text=True, timeout=120, check=False, cwd=ROOT,
+    )  # fmt: skip
+
+
+def script(body: str, *words: str) -> list[str]:
+    """A foretell whose api.fit is `body`."""
+    setup = f"{STAND_IN}\ndef fit(model, **options):\n{textwrap.indent(body, '    ')}\napi.fit = fit\n"
+    start = "import foretell\nsys.modules['foretell.api'] = foretell.api = api\nfrom foretell.cli import main\n"
+    return [sys.executable, "-c", f"{setup}{start}sys.exit(main({list(words)!r}))"]
+
+
+def run_with(body: str, *words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        script(body, *(words or ("fit", "gpt2", "--on", "H100"))), env=environment(**changes),
+        capture_output=True, text=True, timeout=120, check=False, cwd=ROOT,
+    )  # fmt: skip
+
+
+def only_object(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert set(found) >= FRAME
+    return found
+
+
+# ---------------------------------------------------------------- light
+
+
+@pytest.mark.parametrize("words", [["--help"], ["fit", "--help"], ["zoo"], ["version"], ["doctor", "--json"],
+                                   ["fit", "nope", "--on", "H100"]])  # fmt: skip
+def test_answers_that_need_no_torch_do_not_import_it(words: list[str]) -> None:
+    heavy = "[name for name in ('torch', 'numpy', 'transformers') if name in sys.modules]"
+    code = f"import sys; from foretell.cli import main; main({words!r}); print({heavy}, file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stderr.strip().splitlines()[-1] == "[]"
+
+
+def test_help_answers_at_once() -> None:
+    def busy() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    seconds = []
+    for _ in range(4):
+        start = busy()
+        assert run("--help").returncode == 0
+        seconds.append(busy() - start)
+    assert min(seconds) < 0.5, "processor time, the best of four: other tests run beside this one"
+
+
+def test_help_names_every_command_and_option() -> None:
+    commands = run("--help").stdout
+    assert all(f"\n  {name} " in commands for name in ("fit", "zoo", "doctor", "demo", "version"))
+    text = run("fit", "--help", COLUMNS="200").stdout
+    for option in ("--on", "--micro-batch", "--seq", "--image", "--optimizer", "--precision", "--recompute",
+                   "--accumulate", "--clip", "--lora", "--nf4", "--freeze", "--infer", "--set", "--hint", "--loss",
+                   "--expandable-segments", "--json", "--no-cache", "--debug"):  # fmt: skip
+        line = next(line for line in text.splitlines() if line.strip().startswith(f"{option} "))
+        assert len(line.split()) > 3, f"{option} has no help"
+    assert "check" in run("zoo", "--help").stdout
+    assert run().stdout == commands, "nothing asked is a question for help"
+
+
+def test_the_version_is_the_package_s() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert foretell.__version__ == project["version"]
+    assert f"foretell {foretell.__version__} " in run("--version").stdout
+    assert only_object(run("version", "--json"))["versions"]["foretell"] == foretell.__version__
+
+
+def test_the_package_offers_fit_and_nothing_it_has_not() -> None:
+    assert {"fit", "__version__"} <= set(dir(foretell))
+    with pytest.raises(AttributeError, match="no attribute 'fti'"):
+        _ = foretell.fti
+
+
+# ---------------------------------------------------------------- bad input
+
+BAD = {
+    "unknown model": (["fit", "lama3-8b", "--on", "H100"], "UnknownName", "llama3-8b"),
+    "unknown hardware": (["fit", "gpt2", "--on", "H10O"], "UnknownName", "H100"),
+    "no such file": (["fit", "nowhere.py:build", "--on", "H100"], "UserError", "nowhere.py"),
+    "negative micro-batch": (["fit", "gpt2", "--on", "H100", "--micro-batch", "-1"], "UserError", "micro_batch"),
+    "no tokens": (["fit", "gpt2", "--on", "H100", "--seq", "0"], "UserError", "seq"),
+    "negative image": (["fit", "resnet50", "--on", "H100", "--image", "-224"], "UserError", "image"),
+    "negative rank": (["fit", "gpt2", "--on", "H100", "--lora", "-4"], "UserError", "lora"),
+    "set without value": (["fit", "gpt2", "--on", "H100", "--set", "layers"], "UserError", "KEY=VALUE"),
+    "set of nothing known": (["fit", "gpt2", "--on", "H100", "--set", "layerz=2"], "UserError", "layers"),
+    "hint without number": (["fit", "gpt2", "--on", "H100", "--hint", "a=b"], "UserError", "PATTERN=NUMBER"),
+    "unknown optimizer": (["fit", "gpt2", "--on", "H100", "--optimizer", "adamx"], "UnknownName", "adamw"),
+    "unknown precision": (["fit", "gpt2", "--on", "H100", "--precision", "bf61"], "UnknownName", "bf16"),
+    "4 bits without LoRA": (["fit", "gpt2", "--on", "H100", "--nf4"], "UserError", "--lora"),
+    "unknown zoo name": (["zoo", "check", "gtp2"], "UnknownName", "gpt2"),
+    "no hardware": (["fit", "gpt2"], "UsageError", "--on"),
+    "not a number": (["fit", "gpt2", "--on", "H100", "--seq", "many"], "UsageError", "--seq"),
+    "unknown option": (["fit", "gpt2", "--on", "H100", "--sequence", "3"], "UsageError", "--sequence"),
+    "unknown command": (["fitt", "gpt2"], "UsageError", "fit"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_on_stderr_and_exit_2(case: str) -> None:
+    words, _, told = BAD[case]
+    done = run(*words)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    first = done.stderr.splitlines()[0]
+    assert first.startswith("error: ") and "; try: " in first and told in first
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_with_json_is_one_object_on_stdout(case: str) -> None:
+    words, kind, told = BAD[case]
+    done = run(*words, "--json")
+    assert done.returncode == 2
+    assert done.stderr == ""
+    found = only_object(done)
+    jsonschema.Draft202012Validator(schema.load()).validate(found)
+    assert found["error"]["kind"] == kind
+    assert told in found["error"]["message"] + found["error"]["remedy"]
+    assert found["error"]["remedy"]
+
+
+def test_debug_adds_the_traceback() -> None:
+    for done in (run(*BAD["unknown model"][0], "--debug"), run(*BAD["unknown model"][0], FORETELL_DEBUG="1")):
+        assert done.returncode == 2
+        assert "Traceback" in done.stderr and done.stderr.startswith("error: ")
+
+
+# ---------------------------------------------------------------- values of options
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [("a=1", 1), ("a=1.5", 1.5), ("a=true", True), ("a=False", False), ("a=None", None), ("a=null", None),
+     ("a=[1,2]", [1, 2]), ("a=gelu", "gelu"), ("a=b=c", "b=c"), ('a="3"', "3"), ("a=NaN", "NaN")],
+)  # fmt: skip
+def test_settings_are_json_or_text(word: str, value: Any) -> None:
+    found = fit_command.overrides([word])
+    assert found == {"a": value} and type(found["a"]) is type(value)
+
+
+def test_a_later_setting_wins() -> None:
+    assert fit_command.overrides(["a=1", "b=2", "a=3"]) == {"a": 3, "b": 2}
+
+
+@pytest.mark.parametrize("word", ["a", "=1", "a=", " =1"])
+def test_settings_without_key_or_value_are_refused(word: str) -> None:
+    with pytest.raises(UserError, match="KEY=VALUE"):
+        fit_command.overrides([word])
+
+
+def test_hints_are_numbers() -> None:
+    assert fit_command.hints(["aten.nonzero*=0.5", "x=y=3"]) == {"aten.nonzero*": 0.5, "x=y": 3.0}
+    for word in ("a", "a=", "=1", "a=nan", "a=inf"):
+        with pytest.raises(UserError, match="PATTERN=NUMBER"):
+            fit_command.hints([word])
+
+
+def test_options_reach_the_api() -> None:
+    body = "print(sorted(options.items()), file=sys.stderr); return answer('fits')"
+    done = run_with(
+        body, "fit", "gpt2", "--on", "8xH100", "--micro-batch", "4", "--seq", "64", "--optimizer", "sgd", "--precision",
+        "fp32", "--recompute", "full", "--accumulate", "2", "--clip", "0.5", "--lora", "8", "--nf4", "--freeze", "wte",
+        "--freeze", "wpe", "--infer", "--set", "layers=2", "--hint", "a=0.5", "--expandable-segments", "--no-cache",
+    )  # fmt: skip
+    expected = {
+        "hardware": "8xH100", "micro_batch": 4, "seq": 64, "image": None, "optimizer": "sgd", "precision": "fp32",
+        "recompute": "full", "accumulate": 2, "clip": 0.5, "lora": 8, "nf4": True, "freeze": ("wte", "wpe"),
+        "infer": True, "overrides": {"layers": 2}, "hints": {"a": 0.5}, "loss": None, "expandable_segments": True,
+        "cache": False,
+    }  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip() == str(sorted(expected.items()))
+
+
+# ---------------------------------------------------------------- answers and failures
+
+
+@pytest.mark.parametrize(("verdict", "label", "status"), [("fits", "FITS", 0), ("tight", "TIGHT", 0),
+                                                          ("no", "DOES NOT FIT", 1), ("unknown", "CANNOT TELL", 1)])  # fmt: skip
+def test_the_exit_code_is_the_answer(verdict: str, label: str, status: int) -> None:
+    done = run_with(f"return answer({verdict!r})")
+    assert done.returncode == status, done.stderr
+    assert done.stdout.startswith(f"{label}  gpt2 on H100:")
+    assert done.stderr == ""
+    done = run_with(f"return answer({verdict!r})", "fit", "gpt2", "--on", "H100", "--json")
+    assert done.returncode == status
+    found = only_object(done)
+    jsonschema.Draft202012Validator(schema.load()).validate(found)
+    assert found["verdict"] == verdict
+    assert found["versions"]["timm"] == "1.0" and found["versions"]["foretell"] == foretell.__version__
+
+
+def test_the_suggestion_is_the_typed_command_with_the_remedy() -> None:
+    done = run_with("return answer('no')", "fit", "gpt2", "--on", "H100", "--recompute", "none", "--debug")
+    assert done.stdout.splitlines()[-1].split(maxsplit=1)[1] == "foretell fit gpt2 --on H100 --recompute full"
+
+
+BUGS = {
+    "KeyError": "raise KeyError('parameters')",
+    "InternalError": "from foretell.errors import InternalError; raise InternalError('bytes do not add up')",
+    "RecursionError": "return fit(model)",
+    "SystemExit": "sys.exit(0)",
+    "AttributeError": "return 5",
+}
+
+
+@pytest.mark.parametrize("case", BUGS)
+def test_a_crash_never_looks_like_an_answer(case: str) -> None:
+    done = run_with(BUGS[case])
+    assert done.returncode == 70
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("foretell has a bug: ") and "issue tracker" in done.stderr
+    done = run_with(BUGS[case], "fit", "gpt2", "--on", "H100", "--json", "--debug")
+    assert done.returncode == 70
+    found = only_object(done)
+    jsonschema.Draft202012Validator(schema.load()).validate(found)
+    assert found["error"]["kind"] == {"SystemExit": "InternalError"}.get(case, case)
+    assert "Traceback" in found["error"]["detail"]
+
+
+def test_an_error_of_the_api_is_told_with_its_detail() -> None:
+    body = "from foretell.errors import ModelError; raise ModelError('building\\n x failed', 'mend it', 'line 1\\nline 2')"
+    done = run_with(body)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: building x failed; try: mend it", "line 1", "line 2"]
+
+
+def test_a_torch_that_is_missing_is_not_a_bug() -> None:
+    done = run_with("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    assert done.returncode == 2
+    assert "pip install" in done.stderr
+
+
+def test_ctrl_c_is_quiet() -> None:
+    done = run_with("raise KeyboardInterrupt")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_what_the_model_prints_stays_out_of_the_answer() -> None:
+    body = "print('from python'); os.write(1, b'from below\\n'); os.system('echo from a child'); return answer('fits')"
+    done = run_with(body, "fit", "gpt2", "--on", "H100", "--json")
+    assert only_object(done)["verdict"] == "fits"
+    assert all(line in done.stderr for line in ("from python", "from below", "from a child"))
+
+
+def test_only_rank_0_prints() -> None:
+    for words in (("fit", "gpt2", "--on", "H100"), ("fit", "gpt2", "--on", "H100", "--json")):
+        quiet = run_with("return answer('no')", *words, RANK="1")
+        assert (quiet.returncode, quiet.stdout, quiet.stderr) == (1, "", "")
+        assert run_with("return answer('no')", *words, RANK="0").stdout
+    quiet = run_with("raise KeyError(1)", RANK="3")
+    assert (quiet.returncode, quiet.stderr) == (70, "")
+
+
+def test_a_closed_pipe_is_no_failure() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m foretell zoo | head -1; echo ${{PIPESTATUS[0]}}"],
+        env=environment(), capture_output=True, text=True, timeout=60, check=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[1] == "0"
+    assert done.stderr == ""
+
+
+def test_a_stream_that_knows_only_ascii_gets_ascii() -> None:
+    done = run_with("return answer('no')", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert done.returncode == 1
+    assert done.stdout.isascii() and "PPPPP" in done.stdout
+
+
+# ---------------------------------------------------------------- on a terminal
+
+
+def on_terminal(body: str, **changes: str) -> str:
+    """Everything a terminal shows."""
+    main, side = pty.openpty()
+    process = subprocess.Popen(
+        script(body, "fit", "gpt2", "--on", "H100"), stdout=side, stderr=side, stdin=side, cwd=ROOT,
+        env=environment(TERM="xterm-256color", COLUMNS="100", **changes),
+    )  # fmt: skip
+    os.close(side)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(main, 65536)
+        except OSError:  # Linux: the other side is closed
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(main)
+    assert process.wait(timeout=60) == 0
+    return shown.decode()
+
+
+def test_colour_only_where_it_is_wanted() -> None:
+    assert "\x1b[1;32mFITS\x1b[0m" in on_terminal("return answer('fits')")
+    assert "\x1b" not in on_terminal("return answer('fits')", NO_COLOR="1")
+    assert "\x1b" not in run_with("return answer('fits')").stdout
+
+
+def test_a_sign_of_life_after_a_second_and_not_before() -> None:
+    slow = on_terminal("import time; time.sleep(1.5); return answer('fits')")
+    assert "tracing gpt2 … 1 s" in slow
+    assert slow.index("tracing") < slow.index("FITS")
+    assert "tracing" not in on_terminal("return answer('fits')")
+
+
+# ---------------------------------------------------------------- zoo, doctor, demo
+
+
+def test_zoo_lists_every_model() -> None:
+    text = run("zoo").stdout
+    assert all(f"\n{name} " in text for name in zoo.names())
+    found = only_object(run("zoo", "--json"))
+    assert [entry["name"] for entry in found["models"]] == list(zoo.names())
+    llama = next(entry for entry in found["models"] if entry["name"] == "llama3-8b")
+    assert llama["seq"] == 8192 and llama["domain"] == "text" and llama["settings"] == dict(zoo.get("llama3-8b").config)
+
+
+def test_doctor_tells_what_is_here(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text("x" * 1000)
+    done = run("doctor", "--json", FORETELL_CACHE=str(tmp_path))
+    assert done.returncode == 0
+    found = only_object(done)["doctor"]
+    assert found["packages"]["torch"] and found["torch"]["version"] == found["packages"]["torch"]
+    assert found["cache"] == {"path": str(tmp_path), "exists": True, "writable": True, "bytes": 1000, "files": 1}
+    assert found["memory_bytes"] > 2**28 and found["cores"] >= 1
+    assert all(item["ok"] or item["remedy"] for item in found["works"])
+    assert found["gpus"] or found["no_gpu_because"]
+    text = run("doctor", FORETELL_CACHE=str(tmp_path)).stdout
+    assert str(tmp_path) in text and found["torch"]["version"] in text
+
+
+def test_doctor_says_no_without_a_torch_that_will_do(tmp_path: Path) -> None:
+    for version, expected in (("2.10.1", False), ("2.11.0+cu128", True), ("3.0", True), (None, False)):
+        code = (
+            "import sys, json; from importlib import metadata as m; real = m.version\n"
+            f"def version(name):\n    if name != 'torch': return real(name)\n    v = {version!r}\n"
+            "    if v is None: raise m.PackageNotFoundError(name)\n    return v\n"
+            "m.version = version\nfrom foretell.cli import main; sys.exit(main(['doctor', '--json']))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == (0 if expected else 1), done.stderr
+        first = only_object(done)["doctor"]["works"][0]
+        assert first["ok"] is expected and first["needed"]
+
+
+def test_a_real_check_of_a_small_model() -> None:
+    done = run("zoo", "check", "gpt-tiny", "--json")
+    found = only_object(done)["check"]
+    assert done.returncode == 0 and found["ok"], done.stderr
+    assert found["measured_bytes"] > 3 * 4 * 500_000, "weights, gradients and more than that"
+    assert abs(found["relative_error"]) <= 0.1
+    assert run("zoo", "check", "llama3-405b").returncode == 2, "too large to really run is not a failed check"
+
+
+CHECK = """
+from dataclasses import dataclass
+@dataclass
+class Check:
+    name: str; predicted_bytes: int; measured_bytes: int; error: float; ok: bool; lines: tuple; prediction: object
+api.check = lambda name: Check(name, 2**20, 2**20 + 2**15, -0.03, {ok}, ("line one",), answer("fits"))
+api.demo = lambda: api.check("gpt-tiny")
+return 0
+"""
+
+
+@pytest.mark.parametrize("words", [("zoo", "check", "gpt-tiny"), ("demo",)])
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_check_tells_both_numbers(words: tuple[str, ...], ok: bool) -> None:
+    body = CHECK.format(ok=ok)
+
+    def go(*more: str) -> subprocess.CompletedProcess[str]:
+        setup = f"{STAND_IN}\ndef fit():\n{textwrap.indent(body, '    ')}\nfit()\n"
+        start = "import foretell\nsys.modules['foretell.api'] = foretell.api = api\nfrom foretell.cli import main\n"
+        code = f"{setup}{start}sys.exit(main({[*words, *more]!r}))"
+        return subprocess.run(
+            [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=False
+        )
+
+    done = go()
+    assert done.returncode == (0 if ok else 1), done.stderr
+    verdict = "OK" if ok else "FAILED"
+    assert done.stdout.startswith("FITS  gpt2 on H100"), "a prediction that comes with it is shown first"
+    assert done.stdout.splitlines()[-3:] == [
+        "", "line one", f"{verdict}  gpt-tiny: predicted 1.0 MiB, measured 1.0 MiB, error -3.0%",
+    ]  # fmt: skip
+    found = only_object(go("--json"))["check"]
+    assert (found["name"], found["ok"], found["relative_error"]) == ("gpt-tiny", ok, -0.03)
+    assert found["prediction"]["verdict"] == "fits"

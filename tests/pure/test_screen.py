@@ -1,0 +1,358 @@
+"""The screen: never above 30 lines or the width, the verdict first, the bar in proportion, the best remedy on top."""
+
+from __future__ import annotations
+
+import random
+import shlex
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+from foretell.cost.prediction import CATEGORIES as CATEGORY_NAMES
+from foretell.cost.prediction import FITS, NO, TIGHT, UNKNOWN, Holder, Memory, Phase, Prediction, Remedy
+from foretell.report import bar, command, screen
+from foretell.units import GIB, MIB
+
+WIDTHS = (40, 60, 80, 100, 120, 200)
+TYPED = ("fit", "llama3-8b", "--on", "8xH100")
+
+SGD = Remedy(change="plain SGD", flag="--optimizer sgd", saves_bytes=15 * GIB, fits=True, costs="another optimizer")
+FULL = Remedy(change="recompute every block", flag="--recompute full", saves_bytes=20 * GIB, fits=True)
+CLOSE = Remedy(change="two samples at a time", flag="--micro-batch 2", saves_bytes=4 * GIB, fits=False)
+FAR = Remedy(change="recompute some ops", flag="--recompute selective", saves_bytes=2 * GIB, fits=False)
+
+
+def memory(categories: dict[str, int], *, unused: int, context: int, capacity: int, **changes: Any) -> Memory:
+    allocated = sum(categories.values())
+    reserved, device = allocated + unused, allocated + unused + context
+    values: dict[str, Any] = {
+        "allocated_bytes": allocated, "reserved_bytes": reserved, "device_bytes": device, "capacity_bytes": capacity,
+        "margin_bytes": capacity - device, "host_bytes": GIB, "categories": categories,
+        "bands": {
+            "allocated_bytes": (allocated - GIB // 2, allocated + GIB // 2),
+            "reserved_bytes": (reserved - GIB // 2, reserved + GIB), "device_bytes": (device - GIB, device + 2 * GIB),
+        },
+        "holders": tuple(Holder(name=f"blocks.*.part{i}", category="activations", bytes=(9 - i) * GIB) for i in range(7)),
+        "phases": (
+            Phase(name="init", allocated_bytes=1, reserved_bytes=1, device_bytes=1, host_bytes=0),
+            Phase(name="first_step", allocated_bytes=9, reserved_bytes=9, device_bytes=9, host_bytes=0),
+        ),
+        "provenance": {"allocated_bytes": "counted", "reserved_bytes": "counted", "device_bytes": "measured: on such a device"},
+    }  # fmt: skip
+    return Memory(**{**values, **changes})
+
+
+CATEGORIES = {
+    "parameters": 8 * GIB, "gradients": 8 * GIB, "optimizer": 16 * GIB, "activations": 20 * GIB, "logits": 4 * GIB,
+    "temporaries": 2 * GIB, "workspace": GIB // 8, "inputs": 64,
+}  # fmt: skip
+
+
+def prediction(verdict: str, *, capacity: int = 80 * GIB, **changes: Any) -> Prediction:
+    """62.1 GiB of device memory, on eight devices."""
+    values: dict[str, Any] = {
+        "verdict": verdict,
+        "model": {
+            "source": "llama3-8b",
+            "description": "llama3-8b, micro-batch 1 × 8192 tokens",
+            "recipe": {"optimizer": "adamw-fused", "precision": "fsdp-bf16", "recompute": "none", "accumulate": 1},
+        },
+        "hardware": {"nodes": 1, "devices_per_node": 8, "device": {"name": "H100-SXM-80GB"}},
+        "parameters": 8_030_261_248,
+        "memory": memory(CATEGORIES, unused=3 * GIB, context=GIB, capacity=capacity),
+        "remedies": (CLOSE, SGD, FULL),
+        "assumptions": ("H100 means H100-SXM-80GB", "eager PyTorch"),
+        "versions": {"foretell": "0.1.0"},
+    }
+    return Prediction(**{**values, **changes})
+
+
+def overfull(verdict: str) -> Prediction:
+    """More of everything than a screen can hold, with names nobody foresaw."""
+    base = prediction(verdict, capacity=40 * GIB if verdict == NO else 80 * GIB)
+    long = "a sentence that goes on and on, about what was taken to be true " * 6
+    name = "/home/someone/projects/a-rather-long-folder/models/transformer.py:build_the_large_one"
+    return replace(
+        base,
+        model={**base.model, "source": name, "description": f"{name}, micro-batch 1\n\x1b[31mred"},
+        memory=replace(
+            base.memory,
+            holders=tuple(Holder(name="model." * 40 + str(i), category="activations", bytes=GIB) for i in range(30)),
+            provenance={"device_bytes": long},
+        ),
+        remedies=tuple(
+            Remedy(change=long, flag=f"--set a_long_setting_name_{i}={i}", saves_bytes=GIB, fits=False, costs=long)
+            for i in range(20)
+        ),
+        assumptions=tuple(f"{i}: {long}" for i in range(50)),
+    )
+
+
+def lines(answer: Prediction, width: int = 80, **options: Any) -> list[str]:
+    return screen.render(answer, width, typed=options.pop("typed", TYPED), **options).plain.split("\n")
+
+
+def rows_of(shown: list[str], label: str) -> list[str]:
+    """The lines of a section, without its name: up to a blank line or the next name."""
+    start = next(index for index, line in enumerate(shown) if line.startswith(label))
+    rows = [shown[start][11:]]
+    for line in shown[start + 1 :]:
+        if not line.startswith(" " * 11):
+            break
+        rows.append(line[11:])
+    return rows
+
+
+# ---------------------------------------------------------------- size
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("verdict", [FITS, TIGHT, NO, UNKNOWN])
+@pytest.mark.parametrize("make", [prediction, overfull])
+def test_never_more_than_thirty_lines_nor_wider_than_asked(make: Any, verdict: str, width: int) -> None:
+    shown = lines(make(verdict), width)
+    assert 10 < len(shown) <= 30
+    assert max(map(cell_len, shown)) <= width
+    assert all(line == line.rstrip() for line in shown)
+    assert not any("\x1b" in line for line in shown)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("verdict", [FITS, NO])
+def test_an_overfull_screen_keeps_what_matters(verdict: str, width: int) -> None:
+    shown = lines(overfull(verdict), width)
+    text = "\n".join(shown)
+    assert len(rows_of(shown, "remedies")) == 4
+    assert "build_the_large_one on 8x H100-SXM-80GB:" in shown[0]
+    for needed in ("allocated ", "reserved ", "device ", "holders", "assumed", "with --json"):
+        assert needed in text
+    assert any(line.startswith(("try", "next")) for line in shown[-4:])
+
+
+def test_a_usual_screen_is_complete_and_has_room_between_sections() -> None:
+    shown = lines(prediction(NO, capacity=50 * GIB))
+    assert shown.count("") == 6
+    assert len(rows_of(shown, "holders")) == 5
+    assert len(rows_of(shown, "remedies")) == 3
+    assert [row[:2] for row in rows_of(shown, "assumed")] == ["- ", "- "]
+
+
+def test_nothing_to_say_takes_no_lines() -> None:
+    base = prediction(FITS, remedies=(), assumptions=())
+    shown = lines(replace(base, memory=replace(base.memory, holders=(), phases=(), bands={}, provenance={})))
+    assert not any(line.startswith(("holders", "remedies", "assumed")) for line in shown)
+    assert any(line.startswith("device") for line in shown)
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+@pytest.mark.parametrize(
+    ("verdict", "capacity", "line"),
+    [
+        (FITS, 80 * GIB, "FITS  llama3-8b on 8x H100-SXM-80GB: 62.1 of 80.0 GiB per device, 17.9 GiB spare"),
+        (NO, 50 * GIB, "DOES NOT FIT  llama3-8b on 8x H100-SXM-80GB: 62.1 of 50.0 GiB per device, 12.1 GiB short"),
+        (TIGHT, 63 * GIB, "TIGHT  llama3-8b on 8x H100-SXM-80GB: 62.1 of 63.0 GiB per device, 0.87 GiB spare; may need up to 64.1 GiB"),
+        (UNKNOWN, 80 * GIB, "CANNOT TELL  llama3-8b on 8x H100-SXM-80GB: 62.1 of 80.0 GiB per device, 17.9 GiB spare"),
+    ],
+)  # fmt: skip
+def test_the_verdict_is_the_first_line(verdict: str, capacity: int, line: str) -> None:
+    answer = prediction(verdict, capacity=capacity)
+    assert lines(answer, 120)[0] == line
+    first, second = lines(answer, 76)[:2]
+    assert f"{first} {second.strip()}" == line
+
+
+def test_one_device_is_not_spoken_of_as_several() -> None:
+    answer = prediction(FITS, hardware={"nodes": 1, "devices_per_node": 1, "device": {"name": "H100-SXM-80GB"}})
+    assert lines(answer)[0] == "FITS  llama3-8b on H100-SXM-80GB: 62.1 of 80.0 GiB, 17.9 GiB spare"
+    answer = prediction(FITS, hardware={"nodes": 2, "devices_per_node": 8, "device": {"name": "A100"}})
+    assert lines(answer)[0].startswith("FITS  llama3-8b on 2x8x A100: ")
+
+
+def test_no_that_rests_on_the_band_says_so() -> None:
+    assert "0.87 GiB spare, but may need 64.1 GiB" in lines(prediction(NO, capacity=63 * GIB), 120)[0]
+
+
+def test_the_second_line_says_what_was_asked() -> None:
+    told = lines(prediction(FITS), 120)[1].strip()
+    assert told == "8.03B parameters; micro-batch 1 × 8192 tokens; adamw-fused, fsdp-bf16, recompute none"
+
+
+# ---------------------------------------------------------------- the bar
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("capacity", [80 * GIB, 40 * GIB])
+def test_the_bar_fills_the_width_in_proportion(width: int, capacity: int) -> None:
+    answer = prediction(FITS if capacity > 62 * GIB else NO, capacity=capacity)
+    row = next(line for line in lines(answer, width) if line.startswith("█"))
+    assert len(row) == width
+    whole = max(capacity, answer.memory.device_bytes)
+    for part in bar.parts(answer.memory):
+        assert abs(row.count(part.mark) - part.bytes * width / whole) < 1
+    order = list(dict.fromkeys(row))
+    assert order == [part.mark for part in bar.parts(answer.memory) if part.mark in row]
+
+
+def test_cells_sum_to_the_width_whatever_the_amounts() -> None:
+    chance = random.Random(0)
+    for _ in range(500):
+        amounts = [chance.choice((0, 1, chance.randrange(10**11))) for _ in range(chance.randrange(1, 12))]
+        width = chance.randrange(1, 200)
+        counts = bar.cells(amounts, width)
+        total = sum(amounts)
+        assert sum(counts) == (width if total else 0)
+        assert all(abs(count - amount * width / total) < 1 for count, amount in zip(counts, amounts, strict=True) if total)
+
+
+def test_parts_account_for_every_byte_of_the_device() -> None:
+    found = prediction(FITS).memory
+    assert sum(part.bytes for part in bar.parts(found)) == found.capacity_bytes
+    stray = replace(found, categories={"parameters": GIB, "a new category": 5 * GIB})
+    by_name = {part.name: part.bytes for part in bar.parts(stray)}
+    assert by_name["other"] == found.allocated_bytes - GIB, "bytes of no known category are shown as other"
+
+
+def test_every_part_has_a_mark_of_its_own() -> None:
+    assert set(CATEGORY_NAMES) < set(bar._LOOKS), "a category without a mark would be shown as other"
+    marks = [look[0] for look in bar._LOOKS.values()]
+    letters = [look[1] for look in bar._LOOKS.values()]
+    assert len(set(marks)) == len(marks) and len(set(letters)) == len(letters)
+    assert all(cell_len(mark) == 1 for mark in marks + letters)
+
+
+def test_the_legend_names_every_part_with_its_size() -> None:
+    shown = "\n".join(lines(prediction(FITS), 80))
+    for entry in ("█ parameters 8.00", "▒ optimizer 16.0", "▥ workspace 0.12", "▦ inputs <0.01", "░ unused 3.00",
+                  "▨ context 1.00", "· spare 17.9 GiB"):  # fmt: skip
+        assert entry in shown
+
+
+def test_small_models_are_told_in_smaller_units() -> None:
+    small = memory({"parameters": 3 * MIB, "activations": 5 * MIB}, unused=2 * MIB, context=90 * MIB, capacity=64 * GIB)
+    shown = lines(prediction(FITS, memory=replace(small, bands={})), 120)
+    assert "100.0 MiB of 64.0 GiB" in shown[0]
+    assert any("█ parameters 3.00" in line for line in shown)
+    assert any(line.startswith("allocated  ") and "8.0 MiB" in line for line in shown)
+
+
+@pytest.mark.parametrize("capacity", [2 * GIB, 31 * GIB, 62 * GIB])
+def test_a_mark_shows_where_the_memory_ends(capacity: int) -> None:
+    answer = prediction(NO, capacity=capacity)
+    mark = next(line for line in lines(answer, 80) if "▲" in line)
+    assert mark.index("▲") == capacity * 80 // answer.memory.device_bytes
+    assert screen._size(capacity) in mark
+    assert not any("▲" in line for line in lines(prediction(FITS)))
+
+
+def test_ascii_only_is_ascii_and_of_the_same_shape() -> None:
+    fancy, simple = lines(prediction(NO, capacity=50 * GIB)), lines(prediction(NO, capacity=50 * GIB), ascii_only=True)
+    assert all(line.isascii() for line in simple)
+    assert list(map(len, simple)) == list(map(len, fancy))
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def test_three_numbers_with_band_and_provenance() -> None:
+    shown = lines(prediction(FITS), 120)
+    assert [" ".join(line.split()) for line in shown if line.startswith(("allocated", "reserved"))] == [
+        "allocated 58.1 GiB 57.6 – 58.6 GiB counted",
+        "reserved 61.1 GiB 60.6 – 62.1 GiB counted",
+    ]
+    assert next(line for line in shown if line.startswith("device")).endswith("measured; highest in first_step")
+
+
+def test_holders_keep_their_order_and_the_end_of_long_paths() -> None:
+    base = prediction(FITS)
+    held = (Holder(name="model." * 30 + "mlp.down", category="activations", bytes=GIB), *base.memory.holders)
+    rows = rows_of(lines(replace(base, memory=replace(base.memory, holders=held))), "holders")
+    assert rows[0].endswith("mlp.down") and "…" in rows[0]
+    assert [row.rpartition(".")[2] for row in rows[1:]] == ["part0", "part1", "part2", "part3"]
+
+
+def test_assumptions_shown_and_left_add_up() -> None:
+    for count in range(1, 12):
+        answer = prediction(FITS, assumptions=tuple(f"assumption number {index}" for index in range(count)))
+        rows = rows_of(lines(answer), "assumed")
+        assert len(rows) <= 5
+        left = int(rows[-1].split()[1]) if rows[-1].startswith("…") else 0
+        assert len([row for row in rows if row.startswith("- ")]) + left == count
+
+
+# ---------------------------------------------------------------- remedies and the next command
+
+
+def test_what_makes_it_fit_comes_first_otherwise_the_order_is_kept() -> None:
+    answer = prediction(NO, capacity=50 * GIB, remedies=(CLOSE, SGD, FAR, FULL))
+    assert [item.flag for item in command.ranked(answer)] == [SGD.flag, FULL.flag, CLOSE.flag, FAR.flag]
+    rows = rows_of(lines(answer), "remedies")
+    assert [" ".join(row.split()[:5]) for row in rows] == [
+        "--optimizer sgd −15.0 GiB fits", "--recompute full −20.0 GiB fits",
+        "--micro-batch 2 −4.00 GiB short", "--recompute selective −2.00 GiB short",
+    ]  # fmt: skip
+    assert rows_of(lines(answer), "try") == ["foretell fit llama3-8b --on 8xH100 --optimizer sgd"]
+
+
+def test_only_four_remedies_are_shown_and_the_one_that_fits_is_among_them() -> None:
+    answer = prediction(NO, capacity=50 * GIB, remedies=(FAR, FAR, FAR, CLOSE, CLOSE, FULL))
+    rows = rows_of(lines(answer), "remedies")
+    assert len(rows) == 4
+    assert rows[0].startswith("--recompute full")
+
+
+def test_when_none_is_enough_alone_several_are_tried() -> None:
+    answer = prediction(NO, capacity=57 * GIB, remedies=(CLOSE, FAR))
+    assert answer.memory.margin_bytes == pytest.approx(-5.1 * GIB, rel=0.01)
+    rows = rows_of(lines(answer, 120), "try")
+    assert shlex.split(rows[0]) == ["foretell", *TYPED, "--micro-batch", "2", "--recompute", "selective"]
+    assert rows[1] == "no single change is enough; these may be, together"
+    hopeless = prediction(NO, capacity=30 * GIB, remedies=(FAR, CLOSE))
+    assert rows_of(lines(hopeless, 120), "try")[1] == "no single change is enough; nor may these be, together"
+    one = replace(answer, remedies=(replace(FULL, fits=False, saves_bytes=9 * GIB), FAR))
+    assert rows_of(lines(one), "try")[0].endswith("--recompute full"), "two values of one option cannot both be tried"
+
+
+@pytest.mark.parametrize(
+    ("typed", "flag", "result"),
+    [
+        ("fit m --on H100", "--recompute full", "fit m --on H100 --recompute full"),
+        ("fit m --recompute none --on H100", "--recompute full", "fit m --on H100 --recompute full"),
+        ("fit m --recompute=none --on H100", "--recompute full", "fit m --on H100 --recompute full"),
+        ("fit --nf4 m --on H100 --lora 8", "--lora 16 --nf4", "fit m --on H100 --lora 16 --nf4"),
+        ("fit m --on H100", "--on 8xH100", "fit m --on 8xH100"),
+        ("fit m --on H100 --set a=1", "--set b=2", "fit m --on H100 --set a=1 --set b=2"),
+        ("fit m --on H100 --recompute-x 3", "--recompute full", "fit m --on H100 --recompute-x 3 --recompute full"),
+        ("fit m --on H100", "--infer", "fit m --on H100 --infer"),
+    ],
+)
+def test_a_flag_replaces_what_stood_there(typed: str, flag: str, result: str) -> None:
+    assert command.with_flag(typed.split(), flag) == result.split()
+
+
+def test_the_next_command_when_it_fits() -> None:
+    assert rows_of(lines(prediction(FITS)), "next") == ["foretell fit llama3-8b --on 8xH100 --json"]
+    roomy = prediction(FITS, capacity=140 * GIB)
+    assert rows_of(lines(roomy), "next")[0].endswith("--micro-batch 2")
+    typed = (*TYPED, "--micro-batch", "4")
+    assert rows_of(lines(roomy, typed=typed), "next")[0] == "foretell fit llama3-8b --on 8xH100 --micro-batch 8"
+    assert "--micro-batch" not in rows_of(lines(roomy, typed=()), "next")[0], "nobody said how large it is now"
+
+
+def test_a_long_command_can_be_copied() -> None:
+    typed = ["fit", "folder with space/model.py:build", "--on", "2x8xH100-SXM-80GB", "--set", "name=a b", "--seq", "4096"]
+    rows = rows_of(lines(prediction(NO, capacity=50 * GIB), 60, typed=typed), "try")
+    assert len(rows) > 1
+    assert shlex.split("\n".join(rows).replace("\\\n", "")) == ["foretell", *typed, "--optimizer", "sgd"]
+
+
+def test_without_a_command_line_the_plainest_command_is_offered() -> None:
+    rows = rows_of(lines(prediction(NO, capacity=50 * GIB), 120, typed=()), "try")
+    assert rows == ["foretell fit llama3-8b --on 8xH100-SXM-80GB --optimizer sgd"]
+    base = prediction(FITS, capacity=140 * GIB)
+    sized = replace(base, model={**base.model, "micro_batch": 3, "seq": 64, "image": None})
+    rows = rows_of(lines(sized, 120, typed=()), "next")
+    assert rows == ["foretell fit llama3-8b --on 8xH100-SXM-80GB --seq 64 --micro-batch 6"]
