@@ -59,6 +59,21 @@ class _no_initialisation:
             setattr(torch.Tensor, name, function)
 
 
+def warm_up() -> None:
+    """Import what cases need before they fork; nothing here may touch CUDA."""
+    import importlib
+
+    for name in ("torch", "torch.distributed._tools.mem_tracker", "transformers", "torchvision", "timm"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+    try:
+        from transformers import AutoModelForCausalLM, AutoModelForMaskedLM  # noqa: F401
+    except ImportError:
+        pass
+
+
 def run_steps(step: Any, count: int = 3) -> None:
     import torch
 
@@ -185,33 +200,49 @@ def verdicts(config: dict[str, Any]) -> dict[str, Any]:
     return {"need": need, "cases": found}
 
 
-def run_limits(configs: list[dict[str, Any]], count: int, out: Path, seconds: float) -> None:
-    from memory import append, done_keys, in_child, key_of, machine, name_of, predict_all
+def run_limits(
+    configs: list[dict[str, Any]], count: int, out: Path, given: Path | None, predict_only: bool, seconds: float
+) -> None:
+    from memory import append, done_keys, in_child, machine
 
     started = time.monotonic()
+    rows = [json.loads(line) for line in given.read_text().splitlines()] if given else draw_cases(configs, count)
+    about, done = machine(), done_keys(out)
+    if not predict_only:
+        warm_up()
+    for row in rows:
+        if row["key"] in done:
+            continue
+        if time.monotonic() - started > seconds:
+            print("time is up; run again to go on", flush=True)
+            break
+        if not predict_only:
+            config, limit = row["config"], row["limit"]
+            row |= {**about, **in_child(run_in, config, limit, timeout=40)}
+            if row.get("ran") and row["verdict"] == "no":
+                row["ran_at_95"] = in_child(run_in, config, int(limit * 0.95), timeout=40).get("ran")
+        append(out, row)
+        print(f"{row['name']}: {row['limit'] / GIB:.1f} GiB, need {row['need'] / GIB:.1f}, {row['verdict']}, "
+              f"ran {row.get('ran')} {row.get('error', '')}", flush=True)  # fmt: skip
+    if not predict_only:
+        limits_summary(out)
+
+
+def draw_cases(configs: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Limits within ten percent of each configuration's predicted need, and the verdict at each."""
+    from memory import key_of, name_of, predict_all
+
     each = -(-count // len(configs))
     work = [{**config, "draws": each, "seed": position} for position, config in enumerate(configs)]
-    answers = predict_all(work, "verdicts")
-    about, done = machine(), done_keys(out)
-    for config, answer in zip(configs, answers, strict=True):
+    rows = []
+    for config, answer in zip(configs, predict_all(work, "verdicts"), strict=True):
         if "error" in answer:
             print(name_of(config), answer["error"], flush=True)
             continue
         for case in answer["cases"]:
             key = f"{key_of(config)}@{case['limit']}"
-            if key in done:
-                continue
-            if time.monotonic() - started > seconds:
-                print("time is up; run again to go on", flush=True)
-                return limits_summary(out)
-            row = {"key": key, "name": name_of(config), "need": answer["need"], **case, **about}
-            row |= in_child(run_in, config, case["limit"], timeout=40)
-            if row.get("ran") and case["verdict"] == "no":
-                row["ran_at_95"] = in_child(run_in, config, int(case["limit"] * 0.95), timeout=40).get("ran")
-            append(out, row)
-            print(f"{row['name']}: {case['limit'] / GIB:.1f} GiB, need {answer['need'] / GIB:.1f}, "
-                  f"{case['verdict']}, ran {row.get('ran')} {row.get('error', '')}", flush=True)  # fmt: skip
-    limits_summary(out)
+            rows.append({"key": key, "name": name_of(config), "config": config, "need": answer["need"], **case})
+    return rows
 
 
 def limits_summary(out: Path) -> None:
@@ -294,6 +325,7 @@ def run_oplists(configs: list[dict[str, Any]], out: Path, seconds: float) -> Non
     left = [config for config in configs if key_of(config) not in done_keys(out)]
     traced = predict_all(left, "traced_ops")
     about = machine()
+    warm_up()
     for config, ours in zip(left, traced, strict=True):
         if time.monotonic() - started > seconds:
             print("time is up; run again to go on", flush=True)

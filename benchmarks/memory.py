@@ -143,10 +143,16 @@ def in_child(function: Any, config: dict[str, Any], *args: Any, timeout: float =
 
 
 def machine() -> dict[str, str]:
+    """Where and when; asks NVML, because torch must not touch CUDA before the cases fork."""
+    import pynvml
     import torch
 
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
-    name = torch.cuda.get_device_name(0) if torch.cuda.device_count() else "no GPU"
+    try:
+        pynvml.nvmlInit()
+        name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
+    except pynvml.NVMLError:
+        name = "no GPU"
     return {
         "date": time.strftime("%Y-%m-%d"), "device": name, "torch": torch.__version__,
         "commit": os.environ.get("COMMIT") or commit.stdout.strip() or "unknown",
@@ -181,14 +187,33 @@ def summary(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def compare(configs: list[dict[str, Any]], out: Path, predict_only: bool, memtracker: bool) -> None:
+def known_predictions(path: Path | None) -> dict[str, Any]:
+    """Predictions made earlier, perhaps on a machine without a GPU: key → numbers."""
+    if path is None:
+        return {}
+    rows = (json.loads(line) for line in path.read_text().splitlines() if line.strip())
+    return {row["key"]: row["predicted"] for row in rows}
+
+
+def compare(
+    configs: list[dict[str, Any]], out: Path, given: Path | None, predict_only: bool, memtracker: bool, seconds: float
+) -> None:
     import cases
 
+    started = time.monotonic()
+    known = known_predictions(given)
     left = [config for config in configs if key_of(config) not in done_keys(out)]
     print(f"{len(configs)} configurations, {len(left)} to do", flush=True)
-    predictions = predict_all(left) if left else []
+    missing = [config for config in left if key_of(config) not in known]
+    known |= {key_of(config): answer for config, answer in zip(missing, predict_all(missing), strict=True)} if missing else {}
     about = machine()
-    for config, predicted in zip(left, predictions, strict=True):
+    if not predict_only:
+        cases.warm_up()
+    for config in left:
+        if time.monotonic() - started > seconds:
+            print("time is up; run again to go on", flush=True)
+            break
+        predicted = known[key_of(config)]
         row: dict[str, Any] = {"key": key_of(config), "name": name_of(config), "predicted": predicted, **about}
         if not predict_only:
             row["measured"] = in_child(cases.measure, config)
@@ -219,6 +244,7 @@ def main() -> None:
     parser.add_argument("--configs", type=Path, default=HERE / "configs" / "memory.jsonl")
     parser.add_argument("--out", type=Path, default=None, help="results file (JSON lines)")
     parser.add_argument("--predict-only", action="store_true")
+    parser.add_argument("--predictions", type=Path, help="use the predictions in this results file")
     parser.add_argument("--memtracker", action="store_true", help="PyTorch's MemTracker on the same configurations")
     parser.add_argument("--limits", type=int, default=0, metavar="N", help="N cases near the limit")
     parser.add_argument("--oplists", action="store_true")
@@ -230,11 +256,13 @@ def main() -> None:
 
         kind = "limits" if options.limits else "oplists"
         out = options.out or HERE / "results" / f"{kind}.jsonl"
-        cases.run_limits(configs, options.limits, out, options.seconds) if options.limits else cases.run_oplists(
-            configs, out, options.seconds
-        )
+        if options.limits:
+            cases.run_limits(configs, options.limits, out, options.predictions, options.predict_only, options.seconds)
+        else:
+            cases.run_oplists(configs, out, options.seconds)
         return
-    compare(configs, options.out or HERE / "results" / "memory.jsonl", options.predict_only, options.memtracker)
+    out = options.out or HERE / "results" / "memory.jsonl"
+    compare(configs, out, options.predictions, options.predict_only, options.memtracker, options.seconds)
 
 
 if __name__ == "__main__":

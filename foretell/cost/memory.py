@@ -27,7 +27,7 @@ _CATEGORY = {
     types.PARAMETER: "parameters", types.GRADIENT: "gradients", types.OPTIMIZER: "optimizer",
     types.ACTIVATION: "activations", types.LOGITS: "logits", types.TEMPORARY: "temporaries",
     types.BUFFER: "parameters", types.INPUT: "inputs", SCRATCH: "temporaries", WORKSPACE: "workspace",
-    types.COMMUNICATION: "communication",
+    types.COMMUNICATION: "communication", types.GATHERED: "gathered",
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ COUNTED, MEASURED, ASSUMED = "counted", "measured", "assumed"
 
 CATEGORIES = (
     "parameters", "gradients", "optimizer", "activations", "logits", "temporaries", "workspace", "inputs",
-    "communication",
+    "gathered", "communication",
 )  # fmt: skip
 """What bytes at the peak are held for; their sum is the peak of allocated memory."""
 

@@ -15,20 +15,18 @@ padded; that buffer is held until the next unit needs one. Order and lifetimes f
 `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`: gradients are reduced in bf16 and kept in fp32.
 
 Not modelled: units that share a parameter (FSDP2 refuses them), a block called twice in a row without an op in
-between (seen as one call), resharding to a smaller mesh, buffers of the communication library itself.
+between (seen as one call), reduction in fp32, resharding to a smaller mesh, buffers of the communication library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from foretell.trace.types import GRADIENT, PARAMETER, Op, Program, Ref, Storage, TensorSpec, Trace
+from foretell.trace import types
+from foretell.trace.types import Op, Program, Ref, Storage, TensorSpec, Trace
 from foretell.units import DTYPE_BYTES
-
-GATHERED, COMMUNICATION = "gathered", "communication"
-"""Roles: whole parameters of a unit while they are needed; buffers of collectives."""
 
 COMPUTE_STREAM, GATHER_STREAM, REDUCE_STREAM = 0, 1, 2
 """Streams whose allocator pools FSDP2 uses: compute, all-gather copy-in, reduce-scatter."""
@@ -37,12 +35,14 @@ MODEL_END = "foretell.model_end"
 """A marker op, if the trace has one: here the root's forward returned and the loss begins."""
 
 _BACKWARD = ("backward", "recompute")
+_BEFORE_GATHER = ("foretell.begin", "aten._to_copy.default")
+"""What may come before a unit's parameters are gathered: the casts of its inputs."""
 _WIDE = {"bfloat16": "float32"}
 """Dtype in the trace of compute → dtype of the shard that is kept and trained."""
 
 
 class Piece(NamedTuple):
-    """A tensor that is sharded by rows: a parameter, or the gradient of one."""
+    """A parameter, which is sharded by rows."""
 
     storage: int
     spec: TensorSpec
@@ -59,7 +59,10 @@ class Unit:
 
     path: str
     parameters: list[Piece] = field(default_factory=list)
-    gradients: list[Piece] = field(default_factory=list)
+    trained: list[Piece] = field(default_factory=list)
+    """Parameters that get a gradient: those that the optimizer touches."""
+    gradients: list[int] = field(default_factory=list)
+    """Storages of the whole gradients; two gradients may share one."""
     shards: dict[int, int] = field(default_factory=dict)
     """Storage of the whole parameter → storage of its shard."""
     gather_input: int = -1
@@ -107,12 +110,10 @@ class _Storages:
     def __init__(self, old: Mapping[int, Storage]) -> None:
         self.all: dict[int, Storage] = dict(old)
         self._next = max(old, default=-1) + 1
-        self._make: Callable[..., Storage] = Storage
 
     def add(self, nbytes: int, role: str, module: str, stream: int = COMPUTE_STREAM) -> int:
         number, self._next = self._next, self._next + 1
-        known = {"stream": stream} if "stream" in Storage._fields else {}
-        self.all[number] = self._make(nbytes=nbytes, role=role, module=module, **known)
+        self.all[number] = Storage(nbytes, role, module, stream=stream)
         return number
 
 
@@ -124,34 +125,36 @@ def _units(trace: Trace, ranks: int, storages: _Storages) -> dict[str, Unit]:
     blocks = trace.meta.get("blocks", ())
     assert isinstance(blocks, Sequence)
     units = {path: Unit(path) for path in ("", *blocks)}
-    specs = _specs(trace)
+    specs, trained = _specs(trace), {ref.storage for op in _ops(trace, "update") for ref in op.inputs}
     for number in trace.resident:
         storage = trace.storages[number]
-        if storage.role == PARAMETER:
-            spec = specs.get(number) or TensorSpec((storage.nbytes // DTYPE_BYTES["bfloat16"],), "bfloat16")
-            units[_unit_of(storage.module, units)].parameters.append(Piece(number, spec))
-    for number, storage in sorted(trace.storages.items()):
-        if storage.role == GRADIENT and not storage.host:
+        if storage.role == types.PARAMETER:
+            unknown = TensorSpec((storage.nbytes // DTYPE_BYTES["bfloat16"],), "bfloat16")
+            piece = Piece(number, specs.get(number, unknown))
             unit = units[_unit_of(storage.module, units)]
-            alike = (piece.spec for piece in unit.parameters if piece.spec.nbytes == storage.nbytes)
-            spec = specs.get(number) or next(alike, TensorSpec((storage.nbytes // 2,), "bfloat16"))
-            unit.gradients.append(Piece(number, spec))
+            unit.parameters.append(piece)
+            unit.trained.extend([piece] if number in trained else [])
+    for number, storage in sorted(trace.storages.items()):
+        if storage.role == types.GRADIENT:
+            units[_unit_of(storage.module, units)].gradients.append(number)
     for unit in units.values():
         _allocate(unit, ranks, storages)
     return units
 
 
 def _specs(trace: Trace) -> dict[int, TensorSpec]:
-    """Whole shapes of parameters and gradients: as the optimizer sees them, else as the first op does."""
-    wanted = {n for n, storage in trace.storages.items() if storage.role in (PARAMETER, GRADIENT)}
+    """Whole shapes of parameters: as the optimizer sees them, else as the first op does."""
     found: dict[int, TensorSpec] = {}
-    for name in ("update", "micro_first", "forward"):
-        program = trace.programs.get(name)
-        for op in program.ops if program is not None else ():
-            for ref in op.inputs:
-                if ref.storage in wanted and ref.spec.nbytes == trace.storages[ref.storage].nbytes:
-                    found.setdefault(ref.storage, ref.spec)
+    for op in (*_ops(trace, "update"), *_ops(trace, "micro_first"), *_ops(trace, "forward")):
+        for ref in op.inputs:
+            storage = trace.storages[ref.storage]
+            if storage.role == types.PARAMETER and ref.spec.nbytes == storage.nbytes:
+                found.setdefault(ref.storage, ref.spec)
     return found
+
+
+def _ops(trace: Trace, name: str) -> tuple[Op, ...]:
+    return trace.programs[name].ops if name in trace.programs else ()
 
 
 def _unit_of(module: str, units: Mapping[str, Unit]) -> str:
@@ -168,19 +171,19 @@ def _allocate(unit: Unit, ranks: int, storages: _Storages) -> None:
     for piece in unit.parameters:
         kept = piece.rows(ranks)
         module = storages.all[piece.storage].module
-        unit.shards[piece.storage] = storages.add(kept.nbytes, PARAMETER, module)
+        unit.shards[piece.storage] = storages.add(kept.nbytes, types.PARAMETER, module)
         low = kept.numel * DTYPE_BYTES[piece.spec.dtype]
         gathered += ranks * low
         cast += low if kept.dtype != piece.spec.dtype else 0
-        storages.all[piece.storage] = storages.all[piece.storage]._replace(nbytes=ranks * low, role=GATHERED)
-    reduced = sum(piece.rows(ranks).numel * DTYPE_BYTES[piece.spec.dtype] for piece in unit.gradients)
-    kept_bytes = sum(piece.rows(ranks).nbytes for piece in unit.gradients)
-    unit.gather_input = storages.add(cast, COMMUNICATION, unit.path, GATHER_STREAM)
-    unit.gather_output = storages.add(gathered, COMMUNICATION, unit.path, GATHER_STREAM)
-    unit.reduce_input = storages.add(ranks * reduced, COMMUNICATION, unit.path)
-    unit.reduce_output = storages.add(reduced, COMMUNICATION, unit.path, REDUCE_STREAM)
-    unit.gradient = storages.add(kept_bytes, GRADIENT, unit.path, REDUCE_STREAM)
-    unit.more_gradient = storages.add(kept_bytes, COMMUNICATION, unit.path, REDUCE_STREAM)
+        storages.all[piece.storage] = storages.all[piece.storage]._replace(nbytes=ranks * low, role=types.GATHERED)
+    reduced = sum(piece.rows(ranks).numel * DTYPE_BYTES[piece.spec.dtype] for piece in unit.trained)
+    kept_bytes = sum(piece.rows(ranks).nbytes for piece in unit.trained)
+    unit.gather_input = storages.add(cast, types.COMMUNICATION, unit.path, GATHER_STREAM)
+    unit.gather_output = storages.add(gathered, types.COMMUNICATION, unit.path, GATHER_STREAM)
+    unit.reduce_input = storages.add(ranks * reduced, types.COMMUNICATION, unit.path)
+    unit.reduce_output = storages.add(reduced, types.COMMUNICATION, unit.path, REDUCE_STREAM)
+    unit.gradient = storages.add(kept_bytes, types.GRADIENT, unit.path, REDUCE_STREAM)
+    unit.more_gradient = storages.add(kept_bytes, types.COMMUNICATION, unit.path, REDUCE_STREAM)
 
 
 def _meta(trace: Trace, units: Mapping[str, Unit], ranks: int) -> dict[str, object]:
@@ -201,8 +204,8 @@ class _Weaver:
         self.units, self.ranks, self.old = units, ranks, old
         self.out: list[Op] = []
         self.phase = "forward"
-        self.reduced = set(units) if add else set()
-        """Units that have a sharded gradient, to which the next one is added."""
+        self.add = add
+        """There is a sharded gradient from the micro-batch before, to which the next one is added."""
         self.whole: set[str] = set()
         self.pending: set[str] = set()
         """Units whose all-gather was started and not yet copied out."""
@@ -220,15 +223,16 @@ class _Weaver:
         return tuple(self.out)
 
     def _forward(self, ops: Sequence[Op]) -> None:
-        self._gather("")
         end = _model_end(ops, self.old)
         inside = ""
         for position, op in enumerate(ops):
             unit = _unit_of(op.module, self.units)
             if unit != inside:
+                self._gather(inside)
                 self._leave(inside)
-                self._gather(unit)
                 inside = unit
+            if op.name not in _BEFORE_GATHER or op.module != unit:
+                self._gather(unit)
             if position == end:
                 self._end_of_model()
             self.out.append(op)
@@ -275,11 +279,9 @@ class _Weaver:
         for path in self.units:
             if path == "" or path in self.whole:
                 self._after_backward(path)
-        left = tuple(self.units[path].gather_output for path in sorted(self.pending))
-        if self.held_reduce is not None:
-            left = (self.held_reduce, *left)
-        self._emit("foretell.reduce_scatter_wait", "", frees=left)
-        self.held_reduce = None
+        held = (self.held_reduce,) if self.held_reduce is not None else ()
+        left = (self.units[path].gather_output for path in sorted(self.pending))
+        self._emit("foretell.reduce_scatter_wait", "", frees=(*held, *left))
 
     def _before_backward(self, path: str) -> None:
         """Make a unit whole and start to gather the one that comes next."""
@@ -299,29 +301,32 @@ class _Weaver:
             self.pending.add(target)
 
     def _after_backward(self, path: str) -> None:
-        """Give a unit's parameters back and reduce its gradients."""
+        """Give a unit's parameters back and reduce its gradients, which are there after its last call only."""
         unit = self.units[path]
         held = (self.held_reduce,) if self.held_reduce is not None else ()
         self.held_reduce = None
         self._reshard(unit, *held)
-        if not unit.gradients:
+        if not unit.trained or path in self.order:
             return
-        flat = sum(piece.rows(self.ranks).numel for piece in unit.gradients)
-        dtypes = {piece.spec.dtype for piece in unit.gradients}
+        flat = sum(piece.rows(self.ranks).numel for piece in unit.trained)
+        dtypes = {piece.spec.dtype for piece in unit.trained}
         dtype = dtypes.pop() if len(dtypes) == 1 else "bfloat16"
         source = Ref(unit.reduce_input, TensorSpec((self.ranks * flat,), dtype))
-        kept = unit.more_gradient if path in self.reduced else unit.gradient
+        kept = unit.more_gradient if self.add else unit.gradient
         self._emit(
-            "foretell.reduce_scatter_copy_in", path, unit.gradients, (source,),
-            allocates=(unit.reduce_input,), frees=tuple(piece.storage for piece in unit.gradients),
+            "foretell.reduce_scatter_copy_in", path, self._gradients(unit), (source,),
+            allocates=(unit.reduce_input,), frees=tuple(unit.gradients),
         )  # fmt: skip
-        frees = (unit.reduce_output, kept) if path in self.reduced else (unit.reduce_output,)
+        frees = (unit.reduce_output, kept) if self.add else (unit.reduce_output,)
         self._emit(
             "foretell.reduce_scatter", path, (source,), (Ref(kept, TensorSpec((flat,), _WIDE.get(dtype, dtype))),),
             allocates=(unit.reduce_output, kept), frees=frees,
         )  # fmt: skip
         self.held_reduce = unit.reduce_input
-        self.reduced.add(path)
+
+    def _gradients(self, unit: Unit) -> list[Ref]:
+        """The whole gradients of a unit, each as flat bytes of its storage."""
+        return [Ref(number, TensorSpec((self.old[number].nbytes,), "uint8")) for number in unit.gradients]
 
     def _start_gather(self, unit: Unit) -> None:
         inputs = [Ref(unit.shards[piece.storage], piece.rows(self.ranks)) for piece in unit.parameters]
@@ -332,10 +337,9 @@ class _Weaver:
 
     def _copy_out(self, unit: Unit, *frees: int) -> None:
         self.whole.add(unit.path)
-        numbers = tuple(piece.storage for piece in unit.parameters)
         self._emit(
             "foretell.all_gather_copy_out", unit.path, (self._gathered(unit),), unit.parameters,
-            allocates=numbers, frees=frees,
+            allocates=tuple(piece.storage for piece in unit.parameters), frees=frees,
         )  # fmt: skip
 
     def _gathered(self, unit: Unit) -> Ref:
@@ -362,8 +366,8 @@ class _Weaver:
         allocates: tuple[int, ...] = (),
         frees: tuple[int, ...] = (),
     ) -> None:
-        read, written = (tuple(Ref(ref.storage, ref.spec) for ref in refs) for refs in (inputs, outputs))
-        self.out.append(Op(name, read, written, module, self.phase, 0, allocates, frees))
+        read, made = (tuple(Ref(ref.storage, ref.spec) for ref in refs) for refs in (inputs, outputs))
+        self.out.append(Op(name, read, made, module, self.phase, 0, allocates, frees))
 
 
 def _model_end(ops: Sequence[Op], old: Mapping[int, Storage]) -> int:
@@ -380,7 +384,8 @@ def _model_end(ops: Sequence[Op], old: Mapping[int, Storage]) -> int:
 def _model_begin(ops: Sequence[Op], old: Mapping[int, Storage]) -> int:
     """Position of the first backward op of the model: before it, only the loss was differentiated."""
     for position, op in enumerate(ops):
-        if op.module or _touches_parameters(op, old) or any(old[number].role == GRADIENT for number in op.allocates):
+        makes_gradient = any(old[number].role == types.GRADIENT for number in op.allocates)
+        if op.module or makes_gradient or _touches_parameters(op, old):
             return position
     return 0
 
@@ -392,7 +397,7 @@ def _loss_inside(forward: Sequence[Op]) -> bool:
 
 
 def _touches_parameters(op: Op, old: Mapping[int, Storage]) -> bool:
-    return any(old[ref.storage].role == PARAMETER for ref in op.inputs)
+    return any(old[ref.storage].role == types.PARAMETER for ref in op.inputs)
 
 
 def _backward_units(ops: Sequence[Op], units: Mapping[str, Unit]) -> list[str]:
@@ -414,7 +419,7 @@ def _on_shards(ops: Sequence[Op], units: Mapping[str, Unit], ranks: int, storage
     """The same ops on fp32 shards: an optimizer works element by element, on the shapes of its parameters."""
     shapes = {piece.spec.shape for unit in units.values() for piece in unit.parameters}
     place = {whole: kept for unit in units.values() for whole, kept in unit.shards.items()}
-    place |= {piece.storage: unit.gradient for unit in units.values() for piece in unit.gradients}
+    place |= {number: unit.gradient for unit in units.values() for number in unit.gradients}
 
     def kept(ref: Ref) -> Ref:
         shape, dtype = ref.spec
@@ -442,4 +447,3 @@ def _scaled(op: Op, outputs: Iterable[Ref]) -> int | None:
     if not op.flops or not before:
         return op.flops
     return round(op.flops * sum(ref.spec.numel for ref in outputs) / before)
-

@@ -129,24 +129,23 @@ def _line(error: BaseException) -> str:
 
 
 def _packed(numbers: Sequence[int]) -> list[Any]:
-    """Integers as they are, or as blocks where that is shorter."""
+    """Integers as they are, or as blocks where that is shorter; a block's own integers likewise."""
     if len(numbers) < _LONG:
         return list(numbers)
     blocks = fold_integers(numbers)
-    if 3 * len(blocks) + sum(len(block.template) * 2 for block in blocks) > len(numbers):
+    if sum(3 + 2 * len(block.template) for block in blocks) > len(numbers):
         return list(numbers)
-    return [
-        [block.count, list(block.template), [stride for (stride,) in block.strides]]
-        if block.strides
-        else [1, list(block.template)]
-        for block in blocks
-    ]
+    packed = []
+    for block in blocks:
+        strides = [stride for (stride,) in block.strides]
+        packed.append([block.count, _packed(block.template), *([_packed(strides)] if strides else [])])
+    return packed
 
 
 def _unpacked(numbers: list[Any]) -> tuple[int, ...]:
     if numbers and isinstance(numbers[0], list):
         return unfold_integers(
-            Block(tuple(template), count, tuple((stride,) for each in strides for stride in each))
+            Block(_unpacked(template), count, tuple((stride,) for each in strides for stride in _unpacked(each)))
             for count, template, *strides in numbers
         )
     return tuple(numbers)

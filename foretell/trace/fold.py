@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from heapq import heapify, heappop, heappush
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, repeat
 from operator import ne, sub
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -233,18 +233,17 @@ def _storages(block: Block[tuple[int, Storage]]) -> Sequence[tuple[int, Storage]
 
 def fold_integers(numbers: Sequence[int]) -> tuple[Block[int], ...]:
     """A list of integers as blocks; what repeats is the step from one to the next."""
-    steps = [0, *(after - before for before, after in pairwise(numbers))]
+    steps = map(sub, numbers, (*numbers[:1], *numbers))
     return _blocks(numbers, [(step, (number,)) for step, number in zip(steps, numbers, strict=True)])
 
 
 def unfold_integers(blocks: Iterable[Block[int]]) -> tuple[int, ...]:
-    return tuple(number for block in blocks for number in _integers(block))
-
-
-def _integers(block: Block[int]) -> Iterator[int]:
-    strides = [stride for (stride,) in block.strides] or [0] * len(block.template)
-    for row in range(block.count):
-        yield from (number + stride * row for number, stride in zip(block.template, strides, strict=True))
+    numbers: list[int] = []
+    for block in blocks:
+        strides = [stride for (stride,) in block.strides] or [0] * len(block.template)
+        for row in range(block.count):
+            numbers.extend(base + stride * row for base, stride in zip(block.template, strides, strict=True))
+    return tuple(numbers)
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------
@@ -279,6 +278,7 @@ _MULTIPLES = (1, 2, 3, 4)
 """Where signs repeat and slots are not affine, they may be at every second layer."""
 _EFFORT = 64
 """How often the slots may be looked at, all in all: a bound for lists that repeat in very many ways."""
+_FREE = re.compile(rb"\0+")
 
 
 class _Run(NamedTuple):
@@ -315,20 +315,12 @@ def find_runs(signs: Sequence[int], slots: Sequence[tuple[int, ...]]) -> list[tu
             found.append((run.start, run.period, count))
             rest = [(stop, run.end)]
         else:
-            rest = list(_gaps(taken, run.start, run.end))
+            rest = [gap.span() for gap in _FREE.finditer(taken, run.start, run.end)]
         for start, end in rest:
             part = _run(start, end, run.period, run.most)
             if -part.lost >= _WORTH:
                 heappush(heap, part)
     return sorted(found)
-
-
-def _gaps(taken: bytearray, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Stretches of [start, end) that nobody has taken."""
-    while (first := taken.find(0, start, end)) >= 0:
-        start = taken.find(1, first, end)
-        start = end if start < 0 else start
-        yield first, start
 
 
 def _candidates(signs: Sequence[int], slots: Sequence[tuple[int, ...]]) -> Iterator[_Run]:

@@ -172,8 +172,10 @@ class Recorder(FakeTensorMode):
     def _enter(self, module: nn.Module, _: Any) -> None:
         self._stack.append(self._paths.get(id(module), self._here()))
 
-    def _leave(self, *_: Any) -> None:
-        self._stack.pop()
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        path = self._stack.pop()
+        if not path and not self._stack and self._rows is not None and self._phase == "forward":
+            self._add_row("foretell.model_end")
 
     def _here(self) -> str:
         return self._stack[-1] if self._stack else ""

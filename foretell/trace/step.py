@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from foretell.errors import ModelError
+from foretell.trace.adapt import adapt
 from foretell.trace.blocks import find_blocks
 from foretell.trace.recipe import Recipe
 
@@ -73,7 +74,11 @@ class Step:
         self.observer: Observer = observer or _Silent()
         self.model = workload.model
         self.model.train(recipe.mode == "train")
+        if recipe.lora is not None and recipe.precision == "fsdp-bf16":
+            adapt(self.model, recipe.lora, recipe.nf4)
         prepare_precision(self.model, recipe.precision)
+        if recipe.lora is not None and recipe.precision != "fsdp-bf16":
+            adapt(self.model, recipe.lora, recipe.nf4)
         for name, parameter in self.model.named_parameters():
             if recipe.mode == "infer" or any(name.startswith(prefix) for prefix in recipe.freeze):
                 parameter.requires_grad_(False)

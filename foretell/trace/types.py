@@ -17,7 +17,8 @@ from foretell.units import DTYPE_BYTES
 SCHEMA_VERSION = 1
 
 PARAMETER, GRADIENT, OPTIMIZER, BUFFER, INPUT = "parameter", "gradient", "optimizer", "buffer", "input"
-ACTIVATION, LOGITS, TEMPORARY, COMMUNICATION = "activation", "logits", "temporary", "communication"
+ACTIVATION, LOGITS, TEMPORARY = "activation", "logits", "temporary"
+GATHERED, COMMUNICATION = "gathered", "communication"
 
 
 class TensorSpec(NamedTuple):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -19,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foretell import zoo
-from foretell.cost.sharded import COMMUNICATION, GATHERED, rows, shard
+from foretell.cost.sharded import MODEL_END, shard
+from foretell.cost.timeline import Replay, Sizes
 from foretell.trace import types
 from foretell.trace.blocks import find_blocks
 from foretell.trace.capture import _add_in_place, capture
@@ -27,6 +29,10 @@ from foretell.trace.cuda import cuda_choices
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder, Row
 from foretell.trace.step import Step, Workload
+from foretell.zoo import gpt
+
+FOREACH = [Tensor, nn.Parameter, FakeTensor, DTensor]
+"""DTensors take the foreach path on CUDA too."""
 
 # ------------------------------------------------------------------ the dry run
 
@@ -98,6 +104,8 @@ def dry_run(build: Callable[[], Workload], recipe: Recipe, ranks: int) -> Measur
         with (
             mock.patch.object(_fsdp_param, "alloc_storage", recorder.refill),
             mock.patch.object(_fsdp_param, "free_storage", recorder.empty),
+            mock.patch("torch.optim.optimizer._foreach_supported_types", FOREACH),
+            mock.patch("torch.utils._foreach_utils._foreach_supported_types", FOREACH),
         ):
             return _two_steps(recorder, step, recipe)
 
@@ -121,11 +129,16 @@ def _two_steps(recorder: DryRun, step: Step, recipe: Recipe) -> Measured:
         one_step()
         parameters = [local(parameter) for parameter in model.parameters()]
         gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
-        state = [local(v) for s in step.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+        state = [local(v) for s in step.optimizer.state.values() for k, v in s.items() if _on_device(k, v, recipe)]
         numbers = [list({recorder.storage_id(t) for t in ts}) for ts in (parameters, gradients, state)]
     _add_in_place(recorder)
     peaks = highest(recorder.programs["second"], before, recorder.sizes)
     return Measured(peaks, *(sum(recorder.sizes[n] for n in ns) for ns in numbers))
+
+
+def _on_device(key: str, value: Any, recipe: Recipe) -> bool:
+    """Step counters stay in host memory unless the optimizer is fused."""
+    return isinstance(value, Tensor) and (key != "step" or recipe.optimizer.endswith("-fused"))
 
 
 def highest(ops: Iterable[Row | types.Op], alive: set[int], sizes: Mapping[int, int]) -> dict[str, int]:
@@ -173,3 +186,141 @@ def workload(name: str, micro_batch: int, **changes: Any) -> Callable[[], Worklo
         return Workload(model, module.batch(model, micro_batch, entry.seq, entry.image), module.loss)
 
     return build
+
+
+def compare(
+    build: Callable[[], Workload],
+    recipe: Recipe,
+    ranks: Iterable[int],
+    *,
+    slack: int = 0,
+    change: Callable[[types.Trace], types.Trace] = lambda trace: trace,
+) -> None:
+    """Every byte agrees: what is kept, and the highest point of every phase."""
+    trace = change(capture(build, replace(recipe, precision="fsdp-bf16")))
+    for count in ranks:
+        said, seen = predict(shard(trace, count)), dry_run(build, recipe, count)
+        assert (said.parameters, said.gradients, said.optimizer) == (seen.parameters, seen.gradients, seen.optimizer)
+        assert said.peaks.keys() == seen.peaks.keys() == {"forward", "backward", "update"}
+        for phase, peak in seen.peaks.items():
+            assert 0 <= peak - said.peaks[phase] <= slack, (count, phase, said.peaks, seen.peaks)
+
+
+# ------------------------------------------------------------------ tests
+
+
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [("gpt-tiny", {"layers": 2}), ("llama-tiny", {"layers": 2}), ("bert-tiny", {}), ("vit-tiny", {"depth": 2})],
+)
+def test_every_byte_is_that_of_fsdp2(name: str, depth: dict[str, int]) -> None:
+    compare(workload(name, 2, **depth), Recipe(), (2, 4, 8, 64))
+
+
+@pytest.mark.parametrize("name", ["t5-tiny", "mixtral-tiny", "unet-tiny"])
+def test_other_shapes_of_models(name: str) -> None:
+    """Two stacks of blocks, experts with fewer rows than ranks, no blocks at all."""
+    compare(workload(name, 2), Recipe(), (64 if name == "mixtral-tiny" else 8,))
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_with_recompute(recompute: str) -> None:
+    compare(workload("gpt-tiny", 2, layers=3), Recipe(recompute=recompute), (4,))
+
+
+def test_micro_batches_reduce_every_time_and_add_in_fp32() -> None:
+    compare(workload("gpt-tiny", 2, layers=2), Recipe(accumulate=3), (4,))
+
+
+def test_what_is_frozen_is_gathered_and_not_reduced() -> None:
+    compare(workload("gpt-tiny", 2, layers=3), Recipe(freeze=("tokens", "positions", "blocks.0", "blocks.2.mlp")), (4,))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam-loop", "momentum"])
+def test_other_optimizers(optimizer: str) -> None:
+    """One image: the gradients of two parameters share a storage. Slack: step counters on the host, norms."""
+    compare(workload("vit-tiny", 1, depth=2), Recipe(optimizer=optimizer, clip=1.0), (4,), slack=2048)
+
+
+class Wrapped(nn.Module):
+    """A GPT that computes its own loss, or runs its blocks twice."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.inner, self.calls = gpt.build(vocab_size=1024, context=64, layers=3, dim=64, heads=4), calls
+
+    def forward(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.inner.tokens(input_ids)
+        for block in [*self.inner.blocks] * self.calls:
+            x = block(x)
+        return gpt.loss(nn.functional.linear(x, self.inner.tokens.weight), {"targets": targets})
+
+
+def wrapped(calls: int) -> Workload:
+    model = Wrapped(calls)
+    return Workload(model, gpt.batch(model.inner, 2))
+
+
+def marked(trace: types.Trace) -> types.Trace:
+    """With the end of the model marked, if it is not yet: after the loss."""
+    ops = trace.programs["micro_first"].ops
+    if any(op.name == MODEL_END for op in ops):
+        return trace
+    end = next(position for position, op in enumerate(ops) if op.phase == "backward")
+    mark = types.Op(MODEL_END, (), (), "", "forward", 0)
+    program = types.Program("micro_first", (*ops[:end], mark, *ops[end:]))
+    return replace(trace, programs={**trace.programs, "micro_first": program})
+
+
+@pytest.mark.parametrize(("calls", "recompute"), [(1, "none"), (2, "full")])
+def test_loss_inside_the_model_and_blocks_called_twice(calls: int, recompute: str) -> None:
+    compare(lambda: wrapped(calls), Recipe(recompute=recompute), (4,), change=marked)
+
+
+def test_the_ops_say_what_is_communicated_and_where_it_lives() -> None:
+    trace = shard(capture(workload("gpt-tiny", 2), Recipe(precision="fsdp-bf16")), 8)
+    ops = trace.programs["micro_first"].ops
+    gathers = [op for op in ops if op.name == "foretell.all_gather" and op.module == "blocks.1"]
+    assert [op.phase for op in gathers] == ["forward", "backward"]
+    block = 12 * 128 * 128 + 13 * 128
+    assert gathers[0].bytes_written == 2 * block and gathers[0].bytes_read == 4 * block // 8
+    (reduce,) = (op for op in ops if op.name == "foretell.reduce_scatter" and op.module == "blocks.1")
+    assert reduce.bytes_read == 2 * block and reduce.bytes_written == 4 * block // 8
+    streams = {
+        (op.name, trace.storages[n].stream) for op in ops for n in op.allocates if op.name.startswith("foretell")
+    }
+    assert streams == {
+        ("foretell.all_gather", 1), ("foretell.all_gather_copy_out", 0),
+        ("foretell.reduce_scatter_copy_in", 0), ("foretell.reduce_scatter", 2),
+    }  # fmt: skip
+    assert trace.meta["units"] == ["", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+
+
+def test_nothing_is_left_over_and_the_replay_takes_it() -> None:
+    trace = shard(capture(workload("gpt-tiny", 2), Recipe(precision="fsdp-bf16", accumulate=2)), 8)
+    alive = set(trace.resident)
+    for run in ("first_step", "steady_step", "steady_step"):
+        for name, times in trace.schedule[run]:
+            for op in (op for _ in range(times) for op in trace.programs[name].ops):
+                assert not alive.intersection(op.allocates), op
+                alive.update(op.allocates)
+                alive.difference_update(op.frees)
+        kept = [number for number in alive if number not in trace.resident]
+        assert {trace.storages[number].role for number in kept} == {types.OPTIMIZER}
+    replay = Replay(trace, Sizes((9, 0), 32 << 20))
+    replay.start()
+    for run in ("first_step", "steady_step"):
+        replay.run(run)
+    assert replay.allocator.peak_reserved >= replay.allocator.peak_allocated > predict(trace).peak
+
+
+def test_inference_gathers_block_by_block_and_keeps_the_root() -> None:
+    trace = shard(capture(workload("gpt-tiny", 2), Recipe(precision="fsdp-bf16", mode="infer")), 8)
+    ops = trace.programs["forward"].ops
+    assert sum(op.name == "foretell.all_gather" for op in ops) == 5
+    assert sum(op.name == "foretell.reshard" for op in ops) == 4
+
+
+def test_one_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 2 ranks"):
+        shard(types.Trace({}, {}, {}, ()), 1)

@@ -1,0 +1,77 @@
+"""The traced step is the CUDA step: op lists recorded on a real H200 are golden data.
+
+Each file under tests/data/oplists holds a dispatch trace of one real training step (name, shapes and dtypes of
+every op, in order) and what that step used of memory. Recorded with torch 2.11.0+cu130; see benchmarks/memory.py.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from foretell.cost.timeline import Replay, Sizes
+from foretell.trace.capture import capture
+from foretell.trace.load import Source, load
+from foretell.trace.recipe import Recipe
+from foretell.trace.types import Trace
+
+GOLDEN = sorted((Path(__file__).parents[1] / "data" / "oplists").glob("*.json.gz"))
+SLOW = {"ssm-bf16-autocast", "dit-fp32", "convnext-fp32"}
+H200 = Sizes((9, 0), 32 << 20)
+
+NEWER_TORCH = {"aten.new_zeros.default": "aten.zeros.default"}
+"""torch 2.13 writes some gradients of gather with new_zeros(input, …) where 2.11 had zeros(…)."""
+
+
+def read(path: Path) -> dict:
+    return json.loads(gzip.decompress(path.read_bytes()))
+
+
+def traced(golden: dict) -> Trace:
+    source = Source(model=golden["model"], **golden["source"])
+    return capture(lambda: load(source), Recipe(**golden["recipe"]))
+
+
+def steady_ops(trace: Trace) -> list[tuple]:
+    names = [name for name, times in trace.schedule["steady_step"] for _ in range(times)]
+    return [
+        (op.name, tuple(ref.spec for ref in op.inputs), tuple(ref.spec for ref in op.outputs))
+        for name in names
+        for op in trace.programs[name].ops
+        if not op.name.startswith("foretell.")
+    ]
+
+
+def golden_ops(golden: dict) -> list[tuple]:
+    specs = [(tuple(shape), dtype) for shape, dtype in golden["specs"]]
+    return [
+        (golden["names"][name], tuple(specs[i] for i in inputs), tuple(specs[i] for i in outputs))
+        for name, inputs, outputs in golden["ops"]
+    ]
+
+
+def test_golden_data_is_there() -> None:
+    assert len({read(path)["model"] for path in GOLDEN}) >= 15
+
+
+@pytest.mark.parametrize("path", [p for p in GOLDEN if p.name[: -len(".json.gz")] not in SLOW], ids=lambda p: p.name[:-8])
+def test_step_equals_the_recorded_cuda_step(path: Path) -> None:
+    golden = read(path)
+    trace = traced(golden)
+    ours, theirs = steady_ops(trace), golden_ops(golden)
+    assert len(ours) == len(theirs)
+    for position, (mine, real) in enumerate(zip(ours, theirs, strict=True)):
+        if NEWER_TORCH.get(mine[0]) == real[0] and mine[2] == real[2]:
+            continue
+        assert mine == real, f"op {position}"
+
+    replay = Replay(trace, H200)
+    replay.start()
+    for name in ("first_step", "steady_step", "steady_step"):
+        replay.run(name)
+    measured = golden["measured"]
+    assert replay.allocator.peak_allocated == pytest.approx(measured["allocated"], rel=0.01)
+    assert replay.allocator.peak_reserved == pytest.approx(measured["reserved"], rel=0.12)
