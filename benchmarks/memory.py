@@ -106,6 +106,7 @@ def predict_all(configs: list[dict[str, Any]], what: str = "predict", workers: i
         "import sys, json; sys.path[:0] = [sys.argv[1], sys.argv[2]]\n"
         "import memory, cases\n"
         "import multiprocessing as mp\n"
+        "cases.warm_up()\n"
         "work = json.load(sys.stdin)\n"
         "function = getattr(memory, sys.argv[3], None) or getattr(cases, sys.argv[3])\n"
         "with mp.get_context('fork').Pool(int(sys.argv[4]), maxtasksperchild=1) as pool:\n"

@@ -202,7 +202,7 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool) -> tuple[st
         "fp16-autocast": "fp32 weights with fp16 autocast and a gradient scaler", "bf16": "weights and state in bf16",
         "fsdp-bf16": "fp32 shards, bf16 compute",
     }[recipe.precision]  # fmt: skip
-    lines = [f"eager, {precision}, {recipe.optimizer}, recompute {recipe.recompute}, {recipe.accumulate} micro-batch(es)"]
+    lines = [f"eager, {precision}, {recipe.optimizer}, recompute {recipe.recompute}, {_count(recipe.accumulate, 'micro-batch')} a step"]
     if recipe.mode == "infer":
         lines = [f"eager inference, one forward, {precision}"]
     if recipe.shards > 1:
@@ -212,6 +212,10 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool) -> tuple[st
         )
     lines.append(f"allocator: {'expandable segments' if expandable else 'default'}; CUDA choices of torch {MEASURED_TORCH}")
     return tuple(lines)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}es"
 
 
 def check(name: str) -> Check:

@@ -52,6 +52,7 @@ def predict_memory(
     capacity = cluster.device.memory_bytes
     owners, _ = holders_at(trace, sizes, schedules, allocated)
     verdict, device_bytes = _verdict(trace, sizes, schedules, capacity, beside, reserved, expandable)
+    reserved = min(reserved, device_bytes - beside)
     host = max(phase.host_bytes for phase in phases)
     memory = Memory(
         allocated_bytes=allocated,
@@ -111,7 +112,11 @@ def fits_in(
 def _verdict(
     trace: types.Trace, sizes: Sizes, schedules: list[str], capacity: int, beside: int, reserved: int, expandable: bool
 ) -> tuple[str, int]:
-    """Fits if it fits with the uncertainty taken off the limit; device bytes are what it would then use."""
+    """Fits if it fits with the uncertainty taken off the limit; device bytes are what it would then use.
+
+    Near the limit the allocator gives cached segments back and tries again, so that it may get through with less
+    than it would reserve on a larger device: the replay decides, not the peak.
+    """
     limit = capacity - beside - CONTEXT_BAND_BYTES // 4
     careful = int(limit * (1 - RESERVED_BAND / 2))
     if reserved <= careful:

@@ -187,11 +187,7 @@ def _allocate(unit: Unit, ranks: int, storages: _Storages) -> None:
 
 
 def _meta(trace: Trace, units: Mapping[str, Unit], ranks: int) -> dict[str, object]:
-    assumed = trace.meta.get("assumed", ())
-    assert isinstance(assumed, Sequence)
-    used = [path for path, unit in units.items() if unit.parameters]
-    how = f"FSDP2 over {ranks} ranks: {len(used)} units (every block, and the rest of the model), bf16 compute, fp32 shards"
-    return {**trace.meta, "assumed": [*assumed, how], "ranks": ranks, "units": used}
+    return {**trace.meta, "ranks": ranks, "units": [path for path, unit in units.items() if unit.parameters]}
 
 
 # ---------------------------------------------------------------------- forward and backward

@@ -112,7 +112,7 @@ def _trace(asked: Mapping[str, Any], target: Path) -> dict[str, Any]:
     from foretell.trace.cache import file_hashes
     from foretell.trace.capture import capture
     from foretell.trace.file import save
-    from foretell.trace.load import load, model_error, notes, user_files
+    from foretell.trace.load import load, notes, step_error, user_files
 
     source, recipe = Source(**asked["source"]), Recipe.from_json(asked["recipe"])
     started = time.perf_counter()
@@ -123,7 +123,7 @@ def _trace(asked: Mapping[str, Any], target: Path) -> dict[str, Any]:
     except ForetellError:
         raise
     except Exception as error:
-        raise model_error(source.model, error) from error
+        raise step_error(source.model, error) from error
     seconds = time.perf_counter() - started
     save(trace, target)
     return {"files": file_hashes(user_files()), "notes": notes(), "seconds": seconds}

@@ -2,7 +2,7 @@
 
     kind, schema       what this is; another schema is never guessed at
     meta, schedule     as in `Trace`
-    texts, paths       names, phases, dtypes and roles; module paths around their integers
+    texts, paths       names, phases and dtypes; module paths around their integers
     specs              [dtype, size, size, ...]
     patterns           what ops are but for their slots; `storage_patterns` likewise
     strides            how slots move from repetition to repetition
@@ -198,8 +198,8 @@ class _Writer:
         """The tables, in an order in which each may still add to those after it."""
         patterns = [self._pattern(pattern) for pattern in self.tables["patterns"]]
         of_storages = [
-            [nbytes, self._index("texts", role), self._index("paths", path), saved, host]
-            for nbytes, role, path, saved, host in self.tables["storage_patterns"]
+            [self._index("paths", path), *(value for name, value in storage._asdict().items() if name != "module")]
+            for path, storage in self.tables["storage_patterns"]
         ]
         specs = [[self._index("texts", spec.dtype), *spec.shape] for spec in self.tables["specs"]]
         return {
@@ -244,9 +244,10 @@ class _Reader:
         self.specs = [TensorSpec(tuple(shape), self.texts[dtype]) for dtype, *shape in data["specs"]]
         self.strides = [_unpacked(each) for each in data["strides"]]
         self.patterns = [self._pattern(*each) for each in data["patterns"]]
+        names = [name for name in Storage._fields if name != "module"]
         self.storage_patterns: list[StoragePattern] = [
-            (nbytes, self.texts[role], self.paths[path], saved, host)
-            for nbytes, role, path, saved, host in data["storage_patterns"]
+            (self.paths[path], Storage(module="", **dict(zip(names, values, strict=True))))
+            for path, *values in data["storage_patterns"]
         ]
 
     def trace(self) -> FoldedTrace:
@@ -289,8 +290,8 @@ class _Reader:
         return _join_op(self.patterns[index], slots)
 
     def _storage(self, index: int, slots: tuple[int, ...]) -> tuple[int, Storage]:
-        nbytes, role, path, saved, host = self.storage_patterns[index]
-        return slots[0], Storage(nbytes, role, join_path(path, slots[1:]), saved, host)
+        path, storage = self.storage_patterns[index]
+        return slots[0], storage._replace(module=join_path(path, slots[1:]))
 
 
 def _join_op(pattern: Pattern, slots: tuple[int, ...]) -> Op:

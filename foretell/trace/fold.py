@@ -80,8 +80,8 @@ class Pattern(NamedTuple):
     """`attrs` as text: 1, 1.0 and True are equal and not the same."""
 
 
-StoragePattern = tuple[int, str, tuple[str, ...], bool, bool]
-"""All of a storage but its slots: bytes, role, path, saved, host."""
+StoragePattern = tuple[tuple[str, ...], Storage]
+"""All of a storage but its slots: the module path around its integers, and the storage without a module."""
 
 
 @contextmanager
@@ -214,7 +214,7 @@ def _moved_paths(module: str, strides: tuple[int, ...], count: int) -> list[str]
 def split_storage(number: int, storage: Storage) -> tuple[StoragePattern, tuple[int, ...]]:
     """A storage as its pattern and its slots."""
     path, numbers = split_path(storage.module)
-    return (storage.nbytes, storage.role, path, storage.saved, storage.host), (number, *numbers)
+    return (path, storage._replace(module="")), (number, *numbers)
 
 
 def _storages(block: Block[tuple[int, Storage]]) -> Sequence[tuple[int, Storage]]:
@@ -223,10 +223,9 @@ def _storages(block: Block[tuple[int, Storage]]) -> Sequence[tuple[int, Storage]
     count, width = block.count, len(block.template)
     laid: list[Any] = [None] * (count * width)
     for position, ((number, one), strides) in enumerate(zip(block.template, block.strides, strict=True)):
-        copies = map(
-            Storage, repeat(one.nbytes), repeat(one.role), _paths(one.module, 1, strides, count),
-            repeat(one.saved), repeat(one.host),
-        )  # fmt: skip
+        columns: dict[str, Iterable[Any]] = {name: repeat(value, count) for name, value in one._asdict().items()}
+        columns["module"] = _paths(one.module, 1, strides, count)
+        copies = map(Storage, *columns.values())
         laid[position::width] = zip(_column(number, strides[0], count), copies, strict=True)
     return laid
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -15,6 +19,19 @@ from foretell.units import human_bytes
 
 def trace_as_cpu(source: Source, recipe: Recipe) -> Trace:
     return capture(lambda: load(source), recipe, capability=None)
+
+
+@contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """The profiler's library writes its own start and stop to the process's stderr."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def measure_on_cpu(source: Source, recipe: Recipe, steps: int = 2) -> int:
@@ -32,7 +49,7 @@ def measure_on_cpu(source: Source, recipe: Recipe, steps: int = 2) -> int:
         )
         if isinstance(tensor, torch.Tensor)
     }
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         for _ in range(steps):
             for _ in range(recipe.accumulate):
                 step.micro_batch()

@@ -144,7 +144,7 @@ def _interpreter_folders() -> set[Path]:
     return {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "scripts")}
 
 
-def model_error(model: str, error: BaseException) -> ModelError:
+def model_error(model: str, error: BaseException, doing: str = "building", remedy: str = "") -> ModelError:
     """The user's exception as ours: what failed, the frames of theirs that led to it, and what it came from."""
     chain = [error]
     while (link := chain[-1].__cause__ or chain[-1].__context__) is not None and link not in chain:
@@ -155,8 +155,13 @@ def model_error(model: str, error: BaseException) -> ModelError:
         lines += [f"caused by {type(chain[-1]).__name__}: {chain[-1]}"]
     cuda = any(mark in str(link).lower() for link in chain for mark in _NO_CUDA)
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-    problem = f"building {model} failed: {type(error).__name__}: {message}"
-    return ModelError(problem, _CUDA_REMEDY if cuda else "", "".join(lines).rstrip())
+    problem = f"{doing} {model} failed: {type(error).__name__}: {message}"
+    return ModelError(problem, _CUDA_REMEDY if cuda else remedy, "".join(lines).rstrip())
+
+
+def step_error(model: str, error: BaseException) -> ModelError:
+    """The same for an exception out of a step of a model that was built."""
+    return model_error(model, error, "one step of", "check that the batch is what forward and the loss take")
 
 
 def reject_unknown(overrides: Iterable[str], known: Iterable[str], owner: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from foretell.errors import ForetellError, ModelError, UserError
 from foretell.trace.capture import capture
-from foretell.trace.load import model_error
+from foretell.trace.load import step_error
 from foretell.trace.recipe import Recipe
 from foretell.trace.step import Loss, Workload
 from foretell.trace.types import Trace
@@ -39,7 +39,7 @@ def capture_module(
     except ForetellError:
         raise
     except Exception as error:
-        raise model_error(type(model).__name__, error) from error
+        raise step_error(type(model).__name__, error) from error
 
 
 def batch_size(batch: Any) -> int:

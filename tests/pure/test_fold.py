@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +294,18 @@ def test_paths_are_split_at_integers(module: str, path: tuple[str, ...], found: 
 def test_nothing_is_nothing() -> None:
     assert assert_comes_back(of([])).programs["p"].blocks == ()
     assert_comes_back(Trace({}, {}, {}, ()))
+
+
+def test_a_new_field_has_to_be_folded_too() -> None:
+    """Storages carry whatever fields they have; for anything else that grows, change `fold` and `file` first."""
+    assert [each.name for each in fields(Op)] == [
+        "name", "inputs", "outputs", "module", "phase", "flops", "allocates", "frees", "attrs",
+    ]  # fmt: skip
+    assert (Ref._fields, TensorSpec._fields) == (("storage", "spec"), ("shape", "dtype"))
+    assert [each.name for each in fields(Program)] == ["name", "ops"]
+    assert [each.name for each in fields(Trace)] == ["programs", "schedule", "storages", "resident", "meta"]
+    other = {"nbytes": 8, "role": "r", "module": "h.1", **dict.fromkeys(Storage._fields[3:], 1)}
+    assert_comes_back(of([], {number: Storage(**other)._replace(module=f"h.{number}") for number in range(20)}))
 
 
 # ---------------------------------------------------------------- speed

@@ -45,7 +45,7 @@ def small() -> Trace:
             "no": Program("", ()),
         },
         schedule={"step": (("micro", 3), ("update", 1)), "empty": ()},
-        storages={n: Storage(64, "activation", f"h.{n}", n % 2 == 0, n == 5) for n in range(221)},
+        storages={n: Storage(64, "activation", f"h.{n}", n % 2 == 0, n == 5, n % 2) for n in range(221)},
         resident=tuple(range(200)),
         meta={"parameters": 5, "blocks": ["h.0"], "nested": {"a": [1.5, None, True]}},
     )
