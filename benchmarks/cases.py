@@ -307,7 +307,7 @@ def traced_ops(config: dict[str, Any]) -> dict[str, Any]:
         trace = capture(lambda: load(source), recipe)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
-    names = [name for name, times in trace.schedule["steady_step"] for _ in range(times)]
+    names = [name for name, times in trace.schedule["steady_step"] for _ in range(times) if name != "zero_grad"]
     return {
         "ops": [
             [op.name, [[list(r.spec.shape), r.spec.dtype] for r in op.inputs], [[list(r.spec.shape), r.spec.dtype] for r in op.outputs]]

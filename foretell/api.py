@@ -14,6 +14,7 @@ from foretell.errors import ModelError, UnknownName, UserError
 from foretell.hardware import Cluster, overhead, parse
 from foretell.trace import cache as store
 from foretell.trace.child import request, trace_in_child
+from foretell.trace.live import no_collection
 from foretell.trace.load import Source, describe
 from foretell.trace.load import check as check_source
 from foretell.trace.recipe import Recipe
@@ -153,6 +154,14 @@ def predict(
     expandable_segments: bool = False,
 ) -> Prediction:
     """The answer for a trace on hardware."""
+    with no_collection():
+        return _predict(trace, recipe, cluster, about, notes, expandable_segments)
+
+
+def _predict(
+    trace: Trace, recipe: Recipe, cluster: Cluster, about: Mapping[str, Any], notes: tuple[str, ...],
+    expandable_segments: bool,
+) -> Prediction:  # fmt: skip
     if recipe.shards > 1:
         from foretell.cost.sharded import shard
 

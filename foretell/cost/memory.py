@@ -80,15 +80,16 @@ def run_order(trace: types.Trace) -> list[str]:
 
 
 def smallest_limit(trace: types.Trace, sizes: Sizes, schedules: list[str], *, expandable: bool = False) -> int:
-    """The least memory the allocator can work in, freeing its cache where it must; to the nearest 2 MiB."""
+    """The least memory the allocator can work in, freeing its cache where it must; to two percent, upper side."""
+    names = list(dict.fromkeys(schedules))
     plain = Replay(trace, sizes, expandable=expandable)
     plain.start()
-    for name in schedules:
+    for name in names:
         plain.run(name)
     low, high = plain.allocator.peak_allocated, plain.allocator.peak_reserved
-    while high - low > max(2 * MIB, high // 256):
+    while high - low > max(2 * MIB, high // 50):
         middle = (low + high) // 2
-        if fits_in(trace, sizes, schedules, middle, expandable=expandable):
+        if fits_in(trace, sizes, names, middle, expandable=expandable):
             high = middle
         else:
             low = middle
@@ -117,14 +118,24 @@ def _verdict(
     Near the limit the allocator gives cached segments back and tries again, so that it may get through with less
     than it would reserve on a larger device: the replay decides, not the peak.
     """
-    limit = capacity - beside - CONTEXT_BAND_BYTES // 4
-    careful = int(limit * (1 - RESERVED_BAND / 2))
+    careful = careful_limit(trace, capacity, beside)
     if reserved <= careful:
         device = reserved + beside
         return (TIGHT if capacity - device < TIGHT_SHARE * capacity else FITS), device
     if careful > 0 and fits_in(trace, sizes, schedules, careful, expandable=expandable):
         return TIGHT, min(reserved, careful) + beside
     return NO, smallest_limit(trace, sizes, schedules, expandable=expandable) + beside
+
+
+def careful_limit(trace: types.Trace, capacity: int, beside: int) -> int:
+    """What the allocator may use if the prediction is to hold: the limit less what it is uncertain by.
+
+    Half of the band of reserved memory; all of it where parts of the rules are fitted rather than known
+    (workspaces of convolutions, the streams of sharded runs).
+    """
+    fitted = "ranks" in trace.meta or any(op.name == "aten.convolution.default" for op in trace.ops())
+    share = RESERVED_BAND if fitted else RESERVED_BAND / 2
+    return int((capacity - beside - CONTEXT_BAND_BYTES // 4) * (1 - share))
 
 
 def _phases(replay: Replay, schedules: list[str], beside: int) -> tuple[Phase, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from foretell.cost.memory import CONTEXT_BAND_BYTES, RESERVED_BAND, run_order, sizes_for
+from foretell.cost.memory import careful_limit, run_order, sizes_for
 from foretell.cost.prediction import Memory, Remedy
 from foretell.cost.timeline import Replay
 from foretell.hardware.types import Cluster, Overhead
@@ -19,7 +19,7 @@ def remedies(
 ) -> tuple[Remedy, ...]:  # fmt: skip
     """Changes that save at least one percent of the device, those that make it fit first, then the largest."""
     beside = overhead.context_bytes + overhead.nccl_for(cluster)
-    limit = (memory.capacity_bytes - beside - CONTEXT_BAND_BYTES // 4) * (1 - RESERVED_BAND / 2)
+    limit = careful_limit(trace, memory.capacity_bytes, beside)
 
     def judged(remedy: Remedy) -> Remedy:
         return replace(remedy, fits=memory.device_bytes - remedy.saves_bytes - beside <= limit)
@@ -105,6 +105,6 @@ def _input_bytes(trace: types.Trace, block: str) -> int:
 def _defragmented(trace: types.Trace, memory: Memory, cluster: Cluster, overhead: Overhead) -> int:
     replay = Replay(trace, sizes_for(cluster, overhead), expandable=True)
     replay.start()
-    for name in run_order(trace):
+    for name in dict.fromkeys(run_order(trace)):
         replay.run(name)
     return memory.reserved_bytes - replay.allocator.peak_reserved

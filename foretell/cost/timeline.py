@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from foretell.cost.allocator import CachingAllocator
 from foretell.cost.scratch import extra_output_bytes
 from foretell.cost.scratch import stages as scratch_stages
-from foretell.trace.types import Op, Trace
+from foretell.trace.types import Op, Program, Trace
 
 WORKSPACE = "workspace"
 SCRATCH = "scratch"
@@ -29,12 +30,36 @@ CUBLASLT_WORKSPACE_BYTES = 1 << 20
 """Taken once, at the first product with a bias: torch 2.11 on an H200."""
 
 
-@dataclass(frozen=True, slots=True)
+Stages = tuple[tuple[int, ...], ...]
+Event = tuple[Op, Stages, int]
+
+
+@dataclass(frozen=True)
 class Sizes:
     """What an op needs besides what the trace says, on one kind of device."""
 
     capability: tuple[int, int]
     cublas_workspace_bytes: int
+    _stages: dict[Any, tuple[Stages, int]] = field(default_factory=dict, compare=False, repr=False)
+    _events: dict[int, tuple[Program, list[Event]]] = field(default_factory=dict, compare=False, repr=False)
+
+    def events(self, program: Program) -> list[Event]:
+        """The ops of a program that touch memory, with their scratch; worked out once for all replays."""
+        known = self._events.get(id(program))
+        if known is None or known[0] is not program:
+            found = [(op, *self._scratch(op)) for op in program.ops]
+            kept = [event for event in found if event[0].allocates or event[0].frees or event[1] or event[0].name in GEMMS]
+            known = self._events[id(program)] = (program, kept)
+        return known[1]
+
+    def _scratch(self, op: Op) -> tuple[Stages, int]:
+        """Stages of scratch (none: empty) and extra output bytes, the same for ops of equal name, shapes and attributes."""
+        key = (op.name, tuple([ref.spec for ref in op.inputs]), tuple([ref.spec for ref in op.outputs]), op.attrs)
+        found = self._stages.get(key)
+        if found is None:
+            stages = scratch_stages(op, self.capability)
+            found = self._stages[key] = (stages if any(stages) else (), extra_output_bytes(op))
+        return found
 
 
 class Replay:
@@ -45,7 +70,6 @@ class Replay:
         self.allocator = CachingAllocator(limit, expandable=expandable)
         self.blocks: dict[int, int] = {}
         self._workspaces: set[str] = set()
-        self._stages: dict[int, tuple[tuple[int, ...], ...]] = {}
         self._workspace_bytes = 0
         self._at_peak: Callable[[Op | None, tuple[int, ...]], None] | None = None
 
@@ -61,16 +85,12 @@ class Replay:
     def run(self, name: str) -> None:
         """Run a named schedule of the trace, such as `first_step`."""
         for program, times in self.trace.schedule[name]:
-            ops = self.trace.programs[program].ops
+            events = self.sizes.events(self.trace.programs[program])
             for _ in range(times):
-                for op in ops:
-                    self._step(op)
+                for op, stages, extra in events:
+                    self._step(op, stages, extra)
 
-    def _step(self, op: Op) -> None:
-        stages = self._stages.get(id(op))
-        if stages is None:
-            stages = self._stages[id(op)] = scratch_stages(op, self.sizes.capability)
-        extra = extra_output_bytes(op) if op.allocates else 0
+    def _step(self, op: Op, stages: Stages, extra: int) -> None:
         count, last = len(op.allocates), len(stages) - 1
         for position, number in enumerate(op.allocates):
             self._allocate(number, extra)
@@ -79,8 +99,11 @@ class Replay:
                 self._scratch(op, stages[position])
         if op.name in GEMMS:
             self._workspace(op)
-        for stage in stages[max(0, min(last, count - 1)) :]:
-            self._scratch(op, stage)
+        if stages:
+            for stage in stages[max(0, min(last, count - 1)) :]:
+                self._scratch(op, stage)
+        elif self._at_peak is not None:
+            self._at_peak(op, ())
         for number in op.frees:
             handle = self.blocks.pop(number, None)
             if handle is not None:
@@ -113,7 +136,6 @@ class Replay:
             self.allocator.malloc(CUBLASLT_WORKSPACE_BYTES)
             self._workspace_bytes += CUBLASLT_WORKSPACE_BYTES
 
-
     def holders(self) -> dict[tuple[str, str], int]:
         """(role, module) → bytes alive now."""
         found: dict[tuple[str, str], int] = {}
@@ -130,10 +152,14 @@ class Reached(Exception):
     """The replay came to the point that was looked for."""
 
 
-def holders_at(trace: Trace, sizes: Sizes, schedules: Iterable[str], allocated: int) -> tuple[dict[tuple[str, str], int], Op | None]:
+Holders = dict[tuple[str, str], int]
+"""(role, module) → bytes."""
+
+
+def holders_at(trace: Trace, sizes: Sizes, schedules: Iterable[str], allocated: int) -> tuple[Holders, Op | None]:
     """Who is alive when allocated memory first reaches this height, and the op that makes it do so."""
     replay = Replay(trace, sizes)
-    found: list[tuple[dict[tuple[str, str], int], Op | None]] = []
+    found: list[tuple[Holders, Op | None]] = []
 
     def look(op: Op | None, buffers: tuple[int, ...]) -> None:
         if replay.allocator.allocated >= allocated:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from foretell.trace import types
 from foretell.trace.blocks import find_blocks
-from foretell.trace.cuda import cuda_choices
+from foretell.trace.cuda import cuda_choices, real_masks
 from foretell.trace.flops import flops
+from foretell.trace.live import no_collection
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder, Row
 from foretell.trace.step import Step, Workload
@@ -35,11 +37,12 @@ def capture(
     capability the step is traced as this machine's CPU runs it.
     """
     recorder = Recorder(hints)
-    with recorder, cuda_choices(recorder, capability) if capability else nullcontext():
-        workload = build()
+    with no_collection(), recorder, cuda_choices(recorder, capability) if capability else nullcontext():
+        with _no_initialisation():
+            workload = build()
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
         resident = _resident(recorder, workload)
-        with recorder.modules(workload.model):
+        with recorder.modules(workload.model), real_masks():
             if recipe.mode == "infer":
                 with recorder.program("forward"):
                     step.evaluate()
@@ -47,6 +50,15 @@ def capture(
             else:
                 roles = _train(recorder, step, resident)
     return _finish(recorder, step, roles, capability)
+
+
+@contextmanager
+def _no_initialisation() -> Iterator[None]:
+    """Fake weights have no values to initialise; not trying saves a good part of building a large model."""
+    with ExitStack() as stack:
+        for name in ("normal_", "uniform_", "fill_", "zero_"):
+            stack.enter_context(mock.patch.object(Tensor, name, lambda tensor, *args, **kwargs: tensor))
+        yield
 
 
 def _train(recorder: Recorder, step: Step, resident: list[int]) -> _Roles:
@@ -132,18 +144,29 @@ def _add_in_place(recorder: Recorder) -> None:
         for row in rows:
             row.inputs = renamed(row.inputs)
             row.frees = [moved.get(number, number) for number in row.frees]
-            first = row.inputs[0] if row.inputs else None
-            if row.by_engine and first is not None and row.allocates and first.storage in row.frees:
-                if row.outputs[0].spec == first.spec:
-                    moved[row.allocates[0]] = first.storage
-                    row.frees.remove(first.storage)
+            if row.by_engine and row.allocates and row.outputs[0].spec == row.inputs[0].spec:
+                first = row.inputs[0].storage
+                if first in row.frees:
+                    moved[row.allocates[0]] = first
+                    row.frees.remove(first)
                     row.allocates = []
             row.outputs = renamed(row.outputs)
     recorder.moved = moved
 
 
+def _order_births(recorder: Recorder, roles: _Roles) -> None:
+    """The order in which CUDA's attention makes its outputs, and the random state that flash does not make."""
+    for rows in recorder.programs.values():
+        for row in rows:
+            if row.name == "aten._scaled_dot_product_cudnn_attention.default":
+                row.allocates.sort(key=lambda number: recorder.sizes[number] > 16)
+            elif row.name == "aten._scaled_dot_product_flash_attention.default":
+                roles.host.update([number for number in row.allocates if recorder.sizes[number] <= 16][1:])
+
+
 def _finish(recorder: Recorder, step: Step, roles: _Roles, capability: tuple[int, int] | None) -> types.Trace:
     _add_in_place(recorder)
+    _order_births(recorder, roles)
     known: dict[Any, int | None] = {}
     programs = {
         name: types.Program(name, tuple(_op(row, known) for row in rows)) for name, rows in recorder.programs.items()

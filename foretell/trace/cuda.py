@@ -58,8 +58,19 @@ def cuda_choices(recorder: Recorder, capability: tuple[int, int]) -> Iterator[No
         for user in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
             stack.enter_context(mock.patch(f"{user}._get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"]))
             stack.enter_context(mock.patch(f"{user}._foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]))
-        if "transformers.masking_utils" in sys.modules:  # it builds other masks for fake tensors than for real ones
-            stack.enter_context(mock.patch("transformers.masking_utils.is_tracing", lambda *_: False))
+        yield
+
+
+@contextmanager
+def real_masks() -> Iterator[None]:
+    """transformers builds other attention masks for fake tensors than for real ones; let it build the real ones.
+
+    To be opened once the model is built: transformers may not be imported before.
+    """
+    if "transformers.masking_utils" not in sys.modules:
+        yield
+        return
+    with mock.patch("transformers.masking_utils.is_tracing", lambda *_: False):
         yield
 
 

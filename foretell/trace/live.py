@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from foretell.trace.types import Trace
 
@@ -26,3 +28,15 @@ def peak_live(trace: Trace, schedules: Iterable[str]) -> int:
                             alive.discard(number)
                             live -= trace.storages[number].nbytes
     return peak
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Without the cycle collector work on many small objects is faster, and a trace does not depend on when it runs."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -92,6 +92,8 @@ class Step:
             raise ModelError("the model has no parameter to train", "unfreeze some, or use --infer")
         self.parameters = chosen
         self.optimizer = build_optimizer(self.recipe.optimizer, chosen)
+        if self.scaler is not None:
+            self.scaler.scale(torch.zeros((), device=chosen[0].device))  # makes its state now, not inside the first step
 
     def micro_batch(self) -> None:
         self.observer.phase("forward")

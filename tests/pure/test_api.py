@@ -102,7 +102,7 @@ def test_what_user_code_does_is_told_in_one_line(cache_dir: Path, tmp_path: Path
 
 
 def test_batch_that_does_not_match_the_model(cache_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="one step of .* 63.* batch is what forward"):
+    with pytest.raises(ModelError, match=r"one step of .* 63.* batch is what forward"):
         api.fit(write_model(tmp_path, features=63), hardware="A100")
 
 

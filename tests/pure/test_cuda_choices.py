@@ -22,6 +22,9 @@ GOLDEN = sorted((Path(__file__).parents[1] / "data" / "oplists").glob("*.json.gz
 SLOW = {"ssm-bf16-autocast", "dit-fp32", "convnext-fp32"}
 H200 = Sizes((9, 0), 32 << 20)
 
+RESERVED_BOUND = {"tnt-bf16-autocast": 0.13}
+"""Reserved memory hangs on single block choices; here one accumulator of 392 MiB gets a segment of its own."""
+
 NEWER_TORCH = {"aten.new_zeros.default": "aten.zeros.default"}
 """torch 2.13 writes some gradients of gather with new_zeros(input, …) where 2.11 had zeros(…)."""
 
@@ -36,7 +39,7 @@ def traced(golden: dict) -> Trace:
 
 
 def steady_ops(trace: Trace) -> list[tuple]:
-    names = [name for name, times in trace.schedule["steady_step"] for _ in range(times)]
+    names = [name for name, times in trace.schedule["steady_step"] for _ in range(times) if name != "zero_grad"]
     return [
         (op.name, tuple(ref.spec for ref in op.inputs), tuple(ref.spec for ref in op.outputs))
         for name in names
@@ -74,4 +77,5 @@ def test_step_equals_the_recorded_cuda_step(path: Path) -> None:
         replay.run(name)
     measured = golden["measured"]
     assert replay.allocator.peak_allocated == pytest.approx(measured["allocated"], rel=0.01)
-    assert replay.allocator.peak_reserved == pytest.approx(measured["reserved"], rel=0.12)
+    bound = RESERVED_BOUND.get(path.name[: -len(".json.gz")], 0.08)
+    assert replay.allocator.peak_reserved == pytest.approx(measured["reserved"], rel=bound)
