@@ -7,7 +7,7 @@ import gzip
 import json
 import random
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +68,8 @@ def warm_up() -> None:
             importlib.import_module(name)
         except ImportError:
             continue
-    try:
+    with suppress(ImportError):
         from transformers import AutoModelForCausalLM, AutoModelForMaskedLM  # noqa: F401
-    except ImportError:
-        pass
 
 
 def run_steps(step: Any, count: int = 3) -> None:
