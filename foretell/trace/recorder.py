@@ -31,8 +31,8 @@ _NO_SEQUENCE = 2**64 - 1
 _SIZED_BY_DATA = {
     torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default, torch.ops.aten._unique2.default,
 }  # fmt: skip
-_ORDINARY = {"aten.all.default": True, "aten.any.default": False}
-"""Questions about a whole tensor, answered as ordinary data would: no padding, no NaN."""
+_ORDINARY = {"aten.all.default": True, "aten.any.default": False, "aten.sum.default ==": True}
+"""Questions about a whole tensor, answered as ordinary data would: no padding, no NaN, a mask that masks nothing."""
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
 _LAYOUT_MATTERS = {
@@ -335,10 +335,9 @@ class Recorder(FakeTensorMode):
         if func is torch.ops.aten._local_scalar_dense.default and self._phase == "update":
             return 0.0  # a gradient scaler asking whether anything overflowed
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            asked = self.born_in.get(self.storage_id(args[0]))
-            if asked is not None and asked.name in _ORDINARY:
-                self.assumed.add(f"{asked.name} in module '{module}' is taken to be {_ORDINARY[asked.name]}")
-                return _ORDINARY[asked.name]
+            answer = self._ordinary(self.born_in.get(self.storage_id(args[0])), module)
+            if answer is not None:
+                return answer
         hint = self._hint(name, module)
         if hint is None:
             raise ModelError(
@@ -354,6 +353,19 @@ class Recorder(FakeTensorMode):
             if func is torch.ops.aten.nonzero.default:
                 return torch.empty((source.dim(), count), dtype=torch.int64).t()
             return source.new_empty((count,))
+
+    def _ordinary(self, asked: Row | None, module: str) -> bool | None:
+        """The answer of ordinary data (no padding, no NaN) to a question about a whole tensor, or None."""
+        if asked is None:
+            return None
+        name = asked.name
+        if name == "aten.eq.Scalar" and asked.inputs:
+            source = self.born_in.get(asked.inputs[0].storage)
+            name = f"{source.name} ==" if source is not None else name
+        answer = _ORDINARY.get(name)
+        if answer is not None:
+            self.assumed.add(f"{name} in module '{module}' is taken to be {answer}")
+        return answer
 
     def _hint(self, name: str, module: str) -> float | None:
         for pattern, value in self.hints.items():
