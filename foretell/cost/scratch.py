@@ -368,6 +368,7 @@ def _convolution(op: Op, _: Device) -> Buffers:
 
 
 def _convolution_backward(op: Op, dev: Device) -> Buffers:
+    """cuDNN, backward: the largest of its stages, which come one after the other."""
     return max(_convolution_backward_stages(op, dev), key=sum)
 
 

@@ -17,6 +17,7 @@ _LOOKS = {
     "temporaries": ("▞", "T", "green"),
     "workspace": ("▥", "W", "bright_blue"),
     "inputs": ("▦", "I", "bright_cyan"),
+    "gathered": ("▛", "R", "bright_magenta"),
     "communication": ("▩", "N", "bright_green"),
     "other": ("▧", "?", "white"),
     "unused": ("░", "u", "bright_black"),

@@ -310,12 +310,13 @@ def test_overheads_claim_no_measurement_that_was_not_made() -> None:
 def test_the_most_particular_overhead_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = {"figure": "context_bytes", "provenance": "measured", "source": "here"}
     more = (
-        {**measured, "device": "H200-SXM-141GB", "torch": "2.11", "bytes": 7},
+        {**measured, "device": "H200-SXM-141GB", "torch": "2.14", "bytes": 7},
         {**measured, "device": "H200-SXM-141GB", "torch": "2.1", "bytes": 8},
     )
     original = rows()
     monkeypatch.setattr("foretell.hardware.overheads.rows", lambda: original + more)
-    assert overhead(find("H200"), "2.11.0+cu130").context_bytes == 7
+    assert overhead(find("H200"), "2.14.0+cu130").context_bytes == 7
+    assert overhead(find("H200"), "2.11.0+cu130").provenance["context_bytes"] == "measured"
     assert overhead(find("H200"), "2.1.2").context_bytes == 8
     assert overhead(find("H200"), "2.12.0").provenance["context_bytes"] == "assumed"
     assert overhead(find("H100"), "2.11.0").provenance["context_bytes"] == "assumed"
