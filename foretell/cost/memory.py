@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from foretell.cost.allocator import OutOfMemory
 from foretell.cost.prediction import ASSUMED, COUNTED, FITS, MEASURED, NO, TIGHT, Holder, Memory, Phase
-from foretell.cost.timeline import SCRATCH, WORKSPACE, Replay, Sizes, holders_at
+from foretell.cost.timeline import SCRATCH, WORKSPACE, Curve, Replay, Sizes, holders_at, with_evaluation
 from foretell.hardware.types import Cluster, Overhead
 from foretell.trace import types
 from foretell.units import GIB, MIB
@@ -45,7 +45,7 @@ def predict_memory(
     """Replay the trace on one device of the cluster: peaks, verdict, owners of the peak."""
     sizes = sizes_for(cluster, overhead)
     schedules = run_order(trace)
-    replay = Replay(trace, sizes, expandable=expandable)
+    replay = Replay(with_evaluation(trace), sizes, expandable=expandable)
     phases = _phases(replay, schedules, overhead.context_bytes + overhead.nccl_for(cluster))
     allocated, reserved = replay.allocator.peak_allocated, replay.allocator.peak_reserved
     beside = overhead.context_bytes + overhead.nccl_for(cluster)
@@ -146,6 +146,7 @@ def _phases(replay: Replay, schedules: list[str], beside: int) -> tuple[Phase, .
         if trace.storages[number].role in (types.PARAMETER, types.BUFFER)
     )
     found: list[Phase] = []
+    curve = Curve(replay)
 
     def note(name: str, host: int) -> None:
         found.append(
@@ -155,6 +156,7 @@ def _phases(replay: Replay, schedules: list[str], beside: int) -> tuple[Phase, .
                 reserved_bytes=allocator.peak_reserved,
                 device_bytes=allocator.peak_reserved + beside,
                 host_bytes=host,
+                timeline=curve.take(),
             )
         )
 
@@ -163,8 +165,13 @@ def _phases(replay: Replay, schedules: list[str], beside: int) -> tuple[Phase, .
     for name in dict.fromkeys(schedules):
         allocator.reset_peaks()
         for _ in range(schedules.count(name)):
+            curve.points.clear()
             replay.run(name)
         note(name, HOST_BASE_BYTES)
+    if "evaluation" in trace.schedule and "evaluation" not in schedules:
+        allocator.reset_peaks()
+        replay.run("evaluation")
+        note("evaluation", HOST_BASE_BYTES)
     state = sum(s.nbytes for s in trace.storages.values() if s.role == types.OPTIMIZER)
     largest = max((trace.storages[number].nbytes for number in trace.resident), default=0)
     allocator.reset_peaks()

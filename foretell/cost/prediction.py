@@ -40,6 +40,8 @@ class Phase:
     reserved_bytes: int
     device_bytes: int
     host_bytes: int
+    timeline: tuple[tuple[int, int], ...] = ()
+    """Allocated and reserved bytes over the phase, in at most 64 stretches, the highest of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,10 @@ class Prediction:
         given = {key: value for key, value in data.items() if key not in ("fits", "memory", "remedies")}
         memory = dict(data["memory"])
         memory["holders"] = tuple(Holder(**holder) for holder in memory["holders"])
-        memory["phases"] = tuple(Phase(**phase) for phase in memory["phases"])
+        memory["phases"] = tuple(
+            Phase(**{**phase, "timeline": tuple((a, r) for a, r in phase.get("timeline", ()))})
+            for phase in memory["phases"]
+        )
         memory["bands"] = {name: (low, high) for name, (low, high) in memory["bands"].items()}
         given["assumptions"] = tuple(given["assumptions"])
         return cls(**given, memory=Memory(**memory), remedies=tuple(Remedy(**remedy) for remedy in data["remedies"]))
