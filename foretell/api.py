@@ -14,7 +14,7 @@ from foretell.errors import ModelError, UnknownName, UserError
 from foretell.hardware import Cluster, overhead, parse
 from foretell.trace import cache as store
 from foretell.trace.child import request, trace_in_child
-from foretell.trace.live import no_collection
+from foretell.trace.collection import no_collection
 from foretell.trace.load import Source, describe
 from foretell.trace.load import check as check_source
 from foretell.trace.recipe import Recipe

@@ -13,7 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("foretell", "torch", "transformers", "timm", "torchvision")
+from foretell import __version__
+
+PACKAGES = ("torch", "transformers", "timm", "torchvision")
 
 
 def folder() -> Path:
@@ -28,7 +30,7 @@ def folder() -> Path:
 @functools.cache
 def versions() -> dict[str, str]:
     """What an answer depends on besides the question; read without importing any of it."""
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    found = {"python": ".".join(map(str, sys.version_info[:3])), "foretell": __version__}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from foretell.trace import types
 from foretell.trace.blocks import find_blocks
+from foretell.trace.collection import no_collection
 from foretell.trace.cuda import cuda_choices, real_masks
 from foretell.trace.flops import flops
-from foretell.trace.live import no_collection
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder, Row
 from foretell.trace.step import Step, Workload

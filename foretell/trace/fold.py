@@ -11,11 +11,9 @@ Plain data and no torch: a stored trace is read without it.
 
 from __future__ import annotations
 
-import gc
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from heapq import heapify, heappop, heappush
@@ -23,6 +21,7 @@ from itertools import accumulate, repeat
 from operator import ne, sub
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from foretell.trace.collection import no_collection
 from foretell.trace.types import Op, Program, Ref, Storage, TensorSpec, Trace
 
 Item = TypeVar("Item")
@@ -84,19 +83,7 @@ StoragePattern = tuple[tuple[str, ...], Storage]
 """All of a storage but its slots: the module path around its integers, and the storage without a module."""
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Many small tuples and no cycles: looking for garbage among them takes as long as making them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_without_collection()
+@no_collection()
 def fold(trace: Trace) -> FoldedTrace:
     """Find what repeats in a trace."""
     return FoldedTrace(
@@ -111,7 +98,7 @@ def fold(trace: Trace) -> FoldedTrace:
     )
 
 
-@_without_collection()
+@no_collection()
 def unfold(folded: FoldedTrace) -> Trace:
     """The trace that was folded, every field of it."""
     return Trace(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from foretell.trace.types import Trace
 
@@ -28,15 +26,3 @@ def peak_live(trace: Trace, schedules: Iterable[str]) -> int:
                             alive.discard(number)
                             live -= trace.storages[number].nbytes
     return peak
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Without the cycle collector work on many small objects is faster, and a trace does not depend on when it runs."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
