@@ -252,6 +252,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no new case after this long")
     options = parser.parse_args()
     configs = read_configs(options.configs)
+    if not options.predict_only and machine()["device"] == "no GPU":
+        sys.exit("there is no GPU here to measure on; --predict-only makes the predictions")
     if options.limits or options.oplists:
         import cases
 
