@@ -24,6 +24,7 @@ def one(model: str) -> None:
     from foretell import api
     from foretell.hardware import parse
     from foretell.trace.capture import capture
+    from foretell.trace.deep import capture_deep
     from foretell.trace.file import dumps, loads
     from foretell.trace.load import Source, load
     from foretell.trace.recipe import Recipe
@@ -33,7 +34,7 @@ def one(model: str) -> None:
     recipe = Recipe(precision=precision, shards=cluster.count)
     capture(lambda: load(Source(model="gpt-tiny")), Recipe())  # imports and warms what every trace uses
     started = time.perf_counter()
-    trace = capture(lambda: load(Source(model=model)), recipe)
+    trace = capture_deep(lambda: load(Source(model=model)), recipe)
     traced = time.perf_counter()
     text = dumps(trace)
     stored = time.perf_counter()

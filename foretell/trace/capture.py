@@ -38,7 +38,7 @@ def capture(
     """
     recorder = Recorder(hints)
     with no_collection(), recorder, cuda_choices(recorder, capability) if capability else nullcontext():
-        with _no_initialisation():
+        with no_initialisation():
             workload = build()
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
         resident = _resident(recorder, workload)
@@ -53,7 +53,7 @@ def capture(
 
 
 @contextmanager
-def _no_initialisation() -> Iterator[None]:
+def no_initialisation() -> Iterator[None]:
     """Fake weights have no values to initialise; not trying saves a good part of building a large model."""
     with ExitStack() as stack:
         for name in ("normal_", "uniform_", "fill_", "zero_"):

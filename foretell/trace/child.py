@@ -110,14 +110,14 @@ def _trace(asked: Mapping[str, Any], target: Path) -> dict[str, Any]:
     import time
 
     from foretell.trace.cache import file_hashes
-    from foretell.trace.capture import capture
+    from foretell.trace.deep import capture_deep
     from foretell.trace.file import save
     from foretell.trace.load import load, notes, step_error, user_files
 
     source, recipe = Source(**asked["source"]), Recipe.from_json(asked["recipe"])
     started = time.perf_counter()
     try:
-        trace = capture(
+        trace = capture_deep(
             lambda: load(source), recipe, capability=tuple(asked["capability"]), hints=asked["hints"]
         )
     except ForetellError:
