@@ -34,8 +34,9 @@ def build_step(config: dict[str, Any]) -> Any:
         return tensor.to("cuda")
 
     step.model._apply(move)
-    batch = torch.utils._pytree.tree_map(lambda t: t.to("cuda") if isinstance(t, torch.Tensor) else t, workload.batch)
-    step.workload = Workload(workload.model, batch, workload.loss)
+    given = step.workload
+    batch = torch.utils._pytree.tree_map(lambda t: t.to("cuda") if isinstance(t, torch.Tensor) else t, given.batch)
+    step.workload = Workload(given.model, batch, given.loss)
     step.create_optimizer()
     return step
 

@@ -124,7 +124,8 @@ def _verdict(
         return (TIGHT if capacity - device < TIGHT_SHARE * capacity else FITS), device
     if careful > 0 and fits_in(trace, sizes, schedules, careful, expandable=expandable):
         return TIGHT, min(reserved, careful) + beside
-    return NO, smallest_limit(trace, sizes, schedules, expandable=expandable) + beside
+    least = smallest_limit(trace, sizes, schedules, expandable=expandable)
+    return NO, max(least + beside, capacity + max(1, least - careful))
 
 
 def careful_limit(trace: types.Trace, capacity: int, beside: int) -> int:

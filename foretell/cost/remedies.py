@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from foretell.cost.memory import careful_limit, run_order, sizes_for
 from foretell.cost.prediction import Memory, Remedy
-from foretell.cost.timeline import Replay
+from foretell.cost.timeline import Replay, Sizes
 from foretell.hardware.types import Cluster, Overhead
 from foretell.trace import types
 from foretell.trace.recipe import Recipe
@@ -42,12 +42,19 @@ def _all(
     moving = sum(held.get(name, 0) for name in ("activations", "logits", "temporaries"))
     state = sum(held.get(name, 0) for name in ("parameters", "gradients", "optimizer"))
     training = recipe.mode == "train"
+    in_update, elsewhere = _peaks(trace, sizes_for(cluster, overhead))
+    above = memory.allocated_bytes - in_update
     if training and recipe.recompute == "none":
-        saved = recompute_saves(trace)
+        saved = min(recompute_saves(trace), above)
         yield _remedy("recompute every block in backward", "--recompute full", saved, "about a third more compute")
     if micro_batch > 1:
         flag = f"--micro-batch {micro_batch // 2}" + (f" --accumulate {recipe.accumulate * 2}" if training else "")
-        yield _remedy("halve the micro-batch, accumulate twice as often", flag, moving // 2, "smaller kernels")
+        saved = moving // 2
+        if training and recipe.accumulate == 1:  # gradients then live through the second forward
+            saved -= _bytes_of(trace, types.GRADIENT) - held.get("gradients", 0)
+        saved = min(saved, above) * memory.reserved_bytes // memory.allocated_bytes
+        change = "halve the micro-batch, accumulate twice as often" if training else "halve the batch"
+        yield _remedy(change, flag, saved, "smaller kernels")
     if not expandable:
         yield _remedy(
             "let allocator segments grow", "--expandable-segments", _defragmented(trace, memory, cluster, overhead),
@@ -55,7 +62,8 @@ def _all(
         )  # fmt: skip
     if training and not recipe.optimizer.endswith("-fused") and recipe.optimizer.startswith("adam"):
         kind = recipe.optimizer.partition("-")[0]
-        yield _remedy("use the fused optimizer", f"--optimizer {kind}-fused", held.get("temporaries", 0), "none: it is faster")
+        saved = min(held.get("temporaries", 0), memory.allocated_bytes - elsewhere)
+        yield _remedy("use the fused optimizer", f"--optimizer {kind}-fused", saved, "none: it is faster")
     if training and state > memory.device_bytes * 0.3:
         count = cluster.count
         name = cluster.device.name
@@ -65,6 +73,25 @@ def _all(
             yield _remedy("train LoRA adapters only", "--lora 16", int(frozen * 0.97), "trains a different thing")
         if recipe.precision.endswith("autocast"):
             yield _remedy("keep weights and optimizer state in bf16", "--precision bf16", state // 2, "changes the numerics")
+
+
+def _peaks(trace: types.Trace, sizes: Sizes) -> tuple[int, int]:
+    """Highest allocated bytes while the optimizer works, which fewer activations do not lower, and elsewhere."""
+    replay, peaks = Replay(trace, sizes), [0, 0]
+
+    def look(op: types.Op | None, _: tuple[int, ...]) -> None:
+        where = int(op is None or op.phase != "update")
+        peaks[where] = max(peaks[where], replay.allocator.allocated)
+
+    replay.watch(look)
+    replay.start()
+    for name in dict.fromkeys(run_order(trace)):
+        replay.run(name)
+    return peaks[0], peaks[1]
+
+
+def _bytes_of(trace: types.Trace, role: str) -> int:
+    return sum(storage.nbytes for storage in trace.storages.values() if storage.role == role)
 
 
 def _remedy(change: str, flag: str, saves: int, costs: str) -> Remedy:

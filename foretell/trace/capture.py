@@ -41,7 +41,7 @@ def capture(
         with no_initialisation():
             workload = build()
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
-        resident = _resident(recorder, workload)
+        resident = _resident(recorder, step.workload)
         with recorder.modules(workload.model), real_masks():
             if recipe.mode == "infer":
                 with recorder.program("forward"):
@@ -222,15 +222,18 @@ def _storages(recorder: Recorder, roles: _Roles, logits: int | None) -> dict[int
         row = recorder.born_in[number]
         saved = number in recorder.alive_at_backward and row is not None and row.phase == "forward"
         role = roles.roles.get(number) or (types.ACTIVATION if saved else types.TEMPORARY)
-        if role in (types.ACTIVATION, types.TEMPORARY) and row is not None and _is_logits(row, logits):
+        if role in (types.ACTIVATION, types.TEMPORARY) and row is not None and _is_logits(row, number, logits):
             role = types.LOGITS
         owner = roles.owners.get(number) or (row.module if row is not None else "")
         storages[number] = types.Storage(nbytes, role, owner, saved, number in roles.host)
     return storages
 
 
-def _is_logits(row: Row, width: int | None) -> bool:
-    return width is not None and any(ref.spec.shape[-1:] == (width,) and len(ref.spec.shape) > 1 for ref in row.outputs)
+def _is_logits(row: Row, number: int, width: int | None) -> bool:
+    if width is None or row.phase == "update":
+        return False
+    shapes = [ref.spec.shape for ref in row.outputs if ref.storage == number]
+    return any(len(shape) > 1 and shape[-1] == width for shape in shapes)
 
 
 def _meta(recorder: Recorder, step: Step, capability: tuple[int, int] | None) -> dict[str, object]:

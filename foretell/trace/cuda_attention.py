@@ -36,13 +36,14 @@ def _cudnn(
     capability: tuple[int, int], grad: bool,
 ) -> bool:  # fmt: skip
     head, head_value = query.shape[-1], value.shape[-1]
+    limit = 256 if capability == (9, 0) else 192 if capability[0] == 10 and (head, head_value) == (192, 128) else 128
     return (
         query.dim() == 4
         and query.dtype in _LOW
         and head % 8 == 0
         and head_value % 8 == 0
-        and head <= 128
-        and head_value <= 128
+        and head <= limit
+        and head_value <= limit
         and key.shape[2] > 1
         and not (dropout and query.shape[2] == 1)
         and not (mask is not None and mask.requires_grad)

@@ -53,7 +53,7 @@ def measure_on_cpu(source: Source, recipe: Recipe, steps: int = 2) -> tuple[int,
         for tensor in (
             *workload.model.parameters(),
             *workload.model.buffers(),
-            *torch.utils._pytree.tree_leaves(workload.batch),
+            *torch.utils._pytree.tree_leaves(step.workload.batch),
         )
         if isinstance(tensor, torch.Tensor)
     }

@@ -238,7 +238,12 @@ class Recorder(FakeTensorMode):
     def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> None:
         row = self._add_row(name)
         row.attrs = attrs
-        row.by_engine = row.phase == "backward" and name == "aten.add.Tensor" and not _in_python_function()
+        row.by_engine = (
+            row.phase == "backward"
+            and name == "aten.add.Tensor"
+            and not _in_python_function()
+            and not next(_tensors(inputs))._is_view()  # a view shares its storage with its base, which it holds
+        )
         row.inputs = tuple(self._refs(inputs, None))
         row.outputs = tuple(self._refs(outputs, row))
 
@@ -254,12 +259,12 @@ class Recorder(FakeTensorMode):
         phase = self._phase
         if phase == "forward":
             here = self._here()
-            self._module_of[torch.autograd._get_sequence_nr() - 1] = here
+            self._module_of.setdefault(torch.autograd._get_sequence_nr() - 1, here)
             return here, phase
         if phase == "backward":
             if self._stack:
                 here = self._stack[-1]
-                self._module_of[torch.autograd._get_sequence_nr() - 1] = here
+                self._module_of.setdefault(torch.autograd._get_sequence_nr() - 1, here)
                 return here, "recompute"
             node = torch._C._current_autograd_node()
             if node is None:
@@ -348,10 +353,12 @@ class Recorder(FakeTensorMode):
         source: Tensor = args[0]
         if func is torch.ops.aten._local_scalar_dense.default:
             return hint if source.is_floating_point() else int(hint)
-        count = max(1, round(source.numel() * hint))
         with self.muted():
+            if func is torch.ops.aten.index.Tensor:
+                return func(source, _by_positions(args[1], hint))
+            count = max(1, round(source.numel() * hint))
             if func is torch.ops.aten.nonzero.default:
-                return torch.empty((source.dim(), count), dtype=torch.int64).t()
+                return source.new_empty((source.dim(), count), dtype=torch.int64).t()
             return source.new_empty((count,))
 
     def _ordinary(self, asked: Row | None, module: str) -> bool | None:
@@ -372,6 +379,18 @@ class Recorder(FakeTensorMode):
             if fnmatchcase(name, pattern) or fnmatchcase(module, pattern) or fnmatchcase(f"{name}@{module}", pattern):
                 return value
         return None
+
+
+def _by_positions(indices: Any, share: float) -> list[Tensor | None]:
+    """Masks among indices as the positions they stand for: one index per dimension of the mask."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            count = max(1, round(index.numel() * share))
+            found.extend(index.new_empty((count,), dtype=torch.int64) for _ in range(index.dim()))
+        else:
+            found.append(index)
+    return found
 
 
 def _in_python_function() -> bool:

@@ -70,6 +70,8 @@ class Step:
     def __init__(
         self, workload: Workload, recipe: Recipe, *, device_type: str, observer: Observer | None = None
     ) -> None:
+        if recipe.precision == "bf16":
+            workload = Workload(workload.model, _cast_floats(workload.batch, torch.bfloat16), workload.loss)
         self.workload, self.recipe, self.device_type = workload, recipe, device_type
         self.observer: Observer = observer or _Silent()
         self.model = workload.model
@@ -187,14 +189,18 @@ def _cast_tensors(model: nn.Module, dtype: torch.dtype, *, buffers: bool) -> Non
 def _cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
     """Float inputs of the root and of every block are cast, as FSDP2's mixed precision does."""
 
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
     def pre_hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return torch.utils._pytree.tree_map(cast, (args, kwargs))
+        return _cast_floats((args, kwargs), dtype)
 
     for path in ["", *find_blocks(model)]:
         model.get_submodule(path).register_forward_pre_hook(pre_hook, with_kwargs=True)
+
+
+def _cast_floats(values: Any, dtype: torch.dtype) -> Any:
+    """The same structure with its float tensors in another dtype."""
+    return torch.utils._pytree.tree_map(
+        lambda value: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value, values
+    )
 
 
 def apply_recompute(model: nn.Module, how: str, observer: Observer) -> None:

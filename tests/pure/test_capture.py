@@ -1,0 +1,574 @@
+"""What a trace says of a step, held against real runs, brute force and a grid of choices measured on an H200."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gzip
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from foretell.errors import ModelError
+from foretell.trace.capture import capture
+from foretell.trace.cuda import cuda_choices
+from foretell.trace.cuda_attention import choose
+from foretell.trace.here import measure_on_cpu, trace_as_cpu
+from foretell.trace.live import peak_live
+from foretell.trace.load import Source, load
+from foretell.trace.module import capture_module
+from foretell.trace.recipe import Recipe
+from foretell.trace.recorder import Recorder
+from foretell.trace.step import Workload
+from foretell.trace.types import Trace
+
+GRID = Path(__file__).parents[1] / "data" / "sdpa_choices_h200.json.gz"
+STEPS = ("first_step", "steady_step", "steady_step")
+
+
+@functools.cache
+def traced(model: str, *, routing: str | None = None, nonzero: float | None = None, **recipe: Any) -> Trace:
+    source = Source(model=model, micro_batch=2, overrides={"routing": routing} if routing else {})
+    hints = None if nonzero is None else {"aten.nonzero.default": nonzero}
+    return capture(lambda: load(source), Recipe(**recipe), hints=hints)
+
+
+def measured(source: Source, recipe: Recipe) -> int:
+    """Peak bytes in tensors of a real run, without what CPU kernels take for themselves."""
+    return measure_on_cpu(source, recipe)[0]
+
+
+def bytes_by_role(trace: Trace) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for storage in trace.storages.values():
+        found[storage.role] += storage.nbytes
+    return found
+
+
+def flops_in(trace: Trace, phase: str, inside: str = "") -> int:
+    ops = trace.programs["micro_first"].ops
+    return sum(op.flops or 0 for op in ops if op.phase == phase and op.module.startswith(inside))
+
+
+# --------------------------------------------------------------------------- CUDA's choice of an attention kernel
+
+
+def grid_rows(grid: dict) -> Iterator[tuple[tuple, str]]:
+    """(dtype, head, lengths, mask, dropout, causal, grad, gqa) and what the H200 chose, in the order measured."""
+    chosen = iter(grid["chosen"])
+    for row in itertools.product(*grid["axes"].values()):
+        if not (row[5] and (row[3] or row[2][0] != row[2][1])):
+            yield row, grid["choices"][int(next(chosen))]
+    assert next(chosen, None) is None
+
+
+def test_attention_choices_equal_those_of_an_h200() -> None:
+    """Every one of 15,912 combinations for which torch 2.11 was asked for its choice on the GPU."""
+    grid = json.loads(gzip.decompress(GRID.read_bytes()))
+    wrong: Counter[tuple[str, str, str, int]] = Counter()
+    count = 0
+    for (name, head, (queries, keys), kind, dropout, causal, grad, gqa), real in grid_rows(grid):
+        dtype = getattr(torch, name)
+        query = torch.empty(2, 8, queries, head, dtype=dtype, device="meta", requires_grad=grad)
+        key = torch.empty(2, 2 if gqa else 8, keys, head, dtype=dtype, device="meta", requires_grad=grad)
+        shape = (1, 1, queries, keys) if kind == "bcast" else (2, 8, queries, keys)
+        kinds = {"bool": torch.bool, "float": torch.float32, "same": dtype, "bcast": dtype}
+        mask = torch.empty(shape, dtype=kinds[kind], device="meta") if kind else None
+        ours = choose(query, key, key, mask, dropout, causal, gqa, (9, 0), grad)
+        count += 1
+        if ours != real:
+            wrong[ours, real, name, head] += 1
+    assert count == 15912
+    assert not wrong
+
+
+def test_attention_choice_elsewhere_than_on_hopper() -> None:
+    """PyTorch tries cuDNN first on Hopper and data centre Blackwell only, with heads over 128 on Hopper alone."""
+
+    def chosen(head: int, capability: tuple[int, int], value: int | None = None, **more: Any) -> str:
+        query = torch.empty(2, 8, 64, head, dtype=torch.bfloat16, device="meta")
+        values = torch.empty(2, 8, 64, value or head, dtype=torch.bfloat16, device="meta")
+        return choose(query, query, values, more.get("mask"), 0.0, False, False, capability, more.get("grad", True))
+
+    assert [chosen(64, c) for c in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))] == ["flash", "flash", "cudnn", "cudnn", "flash"]
+    assert [chosen(256, c) for c in ((8, 0), (9, 0), (10, 0))] == ["flash", "cudnn", "flash"]
+    assert [chosen(192, c, 128) for c in ((8, 0), (9, 0), (10, 0))] == ["efficient", "cudnn", "cudnn"]
+    assert chosen(64, (7, 5)) == "efficient"
+    mask = torch.empty(2, 8, 64, 64, dtype=torch.bfloat16, device="meta")
+    assert chosen(64, (8, 0), mask=mask) == "efficient"
+
+
+# --------------------------------------------------------------------------- against a real run on this CPU
+
+EXACT: list[dict[str, Any]] = [
+    {}, {"optimizer": "sgd"}, {"optimizer": "momentum"}, {"accumulate": 2}, {"accumulate": 3}, {"clip": 1.0},
+    {"recompute": "full"}, {"recompute": "selective"}, {"freeze": ("tokens", "positions", "blocks.0")},
+    {"precision": "bf16"}, {"precision": "bf16-autocast"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", EXACT, ids=lambda o: "-".join(map(str, o.values())) or "default")
+def test_peak_of_a_cpu_step_is_exact_to_the_byte(options: dict[str, Any]) -> None:
+    """Short sequences: the peak is where the two gradients of the tied embedding meet."""
+    source, recipe = Source(model="gpt-tiny", micro_batch=2, seq=32), Recipe(**{"precision": "fp32", **options})
+    assert peak_live(trace_as_cpu(source, recipe), STEPS[:2]) == measured(source, recipe)
+
+
+@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny", "bert-tiny", "mixtral-tiny", "tnt-tiny", "ssm-tiny"])
+def test_peak_in_the_activations_is_exact_too(model: str) -> None:
+    source, recipe = Source(model=model, micro_batch=1), Recipe(precision="fp32")
+    trace = trace_as_cpu(source, recipe)
+    assert peak_live(trace, STEPS[:2]) == measured(source, recipe)
+
+
+@pytest.mark.parametrize("optimizer", ["adam-loop", "adamw-foreach"])
+def test_peak_in_the_update_is_exact_but_for_numbers(optimizer: str) -> None:
+    """PyTorch makes tensors of 4 or 8 bytes of Python numbers; two are alive where these optimizers peak."""
+    source, recipe = Source(model="gpt-tiny", seq=32), Recipe(precision="fp32", optimizer=optimizer)
+    assert 0 <= measured(source, recipe) - peak_live(trace_as_cpu(source, recipe), STEPS[:2]) <= 16
+
+
+def test_recompute_keeps_one_more_random_state_than_traced() -> None:
+    """While a block is computed again the generator's state is set aside; on a GPU machine that is host memory."""
+    source, recipe = Source(model="gpt-tiny"), Recipe(precision="fp32", recompute="full")
+    missing = measured(source, recipe) - peak_live(trace_as_cpu(source, recipe), STEPS[:2])
+    assert missing == torch.get_rng_state().nbytes
+
+
+def test_lora_is_exact_but_for_one_number_per_layer() -> None:
+    """Autograd keeps the adapter's scale, 8 bytes, for each of four linear layers in four blocks."""
+    source, recipe = Source(model="gpt-tiny"), Recipe(precision="fp32", lora=4)
+    assert measured(source, recipe) - peak_live(trace_as_cpu(source, recipe), STEPS[:2]) == 4 * 4 * 8
+
+
+# --------------------------------------------------------------------------- modules and phases
+
+
+@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny", "vit-tiny"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_backward_ops_know_their_module_and_phase(model: str, recompute: str) -> None:
+    trace = traced(model, recompute=recompute)
+    paths = {name for name, _ in load(Source(model=model)).model.named_modules()}
+    ops = [op for op in trace.programs["micro_first"].ops if not op.name.startswith("foretell.")]
+    assert {op.module for op in ops} <= paths
+    phases = {"forward", "backward", "recompute"} if recompute != "none" else {"forward", "backward"}
+    assert {op.phase for op in ops} == phases
+    assert {op.phase for op in trace.programs["update"].ops} == {"update"}
+    behind = [op for op in ops if op.phase in ("backward", "recompute")]
+    outside = Counter(op.name for op in ops if op.phase == "forward" and not op.module)
+    nowhere = [op for op in behind if not op.module]
+    assert len(nowhere) <= 3 * outside.total(), "backward of what the top level and the loss compute themselves"
+    assert sum(bool(op.module) for op in behind) >= 0.95 * (len(behind) - len(nowhere)) > 0
+    assert sum(op.flops or 0 for op in nowhere) <= 0.1 * sum(op.flops or 0 for op in behind)
+
+
+@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny", "vit-tiny"])
+def test_backward_of_every_module_costs_twice_its_forward(model: str) -> None:
+    """Matrix products come in threes; a backward op given to the wrong module would break the ratio in both."""
+    trace = traced(model)
+    products = [op for op in trace.programs["micro_first"].ops if op.name in ("aten.mm.default", "aten.addmm.default")]
+    ahead, behind = Counter[str](), Counter[str]()
+    for op in products:
+        (ahead if op.phase == "forward" else behind)[op.module] += op.flops or 0
+    assert set(ahead) == set(behind) and len(ahead) >= 12
+    for module, forward in ahead.items():
+        assert behind[module] == 2 * forward, module
+
+
+@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny", "vit-tiny"])
+def test_recompute_computes_blocks_again_and_keeps_less(model: str) -> None:
+    none, selective, full = (traced(model, recompute=how) for how in ("none", "selective", "full"))
+
+    def saved(trace: Trace, inside: str) -> int:
+        return sum(s.nbytes for s in trace.storages.values() if s.saved and s.module.startswith(inside))
+
+    assert saved(none, "blocks.") > saved(selective, "blocks.") > saved(full, "blocks.")
+    assert saved(none, "norm") == saved(full, "norm") > 0
+    blocks = flops_in(none, "forward", "blocks.")
+    assert flops_in(none, "recompute") == 0
+    assert flops_in(full, "forward") == flops_in(none, "forward")
+    assert flops_in(full, "backward") == flops_in(none, "backward")
+    # checkpoint stops as soon as the last saved tensor is there: the last product of a block is not computed again
+    last = max(
+        (op for op in none.programs["micro_first"].ops if op.phase == "forward" and op.module.startswith("blocks.0.")),
+        key=lambda op: (op.name in ("aten.mm.default", "aten.addmm.default"), none.programs["micro_first"].ops.index(op)),
+    )
+    left_out = len(none.meta["blocks"]) * (last.flops or 0)  # type: ignore[arg-type]
+    assert flops_in(full, "recompute") == pytest.approx(blocks - left_out, rel=0.02)
+    assert flops_in(selective, "recompute") < 0.02 * blocks
+
+
+# --------------------------------------------------------------------------- storages
+
+MANY: list[tuple[str, dict[str, Any]]] = [
+    ("gpt-tiny", {}), ("gpt-tiny", {"accumulate": 3}), ("gpt-tiny", {"recompute": "full", "clip": 1.0}),
+    ("gpt-tiny", {"precision": "fp16-autocast", "clip": 1.0}), ("gpt-tiny", {"optimizer": "adamw", "clip": 1.0}),
+    ("gpt-tiny", {"optimizer": "adamw-loop"}), ("gpt-tiny", {"lora": 4, "nf4": True}), ("llama-tiny", {}),
+    ("vit-tiny", {"optimizer": "momentum"}), ("t5-tiny", {}), ("resnet-tiny", {}), ("lstm-tiny", {}),
+    ("mixtral-tiny", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "recipe"), MANY, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())))
+def test_nothing_leaks_and_nothing_dies_twice(model: str, recipe: dict[str, Any]) -> None:
+    trace = traced(model, **recipe)
+    alive, after = set(trace.resident), []
+    assert len(alive) == len(trace.resident)
+    for name in (*STEPS, "steady_step"):
+        for program, times in trace.schedule[name]:
+            for op in trace.programs[program].ops * times:
+                assert not alive & set(op.allocates), op
+                alive |= set(op.allocates)
+                for number in op.frees:
+                    # constants made of Python numbers (`torch.tensor(0.0)`) come from no op, and die all the same
+                    assert number in alive or trace.storages[number].nbytes <= 8, op
+                    alive.discard(number)
+        after.append(set(alive))
+    assert after[0] == after[1] == after[2] == after[3]
+    assert {trace.storages[number].role for number in after[0] - set(trace.resident)} <= {"optimizer"}
+
+
+def test_inputs_of_an_op_are_alive_when_it_runs() -> None:
+    for trace in (traced("gpt-tiny", recompute="full"), traced("llama-tiny", accumulate=2), traced("vit-tiny")):
+        alive = set(trace.resident)
+        for name in STEPS:
+            for program, times in trace.schedule[name]:
+                for op in trace.programs[program].ops * times:
+                    assert {ref.storage for ref in op.inputs} <= alive, op
+                    alive |= set(op.allocates)
+                    assert {ref.storage for ref in op.outputs} <= alive, op
+                    alive -= set(op.frees)
+
+
+@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny", "vit-tiny"])
+def test_bytes_of_parameters_gradients_and_optimizer_state(model: str) -> None:
+    real = load(Source(model=model)).model
+    parameters = list(real.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    trace = traced(model)
+    held = bytes_by_role(trace)
+    assert trace.meta["parameters"] == trace.meta["trainable"] == count
+    assert held["parameter"] == held["gradient"] == 4 * count
+    assert held["optimizer"] == 2 * 4 * count + 4 * len(parameters)
+    assert held["buffer"] == sum(buffer.nbytes for buffer in real.buffers())
+    assert bytes_by_role(traced(model, optimizer="sgd"))["optimizer"] == 0
+    assert bytes_by_role(traced(model, optimizer="momentum"))["optimizer"] == 4 * count
+    if model != "vit-tiny":  # its images are fp32, and pure bf16 casts no inputs
+        half = bytes_by_role(traced(model, precision="bf16"))
+        assert half["parameter"] == half["gradient"] == 2 * count
+
+
+def test_what_the_optimizer_makes_are_no_logits() -> None:
+    """A foreach op has outputs of many shapes; one that is as wide as the logits does not make logits of them all."""
+    trace = traced("gpt-tiny", optimizer="adamw")
+    born = {number for name in ("update_first", "update") for op in trace.programs[name].ops for number in op.allocates}
+    assert sum(trace.storages[number].role == "temporary" for number in born) > 52
+    assert {trace.storages[number].role for number in born} == {"optimizer", "temporary"}
+    logits = [s.nbytes for s in trace.storages.values() if s.role == "logits"]
+    assert 2 * 128 * 512 * 4 in logits and 2 * 128 * 512 * 2 in logits
+
+
+def test_frozen_prefix_has_no_gradient_and_no_state() -> None:
+    real = dict(load(Source(model="gpt-tiny")).model.named_parameters())
+    kept = [value for name, value in real.items() if not name.startswith(("tokens", "blocks.0."))]
+    assert 0 < len(kept) < len(real)
+    trace = traced("gpt-tiny", freeze=("tokens", "blocks.0."))
+    held = bytes_by_role(trace)
+    trainable = sum(value.numel() for value in kept)
+    assert trace.meta["trainable"] == trainable
+    assert held["gradient"] == 4 * trainable
+    assert held["optimizer"] == 8 * trainable + 4 * len(kept)
+    assert held["parameter"] == 4 * sum(value.numel() for value in real.values())
+    owners = {s.module for s in trace.storages.values() if s.role in ("gradient", "optimizer")}
+    assert not any(owner.startswith(("tokens", "blocks.0")) for owner in owners)
+
+
+def test_lora_trains_adapters_only_and_nf4_packs_the_base() -> None:
+    linear = [
+        module
+        for path, module in load(Source(model="gpt-tiny")).model.named_modules()
+        if isinstance(module, nn.Linear) and path.startswith("blocks.")
+    ]
+    adapters = sum(4 * (layer.in_features + layer.out_features) for layer in linear)
+    plain, lora, packed = traced("gpt-tiny"), traced("gpt-tiny", lora=4), traced("gpt-tiny", lora=4, nf4=True)
+    held = bytes_by_role(lora)
+    assert lora.meta["trainable"] == packed.meta["trainable"] == adapters
+    assert held["gradient"] == 4 * adapters
+    assert held["optimizer"] == 8 * adapters + 4 * 2 * len(linear)
+    assert held["parameter"] == bytes_by_role(plain)["parameter"] + 4 * adapters
+    weights = sum(layer.weight.numel() for layer in linear)
+    small = bytes_by_role(packed)
+    base = held["parameter"] + held["buffer"] - (small["parameter"] + small["buffer"])
+    assert base == 4 * weights - (weights // 2 + 4 * (weights // 64)), "half a byte a weight, one fp32 for every 64"
+
+
+def test_module_of_the_user_is_left_as_it_was() -> None:
+    model = load(Source(model="gpt-tiny", seq=16)).model.eval()
+    model.blocks[1].mlp.up.weight.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    identities = {name: id(value) for name, value in model.named_parameters()}
+    forwards = [module.forward.__func__ for module in model.modules()]
+    batch = {"input_ids": torch.randint(0, 512, (2, 16))}
+    recipe = Recipe(precision="bf16", recompute="full", lora=4, nf4=True)
+    for asked in (recipe, Recipe(freeze=("blocks",)), Recipe(mode="infer")):
+        capture_module(model, batch, lambda out, _: out.float().mean(), asked, capability=(9, 0), hints=None)
+    assert not model.training
+    assert {name: id(value) for name, value in model.named_parameters()} == identities
+    assert [name for name, value in model.named_parameters() if not value.requires_grad] == ["blocks.1.mlp.up.weight"]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [module.forward.__func__ for module in model.modules()] == forwards
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+# --------------------------------------------------------------------------- what depends on data
+
+
+class Inner(nn.Module):
+    def __init__(self, compute: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self.layer, x)
+
+
+class Outer(nn.Module):
+    def __init__(self, compute: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner = Inner(compute)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).sum()
+
+
+def nonzero(layer: nn.Linear, x: Tensor) -> Tensor:
+    return layer(x[torch.nonzero(x[:, 0])[:, 0]])
+
+
+def where(layer: nn.Linear, x: Tensor) -> Tensor:
+    rows, _ = torch.where(x > 0)
+    return layer(x[rows])
+
+
+def mask_of_elements(layer: nn.Linear, x: Tensor) -> Tensor:
+    y = layer(x)
+    return y[y > 0]
+
+
+def mask_of_rows(layer: nn.Linear, x: Tensor) -> Tensor:
+    return layer(x[x[:, 0] > 0])
+
+
+def masked_select(layer: nn.Linear, x: Tensor) -> Tensor:
+    y = layer(x)
+    return torch.masked_select(y, y > 0)
+
+
+def item(layer: nn.Linear, x: Tensor) -> Tensor:
+    return layer(x[: int(x.abs().sum().long().item())])
+
+
+def of_data(compute: Callable, hints: dict[str, float] | None) -> Trace:
+    return capture(lambda: Workload(Outer(compute), torch.randn(16, 8)), Recipe(precision="fp32"), hints=hints)
+
+
+DATA = [
+    (nonzero, "aten.nonzero.default", 0.25, (4, 8)),
+    (where, "aten.nonzero.default", 0.25, (32, 8)),
+    (mask_of_elements, "aten.index.Tensor", 0.25, (32,)),
+    (mask_of_rows, "aten.index.Tensor", 0.25, (4, 8)),
+    (masked_select, "aten.masked_select.default", 0.25, (32,)),
+    (item, "aten._local_scalar_dense.default", 3, (3, 8)),
+]
+
+
+@pytest.mark.parametrize(("compute", "op", "hint", "shape"), DATA, ids=lambda v: getattr(v, "__name__", ""))
+def test_sizes_that_depend_on_data(compute: Callable, op: str, hint: float, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ModelError) as caught:
+        of_data(compute, None)
+    assert op in caught.value.problem and "'inner'" in caught.value.problem
+    assert f"--hint '{op}=" in caught.value.remedy
+    for pattern in (op, "inner", f"{op}@inner", "aten.*"):
+        trace = of_data(compute, {pattern: hint})
+        ops = [o for o in trace.programs["micro_first"].ops if o.phase == "forward" and o.name == "aten.sum.default"]
+        assert ops[-1].inputs[0].spec.shape == shape
+    with pytest.raises(ModelError):
+        of_data(compute, {"another": hint})
+
+
+def test_whole_share_of_rows_costs_what_no_mask_costs() -> None:
+    masked = of_data(mask_of_rows, {"inner": 1.0})
+    plain = of_data(lambda layer, x: layer(x[torch.arange(16)]), None)
+    assert flops_in(masked, "forward", "inner.layer") == flops_in(plain, "forward", "inner.layer") > 0
+
+
+def test_experts_that_take_the_tokens_that_chose_them() -> None:
+    with pytest.raises(ModelError, match=r"aten\.nonzero\.default in module 'blocks\.0\.moe'"):
+        traced("mixtral-tiny", routing="loop")
+    products = {}
+    for share in (0.125, 0.5):
+        trace = traced("mixtral-tiny", routing="loop", nonzero=share)
+        found = [op for op in trace.programs["micro_first"].ops if op.name == "aten.nonzero.default"]
+        assert found and all(op.outputs[0].spec.shape[0] == share * op.inputs[0].spec.numel for op in found)
+        ops = [op for op in trace.programs["micro_first"].ops if op.module == "blocks.0.moe" and op.name == "aten.mm.default"]
+        assert {op.phase for op in ops} == {"forward", "backward"}
+        products[share] = sum(op.flops or 0 for op in ops)
+    assert products[0.5] == 4 * products[0.125] > 0
+
+
+def test_questions_about_a_whole_tensor_are_answered_as_usual_and_told() -> None:
+    def ask(layer: nn.Linear, x: Tensor) -> Tensor:
+        if (x > 0).all():
+            x = x * 2
+        if torch.isnan(x).any():
+            x = x + 1
+        return layer(x)
+
+    trace = of_data(ask, None)
+    assert trace.meta["assumed"] == [
+        "aten.all.default in module 'inner' is taken to be True",
+        "aten.any.default in module 'inner' is taken to be False",
+    ]
+    names = {op.name for op in trace.programs["micro_first"].ops if op.phase == "forward"}
+    assert "aten.mul.Tensor" in names and "aten.add.Tensor" not in names
+
+
+# --------------------------------------------------------------------------- autocast as CUDA does it
+
+
+@contextmanager
+def as_cuda() -> Iterator[None]:
+    recorder = Recorder()
+    with recorder, cuda_choices(recorder, (9, 0)), torch.autocast("cpu", torch.bfloat16):
+        yield
+
+
+def low(*shape: int) -> Tensor:
+    return torch.ones(*shape, dtype=torch.bfloat16)
+
+
+def wide(*shape: int) -> Tensor:
+    return torch.ones(*shape)
+
+
+TO_FP32: dict[str, Callable[[], Tensor]] = {
+    "softmax": lambda: F.softmax(low(4, 8), -1),
+    "log_softmax": lambda: F.log_softmax(low(4, 8), -1),
+    "layer_norm": lambda: F.layer_norm(low(4, 8), (8,), low(8), low(8)),
+    "group_norm": lambda: F.group_norm(low(4, 8, 2), 2),
+    "sum": lambda: low(4, 8).sum(),
+    "sum of a dimension": lambda: low(4, 8).sum(-1),
+    "cumsum": lambda: low(4, 8).cumsum(0),
+    "prod": lambda: low(4, 8).prod(),
+    "exp": lambda: low(4).exp(),
+    "log": lambda: low(4).log(),
+    "rsqrt": lambda: low(4).rsqrt(),
+    "pow": lambda: low(4).pow(2),
+    "norm": lambda: torch.linalg.vector_norm(low(4, 8)),
+    "cross_entropy": lambda: F.cross_entropy(low(4, 8), torch.zeros(4, dtype=torch.int64)),
+    "mse_loss": lambda: F.mse_loss(low(4), low(4)),
+    "l1_loss": lambda: F.l1_loss(low(4), low(4)),
+    "kl_div": lambda: F.kl_div(low(4), low(4), reduction="batchmean"),
+    "binary cross entropy with logits": lambda: F.binary_cross_entropy_with_logits(low(4), low(4)),
+    "cosine_similarity": lambda: F.cosine_similarity(low(4, 8), low(4, 8)),
+    "softplus": lambda: F.softplus(low(4)),
+    "cdist": lambda: torch.cdist(low(4, 8), low(4, 8)),
+    "interpolate": lambda: F.interpolate(low(1, 2, 4, 4), scale_factor=2),
+    "cat of two dtypes": lambda: torch.cat([low(4), wide(4)]),
+    "stack of two dtypes": lambda: torch.stack([low(4), wide(4)]),
+    "addcmul of two dtypes": lambda: torch.addcmul(wide(4), low(4), low(4)),
+    "embedding": lambda: F.embedding(torch.zeros(4, dtype=torch.int64), wide(8, 8)),
+    "add of two dtypes": lambda: low(4) + wide(4),
+}
+TO_BF16: dict[str, Callable[[], Tensor]] = {
+    "linear": lambda: F.linear(wide(4, 8), wide(8, 8), wide(8)),
+    "matmul": lambda: wide(4, 8) @ wide(8, 4),
+    "bmm": lambda: torch.bmm(wide(2, 4, 8), wide(2, 8, 4)),
+    "baddbmm": lambda: torch.baddbmm(wide(2, 4, 4), wide(2, 4, 8), wide(2, 8, 4)),
+    "einsum": lambda: torch.einsum("ij,jk->ik", wide(4, 8), wide(8, 4)),
+    "conv2d": lambda: F.conv2d(wide(1, 2, 4, 4), wide(2, 2, 3, 3)),
+    "conv_transpose2d": lambda: F.conv_transpose2d(wide(1, 2, 4, 4), wide(2, 2, 3, 3)),
+    "prelu": lambda: F.prelu(wide(4, 8), wide(1)),
+    "attention": lambda: F.scaled_dot_product_attention(wide(1, 2, 16, 8), wide(1, 2, 16, 8), wide(1, 2, 16, 8)),
+    "cat": lambda: torch.cat([low(4), low(4)]),
+    "gelu": lambda: F.gelu(low(4)),
+    "silu": lambda: F.silu(low(4)),
+    "mean": lambda: low(4, 8).mean(),
+    "dropout": lambda: F.dropout(low(4, 8)),
+    "max": lambda: low(4, 8).amax(-1),
+    "batch_norm": lambda: F.batch_norm(low(4, 8, 2, 2), wide(8), wide(8), wide(8), wide(8), training=True),
+    "relu": lambda: F.relu(low(4)),
+}
+
+
+@pytest.mark.parametrize(("table", "dtype"), [(TO_FP32, torch.float32), (TO_BF16, torch.bfloat16)], ids=["fp32", "bf16"])
+def test_autocast_results_are_those_torch_documents_for_cuda(table: dict, dtype: torch.dtype) -> None:
+    with as_cuda():
+        results = {name: compute().dtype for name, compute in table.items()}
+    assert results == dict.fromkeys(table, dtype)
+
+
+def test_autocast_remembers_a_weight_until_its_context_ends() -> None:
+    model, recorder = nn.Linear(8, 8, bias=False), Recorder()
+    with recorder, cuda_choices(recorder, (9, 0)):
+        weight, x = nn.Parameter(torch.empty(8, 8)), torch.empty(4, 8)
+        with recorder.program("run"):
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    F.linear(F.linear(x, weight), weight)
+    del model
+    casts = [row for row in recorder.programs["run"] if row.name == "aten._to_copy.default"]
+    assert [row.outputs[0].spec.shape for row in casts] == [(8, 8), (4, 8)] * 2
+
+
+class Names(TorchDispatchMode):
+    """Names of the ops that reach the kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_cpu_is_itself_again_afterwards() -> None:
+    """Real CPU ops, their names and dtypes, before and after CUDA's choices were open."""
+    q = torch.randn(1, 2, 16, 8)
+    lstm = nn.LSTM(8, 8)
+
+    def behaviour() -> tuple[list[str], dict[str, torch.dtype]]:
+        with Names() as names:
+            F.dropout(torch.ones(4, 8), 0.5)
+            F.softmax(torch.ones(4, 8), -1)
+            F.rms_norm(torch.ones(4, 8), (8,))
+            F.batch_norm(torch.ones(4, 8), torch.zeros(8), torch.ones(8), training=True)
+            F.scaled_dot_product_attention(q, q, q)
+            F.one_hot(torch.zeros(4, dtype=torch.int64), 4)
+            lstm(torch.ones(2, 1, 8))
+        with torch.autocast("cpu", torch.bfloat16):
+            both = {**TO_FP32, **TO_BF16}
+            return names.seen, {name: compute().dtype for name, compute in both.items()}
+
+    before = behaviour()
+    with as_cuda():
+        inside = {name: compute().dtype for name, compute in {**TO_FP32, **TO_BF16}.items()}
+    after = behaviour()
+    assert after == before
+    assert before[1]["layer_norm"] == torch.bfloat16 != inside["layer_norm"]
+    assert "aten.native_dropout.default" not in before[0]
+    with pytest.raises(ModelError), as_cuda():
+        raise ModelError("anything", "")
+    assert behaviour() == before
