@@ -263,9 +263,8 @@ def test_bytes_of_parameters_gradients_and_optimizer_state(model: str) -> None:
     assert held["buffer"] == sum(buffer.nbytes for buffer in real.buffers())
     assert bytes_by_role(traced(model, optimizer="sgd"))["optimizer"] == 0
     assert bytes_by_role(traced(model, optimizer="momentum"))["optimizer"] == 4 * count
-    if model != "vit-tiny":  # its images are fp32, and pure bf16 casts no inputs
-        half = bytes_by_role(traced(model, precision="bf16"))
-        assert half["parameter"] == half["gradient"] == 2 * count
+    half = bytes_by_role(traced(model, precision="bf16"))
+    assert half["parameter"] == half["gradient"] == 2 * count
 
 
 def test_what_the_optimizer_makes_are_no_logits() -> None:
