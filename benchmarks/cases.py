@@ -44,8 +44,6 @@ def build_step(config: dict[str, Any]) -> Any:
 class _no_initialisation:
     """Large models are built on the host without touching their memory."""
 
-    names = ("normal_", "uniform_", "trunc_normal_", "fill_", "zero_")
-
     def __enter__(self) -> None:
         import torch
 

@@ -81,6 +81,15 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Infeasible:
+    """Why a step does not fit: which device, how many bytes short, who holds most."""
+
+    device: str
+    bytes_short: int
+    holders: tuple[Holder, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """The answer of `fit`."""
 
@@ -100,6 +109,14 @@ class Prediction:
     def fits(self) -> bool:
         return self.verdict in (FITS, TIGHT)
 
+    @property
+    def infeasible(self) -> Infeasible | None:
+        """Why it does not fit, or None if it does."""
+        if self.verdict != NO:
+            return None
+        name = str(self.hardware.get("name", ""))
+        return Infeasible(device=name, bytes_short=-self.memory.margin_bytes, holders=self.memory.holders)
+
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
         data["fits"] = self.fits
@@ -117,12 +134,3 @@ class Prediction:
         memory["bands"] = {name: (low, high) for name, (low, high) in memory["bands"].items()}
         given["assumptions"] = tuple(given["assumptions"])
         return cls(**given, memory=Memory(**memory), remedies=tuple(Remedy(**remedy) for remedy in data["remedies"]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Infeasible:
-    """Why a step does not fit: which device, how many bytes short, who holds most."""
-
-    device: str
-    bytes_short: int
-    holders: tuple[Holder, ...]

@@ -2,8 +2,8 @@
 
 PyTorch picks kernels by device: attention backends, dropout with a stored mask, fused norms, cuDNN's
 recurrent layers and batch norm, foreach optimizers. On fake CPU tensors it would pick the CPU's. While
-`cuda_choices` is open, CUDA's are made instead. Every entry was seen on a real GPU: the op lists of the
-zoo are held equal to a dispatch trace of the CUDA step.
+`cuda_choices` is open, CUDA's are made instead. The entries are held against a real GPU: op lists of the zoo
+equal a dispatch trace of the CUDA step. The recurrent layers are the exception: nobody has recorded them yet.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from foretell.trace.recorder import Recorder
 
 RESERVE = {"lstm": 6, "gru": 5, "rnn_tanh": 2, "rnn_relu": 2}
-"""Elements that cuDNN keeps per cell (sample, step, hidden unit, direction and layer): gates and states."""
+"""Elements that cuDNN is assumed to keep per cell (sample, step, hidden unit, direction and layer): gates and states."""
 
 
 class _CudnnRnn(torch.autograd.Function):
@@ -62,6 +62,7 @@ def _run(
     kind: str, recorder: Recorder, input: Tensor, states: Sequence[Tensor], params: Sequence[Tensor], num_layers: int,
     train: bool, bidirectional: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    recorder.assumed.add(f"cuDNN's reserve for {kind} is assumed ({RESERVE[kind]} elements a cell), not measured")
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         input, *states = (tensor.to(dtype) for tensor in (input, *states))

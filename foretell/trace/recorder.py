@@ -9,7 +9,7 @@ reference tells when. Backward ops are given the module of the forward op whose 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
 )
 
@@ -28,9 +27,6 @@ from foretell.trace import types
 
 _DEVICE = torch.ops.prim.device.default
 _NO_SEQUENCE = 2**64 - 1
-_SIZED_BY_DATA = {
-    torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default, torch.ops.aten._unique2.default,
-}  # fmt: skip
 _ORDINARY = {"aten.all.default": True, "aten.any.default": False, "aten.sum.default ==": True}
 """Questions about a whole tensor, answered as ordinary data would: no padding, no NaN, a mask that masks nothing."""
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
@@ -424,8 +420,3 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, dict):
         for value in values.values():
             yield from _tensors(value)
-
-
-def storages_of(recorder: Recorder, tensors: Iterable[Tensor]) -> list[int]:
-    """Storage ids of these tensors, each once, in order."""
-    return list(dict.fromkeys(recorder.storage_id(tensor) for tensor in tensors if isinstance(tensor, FakeTensor)))

@@ -136,7 +136,10 @@ def test_too_small_a_device_is_an_answer_not_an_error(cache_dir: Path) -> None:
     need = roomy.memory.device_bytes
     small = api.fit(model, batch, loss=gpt.loss, hardware=f"H100,memory={need - (64 << 20)}B")
     assert small.verdict == NO and not small.fits and small.memory.margin_bytes < 0
-    assert roomy.fits
+    assert roomy.fits and roomy.infeasible is None
+    why = small.infeasible
+    assert why is not None and why.device == "H100-SXM-80GB" and why.bytes_short == -small.memory.margin_bytes > 0
+    assert why.holders == small.memory.holders and why.holders[0].bytes == max(holder.bytes for holder in why.holders)
 
 
 def test_sharding_over_more_devices_never_needs_more_state(cache_dir: Path) -> None:

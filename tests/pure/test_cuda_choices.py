@@ -20,6 +20,7 @@ from foretell.trace.types import Trace
 
 GOLDEN = sorted((Path(__file__).parents[1] / "data" / "oplists").glob("*.json.gz"))
 SLOW = {"ssm-bf16-autocast", "dit-fp32", "convnext-fp32"}
+"""Recorded and equal as well, left out of every run for their time."""
 H200 = Sizes((9, 0), 32 << 20)
 
 RESERVED_BOUND = {"tnt-bf16-autocast": 0.13}
