@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from foretell.cli import common, demo, doctor, fit, zoo
+from foretell.cli import common, demo, doctor, fit, hardware, zoo
 
 _SETTINGS: dict[str, Any] = {
     "add_completion": False,
@@ -41,6 +41,7 @@ zoo_app.callback(invoke_without_command=True, short_help="List the models known 
     zoo.listing
 )
 zoo_app.command("check")(zoo.check)
+app.command("hardware", short_help="List the devices known by name; `hardware NAME` shows one.")(hardware.hardware)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 

@@ -43,8 +43,14 @@ def find_reported(name: str) -> Device | None:
 
 
 def names() -> list[str]:
-    """Every accepted name, full names first."""
-    return [item.name for item in devices()] + [alias for row in _rows() for alias in row.get("aliases", ())]
+    """Every name worth proposing, full names first."""
+    return [item.name for item in devices()] + [alias for item in devices() for alias in aliases(item)]
+
+
+def aliases(device: Device) -> tuple[str, ...]:
+    """Other names of a device of the catalogue, without those that only quote somebody's table."""
+    row = next((row for row in _rows() if row["name"] == device.name), {})
+    return tuple(alias for alias in row.get("aliases", ()) if "(" not in alias)
 
 
 def meaning(asked: str, device: Device) -> tuple[str, ...]:
@@ -62,10 +68,19 @@ def normalise(name: str) -> str:
 
 
 @cache
-def _rows() -> tuple[dict[str, Any], ...]:
+def _files() -> tuple[dict[str, Any], ...]:
     folder = resources.files("foretell.hardware") / "catalog"
     files = sorted((item for item in folder.iterdir() if item.name.endswith(".toml")), key=lambda item: item.name)
-    return tuple(row for item in files for row in tomllib.loads(item.read_text(encoding="utf-8"))["device"])
+    return tuple(tomllib.loads(item.read_text(encoding="utf-8")) for item in files)
+
+
+def _rows() -> tuple[dict[str, Any], ...]:
+    return tuple(row for table in _files() for row in table.get("device", ()))
+
+
+@cache
+def _launch() -> dict[str, dict[str, Any]]:
+    return {row["backend"]: row for table in _files() for row in table.get("launch", ())}
 
 
 @cache
@@ -94,7 +109,12 @@ def _device(row: dict[str, Any]) -> Device:
         memory = int(row["memory_gib"] * GIB)
     capability = row.get("compute_capability")
     figures = ("memory_nominal_bytes", "memory_bandwidth_bytes_per_second", "peak_flops_per_second", "l2_bytes")
-    sources = dict.fromkeys((*figures, "sm_count", "tdp_watts"), row["source"])
+    launch = _launch()[row["backend"]]
+    sources = {
+        **dict.fromkeys((*figures, "sm_count", "tdp_watts"), row["source"]),
+        "memory_bytes": row["memory_source"],
+        "launch_overhead_seconds": launch["source"],
+    }
     return Device(
         name=row["name"],
         vendor=row["vendor"],
@@ -109,5 +129,6 @@ def _device(row: dict[str, Any]) -> Device:
         tdp_watts=row.get("tdp_w"),
         usual_per_node=row.get("usual_per_node", 8),
         verified=row.get("verified", False),
-        sources={**sources, "memory_bytes": row["memory_source"], **row.get("sources", {})},
+        launch_overhead_seconds=row.get("launch_overhead_seconds", launch["seconds"]),
+        sources={**sources, **row.get("sources", {})},
     )

@@ -2,7 +2,8 @@
 
     H100            one              H100:8, 8xH100   eight on one node
     H100:16         two nodes of 8   2x8xH100-SXM     the same, said outright
-    2x8xH100@IB400  with a link      H100:1,memory=60GiB   with less memory
+    2x8xH100@IB400  with a network   2x8xA100@4xIB200      with four cards a node
+    8xA100@PCIe4x16 linked so inside a node      H100:1,memory=60GiB   with less memory
     auto            this machine     path/to/cluster.toml (or .json)
 
 Every assumption made on the way is a sentence in `Cluster.notes`.
@@ -15,6 +16,7 @@ import re
 from foretell.errors import UnknownName, UserError
 from foretell.hardware.catalog import find, meaning
 from foretell.hardware.files import load
+from foretell.hardware.links import with_links
 from foretell.hardware.this_machine import this_machine
 from foretell.hardware.types import Cluster, Device
 
@@ -54,13 +56,8 @@ def _named(head: str, asked: str) -> Cluster:
         nodes, per_node, split = counts[0], counts[1], ""
     else:
         nodes, per_node, split = _layout(_positive(after, asked) if colon else counts[0] if counts else 1, device)
-    return Cluster(
-        device=device,
-        nodes=nodes,
-        devices_per_node=per_node,
-        link=link or None,
-        notes=meaning(name, device) + ((split,) if split else ()),
-    )
+    notes = meaning(name, device) + ((split,) if split else ())
+    return with_links(Cluster(device=device, nodes=nodes, devices_per_node=per_node, notes=notes), link or None)
 
 
 def _layout(count: int, device: Device) -> tuple[int, int, str]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from foretell.errors import UnknownName, UserError
 from foretell.hardware.catalog import GENERIC_CPU, devices, find, find_reported
-from foretell.hardware.types import Cluster, Device
+from foretell.hardware.links import with_links
+from foretell.hardware.types import Cluster, Device, Tier
 from foretell.units import gib
 
 _PROBED = "reported by torch on this machine"
@@ -53,7 +54,7 @@ def from_properties(cards: list[Any]) -> Cluster:
     if l2 and known.backend == "cuda":  # on ROCm torch reports one die's share
         device = replace(device, l2_bytes=l2, sources={**device.sources, "l2_bytes": _PROBED})
     note = f"auto found {len(cards)} x {kinds[0]}: {known.name} with {gib(device.memory_bytes)} each, as torch reports"
-    return Cluster(device=device, devices_per_node=len(cards), notes=(note,))
+    return with_links(Cluster(device=device, devices_per_node=len(cards), tiers=_host(), notes=(note,)))
 
 
 def _cpu(why: str) -> Cluster:
@@ -62,10 +63,22 @@ def _cpu(why: str) -> Cluster:
     notes = [f"auto uses the CPU of this machine ({cores} cores), since {why}; its rates are assumed"]
     if memory is None:
         notes.append(f"the RAM of this machine is unknown and taken as {gib(generic.memory_bytes)}")
-        return Cluster(device=_scaled(generic, cores), notes=tuple(notes))
+        return with_links(Cluster(device=_scaled(generic, cores), notes=tuple(notes)))
     device = _scaled(generic, cores)
     device = replace(device, memory_bytes=memory, memory_nominal_bytes=memory, verified=True)
-    return Cluster(device=device.with_memory(memory, "RAM of this machine, read here"), notes=tuple(notes))
+    device = device.with_memory(memory, "RAM of this machine, read here")
+    return with_links(Cluster(device=device, tiers=_host(), notes=tuple(notes)))
+
+
+def _host() -> tuple[Tier, ...]:
+    """The RAM beside the devices: its size is read, its rate assumed."""
+    memory = usable_ram()
+    if memory is None:
+        return ()
+    rate = find(GENERIC_CPU).memory_bandwidth_bytes_per_second
+    assumed = "assumed as a generic CPU's; `foretell probe` measures it"
+    sources = {"bytes": "read on this machine", "read_bytes_per_second": assumed, "write_bytes_per_second": assumed}
+    return (Tier(name="host", bytes=memory, read_bytes_per_second=rate, write_bytes_per_second=rate, sources=sources),)
 
 
 def _scaled(generic: Device, cores: int) -> Device:

@@ -1,13 +1,14 @@
 """Devices and clusters as plain data: frozen, keyword-only, JSON-serialisable, no torch.
 
 Every figure of a `Device` has an entry in `sources`; a source that begins with "assumed" is
-a guess, and the answer built on it must say so. Links and tiers will be further fields with
-defaults, so that files written today stay readable.
+a guess, and the answer built on it must say so. Fields added later have defaults, so that
+files written before stay readable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -16,9 +17,15 @@ from foretell.units import MIB, gib, parse_bytes
 
 Backend = Literal["cuda", "rocm", "mps", "cpu"]
 Provenance = Literal["measured", "assumed"]
+Level = Literal["device", "intra", "inter"]
 
 BACKENDS: tuple[Backend, ...] = ("cuda", "rocm", "mps", "cpu")
 PROVENANCES: tuple[Provenance, ...] = ("measured", "assumed")
+INTRA_KINDS = ("nvlink", "xgmi", "pcie", "memory")
+HOST_KINDS = ("pcie", "c2c", "xgmi", "memory")
+INTER_KINDS = ("infiniband", "roce", "ethernet", "slingshot", "efa", "omnipath")
+LINK_KINDS = tuple(dict.fromkeys((*INTRA_KINDS, *HOST_KINDS, *INTER_KINDS)))
+TIER_NAMES = ("hbm", "host", "disk")
 ASSUMED = "assumed"
 _SMALLEST_CAP = 64 * MIB
 _TOO_MANY = 2**60
@@ -50,12 +57,14 @@ class Device:
     usual_per_node: int = 8
     verified: bool = False
     """Whether torch was asked on such a device, here, for the figures it reports itself."""
+    launch_overhead_seconds: float | None = None
+    """From one kernel's start to the next's when they do nothing; assumed unless probed."""
+    price_per_hour: float | None = None
+    """US dollars per device-hour where the user gives it; see `prices.price_per_hour`."""
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        complaint = _complaint(self)
-        if complaint:
-            raise UserError(f"device '{self.name}': {complaint}", "correct the hardware file")
+        _refuse(f"device '{self.name}'", _device_complaints(self))
 
     def peak(self, dtype: str) -> float:
         """Peak rate for `dtype`; a dtype without a fast path runs at the float32 rate."""
@@ -79,25 +88,177 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """Equal nodes of equal devices."""
+class Link:
+    """A way bytes travel between devices, or between a device and its host."""
 
-    device: Device
-    nodes: int = 1
-    devices_per_node: int = 1
-    link: str | None = None
-    """What was written after '@', unchecked: links come later."""
-    notes: tuple[str, ...] = ()
-    """Sentences to print with every answer, such as "H100 means H100-SXM-80GB (79.1 GiB)"."""
+    name: str
+    """NVLink4, PCIe5x16, IB400, RoCE100, Eth25, Slingshot200, ..."""
+    kind: str
+    """nvlink, xgmi, c2c, pcie, memory, infiniband, roce, ethernet, slingshot, efa or omnipath."""
+    bytes_per_second: float
+    """Nominal, one direction, of one device (of one network card for links between nodes)."""
+    latency_seconds: float
+    """Of one message between two devices."""
+    multicast: bool = False
+    """Whether the switch adds and copies (NVLink SHARP)."""
+    pair_bytes_per_second: float | None = None
+    """Between two devices alone where that is less: a mesh without a switch. None: the full rate."""
+    sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, value in (("nodes", self.nodes), ("devices_per_node", self.devices_per_node)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"{name} is {value!r}", "give a whole number of at least 1")
+        _refuse(f"link '{self.name}'", _link_complaints(self))
+
+    @property
+    def between_two(self) -> float:
+        """Bytes per second, one direction, when only two devices talk."""
+        return self.bytes_per_second if self.pair_bytes_per_second is None else self.pair_bytes_per_second
+
+    def assumed(self, field_name: str) -> bool:
+        """Whether a figure is a guess rather than a specification or a measurement."""
+        return self.sources.get(field_name, ASSUMED).startswith(ASSUMED)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**{item.name: getattr(self, item.name) for item in fields(self)}, "sources": dict(self.sources)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """A level of memory: hbm, host or disk."""
+
+    name: str
+    bytes: int
+    """Of one device for hbm, of one node for host and disk."""
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _refuse(f"tier '{self.name}'", _tier_complaints(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**{item.name: getattr(self, item.name) for item in fields(self)}, "sources": dict(self.sources)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Equal nodes of equal devices, or, with `groups`, unlike groups of them side by side.
+
+    Ranks are numbered node by node, and group by group.
+    """
+
+    device: Device
+    """With `groups`: the device with the least memory, since that one decides whether a model fits."""
+    nodes: int = 1
+    devices_per_node: int = 1
+    """With `groups`: of the largest node."""
+    link: str | None = None
+    """What was written after '@', such as `4xIB200`."""
+    notes: tuple[str, ...] = ()
+    """Sentences to print with every answer, such as "H100 means H100-SXM-80GB (79.1 GiB)"."""
+    intra: Link | None = None
+    """Between the devices of a node (or of a rack that one switch joins: `devices_per_domain`)."""
+    inter: Link | None = None
+    """Between nodes: nominal rate of one network card. With `groups`: between groups."""
+    cards_per_node: int = 1
+    """Network cards of a node; all its devices share them."""
+    devices_per_domain: int | None = None
+    """Devices that `intra` joins where that is more than a node (72 in an NVL72 rack). None: a node."""
+    host_link: Link | None = None
+    """Between one device and its host."""
+    tiers: tuple[Tier, ...] = ()
+    """Memory levels that are known; see `tier`."""
+    groups: tuple[Cluster, ...] = ()
+    matrix: tuple[tuple[float, ...], ...] | None = None
+    """Measured bytes per second from rank (row) to rank (column); the diagonal means nothing."""
+    region: str | None = None
+    """Where it stands, for the carbon of its electricity; a name of `catalog/carbon.toml`."""
+    carbon_g_per_kwh: float | None = None
+    """Grams of CO2 per kWh where the user gives it outright."""
+
+    def __post_init__(self) -> None:
+        _refuse("cluster", _cluster_complaints(self))
+
+    @classmethod
+    def side_by_side(cls, groups: tuple[Cluster, ...], inter: Link | None = None, **more: Any) -> Cluster:
+        """Unlike groups as one cluster, joined by `inter` (by default the slowest of their own networks).
+
+        Their notes are told with those given in `more`, which are further fields.
+        """
+        if not groups:
+            raise UserError("a cluster of groups has no group", "give at least one group")
+        known = [group.inter for group in groups if group.inter is not None]
+        slowest = min(known, key=lambda link: link.bytes_per_second) if len(known) == len(groups) else None
+        fixed = {
+            "device": min((group.device for group in groups), key=lambda device: device.memory_bytes),
+            "nodes": sum(group.nodes for group in groups),
+            "devices_per_node": max(group.devices_per_node for group in groups),
+            "cards_per_node": min(group.cards_per_node for group in groups),
+            "notes": tuple(
+                dict.fromkeys([*more.get("notes", ()), *(note for group in groups for note in group.notes)])
+            ),
+        }
+        return cls(groups=groups, inter=inter or slowest, **{**more, **fixed})
 
     @property
     def count(self) -> int:
+        if self.groups:
+            return sum(group.count for group in self.groups)
         return self.nodes * self.devices_per_node
+
+    @property
+    def per_device_network_bytes_per_second(self) -> float | None:
+        """One device's share of its node's cards, one direction; with groups the smallest; None if unknown."""
+        if self.inter is None:
+            return None
+        parts = self.groups or (self,)
+        return min(part.cards_per_node * self.inter.bytes_per_second / part.devices_per_node for part in parts)
+
+    def tier(self, name: str) -> Tier | None:
+        """A memory level by name; `hbm` is the device's own memory unless given; None where unknown."""
+        found = next((tier for tier in self.tiers if tier.name == name), None)
+        if found is not None or name != "hbm":
+            return found
+        rate, source = self.device.memory_bandwidth_bytes_per_second, self.device.sources
+        sources = {
+            "bytes": source.get("memory_bytes", ASSUMED),
+            "read_bytes_per_second": source.get("memory_bandwidth_bytes_per_second", ASSUMED),
+        }
+        size = self.device.memory_bytes
+        return Tier(name="hbm", bytes=size, read_bytes_per_second=rate, write_bytes_per_second=rate, sources=sources)
+
+    def domain_of(self, rank: int) -> tuple[int, int]:
+        """Which group, and which domain of it that `intra` joins, a rank belongs to."""
+        if not 0 <= rank < self.count:
+            raise UserError(f"rank {rank} is not in a cluster of {self.count}", f"ranks run from 0 to {self.count - 1}")
+        if not self.groups:
+            return 0, rank // (self.devices_per_domain or self.devices_per_node)
+        for index, group in enumerate(self.groups):
+            if rank < group.count:
+                return index, group.domain_of(rank)[1]
+            rank -= group.count
+        raise AssertionError("count is the sum of the groups")
+
+    def level(self, ranks: Iterable[int]) -> Level:
+        """How far a group of ranks reaches: one device, `intra`, or `inter`."""
+        members = set(ranks)
+        if len(members) < 2:
+            return "device"
+        return "intra" if len({self.domain_of(rank) for rank in members}) == 1 else "inter"
+
+    def spread(self, ranks: Iterable[int]) -> tuple[int, int]:
+        """How many domains a group of ranks touches, and the most ranks it has in one."""
+        counts = Counter(self.domain_of(rank) for rank in set(ranks))
+        return len(counts), max(counts.values(), default=0)
+
+    def link_between(self, ranks: Iterable[int]) -> Link | None:
+        """The slowest link a group of ranks must use; None for one device or where it is unknown."""
+        members = sorted(set(ranks))
+        level = self.level(members)
+        if level == "device":
+            return None
+        groups = {self.domain_of(rank)[0] for rank in members}
+        inside = self.groups[groups.pop()] if self.groups and len(groups) == 1 else self
+        return inside.intra if level == "intra" else inside.inter
 
     def capped(self, amount: str, asked: str) -> Cluster:
         """The same cluster with no more than `amount` of memory used on each device."""
@@ -114,16 +275,20 @@ class Cluster:
                 "memory= can only lower it; describe another device in a hardware file",
             )
         note = f"memory of each {device.name} is capped at {gib(cap)} of {gib(device.memory_bytes)}"
-        smaller = device.with_memory(cap, f"cap given by the user ({amount})")
-        return replace(self, device=smaller, notes=(*self.notes, note))
+        source = f"cap given by the user ({amount})"
+        smaller = device.with_memory(cap, source)
+        groups = tuple(replace(group, device=group.device.with_memory(cap, source)) for group in self.groups)
+        return replace(self, device=smaller, groups=groups, notes=(*self.notes, note))
 
     def to_dict(self) -> dict[str, Any]:
+        plain = {item.name: getattr(self, item.name) for item in fields(self)}
         return {
-            "nodes": self.nodes,
-            "devices_per_node": self.devices_per_node,
-            "link": self.link,
+            **plain,
+            **{name: plain[name] and plain[name].to_dict() for name in ("device", "intra", "inter", "host_link")},
             "notes": list(self.notes),
-            "device": self.device.to_dict(),
+            "tiers": [tier.to_dict() for tier in self.tiers],
+            "groups": [group.to_dict() for group in self.groups],
+            "matrix": [list(row) for row in self.matrix] if self.matrix else None,
         }
 
 
@@ -152,27 +317,106 @@ class Overhead:
         return {**plain, "provenance": dict(self.provenance), "sources": dict(self.sources)}
 
 
-def _complaint(device: Device) -> str:
-    """What is wrong with a device's figures, naming the field; empty when nothing is."""
+def _refuse(what: str, complaints: list[str]) -> None:
+    """One error that names every field that is wrong."""
+    if complaints:
+        raise UserError(f"{what}: {'; '.join(complaints)}", "correct the hardware file")
+
+
+def _device_complaints(device: Device) -> list[str]:
+    found = []
     if device.backend not in BACKENDS:
-        return f"backend is '{device.backend}', not one of {', '.join(BACKENDS)}"
-    for name in ("memory_bytes", "memory_nominal_bytes", "sm_count", "usual_per_node", "l2_bytes"):
-        value = getattr(device, name)
-        if not (name == "l2_bytes" and value is None) and (type(value) is not int or not 0 < value < _TOO_MANY):
-            return f"{name} is {value!r}, not a whole number above 0"
-    for name in ("memory_bandwidth_bytes_per_second", "tdp_watts"):
-        value = getattr(device, name)
-        if not (name == "tdp_watts" and value is None) and not _positive(value):
-            return f"{name} is {value!r}, not a number above 0"
-    if device.memory_bytes > device.memory_nominal_bytes:
-        return (
-            f"memory_bytes ({gib(device.memory_bytes)}) is above "
-            f"memory_nominal_bytes ({gib(device.memory_nominal_bytes)})"
-        )
+        found.append(f"backend is '{device.backend}', not one of {', '.join(BACKENDS)}")
+    whole = ("memory_bytes", "memory_nominal_bytes", "sm_count", "usual_per_node", "l2_bytes")
+    found += _not_whole(device, whole, optional=("l2_bytes",))
+    optional = ("tdp_watts", "launch_overhead_seconds")
+    found += _not_positive(device, ("memory_bandwidth_bytes_per_second", *optional), optional)
+    found += _negative(device, "price_per_hour")
+    if not found and device.memory_bytes > device.memory_nominal_bytes:
+        usable, nominal = gib(device.memory_bytes), gib(device.memory_nominal_bytes)
+        found.append(f"memory_bytes ({usable}) is above memory_nominal_bytes ({nominal})")
     for dtype, rate in device.peak_flops_per_second.items():
         if dtype not in PEAK_DTYPES or not _positive(rate):
-            return f"peak_flops_per_second has {dtype!r}: {rate!r}; known dtypes: {', '.join(PEAK_DTYPES)}"
-    return "" if "float32" in device.peak_flops_per_second else "peak_flops_per_second lacks float32"
+            found.append(f"peak_flops_per_second has {dtype!r}: {rate!r}; known dtypes: {', '.join(PEAK_DTYPES)}")
+    if "float32" not in device.peak_flops_per_second:
+        found.append("peak_flops_per_second lacks float32")
+    return found
+
+
+def _link_complaints(link: Link) -> list[str]:
+    found = []
+    if link.kind not in LINK_KINDS:
+        found.append(f"kind is {link.kind!r}, not one of {', '.join(LINK_KINDS)}")
+    optional = ("pair_bytes_per_second",)
+    found += _not_positive(link, ("bytes_per_second", "latency_seconds", *optional), optional)
+    if not found and link.pair_bytes_per_second is not None and link.pair_bytes_per_second > link.bytes_per_second:
+        found.append("pair_bytes_per_second is above bytes_per_second")
+    if not isinstance(link.multicast, bool):
+        found.append(f"multicast is {link.multicast!r}, not true or false")
+    return found
+
+
+def _tier_complaints(tier: Tier) -> list[str]:
+    found = [] if tier.name in TIER_NAMES else [f"name is {tier.name!r}, not one of {', '.join(TIER_NAMES)}"]
+    found += _not_whole(tier, ("bytes",))
+    return found + _not_positive(tier, ("read_bytes_per_second", "write_bytes_per_second"))
+
+
+def _cluster_complaints(cluster: Cluster) -> list[str]:
+    found = _not_whole(cluster, ("nodes", "devices_per_node", "cards_per_node"))
+    if found:
+        return found
+    domain, per_node = cluster.devices_per_domain, cluster.devices_per_node
+    if domain is not None and (type(domain) is not int or domain < 1 or domain % per_node):
+        found.append(f"devices_per_domain is {domain!r}, not a multiple of devices_per_node ({per_node})")
+    for name, kinds in (("intra", INTRA_KINDS), ("inter", INTER_KINDS), ("host_link", HOST_KINDS)):
+        link = getattr(cluster, name)
+        if link is not None and link.kind not in kinds:
+            found.append(f"{name} is {link.name}, of kind '{link.kind}', not one of {', '.join(kinds)}")
+    names = [tier.name for tier in cluster.tiers]
+    if len(set(names)) != len(names):
+        found.append(f"tiers has {', '.join(names)}: each at most once")
+    found += _negative(cluster, "carbon_g_per_kwh")
+    if any(group.groups for group in cluster.groups):
+        found.append("groups has groups inside; list all of them side by side")
+    return found + _matrix_complaints(cluster)
+
+
+def _matrix_complaints(cluster: Cluster) -> list[str]:
+    matrix, count = cluster.matrix, cluster.count
+    if matrix is None:
+        return []
+    if len(matrix) != count or any(len(row) != count for row in matrix):
+        return [f"matrix is not {count} rows of {count} rates, one for each rank"]
+    for source, row in enumerate(matrix):
+        for target, rate in enumerate(row):
+            if source != target and not _positive(rate):
+                return [f"matrix has {rate!r} from rank {source} to {target}, not a number above 0"]
+    return []
+
+
+def _not_whole(value: object, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> list[str]:
+    found = []
+    for name in names:
+        item = getattr(value, name)
+        if not (name in optional and item is None) and (type(item) is not int or not 0 < item < _TOO_MANY):
+            found.append(f"{name} is {item!r}, not a whole number above 0")
+    return found
+
+
+def _not_positive(value: object, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> list[str]:
+    found = []
+    for name in names:
+        item = getattr(value, name)
+        if not (name in optional and item is None) and not _positive(item):
+            found.append(f"{name} is {item!r}, not a number above 0")
+    return found
+
+
+def _negative(value: object, name: str) -> list[str]:
+    item = getattr(value, name)
+    fine = item is None or _positive(item) or (item == 0 and not isinstance(item, bool))
+    return [] if fine else [f"{name} is {item!r}, not a number of at least 0"]
 
 
 def _positive(value: object) -> bool:

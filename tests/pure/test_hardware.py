@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from foretell.cli import main
 from foretell.errors import FileFormatError, UnknownName, UserError
 from foretell.hardware import Cluster, Device, devices, find, load, overhead, parse, save
 from foretell.hardware.catalog import names, normalise
@@ -55,6 +56,35 @@ def test_every_device_is_complete_and_sane(device: Device) -> None:
 def test_the_devices_that_must_be_known_are() -> None:
     for name in ASKED_FOR:
         assert find(name)
+
+
+PUBLISHED_RUNS = {
+    "A100": "A100-SXM-80GB", "A100 (Ampere, memory not stated)": "A100-SXM-80GB", "A100-40GB": "A100-SXM-40GB",
+    "A100-80GB": "A100-SXM-80GB", "B200": "B200", "B300": "B300", "GB200": "GB200", "GB300": "GB300",
+    "H100": "H100-SXM-80GB", "H100-SXM-80GB": "H100-SXM-80GB", "H100-SXM-96GB-HBM2e-500W": "H100-SXM-96GB",
+    "MI250X-GCD-64GB": "MI250X-GCD-64GB", "MI300X-192GB": "MI300X", "RTX4070-12GB": "RTX-4070",
+    "RTX4090-24GB": "RTX-4090", "V100-16GB": "V100-SXM-16GB", "V100-32GB": "V100-SXM-32GB",
+    "H200-141GB": "H200-SXM-141GB", "MI355X-288GB": "MI355X",
+}  # fmt: skip
+"""What tables of published training runs call their GPUs."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED_RUNS)
+def test_names_of_published_runs_are_known(name: str) -> None:
+    assert find(name).name == PUBLISHED_RUNS[name]
+
+
+def test_the_h100_of_the_torchtitan_tables() -> None:
+    part, usual = find("H100-SXM-96GB-HBM2e-500W"), find("H100")
+    assert (part.tdp_watts, part.memory_bandwidth_bytes_per_second) == (500, 2.4e12)
+    assert part.peak("bfloat16") == usual.peak("bfloat16"), "their MFU counts against 989 TFLOP/s"
+    assert part.memory_bytes > usual.memory_bytes
+
+
+def test_launch_overhead_is_assumed_until_somebody_measures() -> None:
+    for device in devices():
+        assert device.launch_overhead_seconds and 1e-7 < device.launch_overhead_seconds < 1e-4
+        assert device.assumed("launch_overhead_seconds")
 
 
 def test_h200_is_what_torch_reported_and_nothing_else_claims_to_be_verified() -> None:
@@ -107,7 +137,7 @@ def test_an_unknown_device_names_near_ones_and_lists_all() -> None:
         ("H100:12", "H100-SXM-80GB", 2, 6, None),
         ("72xGB200", "GB200", 18, 4, None),
         ("4090:2", "RTX-4090", 1, 2, None),
-        ("2x4xH200@NVLink,memory=100GiB", "H200-SXM-141GB", 2, 4, "NVLink"),
+        ("2x4xH200@4xIB200,memory=100GiB", "H200-SXM-141GB", 2, 4, "4xIB200"),
         ("cpu", "CPU", 1, 1, None),
     ],
 )
@@ -164,9 +194,9 @@ def test_a_cluster_survives_its_file(text: str, tmp_path: Path) -> None:
 
 def test_a_toml_file_by_name(tmp_path: Path) -> None:
     path = tmp_path / "mine.TOML"
-    path.write_text('nodes = 2\ndevices_per_node = 4\ndevice = "H100"\nlink = "RoCE"\nmemory = "40GiB"\n')
+    path.write_text('nodes = 2\ndevices_per_node = 4\ndevice = "H100"\nlink = "RoCE100"\nmemory = "40GiB"\n')
     cluster = parse(str(path))
-    assert (cluster.count, cluster.link, cluster.device.memory_bytes) == (8, "RoCE", 40 * GIB)
+    assert (cluster.count, cluster.link, cluster.device.memory_bytes) == (8, "RoCE100", 40 * GIB)
     assert any("H100 means" in note for note in cluster.notes)
 
 
@@ -340,6 +370,74 @@ def test_types_refuse_nonsense() -> None:
         Cluster(device=find("H100"), nodes=0)
     with pytest.raises(UserError, match="memory_bytes"):
         replace(find("H100"), memory_bytes=0)
+
+
+# ---------------------------------------------------------------- foretell hardware
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    for name in ("FORETELL_PRICES", "COLUMNS", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*words: str, status: int = 0) -> str:
+        assert main(["hardware", *words]) == status
+        found = capsys.readouterr()
+        return found.out or found.err
+
+    return run
+
+
+def test_the_list_has_every_device_and_fits_a_narrow_screen(told: Callable[..., str]) -> None:
+    lines = told().splitlines()
+    rows = {line.split()[0]: line.split() for line in lines[1 : 1 + len(devices())]}
+    assert set(rows) == {device.name for device in devices()}
+    assert rows["H100-SXM-80GB"] == ["H100-SXM-80GB", "79.1", "3,350", "989", "700", "NVLink4", "3.99", "-"]
+    assert rows["M4-Max-36GB"][1].startswith("~") and rows["H200-SXM-141GB"][1] == "139.8"
+    assert max(len(line) for line in lines[: 1 + len(devices())]) <= 80
+
+
+def test_one_device_shows_the_source_of_every_figure(told: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    text = " ".join(told("h200").split())
+    device = find("H200")
+    for name in (*FIGURES, "launch_overhead_seconds"):
+        assert device.sources[name] in text
+    for said in ("139.8 GiB", "4,800 GB/s", "989.4 TFLOP/s", "450 GB/s one way", "63.02 GB/s", "8xIB400", "$4.50", "481 g",
+                 "h200 means H200-SXM-141GB", "also called H200"):  # fmt: skip
+        assert said in text, said
+
+
+def test_a_cluster_shows_its_links(told: Callable[..., str]) -> None:
+    text = " ".join(told("2x8xA100@4xIB200").split())
+    assert "16 devices: 2 nodes of 8 A100-SXM-80GB" in text and "4xIB200 100 GB/s one way" in text
+
+
+def test_json_of_hardware(told: Callable[..., str]) -> None:
+    found = json.loads(told("--json"))
+    assert {"schema_version", "versions", "assumptions", "devices"} <= set(found)
+    assert [row["name"] for row in found["devices"]] == [device.name for device in devices()]
+    assert all(row["sources"] and row["usual_links"]["source"] and row["price"]["source"] for row in found["devices"])
+    one = json.loads(told("2x8xH100", "--json"))
+    assert one["hardware"]["per_device_network_bytes_per_second"] == 50e9
+    assert one["hardware"]["device"]["price"]["dollars_per_hour"] == 3.99
+    assert any("assumed to be 8xIB400" in note for note in one["assumptions"])
+    wrong = json.loads(told("H1O0", "--json", status=2))
+    assert "H100" in wrong["error"]["remedy"]
+
+
+def test_hardware_nobody_knows_is_an_error_with_candidates(told: Callable[..., str]) -> None:
+    assert "did you mean H100" in told("H10O", status=2)
+    assert "IB400" in told("2x8xH100@IB40", status=2)
+
+
+def test_the_list_needs_no_torch() -> None:
+    heavy = "[name for name in ('torch', 'numpy', 'rich') if name in sys.modules]"
+    code = f"import sys; from foretell.cli import main; main(['hardware']); main(['hardware', 'H100', '--json']); print({heavy})"
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().splitlines()[-1] == "[]"
 
 
 def test_importing_the_room_leaves_torch_out() -> None:
