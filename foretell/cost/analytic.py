@@ -1,0 +1,201 @@
+"""Seconds of a matrix product, attention or memory-bound kernel on a device nobody has probed.
+
+    product    waves of tiles over the cores, each tile as long as its depth plus a start-up; or its bytes, if longer
+    attention  FLOPs over the part of the peak that a named kernel reaches on this generation of devices
+    stream     bytes over the part of the nominal bandwidth that plain kernels reach
+
+Peaks, bandwidths and core counts come from the catalogue; what part of them is reached is data here (`FAMILIES`,
+`DEVICES`, `KERNELS`), each with its reason. A device that is not named takes the figures of its family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+from foretell.hardware.types import Device
+
+
+class Family(NamedTuple):
+    """What large kernels reach on one generation of devices, as parts of the catalogue's figures."""
+
+    product: float
+    """Of the peak of the dtype, by a large dense product, at the clocks that a long run settles on."""
+    product8: float
+    """The same for 8-bit products, of their own peak."""
+    depth: float
+    """Start-up of a tile, as so much more depth of the product."""
+    stream: float
+    """Of the nominal memory bandwidth."""
+    launch: float
+    """Seconds from one kernel to the next when they do nothing."""
+    source: str
+
+
+FAMILIES: Mapping[str, Family] = {
+    "hopper": Family(
+        0.76, 0.68, 128, 0.86, 3e-6,
+        "measured on one H200: 722 to 757 of 989 TFLOP/s for large bf16 products, 4.13 of 4.8 TB/s for copies",
+    ),
+    "blackwell": Family(0.75, 0.65, 256, 0.85, 3e-6, "assumed near Hopper; public tests reach 1.6 to 1.75 of 2.25 PFLOP/s"),
+    "ampere": Family(
+        0.78, 0.70, 128, 0.86, 3e-6,
+        "fitted on every second published run on A100; single large bf16 products reach 250 to 270 of 312 TFLOP/s",
+    ),
+    "volta": Family(0.72, 0.72, 128, 0.86, 4e-6, "public tests of large fp16 products on V100: 85 to 95 of 125 TFLOP/s"),
+    "ada": Family(0.97, 0.85, 128, 0.90, 3e-6, "public tests on RTX 4090: 155 to 170 of 165 TFLOP/s, at clocks above nominal"),
+    "cdna": Family(0.50, 0.40, 256, 0.78, 5e-6, "public tests of large bf16 products on MI300X: 550 to 700 of 1,307 TFLOP/s"),
+    "other": Family(0.70, 0.60, 128, 0.80, 5e-6, "assumed"),
+}  # fmt: skip
+
+
+class Calibration(NamedTuple):
+    """A device whose clocks under load differ from its family's, as a factor on what the family reaches."""
+
+    product: float
+    source: str
+
+
+POWER_LIMITED = "B200-power-limited"
+
+DEVICES: Mapping[str, Calibration] = {
+    "H100-SXM-80GB": Calibration(
+        0.82, "fitted on every second published run: long runs settle near 610 TFLOP/s, below an H200 for a minute"
+    ),
+    "H100-SXM-96GB": Calibration(0.79, "fitted on one published run: 500 W instead of 700"),
+    "MI300X": Calibration(0.72, "fitted on two published runs of 2025"),
+    POWER_LIMITED: Calibration(
+        0.45, "fitted on two published runs whose authors say that their boards are power limited"
+    ),
+}
+"""By catalogue name. One factor for a device, whatever runs on it."""
+
+
+class Kernel(NamedTuple):
+    """Part of the 16-bit peak that an attention kernel reaches, forward and backward, on long causal sequences."""
+
+    forward: float
+    backward: float
+    source: str
+    narrow: float = 0.9
+    """Factor for heads of 64 channels and less."""
+
+
+KERNELS: Mapping[str, Mapping[str, Kernel]] = {
+    "flash-1": {
+        "ampere": Kernel(0.345, 0.30, "fitted on every second published run; 100 to 130 TFLOP/s in the FlashAttention-2 paper", 1.0),
+        "hopper": Kernel(0.25, 0.205, "fitted on every second published run; it makes no use of Hopper's own units", 1.0),
+    },
+    "flash-2": {
+        "ampere": Kernel(0.60, 0.52, "FlashAttention-2 paper: up to 190 forward and 170 backward of 312 TFLOP/s, causal"),
+        "hopper": Kernel(0.36, 0.31, "FlashAttention-2 paper: up to 350 TFLOP/s on H100 without Hopper's own units"),
+        "blackwell": Kernel(0.25, 0.20, "assumed: as Hopper, over a peak twice as high"),
+        "cdna": Kernel(0.28, 0.20, "assumed"),
+        "volta": Kernel(0.35, 0.30, "assumed"),
+        "ada": Kernel(0.85, 0.65, "assumed: public plots on RTX 4090 show up to 160 of 165 TFLOP/s forward"),
+    },
+    "flash-3": {"hopper": Kernel(0.62, 0.52, "FlashAttention-3 paper: about 640 forward and 560 backward TFLOP/s, causal")},
+    "cudnn": {
+        "ampere": Kernel(0.60, 0.52, "assumed as flash-2"),
+        "hopper": Kernel(0.655, 0.52, "measured on one H200: 591 forward, 469 backward of 989 TFLOP/s, causal"),
+        "blackwell": Kernel(0.55, 0.42, "assumed: NVIDIA reports about 1.3 PFLOP/s forward"),
+    },
+}  # fmt: skip
+"""By kernel, then by family. A kernel that has no figure for a family takes its nearest kin's."""
+
+_NEAREST = {"flash-1": "flash-2", "flash-3": "flash-2", "cudnn": "flash-2"}
+_USUAL_KERNEL = Kernel(0.45, 0.38, "assumed")
+
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.78), (64, 64, 0.6))
+"""Rows, columns, and part of the best rate a tile of that size allows; assumed."""
+_SPLITS = (1, 2, 4, 8, 16)
+_ROUNDING = 0.5
+"""How much of an unfilled last wave is lost: less than all, since idle cores leave power to the others; assumed."""
+_PLAIN = 0.85
+"""Part of its peak that a float32 product without tensor cores reaches; assumed."""
+_SHORT = 256
+"""Queries at which attention reaches half of its long-sequence rate; assumed."""
+_BLOCK = 128
+
+
+def family(device: Device) -> str:
+    """Generation of a device: hopper, ampere, cdna, ..."""
+    if device.backend == "rocm":
+        return "cdna"
+    major, minor = device.compute_capability or (0, 0)
+    if device.backend != "cuda" or major < 7:
+        return "other"
+    names = {7: "volta", 8: "ada" if minor in (6, 9) else "ampere", 9: "hopper"}
+    return names.get(major, "blackwell" if major == 10 else "ada")
+
+
+def product_rate(device: Device, dtype: str) -> float:
+    """FLOP/s that large products sustain."""
+    kin = FAMILIES[family(device)]
+    part = kin.product8 if "float8" in dtype or dtype == "int8" else kin.product
+    if dtype == "float32":
+        part = _PLAIN
+    own = DEVICES.get(device.name)
+    return device.peak(dtype) * part * (own.product if own else 1.0)
+
+
+@lru_cache(maxsize=100_000)
+def _waves(m: int, n: int, k: int, batch: int, cores: int, depth: float) -> float:
+    """Depth of the product, in steps of one core working alone at full rate, that the best tiling takes."""
+    best = float("inf")
+    for rows, columns, part in _TILES:
+        tiles = ceil(m / rows) * ceil(n / columns) * batch
+        for split in _SPLITS:
+            waves = tiles * split / cores
+            filled = max(1.0, waves + _ROUNDING * (ceil(waves) - waves))
+            reduce = 0.0 if split == 1 else depth
+            best = min(best, filled * (k / split + depth + reduce) * rows * columns / part)
+    return best
+
+
+def gemm_seconds(m: int, n: int, k: int, *, batch: int = 1, dtype: str = "bfloat16", device: Device) -> float:
+    """A product of m×k by k×n, `batch` times, as one kernel."""
+    if min(m, n, k, batch) < 1:
+        return 0.0
+    kin = FAMILIES[family(device)]
+    one_core = product_rate(device, dtype) / device.sm_count
+    work = 2 * _waves(m, n, k, batch, device.sm_count, kin.depth) / one_core
+    width = {"float32": 4, "tf32": 4}.get(dtype, 1 if "float8" in dtype else 2)
+    moved = batch * (width * (m * k + k * n) + 2 * m * n)
+    return max(work, moved / (device.memory_bandwidth_bytes_per_second * kin.stream)) + kin.launch
+
+
+def attention_seconds(
+    *,
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    head_dim: int,
+    device: Device,
+    kernel: str = "flash-2",
+    causal: bool = True,
+    backward: bool = False,
+) -> float:
+    """One fused attention kernel, forward or backward. Causal FLOPs count the blocks on and below the diagonal."""
+    kin = family(device)
+    known = KERNELS.get(kernel, {}).get(kin) or KERNELS.get(_NEAREST.get(kernel, ""), {}).get(kin) or _USUAL_KERNEL
+    visited = keys if not causal else min(keys, (keys + _BLOCK) / 2)
+    flops = 4 * batch * heads * queries * visited * head_dim * (2.5 if backward else 1.0)
+    part = known.backward if backward else known.forward
+    if head_dim <= 64:
+        part *= known.narrow
+    part *= queries / (queries + _SHORT)
+    blocks = batch * heads * ceil(queries / _BLOCK)
+    used = min(1.0, blocks / device.sm_count)
+    own = DEVICES.get(device.name)
+    rate = device.peak("bfloat16" if "bfloat16" in device.peak_flops_per_second else "float16")
+    return flops / (rate * part * used * (own.product if own else 1.0)) + FAMILIES[kin].launch
+
+
+def stream_seconds(nbytes: float, device: Device, *, launches: int = 1) -> float:
+    """Memory-bound kernels that read and write `nbytes` together."""
+    kin = FAMILIES[family(device)]
+    return nbytes / (device.memory_bandwidth_bytes_per_second * kin.stream) + launches * kin.launch
