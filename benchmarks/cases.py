@@ -7,6 +7,7 @@ import gzip
 import json
 import random
 import time
+import zlib
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ def run_in(config: dict[str, Any], free_bytes: int) -> dict[str, Any]:
 
 
 def verdicts(config: dict[str, Any]) -> dict[str, Any]:
-    """Need of a configuration and its verdicts at limits drawn around it; runs without a GPU."""
+    """Need of a configuration and its verdicts at limits drawn around it, or at those given; runs without a GPU."""
     import warnings
 
     warnings.simplefilter("ignore")
@@ -176,7 +177,7 @@ def verdicts(config: dict[str, Any]) -> dict[str, Any]:
     from foretell.trace.capture import capture
     from foretell.trace.load import load
 
-    draws, seed = config.pop("draws"), config.pop("seed")
+    draws, seed, limits = config.pop("draws", 0), config.pop("seed", 0), config.pop("limits", [])
     source, recipe = parts(config)
     try:
         trace = capture(lambda: load(source), recipe)
@@ -186,11 +187,9 @@ def verdicts(config: dict[str, Any]) -> dict[str, Any]:
     extra = overhead(cluster.device, "2.11")
     need = smallest_limit(trace, sizes_for(cluster, extra), run_order(trace)) + extra.context_bytes
     rng = random.Random(seed)
+    drawn = [int(need * rng.uniform(0.9, 1.1)) for _ in range(draws)]
     found = []
-    for _ in range(draws):
-        limit = int(need * rng.uniform(0.9, 1.1))
-        if not 4 * GIB <= limit <= 100 * GIB:
-            continue
+    for limit in [*limits, *(limit for limit in drawn if 4 * GIB <= limit <= 100 * GIB)]:
         device = replace(cluster.device, memory_bytes=limit)
         outcome = predict_memory(trace, replace(cluster, device=device), extra)
         found.append({"limit": limit, "verdict": outcome.verdict})
@@ -247,10 +246,13 @@ def limits_summary(out: Path) -> None:
     rows = [row for row in rows if "ran" in row]
     said = [row for row in rows if row["verdict"] in ("fits", "tight")]
     wrong = [row for row in said if not row["ran"]]
-    roomy = [row for row in rows if (row["ran"] and row["verdict"] != "no") or row.get("ran_at_95")]
-    refused = [row for row in roomy if row["verdict"] == "no"]
-    print(f"{len(rows)} cases, {len(said)} called fitting, {len(wrong)} of them ran out of memory; "
-          f"{len(refused)} refused that worked in 95 % of the memory")  # fmt: skip
+    roomy = [row for row in said if row["need"] <= 0.95 * row["limit"]]
+    refused = [row for row in rows if row["verdict"] == "no"]
+    could = [row for row in refused if row.get("ran_at_95")]
+    untried = [row for row in refused if row["ran"] and row.get("ran_at_95") is None]
+    print(f"{len(rows)} cases, {len(said)} called fitting, {len(wrong)} of them ran out of memory; {len(refused)} refused, "
+          f"{sum(row['ran'] for row in refused)} of them ran, {len(could)} in 95 % of the memory too ({len(untried)} not tried), "
+          f"beside {len(roomy)} called fitting that need at most 95 %")  # fmt: skip
     for row in wrong:
         print("  WRONG FIT", row["name"], row["limit"])
 
@@ -333,7 +335,8 @@ def run_oplists(configs: list[dict[str, Any]], out: Path, seconds: float) -> Non
             row["error"] = [ours.get("error"), theirs.get("error")]
         else:
             row |= {"ops": len(theirs["ops"]), "differences": differences(theirs["ops"], ours["ops"])}
-            golden = out.with_suffix("") / f"{config['model'].replace(':', '_').replace('/', '_')}-{abs(hash(key_of(config))) % 10**6}.json.gz"
+            number = zlib.crc32(key_of(config).encode()) % 10**6
+            golden = out.with_suffix("") / f"{config['model'].replace(':', '_').replace('/', '_')}-{number}.json.gz"
             golden.parent.mkdir(parents=True, exist_ok=True)
             with gzip.open(golden, "wt") as stream:
                 json.dump({"config": config, "ops": theirs["ops"], **about}, stream)

@@ -18,6 +18,8 @@ stopped (delete the file to start over). The keys of a configuration, one JSON o
     recompute    none, full, selective (none)     clip    gradient norm limit (null)
     lora         rank or null                     nf4     true or false
     mode         eager (compiled steps are not predicted yet)
+
+Rows with a `kind` (recurrent, lora, nf4) are not of the standard table and summed up apart from it.
 """
 
 from __future__ import annotations
@@ -136,7 +138,12 @@ def in_child(function: Any, config: dict[str, Any], *args: Any, timeout: float =
 
     process = context.Process(target=work)
     process.start()
-    answer = ours.recv() if ours.poll(timeout) else {"error": f"no answer in {timeout} s"}
+    theirs.close()  # so that a crash is seen at once and not at the time limit
+    try:
+        answer = ours.recv() if ours.poll(timeout) else {"error": f"no answer in {timeout} s"}
+    except EOFError:
+        process.join(10)
+        answer = {"error": f"the process ended with {process.exitcode} and no answer"}
     if "no answer" in answer.get("error", ""):
         process.kill()
     process.join(10)
@@ -171,21 +178,36 @@ def append(path: Path, row: dict[str, Any]) -> None:
         stream.write(json.dumps(row) + "\n")
 
 
+def kind_of(config: dict[str, Any]) -> str | None:
+    """Rows that are not of the standard table, and summed up apart from it."""
+    if config["nf4"] or config["lora"]:
+        return "nf4" if config["nf4"] else "lora"
+    return "recurrent" if config["model"].startswith(("lstm", "tests/data/recurrent.py")) else None
+
+
 def summary(rows: Iterable[dict[str, Any]]) -> str:
-    lines = []
+    """The standard table, MemTracker beside it, then every other kind of row."""
     good = [row for row in rows if "measured" in row and "predicted" in row and "error" not in row["predicted"]]
-    for what in ("allocated", "reserved", "device"):
-        errors = [100 * (row["predicted"][what] / row["measured"][what] - 1) for row in good]
-        if errors:
-            worst = max(errors, key=abs)
-            lines.append(f"{what:10s} {len(errors)} rows, median |error| {statistics.median(map(abs, errors)):.2f} %, worst {worst:+.2f} %")
-    tracked = [100 * (row["memtracker"] / row["measured"]["allocated"] - 1) for row in good if row.get("memtracker")]
-    if tracked:
-        lines.append(
-            f"MemTracker {len(tracked)} rows, median |error| {statistics.median(map(abs, tracked)):.2f} %, "
-            f"worst {max(tracked, key=abs):+.2f} % of allocated"
-        )
+    kinds = dict.fromkeys(["", *(row.get("kind", "") for row in good)])
+    lines = []
+    for kind in kinds:
+        chosen = [row for row in good if row.get("kind", "") == kind]
+        for what in ("allocated", "reserved", "device"):
+            errors = [_error(row, "predicted", what) for row in chosen if what in row["measured"]]
+            lines += [f"{kind:9s} {what:10s} {_spread(errors)}"] if errors else []
+        tracked = [{**row, "memtracker": dict.fromkeys(row["measured"], row["memtracker"])} for row in chosen if row.get("memtracker")]
+        for what in ("allocated", "device") if tracked else ():
+            lines.append(f"MemTracker of {what:10s} {_spread([_error(row, 'memtracker', what) for row in tracked])}")
     return "\n".join(lines)
+
+
+def _error(row: dict[str, Any], said: str, what: str) -> float:
+    return 100 * (row[said][what] / row["measured"][what] - 1)
+
+
+def _spread(errors: list[float]) -> str:
+    middle, worst = statistics.median(map(abs, errors)), max(errors, key=abs)
+    return f"{len(errors)} rows, median |error| {middle:.2f} %, worst {worst:+.2f} %"
 
 
 def known_predictions(path: Path | None) -> dict[str, Any]:
@@ -215,7 +237,9 @@ def compare(
             print("time is up; run again to go on", flush=True)
             break
         predicted = known[key_of(config)]
+        kind = kind_of(config)
         row: dict[str, Any] = {"key": key_of(config), "name": name_of(config), "predicted": predicted, **about}
+        row |= {"kind": kind} if kind else {}
         if not predict_only:
             row["measured"] = in_child(cases.measure, config)
             if "error" in row["measured"]:

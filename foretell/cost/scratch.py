@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from math import ceil, prod
 
+from foretell.cost import scratch_rnn
 from foretell.cost.scratch_data import CONTIGUOUS_INPUTS, Convolution, Device, device, reduction_staging, round_up
 from foretell.trace.types import Op, TensorSpec
 from foretell.units import DTYPE_BYTES
@@ -38,6 +39,8 @@ def stages(op: Op, capability: tuple[int, int]) -> tuple[Buffers, ...]:
         found: tuple[Buffers, ...] = ((),)
     elif rule is _convolution_backward:
         found = _convolution_backward_stages(op, device(capability))
+    elif rule is _recurrent_backward:
+        found = scratch_rnn.backward(op)
     else:
         found = (rule(op, device(capability)),)
     copies = _copies(op)
@@ -254,7 +257,7 @@ def _complex_product(op: Op, _: Device) -> Buffers:
 
 def _roll(op: Op, _: Device) -> Buffers:
     """Rolling several dimensions goes one by one, through one intermediate tensor."""
-    return (op.inputs[0].spec.nbytes,) if len(op.attrs) != 2 else ()
+    return (op.inputs[0].spec.nbytes,) if sum(type(value) is int for value in op.attrs) != 2 else ()
 
 
 # -- sorting and indexing ----------------------------------------------------------------------------------------------
@@ -397,6 +400,19 @@ def _with_alignment(c: Convolution, workspace: int) -> int:
     return workspace + (16 if c.few else 147) if workspace else 0
 
 
+# -- recurrent layers --------------------------------------------------------------------------------------------------
+
+
+def _recurrent(op: Op, _: Device) -> Buffers:
+    """cuDNN, forward: the input with time first, and the workspace."""
+    return scratch_rnn.forward(op)
+
+
+def _recurrent_backward(op: Op, _: Device) -> Buffers:
+    """cuDNN, backward: the larger of its two stages, the gradients of input and states, then those of the weights."""
+    return max(scratch_rnn.backward(op), key=sum)
+
+
 _PAIR, _WELFORD = 16, 16
 _RULES: dict[str, Rule] = {
     "aten._scaled_dot_product_cudnn_attention.default": _cudnn_attention,
@@ -422,6 +438,7 @@ _RULES: dict[str, Rule] = {
     "aten.nonzero.default": _nonzero, "aten.index.Tensor": _masked, "aten.masked_select.default": _masked,
     "aten._unique2.default": _unique, "aten.multinomial.default": _multinomial,
     "aten.convolution.default": _convolution, "aten.convolution_backward.default": _convolution_backward,
+    "aten._cudnn_rnn.default": _recurrent, "aten._cudnn_rnn_backward.default": _recurrent_backward,
     **dict.fromkeys(
         ("aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default", "aten.prod.default",
          "aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default", "aten.any.dim",

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from foretell.trace import types
 from foretell.trace.blocks import find_blocks
@@ -131,7 +132,8 @@ class _Roles:
 def _add_in_place(recorder: Recorder) -> None:
     """Let autograd's own additions reuse the first gradient's storage, as they do without a dispatch mode.
 
-    It does so when nobody else holds that gradient: then its storage died right after the addition.
+    It does so when nobody else holds that gradient: then its storage died right after the addition. The same holds
+    for a bias that `linear` adds to its own product.
     """
     moved: dict[int, int] = {}
 
@@ -141,10 +143,11 @@ def _add_in_place(recorder: Recorder) -> None:
         return refs
 
     for rows in recorder.programs.values():
-        for row in rows:
+        for position, row in enumerate(rows):
             row.inputs = renamed(row.inputs)
             row.frees = [moved.get(number, number) for number in row.frees]
-            if row.by_engine and row.allocates and row.outputs[0].spec == row.inputs[0].spec:
+            in_place = row.by_engine or _adds_bias(rows[max(0, position - 2) : position], row)
+            if in_place and row.allocates and row.outputs[0].spec == row.inputs[0].spec:
                 first = row.inputs[0].storage
                 if first in row.frees:
                     moved[row.allocates[0]] = first
@@ -154,14 +157,28 @@ def _add_in_place(recorder: Recorder) -> None:
     recorder.moved = moved
 
 
+def _adds_bias(before: list[Row], row: Row) -> bool:
+    """Whether `linear` adds its bias here, to a product of an input that was not contiguous."""
+    return (
+        row.name == "aten.add.Tensor"
+        and len(row.inputs) == 2
+        and len(row.inputs[1].spec.shape) == 1
+        and [earlier.name for earlier in before] == ["aten.mm.default", "aten._unsafe_view.default"]
+        and before[0].outputs[0].storage == row.inputs[0].storage
+    )
+
+
 def _order_births(recorder: Recorder, roles: _Roles) -> None:
-    """The order in which CUDA's attention makes its outputs, and the random state that flash does not make."""
+    """The order in which CUDA's ops make their outputs, and the random state that flash attention does not make."""
     for rows in recorder.programs.values():
         for row in rows:
             if row.name == "aten._scaled_dot_product_cudnn_attention.default":
                 row.allocates.sort(key=lambda number: recorder.sizes[number] > 16)
             elif row.name == "aten._scaled_dot_product_flash_attention.default":
                 roles.host.update([number for number in row.allocates if recorder.sizes[number] <= 16][1:])
+            elif row.name == "aten._cudnn_rnn.default":
+                reserve = row.outputs[3].storage
+                row.allocates.sort(key=lambda number, reserve=reserve: number == reserve)  # type: ignore[misc]
 
 
 def _finish(recorder: Recorder, step: Step, roles: _Roles, capability: tuple[int, int] | None) -> types.Trace:
@@ -243,6 +260,7 @@ def _meta(recorder: Recorder, step: Step, capability: tuple[int, int] | None) ->
         "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         "blocks": find_blocks(step.model),
         "recipe": step.recipe.to_json(),
+        "batch": [[str(t.dtype)[6:], *map(int, t.shape)] for t in tree_leaves(step.workload.batch) if isinstance(t, Tensor)],
         "capability": list(capability or ()),
         "assumed": sorted(recorder.assumed),
         "versions": {"torch": torch.__version__.split("+")[0], "python": platform.python_version()},

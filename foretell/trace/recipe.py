@@ -38,6 +38,8 @@ class Recipe:
     """Parameters whose name starts with one of these are not trained."""
     mode: str = "train"
     """train, or infer for one forward without gradients."""
+    compile: bool = False
+    """`model.compile()`: the model is one graph, the loss outside it and the optimizer stay eager."""
     shards: int = 1
     """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2)."""
 

@@ -59,6 +59,16 @@ _ATTRS: dict[Any, tuple[int, ...]] = {
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: (13, 14),
 }
 """Positions of the arguments a cost rule needs besides shapes."""
+_UNREAD = frozenset(
+    f"aten::{name}" for name in (
+        "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze",
+        "split", "split_with_sizes", "chunk", "detach", "alias", "as_strided", "unbind", "unfold", "diagonal", "real",
+        "imag", "view_as_real", "view_as_complex", "_reshape_alias", "empty", "empty_like", "empty_strided",
+        "new_empty", "new_empty_strided", "zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like",
+        "new_zeros", "_local_scalar_dense", "zero_", "fill_",
+    )
+)  # fmt: skip
+"""Ops that read no element of their inputs, so how those lie in memory costs nothing."""
 
 
 def _fp32_statistics(output: Any) -> Any:
@@ -204,7 +214,7 @@ class Recorder(FakeTensorMode):
         if mend is not None and self.capability is not None:
             with self.muted():
                 output = mend(output)
-        self.record(self._name(func), (args, kwargs), output, self._attributes(func, args))
+        self.record(self._name(func), (args, kwargs), output, attributes(func, args))
         return output
 
     def _grouped_mm(self, args: Any, kwargs: Any) -> Any:
@@ -288,20 +298,6 @@ class Recorder(FakeTensorMode):
             name = self._names[func] = str(func)
         return name
 
-    def _attributes(self, func: Any, args: Any) -> tuple[Any, ...]:
-        positions = _ATTRS.get(func)
-        if positions is None:
-            return ()
-        flat: list[Any] = []
-        for position in positions:
-            value = args[position] if position < len(args) else None
-            flat.extend(value) if isinstance(value, (list, tuple)) else flat.append(value)
-        scalars = tuple(value for value in flat if isinstance(value, (bool, int, float)))
-        if func in _CONVOLUTIONS:
-            source = args[1] if func is torch.ops.aten.convolution_backward.default else args[0]
-            scalars = (*scalars, _is_channels_last(source))
-        return scalars if func not in _LAYOUT_MATTERS else (*scalars, *_strided(args))
-
     # ------------------------------------------------------------------ storages
 
     def storage_id(self, tensor: Tensor, born: Row | None = None) -> int:
@@ -375,6 +371,58 @@ class Recorder(FakeTensorMode):
             if fnmatchcase(name, pattern) or fnmatchcase(module, pattern) or fnmatchcase(f"{name}@{module}", pattern):
                 return value
         return None
+
+
+def attributes(func: Any, args: Any) -> tuple[Any, ...]:
+    """What a cost rule needs of an op's arguments besides shapes and dtypes."""
+    positions = _ATTRS.get(func)
+    if positions is None:
+        return _layouts(func, args)
+    flat: list[Any] = []
+    for position in positions:
+        value = args[position] if position < len(args) else None
+        flat.extend(value) if isinstance(value, (list, tuple)) else flat.append(value)
+    scalars: tuple[Any, ...] = tuple(value for value in flat if isinstance(value, (bool, int, float)))
+    if func in _CONVOLUTIONS:
+        source = args[1] if func is torch.ops.aten.convolution_backward.default else args[0]
+        scalars = (*scalars, _is_channels_last(source))
+    if func in _LAYOUT_MATTERS:
+        scalars = (*scalars, *_strided(args))
+    return (*scalars, *_layouts(func, args))
+
+
+def _layouts(func: Any, args: Any) -> tuple[str, ...]:
+    """`layout:` and a letter for every input, where one of them is not plainly contiguous."""
+    schema = func._schema
+    if schema.name in _UNREAD or schema.name.startswith(("aten::_foreach", "aten::_fused_adam", "aten::_fused_sgd")):
+        return ()
+    letters = "".join([_layout(tensor) for tensor in _tensors(args)])
+    return (f"layout:{letters}",) if letters.strip("c") else ()
+
+
+def _layout(tensor: Tensor) -> str:
+    """c contiguous, t last two dimensions swapped, l channels last, b expanded, s otherwise strided."""
+    if tensor.is_contiguous():
+        return "c"
+    sizes, strides = tuple(tensor.shape), tensor.stride()
+    if any(stride == 0 and size > 1 for size, stride in zip(sizes, strides, strict=True)):
+        return "b"
+    if _is_swapped(sizes, strides):
+        return "t"
+    return "l" if _is_channels_last(tensor) else "s"
+
+
+def _is_swapped(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether the tensor would be contiguous with its last two dimensions swapped."""
+    if len(sizes) < 2:
+        return False
+    expected = 1
+    order = [len(sizes) - 2, len(sizes) - 1, *range(len(sizes) - 3, -1, -1)]
+    for dim in order:
+        if sizes[dim] > 1 and strides[dim] != expected:
+            return False
+        expected *= sizes[dim]
+    return True
 
 
 def _by_positions(indices: Any, share: float) -> list[Tensor | None]:
