@@ -1,0 +1,129 @@
+"""What torch.compile makes of a traced step: the same step with fewer kernels, and other tensors in memory.
+
+    eager trace ─► joint graph ─► what is kept for backward ─► kernels ─► a trace of the same shape
+
+The model is taken as one graph without breaks; the loss and the optimizer stay eager, as `model.compile()` leaves
+them. Library kernels keep their names; everything else runs in ops named `foretell.fused`, whose inputs and outputs
+are what is really read and written. The rules are those of torch 2.11 on CUDA. Plain data, no torch.
+
+    compiled_joint    which ops are compiled; forward and backward as one graph of values (compiled_graph),
+                      ops taken apart as Inductor does it (compiled_rules, compiled_parts)
+    compiled_cut      what the partitioner keeps from forward for backward, and what it computes again
+    compiled_kernels  what is stored and what is computed where it is needed
+    compiled_fuse     which steps are one kernel; compiled_order: in which order they run
+    compiled_emit     kernels as ops, with the births and deaths of their storages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from foretell.trace import types
+from foretell.trace.compiled_cut import Partition, partition
+from foretell.trace.compiled_emit import Emitter
+from foretell.trace.compiled_joint import Joint, Pieces, join, pieces
+from foretell.trace.compiled_rules import SAME, VIEWS, base_name
+from foretell.trace.types import Op, Program, Storage, Trace
+
+RULES = "2.11"
+"""Version of torch whose rules are followed."""
+ONE_GRAPH = "torch.compile takes the model as one graph, without breaks"
+COMPILED = ("micro_first", "micro_next", "forward")
+"""Programs that call the model."""
+_SILENT = {*SAME, *VIEWS, "split", "split_with_sizes", "unbind", "chunk", "_conj", "empty", "empty_like", "new_empty"}
+"""Ops that launch nothing."""
+
+
+def compile_trace(trace: Trace, *, cuda_graphs: bool = False) -> Trace:
+    """The trace of the same step under torch.compile.
+
+    `cuda_graphs` is recorded for those who price launches; tensors are taken to live as they do without.
+    """
+    storages = dict(trace.storages)
+    programs: dict[str, Program] = {}
+    saved: dict[str, int] = {}
+    for name, program in trace.programs.items():
+        if name in COMPILED:
+            programs[name], saved[name] = _compile(program, storages)
+        else:
+            programs[name] = program
+    used = {n for p in programs.values() for op in p.ops for n in (*op.allocates, *op.frees, *_touched(op))}
+    used.update(trace.resident)
+    about = {"rules": RULES, "cuda_graphs": cuda_graphs, "saved_bytes": saved}
+    known = trace.meta.get("assumed")
+    assumed = [*(known if isinstance(known, (list, tuple)) else ()), ONE_GRAPH]
+    return replace(
+        trace,
+        programs=programs,
+        storages={number: storage for number, storage in storages.items() if number in used},
+        meta={**trace.meta, "compiled": about, "assumed": assumed},
+    )
+
+
+def launches(trace: Trace) -> dict[str, int]:
+    """Ops of each program that launch something, eager or compiled; one on a list of tensors counts once."""
+    return {name: sum(map(_launches, program.ops)) for name, program in trace.programs.items()}
+
+
+def _launches(op: Op) -> bool:
+    return bool(op.inputs or op.outputs) and base_name(op.name) not in _SILENT
+
+
+def _touched(op: Op) -> list[int]:
+    return [ref.storage for ref in (*op.inputs, *op.outputs)]
+
+
+def _compile(program: Program, storages: dict[int, Storage]) -> tuple[Program, int]:
+    """A program with the model's part compiled, and the bytes that it keeps from forward to backward."""
+    parts = pieces(program.ops, storages)
+    joint = join(parts, storages)
+    split = _split(joint, storages)
+    emitter = Emitter(storages, joint)
+    forward = emitter.forward(split.forward, split.saved)
+    backward = emitter.backward(split.backward)
+    between = _eager(parts.between, emitter)
+    head = [op for op in parts.forward[:1] if op.name == "foretell.begin"]
+    ops = (*head, *forward, *between, *_closed(backward, parts, joint), *parts.after)
+    return Program(program.name, ops), sum(emitter.saved.values())
+
+
+def _split(joint: Joint, storages: Mapping[int, Storage]) -> Partition:
+    nodes = joint.graph.nodes
+    here = {id(node) for node in nodes}
+    free = {
+        node.index
+        for number, node in joint.inputs.items()
+        if storages[number].role in (types.PARAMETER, types.BUFFER) and id(node) in here
+    }
+    return partition(nodes, [*joint.outputs.values(), *joint.mutations.values()], list(joint.gradients.values()), free)
+
+
+def _eager(ops: Sequence[Op], emitter: Emitter) -> list[Op]:
+    """Ops that stay as they are. What lived inside the model is gone; what the model returned dies with the loss,
+    unless backward keeps it."""
+    joint = emitter.joint
+    born = {number for op in ops for number in op.allocates}
+    returned = [number for number in joint.outputs if number not in emitter.saved]
+    freed: set[int] = set()
+    done: list[Op] = []
+    for op in ops:
+        frees = tuple(n for n in op.frees if (n in born or n in returned) and n not in joint.tangents)
+        freed.update(frees)
+        done.append(replace(op, frees=frees))
+    late = tuple(number for number in returned if number not in freed)
+    if late and done:
+        last = max((i for i, op in enumerate(done) if op.phase == "forward"), default=len(done) - 1)
+        done[last] = replace(done[last], frees=(*done[last].frees, *late))
+    return done
+
+
+def _closed(backward: Sequence[Op], parts: Pieces, joint: Joint) -> list[Op]:
+    """Backward with the deaths at its end: the gradients it was given, which the caller holds, and loose ends."""
+    if not backward:
+        return []
+    born = {number for op in parts.between for number in op.allocates}
+    later = {number for op in parts.after for number in op.frees}
+    loose = [n for op in parts.backward for n in op.frees if n in born]
+    dying = [n for n in dict.fromkeys([*sorted(joint.tangents), *loose]) if n not in later]
+    return [*backward[:-1], replace(backward[-1], frees=(*backward[-1].frees, *dying))]

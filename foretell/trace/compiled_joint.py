@@ -1,0 +1,172 @@
+"""Which ops of a step torch.compile takes, and the joint graph of forward and backward they make.
+
+    model's forward │ loss, eagerly │ loss's backward, eagerly │ model's backward │ gradients added up, eagerly
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from foretell.trace import types
+from foretell.trace.compiled_graph import BACKWARD, FORWARD, RECOMPUTE, Graph, Node, Values
+from foretell.trace.compiled_rules import base_name, translate, write_into
+from foretell.trace.types import Op, Ref, Storage
+
+MODEL_END = "foretell.model_end"
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The ops of a program, by who runs them."""
+
+    forward: Sequence[Op]
+    between: Sequence[Op]
+    """Loss and its backward, which stay eager."""
+    backward: Sequence[Op]
+    after: Sequence[Op]
+    """Gradients that are added to those of earlier micro-batches."""
+    outputs: Sequence[Ref]
+    """What the model returns and the loss reads."""
+
+
+def pieces(ops: Sequence[Op], storages: Mapping[int, Storage]) -> Pieces:
+    """Cut the ops of one micro-batch where the compiled model begins and ends."""
+    late = (i for i, op in enumerate(ops) if op.phase in (BACKWARD, RECOMPUTE) and not op.name.startswith("foretell."))
+    start = next(late, len(ops))
+    marks = [i for i in range(start) if ops[i].name == MODEL_END]
+    end = marks[-1] if marks else start
+    born = {number for op in ops[:end] for number in op.allocates}
+    outputs = _outputs(ops, end, start, born)
+    first = _first_of_model(ops, start, born - {ref.storage for ref in outputs}, storages)
+    begin = _after_gradients_of(ops, start, first, outputs)
+    here = {number for op in ops for number in op.allocates}
+    backward: list[Op] = []
+    after: list[Op] = []
+    for op in ops[begin:]:
+        old = any(storages[n].role == types.GRADIENT and n not in here for n in _touched(op))
+        (after if old else backward).append(op)
+    return Pieces(ops[:end], ops[end:begin], backward, after, outputs)
+
+
+def _touched(op: Op) -> list[int]:
+    return [ref.storage for ref in (*op.inputs, *op.outputs)]
+
+
+def _outputs(ops: Sequence[Op], end: int, start: int, born: set[int]) -> list[Ref]:
+    found: dict[int, Ref] = {}
+    for op in ops[end : start + 1]:
+        for ref in op.inputs:
+            if ref.storage in born:
+                found.setdefault(ref.storage, ref)
+    if not found and start >= len(ops):
+        found = _unread(ops[:end], born)
+    return list(found.values())
+
+
+def _unread(ops: Sequence[Op], born: set[int]) -> dict[int, Ref]:
+    """Of a forward alone: what is alive at its end and nothing has computed with, so somebody wants it."""
+    gone = {number for op in ops for number in op.frees}
+    read: set[int] = set()
+    found: dict[int, Ref] = {}
+    for op in ops:
+        views = {ref.storage for ref in op.outputs if ref.storage not in op.allocates}
+        read.update(ref.storage for ref in op.inputs if ref.storage not in views)
+        found.update({ref.storage: ref for ref in op.outputs if ref.storage in born})
+    return {number: ref for number, ref in found.items() if number not in read and number not in gone}
+
+
+def _first_of_model(ops: Sequence[Op], start: int, inside: set[int], storages: Mapping[int, Storage]) -> int:
+    """The first op of backward that reads something of the model's own."""
+    for position in range(start, len(ops)):
+        for ref in ops[position].inputs:
+            if ref.storage in inside or storages[ref.storage].role in (types.PARAMETER, types.BUFFER):
+                return position
+    return len(ops)
+
+
+def _after_gradients_of(ops: Sequence[Op], start: int, first: int, outputs: Sequence[Ref]) -> int:
+    """Where the gradients of all outputs are there: behind the last op that makes a tensor like each of them."""
+    begin = start
+    for output in outputs:
+        for position in range(first - 1, start - 1, -1):
+            if any(ref.spec == output.spec for ref in ops[position].outputs):
+                begin = max(begin, position + 1)
+                break
+    return begin if outputs else first
+
+
+@dataclass
+class Joint:
+    """Forward and backward of the model as one graph."""
+
+    graph: Graph
+    outputs: dict[int, Node] = field(default_factory=dict)
+    """Storage of the trace → what the model returns in it."""
+    gradients: dict[int, Node] = field(default_factory=dict)
+    mutations: dict[int, Node] = field(default_factory=dict)
+    """Buffers that the model writes to → their new value."""
+    tangents: set[int] = field(default_factory=set)
+    """Storages of the gradients that backward is given."""
+    inputs: dict[int, Node] = field(default_factory=dict)
+
+
+def join(parts: Pieces, storages: Mapping[int, Storage]) -> Joint:
+    """Build the graph of a micro-batch, or of a forward alone."""
+    graph = Graph()
+    values = Values(graph)
+    joint = Joint(graph)
+    for op in parts.forward:
+        _take(graph, values, joint, op, FORWARD, storages)
+    for ref in parts.outputs:
+        joint.outputs[ref.storage] = values.read(_reader(ref))[0]
+    born = {number for op in parts.between for number in op.allocates}
+    graph.phase = BACKWARD
+    wanted = {ref.storage for op in parts.after for ref in op.inputs}
+    last: dict[int, Node] = {}
+    for op in parts.backward:
+        for ref in op.inputs:
+            if ref.storage in born:
+                joint.tangents.add(ref.storage)
+        made = _take(graph, values, joint, op, RECOMPUTE if op.phase == RECOMPUTE else BACKWARD, storages)
+        for ref, node in zip(op.outputs, made, strict=False):
+            if storages[ref.storage].role == types.GRADIENT or ref.storage in wanted:
+                last[ref.storage] = node
+    joint.gradients = last
+    joint.inputs = dict(values.inputs)
+    graph.link([*joint.outputs.values(), *joint.gradients.values(), *joint.mutations.values()])
+    return joint
+
+
+def _reader(ref: Ref) -> Op:
+    return Op("foretell.output", (ref,), (), "", FORWARD, 0)
+
+
+def _take(
+    graph: Graph, values: Values, joint: Joint, op: Op, phase: str, storages: Mapping[int, Storage]
+) -> list[Node]:
+    """Add one op to the graph, and remember what its outputs now are."""
+    if not op.outputs:
+        return []
+    graph.phase, graph.module = phase, op.module
+    given = values.read(op)
+    made = translate(graph, op, given)
+    new = set(op.allocates)
+    result: list[Node] = []
+    for ref, node in zip(op.outputs, made, strict=False):
+        if ref.storage in new or not _writes(op):
+            values.hold(ref, node)
+        else:
+            node = write_into(graph, values.latest(ref.storage) or node, ref, node)
+            values.overwrite(Ref(ref.storage, node.spec), node)
+            if storages[ref.storage].role in (types.BUFFER, types.PARAMETER):
+                joint.mutations[ref.storage] = node
+        result.append(node)
+    return result
+
+
+def _writes(op: Op) -> bool:
+    """Whether an op writes into a storage that was there, rather than looking at it in another way."""
+    name = base_name(op.name)
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or op.name.endswith(".out") or name == "add"  # autograd adds gradients where the first one stands
