@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from foretell import zoo
 from foretell.cost.memory import predict_memory
 from foretell.cost.prediction import Prediction
+from foretell.cost.wishes import Amount, Wishes
 from foretell.cost.remedies import remedies
 from foretell.errors import ModelError, UnknownName, UserError
 from foretell.hardware import Cluster, overhead, parse
+from foretell.hardware.prices import user_figures
+from foretell.hardware.profile import find_profile, profile_stamp
 from foretell.trace import cache as store
 from foretell.trace.child import request, trace_in_child
 from foretell.trace.collection import no_collection
@@ -66,8 +69,16 @@ def fit(
     hints: Mapping[str, float] | None = None,
     expandable_segments: bool = False,
     cache: bool = True,
+    compile: bool = False,
+    tokens: float | None = None,
+    samples: float | None = None,
+    epochs: float | None = None,
+    dataset_size: float | None = None,
+    region: str | None = None,
+    price: float | None = None,
+    trace_out: str | None = None,
 ) -> Prediction:
-    """Predict whether one step of a model fits on hardware, and who holds the bytes.
+    """Predict whether one step of a model fits on hardware, who holds the bytes, how long it takes and what it costs.
 
     `model` is a name (`llama3-8b`, `hf:llama`, `timm:resnet50`, `file.py:function`), traced in a process of its
     own, or a module you already have, on any device, with a `batch` for it; that one is traced here and untouched.
@@ -83,35 +94,46 @@ def fit(
         nf4=nf4,
         freeze=tuple(freeze),
         mode="infer" if infer else "train",
+        compile=compile,
         shards=1 if infer else cluster.count,
     )
+    wishes = Wishes(
+        amount=Amount.of(tokens=tokens, samples=samples, epochs=epochs, dataset_size=dataset_size), region=region,
+        price=price, trace_out=trace_out,
+    )  # fmt: skip
     if isinstance(model, str):
         if batch is not None:
             raise UserError("a batch is given with a model's name", "give a module, or let the name make its own batch")
         source = Source(
             model=model, overrides=dict(overrides or {}), micro_batch=micro_batch, seq=seq, image=image, loss=loss
         )
-        return _fit_source(source, recipe, cluster, dict(hints or {}), expandable_segments, cache)
+        return _fit_source(source, recipe, cluster, dict(hints or {}), expandable_segments, cache, wishes)
     from foretell.trace.module import batch_size, capture_module
 
     trace = capture_module(model, batch, loss, recipe, capability=_capability(cluster), hints=hints)
     about = {"source": type(model).__name__, "description": type(model).__name__, "micro_batch": batch_size(batch)}
-    return predict(trace, recipe, cluster, about, expandable_segments=expandable_segments)
+    return predict(trace, recipe, cluster, about, expandable_segments=expandable_segments, wishes=wishes)
 
 
 def _fit_source(
-    source: Source, recipe: Recipe, cluster: Cluster, hints: dict[str, float], expandable: bool, cache: bool
-) -> Prediction:
+    source: Source, recipe: Recipe, cluster: Cluster, hints: dict[str, float], expandable: bool, cache: bool,
+    wishes: Wishes,
+) -> Prediction:  # fmt: skip
     check_source(source)
-    asked = request(source, recipe, _capability(cluster), hints)
-    question = {"fit": asked, "hardware": cluster.to_dict(), "expandable": expandable}
+    asked = request(source, replace(recipe, compile=False), _capability(cluster), hints)
+    question = {
+        "fit": asked, "hardware": cluster.to_dict(), "expandable": expandable, "compile": recipe.compile,
+        "wishes": wishes.to_json(), "prices": user_figures()[1], "profile": profile_stamp(cluster.device.name),
+    }  # fmt: skip
     key = store.key_of(question)
-    known = store.read("answers", key) if cache else None
+    known = store.read("answers", key) if cache and not wishes.trace_out else None
     if known is not None:
         return Prediction.from_json(known["answer"])
     trace, files, notes = _traced(asked, cache)
     about = {"source": source.model, "description": describe(source), "micro_batch": source.micro_batch, **_sizes(source)}
-    answer = predict(trace, recipe, cluster, about, notes=tuple(notes), expandable_segments=expandable)
+    answer = predict(
+        trace, recipe, cluster, about, notes=tuple(notes), expandable_segments=expandable, wishes=wishes
+    )
     if cache:
         store.write("answers", key, {"answer": answer.to_json()}, files)
     return answer
@@ -152,16 +174,24 @@ def predict(
     *,
     notes: tuple[str, ...] = (),
     expandable_segments: bool = False,
+    wishes: Wishes | None = None,
 ) -> Prediction:
     """The answer for a trace on hardware."""
     with no_collection():
-        return _predict(trace, recipe, cluster, about, notes, expandable_segments)
+        return _predict(trace, recipe, cluster, about, notes, expandable_segments, wishes or Wishes())
 
 
 def _predict(
     trace: Trace, recipe: Recipe, cluster: Cluster, about: Mapping[str, Any], notes: tuple[str, ...],
-    expandable_segments: bool,
+    expandable_segments: bool, wishes: Wishes,
 ) -> Prediction:  # fmt: skip
+    from foretell.cost.whole import speed
+
+    counted = trace
+    if recipe.compile:
+        from foretell.trace.compiled import compile_trace
+
+        trace = compile_trace(trace)
     if recipe.shards > 1:
         from foretell.cost.sharded import shard
 
@@ -170,6 +200,13 @@ def _predict(
     outcome = predict_memory(trace, cluster, extra, expandable=expandable_segments)
     parameters = trace.meta["parameters"]
     assert isinstance(parameters, int)
+    found = speed(trace, counted, recipe, cluster, int(about.get("micro_batch") or 1), find_profile, wishes)
+    if wishes.trace_out:
+        if found.timeline is None:
+            raise UserError(f"no timeline of {cluster.device.name} to write: its speed is not known", "leave --trace-out away")
+        from foretell.report.chrome import write
+
+        write(found.timeline, wishes.trace_out)
     return Prediction(
         verdict=outcome.verdict,
         model={
@@ -183,11 +220,17 @@ def _predict(
         },
         parameters=parameters,
         memory=outcome.memory,
+        time=found.time,
+        throughput=found.throughput,
+        mfu=found.mfu,
+        energy=found.energy,
+        cost=found.cost,
+        run=found.run,
         remedies=remedies(
             trace, recipe, outcome.memory, cluster, extra, int(about.get("micro_batch") or 1),
             expandable=expandable_segments,
         ),
-        assumptions=(*_assumptions(recipe, cluster, expandable_segments), *cluster.notes, *notes, *_said(trace)),
+        assumptions=(*_assumptions(recipe, cluster, expandable_segments), *cluster.notes, *notes, *found.notes, *_said(trace)),
         versions=store.versions(),
     )  # fmt: skip
 
@@ -211,9 +254,10 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool) -> tuple[st
         "fp16-autocast": "fp32 weights with fp16 autocast and a gradient scaler", "bf16": "weights and state in bf16",
         "fsdp-bf16": "fp32 shards, bf16 compute",
     }[recipe.precision]  # fmt: skip
-    lines = [f"eager, {precision}, {recipe.optimizer}, recompute {recipe.recompute}, {_count(recipe.accumulate, 'micro-batch')} a step"]
+    how = "torch.compile of the model, loss and optimizer eager" if recipe.compile else "eager"
+    lines = [f"{how}, {precision}, {recipe.optimizer}, recompute {recipe.recompute}, {_count(recipe.accumulate, 'micro-batch')} a step"]
     if recipe.mode == "infer":
-        lines = [f"eager inference, one forward, {precision}"]
+        lines = [f"{how}, inference, one forward, {precision}"]
     if recipe.shards > 1:
         lines.append(
             f"no plan given: FSDP2 over all {cluster.count} devices, every block and the root, "

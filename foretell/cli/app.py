@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from foretell.cli import common, demo, doctor, fit, hardware, zoo
+from foretell.cli import common, demo, doctor, fit, hardware, probe, zoo
 
 _SETTINGS: dict[str, Any] = {
     "add_completion": False,
@@ -42,6 +42,7 @@ zoo_app.callback(invoke_without_command=True, short_help="List the models known 
 )
 zoo_app.command("check")(zoo.check)
 app.command("hardware", short_help="List the devices known by name; `hardware NAME` shows one.")(hardware.hardware)
+app.command("probe", short_help="Measure this machine, so that predictions rest on it.")(probe.probe)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 

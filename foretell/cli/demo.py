@@ -14,7 +14,7 @@ def demo(
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:
-    """Predict a small model, really run it on this machine, and print both. Exit 0 they agree, 1 they do not."""
+    """Predict a small model's memory and step time, really run it here, and print both. Exit 0 they agree, 1 they do not."""
     return tell(common.call(_demo, "running the demo"), json=json)
 
 

@@ -1,10 +1,12 @@
-"""`foretell fit MODEL --on HW`: does it fit?"""
+"""`foretell fit MODEL --on HW`: does it fit, how long does a step take, what does it cost?"""
 
 from __future__ import annotations
 
 import json as json_text
 import math
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -12,6 +14,7 @@ import typer
 from foretell.cli import common
 from foretell.errors import UserError
 
+_SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -43,16 +46,27 @@ def fit(
                                     help="Loss of (output, batch); default: the model's own."),
     expandable_segments: bool = typer.Option(False, "--expandable-segments",
                                              help="The caching allocator grows segments instead of adding new ones (expandable_segments:True)."),
+    compile: bool = typer.Option(False, "--compile", help="The model runs under torch.compile; default: eager."),
+    tokens: str | None = typer.Option(None, metavar="N", help="A whole run of so many tokens, such as 1T; K, M, B or T."),
+    samples: str | None = typer.Option(None, metavar="N", help="A whole run of so many samples, such as 300M."),
+    epochs: str | None = typer.Option(None, metavar="N", help="A whole run of so many epochs; needs --dataset-size."),
+    dataset_size: str | None = typer.Option(None, metavar="N", help="Samples in one epoch, such as 1.28M."),
+    region: str | None = typer.Option(None, metavar="NAME", help="Whose electricity counts, such as FR; default: the world's mean."),
+    price: float | None = typer.Option(None, metavar="DOLLARS", help="Of one device and hour; default: a list price."),
+    trace_out: str | None = typer.Option(None, metavar="FILE", help="Write the predicted timeline as a Chrome trace."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     no_cache: bool = typer.Option(False, "--no-cache", help="Trace again, and keep no trace."),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:  # fmt: skip
-    """Predict whether one step of MODEL fits on HW. Exit 0 it fits (or is tight), 1 it does not, 2 bad input."""
+    """Predict whether one step of MODEL fits on HW, how long it takes and what it costs. Exit 0 it fits (or is tight), 1 it does not, 2 bad input."""
     options: dict[str, Any] = {
         "optimizer": optimizer, "precision": precision, "recompute": recompute, "accumulate": accumulate, "clip": clip,
         "lora": lora, "nf4": nf4, "freeze": tuple(freeze), "infer": infer, "micro_batch": micro_batch, "seq": seq,
         "image": image, "loss": loss, "overrides": overrides(settings), "hints": hints(hint),
         "expandable_segments": expandable_segments, "cache": not no_cache,
+        "compile": compile, "tokens": amount("--tokens", tokens), "samples": amount("--samples", samples),
+        "epochs": amount("--epochs", epochs), "dataset_size": amount("--dataset-size", dataset_size),
+        "region": region, "price": price, "trace_out": trace_out,
     }  # fmt: skip
     check(model, on, options)
     prediction = common.call(lambda: _predict(model, on, options), f"tracing {model}")
@@ -85,6 +99,45 @@ def check(model: str, on: str, options: dict[str, Any]) -> None:
     of_recipe = ("optimizer", "recompute", "accumulate", "clip", "lora", "nf4", "freeze")
     precision = {"precision": options["precision"]} if options["precision"] is not None else {}
     Recipe(**{name: options[name] for name in of_recipe}, **precision)
+    check_run(options)
+
+
+def check_run(options: dict[str, Any]) -> None:
+    """Raise what is wrong with a whole run, its region and price, and where its timeline is to go."""
+    from foretell.cost.wishes import Amount
+    from foretell.hardware import carbon_g_per_kwh
+
+    Amount.of(**{name: options[name] for name in ("tokens", "samples", "epochs", "dataset_size")})
+    if options["dataset_size"] is not None and options["epochs"] is None:
+        raise UserError("--dataset-size is given without --epochs", "add --epochs N, or say the whole as --samples N")
+    if options["region"] is not None:
+        carbon_g_per_kwh(options["region"])
+    if options["price"] is not None and not 0 <= options["price"] < math.inf:
+        remedy = "give US dollars of one device and hour, such as --price 2.5"
+        raise UserError(f"--price {options['price']:g} is no price", remedy)
+    if options["trace_out"] is not None:
+        _check_writable(Path(options["trace_out"]))
+
+
+def _check_writable(path: Path) -> None:
+    """Before the work, not after it."""
+    if path.is_dir() or not path.name:
+        raise UserError(f"--trace-out {str(path)!r} is a folder", "name a file in it, such as step.json")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--trace-out {str(path)!r}: there is no folder {str(path.parent)!r}", "make it, or name another")
+
+
+def amount(option: str, text: str | None) -> float | None:
+    """`1T`, `300M`, `1.28e6`, `1_000` → a number above zero."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]?)\s*", text)
+    scale = _SCALES.get(match.group(2).upper()) if match else None
+    value = float(match.group(1).replace("_", "")) * scale if match and scale else 0.0
+    if not 0 < value < math.inf:
+        remedy = f"write a number above zero with K, M, B or T, such as {option} 1.5B"
+        raise UserError(f"{option} {text!r} is no amount", remedy)
+    return value
 
 
 def overrides(settings: Sequence[str]) -> dict[str, Any]:

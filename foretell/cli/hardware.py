@@ -22,10 +22,13 @@ Row = tuple[str, str, str]
 
 def hardware(
     name: str | None = typer.Argument(None, metavar="NAME", help="A device, H100:8, 2x8xH100@IB400, auto or a file."),
+    accuracy: bool = typer.Option(False, "--accuracy", help="How far predicted seconds of measured devices are off."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:
     """List the devices known by name, or show one with the source of every figure."""
+    if accuracy:
+        return _accuracy(name, json=json)
     if name is None:
         return _list(json=json)
     return _show(name, json=json)
@@ -52,6 +55,14 @@ def _show(name: str, *, json: bool) -> int:
         return common.emit_json({"assumptions": list(cluster.notes), "hardware": content})
     common.emit("\n".join(_page(cluster)))
     return common.YES
+
+
+def _accuracy(name: str | None, *, json: bool) -> int:
+    from foretell.cli.accuracy import accuracy
+    from foretell.hardware import devices, parse
+
+    found = devices() if name is None else (common.call(lambda: parse(name), f"looking at {name}").device,)
+    return accuracy(found, json=json)
 
 
 def profiled(device: Device) -> bool:

@@ -52,6 +52,7 @@ def _check(name: str) -> Any:
 def tell(found: Any, *, json: bool) -> int:
     """Print an `api.Check`; the exit status."""
     status = common.YES if found.ok else common.NO_OR_FAILED
+    predicted, measured = getattr(found, "predicted_seconds", None), getattr(found, "measured_seconds", None)
     if json:
         from foretell.report import schema
 
@@ -61,6 +62,9 @@ def tell(found: Any, *, json: bool) -> int:
             "predicted_bytes": found.predicted_bytes,
             "measured_bytes": found.measured_bytes,
             "relative_error": found.error,
+            "predicted_seconds": predicted,
+            "measured_seconds": measured,
+            "relative_error_of_seconds": predicted / measured - 1 if predicted and measured else None,
             "lines": list(found.lines),
             "prediction": schema.answer(found.prediction) if found.prediction is not None else None,
         }
@@ -72,13 +76,23 @@ def tell(found: Any, *, json: bool) -> int:
     if found.prediction is not None:
         common.emit_screen(found.prediction)
         common.emit("")
-    verdict = "OK" if found.ok else "FAILED"
-    summary = (
-        f"{verdict}  {found.name}: predicted {human_bytes(found.predicted_bytes)}, "
+    told = (
+        f"{'OK' if found.ok else 'FAILED'}  {found.name}: predicted {human_bytes(found.predicted_bytes)}, "
         f"measured {human_bytes(found.measured_bytes)}, error {found.error:+.1%}"
     )
-    common.emit("\n".join([*found.lines, summary]))
+    common.emit("\n".join([*found.lines, told, *_step_time(predicted, measured)]))
     return status
+
+
+def _step_time(predicted: float | None, measured: float | None) -> list[str]:
+    """The line about seconds, where both are known."""
+    from foretell.report.words import seconds
+
+    if not predicted or not measured:
+        return []
+    return [
+        f"    step: predicted {seconds(predicted)}, measured {seconds(measured)}, error {predicted / measured - 1:+.1%}"
+    ]
 
 
 def _as_json(entry: Entry) -> dict[str, Any]:

@@ -6,8 +6,8 @@ The JSON of `Prediction` is a contract: names are added, never changed, within o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
 
 SCHEMA_VERSION = 1
 
@@ -81,6 +81,100 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Time:
+    """How long one steady step takes."""
+
+    step_seconds: float
+    low_seconds: float
+    high_seconds: float
+    """Nine of ten steps are expected between low and high."""
+    breakdown: Mapping[str, float]
+    """gemm, attention, convolution, recurrent, memory, communication (exposed), waiting_for_host; adds up to the step."""
+    phases: Mapping[str, float]
+    """Device seconds in forward, backward, recompute, update."""
+    binds: str
+    """compute, memory bandwidth, host or network."""
+    provenance: str
+    device_seconds: float
+    """The device computes."""
+    host_seconds: float
+    """The host asks."""
+    exposed_communication_seconds: float = 0.0
+    waiting_for_host_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """What a step gets through, all devices together."""
+
+    unit: str
+    """tokens or samples."""
+    per_step: int
+    per_second: float
+    per_second_per_device: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mfu:
+    """Share of the peak rate: `value` without recomputation (model FLOPs), `hfu` with it (hardware FLOPs)."""
+
+    value: float
+    hfu: float
+    flops_per_step: int
+    """Of the model, all devices together; recomputation not counted."""
+    peak_flops_per_second: float
+    """Of one device, dense."""
+    peak_dtype: str
+    convention: str
+    """How FLOPs are counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Energy:
+    """Joules of one step, all devices together."""
+
+    joules_per_step: float
+    low_joules: float
+    high_joules: float
+    watts_per_device: float
+    provenance: str
+    carbon_grams_per_step: float | None = None
+    carbon_source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Money, all devices together."""
+
+    per_hour: float
+    per_step: float
+    per_billion: float | None
+    """Per billion tokens (or samples)."""
+    unit: str
+    currency: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A whole run: so many tokens, samples or epochs."""
+
+    amount: float
+    unit: str
+    steps: int
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    joules: float | None
+    money: float | None
+    carbon_kilograms: float | None
+    device_years: float
+    """Devices × seconds, in years of one device."""
+    embodied_carbon_kilograms: float | None = None
+    """Share of making the devices, by lifetime."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Infeasible:
     """Why a step does not fit: which device, how many bytes short, who holds most."""
 
@@ -100,6 +194,14 @@ class Prediction:
     hardware: Mapping[str, Any]
     parameters: int
     memory: Memory
+    time: Time | None = None
+    """None where nothing is known of the device's speed."""
+    throughput: Throughput | None = None
+    mfu: Mfu | None = None
+    energy: Energy | None = None
+    cost: Cost | None = None
+    run: Run | None = None
+    """Only when a number of tokens, samples or epochs was asked for."""
     remedies: tuple[Remedy, ...] = ()
     assumptions: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -124,13 +226,31 @@ class Prediction:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Prediction:
-        given = {key: value for key, value in data.items() if key not in ("fits", "memory", "remedies")}
+        """Also of answers that were written before a name was added, and of those with names added since."""
         memory = dict(data["memory"])
-        memory["holders"] = tuple(Holder(**holder) for holder in memory["holders"])
+        memory["holders"] = tuple(_read(Holder, holder) for holder in memory["holders"])
         memory["phases"] = tuple(
-            Phase(**{**phase, "timeline": tuple((a, r) for a, r in phase.get("timeline", ()))})
+            _read(Phase, {**phase, "timeline": tuple((a, r) for a, r in phase.get("timeline", ()))})
             for phase in memory["phases"]
         )
         memory["bands"] = {name: (low, high) for name, (low, high) in memory["bands"].items()}
-        given["assumptions"] = tuple(given["assumptions"])
-        return cls(**given, memory=Memory(**memory), remedies=tuple(Remedy(**remedy) for remedy in data["remedies"]))
+        parts = {name: _read(kind, data[name]) for name, kind in _PARTS.items() if data.get(name) is not None}
+        given = {
+            **data, **dict.fromkeys(_PARTS), **parts, "memory": _read(Memory, memory),
+            "remedies": tuple(_read(Remedy, remedy) for remedy in data["remedies"]),
+            "assumptions": tuple(data["assumptions"]),
+        }  # fmt: skip
+        return _read(cls, given)
+
+
+_PARTS: Mapping[str, type[Any]] = {
+    "time": Time, "throughput": Throughput, "mfu": Mfu, "energy": Energy, "cost": Cost, "run": Run,
+}  # fmt: skip
+"""Parts of an answer that may be unknown."""
+_Kind = TypeVar("_Kind")
+
+
+def _read(kind: type[_Kind], data: Mapping[str, Any]) -> _Kind:
+    """A value from its JSON; names it does not know are passed over."""
+    known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in data.items() if name in known})

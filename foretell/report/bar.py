@@ -1,11 +1,11 @@
-"""The memory bar: one row of cells, split by what the bytes are held for, against what the device offers."""
+"""Bars: one row of cells, split by what the bytes of a device are held for, or by what the seconds of a step go to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foretell.cost.prediction import CATEGORIES, Memory
+from foretell.cost.prediction import CATEGORIES, Memory, Time
 from foretell.units import GIB, MIB
 
 _LOOKS = {
@@ -26,8 +26,21 @@ _LOOKS = {
 }
 """Name → the character that shows it, the same in ASCII, its colour. Each reads without colour."""
 
+_TIME_LOOKS = {
+    "gemm": ("■", "g", "blue"),
+    "attention": ("◆", "a", "cyan"),
+    "convolution": ("▣", "v", "bright_blue"),
+    "recurrent": ("◈", "r", "bright_cyan"),
+    "memory": ("□", "m", "yellow"),
+    "communication": ("▸", "n", "magenta"),
+    "host": ("○", "h", "bright_red"),
+    "other": ("◇", "o", "white"),
+}
+"""The same for seconds; `host` is waiting for it."""
+
 ASCII = str.maketrans(
-    {look[0]: look[1] for look in _LOOKS.values()} | {"▲": "^", "…": "~", "–": "-", "×": "x", "·": ".", "→": ">", "−": "-"}
+    {look[0]: look[1] for look in (*_LOOKS.values(), *_TIME_LOOKS.values())}
+    | {"▲": "^", "…": "~", "–": "-", "×": "x", "·": ".", "→": ">", "−": "-", "±": "~", "µ": "u", "€": "E", "£": "L"}
 )
 
 
@@ -63,7 +76,32 @@ def parts(memory: Memory) -> list[Part]:
     return [part for part in found if part.bytes > 0]
 
 
-def cells(amounts: Sequence[int], width: int) -> list[int]:
+@dataclass(frozen=True)
+class TimePart:
+    """What a stretch of the step goes to."""
+
+    name: str
+    seconds: float
+
+    @property
+    def mark(self) -> str:
+        return _TIME_LOOKS[self.name][0]
+
+    @property
+    def style(self) -> str:
+        return _TIME_LOOKS[self.name][2]
+
+
+def time_parts(time: Time) -> list[TimePart]:
+    """What a step's seconds go to, always in the same order; nothing that takes none."""
+    found = dict.fromkeys(_TIME_LOOKS, 0.0)
+    for name, seconds in time.breakdown.items():
+        known = "host" if name == "waiting_for_host" else name
+        found[known if known in found else "other"] += max(0.0, seconds)
+    return [TimePart(name, seconds) for name, seconds in found.items() if seconds > 0]
+
+
+def cells(amounts: Sequence[float], width: int) -> list[int]:
     """Whole cells for each amount, in proportion, that sum to `width`: the largest remainders are rounded up."""
     total = sum(amounts)
     if total <= 0:

@@ -31,12 +31,16 @@ def model_name(prediction: Prediction) -> str:
 
 def hardware_spec(prediction: Prediction, space: str = "") -> str:
     """`2x8xH100-SXM-80GB`; `space` stands between the counts and the name."""
-    hardware = prediction.hardware
-    device = hardware.get("device", hardware.get("name", ""))
-    name = str(device.get("name", "")) if isinstance(device, Mapping) else str(device)
+    hardware, name = prediction.hardware, device_name(prediction)
     nodes, per_node = int(hardware.get("nodes", 1)), int(hardware.get("devices_per_node", 1))
     counts = f"{nodes}x{per_node}x" if nodes > 1 else f"{per_node}x" if per_node > 1 else ""
     return f"{counts}{space if counts else ''}{name or 'device'}"
+
+
+def device_name(prediction: Prediction) -> str:
+    """`H100-SXM-80GB`, from whichever form the hardware has; may be empty."""
+    device = prediction.hardware.get("device", prediction.hardware.get("name", ""))
+    return str(device.get("name", "")) if isinstance(device, Mapping) else str(device)
 
 
 def device_count(prediction: Prediction) -> int:
@@ -60,6 +64,8 @@ def suggest(prediction: Prediction, typed: Sequence[str] = ()) -> list[str]:
         return ["foretell", *words]
     if prediction.verdict == NO:
         return ["foretell", *with_flag(words, "--json")]
+    if prediction.time is not None and prediction.time.binds == "host" and not _compiled(prediction):
+        return ["foretell", *with_flag(words, "--compile")]
     grows = sum(prediction.memory.categories.get(name, 0) for name in _PER_SAMPLE)
     micro_batch = _micro_batch(words) if typed or prediction.model.get("micro_batch") else None
     if prediction.verdict != TIGHT and micro_batch is not None and 0 < grows < prediction.memory.margin_bytes:
@@ -112,6 +118,11 @@ def _without(words: list[str], option: str, *, has_value: bool) -> list[str]:
         elif not word.startswith(f"{option}="):
             kept.append(word)
     return kept
+
+
+def _compiled(prediction: Prediction) -> bool:
+    recipe = prediction.model.get("recipe")
+    return isinstance(recipe, Mapping) and bool(recipe.get("compile"))
 
 
 def _micro_batch(words: list[str]) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -41,9 +42,11 @@ def envelope(versions: Mapping[str, str]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Mappings as dicts, sequences as lists, other things JSON does not know as text."""
+    """Mappings as dicts, sequences as lists, numbers that are none as null, other things JSON does not know as text."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -10,28 +10,33 @@ from typing import Any
 from rich.text import Text
 
 from foretell.cost.prediction import FITS, NO, TIGHT, Holder, Prediction, Remedy
-from foretell.report import bar, command
+from foretell.report import bar, command, seconds
 from foretell.units import GIB, gib, human_bytes, human_count
 
 MAX_LINES = 30
 MIN_WIDTH = 40
 
-_GUTTER = 11
+_GUTTER = seconds.GUTTER
 """Columns for the name of a section, left of its lines."""
 _VERDICTS = {FITS: ("FITS", "bold green"), TIGHT: ("TIGHT", "bold yellow"), NO: ("DOES NOT FIT", "bold red")}
 _UNKNOWN = ("CANNOT TELL", "bold magenta")
-_ROOM = ((5, 5, True), (4, 5, True), (4, 4, True), (3, 4, True), (3, 3, True), (3, 3, False), (2, 2, False), (1, 1, False))
-"""Holders, lines of assumptions and blank lines between sections, from generous to sparse."""
+_ROOM = (
+    (5, 5, True, seconds.BAR), (5, 5, True, seconds.FULL), (4, 5, True, seconds.FULL), (4, 4, True, seconds.FULL),
+    (3, 4, True, seconds.FULL), (3, 3, True, seconds.FULL), (2, 3, True, seconds.FULL), (3, 3, False, seconds.FULL),
+    (2, 2, False, seconds.FULL), (1, 1, False, seconds.FULL), (1, 1, False, seconds.PLAIN), (1, 1, False, seconds.BRIEF),
+)  # fmt: skip
+"""Holders, lines of assumptions, blank lines between sections and what is told of time, from generous to sparse."""
 
 
 def render(prediction: Prediction, width: int = 80, *, typed: Sequence[str] = (), ascii_only: bool = False) -> Text:
     """The whole screen; `typed` are the words after `foretell` that asked for it, from which the next command is made."""
     width = max(width, MIN_WIDTH)
-    for holders, assumptions, blanks in _ROOM:
+    for holders, assumptions, blanks, detail in _ROOM:
         sections = [
             _head(prediction, width),
             _bar(prediction, width),
             _numbers(prediction, width),
+            seconds.lines(prediction, width, detail),
             _holders(prediction.memory.holders[:holders], width),
             _remedies(command.ranked(prediction)[:command.SHOWN], width),
             _assumptions(prediction.assumptions, width, assumptions),
@@ -110,6 +115,8 @@ def _recipe(recipe: Mapping[str, Any]) -> str:
         words = ["inference", *words[1:]]
     elif recipe.get("recompute"):
         words.append(f"recompute {recipe['recompute']}")
+    if recipe.get("compile"):
+        words.append("torch.compile")
     if recipe.get("accumulate", 1) != 1:
         words.append(f"{recipe['accumulate']} micro-batches a step")
     if recipe.get("lora"):

@@ -20,6 +20,7 @@ import foretell
 from foretell import zoo
 from foretell.cli import fit as fit_command
 from foretell.errors import UserError
+from foretell.hardware.profile import Profile, save
 from foretell.report import schema
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,14 +28,17 @@ FRAME = {"schema_version", "versions", "assumptions"}
 
 STAND_IN = """
 import os, sys, types
-from foretell.cost.prediction import Memory, Prediction, Remedy
+from foretell.cost.prediction import Memory, Prediction, Remedy, Throughput, Time
 G = 1024**3
+TIME = Time(step_seconds=0.142, low_seconds=0.131, high_seconds=0.155, breakdown={"gemm": 0.142}, phases={"forward": 0.1},
+            binds="compute", provenance="measured", device_seconds=0.142, host_seconds=0.02)
+RATE = Throughput(unit="tokens", per_step=8192, per_second=57690.0, per_second_per_device=57690.0)
 def answer(verdict):
     memory = Memory(allocated_bytes=50 * G, reserved_bytes=55 * G, device_bytes=60 * G, capacity_bytes=79 * G,
                     margin_bytes=19 * G, host_bytes=0, bands={}, categories={"parameters": 50 * G}, holders=(), phases=(),
                     provenance={})
     return Prediction(verdict=verdict, model={"source": "gpt2"}, hardware={"device": {"name": "H100"}}, parameters=1,
-                      memory=memory, versions={"timm": "1.0"},
+                      memory=memory, versions={"timm": "1.0"}, time=TIME, throughput=RATE,
                       remedies=(Remedy(change="less", flag="--recompute full", saves_bytes=G, fits=True),))
 api = types.ModuleType("foretell.api")
 """
@@ -107,7 +111,8 @@ def test_help_names_every_command_and_option() -> None:
     text = run("fit", "--help", COLUMNS="200").stdout
     for option in ("--on", "--micro-batch", "--seq", "--image", "--optimizer", "--precision", "--recompute",
                    "--accumulate", "--clip", "--lora", "--nf4", "--freeze", "--infer", "--set", "--hint", "--loss",
-                   "--expandable-segments", "--json", "--no-cache", "--debug"):  # fmt: skip
+                   "--expandable-segments", "--compile", "--tokens", "--samples", "--epochs", "--dataset-size", "--region",
+                   "--price", "--trace-out", "--json", "--no-cache", "--debug"):  # fmt: skip
         line = next(line for line in text.splitlines() if line.strip().startswith(f"{option} "))
         assert len(line.split()) > 3, f"{option} has no help"
     assert "check" in run("zoo", "--help").stdout
@@ -143,6 +148,18 @@ BAD = {
     "unknown optimizer": (["fit", "gpt2", "--on", "H100", "--optimizer", "adamx"], "UnknownName", "adamw"),
     "unknown precision": (["fit", "gpt2", "--on", "H100", "--precision", "bf61"], "UnknownName", "bf16"),
     "4 bits without LoRA": (["fit", "gpt2", "--on", "H100", "--nf4"], "UserError", "--lora"),
+    "tokens of no unit": (["fit", "gpt2", "--on", "H100", "--tokens", "1X"], "UserError", "1X"),
+    "no tokens to run": (["fit", "gpt2", "--on", "H100", "--tokens", "0"], "UserError", "--tokens"),
+    "negative samples": (["fit", "resnet50", "--on", "H100", "--samples", "-3M"], "UserError", "-3M"),
+    "endless samples": (["fit", "resnet50", "--on", "H100", "--samples", "1e999"], "UserError", "1e999"),
+    "two whole runs": (["fit", "gpt2", "--on", "H100", "--tokens", "1T", "--samples", "3"], "UserError", "one of"),
+    "epochs of what": (["fit", "resnet50", "--on", "H100", "--epochs", "90"], "UserError", "--dataset-size"),
+    "data set without epochs": (["fit", "resnet50", "--on", "H100", "--dataset-size", "1M"], "UserError", "--epochs"),
+    "unknown region": (["fit", "gpt2", "--on", "H100", "--region", "Narnia"], "UnknownName", "Narnia"),
+    "negative price": (["fit", "gpt2", "--on", "H100", "--price", "-2"], "UserError", "--price"),
+    "no price": (["fit", "gpt2", "--on", "H100", "--price", "nan"], "UserError", "--price"),
+    "timeline into a folder": (["fit", "gpt2", "--on", "H100", "--trace-out", "."], "UserError", "folder"),
+    "timeline into nowhere": (["fit", "gpt2", "--on", "H100", "--trace-out", "no/where.json"], "UserError", "no/where.json"),
     "unknown zoo name": (["zoo", "check", "gtp2"], "UnknownName", "gpt2"),
     "no hardware": (["fit", "gpt2"], "UsageError", "--on"),
     "not a number": (["fit", "gpt2", "--on", "H100", "--seq", "many"], "UsageError", "--seq"),
@@ -211,18 +228,35 @@ def test_hints_are_numbers() -> None:
             fit_command.hints([word])
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1T", 1e12), ("300M", 3e8), ("300m", 3e8), ("1.5B", 1.5e9), ("2G", 2e9), ("90", 90.0), ("1_000", 1000.0), ("1e9", 1e9),
+     ("1.28e3K", 1.28e6), (" 7 K ", 7e3), ("0.5", 0.5)],
+)  # fmt: skip
+def test_amounts_may_have_a_suffix(text: str, number: float) -> None:
+    assert fit_command.amount("--tokens", text) == number
+
+
+@pytest.mark.parametrize("text", ["", "T", "1TB", "-1", "0", "0K", "1,5", "nan", "inf", "1e999", "1 2", "_1", "0x10"])
+def test_other_amounts_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"--tokens .* is no amount"):
+        fit_command.amount("--tokens", text)
+
+
 def test_options_reach_the_api() -> None:
     body = "print(sorted(options.items()), file=sys.stderr); return answer('fits')"
     done = run_with(
         body, "fit", "gpt2", "--on", "8xH100", "--micro-batch", "4", "--seq", "64", "--optimizer", "sgd", "--precision",
         "fp32", "--recompute", "full", "--accumulate", "2", "--clip", "0.5", "--lora", "8", "--nf4", "--freeze", "wte",
         "--freeze", "wpe", "--infer", "--set", "layers=2", "--hint", "a=0.5", "--expandable-segments", "--no-cache",
+        "--compile", "--epochs", "90", "--dataset-size", "1.28M", "--region", "FR", "--price", "2.5", "--trace-out", "step.json",
     )  # fmt: skip
     expected = {
         "hardware": "8xH100", "micro_batch": 4, "seq": 64, "image": None, "optimizer": "sgd", "precision": "fp32",
         "recompute": "full", "accumulate": 2, "clip": 0.5, "lora": 8, "nf4": True, "freeze": ("wte", "wpe"),
         "infer": True, "overrides": {"layers": 2}, "hints": {"a": 0.5}, "loss": None, "expandable_segments": True,
-        "cache": False,
+        "cache": False, "compile": True, "tokens": None, "samples": None, "epochs": 90.0, "dataset_size": 1.28e6,
+        "region": "FR", "price": 2.5, "trace_out": "step.json",
     }  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.strip() == str(sorted(expected.items()))
@@ -243,6 +277,7 @@ def test_the_exit_code_is_the_answer(verdict: str, label: str, status: int) -> N
     found = only_object(done)
     jsonschema.Draft202012Validator(schema.load()).validate(found)
     assert found["verdict"] == verdict
+    assert found["time"]["step_seconds"] == 0.142 and found["throughput"]["unit"] == "tokens" and found["mfu"] is None
     assert found["versions"]["timm"] == "1.0" and found["versions"]["foretell"] == foretell.__version__
 
 
@@ -362,6 +397,60 @@ def test_a_sign_of_life_after_a_second_and_not_before() -> None:
     assert "tracing" not in on_terminal("return answer('fits')")
 
 
+# ---------------------------------------------------------------- accuracy of measured devices
+
+LEARNED = {
+    "rows": 2345.0, "plain_median": 0.121, "plain_mean": 0.15, "plain_p90": 0.312, "trees_median": 0.031, "trees_mean": 0.049,
+    "trees_p90": 0.09, "r2": 0.9981,
+}  # fmt: skip
+FEW = {"rows": 12.0, "plain_median": 0.2, "plain_mean": 0.25, "plain_p90": 0.5}
+
+
+def profile(folder: Path, **changes: Any) -> None:
+    """A user's own profile of an H200."""
+    values: dict[str, Any] = {
+        "device": "H200-SXM-141GB", "reported_as": "NVIDIA H200", "backend": "cuda", "torch": "2.11.0+cu130", "python": "3.12",
+        "host_cpu": "some", "date": "2026-09-20T10:00:00+00:00", "mode": "quick", "missing": ("disk: no room",),
+        "ops": {"gemm": {"accuracy": LEARNED, "trees": [{}]}, "sort": {"accuracy": FEW, "trees": []}},
+        "host": {"references": 14, "error": 0.079},
+    }  # fmt: skip
+    save(Profile(**{**values, **changes}), folder / "profiles" / "H200-SXM-141GB.json")
+
+
+def test_accuracy_shows_both_estimators_and_which_is_used(tmp_path: Path) -> None:
+    profile(tmp_path)
+    done = run("hardware", "--accuracy", "H200", FORETELL_CACHE=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:7] == [
+        "H200-SXM-141GB  quick probe of 2026-09-20, torch 2.11.0+cu130; NVIDIA H200",
+        "                plain               trees",
+        "family   rows  median  mean  90 %  median  mean  90 %     R²  used",
+        "gemm    2,345    12.1  15.0  31.2     3.1   4.9   9.0  0.998  trees",
+        "sort       12    20.0  25.0  50.0       -     -     -      -  plain",
+        "host   14 reference steps, median error 7.9 %, each held out",
+        "not measured: disk: no room",
+    ]
+    (found,) = only_object(run("hardware", "h200", "--accuracy", "--json", FORETELL_CACHE=str(tmp_path)))["profiles"]
+    assert found["ops"] == {"gemm": {**LEARNED, "used": "trees"}, "sort": {**FEW, "used": "plain"}}
+    assert found["host"] == {"references": 14, "error": 0.079} and found["torch"] == "2.11.0+cu130"
+
+
+def test_accuracy_of_all_holds_those_with_a_profile(tmp_path: Path) -> None:
+    profile(tmp_path, host={}, missing=())
+    found = only_object(run("hardware", "--accuracy", "--json", FORETELL_CACHE=str(tmp_path)))["profiles"]
+    mine = next(one for one in found if one["device"] == "H200-SXM-141GB")
+    assert mine["mode"] == "quick" and mine["host"] is None
+    text = run("hardware", "--accuracy", FORETELL_CACHE=str(tmp_path)).stdout
+    assert "host   not measured: usual values are assumed" in text and "not measured: disk" not in text
+
+
+def test_accuracy_without_a_profile_says_what_to_do(tmp_path: Path) -> None:
+    done = run("hardware", "T4", "--accuracy", FORETELL_CACHE=str(tmp_path))
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith("no profile of T4") and "foretell probe" in done.stdout
+    assert only_object(run("hardware", "T4", "--accuracy", "--json", FORETELL_CACHE=str(tmp_path)))["profiles"] == []
+
+
 # ---------------------------------------------------------------- zoo, doctor, demo
 
 
@@ -418,16 +507,17 @@ from dataclasses import dataclass
 @dataclass
 class Check:
     name: str; predicted_bytes: int; measured_bytes: int; error: float; ok: bool; lines: tuple; prediction: object
-api.check = lambda name: Check(name, 2**20, 2**20 + 2**15, -0.03, {ok}, ("line one",), answer("fits"))
+    predicted_seconds: object; measured_seconds: object
+api.check = lambda name: Check(name, 2**20, 2**20 + 2**15, -0.03, {ok}, ("line one",), answer("fits"), *{seconds})
 api.demo = lambda: api.check("gpt-tiny")
 return 0
 """
 
 
 @pytest.mark.parametrize("words", [("zoo", "check", "gpt-tiny"), ("demo",)])
-@pytest.mark.parametrize("ok", [True, False])
-def test_a_check_tells_both_numbers(words: tuple[str, ...], ok: bool) -> None:
-    body = CHECK.format(ok=ok)
+@pytest.mark.parametrize(("ok", "seconds"), [(True, (0.078, 0.08)), (False, (None, None))])
+def test_a_check_tells_both_numbers(words: tuple[str, ...], ok: bool, seconds: tuple[float | None, float | None]) -> None:
+    body = CHECK.format(ok=ok, seconds=seconds)
 
     def go(*more: str) -> subprocess.CompletedProcess[str]:
         setup = f"{STAND_IN}\ndef fit():\n{textwrap.indent(body, '    ')}\nfit()\n"
@@ -441,9 +531,12 @@ def test_a_check_tells_both_numbers(words: tuple[str, ...], ok: bool) -> None:
     assert done.returncode == (0 if ok else 1), done.stderr
     verdict = "OK" if ok else "FAILED"
     assert done.stdout.startswith("FITS  gpt2 on H100"), "a prediction that comes with it is shown first"
-    assert done.stdout.splitlines()[-3:] == [
-        "", "line one", f"{verdict}  gpt-tiny: predicted 1.0 MiB, measured 1.0 MiB, error -3.0%",
-    ]  # fmt: skip
+    expected = ["", "line one", f"{verdict}  gpt-tiny: predicted 1.0 MiB, measured 1.0 MiB, error -3.0%"]
+    if seconds[0]:
+        expected.append("    step: predicted 78.0 ms, measured 80.0 ms, error -2.5%")
+    assert done.stdout.splitlines()[-len(expected) :] == expected
     found = only_object(go("--json"))["check"]
     assert (found["name"], found["ok"], found["relative_error"]) == ("gpt-tiny", ok, -0.03)
+    assert (found["predicted_seconds"], found["measured_seconds"]) == seconds
+    assert found["relative_error_of_seconds"] == (pytest.approx(-0.025) if seconds[0] else None)
     assert found["prediction"]["verdict"] == "fits"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shlex
+import textwrap
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,24 @@ import pytest
 from rich.cells import cell_len
 
 from foretell.cost.prediction import CATEGORIES as CATEGORY_NAMES
-from foretell.cost.prediction import FITS, NO, TIGHT, UNKNOWN, Holder, Memory, Phase, Prediction, Remedy
-from foretell.report import bar, command, screen
+from foretell.cost.prediction import (
+    FITS,
+    NO,
+    TIGHT,
+    UNKNOWN,
+    Cost,
+    Energy,
+    Holder,
+    Memory,
+    Mfu,
+    Phase,
+    Prediction,
+    Remedy,
+    Run,
+    Throughput,
+    Time,
+)
+from foretell.report import bar, command, screen, words
 from foretell.units import GIB, MIB
 
 WIDTHS = (40, 60, 80, 100, 120, 200)
@@ -90,6 +107,44 @@ def overfull(verdict: str) -> Prediction:
     )
 
 
+ONE = {"nodes": 1, "devices_per_node": 1, "device": {"name": "H200-SXM-141GB"}}
+TIME = Time(
+    step_seconds=0.142, low_seconds=0.131, high_seconds=0.155, binds="compute", provenance="measured", phases={},
+    breakdown={"gemm": 0.0866, "attention": 0.017, "memory": 0.0341, "communication": 0.0014, "waiting_for_host": 0.0029},
+    device_seconds=0.138, host_seconds=0.05,
+)  # fmt: skip
+MFU = Mfu(value=0.521, hfu=0.521, flops_per_step=1, peak_flops_per_second=1e15, peak_dtype="bfloat16", convention="2 each")
+RUN = Run(
+    amount=1e12, unit="tokens", steps=122_070_313, seconds=17_333_984.0, low_seconds=15_991_211.0, high_seconds=18_920_898.0,
+    joules=1.06e10, money=19_741.0, carbon_kilograms=1300.0, device_years=0.549, embodied_carbon_kilograms=12.0,
+)  # fmt: skip
+"""1T tokens, 8192 a step."""
+
+
+def timed(base: Prediction, **changes: Any) -> Prediction:
+    """With all that is known of speed, on as many devices as it has."""
+    count = command.device_count(base)
+    values: dict[str, Any] = {
+        "time": TIME, "mfu": MFU,
+        "throughput": Throughput(
+            unit="tokens", per_step=8192 * count, per_second=8192 * count / 0.142, per_second_per_device=8192 / 0.142
+        ),
+        "energy": Energy(
+            joules_per_step=87.0 * count, low_joules=78.3 * count, high_joules=95.7 * count, watts_per_device=612, provenance="measured"
+        ),
+        "cost": Cost(
+            per_hour=4.1 * count, per_step=4.1 * count * 0.142 / 3600, per_billion=4.1 * 0.142 / 3600 / 8192 * 1e9, unit="tokens",
+            currency="USD", source="assumed: a cloud, of one day; yours may differ",
+        ),
+    }  # fmt: skip
+    return replace(base, **{**values, **changes})
+
+
+def timed_overfull(verdict: str) -> Prediction:
+    odd = replace(TIME, breakdown={**dict.fromkeys(bar._TIME_LOOKS, 0.02), "new": 0.01}, provenance="assumed: " + "for reasons " * 30)
+    return timed(overfull(verdict), time=odd, run=RUN, mfu=replace(MFU, hfu=0.7))
+
+
 def lines(answer: Prediction, width: int = 80, **options: Any) -> list[str]:
     return screen.render(answer, width, typed=options.pop("typed", TYPED), **options).plain.split("\n")
 
@@ -110,7 +165,7 @@ def rows_of(shown: list[str], label: str) -> list[str]:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("verdict", [FITS, TIGHT, NO, UNKNOWN])
-@pytest.mark.parametrize("make", [prediction, overfull])
+@pytest.mark.parametrize("make", [prediction, overfull, timed_overfull])
 def test_never_more_than_thirty_lines_nor_wider_than_asked(make: Any, verdict: str, width: int) -> None:
     shown = lines(make(verdict), width)
     assert 10 < len(shown) <= 30
@@ -121,8 +176,9 @@ def test_never_more_than_thirty_lines_nor_wider_than_asked(make: Any, verdict: s
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("verdict", [FITS, NO])
-def test_an_overfull_screen_keeps_what_matters(verdict: str, width: int) -> None:
-    shown = lines(overfull(verdict), width)
+@pytest.mark.parametrize("make", [overfull, timed_overfull])
+def test_an_overfull_screen_keeps_what_matters(make: Any, verdict: str, width: int) -> None:
+    shown = lines(make(verdict), width)
     text = "\n".join(shown)
     assert len(rows_of(shown, "remedies")) == 4
     assert "build_the_large_one on 8x H100-SXM-80GB:" in shown[0]
@@ -218,8 +274,8 @@ def test_parts_account_for_every_byte_of_the_device() -> None:
 
 def test_every_part_has_a_mark_of_its_own() -> None:
     assert set(CATEGORY_NAMES) < set(bar._LOOKS), "a category without a mark would be shown as other"
-    marks = [look[0] for look in bar._LOOKS.values()]
-    letters = [look[1] for look in bar._LOOKS.values()]
+    looks = (*bar._LOOKS.values(), *bar._TIME_LOOKS.values())
+    marks, letters = [look[0] for look in looks], [look[1] for look in looks]
     assert len(set(marks)) == len(marks) and len(set(letters)) == len(letters)
     assert all(cell_len(mark) == 1 for mark in marks + letters)
 
@@ -249,9 +305,10 @@ def test_a_mark_shows_where_the_memory_ends(capacity: int) -> None:
 
 
 def test_ascii_only_is_ascii_and_of_the_same_shape() -> None:
-    fancy, simple = lines(prediction(NO, capacity=50 * GIB)), lines(prediction(NO, capacity=50 * GIB), ascii_only=True)
-    assert all(line.isascii() for line in simple)
-    assert list(map(len, simple)) == list(map(len, fancy))
+    for answer in (prediction(NO, capacity=50 * GIB), timed(prediction(FITS, remedies=(), assumptions=()), run=RUN)):
+        fancy, simple = lines(answer), lines(answer, ascii_only=True)
+        assert all(line.isascii() for line in simple)
+        assert list(map(len, simple)) == list(map(len, fancy))
 
 
 # ---------------------------------------------------------------- numbers
@@ -281,6 +338,179 @@ def test_assumptions_shown_and_left_add_up() -> None:
         assert len(rows) <= 5
         left = int(rows[-1].split()[1]) if rows[-1].startswith("…") else 0
         assert len([row for row in rows if row.startswith("- ")]) + left == count
+
+
+# ---------------------------------------------------------------- time and money
+
+
+def test_a_whole_screen_with_time() -> None:
+    expected = """\
+        FITS  llama3-8b on H200-SXM-141GB: 62.1 of 80.0 GiB, 17.9 GiB spare
+          8.03B parameters; micro-batch 1 × 8192 tokens; adamw-fused, fsdp-bf16,
+          recompute none
+
+        ████████▓▓▓▓▓▓▓▓▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▤▤▤▤▞▞░░░▨··················
+        █ parameters 8.00  ▓ gradients 8.00  ▒ optimizer 16.0  ▚ activations 20.0
+        ▤ logits 4.00  ▞ temporaries 2.00  ▥ workspace 0.12  ▦ inputs <0.01
+        ░ unused 3.00  ▨ context 1.00  · spare 17.9 GiB
+
+        allocated  58.1 GiB  57.6 – 58.6 GiB  counted
+        reserved   61.1 GiB  60.6 – 62.1 GiB  counted
+        device     62.1 GiB  61.1 – 64.1 GiB  measured; highest in first_step
+
+        step       142 ms (131–155)  57,700 tokens/s  MFU 52 %  bound by compute
+        time       gemm 61 %  attention 12 %  memory 24 %  communication 1 %  host 2 %
+        cost       $4.10/h  $0.16 per 1K steps  $19.74 per 1B tokens  87.0 J/step ±10 %
+        run        1T tokens  201 days (185–219)  $19,700  2.94 MWh  1.30 t CO2
+        known      time measured on H200-SXM-141GB ±8 %  energy measured  price assumed
+
+        holders    9.00 GiB  activations  blocks.*.part0
+                   8.00 GiB  activations  blocks.*.part1
+
+        remedies   --optimizer sgd   −15.0 GiB  fits   plain SGD (another optimizer)
+                   --recompute full  −20.0 GiB  fits   recompute every block
+                   --micro-batch 2   −4.00 GiB  short  two samples at a time
+
+        assumed    - H100 means H100-SXM-80GB
+                   - eager PyTorch
+
+        next       foretell fit llama3-8b --on 8xH100 --json"""
+    shown = lines(timed(prediction(FITS, hardware=ONE), run=RUN))
+    assert shown == textwrap.dedent(expected).split("\n")
+
+
+def test_with_room_to_spare_time_has_a_bar_in_proportion() -> None:
+    shown = lines(timed(prediction(FITS, remedies=(), assumptions=()), run=RUN), 80)
+    row, *legend = rows_of(shown, "time")
+    assert len(row) == 69
+    for mark, seconds in zip("■◆□▸○", TIME.breakdown.values(), strict=True):
+        assert abs(row.count(mark) - 69 * seconds / TIME.step_seconds) < 1
+    assert legend == ["■ gemm 61 %  ◆ attention 12 %  □ memory 24 %  ▸ communication 1 %", "○ host 2 %"]
+
+
+def test_time_parts_account_for_every_second() -> None:
+    odd = replace(TIME, breakdown={"new kind": 0.1, "newer": 0.02, "gemm": 0.02, "recurrent": 0.0})
+    assert [(part.name, round(part.seconds, 6)) for part in bar.time_parts(odd)] == [("gemm", 0.02), ("other", 0.12)]
+    answer = timed(prediction(FITS), time=replace(TIME, breakdown={"gemm": 1.0, "attention": 1.0, "memory": 1.0}))
+    row = rows_of(lines(answer), "time")[0]
+    assert sum(int(word) for word in row.split() if word.isdecimal()) == 100, "rounded shares add up"
+
+
+def test_several_devices_are_told_together_and_each_where_there_is_room() -> None:
+    answer = timed(prediction(FITS), run=RUN)
+    assert rows_of(lines(answer, 80), "step") == ["142 ms (131–155)  462,000 tokens/s  MFU 52 %  bound by compute"]
+    assert "462,000 tokens/s (57,700 each)  MFU" in rows_of(lines(answer, 120), "step")[0]
+    assert "0.549 device-years" in " ".join(rows_of(lines(answer, 120), "run"))
+    assert not any("device-years" in line for line in lines(timed(prediction(FITS, hardware=ONE), run=RUN)))
+
+
+def test_what_does_not_fit_has_no_cost_and_says_so() -> None:
+    shown = lines(timed(prediction(NO, capacity=50 * GIB)), 100)
+    assert rows_of(shown, "step") == ["142 ms (131–155)  462,000 tokens/s (57,700 each)  MFU 52 %  if it fitted"]
+    assert not any(line.startswith(("cost", "time", "run")) for line in shown)
+
+
+def test_recomputation_shows_in_hfu_alone() -> None:
+    assert "(HFU" not in "\n".join(lines(timed(prediction(FITS))))
+    assert "MFU 39 % (HFU 52 %)" in "\n".join(lines(timed(prediction(FITS), mfu=replace(MFU, value=0.39)), 120))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("provenance", ["measured", "assumed: rates of the catalogue, efficiency carried over from H200"])
+def test_how_the_time_is_known_is_always_told(provenance: str, width: int) -> None:
+    answer = timed(prediction(FITS), time=replace(TIME, provenance=provenance))
+    text = " ".join("\n".join(line for line in lines(answer, width) if not line.startswith(("device", "assumed"))).split())
+    assert provenance.partition(":")[0] in text.partition("step 142 ms")[2]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_step_and_its_rate_are_never_cut(width: int) -> None:
+    for answer in (timed(prediction(FITS), run=RUN), timed_overfull(FITS), timed_overfull(NO)):
+        text = "\n".join(lines(answer, width))
+        for needed in ("142 ms (131–155)", "462,000 tokens/s", "1T tokens", "201 days (185–219)", "$19,700"):
+            assert needed in text
+
+
+def test_only_what_is_known_is_told() -> None:
+    base = timed(prediction(FITS))
+    bare = lines(replace(base, throughput=None, mfu=None, energy=None, cost=None))
+    assert rows_of(bare, "step") == ["142 ms (131–155)  bound by compute"]
+    assert not any(line.startswith(("cost", "energy", "run")) for line in bare)
+    assert rows_of(bare, "known") == ["time measured on H100-SXM-80GB ±8 %"]
+    assert rows_of(lines(replace(base, cost=None)), "energy") == ["696 J/step ±10 %"]
+    unknown = lines(prediction(FITS))
+    assert not any(line.startswith(("step", "time", "cost", "known")) for line in unknown)
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [("assumed: a cloud, of one day", "price assumed"), ("your price, from /home/me/prices.toml", "your price"),
+     ("given with the hardware", "price given with the hardware"), ("", "energy measured")],
+)  # fmt: skip
+def test_where_the_price_comes_from(source: str, told: str) -> None:
+    base = timed(prediction(FITS))
+    assert base.cost is not None
+    assert rows_of(lines(replace(base, cost=replace(base.cost, source=source)), 120), "known")[0].endswith(f"  {told}")
+
+
+def test_what_binds_is_named_in_words() -> None:
+    for binds, told in (("host", "the host"), ("network", "the network"), ("memory bandwidth", "memory bandwidth")):
+        shown = "\n".join(lines(timed(prediction(FITS), time=replace(TIME, binds=binds)), 120))
+        assert f"bound by {told}\n" in shown
+
+
+def test_a_step_that_waits_for_the_host_is_offered_compilation_once() -> None:
+    waiting = timed(prediction(FITS, capacity=140 * GIB), time=replace(TIME, binds="host"))
+    assert rows_of(lines(waiting), "next") == ["foretell fit llama3-8b --on 8xH100 --compile"]
+    recipe = {**waiting.model["recipe"], "compile": True}
+    compiled = replace(waiting, model={**waiting.model, "recipe": recipe})
+    shown = lines(compiled, 120, typed=(*TYPED, "--compile"))
+    assert shown[1].endswith("recompute none, torch.compile")
+    assert rows_of(shown, "next") == ["foretell fit llama3-8b --on 8xH100 --compile --micro-batch 2"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.142, "142 ms"), (0.00142, "1.42 ms"), (0.0142, "14.2 ms"), (3.5e-5, "35.0 µs"), (1.42, "1.42 s"), (0.99999, "1.00 s"),
+     (5e-8, "0.05 µs"), (1234.0, "1,230 s"), (0.0, "0 µs")],
+)  # fmt: skip
+def test_seconds_in_words(value: float, text: str) -> None:
+    assert words.seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(90.0, "90.0 s (45.0–180)"), (7200.0, "2.00 hours (1.00–4.00)"), (86400.0 * 2, "2.00 days (1.00–4.00)"),
+     (365.25 * 86400 * 3, "3.00 years (1.50–6.00)"), (7199.0, "120 minutes (60.0–240)")],
+)  # fmt: skip
+def test_runs_in_words(seconds: float, text: str) -> None:
+    assert words.run_span(seconds, seconds / 2, 2 * seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(4.1, "$4.10"), (0.1617, "$0.16"), (0.0016172, "$0.0016"), (1.6e-7, "$1.6e-07"), (99.999, "$100.00"), (612.4, "$612"),
+     (19741.0, "$19,700"), (0.0, "$0.00")],
+)  # fmt: skip
+def test_money_in_words(value: float, text: str) -> None:
+    assert words.money(value) == text
+    assert words.money(value, "XAF") == text.replace("$", "XAF ")
+
+
+def test_money_of_steps_is_at_least_a_cent_where_a_million_are_enough() -> None:
+    assert words.per_steps(2.5) == "$2.50 per step"
+    assert words.per_steps(0.01) == "$0.01 per step"
+    assert words.per_steps(0.00016) == "$0.16 per 1K steps"
+    assert words.per_steps(2e-8) == "$0.02 per 1M steps"
+
+
+def test_energy_and_mass_in_words() -> None:
+    assert [words.joules(value) for value in (0.5, 87.0, 1234.0, 5e9)] == ["0.5 J", "87.0 J", "1.23 kJ", "5.00 GJ"]
+    assert [words.kilowatt_hours(value * 3.6e6) for value in (0.25, 999.0, 2940.0, 3.1e6)] == [
+        "0.25 kWh", "999 kWh", "2.94 MWh", "3.10 GWh",
+    ]  # fmt: skip
+    assert [words.mass(value) for value in (0.012, 12.0, 1300.0)] == ["12.0 g", "12.0 kg", "1.30 t"]
+    assert [words.percent(value) for value in (0.0, 0.042, 0.521, 1.0)] == ["0 %", "4.2 %", "52 %", "100 %"]
 
 
 # ---------------------------------------------------------------- remedies and the next command

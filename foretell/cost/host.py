@@ -1,0 +1,156 @@
+"""What the host spends on a step: Python, autograd and the dispatcher, op by op.
+
+A small eager model waits for its host, so these seconds are the step. They are learned from reference steps that are
+known to wait for the host (the small models of the zoo): a weighted sum of what the trace counts, all weights at
+least zero, pulled towards plain starting values so that few references are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foretell.cost.features import FREE
+from foretell.trace.types import Op, Trace
+
+COUNTS = ("call", "forward", "backward", "update", "view", "backward_view", "listed", "parameter", "program")
+"""What is counted in a trace: seconds of the calls themselves; launches by phase; ops that launch nothing; tensors in
+lists; parameters; programs."""
+START: Mapping[str, float] = {
+    "call": 0.8, "forward": 12e-6, "backward": 9e-6, "update": 8e-6, "view": 8e-6, "backward_view": 4e-6,
+    "listed": 0.5e-6, "parameter": 8e-6, "program": 100e-6,
+}  # fmt: skip
+"""Where learning starts from, in seconds each; `call` is a share of the measured call."""
+PULL = 0.4
+"""How strongly weights are held at their start; relative to one reference step."""
+COMPILED: Mapping[str, float] = {"fused": 19e-6, "library": 10e-6, "graph": 250e-6}
+"""Compiled code on a host of START's speed: launching a generated kernel, a library's (besides its call), entering a
+graph; from compiled steps on an H200 that wait for their host, and carried over to other hosts by their speed."""
+
+
+@dataclass(frozen=True)
+class HostModel:
+    """Seconds of the host for each op of a step."""
+
+    weights: Mapping[str, float]
+    calls: Mapping[str, float]
+    """Op name → seconds of a bare call below autograd; "" for names never measured."""
+    references: int = 0
+    error: float = 0.0
+    """Median relative error of the reference steps, each held out."""
+
+    @property
+    def slowness(self) -> float:
+        """How this host compares with one of START's speed."""
+        phases = ("forward", "backward", "view")
+        return sum(self.weights[name] for name in phases) / sum(START[name] for name in phases)
+
+    def issue(self, op: Op, *, compiled: bool = False) -> float:
+        """Host seconds until this op is on its way; `compiled`: from inside a compiled graph."""
+        name = short(op.name)
+        if op.name.startswith(("foretell.begin", "foretell.model_end", "profiler.")):
+            return 0.0
+        if op.name == "foretell.fused":
+            return self.slowness * COMPILED["fused"]
+        if compiled:
+            return 0.0 if name in FREE else self.call(name) + self.slowness * COMPILED["library"]
+        backward = op.phase == "backward"
+        if name in FREE:
+            return self.weights["backward_view" if backward else "view"]
+        phase = "backward" if backward else "update" if op.phase == "update" else "forward"
+        listed = len(op.inputs) * self.weights["listed"] if name.startswith(("_foreach", "_fused")) else 0.0
+        return self.weights["call"] * self.call(name) + self.weights[phase] + listed
+
+    def call(self, name: str) -> float:
+        return self.calls.get(name) or self.calls.get(name.removesuffix("_")) or self.calls.get("", 10e-6)
+
+    def around(self, trace: Trace, programs: int) -> float:
+        """Host seconds of a step that belong to no op: walking over parameters, entering autograd."""
+        return parameters_of(trace) * self.weights["parameter"] + programs * self.weights["program"]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "weights": {name: float(f"{value:.4g}") for name, value in self.weights.items()},
+            "calls": {name: float(f"{value:.3g}") for name, value in self.calls.items()},
+            "references": self.references, "error": round(self.error, 4),
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> HostModel:
+        return cls(dict(data["weights"]), dict(data["calls"]), data["references"], data["error"])
+
+
+def short(name: str) -> str:
+    return name.split(".")[1] if "." in name else name
+
+
+def parameters_of(trace: Trace) -> int:
+    return sum(1 for number in trace.resident if trace.storages[number].role == "parameter")
+
+
+def counts(trace: Trace, calls: Mapping[str, float]) -> dict[str, float]:
+    """What a steady step of this trace asks of the host."""
+    model = HostModel(dict.fromkeys(COUNTS, 0.0), calls)
+    found = dict.fromkeys(COUNTS, 0.0)
+    for name, times in steady(trace):
+        found["program"] += times
+        for op in trace.programs[name].ops:
+            if op.name.startswith(("foretell.begin", "foretell.model_end", "profiler.")):
+                continue
+            backward, called = op.phase == "backward", short(op.name)
+            if called in FREE:
+                found["backward_view" if backward else "view"] += times
+                continue
+            found["call"] += times * model.call(called)
+            found["backward" if backward else "update" if op.phase == "update" else "forward"] += times
+            if called.startswith(("_foreach", "_fused")):
+                found["listed"] += times * len(op.inputs)
+    found["parameter"] = float(parameters_of(trace))
+    return found
+
+
+def steady(trace: Trace) -> Sequence[tuple[str, int]]:
+    """The programs of a step in the middle of training, or of one inference."""
+    return trace.schedule.get("steady_step") or trace.schedule["evaluation"]
+
+
+def call_seconds(rows: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """(op name, host seconds of a bare call) → seconds per name: the quicker quarter, since noise only adds."""
+    by_name: dict[str, list[float]] = {}
+    for name, seconds in rows:
+        by_name.setdefault(short(name), []).append(seconds)
+    found = {name: sorted(values)[len(values) // 4] for name, values in by_name.items()}
+    middle = sorted(found.values())
+    return {"": middle[len(middle) // 2] if middle else 10e-6, **found}
+
+
+def learn(references: Sequence[tuple[Trace, float]], calls: Mapping[str, float]) -> HostModel:
+    """Weights from steps that wait for the host: (trace, measured seconds of a step)."""
+    rows = [[counts(trace, calls)[name] for name in COUNTS] for trace, _ in references]
+    seconds = [measured for _, measured in references]
+    if not rows:
+        return HostModel(dict(START), calls)
+    weights = _solve(rows, seconds)
+    errors = []
+    for held in range(len(rows)):
+        rest = _solve(rows[:held] + rows[held + 1 :], seconds[:held] + seconds[held + 1 :]) if len(rows) > 1 else weights
+        errors.append(abs(sum(a * w for a, w in zip(rows[held], rest, strict=True)) / seconds[held] - 1))
+    return HostModel(dict(zip(COUNTS, weights, strict=True)), calls, len(rows), sorted(errors)[len(errors) // 2])
+
+
+def _solve(rows: list[list[float]], seconds: list[float]) -> list[float]:
+    """Weights ≥ 0 of least relative error, held near their start: coordinate descent on the normal equations."""
+    import numpy as np
+
+    start = np.array([START[name] for name in COUNTS])
+    a = np.array(rows) / np.array(seconds)[:, None]
+    scale = np.sqrt((a * a).mean(axis=0)) + 1e-12
+    pull = PULL * scale * len(rows) ** 0.5
+    square = a.T @ a + np.diag(pull**2)
+    right = a.T @ np.ones(len(rows)) + pull**2 * start
+    weights = start.copy()
+    for _ in range(400):
+        for j in range(len(weights)):
+            weights[j] = max(0.0, weights[j] + (right[j] - square[j] @ weights) / square[j, j])
+    return [float(value) for value in weights]
