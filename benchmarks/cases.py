@@ -39,6 +39,8 @@ def build_step(config: dict[str, Any]) -> Any:
     batch = torch.utils._pytree.tree_map(lambda t: t.to("cuda") if isinstance(t, torch.Tensor) else t, given.batch)
     step.workload = Workload(given.model, batch, given.loss)
     step.create_optimizer()
+    if config["mode"] == "compiled":
+        step.model.compile()
     return step
 
 

@@ -17,7 +17,7 @@ stopped (delete the file to start over). The keys of a configuration, one JSON o
     precision    fp32, bf16-autocast, fp16-autocast, bf16 (bf16-autocast)
     recompute    none, full, selective (none)     clip    gradient norm limit (null)
     lora         rank or null                     nf4     true or false
-    mode         eager (compiled steps are not predicted yet)
+    mode         eager, or compiled: model.compile(), loss and optimizer eager (eager)
 
 Rows with a `kind` (recurrent, lora, nf4) are not of the standard table and summed up apart from it.
 """
@@ -53,8 +53,8 @@ def read_configs(path: Path) -> list[dict[str, Any]]:
             continue
         given = json.loads(line)
         unknown = set(given) - set(DEFAULTS)
-        if unknown or given.get("mode", "eager") != "eager":
-            sys.exit(f"{path}:{number}: unknown keys {sorted(unknown)} or a mode other than eager")
+        if unknown or given.get("mode", "eager") not in ("eager", "compiled"):
+            sys.exit(f"{path}:{number}: unknown keys {sorted(unknown)}, or a mode other than eager and compiled")
         configs.append({**DEFAULTS, **given})
     return configs
 
@@ -85,12 +85,15 @@ def predict(config: dict[str, Any]) -> dict[str, Any]:
     from foretell.cost.memory import predict_memory
     from foretell.hardware import overhead, parse
     from foretell.trace.capture import capture
+    from foretell.trace.compiled import compile_trace
     from foretell.trace.load import load
 
     source, recipe = parts(config)
     started = time.perf_counter()
     try:
         trace = capture(lambda: load(source), recipe)
+        if config["mode"] == "compiled":
+            trace = compile_trace(trace)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     cluster = parse("H200")
@@ -107,10 +110,12 @@ def predict_all(configs: list[dict[str, Any]], what: str = "predict", workers: i
     code = (
         "import sys, json; sys.path[:0] = [sys.argv[1], sys.argv[2]]\n"
         "import memory, cases\n"
-        "import multiprocessing as mp\n"
+        "import importlib, multiprocessing as mp\n"
         "cases.warm_up()\n"
         "work = json.load(sys.stdin)\n"
-        "function = getattr(memory, sys.argv[3], None) or getattr(cases, sys.argv[3])\n"
+        "where, _, what = sys.argv[3].rpartition('.')\n"
+        "function = getattr(importlib.import_module(where), what) if where else "
+        "getattr(memory, what, None) or getattr(cases, what)\n"
         "with mp.get_context('fork').Pool(int(sys.argv[4]), maxtasksperchild=1) as pool:\n"
         "    print(json.dumps(pool.map(function, work, chunksize=1)))\n"
     )

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from foretell import zoo
 from foretell.cost.memory import predict_memory
 from foretell.cost.prediction import Prediction
-from foretell.cost.wishes import Amount, Wishes
 from foretell.cost.remedies import remedies
+from foretell.cost.wishes import Amount, Wishes
 from foretell.errors import ModelError, UnknownName, UserError
 from foretell.hardware import Cluster, overhead, parse
 from foretell.hardware.prices import user_figures
@@ -23,8 +23,13 @@ from foretell.trace.load import check as check_source
 from foretell.trace.recipe import Recipe
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from torch import nn
 
+    from foretell.hardware.profile import Measured, Profile
+    from foretell.hardware.types import Device
     from foretell.trace.types import Trace
 
 MEASURED_TORCH = "2.11"
@@ -41,6 +46,9 @@ class Check:
     ok: bool
     lines: tuple[str, ...] = ()
     prediction: Prediction | None = None
+    predicted_seconds: float | None = None
+    """Of a step on this CPU; None where no profile of a CPU is at hand."""
+    measured_seconds: float | None = None
 
     @property
     def error(self) -> float:
@@ -279,20 +287,86 @@ def check(name: str) -> Check:
     if not entry.small:
         small = [other.name for other in zoo.ENTRIES.values() if other.module == entry.module and other.small]
         raise ModelError(f"{name} is too large to really run here", f"check its small variant: {', '.join(small)}")
-    from foretell.trace.here import compare_on_cpu
+    from foretell.trace.here import compare_on_cpu, seconds_on_cpu
 
-    predicted, measured, lines = compare_on_cpu(Source(model=name, micro_batch=2), Recipe(precision="fp32"))
+    source, recipe = Source(model=name, micro_batch=2), Recipe(precision="fp32")
+    predicted, measured, lines, trace = compare_on_cpu(source, recipe)
+    seconds = _seconds_here(trace, recipe)
     return Check(
         name=name, predicted_bytes=predicted, measured_bytes=measured, lines=lines,
-        ok=abs(predicted / measured - 1) <= 0.10,
+        ok=abs(predicted / measured - 1) <= 0.10, predicted_seconds=seconds,
+        measured_seconds=seconds_on_cpu(source, recipe) if seconds else None,
     )  # fmt: skip
+
+
+def _seconds_here(trace: Trace, recipe: Recipe) -> float | None:
+    """Predicted seconds of a step on this machine's CPU: from its own profile, or from that of one like it."""
+    from foretell.cost.machine import machine
+    from foretell.cost.time import predict_time
+    from foretell.hardware.probe.machine import cpu_name, device_of
+
+    device = device_of("cpu")
+    known = machine(device, find_profile(device.name, reported_as=cpu_name()))
+    return predict_time(trace, known, Cluster(device=device))[0].step_seconds if known else None
+
+
+def _measured_here() -> None:
+    """Probe this CPU once, so that its seconds are predicted from its own speed."""
+    from foretell.hardware.probe.machine import cpu_name, device_of
+
+    known = find_profile(device_of("cpu").name, reported_as=cpu_name())
+    if known is None or known.reported_as != cpu_name():
+        probe_machine("cpu", "quick")
 
 
 def demo() -> Check:
     """The part of the loop that exists, on this machine: trace, predict, run, compare."""
     prediction = fit("gpt2", hardware="H100", micro_batch=8, seq=1024)
+    _measured_here()
     done = check("gpt-tiny")
     return Check(
         name=done.name, predicted_bytes=done.predicted_bytes, measured_bytes=done.measured_bytes, ok=done.ok,
-        lines=done.lines, prediction=prediction,
+        lines=done.lines, prediction=prediction, predicted_seconds=done.predicted_seconds,
+        measured_seconds=done.measured_seconds,
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------- measuring a machine
+
+
+def probe_machine(
+    device: str, mode: str, *, out: Path | None = None, resume: bool = False, force: bool = False,
+    progress: Callable[[str, float], None] = lambda doing, share: None,
+) -> tuple[Measured, Profile, Path]:  # fmt: skip
+    """Measure this machine, fit what predictions need, and keep the profile; the rows stay in a journal beside it."""
+    from foretell.hardware.probe.machine import device_of
+    from foretell.hardware.probe.run import probe
+    from foretell.hardware.profile import journal_path, own_path, save
+
+    journal = journal_path(out) if out else None
+    measured = probe(device, mode, journal=journal, resume=resume, force=force, progress=progress)
+    progress("fitting", 0.97)
+    profile = fit_profile(measured, device_of("cpu" if measured.about.backend == "cpu" else "cuda"))
+    return measured, profile, save(profile, out or own_path(measured.about))
+
+
+def fit_profile(measured: Measured, device: Device) -> Profile:
+    """The profile of what was measured: ops, host, the step around them, watts."""
+    from functools import partial
+
+    from foretell.cost.calibrate import calibrate
+    from foretell.hardware.probe.steps import parts
+    from foretell.trace.capture import capture
+    from foretell.trace.load import load
+
+    capability = None if device.backend == "cpu" else device.compute_capability or (9, 0)
+    steps = []
+    with no_collection():
+        for step in measured.steps:
+            source, recipe = parts(step["config"])
+            steps.append((step, capture(partial(load, source), recipe, capability=capability)))
+        found = calibrate(measured, device, steps)
+    profile = measured.profile(
+        ops=found.ops.to_dict(), host=found.host.to_dict(), fitted=found.fitted(), accuracy=found.accuracy()
+    )
+    return replace(profile, figures=device.to_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,39 +42,20 @@ def probe(
     if quick and full:
         raise UserError("--quick and --full exclude each other", "give one of them, or none for --quick")
     mode = "full" if full else "quick"
+    from foretell.api import probe_machine
     from foretell.hardware.probe import under_torchrun
 
     if under_torchrun():
         return _ranks(device, out, force=force, json=json)
     try:
         with _bar() as progress:
-            measured, profile, path = measure_and_fit(
+            measured, profile, path = probe_machine(
                 device, mode, out=out, resume=resume, force=force, progress=progress
             )
     except KeyboardInterrupt:
         _stopped(mode, out)
         raise
     return _tell(measured, profile, path, json=json)
-
-
-def measure_and_fit(
-    device: str, mode: str, *, out: Path | None = None, resume: bool = False, force: bool = False,
-    progress: Progress = lambda doing, share: None,
-) -> tuple[Measured, Profile, Path]:  # fmt: skip
-    """Measure, fit what cost needs, and keep the profile; the rows stay in a journal beside it."""
-    from foretell.cost.ops import learn
-    from foretell.hardware.probe.machine import device_of
-    from foretell.hardware.probe.run import probe as measure
-    from foretell.hardware.profile import journal_path, own_path, save
-
-    journal = journal_path(out) if out else None
-    measured = measure(device, mode, journal=journal, resume=resume, force=force, progress=progress)
-    progress("fitting", 0.99)
-    kind = "cpu" if measured.about.backend == "cpu" else "cuda"
-    model = learn(measured.rows, device_of(kind), groups=measured.groups)
-    accuracy = {"ops": {name: dict(family.accuracy) for name, family in model.families.items()}}
-    profile = measured.profile(ops=model.to_dict(), accuracy=accuracy)
-    return measured, profile, save(profile, out or own_path(measured.about))
 
 
 # --- while it runs ---------------------------------------------------------------------------------------------------
@@ -179,8 +161,13 @@ def _ranks(device: str, out: Path | None, *, force: bool, json: bool) -> int:
     """Every rank measures, rank 0 writes and tells."""
     from foretell.hardware.probe.ranks import probe_ranks, write
 
-    with _bar() as progress:
-        fabric = probe_ranks(device, force=force, progress=progress)
+    try:
+        with _bar() as progress:
+            fabric = probe_ranks(device, force=force, progress=progress)
+    except UserError as error:
+        if not common.speaks():  # the others would be silent, and this one knows why
+            print(f"rank {os.environ.get('RANK')}: {error}", file=sys.stderr, flush=True)
+        raise
     if fabric is None:
         return common.YES
     path = write(fabric, out or CLUSTER_FILE)

@@ -1,6 +1,6 @@
 """Watts of a device from what it does: joules, money and carbon of a step follow.
 
-    watts = idle + Σ over ops, by their share of the step: awake + compute · (share of peak rate) + memory · (share of bandwidth)
+    watts = idle + awake · busy + compute · √(busy · share of peak rate) + memory · √(busy · share of bandwidth)
 
 never above the power limit. The four figures are fitted to readings of the power meter (NVML) at load points and
 reference steps; a device that was never read borrows them as shares of its own power limit.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from typing import Any, NamedTuple
 
 from foretell.cost.features import FREE
@@ -20,7 +21,7 @@ from foretell.trace.types import Trace
 
 YEAR_SECONDS = 365.25 * 24 * 3600
 NAMES = ("idle", "awake", "compute", "memory")
-USUAL: Mapping[str, float] = {"idle": 0.15, "awake": 0.35, "compute": 0.75, "memory": 0.62}
+USUAL: Mapping[str, float] = {"idle": 0.12, "awake": 0.06, "compute": 0.67, "memory": 0.73}
 """Shares of the power limit, as fitted on an H200; for devices that were never read."""
 ASSUMED_BAND = (0.7, 1.3)
 
@@ -36,7 +37,8 @@ class Load(NamedTuple):
     """Bytes over what the memory could move."""
 
     def terms(self) -> tuple[float, float, float, float]:
-        return 1.0, self.busy, self.compute, self.memory
+        """Half the rate takes more than half the watts: the square root, while kernels run."""
+        return 1.0, self.busy, sqrt(self.compute * self.busy), sqrt(self.memory * self.busy)
 
 
 @dataclass(frozen=True, kw_only=True)

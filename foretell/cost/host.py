@@ -131,15 +131,15 @@ def learn(references: Sequence[tuple[Trace, float]], calls: Mapping[str, float])
     seconds = [measured for _, measured in references]
     if not rows:
         return HostModel(dict(START), calls)
-    weights = _solve(rows, seconds)
+    weights = solve(rows, seconds)
     errors = []
     for held in range(len(rows)):
-        rest = _solve(rows[:held] + rows[held + 1 :], seconds[:held] + seconds[held + 1 :]) if len(rows) > 1 else weights
+        rest = solve(rows[:held] + rows[held + 1 :], seconds[:held] + seconds[held + 1 :]) if len(rows) > 1 else weights
         errors.append(abs(sum(a * w for a, w in zip(rows[held], rest, strict=True)) / seconds[held] - 1))
     return HostModel(dict(zip(COUNTS, weights, strict=True)), calls, len(rows), sorted(errors)[len(errors) // 2])
 
 
-def _solve(rows: list[list[float]], seconds: list[float]) -> list[float]:
+def solve(rows: list[list[float]], seconds: list[float]) -> list[float]:
     """Weights ≥ 0 of least relative error, held near their start: coordinate descent on the normal equations."""
     import numpy as np
 

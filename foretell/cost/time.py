@@ -36,8 +36,8 @@ class Machine:
 
     ops: OpModel
     host: HostModel
-    in_step: float = 1.0
-    """How much longer ops take inside a step than alone and warm: caches are cold, clocks lower."""
+    in_step: Mapping[str, float] = field(default_factory=dict)
+    """compute, memory → how much longer such ops take inside a step than alone: clocks are lower, caches cold."""
     provenance: str = MEASURED
     slower: Mapping[str, float] = field(default_factory=dict)
     """Family of ops → factor on its seconds, where efficiencies come from another device."""
@@ -79,7 +79,7 @@ def predict_time(trace: Trace, machine: Machine, cluster: Cluster) -> tuple[Time
 def step_tasks(trace: Trace, machine: Machine, group: Fabric | None) -> Iterator[Task]:
     """The tasks of a steady step in the order the host asks for them."""
     runs = steady(trace)
-    prices = _prices(trace, machine)
+    prices = op_prices(trace, machine)
     around = machine.host.around(trace, sum(times for _, times in runs)) / max(1, len(runs))
     position, gathered, scattered = 0, -1, -1
     where = HOST if machine.serial else COMPUTE
@@ -126,7 +126,7 @@ def _own(op: Op, prices: Mapping[int, tuple[str, float]], group: Fabric | None) 
     return prices[id(op)]
 
 
-def _prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
+def op_prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
     """Of every op of a steady step: its family and its device seconds."""
     known: dict[Shape, tuple[str, float]] = {}
     found: dict[int, Shape] = {}
@@ -138,8 +138,14 @@ def _prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
     for shape in distinct:
         described = describe(shape, machine.ops.device)
         family = described.family if described else ""
-        known[shape] = (family, seconds[shape] * machine.in_step * machine.slower.get(family, 1.0))
-    return {number: known[shape] for number, shape in found.items()}
+        around = machine.in_step.get("compute" if family in COMPUTE_KINDS else "memory", 1.0)
+        known[shape] = (family, seconds[shape] * around * machine.slower.get(family, 1.0))
+    prices = {number: known[shape] for number, shape in found.items()}
+    for name, _ in steady(trace):
+        for op in trace.programs[name].ops:
+            if op.name == "aten.copy_.default" and len(op.inputs) > 1 and op.inputs[0] == op.inputs[1]:
+                prices[id(op)] = ("", 0.0)  # onto itself, as `x[a:] += y` asks for: torch returns at once
+    return prices
 
 
 def _breakdown(timeline: Timeline, tasks: list[Task]) -> dict[str, float]:

@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 CHUNK = 1024  # rows predicted at a time, so that the arrays of one level stay small
-DIGITS = 6  # significant digits kept of a threshold, and of a leaf relative to the spread of the targets
+DIGITS = 6  # significant digits kept of a threshold
 FAR = 3.0  # under the Huber loss a row has less say beyond so many median distances (two standard deviations)
 MAX_DEPTH = 12
 _TINY = 1e-12
@@ -122,10 +122,11 @@ class Settings:
     row_share: float = 0.8  # of all rows, drawn for every tree
     feature_share: float = 0.6  # of all features, drawn for every level
     loss: Literal["huber", "squared"] = "huber"  # huber: rows far off the rest have less say
+    digits: int = 6  # significant digits kept of a leaf, relative to the spread of the targets
     patience: int = 40  # trees without a lower validation error, then fitting stops
 
     def __post_init__(self) -> None:
-        sizes = 1 <= self.depth <= MAX_DEPTH and self.trees >= 0 and self.bins >= 2 and self.patience >= 1
+        sizes = 1 <= self.depth <= MAX_DEPTH and self.trees >= 0 and self.bins >= 2 and self.patience >= 1 and self.digits >= 1
         pulls = self.rate > 0 and self.l2 >= 0 and self.min_leaf >= 1 and self.loss in ("huber", "squared")
         if not (sizes and pulls and 0 < self.row_share <= 1 and 0 < self.feature_share <= 1):
             raise InternalError(f"trees cannot be fitted with {self}")
@@ -193,7 +194,7 @@ def _boosted(
     codes = np.stack([np.searchsorted(cut, column) for cut, column in zip(cuts, columns, strict=True)])
     base = _centre(targets, shares, s.loss)
     left = targets - base
-    decimals = DIGITS - 1 - int(np.floor(np.log10(left.std() or 1.0)))
+    decimals = s.digits - 1 - int(np.floor(np.log10(left.std() or 1.0)))
     kept = s.trees if any(map(len, cuts)) and left.any() else 0
     questions, thresholds = np.zeros((kept, s.depth), np.int64), np.zeros((kept, s.depth))
     leaves = np.zeros((kept, 1 << s.depth))

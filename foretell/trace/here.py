@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import statistics
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,6 +70,23 @@ def measure_on_cpu(source: Source, recipe: Recipe, steps: int = 2) -> tuple[int,
     return at_start + kept, at_start + whole
 
 
+def seconds_on_cpu(source: Source, recipe: Recipe, least: float = 2.0) -> float:
+    """Median seconds of a real step on this CPU, once warm."""
+    torch.manual_seed(0)
+    step = Step(load(source), recipe, device_type="cpu")
+    step.create_optimizer()
+    found: list[float] = []
+    begun = time.perf_counter()
+    while len(found) < 13 or (time.perf_counter() - begun < least and len(found) < 400):
+        before = time.perf_counter()
+        for _ in range(recipe.accumulate):
+            step.micro_batch()
+        step.update()
+        step.zero_grad()
+        found.append(time.perf_counter() - before)
+    return statistics.median(found[3:])
+
+
 def _peaks(events: Iterable[Any]) -> tuple[int, int]:
     """Highest live bytes between kernels, and with what kernels take for themselves while they run."""
     live = kept = whole = 0
@@ -85,8 +104,8 @@ def _peaks(events: Iterable[Any]) -> tuple[int, int]:
     return kept, whole
 
 
-def compare_on_cpu(source: Source, recipe: Recipe) -> tuple[int, int, tuple[str, ...]]:
-    """Predicted and measured peak bytes, and what to print."""
+def compare_on_cpu(source: Source, recipe: Recipe) -> tuple[int, int, tuple[str, ...], Trace]:
+    """Predicted and measured peak bytes, what to print, and the trace."""
     from foretell.trace.live import peak_live
 
     trace = trace_as_cpu(source, recipe)
@@ -98,4 +117,4 @@ def compare_on_cpu(source: Source, recipe: Recipe) -> tuple[int, int, tuple[str,
         f"measured peak in tensors   {human_bytes(measured)}  ({100 * (predicted / measured - 1):+.1f} %)",
         *([f"CPU kernels took {human_bytes(whole - measured)} more for themselves"] if whole > measured else []),
     )
-    return predicted, measured, lines
+    return predicted, measured, lines, trace

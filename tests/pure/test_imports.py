@@ -206,7 +206,7 @@ def pure_modules() -> list[str]:
     """Every module of PURE that exists, and the two that decide how soon `foretell --help` answers."""
     modules = [module_of(path) for path in files()]
     wanted = [f"foretell.{name}" for name in PURE]
-    pure = [name for name in modules if any(name == want or name.startswith(f"{want}.") for want in wanted)]
+    pure = [name for name in modules if any(f"{name}.".startswith(f"{want}.") and ".probe." not in name for want in wanted)]
     return pure + [name for name in ("foretell", "foretell.cli") if name in modules]
 
 

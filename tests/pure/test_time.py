@@ -18,7 +18,7 @@ def machine(host_seconds: float = 0.0, in_step: float = 1.0) -> Machine:
 
     weights = {name: host_seconds if name in ("forward", "backward", "update", "view", "backward_view") else 0.0 for name in COUNTS}
 
-    return Machine(ops=OpModel(H200.device, {}), host=HostModel(weights, {"": 0.0}), in_step=in_step)
+    return Machine(ops=OpModel(H200.device, {}), host=HostModel(weights, {"": 0.0}), in_step={"compute": in_step, "memory": in_step})
 
 
 def trace(spec: TensorSpec, products: int, times: int = 1) -> Trace:

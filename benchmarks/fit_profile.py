@@ -1,0 +1,67 @@
+"""Fit the shipped profiles anew to the rows measured for them.
+
+    python benchmarks/fit_profile.py                     every journal beside a shipped profile
+    python benchmarks/fit_profile.py H200-SXM-141GB      one of them
+    python benchmarks/fit_profile.py path/to/X.rows.jsonl.gz
+
+Reads `X.rows.jsonl.gz`, traces its reference steps, fits ops, host and watts, and writes `X.json` beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from foretell.api import fit_profile  # noqa: E402
+from foretell.errors import UserError  # noqa: E402
+from foretell.hardware import Device  # noqa: E402
+from foretell.hardware.catalog import find  # noqa: E402
+from foretell.hardware.probe.journal import gather  # noqa: E402
+from foretell.hardware.profile import Measured, Profile, save  # noqa: E402
+
+FOLDER = ROOT / "foretell" / "hardware" / "profiles"
+END = ".rows.jsonl.gz"
+
+
+def device_of(measured: Measured) -> Device:
+    """The device as the catalogue has it now; a CPU as it was found where it was measured."""
+    if measured.about.backend != "cpu":
+        return find(measured.about.device)
+    figures = dict(measured.about.figures)
+    capability = figures["compute_capability"]
+    return Device(**{**figures, "compute_capability": tuple(capability) if capability else None})
+
+
+def report(profile: Profile) -> None:
+    for family, found in profile.accuracy["ops"].items():
+        print(f"  {family:<14}" + "  ".join(f"{name} {value:.4g}" for name, value in found.items()))
+    print(f"  host {profile.accuracy['host']}  power {profile.accuracy['power']}  {profile.fitted}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="names of shipped profiles, or paths of journals; all shipped by default")
+    given = parser.parse_args().names
+    journals = [Path(name) if name.endswith(END) else FOLDER / f"{name}{END}" for name in given]
+    for journal in journals or sorted(FOLDER.glob(f"*{END}")):
+        target = journal.with_name(journal.name.removesuffix(END) + ".json")
+        began = time.perf_counter()
+        try:
+            measured = gather(journal)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        profile = fit_profile(measured, device_of(measured))
+        save(profile, target)
+        print(f"{target.name}: {len(measured.rows):,} rows, {time.perf_counter() - began:.0f} s, {target.stat().st_size / 1e6:.1f} MB")
+        report(profile)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""From measurements to what predictions rest on: ops, host, the step around them, and watts.
+
+    rows of ops ───────────────► OpModel
+    steps that wait for the host ─► HostModel
+    steps that keep the device busy ─► how much longer ops take inside a step
+    load points and steps with a power reading ─► PowerModel
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from foretell.cost import energy, host
+from foretell.cost.ops import OpModel, learn
+from foretell.cost.time import COMPUTE_KINDS, Machine, op_prices
+from foretell.hardware.profile import Measured
+from foretell.hardware.types import Device
+from foretell.trace.types import Trace
+
+BUSY, IDLE = 0.93, 0.6
+"""Kernels' share of a step above which the device binds it, and below which the host does."""
+
+LEAST_METERED_SECONDS = 0.5
+"""The energy counter moves in jumps: what is shorter says little about watts."""
+EARLY = 0.7
+"""Share of a step after which a host that has asked for all of it is early."""
+LEAST_AROUND = 0.02
+"""Share of a step on a CPU that is the host's at least."""
+PULL = 0.1
+"""Weight, in steps, of the belief that ops take as long inside a step as alone."""
+
+Step = tuple[Mapping[str, Any], Trace]
+"""A measured reference step (config, seconds, busy_seconds, watts as far as known) and its trace."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What was fitted to the measurements of one machine."""
+
+    ops: OpModel
+    host: host.HostModel
+    in_step: Mapping[str, float]
+    power: energy.PowerModel | None
+    in_step_steps: int = 0
+
+    def accuracy(self) -> dict[str, Any]:
+        return {
+            "ops": {name: dict(family.accuracy) for name, family in self.ops.families.items()},
+            "host": {"median": self.host.error, "references": self.host.references},
+            "power": {"median": self.power.error} if self.power else {},
+        }  # fmt: skip
+
+    def fitted(self) -> dict[str, Any]:
+        power = {"power": self.power.to_dict()} if self.power else {}
+        factors = {name: round(value, 4) for name, value in self.in_step.items()}
+        return {"in_step": factors, "in_step_steps": self.in_step_steps, **power}
+
+
+def calibrate(measured: Measured, device: Device, steps: Sequence[Step]) -> Calibration:
+    """Fit everything to what one probe measured."""
+    ops = learn(measured.rows, device, groups=measured.groups)
+    calls = host.call_seconds((row.name, row.host_seconds) for row in measured.rows)
+    totals = [_op_seconds(trace, ops) for _, trace in steps]
+    if device.backend == "cpu":
+        factor, model = _serial([(trace, step["seconds"], sum(total)) for (step, trace), total in zip(steps, totals, strict=True)])
+        longer = {"compute": factor, "memory": factor}
+        return Calibration(ops=ops, host=model, in_step=longer, in_step_steps=len(steps), power=None)
+    waiting = [
+        (trace, float(step["seconds"])) for step, trace in steps if _busy(step) < IDLE and not step.get("other_machine")
+    ]
+    full = [(total, float(step["seconds"])) for (step, _), total in zip(steps, totals, strict=True) if _busy(step) > BUSY]
+    limit = measured.clocks.get("power_limit_watts") or device.tdp_watts
+    readings = [*_load_points(measured.power, device), *_step_readings(steps, device)]
+    return Calibration(
+        ops=ops, host=host.learn(waiting, calls), in_step=in_step(full), in_step_steps=len(full),
+        power=energy.learn(readings, limit) if len(readings) >= 6 and limit else None,
+    )  # fmt: skip
+
+
+def _serial(steps: Sequence[tuple[Trace, float, float]]) -> tuple[float, host.HostModel]:
+    """Where the host computes itself: (trace, seconds of a step, seconds of its ops alone) → how much longer ops take
+    inside a step, and what the host spends around them. The factor whose held-out steps come out best."""
+    none: dict[str, float] = {"": 0.0}
+    rows = [[host.counts(trace, none)[name] for name in host.COUNTS] for trace, _, _ in steps]
+    best = (float("inf"), 1.0)
+    for factor in (1.0 + 0.1 * number for number in range(13)) if len(steps) > 2 else ():
+        errors = []
+        rest = [max(LEAST_AROUND * seconds, seconds - factor * alone) for _, seconds, alone in steps]
+        for held, (_, seconds, alone) in enumerate(steps):
+            weights = host.solve(rows[:held] + rows[held + 1 :], rest[:held] + rest[held + 1 :])
+            around = sum(a * w for a, w in zip(rows[held], weights, strict=True))
+            errors.append(abs((factor * alone + around) / seconds - 1))
+        best = min(best, (median(errors), factor))
+    error, factor = best
+    left = [(trace, max(LEAST_AROUND * seconds, seconds - factor * alone)) for trace, seconds, alone in steps]
+    return factor, replace(host.learn(left, none), error=error if len(steps) > 2 else 0.0)
+
+
+def _busy(step: Mapping[str, Any]) -> float:
+    """Kernels' share of a reference step; without a figure, a host that is done early means a device that is busy."""
+    if step.get("busy_seconds"):
+        return float(step["busy_seconds"] / step["seconds"])
+    return 1.0 if step.get("host_seconds", step["seconds"]) < EARLY * step["seconds"] else 0.0
+
+
+def _op_seconds(trace: Trace, ops: OpModel) -> tuple[float, float]:
+    """Seconds of a step's ops taken alone: products and their like, and what moves bytes."""
+    prices = op_prices(trace, Machine(ops=ops, host=host.HostModel(host.START, {})))
+    product = other = 0.0
+    for name, times in host.steady(trace):
+        for op in trace.programs[name].ops:
+            family, seconds = prices[id(op)]
+            if family in COMPUTE_KINDS:
+                product += times * seconds
+            else:
+                other += times * seconds
+    return product, other
+
+
+def in_step(steps: Sequence[tuple[tuple[float, float], float]]) -> dict[str, float]:
+    """Factors on (products, other ops) that explain the seconds of steps that keep the device busy; drawn towards 1,
+    so that few steps move them little."""
+    pairs = [((product / seconds, other / seconds)) for (product, other), seconds in steps if seconds]
+    if not pairs:
+        return {}
+    a, b = [x for x, _ in pairs], [y for _, y in pairs]
+    aa, bb, ab = sum(x * x for x in a) + PULL, sum(y * y for y in b) + PULL, sum(x * y for x, y in pairs)
+    left, right = sum(a) + PULL, sum(b) + PULL
+    determinant = aa * bb - ab * ab
+    return {"compute": (left * bb - right * ab) / determinant, "memory": (right * aa - left * ab) / determinant}
+
+
+def _load_points(points: Sequence[Mapping[str, Any]], device: Device) -> list[tuple[energy.Load, float]]:
+    """Readings while one op ran over and over; `unit` says whether its rate is FLOPs or bytes."""
+    found = []
+    for point in points:
+        rate, unit = point.get("rate"), str(point.get("unit", ""))
+        if not rate or not point.get("watts"):
+            continue
+        if unit.startswith("flop"):
+            dtype = next((name for name in ("tf32", "float32", "float16", "bfloat16") if name in unit or name in point["name"]), "bfloat16")
+            found.append((energy.Load(1.0, rate / device.peak(dtype), 0.1), float(point["watts"])))
+        elif unit.startswith("byte"):
+            busy = float(point.get("busy", 1.0))
+            found.append((energy.Load(busy, 0.0, rate / device.memory_bandwidth_bytes_per_second), float(point["watts"])))
+    return found
+
+
+def _step_readings(steps: Sequence[Step], device: Device) -> list[tuple[energy.Load, float]]:
+    return [
+        (energy.load_of(trace, device, step["seconds"], _busy(step) * step["seconds"]), float(step["watts"]))
+        for step, trace in steps
+        if step.get("watts")
+        and (step.get("busy_seconds") or _busy(step) == 1.0)
+        and step["seconds"] * step.get("steps", 1) > LEAST_METERED_SECONDS
+    ]

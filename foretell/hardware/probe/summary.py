@@ -1,0 +1,59 @@
+"""The few figures of a probe that people ask for first. Plain data in, plain data out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from foretell.hardware.profile import Measured, OpRow
+
+_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten._scaled_mm.", "aten._grouped_mm.")
+
+
+def summary(measured: Measured) -> dict[str, Any]:
+    """Best matrix product per dtype, memory, launches, copies, watts; None where it was not measured."""
+    rates = [level["bytes_per_second"] for level in measured.levels]
+    copies = fastest(measured.copies)
+    watts = [point["watts"] for point in measured.power]
+    return {
+        "device": measured.about.device,
+        "reported_as": measured.about.reported_as,
+        "mode": measured.mode,
+        "partial": bool(measured.missing),
+        "missing": list(measured.missing),
+        "notes": list(measured.notes),
+        "cases": len(measured.cases),
+        "rows": len(measured.rows),
+        "product_flops_per_second": products(measured.rows),
+        "memory_bytes_per_second": rates[-1] if rates else None,
+        "cache_bytes_per_second": max(rates) if rates else None,
+        "launch": dict(measured.launch) or None,
+        "copy_bytes_per_second": copies,
+        "idle_watts": next((point["watts"] for point in measured.power if point["name"] == "idle"), None),
+        "most_watts": max(watts) if watts else None,
+        "reference_steps": len(measured.steps),
+    }
+
+
+def products(rows: Iterable[OpRow]) -> dict[str, float]:
+    """Dtype → the best rate of any matrix product measured, in FLOP/s."""
+    best: dict[str, float] = {}
+    for row in rows:
+        if not row.name.startswith(_PRODUCTS) or row.seconds <= 0 or not row.outputs:
+            continue
+        left = row.inputs[1] if "addmm" in row.name else row.inputs[0]
+        dtype = "tf32" if "tf32" in row.attrs else left.dtype
+        if dtype.startswith("complex"):
+            continue
+        rate = 2 * row.outputs[0].numel * left.shape[-1] / row.seconds
+        best[dtype] = max(best.get(dtype, 0.0), rate)
+    return dict(sorted(best.items(), key=lambda item: -item[1]))
+
+
+def fastest(copies: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Kind of copy → bytes per second of the largest that was measured."""
+    largest: dict[str, Mapping[str, Any]] = {}
+    for row in copies:
+        if row["name"] not in largest or row["bytes"] >= largest[row["name"]]["bytes"]:
+            largest[row["name"]] = row
+    return {name: row["bytes"] / row["seconds"] for name, row in largest.items()}

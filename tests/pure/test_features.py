@@ -1,0 +1,231 @@
+"""An op in numbers: sizes, bytes and layouts against figures worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from foretell.cost.features import FREE, Described, Shape, describe, launches, product_of
+from foretell.cost.movers import KINDS, kind_of, mover
+from foretell.cost.products import ENGINES, Product, Tiling, aligned_bytes, best_tiling, engine_of
+from foretell.hardware import parse
+from foretell.hardware.types import Device
+from foretell.trace.types import TensorSpec
+
+H200 = parse("H200").device
+ROUND = replace(
+    H200, sm_count=100, memory_bandwidth_bytes_per_second=1e12, l2_bytes=10**7,
+    peak_flops_per_second={"float32": 1e13, "bfloat16": 1e15, "tf32": 5e14},
+)  # fmt: skip
+
+
+def spec(*shape: int, dtype: str = "bfloat16") -> TensorSpec:
+    return TensorSpec(shape, dtype)
+
+
+def told(name: str, inputs: list[TensorSpec], outputs: list[TensorSpec], *attrs: object, device: Device = ROUND) -> Described:
+    found = describe(Shape(f"aten.{name}.default", tuple(inputs), tuple(outputs), attrs), device)
+    assert found is not None
+    return found
+
+
+# ---------------------------------------------------------------- what launches
+
+
+@pytest.mark.parametrize("name", ["view", "t", "slice", "expand", "empty", "detach"])
+def test_views_and_empty_tensors_are_free(name: str) -> None:
+    op = Shape(f"aten.{name}.default", (spec(4, 4),), (spec(4, 4),), ())
+    assert name in FREE and not launches(op) and describe(op, ROUND) is None
+
+
+def test_an_op_without_tensors_is_nothing() -> None:
+    assert describe(Shape("aten.add.Tensor", (), (), ()), ROUND) is None
+
+
+def test_an_op_whose_rule_finds_no_operands_moves_its_bytes() -> None:
+    assert told("mm", [spec(4, 4)], [spec(4, 4)]).family == "stream"
+    assert told("convolution", [spec(4, 4)], []).family == "stream"
+
+
+# ---------------------------------------------------------------- products
+
+
+def test_sizes_of_products() -> None:
+    mm = Shape("aten.mm.default", (spec(8, 16), spec(16, 32)), (spec(8, 32),), ("layout:ct",))
+    assert product_of("mm", mm) == Product(1, 8, 32, 16, "c", "t")
+    addmm = Shape("aten.addmm.default", (spec(32), spec(8, 16), spec(16, 32)), (spec(8, 32),), ("layout:cct",))
+    assert product_of("addmm", addmm) == Product(1, 8, 32, 16, "c", "t")
+    bmm = Shape("aten.bmm.default", (spec(5, 8, 16), spec(5, 16, 32)), (spec(5, 8, 32),), ())
+    assert product_of("bmm", bmm) == Product(5, 8, 32, 16, "c", "c")
+    grouped = Shape("aten._grouped_mm.default", (spec(400, 16), spec(4, 16, 32), spec(4, dtype="int32")), (spec(400, 32),), ())
+    assert product_of("_grouped_mm", grouped) == Product(4, 100, 32, 16, "c", "c")
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "left", "right", "expected"),
+    [
+        (64, 64, 64, "c", "c", 16), (63, 64, 64, "c", "c", 16), (63, 64, 64, "t", "c", 2), (64, 50257, 64, "c", "t", 2),
+        (64, 64, 1150, "c", "t", 4), (64, 1150, 64, "c", "c", 4), (64, 64, 60, "c", "t", 8),
+    ],
+)  # fmt: skip
+def test_alignment_is_of_rows_in_memory(m: int, n: int, k: int, left: str, right: str, expected: int) -> None:
+    """In bf16 a row of k elements begins at multiples of 2k bytes; the result's rows have n elements."""
+    assert aligned_bytes(Product(1, m, n, k, left, right), 2) == expected
+
+
+def test_the_engine_follows_from_dtype_and_alignment() -> None:
+    even, odd = Product(1, 64, 64, 64, "c", "t"), Product(1, 64, 63, 64, "c", "t")
+    assert [engine_of(even, "bfloat16", 2), engine_of(odd, "bfloat16", 2)] == ["fast", "odd_rows"]
+    assert [engine_of(even, "tf32", 4), engine_of(odd, "tf32", 4)] == ["tf32", "tf32_odd"]
+    assert engine_of(odd, "float32", 4) == "plain"
+    assert engine_of(odd._replace(right="c"), "bfloat16", 2) == "odd"
+
+
+def tiled(batch: int, m: int, n: int, k: int, device: Device = ROUND) -> Tiling:
+    return best_tiling(Product(batch, m, n, k, "c", "c"), "fast", "bfloat16", 2, device)
+
+
+def test_a_full_wave_costs_as_much_as_its_last_tile() -> None:
+    """100 cores: 100 tiles of 256 × 256 are one wave; one row more begins another."""
+    whole, more = tiled(100, 256, 256, 8192), tiled(100, 257, 256, 8192)
+    assert (whole.rows, whole.columns, whole.parts, whole.waves) == (256, 256, 1, 1.0)
+    flops, fetched = 2 * 256 * 256 * 8192, 2 * (256 + 256) * 8192
+    least = max(flops / (1e13 * ENGINES["fast"].rate), fetched / (1e10 * ENGINES["fast"].near))
+    assert least < whole.computing < 1.1 * least
+    assert more.computing > 1.15 * whole.computing
+
+
+def test_few_tiles_and_a_long_inner_dimension_are_split() -> None:
+    assert tiled(1, 64, 64, 65536).parts > 1
+    assert tiled(1, 64, 64, 128).parts == 1
+    alone = 2 * (64 + 64) * 65536 / (1e10 * ENGINES["fast"].near)  # one core fetches all rows and columns
+    assert alone / 100 < tiled(1, 64, 64, 65536).computing < alone / 10
+
+
+def test_moving_is_bytes_over_bandwidth() -> None:
+    moved = 2 * (4096 * 64 + 64 * 4096 + 4096 * 4096)  # more than the cache of 10 MB
+    assert tiled(1, 4096, 4096, 64).moving == pytest.approx(moved / 1e12 / ENGINES["fast"].far)
+
+
+def test_a_product_never_beats_the_peak() -> None:
+    for size in (128, 1000, 4096, 16384):
+        assert tiled(1, size, size, size, H200).seconds > 2 * size**3 / H200.peak("bfloat16")
+
+
+# ---------------------------------------------------------------- attention, convolutions, recurrences
+
+
+def test_attention_counts_tiles_of_128() -> None:
+    q = spec(2, 3, 300, 64)
+    d = told("_scaled_dot_product_flash_attention", [q, q, q], [q, spec(2, 3, 300, dtype="float32")])
+    assert d.terms["exact"] == pytest.approx(2 * 3 * 300 * 300 * 4 * 64 / 1e15)
+    assert d.terms["pairs"] == pytest.approx(2 * 3 * 9 * 128 * 128 * 4 * 64 / 1e15)
+    assert d.terms["blocks"] == pytest.approx(18 / 100 * 1e-6)
+    assert d.terms["moved"] == pytest.approx((4 * 2 * 3 * 300 * 64 * 2 + 2 * 3 * 300 * 4) / 1e12)
+    causal = told("_scaled_dot_product_flash_attention", [q, q, q], [q], 0.0, True)
+    assert causal.terms["exact"] == pytest.approx(d.terms["exact"] / 2)
+    assert causal.terms["pairs"] == pytest.approx(d.terms["pairs"] * 6 / 9)  # 1 + 2 + 3 tiles of 3 × 3
+
+
+def test_small_heads_are_padded_and_short_rows_waste_their_tile() -> None:
+    q = spec(100, 4, 16, 8)
+    d = told("_scaled_dot_product_flash_attention", [q, q, q], [q])
+    assert d.terms["pairs"] / d.terms["exact"] == pytest.approx((128 / 16) ** 2 * 32 / 8)
+
+
+def test_a_convolution_counts_taps_places_and_channels() -> None:
+    x, w, y = spec(4, 64, 56, 56), spec(128, 64, 3, 3), spec(4, 128, 28, 28)
+    attrs = (2, 2, 1, 1, 1, 1, False, 0, 0, 1, False)
+    d = told("convolution", [x, w], [y], *attrs)
+    assert d.terms["flops"] == pytest.approx(2 * 4 * 28 * 28 * 128 * 64 * 9 / 1e15)
+    moved = 2 * (4 * 64 * 56 * 56 + 128 * 64 * 9 + 4 * 128 * 28 * 28)
+    assert d.terms["moved"] == d.terms["turned"] == pytest.approx(moved / 1e12)
+    back = told("convolution_backward", [y, x, w], [x, w], *attrs[:-1], True, True, False, True)
+    assert back.terms["flops"] == pytest.approx(2 * d.terms["flops"])
+    assert {"data", "weights"} < set(back.terms) and "turned" not in back.terms  # channels last
+    first = told("convolution_backward", [y, x, w], [w], *attrs[:-1], False, True, False, True)
+    assert "data" not in first.terms and first.terms["flops"] == pytest.approx(d.terms["flops"])
+
+
+def test_one_filter_per_channel_runs_without_matrix_units() -> None:
+    x, w = spec(2, 32, 14, 14), spec(32, 1, 7, 7)
+    d = told("convolution", [x, w], [x], 1, 1, 3, 3, 1, 1, False, 0, 0, 32, True)
+    assert d.terms["taps"] == pytest.approx(2 * 2 * 14 * 14 * 32 * 49 / 1e13)
+    assert "product" not in d.terms
+
+
+def test_a_recurrence_counts_its_turns() -> None:
+    data, state = spec(5, 7, 64), spec(2, 5, 32)
+    weights = [spec(128, 64), spec(128, 32), spec(128, 32), spec(128, 32)]
+    d = told("_cudnn_rnn", [data, *weights, state], [spec(5, 7, 32), state])
+    assert d.terms["turns"] == pytest.approx(2 * 7 * 1e-6)
+    assert d.terms["flops"] == pytest.approx(2 * 35 * 128 * (64 + 3 * 32) / 1e15)
+
+
+# ---------------------------------------------------------------- what moves bytes
+
+
+def test_bytes_read_and_written() -> None:
+    add = told("add", [spec(1000, 64), spec(1000, 64)], [spec(1000, 64)])
+    assert add.terms["read"] == pytest.approx(2 * 128e3 / 1e12) and add.terms["written"] == pytest.approx(128e3 / 1e12)
+    assert add.base == pytest.approx(2e-6 + 384e3 / 1e12)
+    zeros = told("zeros_like", [spec(1000, 64)], [spec(1000, 64)])
+    assert "read" not in zeros.terms
+
+
+def test_bytes_by_layout() -> None:
+    x = spec(100, 64)
+    assert told("add", [x, x], [x], "layout:ct").terms["swapped"] == pytest.approx(12800 / 1e12)
+    assert told("add", [x, x], [x], "layout:ss").terms["strided"] == pytest.approx(25600 / 1e12)
+    assert told("add", [spec(100, 63)] * 2, [x], "layout:cs").terms["ragged"] == pytest.approx(12600 / 1e12)
+    picture = spec(2, 8, 4, 4)
+    assert told("add", [picture, picture], [picture], "layout:ll").terms["read"] == pytest.approx(1024 / 1e12)
+    assert "last" in told("add", [picture, picture], [picture], "layout:cl").terms
+
+
+def test_a_copy_reads_its_source_alone() -> None:
+    x = spec(100, 64)
+    terms = told("copy_", [x, x], [x]).terms
+    assert terms["read"] == terms["written"] == pytest.approx(12800 / 1e12)
+    into = told("copy_", [x, x], [x], "layout:sc").terms
+    assert into["written_apart"] == into["read"] == pytest.approx(12800 / 1e12) and "written" not in into
+
+
+def test_of_a_table_the_rows_picked_are_read() -> None:
+    table, index, out = spec(50000, 64), spec(10, dtype="int64"), spec(10, 64)
+    terms = told("index_select", [table, index], [out]).terms
+    assert terms["read"] == pytest.approx((10 * 128 + 80) / 1e12)
+    assert terms["indices"] == pytest.approx(10e-9 * 1.32)
+    added = told("index_add", [table, index, out], [table]).terms
+    assert added["atoms_low"] == pytest.approx(10 * 64 * 1e-11 * 1.32)
+
+
+def test_rows_and_lanes_of_norms() -> None:
+    x, w = spec(1000, 64), spec(64)
+    assert told("native_layer_norm", [x, w, w], [x]).terms["rows"] == pytest.approx(1000e-9 * 1.32)
+    assert told("native_layer_norm", [x, w, w], [x]).terms["odd_rows"] == 0
+    assert told("native_layer_norm", [spec(1000, 63), w], [x]).terms["odd_rows"] == pytest.approx(1000e-9 * 1.32)
+    picture = spec(4, 16, 8, 8)
+    assert told("native_batch_norm", [picture, spec(16)], [picture]).terms["lane"] == pytest.approx(4 * 64e-9)
+
+
+def test_reductions_differ_by_what_they_keep() -> None:
+    x = spec(100, 64)
+    assert [told("sum", [x], [out]).key for out in (spec(64), spec(100), spec())] == ["sum:last", "sum:first", "sum:all"]
+
+
+def test_lists_count_tensors_and_chunks() -> None:
+    sizes = [spec(65536, dtype="float32"), spec(65537, dtype="float32"), spec(1, dtype="float32")]
+    d = told("_foreach_add_", sizes, [])
+    assert d.kind == "lists"
+    assert d.terms["tensors"] == pytest.approx(3e-8) and d.terms["chunks"] == pytest.approx(4e-8 * 1.32)
+
+
+def test_every_kind_has_a_number_and_every_stream_op_the_same_features() -> None:
+    x = spec(8, 16)
+    names = ("add", "sum", "native_layer_norm", "embedding", "_foreach_add_", "index_add", "copy_", "zeros", "never_heard_of")
+    found = [mover(name, Shape(f"aten.{name}.default", (x, spec(8, dtype="int64")), (x,), ()), ROUND) for name in names]
+    assert {kind_of(name) for name in names} <= set(KINDS)
+    assert len({frozenset(d.values) for d in found}) == 1
+    assert kind_of("never_heard_of") == "pointwise" and kind_of("relu_") == "pointwise" and kind_of("clone") == "copy"
