@@ -39,8 +39,8 @@ def _pages(profiles: Sequence[Profile], devices: Sequence[Device]) -> list[str]:
     return [
         *lines, "",
         "Errors of single ops in %: the median, the mean, and what 9 of 10 stay below.",
-        "plain  a first estimate, times one factor for all rows of the family",
-        "trees  boosted trees that learn efficiency; each row held out when predicted",
+        "plain  laws: sums of physical terms (tiles, bytes, rows), their coefficients fitted op by op",
+        "trees  the laws, and boosted trees that correct them; for both, each row was held out when predicted",
         "R²     of the logarithm of seconds, by trees",
         "used   whichever has the lower mean error",
     ]  # fmt: skip
@@ -73,12 +73,17 @@ def as_json(profile: Profile) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _used(errors: Mapping[str, Any]) -> str:
+    """The estimator with the lower mean error on held-out rows, which is the one that is kept."""
+    return "trees" if errors.get("trees_mean", float("inf")) < errors.get("plain_mean", 0.0) else "plain"
+
+
 def _errors(entry: Any) -> dict[str, Any]:
     """Rows and errors of one family, and which estimator is used; empty where nothing is recorded."""
     found = entry.get("accuracy") if isinstance(entry, Mapping) else None
     if not found:
         return {}
-    return {**found, "rows": int(found.get("rows", 0)), "used": "trees" if entry.get("trees") else "plain"}
+    return {**found, "rows": int(found.get("rows", 0)), "used": _used(found)}
 
 
 def _table(ops: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -137,7 +137,9 @@ def _lines(found: dict[str, Any], path: Path) -> list[str]:
         *(f"not measured: {sentence}" for sentence in found["missing"]),
         *(f"note: {sentence}" for sentence in found["notes"]),
         f"profile: {path}",
-        "Next:  foretell fit gpt2 --on auto          now with measured times",
+        "Next:  foretell fit gpt2 --on auto          now with measured times"
+        if found["device"] != "CPU"
+        else "Next:  foretell zoo check gpt-tiny         a small step here, predicted and measured",
         *(
             ["       foretell probe --full --resume      more cases, better predictions"]
             if found["mode"] == "quick"

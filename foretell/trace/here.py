@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from foretell.trace.capture import capture
+from foretell.trace.collection import no_collection
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.step import Step
@@ -59,7 +60,7 @@ def measure_on_cpu(source: Source, recipe: Recipe, steps: int = 2) -> tuple[int,
         )
         if isinstance(tensor, torch.Tensor)
     }
-    with _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with no_collection(), _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         for _ in range(steps):
             for _ in range(recipe.accumulate):
                 step.micro_batch()

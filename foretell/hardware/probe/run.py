@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -55,18 +57,41 @@ def probe(
     path = Path(journal) if journal is not None else journal_path(own_path(about))
     budget = seconds if seconds is not None else BUDGET_SECONDS[kind, mode]
     with journals.begin(path, about, resume=resume) as book:
-        _Run(kind, mode, machine.device_of(kind), book, budget, progress).all()
+        with _noticed_interrupts() as asked:
+            _Run(kind, mode, machine.device_of(kind), book, budget, progress, asked).all()
         found = journals.measured(book.about, book.entries, mode, journals.stages(kind))
     with contextlib.suppress(OSError):  # the plain journal is as good
         journals.pack(path)
     return found
 
 
+@contextlib.contextmanager
+def _noticed_interrupts() -> Iterator[list[int]]:
+    """Ctrl-C interrupts at once, and is remembered: inside autograd an interrupt may come out as another error."""
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def notice(number: int, _: object) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, notice)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class _Run:
     """One probe under way."""
 
-    def __init__(self, kind: str, mode: str, device: Device, book: Journal, budget: float, progress: Progress) -> None:
+    def __init__(
+        self, kind: str, mode: str, device: Device, book: Journal, budget: float, progress: Progress, asked: list[int]
+    ) -> None:
         self.kind, self.mode, self.device, self.book, self.progress = kind, mode, device, book, progress
+        self.asked_to_stop = asked
         self.budget, self.began = budget, time.perf_counter() - book.spent
         self.end = self.began + budget
 
@@ -125,6 +150,8 @@ class _Run:
         )
 
     def _tell(self, doing: str) -> None:
+        if self.asked_to_stop:
+            raise KeyboardInterrupt
         self.progress(doing, min(0.99, (time.perf_counter() - self.began) / self.budget))
 
     def _add(self, stage: str, rows: Iterable[dict[str, object]]) -> None:
