@@ -30,9 +30,19 @@ def _slower(device: Device) -> dict[str, float]:
 
 
 def machine(device: Device, profile: Profile | None) -> Machine | None:
-    """Speed and power of a device from a profile; None where there is none to carry over."""
+    """Speed and power of a device from a profile; None where there is none to carry over. Made once for each pair."""
     if profile is None or not profile.ops:
         return None
+    key = (repr(device), profile.device, profile.date, profile.torch, profile.mode)
+    if key not in _KNOWN:
+        _KNOWN[key] = _made(device, profile)
+    return _KNOWN[key]
+
+
+_KNOWN: dict[tuple[str, ...], Machine] = {}
+
+
+def _made(device: Device, profile: Profile) -> Machine:
     own = profile.device == device.name
     host = HostModel.from_dict(profile.host) if profile.host else HostModel(dict(START), {})
     in_step = dict(profile.fitted.get("in_step", {}))

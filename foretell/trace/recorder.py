@@ -69,6 +69,8 @@ _UNREAD = frozenset(
     )
 )  # fmt: skip
 """Ops that read no element of their inputs, so how those lie in memory costs nothing."""
+_READS: dict[Any, bool] = {}
+"""Overload → whether how its inputs lie in memory is written down."""
 
 
 def _fp32_statistics(output: Any) -> Any:
@@ -393,11 +395,19 @@ def attributes(func: Any, args: Any) -> tuple[Any, ...]:
 
 def _layouts(func: Any, args: Any) -> tuple[str, ...]:
     """`layout:` and a letter for every input, where one of them is not plainly contiguous."""
-    schema = func._schema
-    if schema.name in _UNREAD or schema.name.startswith(("aten::_foreach", "aten::_fused_adam", "aten::_fused_sgd")):
+    reads = _READS.get(func)
+    if reads is None:
+        name = func._schema.name
+        reads = name not in _UNREAD and not name.startswith(("aten::_foreach", "aten::_fused_adam", "aten::_fused_sgd"))
+        _READS[func] = reads
+    if not reads:
         return ()
-    letters = "".join([_layout(tensor) for tensor in _tensors(args)])
-    return (f"layout:{letters}",) if letters.strip("c") else ()
+    tensors = [value for value in args if isinstance(value, Tensor)]
+    if len(tensors) != len(args):
+        tensors = list(_tensors(args))
+    if all([tensor.is_contiguous() for tensor in tensors]):
+        return ()
+    return (f"layout:{''.join([_layout(tensor) for tensor in tensors])}",)
 
 
 def _layout(tensor: Tensor) -> str:
