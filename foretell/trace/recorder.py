@@ -405,7 +405,7 @@ def _layouts(func: Any, args: Any) -> tuple[str, ...]:
     tensors = [value for value in args if isinstance(value, Tensor)]
     if len(tensors) != len(args):
         tensors = list(_tensors(args))
-    if all([tensor.is_contiguous() for tensor in tensors]):
+    if all(tensor.is_contiguous() for tensor in tensors):
         return ()
     return (f"layout:{''.join([_layout(tensor) for tensor in tensors])}",)
 

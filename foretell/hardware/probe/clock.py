@@ -36,6 +36,7 @@ class Clock:
 
     def __init__(self, device: str, budget: float = 2e-3, bursts: int = 3) -> None:
         self.device, self.budget, self.bursts = device, budget, bursts
+        self._empty: float | None = None
 
     def measure(self, call: Callable[[], Any]) -> Timing:
         return self._cuda(call) if self.device == "cuda" else self._host(call)
@@ -62,11 +63,25 @@ class Clock:
             late = start.query()
             end.record()
             end.synchronize()
-            found = start.elapsed_time(end) / 1e3 / count
+            found = max(0.0, start.elapsed_time(end) / 1e3 - self._nothing()) / count
             if not late or found > 1.5 * asked / count or hold > 0.05:
                 break
             hold *= 3
         return found, asked / count
+
+    def _nothing(self) -> float:
+        """Seconds between two marks with nothing between them: what a burst reads too long."""
+        if self._empty is None:
+            found = []
+            for _ in range(9):
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                torch.cuda._sleep(int(HOST_CALL_SECONDS * SLEEP_CYCLES_PER_SECOND))
+                start.record()
+                end.record()
+                end.synchronize()
+                found.append(start.elapsed_time(end) / 1e3)
+            self._empty = statistics.median(found)
+        return self._empty
 
     def _host(self, call: Callable[[], Any]) -> Timing:
         """Many short bursts, of which the calmer ones count: a host shares its cores with whatever else runs there."""
