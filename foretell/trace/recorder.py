@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 
 from foretell.errors import ModelError
@@ -30,6 +31,7 @@ _NO_SEQUENCE = 2**64 - 1
 _ORDINARY = {"aten.all.default": True, "aten.any.default": False, "aten.sum.default ==": True}
 """Questions about a whole tensor, answered as ordinary data would: no padding, no NaN, a mask that masks nothing."""
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
+_MKLDNN_RNN = torch.ops.aten.mkldnn_rnn_layer.default
 _CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
 _LAYOUT_MATTERS = {
     *_CONVOLUTIONS, torch.ops.aten.native_layer_norm.default, torch.ops.aten.native_layer_norm_backward.default,
@@ -216,6 +218,9 @@ class Recorder(FakeTensorMode):
         if mend is not None and self.capability is not None:
             with self.muted():
                 output = mend(output)
+        if func is _MKLDNN_RNN and self.capability is None:
+            with self.muted():
+                output = (*output[:3], output[0].new_empty(_workspace_of(func, args), dtype=torch.uint8))
         self.record(self._name(func), (args, kwargs), output, attributes(func, args))
         return output
 
@@ -445,6 +450,14 @@ def _by_positions(indices: Any, share: float) -> list[Tensor | None]:
         else:
             found.append(index)
     return found
+
+
+def _workspace_of(func: Any, args: Any) -> int:
+    """Bytes a CPU's recurrent layer keeps for backward: no shape rule says it, so the library itself is asked."""
+    with unset_fake_temporarily(), torch.enable_grad():
+        real = [torch.zeros(a.shape, dtype=a.dtype, requires_grad=True) if isinstance(a, Tensor) else a for a in args]
+        kept = func(*real)[3]
+    return 0 if kept is None else int(kept.numel())
 
 
 def _in_python_function() -> bool:

@@ -124,6 +124,11 @@ def test_peak_of_a_cpu_step_is_exact_to_the_byte(options: dict[str, Any]) -> Non
     assert peak_live(trace_as_cpu(source, recipe), STEPS[:2]) == measured(source, recipe)
 
 
+def test_peak_of_a_recurrent_cpu_step_counts_what_the_library_keeps() -> None:
+    source, recipe = Source(model="lstm-tiny", micro_batch=2), Recipe(precision="fp32")
+    assert peak_live(trace_as_cpu(source, recipe), STEPS[:2]) == pytest.approx(measured(source, recipe), rel=0.005)
+
+
 @pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny", "bert-tiny", "mixtral-tiny", "tnt-tiny", "ssm-tiny"])
 def test_peak_in_the_activations_is_exact_too(model: str) -> None:
     source, recipe = Source(model=model, micro_batch=1), Recipe(precision="fp32")
