@@ -327,7 +327,7 @@ def _seconds_here(name: str, trace: Trace, recipe: Recipe) -> tuple[float | None
         if pacer != name:
             source = Source(model=pacer, micro_batch=2)
             guess = predict_time(trace_as_cpu(source, recipe), known, cluster)[0].step_seconds
-            ratios.append(seconds_on_cpu(source, recipe, least=0.7) / guess)
+            ratios.append(seconds_on_cpu(source, recipe, least=1.5) / guess)
     pace = median(ratios)
     said = f"this CPU now takes {pace:.2f} times as long as its profile says, by {len(ratios)} other small models"
     return pace * predict_time(trace, known, cluster)[0].step_seconds, (said,)
