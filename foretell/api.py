@@ -301,7 +301,7 @@ def check(name: str) -> Check:
     )  # fmt: skip
 
 
-PACERS = ("bert-tiny", "vit-tiny", "llama-tiny")
+PACERS = ("llama-tiny", "bert-tiny", "ssm-tiny", "mixtral-tiny")
 """Small steps that say how this CPU runs now, beside what its profile says."""
 
 
@@ -310,8 +310,6 @@ def _seconds_here(name: str, trace: Trace, recipe: Recipe) -> tuple[float | None
 
     The profile is this CPU's own, or that of one like it; other steps, run now, say how fast the machine is today.
     """
-    from statistics import median
-
     from foretell.cost.machine import machine
     from foretell.cost.time import predict_time
     from foretell.hardware.probe.machine import cpu_name, device_of
@@ -322,15 +320,15 @@ def _seconds_here(name: str, trace: Trace, recipe: Recipe) -> tuple[float | None
     if known is None:
         return None, ()
     cluster = Cluster(device=device)
-    ratios = []
-    for pacer in PACERS:
-        if pacer != name:
-            source = Source(model=pacer, micro_batch=2)
-            guess = predict_time(trace_as_cpu(source, recipe), known, cluster)[0].step_seconds
-            ratios.append(seconds_on_cpu(source, recipe, least=1.5) / guess)
-    pace = median(ratios)
-    said = f"this CPU now takes {pace:.2f} times as long as its profile says, by {len(ratios)} other small models"
-    return pace * predict_time(trace, known, cluster)[0].step_seconds, (said,)
+    said, measured = 0.0, 0.0
+    others = [pacer for pacer in PACERS if pacer != name]
+    for pacer in others:
+        source = Source(model=pacer, micro_batch=2)
+        said += predict_time(trace_as_cpu(source, recipe), known, cluster)[0].step_seconds
+        measured += seconds_on_cpu(source, recipe, least=1.0)
+    pace = measured / said
+    line = f"this CPU now takes {pace:.2f} times as long as its profile says, by {len(others)} other small models"
+    return pace * predict_time(trace, known, cluster)[0].step_seconds, (line,)
 
 
 def _measured_here() -> None:
