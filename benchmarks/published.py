@@ -33,7 +33,7 @@ from foretell.errors import UnknownName  # noqa: E402
 from foretell.hardware import catalog, links  # noqa: E402
 from foretell.hardware.types import Cluster, Device  # noqa: E402
 
-RUNS = HERE.parent.parent / "shared" / "data" / "published_runs.csv"
+RUNS = HERE / "data" / "published_runs.csv"
 RESULTS = HERE / "results" / "published.jsonl"
 NEEDED = (
     "layers", "hidden", "heads", "vocab", "seq_len", "gpu", "gpus", "tp", "pp", "micro_batch", "global_batch",
