@@ -174,7 +174,8 @@ def predict_seconds(config: dict[str, Any]) -> dict[str, Any]:
 def roofline(trace: Any, device: Any) -> float:
     """What FLOPs over peak or bytes over bandwidth, op by op, would say."""
     from foretell.cost.features import FREE
-    from foretell.cost.host import short, steady
+    from foretell.cost.host import steady
+    from foretell.cost.shapes import short
 
     total = 0.0
     for name, times in steady(trace):

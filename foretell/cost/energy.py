@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from foretell.cost.features import FREE
 from foretell.cost.host import steady
 from foretell.cost.prediction import ASSUMED, MEASURED, Cost, Energy, Run, Throughput, Time
+from foretell.cost.shapes import short
 from foretell.hardware.types import Device
 from foretell.trace.types import Trace
 
@@ -118,7 +119,7 @@ def load_of(trace: Trace, device: Device, step_seconds: float, busy_seconds: flo
     compute = memory = 0.0
     for name, times in steady(trace):
         for op in trace.programs[name].ops:
-            called = op.name.split(".")[1] if "." in op.name else op.name
+            called = short(op.name)
             if called in FREE:
                 continue
             moved = float(op.bytes_read + op.bytes_written)

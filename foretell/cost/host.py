@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretell.cost.features import FREE
+from foretell.cost.shapes import short
 from foretell.trace.types import Op, Trace
 
 COUNTS = ("call", "forward", "backward", "update", "view", "backward_view", "listed", "parameter", "program")
@@ -79,10 +80,6 @@ class HostModel:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> HostModel:
         return cls(dict(data["weights"]), dict(data["calls"]), data["references"], data["error"])
-
-
-def short(name: str) -> str:
-    return name.split(".")[1] if "." in name else name
 
 
 def parameters_of(trace: Trace) -> int:

@@ -13,8 +13,9 @@ from foretell.cost.collectives import Fabric, collective, fabric
 from foretell.cost.energy import PowerModel
 from foretell.cost.features import Shape, describe
 from foretell.cost.host import HostModel, steady
-from foretell.cost.ops import OpModel, short
+from foretell.cost.ops import OpModel
 from foretell.cost.prediction import ASSUMED, MEASURED, Time
+from foretell.cost.shapes import short
 from foretell.cost.streams import COLLECTIVES, COMPUTE, HOST, Task, Timeline, simulate
 from foretell.hardware.types import Cluster
 from foretell.trace.types import Op, Trace
