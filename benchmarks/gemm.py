@@ -30,7 +30,7 @@ def measure(out: Path) -> None:
     from foretell.hardware.probe.clock import Clock
     from foretell.hardware.probe.harvest import Harvest
 
-    rng, clock, about = random.Random(77), Clock("cuda"), machine()
+    rng, clock, about = random.Random(78), Clock("cuda"), machine()
     with out.open("w") as stream:
         done = 0
         while done < COUNT:

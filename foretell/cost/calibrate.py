@@ -29,6 +29,8 @@ EARLY = 0.7
 """Share of a step after which a host that has asked for all of it is early."""
 LEAST_AROUND = 0.02
 """Share of a step on a CPU that is the host's at least."""
+ZEROS = "-zeros"
+"""Load points of numbers that no training has: they say how far watts depend on data, and nothing about steps."""
 PULL = 0.1
 """Weight, in steps, of the belief that ops take as long inside a step as alone."""
 
@@ -63,6 +65,7 @@ def calibrate(measured: Measured, device: Device, steps: Sequence[Step]) -> Cali
     """Fit everything to what one probe measured."""
     ops = learn(measured.rows, device, groups=measured.groups)
     calls = host.call_seconds((row.name, row.host_seconds) for row in measured.rows)
+    turns = host.turn_seconds(measured.rows) if device.backend != "cpu" else {}
     totals = [_op_seconds(trace, ops) for _, trace in steps]
     if device.backend == "cpu":
         factor, model = _serial([(trace, step["seconds"], sum(total)) for (step, trace), total in zip(steps, totals, strict=True)])
@@ -73,9 +76,11 @@ def calibrate(measured: Measured, device: Device, steps: Sequence[Step]) -> Cali
     ]
     full = [(total, float(step["seconds"])) for (step, _), total in zip(steps, totals, strict=True) if _busy(step) > BUSY]
     limit = measured.clocks.get("power_limit_watts") or device.tdp_watts
-    readings = [*_load_points(measured.power, device), *_step_readings(steps, device)]
+    longer = in_step(full)
+    busy = [_busy_seconds(step, total, longer) for (step, _), total in zip(steps, totals, strict=True)]
+    readings = [*_load_points(measured.power, device), *_step_readings(steps, busy, device)]
     return Calibration(
-        ops=ops, host=host.learn(waiting, calls), in_step=in_step(full), in_step_steps=len(full),
+        ops=ops, host=host.learn(waiting, calls, turns), in_step=longer, in_step_steps=len(full),
         power=energy.learn(readings, limit) if len(readings) >= 6 and limit else None,
     )  # fmt: skip
 
@@ -104,6 +109,14 @@ def _busy(step: Mapping[str, Any]) -> float:
     if step.get("busy_seconds"):
         return float(step["busy_seconds"] / step["seconds"])
     return 1.0 if step.get("host_seconds", step["seconds"]) < EARLY * step["seconds"] else 0.0
+
+
+def _busy_seconds(step: Mapping[str, Any], total: tuple[float, float], longer: Mapping[str, float]) -> float:
+    """Seconds of a step in which kernels run: counted, or what its ops take."""
+    if step.get("busy_seconds"):
+        return float(step["busy_seconds"])
+    product, other = total
+    return min(float(step["seconds"]), product * longer.get("compute", 1.0) + other * longer.get("memory", 1.0))
 
 
 def _op_seconds(trace: Trace, ops: OpModel) -> tuple[float, float]:
@@ -137,23 +150,23 @@ def _load_points(points: Sequence[Mapping[str, Any]], device: Device) -> list[tu
     """Readings while one op ran over and over; `unit` says whether its rate is FLOPs or bytes."""
     found = []
     for point in points:
-        rate, unit = point.get("rate"), str(point.get("unit", ""))
-        if not rate or not point.get("watts"):
+        rate, unit, watts = point.get("rate"), str(point.get("unit", "")), point.get("watts")
+        if not watts or point["name"].endswith(ZEROS):
             continue
-        if unit.startswith("flop"):
+        if point["name"] == "idle":
+            found.append((energy.Load(0.0, 0.0, 0.0), float(watts)))
+        elif rate and unit.startswith("flop"):
             dtype = next((name for name in ("tf32", "float32", "float16", "bfloat16") if name in unit or name in point["name"]), "bfloat16")
-            found.append((energy.Load(1.0, rate / device.peak(dtype), 0.1), float(point["watts"])))
-        elif unit.startswith("byte"):
+            found.append((energy.Load(1.0, rate / device.peak(dtype), 0.1), float(watts)))
+        elif rate and unit.startswith("byte"):
             busy = float(point.get("busy", 1.0))
-            found.append((energy.Load(busy, 0.0, rate / device.memory_bandwidth_bytes_per_second), float(point["watts"])))
+            found.append((energy.Load(busy, 0.0, rate / device.memory_bandwidth_bytes_per_second), float(watts)))
     return found
 
 
-def _step_readings(steps: Sequence[Step], device: Device) -> list[tuple[energy.Load, float]]:
+def _step_readings(steps: Sequence[Step], busy: Sequence[float], device: Device) -> list[tuple[energy.Load, float]]:
     return [
-        (energy.load_of(trace, device, step["seconds"], _busy(step) * step["seconds"]), float(step["watts"]))
-        for step, trace in steps
-        if step.get("watts")
-        and (step.get("busy_seconds") or _busy(step) == 1.0)
-        and step["seconds"] * step.get("steps", 1) > LEAST_METERED_SECONDS
+        (energy.load_of(trace, device, step["seconds"], seconds), float(step["watts"]))
+        for (step, trace), seconds in zip(steps, busy, strict=True)
+        if step.get("watts") and step["seconds"] * step.get("steps", 1) > LEAST_METERED_SECONDS
     ]

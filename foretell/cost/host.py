@@ -7,27 +7,39 @@ least zero, pulled towards plain starting values so that few references are enou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from foretell.cost.features import FREE
 from foretell.cost.shapes import short
-from foretell.trace.types import Op, Trace
+from foretell.hardware.profile import OpRow
+from foretell.trace.types import Op, TensorSpec, Trace
 
-COUNTS = ("call", "forward", "backward", "update", "view", "backward_view", "listed", "parameter", "program")
-"""What is counted in a trace: seconds of the calls themselves; launches by phase; ops that launch nothing; tensors in
-lists; parameters; programs."""
+COUNTS = (
+    "call", "forward", "backward", "recompute", "update", "view", "backward_view", "module", "listed", "parameter", "program",
+)  # fmt: skip
+"""What is counted in a trace: seconds of the calls themselves; launches by phase; ops that launch nothing; modules
+entered; tensors in lists; parameters; programs."""
 START: Mapping[str, float] = {
-    "call": 0.8, "forward": 12e-6, "backward": 9e-6, "update": 8e-6, "view": 8e-6, "backward_view": 4e-6,
-    "listed": 0.5e-6, "parameter": 8e-6, "program": 100e-6,
+    "call": 0.8, "forward": 12e-6, "backward": 9e-6, "recompute": 18e-6, "update": 8e-6, "view": 8e-6,
+    "backward_view": 4e-6, "module": 30e-6, "listed": 0.5e-6, "parameter": 8e-6, "program": 100e-6,
 }  # fmt: skip
 """Where learning starts from, in seconds each; `call` is a share of the measured call."""
-PULL = 0.4
+PULL = 0.6
 """How strongly weights are held at their start; relative to one reference step."""
 COMPILED: Mapping[str, float] = {"fused": 19e-6, "library": 10e-6, "graph": 250e-6}
 """Compiled code on a host of START's speed: launching a generated kernel, a library's (besides its call), entering a
 graph; from compiled steps on an H200 that wait for their host, and carried over to other hosts by their speed."""
+
+_ENTERING = ("forward", "recompute")
+"""Phases in which Python enters modules."""
+RECURRENT = ("_cudnn_rnn", "_cudnn_rnn_backward")
+MOST_TURNING = 0.2
+"""Share of a step in recurrent launches up to which it says something of other ops."""
+MOST_TURNS = 60
+"""A device's queue holds about a thousand launches: longer ones make the host wait."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,8 @@ class HostModel:
     references: int = 0
     error: float = 0.0
     """Median relative error of the reference steps, each held out."""
+    turns: Mapping[str, float] = field(default_factory=dict)
+    """Recurrent op → seconds for each step of each layer besides: it launches a kernel or more for each."""
 
     @property
     def slowness(self) -> float:
@@ -47,21 +61,36 @@ class HostModel:
         phases = ("forward", "backward", "view")
         return sum(self.weights[name] for name in phases) / sum(START[name] for name in phases)
 
+    def issues(self, ops: Iterable[Op], *, compiled: bool = False) -> Iterator[float]:
+        """Host seconds until each op is on its way; `compiled`: from inside a compiled graph, but for the update."""
+        where: str | None = None
+        for op in ops:
+            inside = compiled and op.phase != "update"
+            entered = not inside and op.phase in _ENTERING and op.module != where
+            if op.phase in _ENTERING:
+                where = op.module
+            yield self.issue(op, compiled=inside) + (self.weights["module"] if entered else 0.0)
+
     def issue(self, op: Op, *, compiled: bool = False) -> float:
-        """Host seconds until this op is on its way; `compiled`: from inside a compiled graph."""
+        """Host seconds of the op itself; what entering its module takes is in `issues`."""
         name = short(op.name)
         if op.name.startswith(("foretell.begin", "foretell.model_end", "profiler.")):
             return 0.0
         if op.name == "foretell.fused":
             return self.slowness * COMPILED["fused"]
         if compiled:
-            return 0.0 if name in FREE else self.call(name) + self.slowness * COMPILED["library"]
-        backward = op.phase == "backward"
+            return 0.0 if name in FREE else self.call(name) + self.turning(op) + self.slowness * COMPILED["library"]
         if name in FREE:
-            return self.weights["backward_view" if backward else "view"]
-        phase = "backward" if backward else "update" if op.phase == "update" else "forward"
+            return self.weights["backward_view" if op.phase == "backward" else "view"]
         listed = len(op.inputs) * self.weights["listed"] if name.startswith(("_foreach", "_fused")) else 0.0
-        return self.weights["call"] * self.call(name) + self.weights[phase] + listed
+        return self.weights["call"] * self.call(name) + self.weights[_phase(op)] + listed + self.turning(op)
+
+    def turning(self, op: Op) -> float:
+        """Seconds of a recurrent op's own launches."""
+        name = short(op.name)
+        if name not in self.turns:
+            return 0.0
+        return self.turns[name] * turns_of([ref.spec for ref in op.inputs], [ref.spec for ref in op.outputs])
 
     def call(self, name: str) -> float:
         return self.calls.get(name) or self.calls.get(name.removesuffix("_")) or self.calls.get("", 10e-6)
@@ -75,11 +104,24 @@ class HostModel:
             "weights": {name: float(f"{value:.4g}") for name, value in self.weights.items()},
             "calls": {name: float(f"{value:.3g}") for name, value in self.calls.items()},
             "references": self.references, "error": round(self.error, 4),
+            "turns": {name: float(f"{value:.3g}") for name, value in self.turns.items()},
         }  # fmt: skip
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> HostModel:
-        return cls(dict(data["weights"]), dict(data["calls"]), data["references"], data["error"])
+        older = {"recompute": data["weights"]["forward"], "module": 0.0}
+        weights = {name: data["weights"].get(name, older.get(name, START[name])) for name in COUNTS}
+        return cls(weights, dict(data["calls"]), data["references"], data["error"], dict(data.get("turns", {})))
+
+
+def _phase(op: Op) -> str:
+    return op.phase if op.phase in ("backward", "recompute", "update") else "forward"
+
+
+def turns_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> int:
+    """Steps × layers of a recurrent op (`_cudnn_rnn` and its backward): the state has layers, batch and width."""
+    layers, batch = outputs[1].shape[-3:-1]
+    return layers * max(1, math.prod(inputs[0].shape[:-1]) // batch)
 
 
 def parameters_of(trace: Trace) -> int:
@@ -92,15 +134,19 @@ def counts(trace: Trace, calls: Mapping[str, float]) -> dict[str, float]:
     found = dict.fromkeys(COUNTS, 0.0)
     for name, times in steady(trace):
         found["program"] += times
+        where: str | None = None
         for op in trace.programs[name].ops:
+            if op.phase in _ENTERING:
+                found["module"] += times * (op.module != where)
+                where = op.module
             if op.name.startswith(("foretell.begin", "foretell.model_end", "profiler.")):
                 continue
-            backward, called = op.phase == "backward", short(op.name)
+            called = short(op.name)
             if called in FREE:
-                found["backward_view" if backward else "view"] += times
+                found["backward_view" if op.phase == "backward" else "view"] += times
                 continue
             found["call"] += times * model.call(called)
-            found["backward" if backward else "update" if op.phase == "update" else "forward"] += times
+            found[_phase(op)] += times
             if called.startswith(("_foreach", "_fused")):
                 found["listed"] += times * len(op.inputs)
     found["parameter"] = float(parameters_of(trace))
@@ -117,23 +163,44 @@ def call_seconds(rows: Iterable[tuple[str, float]]) -> dict[str, float]:
     by_name: dict[str, list[float]] = {}
     for name, seconds in rows:
         by_name.setdefault(short(name), []).append(seconds)
-    found = {name: sorted(values)[len(values) // 4] for name, values in by_name.items()}
+    found = {name: sorted(values)[len(values) // 4] for name, values in by_name.items() if name not in RECURRENT}
     middle = sorted(found.values())
     return {"": middle[len(middle) // 2] if middle else 10e-6, **found}
 
 
-def learn(references: Sequence[tuple[Trace, float]], calls: Mapping[str, float]) -> HostModel:
+def turn_seconds(rows: Iterable[OpRow]) -> dict[str, float]:
+    """Host seconds of one step of one layer, for each recurrent op: the quicker quarter of rows short enough that the
+    host never waited for room in the device's queue."""
+    by_name: dict[str, list[float]] = {}
+    for row in rows:
+        name = short(row.name)
+        if name in RECURRENT and 0 < (turns := turns_of(row.inputs, row.outputs)) <= MOST_TURNS:
+            by_name.setdefault(name, []).append(row.host_seconds / turns)
+    return {name: sorted(values)[len(values) // 4] for name, values in by_name.items()}
+
+
+def _turning(trace: Trace, model: HostModel) -> float:
+    return sum(times * sum(model.turning(op) for op in trace.programs[name].ops) for name, times in steady(trace))
+
+
+def learn(
+    references: Sequence[tuple[Trace, float]], calls: Mapping[str, float], turns: Mapping[str, float] | None = None
+) -> HostModel:
     """Weights from steps that wait for the host: (trace, measured seconds of a step)."""
-    rows = [[counts(trace, calls)[name] for name in COUNTS] for trace, _ in references]
-    seconds = [measured for _, measured in references]
-    if not rows:
-        return HostModel(dict(START), calls)
+    turns = turns or {}
+    start = HostModel(dict(START), calls, turns=turns)
+    spent = [(trace, measured, _turning(trace, start)) for trace, measured in references]
+    kept = [(counts(trace, calls), measured - own) for trace, measured, own in spent if own < MOST_TURNING * measured]
+    if not kept:
+        return start
+    rows = [[found[name] for name in COUNTS] for found, _ in kept]
+    seconds = [left for _, left in kept]
     weights = solve(rows, seconds)
     errors = []
     for held in range(len(rows)):
         rest = solve(rows[:held] + rows[held + 1 :], seconds[:held] + seconds[held + 1 :]) if len(rows) > 1 else weights
         errors.append(abs(sum(a * w for a, w in zip(rows[held], rest, strict=True)) / seconds[held] - 1))
-    return HostModel(dict(zip(COUNTS, weights, strict=True)), calls, len(rows), sorted(errors)[len(errors) // 2])
+    return HostModel(dict(zip(COUNTS, weights, strict=True)), calls, len(rows), sorted(errors)[len(errors) // 2], turns)
 
 
 def solve(rows: list[list[float]], seconds: list[float]) -> list[float]:

@@ -88,10 +88,11 @@ def step_tasks(trace: Trace, machine: Machine, group: Fabric | None) -> Iterator
     for name, times in runs:
         for _ in range(times):
             pending = around / times
-            for op in trace.programs[name].ops:
+            ops = trace.programs[name].ops
+            for op, asking in zip(ops, machine.host.issues(ops, compiled=compiled), strict=True):
+                pending += asking
                 if op.name in _MARKS:
                     continue
-                pending += machine.host.issue(op, compiled=compiled and op.phase != "update")
                 if op.name.startswith("foretell."):
                     kind, seconds = _own(op, prices, group)
                     if kind == "wait":

@@ -6,25 +6,26 @@ import random
 
 import pytest
 
-from foretell.cost.host import COUNTS, START, HostModel, call_seconds, counts, learn
+from foretell.cost.host import COUNTS, START, HostModel, call_seconds, counts, learn, turn_seconds
+from foretell.hardware.profile import OpRow
 from foretell.trace.types import PARAMETER, Op, Program, Ref, Storage, TensorSpec, Trace
 
 SPEC = TensorSpec((4, 4), "float32")
 CALLS = {"": 8e-6, "add": 5e-6, "mm": 15e-6}
 TRUE = {
-    "call": 1.1, "forward": 15e-6, "backward": 12e-6, "update": 8e-6, "view": 9e-6, "backward_view": 3e-6,
+    "call": 1.1, "forward": 15e-6, "backward": 12e-6, "recompute": 15e-6, "update": 8e-6, "view": 9e-6, "backward_view": 3e-6, "module": 20e-6,
     "listed": 1e-6, "parameter": 10e-6, "program": 150e-6,
 }  # fmt: skip
 
 
-def op(name: str, phase: str) -> Op:
-    return Op(f"aten.{name}", (Ref(0, SPEC),), (Ref(1, SPEC),), "", phase, 1)
+def op(name: str, phase: str, module: str = "") -> Op:
+    return Op(f"aten.{name}", (Ref(0, SPEC),), (Ref(1, SPEC),), module, phase, 1)
 
 
 def step(rng: random.Random) -> Trace:
     names = [("add.Tensor", "forward"), ("mm.default", "forward"), ("view.default", "forward"), ("mm.default", "backward"),
              ("t.default", "backward"), ("_fused_adamw_.default", "update")]  # fmt: skip
-    ops = [op(*pair) for pair in names for _ in range(rng.randint(5, 200))]
+    ops = [op(*pair, rng.choice("abc")) for pair in names for _ in range(rng.randint(5, 200))]
     parameters = rng.randint(5, 100)
     return Trace(
         programs={"micro": Program("micro", tuple(ops))}, schedule={"steady_step": (("micro", rng.randint(1, 3)),)},
@@ -64,7 +65,7 @@ def test_issue_and_around_add_up_to_the_counts() -> None:
     trace = step(random.Random(5))
     model = HostModel(TRUE, CALLS)
     times = trace.schedule["steady_step"][0][1]
-    issued = times * sum(model.issue(one) for one in trace.programs["micro"].ops)
+    issued = times * sum(model.issues(trace.programs["micro"].ops))
     assert issued + model.around(trace, times) == pytest.approx(seconds(trace, TRUE))
 
 
@@ -85,3 +86,17 @@ def test_call_seconds_takes_the_quicker_quarter() -> None:
 def test_round_trip() -> None:
     model = HostModel(TRUE, CALLS, 7, 0.08)
     assert HostModel.from_dict(model.to_dict()) == model
+
+
+def test_a_recurrent_op_costs_its_host_every_step_of_every_layer() -> None:
+    """Rows of 2 layers: 25 µs a turn on the forward. The longest waited for room in the queue and does not count."""
+    sequence, state = TensorSpec((30, 4, 8), "bfloat16"), TensorSpec((2, 4, 8), "bfloat16")
+    rows = [
+        OpRow("aten._cudnn_rnn.default", (TensorSpec((steps, 4, 8), "bfloat16"),), (sequence, state), (), 1e-3, 0.0, host)
+        for steps, host in ((10, 20 * 25e-6), (20, 40 * 25e-6), (15, 30 * 25e-6), (500, 1.0))
+    ]
+    turns = turn_seconds(rows)
+    assert turns == {"_cudnn_rnn": pytest.approx(25e-6)}
+    one = Op("aten._cudnn_rnn.default", (Ref(0, sequence),), (Ref(1, sequence), Ref(2, state)), "", "forward", 1)
+    model = HostModel(TRUE, CALLS, turns=turns)
+    assert model.issue(one) == pytest.approx(60 * 25e-6 + TRUE["forward"] + TRUE["call"] * CALLS[""])

@@ -252,7 +252,7 @@ def test_cases_of_a_large_gpu_are_those_that_were_shipped() -> None:
         specs = {(spec.dtype, *spec.shape) for row in case.rows for spec in (*row.inputs, *row.outputs)}
         assert first.value.args[0] in specs, (case.family, case.number)
         compared += 1
-    assert compared > 1500
+    assert compared > 1200
 
 
 def test_cases_of_a_cpu_have_the_ops_and_sizes_of_the_demo() -> None:

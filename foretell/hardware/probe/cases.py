@@ -92,6 +92,19 @@ def linear(d: Draw) -> Call:
     return lambda: _back(F.linear(x, w, b))
 
 
+def sizes(d: Draw) -> Call:
+    """Products of any three sizes: rows that are no multiple of anything cannot be fetched in wide pieces."""
+    dtype = d.one((torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))
+    most = 2e12 * d.scale * (1 if dtype != torch.float32 else 0.1)
+    while True:
+        multiple = d.one((1, 1, 8, 16, 32, 64))
+        m, n, k = (d.size(24, 24000, multiple) for _ in range(3))
+        if 2 * m * n * k < most:
+            break
+    x, w = d.tensor(m, k, dtype=dtype, grad=False), d.tensor(n, k, dtype=dtype, grad=False)
+    return lambda: torch.mm(x, w.t())
+
+
 def batched(d: Draw) -> Call:
     dtype = d.one(d.dtypes_low)
     most = 1e12 * d.scale * (1 if dtype != torch.float32 else 0.1)
@@ -151,6 +164,7 @@ def convolution(d: Draw) -> Call:
             wide = max(16, min(2048, int(d.one((1792, 3584, 7168, 14336)) / side)))
             cin, cout = _near(d, wide), _near(d, wide)
         kernel, stride = d.one((1, 1, 3, 3, 3, 5, 7, 16)), d.one((1, 1, 2))
+        cin = min(cin, 4) if kernel == 16 else cin
         depthwise = d.rng.random() < (0.6 if kernel in (5, 7) else 0.12) and cin > 3
         groups, cout = (cin, cin) if depthwise else (1, cout)
         padding = kernel // 2 if kernel < 16 else 0
@@ -161,7 +175,7 @@ def convolution(d: Draw) -> Call:
             break
     x, w = d.tensor(n, cin, side, side, dtype=dtype), d.tensor(cout, cin // groups, kernel, kernel, dtype=dtype)
     b = d.tensor(cout, dtype=dtype) if d.rng.random() < 0.4 else None
-    if d.rng.random() < 0.25:
+    if d.rng.random() < (0.5 if depthwise else 0.25):
         x = x.detach().to(memory_format=torch.channels_last).requires_grad_()
         w = w.detach().to(memory_format=torch.channels_last).requires_grad_()
     return lambda: _back(F.conv2d(x, w, b, stride=stride, padding=padding, groups=groups))
@@ -294,7 +308,7 @@ def ordering(d: Draw) -> Call:
 def movement(d: Draw) -> Call:
     """Copies that gather, spread, swap, pad, mask or join."""
     dtype = d.one(d.dtypes)
-    how = d.one(("heads", "heads", "swap", "cat", "where", "pad", "stack", "fill", "repeat", "slice", "images"))
+    how = d.one(("heads", "heads", "swap", "cat", "where", "pad", "stack", "fill", "repeat", "slice", "images", "roll", "flip", "write"))
     if how == "heads":
         b, t, h, size = d.size(1, 64, 1), d.size(64, 4096, 64), d.size(1, 64, 1), d.one((32, 64, 128))
         if b * t * h * size > 2e8 * d.scale:
@@ -323,6 +337,13 @@ def movement(d: Draw) -> Call:
         return lambda: _back(F.pad(x, (1, 1)))
     if how == "slice":
         return lambda: _back(x[:, : max(1, columns // 2)])
+    if how == "roll":
+        return lambda: _back(torch.roll(x, (3, 5), (0, 1)))
+    if how == "flip":
+        return lambda: _back(torch.flip(x, (1,)))
+    if how == "write":
+        part = d.tensor(rows, max(1, columns // 2), dtype=dtype, grad=False)
+        return lambda: x.detach()[:, : max(1, columns // 2)].copy_(part)
     if how == "repeat":
         return lambda: _back(x.repeat(2, 1))
     return lambda: (torch.zeros_like(x.detach()), torch.full_like(x.detach(), 1.0), x.detach().mul_(1.0), x.detach().add_(x.detach()))
@@ -343,7 +364,7 @@ def images(d: Draw) -> Call:
 
 def recurrent(d: Draw) -> Call:
     dtype = d.one(d.dtypes)
-    batch, length, hidden = d.size(1, 256, 1), d.size(8, 512, 1), d.size(32, 2048, 32)
+    batch, length, hidden = d.size(1, 256, 1), d.size(8, 512, 1), d.size(32, 2048, d.one((32, 32, 2)))
     layers = d.one((1, 1, 2))
     if batch * length * hidden * layers > 6e7 * d.scale:
         length = 16
@@ -433,7 +454,7 @@ def tf32(d: Draw) -> Call:
 
 
 FAMILIES: dict[str, tuple[Callable[[Draw], Call], int]] = {
-    "linear": (linear, 1500), "batched": (batched, 300), "attention": (attention, 220), "convolution": (convolution, 520),
+    "linear": (linear, 1300), "sizes": (sizes, 3500), "batched": (batched, 300), "attention": (attention, 220), "convolution": (convolution, 520),
     "norm": (norm, 260), "unary": (unary, 380), "binary": (binary, 380), "reduction": (reduction, 200),
     "softmax": (softmax, 70), "loss": (loss, 90), "indexing": (indexing, 200), "ordering": (ordering, 70),
     "movement": (movement, 260), "images": (images, 70), "recurrent": (recurrent, 70), "fourier": (fourier, 50),
@@ -442,6 +463,6 @@ FAMILIES: dict[str, tuple[Callable[[Draw], Call], int]] = {
 }  # fmt: skip
 """Family → (how to draw a case, cases of a full probe)."""
 
-CUDA_ONLY = frozenset({"grouped", "eight_bits", "tf32"})
+CUDA_ONLY = frozenset({"sizes", "grouped", "eight_bits", "tf32"})
 TAGS = {"tf32": "tf32"}
 """Marks for what the op's arguments do not show."""

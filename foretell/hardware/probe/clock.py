@@ -14,6 +14,7 @@ HOST_CALL_SECONDS = 30e-6
 """What one asking is given at least while the device is held back."""
 
 
+WAKE_SECONDS = 0.05
 BURST_SECONDS = 30e-6
 """On the host a burst lasts about this long, so that the clock itself does not count."""
 LONG_CALL_SECONDS = 20e-3
@@ -70,17 +71,19 @@ class Clock:
         return found, asked / count
 
     def _nothing(self) -> float:
-        """Seconds between two marks with nothing between them: what a burst reads too long."""
+        """Seconds between two marks with nothing between them: what a burst reads too long. The least of many, once
+        the device is awake: an idle one runs slowly."""
         if self._empty is None:
+            torch.cuda._sleep(int(WAKE_SECONDS * SLEEP_CYCLES_PER_SECOND))
             found = []
-            for _ in range(9):
+            for _ in range(30):
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 torch.cuda._sleep(int(HOST_CALL_SECONDS * SLEEP_CYCLES_PER_SECOND))
                 start.record()
                 end.record()
                 end.synchronize()
                 found.append(start.elapsed_time(end) / 1e3)
-            self._empty = statistics.median(found)
+            self._empty = min(found)
         return self._empty
 
     def _host(self, call: Callable[[], Any]) -> Timing:

@@ -6,6 +6,7 @@ predicts and then runs is left out on a CPU, so that its prediction stays one.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -37,6 +38,21 @@ _BUSY: tuple[dict[str, Any], ...] = (
 """Steps that keep a large GPU busy: how much longer ops take inside a step, and at which power."""
 _BUSY_MEMORY_BYTES = 60e9
 """A GPU with less memory runs the small models only."""
+_MIDDLE: tuple[dict[str, Any], ...] = (
+    {"model": "gpt2", "overrides": {"layers": 8, "dim": 512, "heads": 8}, "micro_batch": 1, "seq": 256},
+    {"model": "resnet50", "micro_batch": 2},
+    {"model": "t5-small", "overrides": {"layers": 4}, "micro_batch": 1, "seq": 64},
+    {"model": "bert-base", "overrides": {"layers": 6}, "micro_batch": 1, "seq": 128, "recompute": "full"},
+    {"model": "unet", "overrides": {"channels": 32}, "micro_batch": 2},
+    {"model": "vit-b16", "overrides": {"depth": 8, "dim": 384, "heads": 6}, "micro_batch": 2},
+    {"model": "convnext-base", "overrides": {"n3": 9}, "micro_batch": 1},
+    {"model": "dit-b2", "overrides": {"depth": 6, "dim": 384, "heads": 6}, "micro_batch": 2},
+    {
+        "model": "llama3-1b", "micro_batch": 1, "seq": 256,
+        "overrides": {"layers": 8, "dim": 512, "ffn": 1024, "heads": 8, "kv_heads": 2, "vocab_size": 8192},
+    },
+)  # fmt: skip
+"""Deeper than the small ones, and still waiting for the host."""
 _SOURCE = ("model", "micro_batch", "seq", "overrides")
 
 
@@ -48,7 +64,7 @@ def configs(kind: str) -> list[dict[str, Any]]:
     others = [
         _config(_DEMO, optimizer="adamw-foreach"), _config("resnet-tiny", optimizer="momentum"),
         _config(_DEMO, optimizer="adamw-loop"), _config(_DEMO, optimizer="sgd"),
-        _config(_DEMO, clip=1.0, accumulate=3), _config(_DEMO, recompute="full"),
+        _config(_DEMO, clip=1.0, accumulate=3), _config(_DEMO, recompute="full"), _config("llama-tiny", recompute="full"),
     ]  # fmt: skip
     pairs = [[_config(model), _config(model, precision="fp32")] for model in models]
     large = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > _BUSY_MEMORY_BYTES
@@ -56,7 +72,9 @@ def configs(kind: str) -> list[dict[str, Any]]:
     return [
         *(config for pair in pairs[:3] for config in pair),
         *others[:2],
-        *busy,
+        *busy[:4],
+        *(_config(**given) for given in _MIDDLE),
+        *busy[4:],
         *(c for pair in pairs[3:] for c in pair),
         *others[2:],
     ]
@@ -101,6 +119,8 @@ def time_step(
     one = _step(config, kind)
     one()
     one()
+    gc.collect()
+    gc.freeze()  # what a probe has gathered so far is not this step's to walk over
     _wait(kind)
     began = time.perf_counter()
     one()
@@ -111,6 +131,7 @@ def time_step(
     wanted = max(least_steps, min(200, int(least_seconds / first) + 1))
     count = max(3, int(min(wanted, max(0.0, until - now) / first)))
     each, watts = _metered(one, count) if kind == "cuda" else (_host(one, count), None)
+    gc.unfreeze()
     each.sort()
     middle = statistics.median(each)
     return {
@@ -127,7 +148,9 @@ def parts(config: Mapping[str, Any]) -> tuple[Source, Recipe]:
 
 def _step(config: dict[str, Any], kind: str) -> Any:
     source, recipe = parts(config)
-    step = Step(load(source), recipe, device_type=kind)
+    with torch.device(kind):  # weights are drawn there: a large model takes the host half a minute
+        made = load(source)
+    step = Step(made, recipe, device_type=kind)
     step.model.to(kind)
     given = step.workload
     batch = torch.utils._pytree.tree_map(lambda t: t.to(kind) if isinstance(t, torch.Tensor) else t, given.batch)
