@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class ForetellError(Exception):
@@ -37,6 +38,17 @@ class UserError(ForetellError):
         self.remedy = remedy
         self.detail = detail
         super().__init__(f"{problem}; {remedy}" if remedy else problem)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels between processes whole, whatever its constructor takes."""
+        return _again, (type(self), self.args, self.__dict__)
+
+
+def _again(kind: type[UserError], args: tuple[str, ...], state: dict[str, Any]) -> UserError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class UnknownName(UserError):

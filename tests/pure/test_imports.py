@@ -20,7 +20,7 @@ ROOMS = (
 )  # fmt: skip
 """Top to bottom: a room imports itself and rooms before it."""
 
-PURE = ("errors", "units", "trace.types", "trace.recipe", "cost", "hardware")
+PURE = ("errors", "units", "trace.types", "trace.recipe", "cost", "hardware", "plan")
 """Modules, and rooms with all their modules, that must import without torch."""
 
 MAX_FILE_LINES = 600

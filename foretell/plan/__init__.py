@@ -1,0 +1,1 @@
+"""The plan room: how to run a model, as plain data."""

@@ -1,0 +1,36 @@
+"""Which rank is where in the mesh, and which ranks form a group."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from foretell.plan.types import AXES, Mesh
+
+OWN_RANKS = tuple(axis for axis in AXES if axis != "ep")
+"""Axes that have ranks of their own, outermost first: experts are spread over ranks of the data axes."""
+
+
+def coordinates(mesh: Mesh, rank: int) -> dict[str, int]:
+    """Where a rank lies along every axis; the innermost axis runs fastest."""
+    found = {}
+    for axis in reversed(OWN_RANKS):
+        rank, found[axis] = divmod(rank, getattr(mesh, axis))
+    return found
+
+
+def rank_at(mesh: Mesh, **place: int) -> int:
+    """The rank at given coordinates; axes left out count as 0."""
+    rank = 0
+    for axis in OWN_RANKS:
+        rank = rank * int(getattr(mesh, axis)) + place.get(axis, 0)
+    return rank
+
+
+def groups(mesh: Mesh, axis: str) -> tuple[tuple[int, ...], ...]:
+    """Ranks that differ along one axis alone, group by group; every rank is in exactly one."""
+    others = [other for other in OWN_RANKS if other != axis]
+    found = []
+    for place in product(*(range(getattr(mesh, other)) for other in others)):
+        fixed = dict(zip(others, place, strict=True))
+        found.append(tuple(rank_at(mesh, **fixed, **{axis: index}) for index in range(getattr(mesh, axis))))
+    return tuple(found)

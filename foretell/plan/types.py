@@ -1,0 +1,118 @@
+"""How to run a model: the values of a plan. Plain data, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+"""Mesh axes from the outermost (ranks far apart) to the innermost (ranks side by side)."""
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zero-bubble-v")
+LOOPED = {"interleaved-1f1b", "zero-bubble", "zero-bubble-v"}
+"""Schedules in which a rank may hold several stages."""
+PRECISIONS = ("fp32", "bf16-mixed", "bf16")
+"""bf16-mixed: fp32 weights, bf16 compute (autocast; FSDP2's MixedPrecisionPolicy where parameters are sharded)."""
+COMPILES = ("none", "blocks", "model")
+MODES = ("keep", "recompute", "selective")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """How many ranks lie along each axis."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    """Experts are spread over ranks of the data axes: ep adds no ranks of its own."""
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Stages and the order their micro-batches run in."""
+
+    schedule: str = "1f1b"
+    cuts: tuple[str, ...] = ()
+    """Block that begins each stage after the first. What runs before the blocks is in the first stage, what runs
+    after them in the last. Stage s is on rank s % pp (zero-bubble-v: on rank s, then back)."""
+
+    @property
+    def stages(self) -> int:
+        return len(self.cuts) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """How tensor parallelism splits modules; without rules they are derived from the model's dataflow."""
+
+    rules: Mapping[str, str] = field(default_factory=dict)
+    """Module path, a block's number written as `*` → column, row, column:N (N fused parts), vocab, sequence, ..."""
+    sequence: bool = True
+    """Between split regions, activations are split along the sequence."""
+    loss: bool = True
+    """The loss is computed on logits that stay split along the vocabulary, where the loss allows it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residency:
+    """Where a block's activations are between forward and backward."""
+
+    mode: str = "keep"
+    """keep; recompute = the whole block again; selective = keep results of products and attention."""
+
+
+KEEP = Residency()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How to run one model on one machine or cluster."""
+
+    model: Mapping[str, Any]
+    """What `trace.load.Source` takes: model, overrides, seq, image, loss; `parameters`, `digest`, `shapes` and `blocks` say
+    which model that was (see `plan.recipe.model_of`)."""
+    hardware: str
+    """As `--on` takes it."""
+    mesh: Mesh = Mesh()
+    pipeline: Pipeline | None = None
+    split: Split | None = None
+    micro_batch: int = 1
+    """Samples of one micro-batch on one data rank."""
+    accumulate: int = 1
+    """Micro-batches of one optimizer step on one data rank; a pipeline has them all in flight."""
+    precision: str = "bf16-mixed"
+    optimizer: str = "adamw-fused"
+    clip: float | None = 1.0
+    blocks: Mapping[str, Residency] = field(default_factory=dict)
+    """Block path, or a range such as `blocks.0-11` or `blocks.*` → residency; others keep."""
+    reshard: bool | int = True
+    """FSDP2's reshard_after_forward."""
+    compile: str = "none"
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    """Op → kernel, by name."""
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+    """What was predicted when the plan was made: step_seconds, low_seconds, high_seconds, memory_bytes, ..."""
+    notes: tuple[str, ...] = ()
+    version: int = SCHEMA_VERSION
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step."""
+        return self.micro_batch * self.accumulate * self.mesh.data
+
+    def with_(self, **changes: Any) -> Plan:
+        return replace(self, **changes)
