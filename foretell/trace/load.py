@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import sys
 import sysconfig
 import traceback
@@ -34,9 +35,11 @@ if TYPE_CHECKING:
 FORMS = "see `foretell zoo`; others are hf:TYPE, hf:config.json, timm:NAME, torchvision:NAME, file.py:function"
 HUBS = ("hf", "timm", "torchvision")
 EXAMPLE = """\
-def build(): return MyModel()
+def model(): return MyModel()
 def batch(model, micro_batch, seq): return {"x": torch.randint(0, 1000, (micro_batch, seq or 512))}
 def loss(output, batch): return output.float().mean()"""
+MODEL_NAMES = ("model", "build")
+"""What a file's function is called when only the file is named."""
 _NO_CUDA = (
     "not compiled with cuda", "not linked with support for cuda", "nvidia driver", "no cuda gpus", "no nvidia",
     "cudagetdevicecount",
@@ -344,7 +347,7 @@ def _load_zoo(source: Source) -> Workload:
 
 
 def _check_file(target: str) -> None:
-    path, _, name = target.rpartition(":") if not target.endswith(".py") else (target, "", "")
+    path, name = _path_and_name(target)
     if not Path(path).is_file():
         raise UserError(f"there is no file {path}", "give the path of a Python file, as in path/file.py:function")
     try:
@@ -352,10 +355,17 @@ def _check_file(target: str) -> None:
     except (SyntaxError, ValueError) as error:
         raise model_error(target, error) from error
     names, complete = _names_of(tree)
+    name = name or next((usual for usual in MODEL_NAMES if usual in names), "")
     if complete and name not in names:
         raise _no_function(
             path, name, [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
         )
+
+
+def _path_and_name(target: str) -> tuple[str, str]:
+    """`file.py:function` → both; `file.py` → the file and no name."""
+    path, _, name = target.rpartition(":") if not target.endswith(".py") else (target, "", "")
+    return path, name
 
 
 def _no_function(path: str, name: str, functions: list[str]) -> UserError:
@@ -458,8 +468,9 @@ def _load_file(source: Source) -> Workload:
 
     from foretell.trace.step import Workload
 
-    path, _, name = source.model.rpartition(":")
+    path, name = _path_and_name(source.model)
     module = _import_mended(Path(path))
+    name = name or next((usual for usual in MODEL_NAMES if hasattr(module, usual)), "")
     sizes = {"micro_batch": source.micro_batch, "seq": source.seq, "image": source.image}
     made: Any = getattr(module, name, None)
     if not isinstance(made, torch.nn.Module):
@@ -470,15 +481,60 @@ def _load_file(source: Source) -> Workload:
             parts[part] = getattr(module, part)
     if callable(parts.get("batch")):
         parts["batch"] = _call_by_name(parts["batch"], {"model": parts["model"], **sizes}, {}, f"{path}:batch")
+    if parts.get("batch") is None and callable(getattr(module, "data", None)) and name != "data":
+        parts["batch"] = _first_samples(lambda: call(module.data, {"split": "train", **sizes}, f"{path}:data"), source)
     batch = tuple(parts["batch"]) if isinstance(parts.get("batch"), list) else parts.get("batch")
     if not isinstance(batch, Mapping | tuple | torch.Tensor):
         found = "no batch" if batch is None else f"a batch of type {type(batch).__name__}"
         raise UserError(
             f"{source.model} gives {found}",
-            "return (model, batch) or define batch() in the same file; a batch is a dict, a tuple or a tensor",
+            "return (model, batch) or define batch() or data() in the same file; a batch is a dict, a tuple or a tensor",
             EXAMPLE,
         )
     return Workload(parts["model"], batch, parts.get("loss"))
+
+
+def function(path: str, name: str) -> Callable[..., Any] | None:
+    """A function of the user's file; None where it has none of that name."""
+    try:
+        found: Callable[..., Any] | None = getattr(_import_mended(Path(path)), name, None)
+    except (Exception, SystemExit) as error:
+        raise model_error(path, error, "importing") from error
+    return found if callable(found) else None
+
+
+def call(function: Callable[..., Any], available: Mapping[str, Any], owner: str) -> Any:
+    """Call a function of the user's with those of `available` that it takes; what it raises is a `ModelError`."""
+    try:
+        return _call_by_name(function, available, {}, owner)
+    except ForetellError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise model_error(owner, error, "calling") from error
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether it has an argument of that name, or takes any."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _first_samples(data: Callable[[], Any], source: Source) -> Any:
+    """A batch of the first samples; they are read for real, and where the ambient mode is fake only shapes are kept."""
+    import torch
+    from torch._subclasses import fake_tensor
+    from torch.utils import _pytree as pytree
+    from torch.utils.data import default_collate
+
+    fake = isinstance(torch.empty(0), fake_tensor.FakeTensor)
+    with fake_tensor.unset_fake_temporarily():
+        made = data()
+        if hasattr(made, "__getitem__") and hasattr(made, "__len__"):
+            samples = [made[number % len(made)] for number in range(source.micro_batch)]
+        else:
+            samples = list(itertools.islice(iter(made), source.micro_batch))
+        batch = default_collate(samples)
+    return pytree.tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), batch) if fake else batch
 
 
 def _parts(model: str, made: Any) -> dict[str, Any]:

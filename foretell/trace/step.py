@@ -71,7 +71,7 @@ class Step:
         self, workload: Workload, recipe: Recipe, *, device_type: str, observer: Observer | None = None
     ) -> None:
         if recipe.precision == "bf16":
-            workload = Workload(workload.model, _cast_floats(workload.batch, torch.bfloat16), workload.loss)
+            workload = Workload(workload.model, cast_floats(workload.batch, torch.bfloat16), workload.loss)
         self.workload, self.recipe, self.device_type = workload, recipe, device_type
         self.observer: Observer = observer or _Silent()
         self.model = workload.model
@@ -190,13 +190,13 @@ def _cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
     """Float inputs of the root and of every block are cast, as FSDP2's mixed precision does."""
 
     def pre_hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _cast_floats((args, kwargs), dtype)
+        return cast_floats((args, kwargs), dtype)
 
     for path in ["", *find_blocks(model)]:
         model.get_submodule(path).register_forward_pre_hook(pre_hook, with_kwargs=True)
 
 
-def _cast_floats(values: Any, dtype: torch.dtype) -> Any:
+def cast_floats(values: Any, dtype: torch.dtype) -> Any:
     """The same structure with its float tensors in another dtype."""
     return torch.utils._pytree.tree_map(
         lambda value: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value, values
@@ -212,22 +212,23 @@ def apply_recompute(model: nn.Module, how: str, observer: Observer) -> None:
             "put the repeated layers into an nn.ModuleList, or use --recompute none",
         )
 
-    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in KEPT_BY_SELECTIVE else CheckpointPolicy.PREFER_RECOMPUTE
+    for path in paths:
+        recompute_block(model.get_submodule(path), how, observer)
 
+
+def recompute_block(block: nn.Module, how: str, observer: Observer | None = None) -> None:
+    """Wrap the forward of one block: `full` computes all of it again in backward, `selective` keeps the dear results."""
     options: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
-    for path in paths:
-        _checkpoint_forward(model.get_submodule(path), options, observer)
-
-
-def _checkpoint_forward(block: nn.Module, options: dict[str, Any], observer: Observer) -> None:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _selective)
     plain = block.forward
 
-    def inner(*args: Any, **kwargs: Any) -> Any:
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        assert observer is not None
         with observer.scope(block):
             return plain(*args, **kwargs)
+
+    inner = plain if observer is None else observed
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -236,7 +237,11 @@ def _checkpoint_forward(block: nn.Module, options: dict[str, Any], observer: Obs
     block.forward = forward  # type: ignore[method-assign]
 
 
-def build_optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _selective(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT_BY_SELECTIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def build_optimizer(name: str, parameters: list[nn.Parameter] | list[dict[str, Any]]) -> torch.optim.Optimizer:
     """The optimizer a recipe names; without a suffix, PyTorch's own default for CUDA."""
     kind, _, variant = name.partition("-")
     flags: dict[str, bool | None] = {

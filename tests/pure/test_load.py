@@ -278,7 +278,31 @@ def test_the_example_in_the_error_works(tmp_path: Path) -> None:
     text = "import torch\nclass MyModel(torch.nn.Embedding):\n    def __init__(self): super().__init__(1000, 4)\n"
     text += "    def forward(self, x): return super().forward(x)\n"
     path = write(tmp_path, text + load.EXAMPLE)
-    step(load.load(Source(model=f"{path}:build", micro_batch=2, seq=16)))
+    step(load.load(Source(model=f"{path}:model", micro_batch=2, seq=16)))
+
+
+DATA = """
+class Points:
+    def __len__(self): return 3
+    def __getitem__(self, i): return {"x": torch.tensor([float(i)] * 4), "y": i}
+def data(split): return Points() if split == "train" else None
+def loss(output, batch): return (output.sum(1) - batch["y"]).square().mean()
+"""
+
+
+def test_a_file_alone_means_its_model_and_samples_make_the_batch(tmp_path: Path) -> None:
+    text = "import torch\n" + DATA + "class Net(torch.nn.Linear):\n    def forward(self, x): return super().forward(x)\n"
+    path = write(tmp_path, text + "def model(): return Net(4, 2)\n")
+    workload = load.load(Source(model=path, micro_batch=4))
+    assert workload.batch["x"][:, 0].tolist() == [0, 1, 2, 0] and workload.batch["y"].tolist() == [0, 1, 2, 0]
+    step(workload)
+    with FakeTensorMode():
+        fake = load.load(Source(model=path, micro_batch=4))
+        assert isinstance(fake.batch["x"], FakeTensor) and fake.batch["x"].shape == (4, 4)
+        assert fake.batch["y"].dtype == torch.int64
+    path = write(tmp_path, text.replace("return Points()", "return iter([])[0]") + "def model(): return Net(4, 2)\n")
+    error = fail(Source(model=path), ModelError)
+    assert "mine.py:data failed: TypeError" in error.problem
 
 
 def test_missing_files_and_functions(tmp_path: Path) -> None:
@@ -289,8 +313,8 @@ def test_missing_files_and_functions(tmp_path: Path) -> None:
     error = fail(Source(model=f"{path}:make"), UserError)
     assert error.problem == f"{path} has no function 'make'"
     assert error.remedy == f"it has: build, Net; write {path}:build"
-    error = fail(Source(model=path), UserError)
-    assert error.problem == f"{path} names no function"
+    other = write(tmp_path / "other", "def make(): ...")
+    assert fail(Source(model=other), UserError).problem == f"{other} names no function"
     error = fail(Source(model="gpt-tiny", loss=f"{path}:loss"), UserError)
     assert error.problem == f"{path} has no function 'loss'"
     path = write(tmp_path, "from os.path import *\ndef build(): ...")

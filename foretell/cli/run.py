@@ -1,0 +1,225 @@
+"""`foretell run PLAN`: train as the plan says; alone, under torchrun, or as as many processes as the plan wants."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from foretell.cli import common, compare
+from foretell.errors import UserError
+
+if TYPE_CHECKING:
+    from foretell.plan.types import Plan
+    from foretell.report.comparison import Comparison
+    from foretell.runtime.train import Outcome
+    from foretell.search.learn import Taught
+
+PLAIN_SECONDS = 5.0
+"""Off a terminal, a line at most this often."""
+
+
+def run(
+    plan: Path = typer.Argument(..., metavar="PLAN", show_default=False, help="A plan file, or a run folder to resume."),
+    data: str | None = typer.Option(None, metavar="FOLDER|FILE.PY", show_default=False,
+        help="A folder of text, read as bytes, or a file with data(split); default: the model file's own data(), else its example batch."),
+    steps: int | None = typer.Option(None, metavar="N", show_default=False, help="Optimizer steps; default 100."),
+    lr: float | None = typer.Option(None, metavar="X", show_default=False, help="Peak learning rate; default: the optimizer's usual, adamw 3e-4."),
+    schedule: str | None = typer.Option(None, metavar="NAME", show_default=False, help="cosine, wsd or constant; default cosine."),
+    warmup: int | None = typer.Option(None, metavar="N", show_default=False, help="Steps of a rising rate; default: a twentieth of the run."),
+    eval_every: int | None = typer.Option(None, metavar="N", show_default=False,
+        help="Steps between evaluations on held-out samples; default: at the end."),
+    eval_batches: int | None = typer.Option(None, metavar="N", show_default=False, help="Steps' worth of samples in an evaluation; default 16."),
+    save_every: int | None = typer.Option(None, metavar="N", show_default=False, help="Steps between checkpoints; default: at the end."),
+    no_save: bool = typer.Option(False, "--no-save", help="No checkpoint at all: for measuring."),
+    out: Path | None = typer.Option(None, metavar="FOLDER", show_default=False, help="The run folder; default runs/MODEL-DATE."),
+    resume: bool = typer.Option(False, "--resume", help="Go on with the run in --out, exactly where it was."),
+    seed: int | None = typer.Option(None, metavar="N", show_default=False, help="Of weights, order and dropout; default 0."),
+    log: str | None = typer.Option(None, metavar="NAMES", show_default=False, help="Besides log.jsonl: tensorboard, wandb or both, with a comma."),
+    workers: int | None = typer.Option(None, metavar="N", show_default=False, help="Processes that prepare your own samples; default 0."),
+    device: str = typer.Option("auto", metavar="auto|cpu|cuda", help="Where to run."),
+    update_profile: bool = typer.Option(False, "--update-profile", help=compare.UPDATE_HELP),
+    json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
+    debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
+) -> int:  # fmt: skip
+    """Train as PLAN says, and measure it. Ctrl-C saves and ends; --resume goes on bit for bit.
+
+    Works alone, under torchrun, and by itself starts as many processes as the plan wants on this machine.
+    """
+    from foretell.plan import file
+    from foretell.runtime import launch
+
+    plan, out = _paths(plan, out, resume)
+    asked = {
+        "data": data, "steps": steps, "lr": lr, "schedule": schedule, "warmup": warmup, "eval_every": eval_every,
+        "eval_batches": eval_batches, "save_every": save_every, "no_save": no_save or None, "seed": seed,
+        "log": tuple(name.strip() for name in log.split(",") if name.strip()) if log else None, "workers": workers,
+    }  # fmt: skip
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {device} is not known", "auto, cpu or cuda")
+    wanted = file.read(plan)
+    if wanted.mesh.world > 1 and not launch.is_rank():
+        return _launch(wanted, plan, asked, out, device, resume=resume)
+    return _here(wanted, plan, asked, out, device, resume=resume, json=json, teaches=update_profile)
+
+
+def _paths(plan: Path, out: Path | None, resume: bool) -> tuple[Path, Path | None]:
+    """The plan file and the run folder; a run folder stands for its plan, and to resume, for itself."""
+    if plan.is_dir():
+        out = out or (plan if resume else None)
+        plan = plan / "plan.json"
+    if resume and out is None:
+        raise UserError("--resume needs the run to go on with", "give its folder: foretell run runs/NAME --resume")
+    return plan, out
+
+
+# --- starting --------------------------------------------------------------------------------------------------------
+
+
+def _launch(plan: Plan, path: Path, asked: dict[str, Any], out: Path | None, device: str, *, resume: bool) -> int:
+    """As many processes as the plan wants, on this machine."""
+    from foretell.runtime import folder, launch
+
+    launch.check_room(plan, device)
+    out = out or folder.usual_path(plan)
+    folder.check(plan, asked, resume=resume)
+    given = any(word == "--out" or word.startswith("--out=") for word in common.typed())
+    words = [*common.typed(), *([] if given else ["--out", str(out)])]
+    status, problem = launch.launch(words, plan.mesh.world)
+    if problem:
+        failed = UserError(problem, _resume_words(path, out, "what was saved is kept; "))
+        failed.exit_code = 1
+        raise failed
+    return status
+
+
+def _here(
+    plan: Plan, path: Path, asked: dict[str, Any], out: Path | None, device: str, *, resume: bool, json: bool,
+    teaches: bool,
+) -> int:  # fmt: skip
+    from foretell.runtime import folder, launch
+
+    folder.check(plan, asked, resume=resume)
+    screen = Screen()
+    command = shlex.join(["foretell", *common.typed()])
+    try:
+        with common._stdout_aside():
+            outcome = _run(plan, asked, screen, out, device, command, resume=resume)
+    except UserError as error:
+        screen.end()
+        speaks = getattr(error, "speaks", None)
+        if getattr(error, "died", False) and launch.launched():
+            return common.NO_OR_FAILED  # who started us says it, and knows the signal
+        if speaks and not common.speaks():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        if speaks is False:
+            return error.exit_code
+        raise
+    screen.end()
+    compared = compare.written(outcome.folder) if outcome.measurement is not None and common.speaks() else None
+    taught = compare.learned(outcome.folder, compared, device) if teaches and compared else None
+    return _tell(outcome, path, compared, taught, json=json)
+
+
+def _run(
+    plan: Plan, asked: dict[str, Any], screen: Screen, out: Path | None, device: str, command: str, *, resume: bool
+) -> Outcome:
+    try:
+        from foretell.runtime.run import run
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise UserError("torch is not installed", "pip install 'torch>=2.11'") from error
+    return run(plan, asked, screen=screen, out=out, resume=resume, device=device, command=command)
+
+
+# --- speaking --------------------------------------------------------------------------------------------------------
+
+
+class Screen:
+    """One live line on a terminal; elsewhere a line now and then. All of it on stderr."""
+
+    def __init__(self) -> None:
+        self.stream = sys.stderr
+        self.live = self.stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.open = False
+        self.last = 0.0
+
+    def step(self, text: str, step: int) -> None:
+        if not common.speaks():
+            return
+        now = time.monotonic()
+        if self.live:
+            self.stream.write("\r" + common.encodable(text, self.stream)[: common.width() - 1] + "\x1b[K")
+            self.stream.flush()
+            self.open = True
+        elif step <= 1 or now - self.last >= PLAIN_SECONDS:
+            self.last = now
+            self.stream.write(common.encodable(text, self.stream) + "\n")
+            self.stream.flush()
+
+    def say(self, text: str) -> None:
+        self.end()
+        self.stream.write(common.encodable(text, self.stream) + "\n")
+        self.stream.flush()
+
+    def end(self) -> None:
+        """Leave the live line as it is."""
+        if self.open:
+            self.stream.write("\n")
+            self.stream.flush()
+            self.open = False
+
+
+def _tell(outcome: Outcome, path: Path, compared: Comparison | None, taught: Taught | None, *, json: bool) -> int:
+    status = {"": common.YES, "SIGINT": common.INTERRUPTED, "SIGTERM": 143}[outcome.signal if outcome.status == "stopped" else ""]
+    measured = outcome.measurement
+    if json:
+        content = {
+            "status": outcome.status, "step": outcome.step, "folder": str(outcome.folder),
+            "checkpoint": str(outcome.saved.path) if outcome.saved else None,
+            "measurement": measured.to_json() if measured else None,
+            "comparison": compared.to_json() if compared else None, "profile": compare.as_json(taught) if taught else None,
+        }  # fmt: skip
+        common.emit_json({"run": content})
+        return status
+    common.emit("\n".join(_lines(outcome, path)))
+    if compared is not None and compared.comparable:
+        common.emit("")
+        compare.show(compared)
+    if taught is not None:
+        common.emit("\n".join(compare.told(taught)))
+    return status
+
+
+def _lines(outcome: Outcome, path: Path) -> list[str]:
+    from foretell.runtime.log import seconds
+    from foretell.units import human_bytes
+
+    found = outcome.measurement
+    lines = [f"{outcome.status} after step {outcome.step}" + (f" ({outcome.signal})" if outcome.status == "stopped" else "")]
+    if found is not None:
+        lines.append(f"loss       {found.first_loss:.4f} → {found.last_loss:.4f}"
+                     + (f", held out {found.eval_loss:.4f}" if found.eval_loss is not None else ""))  # fmt: skip
+        lines.append(f"step       {seconds(found.step_seconds)} ({seconds(found.p10_seconds)}–{seconds(found.p90_seconds)})"
+                     f"  {found.per_second:,.0f} {found.unit}/s" + (f"  MFU {100 * found.mfu:.1f} %" if found.mfu else "")
+                     + f"  loop {100 * found.overhead:.2f} %")  # fmt: skip
+        peak = f"allocated {human_bytes(found.allocated_bytes)}, " if found.allocated_bytes else ""
+        lines.append(f"memory     {peak}host {human_bytes(found.host_bytes)} a process")
+    lines.append(f"written    {outcome.folder}")
+    if outcome.saved is not None:
+        lines.append(f"checkpoint {outcome.saved.path}  {human_bytes(outcome.saved.bytes)}")
+        if outcome.status == "stopped":
+            lines.append(_resume_words(path, outcome.folder, ""))
+    return lines
+
+
+def _resume_words(path: Path, out: Path, begin: str) -> str:
+    device = [word for place, word in enumerate(common.typed()) if word == "--device" or common.typed()[place - 1] == "--device"]
+    return f"{begin}go on with: {shlex.join(['foretell', 'run', str(out), '--resume', *device])}"

@@ -1,0 +1,365 @@
+"""Apply a plan to a model from outside, and run steps of it.
+
+    build ─► tensor split ─► cut into stages ─► recompute ─► compile ─► shard over data ─► optimizer
+
+The model's own code stays as it is and knows of no rank. One step takes this data rank's micro-batches, differentiates
+the mean loss over all micro-batches of all data ranks, clips by the norm of the whole gradient and updates.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from foretell.errors import ModelError, UserError
+from foretell.plan.blocks import expand, stages_of
+from foretell.plan.legal import Facts, check
+from foretell.plan.recipe import refuse_other_model
+from foretell.plan.types import Plan
+from foretell.runtime import clip, shard
+from foretell.runtime.finite import may_step
+from foretell.runtime.ranks import Ranks
+from foretell.runtime.recompute import recompute
+from foretell.trace.blocks import find_blocks
+from foretell.trace.step import Batch, Loss, Workload, build_optimizer, cast_floats, compute_loss, prepare_precision
+
+if TYPE_CHECKING:
+    from foretell.runtime.pipeline import Stages
+    from foretell.runtime.tensor import Applied, Prepared
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave; tensors on the device, read when asked."""
+
+    loss: Tensor
+    """Mean over all micro-batches of all data ranks, the same on every rank."""
+    grad_norm: Tensor | None
+    """Norm of the whole gradient before clipping; None where the plan does not clip."""
+
+
+class Runner(Protocol):
+    """How this rank gets from micro-batches to gradients."""
+
+    parts: list[nn.Module]
+    """The model, or the stages of it that this rank has."""
+
+    def backward(self, micro_batches: Sequence[Batch]) -> Tensor | None:
+        """Add the gradients of the mean loss; that mean where this rank computes it, else None."""
+
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor | None:
+        """The mean loss without gradients, where this rank computes it."""
+
+    def copies(self, name: str) -> int:
+        """How many stages hold a parameter."""
+
+
+class Job:
+    """A plan at work on this rank."""
+
+    def __init__(
+        self, plan: Plan, ranks: Ranks, runner: Runner, place: Callable[[Batch], Batch], *,
+        learning_rate: float | None = None, split: Applied | None = None,
+    ) -> None:  # fmt: skip
+        self.plan, self.ranks, self.runner, self.place = plan, ranks, runner, place
+        self.split = split
+        """How tensors are split, where they are."""
+        self.parts = runner.parts
+        trained = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
+        self._parameters = [p for _, p in trained]
+        self.optimizer = _optimizer(plan.optimizer, self._parameters)
+        if learning_rate is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+        holding = ranks.world // ranks.size("pp")
+        self._weights = {p: 1.0 / (clip.holders(p, holding) * runner.copies(name)) for name, p in trained}
+
+    # ------------------------------------------------------------ steps
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
+        """One optimizer step on this data rank's micro-batches."""
+        return self.update(self.backward(micro_batches))
+
+    def backward(self, micro_batches: Sequence[Batch]) -> Tensor | None:
+        """The first half of a step: gradients of the mean loss. Returns it where this rank computes it."""
+        if not micro_batches:
+            raise UserError("a step needs at least one micro-batch", "give as many as the plan accumulates")
+        loss = self.runner.backward([self.place(batch) for batch in micro_batches])
+        clip.settle(self._parameters)
+        return loss
+
+    def update(self, loss: Tensor | None) -> StepResult:
+        """The second half: clip, update, forget the gradients. What all ranks must know goes round in one sum."""
+        squares = clip.squares(self._parameters, self._weights) if self.plan.clip is not None else None
+        mean, total = self._sum(loss, squares)
+        norm = None
+        if self.plan.clip is not None:
+            norm = total.sqrt()
+            clip.scale(self._parameters, norm, self.plan.clip)
+        if may_step(self.optimizer, mean + total):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepResult(mean, norm)
+
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        """Mean loss over batches and data ranks, without gradients."""
+        for part in self.parts:
+            part.eval()
+        try:
+            loss = self.runner.evaluate([self.place(batch) for batch in batches])
+        finally:
+            shard.reshard(self.parts)
+            for part in self.parts:
+                part.train()
+        return self._sum(loss, None)[0]
+
+    def _sum(self, loss: Tensor | None, squares: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Mean loss over data ranks and the squared norm of the gradient, known to all."""
+        zero = torch.zeros((), device=self.ranks.device)
+        both = torch.stack([zero if loss is None else loss.float(), zero if squares is None else squares])
+        if self.ranks.world > 1:
+            dist.all_reduce(both)
+            both[0] /= self.ranks.data_size * self.ranks.size("tp") * self.ranks.size("cp")
+        return both[0], both[1]
+
+    # ------------------------------------------------------------ what it holds
+
+    def name_of(self, position: int, name: str) -> str:
+        """What the whole model calls something of the part at that position: a stage keeps the model's own names."""
+        return name
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank under the names the whole model gives them."""
+        for position, part in enumerate(self.parts):
+            for name, parameter in part.named_parameters():
+                yield self.name_of(position, name), parameter
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole gradients of this rank's stages by name, gathered from the ranks that hold their pieces."""
+        found = {}
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                found[name] = self.whole(name, parameter.grad.detach()).clone()
+        return found
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter, its gradient or its optimizer state, gathered and as the model itself would have it."""
+        if self.split is not None:
+            return self.split.whole(name, tensor)
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model and optimizer of this rank by the names of the whole model; tensors are the live ones, not copies."""
+        model = {}
+        for position, part in enumerate(self.parts):
+            for name, value in part.state_dict().items():
+                model[self.name_of(position, name)] = value
+        names = {p: name for name, p in self.named_parameters()}
+        state = {names[p]: dict(values) for p, values in self.optimizer.state.items()}
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "names": held}
+            for group, held in zip(self.optimizer.param_groups, self._grouped(), strict=True)
+        ]
+        return {"model": model, "optimizer": {"state": state, "groups": groups}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` of a job with the same plan gave."""
+        saved = state["optimizer"]
+        if self._grouped() != [group["names"] for group in saved["groups"]]:
+            raise _other("the saved optimizer has its parameters in another order")
+        for position, part in enumerate(self.parts):
+            wanted = {name: self.name_of(position, name) for name in part.state_dict()}
+            missing = sorted(set(wanted.values()) - state["model"].keys())
+            if missing:
+                more = f" and lacks {len(missing) - 1} more" if missing[1:] else ""
+                raise _other(f"the saved state has no {missing[0]}{more}")
+            part.load_state_dict({name: state["model"][original] for name, original in wanted.items()})
+        own = self.optimizer.state_dict()["param_groups"]
+        groups, states = [], {}
+        for group, mine in zip(saved["groups"], own, strict=True):
+            groups.append({**{key: group[key] for key in group if key != "names"}, "params": mine["params"]})
+            for name, index in zip(group["names"], mine["params"], strict=True):
+                if name in saved["state"]:  # a copy each: two stages of a rank may hold one parameter
+                    states[index] = {
+                        k: v.clone() if isinstance(v, Tensor) else v for k, v in saved["state"][name].items()
+                    }
+        self.optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+    def _grouped(self) -> list[list[str]]:
+        """Names of the optimizer's parameters, group by group."""
+        names = {p: name for name, p in self.named_parameters()}
+        return [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
+
+
+def _other(problem: str) -> UserError:
+    return UserError(problem, "it belongs to another model or another plan")
+
+
+class Whole:
+    """The whole model on this rank: every micro-batch forward, then backward."""
+
+    def __init__(self, model: nn.Module, loss: Loss | None, guard: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.model, self.loss, self.guard = model, loss, guard
+        self.parts = [model]
+
+    def copies(self, name: str) -> int:
+        return 1
+
+    def backward(self, micro_batches: Sequence[Batch]) -> Tensor:
+        total: Tensor | None = None
+        for position, batch in enumerate(micro_batches):
+            shard.reduce_over_replicas([self.model], position == len(micro_batches) - 1)
+            with self.guard():
+                loss = compute_loss(Workload(self.model, batch, self.loss))
+                if len(micro_batches) > 1:
+                    loss = loss / len(micro_batches)
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        with self.guard():
+            return torch.stack([compute_loss(Workload(self.model, batch, self.loss)) for batch in batches]).mean()
+
+
+class Piped:
+    """Some stages of the model on this rank: the schedule says what runs when."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.stages, self.parts = stages, stages.parts
+
+    def copies(self, name: str) -> int:
+        return len(self.stages.flow.parameters[name])
+
+    def backward(self, micro_batches: Sequence[Batch]) -> Tensor | None:
+        losses = self.stages.run(micro_batches)
+        self.stages.reduce_ties()
+        return torch.stack(losses).mean() if losses else None
+
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor | None:
+        losses = self.stages.forward(batches)
+        return torch.stack(losses).mean() if losses else None
+
+
+def apply(
+    workload: Workload, plan: Plan, ranks: Ranks, *, learning_rate: float | None = None, backend: str = "inductor"
+) -> Job:
+    """Turn a model into a job; the model is changed in place. `backend` is torch.compile's."""
+    model = workload.model
+    paths = find_blocks(model)
+    check(plan, Facts(blocks=tuple(paths), world=ranks.world))
+    refuse_other_model(plan, shapes_of(model))
+    model.train()
+    if plan.precision == "bf16":
+        prepare_precision(model, "bf16")
+    if ranks.data_mesh is None or plan.mesh.pp > 1 or plan.mesh.tp > 1:
+        model.to(ranks.device)  # otherwise every unit is moved as it is sharded
+    place = functools.partial(placed, device=ranks.device, precision=plan.precision)
+    example = place(workload.batch)
+    found = None
+    if plan.mesh.tp > 1:
+        from foretell.runtime import tensor
+
+        found = tensor.prepare(model, plan, ranks, example, workload.loss)
+    if plan.mesh.pp == 1:
+        loss = workload.loss
+        if plan.kernels.get("loss") == "compiled" and loss is not None:
+            loss = torch.compile(loss, backend=backend)
+        runner: Runner = Whole(model, loss, autocast(plan, ranks))
+        held = [paths]
+    else:
+        from foretell.runtime.pipeline import cut
+
+        stages = cut(model, plan, ranks, example, workload.loss)
+        runner = Piped(stages)
+        every = stages_of(plan, paths)
+        held = [list(every[index]) for index in stages.indices]
+    split = _split(runner, found)
+    for part, blocks in zip(runner.parts, held, strict=True):
+        kept = {path: residency for path, residency in expand(plan.blocks, paths).items() if path in blocks}
+        if split is None or found is None:
+            recompute(part, kept)
+            compile_part(part, blocks, plan, backend)
+        else:  # its compiler takes calls, not code: what is computed again is the compiled block
+            if plan.compile == "blocks":
+                from foretell.runtime.tensor_compile import compile_blocks
+
+                compile_blocks(part, split.team, split.places, found.flow, blocks, backend)
+            recompute(part, kept)
+        shard.shard(part, blocks, plan, ranks)
+    return Job(plan, ranks, runner, place, learning_rate=learning_rate, split=split)
+
+
+def _split(runner: Runner, found: Prepared | None) -> Applied | None:
+    """Split what this rank holds. From one stage to the next tensors go whole."""
+    if found is None:
+        return None
+    from foretell.runtime import tensor
+
+    if isinstance(runner, Piped):
+        for stage in runner.stages.stages.values():
+            stage.gather = tensor.gathered
+    places: dict[str, Any] = {}
+    for part in runner.parts:
+        applied = tensor.apply(part, found.derived, found.team)
+        places.update(applied.places)
+    return replace(applied, places=places)
+
+
+def placed(batch: Batch, *, device: torch.device, precision: str) -> Batch:
+    """A batch on a device, its floats in bf16 where the weights are."""
+
+    def move(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+    moved: Batch = pytree.tree_map(move, batch)
+    return cast_floats(moved, torch.bfloat16) if precision == "bf16" else moved
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every parameter, as a plan remembers them."""
+    return {name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in model.named_parameters()}
+
+
+def compile_part(part: nn.Module, blocks: Sequence[str], plan: Plan, backend: str) -> None:
+    """Compile every block's forward, or that of the whole. Equal blocks are compiled once."""
+    if plan.compile == "none":
+        return
+    logging.getLogger("torch._dynamo.variables.higher_order_ops").setLevel(
+        logging.ERROR
+    )  # warns of selective recompute
+    for module in [part] if plan.compile == "model" else [part.get_submodule(path) for path in blocks]:
+        module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
+
+
+def autocast(plan: Plan, ranks: Ranks) -> Callable[[], AbstractContextManager[Any]]:
+    """Around forward and loss: bf16 autocast where mixed precision is not already `fully_shard`'s doing."""
+    if plan.precision == "bf16-mixed" and ranks.data_size == 1:
+        return lambda: torch.autocast(ranks.device.type, torch.bfloat16)
+    return nullcontext
+
+
+def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """One group of parameters for every mesh they are spread over: an optimizer's fused ops take one mesh at a time."""
+    if not parameters:
+        raise ModelError("this rank has no parameter to train", "unfreeze some, or use fewer stages")
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return build_optimizer(name, [{"params": group} for group in groups.values()])

@@ -1,0 +1,70 @@
+"""The norm of the whole gradient, wherever its pieces lie, and gradients scaled down to a limit.
+
+Every piece is held by some number of ranks. Each rank adds the squares of the pieces it has, each divided by that
+number, and one sum over all ranks gives the square of the true norm: whatever the mix of sharded, replicated,
+tensor-split and staged parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+EPSILON = 1e-6
+"""As torch.nn.utils.clip_grad_norm_ has it."""
+
+
+def holders(parameter: Tensor, ranks_of_stage: int) -> int:
+    """How many of the ranks that hold a stage hold the same piece of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return ranks_of_stage
+    pieces = 1
+    for dim, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard | _StridedShard):
+            pieces *= parameter.device_mesh.size(dim)
+    return ranks_of_stage // pieces
+
+
+def settle(parameters: Iterable[nn.Parameter]) -> None:
+    """Bring gradients that are still partial sums, or laid out in another way, to the layout of their parameter."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(parameter.device_mesh, parameter.placements)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The piece that this rank has."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def squares(parameters: Iterable[nn.Parameter], weights: Mapping[nn.Parameter, float]) -> Tensor | None:
+    """This rank's share of the squared norm, in fp32; None where it has no gradient."""
+    found = [(local(p.grad), weights[p]) for p in parameters if p.grad is not None]
+    if not found:
+        return None
+    norms = torch._foreach_norm([grad for grad, _ in found], 2, dtype=torch.float32)
+    if len({weight for _, weight in found}) == 1:
+        return torch.stack(norms).square().sum() * found[0][1]
+    total = norms[0].new_zeros(())
+    for weight in sorted({weight for _, weight in found}):
+        total = (
+            total
+            + torch.stack([n for n, (_, w) in zip(norms, found, strict=True) if w == weight]).square().sum() * weight
+        )
+    return total
+
+
+def scale(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
+    """Multiply all gradients so that their norm is at most the limit; nothing waits for the device."""
+    factor = torch.clamp(limit / (norm + EPSILON), max=1.0)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_dtype.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
+    for dtype, grads in by_dtype.items():
+        torch._foreach_mul_(grads, factor.to(dtype))

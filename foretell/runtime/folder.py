@@ -1,0 +1,158 @@
+"""The run folder: where everything of a run is. No torch.
+
+    plan.json          the plan as it was run
+    settings.json      what else was asked for
+    log.jsonl          one row a step, an evaluation, a save
+    measurement.json   what the run was measured to do
+    checkpoints/       step-00000100/ and so on
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from foretell.errors import FileFormatError, UnknownName, UserError
+from foretell.plan import file as plans
+from foretell.plan import legal
+from foretell.plan.types import Plan
+from foretell.runtime.schedule import KINDS, Schedule, usual_warmup
+from foretell.trace.cache import write_atomically
+
+PLAN, SETTINGS, MEASUREMENT, CHECKPOINTS = "plan.json", "settings.json", "measurement.json", "checkpoints"
+RATES = {"adam": 3e-4, "adamw": 3e-4, "sgd": 0.1, "momentum": 0.02}
+"""Peak learning rate where none is given."""
+CHANGEABLE = ("steps", "eval_every", "eval_batches", "save_every", "no_save", "log", "workers")
+"""What a resumed run may be asked otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a run is besides its plan."""
+
+    steps: int = 100
+    lr: float | None = None
+    """Peak; None = the optimizer's usual."""
+    schedule: str = "cosine"
+    warmup: int | None = None
+    """Steps; None = a twentieth of the run."""
+    seed: int = 0
+    data: str | None = None
+    """A folder of text, a FILE.py with data(split), or None: the model file's own data(), else its example batch."""
+    eval_every: int = 0
+    """Steps between evaluations; 0 = at the end only."""
+    eval_batches: int = 16
+    """Steps' worth of held-out samples in an evaluation, at most."""
+    save_every: int = 0
+    """Steps between checkpoints; 0 = at the end only."""
+    no_save: bool = False
+    log: tuple[str, ...] = ()
+    workers: int = 0
+    """Processes that prepare the user's own samples."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in KINDS:
+            raise UnknownName("schedule", self.schedule, KINDS, f"known: {', '.join(KINDS)}")
+        for name in ("eval_every", "save_every", "workers"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} must not be negative, got {getattr(self, name)}", f"give --{name.replace('_', '-')} 0 or more")
+        if self.eval_batches < 1:
+            raise UserError(f"an evaluation has at least one batch, got {self.eval_batches}", "give --eval-batches 1 or more")
+
+    def schedule_for(self, plan: Plan) -> Schedule:
+        rate = self.lr if self.lr is not None else RATES[plan.optimizer.partition("-")[0]]
+        warmup = self.warmup if self.warmup is not None else usual_warmup(self.steps)
+        return Schedule(kind=self.schedule, peak=rate, steps=self.steps, warmup=warmup)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"log": list(self.log)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Settings:
+        known = {item.name for item in fields(cls)}
+        values: dict[str, Any] = {name: value for name, value in data.items() if name in known}
+        return cls(**{**values, "log": tuple(values.get("log", ()))})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """Paths of a run."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    def write(self, name: str, content: Any) -> None:
+        """All of it or nothing."""
+        write_atomically(self.path / name, json.dumps(content, indent=2) + "\n")
+
+
+def check(plan: Plan, asked: Mapping[str, Any], *, resume: bool = False) -> None:
+    """Raise what is wrong as far as it can be seen before anything starts. `asked` are fields of `Settings`."""
+    legal.check(plan, legal.facts_of(plan))
+    settings = Settings(**asked)
+    if not resume:  # a resumed run has its own
+        settings.schedule_for(plan)
+    if settings.data is not None and not Path(settings.data).exists():
+        raise UserError(
+            f"there is no data folder {settings.data}", "give --data a folder of text files, or a FILE.py with data(split)"
+        )
+
+
+def usual_path(plan: Plan, now: float | None = None) -> Path:
+    """`runs/gpt-tiny-20260131-142501`."""
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(str(plan.model.get("model", "run"))).name).strip("-.") or "run"
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
+
+
+def begin(path: Path, plan: Plan, settings: Settings) -> None:
+    """Make a new run folder and see that it can be written to; one that holds a run is left alone."""
+    if any((path / name).exists() for name in (PLAN, CHECKPOINTS, MEASUREMENT)):
+        raise UserError(f"{path} holds a run already", "go on with it with --resume, or give another --out")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        write_atomically(path / SETTINGS, json.dumps(settings.to_json(), indent=2) + "\n")
+        write_atomically(path / PLAN, plans.text_of(plan))
+        (path / CHECKPOINTS).mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the run folder {path} cannot be written: {error.strerror or error}", "give another --out") from error
+
+
+def go_on(path: Path, plan: Plan, asked: dict[str, Any]) -> Settings:
+    """Settings of the run in a folder, with what may change changed; anything else asked otherwise is refused."""
+    if not (path / PLAN).is_file():
+        raise UserError(f"{path} holds no run to resume", "leave --resume out to start one there, or give its folder as --out")
+    if not os.access(path, os.W_OK):
+        raise UserError(f"the run folder {path} cannot be written", "make it writable, or copy it")
+    stored = plans.read(path / PLAN)
+    unlike = [item.name for item in fields(Plan) if item.name not in _TOLD and getattr(stored, item.name) != getattr(plan, item.name)]
+    if unlike:
+        raise UserError(
+            f"the plan differs from that of {path} in {', '.join(unlike)}",
+            f"resume with {path / PLAN}; going on under another plan is not possible yet",
+        )
+    try:
+        before = Settings.from_json(json.loads((path / SETTINGS).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise FileFormatError(f"{path / SETTINGS} cannot be read: {error}", "start a new run") from error
+    for name, value in asked.items():
+        if name not in CHANGEABLE and value != getattr(before, name):
+            raise UserError(
+                f"--{name.replace('_', '-')} {value} was {getattr(before, name)} when the run began",
+                "leave it out to go on, or start a new run with another --out",
+            )
+    settings = Settings.from_json({**before.to_json(), **{name: asked[name] for name in CHANGEABLE if name in asked}})
+    write_atomically(path / SETTINGS, json.dumps(settings.to_json(), indent=2) + "\n")
+    return settings
+
+
+_TOLD = ("predicted", "notes", "version")
+"""Fields of a plan that change nothing in how it runs."""

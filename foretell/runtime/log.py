@@ -1,0 +1,167 @@
+"""What a run writes down while it goes: one JSON object a line, and TensorBoard or W&B where asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from foretell.errors import MissingPackage, UnknownName
+from foretell.runtime.measure import Reading
+from foretell.trace.cache import write_atomically
+from foretell.units import gib
+
+ADAPTERS = ("tensorboard", "wandb")
+LOG = "log.jsonl"
+
+
+class Adapter(Protocol):
+    """Another place that figures go to."""
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Log:
+    """`log.jsonl` of a run folder and whatever adapters were asked for. Rows after `last_step` are of a run that was
+    cut short and will be written again, so they go."""
+
+    def __init__(self, folder: Path, adapters: Sequence[Adapter] = (), *, last_step: int | None = None) -> None:
+        path = folder / LOG
+        if last_step is not None:
+            _cut(path, last_step)
+        self.stream = path.open("a", encoding="utf-8", buffering=1)
+        self.adapters = list(adapters)
+
+    def write(self, event: str, step: int, **values: Any) -> None:
+        """One row: what it is about, the step, and what is known."""
+        row = {"event": event, "step": step, **{key: _sayable(value) for key, value in values.items() if value is not None}}
+        self.stream.write(json.dumps(row) + "\n")
+        if self.adapters:
+            figures = {f"{event}/{key}": float(value) for key, value in values.items() if isinstance(value, int | float)}
+            for adapter in self.adapters:
+                adapter.write(step, figures)
+
+    def close(self) -> None:
+        self.stream.close()
+        for adapter in self.adapters:
+            with contextlib.suppress(Exception):
+                adapter.close()
+
+
+def _sayable(value: Any) -> Any:
+    """JSON has no word for what is no number."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cut(path: Path, last_step: int) -> None:
+    rows = read(path)
+    kept = [row for row in rows if row["step"] <= last_step]
+    if len(kept) < len(rows) or (path.exists() and not path.read_bytes().endswith(b"\n")):
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Rows of a log; a last line that was cut in the writing is left out."""
+    rows: list[dict[str, Any]] = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+    return rows
+
+
+# --- a line for people -----------------------------------------------------------------------------------------------
+
+
+def line(
+    reading: Reading, total: int, *, rate: float, unit: str, mfu: float | None = None, memory_bytes: int | None = None,
+    drift: float | None = None,
+) -> str:  # fmt: skip
+    """`step 12/100  loss 3.2145  86.1 ms  380,000 tokens/s  MFU 31.5 %  30.4 GiB  +2.1 % vs plan`."""
+    parts = [
+        f"step {reading.step:>{len(str(total))}}/{total}", f"loss {reading.loss:.4f}", seconds(reading.seconds),
+        f"{_rounded(rate)} {unit}/s",
+    ]  # fmt: skip
+    if mfu is not None:
+        parts.append(f"MFU {100 * mfu:.1f} %")
+    if memory_bytes is not None:
+        parts.append(gib(memory_bytes))
+    if drift is not None:
+        parts.append(f"{100 * drift:+.1f} % vs plan")
+    return "  ".join(parts)
+
+
+def seconds(value: float) -> str:
+    """Three digits, in the unit that reads best."""
+    if value >= 100:
+        return f"{value:.0f} s"
+    if value >= 1:
+        return f"{value:.3g} s"
+    return f"{1e3 * value:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
+
+
+def _rounded(value: float) -> str:
+    """Three digits are real, the rest is noise."""
+    if value < 100:
+        return f"{value:.3g}"
+    digits = len(str(int(value))) - 3
+    return f"{round(value, -digits):,.0f}"
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+def adapters(names: Sequence[str], folder: Path, settings: Mapping[str, Any], *, last_step: int | None) -> list[Adapter]:
+    """The adapters of that name, made; a package that is missing is said before the run."""
+    makers: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB}
+    for name in names:
+        if name not in makers:
+            raise UnknownName("log", name, ADAPTERS, f"known: {', '.join(ADAPTERS)}")
+    return [makers[name](folder, settings, last_step) for name in names]
+
+
+class TensorBoard:
+    """Event files under `tensorboard/` of the run folder."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], last_step: int | None) -> None:
+        _wanted("tensorboard")
+        module = importlib.import_module("torch.utils.tensorboard")
+        purge = None if last_step is None else last_step + 1
+        self.writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, named after the run folder; a resumed run goes on in it."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], last_step: int | None) -> None:
+        module = _wanted("wandb")
+        self.run = module.init(
+            project="foretell", name=folder.name, id=folder.name, dir=str(folder), config=dict(settings),
+            resume="allow" if last_step is not None else None,
+        )  # fmt: skip
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        self.run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _wanted(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise MissingPackage(package, f"--log {package}", package) from error

@@ -1,0 +1,364 @@
+"""Measure a run while it runs: seconds of every step without waiting for the device, peaks of memory, and the summary.
+
+On a GPU the host is one step ahead: a step's loss and times are copied behind its last kernel and read while the next
+step computes. On a CPU everything is known when the step returns.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import platform
+import resource
+import statistics
+import sys
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretell.plan.types import Plan
+from foretell.runtime.ranks import Ranks
+
+SCHEMA_VERSION = 1
+SKIP_MOST = 5
+"""Steps at the start that the summary leaves out: compiling, first allocations, cold caches."""
+STRETCHES = 10
+CONVENTION = (
+    "FLOPs of the model as the plan counts them (2 a multiply-add, causal attention at half, no recomputation) over the "
+    "dense peak of the precision on all devices"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One step, measured."""
+
+    step: int
+    """Counted from 1: so many updates are done."""
+    loss: float
+    grad_norm: float | None
+    seconds: float
+    """From the end of the step before to the end of this one; after a pause, from its own start."""
+    backward_seconds: float
+    """Forward and backward."""
+    update_seconds: float
+    between_seconds: float
+    """Between two steps: what the loop itself costs, data included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What a run was measured to do."""
+
+    steps: int
+    """That the figures rest on, without the first ones."""
+    skipped_steps: int
+    step_seconds: float
+    """Median."""
+    p10_seconds: float
+    p90_seconds: float
+    mean_seconds: float
+    unit: str
+    """tokens or samples."""
+    per_step: int
+    """All ranks together."""
+    per_second: float
+    phases: Mapping[str, float]
+    """Median seconds of a step: backward (forward and backward), update, between (the loop itself), data (host)."""
+    overhead: float
+    """Share of a step that lies between two steps: the loop's own."""
+    stretches: tuple[float, ...]
+    """Median step seconds of equal stretches of the run, in order: its drift."""
+    allocated_bytes: int | None
+    """Peak of the worst rank; None on a CPU, which has no caching allocator."""
+    reserved_bytes: int | None
+    host_bytes: int
+    """Peak resident memory of the largest process."""
+    by_rank: tuple[Mapping[str, Any], ...]
+    mfu: float | None
+    """None where the device's peak or the plan's FLOPs are not known."""
+    flops_per_step: float | None
+    peak_flops_per_second: float | None
+    """Of one device."""
+    first_loss: float
+    last_loss: float
+    eval_loss: float | None
+    save_seconds: float | None
+    """Mean of one save."""
+    eval_seconds: float | None
+    hardware: Mapping[str, Any]
+    versions: Mapping[str, str]
+    command: str
+    started: str
+    wall_seconds: float
+    convention: str = CONVENTION
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Measurement:
+        known = {item.name: data[item.name] for item in fields(cls) if item.name in data}
+        for name in ("stretches", "by_rank"):
+            known[name] = tuple(known[name])
+        return cls(**known)
+
+
+# --- clocks ----------------------------------------------------------------------------------------------------------
+
+
+class HostClock:
+    """Times of a CPU step, known at once."""
+
+    def __init__(self) -> None:
+        self._end: float | None = None
+        self._ready: list[Reading] = []
+
+    def begin(self) -> None:
+        self._start = time.perf_counter()
+
+    def middle(self) -> None:
+        self._middle = time.perf_counter()
+
+    def end(self, step: int, loss: Tensor, norm: Tensor | None) -> None:
+        now = time.perf_counter()
+        before = self._start if self._end is None else self._end
+        reading = Reading(
+            step=step, loss=float(loss), grad_norm=None if norm is None else float(norm), seconds=now - before,
+            backward_seconds=self._middle - self._start, update_seconds=now - self._middle,
+            between_seconds=self._start - before,
+        )  # fmt: skip
+        self._ready.append(reading)
+        self._end = now
+
+    def pause(self) -> None:
+        """Something else comes between two steps: evaluation, a save."""
+        self._end = None
+
+    def read(self, *, all: bool = False) -> list[Reading]:
+        ready, self._ready = self._ready, []
+        return ready
+
+
+class _Slot:
+    def __init__(self, event: Callable[[], Any], pin: bool) -> None:
+        self.start, self.middle, self.end = event(), event(), event()
+        self.values = torch.zeros(2, pin_memory=pin)
+        self.step, self.has_norm = 0, False
+        self.before: _Slot | None = None
+
+
+class DeviceClock:
+    """Times of a GPU step from events on its stream, read when the next step is under way.
+
+    Three sets of events take turns: of the step under way, of the one being read, and of the one before that.
+    """
+
+    def __init__(self, event: Callable[[], Any] | None = None, *, pin: bool = True) -> None:
+        make = event or functools.partial(torch.cuda.Event, enable_timing=True)
+        self._slots = [_Slot(make, pin) for _ in range(3)]
+        self._waiting: deque[_Slot] = deque()
+        self._last: _Slot | None = None
+        self._turn = 0
+
+    def begin(self) -> None:
+        self._slot = self._slots[self._turn % len(self._slots)]
+        self._turn += 1
+        self._slot.start.record()
+
+    def middle(self) -> None:
+        self._slot.middle.record()
+
+    def end(self, step: int, loss: Tensor, norm: Tensor | None) -> None:
+        slot = self._slot
+        slot.step, slot.has_norm, slot.before = step, norm is not None, self._last
+        values = torch.stack([loss.float(), norm.float() if norm is not None else loss.float()])
+        slot.values.copy_(values, non_blocking=True)
+        slot.end.record()
+        self._waiting.append(slot)
+        self._last = slot
+
+    def pause(self) -> None:
+        self._last = None
+
+    def read(self, *, all: bool = False) -> list[Reading]:
+        """Steps that are done, but for the last, which still computes; with `all`, that one too."""
+        found = []
+        while len(self._waiting) > (0 if all else 1):
+            slot = self._waiting.popleft()
+            slot.end.synchronize()
+            loss, norm = slot.values.tolist()
+            between = slot.before.end.elapsed_time(slot.start) / 1e3 if slot.before is not None else 0.0
+            backward = slot.start.elapsed_time(slot.middle) / 1e3
+            update = slot.middle.elapsed_time(slot.end) / 1e3
+            reading = Reading(
+                step=slot.step, loss=loss, grad_norm=norm if slot.has_norm else None,
+                seconds=between + backward + update, backward_seconds=backward, update_seconds=update,
+                between_seconds=between,
+            )  # fmt: skip
+            found.append(reading)
+        return found
+
+
+def clock_of(device: torch.device) -> HostClock | DeviceClock:
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+# --- memory, peaks, machine ------------------------------------------------------------------------------------------
+
+
+def memory(device: torch.device) -> dict[str, int | None]:
+    """Peaks since the start, or since `forget_peaks`."""
+    cuda = device.type == "cuda"
+    return {
+        "allocated_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
+        "reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else None,
+        "host_bytes": _host_peak(),
+    }
+
+
+def forget_peaks(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _host_peak() -> int:
+    """Peak resident memory of this process."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The dense rate the device's data sheet gives for what the plan computes in; None for a CPU or an unknown GPU."""
+    if device.type != "cuda":
+        return None
+    from foretell.hardware.catalog import find_reported
+
+    known = find_reported(torch.cuda.get_device_name(device))
+    if known is None:
+        return None
+    dtype = "float32" if precision == "fp32" else "bfloat16"
+    return known.peak_flops_per_second.get(dtype)
+
+
+def hardware(ranks: Ranks) -> dict[str, Any]:
+    cuda = ranks.device.type == "cuda"
+    name = torch.cuda.get_device_name(ranks.device) if cuda else (_cpu_name() or platform.machine())
+    found: dict[str, Any] = {"device": name, "kind": ranks.device.type, "count": ranks.world, "host": platform.node()}
+    if not cuda:
+        found["threads"] = torch.get_num_threads()
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+# --- the summary -----------------------------------------------------------------------------------------------------
+
+
+class Tally:
+    """What is kept of every step until the summary: a few numbers, so that long runs stay small."""
+
+    def __init__(self) -> None:
+        self.columns = {name: array("d") for name in ("seconds", "backward_seconds", "update_seconds", "between_seconds")}
+        self.data_seconds, self.save_seconds, self.eval_seconds = array("d"), array("d"), array("d")
+        self.first_loss, self.last_loss = math.nan, math.nan
+        self.eval_loss: float | None = None
+        self.started, self.since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
+
+    @property
+    def steps(self) -> int:
+        return len(self.columns["seconds"])
+
+    @property
+    def last_seconds(self) -> float:
+        return self.columns["seconds"][-1] if self.steps else 0.0
+
+    @property
+    def skipped(self) -> int:
+        return min(SKIP_MOST, self.steps // 2)
+
+    def add(self, reading: Reading) -> None:
+        if not self.steps:
+            self.first_loss = reading.loss
+        self.last_loss = reading.loss
+        for name, column in self.columns.items():
+            column.append(getattr(reading, name))
+
+    def recent_seconds(self, count: int = 20) -> float:
+        """Median of the last steps, the first ones left out as long as there are others; 0 before the first."""
+        kept = self.columns["seconds"][max(self.skipped, self.steps - count) :]
+        return statistics.median(kept) if kept else 0.0
+
+
+def mfu(plan: Plan, seconds: float, peak: float | None) -> float | None:
+    flops = plan.predicted.get("flops_per_step")
+    if not flops or not peak or seconds <= 0:
+        return None
+    return float(flops) / (seconds * peak * plan.mesh.world)
+
+
+def summarise(
+    tally: Tally, plan: Plan, ranks: Ranks, *, unit: str, per_step: int, by_rank: Sequence[Mapping[str, Any]],
+    command: str, versions: Mapping[str, str],
+) -> Measurement | None:  # fmt: skip
+    """The measurement of a run; None if no step was done."""
+    if not tally.steps:
+        return None
+    skipped = tally.skipped
+    kept = {name: column[skipped:] for name, column in tally.columns.items()}
+    seconds = sorted(kept["seconds"])
+    median = statistics.median(seconds)
+    phases = {name: statistics.median(kept[f"{name}_seconds"]) for name in ("backward", "update", "between")}
+    if tally.data_seconds:
+        phases["data"] = statistics.median(tally.data_seconds[skipped:] or tally.data_seconds)
+    peak = peak_flops(ranks.device, plan.precision)
+    flops = plan.predicted.get("flops_per_step")
+    return Measurement(
+        steps=len(seconds), skipped_steps=skipped, step_seconds=median, p10_seconds=_share(seconds, 0.1),
+        p90_seconds=_share(seconds, 0.9), mean_seconds=statistics.fmean(seconds), unit=unit, per_step=per_step,
+        per_second=per_step / median, phases=phases, overhead=phases["between"] / median if median else 0.0,
+        stretches=tuple(_stretches(kept["seconds"])), allocated_bytes=_most(by_rank, "allocated_bytes"),
+        reserved_bytes=_most(by_rank, "reserved_bytes"), host_bytes=_most(by_rank, "host_bytes") or 0,
+        by_rank=tuple(by_rank), mfu=mfu(plan, median, peak), flops_per_step=float(flops) if flops else None,
+        peak_flops_per_second=peak, first_loss=tally.first_loss, last_loss=tally.last_loss, eval_loss=tally.eval_loss,
+        save_seconds=statistics.fmean(tally.save_seconds) if tally.save_seconds else None,
+        eval_seconds=statistics.fmean(tally.eval_seconds) if tally.eval_seconds else None, hardware=hardware(ranks),
+        versions=dict(versions), command=command, started=tally.started, wall_seconds=time.monotonic() - tally.since,
+    )  # fmt: skip
+
+
+def _share(ordered: Sequence[float], share: float) -> float:
+    """The value below which that share lies, by nearest rank."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _stretches(seconds: Sequence[float]) -> list[float]:
+    count = min(STRETCHES, len(seconds))
+    cuts = [round(place * len(seconds) / count) for place in range(count + 1)]
+    return [statistics.median(seconds[a:b]) for a, b in pairwise(cuts)]
+
+
+def _most(by_rank: Sequence[Mapping[str, Any]], name: str) -> int | None:
+    found = [said[name] for said in by_rank if said.get(name) is not None]
+    return max(found) if found else None

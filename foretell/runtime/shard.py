@@ -1,0 +1,82 @@
+"""Data parallelism with PyTorch's `fully_shard`: every block a unit of its own, then the root.
+
+dp_shard alone shards (FSDP2), with dp_replicate it is hybrid (HSDP), and dp_replicate alone is hybrid over shards of
+one: nothing is gathered, gradients are averaged over the replicas block by block while backward goes on.
+
+A unit's gradients are reduce-scattered after every micro-batch, so that no rank ever holds more than one unit of
+whole gradients, and averaged over replicas only after the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from foretell.plan.types import Plan
+from foretell.runtime.ranks import Ranks
+
+
+def shard(model: nn.Module, paths: Iterable[str], plan: Plan, ranks: Ranks) -> None:
+    """Shard a model, or one stage of it, in place; `paths` are the blocks it has."""
+    mesh = ranks.data_mesh
+    if mesh is None:
+        return
+    policy = policy_of(plan.precision)
+    for unit in units(model, paths):
+        fully_shard(unit if len(unit) > 1 else unit[0], mesh=mesh, mp_policy=policy, reshard_after_forward=plan.reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def policy_of(precision: str) -> MixedPrecisionPolicy:
+    """bf16-mixed computes in bf16 and sums gradients in fp32; otherwise everything is in the dtype of the weights."""
+    if precision == "bf16-mixed":
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy()
+
+
+def units(model: nn.Module, paths: Iterable[str]) -> list[list[nn.Module]]:
+    """Blocks to gather together: one each; blocks that share a parameter are one unit, and a block that shares one
+    with the rest of the model is left to the root, which has its parameters whole throughout forward."""
+    blocks: dict[int, nn.Module] = {}
+    for path in paths:
+        block = model.get_submodule(path)
+        blocks[id(block)] = block
+    owners: dict[nn.Parameter, set[int]] = {}
+    for key, block in blocks.items():
+        for parameter in block.parameters():
+            owners.setdefault(parameter, set()).add(key)
+    inside = {id(module) for block in blocks.values() for module in block.modules()}
+    outside = {p for module in model.modules() if id(module) not in inside for p in module.parameters(recurse=False)}
+    groups: list[set[int]] = []
+    for keys in ({key} for key in blocks):
+        joined = set(keys)
+        for shared in owners.values():
+            if shared & joined:
+                joined |= shared
+        rest = []
+        for group in groups:
+            if group & joined:
+                joined |= group
+            else:
+                rest.append(group)
+        groups = [*rest, joined]
+    left = {key for parameter in outside & owners.keys() for key in owners[parameter]}
+    return [[blocks[key] for key in blocks if key in group] for group in groups if not group & left]
+
+
+def reduce_over_replicas(parts: Iterable[nn.Module], yes: bool) -> None:
+    """Whether the next backward averages gradients over dp_replicate, or keeps the sum for a later one."""
+    for part in parts:
+        if isinstance(part, FSDPModule):
+            part.set_requires_all_reduce(yes)
+
+
+def reshard(parts: Iterable[nn.Module]) -> None:
+    """Give back parameters that a forward without a backward has left whole."""
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

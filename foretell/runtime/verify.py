@@ -1,0 +1,403 @@
+"""Does a plan compute what one process computes? Losses and gradients side by side.
+
+One process runs the model in fp32 with a plain loop of its own; ranks run it as the plan says. Both see the same
+weights and the same global batch. In fp32 the two differ by the order of sums alone: a loss by 1e-4 of itself, a
+tensor's gradient by 1e-4 of its norm.
+
+In bf16 every result is rounded to eight bits, at most 2⁻⁸ of itself. Errors of n roundings that know nothing of each
+other grow as √n, so a gradient is held to √n · 2⁻⁸ of its norm, n being the bf16 results that one micro-batch's
+forward and backward make, counted. Where a model magnifies rounding, one process in bf16 is itself further from fp32
+than that: then the ranks, which round as often and elsewhere, may be as far from it on the other side, twice as far
+from fp32. A loss is the mean of many: it is held to 2⁻⁸, where the weights themselves are rounded at every step to
+√steps · 2⁻⁸, or again to twice what one process is off.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from foretell.errors import ForetellError, ModelError
+from foretell.plan.types import Mesh, Plan
+from foretell.runtime.apply import apply
+from foretell.runtime.pool import Pool, RankFailure
+from foretell.runtime.ranks import start
+from foretell.runtime.twin import Twin, twin
+from foretell.trace.load import Source, load
+from foretell.trace.step import Batch, Workload, build_optimizer, cast_floats, compute_loss, prepare_precision
+
+SEED = 17
+STEPS = 10
+LEARNING_RATE = 1e-3
+LOSS_BOUND = 1e-4
+"""Relative, at every step."""
+GRADIENT_BOUND = 1e-4
+"""‖Δg‖/‖g‖ of every tensor at the first step."""
+BF16_ROUNDING = 2.0**-8
+LIMIT_SECONDS = 120.0
+BACKEND = "aot_eager"
+"""How compiled graphs are run: captured, split into forward and backward, but not made into machine code."""
+AXES = {"dp_replicate": "data replicas", "dp_shard": "data shards", "tp": "tensor split", "pp": "pipeline"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run gave."""
+
+    losses: list[float]
+    norms: list[float]
+    """Norm of the whole gradient at every step, where the plan clips."""
+    gradients: dict[str, Tensor]
+    """Of the first step, before clipping, by the names of the whole model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What may differ by how much, relative."""
+
+    loss: float = LOSS_BOUND
+    gradient: float = GRADIENT_BOUND
+    tensors: Mapping[str, float] = field(default_factory=dict)
+    """Gradients that may differ by more, by name."""
+
+    def of(self, name: str) -> float:
+        return max(self.gradient, self.tensors.get(name, 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far a run is from its reference, beside what is allowed."""
+
+    loss: float = math.nan
+    """The largest relative difference of a step's loss."""
+    loss_bound: float
+    gradient: float = math.nan
+    """‖Δg‖/‖g‖ of the tensor that is furthest off, measured by what it may be off, and which tensor that is."""
+    gradient_name: str = ""
+    gradient_bound: float
+    norm: float = 0.0
+    """Relative difference of the whole gradient's norm at the first step, where the plan clips."""
+    problem: str = ""
+    """Why there is nothing to compare."""
+
+    @property
+    def good(self) -> bool:
+        within = self.loss <= self.loss_bound and max(self.gradient, self.norm) <= self.gradient_bound
+        return within and not self.problem
+
+
+# --- what both see ---------------------------------------------------------------------------------------------------
+
+
+def batches(source: Source, count: int) -> list[Batch]:
+    """Micro-batches of a global batch, each from a seed of its own; the same wherever they are made."""
+    found = []
+    for number in range(count):
+        torch.manual_seed(SEED + 1 + number)
+        found.append(load(source).batch)
+    return found
+
+
+def build(source: Source) -> Workload:
+    """The model with real weights, the same wherever it is built, and without chance: dropout is off."""
+    torch.manual_seed(SEED)
+    workload = load(source)
+    for module in workload.model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return workload
+
+
+# --- the two runs ----------------------------------------------------------------------------------------------------
+
+
+def reference(source: Source, plan: Plan, steps: int = STEPS) -> Run:
+    """One process, fp32, nothing of the runtime: the mean loss over the global batch, clipped and updated by torch."""
+    return _plain_run(source, plan.with_(precision="fp32"), steps, nullcontext())
+
+
+def _plain_run(source: Source, plan: Plan, steps: int, counted: AbstractContextManager[Any]) -> Run:
+    """One process in the plan's precision. `counted` is around the forward and backward of every micro-batch."""
+    workload = build(source)
+    model = workload.model.train()
+    kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    sharded = plan.precision == "bf16-mixed" and plan.mesh.data > 1  # bf16 weights, of which fp32 ones are kept
+    prepare_precision(model, "fsdp-bf16" if sharded else plan.precision)
+    computed = {name: p for name, p in model.named_parameters() if name in kept}
+    trained = {name: nn.Parameter(p) for name, p in kept.items()} if sharded else computed
+    parts = batches(source, plan.mesh.data * plan.accumulate)
+    if plan.precision == "bf16":
+        parts = [cast_floats(part, torch.bfloat16) for part in parts]
+    optimizer = build_optimizer(plan.optimizer, list(trained.values()))
+    for group in optimizer.param_groups:
+        group["lr"] = LEARNING_RATE
+    run = Run([], [], {})
+    for step in range(steps):
+        total = 0.0
+        for part in parts:
+            with counted:
+                with torch.autocast("cpu", torch.bfloat16) if _autocast(plan) else nullcontext():
+                    loss = compute_loss(Workload(model, part, workload.loss)) / len(parts)
+                loss.backward()
+            total += loss.item()
+            if sharded:
+                _hand_over(computed, trained)
+        run.losses.append(total)
+        if step == 0:
+            run.gradients.update({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})
+        if plan.clip is not None:
+            run.norms.append(nn.utils.clip_grad_norm_(trained.values(), plan.clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if sharded:
+            with torch.no_grad():
+                torch._foreach_copy_(list(computed.values()), list(trained.values()))
+    return run
+
+
+def _autocast(plan: Plan) -> bool:
+    return plan.precision == "bf16-mixed" and plan.mesh.data == 1
+
+
+def _hand_over(computed: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter]) -> None:
+    """Add bf16 gradients to fp32 ones, and forget them."""
+    for name, parameter in computed.items():
+        if parameter.grad is not None:
+            own = trained[name]
+            own.grad = parameter.grad.float() if own.grad is None else own.grad + parameter.grad.float()
+            parameter.grad = None
+
+
+def run_rank(_rank: int, _world: int, source: Source, plan: Plan, steps: int = STEPS, backend: str = BACKEND) -> Run:
+    """One rank's part of the same, as the plan says; gradients only where no other rank has the same."""
+    _quiet()
+    ranks = start(plan, device="cpu")
+    job = apply(build(source), plan, ranks, learning_rate=LEARNING_RATE, backend=backend)
+    every = batches(source, plan.mesh.data * plan.accumulate)
+    mine = [every[m * ranks.data_size + ranks.data_rank] for m in range(plan.accumulate)]
+    run = Run([], [], {})
+    for step in range(steps):
+        loss = job.backward(mine)
+        if step == 0:
+            gradients = job.gradients()
+            if ranks.data_rank == ranks.coordinate("tp") == 0:
+                run.gradients.update({name: grad.float() for name, grad in gradients.items()})
+        result = job.update(loss)
+        run.losses.append(result.loss.item())
+        if result.grad_norm is not None:
+            run.norms.append(result.grad_norm.item())
+    return run
+
+
+def _quiet() -> None:
+    """Gathering gradients for a comparison is slower than it could be, which torch says once for every rank."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def merge(runs: Sequence[Run]) -> Run:
+    """The ranks' runs as one; what all of them know they must agree on."""
+    gradients: dict[str, Tensor] = {}
+    for run in runs:
+        gradients.update(run.gradients)
+    first = runs[0]
+    agreed = all(run.losses == first.losses and run.norms == first.norms for run in runs)
+    return Run(first.losses if agreed else [math.nan for _ in first.losses], first.norms, gradients)
+
+
+def compare(known: Run, found: Run, bounds: Bounds | None = None) -> Difference:
+    """A run beside its reference."""
+    bounds = bounds or Bounds()
+    problem = ""
+    alone = sorted(known.gradients.keys() ^ found.gradients.keys())
+    if alone:
+        problem = f"gradients of {', '.join(alone[:3])} are in one run only"
+    if not all(map(math.isfinite, found.losses)):
+        problem = "a loss is no number, or the ranks disagree on it"
+    distances = apart(known, found)
+    name = max(distances, key=lambda key: _last(distances[key]) / bounds.of(key), default="")
+    return Difference(
+        loss=_relative(known.losses, found.losses),
+        loss_bound=bounds.loss,
+        gradient=distances.get(name, 0.0),
+        gradient_name=name,
+        gradient_bound=bounds.of(name),
+        norm=_relative(known.norms[:1], found.norms[:1]),
+        problem=problem,
+    )
+
+
+def apart(known: Run, found: Run) -> dict[str, float]:
+    """‖Δg‖/‖g‖ of every tensor.
+
+    A gradient cannot be known better than to the rounding of the whole gradient's norm: a tensor smaller than that
+    (the bias of attention's keys, whose gradient is zero but for rounding) is held to it instead of to its own norm.
+    """
+    whole = math.sqrt(sum(float(grad.double().square().sum()) for grad in known.gradients.values()))
+    rounding = torch.finfo(torch.float32).eps / GRADIENT_BOUND * whole
+    distances = {}
+    for name in sorted(known.gradients.keys() & found.gradients.keys()):
+        grad = known.gradients[name].double()
+        distances[name] = float((found.gradients[name].double() - grad).norm()) / max(float(grad.norm()), rounding)
+    return distances
+
+
+def _last(distance: float) -> float:
+    """What is no number is further than anything."""
+    return distance if math.isfinite(distance) else math.inf
+
+
+def _relative(known: Iterable[float], found: Iterable[float]) -> float:
+    return max((abs(b - a) / max(abs(a), 1e-30) for a, b in zip(known, found, strict=True)), default=0.0)
+
+
+# --- what bf16 may differ by -----------------------------------------------------------------------------------------
+
+
+def bounds_of(source: Source, plan: Plan, known: Run, steps: int = STEPS) -> Bounds:
+    """What is allowed for the plan's precision; `known` is the fp32 reference."""
+    if plan.precision == "fp32":
+        return Bounds()
+    single, roundings = rounded(source, plan, steps)
+    loss = BF16_ROUNDING * (math.sqrt(steps) if plan.precision == "bf16" else 1.0)
+    return Bounds(
+        loss=max(loss, 2 * _relative(known.losses, single.losses)),
+        gradient=math.sqrt(roundings) * BF16_ROUNDING,
+        tensors={name: 2 * distance for name, distance in apart(known, single).items()},
+    )
+
+
+def rounded(source: Source, plan: Plan, steps: int = STEPS) -> tuple[Run, int]:
+    """One process in the plan's precision, and how many bf16 results a micro-batch makes there."""
+    counted = _Roundings()
+    run = _plain_run(source, plan, steps, counted)
+    return run, counted.number // (plan.mesh.data * plan.accumulate * steps)
+
+
+class _Roundings(TorchDispatchMode):
+    """Counts results in bf16 that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_storage(value) for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+        made = func(*args, **(kwargs or {}))
+        leaves = [value for value in pytree.tree_leaves(made) if isinstance(value, Tensor)]
+        self.number += any(value.dtype is torch.bfloat16 and _storage(value) not in given for value in leaves)
+        return made
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+# --- a user's plan ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to check about a plan."""
+
+    name: str
+    plan: Plan
+
+
+def cases_of(plan: Plan) -> list[Case]:
+    """Each axis by itself and all of them in fp32, then as planned: what is wrong is then known to its axis."""
+    used = [axis for axis in AXES if getattr(plan.mesh, axis) > 1]
+    plain = plan.with_(precision="fp32", compile="none", blocks={}, clip=None)
+    found = []
+    if len(used) > 1:
+        for axis in used:
+            mesh = Mesh(**{axis: getattr(plan.mesh, axis)})
+            alone = plain.with_(mesh=mesh, pipeline=plan.pipeline if axis == "pp" else None)
+            found.append(
+                Case(f"{AXES[axis]} alone, fp32", alone.with_(reshard=plan.reshard if axis == "dp_shard" else True))
+            )
+    found.append(
+        Case("as planned, but fp32" if plan.precision != "fp32" else "as planned", plan.with_(precision="fp32"))
+    )
+    if plan.precision != "fp32":
+        found.append(Case(f"as planned, {plan.precision}", plan))
+    return found
+
+
+class Verifier:
+    """Runs the cases of a plan's twin on gloo processes of this machine. User code runs in those alone."""
+
+    def __init__(self, plan: Plan, *, steps: int = STEPS, limit_s: float = LIMIT_SECONDS) -> None:
+        self.steps, self.limit_s = steps, limit_s
+        self._pool = Pool(preload=["transformers"] if str(plan.model["model"]).startswith("hf:") else [])
+        self._references: dict[Any, Run] = {}
+        self._plan = plan
+
+    def __enter__(self) -> Verifier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
+
+    def prepare(self) -> Twin:
+        """The twin of the plan, made where user code may run."""
+        self.twin: Twin = self._alone(_twin, self._plan)
+        return self.twin
+
+    def run(self, case: Case) -> Difference:
+        """One case beside its reference. A case that fails to run is a difference, not an error."""
+        source, plan = self.twin.source, case.plan
+        known = self._reference(plan)
+        bounds = Bounds() if plan.precision == "fp32" else self._alone(bounds_rank, source, plan, known, self.steps)
+        try:
+            world = self._pool.ranks(plan.mesh.world)
+            runs = world.run(run_rank, source, plan, self.steps, timeout_s=self.limit_s)
+        except RankFailure as failure:
+            if isinstance(failure.first, ForetellError):
+                raise failure.first from None
+            rank, text = next(iter(failure.errors.items()))
+            problem = f"rank {rank}: {text.strip().splitlines()[-1]}"
+            return Difference(loss_bound=bounds.loss, gradient_bound=bounds.gradient, problem=problem)
+        return compare(known, merge(runs), bounds)
+
+    def _reference(self, plan: Plan) -> Run:
+        key = (plan.mesh.data * plan.accumulate, plan.clip)
+        if key not in self._references:
+            self._references[key] = self._alone(reference_rank, self.twin.source, plan, self.steps)
+        return self._references[key]
+
+    def _alone(self, function: Any, *args: Any) -> Any:
+        """One process; what fails here is the model's own, not the plan's."""
+        try:
+            return self._pool.ranks(1).run(function, *args, timeout_s=self.limit_s)[0]
+        except RankFailure as failure:
+            if isinstance(failure.first, ForetellError):
+                raise failure.first from None
+            text = failure.errors[0].strip()
+            problem = f"the twin of {self._plan.model['model']} does not run in one process: {text.splitlines()[-1]}"
+            raise ModelError(problem, "run the model by itself first", text) from None
+
+
+def _twin(_rank: int, _world: int, plan: Plan) -> Twin:
+    return twin(plan)
+
+
+def reference_rank(_rank: int, _world: int, source: Source, plan: Plan, steps: int = STEPS) -> Run:
+    return reference(source, plan, steps)
+
+
+def bounds_rank(_rank: int, _world: int, source: Source, plan: Plan, known: Run, steps: int = STEPS) -> Bounds:
+    return bounds_of(source, plan, known, steps)

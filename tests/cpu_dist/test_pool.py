@@ -1,0 +1,116 @@
+"""The pool of gloo ranks: calls do not touch each other, failures come back, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from foretell.errors import UserError
+from foretell.runtime.pool import RankFailure, World
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def total(rank: int, world: int, scale: float) -> tuple[int, float]:
+    value = torch.tensor([scale * (rank + 1)])
+    dist.all_reduce(value)
+    return os.getpid(), value.item()
+
+
+def matrix(rank: int, world: int, shape: tuple[int, ...], axis: str, others: int) -> torch.Tensor:
+    """A product split over one axis of a mesh: wrong as soon as it reduces over the wrong group."""
+    for _ in range(others):
+        dist.new_group([0])  # group names depend on how many there were
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))[axis]
+    torch.manual_seed(0)
+    left, right = torch.randn(4, 8), torch.randn(8, 4)
+    product = distribute_tensor(left, mesh, [Shard(1)]) @ distribute_tensor(right, mesh, [Shard(0)])
+    assert isinstance(product, DTensor)
+    return product.full_tensor() - left @ right
+
+
+def fail(rank: int, world: int, who: int) -> None:
+    if rank == who:
+        raise UserError("a problem", "a remedy")
+    dist.barrier()
+
+
+def die(rank: int, world: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def sleep(rank: int, world: int) -> None:
+    time.sleep(60)
+
+
+def test_ranks_add_up_and_are_used_again(ranks: Callable[[int], World]) -> None:
+    first, second = ranks(2).run(total, 1.0), ranks(3).run(total, 2.0)
+    assert [value for _, value in first] == [3.0, 3.0] and [value for _, value in second] == [12.0] * 3
+    assert [pid for pid, _ in first] == [pid for pid, _ in second][:2]
+
+
+def test_meshes_of_one_call_are_unknown_to_the_next(ranks: Callable[[int], World]) -> None:
+    for shape, axis, others in [((2, 2), "a", 0), ((2, 2), "a", 1), ((1, 4), "b", 2), ((2, 2), "b", 3)]:
+        for difference in ranks(4).run(matrix, shape, axis, others):
+            assert difference.abs().max() < 1e-5
+
+
+def test_a_failure_names_its_rank_and_the_pool_goes_on(ranks: Callable[[int], World]) -> None:
+    with pytest.raises(RankFailure) as caught:
+        ranks(3).run(fail, 1)
+    assert "a problem" in caught.value.errors[1] and "in fail" in caught.value.errors[1]
+    assert isinstance(caught.value.causes[1], UserError)
+    assert len(ranks(3).run(total, 1.0)) == 3
+
+
+def test_a_rank_that_dies_is_named_and_replaced(ranks: Callable[[int], World]) -> None:
+    with pytest.raises(RankFailure, match="rank 1: died, ended by signal 9"):
+        ranks(2).run(die)
+    assert [value for _, value in ranks(2).run(total, 1.0)] == [3.0, 3.0]
+
+
+def test_a_call_that_does_not_end_is_ended(ranks: Callable[[int], World]) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match="did not answer in time"):
+        ranks(2).run(sleep, timeout_s=1.0)
+    assert time.monotonic() - start < 10
+    assert [value for _, value in ranks(2).run(total, 1.0)] == [3.0, 3.0]
+
+
+def test_no_rank_outlives_the_process_that_asked(tmp_path: Path) -> None:
+    script = tmp_path / "asks.py"
+    script.write_text(
+        "from foretell.runtime.pool import Pool\n"
+        "import time\n"
+        "def work(rank, world, folder):\n"
+        "    import os, pathlib\n"
+        "    (pathlib.Path(folder) / f'pid{rank}').write_text(str(os.getpid()))\n"
+        "    time.sleep(300)\n"
+        "if __name__ == '__main__':\n"
+        f"    Pool().ranks(2).run(work, {str(tmp_path)!r}, timeout_s=300)\n"
+    )
+    child = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    noted = [tmp_path / "pid0", tmp_path / "pid1"]
+    until = time.monotonic() + 60
+    while not all(path.exists() and path.read_text() for path in noted):
+        assert child.poll() is None and time.monotonic() < until
+        time.sleep(0.1)
+    child.kill()
+    child.wait()
+    until = time.monotonic() + 10
+    while alive := [path for path in noted if Path(f"/proc/{path.read_text()}").exists()]:
+        assert time.monotonic() < until, f"{alive} still run"
+        time.sleep(0.1)
