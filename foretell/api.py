@@ -23,13 +23,16 @@ from foretell.trace.load import check as check_source
 from foretell.trace.recipe import Recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch import nn
 
+    from foretell.cost.time import Machine
     from foretell.hardware.profile import Measured, Profile
     from foretell.hardware.types import Device
+    from foretell.plan.types import Plan
+    from foretell.search.choose import Choice
     from foretell.trace.types import Trace
 
 MEASURED_TORCH = "2.11"
@@ -306,50 +309,128 @@ PACERS = ("llama-tiny", "bert-tiny", "ssm-tiny", "mixtral-tiny")
 
 
 def _seconds_here(name: str, trace: Trace, recipe: Recipe) -> tuple[float | None, tuple[str, ...]]:
-    """Predicted seconds of a step on this machine's CPU, and what to say of it.
-
-    The profile is this CPU's own, or that of one like it; other steps, run now, say how fast the machine is today.
-    """
-    from foretell.cost.machine import machine
+    """Predicted seconds of a step on this machine's CPU, and what to say of it."""
     from foretell.cost.time import predict_time
-    from foretell.hardware.probe.machine import cpu_name, device_of
-    from foretell.trace.here import seconds_on_cpu, trace_as_cpu
+    from foretell.hardware.probe.machine import device_of
 
-    device = device_of("cpu")
-    known = machine(device, find_profile(device.name, reported_as=cpu_name()))
+    known = _machine_here()
     if known is None:
         return None, ()
-    cluster = Cluster(device=device)
-    said, measured = 0.0, 0.0
-    others = [pacer for pacer in PACERS if pacer != name]
-    for pacer in others:
-        source = Source(model=pacer, micro_batch=2)
-        said += predict_time(trace_as_cpu(source, recipe), known, cluster)[0].step_seconds
-        measured += seconds_on_cpu(source, recipe, least=1.0)
-    pace = measured / said
-    line = f"this CPU now takes {pace:.2f} times as long as its profile says, by {len(others)} other small models"
-    return pace * predict_time(trace, known, cluster)[0].step_seconds, (line,)
+    others = [Source(model=pacer, micro_batch=2) for pacer in PACERS if pacer != name]
+    pace = _pace(others, recipe, known)
+    seconds = predict_time(trace, known, Cluster(device=device_of("cpu")))[0].step_seconds
+    return pace * seconds, (_pace_words(pace, len(others)),)
 
 
-def _measured_here() -> None:
-    """Probe this CPU once, so that its seconds are predicted from its own speed."""
+def _machine_here() -> Machine | None:
+    """This CPU as its own profile describes it, or that of one like it."""
+    from foretell.cost.machine import machine
     from foretell.hardware.probe.machine import cpu_name, device_of
 
-    known = find_profile(device_of("cpu").name, reported_as=cpu_name())
-    if known is None or known.reported_as != cpu_name():
-        probe_machine("cpu", "quick")
+    device = device_of("cpu")
+    return machine(device, find_profile(device.name, reported_as=cpu_name()))
 
 
-def demo() -> Check:
-    """The part of the loop that exists, on this machine: trace, predict, run, compare."""
-    prediction = fit("gpt2", hardware="H100", micro_batch=8, seq=1024)
-    _measured_here()
-    done = check("gpt-tiny")
-    return Check(
-        name=done.name, predicted_bytes=done.predicted_bytes, measured_bytes=done.measured_bytes, ok=done.ok,
-        lines=done.lines, prediction=prediction, predicted_seconds=done.predicted_seconds,
-        measured_seconds=done.measured_seconds,
-    )  # fmt: skip
+def _pace(sources: Sequence[Source], recipe: Recipe, known: Machine, steps: int = 13, most: float = float("inf")) -> float:
+    """How many times as long as its profile says this CPU takes now, by really running steps of these models."""
+    from foretell.cost.time import predict_time
+    from foretell.hardware.probe.machine import device_of
+    from foretell.trace.here import seconds_on_cpu, trace_as_cpu
+
+    cluster = Cluster(device=device_of("cpu"))
+    said = sum(predict_time(trace_as_cpu(source, recipe), known, cluster)[0].step_seconds for source in sources)
+    return sum(seconds_on_cpu(source, recipe, least=1.0, steps=steps, most=most) for source in sources) / said
+
+
+def _pace_words(pace: float, models: int) -> str:
+    return f"this CPU now takes {pace:.2f} times as long as its profile says, by {models} other small models"
+
+
+# ---------------------------------------------------------------- the demo: probe, plan; `foretell demo` runs it
+
+DEMO_MODEL = "gpt-10m"
+DEMO_BATCH = {"cpu": 8, "cuda": 64}
+"""Samples of a step."""
+_WIDE: Mapping[str, Any] = {"dim": 384, "heads": 6, "layers": 2, "context": 256}
+DEMO_PACERS = (
+    Source(model="llama-tiny", overrides={**_WIDE, "kv_heads": 6, "ffn": 1024}, micro_batch=4, seq=256),
+    Source(model="bert-tiny", overrides={**_WIDE, "dropout": 0.0}, micro_batch=4, seq=256),
+    Source(model="vit-tiny", overrides={"dim": 384, "heads": 6, "depth": 2, "image": 128}, micro_batch=4),
+)
+"""Other models with products of the size that the demo's has, since small ones say little about large ones."""
+LEAST_REFERENCES = 4
+"""Reference steps that a probe must have had time for, if it is to be kept."""
+PACING_SECONDS = 12.0
+"""That they may take, on a slow or busy machine."""
+PACED_BAND = (1 / 1.25, 1 / 0.75)
+"""A CPU that was paced just before is expected within a quarter of the prediction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoPlan:
+    """What the demo is about to run, and why."""
+
+    choice: Choice
+    plan: Plan
+    """The best, with all that a comparison needs."""
+
+
+def demo_profile(progress: Callable[[str, float], None] = lambda doing, share: None) -> tuple[Profile | None, Path | None]:
+    """What is known of this machine, measured first if need be: the profile, and its path if it was written now.
+
+    A CPU is probed unless it was; a GPU unless there is a profile of one like it. A probe that other programs disturbed
+    too much is not kept: the profile of a CPU like it, paced, says more.
+    """
+    from foretell.hardware.probe import machine
+    from foretell.hardware.profile import own_path
+
+    kind = machine.choose("auto")
+    about = machine.about(kind)
+    known = find_profile(about.device, reported_as=about.reported_as)
+    same = known is not None and known.reported_as == about.reported_as
+    if same and (kind == "cuda" or own_path(about).exists()):
+        return known, None
+    profile, path = probe_machine(kind, "quick", progress=progress)[1:]
+    if kind == "cpu" and (not profile.ops or profile.host.get("references", 0) < LEAST_REFERENCES):
+        path.unlink()
+        return known, None
+    return profile, path
+
+
+def demo_pace() -> tuple[float, str] | None:
+    """Factor and words of this CPU's pace now; None on a GPU, whose speed does not depend on who else is there."""
+    from foretell.hardware.probe import machine
+
+    known = _machine_here() if machine.choose("auto") == "cpu" else None
+    if known is None:
+        return None
+    pace = _pace(DEMO_PACERS, Recipe(precision="fp32"), known, steps=8, most=PACING_SECONDS / len(DEMO_PACERS))
+    return pace, _pace_words(pace, len(DEMO_PACERS))
+
+
+def demo_plan(pace: float | None) -> DemoPlan:
+    """Trace the demo's model, cost plans for this machine, and choose."""
+    from foretell.cost.plan import Options
+    from foretell.hardware.probe.machine import cpu_name
+    from foretell.search.choose import Wishes as Asked
+    from foretell.search.choose import choose
+
+    cluster = parse("auto")
+    on_cpu = cluster.device.backend == "cpu"
+    options = Options(profile_of=lambda name: find_profile(name, reported_as=cpu_name() if on_cpu else None), pace=pace or 1.0)
+    wishes = Asked(global_batch=DEMO_BATCH["cpu" if on_cpu else "cuda"], compile=("none",))
+    choice = choose(Source(model=DEMO_MODEL), cluster, "auto", wishes, options=options)
+    best, cost = choice.plan, choice.best.cost if choice.best else None
+    assert cost is not None
+    said: dict[str, Any] = {
+        **best.predicted, "device": cluster.device.name, "bands": dict(cost.worst.memory.bands),
+        "phases": dict(cost.time.phases) if cost.time else {},
+    }  # fmt: skip
+    if pace is not None and cost.time is not None:
+        said["pace"] = pace
+        if best.mesh.world == 1:
+            said["low_seconds"], said["high_seconds"] = (cost.time.step_seconds * factor for factor in PACED_BAND)
+    return DemoPlan(choice=choice, plan=best.with_(predicted=said))
 
 
 # ---------------------------------------------------------------- measuring a machine

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from foretell.cli import common, demo, doctor, fit, hardware, probe, zoo
+from foretell.cli import common, compare, demo, doctor, fit, hardware, plan, probe, run, show, verify, zoo
 
 _SETTINGS: dict[str, Any] = {
     "add_completion": False,
@@ -43,6 +43,11 @@ zoo_app.callback(invoke_without_command=True, short_help="List the models known 
 zoo_app.command("check")(zoo.check)
 app.command("hardware", short_help="List the devices known by name; `hardware NAME` shows one.")(hardware.hardware)
 app.command("probe", short_help="Measure this machine, so that predictions rest on it.")(probe.probe)
+app.command("run", short_help="Train as a plan says, and measure it.")(run.run)
+app.command("compare", short_help="Predicted beside measured of a run. Exit 0 within the bands, 1 not.")(compare.compare)
+app.command("plan", short_help="The best plan to train MODEL on HW. Exit 0 found, 1 nothing fits.")(plan.plan)
+app.command("show", short_help="Explain a plan file: mesh, stages, blocks, what was predicted.")(show.show)
+app.command("verify", short_help="Does a plan compute what one process computes? Exit 0 yes, 1 no.")(verify.verify)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 

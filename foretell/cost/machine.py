@@ -33,7 +33,8 @@ def machine(device: Device, profile: Profile | None) -> Machine | None:
     """Speed and power of a device from a profile; None where there is none to carry over. Made once for each pair."""
     if profile is None or not profile.ops:
         return None
-    key = (repr(device), profile.device, profile.date, profile.torch, profile.mode)
+    corrected = repr((profile.fitted.get("in_step"), profile.host))  # by runs: the same probe, other factors
+    key = (repr(device), profile.device, profile.date, profile.torch, profile.mode, corrected)
     if key not in _KNOWN:
         _KNOWN[key] = _made(device, profile)
     return _KNOWN[key]

@@ -71,15 +71,20 @@ def measure_on_cpu(source: Source, recipe: Recipe, steps: int = 2) -> tuple[int,
     return at_start + kept, at_start + whole
 
 
-def seconds_on_cpu(source: Source, recipe: Recipe, least: float = 2.0) -> float:
-    """Median seconds of a real step on this CPU, once warm."""
+def seconds_on_cpu(
+    source: Source, recipe: Recipe, least: float = 2.0, steps: int = 13, most: float = float("inf")
+) -> float:
+    """Median seconds of a real step on this CPU, once warm: of so many steps and seconds at least; after `most` seconds,
+    of as many as there are."""
     torch.manual_seed(0)
     step = Step(load(source), recipe, device_type="cpu")
     step.create_optimizer()
     found: list[float] = []
     begun = time.perf_counter()
-    while len(found) < 13 or (time.perf_counter() - begun < least and len(found) < 400):
+    while len(found) < steps or (time.perf_counter() - begun < least and len(found) < 400):
         before = time.perf_counter()
+        if before - begun > most and len(found) > 4:
+            break
         for _ in range(recipe.accumulate):
             step.micro_batch()
         step.update()

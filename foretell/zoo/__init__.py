@@ -72,6 +72,14 @@ _GPT = (
         seq=2048,
     ),
     Entry(
+        "gpt-10m",
+        "gpt",
+        {"vocab_size": 256, "context": 256, "layers": 6, "dim": 384, "heads": 6},
+        "text",
+        "GPT-2 shape for bytes, 10.8M: the model of `foretell demo`",
+        seq=256,
+    ),
+    Entry(
         "gpt-tiny",
         "gpt",
         {"vocab_size": 512, "context": 128, "layers": 4, "dim": 128, "heads": 4},

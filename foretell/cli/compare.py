@@ -1,0 +1,94 @@
+"""`foretell compare RUN`: what a run did against what its plan predicted, and what its machine's profile learns from it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from foretell.cli import common
+
+if TYPE_CHECKING:
+    from foretell.report.comparison import Comparison
+    from foretell.search.learn import Taught
+
+UPDATE_HELP = "Correct your own profile of this machine by what the run measured, where it was calm enough."
+
+
+def compare(
+    run: Path = typer.Argument(..., metavar="RUN", show_default=False, help="A run folder, as `foretell run` wrote it."),
+    update_profile: bool = typer.Option(False, "--update-profile", help=UPDATE_HELP),
+    device: str = typer.Option("auto", metavar="auto|cpu|cuda", help="With --update-profile: where the run was."),
+    json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
+    debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
+) -> int:
+    """Print predicted beside measured of a run. Exit 0 all within its band, 1 something is not."""
+    from foretell.report import comparison
+
+    found = comparison.of_folder(run)
+    taught = common.call(lambda: learned(run, found, device), f"learning from {run}") if update_profile else None
+    if json:
+        common.emit_json({"comparison": found.to_json(), **({"profile": as_json(taught)} if taught else {})})
+    else:
+        show(found)
+        if taught is not None:
+            common.emit("\n".join(["", *told(taught)]))
+    return common.NO_OR_FAILED if found.ok is False else common.YES
+
+
+def show(found: Comparison) -> None:
+    from foretell.report import comparison
+
+    common.emit(comparison.render(found, common.width(), ascii_only=common.ascii_only(sys.stdout)))
+
+
+def written(run: Path) -> Comparison:
+    """The comparison of a run folder, written beside its measurement; a folder that cannot be written is no error."""
+    import contextlib
+    import json
+
+    from foretell.report import comparison, schema
+    from foretell.trace.cache import write_atomically
+
+    found = comparison.of_folder(run)
+    with contextlib.suppress(OSError):
+        write_atomically(run / comparison.FILE, json.dumps(schema.plain(found.to_json()), indent=2) + "\n")
+    return found
+
+
+def learned(run: Path, found: Comparison, device: str) -> Taught:
+    """Correct the profile by a run, where its comparison allows."""
+    import json
+
+    from foretell.plan import file
+    from foretell.search.learn import Taught, update_profile
+
+    measured: dict[str, Any] = json.loads((run / "measurement.json").read_text(encoding="utf-8"))
+    if not found.comparable:
+        return Taught(why=found.notes[0], measured_seconds=measured["step_seconds"])
+    return update_profile(file.read(run / "plan.json"), measured, run.name, device)
+
+
+def told(taught: Taught) -> list[str]:
+    from foretell.report.words import seconds
+
+    if taught.why:
+        return [f"profile     left as it is: {taught.why}"]
+    assert taught.before_seconds is not None and taught.after_seconds is not None
+    return [
+        f"profile     {taught.note}",
+        f"            this step: predicted {seconds(taught.before_seconds)} before and {seconds(taught.after_seconds)} now, "
+        f"measured {seconds(taught.measured_seconds)}",
+        f"            written to {taught.profile}",
+    ]
+
+
+def as_json(taught: Taught) -> dict[str, Any]:
+    return {
+        "updated": not taught.why, "why_not": taught.why, "factors": dict(taught.factors),
+        "before_seconds": taught.before_seconds, "after_seconds": taught.after_seconds,
+        "measured_seconds": taught.measured_seconds, "file": str(taught.profile) if taught.profile else None,
+        "note": taught.note,
+    }  # fmt: skip

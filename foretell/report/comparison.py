@@ -1,0 +1,429 @@
+"""Predicted beside measured, line by line: what a run did against what its plan said. No torch.
+
+    compare(plan, measurement)  → Comparison        measurement: the JSON of `runtime.measure.Measurement`
+    of_folder(run)              → Comparison        from plan.json and measurement.json of a run folder
+    render(comparison, 80)      → text for a terminal
+    Comparison.to_json()        → comparison.json, as comparison.schema.json describes it
+
+An error is predicted / measured - 1: with a plus, more was predicted than measured.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.text import Text
+
+from foretell.errors import FileFormatError, UserError
+from foretell.hardware import parse
+from foretell.hardware.catalog import GENERIC_CPU, find, find_reported
+from foretell.hardware.types import Device
+from foretell.plan import file as plans
+from foretell.plan.types import Plan
+from foretell.report import words
+from foretell.units import GIB, MIB, gib, human_bytes
+
+SCHEMA_VERSION = 1
+FILE, SCHEMA = "comparison.json", "comparison.schema.json"
+SECONDS, BYTES = "seconds", "bytes"
+ALLOCATED_BAND, RESERVED_BAND = 0.01, 0.03
+"""Shares within which a GPU's peaks are expected, where the plan says nothing else; those of `cost.memory`."""
+PROCESS_BYTES = (300 * MIB, 500 * MIB)
+"""What a process on a CPU holds besides its tensors, from and to: six models on a Xeon with torch 2.13 held 328 to 485."""
+PROCESS_SHARE = 0.15
+"""And of its tensors as much again at most: pages that the allocator keeps, scratch of kernels. Assumed."""
+NOT_MEASURED = "this run did not measure it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One quantity, predicted and measured."""
+
+    name: str
+    unit: str
+    """seconds, bytes, tokens/s or samples/s."""
+    predicted: float | None
+    measured: float | None
+    low: float | None = None
+    high: float | None = None
+    """Between which the measured value is expected."""
+    known: str = ""
+    """How the prediction is known: counted, measured or assumed."""
+    note: str = ""
+
+    @property
+    def error(self) -> float | None:
+        return self.predicted / self.measured - 1 if self.predicted is not None and self.measured else None
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether the measured value is in its band; None where one of them is not known."""
+        if self.measured is None or self.low is None or self.high is None:
+            return None
+        return self.low <= self.measured <= self.high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Where seconds of a step went."""
+
+    name: str
+    predicted: float | None
+    measured: float | None
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """How step seconds changed over the run."""
+
+    first_seconds: float
+    """Median of the first third of the steps."""
+    last_seconds: float
+    change: float
+    """last / first - 1."""
+    low_seconds: float
+    high_seconds: float
+    """Eight of ten steps lie between."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A run held against its plan."""
+
+    model: str
+    plan: str
+    """In a few words."""
+    comparable: bool
+    """False where nothing was predicted, or for another kind of device."""
+    lines: tuple[Line, ...]
+    parts: tuple[Part, ...]
+    """Where the time of a step went."""
+    kinds: Mapping[str, float]
+    """Predicted seconds of a step by what the device does, and what it waits for."""
+    besides: Mapping[str, float]
+    """Measured seconds outside steps: one save, one evaluation."""
+    drift: Drift | None
+    loss: Mapping[str, float | None]
+    """first, last, held_out."""
+    steps: int
+    skipped_steps: int
+    hardware: Mapping[str, Any]
+    versions: Mapping[str, str]
+    command: str
+    """That repeats the run."""
+    started: str
+    notes: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether every measured value is in its band; None where there is nothing to compare."""
+        found = [line.inside for line in self.lines if line.inside is not None]
+        return all(found) if found and self.comparable else None
+
+    def line(self, name: str) -> Line | None:
+        return next((line for line in self.lines if line.name == name), None)
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        data["ok"] = self.ok
+        data["lines"] = [{**asdict(line), "error": line.error, "inside": line.inside} for line in self.lines]
+        data["parts"], data["notes"] = [asdict(part) for part in self.parts], list(self.notes)
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Comparison:
+        given = {
+            **_known(cls, data), "lines": tuple(Line(**_known(Line, line)) for line in data["lines"]),
+            "parts": tuple(Part(**_known(Part, part)) for part in data["parts"]), "notes": tuple(data["notes"]),
+            "drift": None if data["drift"] is None else Drift(**_known(Drift, data["drift"])),
+        }  # fmt: skip
+        return cls(**given)
+
+
+def _known(kind: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    names = {item.name for item in fields(kind)}
+    return {name: value for name, value in data.items() if name in names}
+
+
+@cache
+def schema() -> dict[str, Any]:
+    """The JSON schema of a comparison file."""
+    found: dict[str, Any] = json.loads((resources.files("foretell.report") / SCHEMA).read_text(encoding="utf-8"))
+    return found
+
+
+# --- comparing -------------------------------------------------------------------------------------------------------
+
+
+def of_folder(run: str | Path) -> Comparison:
+    """The comparison of a run folder, made anew from its plan and its measurement."""
+    folder = Path(run)
+    if not folder.is_dir():
+        raise UserError(f"there is no run folder {folder}", "give the folder that `foretell run` wrote")
+    path = folder / "measurement.json"
+    try:
+        measured = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} has no measurement.json: the run has not ended", f"foretell run {folder} --resume"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise FileFormatError(f"{path} cannot be read: {error}", "run the plan again") from None
+    plan = plans.read(folder / "plan.json")
+    try:
+        return compare(plan, measured)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise FileFormatError(f"{path} is no whole measurement: {error!r}", "run the plan again") from None
+
+
+def compare(plan: Plan, measured: Mapping[str, Any]) -> Comparison:
+    """A plan's predictions against what a run of it measured."""
+    from foretell.search.choose import told
+
+    predicted, kind = plan.predicted, str(measured["hardware"].get("kind", "cuda"))
+    notes = tuple(_unlike(plan, measured))
+    comparable = not notes
+    said = predicted if comparable else {}
+    besides = {"save": measured.get("save_seconds"), "evaluation": measured.get("eval_seconds")}
+    return Comparison(
+        model=str(plan.model.get("model", "")), plan=told(plan), comparable=comparable,
+        lines=(*_speed(said, measured), *_memory(said, measured, kind)), parts=tuple(_parts(said, measured)),
+        kinds=dict(said.get("breakdown") or {}), besides={name: s for name, s in besides.items() if s is not None},
+        drift=_drift(measured),
+        loss={"first": measured["first_loss"], "last": measured["last_loss"], "held_out": measured.get("eval_loss")},
+        steps=int(measured["steps"]), skipped_steps=int(measured["skipped_steps"]), hardware=dict(measured["hardware"]),
+        versions=dict(measured["versions"]), command=str(measured["command"]), started=str(measured["started"]),
+        notes=(*notes, *_said(said, measured)),
+    )  # fmt: skip
+
+
+def _unlike(plan: Plan, measured: Mapping[str, Any]) -> Iterator[str]:
+    """Why the two cannot be held against each other."""
+    if not plan.predicted:
+        yield "nothing was predicted for this plan; `foretell plan` makes plans with predictions"
+        return
+    wanted, ran_on = _device_of(plan), str(measured["hardware"].get("device", ""))
+    if wanted is None:
+        return
+    on_cpu = measured["hardware"].get("kind") == "cpu"
+    found = find(GENERIC_CPU) if on_cpu else find_reported(ran_on)
+    if (wanted.backend == "cpu") != on_cpu or (found is not None and found.name != wanted.name):
+        yield f"the plan's predictions are for {wanted.name}, and it ran on {ran_on or 'another device'}: they are not compared"
+
+
+def _device_of(plan: Plan) -> Device | None:
+    """What the plan's predictions are for; None where only the machine it was made on knows."""
+    name = str(plan.predicted.get("device") or plan.hardware)
+    if name.strip().casefold().startswith("auto"):
+        return None
+    try:
+        return parse(name).device
+    except UserError:  # a hardware file that is not here, a name of another time
+        return None
+
+
+def _speed(said: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[Line, Line]:
+    unit, per_step = str(measured["unit"]), float(measured["per_step"])
+    seconds, low, high = (said.get(name) for name in ("step_seconds", "low_seconds", "high_seconds"))
+    how = said.get("provenance") or {}
+    known = str(how.get("time", "")) if isinstance(how, Mapping) else str(how)
+    step = Line(
+        name="step", unit=SECONDS, predicted=seconds, measured=float(measured["step_seconds"]), low=low, high=high,
+        known=known,
+    )  # fmt: skip
+    rate = Line(
+        name="throughput", unit=f"{unit}/s", predicted=said.get(f"{unit}_per_second") or (per_step / seconds if seconds else None),
+        measured=float(measured["per_second"]), low=per_step / high if high else None, high=per_step / low if low else None,
+        known=known,
+    )  # fmt: skip
+    return step, rate
+
+
+def _memory(said: Mapping[str, Any], measured: Mapping[str, Any], kind: str) -> Iterator[Line]:
+    """What the kind of device can measure: a GPU its allocator and the driver, a CPU the process."""
+    bands = said.get("bands") or {}
+    how = said.get("provenance") or {}
+    known = str(how.get("memory", "")).partition(":")[0] if isinstance(how, Mapping) else ""
+    if kind == "cpu":
+        whole, tensors = said.get("memory_bytes"), said.get("allocated_bytes")
+        low, high = bands.get("device_bytes") or _process_band(tensors)
+        yield Line(
+            name="process", unit=BYTES, predicted=whole, measured=measured.get("host_bytes"), low=low, high=high,
+            known="assumed", note="RAM of the largest rank: its tensors, which are counted, and a process around them",
+        )  # fmt: skip
+        return
+    for name, share in (("allocated", ALLOCATED_BAND), ("reserved", RESERVED_BAND)):
+        value = said.get(f"{name}_bytes")
+        low, high = bands.get(f"{name}_bytes") or ((value * (1 - share), value * (1 + share)) if value else (None, None))
+        yield Line(
+            name=name, unit=BYTES, predicted=value, measured=measured.get(f"{name}_bytes"), low=low, high=high, known=known,
+            note="peak of the worst rank",
+        )  # fmt: skip
+    device, there = said.get("memory_bytes"), measured.get("device_bytes")
+    low, high = bands.get("device_bytes") or (None, None)
+    yield Line(
+        name="device", unit=BYTES, predicted=device, measured=there, low=low, high=high, known="assumed",
+        note="with the context" if there is not None else NOT_MEASURED,
+    )  # fmt: skip
+
+
+def _process_band(tensors: float | None) -> tuple[float | None, float | None]:
+    if tensors is None:
+        return None, None
+    return tensors + PROCESS_BYTES[0], tensors * (1 + PROCESS_SHARE) + PROCESS_BYTES[1]
+
+
+def _parts(said: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[Part]:
+    """Seconds of a step, phase by phase. Predicted spans have waits in them; where a plan has phases alone, they are
+    seconds in which the device computes."""
+    found, spans, phases = measured["phases"], said.get("spans") or {}, said.get("phases") or {}
+    computing = sum(seconds for name, seconds in phases.items() if name != "update") if phases else None
+    note = "without waits" if phases and not spans else ""
+    yield Part(
+        name="forward and backward", predicted=spans.get("backward", computing), measured=found.get("backward"), note=note
+    )
+    yield Part(name="update", predicted=spans.get("update", phases.get("update")), measured=found.get("update"), note=note)
+    data = found.get("data")
+    yield Part(
+        name="between steps", predicted=None, measured=found.get("between"),
+        note=f"{words.seconds(data)} to fetch data" if data else "",
+    )  # fmt: skip
+    own = "the host's own time" if measured["hardware"].get("kind") == "cpu" else "waiting for the host"
+    for name, title in (("waiting_for_host", own), ("communication", "communication")):
+        seconds = (said.get("breakdown") or {}).get(name)
+        if seconds:
+            yield Part(name=title, predicted=seconds, measured=None, note="in the phases")
+
+
+def _drift(measured: Mapping[str, Any]) -> Drift | None:
+    stretches = [float(value) for value in measured.get("stretches", ())]
+    third = len(stretches) // 3
+    if not third:
+        return None
+    first, last = median(stretches[:third]), median(stretches[-third:])
+    return Drift(
+        first_seconds=first, last_seconds=last, change=last / first - 1 if first else 0.0,
+        low_seconds=float(measured["p10_seconds"]), high_seconds=float(measured["p90_seconds"]),
+    )  # fmt: skip
+
+
+def _said(said: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[str]:
+    pace = said.get("pace")
+    if pace:
+        yield f"predicted for a machine that takes {pace:.2f} times as long as its profile says, as measured just before"
+    if int(measured["steps"]) < 10:
+        yield f"only {measured['steps']} steps were measured: a median of so few says little"
+
+
+# --- a page for people -----------------------------------------------------------------------------------------------
+
+_GUTTER = 12
+_KINDS = {"gemm": "products", "waiting_for_host": "host"}
+_WORDS = {True: ("inside", "green"), False: ("OUTSIDE", "red"), None: ("", "")}
+
+
+def render(comparison: Comparison, width: int = 80, *, ascii_only: bool = False) -> Text:
+    """The comparison as a table, with where the time went, how it drifted and how to repeat it."""
+    rows = [Text(line, "bold") for line in _wrapped(f"predicted beside measured: {comparison.model}, {comparison.plan}", width, 2)]
+    rows += [*_table(comparison.lines), Text()]
+    for line in (*_where(comparison), *_about(comparison)):
+        rows += [Text(part) for part in _wrapped(line, width, _GUTTER)]
+    rows += [Text(f"{'again':<{_GUTTER}}{comparison.command}")] if comparison.command else []
+    page = Text("\n").join(rows)
+    return Text(page.plain.translate(_ASCII)) if ascii_only else page
+
+
+_ASCII = str.maketrans({"–": "-", "→": ">", "×": "x", "µ": "u"})
+
+
+def _wrapped(line: str, width: int, indent: int) -> list[str]:
+    return textwrap.wrap(line, max(width, 40), subsequent_indent=" " * indent, break_long_words=False, drop_whitespace=True) or [""]
+
+
+def _table(lines: Sequence[Line]) -> list[Text]:
+    cells = [("", "predicted", "expected", "measured", "error")]
+    cells += [
+        (_name(line), _amount(line.predicted, line.unit), _span(line), _amount(line.measured, line.unit), _share(line.error))
+        for line in lines
+    ]  # fmt: skip
+    wide = [max(len(row[column]) for row in cells) for column in range(5)]
+    wide[0] = max(wide[0], _GUTTER - 2)
+    shown = []
+    for row, line in zip(cells, (None, *lines), strict=True):
+        text = "  ".join(cell.rjust(w) if n else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, wide, strict=True)))
+        word, style = _WORDS[line.inside] if line is not None else ("", "")
+        if line is not None and line.measured is None:
+            word = "not measured"
+        shown.append(Text.assemble(text, "  ", (word, style)) if word else Text(text.rstrip()))
+    return shown
+
+
+def _name(line: Line) -> str:
+    return line.unit if line.unit not in (SECONDS, BYTES) else "process RAM" if line.name == "process" else line.name
+
+
+def _where(comparison: Comparison) -> Iterator[str]:
+    parts = [part for part in comparison.parts if part.predicted is not None or part.measured is not None]
+    if parts:
+        yield f"{'':<{_GUTTER}}{'':<22}{'predicted':>10}{'measured':>12}"
+    for number, part in enumerate(parts):
+        label = "time" if not number else ""
+        said = f"{_amount(part.predicted, SECONDS):>10}{_amount(part.measured, SECONDS):>12}"
+        yield f"{label:<{_GUTTER}}{part.name:<22}{said}" + (f"  {part.note}" if part.note else "")
+    total = sum(comparison.kinds.values())
+    if total:
+        shares = sorted(comparison.kinds.items(), key=lambda item: -item[1])
+        named = [f"{_KINDS.get(name, name)} {words.percent(value / total)}" for name, value in shares if value >= 0.005 * total]
+        yield f"{'of which':<{_GUTTER}}{'  '.join(named)} as predicted"
+    if comparison.besides:
+        yield f"{'besides':<{_GUTTER}}" + ", ".join(f"{words.seconds(s)} for one {name}" for name, s in comparison.besides.items())
+
+
+def _about(comparison: Comparison) -> Iterator[str]:
+    drift = comparison.drift
+    if drift is not None:
+        yield (
+            f"{'drift':<{_GUTTER}}first third {words.seconds(drift.first_seconds)}, last third {words.seconds(drift.last_seconds)} "
+            f"({drift.change:+.1%}); eight of ten steps {words.seconds(drift.low_seconds)} to {words.seconds(drift.high_seconds)}"
+        )
+    loss = comparison.loss
+    if loss.get("first") is not None and loss.get("last") is not None:
+        held = f", held out {loss['held_out']:.4f}" if loss.get("held_out") is not None else ""
+        yield f"{'loss':<{_GUTTER}}{loss['first']:.4f} → {loss['last']:.4f}{held}"
+    hardware, versions = comparison.hardware, comparison.versions
+    count = int(hardware.get("count", 1))
+    ranks = f"{count} ranks" if count > 1 else "1 rank"
+    threads = f" of {hardware['threads']} threads" if hardware.get("threads") else ""
+    named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "python", "foretell") if name in versions)
+    yield f"{'machine':<{_GUTTER}}{hardware.get('device', '')}, {ranks}{threads}; {named}"
+    for note in comparison.notes:
+        yield f"{'note':<{_GUTTER}}{note}"
+
+
+def _amount(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    if unit == BYTES:
+        return gib(value) if value >= GIB else human_bytes(value)
+    return words.seconds(value) if unit == SECONDS else words.number(value)
+
+
+def _span(line: Line) -> str:
+    if line.low is None or line.high is None:
+        return "-"
+    low, high = _amount(line.low, line.unit).split(), _amount(line.high, line.unit).split()
+    return f"{low[0] if low[1:] == high[1:] else ' '.join(low)} – {' '.join(high)}"
+
+
+def _share(error: float | None) -> str:
+    return "-" if error is None else f"{100 * error:+.1f} %"
