@@ -1,0 +1,180 @@
+"""What a plan costs: bytes on every rank, collectives with their bytes, seconds of a step. Plain data, no torch.
+
+A plan is costed from traces of one device; nothing is traced here, so that thousands of plans take seconds.
+
+    traces of one device, one for each residency (keep, recompute, selective)        trace.capture
+      │   with tensor parallelism: of one rank's part, traced under a fake process group (search.traces)
+      ▼ compose     every block its own residency                                    plan_blocks
+      ▼ repeated    so many micro-batches a step                                     plan_steps
+      ▼ compile     blocks or the whole model                                        trace.compiled
+      ▼ cut         pipeline: the ops of each stage, what it receives and sends      pipeline
+      ▼ shard       dp_shard and dp_replicate: gather, scatter, sum                  sharded
+      ▼ arrange     pipeline: the schedule's events, micro-batches in flight         pipeline
+      one trace for each rank of the pipeline
+      ├─► memory: replayed through the caching allocator; the worst rank decides     memory
+      └─► time: every op on its stream; with a pipeline, ranks wait for each other   plan_time, pipeline
+
+Every arrow is a function Trace → Trace, in the order in which `runtime` applies the same things to the real model.
+Ranks along dp_replicate, dp_shard and tp hold the same number of bytes, but for uneven rows: rank 0 has the largest
+shards and stands for all. Ranks along pp differ, and each is costed.
+
+What is exact, in tests, against PyTorch's own dry run with a fake process group: bytes kept, the highest point of each
+phase, and the list of collectives with their bytes, for fully_shard (any reshard policy, replicas, precision). What is
+not: buffers of the communication library beside the allocator (a constant, from `overheads.toml`), and time, which
+for several devices is "assumed" until links are measured.
+
+Mesh axes lie as in `plan.types.AXES`: tp innermost, so its groups are side by side; pp outermost. Which links a group
+uses follows from that (`collectives.fabric` with a stride).
+
+A CPU is costed from the trace of the CPU step: bytes are live bytes (there is no caching allocator) plus a process,
+against RAM that all ranks share; seconds come from the CPU's profile, with cores shared by the ranks (plan_cpu).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from foretell.cost import plan_cpu
+from foretell.cost.machine import machine
+from foretell.cost.plan_blocks import KEEP, blocks_of, compose
+from foretell.cost.plan_parts import (
+    Collective,
+    Options,
+    PlanCost,
+    RankCost,
+    collectives,
+    memory_of,
+    model_flops,
+    notes_of,
+    profile_for,
+    throughput,
+)
+from foretell.cost.plan_steps import repeated
+from foretell.cost.plan_time import plan_time
+from foretell.cost.prediction import Time
+from foretell.cost.sharded import shard
+from foretell.errors import UserError
+from foretell.hardware.types import Cluster
+from foretell.plan.blocks import expand
+from foretell.plan.types import Plan
+from foretell.trace.types import Trace
+
+__all__ = ["KEEP", "Collective", "Options", "PlanCost", "RankCost", "collectives", "predict_plan"]
+
+
+def predict_plan(
+    trace: Trace | Mapping[str, Trace], plan: Plan, cluster: Cluster, options: Options | None = None
+) -> PlanCost:
+    """What every rank of a plan allocates and sends, and how long a step takes.
+
+    `trace` is one device's step at the plan's micro-batch and precision, with tp > 1 that of one rank's part; where
+    blocks differ in residency, one trace for each: keep, recompute, selective.
+    """
+    how = options or Options()
+    traces = trace if isinstance(trace, Mapping) else {KEEP: trace}
+    _check(plan, cluster)
+    mixed = composed(traces, plan)
+    if plan.mesh.pp > 1:
+        from foretell.cost.pipeline import predict_pipeline
+
+        found = predict_pipeline(mixed, plan, cluster, how)
+        return found if plan.compile == "none" else _quickened(found, mixed, cluster, how)
+    whole = repeated(mixed, plan.accumulate)
+    local = sharded(compiled(whole, plan), plan)
+    time, rank = _cost(local, plan, cluster, how)
+    if plan.compile == "blocks" and time is not None:
+        time = _cost(sharded(compiled(whole, plan.with_(compile="model")), plan), plan, cluster, how)[0]
+    unit, per_step = throughput(mixed, plan)
+    return PlanCost(
+        plan=plan, ranks=(rank,), time=time, unit=unit, per_step=per_step,
+        model_flops=model_flops(mixed, plan), notes=tuple(notes_of(local, plan)),
+    )  # fmt: skip
+
+
+def _quickened(found: PlanCost, mixed: Trace, cluster: Cluster, how: Options) -> PlanCost:
+    """A pipeline of compiled blocks: as much quicker as the same micro-batch on one device."""
+    known = machine(cluster.device, profile_for(cluster, how.profile_of))
+    if found.time is None or known is None or cluster.device.backend == "cpu":
+        return found
+    alone = Plan(model=found.plan.model, hardware=found.plan.hardware)
+    plain, quick = (
+        plan_time(compiled(mixed, alone.with_(compile=way)), alone, known, cluster).step_seconds for way in ("none", "model")
+    )
+    share = min(1.0, quick / plain)
+    time = found.time
+    return replace(
+        found,
+        time=replace(
+            time, step_seconds=time.step_seconds * share, low_seconds=time.low_seconds * share,
+            high_seconds=time.high_seconds * share,
+            breakdown={name: value * share for name, value in time.breakdown.items()},
+        ),
+        notes=(*found.notes, "compiled stages are taken to be as much quicker as the whole step on one device"),
+    )  # fmt: skip
+
+
+def _cost(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> tuple[Time | None, RankCost]:
+    if cluster.device.backend == "cpu":
+        outcome = plan_cpu.predict_memory(local, plan, cluster)
+        profile = profile_for(cluster, how.profile_of)
+        time = plan_cpu.predict_time(local, plan, cluster, profile, how.pace)
+    else:
+        outcome = memory_of(local, plan, cluster, how)
+        known = machine(cluster.device, profile_for(cluster, how.profile_of))
+        time = plan_time(local, plan, known, cluster) if known is not None else None
+    rank = RankCost(
+        rank=0, stages=(0,), verdict=outcome.verdict, memory=outcome.memory, collectives=collectives(local),
+        seconds=time.step_seconds if time else None,
+    )  # fmt: skip
+    return time, rank
+
+
+def _check(plan: Plan, cluster: Cluster) -> None:
+    if plan.mesh.world > cluster.count and cluster.device.backend != "cpu":
+        raise UserError(
+            f"the plan has {plan.mesh.world} ranks and {cluster.device.name} is there {cluster.count} times",
+            "give more devices, or a smaller mesh",
+        )
+    for axis in ("cp", "ep"):
+        if getattr(plan.mesh, axis) > 1:
+            raise UserError(f"the plan has {axis} {getattr(plan.mesh, axis)}, which cannot be predicted yet", f"use {axis} 1")
+
+
+# ---------------------------------------------------------------------- one device to one rank
+
+
+def modes_of(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
+    """Block → keep, recompute or selective."""
+    return {block: residency.mode for block, residency in expand(plan.blocks, blocks).items()}
+
+
+def composed(traces: Mapping[str, Trace], plan: Plan) -> Trace:
+    """One trace in which every block has its residency."""
+    any_trace = next(iter(traces.values()))
+    modes = modes_of(plan, blocks_of(any_trace))
+    wanted = set(modes.values()) or {KEEP}
+    if len(wanted) == 1 and wanted <= traces.keys():
+        return traces[wanted.pop()]
+    missing = {KEEP, *wanted} - traces.keys()
+    if missing:
+        raise UserError(f"no trace of residency {', '.join(sorted(missing))} is given", "trace each residency the plan has")
+    return compose(traces, modes)
+
+
+def compiled(trace: Trace, plan: Plan) -> Trace:
+    """Under torch.compile of the whole model. Of blocks compiled each, bytes are taken as without: they need no more."""
+    if plan.compile != "model":
+        return trace
+    from foretell.trace.compiled import compile_trace
+
+    return compile_trace(trace)
+
+
+def sharded(trace: Trace, plan: Plan) -> Trace:
+    """With what fully_shard does over the data axes."""
+    mesh = plan.mesh
+    if mesh.data == 1:
+        return trace if mesh.world == 1 else replace(trace, meta={**trace.meta, "ranks": mesh.world})
+    reduce = "float32" if plan.precision == "bf16-mixed" else None
+    return shard(trace, mesh.dp_shard, replicate=mesh.dp_replicate, reshard=plan.reshard, reduce=reduce)

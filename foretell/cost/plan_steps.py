@@ -1,0 +1,82 @@
+"""A step of several micro-batches from the trace of one: the later ones add to the gradients that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from foretell.trace import types
+from foretell.trace.types import Op, Program, Ref, Storage, Trace
+
+FIRST, NEXT = "micro_first", "micro_next"
+_KEPT = "aten.detach.default"
+"""What autograd does with the first gradient of a parameter: it keeps it."""
+
+
+def repeated(trace: Trace, accumulate: int) -> Trace:
+    """The trace with so many micro-batches a step; what the later ones do is derived where it was not traced.
+
+    All of them are on the device before the first is computed.
+    """
+    if accumulate > 1:
+        trace = _with_batches(trace if NEXT in trace.programs else _with_next(trace), accumulate)
+
+    def times(run: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+        found: list[tuple[str, int]] = []
+        for name, count in run:
+            if name == FIRST:
+                found += [(FIRST, 1), (NEXT, accumulate - 1)]
+            elif name != NEXT:
+                found.append((name, count))
+        return tuple((name, count) for name, count in found if count > 0)
+
+    steps = {name: times(run) if any(part == FIRST for part, _ in run) else run for name, run in trace.schedule.items()}
+    return replace(trace, schedule=steps)
+
+
+def _with_batches(trace: Trace, accumulate: int) -> Trace:
+    storages, resident = dict(trace.storages), list(trace.resident)
+    for number in trace.resident:
+        if storages[number].role == types.INPUT:
+            for _ in range(accumulate - 1):
+                resident.append(max(storages) + 1)
+                storages[resident[-1]] = storages[number]
+    return replace(trace, storages=storages, resident=tuple(resident))
+
+
+def _with_next(trace: Trace) -> Trace:
+    storages = dict(trace.storages)
+    program = Program(NEXT, tuple(adding(trace.programs[FIRST].ops, storages)))
+    return replace(trace, programs={**trace.programs, NEXT: program}, storages=storages)
+
+
+def adding(ops: Sequence[Op], storages: dict[int, Storage]) -> list[Op]:
+    """The same ops on gradients of their own, each added to the one that is there, and then gone."""
+    born = {number for op in ops for number in op.allocates}
+    gone = {number for op in ops for number in op.frees}
+    twins: dict[int, int] = {}
+    for number in sorted(born - gone):
+        if storages[number].role == types.GRADIENT:
+            twins[number] = max(storages) + 1
+            storages[twins[number]] = storages[number]._replace(role=types.TEMPORARY)
+    last = {ref.storage: position for position, op in enumerate(ops) for ref in (*op.inputs, *op.outputs) if ref.storage in twins}
+
+    def own(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
+        return tuple(Ref(twins.get(ref.storage, ref.storage), ref.spec) for ref in refs)
+
+    done: list[Op] = []
+    for position, op in enumerate(ops):
+        dying = tuple(twins[number] for number in twins if last.get(number) == position)
+        if op.name == _KEPT and op.phase == "backward" and op.inputs and op.inputs[0].storage in twins:
+            there = op.inputs[0]
+            done.append(
+                replace(op, name="aten.add_.Tensor", inputs=(there, *own((there,))), outputs=(there,), frees=(*op.frees, *dying))
+            )
+            continue
+        done.append(
+            replace(
+                op, inputs=own(op.inputs), outputs=own(op.outputs),
+                allocates=tuple(twins.get(number, number) for number in op.allocates), frees=(*op.frees, *dying),
+            )
+        )  # fmt: skip
+    return done

@@ -1,0 +1,211 @@
+"""How long a rank's step takes under a plan: its ops on one stream, collectives of each mesh axis on another.
+
+What fully_shard gathers and scatters runs beside compute: a gather must be there before its copy-out, a scatter before
+the update. What tensor parallelism sums or gathers is on the path: the op that comes next waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from foretell.cost.collectives import ALL_REDUCE, Fabric, collective, fabric
+from foretell.cost.prediction import ASSUMED, Time
+from foretell.cost.shapes import short
+from foretell.cost.sharded import COLLECTIVES as TALKING
+from foretell.cost.sharded import DP_REPLICATE, DP_SHARD
+from foretell.cost.streams import COLLECTIVES, COMPUTE, HOST, Task, Timeline, simulate
+from foretell.cost.time import COMPUTE_KINDS, DRAG, LONG_PROGRAM, Machine, op_prices
+from foretell.hardware.types import Cluster
+from foretell.plan.types import AXES, Mesh, Plan
+from foretell.trace.types import Op, Trace
+
+BESIDE = (DP_SHARD, DP_REPLICATE)
+"""Axes whose collectives run beside compute."""
+_MARKS = frozenset({"foretell.begin", "foretell.model_end", "foretell.reshard"})
+_SYNCHRONISING = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "item"})
+_REDUCTION_AT_END_BYTES = 8
+"""Loss and squared norm of the gradient, summed over all ranks once a step."""
+
+
+def plan_time(local: Trace, plan: Plan, machine: Machine, cluster: Cluster) -> Time:
+    """Seconds of a steady step of one rank; all ranks do the same."""
+    tasks = list(tasks_of(local, local.schedule["steady_step"], machine, talk_over(fabrics_of(plan.mesh, cluster))))
+    world = plan.mesh.world
+    if world > 1:
+        both = collective(ALL_REDUCE, _REDUCTION_AT_END_BYTES, fabric(cluster, world)).seconds
+        tasks.append(Task("foretell.all_reduce", COMPUTE, both, (), 0.0, "all_reduce", "", "update"))
+    timeline = simulate(tasks, steps=1 if len(tasks) > LONG_PROGRAM else 2, drag=drags(tasks))
+    found = as_time(timeline, tasks, machine)
+    return found if world == 1 else replace(found, provenance=ASSUMED)
+
+
+def fabrics_of(mesh: Mesh, cluster: Cluster) -> dict[str, Fabric]:
+    """Axis → what joins the ranks of its groups; `world` joins all."""
+    found, stride = {}, 1
+    for axis in reversed([axis for axis in AXES if axis != "ep"]):
+        ranks = getattr(mesh, axis)
+        if ranks > 1:
+            found[axis] = fabric(cluster, ranks, stride=stride)
+        stride *= ranks
+    if stride > 1:
+        found["world"] = fabric(cluster, stride)
+    return found
+
+
+def drags(tasks: Sequence[Task]) -> Mapping[str, float] | None:
+    """How much compute slows down while a collective runs beside it."""
+    beside = {task.resource for task in tasks} & {lane(axis) for axis in BESIDE}
+    return dict.fromkeys(beside, DRAG[COLLECTIVES]) or None
+
+
+def lane(axis: str) -> str:
+    """The stream on which an axis' collectives run one after the other."""
+    return COLLECTIVES if axis == DP_SHARD else f"{COLLECTIVES} {axis}"
+
+
+Seconds = Callable[[Op], float]
+
+
+def talk_over(fabrics: Mapping[str, Fabric]) -> Seconds:
+    """Seconds of a collective by the links of its axis."""
+
+    def seconds(op: Op) -> float:
+        group = fabrics.get(axis_of(op))
+        return collective(op.name.removeprefix("foretell."), message(op), group).seconds if group is not None else 0.0
+
+    return seconds
+
+
+def axis_of(op: Op) -> str:
+    """The mesh axis of a collective."""
+    return next(str(attr).removeprefix("axis:") for attr in op.attrs if str(attr).startswith("axis:"))
+
+
+def message(op: Op) -> int:
+    """The larger buffer of a collective, in bytes."""
+    return max(op.bytes_read, op.bytes_written)
+
+
+def tasks_of(
+    trace: Trace, run: Sequence[tuple[str, int]], machine: Machine, talk: Seconds, slower: Seconds | None = None, *,
+    around: bool = True,
+) -> Iterator[Task]:  # fmt: skip
+    """The tasks of a run of programs in the order the host asks for them; `slower` is a factor on an op's seconds,
+    `around` counts what the host does besides the ops."""
+    prices = op_prices(trace, machine)
+    besides = machine.host.around(trace, sum(times for _, times in run)) / max(1, len(run)) if around else 0.0
+    maker = _Maker(machine, talk, slower, compiled="compiled" in trace.meta)
+    for name, times in run:
+        for _ in range(times):
+            maker.pending = besides / times
+            ops = trace.programs[name].ops
+            for op, asking in zip(ops, machine.host.issues(ops, compiled=maker.compiled), strict=True):
+                maker.pending += asking
+                task = maker.task(op, prices)
+                if task is not None:
+                    yield task
+
+
+class _Maker:
+    """Ops as tasks, with what each waits for."""
+
+    def __init__(self, machine: Machine, talk: Seconds, slower: Seconds | None, *, compiled: bool) -> None:
+        self.machine, self.talk, self.slower, self.compiled = machine, talk, slower, compiled
+        self.pending = 0.0
+        self.count = 0
+        self.latest = -1
+        """The last task on the compute stream."""
+        self.awaited: dict[str, int] = {}
+        """Axis → the collective that nothing has waited for yet."""
+        self.gathered = -1
+
+    def task(self, op: Op, prices: Mapping[int, tuple[str, float]]) -> Task | None:
+        if op.name in _MARKS:
+            return None
+        if op.name.endswith("_wait"):
+            return None
+        if op.name in TALKING:
+            return self._collective(op)
+        family, seconds = prices[id(op)]
+        synchronises = short(op.name) in _SYNCHRONISING
+        if not seconds and not synchronises and not op.name.startswith("foretell."):
+            return None
+        if self.slower is not None:
+            seconds *= self.slower(op)
+        where = HOST if self.machine.serial else COMPUTE
+        return self._issue(
+            Task(op.name, where, seconds, self._after(op), 0.0, family, op.module, op.phase, synchronises)
+        )
+
+    def _after(self, op: Op) -> tuple[int, ...]:
+        after = [self.awaited.pop(axis) for axis in list(self.awaited) if axis not in BESIDE or op.phase == "update"]
+        if op.name.endswith("copy_out") and self.gathered >= 0:
+            after.append(self.gathered)
+        return tuple(after)
+
+    def _collective(self, op: Op) -> Task:
+        axis, kind, seconds = axis_of(op), op.name.removeprefix("foretell."), self.talk(op)
+        if self.machine.serial:
+            return self._issue(Task(op.name, HOST, seconds, (), 0.0, kind, op.module, op.phase))
+        after = tuple(number for number in (self.latest, self.awaited.get(DP_SHARD, -1)) if number >= 0)
+        if kind == "all_gather" or axis not in BESIDE:
+            after = after[:1] if self.latest >= 0 else ()
+        task = self._issue(Task(op.name, lane(axis), seconds, after, 0.0, kind, op.module, op.phase))
+        if kind == "all_gather" and axis in BESIDE:
+            self.gathered = self.count - 1
+        else:
+            self.awaited[axis] = self.count - 1
+        return task
+
+    def _issue(self, task: Task) -> Task:
+        task = task._replace(host_seconds=self.pending)
+        self.pending = 0.0
+        if task.resource in (COMPUTE, HOST):
+            self.latest = self.count
+        self.count += 1
+        return task
+
+
+# ---------------------------------------------------------------------- the timeline as an answer
+
+
+def as_time(timeline: Timeline, tasks: Sequence[Task], machine: Machine) -> Time:
+    exposed = exposed_communication(timeline)
+    busy = [task for task in tasks if not task.resource.startswith(COLLECTIVES)]
+    binds = _binds(timeline, busy, exposed)
+    low, high = machine.band.get(binds) or machine.band.get("", (0.7, 1.5))
+    seconds = timeline.seconds
+    phases: dict[str, float] = {}
+    kinds: dict[str, float] = {}
+    for task in busy:
+        phases[task.phase] = phases.get(task.phase, 0.0) + task.seconds
+        kind = task.kind if task.kind in COMPUTE_KINDS else "communication" if task.name in TALKING else "memory"
+        kinds[kind] = kinds.get(kind, 0.0) + task.seconds
+    kinds["communication"] = kinds.get("communication", 0.0) + exposed
+    kinds["waiting_for_host"] = max(0.0, seconds - sum(kinds.values()))
+    return Time(
+        step_seconds=seconds, low_seconds=seconds * low, high_seconds=seconds * high, breakdown=kinds, phases=phases,
+        binds=binds, provenance=machine.provenance, device_seconds=sum(task.seconds for task in busy),
+        host_seconds=timeline.busy.get(HOST, 0.0), exposed_communication_seconds=exposed,
+        waiting_for_host_seconds=timeline.host_stall_seconds,
+    )  # fmt: skip
+
+
+def exposed_communication(timeline: Timeline) -> float:
+    """Seconds in which some collective ran and compute did not; lanes that overlap each other count once at most."""
+    total = sum(seconds for name, seconds in timeline.exposed.items() if name.startswith(COLLECTIVES))
+    return min(total, max(0.0, timeline.seconds - timeline.busy.get(COMPUTE, 0.0)))
+
+
+def _binds(timeline: Timeline, busy: Sequence[Task], exposed: float) -> str:
+    serial = any(task.resource == HOST for task in busy)
+    if not serial and timeline.host_stall_seconds > 0.25 * timeline.seconds:
+        return "host"
+    if exposed > 0.25 * timeline.seconds:
+        return "network"
+    product = sum(task.seconds for task in busy if task.kind in COMPUTE_KINDS)
+    moved = sum(task.seconds for task in busy) - product
+    if serial and timeline.seconds > 2 * (product + moved):
+        return "host"
+    return "compute" if product >= moved else "memory bandwidth"

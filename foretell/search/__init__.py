@@ -1,0 +1,1 @@
+"""The search room: propose plans, cost them, keep the best."""

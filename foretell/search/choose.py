@@ -1,0 +1,366 @@
+"""A small chooser: some fifty plans for a model on given hardware, each costed; the best that fits, and why not others.
+
+    meshes ─► precision ─► micro-batch × accumulation ─► residency ─► compile, reshard
+      each a generator of plans from a plan; what is not legal is dropped with the reason
+
+For every mesh the micro-batch is doubled until it does not fit; from there on blocks are recomputed, selectively and
+then whole, since at a micro-batch that fits without, recomputing only costs. The best is the plan with most tokens (or
+samples) a second; of plans within one percent of it the simplest is taken. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from foretell.cost.plan import KEEP, Options, PlanCost, predict_plan
+from foretell.cost.plan_blocks import blocks_of
+from foretell.cost.prediction import TIGHT, Infeasible
+from foretell.errors import UserError
+from foretell.hardware.types import Cluster
+from foretell.plan import legal
+from foretell.plan.blocks import compress
+from foretell.plan.recipe import model_of
+from foretell.plan.types import Mesh, Plan, Residency
+from foretell.search.traces import Traces
+from foretell.trace.load import Source
+from foretell.trace.load import check as check_source
+from foretell.units import human_bytes
+
+LIMIT = 50
+"""Plans that are costed."""
+LARGEST_MICRO_BATCH = 512
+ALIKE = 0.01
+"""Plans whose speeds are within this share of each other count as alike, and the simplest is taken."""
+WORTH = 0.03
+"""A doubled micro-batch must gain this much; less is not worth a larger batch."""
+LESS_IF_TIGHT = 0.03
+"""A plan that may run out of memory must be this much faster to be preferred."""
+MODES = ("keep", "selective", "recompute")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the user asks of a plan."""
+
+    global_batch: int | None = None
+    """Samples of one optimizer step; None: whatever runs fastest."""
+    precision: str | None = None
+    """None: bf16-mixed, on a CPU fp32."""
+    optimizer: str = "adamw-fused"
+    clip: float | None = 1.0
+    ranks: tuple[int, ...] = ()
+    """Numbers of ranks to try; empty: all devices, on a CPU one and two."""
+    compile: tuple[str, ...] = ()
+    """Ways to compile to try; empty: those whose speed was measured."""
+    meshes: tuple[Mesh, ...] = ()
+    """Meshes to try; empty: all that make sense."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plan that was considered."""
+
+    plan: Plan
+    cost: PlanCost | None = None
+    """None where it is not legal or was ruled out before."""
+    why: str = ""
+    """Why it is not the best."""
+
+    @property
+    def fits(self) -> bool:
+        return self.cost is not None and self.cost.fits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The best plan and those that lost."""
+
+    best: Candidate | None
+    runners_up: tuple[Candidate, ...] = ()
+    """That fit, the fastest first; one for each mesh, residency and way to compile."""
+    dropped: tuple[Candidate, ...] = ()
+    """That do not fit, or are not legal."""
+    infeasible: Infeasible | None = None
+    """Why nothing fits: of the plan that comes nearest."""
+    costed: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        if self.best is None:
+            raise UserError("no plan fits", "give more or larger devices, a shorter sequence, or bf16 weights")
+        return self.best.plan
+
+
+Progress = Callable[[str], None]
+
+
+def choose(
+    source: Source, cluster: Cluster, hardware: str, wishes: Wishes | None = None, *, options: Options | None = None,
+    hints: Mapping[str, float] | None = None, cache: bool = True, progress: Progress = lambda _: None,
+) -> Choice:  # fmt: skip
+    """The best plan for a model on hardware; `hardware` is how the user wrote it."""
+    check_source(source)
+    device = cluster.device
+    capability = None if device.backend == "cpu" else device.compute_capability or (9, 0)
+    traces = Traces(capability=capability, hints=dict(hints or {}), cache=cache, progress=progress)
+    how = options or Options()
+    how = replace(how, profile_of=functools.cache(how.profile_of))
+    search = _Search(source, cluster, hardware, wishes or Wishes(), how, traces, progress)
+    for mesh in search.meshes():
+        search.explore(mesh)
+    return search.choice()
+
+
+@dataclass
+class _Search:
+    source: Source
+    cluster: Cluster
+    hardware: str
+    wishes: Wishes
+    options: Options
+    traces: Traces
+    progress: Progress
+    found: list[Candidate] = field(default_factory=list)
+    costed: int = 0
+    about: Mapping[str, Any] = field(default_factory=dict)
+    blocks: tuple[str, ...] = ()
+
+    # ------------------------------------------------------------------ generators
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.cluster.device.backend == "cpu"
+
+    def meshes(self) -> Iterator[Mesh]:
+        """Ways to lay out the ranks, the plainest first."""
+        if self.wishes.meshes:
+            yield from self.wishes.meshes
+            return
+        count = self.cluster.count
+        ranks = self.wishes.ranks or ((1, 2) if self.on_cpu and self.cluster.device.sm_count > 1 else (count,))
+        for world in ranks:
+            if world == 1:
+                yield Mesh()
+                continue
+            yield Mesh(dp_shard=world)
+            yield Mesh(dp_replicate=world)
+            nodes, per_node = self.cluster.nodes, self.cluster.devices_per_node
+            if nodes > 1 and world == count:
+                yield Mesh(dp_replicate=nodes, dp_shard=per_node)
+
+    def batches(self, mesh: Mesh) -> Iterator[tuple[int, int]]:
+        """Micro-batches and how many of them make a step, smallest first."""
+        wanted = self.wishes.global_batch
+        if wanted is None:
+            micro = max(1, self.source.micro_batch)
+            while micro <= LARGEST_MICRO_BATCH:
+                yield micro, 1
+                micro *= 2
+            return
+        each = wanted // mesh.data
+        if each * mesh.data != wanted:
+            return
+        micro = 1
+        while micro <= min(each, LARGEST_MICRO_BATCH):
+            if each % micro == 0:
+                yield micro, each // micro
+            micro *= 2
+
+    def compiles(self, mesh: Mesh) -> tuple[str, ...]:
+        if self.wishes.compile:
+            return self.wishes.compile
+        return ("none",) if self.on_cpu or mesh.world > 1 else ("none", "model")
+
+    def reshards(self, mesh: Mesh) -> tuple[bool, ...]:
+        return (True, False) if mesh.dp_shard > 1 else (True,)
+
+    # ------------------------------------------------------------------ exploring
+
+    def explore(self, mesh: Mesh) -> None:
+        """Cost plans of one mesh: larger and larger micro-batches, then with recomputation."""
+        base = Plan(
+            model=self.about or model_of(self.source), hardware=self.hardware, mesh=mesh,
+            precision=self.wishes.precision or ("fp32" if self.on_cpu else "bf16-mixed"),
+            optimizer=self.wishes.optimizer, clip=self.wishes.clip,
+        )  # fmt: skip
+        batches = list(self.batches(mesh))
+        if not batches:
+            why = f"{self.wishes.global_batch} samples cannot be shared by {mesh.data} data ranks"
+            self.found.append(Candidate(plan=base, why=why))
+            return
+        self.traces.prepare([(base.with_(micro_batch=micro), KEEP) for micro, _ in batches[:3]])
+        for compile in self.compiles(mesh):
+            self._climb(base.with_(compile=compile), batches[self._reached(mesh, batches) :])
+        best = max((one for one in self.found if one.fits and one.plan.mesh == mesh), key=_speed, default=None)
+        if best is not None:
+            for reshard in self.reshards(mesh)[1:]:
+                self.consider(best.plan.with_(reshard=reshard, predicted={}))
+
+    def _reached(self, mesh: Mesh, batches: Sequence[tuple[int, int]]) -> int:
+        """Where to begin with another way to compile: a little below the best so far."""
+        best = max((one for one in self.found if one.fits and one.plan.mesh == mesh), key=_speed, default=None)
+        if best is None:
+            return 0
+        return max(0, batches.index((best.plan.micro_batch, best.plan.accumulate)) - 2)
+
+    def _climb(self, base: Plan, batches: Sequence[tuple[int, int]]) -> None:
+        start = 0
+        for mode in MODES:
+            fitted = start
+            while fitted < len(batches) and self.costed < LIMIT:
+                micro, accumulate = batches[fitted]
+                cost = self.consider(base.with_(micro_batch=micro, accumulate=accumulate), mode)
+                if cost is None or not cost.fits or self._past_the_best(cost):
+                    break
+                fitted += 1
+            if fitted == len(batches) or not self.blocks:
+                return
+            if fitted < len(batches) and self.found[-1].fits:
+                return  # larger micro-batches fit, and gain nothing
+            start = fitted
+            micro = batches[fitted][0]
+            self.traces.prepare([(base.with_(micro_batch=micro), other) for other in MODES[1:]])
+
+    def _past_the_best(self, cost: PlanCost) -> bool:
+        """Whether the last doubling of the micro-batch did not make the plan faster."""
+        alike = [
+            one for one in self.found[:-1]
+            if one.fits and one.plan.mesh == cost.plan.mesh and one.plan.compile == cost.plan.compile
+            and one.plan.micro_batch * 2 == cost.plan.micro_batch and one.plan.blocks == cost.plan.blocks
+        ]  # fmt: skip
+        if not alike or alike[-1].cost is None or cost.per_second is None:
+            return False
+        before = alike[-1].cost.per_second or 0.0
+        return cost.per_second < before * (1 + WORTH)
+
+    def consider(self, plan: Plan, mode: str = KEEP) -> PlanCost | None:
+        """Cost one plan with all its blocks in a residency; None where it is not legal."""
+        traces = self.traces.of(plan, [mode])
+        if not self.blocks:
+            self._learn(traces[mode])
+        if not plan.blocks and mode != KEEP:
+            plan = plan.with_(blocks=compress(dict.fromkeys(self.blocks, Residency(mode=mode))))
+        plan = plan.with_(model=self.about)
+        wrong = legal.complaints(plan, self._facts())
+        if wrong:
+            self.found.append(Candidate(plan=plan, why=str(wrong[0])))
+            return None
+        self.progress(f"costing plan {self.costed + 1}: {told(plan)}")
+        self.costed += 1
+        cost = predict_plan(traces, plan, self.cluster, self.options)
+        self.found.append(Candidate(plan=plan.with_(predicted=cost.predicted()), cost=cost))
+        return cost
+
+    def _learn(self, trace: Any) -> None:
+        self.blocks = blocks_of(trace)
+        shapes = self.traces.facts.shapes
+        self.about = model_of(self.source, blocks=self.blocks, shapes=shapes or None)
+
+    def _facts(self) -> legal.Facts:
+        facts = legal.with_hardware(legal.Facts(blocks=self.blocks, tied=self.traces.facts.tied), self.cluster)
+        if self.on_cpu:
+            facts = replace(facts, devices=max(2, self.cluster.device.sm_count), devices_per_node=None)
+        return replace(facts, global_batch=self.wishes.global_batch)
+
+    # ------------------------------------------------------------------ choosing
+
+    def choice(self) -> Choice:
+        fitting = sorted((one for one in self.found if one.fits), key=_speed, reverse=True)
+        dropped = tuple(_explained(one) for one in self.found if not one.fits)
+        notes = tuple(self.traces.notes)
+        if not fitting:
+            return Choice(best=None, dropped=dropped, infeasible=self._nearest(), costed=self.costed, notes=notes)
+        best = min((one for one in fitting if _speed(one) >= (1 - ALIKE) * _speed(fitting[0])), key=_effort)
+        losers: dict[Any, Candidate] = {}
+        for one in fitting:
+            if one is not best:
+                losers.setdefault(_kind(one.plan), replace(one, why=why_slower(best, one)))
+        losers.pop(_kind(best.plan), None)
+        return Choice(best=best, runners_up=tuple(losers.values()), dropped=dropped, costed=self.costed, notes=notes)
+
+    def _nearest(self) -> Infeasible | None:
+        costs = [one.cost for one in self.found if one.cost is not None]
+        if not costs:
+            return None
+        nearest = max(costs, key=lambda cost: cost.worst.memory.margin_bytes)
+        return nearest.infeasible(self.cluster.device.name)
+
+
+def _speed(one: Candidate) -> float:
+    assert one.cost is not None
+    speed = one.cost.per_second
+    if speed is None:  # no profile: the less memory and talk, the better
+        speed = one.plan.global_batch / (1 + len(one.plan.blocks)) / (1 + 0.01 * one.plan.mesh.world)
+    return speed * (1 - LESS_IF_TIGHT if one.cost.verdict == TIGHT else 1)
+
+
+def _effort(one: Candidate) -> tuple[Any, ...]:
+    """How much there is to a plan: ranks and axes, compiling, recomputing, large micro-batches."""
+    mesh, plan = one.plan.mesh, one.plan
+    axes = sum(degree > 1 for degree in (mesh.dp_replicate, mesh.dp_shard, mesh.tp, mesh.pp))
+    return mesh.world, axes, plan.compile != "none", bool(plan.blocks), plan.reshard is not True, plan.micro_batch
+
+
+def _kind(plan: Plan) -> Any:
+    modes = tuple(sorted({residency.mode for residency in plan.blocks.values()}))
+    return plan.mesh, modes, plan.compile, plan.reshard
+
+
+def _explained(one: Candidate) -> Candidate:
+    if one.why or one.cost is None:
+        return one
+    memory = one.cost.worst.memory
+    category, held = next(iter(memory.categories.items()), ("tensors", memory.allocated_bytes))
+    short = human_bytes(-memory.margin_bytes)
+    return replace(one, why=f"{short} short on each device; {category} hold {human_bytes(held)}")
+
+
+# ---------------------------------------------------------------------- words
+
+
+def told(plan: Plan) -> str:
+    """A plan in a few words."""
+    mesh = plan.mesh
+    axes = [f"{axis} {getattr(mesh, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "tp") if getattr(mesh, axis) > 1]
+    words = [" × ".join(axes) or "one device", f"micro-batch {plan.micro_batch}"]
+    words += [f"accumulate {plan.accumulate}"] if plan.accumulate > 1 else []
+    modes = sorted({residency.mode for residency in plan.blocks.values() if residency.mode != "keep"})
+    words += [{"recompute": "recompute all blocks", "selective": "recompute selectively"}.get(mode, mode) for mode in modes]
+    words += [f"compile {plan.compile}"] if plan.compile != "none" else []
+    words += ["parameters kept after forward"] if plan.reshard is False and mesh.dp_shard > 1 else []
+    return ", ".join(words)
+
+
+_REASONS = {
+    "communication": "waits for communication", "waiting_for_host": "waits for the host", "gemm": "products take longer",
+    "memory": "moves more bytes", "attention": "attention takes longer", "recompute": "computes blocks twice",
+    "bubble": "ranks wait for each other",
+}  # fmt: skip
+
+
+def why_slower(best: Candidate, other: Candidate) -> str:
+    """Where a plan loses against the best, per token."""
+    if best.cost is None or other.cost is None or best.cost.time is None or other.cost.time is None:
+        return ""
+    ours, theirs = best.cost.per_second or 1.0, other.cost.per_second or 1.0
+    slower = ours / theirs - 1
+    if slower < ALIKE / 2:
+        return "as fast, and more to it" if other.cost.verdict != TIGHT else "as fast, and memory is tight"
+    parts: dict[str, float] = {}
+    for name in (*other.cost.time.breakdown, "recompute"):
+        parts[name] = _per_token(other.cost, name) - _per_token(best.cost, name)
+    parts["bubble"] = other.cost.bubble / theirs - best.cost.bubble / ours
+    name = max(parts, key=lambda key: parts[key])
+    return f"{slower:.0%} slower: {_REASONS.get(name, name)}"
+
+
+def _per_token(cost: PlanCost, name: str) -> float:
+    assert cost.time is not None
+    if name == "recompute":
+        return cost.time.phases.get("recompute", 0.0) / cost.per_step
+    return cost.time.breakdown.get(name, 0.0) / cost.per_step
+
