@@ -31,7 +31,7 @@ from foretell.trace.dataflow import Flow
 
 STYLES = {
     "colwise": "column", "colwise_rep": "column", "colwise_gather_output": "column", "rowwise": "row",
-    "rowwise_rep": "row", "packed_colwise": "column:2", "packed_rowwise": "row:2", "vocab_parallel_rowwise": "vocab",
+    "rowwise_rep": "row", "packed_colwise": "column:2", "vocab_parallel_rowwise": "vocab",
     "embedding_rowwise": "vocab",
 }  # fmt: skip
 """Styles of a Hugging Face plan → rules."""
@@ -284,7 +284,8 @@ def _derived(flow: Flow, setting: Setting, leg: Leg, choices: Choices, notes: li
         setting=setting, rules=rules, places=places, notes=tuple(notes),
         share=_part(flow, matrices, places), layers=_part(flow, layers, places),
         whole={key: reason for key, reason in choices.banned.items() if key not in places},
-        sequence=tuple("positions" if dim else "samples" for dim in sorted(leg.stream, reverse=True)), loss=leg.loss,
+        sequence=tuple(dict.fromkeys("positions" if dim else "samples" for dim in sorted(leg.stream, reverse=True))),
+        loss=leg.loss,
         collectives=tuple(Collective(kind=k, phase=p, nbytes=n, module=m) for k, p, n, m in leg.exchanges),
     )  # fmt: skip
 

@@ -383,7 +383,7 @@ class Pass:
         while at != root:
             call = self.made[at]
             chain.insert(0, call)
-            at = next(v for v in _refs(call.args, call.kwargs) if v in self.roots)
+            at = next(v for v in _refs(call.args, call.kwargs) if self.roots.get(v) == root)
         shape = self.flow.values[root].shape
         for dim in range(len(shape)):
             if shape[dim] % self.setting.ranks:
@@ -416,10 +416,11 @@ class Pass:
         return places[value]
 
     def _root(self, call: Call, refs: list[int]) -> None:
-        """Values that are views of one parameter and of nothing else."""
-        if len(refs) == 1 and refs[0] in self.roots and base_name(call.name)[0] not in WEIGHTED:
+        """Values that are made of one parameter and of nothing else that is learned."""
+        learned = [value for value in refs if value in self.roots or self.flow.values[value].grad]
+        if len(learned) == 1 and learned[0] in self.roots and base_name(call.name)[0] not in WEIGHTED:
             for output in call.outputs:
-                self.roots[output] = self.roots[refs[0]]
+                self.roots[output] = self.roots[learned[0]]
 
     # ------------------------------------------------------------ what cannot be
 

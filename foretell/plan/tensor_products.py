@@ -16,7 +16,7 @@ from foretell.plan.tensor_types import (
     Setting,
     Shard,
 )
-from foretell.plan.tensor_views import Rule, keep, wrap
+from foretell.plan.tensor_views import Rule, keep
 
 WEIGHTED = frozenset({"linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "_grouped_mm", "grouped_mm", "embedding"})
 """Calls in which a parameter may be the weight of a layer."""
@@ -266,4 +266,3 @@ RULES: dict[str, Rule] = {
     "_grouped_mm": grouped_mm, "grouped_mm": grouped_mm, "einsum": einsum, "outer": outer, "rmatmul": rmatmul, "embedding": embedding,
     "scaled_dot_product_attention": attention, "cross_entropy": cross_entropy,
 }  # fmt: skip
-__all__ = ["RULES", "WEIGHTED", "wrap"]

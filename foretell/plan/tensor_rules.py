@@ -25,7 +25,7 @@ from foretell.plan.tensor_types import (
     broadcast,
     operands,
 )
-from foretell.plan.tensor_views import Rule, chunk, first_shard, keep, wrap
+from foretell.plan.tensor_views import Rule, chunk, keep, wrap
 
 LIKE_NUMBERS = frozenset({
     "abs", "absolute", "acos", "add", "addcdiv", "addcmul", "and", "asin", "atan", "atan2", "bfloat16", "bitwise_and",
@@ -350,4 +350,3 @@ ALL: dict[str, Rule] = {
     "triu": last_two, "index_select": index_select, "gather": gather, "one_hot": one_hot,
 }  # fmt: skip
 NEED_NAME = frozenset({elementwise, over})
-__all__ = ["ALL", "base_name", "decide", "first_shard", "writes"]

@@ -307,6 +307,10 @@ def _slice(s: Setting, x: Operand, dim: int, cut: Cut) -> tuple[Cut, Shard, tupl
     place = x.place
     assert isinstance(place, Shard)
     start, stop, step = slice(*cut).indices(x.shape[dim])
+    every = all(segment % (step * s.ranks) == 0 for segment in place.segments)
+    if step > 1 and start < step and stop > x.shape[dim] - step + start and every:
+        segments = tuple(segment // step for segment in place.segments)
+        return Cut(start, None, step), Shard(dim, segments, place.stream), (0, x.shape[dim])
     if step != 1 or stop <= start:
         raise Refuse("takes scattered entries of the split dimension")
     _aligned(s, x, (start, stop))

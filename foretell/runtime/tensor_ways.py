@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from foretell.plan.tensor_types import PARTIAL, Partial, Place, Setting, Shard
+from foretell.plan.tensor_types import Partial, Place, Setting, Shard
 
 _ops = torch.ops._c10d_functional
 _wait = _ops.wait_tensor
@@ -176,6 +176,3 @@ class _First(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, None
-
-
-__all__ = ["PARTIAL", "Team", "joined", "part"]

@@ -31,6 +31,7 @@ class Case:
     tp: int = 2
     split: Split | None = None
     compile: str = "none"
+    steps: int = 10
 
     @property
     def source(self) -> Source:
@@ -57,21 +58,21 @@ GPT2 = {
 PLAIN = Split(sequence=False, loss=False)
 CASES = {
     "gpt": Case("gpt-tiny", {"layers": 2}),
-    "gpt, nothing between": Case("gpt-tiny", {"layers": 2}, split=PLAIN),
+    "gpt, nothing between": Case("gpt-tiny", {"layers": 2}, split=PLAIN, steps=3),
     "gpt, four": Case("gpt-tiny", {"layers": 2}, tp=4),
-    "gpt, odd vocabulary": Case("gpt-tiny", {"layers": 2, "vocab_size": 511}),
-    "gpt, odd heads": Case("gpt-tiny", {"layers": 2, "dim": 96, "heads": 3}),
-    "gpt, compiled": Case("gpt-tiny", {"layers": 2}, compile="blocks"),
+    "gpt, odd vocabulary": Case("gpt-tiny", {"layers": 2, "vocab_size": 511}, steps=3),
+    "gpt, odd heads": Case("gpt-tiny", {"layers": 2, "dim": 96, "heads": 3}, steps=3),
+    "gpt, compiled": Case("gpt-tiny", {"layers": 2}, compile="blocks", steps=3),
     "llama, grouped heads": Case("llama-tiny", {"layers": 2}),
     "llama, rules given": Case(
         "llama-tiny", {"layers": 2}, split=Split(rules={"blocks.*.mlp.gate": "column", "blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"})
     ),
-    "llama, tied": Case("llama-tiny", {"layers": 2, "tied": True}, split=Split(loss=False)),
+    "llama, tied": Case("llama-tiny", {"layers": 2, "tied": True}, split=Split(loss=False), steps=3),
     "vit": Case("vit-tiny", seq=None),
     "bert": Case("bert-tiny"),
     "t5": Case("t5-tiny", seq=64),
     "mixtral": Case("mixtral-tiny"),
-    "dit": Case("dit-tiny", seq=None),
+    "dit": Case("dit-tiny", seq=None, steps=3),
     "hf llama": Case("hf:llama", {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2}),
     "hf gpt2": Case("hf:gpt2", GPT2),
     "hf mixtral": Case("hf:mixtral", {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4}),
@@ -84,8 +85,8 @@ def test_a_split_model_computes_what_one_process_computes(name: str, ranks: Rank
     case = CASES[name]
     if case.model.startswith("hf:"):
         pytest.importorskip("transformers")
-    known = verify.reference(case.source, case.plan)
-    found = verify.merge(ranks(case.tp).run(verify.run_rank, case.source, case.plan))
+    known = verify.reference(case.source, case.plan, case.steps)
+    found = verify.merge(ranks(case.tp).run(verify.run_rank, case.source, case.plan, case.steps))
     difference = verify.compare(known, found)
     assert difference.good, difference
 

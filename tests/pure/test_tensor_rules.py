@@ -272,6 +272,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "iterate": (iterated, ((2, 4, 8),)),
     "narrow": (lambda x: x.narrow(1, 2, 4), ((2, 6),)),
     "slice": (lambda x: x[:, 2:], ((2, 6, 4),)),
+    "slice every": (lambda x: x[:, 1::2] + x[:, ::2], ((2, 8),)),
+    "slice some": (lambda x: x[:, 1:7:2], ((2, 8),)),
     "slice half": (lambda x: x[..., :4] * x[..., 4:], ((2, 8),)),
     "index": (lambda x: x[:, 0], ((2, 4, 8),)),
     "index none": (lambda x: x[:, None, 1:3], ((2, 4, 8),)),
@@ -525,6 +527,7 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Any], int, str]] = {
     "parts, viewed": (lambda x: x.view(2, 8, 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0), 48, "column:3"),
     "heads first": (lambda x: x.view(2, 8, 4, 3, 4).permute(3, 0, 2, 1, 4).unbind(0), 48, "column"),
     "heads first, thirds": (lambda x: tuple(y.transpose(1, 2) for y in x.view(2, 8, 4, 12).chunk(3, dim=-1)), 48, "column"),
+    "every third": (lambda x: tuple(heads(x[..., i::3], 4) for i in range(3)), 48, "column"),
     "fewer keys": (lambda x: (heads(x[..., :16], 4), heads(x[..., 16:24], 2), heads(x[..., 24:], 2)), 32, "column:16+8+8"),
     "nested": (lambda x: (heads(x[..., :16], 4), *(heads(y, 2) for y in x[..., 16:].chunk(2, -1))), 32, "column:16+8+8"),
 }  # fmt: skip
@@ -538,7 +541,8 @@ def test_fused_layers_are_proven_from_how_they_are_used(layout: str) -> None:
 
 
 UNPROVEN: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "every third": (lambda x: tuple(heads(x[..., i::3], 4) for i in range(3)), "scattered entries"),
+    "backwards": (lambda x: tuple(heads(y, 4) for y in x.flip(-1).split(16, -1)), "flip goes over the split dimension"),
+    "every other": (lambda x: tuple(heads(x[..., i : i + 31 : 2], 4) for i in (0, 1, 17)), "scattered entries"),
     "shuffled": (lambda x: tuple(heads(y, 4) for y in x[..., torch.randperm(48)].split(16, -1)), "single entries"),
     "sorted": (
         lambda x: tuple(heads(y, 4) for y in x.sort(dim=-1)[0].split(16, -1)),
