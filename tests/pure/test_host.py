@@ -13,7 +13,7 @@ from foretell.trace.types import PARAMETER, Op, Program, Ref, Storage, TensorSpe
 SPEC = TensorSpec((4, 4), "float32")
 CALLS = {"": 8e-6, "add": 5e-6, "mm": 15e-6}
 TRUE = {
-    "call": 1.1, "forward": 15e-6, "backward": 12e-6, "recompute": 15e-6, "update": 8e-6, "view": 9e-6, "backward_view": 3e-6, "module": 20e-6,
+    "call": 1.6, "forward": 25e-6, "backward": 20e-6, "recompute": 15e-6, "update": 8e-6, "view": 14e-6, "backward_view": 6e-6, "module": 45e-6,
     "listed": 1e-6, "parameter": 10e-6, "program": 150e-6,
 }  # fmt: skip
 

@@ -14,6 +14,8 @@ import pytest
 
 from foretell.errors import FileFormatError, UserError
 from foretell.hardware import find
+from foretell.hardware.probe.blocks import BLOCKS
+from foretell.hardware.probe.cases import FAMILIES
 from foretell.hardware.probe.journal import gather
 from foretell.hardware.probe.summary import fastest, products, summary
 from foretell.hardware.profile import (
@@ -222,15 +224,16 @@ def test_groups_say_which_rows_were_measured_together() -> None:
 def test_the_shipped_rows_of_the_h200_agree_with_what_is_known_of_it() -> None:
     """Against figures measured apart from the probe: 737 TFLOP/s in bf16, 4.13 TB/s, 53 GB/s over PCIe."""
     path = SHIPPED / "H200-SXM-141GB.rows.jsonl.gz"
-    assert path.stat().st_size < 600_000
+    assert path.stat().st_size < 800_000
     measured = gather(path)
     assert measured.about.device == find("H200").name and minor(measured.about.torch) == "2.11"
-    assert len(measured.rows) > 15_000 and len(measured.steps) >= 30 and len({case.family for case in measured.cases}) == 32
+    own = {case.family for case in measured.cases if not case.family.startswith("earlier ")}
+    assert len(measured.rows) > 15_000 and len(measured.steps) >= 30 and own == set(FAMILIES) | set(BLOCKS)
     found = summary(measured)
     assert 737e12 < found["product_flops_per_second"]["bfloat16"] < find("H200").peak("bfloat16")
     assert 4.0e12 < found["memory_bytes_per_second"] < 4.3e12
     assert 50e9 < found["copy_bytes_per_second"]["h2d-pinned"] < 60e9
-    assert 60 < found["idle_watts"] < 120 and 600 < found["most_watts"] < 750
+    assert 60 < found["idle_watts"] < 160 and 600 < found["most_watts"] < 750
     assert 1e-6 < found["launch"]["device_seconds"] < 4e-6
 
 
