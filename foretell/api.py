@@ -408,7 +408,7 @@ def demo_pace() -> tuple[float, str] | None:
     return pace, _pace_words(pace, len(DEMO_PACERS))
 
 
-def demo_plan(pace: float | None) -> DemoPlan:
+def demo_plan() -> DemoPlan:
     """Trace the demo's model, cost plans for this machine, and choose."""
     from foretell.cost.plan import Options
     from foretell.hardware.probe.machine import cpu_name
@@ -417,7 +417,7 @@ def demo_plan(pace: float | None) -> DemoPlan:
 
     cluster = parse("auto")
     on_cpu = cluster.device.backend == "cpu"
-    options = Options(profile_of=lambda name: find_profile(name, reported_as=cpu_name() if on_cpu else None), pace=pace or 1.0)
+    options = Options(profile_of=lambda name: find_profile(name, reported_as=cpu_name() if on_cpu else None))
     wishes = Asked(global_batch=DEMO_BATCH["cpu" if on_cpu else "cuda"], compile=("none",))
     choice = choose(Source(model=DEMO_MODEL), cluster, "auto", wishes, options=options)
     best, cost = choice.plan, choice.best.cost if choice.best else None
@@ -426,11 +426,23 @@ def demo_plan(pace: float | None) -> DemoPlan:
         **best.predicted, "device": cluster.device.name, "bands": dict(cost.worst.memory.bands),
         "phases": dict(cost.time.phases) if cost.time else {},
     }  # fmt: skip
-    if pace is not None and cost.time is not None:
-        said["pace"] = pace
-        if best.mesh.world == 1:
-            said["low_seconds"], said["high_seconds"] = (cost.time.step_seconds * factor for factor in PACED_BAND)
     return DemoPlan(choice=choice, plan=best.with_(predicted=said))
+
+
+def paced(plan: Plan, pace: float) -> Plan:
+    """A plan with its seconds for a CPU that takes so many times as long as its profile says."""
+    said = dict(plan.predicted)
+    if "step_seconds" not in said:
+        return plan
+    for name in ("step_seconds", "low_seconds", "high_seconds"):
+        said[name] *= pace
+    for name in ("breakdown", "phases"):
+        said[name] = {what: seconds * pace for what, seconds in said.get(name, {}).items()}
+    for name in ("tokens_per_second", "samples_per_second"):
+        said |= {name: said[name] / pace} if said.get(name) else {}
+    if plan.mesh.world == 1:
+        said["low_seconds"], said["high_seconds"] = (said["step_seconds"] * factor for factor in PACED_BAND)
+    return plan.with_(predicted={**said, "pace": pace})
 
 
 # ---------------------------------------------------------------- measuring a machine

@@ -19,8 +19,9 @@ from foretell.errors import UserError
 if TYPE_CHECKING:
     from foretell.api import DemoPlan
     from foretell.plan.types import Plan
+    from foretell.report.comparison import Comparison
 
-TRAIN_SECONDS = 45.0
+TRAIN_SECONDS = 35.0
 """That the steps are predicted to take."""
 LEAST_STEPS, MOST_STEPS = 24, 400
 """Enough that the loss clearly falls; not more than that takes on a GPU."""
@@ -63,10 +64,10 @@ def _demo(out: Path, *, json: bool) -> int:
     path = out.with_name(f"{out.name}.plan.json")
     _check(out)
     _machine(stages)
-    chosen = _choose(stages)
-    steps = _write(chosen.plan, path)
     text = stages.do("text", "collecting text", _text, lambda found: f"{found[1]:,} files of Python's standard library in {found[0]}")[0]
-    status = _train(stages, path, out, text, steps, chosen.plan)
+    plan = _choose(stages)
+    steps = _write(plan, path)
+    status = _train(stages, path, out, text, steps, plan)
     if status:
         if status == common.INTERRUPTED:
             raise KeyboardInterrupt
@@ -150,29 +151,26 @@ def _cpu() -> str:
     return cpu_name()
 
 
-def _choose(stages: Stages) -> DemoPlan:
+def _choose(stages: Stages) -> Plan:
+    """The best plan for this machine, as fast as the machine is now."""
     from foretell import api
-    from foretell.report.words import seconds
     from foretell.search.choose import told
     from foretell.units import human_bytes
 
+    def chosen(found: DemoPlan) -> str:
+        said, also = found.plan.predicted, found.choice.runners_up[:1]
+        return "\n".join([
+            f"best of {found.choice.costed} plans for {api.DEMO_MODEL} here: {told(found.plan)}",
+            f"{human_bytes(said['memory_bytes'])} of {human_bytes(said['capacity_bytes'])} predicted: {said['verdict']}",
+            *(f"next: {told(one.plan)}: {one.why}" for one in also),
+        ])  # fmt: skip
+
+    plan = stages.do("plan", f"tracing {api.DEMO_MODEL} and costing plans", api.demo_plan, chosen).plan
     pace = stages.do(
         "pace", "running small steps to see how fast this CPU is now", api.demo_pace,
         lambda found: found[1] if found else "not needed on a GPU",
     )  # fmt: skip
-
-    def words(found: DemoPlan) -> str:
-        plan, said = found.plan, found.plan.predicted
-        step = f"{seconds(said['step_seconds'])} a step ({seconds(said['low_seconds'])} to {seconds(said['high_seconds'])})"
-        lines = [
-            f"best of {found.choice.costed} plans for {api.DEMO_MODEL} here: {told(plan)}",
-            f"predicted {step if 'step_seconds' in said else 'step time unknown'}, "
-            f"{human_bytes(said['memory_bytes'])} of {human_bytes(said['capacity_bytes'])}: {said['verdict']}",
-        ]
-        lines += [f"next: {told(one.plan)}: {one.why}" for one in found.choice.runners_up[:1]]
-        return "\n".join(lines)
-
-    return stages.do("plan", f"tracing {api.DEMO_MODEL} and costing plans", lambda: api.demo_plan(pace[0] if pace else None), words)
+    return api.paced(plan, pace[0]) if pace else plan
 
 
 def _write(plan: Plan, path: Path) -> int:
@@ -212,12 +210,15 @@ def _text() -> tuple[Path, int]:
 
 def _train(stages: Stages, path: Path, out: Path, text: Path, steps: int, plan: Plan) -> int:
     """`foretell run` in a process of its own, as a user would type it."""
-    from foretell.report.words import seconds
+    from foretell.report.words import seconds, step_span
     from foretell.runtime.child import command
 
-    predicted = plan.predicted.get("step_seconds")
-    about = f", about {seconds(steps * predicted)}" if predicted else ""
-    stages.tell("train", f"{steps} steps of {plan.global_batch} x {_tokens(plan)} bytes{about}; Ctrl-C saves and ends")
+    said = plan.predicted
+    step = "unknown"
+    if "step_seconds" in said:
+        low, high = said["low_seconds"], said["high_seconds"]
+        step = f"{step_span(said['step_seconds'], low, high)}, {seconds(steps * said['step_seconds'])} in all"
+    stages.tell("train", f"{steps} steps of {plan.global_batch} x {_tokens(plan)} bytes, predicted {step}; Ctrl-C saves and ends")
     words = [
         "run", str(path), "--data", str(text), "--steps", str(steps), "--lr", RATE, "--warmup", str(WARMUP), "--eval-batches", "4",
         "--out", str(out),
@@ -236,6 +237,7 @@ def _tell(stages: Stages, out: Path, path: Path, *, json: bool) -> int:
     found = compare.written(out)
     first, last = found.loss["first"] or 0.0, found.loss["last"] or 0.0
     stages.tell("train", f"{found.steps + found.skipped_steps} steps: loss {first:.2f} → {last:.2f}")
+    _explain(stages, found)
     elsewhere = stages.do("elsewhere", "predicting GPT-2 on an H100", _elsewhere, lambda told: told or "not predicted")
     total = time.monotonic() - stages.began
     ok = found.ok is True
@@ -250,6 +252,20 @@ def _tell(stages: Stages, out: Path, path: Path, *, json: bool) -> int:
     compare.show(found)
     common.emit("\n".join(_files(out, path, total, ok)))
     return common.YES if ok else common.NO_OR_FAILED
+
+
+def _explain(stages: Stages, found: Comparison) -> None:
+    """Where the step was not as predicted on a CPU: whether the machine is still as fast as it was."""
+    from foretell import api
+
+    step = found.line("step")
+    if step is None or step.inside is not False or step.predicted is None or found.hardware.get("kind") != "cpu":
+        return
+
+    def words(pace: tuple[float, str] | None) -> str:
+        return f"the step was not as predicted. Now: {pace[1] if pace else 'nothing is known of this CPU'}"
+
+    stages.do("pace", "seeing whether this CPU is as fast as before", api.demo_pace, words)
 
 
 def _elsewhere() -> str:

@@ -20,7 +20,7 @@ from foretell.cli import demo, main
 from foretell.errors import UserError
 from foretell.hardware import profile as profiles
 from foretell.plan import file as plans
-from foretell.plan.types import Plan
+from foretell.plan.types import Mesh, Plan
 from foretell.report import comparison
 from foretell.trace.load import Source
 
@@ -82,10 +82,25 @@ def test_steps_follow_from_the_prediction(tmp_path: Path) -> None:
     plan = Plan(model={"model": "gpt-10m"}, hardware="CPU")
     counts = {
         seconds: demo._write(plan.with_(predicted={"step_seconds": seconds}), tmp_path / "plan.json")
-        for seconds in (0.001, 0.75, 20.0)
+        for seconds in (0.001, 0.7, 20.0)
     }
-    assert counts == {0.001: demo.MOST_STEPS, 0.75: 60, 20.0: demo.LEAST_STEPS}
+    assert counts == {0.001: demo.MOST_STEPS, 0.7: 50, 20.0: demo.LEAST_STEPS}
     assert demo._write(plan, tmp_path / "plan.json") == demo.LEAST_STEPS
+
+
+def test_a_paced_plan_by_hand() -> None:
+    said = {
+        "step_seconds": 1.0, "low_seconds": 0.9, "high_seconds": 1.2, "tokens_per_second": 2048.0, "tokens_per_step": 2048,
+        "breakdown": {"gemm": 0.75, "waiting_for_host": 0.25}, "phases": {"forward": 0.75}, "allocated_bytes": 7,
+    }  # fmt: skip
+    plan = Plan(model={"model": "gpt-10m"}, hardware="CPU", predicted=said)
+    assert api.paced(plan, 2.0).predicted == {
+        **said, "step_seconds": 2.0, "low_seconds": 1.6, "high_seconds": pytest.approx(8 / 3), "tokens_per_second": 1024.0,
+        "breakdown": {"gemm": 1.5, "waiting_for_host": 0.5}, "phases": {"forward": 1.5}, "pace": 2.0,
+    }  # fmt: skip
+    two = api.paced(plan.with_(mesh=Mesh(dp_replicate=2)), 2.0).predicted
+    assert (two["low_seconds"], two["high_seconds"]) == (1.8, 2.4), "the band of several ranks stays theirs"
+    assert api.paced(plan.with_(predicted={}), 2.0).predicted == {}
 
 
 def test_the_text_is_the_standard_library_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
