@@ -12,6 +12,7 @@ from foretell.cost.plan_steps import adding
 from foretell.cost.sharded import reshard_of, wide_of
 from foretell.cost.sharded_units import Way
 from foretell.cost.sharded_weave import loss_inside
+from foretell.cost.tensor import degree, whole_between
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import LOOPED, Plan
 from foretell.trace import types
@@ -28,13 +29,15 @@ class Part:
 
     def __init__(self, trace: Trace, stage: Stage, plan: Plan) -> None:
         assert plan.pipeline is not None
-        self.trace, self.stage, self.plan = trace, stage, plan
+        self.trace, self.plan = trace, plan
         self.index = stage.index
         self.split = plan.pipeline.schedule in SPLIT_BACKWARD
         self.looped = plan.pipeline.schedule in LOOPED
         self.storages: dict[int, Storage] = dict(trace.storages)
         for number in stage.aliases.values():
             self.storages[number] = self.storages[number]._replace(role=types.GRADIENT)
+        self.stage = whole_between(stage, degree(trace), self.storages)
+        stage = self.stage
         backward, twins = self._unshared()
         self.gradients_sent = tuple(Ref(twins.get(ref.storage, ref.storage), ref.spec) for ref in stage.gradients_sent)
         self.made = {n for op in backward for n in op.allocates if self.storages[n].role == types.GRADIENT}

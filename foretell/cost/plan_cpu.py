@@ -29,14 +29,16 @@ CAREFUL_SHARE = 0.05
 """Share of RAM that a plan may not count on: other processes, pages the allocator keeps. Assumed."""
 GRAIN = 32768
 """Elements below which torch does not spread an op over threads."""
-SPREAD = 0.85
-"""How much of another thread's time an op that is spread over it gains; measured on two cores of a Xeon."""
+SPREAD = 0.9
+"""How much of another thread's time an op that is spread over it gains. Assumed: a 10M GPT's step took 0.33 s on two
+threads of an idle Xeon and 0.77 s on one thread of a busy one."""
 BAND = (0.6, 1.6)
 """Between which factors of the prediction steps of several ranks on one CPU are expected: assumed."""
-MESSAGE_SECONDS = 3e-4
-"""Of any collective over gloo on one machine, before its bytes: measured on two cores of a Xeon with two ranks."""
-BYTES_PER_SECOND: Mapping[str, float] = {"all_gather": 1.5e9, "reduce_scatter": 0.9e9, "all_reduce": 1.4e9, "send": 1.5e9}
-"""Of the larger buffer of a collective of two ranks over gloo and loopback on a shared Xeon: measured."""
+MESSAGE_SECONDS = 1.5e-3
+"""Of any collective over gloo inside a step, before its bytes. Measured with two ranks on two cores of a Xeon: alone a
+small one takes 0.2 to 0.5 ms, in a step 3 to 5 ms with 0.8 MB, since gloo's threads wait for the cores that compute."""
+BYTES_PER_SECOND: Mapping[str, float] = {"all_gather": 0.6e9, "reduce_scatter": 0.5e9, "all_reduce": 0.5e9, "send": 0.8e9}
+"""Of the larger buffer, inside a step. Measured there: 125 MB took 0.25 s of a 10M GPT's step; alone 0.8 to 1.6e9."""
 
 
 def predict_memory(local: Trace, plan: Plan, cluster: Cluster) -> Outcome:

@@ -4,8 +4,9 @@
       each a generator of plans from a plan; what is not legal is dropped with the reason
 
 For every mesh the micro-batch is doubled until it does not fit; from there on blocks are recomputed, selectively and
-then whole, since at a micro-batch that fits without, recomputing only costs. The best is the plan with most tokens (or
-samples) a second; of plans within one percent of it the simplest is taken. Nothing is run.
+then whole, since at a micro-batch that fits without, recomputing only costs. Tensor and pipeline axes are tried where
+data parallelism alone does not fit, waits for its messages, or cannot share the batch. The best is the plan with most
+tokens (or samples) a second; of plans within one percent of it the simplest is taken. Nothing is run.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from typing import Any
 from foretell.cost.plan import KEEP, Options, PlanCost, predict_plan
 from foretell.cost.plan_blocks import blocks_of
 from foretell.cost.prediction import TIGHT, Infeasible
+from foretell.cost.sharded import block_of
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan import legal
-from foretell.plan.blocks import compress
+from foretell.plan.blocks import compress, cuts_by_cost
 from foretell.plan.recipe import model_of
-from foretell.plan.types import Mesh, Plan, Residency
+from foretell.plan.types import Mesh, Pipeline, Plan, Residency
 from foretell.search.traces import Traces
 from foretell.trace.load import Source
 from foretell.trace.load import check as check_source
+from foretell.trace.types import Trace
 from foretell.units import human_bytes
 
 LIMIT = 50
@@ -34,6 +37,10 @@ LIMIT = 50
 LARGEST_MICRO_BATCH = 512
 ALIKE = 0.01
 """Plans whose speeds are within this share of each other count as alike, and the simplest is taken."""
+WAITS = 0.1
+"""Share of the step that data parallelism may wait for its messages before other axes are tried."""
+FILL = 4
+"""Micro-batches for each rank of a pipeline, where the batch is free: a fifth of the step is then bubble at most."""
 WORTH = 0.03
 """A doubled micro-batch must gain this much; less is not worth a larger batch."""
 LESS_IF_TIGHT = 0.03
@@ -112,6 +119,8 @@ def choose(
     search = _Search(source, cluster, hardware, wishes or Wishes(), how, traces, progress)
     for mesh in search.meshes():
         search.explore(mesh)
+    for mesh in search.deeper_meshes():
+        search.explore(mesh)
     return search.choice()
 
 
@@ -128,6 +137,9 @@ class _Search:
     costed: int = 0
     about: Mapping[str, Any] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
+    weights: dict[str, float] = field(default_factory=dict)
+    """Block → FLOPs of a micro-batch; "" and "after" for what comes before and after the blocks."""
+    remarks: list[str] = field(default_factory=list)
 
     # ------------------------------------------------------------------ generators
 
@@ -152,13 +164,38 @@ class _Search:
             if nodes > 1 and world == count:
                 yield Mesh(dp_replicate=nodes, dp_shard=per_node)
 
+    def deeper_meshes(self) -> Iterator[Mesh]:
+        """With a tensor axis inside a node, with pipeline stages, and with both across nodes."""
+        count, per_node = self.cluster.count, self.cluster.devices_per_node
+        if self.wishes.meshes or self.on_cpu or count == 1:
+            return
+        why = self._why_deeper()
+        if not why:
+            self.remarks.append("tensor and pipeline parallelism were not tried: data parallelism fits and hardly waits")
+            return
+        for tensor in (2, 8, 4):
+            if per_node % tensor == 0 and count % tensor == 0:
+                yield Mesh(tp=tensor, dp_shard=count // tensor)
+        for stages in (2, 4, 8):
+            if count % stages == 0 and stages <= len(self.blocks):
+                yield Mesh(pp=stages, dp_shard=count // stages)
+        if self.cluster.nodes > 1 and per_node <= 8 and self.cluster.nodes <= len(self.blocks):
+            yield Mesh(pp=self.cluster.nodes, tp=per_node)
+
+    def _why_deeper(self) -> bool:
+        best = max((one for one in self.found if one.fits), key=_speed, default=None)
+        if best is None or best.cost is None or best.cost.time is None:
+            return True
+        time = best.cost.time
+        return best.plan.mesh.data < self.cluster.count or time.exposed_communication_seconds > WAITS * time.step_seconds
+
     def batches(self, mesh: Mesh) -> Iterator[tuple[int, int]]:
-        """Micro-batches and how many of them make a step, smallest first."""
+        """Micro-batches and how many of them make a step, smallest first; a pipeline wants several."""
         wanted = self.wishes.global_batch
         if wanted is None:
             micro = max(1, self.source.micro_batch)
             while micro <= LARGEST_MICRO_BATCH:
-                yield micro, 1
+                yield micro, 1 if mesh.pp == 1 else FILL * mesh.pp
                 micro *= 2
             return
         each = wanted // mesh.data
@@ -166,7 +203,7 @@ class _Search:
             return
         micro = 1
         while micro <= min(each, LARGEST_MICRO_BATCH):
-            if each % micro == 0:
+            if each % micro == 0 and each // micro >= mesh.pp:
                 yield micro, each // micro
             micro *= 2
 
@@ -185,20 +222,31 @@ class _Search:
         base = Plan(
             model=self.about or model_of(self.source), hardware=self.hardware, mesh=mesh,
             precision=self.wishes.precision or ("fp32" if self.on_cpu else "bf16-mixed"),
-            optimizer=self.wishes.optimizer, clip=self.wishes.clip,
+            optimizer=self.wishes.optimizer, clip=self.wishes.clip, pipeline=self._pipeline(mesh),
         )  # fmt: skip
         batches = list(self.batches(mesh))
         if not batches:
-            why = f"{self.wishes.global_batch} samples cannot be shared by {mesh.data} data ranks"
-            self.found.append(Candidate(plan=base, why=why))
+            if not self.about:
+                self._learn(self.traces.of(base, [KEEP])[KEEP])
+            shared = f"{mesh.data} data ranks" + (f" and {mesh.pp} stages" if mesh.pp > 1 else "")
+            self.found.append(Candidate(plan=base, why=f"{self.wishes.global_batch} samples cannot be shared by {shared}"))
             return
-        self.traces.prepare([(base.with_(micro_batch=micro), KEEP) for micro, _ in batches[:3]])
+        if mesh.tp == 1:
+            self.traces.prepare([(base.with_(micro_batch=micro), KEEP) for micro, _ in batches[:3]])
         for compile in self.compiles(mesh):
             self._climb(base.with_(compile=compile), batches[self._reached(mesh, batches) :])
         best = max((one for one in self.found if one.fits and one.plan.mesh == mesh), key=_speed, default=None)
         if best is not None:
             for reshard in self.reshards(mesh)[1:]:
                 self.consider(best.plan.with_(reshard=reshard, predicted={}))
+
+    def _pipeline(self, mesh: Mesh) -> Pipeline | None:
+        """Stages of equal work, what comes before and after the blocks included."""
+        if mesh.pp == 1:
+            return None
+        before, after = self.weights.get("", 0.0), self.weights.get("after", 0.0)
+        cuts = cuts_by_cost({block: self.weights[block] for block in self.blocks}, mesh.pp, before=before, after=after)
+        return Pipeline(schedule="1f1b", cuts=cuts)
 
     def _reached(self, mesh: Mesh, batches: Sequence[tuple[int, int]]) -> int:
         """Where to begin with another way to compile: a little below the best so far."""
@@ -210,14 +258,14 @@ class _Search:
     def _climb(self, base: Plan, batches: Sequence[tuple[int, int]]) -> None:
         start = 0
         for mode in MODES:
-            fitted = start
+            fitted, cost = start, None
             while fitted < len(batches) and self.costed < LIMIT:
                 micro, accumulate = batches[fitted]
                 cost = self.consider(base.with_(micro_batch=micro, accumulate=accumulate), mode)
                 if cost is None or not cost.fits or self._past_the_best(cost):
                     break
                 fitted += 1
-            if fitted == len(batches) or not self.blocks:
+            if fitted == len(batches) or not self.blocks or cost is None:
                 return
             if fitted < len(batches) and self.found[-1].fits:
                 return  # larger micro-batches fit, and gain nothing
@@ -239,8 +287,14 @@ class _Search:
 
     def consider(self, plan: Plan, mode: str = KEEP) -> PlanCost | None:
         """Cost one plan with all its blocks in a residency; None where it is not legal."""
-        traces = self.traces.of(plan, [mode])
-        if not self.blocks:
+        try:
+            traces = self.traces.of(plan, [mode])
+        except UserError as error:
+            if plan.mesh.tp == 1:
+                raise
+            self.found.append(Candidate(plan=plan, why=error.problem))  # the model cannot be split so
+            return None
+        if not self.about:
             self._learn(traces[mode])
         if not plan.blocks and mode != KEEP:
             plan = plan.with_(blocks=compress(dict.fromkeys(self.blocks, Residency(mode=mode))))
@@ -255,10 +309,11 @@ class _Search:
         self.found.append(Candidate(plan=plan.with_(predicted=cost.predicted()), cost=cost))
         return cost
 
-    def _learn(self, trace: Any) -> None:
+    def _learn(self, trace: Trace) -> None:
         self.blocks = blocks_of(trace)
         shapes = self.traces.facts.shapes
         self.about = model_of(self.source, blocks=self.blocks, shapes=shapes or None)
+        self.weights = work_of(trace)
 
     def _facts(self) -> legal.Facts:
         facts = legal.with_hardware(legal.Facts(blocks=self.blocks, tied=self.traces.facts.tied), self.cluster)
@@ -271,7 +326,7 @@ class _Search:
     def choice(self) -> Choice:
         fitting = sorted((one for one in self.found if one.fits), key=_speed, reverse=True)
         dropped = tuple(_explained(one) for one in self.found if not one.fits)
-        notes = tuple(self.traces.notes)
+        notes = (*self.traces.notes, *self.remarks)
         if not fitting:
             return Choice(best=None, dropped=dropped, infeasible=self._nearest(), costed=self.costed, notes=notes)
         best = min((one for one in fitting if _speed(one) >= (1 - ALIKE) * _speed(fitting[0])), key=_effort)
@@ -288,6 +343,19 @@ class _Search:
             return None
         nearest = max(costs, key=lambda cost: cost.worst.memory.margin_bytes)
         return nearest.infeasible(self.cluster.device.name)
+
+
+def work_of(trace: Trace) -> dict[str, float]:
+    """FLOPs of every block in a micro-batch, and of what runs before (empty name) and after them (`after`)."""
+    blocks = blocks_of(trace)
+    ops = trace.programs["micro_first"].ops
+    found = dict.fromkeys(("", *blocks, "after"), 0.0)
+    seen = False
+    for op, block in zip(ops, block_of(ops, blocks), strict=True):
+        seen = seen or bool(block)
+        late = op.phase != "forward" or seen
+        found[block or ("after" if late else "")] += op.flops or 0
+    return found
 
 
 def _speed(one: Candidate) -> float:
@@ -330,6 +398,7 @@ def told(plan: Plan) -> str:
     words += [f"accumulate {plan.accumulate}"] if plan.accumulate > 1 else []
     modes = sorted({residency.mode for residency in plan.blocks.values() if residency.mode != "keep"})
     words += [{"recompute": "recompute all blocks", "selective": "recompute selectively"}.get(mode, mode) for mode in modes]
+    words += [f"{plan.pipeline.stages} stages, {plan.pipeline.schedule}"] if plan.pipeline else []
     words += [f"compile {plan.compile}"] if plan.compile != "none" else []
     words += ["parameters kept after forward"] if plan.reshard is False and mesh.dp_shard > 1 else []
     return ", ".join(words)
@@ -338,7 +407,7 @@ def told(plan: Plan) -> str:
 _REASONS = {
     "communication": "waits for communication", "waiting_for_host": "waits for the host", "gemm": "products take longer",
     "memory": "moves more bytes", "attention": "attention takes longer", "recompute": "computes blocks twice",
-    "bubble": "ranks wait for each other",
+    "bubble": "ranks wait for each other", "waiting_for_ranks": "ranks wait for each other",
 }  # fmt: skip
 
 
@@ -347,7 +416,7 @@ def why_slower(best: Candidate, other: Candidate) -> str:
     if best.cost is None or other.cost is None or best.cost.time is None or other.cost.time is None:
         return ""
     ours, theirs = best.cost.per_second or 1.0, other.cost.per_second or 1.0
-    slower = ours / theirs - 1
+    slower = 1 - theirs / ours
     if slower < ALIKE / 2:
         return "as fast, and more to it" if other.cost.verdict != TIGHT else "as fast, and memory is tight"
     parts: dict[str, float] = {}

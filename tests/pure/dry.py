@@ -32,7 +32,9 @@ from foretell.trace.step import Workload
 MESSAGES = {
     "c10d._allgather_base_.default": "all_gather", "c10d._reduce_scatter_base_.default": "reduce_scatter",
     "c10d.allreduce_.default": "all_reduce", "c10d.send.default": "send", "c10d.recv_.default": "recv",
-    "c10d.broadcast_.default": "broadcast",
+    "c10d.broadcast_.default": "broadcast", "_c10d_functional.all_reduce.default": "all_reduce",
+    "_c10d_functional.all_gather_into_tensor.default": "all_gather",
+    "_c10d_functional.reduce_scatter_tensor.default": "reduce_scatter",
 }  # fmt: skip
 
 
@@ -131,9 +133,8 @@ class Seen:
     """compute and update → most bytes alive at once."""
     messages: Mapping[tuple[str, int, int], int]
     """(kind, ranks, bytes of the larger buffer) → how often."""
-    parameters: int
-    resident: int
-    """Bytes that are there before the step."""
+    left: int
+    """Bytes that outlive the step and were not there before it."""
     rows: list[Row] = field(default_factory=list, repr=False)
 
 
@@ -202,13 +203,12 @@ def _two_steps(job: Job, batches: list[Any], watch: Watch) -> Seen:
     with watch:
         _step(job, batches, watch, "first")
         before = watch.living()
-        resident = sum(watch.sizes[number] for number in before)
         _step(job, batches, watch, "second")
-    parameters = sum({watch.storage_id(p): watch.sizes[watch.storage_id(p)] for p in job.parameters()}.values())
+        left = sum(watch.sizes[number] for number in watch.living()) - sum(watch.sizes[number] for number in before)
     _add_in_place(watch)  # type: ignore[arg-type]
     rows = watch.programs["second"]
     peaks = highest(rows, {watch.moved.get(number, number) for number in before}, watch.sizes)
-    return Seen(peaks, messages(rows), parameters, resident, rows)
+    return Seen(peaks, messages(rows), left, rows)
 
 
 def _step(job: Job, batches: list[Any], watch: Watch, name: str) -> None:
@@ -237,9 +237,9 @@ def messages(rows: list[Row]) -> dict[tuple[str, int, int], int]:
     for row in rows:
         kind = MESSAGES.get(row.name)
         if kind is None:
-            assert not row.name.startswith("c10d."), row.name
+            assert not row.name.startswith(("c10d.", "_c10d")) or "wait_tensor" in row.name, row.name
             continue
-        sizes = [ref.spec.nbytes for ref in row.inputs]
+        sizes = [ref.spec.nbytes for ref in (*row.inputs, *row.outputs)]
         ranks = max(sizes) // max(1, min(sizes)) if kind in ("all_gather", "reduce_scatter") else 0
         key = (kind, ranks, max(sizes))
         found[key] = found.get(key, 0) + 1

@@ -1,0 +1,179 @@
+"""The chooser: generators, what is dropped and why, the best of what fits, and the command that prints it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretell.cost.plan import Options
+from foretell.errors import UserError
+from foretell.hardware import parse
+from foretell.hardware.profile import find_profile
+from foretell.hardware.types import Cluster
+from foretell.plan import file, legal
+from foretell.plan.recipe import recipe_of, source_of
+from foretell.plan.types import Mesh, Plan
+from foretell.search import choose as chooser
+from foretell.search.choose import Candidate, Choice, Wishes, _Search, told, why_slower, work_of
+from foretell.search.traces import Facts, Traces
+from foretell.trace.capture import capture
+from foretell.trace.load import Source, load
+from foretell.trace.types import Trace
+
+OPTIONS = Options(profile_of=functools.cache(find_profile))
+
+
+class Here(Traces):
+    """Traces made in this process: the models are the project's own."""
+
+    @functools.cached_property
+    def made(self) -> dict[Any, Trace]:
+        return {}
+
+    def of(self, plan: Plan, modes: Iterable[str]) -> dict[str, Trace]:
+        return {mode: self._made(plan, mode) for mode in modes}
+
+    def prepare(self, plans: Iterable[tuple[Plan, str]]) -> None:
+        pass
+
+    def _made(self, plan: Plan, mode: str) -> Trace:
+        if plan.mesh.tp > 1:
+            raise UserError("not here", "")
+        recipe = replace(recipe_of(plan, mode), accumulate=1, compile=False, shards=1)
+        key = (recipe, plan.micro_batch)
+        if key not in self.made:
+            self.made[key] = capture(lambda: load(source_of(plan)), recipe, capability=self.capability)
+            self.facts = Facts({"weight": ((2, 2), "float32")}, ())
+        return self.made[key]
+
+
+def search(model: str, hardware: str, *, cluster: Cluster | None = None, **wishes: Any) -> _Search:
+    found = cluster or parse(hardware)
+    capability = None if found.device.backend == "cpu" else (9, 0)
+    return _Search(Source(model=model), found, hardware, Wishes(**wishes), OPTIONS, Here(capability=capability), lambda _: None)
+
+
+def chosen(model: str, hardware: str, **wishes: Any) -> Choice:
+    found = search(model, hardware, **wishes)
+    for mesh in [*found.meshes()]:
+        found.explore(mesh)
+    for mesh in found.deeper_meshes():
+        found.explore(mesh)
+    return found.choice()
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chooser, "LARGEST_MICRO_BATCH", 16)
+
+
+def test_the_best_fits_is_the_fastest_of_all_and_is_a_legal_plan(tmp_path: Path) -> None:
+    choice = chosen("gpt-tiny", "H200")
+    best = choice.best
+    assert best is not None and best.cost is not None and best.fits
+    speeds = [one.cost.per_second for one in choice.runners_up if one.cost is not None]
+    assert speeds and all((best.cost.per_second or 0) * 1.011 >= (speed or 0) for speed in speeds)
+    assert not legal.complaints(best.plan, legal.facts_of(best.plan, parse("H200")))
+    file.write(best.plan, tmp_path / "plan.json")
+    assert file.read(tmp_path / "plan.json") == best.plan
+    said = best.plan.predicted
+    assert said["low_seconds"] < said["step_seconds"] < said["high_seconds"] and said["tokens_per_second"] > 0
+    assert {"none", "model"} == {one.plan.compile for one in (best, *choice.runners_up)}
+
+
+def test_every_plan_of_a_global_batch_makes_it() -> None:
+    choice = chosen("gpt-tiny", "H100:4", global_batch=8)
+    plans = [one.plan for one in (choice.best, *choice.runners_up) if one is not None]
+    assert plans and {plan.global_batch for plan in plans} == {8}
+    assert {plan.mesh.world for plan in plans} == {4}
+    assert any(plan.mesh.dp_replicate == 4 for plan in plans) and any(plan.mesh.dp_shard == 4 for plan in plans)
+
+
+def test_a_batch_that_data_ranks_cannot_share_leads_to_other_axes() -> None:
+    choice = chosen("gpt-tiny", "H100:4", global_batch=2)
+    reasons = [one.why for one in choice.dropped]
+    assert "2 samples cannot be shared by 4 data ranks" in reasons
+    assert "not here" in reasons  # tensor parallelism was asked for, and these traces have none
+    assert choice.best is None or choice.best.plan.mesh.data <= 2
+
+
+def test_where_nothing_fits_the_answer_says_who_holds_the_bytes() -> None:
+    choice = chosen("gpt-tiny", "H100,memory=600MiB")
+    assert choice.best is None and choice.infeasible is not None
+    assert choice.infeasible.bytes_short > 0 and choice.infeasible.holders
+    modes = {tuple(sorted({r.mode for r in one.plan.blocks.values()})) for one in choice.dropped}
+    assert modes >= {(), ("selective",), ("recompute",)}
+    with pytest.raises(UserError, match="no plan fits"):
+        _ = choice.plan
+
+
+def test_recomputing_is_tried_only_where_keeping_does_not_fit() -> None:
+    """Room for the smallest micro-batch alone; recomputing lets larger ones in."""
+    roomy = chosen("gpt-tiny", "H200")
+    assert all(not one.plan.blocks for one in roomy.runners_up)
+    found = search("gpt-tiny", "H100")
+    found.consider(found_base(found).with_(micro_batch=16))
+    needs = found.found[-1].cost.worst.memory.device_bytes  # type: ignore[union-attr]
+    tight = chosen("gpt-tiny", f"H100,memory={(needs >> 20) - 4}MiB", compile=("none",))
+    assert any(one.plan.blocks for one in (*tight.runners_up, *filter(None, [tight.best]), *tight.dropped))
+
+
+def found_base(found: _Search) -> Plan:
+    return Plan(model={"model": found.source.model}, hardware=found.hardware)
+
+
+def test_a_cpu_offers_one_rank_and_two() -> None:
+    machine = parse("CPU")
+    cluster = replace(machine, device=replace(machine.device, sm_count=2))
+    found = search("gpt-tiny", "auto", cluster=cluster)
+    assert [mesh.world for mesh in found.meshes()] == [1, 2, 2]
+    for mesh in found.meshes():
+        found.explore(mesh)
+    choice = found.choice()
+    assert choice.best is not None and choice.best.plan.precision == "fp32" and choice.best.plan.compile == "none"
+    assert {one.plan.mesh.world for one in (choice.best, *choice.runners_up)} == {1, 2}
+
+
+def test_no_more_plans_than_the_limit_are_costed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chooser, "LIMIT", 3)
+    assert chosen("gpt-tiny", "H200").costed <= 4
+
+
+def test_work_is_found_block_by_block() -> None:
+    trace = capture(lambda: load(Source(model="gpt-tiny", micro_batch=2)), recipe_of(found_base(search("gpt-tiny", "H100"))))
+    work = work_of(trace)
+    blocks = [work[f"blocks.{number}"] for number in range(4)]
+    assert len(set(blocks)) == 1 and work["after"] > 0  # the head and the loss
+    assert sum(work.values()) == sum(op.flops or 0 for op in trace.programs["micro_first"].ops)
+
+
+def test_words() -> None:
+    plan = Plan(model={"model": "x"}, hardware="H100:4", mesh=Mesh(dp_shard=4), micro_batch=2, accumulate=3, reshard=False)
+    assert told(plan) == "dp_shard 4, micro-batch 2, accumulate 3, parameters kept after forward"
+    assert told(Plan(model={"model": "x"}, hardware="H100", compile="model")) == "one device, micro-batch 1, compile model"
+    assert why_slower(Candidate(plan=plan), Candidate(plan=plan)) == ""
+
+
+def test_the_command_writes_the_plan_and_says_no(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from foretell.cli import main
+
+    monkeypatch.setenv("FORETELL_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "plan.json"
+    assert main(["plan", "gpt-tiny", "--on", "H200", "--global-batch", "8", "--out", str(out), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    plan = file.read(out)
+    assert plan.global_batch == 8 and plan.model["blocks"] == ["blocks.0-3"] and plan.model["digest"]
+    assert answer["plan"]["predicted"]["step_seconds"] == plan.predicted["step_seconds"]
+    assert answer["runners_up"] and all(one["why"] for one in answer["runners_up"])
+    assert main(["plan", "gpt-tiny", "--on", "H200,memory=600MiB", "--compile", "none", "--out", str(out)]) == 1
+    told_ = capsys.readouterr().out
+    assert "fits" in told_ and "short on" in told_
+    assert main(["plan", "gpt-tiny", "--on", "H200", "--precision", "fp8", "--out", str(out)]) == 2
+    assert main(["plan", "gpt-tiny", "--on", "H200", "--out", str(tmp_path)]) == 2
+    assert main(["plan", "gpt-tinny", "--on", "H200"]) == 2
