@@ -123,7 +123,9 @@ def _here(
         raise
     screen.end()
     compared = compare.written(outcome.folder) if outcome.measurement is not None and common.speaks() else None
-    taught = compare.learned(outcome.folder, compared, device) if teaches and compared else None
+    taught = None
+    if teaches and compared is not None:
+        taught = common.call(lambda: compare.learned(outcome.folder, compared, device), "learning from the run")
     return _tell(outcome, path, compared, taught, json=json)
 
 

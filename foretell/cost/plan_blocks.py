@@ -168,7 +168,8 @@ def _telling(ops: Sequence[Op]) -> Iterator[Op]:
 
 
 def _tells(op: Op) -> bool:
-    return op.phase != "recompute" and op.name not in _SILENT
+    empty = op.name == "aten.empty.memory_format" and all(not ref.spec.numel for ref in op.outputs)  # a checkpoint's
+    return op.phase != "recompute" and op.name not in _SILENT and not empty
 
 
 def _places(ops: Sequence[Op]) -> list[int]:
