@@ -39,9 +39,21 @@ def build_step(config: dict[str, Any]) -> Any:
     batch = torch.utils._pytree.tree_map(lambda t: t.to("cuda") if isinstance(t, torch.Tensor) else t, given.batch)
     step.workload = Workload(given.model, batch, given.loss)
     step.create_optimizer()
-    if config["mode"] == "compiled":
-        step.model.compile()
+    compile_model(step.model, config["mode"])
     return step
+
+
+def compile_model(model: Any, mode: str) -> None:
+    """As a user would: the whole model, with CUDA graphs, or block by block."""
+    if mode == "compiled":
+        model.compile()
+    elif mode == "graphs":
+        model.compile(mode="reduce-overhead")
+    elif mode == "blocks":
+        from foretell.trace.blocks import find_blocks
+
+        for path in find_blocks(model):
+            model.get_submodule(path).compile()
 
 
 class _no_initialisation:

@@ -17,7 +17,8 @@ stopped (delete the file to start over). The keys of a configuration, one JSON o
     precision    fp32, bf16-autocast, fp16-autocast, bf16 (bf16-autocast)
     recompute    none, full, selective (none)     clip    gradient norm limit (null)
     lora         rank or null                     nf4     true or false
-    mode         eager, or compiled: model.compile(), loss and optimizer eager (eager)
+    mode         eager, or compiled: model.compile(), loss and optimizer eager (eager); graphs: with CUDA graphs
+                 (mode "reduce-overhead"); blocks: every block for itself
 
 Rows with a `kind` (recurrent, lora, nf4) are not of the standard table and summed up apart from it.
 """
@@ -39,6 +40,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE))
+MODES = ("eager", "compiled", "graphs", "blocks")
 DEFAULTS: dict[str, Any] = {
     "model": "", "overrides": {}, "micro_batch": 1, "seq": None, "image": None, "optimizer": "adamw-fused",
     "precision": "bf16-autocast", "recompute": "none", "accumulate": 1, "clip": None, "lora": None, "nf4": False,
@@ -53,8 +55,8 @@ def read_configs(path: Path) -> list[dict[str, Any]]:
             continue
         given = json.loads(line)
         unknown = set(given) - set(DEFAULTS)
-        if unknown or given.get("mode", "eager") not in ("eager", "compiled"):
-            sys.exit(f"{path}:{number}: unknown keys {sorted(unknown)}, or a mode other than eager and compiled")
+        if unknown or given.get("mode", "eager") not in MODES:
+            sys.exit(f"{path}:{number}: unknown keys {sorted(unknown)}, or a mode not among {', '.join(MODES)}")
         configs.append({**DEFAULTS, **given})
     return configs
 
@@ -82,18 +84,17 @@ def predict(config: dict[str, Any]) -> dict[str, Any]:
     import warnings
 
     warnings.simplefilter("ignore")
+    from foretell.cost.compiling import compiled
     from foretell.cost.memory import predict_memory
     from foretell.hardware import overhead, parse
     from foretell.trace.capture import capture
-    from foretell.trace.compiled import compile_trace
     from foretell.trace.load import load
 
     source, recipe = parts(config)
     started = time.perf_counter()
     try:
         trace = capture(lambda: load(source), recipe)
-        if config["mode"] == "compiled":
-            trace = compile_trace(trace)
+        trace = compiled(trace, {"eager": "none", "compiled": "model"}.get(config["mode"], config["mode"]))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     cluster = parse("H200")

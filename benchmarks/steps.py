@@ -46,10 +46,12 @@ def time_step(
         for _ in range(3):
             one()
         torch.cuda.synchronize()
+        first = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         found = _timed(one, least_steps, least_seconds)
         found |= {
             "allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(),
+            "warm_up_allocated": first,
             "warm_up_seconds": round(warm, 2),
         }  # fmt: skip
         if profile:
@@ -141,13 +143,13 @@ def predict_seconds(config: dict[str, Any]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     from memory import parts
 
+    from foretell.cost.compiling import compiled
     from foretell.cost.memory import predict_memory
     from foretell.cost.whole import speed
     from foretell.cost.wishes import Wishes
     from foretell.hardware import overhead, parse
     from foretell.hardware.profile import find_profile
     from foretell.trace.capture import capture
-    from foretell.trace.compiled import compile_trace
     from foretell.trace.load import load
 
     source, recipe = parts(config)
@@ -156,7 +158,7 @@ def predict_seconds(config: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     cluster = parse("H200")
-    trace = compile_trace(counted) if config["mode"] == "compiled" else counted
+    trace = compiled(counted, {"eager": "none", "compiled": "model"}.get(config["mode"], config["mode"]))
     begun = time.perf_counter()
     found = speed(trace, counted, recipe, cluster, config["micro_batch"], find_profile, Wishes())
     took = time.perf_counter() - begun

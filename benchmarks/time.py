@@ -39,12 +39,12 @@ def measure(configs: list[dict[str, Any]], out: Path, seconds: float) -> None:
     left = [config for config in configs if memory.key_of(config) not in memory.done_keys(out)]
     cases.warm_up()
     for config in left:
-        if config["mode"] == "compiled":
+        if config["mode"] != "eager":
             continue
         if time.monotonic() - started > seconds:
             sys.exit("time is up; run again to go on")
         _keep(out, config, about, memory.in_child(lambda c: steps.time_step(c, profile=True), config, timeout=90))
-    compiled = [config for config in left if config["mode"] == "compiled"]
+    compiled = [config for config in left if config["mode"] != "eager"]
     for first in range(0, len(compiled), WAVE):
         if time.monotonic() - started > seconds:
             sys.exit("time is up; run again to go on")

@@ -80,7 +80,7 @@ def fit(
     hints: Mapping[str, float] | None = None,
     expandable_segments: bool = False,
     cache: bool = True,
-    compile: bool = False,
+    compile: bool | str = False,
     tokens: float | None = None,
     samples: float | None = None,
     epochs: float | None = None,
@@ -105,7 +105,7 @@ def fit(
         nf4=nf4,
         freeze=tuple(freeze),
         mode="infer" if infer else "train",
-        compile=compile,
+        compile=compile if isinstance(compile, str) else "model" if compile else "none",
         shards=1 if infer else cluster.count,
     )
     wishes = Wishes(
@@ -131,7 +131,7 @@ def _fit_source(
     wishes: Wishes,
 ) -> Prediction:  # fmt: skip
     check_source(source)
-    asked = request(source, replace(recipe, compile=False), _capability(cluster), hints)
+    asked = request(source, replace(recipe, compile="none"), _capability(cluster), hints)
     question = {
         "fit": asked, "hardware": cluster.to_dict(), "expandable": expandable, "compile": recipe.compile,
         "wishes": wishes.to_json(), "prices": user_figures()[1], "profile": profile_stamp(cluster.device.name),
@@ -199,10 +199,10 @@ def _predict(
     from foretell.cost.whole import speed
 
     counted = trace
-    if recipe.compile:
-        from foretell.trace.compiled import compile_trace
+    if recipe.compile != "none":
+        from foretell.cost.compiling import compiled
 
-        trace = compile_trace(trace)
+        trace = compiled(trace, recipe.compile)
     if recipe.shards > 1:
         from foretell.cost.sharded import shard
 
@@ -274,7 +274,7 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool) -> tuple[st
             f"no plan given: FSDP2 over all {cluster.count} devices, every block and the root, "
             "bf16 MixedPrecisionPolicy; numbers are of the worst rank"
         )
-    if recipe.shards > 1 and recipe.compile:
+    if recipe.shards > 1 and recipe.compile != "none":
         lines.append("torch.compile and sharding together follow the rules of each; the two were never measured together")
     lines.append(f"allocator: {'expandable segments' if expandable else 'default'}; CUDA choices of torch {MEASURED_TORCH}")
     return tuple(lines)

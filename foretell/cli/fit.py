@@ -47,6 +47,8 @@ def fit(
     expandable_segments: bool = typer.Option(False, "--expandable-segments",
                                              help="The caching allocator grows segments instead of adding new ones (expandable_segments:True)."),
     compile: bool = typer.Option(False, "--compile", help="The model runs under torch.compile; default: eager."),
+    compile_how: str | None = typer.Option(None, "--compile-how", metavar="HOW",
+                                           help="model (as --compile), blocks (each block by itself), graphs (model, with CUDA graphs)."),
     tokens: str | None = typer.Option(None, metavar="N", help="A whole run of so many tokens, such as 1T; K, M, B or T."),
     samples: str | None = typer.Option(None, metavar="N", help="A whole run of so many samples, such as 300M."),
     epochs: str | None = typer.Option(None, metavar="N", help="A whole run of so many epochs; needs --dataset-size."),
@@ -64,7 +66,7 @@ def fit(
         "lora": lora, "nf4": nf4, "freeze": tuple(freeze), "infer": infer, "micro_batch": micro_batch, "seq": seq,
         "image": image, "loss": loss, "overrides": overrides(settings), "hints": hints(hint),
         "expandable_segments": expandable_segments, "cache": not no_cache,
-        "compile": compile, "tokens": amount("--tokens", tokens), "samples": amount("--samples", samples),
+        "compile": compile_how or compile, "tokens": amount("--tokens", tokens), "samples": amount("--samples", samples),
         "epochs": amount("--epochs", epochs), "dataset_size": amount("--dataset-size", dataset_size),
         "region": region, "price": price, "trace_out": trace_out,
     }  # fmt: skip

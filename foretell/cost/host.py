@@ -15,6 +15,8 @@ from typing import Any
 from foretell.cost.features import FREE
 from foretell.cost.shapes import short
 from foretell.hardware.profile import OpRow
+from foretell.trace.compiled_blocks import ENTER, LEAVE
+from foretell.trace.compiled_graphs import REPLAY, REPLAYED
 from foretell.trace.types import Op, TensorSpec, Trace
 
 COUNTS = (
@@ -29,9 +31,11 @@ START: Mapping[str, float] = {
 """Where learning starts from, in seconds each; `call` is a share of the measured call."""
 PULL = 0.6
 """How strongly weights are held at their start; relative to one reference step."""
-COMPILED: Mapping[str, float] = {"fused": 19e-6, "library": 10e-6, "graph": 250e-6}
+COMPILED: Mapping[str, float] = {"fused": 21e-6, "library": 11e-6, "graph": 150e-6}
 """Compiled code on a host of START's speed: launching a generated kernel, a library's (besides its call), entering a
 graph; from compiled steps on an H200 that wait for their host, and carried over to other hosts by their speed."""
+GRAPH: Mapping[str, float] = {"replay": 600e-6, "kernel": 1.5e-6}
+"""Replaying a CUDA graph: the call, and each kernel in it; on a host of START's speed."""
 
 _ENTERING = ("forward", "recompute")
 """Phases in which Python enters modules."""
@@ -64,8 +68,21 @@ class HostModel:
     def issues(self, ops: Iterable[Op], *, compiled: bool = False) -> Iterator[float]:
         """Host seconds until each op is on its way; `compiled`: from inside a compiled graph, but for the update."""
         where: str | None = None
+        replaying = marked = False
         for op in ops:
-            inside = compiled and op.phase != "update"
+            if op.name in (ENTER, LEAVE):
+                marked = op.name == ENTER
+                yield self.slowness * COMPILED["graph"] if marked else 0.0
+                continue
+            if op.name == REPLAY:
+                replaying = True
+                yield self.slowness * (GRAPH["replay"] + GRAPH["kernel"] * float(op.attrs[0]))
+                continue
+            if replaying:
+                replaying = op.name != REPLAYED
+                yield 0.0
+                continue
+            inside = marked or (compiled and op.phase != "update")
             entered = not inside and op.phase in _ENTERING and op.module != where
             if op.phase in _ENTERING:
                 where = op.module
@@ -116,6 +133,12 @@ class HostModel:
 
 def _phase(op: Op) -> str:
     return op.phase if op.phase in ("backward", "recompute", "update") else "forward"
+
+
+def wholly_compiled(trace: Trace) -> bool:
+    """Whether all but the update is compiled; compiled blocks are marked in the trace instead."""
+    about = trace.meta.get("compiled")
+    return isinstance(about, Mapping) and not about.get("blocks")
 
 
 def turns_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> int:

@@ -36,6 +36,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from foretell.cost import plan_cpu
+from foretell.cost.compiling import compiled
 from foretell.cost.machine import machine
 from foretell.cost.plan_blocks import KEEP, blocks_of, compose
 from foretell.cost.plan_parts import (
@@ -81,10 +82,8 @@ def predict_plan(
         found = predict_pipeline(mixed, plan, cluster, how)
         return found if plan.compile == "none" else _quickened(found, mixed, cluster, how)
     whole = repeated(mixed, plan.accumulate)
-    local = sharded(compiled(whole, plan), plan)
+    local = sharded(compiled(whole, plan.compile), plan)
     time, rank = _cost(local, plan, cluster, how)
-    if plan.compile == "blocks" and time is not None:
-        time = _cost(sharded(compiled(whole, plan.with_(compile="model")), plan), plan, cluster, how)[0]
     unit, per_step = throughput(mixed, plan)
     return PlanCost(
         plan=plan, ranks=(rank,), time=time, unit=unit, per_step=per_step,
@@ -99,7 +98,7 @@ def _quickened(found: PlanCost, mixed: Trace, cluster: Cluster, how: Options) ->
         return found
     alone = Plan(model=found.plan.model, hardware=found.plan.hardware)
     plain, quick = (
-        plan_time(compiled(mixed, alone.with_(compile=way)), alone, known, cluster).step_seconds for way in ("none", "model")
+        plan_time(compiled(mixed, way), alone, known, cluster).step_seconds for way in ("none", "model")
     )
     share = min(1.0, quick / plain)
     time = found.time
@@ -160,15 +159,6 @@ def composed(traces: Mapping[str, Trace], plan: Plan) -> Trace:
     if missing:
         raise UserError(f"no trace of residency {', '.join(sorted(missing))} is given", "trace each residency the plan has")
     return compose(traces, modes)
-
-
-def compiled(trace: Trace, plan: Plan) -> Trace:
-    """Under torch.compile of the whole model. Of blocks compiled each, bytes are taken as without: they need no more."""
-    if plan.compile != "model":
-        return trace
-    from foretell.trace.compiled import compile_trace
-
-    return compile_trace(trace)
 
 
 def sharded(trace: Trace, plan: Plan) -> Trace:

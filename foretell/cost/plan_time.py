@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from foretell.cost.collectives import ALL_REDUCE, Fabric, collective, fabric
+from foretell.cost.host import wholly_compiled
 from foretell.cost.prediction import ASSUMED, Time
 from foretell.cost.shapes import short
 from foretell.cost.sharded import COLLECTIVES as TALKING
 from foretell.cost.sharded import DP_REPLICATE, DP_SHARD
 from foretell.cost.streams import COLLECTIVES, COMPUTE, HOST, Task, Timeline, simulate
-from foretell.cost.time import COMPUTE_KINDS, DRAG, LONG_PROGRAM, Machine, op_prices
+from foretell.cost.time import COMPUTE_KINDS, DRAG, LONG_PROGRAM, MARKS, Machine, op_prices
 from foretell.hardware.types import Cluster
 from foretell.plan.types import AXES, Mesh, Plan
 from foretell.trace.types import Op, Trace
 
 BESIDE = (DP_SHARD, DP_REPLICATE)
 """Axes whose collectives run beside compute."""
-_MARKS = frozenset({"foretell.begin", "foretell.model_end", "foretell.reshard"})
 _SYNCHRONISING = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "item"})
 _REDUCTION_AT_END_BYTES = 8
 """Loss and squared norm of the gradient, summed over all ranks once a step."""
@@ -95,7 +95,7 @@ def tasks_of(
     `around` counts what the host does besides the ops."""
     prices = op_prices(trace, machine)
     besides = machine.host.around(trace, sum(times for _, times in run)) / max(1, len(run)) if around else 0.0
-    maker = _Maker(machine, talk, slower, compiled="compiled" in trace.meta)
+    maker = _Maker(machine, talk, slower, compiled=wholly_compiled(trace))
     for name, times in run:
         for _ in range(times):
             maker.pending = besides / times
@@ -121,7 +121,7 @@ class _Maker:
         self.gathered = -1
 
     def task(self, op: Op, prices: Mapping[int, tuple[str, float]]) -> Task | None:
-        if op.name in _MARKS:
+        if op.name in MARKS:
             return None
         if op.name.endswith("_wait"):
             return None

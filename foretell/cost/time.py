@@ -12,21 +12,26 @@ from dataclasses import dataclass, field
 from foretell.cost.collectives import Fabric, collective, fabric
 from foretell.cost.energy import PowerModel
 from foretell.cost.features import Shape, describe
-from foretell.cost.host import HostModel, steady
+from foretell.cost.host import HostModel, steady, wholly_compiled
 from foretell.cost.ops import OpModel
 from foretell.cost.prediction import ASSUMED, MEASURED, Time
 from foretell.cost.shapes import short
 from foretell.cost.streams import COLLECTIVES, COMPUTE, HOST, Task, Timeline, simulate
 from foretell.hardware.types import Cluster
+from foretell.trace.compiled_blocks import ENTER, LEAVE
+from foretell.trace.compiled_graphs import REPLAY, REPLAYED
 from foretell.trace.types import Op, Trace
 
 GATHER, SCATTER = "foretell.all_gather", "foretell.reduce_scatter"
-_MARKS = frozenset({"foretell.begin", "foretell.model_end", "foretell.reshard"})
+MARKS = frozenset({"foretell.begin", "foretell.model_end", "foretell.reshard", ENTER, LEAVE, REPLAY, REPLAYED})
+"""Ops that only mark a place."""
 _SYNCHRONISING = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "item"})
 """Ops whose result the host waits for."""
 COMPUTE_KINDS = frozenset({"gemm", "attention", "convolution", "recurrent"})
 LONG_PROGRAM = 20_000
 """Ops above which one step is simulated instead of two: the device is far behind the host there anyway."""
+CLOSER = 1.0e-6
+"""Seconds between two kernels that a CUDA graph saves; from replayed steps on an H200."""
 DRAG = {COLLECTIVES: 0.85}
 """How much longer compute takes while a collective runs beside it; from published FSDP runs, see `stack`."""
 
@@ -84,14 +89,14 @@ def step_tasks(trace: Trace, machine: Machine, group: Fabric | None) -> Iterator
     around = machine.host.around(trace, sum(times for _, times in runs)) / max(1, len(runs))
     position, gathered, scattered = 0, -1, -1
     where = HOST if machine.serial else COMPUTE
-    compiled = "compiled" in trace.meta
+    compiled = wholly_compiled(trace)
     for name, times in runs:
         for _ in range(times):
             pending = around / times
             ops = trace.programs[name].ops
             for op, asking in zip(ops, machine.host.issues(ops, compiled=compiled), strict=True):
                 pending += asking
-                if op.name in _MARKS:
+                if op.name in MARKS:
                     continue
                 if op.name.startswith("foretell."):
                     kind, seconds = _own(op, prices, group)
@@ -144,7 +149,12 @@ def op_prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
         known[shape] = (family, seconds[shape] * around * machine.slower.get(family, 1.0))
     prices = {number: known[shape] for number, shape in found.items()}
     for name, _ in steady(trace):
+        replaying = False
         for op in trace.programs[name].ops:
+            replaying = op.name != REPLAYED and (replaying or op.name == REPLAY)
+            if replaying and prices[id(op)][1]:
+                family, alone = prices[id(op)]
+                prices[id(op)] = (family, max(alone - CLOSER, alone / 3))
             if op.name == "aten.copy_.default" and len(op.inputs) > 1 and op.inputs[0] == op.inputs[1]:
                 prices[id(op)] = ("", 0.0)  # onto itself, as `x[a:] += y` asks for: torch returns at once
     return prices

@@ -43,7 +43,7 @@ def recipe_of(plan: Plan, mode: str | None = None) -> Recipe:
     mixed = "fsdp-bf16" if plan.mesh.data > 1 else "bf16-autocast"
     return Recipe(
         optimizer=plan.optimizer, precision=mixed if plan.precision == "bf16-mixed" else plan.precision,
-        recompute=_RECOMPUTES[mode], accumulate=plan.accumulate, clip=plan.clip, compile=plan.compile != "none",
+        recompute=_RECOMPUTES[mode], accumulate=plan.accumulate, clip=plan.clip, compile=plan.compile,
         shards=plan.mesh.dp_shard,
     )  # fmt: skip
 
@@ -89,7 +89,7 @@ def plan_of(
     given = {
         "mesh": Mesh(dp_shard=recipe.shards), "micro_batch": source.micro_batch, "accumulate": recipe.accumulate,
         "precision": _PRECISIONS[recipe.precision], "optimizer": recipe.optimizer, "clip": recipe.clip,
-        "blocks": everywhere, "compile": "model" if recipe.compile else "none",
+        "blocks": everywhere, "compile": recipe.compile,
     }  # fmt: skip
     return Plan(model=model_of(source, blocks=blocks, shapes=shapes), hardware=hardware, **{**given, **more})
 

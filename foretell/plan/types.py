@@ -15,7 +15,7 @@ LOOPED = {"interleaved-1f1b", "zero-bubble", "zero-bubble-v"}
 """Schedules in which a rank may hold several stages."""
 PRECISIONS = ("fp32", "bf16-mixed", "bf16")
 """bf16-mixed: fp32 weights, bf16 compute (autocast; FSDP2's MixedPrecisionPolicy where parameters are sharded)."""
-COMPILES = ("none", "blocks", "model")
+COMPILES = ("none", "blocks", "model", "graphs")
 MODES = ("keep", "recompute", "selective")
 
 
@@ -88,6 +88,8 @@ class Plan:
     hardware: str
     """As `--on` takes it."""
     mesh: Mesh = Mesh()
+    placement: tuple[int, ...] = ()
+    """Device of each rank, rank by rank, devices numbered node by node; empty: rank r is on device r."""
     pipeline: Pipeline | None = None
     split: Split | None = None
     micro_batch: int = 1
@@ -113,6 +115,10 @@ class Plan:
     def global_batch(self) -> int:
         """Samples of one optimizer step."""
         return self.micro_batch * self.accumulate * self.mesh.data
+
+    def device_of(self, rank: int) -> int:
+        """The device that a rank of the mesh is on."""
+        return self.placement[rank] if self.placement else rank
 
     def with_(self, **changes: Any) -> Plan:
         return replace(self, **changes)

@@ -122,7 +122,7 @@ def _without(words: list[str], option: str, *, has_value: bool) -> list[str]:
 
 def _compiled(prediction: Prediction) -> bool:
     recipe = prediction.model.get("recipe")
-    return isinstance(recipe, Mapping) and bool(recipe.get("compile"))
+    return isinstance(recipe, Mapping) and recipe.get("compile", "none") not in ("none", False)
 
 
 def _micro_batch(words: list[str]) -> int | None:

@@ -115,8 +115,9 @@ def _recipe(recipe: Mapping[str, Any]) -> str:
         words = ["inference", *words[1:]]
     elif recipe.get("recompute"):
         words.append(f"recompute {recipe['recompute']}")
-    if recipe.get("compile"):
-        words.append("torch.compile")
+    how = recipe.get("compile")
+    if how and how != "none":
+        words.append({"blocks": "torch.compile of each block", "graphs": "torch.compile with CUDA graphs"}.get(how, "torch.compile"))
     if recipe.get("accumulate", 1) != 1:
         words.append(f"{recipe['accumulate']} micro-batches a step")
     if recipe.get("lora"):

@@ -344,8 +344,9 @@ def compile_part(part: nn.Module, blocks: Sequence[str], plan: Plan, backend: st
     logging.getLogger("torch._dynamo.variables.higher_order_ops").setLevel(
         logging.ERROR
     )  # warns of selective recompute
-    for module in [part] if plan.compile == "model" else [part.get_submodule(path) for path in blocks]:
-        module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
+    mode = "reduce-overhead" if plan.compile == "graphs" and backend == "inductor" else None
+    for module in [part.get_submodule(path) for path in blocks] if plan.compile == "blocks" else [part]:
+        module.forward = torch.compile(module.forward, backend=backend, mode=mode)  # type: ignore[method-assign]
 
 
 def autocast(plan: Plan, ranks: Ranks) -> Callable[[], AbstractContextManager[Any]]:

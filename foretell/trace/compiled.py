@@ -12,6 +12,8 @@ are what is really read and written. The rules are those of torch 2.11 on CUDA. 
     compiled_kernels  what is stored and what is computed where it is needed
     compiled_fuse     which steps are one kernel; compiled_order: in which order they run
     compiled_emit     kernels as ops, with the births and deaths of their storages
+    compiled_blocks   block by block instead of the whole
+    compiled_graphs   with CUDA graphs: what is replayed, and in which memory
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from dataclasses import replace
 from foretell.trace import types
 from foretell.trace.compiled_cut import Partition, partition
 from foretell.trace.compiled_emit import Emitter
+from foretell.trace.compiled_graphs import replayed
 from foretell.trace.compiled_joint import Joint, Pieces, join, pieces
 from foretell.trace.compiled_rules import SAME, VIEWS, base_name
 from foretell.trace.types import Op, Program, Storage, Trace
@@ -38,14 +41,15 @@ _SILENT = {*SAME, *VIEWS, "split", "split_with_sizes", "unbind", "chunk", "_conj
 def compile_trace(trace: Trace, *, cuda_graphs: bool = False) -> Trace:
     """The trace of the same step under torch.compile.
 
-    `cuda_graphs` is recorded for those who price launches; tensors are taken to live as they do without.
+    With `cuda_graphs` (mode "reduce-overhead") what the model computes is replayed: between marks, and in memory of
+    its own, which nothing else uses; what is not always at one address is copied in (compiled_graphs).
     """
     storages = dict(trace.storages)
     programs: dict[str, Program] = {}
     saved: dict[str, int] = {}
     for name, program in trace.programs.items():
         if name in COMPILED:
-            programs[name], saved[name] = _compile(program, storages)
+            programs[name], saved[name] = _compile(program, storages, cuda_graphs)
         else:
             programs[name] = program
     used = {n for p in programs.values() for op in p.ops for n in (*op.allocates, *op.frees, *_touched(op))}
@@ -74,7 +78,7 @@ def _touched(op: Op) -> list[int]:
     return [ref.storage for ref in (*op.inputs, *op.outputs)]
 
 
-def _compile(program: Program, storages: dict[int, Storage]) -> tuple[Program, int]:
+def _compile(program: Program, storages: dict[int, Storage], cuda_graphs: bool) -> tuple[Program, int]:
     """A program with the model's part compiled, and the bytes that it keeps from forward to backward."""
     parts = pieces(program.ops, storages)
     joint = join(parts, storages)
@@ -83,8 +87,11 @@ def _compile(program: Program, storages: dict[int, Storage]) -> tuple[Program, i
     forward = emitter.forward(split.forward, split.saved)
     backward = emitter.backward(split.backward)
     between = _eager(parts.between, emitter)
+    backward = _closed(backward, parts, joint)
+    if cuda_graphs:
+        forward, backward = replayed(forward, storages), replayed(backward, storages)
     head = [op for op in parts.forward[:1] if op.name == "foretell.begin"]
-    ops = (*head, *forward, *between, *_closed(backward, parts, joint), *parts.after)
+    ops = (*head, *forward, *between, *backward, *parts.after)
     return Program(program.name, ops), sum(emitter.saved.values())
 
 

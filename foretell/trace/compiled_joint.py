@@ -154,7 +154,7 @@ def _take(
     new = set(op.allocates)
     result: list[Node] = []
     for ref, node in zip(op.outputs, made, strict=False):
-        if ref.storage in new or not _writes(op):
+        if ref.storage in new or not writes(op):
             values.hold(ref, node)
         else:
             node = write_into(graph, values.latest(ref.storage) or node, ref, node)
@@ -165,7 +165,7 @@ def _take(
     return result
 
 
-def _writes(op: Op) -> bool:
+def writes(op: Op) -> bool:
     """Whether an op writes into a storage that was there, rather than looking at it in another way."""
     name = base_name(op.name)
     in_place = name.endswith("_") and not name.endswith("__")

@@ -13,6 +13,7 @@ OPTIMIZERS = (
 )  # fmt: skip
 PRECISIONS = ("fp32", "bf16-autocast", "fp16-autocast", "bf16", "fsdp-bf16")
 RECOMPUTES = ("none", "full", "selective")
+COMPILES = ("none", "blocks", "model", "graphs")
 MODES = ("train", "infer")
 
 
@@ -38,14 +39,16 @@ class Recipe:
     """Parameters whose name starts with one of these are not trained."""
     mode: str = "train"
     """train, or infer for one forward without gradients."""
-    compile: bool = False
-    """`model.compile()`: the model is one graph, the loss outside it and the optimizer stay eager."""
+    compile: str = "none"
+    """none; model: `model.compile()`, one graph, loss and optimizer stay eager; blocks: each block; graphs: the model with
+    its launches recorded as CUDA graphs (mode "reduce-overhead")."""
     shards: int = 1
     """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2)."""
 
     def __post_init__(self) -> None:
         for name, known in (
             ("optimizer", OPTIMIZERS), ("precision", PRECISIONS), ("recompute", RECOMPUTES), ("mode", MODES),
+            ("compile", COMPILES),
         ):  # fmt: skip
             value = getattr(self, name)
             if value not in known:

@@ -45,7 +45,7 @@ class Here(Traces):
     def _made(self, plan: Plan, mode: str) -> Trace:
         if plan.mesh.tp > 1:
             raise UserError("not here", "")
-        recipe = replace(recipe_of(plan, mode), accumulate=1, compile=False, shards=1)
+        recipe = replace(recipe_of(plan, mode), accumulate=1, compile="none", shards=1)
         key = (recipe, plan.micro_batch)
         if key not in self.made:
             self.made[key] = capture(lambda: load(source_of(plan)), recipe, capability=self.capability)

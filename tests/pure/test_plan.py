@@ -517,7 +517,6 @@ GOOD = {
     "gpipe with few micro-batches": PIPED.with_(pipeline=cut("gpipe", "blocks.3", "blocks.6", "blocks.9"), accumulate=1),
     "looped": PIPED.with_(pipeline=cut("interleaved-1f1b", *TWELVE[1:8]), accumulate=10),
     "back and forth": PIPED.with_(pipeline=cut("zero-bubble-v", *TWELVE[1:8]), accumulate=3),
-    "zero-bubble recomputed": ZERO.with_(blocks={"blocks.*": RECOMPUTE}),
     "zero-bubble sharded": ZERO.with_(mesh=Mesh(pp=4, dp_shard=2), reshard=False),
     "blocks compiled": plan(compile="blocks", blocks={"blocks.0-3": SELECTIVE, "blocks.2": KEEP}),
     "odd vocabulary and sequence": plan(model={**GPT, "seq": 1023}, mesh=Mesh(tp=2), split=Split(sequence=False)),
@@ -564,7 +563,10 @@ def test_what_is_legal_has_no_complaint(name: str) -> None:
         (PIPED.with_(accumulate=3), "accumulate", "at least 4 micro-batches and gets 3", "accumulate 4"),
         (ZERO.with_(accumulate=11), "accumulate", "2 rounds, and 11", "accumulate 10 or 12"),
         (ZERO.with_(compile="model"), "compile", "backward twice", "compile none"),
-        (ZERO.with_(blocks={"blocks.0-3": SELECTIVE}), "blocks['blocks.0-3']", "selective recompute does not allow", "recompute"),
+        (ZERO.with_(blocks={"blocks.0-3": SELECTIVE}), "blocks['blocks.0-3']", "selective recompute does not allow", "interleaved-1f1b"),
+        (ZERO.with_(blocks={"blocks.*": RECOMPUTE}), "blocks['blocks.*']", "computes the whole block again for every part", "interleaved-1f1b"),
+        (plan(mesh=Mesh(dp_shard=2), placement=(0, 0)), "placement", "each of the 2 devices 0 to 1 once", "no placement"),
+        (plan(mesh=Mesh(dp_shard=2), placement=(1, 2)), "placement", "each of the 2 devices", "one device for each rank"),
         (ZERO.with_(mesh=Mesh(pp=4, dp_shard=2)), "reshard", "get no gradients", "reshard false"),
         (ZERO.with_(mesh=Mesh(pp=4, dp_replicate=2)), "reshard", "get no gradients", "reshard false"),
         (plan(mesh=Mesh(tp=8)), "mesh.tp", "12 attention heads cannot be split over 8 ranks", "tp 4"),
@@ -678,7 +680,7 @@ SHAPES = {
 def test_a_plan_gives_the_source_and_recipe_it_was_made_from() -> None:
     source = Source(model="gpt2", overrides={"layers": 12}, micro_batch=4, seq=512)
     wanted = Recipe(
-        recompute="full", accumulate=2, clip=0.5, precision="fsdp-bf16", shards=8, optimizer="sgd", compile=True
+        recompute="full", accumulate=2, clip=0.5, precision="fsdp-bf16", shards=8, optimizer="sgd", compile="model"
     )
     made = recipe.plan_of(source, wanted, hardware="8xH100", blocks=TWELVE, shapes=SHAPES)
     assert made.blocks == {"blocks.0-11": RECOMPUTE} and made.mesh == Mesh(dp_shard=8) and made.compile == "model"

@@ -62,7 +62,7 @@ def plan(name: str = "gpt-tiny", **changes: Any) -> Plan:
 
 def traced(build: Callable[[], Workload], asked: Plan, mode: str = "keep") -> types.Trace:
     """As this CPU runs it: that is what `dry.run` does."""
-    return capture(build, replace(recipe_of(asked, mode), accumulate=1, compile=False), capability=None)
+    return capture(build, replace(recipe_of(asked, mode), accumulate=1, compile="none"), capability=None)
 
 
 @dataclass(frozen=True)
@@ -380,7 +380,7 @@ def test_a_sequence_that_is_split_crosses_whole() -> None:
 def cost(asked: Plan, hardware: str, modes: Sequence[str] = ("keep",)) -> Any:
     build = workload(str(asked.model["model"]), asked.micro_batch)
     traces = {
-        mode: capture(build, replace(recipe_of(asked, mode), accumulate=1, compile=False)) for mode in modes
+        mode: capture(build, replace(recipe_of(asked, mode), accumulate=1, compile="none")) for mode in modes
     }
     return predict_plan(traces, asked, parse(hardware), Options(profile_of=find_profile))
 
