@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from foretell.errors import UserError
+from foretell.hardware.this_machine import physical_cores
 from foretell.plan.legal import launch as command_for
 from foretell.plan.types import Plan
 
@@ -87,7 +88,7 @@ def launch(words: Sequence[str], world: int) -> tuple[int, str]:
 
 
 def _start(words: Sequence[str], rank: int, world: int, port: int) -> subprocess.Popen[bytes]:
-    threads = max(1, (os.cpu_count() or 1) // world)
+    threads = max(1, physical_cores() // world)
     env = {
         **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), LAUNCHED: "1",
