@@ -44,7 +44,10 @@ FAMILIES: Mapping[str, Family] = {
         0.78, 0.70, 128, 0.86, 3e-6,
         "fitted on every second published run on A100; single large bf16 products reach 250 to 270 of 312 TFLOP/s",
     ),
-    "volta": Family(0.72, 0.72, 128, 0.86, 4e-6, "public tests of large fp16 products on V100: 85 to 95 of 125 TFLOP/s"),
+    "volta": Family(
+        0.68, 0.68, 128, 0.86, 4e-6,
+        "set by hand on 14 published runs on V100; public tests of large fp16 products: 85 to 95 of 125 TFLOP/s",
+    ),
     "ada": Family(0.97, 0.85, 128, 0.90, 3e-6, "public tests on RTX 4090: 155 to 170 of 165 TFLOP/s, at clocks above nominal"),
     "cdna": Family(0.50, 0.40, 256, 0.78, 5e-6, "public tests of large bf16 products on MI300X: 550 to 700 of 1,307 TFLOP/s"),
     "other": Family(0.70, 0.60, 128, 0.80, 5e-6, "assumed"),
@@ -118,6 +121,9 @@ _PLAIN = 0.85
 _SHORT = 256
 """Queries at which attention reaches half of its long-sequence rate; assumed."""
 _BLOCK = 128
+UNALIGNED = 0.125
+"""Part of its rate a batched 16-bit product keeps when its depth is no multiple of eight: older libraries then leave
+the tensor cores idle, and ordinary cores reach an eighth of their peak on A100."""
 
 
 def family(device: Device) -> str:

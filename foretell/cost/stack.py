@@ -41,6 +41,14 @@ class Stack:
     """Of rotary embedding, per element of queries and keys; computed in float32."""
     score_bytes: Pair = (40.0, 40.0)
     """Per score (query, key and head) where attention is "math"; counted: scale, mask, softmax in float32, cast."""
+    loose_score_bytes: Pair = (40.0, 40.0)
+    """The same where the framework's fused softmax does not take the shape."""
+    softmax_keys: int = 0
+    """Longest row a fused softmax takes (it also asks for a multiple of four heads times sequences); 0: any shape."""
+    table_bytes: float = 8.0
+    """Per parameter of the embedding table and micro-batch: its gradient is made whole and added."""
+    route_bytes: float = 4.0
+    """Per element that is permuted to its expert or back."""
     loss_bytes: float = 50.0
     """Per logit: the loss and its backward."""
     optimizer_bytes: float = 33.0
@@ -65,8 +73,48 @@ class Stack:
     """Parameters and gradients are copied in and out of the buffers of a collective (FSDP2)."""
     drag: float = 0.85
     """How much longer compute takes while a collective runs beside it."""
+    reduces_early: bool = True
+    """Gradients travel while backward still runs; else all at once after it."""
+    reduces_whole: bool = False
+    """With sharded optimiser states gradients are still all-reduced, not reduce-scattered."""
+    gradients_hidden: float = 0.0
+    """Part of the gradients' traffic that a pipeline hides behind its last backwards."""
+    tensor_hidden: Pair = (0.0, 0.0)
+    """Part of a tensor-parallel layer's traffic that products hide, forward and backward."""
+    gathers_narrow: bool = False
+    """With 8-bit products, tensor-parallel ranks cast before they gather: fewer bytes, and one cast for all who read."""
+    context_shown: float = 0.1
+    """Part of the traffic of keys and values that attention does not hide."""
+    expert_rate: float = 0.5
+    """Part of a dense product's rate that the products of many experts reach: uneven loads, short groups."""
+    expert_launches: int = 60
+    """Kernels of routing, permuting and grouping in one pass of a layer."""
+    expert_hidden: float = 0.3
+    """Part of the experts' all-to-all that other work hides."""
+    splits_messages: bool = True
+    """Tensor-parallel ranks of a stage each send their part of an activation, not all of it."""
+    message_shown: float = 1.0
+    """Part of a message between stages for which both ends stop."""
+    stall_seconds: float = 0.0
+    """A pass of a layer (backward is two) waits so long for the host, where launches are not asynchronous."""
+    tensor_wait: float = 0.0
+    """Seconds a tensor-parallel collective waits for the slowest of its ranks, for each further rank."""
+    ring_loss: float = 0.06
+    """Longer attention takes for each further context-parallel rank: keys come in pieces, partial results are merged."""
     host_seconds: float = 8e-6
     """Host time to issue one kernel."""
+
+    state_bytes: Pair = (0.0, 16.0)
+    """Per parameter: on every rank, and sharded with the optimiser. With full sharding all of it is spread."""
+    logit_bytes: float = 10.0
+    """Per logit at the peak: 16-bit logits, a float32 copy and its gradient."""
+    buffer_bytes: float = 1.0e9
+    """Communicators, buckets and workspaces."""
+    fragments: float = 0.08
+    """What the allocator holds beyond what is used, as a part of it."""
+
+    reports: str = "reserved"
+    """What its users print as memory: allocated, reserved (both of the fullest rank) or device (of the first rank)."""
 
     tied: bool = False
     """The head shares its weights with the embedding."""
@@ -138,13 +186,14 @@ FOUNDRY_1 = replace(
 )  # fmt: skip
 
 _TITAN = {
+    "gathers_narrow": "its float8 tensor parallel casts a module's input before the gather",
     "reduce_bytes": "its mixed precision policy reduces in float32",
     "rotary_bytes": "complex products, which the compiler leaves as they are",
     "selective": "keeps the results of attention and of every second product",
 }
 
 TITAN = replace(
-    EAGER, name="torchtitan", framework="torchtitan", norm_bytes=(45.0, 121.0), weight_bytes=0.0,
+    EAGER, name="torchtitan", framework="torchtitan", gathers_narrow=True, norm_bytes=(45.0, 121.0), weight_bytes=0.0,
     versions={"torch": "2.3 and later"},
     reasons={
         **EAGER.reasons, **_TITAN,
@@ -154,7 +203,13 @@ TITAN = replace(
 
 TITAN_COMPILED = replace(
     COMPILED, name="torchtitan-compile", framework="torchtitan", rotary_bytes=(22.0, 22.0), weight_bytes=0.0,
+    gathers_narrow=True,
     versions={"torch": "2.5 and later"}, reasons={**COMPILED.reasons, **_TITAN},
+)  # fmt: skip
+
+TITAN_2025 = replace(
+    TITAN_COMPILED, name="torchtitan-2025", versions={"torch": "2.7 and later"}, logit_bytes=4.0, reports="allocated",
+    reasons={**TITAN_COMPILED.reasons, "logit_bytes": "assumed: the compiled loss keeps no float32 copy of the logits"},
 )  # fmt: skip
 
 LLM_C = replace(
@@ -170,11 +225,11 @@ LLM_C = replace(
 )  # fmt: skip
 
 NANOGPT = replace(
-    COMPILED, name="nanogpt", framework="nanoGPT", attention="flash-1", versions={"torch": "2.0 nightly"},
+    COMPILED, name="nanogpt", framework="nanoGPT", attention="math", versions={"torch": "2.0 nightly"},
     optimizer_bytes=90.0, loss_bytes=50.0, tied=True,
     reasons={
         **COMPILED.reasons,
-        "attention": "torch 2.0 ships FlashAttention 1",
+        "attention": "its early versions spell attention out; the compiler fuses the softmax",
         "optimizer_bytes": "foreach AdamW, as measured on one H200",
         "loss_bytes": "assumed as without compilation: the first compilers did not fuse it",
     },
@@ -185,10 +240,127 @@ NANOCHAT = replace(
     reasons={**COMPILED.reasons, "fused": "its scripts compile the model"},
 )  # fmt: skip
 
+MEGATRON = replace(
+    EAGER, name="megatron-lm", framework="Megatron-LM", attention="math", dtype="float16", fused=True,
+    versions={"torch": "1.8 to 1.13"}, norm_bytes=(4.0, 10.0), residual_bytes=(7.0, 5.0), activation_bytes=(4.0, 6.0),
+    score_bytes=(9.0, 11.0), loose_score_bytes=(30.0, 30.0), softmax_keys=2048, loss_bytes=30.0, weight_bytes=6.0,
+    optimizer_bytes=36.0, reduce_bytes=2.0, reduces_early=False, tied=True, selective="attention", early_stop=False,
+    table_bytes=4.0, state_bytes=(4.0, 12.0), reports="allocated",
+    reasons={
+        "state_bytes": "counted: 16-bit weights and gradients; float32 masters and two moments",
+        **EAGER.reasons,
+        "norm_bytes": "counted: apex's fused norm reads and writes 16 bits; backward reads twice and sums weights' parts",
+        "residual_bytes": "counted: bias, dropout and residual in one kernel, with a byte of mask",
+        "activation_bytes": "counted: bias and GELU in one kernel",
+        "score_bytes": "counted: scale, mask and softmax in one kernel (4), dropout with its mask (5); backward 6 and 5",
+        "loose_score_bytes": "counted: scale, mask, cast up, softmax, cast down, dropout as single kernels",
+        "softmax_keys": "its fused kernel takes rows of up to 2048 and a multiple of four heads times sequences",
+        "loss_bytes": "counted: float32 copies of the logits in a vocabulary-parallel loss",
+        "weight_bytes": "counted: each micro-batch's gradient is added to the one kept: two reads and one write of 16 bits",
+        "optimizer_bytes": "counted: apex's FusedAdam over float32 masters and 16-bit copies, with unscaling",
+        "reduce_bytes": "gradients of fp16 training travel as fp16",
+        "table_bytes": "counted as weight_bytes",
+        "reduces_early": "its data parallel of 2021 and 2022 reduces once, after the last backward",
+        "early_stop": "its checkpoints run the whole layer again",
+    },
+)  # fmt: skip
+"""Megatron-LM of 2021 and 2022: own fused kernels, no FlashAttention."""
+
+MEGATRON_DEEPSPEED = replace(
+    MEGATRON, name="megatron-deepspeed", framework="Megatron-DeepSpeed", dtype="bfloat16", reduces_whole=True,
+    state_bytes=(4.0, 16.0), buffer_bytes=2.0e9, reports="device",
+    versions={"torch": "1.10", "deepspeed": "0.5"},
+    reasons={
+        **MEGATRON.reasons,
+        "state_bytes": "counted: as Megatron-LM, and a float32 gradient for the shard that is updated",
+        "buffer_bytes": "counted: its buckets for gathering and reducing hold 5e8 elements each",
+        "reduces_whole": "its pipeline engine all-reduces gradients and then gathers the parameters ZeRO-1 updated",
+    },
+)  # fmt: skip
+
+MEGATRON_DEEPSPEED_BLOCKING = replace(
+    MEGATRON_DEEPSPEED, name="megatron-deepspeed-blocking", stall_seconds=1e-3, tensor_wait=1.7e-4,
+    reasons={
+        **MEGATRON_DEEPSPEED.reasons,
+        "stall_seconds": "its authors ran with CUDA_LAUNCH_BLOCKING=1; set on a coarse grid over every second of their published runs, then rounded",
+        "tensor_wait": "likewise: ranks that launch one kernel at a time drift apart between collectives; set likewise",
+    },
+)  # fmt: skip
+"""With launches that block, which kept BLOOM's large jobs from hanging."""
+
+MEGATRON_DEEPSPEED_BF16 = replace(
+    MEGATRON_DEEPSPEED_BLOCKING, name="megatron-deepspeed-bf16", reduce_bytes=4.0, weight_bytes=10.0,
+    state_bytes=(8.0, 16.0),
+    versions={"torch": "1.11", "deepspeed": "0.6 with its bf16 optimiser"},
+    reasons={
+        **MEGATRON_DEEPSPEED_BLOCKING.reasons,
+        "reduce_bytes": "the bf16 optimiser accumulates and reduces gradients in float32",
+        "weight_bytes": "counted: a 16-bit gradient is added to a float32 one",
+        "state_bytes": "counted: a float32 gradient more on every rank, as its authors say",
+    },
+)  # fmt: skip
+
+MEGATRON_CORE = replace(
+    MEGATRON, name="megatron-core", framework="Megatron-Core", attention="cudnn", dtype="bfloat16",
+    versions={"transformer-engine": "1 and 2"}, norm_bytes=(4.0, 8.0), residual_bytes=(6.0, 4.0), gate_bytes=(6.0, 10.0),
+    rotary_bytes=(4.0, 4.0), weight_bytes=4.0, reduces_early=True, gradients_hidden=0.8, tensor_hidden=(0.6, 0.7),
+    message_shown=0.3, host_seconds=5e-6, loss_bytes=16.0,
+    reasons={
+        **MEGATRON.reasons,
+        "norm_bytes": "counted: Transformer Engine's norm",
+        "residual_bytes": "counted: no dropout",
+        "gate_bytes": "counted: one kernel each way",
+        "rotary_bytes": "counted: one kernel in 16 bits",
+        "weight_bytes": "counted: weights' gradients are added inside the product; 8-bit copies of weights",
+        "gradients_hidden": "assumed: buckets are reduced while backward runs",
+        "tensor_hidden": "assumed: products are cut so that the traffic runs beside them",
+        "message_shown": "assumed: messages of the interleaved schedule travel beside compute",
+        "loss_bytes": "counted: fused cross-entropy",
+    },
+)  # fmt: skip
+"""Megatron-Core under NeMo and Megatron-Bridge, with Transformer Engine."""
+
+MEGASCALE = replace(
+    MEGATRON, name="megascale", framework="MegaScale", attention="flash-2", reduces_early=True, gradients_hidden=0.8,
+    tensor_hidden=(0.6, 0.6), message_shown=0.2, dtype="bfloat16",
+    reasons={
+        **MEGATRON.reasons, "gradients_hidden": "assumed: as its authors describe, traffic is hidden where it can be",
+        "tensor_hidden": "assumed likewise", "message_shown": "assumed likewise",
+    },
+)  # fmt: skip
+
+INTERNEVO = replace(
+    EAGER, name="internevo", framework="InternEvo", attention="flash-2", versions={"torch": "2.0"}, weight_bytes=6.0,
+    norm_bytes=(6.0, 14.0), gate_bytes=(10.0, 17.0), rotary_bytes=(4.0, 4.0), reduce_bytes=2.0, loss_bytes=30.0,
+    gradients_hidden=0.6, selective="attention", early_stop=False, state_bytes=(4.0, 12.0),
+    reasons={
+        **EAGER.reasons,
+        "state_bytes": "counted as Megatron-LM's",
+        "norm_bytes": "assumed: apex's fused norm",
+        "rotary_bytes": "counted: FlashAttention's rotary kernel",
+        "reduce_bytes": "gradients travel in 16 bits",
+        "loss_bytes": "counted: FlashAttention's cross-entropy on 16-bit logits",
+        "gradients_hidden": "assumed: buckets are reduced while backward runs",
+        "weight_bytes": "counted as Megatron-LM's",
+    },
+)  # fmt: skip
+
+DEEPSPEED = replace(
+    EAGER, name="deepspeed", framework="DeepSpeed", attention="flash-2", reduce_bytes=2.0, weight_bytes=6.0,
+    early_stop=False, selective="attention", state_bytes=(4.0, 12.0),
+    reasons={
+        **EAGER.reasons, "reduce_bytes": "gradients travel in 16 bits", "weight_bytes": "counted as Megatron-LM's",
+        "state_bytes": "counted as Megatron-LM's",
+    },
+)  # fmt: skip
+
 STACKS: Mapping[str, Stack] = {
     stack.name: stack
-    for stack in (EAGER, COMPILED, FOUNDRY_1, FOUNDRY_2, TITAN, TITAN_COMPILED, LLM_C, NANOGPT, NANOCHAT)
-}
+    for stack in (
+        EAGER, COMPILED, FOUNDRY_1, FOUNDRY_2, TITAN, TITAN_COMPILED, TITAN_2025, LLM_C, NANOGPT, NANOCHAT, MEGATRON,
+        MEGATRON_DEEPSPEED, MEGATRON_DEEPSPEED_BLOCKING, MEGATRON_DEEPSPEED_BF16, MEGATRON_CORE, MEGASCALE, INTERNEVO, DEEPSPEED,
+    )
+}  # fmt: skip
 
 
 class Float8(NamedTuple):

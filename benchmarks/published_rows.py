@@ -1,0 +1,382 @@
+"""Rows of a table of published runs as what the model of a step takes. No seconds here.
+
+A row is *eligible* when every cell that decides the work is filled and something was measured; other rows are still
+predicted where the gaps can be filled with a framework's defaults, and say so (`Row.assumed`). Numbers are read
+leniently: an odd cell means "not given", never an error.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from foretell.cost import analytic
+from foretell.cost.stack import STACKS, Stack, with_float8
+from foretell.cost.transformer import HARDWARE, MODEL, MODEL_CAUSAL, WEIGHTS, Training, step_flops
+from foretell.cost.transformer_pipeline import GPIPE, ONE_BY_ONE, ZB_V, schedule_of
+from foretell.errors import UnknownName
+from foretell.hardware import catalog, links
+from foretell.hardware.types import Cluster, Device
+
+NEEDED = (
+    "layers", "hidden", "heads", "vocab", "seq_len", "gpu", "gpus", "tp", "pp", "micro_batch", "global_batch",
+    "precision", "activation_recompute",
+)  # fmt: skip
+CANNOT_DO_WITHOUT = ("layers", "hidden", "heads", "seq_len", "gpu", "gpus", "global_batch")
+STEP, TOKENS, TFLOPS = "step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu"
+DTYPES = {"fp32": "float32", "tf32": "tf32", "fp16": "float16"}
+MEGATRON_VOCABULARY, LLAMA_2_VOCABULARY = 51200, 32000
+
+Cells = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A published run: what was measured, and what the model needs."""
+
+    id: str
+    source: str
+    quantity: str
+    published: float
+    run: Training
+    cluster: Cluster
+    convention: str
+    memory: float | None
+    """GB or GiB as printed."""
+    eligible: bool
+    assumed: tuple[str, ...]
+    """Cells that were empty and how they were filled."""
+
+
+class LeftOut(Exception):
+    """Why a row has no prediction."""
+
+
+def number(text: str | None) -> float | None:
+    """The number a cell holds; None for anything else."""
+    match = re.fullmatch(r"\s*([0-9][0-9,]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?)\s*", text or "")
+    return float(match.group(1).replace(",", "")) if match else None
+
+
+def count(cells: Cells, name: str, default: int = 0) -> int:
+    found = number(cells.get(name))
+    return round(found) if found else default
+
+
+def source_of(cells: Cells) -> str:
+    return cells["id"].split("-")[0]
+
+
+def one_layer(cells: Cells) -> bool:
+    return count(cells, "layers") == 1 and ("one layer" in cells.get("model", "").lower() or "-layer-" in cells["id"])
+
+
+def measured(cells: Cells) -> str:
+    """The quantity to compare; "" where nothing usable was measured."""
+    return next((name for name in (STEP, TOKENS, TFLOPS) if number(cells.get(name))), "")
+
+
+def eligible(cells: Cells) -> bool:
+    """Every cell that decides the work is filled, as the notes to the table define it."""
+    needed = [name for name in NEEDED if name != "vocab" or not one_layer(cells)]
+    return all(cells.get(name, "").strip() for name in needed) and bool(measured(cells))
+
+
+def read_row(cells: Cells) -> Row:
+    """What a row asks; `LeftOut` with the reason where it cannot be predicted."""
+    missing = [name for name in CANNOT_DO_WITHOUT if not cells.get(name, "").strip()]
+    if missing:
+        raise LeftOut(f"not given: {', '.join(missing)}")
+    odd = [name for name in CANNOT_DO_WITHOUT if name != "gpu" and count(cells, name) < 1]
+    if odd:
+        raise LeftOut(f"no number: {', '.join(odd)}")
+    quantity = measured(cells)
+    if not quantity:
+        raise LeftOut("neither step time, tokens per second nor TFLOP/s")
+    stack = stack_of(cells)
+    run, assumed = _training(cells, stack)
+    cluster = cluster_of(cells, run)
+    return Row(
+        id=cells["id"], source=source_of(cells), quantity=quantity, published=number(cells[quantity]) or 0.0, run=run,
+        cluster=cluster, convention=convention_of(cells), memory=number(cells.get("peak_memory_gib")),
+        eligible=eligible(cells), assumed=assumed,
+    )  # fmt: skip
+
+
+def predicted(row: Row, seconds: float) -> float:
+    """The row's own quantity, from the seconds of a step."""
+    run = row.run
+    if row.quantity == STEP:
+        return seconds
+    if row.quantity == TOKENS:
+        return run.dp * run.micros * run.micro * run.seq / seconds / run.world
+    return step_flops(run, row.convention) / seconds / run.world / 1e12
+
+
+# ---------------------------------------------------------------- shape and plan
+
+
+def _training(cells: Cells, stack: Stack) -> tuple[Training, tuple[str, ...]]:
+    assumed: list[str] = []
+
+    def otherwise(name: str, value: object) -> str:
+        given = cells.get(name, "").strip()
+        if given:
+            return given
+        assumed.append(f"{name}={value}")
+        return str(value)
+
+    gated = cells.get("family", "") in ("llama", "qwen", "moe", "mixtral", "deepseek", "gpt-oss") or bool(
+        count(cells, "experts")
+    )
+    layers, hidden, heads = (count(cells, name) for name in ("layers", "hidden", "heads"))
+    vocab = 0 if one_layer(cells) else number(otherwise("vocab", _vocabulary(cells))) or 0
+    world = count(cells, "gpus")
+    tp, pp, cp = (max(1, count(cells, name, 1)) for name in ("tp", "pp", "cp"))
+    dp = max(1, world // (tp * pp * cp))
+    batch, seq = count(cells, "global_batch"), count(cells, "seq_len")
+    micro = max(1, round(number(otherwise("micro_batch", 1)) or 1))
+    hidden = _hidden(cells, layers, hidden, heads, int(vocab))
+    schedule, chunks = _schedule(cells, layers, pp)
+    recompute = otherwise("activation_recompute", "full" if "DeepSpeed" in stack.framework else "none").lower()
+    precision = otherwise("precision", "bf16").lower()
+    run = Training(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=count(cells, "kv_heads", heads),
+        ffn=_ffn(cells, layers, hidden, int(vocab), gated), vocab=int(vocab), seq=seq,
+        gated=gated, micro=micro, micros=max(1, round(batch / dp / micro)), world=world,
+        per_node=min(world, count(cells, "gpus_per_node", 8)), stack=stack, experts=count(cells, "experts"),
+        topk=max(1, count(cells, "topk", 1)), tp=tp, pp=pp, cp=cp, ep=max(1, count(cells, "ep", 1)), chunks=chunks,
+        schedule=schedule, sequence_parallel=_sequence_parallel(cells, stack), shard=_shard(cells),
+        shard_group=count(cells, "shard_group"), precision=precision, recompute=_recompute(recompute),
+        offload=cells.get("offload", "") or "none",
+    )  # fmt: skip
+    return run, tuple(assumed)
+
+
+def _vocabulary(cells: Cells) -> int:
+    name = cells.get("model", "").lower()
+    return LLAMA_2_VOCABULARY if cells.get("family") == "llama" and "3" not in name else MEGATRON_VOCABULARY
+
+
+def _recompute(text: str) -> str:
+    return next((name for name in ("full", "selective") if name in text), "none")
+
+
+def _shard(cells: Cells) -> str:
+    text = cells.get("fsdp_shard", "").lower()
+    return next((name for name in ("zero3", "zero2", "zero1") if name in text), "none")
+
+
+def _sequence_parallel(cells: Cells, stack: Stack) -> bool:
+    text = cells.get("sequence_parallel", "").strip().lower()
+    if text:
+        return text in ("yes", "true", "1", "on")
+    return stack.framework in ("torchtitan", "Megatron-Core", "MegaScale", "InternEvo")
+
+
+def _schedule(cells: Cells, layers: int, pp: int) -> tuple[str, int]:
+    """Schedule and model parts of a rank; a word such as "max" means one layer a part."""
+    if pp == 1:
+        return ONE_BY_ONE, 1
+    name, text = cells.get("schedule", "").strip(), cells.get("vpp", "").strip()
+    schedule = schedule_of(name)
+    if schedule == ZB_V:
+        return schedule, 2
+    if schedule not in (ONE_BY_ONE, GPIPE):
+        return schedule, 1
+    chunks = count(cells, "vpp", 1)
+    if "max" in text.lower() or (chunks <= 1 and re.search(r"1f1b-i|interleav", name.lower())):
+        chunks = max(1, ceil(layers / pp))
+    return schedule, max(1, min(chunks, ceil(layers / pp)))
+
+
+def _ffn(cells: Cells, layers: int, hidden: int, vocab: int, gated: bool) -> int:
+    """Width of the feed-forward part; of one expert where there are several, which the parameter count tells best."""
+    given = count(cells, "ffn_hidden", ceil(8 * hidden / 3) if gated else 4 * hidden)
+    experts, stated = count(cells, "experts"), number(cells.get("params_b"))
+    if not experts or not stated:
+        return given
+    rest = stated * 1e9 - 2 * vocab * hidden - layers * 4 * hidden**2
+    found = round(rest / (layers * experts * 3 * hidden))
+    return found if 0 < found < given else given
+
+
+def _hidden(cells: Cells, layers: int, hidden: int, heads: int, vocab: int) -> int:
+    """The hidden size, mended where the row's own parameter count contradicts it by a fifth or more."""
+    stated = number(cells.get("params_b"))
+    if not stated or cells.get("experts", "").strip() or cells.get("family", "gpt") != "gpt" or stated < 10:
+        return hidden
+    given = (12 * layers * hidden**2 + vocab * hidden) / 1e9
+    if abs(given / stated - 1) < 1 / 5 or one_layer(cells):
+        return hidden
+    step = 128
+    sizes = range(step, 65536, step)
+    return min(sizes, key=lambda size: abs((12 * layers * size**2 + vocab * size) / 1e9 - stated))
+
+
+# ---------------------------------------------------------------- software
+
+
+def stack_of(cells: Cells) -> Stack:
+    """The software a row names: framework, compiled or not, recipe of 8-bit products."""
+    name, how, notes = cells.get("stack", "").lower(), cells.get("compile", ""), cells.get("notes", "")
+    precision = cells.get("precision", "").lower()
+    stack = _named_stack(name, how, notes, precision)
+    if re.search(r"no flash", how, re.IGNORECASE):
+        stack = replace(stack, attention="math")
+    elif stack.attention == "math" and re.search(r"flash", how, re.IGNORECASE):
+        stack = replace(stack, attention="flash-2" if "2" in how else "flash-1")
+    stack = replace(stack, dtype=DTYPES.get(precision, "bfloat16" if precision else stack.dtype))
+    if re.search(r"async[ -]?tp", f"{how} {notes}", re.IGNORECASE):
+        stack = replace(stack, tensor_hidden=(0.5, 0.5))
+    if precision not in ("fp8", "mxfp8", "nvfp4"):
+        return stack
+    recipes = ("rowwise_with_gw_hp", "rowwise", "mxfp8", "tensorwise")
+    usual = "tensorwise" if "titan" in name else "delayed"
+    return with_float8(
+        stack, next((recipe for recipe in recipes if recipe in how), usual), gathered="float8 all-gather" in how
+    )
+
+
+def _named_stack(name: str, how: str, notes: str, precision: str) -> Stack:
+    compiled = "torch.compile" in how
+    if "foundry" in name:
+        return STACKS["llm-foundry-0.1" if "mixed_precision PURE" in notes else "llm-foundry-0.3"]
+    if "titan" in name:
+        newest = "torchtitan-2025" if "torchao" in name else "torchtitan-compile"
+        stack = STACKS[newest if compiled or precision == "fp8" else "torchtitan"]
+        return replace(stack, selective="layers") if "selective layer" in notes else stack
+    if "megatron-deepspeed" in name or ("megatron" in name and "Megatron-DeepSpeed" in notes):
+        return _megatron_deepspeed(notes)
+    if any(word in name for word in ("bridge", "nemo", "automodel", "megatron-core", "primus")):
+        return STACKS["megatron-core"]
+    for word in ("megascale", "megatron-lm", "internevo", "deepspeed"):
+        if word in name:
+            return STACKS[word]
+    return STACKS.get(name) or STACKS["pytorch-compile" if compiled else "pytorch"]
+
+
+HOSTS_MENDED = 25
+"""Day of February 2022 on which BLOOM's authors note that PCIe and NUMA of their nodes were set right."""
+FAR_HOST = 1.6
+"""How much longer the host took before that day; set on a coarse grid over every second run of the diary."""
+
+
+def _megatron_deepspeed(notes: str) -> Stack:
+    """By what the notes say of BLOOM's diary: blocking launches all along, a bf16 optimiser from 28 February on."""
+    if "Rebalancing" in notes or "bf16 optimizer" in notes:
+        return STACKS["megatron-deepspeed-bf16"]
+    day = re.search(r"\b02-([0-9]{2})\b", notes)
+    first = "iteration 2 of a run" in notes
+    if day is None and not first:
+        return STACKS["megatron-deepspeed"]
+    stack = STACKS["megatron-deepspeed-blocking"]
+    if day is not None and int(day.group(1)) >= HOSTS_MENDED:
+        return stack
+    return replace(stack, stall_seconds=stack.stall_seconds * FAR_HOST, tensor_wait=stack.tensor_wait * FAR_HOST)
+
+
+MARKS = (
+    r"mixed_precision PURE", r"selective layer", r"Megatron-DeepSpeed", r"Rebalancing", r"bf16 optimizer",
+    r"\b02-[0-9]{2}\b", r"iteration 2 of a run", r"power limited", r"async TP",
+)  # fmt: skip
+"""Words in a row's notes that change what is predicted; the table kept beside the script holds only these."""
+
+
+def marks(notes: str) -> str:
+    """The notes, cut down to what this module reads."""
+    return "; ".join(match.group(0) for mark in MARKS if (match := re.search(mark, notes, re.IGNORECASE)))
+
+
+# ---------------------------------------------------------------- machines
+
+
+def device_of(cells: Cells) -> Device:
+    name = cells["gpu"].strip()
+    limited = name == "B200" and "power limited" in cells.get("notes", "")
+    tries = [name, re.sub(r"\s*\(.*\)", "", name), re.sub(r"[-_ ]?[0-9]+ ?GB.*$", "", name)]
+    tries += [name.split("-")[0], name.split()[0] if name.split() else name]
+    for attempt in tries:
+        try:
+            found = catalog.find(attempt)
+        except UnknownName:
+            continue
+        return replace(found, name=analytic.POWER_LIMITED) if limited else found
+    raise LeftOut(f"unknown device '{name}'")
+
+
+def cluster_of(cells: Cells, run: Training) -> Cluster:
+    device = device_of(cells)
+    network = network_of(cells.get("inter_node_link", ""), device, run.per_node)
+    return _cluster(device.name, _plain(device), run.world, run.per_node, network)
+
+
+def _plain(device: Device) -> str:
+    return "B200" if device.name == analytic.POWER_LIMITED else device.name
+
+
+@lru_cache(maxsize=256)
+def _cluster(name: str, catalogued: str, world: int, per_node: int, network: str | None) -> Cluster:
+    device = catalog.find(catalogued)
+    nodes = max(1, ceil(world / per_node))
+    cluster = links.with_links(Cluster(device=device, nodes=nodes, devices_per_node=per_node), network)
+    return replace(cluster, device=replace(device, name=name)) if name != catalogued else cluster
+
+
+def network_of(text: str, device: Device, per_node: int) -> str | None:
+    """The network a row's words mean, as `8xRoCE200`; None: the device's usual one."""
+    low = text.lower()
+    kind = next((name for word, name in _KINDS if word in low), None)
+    if kind is None:
+        return None
+    if kind == "OPA":
+        return "4xOPA100" if "400" in low else "1xOPA100"
+    match = re.search(r"([0-9]+) ?x ?([0-9]+) ?g", low)
+    if match:
+        return _known(int(match.group(1)), kind, int(match.group(2)))
+    match = re.search(r"([0-9]+) ?gb(?:ps|/s|it/s)? per (node|gpu)", low)
+    if match is None:
+        return None
+    rate = int(match.group(1)) // (8 if match.group(2) == "node" and int(match.group(1)) >= 800 else 1)
+    return _known(per_node if match.group(2) == "gpu" or rate < int(match.group(1)) else 1, kind, rate)
+
+
+_KINDS = (
+    ("omni", "OPA"),
+    ("roce", "RoCE"),
+    ("infiniband", "IB"),
+    ("hdr", "IB"),
+    ("ndr", "IB"),
+    ("slingshot", "Slingshot"),
+)
+
+
+def _known(cards: int, kind: str, rate: int) -> str | None:
+    try:
+        links.network(f"{cards}x{kind}{rate}")
+    except UnknownName:
+        return None
+    return f"{cards}x{kind}{rate}"
+
+
+# ---------------------------------------------------------------- FLOP conventions
+
+_HARDWARE = ("sc21", "mlm-2022", "bsv100", "bsa100", "bloom", "dsazure", "mtnlg", "internevo", "bs1b3")
+_CAUSAL = ("bridge", "stas", "automodel")
+
+
+def convention_of(cells: Cells) -> str:
+    """How a source counts FLOPs, by the notes to the table."""
+    name = cells["id"]
+    if name.startswith("bs1b3") and _recompute(cells.get("activation_recompute", "").lower()) == "none":
+        return WEIGHTS
+    if name.startswith(_HARDWARE):
+        return HARDWARE
+    return MODEL_CAUSAL if name.startswith(_CAUSAL) else MODEL
