@@ -15,7 +15,7 @@ says "assumed" unless the cluster brings a measured matrix of rates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, log2
 from typing import NamedTuple
@@ -51,6 +51,7 @@ REACHED: Mapping[str, Part] = {
     "roce": Part(0.92, "assumed a little below InfiniBand"),
     "slingshot": Part(0.85, "assumed"),
     "efa": Part(0.80, "assumed"),
+    "OPA100": Part(0.40, "set on published runs of one machine, between 0.25 and 0.6; its users measured far less"),
     "omnipath": Part(0.60, "assumed; BigScience measured far less on theirs"),
     "ethernet": Part(0.80, "assumed: sockets"),
 }
@@ -86,6 +87,8 @@ LL_NETWORK_CEILING = 35e9
 """... and this many bytes per second once it crosses nodes."""
 NET_OVERHEAD = 1.0
 """Microseconds the host adds to a network step; three times that for Simple."""
+LARGE = 64 * 2**20
+"""Bytes by which fabrics are compared."""
 NVLS_START = 60.0
 """Microseconds before a reduction in the switch runs at full rate: NCCL counts 25, and a public table of eight
 GPUs (121 us for 16 MiB, 195 us for 32 MiB) asks for about 35 more."""
@@ -151,6 +154,12 @@ def fabric(cluster: Cluster, ranks: int | None = None, *, stride: int = 1) -> Fa
     other such groups.
     """
     size = cluster.count if ranks is None else ranks
+    if cluster.groups:
+        whole = size * stride
+        starts = range(0, cluster.count - whole + 1, whole)
+        return slowest(
+            among(cluster, range(start + offset, start + whole, stride)) for start in starts for offset in range(stride)
+        )
     domain = cluster.devices_per_domain or cluster.devices_per_node
     local = max(1, min(size, domain // min(stride, domain)))
     share = cluster.per_device_network_bytes_per_second or 0.0
@@ -159,6 +168,39 @@ def fabric(cluster: Cluster, ranks: int | None = None, *, stride: int = 1) -> Fa
         local=local, domains=ceil(size / local), intra=cluster.intra, inter=cluster.inter,
         network_bytes_per_second=share * local, measured_intra=inside, measured_inter=across,
     )  # fmt: skip
+
+
+def among(cluster: Cluster, devices: Iterable[int]) -> Fabric:
+    """What joins these devices, wherever they are: the slowest links inside domains, and what lies between domains."""
+    members = sorted(set(devices))
+    where = {device: cluster.domain_of(device) for device in members}
+    domains = len(set(where.values()))
+    parts = {index: cluster.parts[index] for index, _ in where.values()}
+    across = next(iter(parts.values())) if len(parts) == 1 else cluster
+    share = across.per_device_network_bytes_per_second or 0.0
+    local = ceil(len(members) / max(1, domains))
+    inside = min((part.intra for part in parts.values() if part.intra is not None), key=reached, default=None)
+    near = far = None
+    if cluster.matrix is not None:
+        rates = [(where[a] == where[b], cluster.matrix[a][b]) for a in members for b in members if a != b]
+        near = min((rate for same, rate in rates if same), default=None)
+        far = min((rate for same, rate in rates if not same), default=None)
+        if near is not None and inside is not None:
+            near *= inside.bytes_per_second / inside.between_two
+    return Fabric(
+        local=local, domains=domains, intra=inside, inter=across.inter, network_bytes_per_second=share * local,
+        measured_intra=near, measured_inter=far,
+    )  # fmt: skip
+
+
+def slowest(fabrics: Iterable[Fabric]) -> Fabric:
+    """The one on which a large all-reduce takes longest: every rank waits for that group."""
+    distinct = {
+        (one.local, one.domains, one.intra and one.intra.name, one.inter and one.inter.name, one.network_bytes_per_second,
+         one.measured_intra, one.measured_inter): one
+        for one in fabrics
+    }  # fmt: skip
+    return max(distinct.values(), key=lambda group: collective(ALL_REDUCE, LARGE, group).seconds)
 
 
 def collective(operation: str, nbytes: float, group: Fabric) -> Transfer:

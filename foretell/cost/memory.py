@@ -26,7 +26,7 @@ CONTEXT_BAND_BYTES = 160 * MIB
 
 _FITTED = ("aten.convolution.default", "aten._cudnn_rnn.default")
 
-_CATEGORY = {
+CATEGORY = {
     types.PARAMETER: "parameters", types.GRADIENT: "gradients", types.OPTIMIZER: "optimizer",
     types.ACTIVATION: "activations", types.LOGITS: "logits", types.TEMPORARY: "temporaries",
     types.BUFFER: "parameters", types.INPUT: "inputs", SCRATCH: "temporaries", WORKSPACE: "workspace",
@@ -202,7 +202,7 @@ def _categories(owners: Mapping[tuple[str, str], int], allocated: int) -> dict[s
     """Bytes by what they are for; rounding and unsplit rests of blocks go with the temporaries."""
     found: dict[str, int] = {}
     for (role, _), nbytes in owners.items():
-        category = _CATEGORY[role]
+        category = CATEGORY[role]
         found[category] = found.get(category, 0) + nbytes
     found["temporaries"] = found.get("temporaries", 0) + max(0, allocated - sum(found.values()))
     return dict(sorted(found.items(), key=lambda item: -item[1]))
@@ -212,7 +212,7 @@ def _holders(owners: Mapping[tuple[str, str], int], limit: int = 12) -> tuple[Ho
     """Largest holders, repeated blocks added up: `blocks.3.mlp` and `blocks.4.mlp` are `blocks.*.mlp`."""
     found: dict[tuple[str, str], int] = {}
     for (role, module), nbytes in owners.items():
-        key = (re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module), _CATEGORY[role])
+        key = (re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module), CATEGORY[role])
         found[key] = found.get(key, 0) + nbytes
     top = sorted(found.items(), key=lambda item: -item[1])[:limit]
     return tuple(Holder(name=name or category, category=category, bytes=nbytes) for (name, category), nbytes in top)

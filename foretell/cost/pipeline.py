@@ -23,17 +23,19 @@ from foretell.cost.plan_parts import (
     PlanCost,
     RankCost,
     collectives,
+    memory_of,
     memory_of_all,
     model_flops,
     notes_of,
     profile_for,
     throughput,
 )
-from foretell.cost.plan_time import Seconds, as_time, drags, fabrics_of, message, talk_over, tasks_of
+from foretell.cost.plan_time import Seconds, as_time, drags, fabrics_for, message, talk_over, tasks_of
 from foretell.cost.prediction import ASSUMED, Time
 from foretell.cost.sharded_units import RECEIVE, SEND
 from foretell.cost.streams import Task, Timeline, simulate
 from foretell.cost.time import Machine
+from foretell.cost.unlike import slowest_seen, smallest_seen
 from foretell.hardware.types import Cluster
 from foretell.plan.types import Plan
 from foretell.trace.types import Op, Program, Trace
@@ -47,6 +49,8 @@ def predict_pipeline(whole: Trace, plan: Plan, cluster: Cluster, how: Options) -
     ranks = rank_traces(whole, plan, holds_sends=not on_cpu)
     if on_cpu:
         outcomes = [plan_cpu.predict_memory(one.trace, plan, cluster) for one in ranks]
+    elif cluster.groups:
+        outcomes = [memory_of(one.trace, plan, smallest_seen(plan, cluster, one.rank), how) for one in ranks]
     else:
         outcomes = memory_of_all([one.trace for one in ranks], plan, cluster, how)
     costs = [
@@ -74,22 +78,24 @@ def pipeline_time(
     ranks: Sequence[RankTrace], plan: Plan, cluster: Cluster, how: Options
 ) -> tuple[Time, list[float]] | None:
     """The step, and the seconds each rank is busy in it; None where nothing is known of the device's speed."""
-    known = machine(cluster.device, profile_for(cluster, how.profile_of))
-    if known is None:
+    seen = [slowest_seen(plan, cluster, one.rank) for one in ranks]
+    machines = [machine(one.device, profile_for(one, how.profile_of)) for one in seen]
+    known = [one for one in machines if one is not None]
+    if len(known) < len(ranks):
         return None
     on_cpu = cluster.device.backend == "cpu"
-    fabrics = fabrics_of(plan.mesh, cluster)
+    fabrics = {} if on_cpu else fabrics_for(plan, cluster)
     talk = plan_cpu.talk if on_cpu else talk_over(fabrics)
     slower = plan_cpu.slower(plan, cluster) if on_cpu else None
-    events = [_Events(one, known, talk, slower) for one in ranks]
+    events = [Events(one, device, talk, slower) for one, device in zip(ranks, known, strict=True)]
     scale = how.pace if on_cpu else 1.0
-    step = _together(events, plan, None if on_cpu else fabrics["pp"]).seconds * scale
+    step = together(events, plan, None if on_cpu else fabrics["pp"]).seconds * scale
     worst = max(events, key=lambda one: one.busy)
-    time = _as_time(worst, step, scale, known)
+    time = _as_time(worst, step, scale, worst.known)
     return time, [one.busy * scale for one in events]
 
 
-class _Events:
+class Events:
     """Seconds of the events of one rank."""
 
     def __init__(self, rank: RankTrace, known: Machine, talk: Seconds, slower: Seconds | None) -> None:
@@ -127,7 +133,7 @@ def _messages(ops: Sequence[Op]) -> int:
     return sum(message(op) for op in ops if op.name == SEND)
 
 
-def _together(events: Sequence[_Events], plan: Plan, link: Fabric | None) -> Timeline:
+def together(events: Sequence[Events], plan: Plan, link: Fabric | None) -> Timeline:
     """All ranks at once: an event begins when its rank is free and what it waits for has arrived."""
     tasks: list[Task] = []
     done: dict[Event, int] = {}
@@ -181,7 +187,7 @@ def _target(event: Event, last: int) -> int | None:
     return event.stage - 1 if event.kind in "BI" and event.stage else None
 
 
-def _as_time(worst: _Events, step: float, scale: float, known: Machine) -> Time:
+def _as_time(worst: Events, step: float, scale: float, known: Machine) -> Time:
     """The busiest rank's seconds, and what it waits for."""
     breakdown: dict[str, float] = {}
     phases: dict[str, float] = {}

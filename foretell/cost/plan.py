@@ -55,6 +55,7 @@ from foretell.cost.plan_steps import repeated
 from foretell.cost.plan_time import plan_time
 from foretell.cost.prediction import Time
 from foretell.cost.sharded import shard
+from foretell.cost.unlike import slowest_seen, smallest_seen
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan.blocks import expand
@@ -119,8 +120,9 @@ def _cost(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> tuple[Tim
         profile = profile_for(cluster, how.profile_of)
         time = plan_cpu.predict_time(local, plan, cluster, profile, how.pace)
     else:
-        outcome = memory_of(local, plan, cluster, how)
-        known = machine(cluster.device, profile_for(cluster, how.profile_of))
+        outcome = memory_of(local, plan, smallest_seen(plan, cluster), how)
+        slow = slowest_seen(plan, cluster)
+        known = machine(slow.device, profile_for(slow, how.profile_of))
         time = plan_time(local, plan, known, cluster) if known is not None else None
     rank = RankCost(
         rank=0, stages=(0,), verdict=outcome.verdict, memory=outcome.memory, collectives=collectives(local),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from foretell.cost.collectives import ALL_REDUCE, Fabric, collective, fabric
+from foretell.cost.collectives import ALL_REDUCE, Fabric, among, collective, fabric, slowest
 from foretell.cost.host import wholly_compiled
 from foretell.cost.prediction import ASSUMED, Time
 from foretell.cost.shapes import short
@@ -18,22 +18,23 @@ from foretell.cost.sharded import DP_REPLICATE, DP_SHARD
 from foretell.cost.streams import COLLECTIVES, COMPUTE, HOST, Task, Timeline, simulate
 from foretell.cost.time import COMPUTE_KINDS, DRAG, LONG_PROGRAM, MARKS, Machine, op_prices
 from foretell.hardware.types import Cluster
-from foretell.plan.types import AXES, Mesh, Plan
+from foretell.plan.mesh import OWN_RANKS, groups
+from foretell.plan.types import Mesh, Plan
 from foretell.trace.types import Op, Trace
 
 BESIDE = (DP_SHARD, DP_REPLICATE)
 """Axes whose collectives run beside compute."""
 _SYNCHRONISING = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "item"})
-_REDUCTION_AT_END_BYTES = 8
+REDUCTION_AT_END_BYTES = 8
 """Loss and squared norm of the gradient, summed over all ranks once a step."""
 
 
 def plan_time(local: Trace, plan: Plan, machine: Machine, cluster: Cluster) -> Time:
     """Seconds of a steady step of one rank; all ranks do the same."""
-    tasks = list(tasks_of(local, local.schedule["steady_step"], machine, talk_over(fabrics_of(plan.mesh, cluster))))
+    tasks = list(tasks_of(local, local.schedule["steady_step"], machine, talk_over(fabrics_for(plan, cluster))))
     world = plan.mesh.world
     if world > 1:
-        both = collective(ALL_REDUCE, _REDUCTION_AT_END_BYTES, fabric(cluster, world)).seconds
+        both = collective(ALL_REDUCE, REDUCTION_AT_END_BYTES, fabric(cluster, world)).seconds
         tasks.append(Task("foretell.all_reduce", COMPUTE, both, (), 0.0, "all_reduce", "", "update"))
     timeline = simulate(tasks, steps=1 if len(tasks) > LONG_PROGRAM else 2, drag=drags(tasks))
     found = as_time(timeline, tasks, machine)
@@ -43,7 +44,7 @@ def plan_time(local: Trace, plan: Plan, machine: Machine, cluster: Cluster) -> T
 def fabrics_of(mesh: Mesh, cluster: Cluster) -> dict[str, Fabric]:
     """Axis → what joins the ranks of its groups; `world` joins all."""
     found, stride = {}, 1
-    for axis in reversed([axis for axis in AXES if axis != "ep"]):
+    for axis in reversed(OWN_RANKS):
         ranks = getattr(mesh, axis)
         if ranks > 1:
             found[axis] = fabric(cluster, ranks, stride=stride)
@@ -51,6 +52,26 @@ def fabrics_of(mesh: Mesh, cluster: Cluster) -> dict[str, Fabric]:
     if stride > 1:
         found["world"] = fabric(cluster, stride)
     return found
+
+
+def fabrics_for(plan: Plan, cluster: Cluster) -> dict[str, Fabric]:
+    """The same for a plan: where devices are unlike, measured or placed, by the slowest group of each axis. Parameters
+    that are gathered again among fewer ranks have their own entry, `dp_shard:8`: those ranks are side by side."""
+    mesh, fewer = plan.mesh, 0 if isinstance(plan.reshard, bool) else plan.reshard
+    if plan.placement or cluster.groups or cluster.matrix is not None:
+        found = {
+            axis: slowest(among(cluster, map(plan.device_of, group)) for group in groups(mesh, axis))
+            for axis in OWN_RANKS if getattr(mesh, axis) > 1
+        }  # fmt: skip
+        if mesh.world > 1:
+            found["world"] = among(cluster, map(plan.device_of, range(mesh.world)))
+        pieces = [
+            group[start : start + fewer] for group in groups(mesh, DP_SHARD) for start in range(0, len(group), fewer or len(group))
+        ]  # fmt: skip
+        part = slowest(among(cluster, map(plan.device_of, piece)) for piece in pieces)
+    else:
+        found, part = fabrics_of(mesh, cluster), fabric(cluster, max(1, fewer), stride=mesh.tp * mesh.cp)
+    return found | ({f"{DP_SHARD}:{fewer}": part} if fewer > 1 else {})
 
 
 def drags(tasks: Sequence[Task]) -> Mapping[str, float] | None:
@@ -71,7 +92,9 @@ def talk_over(fabrics: Mapping[str, Fabric]) -> Seconds:
     """Seconds of a collective by the links of its axis."""
 
     def seconds(op: Op) -> float:
-        group = fabrics.get(axis_of(op))
+        axis = axis_of(op)
+        ranks = next((str(attr).removeprefix("ranks:") for attr in op.attrs if str(attr).startswith("ranks:")), "")
+        group = fabrics.get(f"{axis}:{ranks}") or fabrics.get(axis)
         return collective(op.name.removeprefix("foretell."), message(op), group).seconds if group is not None else 0.0
 
     return seconds

@@ -9,7 +9,7 @@
     price_per_hour = 2.5     # optional, US dollars for one device
     region = "FR"            # optional, for the carbon of its electricity; or carbon_g_per_kwh
 
-Unlike groups side by side are `[[groups]]`, each with such fields. What `save` writes, `load`
+Unlike groups side by side are `[[groups]]`, each with such fields; `inter` beside them joins them. What `save` writes, `load`
 reads back as the same cluster. All that is missing or contradictory is told at once.
 """
 
@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from foretell.errors import FileFormatError, UserError, near_names
 from foretell.hardware.catalog import find, meaning
 from foretell.hardware.links import cards_note, link, network, usual, with_links
+from foretell.hardware.links import joined as side_by_side
 from foretell.hardware.types import Cluster, Device, Link, Tier
 from foretell.units import parse_bytes
 
@@ -36,6 +37,7 @@ _CLUSTER_FIELDS = (
 )  # fmt: skip
 _GROUPS_FIELDS = (
     "schema_version", "count", "memory", "notes", "inter", "groups", "matrix", "region", "carbon_g_per_kwh", "link",
+    "join_cards",
 )  # fmt: skip
 _DERIVED = ("nodes", "devices_per_node", "cards_per_node", "device")
 """What a saved cluster of groups repeats from its groups."""
@@ -168,13 +170,19 @@ def _side_by_side(data: dict[str, Any], faults: _Faults) -> Cluster | None:
         for problem in inner.problems:
             faults.add(f"group {index + 1}: {problem}")
         faults.remedies += [remedy for remedy in inner.remedies if remedy not in faults.remedies]
-    _, inter = _inter(data, faults)
+    counted, inter = _inter({name: data[name] for name in ("inter",) if name in data}, faults)
     common = _common(data, faults)
+    if counted is not None and data.get("join_cards", counted) != counted:
+        faults.add(f"'inter' is {data['inter']!r}, but 'join_cards' is {data['join_cards']!r}", "give the number of cards once")
+    common["join_cards"] = counted if counted is not None else data.get("join_cards")
     groups = tuple(group for group in found if group is not None)
     if len(groups) != len(rows):
         return None
     notes = tuple(_strings(data.get("notes", []), "notes", faults))
-    joined = faults.attempt(lambda: Cluster.side_by_side(groups, inter, notes=notes, **common))
+    if "inter" in data:
+        joined = faults.attempt(lambda: Cluster.side_by_side(groups, inter, notes=notes, **common))
+    else:
+        joined = faults.attempt(lambda: side_by_side(groups, notes=notes, **common))
     if joined is None:
         return None
     if "inter" in data and inter is None:

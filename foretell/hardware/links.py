@@ -23,6 +23,8 @@ from foretell.hardware.types import INTER_KINDS, INTRA_KINDS, Cluster, Device, L
 _CARDS = re.compile(r"\s*([0-9]{1,4})\s*[xX*]\s*(.+)")
 _ORDINARY = ("ethernet", "omnipath")
 """Networks of which a node has one card unless told otherwise."""
+_BETWEEN_FABRICS = "Eth25"
+"""What is assumed to join groups whose own networks differ in kind: every node has Ethernet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,13 @@ def link(name: str) -> Link:
         error.detail = f"known links: {', '.join(known)}"
         raise error
     return found
+
+
+def names_a_link(text: str) -> bool:
+    """Whether a word is meant as a link, known or not: `4xIB200`, `PCIe4x16`, `IB12345`."""
+    match = _CARDS.fullmatch(text)
+    family, *_ = re.split(r"[^a-z]", normalise(match.group(2) if match else text))
+    return family != "" and family in {re.split(r"[^a-z]", name)[0] for name in _by_name()}
 
 
 def network(text: str) -> tuple[int | None, Link]:
@@ -135,6 +144,36 @@ def with_links(cluster: Cluster, asked: str | None = None, cards: int | None = N
         host_link=known.host,
         notes=(*cluster.notes, *notes),
     )
+
+
+def joined(
+    groups: tuple[Cluster, ...], asked: str | None = None, notes: tuple[str, ...] = (), **more: Any
+) -> Cluster:
+    """Unlike groups side by side, joined by what was asked, else by their own networks, else by Ethernet.
+
+    A group of one node says nothing of a network: it gets the usual one of its device. What is assumed is a note.
+    """
+    found = []
+    for group in groups:
+        if group.inter is not None:
+            found.append(group)
+            continue
+        known = usual(group.device, group.devices_per_node)
+        cards = known.cards_for(group.devices_per_node, group.device, known.network)
+        found.append(replace(group, inter=known.network, cards_per_node=cards))
+    if asked is not None:
+        count, inter = network(asked)
+        if inter.kind not in INTER_KINDS:
+            raise UserError(f"'{asked}' joins devices of one node, not groups", "write a network such as join=Eth25")
+        return Cluster.side_by_side(tuple(found), inter, notes=notes, join_cards=count, **more)
+    plain = Cluster.side_by_side(tuple(found), notes=notes, **more)
+    kinds = {group.inter.kind for group in found if group.inter is not None}
+    between = plain.inter or link(_BETWEEN_FABRICS)
+    why = "" if len(kinds) == 1 else f": {' and '.join(sorted(kinds))} do not reach each other"
+    if why or any(group.inter is None for group in groups):
+        told = f"groups are assumed to be joined by {between.name}{why}; write ,join={between.name} or another to say it outright"
+        notes = (*notes, told)
+    return Cluster.side_by_side(tuple(found), between, notes=notes, **more)
 
 
 def cards_note(inter: Link, cards: int) -> str:

@@ -4,6 +4,7 @@
     H100:16         two nodes of 8   2x8xH100-SXM     the same, said outright
     2x8xH100@IB400  with a network   2x8xA100@4xIB200      with four cards a node
     8xA100@PCIe4x16 linked so inside a node      H100:1,memory=60GiB   with less memory
+    2x8xH100+1x8xA100    unlike nodes side by side; ,join=Eth25 says what joins the two groups
     auto            this machine     path/to/cluster.toml (or .json)
 
 Every assumption made on the way is a sentence in `Cluster.notes`.
@@ -16,7 +17,7 @@ import re
 from foretell.errors import UnknownName, UserError
 from foretell.hardware.catalog import find, meaning
 from foretell.hardware.files import load
-from foretell.hardware.links import with_links
+from foretell.hardware.links import joined, names_a_link, with_links
 from foretell.hardware.this_machine import this_machine
 from foretell.hardware.types import Cluster, Device
 
@@ -30,8 +31,39 @@ def parse(text: str) -> Cluster:
         return load(text.strip())
     asked = " ".join(text.split())
     head, *options = (part.strip() for part in asked.split(","))
-    cluster = this_machine() if head.casefold() == "auto" else _named(head, asked)
-    return _with_options(cluster, options, asked)
+    if head.casefold() == "auto":
+        return _with_options(this_machine(), options, asked)
+    groups = _groups(head)
+    join = _join(options, asked, len(groups))
+    parts = tuple(_named(group, asked) for group in groups)
+    return _with_options(parts[0] if len(parts) == 1 else joined(parts, join), options, asked)
+
+
+def _groups(head: str) -> list[str]:
+    """What stands between '+', but for links, which belong to the '@' before them."""
+    found: list[str] = []
+    for piece in head.split("+"):
+        if found and "@" in found[-1] and (not piece.strip() or names_a_link(piece.strip())):
+            found[-1] += f"+{piece}"
+        else:
+            found.append(piece)
+    return [piece.strip() for piece in found]
+
+
+def _join(options: list[str], asked: str, groups: int) -> str | None:
+    """What joins groups, taken out of the options."""
+    given = [option for option in options if option.partition("=")[0].strip().casefold() == "join"]
+    for option in given:
+        options.remove(option)
+    values = [option.partition("=")[2].strip() for option in given]
+    if groups == 1 and given:
+        raise UserError(
+            f"'{asked}' says what joins groups and has one", "write the network of equal nodes after '@', like 2x8xH100@IB400"
+        )
+    if len(values) > 1 or "" in values:
+        found = "twice" if len(values) > 1 else "without a link"
+        raise UserError(f"'{asked}' has join {found}", "write it once, like 8xH100+8xA100,join=Eth25")
+    return values[0] if values else None
 
 
 def _named(head: str, asked: str) -> Cluster:
@@ -83,7 +115,7 @@ def _with_options(cluster: Cluster, options: list[str], asked: str) -> Cluster:
         key, equals, value = (part.strip() for part in option.partition("="))
         key = {"mem": "memory"}.get(key.casefold(), key.casefold())
         if key != "memory":
-            raise UnknownName("option", option, ["memory"], remedy=f"in '{asked}', the only option is memory=60GiB")
+            raise UnknownName("option", option, ["memory", "join"], remedy=f"in '{asked}', options are memory=60GiB and join=Eth25")
         if not equals or not value or key in seen:
             found = "twice" if key in seen else "without an amount"
             raise UserError(f"'{asked}' has memory {found}", "write it once, like H100:1,memory=60GiB")

@@ -174,20 +174,24 @@ class Cluster:
     """Where it stands, for the carbon of its electricity; a name of `catalog/carbon.toml`."""
     carbon_g_per_kwh: float | None = None
     """Grams of CO2 per kWh where the user gives it outright."""
+    join_cards: int | None = None
+    """With `groups`: cards of a node for `inter`. None: the groups' own cards where those are of its kind, else one."""
 
     def __post_init__(self) -> None:
         _refuse("cluster", _cluster_complaints(self))
 
     @classmethod
     def side_by_side(cls, groups: tuple[Cluster, ...], inter: Link | None = None, **more: Any) -> Cluster:
-        """Unlike groups as one cluster, joined by `inter` (by default the slowest of their own networks).
+        """Unlike groups as one cluster, joined by `inter` (by default the slowest of their own networks, where those are
+        of one kind; see `links.joined` for what is assumed where they are not).
 
         Their notes are told with those given in `more`, which are further fields.
         """
         if not groups:
             raise UserError("a cluster of groups has no group", "give at least one group")
         known = [group.inter for group in groups if group.inter is not None]
-        slowest = min(known, key=lambda link: link.bytes_per_second) if len(known) == len(groups) else None
+        alike = len(known) == len(groups) and len({link.kind for link in known}) == 1
+        slowest = min(known, key=lambda link: link.bytes_per_second) if alike else None
         fixed = {
             "device": min((group.device for group in groups), key=lambda device: device.memory_bytes),
             "nodes": sum(group.nodes for group in groups),
@@ -210,8 +214,50 @@ class Cluster:
         """One device's share of its node's cards, one direction; with groups the smallest; None if unknown."""
         if self.inter is None:
             return None
-        parts = self.groups or (self,)
-        return min(part.cards_per_node * self.inter.bytes_per_second / part.devices_per_node for part in parts)
+        if not self.groups:
+            return self.cards_per_node * self.inter.bytes_per_second / self.devices_per_node
+        rate = self.inter.bytes_per_second
+        return min(self._cards_to_others(group) * rate / group.devices_per_node for group in self.groups)
+
+    def _cards_to_others(self, group: Cluster) -> int:
+        """Cards of a group's node that reach other groups."""
+        if self.join_cards is not None:
+            return self.join_cards
+        own = group.inter is None or (self.inter is not None and group.inter.kind == self.inter.kind)
+        return group.cards_per_node if own else 1
+
+    @property
+    def parts(self) -> tuple[Cluster, ...]:
+        """The groups, or the cluster itself: equal nodes of equal devices each."""
+        return self.groups or (self,)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The unlike devices, each once, in the order of their ranks."""
+        return tuple({group.device.name: group.device for group in self.parts}.values())
+
+    def part_of(self, rank: int) -> Cluster:
+        """The group of equal nodes that a rank is in."""
+        return self.parts[self.domain_of(rank)[0]]
+
+    def boundary(self, ranks: Iterable[int]) -> str:
+        """What a group of ranks must not be split by, in words; empty where one fabric joins them all.
+
+        Groups are one fabric where their own networks and what joins them are of one kind that is not Ethernet.
+        """
+        touched = sorted({self.domain_of(rank)[0] for rank in set(ranks)})
+        if len(touched) < 2:
+            return ""
+        names = " and ".join(dict.fromkeys(self.groups[index].device.name for index in touched))
+        if self.inter is None:
+            return f"nothing joins the groups of {names}"
+        kinds = {link.kind for index in touched if (link := self.groups[index].inter) is not None}
+        if self.inter.kind == "ethernet" and kinds != {"ethernet"}:
+            return f"only {self.inter.name} joins the groups of {names}"
+        if kinds - {self.inter.kind}:
+            own = " beside ".join(sorted(kinds))
+            return f"the groups of {names} have {own}, which do not reach each other"
+        return ""
 
     def tier(self, name: str) -> Tier | None:
         """A memory level by name; `hbm` is the device's own memory unless given; None where unknown."""
@@ -379,7 +425,31 @@ def _cluster_complaints(cluster: Cluster) -> list[str]:
     found += _negative(cluster, "carbon_g_per_kwh")
     if any(group.groups for group in cluster.groups):
         found.append("groups has groups inside; list all of them side by side")
-    return found + _matrix_complaints(cluster)
+    return found + _vendor_complaints(cluster) + _join_complaints(cluster) + _matrix_complaints(cluster)
+
+
+def _vendor_complaints(cluster: Cluster) -> list[str]:
+    """Links that only one vendor's devices have."""
+    backend, intra = cluster.device.backend, cluster.intra
+    if intra is None or (intra.kind, backend) not in (("nvlink", "rocm"), ("xgmi", "cuda")):
+        return []
+    return [f"intra is {intra.name}, which {cluster.device.name} does not have"]
+
+
+def _join_complaints(cluster: Cluster) -> list[str]:
+    """Groups whose own cards cannot be what joins them. Ethernet every node has."""
+    found, inter = [], cluster.inter
+    if cluster.join_cards is not None and (type(cluster.join_cards) is not int or cluster.join_cards < 1):
+        found.append(f"join_cards is {cluster.join_cards!r}, not a whole number above 0")
+    elif cluster.join_cards is not None and not cluster.groups:
+        found.append("join_cards is for groups, and there are none; cards_per_node is for equal nodes")
+    for index, group in enumerate(cluster.groups if inter is not None and inter.kind != "ethernet" else (), 1):
+        if inter is not None and group.inter is not None and group.inter.kind != inter.kind:
+            found.append(
+                f"inter is {inter.name}, and group {index} ({group.device.name}) has cards of {group.inter.name}: "
+                "give what joins them, such as Eth25"
+            )
+    return found
 
 
 def _matrix_complaints(cluster: Cluster) -> list[str]:

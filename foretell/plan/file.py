@@ -195,4 +195,5 @@ _READERS: Mapping[str, Any] = {
     "split": lambda value: None if value is None else Split(**value),
     "blocks": lambda value: {pattern: _residency(item) for pattern, item in value.items()},
     "notes": tuple,
+    "placement": tuple,
 }

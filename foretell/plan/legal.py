@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from foretell.errors import UserError, near_names
 from foretell.plan import blocks as stack
 from foretell.plan import paths
-from foretell.plan.mesh import OWN_RANKS
+from foretell.plan.mesh import OWN_RANKS, groups
 from foretell.plan.recipe import known_blocks
 from foretell.plan.types import AXES, COMPILES, LOOPED, MODES, PRECISIONS, SCHEDULES, Plan, Split
 from foretell.trace.recipe import OPTIMIZERS
@@ -25,6 +25,10 @@ SPLIT_BACKWARD = {"zero-bubble", "zero-bubble-v"}
 """Schedules that compute the gradients of inputs first and those of weights later, in a second pass."""
 IN_ROUNDS = {"interleaved-1f1b", "zero-bubble"}
 """Schedules that take micro-batches in equal rounds."""
+LIBRARIES = {"cuda": "NCCL", "rocm": "RCCL", "cpu": "gloo", "mps": "none"}
+"""Backend → what joins its devices; no group of ranks speaks two of them."""
+CLOSE = {"tp": "tensor-parallel", "cp": "context-parallel"}
+"""Axes that talk inside every block: on them a boundary between fabrics is refused, not only slow."""
 _NOT_YET = {"cp": "sharing the sequence among ranks", "ep": "sharing experts among ranks"}
 
 
@@ -50,6 +54,8 @@ class Facts:
     """Processes that were started."""
     global_batch: int | None = None
     """Samples of one optimizer step that were asked for."""
+    cluster: Cluster | None = None
+    """Where groups of unlike devices stand side by side."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +80,10 @@ def facts_of(plan: Plan, cluster: Cluster | None = None) -> Facts:
 
 def with_hardware(facts: Facts, cluster: Cluster) -> Facts:
     """The same with what is known of a cluster. Ranks may share a CPU, which computes in every format."""
-    if cluster.device.backend == "cpu":
+    facts = replace(facts, cluster=cluster if cluster.groups else None)
+    if {device.backend for device in cluster.devices} == {"cpu"}:
         return facts
-    dtypes = frozenset(cluster.device.peak_flops_per_second)
+    dtypes = frozenset.intersection(*(frozenset(device.peak_flops_per_second) for device in cluster.devices))
     return replace(facts, devices=cluster.count, devices_per_node=cluster.devices_per_node, dtypes=dtypes)
 
 
@@ -92,6 +99,9 @@ def complaints(plan: Plan, facts: Facts | None = None) -> tuple[Complaint, ...]:
         _names,
         _not_yet,
         _ranks,
+        _placement,
+        _libraries,
+        _fabrics,
         _batch,
         _pipeline,
         _micro_batches,
@@ -180,6 +190,71 @@ def _ranks(plan: Plan, facts: Facts) -> Iterator[Complaint]:
             problem=f"{shape or 'one rank'} makes {_counted(world, 'process')} and {_counted(facts.world, 'process')} started",
             remedy=launch(plan, facts.devices_per_node),
         )
+
+
+def _placement(plan: Plan, facts: Facts) -> Iterator[Complaint]:
+    world = plan.mesh.world
+    if plan.placement and sorted(plan.placement) != list(range(world)):
+        problem = f"it does not name each of the {_counted(world, 'device')} 0 to {world - 1} once"
+        yield Complaint(field="placement", problem=problem, remedy="no placement, or one device for each rank")
+
+
+def _devices_used(plan: Plan, facts: Facts) -> Cluster | None:
+    """The cluster, where its groups matter to the plan."""
+    cluster, world = facts.cluster, plan.mesh.world
+    if cluster is None or world == 1 or world > cluster.count or any(_placement(plan, facts)):
+        return None
+    return cluster
+
+
+def _libraries(plan: Plan, facts: Facts) -> Iterator[Complaint]:
+    """All ranks of a plan are one process group: one library must reach them all."""
+    cluster = _devices_used(plan, facts)
+    if cluster is None:
+        return
+    counts: dict[str, int] = {}
+    for rank in range(plan.mesh.world):
+        device = cluster.part_of(plan.device_of(rank)).device
+        counts[device.backend] = counts.get(device.backend, 0) + 1
+    if len(counts) > 1:
+        each = " and ".join(f"{_counted(number, 'rank')} of {LIBRARIES[name]}" for name, number in counts.items())
+        most = max(counts, key=lambda name: counts[name])
+        yield Complaint(
+            field="mesh",
+            problem=f"{each} cannot be one group: no library speaks to both",
+            remedy=f"at most {_counted(counts[most], 'rank')}, all on {most} devices",
+        )
+
+
+def _fabrics(plan: Plan, facts: Facts) -> Iterator[Complaint]:
+    """Groups of ranks that lie on two sides of a boundary between fabrics."""
+    cluster = _devices_used(plan, facts)
+    if cluster is None:
+        return
+    for axis in OWN_RANKS:
+        if getattr(plan.mesh, axis) == 1 or (axis not in CLOSE and cluster.inter is not None):
+            continue
+        for group in groups(plan.mesh, axis):
+            why = cluster.boundary(plan.device_of(rank) for rank in group)
+            if why:
+                among = CLOSE.get(axis, axis)
+                yield Complaint(
+                    field=f"mesh.{axis}",
+                    problem=f"{among} ranks {group[0]} to {group[-1]} lie on both sides of a boundary: {why}",
+                    remedy=_inside(axis, plan, cluster),
+                )
+                break
+
+
+def _inside(axis: str, plan: Plan, cluster: Cluster) -> str:
+    """The largest degree that no boundary splits."""
+    degree = getattr(plan.mesh, axis)
+    for less in range(degree - 1, 1, -1):
+        smaller = replace(plan.mesh, **{axis: less, "dp_replicate": plan.mesh.dp_replicate * (degree // less)})
+        whole = degree % less == 0 and not plan.placement
+        if whole and not any(cluster.boundary(group) for group in groups(smaller, axis)):
+            return f"{axis} {less} with dp_replicate {smaller.dp_replicate}"
+    return f"{axis} 1, or pp between the groups"
 
 
 def launch(plan: Plan, per_node: int | None = None, what: str = "run PLAN") -> str:
@@ -325,9 +400,11 @@ def _split_backward(plan: Plan, facts: Facts) -> Iterator[Complaint]:
     for pattern, residency in plan.blocks.items():
         if residency.mode == "selective":
             problem = f"{schedule} goes through a block's backward twice, which selective recompute does not allow"
-            yield Complaint(
-                field=_block(pattern), problem=problem, remedy="keep or recompute, or the schedule interleaved-1f1b"
-            )
+        elif residency.mode == "recompute":
+            problem = f"{schedule} takes a block's backward apart, and torch computes the whole block again for every part"
+        else:
+            continue
+        yield Complaint(field=_block(pattern), problem=problem, remedy="keep, or the schedule interleaved-1f1b")
     if plan.mesh.data > 1 and plan.reshard is not False:
         problem = f"under {schedule}, parameters given back after forward get no gradients"
         yield Complaint(field="reshard", problem=problem, remedy="reshard false")
@@ -411,6 +488,12 @@ def _residency(plan: Plan, facts: Facts) -> Iterator[Complaint]:
 
 def _compiled(plan: Plan, facts: Facts) -> Iterator[Complaint]:
     """What torch.compile cannot look through."""
+    if plan.compile == "graphs" and plan.mesh.world > 1:
+        problem = f"is graphs and the plan has {plan.mesh.world} ranks: launches are recorded on one device only"
+        yield Complaint(field="compile", problem=problem, remedy="compile blocks, or model")
+    if plan.compile == "graphs" and plan.accumulate > 1:
+        problem = f"is graphs and accumulate is {plan.accumulate}: a replay would overwrite the gradients before it"
+        yield Complaint(field="compile", problem=problem, remedy="compile model, or accumulate 1 with a larger micro_batch")
     if plan.compile == "model" and plan.mesh.pp > 1:
         problem = "a stage of a pipeline ends in the middle of forward, and cannot be compiled as a whole"
         yield Complaint(field="compile", problem=problem, remedy="compile blocks, or none")

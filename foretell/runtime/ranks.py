@@ -84,7 +84,8 @@ def start(plan: Plan, *, device: str = "auto", timeout_s: float = TIMEOUT_SECOND
     """Join the other ranks, as torchrun's environment says, and form the plan's mesh.
 
     One process without torchrun is a world of one and needs no process group. A process group that is
-    already there is used as it is.
+    already there is used as it is. With a placement, the process that torchrun started as device d becomes the rank
+    that the plan puts there, and RANK says so from then on.
     """
     rank, world, local_rank = _place()
     if world != plan.mesh.world:
@@ -99,8 +100,14 @@ def start(plan: Plan, *, device: str = "auto", timeout_s: float = TIMEOUT_SECOND
         return Ranks(rank=0, world=1, local_rank=local_rank, device=chosen, mesh=None, sizes=plan.mesh)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        store = None
+        if plan.placement:  # whoever holds the store is the process that was started first, whatever its rank
+            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+            rank = plan.placement.index(rank)
+            os.environ["RANK"] = str(rank)
         dist.init_process_group(
             backend,
+            store=store,
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=timeout_s),

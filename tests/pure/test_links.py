@@ -390,3 +390,83 @@ def test_types_refuse_nonsense() -> None:
         Cluster.side_by_side(())
     with pytest.raises(UserError, match=r"nodes is 0.*cards_per_node is 0"):
         Cluster(device=find("H100"), nodes=0, cards_per_node=0)
+
+
+# ---------------------------------------------------------------- unlike groups
+
+
+def test_unlike_nodes_in_one_string() -> None:
+    cluster = parse("2x8xH100@8xIB400+1x4xA100-40GB@2xIB200")
+    assert replace(cluster, notes=()) == replace(unlike(), notes=())
+    assert [part.link for part in cluster.groups] == ["8xIB400", "2xIB200"]
+
+
+def test_a_link_after_plus_belongs_to_the_at_sign_before_it() -> None:
+    one = parse("2x8xA100@PCIe4x16+4xIB100")
+    assert not one.groups and one.intra and one.inter and (one.intra.name, one.cards_per_node) == ("PCIe4x16", 4)
+    two = parse("2x8xA100@PCIe4x16+4xIB100+8xH100")
+    assert [part.device.name for part in two.groups] == ["A100-SXM-80GB", "H100-SXM-80GB"]
+    with pytest.raises(UserError, match="unknown link 'IB999'"):
+        parse("2x8xA100@PCIe4x16+4xIB999")
+
+
+def test_groups_of_one_fabric_are_joined_by_the_slower_and_it_is_said() -> None:
+    cluster = parse("8xH100+8xA100")
+    assert cluster.inter and cluster.inter.name == "IB200" and "joined by IB200" in " ".join(cluster.notes)
+    assert [(part.inter and part.inter.name, part.cards_per_node) for part in cluster.groups] == [("IB400", 8), ("IB200", 8)]
+    assert cluster.per_device_network_bytes_per_second == 25e9
+    assert cluster.boundary(range(16)) == ""
+
+
+def test_unlike_fabrics_are_joined_by_ethernet_and_it_is_said() -> None:
+    cluster = parse("2x8xH100@8xIB400+2x8xH100@8xRoCE200")
+    assert cluster.inter and cluster.inter.name == "Eth25" and "do not reach each other" in " ".join(cluster.notes)
+    # one Ethernet card for eight devices, not eight
+    assert cluster.per_device_network_bytes_per_second == 25e9 / 8 / 8
+    assert cluster.boundary(range(16)) == "" and "only Eth25 joins" in cluster.boundary([15, 16])
+    said = parse("2x8xH100@8xIB400+2x8xH100@8xRoCE200,join=2xEth100")
+    assert said.inter and (said.inter.name, said.join_cards) == ("Eth100", 2)
+    assert said.per_device_network_bytes_per_second == 2 * 12.5e9 / 8 and "assumed" not in " ".join(said.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("8xH100,join=Eth25", "says what joins groups and has one"),
+        ("8xH100+8xA100,join=", "join without a link"),
+        ("8xH100+8xA100,join=Eth25,join=IB200", "join twice"),
+        ("8xH100+8xA100,join=PCIe4x16", "joins devices of one node"),
+        ("8xH100+", "names no device"),
+        ("8xH100+8xA1000", "unknown device 'A1000'"),
+        ("2x8xH100@8xIB400+2x8xH100@8xRoCE200,join=IB400", "group 2 .* has cards of RoCE200"),
+        ("8xMI300X@NVLink4", "NVLink4, which MI300X"),
+        ("8xH100@IFx7", "unknown link|does not have"),
+    ],
+)  # fmt: skip
+def test_a_cluster_that_does_not_add_up_is_one_clear_line(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        parse(text)
+    assert "\n" not in caught.value.problem and caught.value.remedy
+
+
+def test_a_cluster_of_groups_survives_its_file(tmp_path: Path) -> None:
+    for text in ("8xH100+8xA100", "2x8xH100@8xIB400+2x8xH100@8xRoCE200,join=2xEth100", "H100+MI300X+CPU"):
+        cluster = parse(text)
+        save(cluster, tmp_path / "c.json")
+        assert load(tmp_path / "c.json") == cluster
+
+
+def test_groups_in_a_file_are_joined_as_in_a_string(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('[[groups]]\ndevice = "H100"\ndevices_per_node = 8\n[[groups]]\ndevice = "A100"\ndevices_per_node = 8\n')
+    found, same = load(path), parse("8xH100+8xA100")
+    assert (found.inter, found.groups[1].inter) == (same.inter, same.groups[1].inter)
+    path.write_text('inter = "2xEth100"\njoin_cards = 3\n' + path.read_text())
+    with pytest.raises(UserError, match="'join_cards' is 3"):
+        load(path)
+
+
+def test_which_devices_are_where() -> None:
+    cluster = parse("2x8xH100+8xA100+8xH100")
+    assert [device.name for device in cluster.devices] == ["H100-SXM-80GB", "A100-SXM-80GB"]
+    assert [cluster.part_of(rank).device.name[:4] for rank in (0, 15, 16, 23, 24)] == ["H100", "H100", "A100", "A100", "H100"]

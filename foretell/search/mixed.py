@@ -1,0 +1,246 @@
+"""Unlike devices in one pipeline: layers shared by speed and memory; and what to do with unlike data ranks (after Holmes).
+
+    cluster ─► islands: like devices that one fabric joins; each makes whole stages of `width` devices (tp × data ranks)
+            ─► orders of the islands along the pipeline: the stages of one stay together, so that the slow link between
+               two is crossed once
+            ─► blocks shared among the stages of each order by dynamic programming: the slowest stage is as quick as it
+               can be, and no device holds more than it has. Exact: equal to trying every cut
+
+Seconds and bytes of blocks are asked from the caller, kind of device by kind of device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import NamedTuple
+
+from foretell.errors import UserError
+from foretell.hardware.types import Cluster, Device
+
+MOST_ORDERS = 120
+"""Orders of islands that are tried: all of five."""
+Seconds = Callable[[str, int], float]
+"""(Device's name, block) → seconds of forward and backward of one micro-batch on one rank."""
+
+
+class Bytes(NamedTuple):
+    """What one block takes on one rank."""
+
+    kept: int
+    """Parameters, gradients, optimizer state."""
+    in_flight: int
+    """Activations of one micro-batch between forward and backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Island:
+    """Like devices that stand together."""
+
+    device: Device
+    stages: int
+    """Pipeline stages that they make."""
+    ranks: tuple[int, ...]
+    """Their numbers in the cluster."""
+    memory_bytes: int
+    """Of one device, for blocks: less what is taken beside the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of a shared pipeline."""
+
+    device: str
+    first: int
+    """Its first block ..."""
+    last: int
+    """... and the one after its last."""
+    seconds: float
+    """Of one micro-batch."""
+    bytes: int
+    """On one of its ranks."""
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Blocks shared among unlike stages."""
+
+    stages: tuple[Stage, ...]
+    placement: tuple[int, ...] = ()
+    """Device of each rank, stage by stage: what `Plan.placement` takes. Empty: devices in their own order."""
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Index of the first block of each later stage."""
+        return tuple(stage.first for stage in self.stages[1:])
+
+    @property
+    def slowest(self) -> float:
+        return max(stage.seconds for stage in self.stages)
+
+    def step_seconds(self, micro_batches: int) -> float:
+        """Of a step under 1F1B, messages left out: fill, then the slowest stage again and again."""
+        fill = sum(stage.seconds for stage in self.stages)
+        return fill + (micro_batches - 1) * self.slowest
+
+
+# ---------------------------------------------------------------------- islands
+
+
+def islands(cluster: Cluster, width: int, *, beside_bytes: Callable[[Device], int] = lambda device: 0) -> tuple[Island, ...]:
+    """The groups of a cluster as stages of `width` devices each; groups that do not make whole stages are refused."""
+    if width < 1:
+        raise UserError(f"stages of {width} devices were asked for", "give a whole number above 0")
+    found, first = [], 0
+    for part in cluster.parts:
+        if part.count % width:
+            near = max(size for size in range(1, width + 1) if all(group.count % size == 0 for group in cluster.parts))
+            raise UserError(
+                f"{part.count} {part.device.name} do not make whole pipeline stages of {width} devices",
+                f"tp × data ranks of {near}, which every group divides by",
+            )
+        ranks = tuple(range(first, first + part.count))
+        room = part.device.memory_bytes - beside_bytes(part.device)
+        found.append(Island(device=part.device, stages=part.count // width, ranks=ranks, memory_bytes=room))
+        first += part.count
+    return tuple(found)
+
+
+# ---------------------------------------------------------------------- sharing blocks
+
+
+def one_f_one_b(stage: int, stages: int) -> int:
+    """Micro-batches whose activations a stage holds at once under 1F1B."""
+    return stages - stage
+
+
+def share(
+    order: Sequence[Island], blocks: Sequence[Bytes], seconds: Seconds,
+    in_flight: Callable[[int, int], int] = one_f_one_b,
+) -> Shared | None:  # fmt: skip
+    """Blocks shared among stages in this order so that the slowest is quickest; None where they do not fit.
+
+    Every stage gets at least one block. `in_flight` says how many micro-batches stage s of S holds.
+    """
+    kinds = [island for island in order for _ in range(island.stages)]
+    count, total = len(kinds), len(blocks)
+    if count > total:
+        raise UserError(f"{count} stages and {total} blocks: every stage needs one", f"at most {total} stages")
+    time = {kind.device.name: _sums(seconds(kind.device.name, block) for block in range(total)) for kind in order}
+    kept, flying = _sums(block.kept for block in blocks), _sums(block.in_flight for block in blocks)
+    best: list[float] = [0.0] + [float("inf")] * total
+    """Blocks shared so far → seconds of the slowest stage."""
+    came: list[list[int]] = []
+    for stage, kind in enumerate(kinds):
+        mine, held, room = time[kind.device.name], in_flight(stage, count), kind.memory_bytes
+        following: list[float] = [float("inf")] * (total + 1)
+        origin = [-1] * (total + 1)
+        for end in range(stage + 1, total - (count - stage - 1) + 1):
+            for start in range(end - 1, stage - 1, -1):
+                longest = mine[end] - mine[start]
+                if longest >= following[end] or kept[end] - kept[start] + held * (flying[end] - flying[start]) > room:
+                    break  # more blocks are slower and larger still
+                if max(best[start], longest) < following[end]:
+                    following[end], origin[end] = max(best[start], longest), start
+        best = following
+        came.append(origin)
+    if best[total] == float("inf"):
+        return None
+    ends = [total]
+    for origin in reversed(came):
+        ends.append(origin[ends[-1]])
+    ends.reverse()
+    stages = tuple(
+        Stage(
+            device=kind.device.name, first=first, last=last, seconds=time[kind.device.name][last] - time[kind.device.name][first],
+            bytes=round(kept[last] - kept[first] + in_flight(stage, count) * (flying[last] - flying[first])),
+            memory_bytes=kind.memory_bytes,
+        )
+        for stage, (kind, first, last) in enumerate(zip(kinds, ends, ends[1:], strict=False))
+    )  # fmt: skip
+    return Shared(stages=stages, placement=tuple(rank for island in order for rank in island.ranks))
+
+
+def share_best(
+    found: Sequence[Island], blocks: Sequence[Bytes], seconds: Seconds, *, micro_batches: int,
+    in_flight: Callable[[int, int], int] = one_f_one_b,
+) -> Shared:  # fmt: skip
+    """The best order of the islands and the best cuts for it; a `UserError` says how much is missing where none fits."""
+    best: Shared | None = None
+    for number, order in enumerate(_orders(found)):
+        if number >= MOST_ORDERS:
+            break
+        shared = share(order, blocks, seconds, in_flight)
+        if shared is not None and (best is None or shared.step_seconds(micro_batches) < best.step_seconds(micro_batches)):
+            best = shared
+    if best is None:
+        need = sum(block.kept + block.in_flight for block in blocks)
+        have = sum(island.memory_bytes * island.stages for island in found)
+        raise UserError(
+            f"no cut of {len(blocks)} blocks fits {sum(island.stages for island in found)} stages: with one micro-batch in "
+            f"flight they need {need / 2**30:.1f} GiB, and the stages have {have / 2**30:.1f} GiB",
+            "recompute blocks, a smaller micro-batch, or more devices to a stage",
+        )
+    plain = tuple(range(len(best.placement)))
+    return Shared(stages=best.stages, placement=() if best.placement == plain else best.placement)
+
+
+def _orders(found: Sequence[Island]) -> Iterable[tuple[Island, ...]]:
+    """Each order of the islands once; those of one device and size may stand for each other."""
+    seen = set()
+    for order in permutations(found):
+        key = tuple((island.device.name, island.stages, island.memory_bytes) for island in order)
+        if key not in seen:
+            seen.add(key)
+            yield order
+
+
+def _sums(values: Iterable[float]) -> list[float]:
+    found = [0.0]
+    for value in values:
+        if not 0 <= value < float("inf"):
+            raise UserError(f"a block takes {value} seconds or bytes", "a number of at least 0")
+        found.append(found[-1] + value)
+    return found
+
+
+# ---------------------------------------------------------------------- unlike data ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataShares:
+    """Micro-batches of one step for data ranks of unlike speed."""
+
+    micro_batches: tuple[int, ...]
+    """Of each rank."""
+    seconds: float
+    """Until the last is done."""
+    even_seconds: float
+    """The same with as many for each: what a plan runs."""
+    refused: str
+    """Why a plan does not run uneven shares; empty where they are even anyway."""
+
+
+def share_micro_batches(seconds: Sequence[float], total: int) -> DataShares:
+    """`total` micro-batches for data ranks that take so many seconds for one: the last is done soonest.
+
+    Each next one goes to the rank that would be done with it first, which is exact. The shares say what evenness
+    costs; a plan cannot run uneven ones, and `refused` says why.
+    """
+    if not seconds or any(not 0 < each < float("inf") for each in seconds):
+        raise UserError("a data rank takes no time, or there is none", "seconds above 0 for each rank")
+    if total < len(seconds):
+        raise UserError(f"{total} micro-batches for {len(seconds)} data ranks", f"at least {len(seconds)}")
+    shares = [1] * len(seconds)
+    for _ in range(total - len(seconds)):
+        first = min(range(len(seconds)), key=lambda rank: ((shares[rank] + 1) * seconds[rank], rank))
+        shares[first] += 1
+    even = -(-total // len(seconds)) * max(seconds)
+    uneven = "" if len(set(shares)) == 1 else (
+        "a plan has one `accumulate` for all ranks: fully_shard gathers and scatters once for each micro-batch on every "
+        "rank, and ranks with fewer would leave the others waiting for ever; put unlike devices in unlike pipeline stages"
+    )  # fmt: skip
+    done = max(share * each for share, each in zip(shares, seconds, strict=True))
+    return DataShares(micro_batches=tuple(shares), seconds=done, even_seconds=even, refused=uneven)
