@@ -1,0 +1,111 @@
+"""`foretell report RUN|PLAN`: one HTML page with everything that is known of a run or a plan."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from foretell.cli import common
+from foretell.errors import UserError
+
+if TYPE_CHECKING:
+    from foretell.plan.types import Plan
+    from foretell.report.html_detail import Detail
+
+TRACE, SNAPSHOT = ".trace.json", ".snapshot.pickle"
+"""What the files beside the page end with, in place of its `.html`."""
+
+
+def report(
+    path: Path = typer.Argument(..., metavar="RUN|PLAN", show_default=False, help="A run folder, or a plan file."),
+    out: Path | None = typer.Option(None, metavar="FILE", show_default=False,
+        help="The page; default: report.html in the run folder, PLAN.report.html beside a plan."),
+    open_: bool = typer.Option(False, "--open", help="Show it in the browser."),
+    json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
+    debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
+) -> int:  # fmt: skip
+    """Write one HTML file that opens anywhere, offline: predicted and measured, memory, time, pipeline, other plans.
+
+    Beside it: the predicted step as a Chrome trace and its memory as a PyTorch snapshot.
+    """
+    from foretell.report import html, html_data, html_sections
+
+    subject = html_data.read(path)
+    target = _target(subject.path, out)
+    detail, why_not = common.call(lambda: _detail(subject.plan), f"costing the plan of {path}")
+    beside = _beside(detail, target)
+    made = time.strftime("%Y-%m-%d %H:%M")
+    page = html_sections.page(subject, detail, why_not=why_not, files=[(file.name, what) for file, what in beside], made=made)
+    _write(target, html.render(page))
+    if json:
+        content = {"file": str(target), "beside": [str(file) for file, _ in beside], "left_out": why_not or None}
+        common.emit_json({"report": {**content, "sections": [section.name for section in page.sections]}})
+    else:
+        lines = [f"Written to {target}"]
+        lines += [f"       and {file}  {what}" for file, what in beside]
+        lines += [f"Left out   memory over the step, blocks and pipeline: {why_not}"] if why_not else []
+        common.emit("\n".join(lines))
+    if open_:
+        import webbrowser
+
+        webbrowser.open(target.absolute().as_uri())
+    return common.YES
+
+
+def _target(path: Path, out: Path | None) -> Path:
+    """Where the page goes; checked before the work."""
+    target = out or (path / "report.html" if path.is_dir() else path.with_suffix(".report.html"))
+    if target.is_dir() or not target.name:
+        raise UserError(f"--out {str(target)!r} is a folder", "name a file in it, such as report.html")
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--out {str(target)!r} does not end in .html", f"give {target.name}.html")
+    if not target.absolute().parent.is_dir():
+        raise UserError(f"there is no folder {str(target.parent)!r} for the report", "make it, or name another")
+    return target
+
+
+def _detail(plan: Plan) -> tuple[Detail | None, str]:
+    """The plan costed once more, or why that is not possible: a report goes without it."""
+    try:
+        from foretell.report import html_detail
+
+        return html_detail.of_plan(plan), ""
+    except UserError as error:
+        return None, str(error)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return None, "torch is not installed, and the model was never traced here"
+
+
+def _beside(detail: Detail | None, target: Path) -> list[tuple[Path, str]]:
+    """Write what is known of the step for other viewers."""
+    if detail is None:
+        return []
+    from foretell.report import chrome, html_memory
+
+    found = []
+    if detail.timeline is not None:
+        file = target.with_suffix(TRACE)
+        chrome.write(detail.timeline, file)
+        found.append((file, "the predicted step, for Perfetto or chrome://tracing"))
+    if detail.curve.events:
+        file = target.with_suffix(SNAPSHOT)
+        html_memory.write_snapshot(detail.curve, file)
+        found.append((file, "its memory, for PyTorch's memory viewer"))
+    return found
+
+
+def _write(target: Path, text: str) -> None:
+    """All of it or nothing, readable for whoever may read the folder's other files."""
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, target)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise UserError(f"the report cannot be written to {target}: {error.strerror or error}", "give another --out") from None

@@ -1,0 +1,240 @@
+"""What a report shows beyond the files: the plan costed once more from its trace, moment by moment and block by block.
+
+    traces (kept on disk, else traced) ─► one rank's step ─► bytes by category over the step
+                                                         ─► seconds and bytes of every block
+                                                         ─► a timeline, and with a pipeline when each event runs
+
+Without a trace (no torch, a model file that is elsewhere) a report has what the files say, and the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from foretell.cost import energy as watts
+from foretell.cost import plan_cpu
+from foretell.cost.compiling import compiled
+from foretell.cost.machine import machine
+from foretell.cost.pipeline import Events, together
+from foretell.cost.pipeline_rank import rank_traces
+from foretell.cost.plan import Options, PlanCost, composed, modes_of, predict_plan, sharded
+from foretell.cost.plan_blocks import Unlike, blocks_of
+from foretell.cost.plan_parts import profile_for
+from foretell.cost.plan_steps import repeated
+from foretell.cost.plan_time import drags, fabrics_of, talk_over, tasks_of
+from foretell.cost.prediction import Cost, Energy, Throughput
+from foretell.cost.streams import COLLECTIVES, Timeline, simulate
+from foretell.cost.time import LONG_PROGRAM, Machine
+from foretell.errors import UserError
+from foretell.hardware import parse
+from foretell.hardware.prices import price_per_hour
+from foretell.hardware.profile import Profile, find_profile
+from foretell.hardware.types import Cluster
+from foretell.plan.recipe import known_blocks
+from foretell.plan.types import Plan
+from foretell.report.html_memory import AROUND, MemoryCurve, block_named, memory_curve
+from foretell.trace.types import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCost:
+    """One block, or what lies around them: seconds of a step on its rank, bytes at the peak there."""
+
+    name: str
+    mode: str
+    """keep, recompute or selective; empty around the blocks."""
+    seconds: Mapping[str, float]
+    """forward, backward, recompute, update."""
+    bytes: Mapping[str, int]
+    """Category → held at the peak; none for ranks that the curve is not of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One event of a pipeline."""
+
+    rank: int
+    kind: str
+    """F forward, B backward, I gradients of inputs, W gradients of weights, update, send."""
+    stage: int
+    micro: int
+    start: float
+    finish: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detail:
+    """A plan, costed for a report."""
+
+    cost: PlanCost
+    curve: MemoryCurve
+    """Of the rank that needs most."""
+    blocks: tuple[BlockCost, ...] = ()
+    slots: tuple[Slot, ...] = ()
+    """Empty without a pipeline."""
+    timeline: Timeline | None = None
+    """None where nothing is known of the device's speed."""
+    energy: Energy | None = None
+    money: Cost | None = None
+    notes: tuple[str, ...] = ()
+
+
+def of_plan(plan: Plan) -> Detail:
+    """Trace the plan's model, or take the traces kept on disk, and cost it."""
+    from foretell.search.traces import Traces
+
+    cluster = _cluster(plan)
+    capability = None if cluster.device.backend == "cpu" else cluster.device.compute_capability or (9, 0)
+    traces = Traces(capability=capability)
+    try:
+        return of_traces(traces.of(plan, _modes(plan)), plan, cluster, _options(plan, cluster))
+    except Unlike as error:
+        raise UserError(f"the traces of the plan's residencies do not match: {error}", "use one residency for all blocks") from None
+
+
+def _cluster(plan: Plan) -> Cluster:
+    cluster = parse(plan.hardware)
+    named = plan.predicted.get("device")
+    if plan.hardware.strip().casefold().startswith("auto") and isinstance(named, str) and named != cluster.device.name:
+        raise UserError(f"the plan is for the {named} of the machine it was made on, and this is another", "make the report there")
+    return cluster
+
+
+def _options(plan: Plan, cluster: Cluster) -> Options:
+    """The profile of this CPU where the plan is for it, and the pace it had when the plan was made."""
+    reported = None
+    if cluster.device.backend == "cpu":
+        from foretell.hardware.probe.machine import cpu_name
+
+        reported = cpu_name()
+
+    def profile_of(name: str) -> Profile | None:
+        return find_profile(name, reported_as=reported)
+
+    pace = plan.predicted.get("pace")
+    return Options(profile_of=profile_of, pace=float(pace) if isinstance(pace, int | float) and pace > 0 else 1.0)
+
+
+def _modes(plan: Plan) -> tuple[str, ...]:
+    """Residencies to trace: those of the blocks, and `keep` where they differ."""
+    known = known_blocks(plan)
+    modes = set(modes_of(plan, known).values()) if known else {one.mode for one in plan.blocks.values()}
+    return tuple(sorted(modes | {"keep"})) if len(modes) != 1 else tuple(modes)
+
+
+def of_traces(traces: Mapping[str, Trace], plan: Plan, cluster: Cluster, how: Options) -> Detail:
+    """The same from traces of one device, as `cost.plan.predict_plan` takes them."""
+    cost = predict_plan(traces, plan, cluster, how)
+    known = machine(cluster.device, profile_for(cluster, how.profile_of))
+    mixed = composed(traces, plan)
+    blocks = blocks_of(mixed)
+    seen = _piped(mixed, plan, cluster, known, cost) if plan.mesh.pp > 1 else _flat(mixed, plan, cluster, known)
+    scale = cost.time.step_seconds / seen.timeline.seconds if cost.time and seen.timeline and seen.timeline.seconds else 1.0
+    curve = memory_curve(seen.local, cluster, blocks, known, rank=seen.rank).over(cost.time.step_seconds if cost.time else None)
+    seconds: dict[str, dict[str, float]] = {}
+    for part, times in seen.parts:
+        for name, phase, value in _by_block(part, blocks):
+            into = seconds.setdefault(name, {})
+            into[phase] = into.get(phase, 0.0) + value * times * scale
+    slots = tuple(replace(slot, start=slot.start * scale, finish=slot.finish * scale) for slot in seen.slots)
+    return Detail(
+        cost=cost, curve=curve, slots=slots, timeline=_stretched(seen.timeline, scale) if seen.timeline else None,
+        blocks=tuple(_blocks(blocks, modes_of(plan, blocks), seconds, curve)),
+        energy=_energy(seen.local, cost, cluster, known), money=_money(cost, cluster, plan), notes=known.notes if known else (),
+    )  # fmt: skip
+
+
+def _stretched(timeline: Timeline, scale: float) -> Timeline:
+    """As long as the step is predicted to take: pace and torch.compile are factors on the whole."""
+    start, finish = ([moment * scale for moment in moments] for moments in (timeline.start, timeline.finish))
+    return replace(timeline, start=start, finish=finish, seconds=timeline.seconds * scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """One rank's step, and the timelines it comes from."""
+
+    rank: int
+    local: Trace
+    """Of the rank that needs most memory."""
+    timeline: Timeline | None = None
+    parts: tuple[tuple[Timeline, int], ...] = ()
+    """Timelines of ops, and how often each runs in a step."""
+    slots: tuple[Slot, ...] = ()
+
+
+def _piped(mixed: Trace, plan: Plan, cluster: Cluster, known: Machine | None, cost: PlanCost) -> _Seen:
+    on_cpu = cluster.device.backend == "cpu"
+    ranks = rank_traces(mixed, plan, holds_sends=not on_cpu)
+    worst = max(cost.ranks, key=lambda one: one.memory.device_bytes).rank
+    local = next(one.trace for one in ranks if one.rank == worst)
+    if known is None:
+        return _Seen(rank=worst, local=local)
+    fabrics = fabrics_of(plan.mesh, cluster)
+    talk = plan_cpu.talk if on_cpu else talk_over(fabrics)
+    slower = plan_cpu.slower(plan, cluster) if on_cpu else None
+    events = [Events(one, known, talk, slower) for one in ranks]
+    timeline = together(events, plan, None if on_cpu else fabrics["pp"])
+    parts = tuple((part, times) for one in events for part, _, times in one.times())
+    return _Seen(rank=worst, local=local, timeline=timeline, parts=parts, slots=tuple(_slots(events, timeline)))
+
+
+def _flat(mixed: Trace, plan: Plan, cluster: Cluster, known: Machine | None) -> _Seen:
+    """The step of one rank, all of which do the same."""
+    local = sharded(compiled(repeated(mixed, plan.accumulate), plan.compile), plan)
+    if known is None:
+        return _Seen(rank=0, local=local)
+    on_cpu = cluster.device.backend == "cpu"
+    talk = plan_cpu.talk if on_cpu else talk_over(fabrics_of(plan.mesh, cluster))
+    tasks = list(tasks_of(local, local.schedule["steady_step"], known, talk, plan_cpu.slower(plan, cluster) if on_cpu else None))
+    timeline = simulate(tasks, steps=1 if on_cpu or len(tasks) > LONG_PROGRAM else 2, drag=None if on_cpu else drags(tasks))
+    return _Seen(rank=0, local=local, timeline=timeline, parts=((timeline, 1),))
+
+
+def _slots(events: Sequence[Events], timeline: Timeline) -> Iterator[Slot]:
+    """Events of all ranks with their times: the tasks of a rank are in the order of its events, the update last."""
+    waiting = {one.rank.rank: iter([event for event, _, _ in one.rank.events]) for one in events}
+    for task, start, finish in zip(timeline.tasks, timeline.start, timeline.finish, strict=True):
+        if not task.resource.startswith("rank "):
+            continue
+        rank = int(task.resource.removeprefix("rank "))
+        event = next(waiting[rank], None)
+        stage, micro = (event.stage, event.micro) if event is not None else (-1, -1)
+        yield Slot(rank=rank, kind=task.name, stage=stage, micro=micro, start=start, finish=finish)
+
+
+def _by_block(timeline: Timeline, blocks: Sequence[str]) -> Iterator[tuple[str, str, float]]:
+    """Block, phase and seconds of every task that computes."""
+    where: dict[str, str] = {}
+    known = set(blocks)
+    for task in timeline.tasks:
+        if task.resource.startswith(COLLECTIVES):
+            continue
+        if task.module not in where:
+            where[task.module] = block_named(task.module, known)
+        yield where[task.module], task.phase, task.seconds
+
+
+def _blocks(
+    names: Sequence[str], modes: Mapping[str, str], seconds: Mapping[str, Mapping[str, float]], curve: MemoryCurve
+) -> Iterator[BlockCost]:
+    for name in (*names, AROUND):
+        yield BlockCost(name=name, mode=modes.get(name, ""), seconds=seconds.get(name, {}), bytes=curve.held.get(name, {}))
+
+
+def _energy(local: Trace, cost: PlanCost, cluster: Cluster, known: Machine | None) -> Energy | None:
+    time = cost.time
+    if known is None or known.power is None or time is None or cluster.device.backend == "cpu":
+        return None
+    load = watts.load_of(local, cluster.device, time.step_seconds, time.device_seconds)
+    return watts.energy(time, load, known.power, cost.plan.mesh.world, None)
+
+
+def _money(cost: PlanCost, cluster: Cluster, plan: Plan) -> Cost | None:
+    price, source = price_per_hour(cluster.device)
+    if price is None or cost.time is None or cost.per_second is None:
+        return None
+    rate = cost.per_second
+    through = Throughput(unit=cost.unit, per_step=cost.per_step, per_second=rate, per_second_per_device=rate / plan.mesh.world)
+    return watts.cost(cost.time, through, price, source, plan.mesh.world)
