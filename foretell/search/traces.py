@@ -87,7 +87,7 @@ class Traces:
 
     def _asked(self, plan: Plan, mode: str, micro_batch: int) -> dict[str, Any]:
         """One request: nothing in it that a trace does not depend on."""
-        recipe = replace(recipe_of(plan, mode), accumulate=1, compile=False, shards=1)
+        recipe = replace(recipe_of(plan, mode), accumulate=1, compile="none", shards=1)
         source = replace(source_of(plan), micro_batch=micro_batch)
         asked = request(source, recipe, self.capability or (), self.hints)  # type: ignore[arg-type]
         if plan.mesh.tp > 1:
