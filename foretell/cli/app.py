@@ -6,7 +6,22 @@ from typing import Any
 
 import typer
 
-from foretell.cli import common, compare, demo, doctor, fit, hardware, plan, probe, run, show, verify, zoo
+from foretell.cli import (
+    common,
+    compare,
+    demo,
+    doctor,
+    fit,
+    hardware,
+    plan,
+    probe,
+    prove,
+    report,
+    run,
+    show,
+    verify,
+    zoo,
+)
 
 _SETTINGS: dict[str, Any] = {
     "add_completion": False,
@@ -46,8 +61,10 @@ app.command("probe", short_help="Measure this machine, so that predictions rest 
 app.command("run", short_help="Train as a plan says, and measure it.")(run.run)
 app.command("compare", short_help="Predicted beside measured of a run. Exit 0 within the bands, 1 not.")(compare.compare)
 app.command("plan", short_help="The best plan to train MODEL on HW. Exit 0 found, 1 nothing fits.")(plan.plan)
+app.command("report", short_help="One HTML page of a run or a plan: charts, tables, how to repeat it.")(report.report)
 app.command("show", short_help="Explain a plan file: mesh, stages, blocks, what was predicted.")(show.show)
 app.command("verify", short_help="Does a plan compute what one process computes? Exit 0 yes, 1 no.")(verify.verify)
+app.command("prove", short_help="Predict drawn configurations, seal that, run them, tell all.")(prove.prove)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 
