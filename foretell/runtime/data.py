@@ -282,7 +282,7 @@ class Stream:
 class Example:
     """The model's example batch at every step: good for measuring, useless for learning."""
 
-    count: int | None = 1
+    count: int | None = None  # no epochs: an order for each sample of each step would cost more than the step
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
