@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_text
 import math
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
 def fit(
+    context: typer.Context,
     model: str = typer.Argument(help="Zoo name, hf:TYPE, hf:config.json, timm:NAME, torchvision:NAME or file.py:function.",
                                 metavar="MODEL", show_default=False),
     on: str = typer.Option(..., "--on", metavar="HW", show_default=False,
@@ -56,6 +58,8 @@ def fit(
     region: str | None = typer.Option(None, metavar="NAME", help="Whose electricity counts, such as FR; default: the world's mean."),
     price: float | None = typer.Option(None, metavar="DOLLARS", help="Of one device and hour; default: a list price."),
     trace_out: str | None = typer.Option(None, metavar="FILE", help="Write the predicted timeline as a Chrome trace."),
+    from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False,
+        help="Take options from an accelerate YAML or a DeepSpeed JSON; options typed here win."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     no_cache: bool = typer.Option(False, "--no-cache", help="Trace again, and keep no trace."),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
@@ -70,12 +74,16 @@ def fit(
         "epochs": amount("--epochs", epochs), "dataset_size": amount("--dataset-size", dataset_size),
         "region": region, "price": price, "trace_out": trace_out,
     }  # fmt: skip
+    theirs = None
+    if from_ is not None:
+        theirs, on = take_over(from_, on, options, context)
     check(model, on, options)
     prediction = common.call(lambda: _predict(model, on, options), f"tracing {model}")
     if json:
         from foretell.report import schema
 
-        common.emit_json(schema.answer(prediction))
+        told = {} if theirs is None else {"from": theirs}
+        common.emit_json({**schema.answer(prediction), **told})
     else:
         common.emit_screen(prediction, [word for word in common.typed() if word not in ("--debug", "--no-cache")])
     return common.YES if prediction.fits else common.NO_OR_FAILED
@@ -85,6 +93,40 @@ def _predict(model: str, on: str, options: dict[str, Any]) -> Any:
     from foretell import api
 
     return api.fit(model, hardware=on, **options)
+
+
+def take_over(path: Path, on: str, options: dict[str, Any], context: typer.Context) -> tuple[dict[str, Any], str]:
+    """Put what another tool's file says into the options, unless it was typed; what was taken and not, and where to run."""
+    from foretell.export.read import read
+
+    theirs = read(path)
+    source = context.get_parameter_source
+    for name, value in theirs.options.items():
+        asked = source(name)
+        if asked is None or asked.name == "DEFAULT":
+            options["compile" if name == "compile_how" else name] = value
+        else:
+            theirs.ignored.append(f"{name}: typed here as well")
+    taken, ignored = list(theirs.taken), list(theirs.ignored)
+    on, said = _spread(on, theirs.shards or 1)
+    taken += [said] if said else []
+    if not common.wants_json():
+        lines = [f"{path} ({theirs.tool})", *(f"  taken    {line}" for line in taken), *(f"  ignored  {line}" for line in ignored)]
+        common.emit("\n".join(lines), sys.stderr)
+    return {"file": str(path), "tool": theirs.tool, "taken": taken, "ignored": ignored}, on
+
+
+def _spread(on: str, shards: int) -> tuple[str, str]:
+    """The hardware with as many devices as share the model, where no number was typed."""
+    from foretell.hardware import parse
+
+    head, comma, rest = on.partition(",")
+    if shards == 1 or on.strip().casefold().startswith("auto") or head.endswith((".toml", ".json")):
+        return on, ""
+    if parse(on).count > 1:
+        return on, "" if parse(on).count == shards else f"{shards} ranks share the model there; --on {on} counts here"
+    wide = f"{head.strip()}:{shards}{comma}{rest}"
+    return wide, f"{shards} ranks share the model → --on {wide}"
 
 
 def check(model: str, on: str, options: dict[str, Any]) -> None:

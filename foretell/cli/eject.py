@@ -1,0 +1,77 @@
+"""`foretell eject PLAN`: the plan as a training script that needs torch and nothing of foretell."""
+
+from __future__ import annotations
+
+import json as json_text
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from foretell.cli import common
+from foretell.errors import FileFormatError, UserError
+
+if TYPE_CHECKING:
+    from foretell.eject.script import Ejected
+    from foretell.plan.types import Plan
+
+
+def eject(
+    plan: Path = typer.Argument(..., metavar="PLAN|RUN", show_default=False,
+        help="A plan file, or a run folder: its data, steps and rate become the script's defaults."),
+    out: Path | None = typer.Option(None, metavar="FILE.py", show_default=False, help="Default: train_MODEL.py here."),
+    force: bool = typer.Option(False, "--force", help="Write over a file that is there."),
+    json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
+    debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
+) -> int:  # fmt: skip
+    """Write a readable script that trains as the plan says and gives the same losses; run it with python or torchrun."""
+    from foretell.plan import file
+
+    found = file.read(plan / "plan.json" if plan.is_dir() else plan)
+    target = out or Path(f"train_{_word(str(found.model.get('model', 'model')))}.py")
+    check_target(target, force=force, suffix=".py")
+    made = common.call(lambda: _ejected(found, target, plan), f"writing a script for {plan}")
+    write(target, made.text)
+    if json:
+        return common.emit_json({"eject": {"file": str(target), "command": made.command, "notes": list(made.notes)}})
+    common.emit("\n".join([f"Written to {target}", f"Start it     {made.command}", *(f"Note         {note}" for note in made.notes)]))
+    return common.YES
+
+
+def _ejected(plan: Plan, target: Path, path: Path) -> Ejected:
+    from foretell.eject.script import eject
+    from foretell.runtime.folder import SETTINGS, Settings
+
+    settings: Any = None
+    if path.is_dir():
+        try:
+            settings = Settings.from_json(json_text.loads((path / SETTINGS).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise FileFormatError(f"{path / SETTINGS} cannot be read: {error}", "give the plan file itself") from error
+    return eject(plan, target, settings)
+
+
+def _word(model: str) -> str:
+    """`hf:llama` → hf_llama, `path/own.py:net` → own_net."""
+    name = model.rpartition("/")[2].replace(".py", "")
+    return re.sub(r"\W+", "_", name).strip("_") or "model"
+
+
+def check_target(path: Path, *, force: bool, suffix: str = "") -> None:
+    """Before the work: a file that is there stays unless it is meant to go."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder", f"name a file in it, such as {path / ('train' + suffix)}")
+    if suffix and path.suffix != suffix:
+        raise UserError(f"--out {path} does not end in {suffix}", f"give {path.name}{suffix}")
+    if path.exists() and not force:
+        raise UserError(f"{path} is there already", "give --force to write over it, or another --out")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"there is no folder {path.parent}", "make it, or name another --out")
+
+
+def write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}", "give another --out") from error

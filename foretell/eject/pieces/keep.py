@@ -1,0 +1,60 @@
+"""Checkpoints"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from foretell.eject.pieces.ranks import is_first
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Any]:
+    """Everything that changes: weights, optimizer, this rank's random numbers."""
+    weights, moments = get_state_dict(model, optimizer)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    random = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        random["cuda"] = torch.cuda.get_rng_state(device)
+    return {"model": weights, "optimizer": moments, f"random-{rank}": random}
+
+
+def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Write a checkpoint beside the others, and give it its name when it is whole."""
+    target, unfinished = folder / f"step-{step:08d}", folder / "unfinished"
+    if is_first():
+        shutil.rmtree(unfinished, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    wait()
+    dcp.save(state_of(model, optimizer, device), checkpoint_id=unfinished)
+    wait()
+    if is_first():
+        shutil.rmtree(target, ignore_errors=True)
+        unfinished.rename(target)
+    wait()
+
+
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """Take up the newest checkpoint; returns the number of steps that were done."""
+    found = sorted(folder.glob("step-*"))
+    if not found:
+        raise SystemExit(f"there is no checkpoint in {folder}")
+    state = state_of(model, optimizer, device)
+    dcp.load(state, checkpoint_id=found[-1])
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    random = next(value for name, value in state.items() if name.startswith("random-"))
+    torch.set_rng_state(random["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(random["cuda"], device)
+    return int(found[-1].name.removeprefix("step-"))
+
+
+def wait() -> None:
+    if dist.is_initialized():
+        dist.barrier()

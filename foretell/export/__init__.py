@@ -1,0 +1,33 @@
+"""A plan in the words of other tools, and theirs in ours. Pure: no torch.
+
+A tool whose files cannot hold the plan's mesh is refused. Whatever else is lost is told, on the screen and in the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from foretell.errors import UnknownName
+from foretell.export import accelerate, deepspeed, kubernetes, skypilot, slurm, torchtitan
+from foretell.export.types import Exported
+from foretell.plan import legal
+from foretell.plan.types import Plan
+
+TOOLS: Mapping[str, Callable[[Plan], Exported]] = {
+    "accelerate": accelerate.write,
+    "deepspeed": deepspeed.write,
+    "torchtitan": torchtitan.write,
+    "slurm": slurm.write,
+    "k8s": kubernetes.write,
+    "skypilot": skypilot.write,
+}
+
+__all__ = ["TOOLS", "Exported", "export"]
+
+
+def export(plan: Plan, tool: str) -> Exported:
+    """The files of a tool for a plan."""
+    if tool not in TOOLS:
+        raise UnknownName("tool", tool, TOOLS, f"known: {', '.join(TOOLS)}")
+    legal.check(plan, legal.facts_of(plan))
+    return TOOLS[tool](plan)

@@ -1,0 +1,107 @@
+"""What an export is, and what the tools have in common."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from foretell.errors import UserError
+from foretell.hardware import Cluster, parse
+from foretell.plan.blocks import expand
+from foretell.plan.recipe import known_blocks
+from foretell.plan.types import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """Files for another tool."""
+
+    files: Mapping[str, str]
+    """Name → text."""
+    command: str
+    """What starts it, in the folder of the files."""
+    lost: tuple[str, ...]
+    """What the plan says and these files do not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """Where the plan runs, as far as its hardware says."""
+
+    nodes: int
+    per_node: int
+    """Processes on each node."""
+    device: str
+    """Name in the catalogue; empty where it is not known."""
+    backend: str
+    """cuda, rocm, mps or cpu; empty where it is not known."""
+
+
+def machines_of(plan: Plan) -> Machines:
+    """As many nodes as the plan's ranks need; a plan for this machine, or for a file that is elsewhere, is taken as one."""
+    world = plan.mesh.world
+    cluster = _cluster(plan.hardware)
+    if cluster is None:
+        return Machines(nodes=1, per_node=world, device="", backend="")
+    if cluster.groups:
+        raise UserError(f"{plan.hardware} joins unlike devices, and one job description has one kind", "run it with torchrun on each of them")
+    nodes = -(-world // max(1, cluster.devices_per_node)) if cluster.device.backend != "cpu" else 1
+    while world % nodes:
+        nodes += 1
+    return Machines(nodes=nodes, per_node=world // nodes, device=cluster.device.name, backend=cluster.device.backend)
+
+
+def _cluster(hardware: str) -> Cluster | None:
+    if hardware.strip().casefold().startswith("auto"):
+        return None
+    try:
+        return parse(hardware)
+    except UserError:
+        if hardware.endswith((".toml", ".json")):
+            return None
+        raise
+
+
+def title(plan: Plan) -> str:
+    """The plan in one line."""
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+    mesh = " × ".join(f"{axis} {getattr(plan.mesh, axis)}" for axis in axes if getattr(plan.mesh, axis) > 1) or "one device"
+    return f"{plan.model.get('model', 'a model')} on {plan.hardware}: {mesh}, {plan.global_batch} samples a step"
+
+
+def header(plan: Plan, tool: str, lost: Sequence[str]) -> str:
+    """Comment lines that begin a file."""
+    lines = [f"Written by `foretell export --to {tool}` for {title(plan)}."]
+    lines += ["Of the plan, this file does not say:", *(f"  - {line}" for line in lost)] if lost else []
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def modes_of(plan: Plan) -> set[str]:
+    """How the plan's blocks keep their activations."""
+    known = known_blocks(plan)
+    if known:
+        return {residency.mode for residency in expand(plan.blocks, known).values()}
+    return {residency.mode for residency in plan.blocks.values()} or {"keep"}
+
+
+def label(plan: Plan) -> str:
+    """A name for jobs: small letters, digits and dashes."""
+    name = str(plan.model.get("model", "plan")).rpartition("/")[2].removesuffix(".py")
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "plan"
+
+
+def refuse(tool: str, what: str, why: str, remedy: str = "") -> UserError:
+    return UserError(f"{tool} cannot express {what}: {why}", remedy or "export to slurm, k8s or skypilot, which start foretell itself")
+
+
+def only_on_foretell(plan: Plan) -> list[str]:
+    """What no configuration of another trainer holds."""
+    lost = []
+    if plan.placement:
+        lost.append("placement: which device each rank is on")
+    if plan.kernels:
+        lost.append(f"kernels: {', '.join(f'{op} by {kernel}' for op, kernel in plan.kernels.items())}")
+    if plan.split is not None and plan.split.rules:
+        lost.append("split.rules: how each layer is split")
+    return lost
