@@ -18,7 +18,7 @@ from foretell.cost.sharded import DP_REPLICATE, DP_SHARD
 from foretell.cost.streams import COLLECTIVES, COMPUTE, HOST, Task, Timeline, simulate
 from foretell.cost.time import COMPUTE_KINDS, DRAG, LONG_PROGRAM, MARKS, Machine, op_prices
 from foretell.hardware.types import Cluster
-from foretell.plan.mesh import OWN_RANKS, groups
+from foretell.plan.mesh import OWN_RANKS, groups, sharing
 from foretell.plan.types import Mesh, Plan
 from foretell.trace.types import Op, Trace
 
@@ -49,6 +49,8 @@ def fabrics_of(mesh: Mesh, cluster: Cluster) -> dict[str, Fabric]:
         if ranks > 1:
             found[axis] = fabric(cluster, ranks, stride=stride)
         stride *= ranks
+    if mesh.cp > 1:
+        found[DP_SHARD] = fabric(cluster, mesh.dp_shard * mesh.cp, stride=mesh.tp)
     if stride > 1:
         found["world"] = fabric(cluster, stride)
     return found
@@ -63,14 +65,16 @@ def fabrics_for(plan: Plan, cluster: Cluster) -> dict[str, Fabric]:
             axis: slowest(among(cluster, map(plan.device_of, group)) for group in groups(mesh, axis))
             for axis in OWN_RANKS if getattr(mesh, axis) > 1
         }  # fmt: skip
+        if mesh.cp > 1:
+            found[DP_SHARD] = slowest(among(cluster, map(plan.device_of, group)) for group in sharing(mesh))
         if mesh.world > 1:
             found["world"] = among(cluster, map(plan.device_of, range(mesh.world)))
         pieces = [
-            group[start : start + fewer] for group in groups(mesh, DP_SHARD) for start in range(0, len(group), fewer or len(group))
+            group[start : start + fewer] for group in sharing(mesh) for start in range(0, len(group), fewer or len(group))
         ]  # fmt: skip
         part = slowest(among(cluster, map(plan.device_of, piece)) for piece in pieces)
     else:
-        found, part = fabrics_of(mesh, cluster), fabric(cluster, max(1, fewer), stride=mesh.tp * mesh.cp)
+        found, part = fabrics_of(mesh, cluster), fabric(cluster, max(1, fewer), stride=mesh.tp)
     return found | ({f"{DP_SHARD}:{fewer}": part} if fewer > 1 else {})
 
 
@@ -141,7 +145,8 @@ class _Maker:
         """The last task on the compute stream."""
         self.awaited: dict[str, int] = {}
         """Axis → the collective that nothing has waited for yet."""
-        self.gathered = -1
+        self.gathered = self.copied = -1
+        """The last gather over data ranks, and the copying out of it: the next one waits for that and not for compute."""
 
     def task(self, op: Op, prices: Mapping[int, tuple[str, float]]) -> Task | None:
         if op.name in MARKS:
@@ -174,6 +179,8 @@ class _Maker:
         after = tuple(number for number in (self.latest, self.awaited.get(DP_SHARD, -1)) if number >= 0)
         if kind == "all_gather" or axis not in BESIDE:
             after = after[:1] if self.latest >= 0 else ()
+        if kind == "all_gather" and axis in BESIDE and self.copied >= 0:
+            after = (self.copied,)
         task = self._issue(Task(op.name, lane(axis), seconds, after, 0.0, kind, op.module, op.phase))
         if kind == "all_gather" and axis in BESIDE:
             self.gathered = self.count - 1
@@ -186,6 +193,10 @@ class _Maker:
         self.pending = 0.0
         if task.resource in (COMPUTE, HOST):
             self.latest = self.count
+        if task.name.endswith("copy_out"):
+            self.copied = self.count
+        elif task.phase == "update":
+            self.copied = -1  # the first gather of a step is of new weights
         self.count += 1
         return task
 

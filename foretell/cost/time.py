@@ -87,7 +87,7 @@ def step_tasks(trace: Trace, machine: Machine, group: Fabric | None) -> Iterator
     runs = steady(trace)
     prices = op_prices(trace, machine)
     around = machine.host.around(trace, sum(times for _, times in runs)) / max(1, len(runs))
-    position, gathered, scattered = 0, -1, -1
+    position, gathered, scattered, copied = 0, -1, -1, -1
     where = HOST if machine.serial else COMPUTE
     compiled = wholly_compiled(trace)
     for name, times in runs:
@@ -103,12 +103,14 @@ def step_tasks(trace: Trace, machine: Machine, group: Fabric | None) -> Iterator
                     if kind == "wait":
                         continue
                     if kind in (GATHER, SCATTER):
-                        yield Task(op.name, COLLECTIVES, seconds, (position - 1,) if position else (), pending, kind, op.module, op.phase)
+                        before = copied if kind == GATHER and copied >= 0 else position - 1
+                        yield Task(op.name, COLLECTIVES, seconds, (before,) if position else (), pending, kind, op.module, op.phase)
                         gathered, scattered = (position, scattered) if kind == GATHER else (gathered, position)
                         position, pending = position + 1, 0.0
                         continue
                     after = (gathered,) if op.name.endswith("copy_out") and gathered >= 0 else ()
                     yield Task(op.name, COMPUTE, seconds, after, pending, kind, op.module, op.phase)
+                    copied = position if op.name.endswith("all_gather_copy_out") else copied
                     position, pending = position + 1, 0.0
                     continue
                 family, seconds = prices[id(op)]
@@ -120,6 +122,8 @@ def step_tasks(trace: Trace, machine: Machine, group: Fabric | None) -> Iterator
                 )
                 if after:
                     scattered = -1
+                if op.phase == "update":
+                    copied = -1  # the next step gathers new weights
                 position, pending = position + 1, 0.0
 
 

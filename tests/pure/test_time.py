@@ -62,13 +62,14 @@ def test_ops_take_longer_inside_a_step() -> None:
 
 
 def gathered(prefetched: bool) -> Trace:
-    """Two blocks whose parameters come from other ranks; the second gather before or after the first compute."""
+    """Two blocks whose parameters come from other ranks; the first is copied out, which frees the way for the second gather,
+    before the first compute or after it."""
     ref, flat = Ref(0, BIG), TensorSpec((1 << 28,), "bfloat16")
     gather = Op("foretell.all_gather", (Ref(1, TensorSpec((1 << 25,), "bfloat16")),), (Ref(2, flat),), "", "forward", 0)
     out = Op("foretell.all_gather_copy_out", (Ref(2, SMALL),), (Ref(3, SMALL),), "", "forward", 0)
     work = [Op("aten.mm.default", (ref, ref), (ref,), "", "forward", 2 * 8192**3) for _ in range(10)]
-    first, second = ([gather, out, gather], [out]) if prefetched else ([gather, out], [gather, out])
-    return Trace({"p": Program("p", (*first, *work, *second, *work))}, {"steady_step": (("p", 1),)}, {}, ())
+    first = [gather, out, *work, gather, out] if prefetched else [gather, *work, out, gather, out]
+    return Trace({"p": Program("p", (*first, *work))}, {"steady_step": (("p", 1),)}, {}, ())
 
 
 def test_a_prefetched_gather_hides_behind_compute_and_a_late_one_does_not() -> None:
