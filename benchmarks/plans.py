@@ -195,11 +195,6 @@ def measure_gpu(rows: Sequence[dict[str, Any]], out: Path, seconds: float) -> No
         plans_run.run_case(mine, keep, until)
         return {}
 
-    compiled = [row for row in left if row["plan"]["compile"] != "none"]
-    for first in range(0, len(compiled), plans_run.WAVE):
-        if time.monotonic() < until:
-            for row, found in plans_run.run_wave(compiled[first : first + plans_run.WAVE]):
-                keep(row, found)
     eager = [row for row in left if row["plan"]["compile"] == "none"]
     for _, mine in itertools.groupby(eager, key=lambda row: row["case"]):
         own = list(mine)
@@ -210,6 +205,11 @@ def measure_gpu(rows: Sequence[dict[str, Any]], out: Path, seconds: float) -> No
             answer = in_child(case, {}, own, timeout=300)
             if "error" in answer:
                 print(own[0]["case"], answer["error"], flush=True)
+    compiled = [row for row in left if row["plan"]["compile"] != "none"]
+    for first in range(0, len(compiled), plans_run.WAVE):
+        if time.monotonic() < until:
+            for row, found in plans_run.run_wave(compiled[first : first + plans_run.WAVE]):
+                keep(row, found)
     if time.monotonic() > until:
         print("time is up; run again to go on", flush=True)
 
