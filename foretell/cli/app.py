@@ -7,10 +7,13 @@ from typing import Any
 import typer
 
 from foretell.cli import (
+    ckpt,
     common,
     compare,
     demo,
     doctor,
+    eject,
+    export,
     fit,
     hardware,
     plan,
@@ -32,6 +35,7 @@ _SETTINGS: dict[str, Any] = {
 
 app = typer.Typer(**_SETTINGS)
 zoo_app = typer.Typer(**_SETTINGS)
+ckpt_app = typer.Typer(**_SETTINGS, no_args_is_help=True, help="Checkpoints: list, verify, show, convert.")
 
 
 def _version(asked: bool) -> None:
@@ -59,12 +63,17 @@ zoo_app.command("check")(zoo.check)
 app.command("hardware", short_help="List the devices known by name; `hardware NAME` shows one.")(hardware.hardware)
 app.command("probe", short_help="Measure this machine, so that predictions rest on it.")(probe.probe)
 app.command("run", short_help="Train as a plan says, and measure it.")(run.run)
+app.add_typer(ckpt_app, name="ckpt", short_help="Checkpoints of a run: list, verify, show, convert.")
+for _name, _command in (("list", ckpt.listing), ("verify", ckpt.verify), ("show", ckpt.show), ("convert", ckpt.convert)):
+    ckpt_app.command(_name)(_command)
 app.command("compare", short_help="Predicted beside measured of a run. Exit 0 within the bands, 1 not.")(compare.compare)
 app.command("plan", short_help="The best plan to train MODEL on HW. Exit 0 found, 1 nothing fits.")(plan.plan)
 app.command("report", short_help="One HTML page of a run or a plan: charts, tables, how to repeat it.")(report.report)
 app.command("show", short_help="Explain a plan file: mesh, stages, blocks, what was predicted.")(show.show)
 app.command("verify", short_help="Does a plan compute what one process computes? Exit 0 yes, 1 no.")(verify.verify)
 app.command("prove", short_help="Predict drawn configurations, seal that, run them, tell all.")(prove.prove)
+app.command("eject", short_help="Write PLAN as a training script that needs torch alone.")(eject.eject)
+app.command("export", short_help="Write PLAN for another tool: accelerate, deepspeed, torchtitan, slurm, ...")(export.export)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 

@@ -12,7 +12,9 @@ from foretell.errors import UserError
 
 if TYPE_CHECKING:
     from foretell.cost.plan import PlanCost
+    from foretell.plan.types import Plan
     from foretell.search.choose import Candidate, Choice
+    from foretell.search.space_wishes import Wishes
 
 SHOWN = 6
 """Plans that lost and are told of."""
@@ -26,6 +28,17 @@ def plan(
                                             help="Samples of one optimizer step, all ranks together; default: what runs fastest."),
     seq: int | None = typer.Option(None, metavar="N", help="Tokens per sample; default: the model's usual."),
     image: int | None = typer.Option(None, metavar="N", help="Side of the image in pixels; default: the model's usual."),
+    objective: str = typer.Option("throughput", metavar="NAME", help="throughput, latency, cost, energy or smallest (fewest devices)."),
+    tp: int | None = typer.Option(None, metavar="N", help="Only plans with so many tensor ranks."),
+    pp: int | None = typer.Option(None, metavar="N", help="Only plans with so many ranks in the pipeline."),
+    dp_shard: int | None = typer.Option(None, metavar="N", help="Only plans with so many shards."),
+    dp_replicate: int | None = typer.Option(None, metavar="N", help="Only plans with so many replicas."),
+    schedule: str | None = typer.Option(None, metavar="NAME", help="Only pipelines with this schedule, such as 1f1b."),
+    micro_batch: int | None = typer.Option(None, metavar="N", help="Only plans with so many samples a micro-batch."),
+    margin: float = typer.Option(0.0, metavar="SHARE", help="Share of each device's memory to leave free, such as 0.1."),
+    tokens: float | None = typer.Option(None, metavar="N", help="Of the whole run, such as 1e12; for --deadline and --budget."),
+    deadline: str | None = typer.Option(None, metavar="TIME", help="For the whole run: 30d, 12h, 90m or seconds."),
+    budget: float | None = typer.Option(None, metavar="DOLLARS", help="For the whole run."),
     precision: str | None = typer.Option(None, metavar="NAME", help="fp32, bf16-mixed or bf16; default: bf16-mixed, on a CPU fp32."),
     optimizer: str = typer.Option("adamw-fused", metavar="NAME", help="As `foretell fit` takes it."),
     clip: float = typer.Option(1.0, metavar="X", help="Clip the gradient norm to X; 0: no clipping."),
@@ -35,49 +48,115 @@ def plan(
         help="Change a setting of the model, such as --set layers=4; may be repeated."),
     loss: str | None = typer.Option(None, metavar="FILE.PY:FUNCTION", help="Loss of (output, batch); default: the model's own."),
     out: str = typer.Option("plan.json", metavar="FILE", help="Where the plan is written."),
+    point: int | None = typer.Option(None, metavar="N", help="Write plan N of the trade-offs instead of the best."),
+    explain: bool = typer.Option(False, "--explain", help="Say what binds, why each other plan lost, and what would change it."),
+    what_if: bool = typer.Option(False, "--what-if", help="What one more device, more memory, faster links or other devices change."),
+    exact: bool | None = typer.Option(None, "--exact/--quick", show_default=False,
+                                      help="Cost the best plans op by op, or none of them; default: where that is quick."),
+    patience: float | None = typer.Option(None, metavar="SECONDS", help="End the search after so long with the best so far."),
+    infer: bool = typer.Option(False, "--infer", help="Split inference over the devices of HW instead: latency and throughput."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     no_cache: bool = typer.Option(False, "--no-cache", help="Trace again, and keep no trace."),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:  # fmt: skip
     """Find the best plan to train MODEL on HW and write it. Exit 0 found, 1 nothing fits, 2 bad input."""
-    from foretell.plan.types import COMPILES, PRECISIONS
+    from foretell.search.space_wishes import Wishes, check
     from foretell.trace.load import Source
     from foretell.trace.load import check as check_source
     from foretell.trace.recipe import Recipe
 
     source = Source(model=model, overrides=fit.overrides(settings), seq=seq, image=image, loss=loss)
     check_source(source)
-    for name, value, known in (("precision", precision, PRECISIONS), ("compile", compile, COMPILES)):
-        if value is not None and value not in known:
-            raise UserError(f"--{name} {value!r} is not known", f"one of {', '.join(known)}")
-    if global_batch is not None and global_batch < 1:
-        raise UserError(f"--global-batch is {global_batch}", "give a whole number above zero")
-    Recipe(optimizer=optimizer, clip=clip or None)
-    _check_out(Path(out))
-    wishes = {
-        "global_batch": global_batch, "precision": precision, "optimizer": optimizer, "clip": clip or None,
-        "compile": (compile,) if compile else (),
-    }  # fmt: skip
-    choice = common.call(lambda: _choose(source, on, wishes, not no_cache), f"choosing a plan for {model}")
-    if choice.best is not None:
-        from foretell.plan.file import write
+    if infer:
+        from foretell.cli.infer import infer_command
 
-        write(choice.best.plan, out)
+        return infer_command(source, on, precision=precision, json=json, cache=not no_cache)
+    axes = {"tp": tp, "pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
+    wishes = Wishes(
+        global_batch=global_batch, precision=precision, optimizer=optimizer, clip=clip or None,
+        compile=(compile,) if compile else (), objective=objective, schedule=schedule, micro_batch=micro_batch, margin=margin,
+        tokens=tokens, deadline_seconds=seconds_of(deadline), budget=budget,
+        fixed={axis: degree for axis, degree in axes.items() if degree is not None},
+    )  # fmt: skip
+    check(wishes)
+    Recipe(optimizer=optimizer, clip=clip or None)
+    if patience is not None and not patience > 0:
+        raise UserError(f"--patience is {patience:g}", "give seconds above zero")
+    _check_out(Path(out))
+    how = {"exact": exact, "what_if": what_if or explain, "patience": patience or float("inf")}
+    doing = Doing(f"choosing a plan for {model}")
+    choice = common.call(lambda: _choose(source, on, wishes, not no_cache, how, doing), doing)
+    saved = _pick(choice, point)
+    checked = _rehearsed(source, saved, choice, point) if on == "auto" else ""
+    if saved is not None:
+        from foretell.plan.file import write
+        from foretell.report import html_front
+
+        write(saved, out)
+        html_front.write(html_front.of_choice(choice, saved), out)  # what `foretell report` draws
     if json:
-        common.emit_json(as_json(choice, out))
+        common.emit_json({**as_json(choice, out, saved), "checked": checked or None})
     else:
-        common.emit(screen(choice, model, on, out))
+        text = screen(choice, model, on, out, explain=explain, what_if=what_if, point=point)
+        common.emit(f"{text}\nChecked: {checked}." if checked else text)
     return common.YES if choice.best is not None else common.NO_OR_FAILED
 
 
-def _choose(source: Any, on: str, wishes: dict[str, Any], cache: bool) -> Choice:
+class Doing(str):
+    """What is being done, as it changes: the sign of life prints it anew each time."""
+
+    now = ""
+
+    def __format__(self, spec: str) -> str:
+        return f"{self!s}: {self.now}" if self.now else str(self)
+
+    def tell(self, now: str) -> None:
+        self.now = now
+
+
+def seconds_of(text: str | None) -> float | None:
+    """`30d`, `12h`, `90m`, `45s` or seconds."""
+    if text is None:
+        return None
+    scale = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+    number, unit = (text[:-1], text[-1]) if text[-1:] in scale else (text, "s")
+    try:
+        return float(number) * scale[unit]
+    except ValueError:
+        raise UserError(f"--deadline {text!r} is no time", "write 30d, 12h, 90m or seconds") from None
+
+
+def _choose(source: Any, on: str, wishes: Wishes, cache: bool, how: dict[str, Any], doing: Doing) -> Choice:
     from foretell.cost.plan import Options
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
-    from foretell.search.choose import Wishes, choose
+    from foretell.search.choose import choose
 
     cluster = parse(on)
-    return choose(source, cluster, on, Wishes(**wishes), options=Options(profile_of=find_profile), cache=cache)
+    if on == "auto" and how["exact"] is None:
+        how = {**how, "exact": True}  # the device is here: what will run is replayed op by op first
+    options = Options(profile_of=find_profile)
+    return choose(source, cluster, on, wishes, options=options, cache=cache, progress=doing.tell, **how)
+
+
+def _rehearsed(source: Any, saved: Plan | None, choice: Choice, point: int | None) -> str:
+    """What was tried of a plan whose devices are here."""
+    from foretell.search.rehearse import rehearse
+
+    if saved is None:
+        return ""
+    exact = choice.best is not None and choice.best.cost is not None and point is None
+    return common.call(lambda: rehearse(source, saved, exact=exact), "trying the plan with fake tensors")
+
+
+def _pick(choice: Choice, point: int | None) -> Plan | None:
+    """The plan to write."""
+    if choice.best is None or point is None:
+        return choice.best.plan if choice.best is not None else None
+    front = choice.found.front if choice.found is not None else ()
+    if not 1 <= point <= len(front):
+        raise UserError(f"--point {point}: there are {len(front)} trade-offs", f"1 to {len(front)}" if front else "leave it out")
+    return front[point - 1].plan
 
 
 def _check_out(path: Path) -> None:
@@ -91,20 +170,19 @@ def _check_out(path: Path) -> None:
 # ---------------------------------------------------------------------- telling
 
 
-def as_json(choice: Choice, out: str) -> dict[str, Any]:
+def as_json(choice: Choice, out: str, saved: Plan | None) -> dict[str, Any]:
     from foretell.plan.file import to_json
+    from foretell.report import front
     from foretell.search.choose import told
 
     def one(candidate: Candidate) -> dict[str, Any]:
-        return {
-            "plan": told(candidate.plan), "why": candidate.why,
-            "predicted": candidate.cost.predicted() if candidate.cost else None,
-        }  # fmt: skip
+        said = candidate.cost.predicted() if candidate.cost else candidate.plan.predicted or None
+        return {"plan": told(candidate.plan), "why": candidate.why, "predicted": said}
 
     infeasible = choice.infeasible
     return {
-        "plan": to_json(choice.best.plan) if choice.best else None,
-        "file": out if choice.best else None,
+        "plan": to_json(saved) if saved else None,
+        "file": out if saved else None,
         "costed": choice.costed,
         "runners_up": [one(candidate) for candidate in choice.runners_up],
         "dropped": [one(candidate) for candidate in choice.dropped],
@@ -113,11 +191,34 @@ def as_json(choice: Choice, out: str) -> dict[str, Any]:
             "holders": [{"name": h.name, "category": h.category, "bytes": h.bytes} for h in infeasible.holders],
         },
         "assumptions": list(choice.notes),
+        **(front.content(choice.found) if choice.found is not None else {}),
     }  # fmt: skip
 
 
-def screen(choice: Choice, model: str, on: str, out: str) -> str:
+def screen(
+    choice: Choice, model: str, on: str, out: str, *, explain: bool = False, what_if: bool = False, point: int | None = None
+) -> str:
     """The answer for people."""
+    from foretell.report import front
+
+    found = choice.found
+    if found is None:
+        return climbed(choice, model, on, out)
+    if found.best is None:
+        return "\n".join(front.nothing_lines(found, model, on))
+    lines = [f"Best of {found.costed} layouts for {model} on {on}, {found.seconds:.1f} s:", *front.best_lines(found)]
+    if len(found.front) > 1:
+        lines += ["", *front.front_lines(found)]
+    lines += ["", *front.reason_lines(found, explain)]
+    if found.what_if and (what_if or explain):
+        lines += ["", *front.what_if_lines(found.what_if)]
+    lines += [f"note: {note}" for note in choice.notes] if explain else []
+    which = f"Plan {point} written" if point else "Written"
+    return "\n".join([*lines, "", f"{which} to {out}.  Next:  foretell show {out}   foretell run {out}"])
+
+
+def climbed(choice: Choice, model: str, on: str, out: str) -> str:
+    """The answer where plans were tried one by one."""
     from foretell.search.choose import told
     from foretell.units import human_bytes
 
@@ -141,21 +242,22 @@ def screen(choice: Choice, model: str, on: str, out: str) -> str:
 
 
 def _figures(cost: PlanCost) -> list[str]:
+    from foretell.report.front import sent
     from foretell.report.words import seconds
     from foretell.units import human_bytes
 
     memory = cost.worst.memory
     spare = memory.margin_bytes / memory.capacity_bytes
     lines = [f"  memory  {human_bytes(memory.device_bytes)} of {human_bytes(memory.capacity_bytes)} ({cost.verdict}, {spare:.0%} to spare)"]
+    if cost.verdict == "tight":
+        lines.append("  NOTE    memory is tight: what is left is within what the prediction may be off by")
     if cost.time is not None:
         time = cost.time
         lines.append(
             f"  step    {seconds(time.step_seconds)} ({seconds(time.low_seconds)} to {seconds(time.high_seconds)}), "
             f"{_speed(cost)}; bound by {time.binds}; {time.provenance}"
         )
-    for one in cost.worst.collectives[:SHOWN]:
-        lines.append(f"  sends   {one.times} × {one.name} of {human_bytes(one.nbytes)} over {one.axis} ({one.ranks} ranks)")
-    return lines
+    return [*lines, *sent(cost)]
 
 
 def _speed(cost: PlanCost | None) -> str:

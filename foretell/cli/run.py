@@ -36,9 +36,16 @@ def run(
         help="Steps between evaluations on held-out samples; default: at the end."),
     eval_batches: int | None = typer.Option(None, metavar="N", show_default=False, help="Steps' worth of samples in an evaluation; default 16."),
     save_every: int | None = typer.Option(None, metavar="N", show_default=False, help="Steps between checkpoints; default: at the end."),
+    mtbf: str | None = typer.Option(None, metavar="TIME", show_default=False,
+        help="Time between failures, such as 4h: checkpoints come as often as loses the least time."),
+    keep: int | None = typer.Option(None, metavar="N", show_default=False, help="Good checkpoints that stay; default 2."),
     no_save: bool = typer.Option(False, "--no-save", help="No checkpoint at all: for measuring."),
+    init_from: str | None = typer.Option(None, metavar="PATH", show_default=False,
+        help="Weights to begin with: a safetensors file, a Hugging Face folder, a run or a checkpoint."),
+    init_missing: str | None = typer.Option(None, metavar="NAMES", show_default=False,
+        help="Tensors, or beginnings of their names, that --init-from need not have; with commas."),
     out: Path | None = typer.Option(None, metavar="FOLDER", show_default=False, help="The run folder; default runs/MODEL-DATE."),
-    resume: bool = typer.Option(False, "--resume", help="Go on with the run in --out, exactly where it was."),
+    resume: bool = typer.Option(False, "--resume", help="Go on with the run in --out, exactly where it was; PLAN may lay it out otherwise."),
     seed: int | None = typer.Option(None, metavar="N", show_default=False, help="Of weights, order and dropout; default 0."),
     log: str | None = typer.Option(None, metavar="NAMES", show_default=False, help="Besides log.jsonl: tensorboard, wandb or both, with a comma."),
     workers: int | None = typer.Option(None, metavar="N", show_default=False, help="Processes that prepare your own samples; default 0."),
@@ -51,6 +58,7 @@ def run(
 
     Works alone, under torchrun, and by itself starts as many processes as the plan wants on this machine.
     """
+    from foretell.checkpoint.interval import parse_duration
     from foretell.plan import file
     from foretell.runtime import launch
 
@@ -58,6 +66,8 @@ def run(
     asked = {
         "data": data, "steps": steps, "lr": lr, "schedule": schedule, "warmup": warmup, "eval_every": eval_every,
         "eval_batches": eval_batches, "save_every": save_every, "no_save": no_save or None, "seed": seed,
+        "keep": keep, "mtbf": parse_duration(mtbf) if mtbf else None, "init_from": init_from,
+        "init_missing": tuple(name.strip() for name in init_missing.split(",") if name.strip()) if init_missing else None,
         "log": tuple(name.strip() for name in log.split(",") if name.strip()) if log else None, "workers": workers,
     }  # fmt: skip
     asked = {name: value for name, value in asked.items() if value is not None}

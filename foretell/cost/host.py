@@ -37,6 +37,10 @@ graph; from compiled steps on an H200 that wait for their host, and carried over
 GRAPH: Mapping[str, float] = {"replay": 600e-6, "kernel": 1.5e-6}
 """Replaying a CUDA graph: the call, and each kernel in it; on a host of START's speed."""
 
+WATCHED = 28e-6
+"""Each op of a block that is recomputed selectively: PyTorch asks Python whether to keep its result, in forward and
+again when it is recomputed; from eager plans on an H200, on a host of START's speed."""
+
 _ENTERING = ("forward", "recompute")
 """Phases in which Python enters modules."""
 RECURRENT = ("_cudnn_rnn", "_cudnn_rnn_backward")
@@ -65,8 +69,10 @@ class HostModel:
         phases = ("forward", "backward", "view")
         return sum(self.weights[name] for name in phases) / sum(START[name] for name in phases)
 
-    def issues(self, ops: Iterable[Op], *, compiled: bool = False) -> Iterator[float]:
-        """Host seconds until each op is on its way; `compiled`: from inside a compiled graph, but for the update."""
+    def issues(self, ops: Iterable[Op], *, compiled: bool = False, watched: Sequence[str] = ()) -> Iterator[float]:
+        """Host seconds until each op is on its way; `compiled`: from inside a compiled graph, but for the update;
+        `watched`: blocks that are recomputed selectively, without a compiler."""
+        prefixes = tuple(f"{block}." for block in watched)
         where: str | None = None
         replaying = marked = False
         for op in ops:
@@ -86,7 +92,9 @@ class HostModel:
             entered = not inside and op.phase in _ENTERING and op.module != where
             if op.phase in _ENTERING:
                 where = op.module
-            yield self.issue(op, compiled=inside) + (self.weights["module"] if entered else 0.0)
+            seen = prefixes and op.phase == "forward" and f"{op.module}.".startswith(prefixes)
+            asked = 2 * self.slowness * WATCHED if seen else 0.0
+            yield self.issue(op, compiled=inside) + (self.weights["module"] if entered else 0.0) + asked
 
     def issue(self, op: Op, *, compiled: bool = False) -> float:
         """Host seconds of the op itself; what entering its module takes is in `issues`."""
@@ -139,6 +147,17 @@ def wholly_compiled(trace: Trace) -> bool:
     """Whether all but the update is compiled; compiled blocks are marked in the trace instead."""
     about = trace.meta.get("compiled")
     return isinstance(about, Mapping) and not about.get("blocks")
+
+
+def watched_blocks(trace: Trace) -> tuple[str, ...]:
+    """Blocks of an eager step that are recomputed selectively."""
+    if "compiled" in trace.meta:
+        return ()
+    modes, recipe, blocks = (trace.meta.get(name) for name in ("residency", "recipe", "blocks"))
+    if isinstance(modes, Mapping):
+        return tuple(block for block, mode in modes.items() if mode == "selective")
+    every = isinstance(recipe, Mapping) and recipe.get("recompute") == "selective"
+    return tuple(blocks) if every and isinstance(blocks, (list, tuple)) else ()
 
 
 def turns_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> int:

@@ -113,8 +113,10 @@ class _Cut:
         self.plain: list[int] = []
         for position in range(self.start):
             op = self.ops[position]
-            if any(ref.storage in tainted for ref in op.inputs) or blocks[position]:
+            if any(ref.storage in tainted for ref in op.inputs) or (blocks[position] and _writes(op)):
                 tainted.update(ref.storage for ref in op.outputs)
+                tainted.update(op.allocates)
+            elif blocks[position]:  # a view of what follows from the batch alone is no reason to send it
                 tainted.update(op.allocates)
             elif op.name not in _MARKS and op.outputs:
                 self.plain.append(position)
@@ -192,6 +194,11 @@ class _Cut:
             elif role == types.INPUT or number in mine or number in early or number in unused:
                 found.append(number)
         return tuple(found), frozenset(tied)
+
+
+def _writes(op: Op) -> bool:
+    """Whether it changes a tensor in place."""
+    return op.name.split(".")[1].endswith("_")
 
 
 class _Deaths:

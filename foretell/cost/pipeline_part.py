@@ -41,6 +41,8 @@ class Part:
         backward, twins = self._unshared()
         self.gradients_sent = tuple(Ref(twins.get(ref.storage, ref.storage), ref.spec) for ref in stage.gradients_sent)
         self.made = {n for op in backward for n in op.allocates if self.storages[n].role == types.GRADIENT}
+        self.elsewhere: set[int] = set()
+        """What ops of the update make that belong to other stages."""
         self.weaver = self._sharded(trace, plan)
         self.programs = self._events(backward)
         self.begun: set[str] = set()
@@ -64,10 +66,11 @@ class Part:
 
     def _sharded(self, trace: Trace, plan: Plan) -> StageWeaver | None:
         mesh = plan.mesh
-        if mesh.data == 1:
+        if mesh.spread == 1:
             return None
+        ranks = mesh.dp_shard * mesh.cp
         way = Way(
-            ranks=mesh.dp_shard, replicate=mesh.dp_replicate, reshard=reshard_of(plan.reshard, mesh.dp_shard),
+            ranks=ranks, replicate=mesh.dp_replicate, reshard=reshard_of(plan.reshard, ranks),
             wide=wide_of(trace), reduce="float32" if plan.precision == "bf16-mixed" else None,
         )  # fmt: skip
         seen = stage_trace(trace, self.stage.resident, self.made, self.storages)
@@ -139,6 +142,9 @@ class Part:
         done = []
         for op in ops:
             inputs, outputs = self._mine(op.inputs), self._mine(op.outputs)
+            if op.inputs and not inputs:  # of another stage alone, such as the norm of one of its gradients
+                self.elsewhere.update(op.allocates)
+                continue
             if (inputs or outputs) or not (op.inputs or op.outputs):
                 allocates, frees = self._owned(op.allocates), self._owned(op.frees)
                 done.append(replace(op, inputs=inputs, outputs=outputs, allocates=allocates, frees=frees))
@@ -159,7 +165,7 @@ class Part:
             elif storage.role == types.OPTIMIZER:
                 mine = storage.module in self.stage.owners
             else:
-                mine = True
+                mine = number not in self.elsewhere
             found += [number] if mine else []
         return tuple(dict.fromkeys(found))
 

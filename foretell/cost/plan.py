@@ -37,6 +37,7 @@ from dataclasses import replace
 
 from foretell.cost import plan_cpu
 from foretell.cost.compiling import compiled
+from foretell.cost.expert import experts_of, experts_sharded
 from foretell.cost.machine import machine
 from foretell.cost.plan_blocks import KEEP, blocks_of, compose
 from foretell.cost.plan_parts import (
@@ -59,7 +60,7 @@ from foretell.cost.unlike import slowest_seen, smallest_seen
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan.blocks import expand
-from foretell.plan.types import Plan
+from foretell.plan.types import FLOAT8, Plan
 from foretell.trace.types import Trace
 
 __all__ = ["KEEP", "Collective", "Options", "PlanCost", "RankCost", "collectives", "predict_plan"]
@@ -77,6 +78,7 @@ def predict_plan(
     traces = trace if isinstance(trace, Mapping) else {KEEP: trace}
     _check(plan, cluster)
     mixed = composed(traces, plan)
+    _check_trace(mixed, plan)
     if plan.mesh.pp > 1:
         from foretell.cost.pipeline import predict_pipeline
 
@@ -137,9 +139,18 @@ def _check(plan: Plan, cluster: Cluster) -> None:
             f"the plan has {plan.mesh.world} ranks and {cluster.device.name} is there {cluster.count} times",
             "give more devices, or a smaller mesh",
         )
+    if plan.precision == FLOAT8:
+        raise UserError("the plan has precision float8, which cannot be predicted yet", "use bf16-mixed")
+    if plan.mesh.ep > 1 and plan.mesh.pp > 1:
+        raise UserError(f"the plan has ep {plan.mesh.ep} and pp {plan.mesh.pp}, which cannot be predicted together yet", "use pp 1")
+
+
+def _check_trace(trace: Trace, plan: Plan) -> None:
+    """A trace of whole samples, or of all experts, says nothing of ranks that share them."""
     for axis in ("cp", "ep"):
-        if getattr(plan.mesh, axis) > 1:
-            raise UserError(f"the plan has {axis} {getattr(plan.mesh, axis)}, which cannot be predicted yet", f"use {axis} 1")
+        known, asked = trace.meta.get(axis, 1), getattr(plan.mesh, axis)
+        if known != asked:
+            raise UserError(f"the plan has {axis} {asked} and the trace is of a rank with {axis} {known}", f"trace it with {axis} {asked}")
 
 
 # ---------------------------------------------------------------------- one device to one rank
@@ -164,9 +175,13 @@ def composed(traces: Mapping[str, Trace], plan: Plan) -> Trace:
 
 
 def sharded(trace: Trace, plan: Plan) -> Trace:
-    """With what fully_shard does over the data axes."""
+    """With what fully_shard does over the data axes, and over that of positions."""
     mesh = plan.mesh
-    if mesh.data == 1:
+    if mesh.spread == 1:
         return trace if mesh.world == 1 else replace(trace, meta={**trace.meta, "ranks": mesh.world})
     reduce = "float32" if plan.precision == "bf16-mixed" else None
-    return shard(trace, mesh.dp_shard, replicate=mesh.dp_replicate, reshard=plan.reshard, reduce=reduce)
+    left: list[str] = []
+    if mesh.ep > 1:
+        trace, left = experts_sharded(trace, plan, reduce), experts_of(trace)
+    ranks = mesh.dp_shard * mesh.cp
+    return shard(trace, ranks, replicate=mesh.dp_replicate, reshard=plan.reshard, reduce=reduce, left=left)

@@ -37,8 +37,11 @@ BAND = (0.6, 1.6)
 MESSAGE_SECONDS = 1.5e-3
 """Of any collective over gloo inside a step, before its bytes. Measured with two ranks on two cores of a Xeon: alone a
 small one takes 0.2 to 0.5 ms, in a step 3 to 5 ms with 0.8 MB, since gloo's threads wait for the cores that compute."""
-BYTES_PER_SECOND: Mapping[str, float] = {"all_gather": 0.6e9, "reduce_scatter": 0.5e9, "all_reduce": 0.5e9, "send": 0.8e9}
-"""Of the larger buffer, inside a step. Measured there: 125 MB took 0.25 s of a 10M GPT's step; alone 0.8 to 1.6e9."""
+BYTES_PER_SECOND: Mapping[str, float] = {
+    "all_gather": 0.6e9, "reduce_scatter": 0.5e9, "all_reduce": 0.5e9, "all_to_all": 0.6e9, "send": 0.8e9,
+}  # fmt: skip
+"""Of the larger buffer, inside a step. Measured there: 125 MB took 0.25 s of a 10M GPT's step; alone 0.8 to 1.6e9. That
+of all_to_all is assumed to be a gather's."""
 
 
 def predict_memory(local: Trace, plan: Plan, cluster: Cluster) -> Outcome:

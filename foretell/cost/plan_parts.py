@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from foretell.cost.context import all_ranks
 from foretell.cost.memory import TIGHT_SHARE, Outcome, careful_limit, predict_memory, run_order, sizes_for
 from foretell.cost.plan_time import axis_of, message
 from foretell.cost.prediction import ASSUMED, FITS, NO, TIGHT, Infeasible, Memory, Time
@@ -204,13 +205,13 @@ def throughput(trace: Trace, plan: Plan) -> tuple[str, int]:
 def model_flops(trace: Trace, plan: Plan) -> int:
     """FLOPs of a step of the model on all ranks; what is computed again does not count."""
     once = sum(op.flops or 0 for op in trace.programs["micro_first"].ops if op.phase != "recompute")
-    return once * plan.accumulate * plan.mesh.data * plan.mesh.tp
+    return round(once * plan.accumulate * plan.mesh.data * plan.mesh.tp * all_ranks(trace, plan.mesh.cp))
 
 
 def notes_of(trace: Trace, plan: Plan) -> Iterable[str]:
     if plan.mesh.world > 1:
         yield f"collectives over {plan.mesh.world} ranks are {ASSUMED}: no link was measured"
-    if plan.compile != "none" and plan.mesh.data > 1:
+    if plan.compile != "none" and plan.mesh.spread > 1:
         yield "torch.compile and sharding together follow the rules of each; the two were never measured together"
     missing = trace.ops_without_flop_rule
     if missing:

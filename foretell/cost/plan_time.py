@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from foretell.cost.collectives import ALL_REDUCE, Fabric, among, collective, fabric, slowest
-from foretell.cost.host import wholly_compiled
+from foretell.cost.host import watched_blocks, wholly_compiled
 from foretell.cost.prediction import ASSUMED, Time
 from foretell.cost.shapes import short
 from foretell.cost.sharded import COLLECTIVES as TALKING
@@ -18,7 +18,7 @@ from foretell.cost.sharded import DP_REPLICATE, DP_SHARD
 from foretell.cost.streams import COLLECTIVES, COMPUTE, HOST, Task, Timeline, simulate
 from foretell.cost.time import COMPUTE_KINDS, DRAG, LONG_PROGRAM, MARKS, Machine, op_prices
 from foretell.hardware.types import Cluster
-from foretell.plan.mesh import OWN_RANKS, groups, sharing
+from foretell.plan.mesh import OWN_RANKS, groups, sharing, sharing_experts
 from foretell.plan.types import Mesh, Plan
 from foretell.trace.types import Op, Trace
 
@@ -51,6 +51,9 @@ def fabrics_of(mesh: Mesh, cluster: Cluster) -> dict[str, Fabric]:
         stride *= ranks
     if mesh.cp > 1:
         found[DP_SHARD] = fabric(cluster, mesh.dp_shard * mesh.cp, stride=mesh.tp)
+    if mesh.ep > 1:
+        found["ep"] = fabric(cluster, mesh.ep, stride=mesh.tp * mesh.cp)
+        found[f"{DP_SHARD}:{mesh.dp_shard // mesh.ep}"] = fabric(cluster, mesh.dp_shard // mesh.ep, stride=mesh.tp * mesh.cp * mesh.ep)
     if stride > 1:
         found["world"] = fabric(cluster, stride)
     return found
@@ -65,6 +68,8 @@ def fabrics_for(plan: Plan, cluster: Cluster) -> dict[str, Fabric]:
             axis: slowest(among(cluster, map(plan.device_of, group)) for group in groups(mesh, axis))
             for axis in OWN_RANKS if getattr(mesh, axis) > 1
         }  # fmt: skip
+        if mesh.ep > 1:
+            found["ep"] = slowest(among(cluster, map(plan.device_of, group)) for group in sharing_experts(mesh))
         if mesh.cp > 1:
             found[DP_SHARD] = slowest(among(cluster, map(plan.device_of, group)) for group in sharing(mesh))
         if mesh.world > 1:
@@ -122,12 +127,13 @@ def tasks_of(
     `around` counts what the host does besides the ops."""
     prices = op_prices(trace, machine)
     besides = machine.host.around(trace, sum(times for _, times in run)) / max(1, len(run)) if around else 0.0
+    watched = watched_blocks(trace)
     maker = _Maker(machine, talk, slower, compiled=wholly_compiled(trace))
     for name, times in run:
         for _ in range(times):
             maker.pending = besides / times
             ops = trace.programs[name].ops
-            for op, asking in zip(ops, machine.host.issues(ops, compiled=maker.compiled), strict=True):
+            for op, asking in zip(ops, machine.host.issues(ops, compiled=maker.compiled, watched=watched), strict=True):
                 maker.pending += asking
                 task = maker.task(op, prices)
                 if task is not None:

@@ -42,7 +42,6 @@ from foretell.cost.sharded_units import (
     Storages,
     Unit,
     Way,
-    rows,
     units_of,
 )
 from foretell.cost.sharded_weave import Weaver, block_of
@@ -55,34 +54,39 @@ _WIDE = {"bfloat16": "float32"}
 
 
 def shard(
-    trace: Trace, ranks: int, *, replicate: int = 1, reshard: bool | int = True, reduce: str | None = None
-) -> Trace:
+    trace: Trace, ranks: int, *, replicate: int = 1, reshard: bool | int = True, reduce: str | None = None,
+    units: Sequence[str] | None = None, left: Sequence[str] = (),
+) -> Trace:  # fmt: skip
     """The step of one rank (the one with the largest shards) out of `ranks`, from the trace of its compute.
 
     `replicate` such groups hold the same; `reshard` is FSDP2's reshard_after_forward of the blocks; `reduce` the dtype
-    in which gradients are summed, their own if None.
+    in which gradients are summed, their own if None. `units` are the modules that are gathered each by itself, the blocks
+    if not said, and then nothing else is sharded; modules in `left` are left as they are.
     """
-    if ranks * replicate < 2:
+    if ranks * replicate < 2 and units is None:
         raise ValueError(f"sharding needs at least 2 ranks, got {ranks}")
-    way = Way(ranks=ranks, replicate=replicate, reshard=reshard_of(reshard, ranks), wide=wide_of(trace), reduce=reduce)
+    way = Way(
+        ranks=ranks, replicate=replicate, reshard=reshard_of(reshard, ranks), wide=wide_of(trace), reduce=reduce,
+        inside=units is not None,
+    )  # fmt: skip
     storages = Storages(trace.storages)
-    units = units_of(trace, way, storages)
+    pieces = units_of(trace, way, storages, units, left)
     programs: dict[str, Program] = {}
     schedule, roles = _summing_last(trace.schedule) if replicate > 1 else (trace.schedule, {"micro_next": ADD})
     for name, program in [*trace.programs.items(), *((name, trace.programs[FIRST]) for name in roles if name == LAST)]:
         if name in (FIRST, LAST, "micro_next", "forward"):
             source = program if name == "forward" else trace.programs[FIRST]
-            ops = Weaver(units, way, trace.storages, role=roles.get(name, ALONE)).weave(source.ops)
+            ops = Weaver(pieces, way, trace.storages, role=roles.get(name, ALONE), within=units is not None).weave(source.ops)
         else:
-            ops = on_shards(program.ops, units, way, storages)
+            ops = on_shards(program.ops, pieces, way, storages)
         programs[name] = Program(name, ops)
-    shards = {whole: kept for unit in units.values() for whole, kept in unit.shards.items()}
+    shards = {whole: kept for unit in pieces.values() for whole, kept in unit.shards.items()}
     return Trace(
         programs=programs,
         schedule=schedule,
         storages=storages.all,
         resident=tuple(shards.get(number, number) for number in trace.resident),
-        meta=_meta(trace, units, way),
+        meta=_meta(trace, pieces, way),
     )
 
 
@@ -137,7 +141,7 @@ def on_shards(ops: Sequence[Op], units: Mapping[str, Unit], way: Way, storages: 
 
     def kept(ref: Ref) -> Ref:
         shape, dtype = ref.spec
-        smaller = rows(shape, way.ranks) if shape and shape in shapes else shape
+        smaller = way.part(shape) if shape and shape in shapes else shape
         return Ref(place.get(ref.storage, ref.storage), TensorSpec(smaller, way.kept(dtype)))
 
     done: list[Op] = []

@@ -14,7 +14,7 @@ COMPUTE_STREAM, GATHER_STREAM, REDUCE_STREAM = 0, 1, 2
 """Streams whose allocator pools FSDP2 uses: compute, all-gather copy-in, reduce-scatter."""
 
 SEND, RECEIVE = "foretell.send", "foretell.receive"
-COLLECTIVES = ("foretell.all_gather", "foretell.reduce_scatter", "foretell.all_reduce")
+COLLECTIVES = ("foretell.all_gather", "foretell.reduce_scatter", "foretell.all_reduce", "foretell.all_to_all")
 """Ops in which ranks talk to each other; their attributes name the mesh axis and how many take part."""
 
 FIRST, LAST = "micro_first", "micro_last"
@@ -42,6 +42,15 @@ class Way:
     """Dtype of compute → dtype that is kept and trained, where it differs."""
     reduce: str | None = None
     """Dtype in which gradients are summed; None: their own."""
+    inside: bool = False
+    """Sharded along the first dimension after the rows that divides, if one does: as stacks of experts are."""
+
+    def part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the first, largest shard."""
+        for dim in range(1, len(shape)) if self.inside else ():
+            if shape[dim] % self.ranks == 0:
+                return (*shape[:dim], shape[dim] // self.ranks, *shape[dim + 1 :])
+        return rows(shape, self.ranks)
 
     def kept(self, dtype: str) -> str:
         return self.wide.get(dtype, dtype)
@@ -59,7 +68,7 @@ class Piece(NamedTuple):
 
     def rows(self, way: Way) -> TensorSpec:
         """What one rank keeps of it."""
-        return TensorSpec(rows(self.spec.shape, way.ranks), way.kept(self.spec.dtype))
+        return TensorSpec(way.part(self.spec.shape), way.kept(self.spec.dtype))
 
 
 @dataclass
@@ -113,26 +122,38 @@ class Storages:
 # ---------------------------------------------------------------------- units
 
 
-def units_of(trace: Trace, way: Way, storages: Storages) -> dict[str, Unit]:
-    """Path → unit, the root first; every parameter and gradient in the one it belongs to."""
-    blocks = trace.meta.get("blocks", ())
+def units_of(
+    trace: Trace, way: Way, storages: Storages, chosen: Sequence[str] | None = None, left: Sequence[str] = ()
+) -> dict[str, Unit]:
+    """Path → unit, the root first; every parameter and gradient in the one it belongs to.
+
+    With `chosen` these are the units, and only what they hold; what modules in `left` hold is in none."""
+    blocks = trace.meta.get("blocks", ()) if chosen is None else chosen
     assert isinstance(blocks, Sequence)
     units = {path: Unit(path) for path in ("", *blocks)}
+    out = {number for number, storage in trace.storages.items() if _out(storage.module, units, chosen, left)}
     specs, trained = _specs(trace), {ref.storage for op in _ops(trace, "update") for ref in op.inputs}
     for number in trace.resident:
         storage = trace.storages[number]
-        if storage.role == types.PARAMETER:
+        if storage.role == types.PARAMETER and number not in out:
             unknown = TensorSpec((storage.nbytes // DTYPE_BYTES["bfloat16"],), "bfloat16")
             piece = Piece(number, specs.get(number, unknown))
             unit = units[unit_of(storage.module, units)]
             unit.parameters.append(piece)
             unit.trained.extend([piece] if number in trained else [])
     for number, storage in sorted(trace.storages.items()):
-        if storage.role == types.GRADIENT:
+        if storage.role == types.GRADIENT and number not in out:
             units[unit_of(storage.module, units)].gradients.append(number)
     for unit in units.values():
         _allocate(unit, way, storages)
     return units
+
+
+def _out(module: str, units: Mapping[str, Unit], chosen: Sequence[str] | None, left: Sequence[str]) -> bool:
+    """Whether what a module holds is in no unit."""
+    if chosen is not None and not unit_of(module, units):
+        return True
+    return any(module == path or module.startswith(f"{path}.") for path in left)
 
 
 def _specs(trace: Trace) -> dict[int, TensorSpec]:

@@ -30,8 +30,12 @@ _BEFORE_GATHER = ("foretell.begin", "aten._to_copy.default")
 class Weaver:
     """Writes the ops of a micro-batch, or of an evaluation, with what FSDP2 does around them."""
 
-    def __init__(self, units: Mapping[str, Unit], way: Way, old: Mapping[int, Storage], *, role: str) -> None:
+    def __init__(
+        self, units: Mapping[str, Unit], way: Way, old: Mapping[int, Storage], *, role: str, within: bool = False
+    ) -> None:
         self.units, self.way, self.old = units, way, old
+        self.within = within
+        """Units lie within others, which are woven after them: what is done early for one belongs to the one at work."""
         self.out: list[Op] = []
         self.phase = "forward"
         self.role = role
@@ -100,12 +104,13 @@ class Weaver:
 
     def _backward(self, ops: Sequence[Op], from_model: bool) -> None:
         begin = 0 if from_model else _model_begin(ops, self.old)
-        inside = ""
-        for position, (op, unit) in enumerate(zip(ops, _backward_units(ops, self.units), strict=True)):
+        inside, found = "", _backward_units(ops, self.units)
+        last = {unit: position for position, unit in enumerate(found)} if self.within else {}
+        for position, (op, unit) in enumerate(zip(ops, found, strict=True)):
             if position == begin:
                 self._before_backward("")
             if unit != inside:
-                if inside:
+                if inside and last.get(inside, -1) < position:
                     self._after_backward(inside)
                 self._before_backward(unit)
                 inside = unit
@@ -136,7 +141,7 @@ class Weaver:
         self.order[index] = "done"
         target = self.order[index - 1] if index else path
         if target in self.units and target not in self.whole and target not in self.pending:
-            self._start_gather(self.units[target])
+            self._start_gather(self.units[target], path if self.within else target)
             self.pending.add(target)
 
     def _after_backward(self, path: str) -> None:
@@ -165,7 +170,7 @@ class Weaver:
         made = (Ref(kept, TensorSpec((flat,), whole)),)
         born = tuple(dict.fromkeys((scattered, kept)))
         self._emit(
-            "foretell.reduce_scatter", path, (source,), made,
+            "foretell.reduce_scatter" if self.way.ranks > 1 else "aten.copy_.default", path, (source,), made,
             allocates=born, frees=tuple(number for number in born if number != unit.gradient),
         )  # fmt: skip
 
@@ -195,7 +200,7 @@ class Weaver:
         """The whole gradients of a unit, each as flat bytes of its storage."""
         return [Ref(number, TensorSpec((self.old[number].nbytes,), "uint8")) for number in unit.gradients]
 
-    def _start_gather(self, unit: Unit) -> None:
+    def _start_gather(self, unit: Unit, where: str | None = None) -> None:
         if self.way.ranks == 1:
             return
         if unit.path in self.spread:
@@ -205,7 +210,7 @@ class Weaver:
             inputs = [Ref(unit.shards[piece.storage], piece.rows(self.way)) for piece in unit.parameters]
             source, ranks = unit.gather_input, self.way.ranks
         self._emit(
-            "foretell.all_gather", unit.path, inputs, (self._gathered(unit),),
+            "foretell.all_gather", unit.path if where is None else where, inputs, (self._gathered(unit),),
             allocates=(source, unit.gather_output), frees=(source,), ranks=ranks,
         )  # fmt: skip
 

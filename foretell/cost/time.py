@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from foretell.cost.collectives import Fabric, collective, fabric
 from foretell.cost.energy import PowerModel
 from foretell.cost.features import Shape, describe
-from foretell.cost.host import HostModel, steady, wholly_compiled
+from foretell.cost.host import HostModel, steady, watched_blocks, wholly_compiled
 from foretell.cost.ops import OpModel
 from foretell.cost.prediction import ASSUMED, MEASURED, Time
 from foretell.cost.shapes import short
@@ -89,12 +89,12 @@ def step_tasks(trace: Trace, machine: Machine, group: Fabric | None) -> Iterator
     around = machine.host.around(trace, sum(times for _, times in runs)) / max(1, len(runs))
     position, gathered, scattered, copied = 0, -1, -1, -1
     where = HOST if machine.serial else COMPUTE
-    compiled = wholly_compiled(trace)
+    compiled, watched = wholly_compiled(trace), watched_blocks(trace)
     for name, times in runs:
         for _ in range(times):
             pending = around / times
             ops = trace.programs[name].ops
-            for op, asking in zip(ops, machine.host.issues(ops, compiled=compiled), strict=True):
+            for op, asking in zip(ops, machine.host.issues(ops, compiled=compiled, watched=watched), strict=True):
                 pending += asking
                 if op.name in MARKS:
                     continue

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from foretell.errors import UserError, near_names
 from foretell.plan import blocks as stack
-from foretell.plan import paths
+from foretell.plan import legal_axes, paths
 from foretell.plan.mesh import OWN_RANKS, groups
 from foretell.plan.recipe import known_blocks
-from foretell.plan.types import AXES, COMPILES, LOOPED, MODES, PRECISIONS, SCHEDULES, Plan, Split
+from foretell.plan.types import AXES, COMPILES, FLOAT8, LOOPED, MODES, PRECISIONS, SCHEDULES, Plan, Split
 from foretell.trace.recipe import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ LIBRARIES = {"cuda": "NCCL", "rocm": "RCCL", "cpu": "gloo", "mps": "none"}
 """Backend → what joins its devices; no group of ranks speaks two of them."""
 CLOSE = {"tp": "tensor-parallel", "cp": "context-parallel"}
 """Axes that talk inside every block: on them a boundary between fabrics is refused, not only slow."""
-_NOT_YET = {"cp": "sharing the sequence among ranks", "ep": "sharing experts among ranks"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +96,6 @@ def complaints(plan: Plan, facts: Facts | None = None) -> tuple[Complaint, ...]:
         return wrong
     rules = (
         _names,
-        _not_yet,
         _ranks,
         _placement,
         _libraries,
@@ -107,6 +105,7 @@ def complaints(plan: Plan, facts: Facts | None = None) -> tuple[Complaint, ...]:
         _micro_batches,
         _split_backward,
         _tensor,
+        _shares,
         _sharding,
         _residency,
         _compiled,
@@ -144,7 +143,7 @@ def _whole(field: str, value: object) -> Iterator[Complaint]:
 
 def _names(plan: Plan, facts: Facts) -> Iterator[Complaint]:
     named: list[tuple[str, str, Iterable[str]]] = [
-        ("precision", plan.precision, PRECISIONS),
+        ("precision", plan.precision, (*PRECISIONS, FLOAT8)),
         ("optimizer", plan.optimizer, OPTIMIZERS),
         ("compile", plan.compile, COMPILES),
         *((_block(pattern), residency.mode, MODES) for pattern, residency in plan.blocks.items()),
@@ -162,13 +161,6 @@ def _names(plan: Plan, facts: Facts) -> Iterator[Complaint]:
         yield Complaint(field=field, problem=problem, remedy=remedy)
     if plan.precision.startswith("bf16") and facts.dtypes is not None and "bfloat16" not in facts.dtypes:
         yield Complaint(field="precision", problem="the device does not compute in bfloat16", remedy="fp32")
-
-
-def _not_yet(plan: Plan, facts: Facts) -> Iterator[Complaint]:
-    for axis, what in _NOT_YET.items():
-        degree = getattr(plan.mesh, axis)
-        if degree > 1:
-            yield Complaint(field=f"mesh.{axis}", problem=f"is {degree}, and {what} is not yet run", remedy=f"{axis} 1")
 
 
 # --- ranks and samples -----------------------------------------------------------------------------------------------
@@ -405,7 +397,7 @@ def _split_backward(plan: Plan, facts: Facts) -> Iterator[Complaint]:
         else:
             continue
         yield Complaint(field=_block(pattern), problem=problem, remedy="keep, or the schedule interleaved-1f1b")
-    if plan.mesh.data > 1 and plan.reshard is not False:
+    if plan.mesh.spread > 1 and plan.reshard is not False:
         problem = f"under {schedule}, parameters given back after forward get no gradients"
         yield Complaint(field="reshard", problem=problem, remedy="reshard false")
     yield from _tied_in_a_stage(plan, facts)
@@ -449,16 +441,25 @@ def _tensor(plan: Plan, facts: Facts) -> Iterator[Complaint]:
         )
 
 
+def _shares(plan: Plan, facts: Facts) -> Iterator[Complaint]:
+    for field, problem, remedy in (
+        *legal_axes.context(plan, facts.seq), *legal_axes.experts(plan), *legal_axes.float8(plan, facts.dtypes),
+    ):  # fmt: skip
+        yield Complaint(field=field, problem=problem, remedy=remedy)
+
+
 def _divisor(degree: int, facts: Facts) -> str:
     heads = [number for number in (facts.heads, facts.kv_heads) if number is not None]
     return f"tp {max(less for less in range(1, degree) if all(number % less == 0 for number in heads))}"
 
 
 def _sharding(plan: Plan, facts: Facts) -> Iterator[Complaint]:
-    if not isinstance(plan.reshard, bool) and plan.mesh.dp_shard % plan.reshard:
+    shards = plan.mesh.dp_shard * plan.mesh.cp
+    if not isinstance(plan.reshard, bool) and shards % plan.reshard:
+        axes = "dp_shard" if plan.mesh.cp == 1 else "dp_shard × cp"
         yield Complaint(
             field="reshard",
-            problem=f"{plan.reshard} is no divisor of dp_shard, which is {plan.mesh.dp_shard}",
+            problem=f"{plan.reshard} is no divisor of {axes}, which is {shards}",
             remedy="true, false, or a divisor",
         )
 

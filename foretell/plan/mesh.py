@@ -26,11 +26,26 @@ def rank_at(mesh: Mesh, **place: int) -> int:
     return rank
 
 
-def groups(mesh: Mesh, axis: str) -> tuple[tuple[int, ...], ...]:
-    """Ranks that differ along one axis alone, group by group; every rank is in exactly one."""
-    others = [other for other in OWN_RANKS if other != axis]
+def groups(mesh: Mesh, *axes: str) -> tuple[tuple[int, ...], ...]:
+    """Ranks that differ along these axes alone, group by group; every rank is in exactly one."""
+    others = [other for other in OWN_RANKS if other not in axes]
+    own = [axis for axis in OWN_RANKS if axis in axes]
     found = []
     for place in product(*(range(getattr(mesh, other)) for other in others)):
         fixed = dict(zip(others, place, strict=True))
-        found.append(tuple(rank_at(mesh, **fixed, **{axis: index}) for index in range(getattr(mesh, axis))))
+        inside = product(*(range(getattr(mesh, axis)) for axis in own))
+        found.append(tuple(rank_at(mesh, **fixed, **dict(zip(own, index, strict=True))) for index in inside))
+    return tuple(found)
+
+
+def sharing(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """Ranks that hold parameters together, group by group: those along dp_shard and cp."""
+    return groups(mesh, "dp_shard", "cp")
+
+
+def sharing_experts(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """Ranks that hold the experts of a layer together, group by group: ep of those along dp_shard, side by side."""
+    found = []
+    for group in groups(mesh, "dp_shard"):
+        found += [group[start : start + mesh.ep] for start in range(0, len(group), mesh.ep)]
     return tuple(found)

@@ -40,7 +40,7 @@ def recipe_of(plan: Plan, mode: str | None = None) -> Recipe:
     share, and blocks of different residency are an error.
     """
     mode = _shared_mode(plan) if mode is None else mode
-    mixed = "fsdp-bf16" if plan.mesh.data > 1 else "bf16-autocast"
+    mixed = "fsdp-bf16" if plan.mesh.spread > 1 else "bf16-autocast"
     return Recipe(
         optimizer=plan.optimizer, precision=mixed if plan.precision == "bf16-mixed" else plan.precision,
         recompute=_RECOMPUTES[mode], accumulate=plan.accumulate, clip=plan.clip, compile=plan.compile,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foretell.plan import tensor_products, tensor_views
+from foretell.plan import context_rules, tensor_products, tensor_views
 from foretell.plan.tensor_types import (
     PARTIAL,
     Operand,
@@ -77,7 +77,7 @@ KEEPDIM_FOURTH = frozenset({"kthvalue", "norm", "std", "std_mean", "var", "var_m
 def decide(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], setting: Setting) -> Result:
     """What the rule for a call says; raises `Refuse` where there is none or it cannot run on parts."""
     plain, in_place = base_name(name)
-    rule = ALL.get(plain)
+    rule = context_rules.RULES.get(plain, ALL.get(plain)) if setting.context else ALL.get(plain)
     if rule is None:
         raise Refuse(f"{plain} has no rule")
     if "input" in kwargs:

@@ -58,6 +58,8 @@ class Setting:
     ranks: int
     sequence: bool = True
     loss: bool = True
+    context: bool = False
+    """It is positions that the ranks share, not layers: see `plan.context`."""
 
     def stream(self, shape: Shape) -> Shard | None:
         """How activations of this shape lie between split regions: along the positions, else along the samples."""

@@ -15,6 +15,8 @@ LOOPED = {"interleaved-1f1b", "zero-bubble", "zero-bubble-v"}
 """Schedules in which a rank may hold several stages."""
 PRECISIONS = ("fp32", "bf16-mixed", "bf16")
 """bf16-mixed: fp32 weights, bf16 compute (autocast; FSDP2's MixedPrecisionPolicy where parameters are sharded)."""
+FLOAT8 = "float8"
+"""bf16-mixed with products of the blocks' linear layers in float8: where torchao is installed. Run, not predicted."""
 COMPILES = ("none", "blocks", "model", "graphs")
 MODES = ("keep", "recompute", "selective")
 
@@ -39,6 +41,12 @@ class Mesh:
     def data(self) -> int:
         """Ranks that see different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def spread(self) -> int:
+        """Ranks among which `fully_shard` spreads parameters, or copies of them: those that see other samples, or other
+        positions of a sample."""
+        return self.data * self.cp
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from foretell.errors import UserError
 from foretell.plan import blocks as stack
 from foretell.plan import file, paths
 from foretell.plan.legal import Complaint, Facts, launch
-from foretell.plan.mesh import OWN_RANKS, groups
+from foretell.plan.mesh import OWN_RANKS, groups, sharing, sharing_experts
 from foretell.plan.recipe import known_blocks
 from foretell.plan.types import Mesh, Plan
 from foretell.report import bar, words
@@ -33,6 +33,7 @@ _SHARED = {"dp_shard": "parameters and states (dp_shard)", "cp": "a sequence (cp
 _TALK = {
     "tp": "activations, in every block, forward and backward",
     "cp": "keys and values, in every block",
+    "ep": "rows to their experts and back, in every layer that has them",
     "dp_shard": "parameters of a block before it runs, its gradients in backward",
     "dp_replicate": "gradients, once a step",
     "pp": "activations of every micro-batch to the next stage, gradients back",
@@ -45,6 +46,7 @@ _SCHEDULES = {
     "zero-bubble-v": "gradients of weights fill the waiting; stages go down the ranks and back up",
 }
 _ROWS, _RANKS, _RUNS = 8, 4, 12
+_WITH_CP = "dp_shard × cp"
 _GLUE = "\u00a0"
 """Keeps two words on one line."""
 
@@ -79,7 +81,8 @@ def content(plan: Plan, complaints: Sequence[Complaint] = ()) -> dict[str, Any]:
         "world": plan.mesh.world,
         "global_batch": plan.global_batch,
         "tokens_per_step": _tokens(plan),
-        "groups": {axis: groups(plan.mesh, axis) for axis, degree in mesh.items() if degree > 1},
+        "groups": {axis: groups(plan.mesh, axis) for axis, degree in mesh.items() if degree > 1}
+        | ({"ep": sharing_experts(plan.mesh)} if plan.mesh.ep > 1 else {}),
         "stages": _stage_rows(plan, known) if known is not None else None,
     }
 
@@ -106,6 +109,7 @@ def _head(plan: Plan, width: int) -> list[Text]:
     mesh = plan.mesh
     axes = [f"{axis}{_GLUE}{getattr(mesh, axis)}" for axis in OWN_RANKS if getattr(mesh, axis) > 1]
     ranks = f"{_counted(mesh.world, 'rank')} = {' × '.join(axes)}" if axes else "one rank"
+    ranks += f", experts shared by {mesh.ep} (ep)" if mesh.ep > 1 else ""
     name = _clean(str(plan.model.get("model", "a model")))
     title = _folded(f"{name} on {_clean(plan.hardware)}: {ranks}", width)
     more = [line for text in (_batch(plan), _ways(plan)) for line in _folded(text, width - 2)]
@@ -135,7 +139,8 @@ def _tokens(plan: Plan) -> int | None:
 
 
 def _ways(plan: Plan) -> str:
-    compiled = {"none": "not compiled", "blocks": "compiled block by block", "model": "compiled whole"}
+    compiled = {"none": "not compiled", "blocks": "compiled block by block", "model": "compiled whole",
+                "graphs": "compiled whole, launches recorded as CUDA graphs"}
     clip = "gradients not clipped" if plan.clip is None else f"gradients clipped at norm {plan.clip:g}"
     pieces = [plan.precision, plan.optimizer, clip, compiled.get(plan.compile, f"compile {plan.compile}")]
     if plan.mesh.dp_shard > 1 and plan.reshard is not True:
@@ -161,11 +166,9 @@ def _refusals(complaints: Sequence[Complaint], width: int) -> list[Text]:
 def _talk(plan: Plan, facts: Facts, width: int) -> list[Text]:
     """Who sends what to whom: one group of each axis, and how far it reaches."""
     rows = []
-    for axis in reversed(OWN_RANKS):
-        if getattr(plan.mesh, axis) == 1:
-            continue
-        members = groups(plan.mesh, axis)
-        which = f"{axis} {_few(members[0])}" + (f" and {len(members) - 1} more" if len(members) > 1 else "")
+    for axis, members in _groups(plan.mesh).items():
+        which = f"{_WITH_CP if axis == 'dp_shard' and plan.mesh.cp > 1 else axis} {_few(members[0])}"
+        which += f" and {len(members) - 1} more" if len(members) > 1 else ""
         sent = _sent(plan, axis)
         pieces = [_TALK[axis], f"{human_bytes(sent)} of messages a step" if sent else "", _reach(members, facts)]
         rows.append((which, "; ".join(piece for piece in pieces if piece)))
@@ -182,6 +185,17 @@ def _talk(plan: Plan, facts: Facts, width: int) -> list[Text]:
             told = [f"{which:<{lead}}{first}", *(" " * lead + line for line in more)]
         lines += [_labelled(label if not index else "", line) for index, line in enumerate(told)]
     return lines
+
+
+def _groups(mesh: Mesh) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Axis → groups of ranks that talk along it, the innermost first; parameters are shared along dp_shard and cp."""
+    found = {"ep": sharing_experts(mesh)} if mesh.ep > 1 else {}
+    for axis in reversed(OWN_RANKS):
+        if axis == "dp_shard" and mesh.cp > 1:
+            found[axis] = sharing(mesh)
+        elif getattr(mesh, axis) > 1:
+            found[axis] = groups(mesh, axis)
+    return found
 
 
 def _sent(plan: Plan, axis: str) -> int:

@@ -28,12 +28,15 @@ from foretell.plan.recipe import refuse_other_model
 from foretell.plan.types import Plan
 from foretell.runtime import clip, shard
 from foretell.runtime.finite import may_step
+from foretell.runtime.float8 import lowered
 from foretell.runtime.ranks import Ranks
 from foretell.runtime.recompute import recompute
 from foretell.trace.blocks import find_blocks
 from foretell.trace.step import Batch, Loss, Workload, build_optimizer, cast_floats, compute_loss, prepare_precision
 
 if TYPE_CHECKING:
+    from foretell.runtime.context import Context
+    from foretell.runtime.expert import Experts
     from foretell.runtime.pipeline import Stages
     from foretell.runtime.tensor import Applied, Prepared
 
@@ -212,9 +215,17 @@ def _other(problem: str) -> UserError:
 class Whole:
     """The whole model on this rank: every micro-batch forward, then backward."""
 
-    def __init__(self, model: nn.Module, loss: Loss | None, guard: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.model, self.loss, self.guard = model, loss, guard
+    def __init__(
+        self, model: nn.Module, loss: Loss | None, guard: Callable[[], AbstractContextManager[Any]],
+        context: Context | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.loss, self.guard, self.context = model, loss, guard, context
         self.parts = [model]
+
+    def _loss(self, batch: Batch) -> Tensor:
+        if self.context is None:
+            return compute_loss(Workload(self.model, batch, self.loss))
+        return self.context.finish(compute_loss(Workload(self.model, self.context.open(batch), self.loss)))
 
     def copies(self, name: str) -> int:
         return 1
@@ -224,7 +235,7 @@ class Whole:
         for position, batch in enumerate(micro_batches):
             shard.reduce_over_replicas([self.model], position == len(micro_batches) - 1)
             with self.guard():
-                loss = compute_loss(Workload(self.model, batch, self.loss))
+                loss = self._loss(batch)
                 if len(micro_batches) > 1:
                     loss = loss / len(micro_batches)
             loss.backward()
@@ -235,7 +246,7 @@ class Whole:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         with self.guard():
-            return torch.stack([compute_loss(Workload(self.model, batch, self.loss)) for batch in batches]).mean()
+            return torch.stack([self._loss(batch) for batch in batches]).mean()
 
 
 class Piped:
@@ -266,13 +277,23 @@ def apply(
     check(plan, Facts(blocks=tuple(paths), world=ranks.world))
     refuse_other_model(plan, shapes_of(model))
     model.train()
+    plan = lowered(model, plan, paths, ranks.device)
     if plan.precision == "bf16":
         prepare_precision(model, "bf16")
-    if ranks.data_mesh is None or plan.mesh.pp > 1 or plan.mesh.tp > 1:
+    if ranks.data_mesh is None or plan.mesh.pp > 1 or plan.mesh.tp > 1 or plan.mesh.ep > 1:
         model.to(ranks.device)  # otherwise every unit is moved as it is sharded
     place = functools.partial(placed, device=ranks.device, precision=plan.precision)
     example = place(workload.batch)
-    found = None
+    found = context = None
+    stacks: tuple[Experts, ...] = ()
+    if plan.mesh.ep > 1:
+        from foretell.runtime.expert import find
+
+        stacks = find(model, plan.mesh.ep)
+    if plan.mesh.cp > 1:
+        from foretell.runtime.context import prepare
+
+        context = prepare(model, ranks, example, workload.loss)
     if plan.mesh.tp > 1:
         from foretell.runtime import tensor
 
@@ -281,7 +302,7 @@ def apply(
         loss = workload.loss
         if plan.kernels.get("loss") == "compiled" and loss is not None:
             loss = torch.compile(loss, backend=backend)
-        runner: Runner = Whole(model, loss, autocast(plan, ranks))
+        runner: Runner = Whole(model, loss, autocast(plan, ranks), context)
         held = [paths]
     else:
         from foretell.runtime.pipeline import cut
@@ -291,6 +312,8 @@ def apply(
         every = stages_of(plan, paths)
         held = [list(every[index]) for index in stages.indices]
     split = _split(runner, found)
+    if context is not None and isinstance(runner, Piped):
+        runner.stages.share(context)
     for part, blocks in zip(runner.parts, held, strict=True):
         kept = {path: residency for path, residency in expand(plan.blocks, paths).items() if path in blocks}
         if split is None or found is None:
@@ -302,7 +325,14 @@ def apply(
 
                 compile_blocks(part, split.team, split.places, found.flow, blocks, backend)
             recompute(part, kept)
-        shard.shard(part, blocks, plan, ranks)
+        held_experts: list[str] = []
+        if stacks:
+            from foretell.runtime import expert
+
+            mesh = ranks.submesh(("ep",))
+            assert mesh is not None
+            held_experts = [one.path for one in expert.apply(part, stacks, mesh).experts]
+        shard.shard(part, blocks, plan, ranks, held_experts)
     return Job(plan, ranks, runner, place, learning_rate=learning_rate, split=split)
 
 
@@ -351,7 +381,7 @@ def compile_part(part: nn.Module, blocks: Sequence[str], plan: Plan, backend: st
 
 def autocast(plan: Plan, ranks: Ranks) -> Callable[[], AbstractContextManager[Any]]:
     """Around forward and loss: bf16 autocast where mixed precision is not already `fully_shard`'s doing."""
-    if plan.precision == "bf16-mixed" and ranks.data_size == 1:
+    if plan.precision == "bf16-mixed" and ranks.sizes.spread == 1:
         return lambda: torch.autocast(ranks.device.type, torch.bfloat16)
     return nullcontext
 

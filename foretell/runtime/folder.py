@@ -28,7 +28,7 @@ from foretell.trace.cache import write_atomically
 PLAN, SETTINGS, MEASUREMENT, CHECKPOINTS = "plan.json", "settings.json", "measurement.json", "checkpoints"
 RATES = {"adam": 3e-4, "adamw": 3e-4, "sgd": 0.1, "momentum": 0.02}
 """Peak learning rate where none is given."""
-CHANGEABLE = ("steps", "eval_every", "eval_batches", "save_every", "no_save", "log", "workers")
+CHANGEABLE = ("steps", "eval_every", "eval_batches", "save_every", "mtbf", "keep", "no_save", "log", "workers")
 """What a resumed run may be asked otherwise."""
 
 
@@ -50,8 +50,16 @@ class Settings:
     eval_batches: int = 16
     """Steps' worth of held-out samples in an evaluation, at most."""
     save_every: int = 0
-    """Steps between checkpoints; 0 = at the end only."""
+    """Steps between checkpoints; 0 = at the end only, or as `mtbf` says."""
+    mtbf: float | None = None
+    """Seconds between failures, on average: saves as often as loses the least time. None = by `save_every`."""
+    keep: int = 2
+    """Good checkpoints that stay."""
     no_save: bool = False
+    init_from: str | None = None
+    """Weights to begin with: a safetensors file, a Hugging Face folder, a run or a checkpoint."""
+    init_missing: tuple[str, ...] = ()
+    """Names, or their beginnings, that need not be there."""
     log: tuple[str, ...] = ()
     workers: int = 0
     """Processes that prepare the user's own samples."""
@@ -62,6 +70,12 @@ class Settings:
         for name in ("eval_every", "save_every", "workers"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} must not be negative, got {getattr(self, name)}", f"give --{name.replace('_', '-')} 0 or more")
+        if self.keep < 1:
+            raise UserError(f"at least one checkpoint is kept, got {self.keep}", "give --keep 1 or more")
+        if self.mtbf is not None and not 0 < self.mtbf < float("inf"):
+            raise UserError(f"the time between failures must be above zero, got {self.mtbf}", "give --mtbf such as 4h")
+        if self.mtbf is not None and self.save_every:
+            raise UserError("--mtbf says when to save, and --save-every does too", "give one of the two")
         if self.eval_batches < 1:
             raise UserError(f"an evaluation has at least one batch, got {self.eval_batches}", "give --eval-batches 1 or more")
 
@@ -71,13 +85,13 @@ class Settings:
         return Schedule(kind=self.schedule, peak=rate, steps=self.steps, warmup=warmup)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"log": list(self.log)}
+        return asdict(self) | {"log": list(self.log), "init_missing": list(self.init_missing)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Settings:
         known = {item.name for item in fields(cls)}
         values: dict[str, Any] = {name: value for name, value in data.items() if name in known}
-        return cls(**{**values, "log": tuple(values.get("log", ()))})
+        return cls(**{**values, **{name: tuple(values.get(name, ())) for name in ("log", "init_missing")}})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +115,8 @@ def check(plan: Plan, asked: Mapping[str, Any], *, resume: bool = False) -> None
     settings = Settings(**asked)
     if not resume:  # a resumed run has its own
         settings.schedule_for(plan)
+    if settings.init_from is not None and not resume and not Path(settings.init_from).exists():
+        raise UserError(f"there is nothing at {settings.init_from}", "give --init-from a safetensors file, a folder of them or a run")
     if settings.data is not None and not Path(settings.data).exists():
         raise UserError(
             f"there is no data folder {settings.data}", "give --data a folder of text files, or a FILE.py with data(split)"
@@ -133,12 +149,7 @@ def go_on(path: Path, plan: Plan, asked: dict[str, Any]) -> Settings:
     if not os.access(path, os.W_OK):
         raise UserError(f"the run folder {path} cannot be written", "make it writable, or copy it")
     stored = plans.read(path / PLAN)
-    unlike = [item.name for item in fields(Plan) if item.name not in _TOLD and getattr(stored, item.name) != getattr(plan, item.name)]
-    if unlike:
-        raise UserError(
-            f"the plan differs from that of {path} in {', '.join(unlike)}",
-            f"resume with {path / PLAN}; going on under another plan is not possible yet",
-        )
+    _refuse_other_course(path, stored, plan)
     try:
         before = Settings.from_json(json.loads((path / SETTINGS).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
@@ -149,10 +160,41 @@ def go_on(path: Path, plan: Plan, asked: dict[str, Any]) -> Settings:
                 f"--{name.replace('_', '-')} {value} was {getattr(before, name)} when the run began",
                 "leave it out to go on, or start a new run with another --out",
             )
-    settings = Settings.from_json({**before.to_json(), **{name: asked[name] for name in CHANGEABLE if name in asked}})
+    changed = {name: asked[name] for name in CHANGEABLE if name in asked}
+    if changed.get("mtbf") is not None or changed.get("save_every"):  # one takes the other's place
+        changed = {"mtbf": None, "save_every": 0, **changed}
+    settings = Settings.from_json({**before.to_json(), **changed})
     write_atomically(path / SETTINGS, json.dumps(settings.to_json(), indent=2) + "\n")
     return settings
 
 
+def settle(path: Path, plan: Plan) -> None:
+    """The run goes on under this plan: from now on it is the run's."""
+    if plans.read(path / PLAN) != plan:
+        write_atomically(path / PLAN, plans.text_of(plan))
+
+
+def _refuse_other_course(path: Path, stored: Plan, plan: Plan) -> None:
+    """A run may go on under a plan that lays it out otherwise, not under one that computes something else."""
+    free = {*_TOLD, *_LAYOUT, *(_SHARES if stored.global_batch == plan.global_batch else ())}
+    unlike = [item.name for item in fields(Plan) if item.name not in free and _said(stored, item.name) != _said(plan, item.name)]
+    if unlike:
+        raise UserError(
+            f"the plan differs from that of {path} in {', '.join(unlike)}",
+            f"resume with {path / PLAN}, or with a plan of the same model, optimizer, precision and samples of a step",
+        )
+
+
+def _said(plan: Plan, name: str) -> Any:
+    found = getattr(plan, name)
+    return {key: value for key, value in found.items() if key not in _ABOUT} if name == "model" else found
+
+
 _TOLD = ("predicted", "notes", "version")
 """Fields of a plan that change nothing in how it runs."""
+_LAYOUT = ("hardware", "mesh", "placement", "pipeline", "split", "blocks", "reshard", "compile", "kernels")
+"""Fields that change where and in what order things are computed, not what."""
+_SHARES = ("micro_batch", "accumulate")
+"""Together with the mesh they make the samples of a step."""
+_ABOUT = ("parameters", "digest", "shapes", "blocks")
+"""What a plan says of its model besides which it is."""

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,9 @@ from foretell.runtime.ranks import Ranks
 from foretell.trace.blocks import find_blocks
 from foretell.trace.stages import Flow, fake_of, look
 from foretell.trace.step import Batch, Loss
+
+if TYPE_CHECKING:
+    from foretell.runtime.context import Context
 
 SCHEDULES: dict[str, type] = {
     "gpipe": schedules.ScheduleGPipe,
@@ -140,7 +143,7 @@ def cut(model: nn.Module, plan: Plan, ranks: Ranks, batch: Batch, loss: Loss | N
     course = chart(model, batch, loss, plan.pipeline.cuts, schedule=plan.pipeline.schedule)
     mine = stages_of_rank(plan, ranks.coordinate("pp"))
     blocks = frozenset(find_blocks(model))
-    sharded = plan.mesh.data > 1
+    sharded = plan.mesh.spread > 1
     parts = _parts(model, course.flow, mine)
     for part, index in zip(parts, mine, strict=True):
         stage = course.stages[index]
@@ -243,6 +246,12 @@ class Stages:
             for name, parameter in part.named_parameters():
                 if index == min(self.flow.parameters[name]):
                     yield name, parameter
+
+    def share(self, context: Context) -> None:
+        """Let every stage work on this rank's positions alone."""
+        for stage in self.stages.values():
+            stage.context_of = context
+            stage.gather = context.send
 
     def run(self, micro_batches: Sequence[Batch]) -> list[Tensor]:
         """Forward and backward of one step. Gradients are those of the mean loss; returns the micro-batches' losses on

@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ from foretell.runtime.pipeline_ghost import (
 )
 from foretell.trace.stages import Flow
 from foretell.trace.step import Batch, Loss, Workload, call_model, compute_loss
+
+if TYPE_CHECKING:
+    from foretell.runtime.context import Context
 
 NUMBER = "micro_batch_number"
 """Keyword by which the schedule says which micro-batch a stage is to run."""
@@ -98,6 +101,8 @@ class Stage:
     """Around forward and loss: autocast."""
     gather: Callable[[Tensor], Tensor] = lambda value: value
     """Makes what goes to the next stage plain, where tensors are split."""
+    context_of: Context | None = None
+    """How positions are shared, where they are."""
     batches: Sequence[Batch] = ()
     """Micro-batches of the step that is running."""
     turn: int | None = None
@@ -137,12 +142,16 @@ class Stage:
             self.fence.__enter__()
         try:
             with self.context():
+                if self.is_first and self.context_of is not None:
+                    batch = self.context_of.open(batch)
                 if not self.is_last:
                     values = call_model(model, batch)
                     if not (isinstance(values, tuple) and all(isinstance(value, Tensor) for value in values)):
                         raise _elsewhere(self.flow.cuts[self.index])
                     return values
                 loss = compute_loss(Workload(model, batch, self.loss))
+                if self.context_of is not None and not holds_ghost(loss):
+                    loss = self.context_of.finish(loss)
         finally:
             self.received, self.running = (), False
             self._lower_fence()
@@ -168,6 +177,8 @@ class Stage:
         if self.receives != tuple(places) or len(places) != len(self.received):
             raise _elsewhere(self.flow.cuts[self.index - 1])
         for place, value in zip(places, self.received, strict=True):
+            if self.context_of is not None:
+                value = self.context_of.receive(value, tuple(leaves[place].shape))
             if tuple(leaves[place].shape) != tuple(value.shape):
                 raise InternalError(
                     f"stage {self.index} got {tuple(value.shape)} where {tuple(leaves[place].shape)} was due"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 600.0
 """A collective that takes longer than this ends the run: another rank is gone or stuck."""
-DATA_AXES = ("dp_replicate", "dp_shard")
+APART = "dp_shard_apart"
+"""dp_shard is this axis and ep: along it ranks hold the same experts, along ep others."""
+SPREAD = "dp_shard_cp"
+"""The axes dp_shard and cp as one, which parameters are sharded over."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -45,12 +49,16 @@ class Ranks:
 
     def coordinate(self, axis: str) -> int:
         """Where this rank lies along an axis."""
+        if axis == "dp_shard" and self.sizes.ep > 1:
+            return self.coordinate(APART) * self.sizes.ep + self.coordinate("ep")
         if self.mesh is None or axis not in (self.mesh.mesh_dim_names or ()):
             return 0
         return self.mesh.get_local_rank(axis)
 
     def group(self, axis: str) -> ProcessGroup | None:
         """The ranks that differ from this one along that axis alone; None where there are no others."""
+        if axis == "dp_shard" and self.sizes.ep > 1:
+            return self._sliced(axis).get_group()
         if self.mesh is None or axis not in (self.mesh.mesh_dim_names or ()):
             return None
         return self.mesh.get_group(axis)
@@ -64,10 +72,27 @@ class Ranks:
 
     @property
     def data_mesh(self) -> DeviceMesh | None:
-        """What `fully_shard` takes: (dp_replicate, dp_shard), or dp_shard alone; None without data parallelism."""
-        if self.mesh is None or self.data_size == 1:
+        """What `fully_shard` takes: (dp_replicate, dp_shard), or dp_shard alone, where dp_shard stands for dp_shard and
+        cp together; None where parameters are spread over no axis."""
+        if self.mesh is None or self.sizes.spread == 1:
             return None
-        return self.mesh[DATA_AXES] if self.sizes.dp_replicate > 1 else self.mesh["dp_shard"]
+        inner = "dp_shard"
+        if self.sizes.cp > 1:
+            inner = SPREAD if "dp_shard" in (self.mesh.mesh_dim_names or ()) else "cp"
+        return self._sliced("dp_replicate", inner) if self.sizes.dp_replicate > 1 else self._sliced(inner)
+
+    @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """The same for parameters of experts: over the ranks that hold the same experts, be it one; None without ep."""
+        if self.sizes.ep == 1:
+            return None
+        return self._sliced("dp_replicate", APART) if self.sizes.dp_replicate > 1 else self._sliced(APART)
+
+    def _sliced(self, *axes: str) -> DeviceMesh:
+        assert self.mesh is not None
+        with warnings.catch_warnings():  # torch 2.13 wants flattened axes kept apart, and knows no other way for two
+            warnings.filterwarnings("ignore", "Slicing a flattened dim")
+            return self.mesh[axes if len(axes) > 1 else axes[0]]
 
     @property
     def data_size(self) -> int:
@@ -121,10 +146,18 @@ def start(plan: Plan, *, device: str = "auto", timeout_s: float = TIMEOUT_SECOND
 def form(mesh: Mesh, device_type: str) -> DeviceMesh | None:
     """The device mesh of a plan over the whole world, in the order of `AXES`."""
     kept = {"dp_shard"} if mesh.dp_replicate > 1 else set()
-    axes = [axis for axis in AXES if axis in kept or (axis != "ep" and getattr(mesh, axis) > 1)]
-    if not axes:
+    sizes = {axis: getattr(mesh, axis) for axis in AXES if axis in kept or (axis != "ep" and getattr(mesh, axis) > 1)}
+    if mesh.ep > 1:
+        apart = {APART: mesh.dp_shard // mesh.ep, "ep": mesh.ep}
+        sizes = {name: size for axis in sizes for name, size in (apart if axis == "dp_shard" else {axis: sizes[axis]}).items()}
+    if not sizes:
         return None
-    return init_device_mesh(device_type, tuple(getattr(mesh, axis) for axis in axes), mesh_dim_names=tuple(axes))
+    found = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if mesh.ep > 1:
+        found[APART, "ep"]._flatten("dp_shard")
+    elif {"dp_shard", "cp"} <= set(sizes):
+        found["dp_shard", "cp"]._flatten(SPREAD)
+    return found
 
 
 def seed(ranks: Ranks, number: int) -> None:

@@ -1,300 +1,388 @@
-"""A simple checkpoint: one folder for a step, one file for a rank, and a manifest that says what must be there.
+"""A job's state as pieces of whole tensors, and back: between a plan at work and a checkpoint of any other plan.
 
-Files are in the safetensors layout (eight bytes of length, a JSON header, then the tensors' bytes), so that any tool
-can open them and nothing is ever unpickled. They are written under a temporary name, synced, and renamed in one move
-when every rank is done: a folder that has its name is whole, and the one before it is kept until then.
+Tensors go by the names of the whole model. What a rank holds of one follows from how it was spread: first its share of
+the tensor axis, then its rows of what is left. What several ranks hold alike is written by one of them, evenly shared.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
-import zlib
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from foretell.errors import FileFormatError, UserError
+from foretell.checkpoint.boxes import Cut, Part, local_shape, parts, whole
+from foretell.checkpoint.format import Damaged, Spec
+from foretell.checkpoint.read import Reader, Want, differences
+from foretell.checkpoint.saver import Done, NotSaved, Saver
+from foretell.checkpoint.store import Saved, candidates, complete, look
+from foretell.checkpoint.tree import dtype_name, dtype_of
+from foretell.checkpoint.write import Piece
+from foretell.errors import InternalError, UserError
+from foretell.plan.mesh import OWN_RANKS, coordinates
+from foretell.plan.types import Mesh, Plan
+from foretell.runtime import chance, shard
+from foretell.runtime.apply import Job, Piped
 from foretell.runtime.control import Control
-from foretell.units import human_bytes
+from foretell.runtime.prepare import rank_seed
+from foretell.runtime.ranks import APART, SPREAD
 
-VERSION = 1
-MANIFEST = "manifest.json"
-KEEP = 2
-"""Whole checkpoints that stay."""
-_CHUNK_BYTES = 16 * 2**20
-_HEADER_MOST_BYTES = 2**28
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+__all__ = ["Damaged", "Done", "NotSaved", "Reader", "Saved", "Saver", "candidates", "complete", "look"]
+
+MODEL, OPTIMIZER = "model", "optimizer"
+_FLAGS = ("params", "foreach", "fused", "capturable", "differentiable")
+"""Settings of an optimizer's group that say how it is computed: the plan's, never the checkpoint's."""
+_AXES = {SPREAD: ("dp_shard", "cp"), APART: ("dp_shard",), "ep": ("dp_shard",)}
+"""Dimensions of a mesh that are not an axis of the plan with ranks of its own → the axes they are made of."""
+_FIRST = {"tp": 0, "ep": 1}
+"""What was cut first: before data parallelism there are tensor splits and experts."""
+_SHOWN = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A whole checkpoint."""
+@dataclass(frozen=True)
+class Members:
+    """A control as the saver wants it."""
 
-    path: Path
-    step: int
-    about: Mapping[str, Any]
-    files: Mapping[str, Mapping[str, int]]
+    control: Control
+
+    @property
+    def rank(self) -> int:
+        return self.control.ranks.rank
+
+    @property
+    def world(self) -> int:
+        return self.control.ranks.world
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.control.gather(value)
+
+
+def whole_of(model: nn.Module, plan: Plan) -> dict[str, Spec]:
+    """Every parameter of a model before anything is done to it, as its checkpoint has it."""
+
+    def dtype(parameter: nn.Parameter) -> str:
+        casts = plan.precision == "bf16" and parameter.is_floating_point()
+        return "bfloat16" if casts else dtype_name(parameter.dtype)
+
+    return {f"{MODEL}/{name}": Spec(tuple(p.shape), dtype(p)) for name, p in model.named_parameters()}
+
+
+# --- what this rank has ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Held:
+    """A tensor of this rank: a parameter or something like it that the optimizer keeps."""
+
+    name: str
+    tensor: Tensor
+    """This rank's piece."""
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    alike: tuple[str, ...]
+    """Axes along which other ranks have the same piece."""
 
     @property
     def bytes(self) -> int:
-        return sum(file["bytes"] for file in self.files.values())
+        return self.tensor.numel() * self.tensor.element_size()
 
 
-@dataclass(frozen=True, kw_only=True)
-class NotSaved:
-    """A save that failed: nothing of it is left, and what was saved before is as it was."""
-
-    step: int
-    why: str
-
-
-def save(folder: Path, step: int, state: Mapping[str, Any], about: Mapping[str, Any], control: Control) -> Saved | NotSaved:
-    """Write this rank's state as part of step `step`; every rank calls it and gets the same answer."""
-    final, partial = folder / f"step-{step:08d}", folder / f"step-{step:08d}.partial"
-    name = f"rank-{control.ranks.rank:05d}.safetensors"
-    told = control.gather(_attempt(lambda: _clear(folder, partial)) if control.ranks.is_first else {})
-    if not told[0].get("why"):
-        told = control.gather(_attempt(lambda: {"name": name, **write_tree(partial / name, state)}))
-    why = next((f"rank {rank}: {said['why']}" for rank, said in enumerate(told) if said.get("why")), None)
-    files = {said["name"]: {"bytes": said["bytes"], "crc32": said["crc32"]} for said in told if "name" in said}
-    about = {**about, "version": VERSION, "step": step, "world": control.ranks.world, "files": files}
-    if control.ranks.is_first:
-        done = {"why": why} if why else _attempt(lambda: _commit(partial, final, about))
-        if done.get("why"):
-            shutil.rmtree(partial, ignore_errors=True)
-        why = done.get("why")
-    why = control.gather(why)[0]
-    return NotSaved(step=step, why=why) if why else Saved(path=final, step=step, about=about, files=files)
+def _held(job: Job, name: str, full_name: str, tensor: Tensor) -> _Held:
+    """How this rank's piece of a tensor lies in the whole; `name` is the parameter's."""
+    cuts: list[Cut] = []
+    spread: set[str] = set()
+    if isinstance(tensor, DTensor):
+        for axes, cut in _cuts(job, name, tensor):
+            cuts.append(cut)
+            spread.update(axes)
+    local = _local(tensor)
+    if local_shape(tensor.shape, cuts) != tuple(local.shape):
+        raise InternalError(f"{full_name} is {tuple(local.shape)} on rank {job.ranks.rank}, which its plan does not explain")
+    alike = tuple(axis for axis in OWN_RANKS if axis not in ("pp", *spread) and job.ranks.size(axis) > 1)
+    return _Held(name=full_name, tensor=local, shape=tuple(tensor.shape), parts=parts(tensor.shape, cuts), alike=alike)
 
 
-def _attempt(work: Any) -> dict[str, Any]:
-    """What it gave, or why the disk would not have it."""
-    try:
-        return work() or {}
-    except OSError as error:
-        return {"why": f"{error.strerror or error}"}
+def _cuts(job: Job, name: str, tensor: DTensor) -> Iterator[tuple[tuple[str, ...], Cut]]:
+    """The cuts that made a piece, in the order they were made, each with its axes."""
+    mesh = tensor.device_mesh
+    dims = {dim: _AXES.get(dim, (dim,)) for dim in mesh.mesh_dim_names or ()}
+    if {axis for axes in dims.values() for axis in axes} - set(OWN_RANKS):
+        raise InternalError(f"{name} lies on a mesh of {list(dims)}, which a checkpoint does not know")
+    for number, (dim, axes) in sorted(enumerate(dims.items()), key=lambda one: _FIRST.get(one[1][0], len(_FIRST))):
+        along = getattr(tensor.placements[number], "dim", None)
+        if along is None:
+            continue
+        segments: tuple[int, ...] = ()
+        if dim == "tp":
+            place = job.split.places.get(name) if job.split is not None else None
+            if place is None or place.dim != along:
+                raise InternalError(f"{name} is split over the tensor axis and its rule is not known")
+            segments = place.segments
+        yield axes, Cut(along, mesh.get_local_rank(number), mesh.size(number), segments)
 
 
-def _clear(folder: Path, partial: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob("step-*.partial"):
-        shutil.rmtree(left, ignore_errors=True)
-    partial.mkdir()
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _commit(partial: Path, final: Path, about: Mapping[str, Any]) -> None:
-    missing = [name for name in about["files"] if not (partial / name).is_file()]
-    if missing:
-        raise OSError(0, f"{missing[0]} is not in {partial}: the run folder must be one that all machines share")
-    with (partial / MANIFEST).open("w", encoding="utf-8") as stream:
-        json.dump(about, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    _sync(partial)
-    if final.exists():  # saved before, damaged since: a whole one would not be written again
-        shutil.rmtree(final)
-    partial.rename(final)
-    _sync(final.parent)
-    for old in complete(final.parent)[KEEP:]:
-        shutil.rmtree(old.path, ignore_errors=True)
+def _owned(job: Job) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters of this rank that no earlier stage has."""
+    if isinstance(job.runner, Piped):
+        yield from job.runner.stages.owned_parameters()
+    else:
+        yield from job.named_parameters()
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _everything(job: Job) -> list[_Held]:
+    found: dict[str, _Held] = {}
+    for name, parameter in _owned(job):
+        found[f"{MODEL}/{name}"] = _held(job, name, f"{MODEL}/{name}", parameter.detach())
+        for key, value in job.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                full = f"{OPTIMIZER}/{name}/{key}"
+                found[full] = _held(job, name, full, value.detach())
+    return list(found.values())
 
 
-def complete(folder: Path) -> list[Saved]:
-    """Checkpoints whose files are all there with the right sizes, the newest first."""
+def pieces(job: Job) -> list[Piece]:
+    """What this rank writes. Ranks that hold the same pieces come to the same shares without a word between them."""
+    shard.reshard(job.parts)
+    by_axes: dict[tuple[str, ...], list[_Held]] = {}
+    for held in _everything(job):
+        by_axes.setdefault(held.alike, []).append(held)
+    chosen = []
+    for axes, some in by_axes.items():
+        count, place = 1, 0
+        for axis in axes:
+            count, place = count * job.ranks.size(axis), place * job.ranks.size(axis) + job.ranks.coordinate(axis)
+        loads = [0] * count
+        for held in sorted(some, key=lambda held: (-held.bytes, held.name)):
+            writer = loads.index(min(loads))
+            loads[writer] += held.bytes
+            if writer == place:
+                chosen.append(held)
+    return [
+        Piece(name=held.name, shape=held.shape, box=part.whole, tensor=held.tensor[part.local.slices()])
+        for held in chosen
+        for part in held.parts
+    ]
+
+
+def own_state(job: Job) -> dict[str, Any]:
+    """What this rank alone has: random numbers, buffers, and whatever else its modules want kept."""
+    buffers: dict[str, Tensor] = {}
+    more: dict[str, Any] = {}
+    for _, name, value in _beside(job):
+        (buffers if isinstance(value, Tensor) else more).setdefault(name, value)
+    return {"random": chance.state(job.ranks.device), "buffers": buffers, "more": more}
+
+
+def _beside(job: Job) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Part, name and value of all that is in a state dict and is no parameter."""
+    for position, part in enumerate(job.parts):
+        known = {name for name, _ in part.named_parameters(remove_duplicate=False)}
+        for name, value in part.state_dict().items():
+            if name not in known:
+                yield part, job.name_of(position, name), value
+
+
+def extra(job: Job) -> dict[str, Any]:
+    """Settings of the optimizer, and state of it that is no tensor."""
+    names = {p: name for name, p in job.named_parameters()}
+    groups = [
+        {"values": {key: _plain(value) for key, value in group.items() if key not in _FLAGS},
+         "names": [names[p] for p in group["params"]]}
+        for group in job.optimizer.param_groups
+    ]  # fmt: skip
+    state: dict[str, dict[str, Any]] = {}
+    for parameter, values in job.optimizer.state.items():
+        plain = {key: _plain(value) for key, value in values.items() if not isinstance(value, Tensor)}
+        if plain:
+            state[names[parameter]] = plain
+    return {"groups": groups, "state": state}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+# --- taking it up ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Staged:
+    """A checkpoint as this rank needs it, read and checked, in memory of its own. Nothing live has changed yet."""
+
+    weights: dict[str, Tensor]
+    """By name, this rank's pieces."""
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    random: Mapping[str, Any] | None = None
+    """None where this data rank was not there when it was saved."""
+    seed: int = 0
+    """Of random numbers in that case."""
+    notes: list[str] = field(default_factory=list)
+
+
+def stage(reader: Reader, job: Job, known: Mapping[str, Spec], *, seed: int) -> Staged:
+    """Read what this rank needs; raises where the checkpoint is damaged or of something else. `known` is `whole_of`."""
+    saved = reader.saved
+    refuse_other(saved, known, job.plan)
+    wants: list[Want] = []
+    staged = Staged(weights={}, groups=_groups(saved, job), seed=rank_seed(rank_seed(seed, saved.step), job.ranks.data_rank))
+    kept: dict[str, dict[str, Spec]] = {}
+    for full, spec in reader.tensors.items():
+        if full.startswith(f"{OPTIMIZER}/"):
+            name, _, key = full.removeprefix(f"{OPTIMIZER}/").rpartition("/")
+            kept.setdefault(name, {})[key] = spec
+    for name, parameter in job.named_parameters():
+        if name in staged.weights:
+            continue
+        held = _held(job, name, f"{MODEL}/{name}", parameter.detach())
+        staged.weights[name] = _wanted(held.name, held.tensor.shape, held.parts, reader, wants)
+        values = staged.states.setdefault(name, {})
+        values.update(saved.about.get("optimizer", {}).get("state", {}).get(name, {}))
+        for key, spec in kept.get(name, {}).items():
+            full = f"{OPTIMIZER}/{name}/{key}"
+            if spec.shape == held.shape:
+                values[key] = _wanted(full, held.tensor.shape, held.parts, reader, wants)
+            else:
+                box = whole(spec.shape)
+                values[key] = _wanted(full, spec.shape, (Part(box, box),), reader, wants)
+    reader.read(wants)
+    reader.check_own(job.ranks.rank, job.ranks.world)
+    _stage_own(reader, job, staged)
+    return staged
+
+
+def _wanted(name: str, shape: Sequence[int], needed: Sequence[Part], reader: Reader, wants: list[Want]) -> Tensor:
+    """Memory for a piece, and what must be read to fill it."""
+    memory = torch.empty(tuple(shape), dtype=dtype_of(reader.tensors[name].dtype))
+    wants += [Want(name=name, box=part.whole, into=memory[part.local.slices()]) for part in needed]
+    return memory
+
+
+def refuse_other(saved: Saved, known: Mapping[str, Spec], plan: Plan) -> None:
+    """Raise if a checkpoint is of another model or optimizer, saying which tensors differ."""
+    found = {name: spec for name, spec in saved.manifest.tensors.items() if name.startswith(f"{MODEL}/")}
+    unlike = differences(known, found)
+    if unlike:
+        more = f"; and {len(unlike) - _SHOWN} more" if len(unlike) > _SHOWN else ""
+        raise UserError(
+            f"{saved.path} is of another model: {'; '.join(unlike[:_SHOWN])}{more}",
+            "give the plan of the model it was saved from, or start a new run",
+            "\n".join(unlike) if more else "",
+        )
+    before = str(saved.about.get("plan", {}).get("optimizer", plan.optimizer))
+    if before.partition("-")[0] != plan.optimizer.partition("-")[0]:
+        raise UserError(
+            f"{saved.path} was saved with optimizer {before} and the plan has {plan.optimizer}",
+            "use a plan with the same optimizer, or begin anew from its weights with --init-from",
+        )
+
+
+def _groups(saved: Saved, job: Job) -> list[dict[str, Any]]:
+    """Settings for every group of this job's optimizer."""
+    listed = saved.about.get("optimizer", {}).get("groups", [])
+    names = {p: name for name, p in job.named_parameters()}
     found = []
-    for path in folder.glob("step-*"):
-        if not re.fullmatch(r"step-\d+", path.name):
-            continue
-        try:
-            about = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            files = {_plain(name): {"bytes": int(f["bytes"]), "crc32": int(f["crc32"])} for name, f in about["files"].items()}
-            whole = all((path / name).stat().st_size == file["bytes"] for name, file in files.items())
-            if whole and about["version"] == VERSION:
-                found.append(Saved(path=path, step=int(about["step"]), about=about, files=files))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue
-    return sorted(found, key=lambda saved: saved.step, reverse=True)
+    for group in job.optimizer.param_groups:
+        held = [names[p] for p in group["params"]]
+        values = [one["values"] for one in listed if "names" not in one or set(held) <= set(one["names"])]
+        if not values:
+            raise UserError(
+                f"{saved.path} has no settings of the optimizer for {held[0]} and those with it",
+                "use the plan it was saved with",
+            )
+        found.append({key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in values[0].items()})
+    return found
 
 
-def load(saved: Saved, rank: int) -> dict[str, Any]:
-    """This rank's state, every byte of it checked; tensors are on the CPU."""
-    name = f"rank-{rank:05d}.safetensors"
-    if name not in saved.files:
-        raise FileFormatError(f"{saved.path} has no file of rank {rank}", "it was saved by fewer ranks")
-    return read_tree(saved.path / name, crc32=saved.files[name]["crc32"])
-
-
-def _plain(name: str) -> str:
-    if not re.fullmatch(r"rank-\d+\.safetensors", name):
-        raise ValueError(name)
-    return name
-
-
-# --- one file --------------------------------------------------------------------------------------------------------
-
-
-def write_tree(path: Path, tree: Mapping[str, Any]) -> dict[str, int]:
-    """Nested dicts and lists of tensors and plain values into one file; its bytes and checksum."""
-    outline = _Outline(tree)
-    header: dict[str, Any] = {"__metadata__": {"tree": json.dumps(outline.tree)}}
-    offset = 0
-    for name, tensor in outline.tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        plain = tensor.dtype in _NAMES
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype] if plain else "U8", "shape": list(tensor.shape) if plain else [size],
-            "data_offsets": [offset, offset + size],
-        }  # fmt: skip
-        offset += size
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    _check_room(path, 8 + len(head) + offset)
-    with path.open("wb") as stream, ThreadPoolExecutor(1) as pool:
-        writer = _Writer(stream, pool)
-        writer.write(len(head).to_bytes(8, "little") + head)
-        for tensor in outline.tensors.values():
-            writer.write(_bytes_of(tensor.detach().to("cpu").contiguous()))
-        stream.flush()
-        os.fsync(stream.fileno())
-    return {"bytes": writer.bytes, "crc32": writer.crc32}
-
-
-class _Writer:
-    """Writes and, at the same time in another thread, sums up."""
-
-    def __init__(self, stream: BinaryIO, pool: ThreadPoolExecutor) -> None:
-        self.stream, self.pool = stream, pool
-        self.bytes, self.crc32 = 0, 0
-
-    def write(self, content: Any) -> None:
-        view = memoryview(content)
-        for start in range(0, len(view), _CHUNK_BYTES):
-            piece = view[start : start + _CHUNK_BYTES]
-            summed = self.pool.submit(zlib.crc32, piece, self.crc32)
-            try:
-                self.stream.write(piece)
-            finally:
-                self.crc32 = summed.result()
-            self.bytes += len(piece)
-
-
-def _check_room(path: Path, size: int) -> None:
-    free = shutil.disk_usage(path.parent).free
-    if free < size:
-        raise OSError(28, f"the disk is full: {human_bytes(size)} to write and {human_bytes(free)} free")
-
-
-def _bytes_of(tensor: Tensor) -> Any:
-    return tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-
-
-class _Outline:
-    """A tree with names in place of tensors, as JSON can say it, and the tensors by name. One that is there twice
-    (tied weights) is kept once."""
-
-    def __init__(self, tree: Mapping[str, Any]) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._names: dict[Any, str] = {}
-        self.tree = self._of(tree, "")
-
-    def _of(self, value: Any, name: str) -> Any:
-        if isinstance(value, Tensor):
-            piece = value.to_local() if isinstance(value, DTensor) else value
-            key = (piece.data_ptr(), piece.shape, piece.stride(), piece.dtype) if piece.numel() else name
-            name = self._names.setdefault(key, name)
-            self.tensors[name] = piece
-            return {"$": name, "dtype": str(piece.dtype).removeprefix("torch."), "shape": list(piece.shape)}
-        if isinstance(value, Mapping):
-            return {"{": [[key, self._of(part, f"{name}/{key}" if name else str(key))] for key, part in value.items()]}
-        if isinstance(value, list | tuple):
-            parts = [self._of(part, f"{name}/{place}") for place, part in enumerate(value)]
-            return {"[" if isinstance(value, list) else "(": parts}
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        raise FileFormatError(f"a {type(value).__name__} at {name} cannot be saved", "keep tensors and plain values in the state")
-
-
-def read_tree(path: Path, *, crc32: int) -> dict[str, Any]:
-    """What `write_tree` wrote; a byte that has changed is found before anything is given out."""
-    damaged = FileFormatError(f"{path} is damaged: its bytes are not those that were written", "an older checkpoint is used")
-    tensors: dict[str, Tensor] = {}
+def saved_mesh(saved: Saved) -> Mesh:
     try:
-        with path.open("rb") as stream:
-            prefix = stream.read(8)
-            length = int.from_bytes(prefix, "little")
-            if length > min(_HEADER_MOST_BYTES, path.stat().st_size):
-                raise damaged
-            head = stream.read(length)
-            summed = zlib.crc32(head, zlib.crc32(prefix))
-            header = json.loads(head)
-            outline = json.loads(header.pop("__metadata__")["tree"])
-            for name, entry in header.items():
-                raw = torch.empty(entry["data_offsets"][1] - entry["data_offsets"][0], dtype=torch.uint8)
-                view = memoryview(raw.numpy())
-                for start in range(0, len(view), _CHUNK_BYTES):
-                    piece = view[start : start + _CHUNK_BYTES]
-                    if stream.readinto(piece) != len(piece):  # type: ignore[attr-defined]
-                        raise damaged
-                    summed = zlib.crc32(piece, summed)
-                tensors[name] = raw
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise damaged from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}", "see that the run folder is readable") from error
-    if summed != crc32:
-        raise damaged
-    made: dict[str, Any] = _filled(outline, tensors)
-    return made
+        return Mesh(**saved.about.get("plan", {}).get("mesh", {}))
+    except TypeError:
+        raise Damaged(f"{saved.path} was saved on a mesh nobody knows", "use an older checkpoint") from None
 
 
-def _filled(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if not isinstance(outline, dict):
-        return outline
-    if "$" in outline:
-        raw, dtype = tensors[outline["$"]], getattr(torch, outline["dtype"])
-        return raw.view(dtype).reshape(outline["shape"]) if raw.numel() else torch.empty(outline["shape"], dtype=dtype)
-    if "{" in outline:
-        return {key: _filled(part, tensors) for key, part in outline["{"]}
-    parts = [_filled(part, tensors) for part in outline.get("[") or outline.get("(") or ()]
-    return parts if "[" in outline else tuple(parts)
+def _stage_own(reader: Reader, job: Job, staged: Staged) -> None:
+    """Random numbers of the rank that saw the same samples; buffers of the rank most like this one."""
+    mesh, ranks = saved_mesh(reader.saved), job.ranks
+    mine = {axis: ranks.coordinate(axis) for axis in OWN_RANKS}
+
+    def distance(rank: int) -> tuple[bool, ...]:
+        at = coordinates(mesh, rank)
+        data = at["dp_replicate"] * mesh.dp_shard + at["dp_shard"]
+        like = {axis: mine[axis] if getattr(mesh, axis) == ranks.size(axis) else 0 for axis in ("tp", "cp", "pp")}
+        return (data != min(ranks.data_rank, mesh.data - 1), *(at[axis] != place for axis, place in like.items()))
+
+    nearest = sorted(reader.headers, key=lambda rank: (distance(rank), rank))
+    if ranks.data_rank < mesh.data:
+        staged.random = reader.own(nearest[0], only="random")
+    else:
+        staged.notes.append(f"data rank {ranks.data_rank} is new and draws random numbers of its own")
+    buffers: dict[str, Tensor] = {}
+    more: dict[str, Any] = {}
+    for _, name, value in _beside(job):
+        (buffers if isinstance(value, Tensor) else more)[name] = value
+    for rank in nearest:
+        if buffers.keys() <= staged.buffers.keys() and more.keys() <= staged.more.keys():
+            break
+        for key, into in (("buffers", staged.buffers), ("more", staged.more)):
+            for name, value in reader.own(rank, only=key).items():
+                into.setdefault(name, value)
+    for name, live in buffers.items():
+        found = staged.buffers.get(name)
+        if found is None or found.shape != live.shape or found.dtype != live.dtype:
+            had = "is not in it" if found is None else f"is {Spec(tuple(found.shape), dtype_name(found.dtype))} in it"
+            raise UserError(f"{reader.saved.path} is of another model: the buffer {name} {had}", "give the plan of its model")
 
 
-def spread(state: Mapping[str, Any], live: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A loaded job state with its pieces put back in the place they have on the mesh; `live` is the job's own now."""
-    model = {name: _like(value, live["model"].get(name)) for name, value in state["model"].items()}
-    moments = {
-        name: {key: value if key == "step" else _like(value, parameters.get(name)) for key, value in values.items()}
-        for name, values in state["optimizer"]["state"].items()
-    }
-    return {"model": model, "optimizer": {**state["optimizer"], "state": moments}}
+def take(staged: Staged, job: Job) -> None:
+    """Put it in place. Everything was checked: from here on nothing is expected to fail."""
+    shard.reshard(job.parts)
+    with torch.no_grad():
+        for name, parameter in job.named_parameters():
+            _local(parameter.detach()).copy_(staged.weights[name])
+        for part, name, value in _beside(job):
+            if isinstance(value, Tensor):
+                value.copy_(staged.buffers[name])
+            elif name in staged.more:
+                part.get_submodule(name.rpartition(".")[0]).set_extra_state(staged.more[name])
+    names = {p: name for name, p in job.named_parameters()}
+    own = job.optimizer.state_dict()["param_groups"]
+    states, groups = {}, []
+    used: set[str] = set()
+    for live, group, values in zip(job.optimizer.param_groups, own, staged.groups, strict=True):
+        groups.append({**group, **values})
+        for parameter, index in zip(live["params"], group["params"], strict=True):
+            name = names[parameter]
+            kept = staged.states.get(name, {})
+            if kept:  # two stages of a rank may hold one parameter: a copy for the second
+                states[index] = {key: _spread(value, parameter, copy=name in used) for key, value in kept.items()}
+            used.add(name)
+    job.optimizer.load_state_dict({"state": states, "param_groups": groups})
+    if staged.random is not None:
+        chance.set_state(staged.random, job.ranks.device)
+    else:
+        torch.manual_seed(staged.seed)
 
 
-def _like(value: Any, own: Any) -> Any:
-    """A rank's piece as a part of the whole, where its counterpart is one."""
-    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or value.shape != own.to_local().shape:
+def _spread(value: Any, parameter: Tensor, *, copy: bool) -> Any:
+    """A piece of the optimizer's state where the parameter's is, as a part of the whole where that is one."""
+    if not isinstance(value, Tensor):
         return value
+    local = _local(parameter.detach())
+    if value.shape != local.shape or not isinstance(parameter, DTensor):
+        return value.clone() if copy else value
     return DTensor.from_local(
-        value.to(own.device), own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
-    )
+        value.to(local.device, copy=copy), parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip

@@ -9,25 +9,44 @@ whole gradients, and averaged over replicas only after the last one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from foretell.plan.types import Plan
 from foretell.runtime.ranks import Ranks
 
 
-def shard(model: nn.Module, paths: Iterable[str], plan: Plan, ranks: Ranks) -> None:
-    """Shard a model, or one stage of it, in place; `paths` are the blocks it has."""
+def shard(
+    model: nn.Module, paths: Iterable[str], plan: Plan, ranks: Ranks, experts: Iterable[str] = ()
+) -> None:
+    """Shard a model, or one stage of it, in place; `paths` are the blocks it has, `experts` modules whose weights are
+    spread over ranks already: each is a unit of its own, over the ranks that hold the same of it."""
     mesh = ranks.data_mesh
     if mesh is None:
         return
     policy = policy_of(plan.precision)
+    alike = ranks.expert_mesh
+    for path in experts:
+        assert alike is not None
+        again = plan.reshard if isinstance(plan.reshard, bool) else True
+        inside = functools.partial(_inside, ranks=alike.size(-1))
+        fully_shard(
+            model.get_submodule(path), mesh=alike, mp_policy=policy, reshard_after_forward=again, shard_placement_fn=inside
+        )
     for unit in units(model, paths):
         fully_shard(unit if len(unit) > 1 else unit[0], mesh=mesh, mp_policy=policy, reshard_after_forward=plan.reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _inside(parameter: nn.Parameter, ranks: int) -> Shard:
+    """Along which dimension the ranks that hold the same experts share them: not that of the experts, if it can be."""
+    whole = [dim for dim in range(1, parameter.dim()) if parameter.shape[dim] % ranks == 0]
+    return Shard(whole[0] if whole else 0)
 
 
 def policy_of(precision: str) -> MixedPrecisionPolicy:

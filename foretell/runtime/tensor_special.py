@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretell.plan.tensor_types import PARTIAL, Shard
+from foretell.runtime.context_special import CONTEXT
 from foretell.runtime.tensor_ways import Team
 
 
@@ -105,5 +106,5 @@ def _expand(_: Team, __: Any, x: Tensor, shape: Any) -> Tensor:
 
 SPECIAL: dict[str, Callable[..., Any]] = {
     "embedding": embedding, "random": randomly, "cross_entropy_classes": cross_entropy_classes,
-    "cross_entropy_rows": cross_entropy_rows, "reshape": _reshape, "expand": _expand,
+    "cross_entropy_rows": cross_entropy_rows, "reshape": _reshape, "expand": _expand, **CONTEXT,
 }  # fmt: skip

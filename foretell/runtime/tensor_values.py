@@ -27,20 +27,20 @@ _local = torch._C.DisableTorchFunctionSubclass
 
 
 class Spec:
-    """Shape of the whole and how it lies; one object per pair, so that it is quick to look up."""
+    """Shape of the whole and how it lies on which kind of team; one object for each, so that it is quick to look up."""
 
-    __slots__ = ("place", "shape")
-    _all: ClassVar[dict[tuple[tuple[int, ...], Place], Spec]] = {}
+    __slots__ = ("level", "place", "shape")
+    _all: ClassVar[dict[tuple[tuple[int, ...], Place, int], Spec]] = {}
 
-    def __init__(self, shape: tuple[int, ...], place: Place) -> None:
-        self.shape, self.place = torch.Size(shape), place
+    def __init__(self, shape: tuple[int, ...], place: Place, level: int) -> None:
+        self.shape, self.place, self.level = torch.Size(shape), place, level
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], place: Place) -> Spec:
-        key = (shape, place)
+    def of(cls, shape: tuple[int, ...], place: Place, level: int = 1) -> Spec:
+        key = (shape, place, level)
         known = cls._all.get(key)
         if known is None:
-            known = cls._all[key] = cls(shape, place)
+            known = cls._all[key] = cls(shape, place, level)
         return known
 
 
@@ -49,6 +49,8 @@ class SplitTensor(Tensor):
 
     _spec: Spec
     _team: Team
+    _under: tuple[Spec, Team] | None = None
+    """How this rank's part is split once more, over the ranks of an inner team."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,7 +91,9 @@ _FAKE: dict[type, type] = {}
 def split(local: Tensor, place: Place, team: Team) -> Tensor:
     """See this rank's part as the whole."""
     with _local():
-        return _seen(local.view_as(local), _spec_of(local, place), team)
+        if isinstance(local, SplitTensor) and local._spec.level != team.level:
+            return _joint(local.view_as(local), local, place, team)
+        return _seen(local.view_as(local), _spec_of(local, place, team), team)
 
 
 def plain(x: Tensor) -> Tensor:
@@ -106,10 +110,31 @@ def whole(values: Any) -> Any:
     def gather(value: Any) -> Any:
         if not isinstance(value, SplitTensor):
             return value
+        if value._under is not None:
+            found = value._team.bring(inside(value, value._team), value._spec.place, None, False)
+            return gather(found)
         with _local():
             return _brought(value, value._spec.place, None, False, value._team)
 
     return torch.utils._pytree.tree_map(gather, values)
+
+
+def laid_bare(x: Tensor) -> Tensor:
+    """The same tensor, from now on one like any other: for a tensor that no code will see again as what it was."""
+    if type(x) is SplitTensor and x._under is None:
+        x.__class__ = Tensor
+        x.__dict__.pop("_ways", None)
+        return x
+    return inside(x, x._team) if isinstance(x, SplitTensor) else x
+
+
+def inside(x: Tensor, team: Team) -> Tensor:
+    """What the ranks of a team have of a tensor, as they see it: plain, or split over an inner team."""
+    if not isinstance(x, SplitTensor) or x._spec.level != team.level:
+        return x
+    with _local():
+        part = _part(x).view_as(_part(x))
+        return part if x._under is None else _seen(part, *x._under)
 
 
 def _part(x: Tensor) -> Tensor:
@@ -189,6 +214,8 @@ class _Known:
 def _call(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     tensors: list[Any] = []
     known, team = _look_up(func, name, args, kwargs, tensors)
+    if not team.level and any(isinstance(t, SplitTensor) and (t._under or t._spec.level) for t in tensors):
+        return _call_within(known, team, tensors, args, kwargs)
     with _local():
         if not known.as_it_is:
             values = [
@@ -200,6 +227,20 @@ def _call(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         output = known.special(team, known.func, *args, **kwargs) if known.special else known.func(*args, **kwargs)
         if known.out is None:
             return output
+        return _wrapped(output, known, team, args)
+
+
+def _call_within(known: _Known, team: Team, tensors: list[Any], args: Any, kwargs: Any) -> Any:
+    """The same where parts are split once more: what each rank then calls is a call on tensors split over the inner
+    team, which knows what to do with it."""
+    values = [
+        team.bring(inside(t, team), have, want, known.shares) for t, (have, want) in zip(tensors, known.ways, strict=True)
+    ]
+    args, kwargs = _arguments(known, args, kwargs, values)
+    output = known.special(team, known.func, *args, **kwargs) if known.special else known.func(*args, **kwargs)
+    if known.out is None:
+        return output
+    with _local():
         return _wrapped(output, known, team, args)
 
 
@@ -218,6 +259,8 @@ def _look_up(func: Any, name: str, args: Any, kwargs: Any, tensors: list[Any]) -
     for key, value in kwargs.items():
         parts += (key, _key(value, tensors))
     team = next(t._team for t in tensors if isinstance(t, SplitTensor))
+    if team.level:
+        team = next((t._team for t in tensors if isinstance(t, SplitTensor) and not t._spec.level), team)
     try:
         found = team.known.get(tuple(parts))
     except TypeError:  # an argument that cannot be a key
@@ -240,8 +283,8 @@ def _key(value: Any, tensors: list[Any]) -> Any:
 
 def _learn(func: Any, name: str, args: Any, kwargs: Any, team: Team) -> _Known:
     slots: list[Operand] = []
-    given = tuple(_operand(value, slots) for value in args)
-    named = {key: _operand(value, slots) for key, value in kwargs.items()}
+    given = tuple(_operand(value, slots, team) for value in args)
+    named = {key: _operand(value, slots, team) for key, value in kwargs.items()}
     try:
         result = decide(name, given, named, team.setting)
     except Refuse as refusal:
@@ -257,13 +300,14 @@ def _learn(func: Any, name: str, args: Any, kwargs: Any, team: Team) -> _Known:
     return _Known(func, slots, result)
 
 
-def _operand(value: Any, slots: list[Operand]) -> Any:
+def _operand(value: Any, slots: list[Operand], team: Team) -> Any:
     if isinstance(value, Tensor):
-        place = value._spec.place if isinstance(value, SplitTensor) else None
+        mine = isinstance(value, SplitTensor) and value._spec.level == team.level
+        place = value._spec.place if mine else None  # type: ignore[attr-defined]
         slots.append(Operand(len(slots), tuple(value.shape), place, value.dtype is torch.bool))
         return slots[-1]
     if isinstance(value, (tuple, list)):
-        return tuple(_operand(item, slots) for item in value)
+        return tuple(_operand(item, slots, team) for item in value)
     return Cut(value.start, value.stop, value.step) if isinstance(value, slice) else value
 
 
@@ -306,9 +350,11 @@ def _brought(x: Tensor, have: Place, want: Place, shares: bool, team: Team) -> T
     key = (want, shares, torch.is_grad_enabled())
     version = 0 if x.is_inference() else x._version
     found = ways.get(key)
-    if found is None or found[0] != version:
-        found = ways[key] = (version, team.bring(_part(x), have, want, shares))
-    brought: Tensor = found[1]
+    if found is not None and found[0] == version:
+        return found[1]  # type: ignore[no-any-return]
+    brought = team.bring(_part(x), have, want, shares)
+    if have is not None or want is None or not brought._is_view():  # a slice that is a view holds its tensor
+        ways[key] = (version, brought)
     return brought
 
 
@@ -331,10 +377,12 @@ def _wrapped(output: Any, known: _Known, team: Team, args: Any) -> Any:
 def _answer(x: Tensor, place: Place, known: _Known, team: Team, args: Any) -> Tensor:
     if place is None:
         return x
+    if isinstance(x, SplitTensor) and x._spec.level != team.level:
+        return _joint(x.view_as(x) if any(x is value for value in args) else x, x, place, team)
     shape = x.shape
     spec = known.specs.get(shape)
     if spec is None or spec.place != place:
-        spec = known.specs[shape] = _spec_of(x, place)
+        spec = known.specs[shape] = _spec_of(x, place, team)
     if type(x) is SplitTensor and x._spec is spec:
         return x
     if any(x is value for value in args):
@@ -342,8 +390,18 @@ def _answer(x: Tensor, place: Place, known: _Known, team: Team, args: Any) -> Te
     return _seen(x, spec, team)
 
 
-def _spec_of(part: Tensor, place: Place) -> Spec:
-    return Spec.of(global_shape(tuple(part.size()), place), place)
+def _joint(fresh: Tensor, x: SplitTensor, place: Place, team: Team) -> Tensor:
+    """A fresh tensor, whose part is split over an inner team as that of `x` is, as split over an outer one too."""
+    under = (x._spec, x._team)
+    fresh.__dict__.pop("_ways", None)
+    spec = Spec.of(global_shape(tuple(under[0].shape), place), place, team.level)
+    found = _seen(fresh, spec, team)
+    found._under = under  # type: ignore[attr-defined]
+    return found
+
+
+def _spec_of(part: Tensor, place: Place, team: Team) -> Spec:
+    return Spec.of(global_shape(tuple(part.size()), place), place, team.level)
 
 
 def _seen(x: Tensor, spec: Spec, team: Team) -> Tensor:
@@ -352,7 +410,9 @@ def _seen(x: Tensor, spec: Spec, team: Team) -> Tensor:
     if kind is Tensor or kind is SplitTensor:
         x.__class__ = SplitTensor
     elif issubclass(kind, FakeTensor):
-        x = x.view_as(x)
+        kind = kind.__mro__[2] if kind in _FAKE.values() else kind
+        with _bare([x]):
+            x = x.view_as(x)
         if kind not in _FAKE:
             _FAKE[kind] = type("SplitFake", (SplitTensor, kind), {})
         x.__class__ = _FAKE[kind]

@@ -23,6 +23,9 @@ _wait = _ops.wait_tensor
 class Team:
     """The ranks that share every layer, and what they have learned about the calls they make."""
 
+    level = 1
+    """Of two teams that share one tensor, the one with the lower level is the outer: the other splits its parts."""
+
     def __init__(self, mesh: DeviceMesh, setting: Setting) -> None:
         self.mesh, self.setting = mesh, setting
         self.name = mesh.get_group().group_name

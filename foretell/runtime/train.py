@@ -7,21 +7,23 @@ the step before read and written down. Rank 0 writes and speaks; everybody compu
 from __future__ import annotations
 
 import gc
-import hashlib
 import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from foretell.errors import FileFormatError, UserError
+from foretell.checkpoint.format import Spec
+from foretell.checkpoint.interval import steps_between
+from foretell.checkpoint.pretrained import load_into
+from foretell.errors import UserError
 from foretell.plan import file as plans
-from foretell.plan.mesh import OWN_RANKS, rank_at
 from foretell.plan.types import Plan
-from foretell.runtime import chance, guard, log, measure, save
+from foretell.runtime import folder as folders
+from foretell.runtime import guard, log, measure, save
 from foretell.runtime.apply import Job, apply
 from foretell.runtime.control import Control
 from foretell.runtime.data import Feed, Share
@@ -40,6 +42,10 @@ TELL_SECONDS = 0.1
 """The line on the screen is written anew at most this often."""
 MEMORY_SECONDS = 1.0
 """Peaks of memory are asked for at most this often: it takes the host some 0.1 ms."""
+FIRST_SAVE_STEPS = 5
+"""Where the interval is to be found, the first save comes after so many steps: it is measured, and shows that it works."""
+LEAVE_SECONDS = 10.0
+"""A run that fails waits so long for a save under way."""
 DONE, STOPPED = "done", "stopped"
 
 
@@ -75,10 +81,12 @@ def train(
     """Run a plan. The folder is there (`folder.begin` or `folder.go_on`); every rank calls this."""
     control = control or Control(ranks)
     watch = Watch(control, tell=screen.say, **dict(watch_seconds or {}))
+    run: Run | None = None
     try:
-        run = _prepared(plan, settings, ranks, folder, control, screen, command)
+        run = _prepared(plan, settings, ranks, folder, control, screen, command, resume=resume)
         if resume:
             run.resume()
+            control.first(lambda: folders.settle(folder.path, plan))
         with Signals(screen.say if ranks.is_first else lambda _: None) as signals:
             outcome = run.all_steps(signals)
         control.gather(None)
@@ -102,6 +110,8 @@ def train(
         watch.publish(_words(ranks, error))
         raise
     finally:
+        if run is not None and run.saver is not None:
+            run.saver.wait(LEAVE_SECONDS)
         watch.stop()
 
 
@@ -121,9 +131,17 @@ def _left(folder: Folder) -> str:
 
 
 def _prepared(
-    plan: Plan, settings: Settings, ranks: Ranks, folder: Folder, control: Control, screen: Screen, command: str
+    plan: Plan, settings: Settings, ranks: Ranks, folder: Folder, control: Control, screen: Screen, command: str,
+    resume: bool = False,
 ) -> Run:  # fmt: skip
     workload = control.together(lambda: build(plan, settings.seed))
+    known = save.whole_of(workload.model, plan)
+    if settings.init_from is not None and not (resume and control.first(lambda: bool(save.candidates(folder.checkpoints)))):
+        path, may_miss = Path(settings.init_from), settings.init_missing
+        report = control.together(lambda: load_into(workload.model, path, may_miss=may_miss))
+        if ranks.is_first:
+            for line in report.lines():
+                screen.say(line)
     unit, per_sample = count_of(workload.batch, plan.micro_batch)
     train_samples, eval_samples = control.together(lambda: samples_of(plan, settings, workload))
     if ranks.is_first:
@@ -139,8 +157,15 @@ def _prepared(
     measure.forget_peaks(ranks.device)
     return Run(
         plan=plan, settings=settings, ranks=ranks, folder=folder, control=control, screen=screen, command=command,
-        job=job, feed=feed, held=held, unit=unit, per_step=per_sample * share.step,
+        job=job, feed=feed, held=held, unit=unit, per_step=per_sample * share.step, known=known,
+        saver=None if settings.no_save else _saver(settings, ranks, folder, control),
     )  # fmt: skip
+
+
+def _saver(settings: Settings, ranks: Ranks, folder: Folder, control: Control) -> save.Saver:
+    """Its thread talks over a group of its own."""
+    back = save.Members(Control(ranks))
+    return save.Saver(folder.checkpoints, save.Members(control), back, keep=settings.keep, pin=ranks.device.type == "cuda")
 
 
 # --- the run itself --------------------------------------------------------------------------------------------------
@@ -162,6 +187,9 @@ class Run:
     held: Feed | None
     unit: str
     per_step: int
+    known: Mapping[str, Spec]
+    """Parameters of the whole model."""
+    saver: save.Saver | None
 
     def __post_init__(self) -> None:
         self.schedule = self.settings.schedule_for(self.plan)
@@ -174,37 +202,50 @@ class Run:
         self.signals = Signals()
         self.bad: Reading | None = None
         self.last_saved: save.Saved | None = None
+        self.next_save: int | None = None
+        """Where the interval is to be found: the step of the next save, the same on every rank."""
         self._told = self._asked_memory = 0.0
         self._memory: dict[str, int | None] = {}
 
     # ------------------------------------------------------------ start and end
 
     def resume(self) -> None:
-        """Take up the newest whole checkpoint; without one the run begins at its start."""
-        for saved in self.control.first(lambda: [one.step for one in save.complete(self.folder.checkpoints)]):
-            found = next((one for one in save.complete(self.folder.checkpoints) if one.step == saved), None)
-            state, why = _read(found, self.ranks)
+        """Take up the newest checkpoint that is as it was written; without any the run begins at its start."""
+        folder, complaint = self.folder.checkpoints, ""
+        for name in self.control.first(lambda: [path.name for path in save.candidates(folder)]):
+            staged, why = self.control.together(lambda name=name: self._staged(folder / name))  # type: ignore[misc]
             complaints = [said for said in self.control.gather(why) if said]
-            if not complaints and found is not None and state is not None:
-                self._take(found, state)
+            if not complaints and staged is not None:
+                self._take(*staged)
                 return
+            complaint = complaint or complaints[0]
             if self.ranks.is_first:
-                self.screen.say(f"the checkpoint of step {saved} is not used: {complaints[0]}")
+                self.screen.say(f"the checkpoint {name} is not used: {complaints[0]}")
+        if complaint:
+            raise UserError(f"no checkpoint of {self.folder.path} can be used: {complaint}", "start a new run with another --out")
         if self.ranks.is_first:
             self.screen.say("there is no checkpoint to resume from: the run begins at its start")
 
-    def _take(self, saved: save.Saved, state: dict[str, Any]) -> None:
-        if saved.about["data"]["digest"] != self.feed.samples.digest():
-            raise UserError(
-                f"the data is not what {saved.path} learned from", "give the same --data, unchanged, or start a new run"
-            )
-        live = self.job.state_dict()
-        self.job.load_state_dict(save.spread(state["job"], live, dict(self.job.named_parameters())))
-        chance.set_state(state["random"], self.ranks.device)
+    def _staged(self, path: Path) -> tuple[tuple[save.Saved, save.Staged] | None, str]:
+        """What this rank needs of a checkpoint, or what is damaged of it. Nothing of the run is changed by that."""
+        try:
+            saved = save.look(path)
+            if saved.about["data"]["digest"] != self.feed.samples.digest():
+                raise UserError(f"the data is not what {path} learned from", "give the same --data, unchanged, or start a new run")
+            return (saved, save.stage(save.Reader(saved), self.job, self.known, seed=self.settings.seed)), ""
+        except save.Damaged as error:
+            return None, error.problem
+
+    def _take(self, saved: save.Saved, staged: save.Staged) -> None:
+        save.take(staged, self.job)
         self.feed.seek(saved.about["data"])
         self.step, self.last_saved = saved.step, saved
+        if self.saver is not None:
+            self.saver.good.add(saved.path)
         if self.ranks.is_first:
-            self.screen.say(f"resumed after step {self.step}")
+            before = save.saved_mesh(saved)
+            how = "" if before == self.plan.mesh else f", saved on {before.world} ranks"
+            self.screen.say(f"resumed after step {self.step}{how}")
 
     def all_steps(self, signals: Signals) -> Outcome:
         self.signals = signals
@@ -242,6 +283,8 @@ class Run:
         """Steps until the last one, a signal or a bad number; whether a signal stopped them."""
         settings = self.settings
         first = self.step
+        if settings.mtbf is not None:
+            self.next_save = first + FIRST_SAVE_STEPS
         batches = self._fetched() if self.step < settings.steps else []
         while self.step < settings.steps:
             for group in self.job.optimizer.param_groups:
@@ -249,15 +292,21 @@ class Run:
             self.clock.begin()
             loss = self.job.backward(batches)
             self.clock.middle()
+            if self.saver is not None:
+                self.saver.before_update()
             result = self.job.update(loss)
             self.step += 1
             self.clock.end(self.step, result.loss, result.grad_norm)
             if self.step < settings.steps:
                 batches = self._fetched()
             self._note(self.clock.read())
+            self._tell_save()
+            self._find_next_save()
             if self.step == first + 2:
                 gc.collect()
                 gc.freeze()  # what is alive now stays: later collections need not look at it again
+                if self.saver is not None and (settings.save_every or settings.mtbf):
+                    self.saver.warm(save.pieces(self.job), save.own_state(self.job))
             stop = self.control.should_stop(self.step, bool(self.signals.asked), self.tally.last_seconds)
             if stop or self.bad is not None:
                 break
@@ -275,7 +324,8 @@ class Run:
     def _due(self) -> None:
         """Evaluation and checkpoint, where it is their turn."""
         evaluates = self.settings.eval_every and self.step % self.settings.eval_every == 0
-        saves = self.settings.save_every and self.step % self.settings.save_every == 0 and not self.settings.no_save
+        saves = self.settings.save_every and self.step % self.settings.save_every == 0
+        saves = not self.settings.no_save and (saves or (self.next_save is not None and self.step >= self.next_save))
         if self.step == self.settings.steps or not (evaluates or saves):
             return
         self._note(self.clock.read(all=True))
@@ -284,7 +334,7 @@ class Run:
         if evaluates:
             self.evaluate()
         if saves:
-            self.save()
+            self.save(wait=False)
         self.clock.pause()
 
     def _note(self, readings: list[Reading]) -> None:
@@ -337,41 +387,49 @@ class Run:
             self.log.write("eval", self.step, loss=self.tally.eval_loss, seconds=self.tally.eval_seconds[-1])
             self.screen.say(f"step {self.step}: held-out loss {self.tally.eval_loss:.4f}")
 
-    def save(self) -> save.Saved | save.NotSaved:
-        """A checkpoint of this moment; one that fails is told and leaves the one before."""
+    def _tell_save(self) -> save.Saved | save.NotSaved | None:
+        """How the last save went, as soon as that is known."""
+        done = self.saver.poll() if self.saver is not None else None
+        if done is None:
+            return None
+        good = done.result if isinstance(done.result, save.Saved) else None
+        why = done.result.why if isinstance(done.result, save.NotSaved) else None
+        self.last_saved = good or self.last_saved
+        if self.log is not None:
+            self.log.write("save", done.result.step, seconds=done.seconds, stall_seconds=done.stall_seconds,
+                           bytes=good.bytes if good else None, problem=why)  # fmt: skip
+            if why is not None:
+                self.screen.say(f"step {done.result.step}: the checkpoint was not saved: {why}; {self._kept()}")
+        return done.result
+
+    def _find_next_save(self) -> None:
+        """Where it is to be found when to save: one step after a save all ranks know what it cost, and agree."""
+        if self.settings.mtbf is None or self.saver is None or self.next_save is not None:
+            return
+        told = self.control.gather([self.saver.stall_seconds, self.tally.recent_seconds()])
+        cost, step = (max(said) for said in zip(*told, strict=True))
+        self.next_save = self.step + steps_between(cost, self.settings.mtbf, step, self.settings.steps)
+
+    def save(self, *, wait: bool = True) -> save.Saved | save.NotSaved | None:
+        """A checkpoint of this moment; one that fails is told and leaves the one before. Without `wait` it is written
+        while the next steps run, and nothing is known of it yet."""
+        assert self.saver is not None
+        began = time.perf_counter()
+        self.saver.wait()
+        self._tell_save()
         if self.last_saved is not None and self.last_saved.step == self.step:
             return self.last_saved
-        began = time.perf_counter()
-        state = {"job": self._own_state(), "random": chance.state(self.ranks.device)}
         used = self.feed.first - (self.feed.share.step if self.step < self.settings.steps else 0)
         about = {
             "data": {**self.feed.state(used), "digest": self.feed.samples.digest()}, "schedule": self.schedule.to_json(),
-            "plan": hashlib.sha256(plans.text_of(self.plan).encode()).hexdigest()[:16], "versions": versions(),
+            "plan": plans.to_json(self.plan), "versions": versions(), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }  # fmt: skip
-        done = save.save(self.folder.checkpoints, self.step, state, about, self.control)
+        own, extra = save.own_state(self.job), save.extra(self.job)
+        self.saver.begin(self.step, save.pieces(self.job), own, about, extra=extra, wait=wait)
         seconds = time.perf_counter() - began
         self.tally.save_seconds.append(seconds)
-        if isinstance(done, save.Saved):
-            self.last_saved = done
-        if self.log is not None:
-            good = isinstance(done, save.Saved)
-            self.log.write("save", self.step, seconds=seconds, bytes=done.bytes if isinstance(done, save.Saved) else None,
-                           problem=None if isinstance(done, save.Saved) else done.why)  # fmt: skip
-            if not good:
-                self.screen.say(f"step {self.step}: the checkpoint was not saved: {done.why}; {self._kept()}")  # type: ignore[union-attr]
-        return done
-
-    def _own_state(self) -> dict[str, Any]:
-        """What this rank has to save: everything; a replica only its buffers, since the rest is the same as rank 0's."""
-        whole = self.job.state_dict()
-        if self.ranks.coordinate("dp_replicate") == 0:
-            return whole
-        buffers = {
-            self.job.name_of(position, name)
-            for position, part in enumerate(self.job.parts)
-            for name, _ in part.named_buffers()
-        }
-        return {"model": {name: value for name, value in whole["model"].items() if name in buffers}}
+        self.next_save = None
+        return self._tell_save() if wait else None
 
     def measured(self) -> Measurement | None:
         """Sum up and write it down."""
@@ -400,20 +458,3 @@ class Run:
             f"the {what} of step {bad.step} is {value}: {where}; its update was not applied",
             f"look at samples {first} to {first + self.feed.share.step - 1} of the run's order, or lower --lr; {kept}",
         )
-
-
-def _read(saved: save.Saved | None, ranks: Ranks) -> tuple[dict[str, Any] | None, str]:
-    """This rank's part of a checkpoint, or what is wrong with it."""
-    if saved is None:
-        return None, "it is not there on every rank: the run folder must be one that all machines share"
-    if int(saved.about.get("world", 0)) != ranks.world:
-        return None, f"it was saved by {saved.about.get('world')} ranks"
-    try:
-        state = save.load(saved, ranks.rank)
-        if ranks.coordinate("dp_replicate"):
-            place = {axis: ranks.coordinate(axis) for axis in OWN_RANKS} | {"dp_replicate": 0}
-            leader = save.load(saved, rank_at(ranks.sizes, **place))["job"]
-            state["job"] = {**leader, "model": {**leader["model"], **state["job"]["model"]}}
-        return state, ""
-    except FileFormatError as error:
-        return None, error.problem

@@ -81,8 +81,10 @@ def twin(plan: Plan) -> Twin:
 
 
 def _mesh(plan: Plan) -> tuple[Mesh, list[str]]:
-    sizes = {axis: min(2, getattr(plan.mesh, axis)) for axis in ("pp", "dp_replicate", "dp_shard", "tp", "cp")}
-    if _wants_smaller_world(plan) and prod(sizes.values()) * 2 <= LARGEST_WORLD:
+    sizes = {axis: min(2, getattr(plan.mesh, axis)) for axis in ("pp", "dp_replicate", "dp_shard", "tp", "cp", "ep")}
+    world = prod(size for axis, size in sizes.items() if axis != "ep")
+    apart = plan.mesh.ep > 1 and plan.mesh.dp_shard > plan.mesh.ep
+    if (_wants_smaller_world(plan) or apart) and world * 2 <= LARGEST_WORLD:
         sizes["dp_shard"] = 4
     notes = [
         f"{axis} {getattr(plan.mesh, axis)} → {size}"

@@ -19,7 +19,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,7 +47,10 @@ BF16_ROUNDING = 2.0**-8
 LIMIT_SECONDS = 120.0
 BACKEND = "aot_eager"
 """How compiled graphs are run: captured, split into forward and backward, but not made into machine code."""
-AXES = {"dp_replicate": "data replicas", "dp_shard": "data shards", "tp": "tensor split", "pp": "pipeline"}
+AXES = {
+    "dp_replicate": "data replicas", "dp_shard": "data shards", "cp": "shared positions", "tp": "tensor split",
+    "pp": "pipeline", "ep": "shared experts",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ def _plain_run(source: Source, plan: Plan, steps: int, counted: AbstractContextM
     workload = build(source)
     model = workload.model.train()
     kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-    sharded = plan.precision == "bf16-mixed" and plan.mesh.data > 1  # bf16 weights, of which fp32 ones are kept
+    sharded = plan.precision == "bf16-mixed" and plan.mesh.spread > 1  # bf16 weights, of which fp32 ones are kept
     prepare_precision(model, "fsdp-bf16" if sharded else plan.precision)
     computed = {name: p for name, p in model.named_parameters() if name in kept}
     trained = {name: nn.Parameter(p) for name, p in kept.items()} if sharded else computed
@@ -169,7 +172,7 @@ def _plain_run(source: Source, plan: Plan, steps: int, counted: AbstractContextM
 
 
 def _autocast(plan: Plan) -> bool:
-    return plan.precision == "bf16-mixed" and plan.mesh.data == 1
+    return plan.precision == "bf16-mixed" and plan.mesh.spread == 1
 
 
 def _hand_over(computed: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter]) -> None:
@@ -193,7 +196,7 @@ def run_rank(_rank: int, _world: int, source: Source, plan: Plan, steps: int = S
         loss = job.backward(mine)
         if step == 0:
             gradients = job.gradients()
-            if ranks.data_rank == ranks.coordinate("tp") == 0:
+            if ranks.data_rank == ranks.coordinate("tp") == ranks.coordinate("cp") == 0:
                 run.gradients.update({name: grad.float() for name, grad in gradients.items()})
         result = job.update(loss)
         run.losses.append(result.loss.item())
@@ -325,6 +328,8 @@ def cases_of(plan: Plan) -> list[Case]:
     if len(used) > 1:
         for axis in used:
             mesh = Mesh(**{axis: getattr(plan.mesh, axis)})
+            if axis == "ep":  # it is a part of dp_shard
+                mesh = replace(mesh, dp_shard=mesh.ep)
             alone = plain.with_(mesh=mesh, pipeline=plan.pipeline if axis == "pp" else None)
             found.append(
                 Case(f"{AXES[axis]} alone, fp32", alone.with_(reshard=plan.reshard if axis == "dp_shard" else True))

@@ -81,12 +81,13 @@ def _told(asked: Mapping[str, Any]) -> str:
     words = [f"{source['model']}, micro-batch {source['micro_batch']}"]
     words += [f"recompute {recipe['recompute']}"] if recipe["recompute"] != "none" else []
     words += [f"tp {asked['tp']['ranks']}"] if asked.get("tp") else []
+    words += [f"{axis} {asked[axis]}" for axis in ("cp", "ep") if asked.get(axis)]
     return ", ".join(words)
 
 
 def _answer(asked: Mapping[str, Any], target: Path) -> dict[str, Any]:
     try:
-        if asked.get("tp"):
+        if any(asked.get(axis) for axis in ("tp", "cp", "ep")):
             from foretell.search.split_trace import trace_split
 
             return trace_split(asked, target)

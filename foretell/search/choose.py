@@ -1,4 +1,7 @@
-"""A small chooser: some fifty plans for a model on given hardware, each costed; the best that fits, and why not others.
+"""The best plan for a model on given hardware, and why not others.
+
+Devices whose speed is known are searched by `search.find`. A CPU, a device of which nothing is known, and a model whose
+step is not made of straight lines are climbed: some fifty plans, each costed op by op.
 
     meshes ─► precision ─► micro-batch × accumulation ─► residency ─► compile, reshard
       each a generator of plans from a plan; what is not legal is dropped with the reason
@@ -18,7 +21,7 @@ from typing import Any
 
 from foretell.cost.plan import KEEP, Options, PlanCost, predict_plan
 from foretell.cost.plan_blocks import blocks_of
-from foretell.cost.prediction import TIGHT, Infeasible
+from foretell.cost.prediction import FITS, TIGHT, Infeasible
 from foretell.cost.sharded import block_of
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
@@ -26,6 +29,9 @@ from foretell.plan import legal
 from foretell.plan.blocks import compress, cuts_by_cost
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency
+from foretell.search.find import Finalist, Found, Unsuited, find
+from foretell.search.space_wishes import Wishes as Wishes
+from foretell.search.space_wishes import check as check_wishes
 from foretell.search.traces import Traces
 from foretell.trace.load import Source
 from foretell.trace.load import check as check_source
@@ -35,8 +41,9 @@ from foretell.units import human_bytes
 LIMIT = 50
 """Plans that are costed."""
 LARGEST_MICRO_BATCH = 512
-ALIKE = 0.01
-"""Plans whose speeds are within this share of each other count as alike, and the simplest is taken."""
+ALIKE, ALIKE_ON_CPU = 0.01, 0.05
+"""Plans whose speeds are within this share of each other count as alike, and the simplest is taken. A CPU's speed comes
+and goes by more than one percent."""
 WAITS = 0.1
 """Share of the step that data parallelism may wait for its messages before other axes are tried."""
 FILL = 4
@@ -46,24 +53,6 @@ WORTH = 0.03
 LESS_IF_TIGHT = 0.03
 """A plan that may run out of memory must be this much faster to be preferred."""
 MODES = ("keep", "selective", "recompute")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What the user asks of a plan."""
-
-    global_batch: int | None = None
-    """Samples of one optimizer step; None: whatever runs fastest."""
-    precision: str | None = None
-    """None: bf16-mixed, on a CPU fp32."""
-    optimizer: str = "adamw-fused"
-    clip: float | None = 1.0
-    ranks: tuple[int, ...] = ()
-    """Numbers of ranks to try; empty: all devices, on a CPU one and two."""
-    compile: tuple[str, ...] = ()
-    """Ways to compile to try; empty: those whose speed was measured."""
-    meshes: tuple[Mesh, ...] = ()
-    """Meshes to try; empty: all that make sense."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +67,9 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        return self.cost is not None and self.cost.fits
+        if self.cost is None:
+            return self.plan.predicted.get("verdict") in (FITS, TIGHT)
+        return self.cost.fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +85,8 @@ class Choice:
     """Why nothing fits: of the plan that comes nearest."""
     costed: int = 0
     notes: tuple[str, ...] = ()
+    found: Found | None = None
+    """What the search found besides: the front, what binds, what other hardware would change."""
 
     @property
     def plan(self) -> Plan:
@@ -108,20 +101,50 @@ Progress = Callable[[str], None]
 def choose(
     source: Source, cluster: Cluster, hardware: str, wishes: Wishes | None = None, *, options: Options | None = None,
     hints: Mapping[str, float] | None = None, cache: bool = True, progress: Progress = lambda _: None,
+    exact: bool | None = True, what_if: bool = False, patience: float = float("inf"),
 ) -> Choice:  # fmt: skip
-    """The best plan for a model on hardware; `hardware` is how the user wrote it."""
+    """The best plan for a model on hardware; `hardware` is how the user wrote it.
+
+    `exact`: whether the best is costed op by op in any case (True), where that is quick (None), or not (False).
+    """
     check_source(source)
-    device = cluster.device
-    capability = None if device.backend == "cpu" else device.compute_capability or (9, 0)
+    asked, device = wishes or Wishes(), cluster.device
+    check_wishes(asked, cluster)
+    on_cpu = device.backend == "cpu"
+    capability = None if on_cpu else device.compute_capability or (9, 0)
     traces = Traces(capability=capability, hints=dict(hints or {}), cache=cache, progress=progress)
     how = options or Options()
     how = replace(how, profile_of=functools.cache(how.profile_of))
-    search = _Search(source, cluster, hardware, wishes or Wishes(), how, traces, progress)
+    remarks: tuple[str, ...] = ()
+    if not on_cpu:
+        try:
+            return as_choice(find(
+                source, cluster, hardware, asked, options=how, progress=progress, exact=exact, what_if=what_if,
+                patience=patience, traces=traces,
+            ))  # fmt: skip
+        except Unsuited as error:
+            remarks = (f"plans were tried one by one: {error}",)
+    search = _Search(source, cluster, hardware, asked, how, traces, progress)
     for mesh in search.meshes():
         search.explore(mesh)
     for mesh in search.deeper_meshes():
         search.explore(mesh)
-    return search.choice()
+    found = search.choice()
+    return replace(found, notes=(*found.notes, *remarks))
+
+
+def as_choice(found: Found) -> Choice:
+    """What a search found, as callers of `choose` know it."""
+
+    def one(finalist: Finalist) -> Candidate:
+        return Candidate(plan=finalist.plan, cost=finalist.cost, why=finalist.why)
+
+    nearest = [replace(one(found.nearest), why=found.needs)] if found.nearest is not None else []
+    return Choice(
+        best=one(found.best) if found.best is not None else None, runners_up=tuple(map(one, found.runners_up)),
+        dropped=(*nearest, *map(one, found.dropped)), infeasible=found.infeasible, costed=found.costed, notes=found.notes,
+        found=found,
+    )  # fmt: skip
 
 
 @dataclass
@@ -329,7 +352,8 @@ class _Search:
         notes = (*self.traces.notes, *self.remarks)
         if not fitting:
             return Choice(best=None, dropped=dropped, infeasible=self._nearest(), costed=self.costed, notes=notes)
-        best = min((one for one in fitting if _speed(one) >= (1 - ALIKE) * _speed(fitting[0])), key=_effort)
+        alike = ALIKE_ON_CPU if self.on_cpu else ALIKE
+        best = min((one for one in fitting if _speed(one) >= (1 - alike) * _speed(fitting[0])), key=_effort)
         losers: dict[Any, Candidate] = {}
         for one in fitting:
             if one is not best:
@@ -367,10 +391,10 @@ def _speed(one: Candidate) -> float:
 
 
 def _effort(one: Candidate) -> tuple[Any, ...]:
-    """How much there is to a plan: ranks and axes, compiling, recomputing, large micro-batches."""
+    """How much there is to a plan: ranks and axes, compiling, recomputing, accumulation, large micro-batches."""
     mesh, plan = one.plan.mesh, one.plan
     axes = sum(degree > 1 for degree in (mesh.dp_replicate, mesh.dp_shard, mesh.tp, mesh.pp))
-    return mesh.world, axes, plan.compile != "none", bool(plan.blocks), plan.reshard is not True, plan.micro_batch
+    return mesh.world, axes, plan.compile != "none", bool(plan.blocks), plan.reshard is not True, plan.accumulate, plan.micro_batch
 
 
 def _kind(plan: Plan) -> Any:

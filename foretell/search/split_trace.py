@@ -1,14 +1,16 @@
-"""The step of one rank of a tensor-split model, traced: its own part of every layer, and the messages between ranks.
+"""The step of one rank of a split model, traced: its own part of every layer or sample, and the messages between ranks.
 
-The model is split by `runtime.tensor` itself, on fake tensors and in a process group whose messages go nowhere, so what
-is costed is what runs. Messages become ops of foretell's own, with the mesh axis and the number of ranks.
+Layers are split by `runtime.tensor` and positions by `runtime.context` themselves, on fake tensors and in a process
+group whose messages go nowhere, so what is costed is what runs. Messages become ops of foretell's own, with the mesh
+axis and the number of ranks. Of ranks that share positions the last is traced: where attention is causal it does most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,14 +23,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+from foretell.cost.context import WORK, work_of_all
+from foretell.cost.expert import EXPERTS
 from foretell.cost.tensor import SPLIT_STREAM
 from foretell.errors import ForetellError, UserError
+from foretell.plan.context import Shared, share
 from foretell.plan.tensor import Derived, derive, refusal
 from foretell.plan.tensor_types import Setting
-from foretell.runtime import tensor, tensor_values
+from foretell.runtime import context_special, expert, expert_exchange, tensor, tensor_values
+from foretell.runtime.context import Context, context_of
+from foretell.runtime.context_ways import ContextTeam
 from foretell.runtime.tensor_ways import Team
 from foretell.trace import capture as capturing
-from foretell.trace import deep
+from foretell.trace import cuda_attention, deep
+from foretell.trace import step as step_of
 from foretell.trace.blocks import find_blocks
 from foretell.trace.capture import no_initialisation
 from foretell.trace.collection import no_collection
@@ -42,7 +50,10 @@ from foretell.trace.types import Op, Program, Trace
 
 FOREACH = [Tensor, torch.nn.Parameter, FakeTensor, DTensor]
 """What optimizers and clipping take lists of on CUDA."""
-MESSAGES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_reduce": "all_reduce"}
+MESSAGES = {
+    "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+}  # fmt: skip
 WAIT = "foretell.tensor_wait"
 
 
@@ -53,23 +64,27 @@ def trace_split(asked: Mapping[str, Any], target: Path) -> dict[str, Any]:
     from foretell.trace.load import notes, step_error, user_files
 
     source, recipe = Source(**asked["source"]), Recipe.from_json(asked["recipe"])
-    wish = asked["tp"]
+    wish: dict[str, Any] = {"ranks": 1, "sequence": True, "loss": True, "rules": {}, **asked.get("tp", {})}
     try:
-        trace, derived = capture_split_deep(
-            lambda: load(source), recipe, int(wish["ranks"]), sequence=wish["sequence"], loss=wish["loss"],
-            rules=wish["rules"], capability=tuple(asked["capability"]) or None, hints=asked["hints"],
-        )  # fmt: skip
+        ranks, context = int(wish.pop("ranks")), int(asked.get("cp", 1))
+        wish |= {"capability": tuple(asked["capability"]) or None, "hints": asked["hints"], "context": context}
+        wish["experts"] = int(asked.get("ep", 1))
+        trace, derived = capture_split_deep(lambda: load(source), recipe, ranks, **wish)
+        if context > 1:
+            first, _ = capture_split_deep(lambda: load(source), recipe, ranks, **wish, context_rank=0)
+            trace = replace(trace, meta={**trace.meta, WORK: work_of_all(first, trace, context)})
     except ForetellError:
         raise
     except Exception as error:
         raise step_error(source.model, error) from error
     save(trace, target)
-    return {"files": file_hashes(user_files()), "notes": [*notes(), *derived.notes], "split": list(derived.report())}
+    told = {"notes": [*derived.notes], "split": list(derived.report())} if derived else {"notes": []}
+    return {"files": file_hashes(user_files()), **told, "notes": [*notes(), *told["notes"]]}
 
 
 def capture_split_deep(
     build: Callable[[], Workload], recipe: Recipe, ranks: int, **wishes: Any
-) -> tuple[Trace, Derived]:  # fmt: skip
+) -> tuple[Trace, Derived | None]:  # fmt: skip
     """What `capture_split` returns, sooner where the model is one deep stack of equal blocks (see `trace.deep`)."""
     try:
         return _extended(build, recipe, ranks, wishes)
@@ -81,7 +96,7 @@ def capture_split_deep(
 
 def _extended(
     build: Callable[[], Workload], recipe: Recipe, ranks: int, wishes: Mapping[str, Any]
-) -> tuple[Trace, Derived]:
+) -> tuple[Trace, Derived | None]:
     if wishes.get("hints"):
         raise deep.Doubt("hints may name single blocks")
     with no_collection(), Recorder() as recorder:
@@ -90,38 +105,98 @@ def _extended(
         path, depth = deep.find_stack(workload.model)
         blocks = find_blocks(workload.model)
         deep._probe(recorder, workload, path, recipe)
+        spread = wishes.get("experts", 1)
+        stacks = [one.path for one in expert.find(workload.model, spread, trial=False)] if spread > 1 else []
         del workload
     found = [
         capture_split(lambda d=d: deep._shortened(build(), path, depth, d), recipe, ranks, **wishes)  # type: ignore[misc]
         for d in deep.SHALLOW
     ]
-    trace = deep.extend([shallow for shallow, _ in found], depth - deep.SHALLOW[0])
+    alike = [replace(one, meta={key: one.meta[key] for key in one.meta if key != EXPERTS}) for one, _ in found]
+    trace = deep.extend(alike, depth - deep.SHALLOW[0])
     if trace.meta["blocks"] != blocks:
         raise deep.Doubt("the blocks found are not those of the full model")
-    return trace, found[0][1]
+    return replace(trace, meta={**trace.meta, **({EXPERTS: stacks} if stacks else {})}), found[0][1]
 
 
 def capture_split(
     build: Callable[[], Workload], recipe: Recipe, ranks: int, *, sequence: bool = True, loss: bool = True,
     rules: Mapping[str, str] | None = None, capability: tuple[int, int] | None = (9, 0),
-    hints: Mapping[str, float] | None = None,
-) -> tuple[Trace, Derived]:  # fmt: skip
-    """Trace rank 0 of a model split over `ranks`, and how it was split; raises why where it cannot be."""
-    derived = _derived(build, ranks, sequence, loss, rules)
+    hints: Mapping[str, float] | None = None, context: int = 1, context_rank: int | None = None, experts: int = 1,
+) -> tuple[Trace, Derived | None]:  # fmt: skip
+    """Trace one rank of a model whose layers are split over `ranks`, positions over `context` and experts over `experts`,
+    and how its layers are split; raises why where it cannot be. Without a split of layers the second is None.
+    `context_rank` is the one that is traced, the last if not said."""
+    at = context - 1 if context_rank is None else context_rank
+    derived = _derived(build, ranks, sequence, loss, rules) if ranks > 1 else None
+    shared = _shared(build, context) if context > 1 else None
     recorder = _Recorder(hints)
-    with _group(ranks) as mesh, no_collection(), _on_fakes(recorder), recorder, ExitStack() as stack:
+    axes = {"cp": context, "ep": experts, "tp": ranks}
+    with _group(axes, at * ranks) as mesh, no_collection(), _on_fakes(recorder), recorder, ExitStack() as stack:
         if capability:
             stack.enter_context(cuda_choices(recorder, capability))
         with no_initialisation():
             workload = build()
-        tensor.apply(workload.model, derived, Team(mesh, Setting(ranks, sequence, loss)))
+        if derived is not None:
+            tensor.apply(workload.model, derived, Team(mesh["tp"], derived.setting))
+            recorder.groups[mesh["tp"].get_group().group_name] = ("tp", ranks)
+        if shared is not None:
+            team = ContextTeam(mesh["cp"], Setting(context, sequence=False, context=True))
+            recorder.groups[team.name] = ("cp", context)
+            stack.enter_context(_positions(context_of(workload.batch, shared, team), recorder))
+        stacks: tuple[expert.Experts, ...] = ()
+        if experts > 1:
+            stacks = expert.find(workload.model, experts, trial=False)
+            _refuse_routed(stacks)
+            spread = expert.apply(workload.model, stacks, mesh["ep"], plain=True)
+            recorder.groups[spread.crew.name] = ("ep", experts)
+            stack.enter_context(mock.patch.object(expert_exchange.Stacked, "_agree", lambda *_: None))
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
         resident = capturing._resident(recorder, step.workload)
         with recorder.modules(workload.model), real_masks():
             roles = capturing._train(recorder, step, resident)
     trace = capturing._finish(recorder, step, roles, capability)
-    meta = {**trace.meta, "tp": ranks, "ranks": ranks, SPLIT_STREAM: bool(derived.sequence)}
-    return replace(trace, programs=_named(trace.programs, ranks), meta=meta), derived
+    meta = {**trace.meta, "ranks": ranks * context * experts}
+    if derived is not None:
+        meta |= {"tp": ranks, SPLIT_STREAM: bool(derived.sequence)}
+    if shared is not None:
+        meta |= {"cp": context}
+    if stacks:
+        meta |= {"ep": experts, EXPERTS: [one.path for one in stacks]}
+    return replace(trace, programs=_named(trace.programs), meta=meta), derived
+
+
+def _refuse_routed(stacks: Sequence[expert.Experts]) -> None:
+    for one in stacks:
+        if one.kind == expert.ROUTED:
+            raise UserError(
+                f"{one.path} gives each expert as many rows as choose it, which only a run knows",
+                "run it and compare, or trace it with a capacity: no prediction can be made",
+            )
+
+
+@contextmanager
+def _positions(shared: Context, recorder: Recorder) -> Iterator[None]:
+    """Steps take this rank's positions of the batch, and attend from the last ones with the kernel that CUDA would."""
+    plain = step_of.compute_loss
+
+    def compute_loss(workload: Workload) -> Tensor:
+        return shared.finish(plain(Workload(workload.model, shared.open(workload.batch), workload.loss)))
+
+    def lower_right(_: int, __: int, options: Mapping[str, Any]) -> Callable[..., Tensor | None]:
+        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+            assert recorder.capability is not None
+            dropout, grouped, scale = options["dropout_p"], options["enable_gqa"], options["scale"]
+            able = cuda_attention._flash(query, key, value, None, dropout, False, grouped, recorder.capability, True)
+            return cuda_attention._run_flash(query, key, value, dropout, True, scale) if able else None
+
+        return run
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(step_of, "compute_loss", compute_loss))
+        stack.enter_context(mock.patch.object(context_special, "_lower_right", lower_right))
+        stack.enter_context(mock.patch.object(context_special, "_has_kernel", lambda _: recorder.capability is not None))
+        yield
 
 
 def _derived(
@@ -137,14 +212,34 @@ def _derived(
     return derived
 
 
+def _shared(build: Callable[[], Workload], context: int) -> Shared:
+    with torch.device("meta"):
+        workload = build()
+    return share(record(workload), context)
+
+
 class _Recorder(Recorder):
     """Sees through DTensors: their storage is that of this rank's part, and what is done to them is done by DTensor."""
+
+    def __init__(self, hints: Mapping[str, float] | None = None) -> None:
+        super().__init__(hints)
+        self.groups: dict[str, tuple[str, int]] = {}
+        """Name of a process group → its axis of the mesh and number of ranks."""
+        self._members: tuple[str, int] = ("tp", 1)
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in kinds):
             return NotImplemented
+        if func.namespace == "_c10d_functional":
+            named = [value for value in args if isinstance(value, str) and value in self.groups]
+            self._members = self.groups[named[-1]] if named else self._members
         with torch._C.DisableTorchFunctionSubclass(), _bare((args, kwargs)):
             return super().__torch_dispatch__(func, kinds, args, kwargs)
+
+    def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> None:
+        if name.startswith("_c10d_functional."):
+            attrs = (f"axis:{self._members[0]}", f"ranks:{self._members[1]}")
+        super().record(name, inputs, outputs, attrs)
 
     def storage_id(self, tensor: Tensor, born: Any = None) -> int:
         return super().storage_id(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, born)
@@ -187,28 +282,28 @@ def _on_fakes(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _group(ranks: int) -> Iterator[DeviceMesh]:
+def _group(axes: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
+    """The mesh of these axes, as one rank sees it."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group(backend="fake", store=FakeStore(), rank=0, world_size=ranks)
+    sizes = {axis: size for axis, size in axes.items() if size > 1}
+    dist.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=prod(sizes.values()))
     try:
-        yield init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+        yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     finally:
         dist.destroy_process_group()
 
 
-def _named(programs: Mapping[str, Program], ranks: int) -> dict[str, Program]:
+def _named(programs: Mapping[str, Program]) -> dict[str, Program]:
     """Messages as foretell's own ops: what goes in, what comes out, over which axis. Clipping sums its own way."""
-    return {
-        name: Program(name, tuple(_message(op, ranks) for op in program.ops)) for name, program in programs.items()
-    }
+    return {name: Program(name, tuple(map(_message, program.ops))) for name, program in programs.items()}
 
 
-def _message(op: Op, ranks: int) -> Op:
+def _message(op: Op) -> Op:
     if not op.name.startswith("_c10d_functional."):
         return op
     kind = op.name.split(".")[1]
     if kind == "wait_tensor":
         return replace(op, name=WAIT, flops=0)
     name = MESSAGES[kind] if op.phase != "update" else "tensor_wait"
-    return replace(op, name=f"foretell.{name}", attrs=("axis:tp", f"ranks:{ranks}"), flops=0)
+    return replace(op, name=f"foretell.{name}", flops=0)

@@ -96,7 +96,8 @@ class Traces:
                 "ranks": plan.mesh.tp, "sequence": split.sequence if split else True, "loss": split.loss if split else True,
                 "rules": dict(split.rules) if split else {},
             }  # fmt: skip
-        else:
+        asked |= {axis: getattr(plan.mesh, axis) for axis in ("cp", "ep") if getattr(plan.mesh, axis) > 1}
+        if plan.mesh.tp * plan.mesh.cp * plan.mesh.ep == 1:
             asked["facts"] = True
         return asked
 

@@ -4,8 +4,9 @@ The convention, so that a number can be checked by hand:
 
 - A multiply-add is 2 operations. Products of matrices, convolutions, attention and recurrent layers count
   their multiply-adds and nothing else: no bias, no softmax inside the attention kernel, no gates of a cell.
-- Causal attention does half the work. Backward of attention computes the scores again: 5 products for the
-  2 of forward. Backward of a convolution counts the gradients that are wanted.
+- Causal attention does half the work; the last rows alone, which only the flash kernel takes, more. Backward of
+  attention computes the scores again: 5 products for the 2 of forward. Backward of a convolution counts the gradients
+  that are wanted.
 - FFT: 5 N log2 N for a complex transform of N points, half of that if one side is real.
 - Everything else counts per element, at the rates of `PER_ELEMENT`; any function of one element is one
   operation, be it an addition, a comparison or a tanh.
@@ -164,12 +165,18 @@ def _convolution_backward(inputs: Specs, outputs: Specs, attrs: Attrs) -> int | 
     return (of_input + of_weight) * _convolve(weight, data if transposed else grad)
 
 
-def _attention(first: int, products: tuple[int, int], inputs: Specs, outputs: Specs, attrs: Attrs) -> int:
-    """(batch, heads, sequence, head size); keys and values may have fewer heads than queries."""
+def _attention(
+    first: int, products: tuple[int, int], inputs: Specs, outputs: Specs, attrs: Attrs, *, last: bool = False
+) -> int:
+    """(batch, heads, sequence, head size); keys and values may have fewer heads than queries. With `last`, causal queries
+    fewer than keys are the last rows of a square."""
     query, key, value = inputs[first : first + 3]
     scores = math.prod(query.shape[:-1]) * key.shape[-2]
     count = MULTIPLY_ADD * scores * (products[0] * key.shape[-1] + products[1] * value.shape[-1])
-    return count // 2 if any(_flags(attrs)) else count  # dropout is a float, causal the only boolean
+    if not any(_flags(attrs)):  # dropout is a float, causal the only boolean
+        return count
+    rows, columns = query.shape[-2], key.shape[-2]
+    return count * (2 * columns - rows) // (2 * columns) if last and rows < columns else count // 2
 
 
 def _recurrent(passes: int, inputs: Specs, outputs: Specs, attrs: Attrs) -> int | None:
@@ -270,9 +277,9 @@ _GEMM = "mm bmm mv dot vdot inner matmul linalg_matmul linear linalg_vecdot _int
 _CONVOLUTION = "conv1d conv2d conv3d cudnn_convolution _conv_depthwise2d conv_depthwise3d _slow_conv2d_forward"
 _TRANSPOSED = "conv_transpose1d conv_transpose2d conv_transpose3d cudnn_convolution_transpose"
 _ATTENTION = """
-_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
-_scaled_dot_product_flash_attention_for_cpu
+_scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention_for_cpu
 """
+_FLASH = "_scaled_dot_product_flash_attention"
 
 
 def _each(pattern: str, names: str) -> str:
@@ -325,6 +332,8 @@ def _families() -> list[tuple[str, Rule]]:
         (_ATTENTION, partial(_attention, 0, ATTENTION_PRODUCTS)),
         ("scaled_dot_product_attention _scaled_dot_product_attention_math", partial(_attention, 0, ATTENTION_PRODUCTS)),
         (_each("{}_backward", _ATTENTION), partial(_attention, 1, ATTENTION_BACKWARD_PRODUCTS)),
+        (_FLASH, partial(_attention, 0, ATTENTION_PRODUCTS, last=True)),
+        (f"{_FLASH}_backward", partial(_attention, 1, ATTENTION_BACKWARD_PRODUCTS, last=True)),
         ("_cudnn_rnn lstm gru rnn_tanh rnn_relu", partial(_recurrent, 1)),
         ("_cudnn_rnn_backward", partial(_recurrent, 2)),
         ("_fft_c2c", partial(_fft, "")),

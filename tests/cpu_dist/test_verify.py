@@ -103,10 +103,10 @@ def test_bad_input_is_told_apart(planned: Callable[..., str], capsys: pytest.Cap
     assert main(["verify", "nowhere.json"]) == 2
     assert main(["verify", planned("fails")]) == 2
     assert main(["verify", planned("gpt-tinny")]) == 2
-    assert main(["verify", planned("right", mesh=Mesh(cp=2))]) == 2
+    assert main(["verify", planned("right", mesh=Mesh(ep=2))]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(lines) == 4
-    for line, words in zip(lines, ("no plan file", "no such weight", "gpt-tiny", "mesh.cp"), strict=True):
+    for line, words in zip(lines, ("no plan file", "no such weight", "gpt-tiny", "mesh.ep"), strict=True):
         assert words in line
 
 

@@ -35,6 +35,7 @@ MESSAGES = {
     "c10d.broadcast_.default": "broadcast", "_c10d_functional.all_reduce.default": "all_reduce",
     "_c10d_functional.all_gather_into_tensor.default": "all_gather",
     "_c10d_functional.reduce_scatter_tensor.default": "reduce_scatter",
+    "_c10d_functional.all_to_all_single.default": "all_to_all",
 }  # fmt: skip
 
 
@@ -185,12 +186,15 @@ def _alone(stack: ExitStack, plan: Plan) -> None:
         stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", agreed))
 
     def forms(stages: Stages, _: Any) -> Any:
-        """What crosses, in the dtype that FSDP2 computes in."""
-        low = plan.precision == "bf16-mixed" and plan.mesh.data > 1
-        return tuple(
-            tuple(replace(form, dtype=torch.bfloat16) if low and form.dtype is torch.float32 else form for form in one)
-            for one in stages.crossing
-        )
+        """What crosses, in the dtype that FSDP2 computes in, of this rank's positions."""
+        low = plan.precision == "bf16-mixed" and plan.mesh.spread > 1
+
+        def seen(form: Any) -> Any:
+            samples, positions, *rest = form.shape
+            dtype = torch.bfloat16 if low and form.dtype is torch.float32 else form.dtype
+            return replace(form, shape=(samples, positions // plan.mesh.cp, *rest), dtype=dtype)
+
+        return tuple(tuple(map(seen, one)) for one in stages.crossing)
 
     stack.enter_context(mock.patch.object(Stages, "_find_forms", forms))
 

@@ -199,10 +199,11 @@ def test_attention_by_hand(kernel: str) -> None:
     assert flops(f"{kernel}.default", [query, key, value], [query], (0.0, False)) == forward
     assert flops(f"{kernel}.default", [query, key, value], [query], ()) == forward
     assert flops(f"{kernel}.default", [query, key, value], [query], (1.0, False)) == forward  # dropout is no flag
-    assert flops(f"{kernel}.default", [query, key, value], [query], (0.0, True)) == forward // 2
+    halves = (24 - 10) / 12 if "flash" in kernel else 1  # to flash, fewer queries are the last rows of a square
+    assert flops(f"{kernel}.default", [query, key, value], [query], (0.0, True)) == forward // 2 * halves
     inputs = [query, query, key, value, query, spec(2, 8, 10)]
     assert flops(f"{kernel}_backward.default", inputs, [query, key, value], (0.1, False)) == forward * 5 // 2
-    assert flops(f"{kernel}_backward.default", inputs, [query, key, value], (0.1, True)) == forward * 5 // 4
+    assert flops(f"{kernel}_backward.default", inputs, [query, key, value], (0.1, True)) == forward * 5 // 4 * halves
 
 
 def test_attention_with_fewer_heads_and_other_values() -> None:

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "foretell"
 
 ROOMS = (
     "errors", "units", "zoo", "trace", "hardware", "plan", "cost", "kernels", "checkpoint", "runtime", "search",
-    "prove", "tune", "serve", "report", "api", "cli",
+    "prove", "tune", "serve", "report", "eject", "export", "api", "cli",
 )  # fmt: skip
 """Top to bottom: a room imports itself and rooms before it."""
 

@@ -22,6 +22,7 @@ from foretell.plan import blocks, file, legal, mesh, paths, recipe, schema
 from foretell.plan.types import (
     AXES,
     COMPILES,
+    FLOAT8,
     KEEP,
     MODES,
     PRECISIONS,
@@ -471,7 +472,7 @@ def test_the_schema_is_a_schema_and_describes_every_field() -> None:
     assert whole["properties"]["version"]["const"] == SCHEMA_VERSION
     assert whole["$defs"]["pipeline"]["properties"]["schedule"]["enum"] == list(SCHEDULES)
     assert whole["$defs"]["mode"]["enum"] == list(MODES)
-    assert whole["properties"]["precision"]["enum"] == list(PRECISIONS)
+    assert whole["properties"]["precision"]["enum"] == [*PRECISIONS, FLOAT8]
     assert whole["properties"]["compile"]["enum"] == list(COMPILES)
 
 
@@ -513,6 +514,8 @@ KNOWN = legal.Facts(
 GOOD = {
     "one rank": plan(),
     "sharded": plan(mesh=Mesh(dp_replicate=2, dp_shard=4), reshard=2),
+    "positions shared": plan(mesh=Mesh(dp_shard=2, cp=2, tp=2), reshard=4),
+    "experts shared": plan(mesh=Mesh(dp_replicate=2, dp_shard=4, ep=2)),
     "three axes": plan(mesh=Mesh(pp=2, dp_shard=2, tp=2), pipeline=cut("1f1b", "blocks.5"), accumulate=2),
     "gpipe with few micro-batches": PIPED.with_(pipeline=cut("gpipe", "blocks.3", "blocks.6", "blocks.9"), accumulate=1),
     "looped": PIPED.with_(pipeline=cut("interleaved-1f1b", *TWELVE[1:8]), accumulate=10),
@@ -545,8 +548,13 @@ def test_what_is_legal_has_no_complaint(name: str) -> None:
         (plan(compile="block"), "compile", "'block' is not known", "blocks"),
         (plan(blocks={"blocks.0": Residency(mode="offload")}), "blocks['blocks.0']", "'offload' is not known", "keep"),
         (PIPED.with_(pipeline=cut("1f1", *PIPED.pipeline.cuts)), "pipeline.schedule", "'1f1'", "1f1b"),
-        (plan(mesh=Mesh(cp=2)), "mesh.cp", "not yet run", "cp 1"),
-        (plan(mesh=Mesh(ep=4, dp_shard=4)), "mesh.ep", "not yet run", "ep 1"),
+        (plan(mesh=Mesh(cp=3)), "mesh.cp", "1024 tokens cannot be shared evenly by 3 ranks", "1023 tokens"),
+        (plan(mesh=Mesh(cp=2), compile="blocks"), "compile", "mesh.cp is 2", "compile none"),
+        (plan(mesh=Mesh(cp=2, dp_shard=2), reshard=3), "reshard", "no divisor of dp_shard × cp, which is 4", "divisor"),
+        (plan(mesh=Mesh(ep=4, dp_shard=6)), "mesh.ep", "dp_shard, of which it is a part, is 6", "that 4 divides"),
+        (plan(mesh=Mesh(ep=2, dp_shard=2, tp=2)), "mesh.ep", "split over tp 2", "tp 1"),
+        (plan(mesh=Mesh(ep=2, dp_shard=2), compile="blocks"), "compile", "mesh.ep is 2", "compile none"),
+        (plan(precision="float8"), "precision", "the device has no products in float8", "bf16-mixed"),
         (plan(mesh=Mesh(dp_replicate=2, dp_shard=8)), "mesh", "dp_replicate 2 × dp_shard 8 makes 16 ranks and there are 8", "8 instead of 16"),
         (PIPED.with_(mesh=Mesh(pp=4, tp=4)), "mesh", "makes 16 ranks", "smaller pp or tp"),
         (plan(mesh=Mesh(pp=3)), "pipeline", "no cut says", "cuts blocks.4, blocks.8"),
@@ -662,7 +670,7 @@ def test_a_model_without_blocks() -> None:
 
 def test_all_complaints_are_told_at_once() -> None:
     with pytest.raises(UserError, match=r"\(and 2 more\)") as raised:
-        legal.check(plan(mesh=Mesh(cp=2, ep=2), compile="wholly"), KNOWN)
+        legal.check(plan(mesh=Mesh(cp=2, ep=2), optimizer="wholly"), KNOWN)
     assert raised.value.detail.count("; try: ") == 3
 
 

@@ -16,7 +16,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from foretell import zoo
-from foretell.cost.pipeline import _together
+from foretell.cost.pipeline import together
 from foretell.cost.pipeline_order import Event, orders
 from foretell.cost.pipeline_rank import rank_traces
 from foretell.cost.plan import Options, predict_plan, sharded
@@ -306,7 +306,7 @@ def test_the_bubble_is_that_of_the_formula(schedule: str, ranks: int, count: int
     asked = plan(mesh=Mesh(pp=ranks), accumulate=count, pipeline=Pipeline(schedule=schedule, cuts=("x",) * (ranks - 1)))
     every = orders(schedule, ranks, ranks, count)
     events = [rank_with(rank, order, {"F": 1.0, "B": 2.0}, 0) for rank, order in enumerate(every)]
-    assert _together(events, asked, None).seconds == pytest.approx(3.0 * (count + ranks - 1))
+    assert together(events, asked, None).seconds == pytest.approx(3.0 * (count + ranks - 1))
 
 
 def test_a_loop_and_a_split_backward_have_smaller_bubbles() -> None:
@@ -318,7 +318,7 @@ def test_a_loop_and_a_split_backward_have_smaller_bubbles() -> None:
         seconds = {"F": 1.0 / held, "B": 2.0 / held, "I": 1.0 / held, "W": 1.0 / held}
         every = orders(schedule, ranks, ranks * held, count)
         events = [rank_with(rank, order, seconds, 0) for rank, order in enumerate(every)]
-        found[schedule] = _together(events, asked, None).seconds - 3.0 * count
+        found[schedule] = together(events, asked, None).seconds - 3.0 * count
     assert found["1f1b"] == pytest.approx(3.0 * (ranks - 1))
     assert found["interleaved-1f1b"] == pytest.approx(found["1f1b"] / 2)
     assert found["zero-bubble-v"] < found["interleaved-1f1b"] / 2

@@ -1,0 +1,234 @@
+"""How long a search takes with its traces cached, and whether it finds plans as fast as published ones.
+
+    python benchmarks/search.py                  every case in a process of its own; appends rows to results/search.jsonl
+    python benchmarks/search.py --case 70b       one of them
+    python benchmarks/search.py --published      Megatron's and TorchTitan's models, on their hardware, with their batch
+    python benchmarks/search.py --dry            print, append nothing
+
+Seconds are those of `search.find.find`, imports excluded and traces read from disk. Published plans and the plans found
+are costed by the same quick cost; a plan of another stack is taken as it would run here: bf16 instead of fp16 or fp8,
+the attention kernels of today, an H100 of 96 GB as one of 80 GB with more memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+RESULTS = HERE / "results" / "search.jsonl"
+RUNS = HERE / "data" / "published_runs.csv"
+CASES: dict[str, tuple[str, int, str, int, float]] = {
+    "8b": ("llama3-8b", 8192, "H100:8", 128, 2.0),
+    "70b": ("llama3-70b", 8192, "64x8xH100", 1024, 4.0),
+    "405b": ("llama3-405b", 8192, "2048x8xH100", 2048, 10.0),
+    "uneven": (f"{HERE / 'models' / 'uneven_stack.py'}:model", 4096, "8x8xH100", 512, 10.0),
+}
+"""Name → model, tokens, hardware, samples of a step, bar in seconds."""
+SOURCES = ("sc21", "titan")
+LLAMA2_WORDS = 32000
+"""Of models whose row does not say: all of them are Llama 2."""
+
+
+# ---------------------------------------------------------------------- speed
+
+
+def measure(name: str) -> dict[str, Any]:
+    """One case, twice: the first run makes the traces."""
+    from foretell.cost.plan import Options
+    from foretell.hardware import parse
+    from foretell.hardware.profile import find_profile
+    from foretell.search.explain import told
+    from foretell.search.find import find
+    from foretell.search.space_wishes import Wishes
+    from foretell.trace.load import Source
+
+    model, seq, hardware, batch, bar = CASES[name]
+    import numpy  # noqa: F401  imports are not counted
+
+    found, took = None, []
+    for _ in range(2):
+        before = time.perf_counter()
+        found = find(
+            Source(model=model, seq=seq), parse(hardware), hardware, Wishes(global_batch=batch),
+            options=Options(profile_of=find_profile),
+        )  # fmt: skip
+        took.append(time.perf_counter() - before)
+    assert found is not None and found.best is not None, "the cases fit"
+    return {
+        "case": name, "model": Path(model).name, "on": hardware, "global_batch": batch, "seconds": round(took[-1], 2),
+        "first_seconds": round(took[0], 2), "bar_seconds": bar, "layouts": found.there, "costed": found.costed,
+        "best": told(found.best.point.layout), "step_seconds": round(found.best.point.seconds, 4),
+        "exact": found.best.cost is not None,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------- published
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A published run, as far as a plan says."""
+
+    id: str
+    model: str
+    overrides: dict[str, Any]
+    seq: int
+    hardware: str
+    memory: float
+    """Times the memory of the device that `hardware` names."""
+    mesh: dict[str, int]
+    micro_batch: int
+    global_batch: int
+    interleave: int
+    mode: str
+    compile: str
+
+
+def runs() -> Iterator[Run | str]:
+    """Rows that a plan can say, or why not."""
+    seen = set()
+    for row in csv.DictReader(RUNS.open()):
+        if not row["id"].startswith(SOURCES):
+            continue
+        if row["cp"] not in ("", "1"):
+            yield f"{row['id']}: shares the sequence among ranks, which no plan does yet"
+            continue
+        found = run_of(row)
+        key = replace(found, id="")
+        if repr(key) in seen:
+            yield f"{row['id']}: the same plan as a row before, but for the number format"
+            continue
+        seen.add(repr(key))
+        yield found
+
+
+def run_of(row: dict[str, str]) -> Run:
+    whole = {name: int(row[name] or 1) for name in ("tp", "pp", "dp", "gpus", "layers", "hidden", "heads", "global_batch")}
+    llama = row["family"] == "llama"
+    sizes: dict[str, Any] = {"layers": whole["layers"], "dim": whole["hidden"], "heads": whole["heads"]}
+    sizes["vocab_size"] = int(row["vocab"] or LLAMA2_WORDS)
+    if llama:
+        sizes |= {"kv_heads": int(row["kv_heads"]), "ffn": int(row["ffn_hidden"])}
+    shard = "dp_shard" if row["fsdp_shard"] == "zero3" else "dp_replicate"
+    device = "A100" if row["gpu"].startswith("A100") else "H100"
+    nodes = whole["gpus"] // 8
+    mode = {"full": "recompute", "selective": "selective"}.get(row["activation_recompute"], "keep")
+    return Run(
+        id=row["id"], model="llama3-8b" if llama else "gpt2", overrides=sizes, seq=int(row["seq_len"]),
+        hardware=f"{nodes}x8x{device}" if nodes > 1 else f"{device}:8", memory=1.2 if "96GB" in row["gpu"] else 1.0,
+        micro_batch=int(row["micro_batch"] or 1),
+        mesh={"tp": whole["tp"], "pp": whole["pp"], shard: whole["dp"]}, global_batch=whole["global_batch"],
+        interleave=int(row["vpp"] or 1), mode=mode, compile="blocks" if "torch.compile" in row["compile"] else "none",
+    )  # fmt: skip
+
+
+def against(run: Run) -> dict[str, Any]:
+    """Their plan and the one found, under the same quick cost."""
+    from foretell.cost.plan import Options
+    from foretell.errors import UserError
+    from foretell.hardware import parse
+    from foretell.hardware.profile import find_profile
+    from foretell.plan.types import Mesh
+    from foretell.search.explain import differs, told, with_memory
+    from foretell.search.find import Finder
+    from foretell.search.quick import Layout
+    from foretell.search.space_fill import fill
+    from foretell.search.space_price import SheetPricer
+    from foretell.search.space_wishes import Wishes
+    from foretell.search.traces import Traces
+    from foretell.trace.load import Source
+
+    cluster = with_memory(parse(run.hardware), run.memory) if run.memory > 1 else parse(run.hardware)
+    overrides = {**run.overrides, **({"context": run.seq} if run.model == "gpt2" else {})}
+    wishes = Wishes(global_batch=run.global_batch, compile=(run.compile,))
+    traces = Traces(capability=cluster.device.compute_capability or (9, 0))
+    source = Source(model=run.model, overrides=overrides, seq=run.seq)
+    finder = Finder(source, cluster, run.hardware, wishes, Options(profile_of=find_profile), traces, lambda _: None, False)
+    mesh = Mesh(**run.mesh)
+    schedule = None if mesh.pp == 1 else "interleaved-1f1b" if run.interleave > 1 else "1f1b"
+    pricer = SheetPricer(finder.sheet(cluster), cluster, reserve=True)
+    bare = Layout(
+        mesh=mesh, micro_batch=run.micro_batch, accumulate=run.global_batch // run.micro_batch // mesh.data, schedule=schedule,
+        interleave=run.interleave if mesh.pp > 1 else 1, compile=run.compile,
+    )  # fmt: skip
+    try:
+        cut = fill(bare, pricer)
+        theirs = replace(cut.layout if cut else bare, modes=(run.mode,) * len(pricer.blocks))
+        quick = pricer.quick(theirs)
+    except UserError as error:
+        return {"id": run.id, "skipped": error.problem}
+    before = time.perf_counter()
+    explored = finder.explore(cluster, wishes)
+    sure = [point for point in map(finder.settled, sorted(explored.points, key=lambda p: p.seconds)[:8]) if point is not None]
+    best = min(sure, key=lambda point: point.seconds, default=None)
+    if best is None:
+        return {"id": run.id, "skipped": "nothing fits", "theirs_fits": quick.fits}
+    return {
+        "id": run.id, "on": run.hardware, "theirs": told(theirs), "theirs_seconds": quick.seconds, "theirs_fits": quick.fits,
+        "found": told(best.layout), "found_seconds": best.seconds, "faster": quick.seconds / best.seconds - 1,
+        "differs": list(differs(best.layout, theirs)), "search_seconds": round(time.perf_counter() - before, 2),
+    }  # fmt: skip
+
+
+def published() -> list[dict[str, Any]]:
+    found = []
+    for run in runs():
+        if isinstance(run, str):
+            print(f"  {run}")
+            continue
+        row = against(run)
+        if "skipped" in row:
+            print(f"{run.id}: {row['skipped']}", flush=True)
+            continue
+        found.append(row)
+        print(f"{run.id} on {row['on']}: {row['faster']:+.1%} against {row['theirs']} ({'fits' if row['theirs_fits'] else 'does not fit here'})")
+        print(f"    found {row['found']}: {'; '.join(row['differs']) or 'the same plan'}", flush=True)
+    fit = [row for row in found if row["theirs_fits"]]
+    slower = [row["id"] for row in fit if row["faster"] < -0.005]
+    print(f"{len(fit)} plans that fit here: {len(fit) - len(slower)} found as fast or faster, slower {', '.join(slower) or 'none'}")
+    print(f"{len(found) - len(fit)} plans that do not fit here by the same memory prediction: "
+          + ", ".join(f"{row['id']} {row['faster']:+.1%}" for row in found if not row["theirs_fits"]))  # fmt: skip
+    return found
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=[*CASES])
+    parser.add_argument("--published", action="store_true")
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.inside:
+        print(json.dumps(measure(asked.inside)))
+        return 0
+    frame = {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
+    rows = [{"published": True, **row} for row in published()] if asked.published else []
+    for name in [] if asked.published else [asked.case] if asked.case else CASES:
+        command = [sys.executable, __file__, "--inside", name]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        row = rows[-1]
+        fine = "within" if row["seconds"] <= row["bar_seconds"] else "ABOVE"
+        print(f"{name}: {row['seconds']} s, {fine} {row['bar_seconds']} s; {row['costed']} of {row['layouts']} layouts; {row['best']}")
+    if not asked.dry:
+        with RESULTS.open("a") as file:
+            file.writelines(json.dumps({**row, **frame}) + "\n" for row in rows)
+    return int(any(row["seconds"] > row["bar_seconds"] for row in rows if "bar_seconds" in row))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

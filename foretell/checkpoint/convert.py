@@ -1,0 +1,136 @@
+"""Weights out of a checkpoint, as Hugging Face keeps them: safetensors files of a few gigabytes and an index."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretell.checkpoint.format import CODES, Spec
+from foretell.checkpoint.pretrained import INDEX, buffers_of
+from foretell.checkpoint.read import Reader, item_bytes
+from foretell.checkpoint.store import Saved, sync
+from foretell.checkpoint.tree import dtype_name, dtype_of
+from foretell.checkpoint.write import check_room, pwrite
+from foretell.errors import UserError
+
+SHARD_BYTES = 5 * 10**9
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What was written."""
+
+    path: Path
+    files: tuple[str, ...]
+    tensors: int
+    bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "path": str(self.path)}
+
+
+def to_hugging_face(
+    saved: Saved, out: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES, config: Mapping[str, Any] | None = None
+) -> Written:
+    """Write the model's weights under their own names, all of them or nothing. `config` becomes config.json."""
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"dtype {dtype} is not one to write weights in", f"give one of {', '.join(DTYPES)}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is there already", "give a folder that is not there yet")
+    reader = Reader(saved)
+    buffers = buffers_of(reader)
+    listed = {full.removeprefix("model/"): spec for full, spec in reader.tensors.items() if full.startswith("model/")}
+    listed |= {name: Spec(tuple(value.shape), dtype_name(value.dtype)) for name, value in buffers.items() if name not in listed}
+    listed = {name: _as(spec, dtype) for name, spec in listed.items()}
+    shards = list(_shards(listed, shard_bytes))
+    names = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
+    partial = out.with_name(f".{out.name}.partial")
+
+    def tensor(name: str) -> Tensor:
+        value = buffers[name] if name in buffers else reader.whole(f"model/{name}")
+        return value.to(dtype_of(listed[name].dtype)).contiguous()
+
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        check_room(partial, sum(map(item_bytes, listed.values())))
+        for name, some in zip(names, shards, strict=True):
+            _write(partial / name, {one: listed[one] for one in some}, tensor)
+        total = sum(map(item_bytes, listed.values()))
+        if len(shards) > 1:
+            where = {one: name for name, some in zip(names, shards, strict=True) for one in some}
+            _dump(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+        if config is not None:
+            _dump(partial / "config.json", config)
+        sync(partial)
+        if out.is_dir():
+            out.rmdir()
+        partial.rename(out)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"{out} cannot be written: {error.strerror or error}", "give another folder") from error
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return Written(path=out, files=tuple(names), tensors=len(listed), bytes=total)
+
+
+def _as(spec: Spec, dtype: str | None) -> Spec:
+    return Spec(spec.shape, dtype) if dtype and dtype_of(spec.dtype).is_floating_point else spec
+
+
+def _shard_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _shards(listed: Mapping[str, Spec], most: int) -> Iterator[list[str]]:
+    """Names in the order they are in, as many to a file as fit."""
+    row: list[str] = []
+    size = 0
+    for name, spec in listed.items():
+        if row and size + item_bytes(spec) > most:
+            yield row
+            row, size = [], 0
+        row.append(name)
+        size += item_bytes(spec)
+    if row:
+        yield row
+
+
+def _write(path: Path, listed: Mapping[str, Spec], tensor: Any) -> None:
+    """One file, tensor by tensor: no more than one of them is in memory."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    order = sorted(listed, key=lambda name: (-torch.empty(0, dtype=dtype_of(listed[name].dtype)).element_size(), name))
+    for name in order:
+        spec = listed[name]
+        if spec.dtype not in CODES:
+            raise UserError(f"{name} is of {spec.dtype}, which safetensors files do not have", f"convert with --dtype {DTYPES[0]}")
+        header[name] = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [at, at + item_bytes(spec)]}
+        at += item_bytes(spec)
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        pwrite(handle, len(head).to_bytes(8, "little") + head, 0)
+        for name in order:
+            value = tensor(name)
+            if value.numel():
+                raw = value.reshape(-1).view(torch.uint8).numpy()
+                pwrite(handle, raw, 8 + len(head) + header[name]["data_offsets"][0])
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _dump(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=False) + "\n", encoding="utf-8")

@@ -1,0 +1,43 @@
+"""How often to save: as rarely as the time lost to failures allows. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from foretell.errors import UserError
+
+_UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def best_interval(cost_seconds: float, mtbf_seconds: float) -> float:
+    """Seconds of training between two saves that lose the least time (Daly 2006, Young's with its next terms).
+
+    A save costs `cost_seconds` of training; a failure, on average every `mtbf_seconds`, costs what was done since the
+    last save. Where a save takes as long as machines live, nothing helps: once per life.
+    """
+    if cost_seconds >= 2 * mtbf_seconds:
+        return mtbf_seconds
+    share = cost_seconds / (2 * mtbf_seconds)
+    return math.sqrt(2 * cost_seconds * mtbf_seconds) * (1 + math.sqrt(share) / 3 + share / 9) - cost_seconds
+
+
+def lost_share(interval_seconds: float, cost_seconds: float, mtbf_seconds: float) -> float:
+    """Share of the time that saving and failing take, failures coming at random (exponentially), restart left out."""
+    cycle = interval_seconds + cost_seconds
+    return 1 - interval_seconds / (mtbf_seconds * math.expm1(cycle / mtbf_seconds))
+
+
+def steps_between(cost_seconds: float, mtbf_seconds: float, step_seconds: float, total: int) -> int:
+    """The interval in steps: at least one, at most the run."""
+    if step_seconds <= 0:
+        return total
+    return max(1, min(total, round(best_interval(cost_seconds, mtbf_seconds) / step_seconds)))
+
+
+def parse_duration(text: str) -> float:
+    """`90s`, `30m`, `4.5h`, `2d` → seconds."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", text.lower())
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise UserError(f"'{text}' is not a length of time", "write it like 30m, 4h or 2d")
+    return float(match[1]) * _UNITS[match[2]]

@@ -1,0 +1,402 @@
+"""All ranks' files into one checkpoint, while training goes on.
+
+    begin   all ranks agree on a folder; what a step changes at once (random numbers, buffers) is copied aside
+    copy    weights and optimizer state are copied while the next step goes forward and backward, which leaves them as
+            they are; training waits for the rest of this alone, before it updates them
+    write   a thread of each rank writes its file with checksums and syncs it
+    commit  rank 0 sees that every tensor is there in full, writes the manifest, and gives the folder its name
+    check   each rank reads its file back; what is older than the last N good ones goes
+
+Threads talk over a group of their own and never over the model's. One save is under way at a time. Whatever fails, in
+any thread of any rank, all ranks learn of it, the folder goes and the checkpoint before stays as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from foretell.checkpoint import store
+from foretell.checkpoint.format import MANIFEST, File, Header, Manifest, Spec, dump_manifest, file_name
+from foretell.checkpoint.store import PARTIAL, Saved
+from foretell.checkpoint.write import Image, Layout, Live, Piece, pwrite, write_file
+from foretell.errors import FileFormatError, UserError
+
+KEEP = 2
+"""Good checkpoints that stay, unless told otherwise."""
+MEMORY_SHARE = 0.8
+"""Of the host's free memory: an image that needs more is not made, and training waits while the file is written."""
+
+
+class Team(Protocol):
+    """The ranks that save together."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, by rank, as JSON can say it."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotSaved:
+    """A save that failed: nothing of it is left, and what was saved before is as it was."""
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """How a save went."""
+
+    result: Saved | NotSaved
+    stall_seconds: float
+    """How long training waited."""
+    seconds: float
+    """From the first word to the folder's name."""
+    check_seconds: float = 0.0
+    """Reading back, after that."""
+
+
+@dataclass(kw_only=True)
+class _Under:
+    """A save under way."""
+
+    step: int
+    generation: str
+    partial: Path
+    final: Path
+    about: Mapping[str, Any]
+    layout: Layout
+    source: Image | Live
+    began: float
+    stall_seconds: float = 0.0
+    copied: threading.Event = field(default_factory=threading.Event)
+    """Set when weights may be changed again; on a GPU, when all copies are asked for."""
+    device: _Device | None = None
+    broken: str = ""
+    """Why tensors could not be copied."""
+
+
+class _Device:
+    """Copies from a GPU, on a stream of their own: after what was asked for before, before what is asked for later."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.device = next(tensor.device for tensor in tensors if tensor.device.type == "cuda")
+        self.stream = torch.cuda.Stream(self.device)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.done = torch.cuda.Event()
+
+
+class Saver:
+    """Saves of one run on this rank. `team` is used by the caller's thread, `back` by the writing thread alone."""
+
+    def __init__(self, folder: Path, team: Team, back: Team, *, keep: int = KEEP, pin: bool = False) -> None:
+        self.folder, self.team, self.back, self.keep, self.pin = folder, team, back, keep, pin
+        self.good: set[Path] = set()
+        """Checkpoints that were read from end to end by this run."""
+        self._image: Image | None = None
+        self._thread: threading.Thread | None = None
+        self._warming: threading.Thread | None = None
+        self._done: Done | None = None
+        self._under: _Under | None = None
+        self.stall_seconds = 0.0
+        """How long training waited for the last save."""
+
+    # ------------------------------------------------------------ what the training loop calls
+
+    def warm(self, pieces: Sequence[Piece], own: Mapping[str, Any]) -> None:
+        """Get memory for images ahead of the first save, aside; tensors will be of these shapes."""
+        layout = Layout(pieces, own, {})
+
+        def work() -> None:
+            with contextlib.suppress(RuntimeError, MemoryError):
+                self._image = self._new_image(layout)
+
+        self._warming = threading.Thread(target=work, name="checkpoint-memory", daemon=True)
+        self._warming.start()
+
+    def begin(
+        self, step: int, pieces: Sequence[Piece], own: Mapping[str, Any], about: Mapping[str, Any], *,
+        extra: Mapping[str, Any] | None = None, wait: bool = False,
+    ) -> None:  # fmt: skip
+        """Save this moment; all ranks call it. With `wait` it is done when this returns, and no image is made."""
+        self.wait()
+        began = time.perf_counter()
+        made = self._agree(step, pieces, own, extra or {})
+        if isinstance(made, NotSaved):
+            self._done = Done(result=made, stall_seconds=time.perf_counter() - began, seconds=time.perf_counter() - began)
+            return
+        generation, layout = made
+        name = store.folder_name(step)
+        under = _Under(
+            step=step, generation=generation, partial=self.folder / f"{name}.{generation[:8]}{PARTIAL}",
+            final=self.folder / name, about=about, layout=layout, source=Live(layout), began=began,
+        )  # fmt: skip
+        image = None if wait else self._image_for(layout)
+        if image is None:
+            self._work(under)
+            assert self._done is not None
+            self.stall_seconds = time.perf_counter() - began
+            self._done = replace(self._done, stall_seconds=self.stall_seconds)
+            return
+        under.source, self._under = image, under
+        image.take(layout, own=True)
+        if any(tensor.device.type == "cuda" for tensor in layout.tensors):
+            under.device = _Device(layout.tensors)
+            torch.cuda.current_stream(under.device.device).synchronize()  # random numbers and buffers are small
+        under.stall_seconds = time.perf_counter() - began
+        self._thread = threading.Thread(target=self._copy_and_work, args=(under, image), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def before_update(self) -> None:
+        """Wait until weights and optimizer state are copied; to be called before every update of them."""
+        under, self._under = self._under, None
+        if under is None:
+            return
+        began = time.perf_counter()
+        under.copied.wait()
+        if under.device is not None:
+            torch.cuda.current_stream(under.device.device).wait_event(under.device.done)
+        under.stall_seconds += time.perf_counter() - began
+        self.stall_seconds = under.stall_seconds
+
+    def poll(self) -> Done | None:
+        """How the last save went, told once and as soon as it is known."""
+        if self._thread is not None and self._thread.is_alive():
+            return None
+        self._thread = None
+        done, self._done = self._done, None
+        return done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until nothing is under way."""
+        for thread in (self._warming, self._thread):
+            if thread is not None:
+                thread.join(timeout_s)
+        self._warming = None
+
+    # ------------------------------------------------------------ begin
+
+    def _agree(
+        self, step: int, pieces: Sequence[Piece], own: Mapping[str, Any], extra: Mapping[str, Any]
+    ) -> tuple[str, Layout] | NotSaved:
+        """A folder for all of them, and what this rank puts there."""
+        generation, layout = secrets.token_hex(8), None
+        said: dict[str, Any] = {"generation": generation}
+        try:
+            layout = Layout(pieces, own, extra)
+            if self.team.rank == 0:
+                self._make_folder(f"{store.folder_name(step)}.{generation[:8]}{PARTIAL}")
+        except (OSError, UserError, RuntimeError, MemoryError) as error:
+            said["why"] = _words(error)
+        told = self.team.gather(said)
+        why = _first_why(told)
+        if why or layout is None:
+            if self.team.rank == 0:
+                shutil.rmtree(self.folder / f"{store.folder_name(step)}.{generation[:8]}{PARTIAL}", ignore_errors=True)
+            return NotSaved(step=step, why=why)
+        return str(told[0]["generation"]), layout
+
+    def _make_folder(self, name: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.glob(f"step-*{PARTIAL}"):
+            shutil.rmtree(left, ignore_errors=True)
+        (self.folder / name).mkdir(mode=0o700)
+
+    def _image_for(self, layout: Layout) -> Image | None:
+        """Memory to copy everything to; None where there is not enough."""
+        if self._image is None or self._image.form != layout.form:
+            self._image = None
+            try:
+                self._image = self._new_image(layout)
+            except (RuntimeError, MemoryError):
+                return None
+        return self._image
+
+    def _new_image(self, layout: Layout) -> Image | None:
+        free = free_memory()
+        if free is not None and layout.bytes > MEMORY_SHARE * free:
+            return None
+        return Image(layout, pin=self.pin)
+
+    # ------------------------------------------------------------ copy, write, commit, check
+
+    def _copy_and_work(self, under: _Under, image: Image) -> None:
+        try:
+            if under.device is None:
+                image.take(under.layout, own=False)
+            else:
+                with torch.cuda.stream(under.device.stream):
+                    image.take(under.layout, own=False)
+                    under.device.done.record()
+                under.copied.set()
+                under.device.done.synchronize()
+            under.layout.tensors = []
+        except Exception as error:
+            under.broken = _words(error)
+        finally:
+            under.copied.set()
+        self._work(under)
+
+    def _work(self, under: _Under) -> None:
+        try:
+            result, seconds, check_seconds = self._saved(under)
+        except Exception as error:  # whatever it is, it must be told and not die with its thread
+            seconds, check_seconds = time.perf_counter() - under.began, 0.0
+            result = NotSaved(step=under.step, why=f"rank {self.back.rank}: {_words(error)}")
+        self._done = Done(
+            result=result, stall_seconds=under.stall_seconds, seconds=seconds, check_seconds=check_seconds
+        )
+
+    def _saved(self, under: _Under) -> tuple[Saved | NotSaved, float, float]:
+        name = file_name(self.back.rank)
+        own: File | None = None
+        said: dict[str, Any] = {}
+        try:
+            if under.broken:
+                raise RuntimeError(under.broken)
+            own = write_file(
+                under.partial / name, under.layout, rank=self.back.rank, step=under.step, generation=under.generation,
+                source=under.source,
+            )  # fmt: skip
+            said = vars(own)
+        except Exception as error:
+            said = {"why": _words(error)}
+        told = self.back.gather(said)
+        why, manifest, aside = _first_why(told), None, None
+        if self.back.rank == 0:
+            try:
+                if not why:
+                    manifest, aside = self._commit(under, told)
+            except Exception as error:
+                why = _words(error)
+            if why:
+                shutil.rmtree(under.partial, ignore_errors=True)
+        why = self.back.gather(why)[0]
+        seconds = time.perf_counter() - under.began
+        if why or own is None:
+            return NotSaved(step=under.step, why=why), seconds, 0.0
+        if manifest is None:
+            files = {file_name(rank): File(**one) for rank, one in enumerate(told)}
+            manifest = self._draft(under, files)
+        saved = Saved(path=under.final, manifest=manifest)
+        bad = self._checked(saved, name, aside)
+        return NotSaved(step=under.step, why=bad) if bad else saved, seconds, time.perf_counter() - under.began - seconds
+
+    def _draft(self, under: _Under, files: Mapping[str, File]) -> Manifest:
+        return Manifest(
+            generation=under.generation, step=under.step, world=self.back.world, files=files, tensors={}, about=under.about
+        )
+
+    def _commit(self, under: _Under, told: Sequence[Mapping[str, int]]) -> tuple[Manifest, Path | None]:
+        """Rank 0: everything is there, so it gets its name. What had that name is put aside, and told."""
+        draft = self._draft(under, {file_name(rank): File(**one) for rank, one in enumerate(told)})
+        written = []
+        for name in draft.files:
+            if not (under.partial / name).exists():
+                raise OSError(0, f"{name} is not in {under.partial}: the run folder must be one that all machines share")
+            written.append(store.read_header(under.partial, name, draft))
+        manifest = replace(draft, tensors=_tensors(written), about={**under.about, **_merged(written)})
+        lacking = store.missing(manifest, written)
+        if lacking:
+            raise OSError(0, lacking[0])
+        _write_synced(under.partial / MANIFEST, dump_manifest(manifest))
+        store.sync(under.partial)
+        aside = None
+        if under.final.exists():
+            aside = under.final.rename(under.final.with_name(f"{under.final.name}-{secrets.token_hex(4)}"))
+        under.partial.rename(under.final)
+        store.sync(self.folder)
+        return manifest, aside
+
+    def _checked(self, saved: Saved, name: str, aside: Path | None) -> str:
+        """Read this rank's file back. What is wrong with any rank's; empty where nothing is."""
+        found: list[str] = []
+        if (saved.path / name).exists():  # on a slow shared disk the new name may not be known everywhere yet
+            found = store.check_file(saved.path, name, saved.manifest)[1]
+        why = _first_why(self.back.gather({"why": found[0]} if found else {}))
+        if self.back.rank != 0:
+            return why
+        if why:
+            store.remove(saved.path)
+            return why
+        self.good.add(saved.path)
+        if aside is not None:
+            store.remove(aside)
+        for gone in store.prune(self.folder, self.keep, self.good.__contains__):
+            self.good.discard(gone)
+        return ""
+
+
+def _tensors(written: Sequence[Header]) -> dict[str, Spec]:
+    found: dict[str, Spec] = {}
+    for header in written:
+        for entry in header.entries:
+            if entry.name:
+                found.setdefault(entry.name, Spec(entry.shape, entry.dtype))
+    return dict(sorted(found.items()))
+
+
+def _merged(written: Sequence[Header]) -> dict[str, Any]:
+    """The optimizer's plain values: groups of equal settings with the names in them, and state that is no tensor."""
+    groups: dict[str, tuple[Any, dict[str, None]]] = {}
+    state: dict[str, Any] = {}
+    for header in written:
+        for group in header.extra.get("groups", ()):
+            key = json.dumps(group["values"], sort_keys=True)
+            groups.setdefault(key, (group["values"], {}))[1].update(dict.fromkeys(group["names"]))
+        state.update(header.extra.get("state", {}))
+    if not groups:
+        return {}
+    listed = [{"values": values, "names": sorted(names)} for values, names in groups.values()]
+    if len(listed) == 1:
+        listed[0].pop("names")  # all of them
+    return {"optimizer": {"groups": listed, "state": state}}
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        pwrite(handle, content, 0)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _first_why(told: Sequence[Mapping[str, Any]]) -> str:
+    return next((f"rank {rank}: {said['why']}" for rank, said in enumerate(told) if said.get("why")), "")
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        return str(error.strerror or error)
+    if isinstance(error, UserError | FileFormatError):
+        return error.problem
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def free_memory() -> int | None:
+    """Bytes of host memory that can be had; None where that is not told."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None

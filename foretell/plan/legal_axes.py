@@ -1,0 +1,57 @@
+"""What a plan may say of sharing positions or experts, and of float8: field, problem and remedy. `plan.legal` asks."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from foretell.plan.types import FLOAT8, Plan, Split
+
+Found = Iterator[tuple[str, str, str]]
+
+
+def context(plan: Plan, seq: int | None) -> Found:
+    """Ranks that share the positions of a sample; whether a model lets them is found when it is split."""
+    degree = plan.mesh.cp
+    if degree == 1:
+        return
+    if seq is not None and seq % degree:
+        less = seq // degree * degree
+        yield "mesh.cp", f"{seq} tokens cannot be shared evenly by {degree} ranks", f"a sequence of {less or degree} tokens"
+    elif seq is not None and plan.mesh.tp > 1 and (plan.split or Split()).sequence and seq // degree % plan.mesh.tp:
+        problem = f"{seq // degree} tokens of a rank cannot be split evenly over {plan.mesh.tp} tensor ranks"
+        yield "split.sequence", problem, f"a sequence of {degree * plan.mesh.tp} × n tokens, or split.sequence false"
+    if plan.compile != "none":
+        problem = f"is {plan.compile} and mesh.cp is {degree}: a compiler cannot look through tensors of shared positions"
+        yield "compile", problem, "compile none"
+
+
+def experts(plan: Plan) -> Found:
+    """Data ranks that share the experts of a layer; whether a model has any is found when it is split."""
+    mesh = plan.mesh
+    if mesh.ep == 1:
+        return
+    if mesh.dp_shard % mesh.ep:
+        problem = f"is {mesh.ep}, and dp_shard, of which it is a part, is {mesh.dp_shard}"
+        yield "mesh.ep", problem, f"a dp_shard that {mesh.ep} divides"
+    for axis, what in (("tp", "layers are split over tp"), ("cp", "positions are shared over cp")):
+        if getattr(mesh, axis) > 1:
+            problem = f"is {mesh.ep}, and {what} {getattr(mesh, axis)}: rows of whole samples alone are sent to experts"
+            yield "mesh.ep", problem, f"ep 1, or {axis} 1"
+    if plan.compile != "none":
+        problem = f"is {plan.compile} and mesh.ep is {mesh.ep}: how many rows an expert gets is known only as it runs"
+        yield "compile", problem, "compile none"
+
+
+def float8(plan: Plan, dtypes: frozenset[str] | None) -> Found:
+    """Products in float8 are torchao's, which knows nothing of tensors that are split."""
+    if plan.precision != FLOAT8:
+        return
+    if importlib.util.find_spec("torchao") is None:
+        yield "precision", "float8 needs torchao, which is not installed", "install torchao, or bf16-mixed"
+    if dtypes is not None and not any(name.startswith("float8") for name in dtypes):
+        yield "precision", "the device has no products in float8", "bf16-mixed"
+    for axis in ("tp", "cp", "ep", "pp"):
+        if getattr(plan.mesh, axis) > 1:
+            problem = f"is float8 and mesh.{axis} is {getattr(plan.mesh, axis)}: its layers are run whole"
+            yield "precision", problem, f"bf16-mixed, or {axis} 1"

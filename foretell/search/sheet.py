@@ -1,0 +1,334 @@
+"""A sheet: what each kind of block of a model costs on one kind of device, at any micro-batch, split and residency.
+
+    keep traces of two micro-batches ─► pieces (sheet_ops) ─► split over tp ranks (sheet_split)
+                                     ─► in each residency (sheet_modes) ─► seconds and bytes (sheet_work)
+
+Everything is worked out when it is first asked for and kept. Plain data, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from foretell.cost.machine import machine
+from foretell.cost.memory import sizes_for
+from foretell.cost.plan_batch import Unlike
+from foretell.cost.plan_parts import TORCH, Options, profile_for
+from foretell.cost.sharded_units import rows
+from foretell.cost.time import Machine
+from foretell.cost.whole import sequence_length
+from foretell.errors import UserError
+from foretell.hardware import overhead
+from foretell.hardware.types import Cluster, Overhead
+from foretell.search.sheet_compile import Compiled, judged
+from foretell.search.sheet_modes import KEEP, in_mode
+from foretell.search.sheet_ops import AFTER, BEFORE, Material, Source, Weights
+from foretell.search.sheet_work import Prices, Work, rounded, scaled
+from foretell.trace.types import Op, Ref, TensorSpec, Trace
+from foretell.units import DTYPE_BYTES
+
+Key = str | int
+SourceOf = Callable[[str, int], Source]
+"""Precision of the recipe and tp degree → the traces; raises a UserError where the model cannot be split so."""
+GRID = 64.0
+"""The update is priced at whole powers of this share of the parameters, and in between by straight lines."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Bytes and copies of the parameters of a piece, sharded over so many ranks."""
+
+    tensors: int
+    trained: int
+    kept: int
+    """Of this rank's shards of parameters."""
+    state: int
+    """Of this rank's optimizer state."""
+    whole: int
+    """Of whole parameters as compute sees them."""
+    gather_input: int
+    gather_output: int
+    reduce_input: int
+    reduce_output: int
+    """0 where the gradient itself is the output."""
+    gradient: int
+    """Of this rank's gradients, as they are kept."""
+    whole_gradient: int
+    """Of whole gradients, as backward makes them."""
+    partial: int
+    """What a scatter leaves to be summed over replicas, or the whole gradients in the dtype of the sum."""
+    summed: int
+    """Of whole gradients in the dtype in which they are summed."""
+    copy_out: float
+    copy_in: float
+    adding: float
+    """Seconds to add whole gradients to those that are there."""
+
+
+@dataclass
+class Works:
+    """A model at one precision, micro-batch and tensor degree."""
+
+    material: Material
+    prices: Prices
+    reduce: str | None
+    """Dtype in which gradients are summed over ranks; None: their own."""
+    slots: float
+    """Optimizer state over the parameters it is for."""
+    derived: bool = False
+    """Split by rule, not traced split."""
+    trace: Trace | None = None
+    """What compiling is judged by."""
+    _work: dict[tuple[Key, str, str], Work] = field(default_factory=dict)
+    _units: dict[tuple[Key, int, bool], Unit] = field(default_factory=dict)
+    _updates: dict[tuple[int, bool], float] = field(default_factory=dict)
+    _compiled: dict[str, Compiled] = field(default_factory=dict)
+    """Shared by all micro-batches."""
+    way: str = "none"
+    """How the model is compiled."""
+
+    def compiling(self, way: str) -> Works:
+        """The same model, compiled in another way."""
+        if way == self.way:
+            return self
+        if way == "none" and self._plain is not None:
+            return self._plain
+        found = self._others.get(way)
+        if found is None:
+            found = self._others[way] = replace(self, way=way, _work={}, _others={})
+            found._plain = self
+        return found
+
+    _others: dict[str, Works] = field(default_factory=dict)
+    _plain: Works | None = None
+
+    def work(self, key: Key, mode: str = KEEP) -> Work:
+        """Seconds and bytes of a piece in a residency."""
+        found = self._work.get((key, mode, ""))
+        if found is None and self._plain is not None and self.prices.machine is not None and self.trace is not None:
+            if self.way not in self._compiled:
+                self._compiled[self.way] = judged(self.trace, self.prices.machine, self.way)
+            share = self._compiled[self.way]
+            plain = self._plain.work(key, mode)
+            found = self._work[key, mode, ""] = scaled(plain, share.rest if key in (BEFORE, AFTER) else share.block)
+        if found is None:
+            phases = in_mode(self.material.pieces[key], mode, self.material.storages)
+            found = self._work[key, mode, ""] = self.prices.work(phases, self.material.storages, split=self.derived)
+        return found
+
+    @property
+    def boundary(self) -> int:
+        """Bytes that a block hands to the next."""
+        return sum(spec.nbytes for spec in self.material.boundary)
+
+    def unit(self, key: Key, ranks: int, *, data: bool) -> Unit:
+        """Parameters of a piece; "root" for those before and after the blocks together."""
+        found = self._units.get((key, ranks, data))
+        if found is None:
+            found = self._units[key, ranks, data] = self._unit(key, ranks, data)
+        return found
+
+    def _weights(self, key: Key) -> Weights:
+        known = self.material.weights
+        if key == "root":
+            return Weights((*known[BEFORE].trained, *known[AFTER].trained), (*known[BEFORE].frozen, *known[AFTER].frozen))
+        if key == "none":
+            return Weights()
+        if key == "tail":
+            return Weights((*self.material.shared, *known[AFTER].trained), known[AFTER].frozen)
+        return known[key]
+
+    def _unit(self, key: Key, ranks: int, data: bool) -> Unit:
+        weights = self._weights(key)
+        wide = self.material.wide if data else {}
+
+        def part(spec: TensorSpec) -> TensorSpec:
+            return TensorSpec(rows(spec.shape, ranks), wide.get(spec.dtype, spec.dtype))
+
+        def low(spec: TensorSpec) -> int:
+            return part(spec).numel * DTYPE_BYTES[spec.dtype]
+
+        def added(spec: TensorSpec) -> str:
+            return self.reduce or spec.dtype
+
+        every, trained = weights.all, weights.trained
+        flat = sum(part(spec).numel * DTYPE_BYTES[added(spec)] for spec in trained)
+        gathered = ranks * sum(map(low, every))
+        cast = sum(low(spec) for spec in every if part(spec).dtype != spec.dtype)
+        apart = any(added(spec) != wide.get(spec.dtype, spec.dtype) for spec in trained)
+        out, in_, adding = self._copies(every, trained, ranks, gathered, flat) if data else (0.0, 0.0, self._adding(trained))
+        return Unit(
+            tensors=len(every), trained=len(trained), kept=sum(rounded(part(spec).nbytes) for spec in every),
+            state=round(sum(rounded(part(spec).nbytes) for spec in trained) * self.slots),
+            whole=sum(rounded(ranks * low(spec)) for spec in every), gather_input=rounded(cast), gather_output=rounded(gathered),
+            reduce_input=rounded(ranks * flat), reduce_output=rounded(flat) if apart else 0,
+            gradient=rounded(sum(part(spec).nbytes for spec in trained)),
+            whole_gradient=sum(rounded(spec.nbytes) for spec in trained), partial=rounded(flat),
+            summed=sum(rounded(spec.numel * DTYPE_BYTES[added(spec)]) for spec in trained),
+            copy_out=out, copy_in=in_, adding=adding,
+        )  # fmt: skip
+
+    def _copies(
+        self, every: Sequence[TensorSpec], trained: Sequence[TensorSpec], ranks: int, gathered: int, flat: int
+    ) -> tuple[float, float, float]:
+        """Seconds to copy whole parameters out of a gather's buffer, gradients into a scatter's, and to add gradients."""
+        if not every:
+            return 0.0, 0.0, 0.0
+        whole = tuple(Ref(0, spec) for spec in every)
+        dtype = every[0].dtype
+        if ranks > 1:
+            buffer = TensorSpec((gathered // DTYPE_BYTES[dtype],), dtype)
+            out = [_op("foretell.all_gather_copy_out", (Ref(0, buffer),), whole)]
+        else:
+            out = [_op("aten.copy_.default", (ref, ref._replace(storage=1)), (ref,)) for ref in whole]
+            if self.material.wide:
+                wide = [ref._replace(spec=TensorSpec(ref.spec.shape, self.material.wide.get(ref.spec.dtype, ref.spec.dtype))) for ref in whole]
+                out += [_op("aten._to_copy.default", (one,), (ref,)) for one, ref in zip(wide, whole, strict=True)]
+        summed = self.reduce or dtype
+        target = Ref(0, TensorSpec((ranks * flat // DTYPE_BYTES[summed],), summed))
+        pieces = tuple(Ref(0, TensorSpec((spec.nbytes,), "uint8")) for spec in trained)
+        in_ = [_op("foretell.reduce_scatter_copy_in", pieces, (target,))] if trained else []
+        if ranks == 1 and trained:
+            in_.append(_op("aten.copy_.default", (target, target._replace(storage=1)), (target,)))
+        widened = tuple(TensorSpec(spec.shape, summed) for spec in trained)
+        adds = [_op("aten.add_.Tensor", (Ref(0, two), Ref(1, one)), (Ref(0, two),)) for one, two in zip(trained, widened, strict=True)]
+        known = self.prices.of((out, in_, adds))
+        return (
+            sum(known[id(op)][1] for op in out), sum(known[id(op)][1] for op in in_), sum(known[id(op)][1] for op in adds)
+        )
+
+    def _adding(self, trained: Sequence[TensorSpec]) -> float:
+        ops = [_op("aten.add_.Tensor", (Ref(0, spec), Ref(1, spec)), (Ref(0, spec),)) for spec in trained]
+        return sum(seconds for _, seconds in self.prices.of((ops,)).values())
+
+    def update(self, share: float, *, data: bool) -> float:
+        """Seconds of an update of this share of the parameters' elements."""
+        import math
+
+        share /= int(str(self.material.meta.get("tp", 1))) if self.derived else 1
+        place = max(0.0, -math.log(max(share, 1e-9), GRID))
+        low = math.floor(place)
+        first, second = self._update(low, data), self._update(low + 1, data)
+        high_share, low_share = GRID**-low, GRID ** -(low + 1)
+        return second + (first - second) * (share - low_share) / (high_share - low_share)
+
+    def _update(self, power: int, data: bool) -> float:
+        found = self._updates.get((power, data))
+        if found is None:
+            wide = self.material.wide if data else {}
+            share = GRID**-power
+
+            def kept(ref: Ref) -> Ref:
+                shape = ref.spec.shape
+                smaller = (max(1, round(shape[0] * share)), *shape[1:]) if shape else shape
+                return Ref(ref.storage, TensorSpec(smaller, wide.get(ref.spec.dtype, ref.spec.dtype)))
+
+            ops = [
+                replace(op, inputs=tuple(map(kept, op.inputs)), outputs=tuple(map(kept, op.outputs)))
+                for op in self.material.update if op.inputs or op.outputs
+            ]  # fmt: skip
+            found = self._updates[power, data] = sum(seconds for _, seconds in self.prices.of((ops,)).values())
+        return found
+
+
+def _op(name: str, inputs: tuple[Ref, ...], outputs: tuple[Ref, ...]) -> Op:
+    return Op(name, inputs, outputs, "", "backward", 0)
+
+
+class Sheet:
+    """What a model costs, kind by kind, on one kind of device."""
+
+    def __init__(
+        self, source_of: SourceOf, device: Machine | None, cluster: Cluster, *, about: Mapping[str, Any] | None = None,
+        optimizer: str = "adamw-fused", clip: float | None = 1.0, first: str = "fsdp-bf16",
+    ) -> None:  # fmt: skip
+        self.source_of, self.machine, self.cluster = source_of, device, cluster
+        self.about: Mapping[str, Any] = dict(about or {})
+        self.optimizer, self.clip = optimizer, clip
+        self.extra: Overhead = overhead(cluster.device, TORCH)
+        self.prices = Prices(device, sizes_for(cluster, self.extra))
+        material = source_of(first, 1).first
+        self.blocks, self.kinds = material.blocks, material.kinds
+        self.tied = bool(material.shared)
+        self.length = sequence_length_of(material)
+        self._works: dict[tuple[str, int, int], Works | UserError] = {}
+        self._compiled: dict[str, dict[str, Compiled]] = {}
+        self._units: dict[tuple[str, int], dict[tuple[Key, int, bool], Unit]] = {}
+        self._updates: dict[tuple[str, int], dict[tuple[int, bool], float]] = {}
+        self.known: dict[Any, Any] = {}
+        """What quick costs keep between calls."""
+        self.first = first
+        self.traces: Any = None
+        """Where the traces come from, if they are asked for as they are needed."""
+
+    def on(self, cluster: Cluster, options: Options | None = None) -> Sheet:
+        """The same model on another kind of device, from the same traces."""
+        how = options or Options()
+        found = Sheet(
+            self.source_of, machine(cluster.device, profile_for(cluster, how.profile_of)), cluster, about=self.about,
+            optimizer=self.optimizer, clip=self.clip, first=self.first,
+        )  # fmt: skip
+        found.traces = self.traces
+        return found
+
+    def works(self, recipe: str, micro_batch: int, tp: int = 1, precision: str = "bf16-mixed") -> Works:
+        """The model at one precision, micro-batch and tensor degree; a UserError where it cannot be split so."""
+        found = self._works.get((recipe, micro_batch, tp))
+        if found is None:
+            try:
+                found = self._made(recipe, micro_batch, tp, precision)
+            except UserError as error:
+                found = error
+            except Unlike as error:
+                found = UserError(f"micro-batch {micro_batch} cannot be derived: {error}", "trace it itself")
+            self._works[recipe, micro_batch, tp] = found
+        if isinstance(found, UserError):
+            raise found
+        return found
+
+    def _made(self, recipe: str, micro_batch: int, tp: int, precision: str) -> Works:
+        from foretell.search.sheet_split import split
+
+        derived = False
+        try:
+            material = self.source_of(recipe, tp).at(micro_batch)
+        except KeyError:
+            material, derived = split(self.source_of(recipe, 1).at(micro_batch), tp), True
+        whole = self.source_of(recipe, 1).first
+        return Works(
+            material=material, prices=self.prices, reduce="float32" if precision == "bf16-mixed" else None,
+            slots=whole.slots, derived=derived, trace=self.source_of(recipe, 1).trace,
+            _compiled=self._compiled.setdefault(recipe, {}), _units=self._units.setdefault((recipe, tp), {}),
+            _updates=self._updates.setdefault((recipe, 1 if derived else tp), {}),
+        )  # fmt: skip
+
+    def offered(self, recipe: str, tp: int) -> str | None:
+        """Why a tensor degree is not offered; None where it is."""
+        try:
+            self.works(recipe, 2, tp)
+        except UserError as error:
+            return error.problem
+        return None
+
+
+def sequence_length_of(material: Material) -> int | None:
+    """Tokens of a sample, where the batch is a table of tokens."""
+    batch = material.meta.get("batch", [])
+    assert isinstance(batch, Sequence)
+    if not batch:
+        return None
+    rows_ = batch[0][1] if len(batch[0]) > 1 else 0
+    return sequence_length(Trace(programs={}, schedule={}, storages={}, resident=(), meta=material.meta), rows_)
+
+
+def sheet_of(
+    traces: Mapping[tuple[str, int], tuple[Trace, Trace | None]], cluster: Cluster, options: Options | None = None, *,
+    sizes: tuple[int, int] = (2, 4), **more: Any,
+) -> Sheet:  # fmt: skip
+    """A sheet from keep traces of two micro-batches, by precision of the recipe and tensor degree."""
+    how = options or Options()
+    sources = {key: Source(small, large, sizes) for key, (small, large) in traces.items()}
+    known = machine(cluster.device, profile_for(cluster, how.profile_of))
+    return Sheet(lambda recipe, tp: sources[recipe, tp], known, cluster, first=next(iter(sources))[0], **more)

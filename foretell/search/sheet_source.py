@@ -1,0 +1,68 @@
+"""A sheet for a model and a cluster: its traces asked for as they are needed, and kept on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from foretell.cost.machine import machine
+from foretell.cost.plan_parts import Options, profile_for
+from foretell.hardware.types import Cluster
+from foretell.plan.recipe import model_of
+from foretell.plan.types import Mesh, Plan
+from foretell.search.sheet import Sheet
+from foretell.search.sheet_modes import KEEP
+from foretell.search.sheet_ops import Source as Pieces
+from foretell.search.traces import PAIR, Traces
+from foretell.trace.load import Source
+
+PRECISIONS = {"fsdp-bf16": "bf16-mixed", "bf16-autocast": "bf16-mixed", "fp32": "fp32", "bf16": "bf16"}
+"""Precision of a recipe → that of a plan."""
+
+
+class Sources:
+    """Keep traces of one model at two micro-batches, for each precision of a recipe."""
+
+    def __init__(self, traces: Traces, base: Plan) -> None:
+        self.traces, self.base = traces, base
+        self.known: dict[str, Pieces] = {}
+
+    def __call__(self, recipe: str, tp: int) -> Pieces:
+        """Raises KeyError for a split model: it is derived from the whole one."""
+        if tp > 1:
+            raise KeyError(tp)
+        if recipe not in self.known:
+            self.known[recipe] = self._traced(recipe)
+        return self.known[recipe]
+
+    def _traced(self, recipe: str) -> Pieces:
+        mesh = Mesh(dp_shard=2) if recipe == "fsdp-bf16" else Mesh()
+        plans = [self.base.with_(mesh=mesh, precision=PRECISIONS[recipe], micro_batch=size) for size in PAIR]
+        self.traces.prepare([(plan, KEEP) for plan in plans])
+        small, large = (self.traces.of(plan, [KEEP])[KEEP] for plan in plans)
+        return Pieces(small, large, PAIR)
+
+
+def sheet_for(
+    source: Source, cluster: Cluster, *, optimizer: str = "adamw-fused", clip: float | None = 1.0,
+    precision: str | None = None, options: Options | None = None, hints: Mapping[str, float] | None = None,
+    traces: Traces | None = None, cache: bool = True, progress: Callable[[str], None] = lambda _: None,
+) -> Sheet:  # fmt: skip
+    """What a model costs on a cluster's device, kind of block by kind of block."""
+    device = cluster.device
+    on_cpu = device.backend == "cpu"
+    if traces is None:
+        capability = None if on_cpu else device.compute_capability or (9, 0)
+        traces = Traces(capability=capability, hints=dict(hints or {}), cache=cache, progress=progress)
+    wanted = precision or ("fp32" if on_cpu else "bf16-mixed")
+    first = wanted if wanted != "bf16-mixed" else "fsdp-bf16" if cluster.count > 1 else "bf16-autocast"
+    base = Plan(model=model_of(source), hardware=device.name, optimizer=optimizer, clip=clip)
+    how = options or Options()
+    sheet = Sheet(
+        Sources(traces, base), machine(device, profile_for(cluster, how.profile_of)), cluster,
+        optimizer=optimizer, clip=clip, first=first,
+    )  # fmt: skip
+    shapes: Any = traces.facts.shapes or None
+    sheet.about = model_of(source, blocks=sheet.blocks, shapes=shapes)
+    sheet.traces = traces
+    return sheet

@@ -1,0 +1,244 @@
+"""Through the space of layouts, the most promising first, until no other can be better.
+
+Every layout has seconds that it cannot go below: its products, on so many ranks, with the pipeline's unavoidable
+waiting. Layouts are filled and costed about in that order; one whose least is clearly above the best that was found
+is left: it cannot win. What does not fit at a micro-batch is not tried with a larger one.
+Ways to compile and to give parameters back are then varied around the best layouts of different kinds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from foretell.errors import UserError
+from foretell.hardware.types import Cluster
+from foretell.plan.legal import SPLIT_BACKWARD
+from foretell.plan.types import Mesh
+from foretell.search import space
+from foretell.search.front import TIGHT, Point, best_of, complaint, point_of, score
+from foretell.search.quick import Layout
+from foretell.search.space_fill import Filled, Pricer, fill
+from foretell.search.space_wishes import Wishes
+from foretell.trace.collection import no_collection
+
+BEYOND, BEYOND_LOOPED = 0.1, 0.0
+"""Layouts are costed when their least is at most this much above the best: for runners-up that differ in kind. Of
+schedules that wait less than the simple ones, only those that might win."""
+VARIED = 8
+"""Layouts around which compiling and giving back are varied, besides the best of each number of devices."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Explored:
+    """What was found in the space."""
+
+    points: list[Point] = field(default_factory=list)
+    """That fit, in the order they were found."""
+    nearest: Filled | None = None
+    """Of what does not fit: the one with the fewest bytes too many."""
+    misfits: dict[Mesh, Filled] = field(default_factory=dict)
+    """Mesh of which nothing fitted → what came nearest."""
+    refused: dict[str, Layout] = field(default_factory=dict)
+    """Reason → the first layout that was refused for it."""
+    costed: int = 0
+    there: int = 0
+    """Layouts of the space."""
+    seconds: float = 0.0
+    stopped: str = ""
+    """Why not all was seen that may matter; empty where it was."""
+
+
+@dataclass
+class Explorer:
+    """One search through the space."""
+
+    room: space.Room
+    pricer: Pricer
+    tokens_per_sample: int = 1
+    patience: float = float("inf")
+    """Seconds after which the search ends with what it has."""
+    progress: Progress = lambda _: None
+    found: Explored = field(default_factory=Explored)
+    full: dict[tuple[Mesh, str], int] = field(default_factory=dict)
+    """Mesh and schedule → micro-batch that did not fit."""
+    floors: dict[object, float] = field(default_factory=dict)
+    """Mesh and batch → seconds of the simple schedule, without its waiting; with the schedule, those of shards alone."""
+
+    @property
+    def wishes(self) -> Wishes:
+        return self.room.wishes
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.room.cluster
+
+    def run(self) -> Explored:
+        """All of it; Ctrl-C and the end of patience keep what was found."""
+        began = time.monotonic()
+        try:
+            with no_collection():
+                self._frames(began)
+                self._variants(began)
+        except KeyboardInterrupt:
+            self.found.stopped = "interrupted"
+        except _Late:
+            self.found.stopped = f"{self.patience:.0f} seconds were over"
+        self.found.seconds = time.monotonic() - began
+        return self.found
+
+    # ------------------------------------------------------------------ layouts
+
+    def _frames(self, began: float) -> None:
+        compile = (self.wishes.compile or ("none",))[0]
+        frames = [self._first_way(frame, compile) for frame in space.every(self.room)]
+        self.found.there = len(frames)
+        for group in self._groups([frame for frame in frames if frame is not None]):
+            ordered = sorted(group, key=lambda frame: (self._scaled(self.pricer.rough(frame), frame), frame.micro_batch))
+            best = float("inf")
+            for frame in sorted(ordered, key=lambda frame: frame.interleave > 1 or frame.schedule in SPLIT_BACKWARD):
+                if self._ruled_out(frame) or self._hopeless(frame, best):
+                    continue
+                point = self.consider(frame, began)
+                if point is None:
+                    continue
+                self._learn(frame, point)
+                if not complaint(point, self.wishes):
+                    best = min(best, self._scaled(point.seconds, frame))
+            if best < float("inf") and self.wishes.objective == "smallest":
+                return
+
+    def _learn(self, frame: Layout, point: Point) -> None:
+        """What a layout took without its waiting; without messages of the data axes and what it computes again."""
+        parts = point.quick.parts
+        self.floors[_core(frame)] = point.seconds - parts.get("bubble", 0.0)
+        if frame.mesh.dp_replicate == 1:
+            less = sum(seconds for name, seconds in parts.items() if name.startswith("dp_") or name == "recompute")
+            self.floors[_core(frame), frame.schedule] = point.seconds - less
+
+    def _hopeless(self, frame: Layout, best: float) -> bool:
+        """Whether a layout cannot come near the best: by its products, or by what a simpler schedule took without waiting."""
+        if self._scaled(self.pricer.ideal(frame), frame) > best * (1 + BEYOND):
+            return True
+        whole = self.floors.get((_core(replace(frame, mesh=_all_shards(frame.mesh))), frame.schedule))
+        if whole is not None and self._scaled(whole, frame) > best * (1 + BEYOND):
+            return True
+        if not (frame.interleave > 1 or frame.schedule in SPLIT_BACKWARD):
+            return False
+        floor = self.floors.get(_core(frame))
+        if floor is None:  # the simple schedule did not fit, or could not win: no more than one a rank is held there
+            return frame.schedule != self.wishes.schedule
+        return self._scaled(floor, frame) > best * (1 + BEYOND_LOOPED)
+
+    def _first_way(self, frame: Layout, compile: str) -> Layout | None:
+        ways = list(space.compiles(self.room, frame))
+        return next((way for way in ways if way.compile == compile), ways[0] if ways else None)
+
+    def _groups(self, frames: Sequence[Layout]) -> Iterable[list[Layout]]:
+        """For the smallest: by devices, fewest first. Else all together."""
+        if self.wishes.objective != "smallest":
+            return [list(frames)]
+        by_size: dict[int, list[Layout]] = {}
+        for frame in frames:
+            by_size.setdefault(frame.mesh.world, []).append(frame)
+        return [by_size[size] for size in sorted(by_size)]
+
+    def _scaled(self, seconds: float, layout: Layout) -> float:
+        """For each sample; money and energy go with the seconds of all devices."""
+        per_sample = seconds / layout.global_batch
+        return per_sample * (layout.mesh.world if self.wishes.any_size else 1)
+
+    def consider(self, frame: Layout, began: float = float("inf")) -> Point | None:
+        """Fill and cost one layout; None where it does not fit."""
+        if time.monotonic() - began > self.patience:
+            raise _Late
+        if self._ruled_out(frame):
+            return None
+        capacity = self.cluster.device.memory_bytes
+        most = capacity * (1 - self.wishes.margin) if self.wishes.margin else float("inf")
+        try:
+            filled = fill(frame, self.pricer, most, capacity * (1 - TIGHT))
+        except UserError as error:  # what a schedule or a split cannot do
+            self.found.refused.setdefault(error.problem, frame)
+            return None
+        if filled is None:
+            return None
+        self.found.costed += 1
+        if self.found.costed % 64 == 0:
+            self.progress(f"{self.found.costed} of {self.found.there} layouts costed")
+        if not filled.fits:
+            key = frame.mesh, self._tight_key(frame)
+            self.full[key] = min(self.full.get(key, 1 << 62), frame.micro_batch)
+            if self.found.nearest is None or filled.short < self.found.nearest.short:
+                self.found.nearest = filled
+            known = self.found.misfits.get(frame.mesh)
+            if known is None or filled.short < known.short:
+                self.found.misfits[frame.mesh] = filled
+            return None
+        point = point_of(filled, self.cluster, self.tokens_per_sample)
+        self.found.points.append(point)
+        if filled.tight is not None:
+            self.found.points.append(point_of(filled.tight, self.cluster, self.tokens_per_sample))
+        return point
+
+    def _ruled_out(self, frame: Layout) -> bool:
+        """Whether a smaller micro-batch did not fit, or more shards, or one stage a rank: these hold less."""
+        keys = [self._tight_key(frame)]
+        if frame.mesh.pp > 1 and frame.schedule not in ("1f1b", "gpipe"):
+            keys.append(self._tight_key(replace(frame, schedule="1f1b", interleave=1, reshard=True)))
+        meshes = {frame.mesh, _all_shards(frame.mesh)}
+        return any(frame.micro_batch >= self.full.get((mesh, key), 1 << 62) for key in keys for mesh in meshes)
+
+    def _tight_key(self, frame: Layout) -> str:
+        return f"{frame.schedule} {frame.interleave} {frame.reshard} {frame.compile} {frame.precision}"
+
+    # ------------------------------------------------------------------ around the best
+
+    def _variants(self, began: float) -> None:
+        seen = {(p.layout.mesh, p.layout.micro_batch, p.layout.schedule, p.layout.interleave, p.layout.compile,
+                 p.layout.reshard) for p in self.found.points}  # fmt: skip
+        ordered = distinct(self.found.points, self.wishes)
+        sizes = {point.devices: point for point in reversed(ordered)}
+        chosen = {point.layout: point for point in (*ordered[:VARIED], *sizes.values())}
+        for point in chosen.values():
+            bare = space.bare(point.layout)
+            for way in space.compiles(self.room, bare):
+                for frame in space.reshards(self.room, way):
+                    key = (frame.mesh, frame.micro_batch, frame.schedule, frame.interleave, frame.compile, frame.reshard)
+                    if key not in seen:
+                        seen.add(key)
+                        self.consider(frame, began)
+
+
+def _all_shards(mesh: Mesh) -> Mesh:
+    """The same without replicas."""
+    return replace(mesh, dp_replicate=1, dp_shard=mesh.data)
+
+
+def _core(frame: Layout) -> object:
+    return frame.mesh, frame.micro_batch, frame.accumulate
+
+
+class _Late(Exception):
+    """Patience is over."""
+
+
+def distinct(points: Sequence[Point], wishes: Wishes) -> list[Point]:
+    """The best of every kind, the best first: a kind is a mesh, what is computed again, and how it is compiled."""
+    found: dict[object, Point] = {}
+    for point in sorted(points, key=lambda p: score(p, wishes)):
+        if not complaint(point, wishes):
+            found.setdefault(kind(point.layout), point)
+    return list(found.values())
+
+
+def kind(layout: Layout) -> object:
+    looped = layout.schedule if layout.mesh.pp > 1 else None
+    return layout.mesh, looped, tuple(sorted(set(layout.modes) - {"keep"})), layout.compile, layout.reshard
+
+
+def best(found: Explored, wishes: Wishes) -> Point | None:
+    return best_of(found.points, wishes)

@@ -1,0 +1,278 @@
+"""A layout made whole: where its stages begin and which blocks are computed again, so that it fits in least time.
+
+    keep every block ── fits? ─► done
+      │ no: so many bytes too many on each rank
+      ▼ recompute every block ── does not fit either? ─► so many bytes are missing
+      │ fits: how many bytes a recomputed byte really frees is then known
+      ▼ cuts and residency that free what is needed, and no more (`stages.joint`, `residency.least`)
+      ▼ quick cost again; what the estimate of bytes missed is added to the need, a few times
+
+The exact parts see a model in which bytes add up block by block. The quick cost knows more, so its answer is what
+counts: a layout that it does not call fitting is not one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Protocol
+
+from foretell.plan.legal import SPLIT_BACKWARD
+from foretell.search.quick import Layout, Quick
+from foretell.search.residency import KEPT, Way, Ways, least
+from foretell.search.stages import Cut, Stack, cut, in_flight, joint, rank_of
+
+TRIES = 4
+"""Times that the need is corrected by what the quick cost says."""
+STEP = 0.1
+"""Share by which a correction goes beyond what was missed."""
+NEAR = 0.15
+"""Share of the room that may be lacking with even cuts for others to be tried."""
+WORTH_ROOM = 0.03
+"""Share of the seconds that is worth not being tight."""
+CLOSE = 0.002
+"""Share of the room by which a need that was missed is raised above what was missed."""
+
+
+class Pricer(Protocol):
+    """What layouts are costed with: a sheet and a cluster."""
+
+    @property
+    def blocks(self) -> tuple[str, ...]: ...
+
+    def quick(self, layout: Layout) -> Quick: ...
+
+    def limit(self, layout: Layout) -> float:
+        """Bytes that a rank may show and still be called fitting."""
+        ...
+
+    def stack(self, layout: Layout, treated: bool = False) -> Stack:
+        """What blocks cost at the layout's micro-batch and axes; with `treated`, what saving their bytes costs, too."""
+        ...
+
+    def rough(self, layout: Layout) -> float:
+        """About `ideal`, soon found."""
+        ...
+
+    def ideal(self, layout: Layout) -> float:
+        """Seconds that no cuts and residency of the layout go below."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled:
+    """A whole layout and its cost."""
+
+    layout: Layout
+    quick: Quick
+    short: float = 0.0
+    """Bytes too many on the worst rank, with all blocks computed again; 0 where it fits."""
+    tight: Filled | None = None
+    """The same layout faster, with less memory to spare than is called tight."""
+
+    @property
+    def fits(self) -> bool:
+        return self.short <= 0
+
+
+def fill(layout: Layout, pricer: Pricer, most: float = float("inf"), roomy: float = 0.0) -> Filled | None:
+    """The fastest cuts and residency of a layout that show at most `most` bytes; None where it cannot be cut.
+
+    `roomy` are bytes up to which a rank is not called tight. Staying below may cost a little recomputation: that is
+    taken where it costs less than `WORTH_ROOM`.
+    """
+    if layout.mesh.pp > 1:
+        cuts = _even_cuts(pricer.stack(layout), layout.mesh.pp * layout.interleave)
+        if cuts is None:
+            return None
+        layout = replace(layout, cuts=cuts)
+    layout = replace(layout, modes=("keep",) * len(pricer.blocks))
+    kept = pricer.quick(layout)
+    fits = kept.fits and kept.memory_bytes <= most
+    if fits and kept.memory_bytes <= (roomy or most):
+        return Filled(layout=layout, quick=kept)
+    limit = min(pricer.limit(layout), most)
+    found = _Filling(pricer, _allowed(pricer.stack(layout, True), layout), layout, kept, limit, roomy).found()
+    if not fits:
+        return found
+    tight = Filled(layout=layout, quick=kept)
+    return replace(found, tight=tight) if found.fits and found.quick.seconds <= kept.seconds * (1 + WORTH_ROOM) else tight
+
+
+def _allowed(stack: Stack, layout: Layout) -> Stack:
+    """Without recomputation where a backward in two passes does not allow it."""
+    if layout.mesh.pp == 1 or layout.schedule not in SPLIT_BACKWARD:
+        return stack
+    return replace(stack, ways=((KEPT,),) * len(stack.ways))
+
+
+def _even_cuts(stack: Stack, stages: int) -> tuple[int, ...] | None:
+    """Cuts for the least dearest stage when nothing is computed again."""
+    return _cut_by(stack.seconds, stack.before[0], stack.after[0], stages)
+
+
+@lru_cache(maxsize=4096)
+def _cut_by(seconds: tuple[float, ...], before: float, after: float, stages: int) -> tuple[int, ...] | None:
+    sums = [0.0]
+    for value in seconds:
+        sums.append(sums[-1] + value)
+
+    def price(stage: int, start: int, end: int) -> float:
+        return sums[end] - sums[start] + before * (stage == 0) + after * (stage == stages - 1)
+
+    return cut(price, len(seconds), stages, [before, *seconds, after])
+
+
+@dataclass
+class _Filling:
+    pricer: Pricer
+    stack: Stack
+    layout: Layout
+    kept: Quick
+    limit: float
+    roomy: float
+
+    def found(self) -> Filled:
+        """The fastest that fits; else the one with everything computed again, and what it lacks."""
+        again = self._all_again()
+        self.room = self.limit
+        if self._fine(again.quick, min(self.limit, self.roomy or self.limit)):
+            self.room = min(self.limit, self.roomy or self.limit)
+        elif not self._fine(again.quick, self.limit):
+            uneven = self._uneven(again) if self._alone else None
+            return uneven or replace(again, short=max(1.0, *self._missing(again.quick)))
+        return self._between(again)
+
+    def _between(self, again: Filled) -> Filled:
+        """From what keeping everything lacks and what recomputing everything frees, to just enough."""
+        worth = self._worth(again.quick)
+        needs = [missing / share * (1 + CLOSE) for missing, share in zip(self._missing(self.kept), worth, strict=True)]
+        seen, layout = self.kept, self.layout
+        for _ in range(TRIES):
+            step = self._joint(layout, seen, worth) if self._alone else self._treated(needs)
+            if step is None:
+                break
+            layout = replace(self.layout, cuts=step.cuts or self.layout.cuts, modes=step.modes)
+            if layout.modes == again.layout.modes and layout.cuts == again.layout.cuts:
+                break
+            seen = self.pricer.quick(layout)
+            if self._fine(seen, self.room):
+                better = seen.seconds <= again.quick.seconds
+                return Filled(layout=layout, quick=seen) if better else again
+            missed = self._missing(seen)
+            needs = [need + max(0.0, more) / share * (1 + STEP) + (CLOSE * self.room if more > 0 else 0.0)
+                     for need, more, share in zip(needs, missed, worth, strict=True)]  # fmt: skip
+            worth = [share * (1 - STEP) if more > 0 else share for share, more in zip(worth, missed, strict=True)]
+        return again
+
+    def _missing(self, seen: Quick) -> list[float]:
+        """Bytes too many on each rank; below zero where there is room."""
+        missing = [bytes_ - self.room for bytes_ in seen.stage_memory]
+        worst = max(range(len(missing)), key=missing.__getitem__)
+        missing[worst] = max(missing[worst], -float(seen.margin_bytes))
+        return missing
+
+    @staticmethod
+    def _fine(seen: Quick, room: float) -> bool:
+        return seen.fits and seen.memory_bytes <= room
+
+    def _worth(self, again: Quick) -> list[float]:
+        """Of each rank: bytes really freed for each byte that the blocks' ways save."""
+        saved = self._saves(self._most())
+        freed = [a - b for a, b in zip(self.kept.stage_memory, again.stage_memory, strict=True)]
+        worst = max(range(len(freed)), key=lambda rank: self.kept.stage_memory[rank])
+        freed[worst] = max(freed[worst], again.margin_bytes - self.kept.margin_bytes)
+        return [min(1.0, max(0.3, f / s)) if s > 0 and f > 0 else 1.0 for f, s in zip(freed, saved, strict=True)]
+
+    def _saves(self, modes: Sequence[str]) -> list[float]:
+        """Bytes that a residency saves on each rank, as the ways have it."""
+        found = [0.0] * self.layout.mesh.pp
+        for rank, block, flight in self._mine():
+            found[rank] += flight * next((way.saves for way in self.stack.ways[block] if way.mode == modes[block]), 0.0)
+        return found
+
+    def _mine(self) -> Iterator[tuple[int, int, int]]:
+        """Rank, block and micro-batches in flight of every block."""
+        layout, flights = self.layout, self._flights()
+        for stage, (start, end) in enumerate(self._spans(layout.cuts)):
+            rank = rank_of(layout.schedule or "", layout.mesh.pp, stage) if layout.mesh.pp > 1 else 0
+            for block in range(start, end):
+                yield rank, block, flights[stage]
+
+    @property
+    def _alone(self) -> bool:
+        """Whether every rank of a pipeline has one stage."""
+        return self.layout.mesh.pp > 1 and self.layout.interleave == 1
+
+    def _flights(self) -> tuple[int, ...]:
+        layout = self.layout
+        if layout.mesh.pp == 1:
+            return (1,)
+        return in_flight(layout.schedule or "1f1b", layout.mesh.pp, layout.interleave, layout.accumulate)
+
+    def _spans(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
+        return list(pairwise([0, *cuts, len(self.stack.seconds)]))
+
+    # ------------------------------------------------------------------ steps
+
+    def _joint(self, layout: Layout, seen: Quick, worth: Sequence[float]) -> Cut | None:
+        """Cuts and residency together; what the quick cost sees beside the blocks is taken from each stage's room."""
+        flights = self._flights()
+        rooms = []
+        for stage, (start, end) in enumerate(self._spans(layout.cuts)):
+            linear = self._linear(stage, start, end, layout.modes, flights[stage])
+            rooms.append(self.room * (1 - CLOSE) - (seen.stage_memory[stage] - linear))
+        return joint(self.stack, flights, rooms, worth)
+
+    def _linear(self, stage: int, start: int, end: int, modes: Sequence[str], flight: int) -> float:
+        stack, last = self.stack, stage == self.layout.mesh.pp - 1
+        ends = [stack.before] * (stage == 0) + [stack.after] * last
+        held, state = (sum(part[p] for part in ends) for p in (1, 2))
+        for block in range(start, end):
+            saves = next((way.saves for way in stack.ways[block] if way.mode == modes[block]), 0.0)
+            held, state = held + stack.held[block] - saves, state + stack.state[block]
+        return state + held * flight
+
+    def _treated(self, needs: Sequence[float]) -> Cut | None:
+        """The residency of every rank for given needs; cuts stay."""
+        mine: list[list[tuple[int, int]]] = [[] for _ in needs]
+        for rank, block, flight in self._mine():
+            mine[rank].append((block, flight))
+        modes = ["keep"] * len(self.stack.seconds)
+        for need, blocks in zip(needs, mine, strict=True):
+            chosen = least([_held(self.stack.ways[block], flight) for block, flight in blocks], need)
+            if chosen is None:
+                return None
+            for (block, _), mode in zip(blocks, chosen.modes, strict=True):
+                modes[block] = mode
+        return Cut(cuts=self.layout.cuts, modes=tuple(modes), seconds=0.0)
+
+    def _most(self) -> tuple[str, ...]:
+        return tuple(max(ways, key=lambda way: way.saves).mode if ways else "keep" for ways in self.stack.ways)
+
+    def _all_again(self) -> Filled:
+        """Everything computed again."""
+        layout = replace(self.layout, modes=self._most())
+        seen = self.pricer.quick(layout) if layout.modes != self.layout.modes else self.kept
+        if seen.margin_bytes < self.kept.margin_bytes:  # computing again only costs here
+            layout, seen = self.layout, self.kept
+        return Filled(layout=layout, quick=seen)
+
+    def _uneven(self, again: Filled) -> Filled | None:
+        """Where even cuts lack a little on one rank, others may fit."""
+        if max(self._missing(again.quick)) > NEAR * self.room:
+            return None
+        step = self._joint(again.layout, again.quick, self._worth(again.quick))
+        if step is None:
+            return None
+        layout = replace(self.layout, cuts=step.cuts, modes=step.modes)
+        seen = self.pricer.quick(layout)
+        return Filled(layout=layout, quick=seen) if self._fine(seen, self.room) else None
+
+
+@lru_cache(maxsize=8192)
+def _held(ways: Ways, flight: int) -> Ways:
+    """Ways of a block of which several micro-batches are held."""
+    return ways if flight == 1 else tuple(Way(way.saves * flight, way.seconds, way.mode) for way in ways)

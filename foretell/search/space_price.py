@@ -1,0 +1,109 @@
+"""Prices of layouts: a sheet and a cluster behind what the search asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from foretell.hardware.types import Cluster
+from foretell.plan.legal import SPLIT_BACKWARD
+from foretell.plan.types import Mesh
+from foretell.search.quick import Layout, Quick, _composer, quick, recipe_for
+from foretell.search.residency import KEPT, Way, Ways
+from foretell.search.sheet import Sheet, Works
+from foretell.search.sheet_ops import AFTER, BEFORE
+from foretell.search.stages import Stack
+from foretell.search.traces import PAIR
+
+LARGE = 64
+"""A micro-batch that leaves little to gain from a larger one."""
+
+
+@dataclass
+class SheetPricer:
+    """A sheet on a cluster."""
+
+    sheet: Sheet
+    cluster: Cluster
+    reserve: bool = False
+    """Whether costs have what the caching allocator reserves beside: a few percent of memory, and more time to find."""
+    _bare: dict[object, float] = field(default_factory=dict)
+    _stacks: dict[object, Stack] = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        return self.sheet.blocks
+
+    def works(self, layout: Layout) -> Works:
+        return self.sheet.works(recipe_for(layout), layout.micro_batch, layout.mesh.tp, layout.precision).compiling(layout.compile)
+
+    def quick(self, layout: Layout) -> Quick:
+        return quick(layout, self.sheet, self.cluster, reserve=self.reserve)
+
+    def limit(self, layout: Layout) -> float:
+        composer = _composer(self.sheet, self.cluster, layout.mesh)
+        return composer.careful + composer.beside
+
+    def stack(self, layout: Layout, treated: bool = False) -> Stack:
+        """Bytes and seconds of blocks for one micro-batch; the same for layouts that differ elsewhere."""
+        key = (treated, recipe_for(layout), layout.micro_batch, layout.mesh.tp, layout.mesh.dp_shard, layout.mesh.data > 1, layout.compile)
+        if key not in self._stacks:
+            self._stacks[key] = self._made(layout, treated)
+        return self._stacks[key]
+
+    def rough(self, layout: Layout) -> float:
+        """About `ideal`: as if every micro-batch took as long for each sample as the one that was traced."""
+        return self._even(layout, PAIR[0])
+
+    def ideal(self, layout: Layout) -> float:
+        """Products and the rest on the device, evenly over the stages; and the waiting at both ends of a pipeline.
+
+        A larger micro-batch takes less for each sample: the largest stands for all above those that were traced.
+        """
+        return self._even(layout, PAIR[0] if layout.micro_batch <= PAIR[0] else LARGE)
+
+    def _even(self, layout: Layout, micro_batch: int) -> float:
+        key = (layout.mesh.tp, micro_batch, layout.precision, layout.compile)
+        if key not in self._bare:
+            data = 2 if self.cluster.count > 1 else 1
+            like = replace(layout, mesh=Mesh(tp=layout.mesh.tp, dp_shard=data), micro_batch=micro_batch)
+            works = self.works(like)
+            names: list[str | int] = [BEFORE, AFTER, *self.sheet.kinds]
+            pieces = [works.work(name) for name in names]
+            self._bare[key] = sum(work.forward.seconds + work.backward.seconds for work in pieces) / micro_batch
+        each = self._bare[key] * layout.micro_batch / layout.mesh.pp
+        waits = 0.0 if layout.schedule in SPLIT_BACKWARD else (layout.mesh.pp - 1) / layout.interleave
+        return each * (layout.accumulate + waits)
+
+    # ------------------------------------------------------------------ making
+
+    def _made(self, layout: Layout, treated: bool) -> Stack:
+        works, kinds = self.works(layout), self.sheet.kinds
+        seconds, held, state = (dict[int, float]() for _ in range(3))
+        ways: dict[int, Ways] = {}
+        for kind in dict.fromkeys(kinds):
+            seconds[kind], held[kind], state[kind] = self._piece(works, kind, layout)
+            ways[kind] = self._ways(works, kind) if treated else (KEPT,)
+        return Stack(
+            seconds=tuple(seconds[kind] for kind in kinds), held=tuple(held[kind] for kind in kinds),
+            state=tuple(state[kind] for kind in kinds), ways=tuple(ways[kind] for kind in kinds),
+            before=self._piece(works, BEFORE, layout), after=self._piece(works, AFTER, layout),
+        )  # fmt: skip
+
+    def _piece(self, works: Works, key: str | int, layout: Layout) -> tuple[float, float, float]:
+        work, mesh = works.work(key), layout.mesh
+        unit = works.unit(key, mesh.dp_shard, data=mesh.data > 1)
+        return (
+            work.forward.seconds + work.backward.seconds, float(max(0, work.forward.net)),
+            float(unit.kept + unit.state + unit.gradient),
+        )  # fmt: skip
+
+    def _ways(self, works: Works, kind: int) -> Ways:
+        keep = works.work(kind)
+        found = [KEPT]
+        for mode in ("selective", "recompute"):
+            work = works.work(kind, mode)
+            saves = float(keep.forward.net - (work.forward.net - work.lingering))
+            more = work.forward.seconds + work.backward.seconds - keep.forward.seconds - keep.backward.seconds
+            if saves > 0:
+                found.append(Way(saves, max(0.0, more), mode))
+        return tuple(found)

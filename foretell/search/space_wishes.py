@@ -1,0 +1,167 @@
+"""What a user may ask of a plan, and what cannot be asked together. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from foretell.errors import UserError, near_names
+from foretell.hardware.types import Cluster
+from foretell.plan.legal import stages_allowed
+from foretell.plan.types import AXES, COMPILES, PRECISIONS, SCHEDULES, Mesh
+
+OBJECTIVES = {
+    "throughput": "most tokens (or samples) a second",
+    "latency": "least seconds a step",
+    "cost": "least money a token",
+    "energy": "least joules a token",
+    "smallest": "fewest devices that fit, then the fastest",
+}
+NOT_YET = ("cp", "ep")
+"""Axes that no plan has yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the user asks of a plan."""
+
+    global_batch: int | None = None
+    """Samples of one optimizer step; None: whatever runs fastest."""
+    precision: str | None = None
+    """None: bf16-mixed, on a CPU fp32."""
+    optimizer: str = "adamw-fused"
+    clip: float | None = 1.0
+    ranks: tuple[int, ...] = ()
+    """Numbers of ranks to try; empty: all devices, on a CPU one and two."""
+    compile: tuple[str, ...] = ()
+    """Ways to compile to try; empty: those whose speed was measured."""
+    meshes: tuple[Mesh, ...] = ()
+    """Meshes to try; empty: all that make sense."""
+    objective: str = "throughput"
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    """Axis → degree that it must have."""
+    schedule: str | None = None
+    """Of pipelines; None: any."""
+    micro_batch: int | None = None
+    margin: float = 0.0
+    """Share of each device's memory to leave free, besides what the prediction may be off by."""
+    tokens: float | None = None
+    """Of the whole run."""
+    deadline_seconds: float | None = None
+    """For the whole run."""
+    budget: float | None = None
+    """Dollars for the whole run."""
+
+    @property
+    def any_size(self) -> bool:
+        """Whether plans may leave devices idle."""
+        return self.objective in ("cost", "energy", "smallest")
+
+
+def check(wishes: Wishes, cluster: Cluster | None = None, blocks: int | None = None) -> None:
+    """Raise where wishes are not known, or contradict each other or the hardware; the first such, in one line."""
+    _names(wishes)
+    _amounts(wishes)
+    _whole_run(wishes)
+    _degrees(wishes)
+    if cluster is not None:
+        _hardware(wishes, cluster)
+    if blocks is not None:
+        _blocks(wishes, blocks)
+
+
+def _names(wishes: Wishes) -> None:
+    for what, value, known in (
+        ("objective", wishes.objective, OBJECTIVES), ("precision", wishes.precision, PRECISIONS),
+        ("schedule", wishes.schedule, SCHEDULES), *(("compile", way, COMPILES) for way in wishes.compile),
+    ):  # fmt: skip
+        if value is not None and value not in known:
+            near = near_names(str(value), tuple(known))
+            raise UserError(f"--{what} {value!r} is not known", " or ".join(near) if near else f"one of {', '.join(known)}")
+
+
+def _amounts(wishes: Wishes) -> None:
+    for what, number in (("global-batch", wishes.global_batch), ("micro-batch", wishes.micro_batch)):
+        if number is not None and number < 1:
+            raise UserError(f"--{what} is {number}", "give a whole number above zero")
+    if not 0 <= wishes.margin < 1:
+        raise UserError(f"--margin is {wishes.margin:g}", "give the share of memory to leave free, such as 0.1")
+    for what, amount in (("tokens", wishes.tokens), ("deadline", wishes.deadline_seconds), ("budget", wishes.budget)):
+        if amount is not None and not 0 < amount < float("inf"):
+            raise UserError(f"--{what} is {amount:g}", "give a number above zero")
+    if wishes.global_batch is not None and wishes.micro_batch is not None and wishes.global_batch % wishes.micro_batch:
+        raise UserError(
+            f"--global-batch {wishes.global_batch} is no multiple of --micro-batch {wishes.micro_batch}",
+            "give sizes of which one divides the other",
+        )
+
+
+def _whole_run(wishes: Wishes) -> None:
+    for what, amount in (("deadline", wishes.deadline_seconds), ("budget", wishes.budget)):
+        if amount is not None and wishes.tokens is None:
+            raise UserError(f"--{what} is given without the length of the run", "add --tokens, such as --tokens 1e12")
+    if wishes.objective == "latency" and wishes.global_batch is None:
+        raise UserError("--objective latency is given without --global-batch: one sample would win", "add --global-batch")
+
+
+def _degrees(wishes: Wishes) -> None:
+    for axis, degree in wishes.fixed.items():
+        if axis not in AXES:
+            raise UserError(f"'{axis}' is no axis of a mesh", f"one of {', '.join(AXES)}")
+        if degree < 1:
+            raise UserError(f"--{_flag(axis)} is {degree}", "give a whole number above zero")
+        if axis in NOT_YET and degree > 1:
+            raise UserError(f"--{axis} {degree}: no plan shares that axis yet", f"leave --{axis} out")
+    if wishes.schedule is not None and wishes.fixed.get("pp") == 1:
+        raise UserError(f"--schedule {wishes.schedule} and --pp 1 are given together", "leave one of them out")
+    data = wishes.fixed.get("dp_replicate", 1) * wishes.fixed.get("dp_shard", 1)
+    batch = wishes.global_batch
+    if batch is not None and batch % data:
+        told = _told(wishes, ("dp_replicate", "dp_shard"))
+        raise UserError(f"--global-batch {batch} cannot be shared by the {data} data ranks of {told}", "give a multiple of them")
+    if batch is not None and wishes.micro_batch is not None and batch % (data * wishes.micro_batch):
+        raise UserError(
+            f"--global-batch {batch} is no multiple of {data} data ranks × --micro-batch {wishes.micro_batch}",
+            f"--global-batch {max(1, batch // (data * wishes.micro_batch)) * data * wishes.micro_batch}",
+        )
+
+
+def _hardware(wishes: Wishes, cluster: Cluster) -> None:
+    if cluster.device.backend == "cpu":
+        return
+    count, degrees = cluster.count, {axis: n for axis, n in wishes.fixed.items() if axis != "ep"}
+    ranks = prod(degrees.values())
+    told = _told(wishes, tuple(degrees))
+    if ranks > count:
+        raise UserError(f"{told} makes {ranks} ranks and there are {count} devices", "smaller degrees, or more devices")
+    if count % ranks and not wishes.any_size:
+        raise UserError(f"{told} makes groups of {ranks} ranks, and {count} devices are no multiple of that", "other degrees")
+    inside = cluster.devices_per_domain or cluster.devices_per_node
+    tensor = degrees.get("tp", 1)
+    if cluster.nodes > 1 and (tensor > inside or inside % tensor):
+        raise UserError(
+            f"--tp {tensor} does not lie inside a node of {inside} devices, and would cross the network in every block",
+            f"a divisor of {inside}",
+        )
+    all_given = {"dp_replicate", "dp_shard", "tp", "pp"} <= degrees.keys()
+    if all_given and ranks != count and not wishes.any_size:
+        raise UserError(f"{told} makes {ranks} ranks and there are {count} devices", "leave one of the degrees out")
+
+
+def _blocks(wishes: Wishes, blocks: int) -> None:
+    stages = wishes.fixed.get("pp", 1)
+    if stages > 1 and wishes.schedule is not None:
+        allowed = stages_allowed(wishes.schedule, stages)
+        stages = allowed[2] if allowed else stages
+    if stages > max(1, blocks):
+        have = f"{blocks} blocks" if blocks else "no repeated blocks"
+        raise UserError(f"--pp {wishes.fixed['pp']} wants {stages} stages and the model has {have}", f"--pp {max(1, blocks)} or less")
+
+
+def _told(wishes: Wishes, axes: tuple[str, ...]) -> str:
+    return " × ".join(f"--{_flag(axis)} {wishes.fixed[axis]}" for axis in axes if axis in wishes.fixed)
+
+
+def _flag(axis: str) -> str:
+    return axis.replace("_", "-")

@@ -1,0 +1,273 @@
+"""The search on real models: what it finds fits when costed op by op, limits are kept, what does not fit says what would."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretell.cli import main
+from foretell.cost.plan import KEEP, Options, predict_plan
+from foretell.errors import UserError
+from foretell.hardware import parse
+from foretell.hardware.profile import find_profile
+from foretell.plan import file, legal
+from foretell.plan.recipe import recipe_of, source_of
+from foretell.plan.types import Mesh, Pipeline, Plan
+from foretell.search import find as finding
+from foretell.search import space_explore
+from foretell.search.explain import differs, told, what_ifs
+from foretell.search.find import Found, Unsuited, find
+from foretell.search.front import Point
+from foretell.search.rehearse import rehearse
+from foretell.search.space_wishes import Wishes
+from foretell.search.traces import Facts, Traces
+from foretell.trace.capture import capture
+from foretell.trace.load import Source, load
+from foretell.trace.types import Trace
+
+OPTIONS = Options(profile_of=functools.cache(find_profile))
+MADE: dict[Any, Trace] = {}
+
+
+class Here(Traces):
+    """Traces made in this process: the model is the project's own."""
+
+    def of(self, plan: Plan, modes: Iterable[str]) -> dict[str, Trace]:
+        return {mode: self._made(plan, mode) for mode in modes}
+
+    def prepare(self, plans: Iterable[tuple[Plan, str]]) -> None:
+        self.facts = Facts({"weight": ((2, 2), "float32")}, ())
+
+    def _stored(self, key: str) -> bool:
+        return True
+
+    def _made(self, plan: Plan, mode: str) -> Trace:
+        if plan.mesh.tp > 1:
+            raise UserError("not traced here", "")
+        recipe = replace(recipe_of(plan, mode), accumulate=1, compile="none", shards=1)
+        key = (recipe, plan.model["model"], plan.micro_batch)
+        if key not in MADE:
+            MADE[key] = capture(lambda: load(source_of(plan)), recipe, capability=self.capability)
+        return MADE[key]
+
+
+def search(hardware: str, *, model: str = "gpt-tiny", exact: bool | None = None, what_if: bool = False, **wishes: Any) -> Found:
+    traces = Here(capability=(9, 0))
+    return find(
+        Source(model=model), parse(hardware), hardware, Wishes(**wishes), options=OPTIONS, traces=traces, exact=exact, what_if=what_if
+    )
+
+
+def test_the_best_is_legal_fits_and_is_as_fast_as_costed_op_by_op(tmp_path: Path) -> None:
+    found = search("H100:4", global_batch=2048)
+    best = found.best
+    assert best is not None and best.cost is not None and best.cost.fits and not found.stopped
+    plan, cluster = best.plan, parse("H100:4")
+    assert plan.global_batch == 2048
+    assert not legal.complaints(plan, legal.facts_of(plan, cluster))
+    file.write(plan, tmp_path / "plan.json")
+    assert file.read(tmp_path / "plan.json") == plan
+    again = predict_plan(Here(capability=(9, 0)).of(plan, [KEEP]), plan, cluster, OPTIONS)
+    assert again.time is not None and plan.predicted["step_seconds"] == again.time.step_seconds
+    assert best.point.quick.seconds == pytest.approx(again.time.step_seconds, rel=0.05)
+    assert found.runners_up and all(one.why for one in found.runners_up)
+    assert found.costed <= found.there and found.binds
+
+
+def test_every_point_of_the_front_is_a_plan_and_none_is_worse_in_everything() -> None:
+    found = search("H100:4", global_batch=32)
+    assert any(one is found.best for one in found.front) and len(found.front) > 1
+    for one in found.front:
+        assert not legal.complaints(one.plan, legal.facts_of(one.plan, parse("H100:4")))
+        assert one.plan.predicted["step_seconds"] > 0 and one.plan.predicted["verdict"] in ("fits", "tight")
+        others = [other.point.each() for other in found.front if other is not one and other is not found.best]
+        assert not any(all(a < b for a, b in zip(other, one.point.each(), strict=True)) for other in others)
+
+
+def test_fixed_degrees_and_other_objectives() -> None:
+    piped = search("H100:4", global_batch=32, fixed={"pp": 2}, exact=False)
+    assert piped.best is not None and piped.best.plan.mesh.pp == 2 and piped.best.plan.pipeline is not None
+    one = search("H100:4", global_batch=32, objective="smallest", exact=False)
+    assert one.best is not None and one.best.plan.mesh.world == 1
+    cheap = search("H100:4", global_batch=32, objective="cost", exact=False)
+    quick = search("H100:4", global_batch=32, exact=False)
+    assert cheap.best is not None and quick.best is not None
+    per = [one.best.point.dollars / one.best.point.per_step for one in (cheap, quick)]  # type: ignore[union-attr, operator]
+    assert per[0] <= per[1] * 1.011 and quick.best.point.seconds <= cheap.best.point.seconds * 1.011
+
+
+def test_blocks_are_recomputed_only_as_far_as_memory_asks() -> None:
+    """Between a device on which everything is kept and one on which nothing fits, seconds only grow."""
+    roomy = search("H100", global_batch=512, micro_batch=512, compile=("none",), exact=False)
+    assert roomy.best is not None and not roomy.best.plan.blocks
+    needs = roomy.best.point.memory_bytes >> 20
+    seconds, treated = [roomy.best.point.seconds], [0]
+    for less in (0.93, 0.8, 0.7):
+        found = search(f"H100,memory={int(needs * less)}MiB", global_batch=512, micro_batch=512, compile=("none",), exact=False)
+        if found.best is None:
+            break
+        assert found.best.point.memory_bytes <= int(needs * less) << 20
+        seconds.append(found.best.point.seconds)
+        treated.append(sum(mode != "keep" for mode in found.best.point.layout.modes))
+    assert len(seconds) > 1 and seconds == sorted(seconds) and treated[-1] > 0
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    found = search("H100,memory=600MiB", global_batch=8, exact=None)
+    assert found.best is None and found.nearest is not None and found.short_bytes > 0
+    assert "more on each device" in found.needs and found.relaxations
+    for one in found.relaxations:
+        assert one.point.quick.fits and one.change in found.needs
+    assert found.infeasible is not None and found.infeasible.holders
+
+
+def test_limits_of_a_run_that_nothing_keeps() -> None:
+    found = search("H100", global_batch=8, tokens=1e12, deadline_seconds=60.0, exact=False)
+    assert found.best is None and "more than allowed" in found.unmet and "a later --deadline" in found.needs
+
+
+def test_what_if_is_searched_not_guessed() -> None:
+    found = search("H100:2", global_batch=32, what_if=True, exact=False)
+    rows = {row.change: row for row in found.what_if}
+    twice = next(row for change, row in rows.items() if change.startswith("twice the devices"))
+    direct = search("H100:4", global_batch=32, exact=False)
+    assert found.best is not None and direct.best is not None and twice.faster is not None
+    wanted = direct.best.point.quick.seconds / found.best.point.quick.seconds
+    assert 1 + twice.faster == pytest.approx(1 / wanted, rel=0.03)
+    assert any(change.startswith("one more device") for change in rows) and any("H200" in change for change in rows)
+    assert json.dumps([row.to_json() for row in found.what_if])
+
+
+def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+    real = space_explore.fill
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(space_explore, "fill", interrupted)
+    found = search("H100:4", global_batch=32)
+    assert found.stopped == "interrupted" and found.best is not None and found.costed == 4
+    assert any("ended early" in note for note in found.best.plan.notes)
+
+
+def test_patience_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = Here(capability=(9, 0))
+    found = find(Source(model="gpt-tiny"), parse("H100:4"), "H100:4", Wishes(global_batch=32), options=OPTIONS,
+                 traces=traces, exact=False, patience=0.02)  # fmt: skip
+    assert "seconds were over" in found.stopped
+
+
+def test_a_plan_that_does_not_fit_op_by_op_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = finding.predict_plan
+    refused: list[Plan] = []
+
+    def strict(traces: Any, plan: Plan, cluster: Any, options: Any) -> Any:
+        found = real(traces, plan, cluster, options)
+        if refused and plan != refused[0]:
+            return found
+        refused.append(plan)
+        worst = found.ranks[0]
+        return replace(found, ranks=(replace(worst, verdict="no", memory=replace(worst.memory, margin_bytes=-(1 << 30))),))
+
+    monkeypatch.setattr(finding, "predict_plan", strict)
+    found = search("H100:4", global_batch=32)
+    assert found.best is not None and found.best.cost is not None and found.best.cost.fits
+    assert [one.plan.mesh for one in found.dropped] == [refused[0].mesh] and "1.0 GiB short" in found.dropped[0].why
+
+
+def test_a_device_of_unknown_speed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unsuited, match="speed"):
+        find(Source(model="gpt-tiny"), parse("H100"), "H100", Wishes(), options=Options(), traces=Here(capability=(9, 0)))
+
+
+def test_how_two_layouts_differ() -> None:
+    found = search("H100:4", global_batch=32, exact=False)
+    assert found.best is not None
+    layout = found.best.point.layout
+    other = replace(layout, mesh=replace(layout.mesh, tp=2, dp_shard=2, dp_replicate=1), micro_batch=layout.micro_batch * 2)
+    words = differs(layout, other)
+    assert any(word.startswith("tp 1 instead of 2") for word in words) and any("micro-batch" in word for word in words)
+    assert not differs(layout, layout) and told(layout)
+
+
+def test_a_change_that_uses_no_device_more_is_told() -> None:
+    found = search("H100:2", global_batch=32, exact=False)
+    assert found.best is not None
+    best = found.best.point
+
+    def slower(cluster: Any, wishes: Wishes) -> Point | None:
+        return replace(best, devices=cluster.count, seconds=best.seconds * 2)
+
+    rows = what_ifs(parse("H100:2"), Wishes(global_batch=32), best, slower)
+    assert rows[0].words.startswith("no gain") and rows[0].faster == 0.0
+    assert what_ifs(parse("H100:2"), Wishes(), best, lambda cluster, wishes: None)[0].point is None
+
+
+def test_a_pipeline_is_rehearsed_before_it_runs() -> None:
+    found = search("H100:2", global_batch=8, micro_batch=2, fixed={"pp": 2}, schedule="1f1b", exact=False)
+    assert found.best is not None
+    plan = found.best.plan.with_(model={"model": "gpt-tiny", "blocks": ["blocks.0-3"]})
+    words = rehearse(Source(model="gpt-tiny"), plan, exact=False)
+    assert "rank 0 of the pipeline" in words and "rank 1 of the pipeline" in words and "sent" in words
+    alone = plan.with_(mesh=Mesh(), pipeline=None)
+    assert "op by op" in rehearse(Source(model="gpt-tiny"), alone, exact=True)
+    with pytest.raises(UserError):
+        rehearse(Source(model="gpt-tiny"), plan.with_(pipeline=Pipeline(cuts=("blocks.9",))), exact=False)
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_the_command_saves_points_explains_and_says_no(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORETELL_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "plan.json"
+    asked = ["plan", "gpt-tiny", "--global-batch", "64", "--compile", "none", "--quick", "--out", str(out), "--on"]
+    assert main([*asked, "H200", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    plan = file.read(out)
+    assert plan.global_batch == 64 and plan.model["blocks"] == ["blocks.0-3"] and plan.model["digest"]
+    assert answer["schema_version"] and answer["binds"] and answer["search"]["costed"] > 0
+    assert answer["plan"]["predicted"]["step_seconds"] == plan.predicted["step_seconds"]
+    last = answer["front"][-1]
+    assert last["number"] == len(answer["front"]) > 1
+    assert main([*asked, "H200", "--point", str(last["number"]), "--explain"]) == 0
+    text = capsys.readouterr().out
+    assert "What holds it back" in text and "What would change it" in text and "Trade-offs" in text
+    assert file.read(out).predicted["step_seconds"] == pytest.approx(last["step_seconds"])
+    assert main([*asked, "H200", "--point", "99"]) == 2
+    assert "--point 99: there are" in capsys.readouterr().err
+    assert main([*asked, "H200,memory=600MiB"]) == 1
+    text = capsys.readouterr().out
+    assert "fits" in text and "short on" in text and "more on each device, or one of:" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "told_"),
+    [
+        (["--objective", "speed"], "--objective 'speed' is not known"),
+        (["--precision", "fp8"], "--precision 'fp8' is not known"),
+        (["--global-batch", "0"], "--global-batch is 0"),
+        (["--tp", "3"], "groups of 3 ranks"),
+        (["--deadline", "3d"], "without the length of the run"),
+        (["--deadline", "soon", "--tokens", "1e9"], "--deadline 'soon' is no time"),
+        (["--patience", "-1"], "--patience is -1"),
+        (["--pp", "4", "--tp", "4"], "makes 16 ranks and there are 8 devices"),
+    ],
+)
+def test_contradictions_are_one_line(flags: list[str], told_: str, capsys: Any, tmp_path: Path) -> None:
+    assert main(["plan", "gpt-tiny", "--on", "H100:8", "--out", str(tmp_path / "p.json"), *flags]) == 2
+    error = capsys.readouterr().err.strip()
+    assert told_ in error and len(error.splitlines()) == 1
+    assert main(["plan", "gpt-tiny", "--on", "H200", "--out", str(tmp_path)]) == 2
+    assert main(["plan", "gpt-tinny", "--on", "H200"]) == 2

@@ -1,0 +1,81 @@
+"""Which blocks to recompute: exactly the least extra seconds, held against trying everything and against a MILP."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+
+from foretell.search.residency import KEPT, Way, Ways, at_least, by_milp, least
+
+
+def ways(rng: random.Random, modes: int = 3) -> Ways:
+    """A block with random ways; now and then one that is worse than another in both."""
+    names = ("selective", "recompute", "host", "disk")[: modes - 1]
+    return (KEPT, *(Way(rng.uniform(1, 100), rng.uniform(0.01, 10), name) for name in names))
+
+
+def by_hand(blocks: Sequence[Ways], need: float) -> float | None:
+    """All combinations."""
+    found = [
+        sum(way.seconds for way in chosen) for chosen in product(*blocks) if sum(way.saves for way in chosen) >= need
+    ]
+    return min(found, default=None)
+
+
+def whole(blocks: Sequence[Ways]) -> float:
+    return sum(max(way.saves for way in block) for block in blocks)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_least_seconds_of_all_combinations(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = [ways(rng, rng.choice((2, 3, 3, 4))) for _ in range(rng.randint(1, 4))]
+    blocks = [rng.choice(kinds) for _ in range(rng.randint(1, 7))]
+    for share in (0.0, 0.1, 0.37, 0.62, 0.9, 0.999, 1.01):
+        need = whole(blocks) * share
+        found, wanted = least(blocks, need), by_hand(blocks, need)
+        if wanted is None:
+            assert found is None and at_least(blocks, need) == float("inf")
+            continue
+        assert found is not None and found.seconds == pytest.approx(wanted, rel=1e-9)
+        assert found.saves >= need * (1 - 1e-9)
+        taken = [next(way for way in block if way.mode == mode) for block, mode in zip(blocks, found.modes, strict=True)]
+        assert sum(way.seconds for way in taken) == pytest.approx(found.seconds)
+        assert at_least(blocks, need) <= wanted * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_least_seconds_by_mixed_integer_programming(seed: int) -> None:
+    pytest.importorskip("scipy")
+    rng = random.Random(100 + seed)
+    blocks = [ways(rng) for _ in range(40)]
+    for share in (0.2, 0.5, 0.85):
+        need = whole(blocks) * share
+        found, other = least(blocks, need), by_milp(blocks, need)
+        assert found is not None and other is not None
+        assert found.seconds == pytest.approx(other.seconds, rel=1e-6)
+    assert by_milp(blocks, whole(blocks) * 1.01) is None
+
+
+def test_alike_blocks_are_counted_and_the_first_give_way_first() -> None:
+    block = (KEPT, Way(10, 1.0, "selective"), Way(30, 5.0, "recompute"))
+    found = least([block] * 8, 60.0)
+    assert found is not None and found.seconds == pytest.approx(6.0) and found.modes == ("selective",) * 6 + ("keep",) * 2
+    found = least([block] * 4, 55.0)
+    assert found is not None and found.modes[0] == "recompute" and found.modes.count("keep") == 0
+    assert least([block] * 4, 0.0).modes == ("keep",) * 4  # type: ignore[union-attr]
+    assert least([], 1.0) is None
+
+
+def test_three_hundred_unlike_blocks_take_a_moment() -> None:
+    rng = random.Random(5)
+    blocks = [ways(rng) for _ in range(300)]
+    began = time.perf_counter()
+    found = least(blocks, whole(blocks) * 0.5)
+    assert time.perf_counter() - began < 2.0
+    assert found is not None
+    assert found.seconds == pytest.approx(at_least(blocks, whole(blocks) * 0.5), rel=0.01)
