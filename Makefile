@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: setup demo test lint bench-memory clean
+.PHONY: setup demo test test-slow lint bench-memory clean
 
 setup: $(INSTALLED)
 
@@ -22,7 +22,11 @@ demo: setup
 
 # Importing torch takes seconds, so a file stays with one worker; a worker uses one core.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow"
+
+# Longer ones: every case of context and expert parallel, every kind of ejected script.
+test-slow: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m slow
 
 lint: setup
 	$(BIN)/ruff check foretell tests benchmarks

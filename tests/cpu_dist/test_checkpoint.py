@@ -142,6 +142,7 @@ def test_any_plan_goes_on_from_any_other(ranks: Any, tmp_path: Path) -> None:
     assert max(found.values()) < LOSS_BOUND, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", [("experts", "experts, one", "experts, replicas"), ("one", "cp")], ids=["experts", "context"])
 def test_so_do_experts_and_positions_on_several_ranks(ranks: Any, tmp_path: Path, chain: tuple[str, ...]) -> None:
     assert max(carried(ranks, tmp_path, 2, chain).values()) < LOSS_BOUND

@@ -69,6 +69,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_shared_positions_compute_what_one_process_computes(name: str, ranks: Ranks) -> None:
     case = CASES[name]

@@ -58,6 +58,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_spread_experts_compute_what_one_process_computes(name: str, ranks: Ranks) -> None:
     case = CASES[name]

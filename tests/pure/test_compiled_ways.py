@@ -17,6 +17,8 @@ from foretell.trace.types import Trace
 from tests.pure.test_compiled import MODELS, mistakes, traced
 
 WAYS = ("blocks", "graphs")
+SOME = ("gpt-tiny", "t5-tiny", "convnext-micro", "unet-tiny", "scaling-mlp-tiny")
+"""Those whose gradients cross blocks in different ways; the others are slow."""
 
 
 @functools.cache
@@ -25,7 +27,7 @@ def step(model: str, way: str) -> Trace:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param(m, marks=() if m in SOME else pytest.mark.slow) for m in MODELS])
 def test_storages_are_born_used_and_freed_in_order(model: str, way: str) -> None:
     before = mistakes(traced(model))
     assert [line for line in mistakes(step(model, way)) if line not in before] == []

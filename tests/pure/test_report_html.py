@@ -162,7 +162,7 @@ def test_a_search_becomes_a_front() -> None:
     assert one.cost.time is not None and found.chosen == found.points[0]
     assert [point.seconds for point in found.points] == [one.cost.time.step_seconds, two.cost.time.step_seconds if two.cost.time else None]
     assert found.points[1].why == "slower" and found.dropped[0].why == "heads do not divide" and found.points[0].per_step == one.cost.per_step
-    quick = Quick(seconds=1.0, low=0.9, high=1.2, memory_bytes=5, margin_bytes=1, stage_memory=(5,), stage_seconds=(1.0,))
+    quick = Quick(seconds=1.0, low=0.9, high=1.2, memory_bytes=5, margin_bytes=1, best_margin_bytes=1, stage_memory=(5,), stage_seconds=(1.0,))
 
     def finalist(plan: Plan, seconds: float, dollars: float | None) -> Finalist:
         layout = Layout(mesh=plan.mesh, micro_batch=plan.micro_batch)
