@@ -136,6 +136,7 @@ def same(a: Reader, b: Reader) -> None:
     assert torch.equal(one["numpy"][1], other["numpy"][1]) and one["numpy"][2:] == other["numpy"][2:]
 
 
+@pytest.mark.slow
 def test_any_plan_goes_on_from_any_other(ranks: Any, tmp_path: Path) -> None:
     found = carried(ranks, tmp_path, 4)
     assert found["6-fsdp2"] == 0.0, found  # back on the first plan: the same numbers
