@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from foretell.cost.plan_blocks import blocks_of
 from foretell.cost.sharded import block_of
 from foretell.trace.types import Trace
 
@@ -16,10 +15,8 @@ def compiled(trace: Trace, way: str) -> Trace:
     """The trace of the same step, compiled that way."""
     if way == "none":
         return trace
-    from foretell.trace.compiled import RULES, compile_trace
+    from foretell.trace.compiled import compile_trace
 
-    if way != "blocks":
-        return compile_trace(trace, cuda_graphs=way == "graphs")
-    from foretell.trace.compiled_blocks import compile_blocks
-
-    return compile_blocks(trace, blocks_of(trace), block_of, RULES)
+    if way == "blocks":
+        return compile_trace(trace, block_of=block_of)
+    return compile_trace(trace, cuda_graphs=way == "graphs")

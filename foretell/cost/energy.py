@@ -109,8 +109,8 @@ def _solve(rows: Sequence[Sequence[float]], watts: Sequence[float], limit: float
     return [float(value) for value in weights]
 
 
-_GATHERS = frozenset({"embedding", "index_select", "index", "gather"})
-_DENSE_FLOPS_PER_BYTE = 12
+GATHERS = frozenset({"embedding", "index_select", "index", "gather"})
+DENSE_FLOPS_PER_BYTE = 12
 """FLOPs a byte above which an op is taken to run on the cores' product units."""
 
 
@@ -123,12 +123,12 @@ def load_of(trace: Trace, device: Device, step_seconds: float, busy_seconds: flo
             if called in FREE:
                 continue
             moved = float(op.bytes_read + op.bytes_written)
-            if called in _GATHERS:
+            if called in GATHERS:
                 moved = 2.0 * op.bytes_written
             elif called.startswith(("_fused", "_foreach")) and not op.outputs:
                 moved = 1.75 * op.bytes_read
             memory += times * moved
-            if op.flops and op.flops > _DENSE_FLOPS_PER_BYTE * moved:
+            if op.flops and op.flops > DENSE_FLOPS_PER_BYTE * moved:
                 dtype = op.inputs[1 if called == "addmm" else 0].spec.dtype
                 compute += times * op.flops / device.peak(dtype)
     return Load(

@@ -16,7 +16,7 @@ from foretell.cost.shapes import short
 from foretell.cost.sharded import COLLECTIVES as TALKING
 from foretell.cost.sharded import DP_REPLICATE, DP_SHARD
 from foretell.cost.streams import COLLECTIVES, COMPUTE, HOST, Task, Timeline, simulate
-from foretell.cost.time import COMPUTE_KINDS, DRAG, LONG_PROGRAM, MARKS, Machine, op_prices
+from foretell.cost.time import COMPUTE_KINDS, DRAG, LONG_PROGRAM, MARKS, SYNCHRONISING, Machine, op_prices
 from foretell.hardware.types import Cluster
 from foretell.plan.mesh import OWN_RANKS, groups, sharing, sharing_experts
 from foretell.plan.types import Mesh, Plan
@@ -24,7 +24,6 @@ from foretell.trace.types import Op, Trace
 
 BESIDE = (DP_SHARD, DP_REPLICATE)
 """Axes whose collectives run beside compute."""
-_SYNCHRONISING = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "item"})
 REDUCTION_AT_END_BYTES = 8
 """Loss and squared norm of the gradient, summed over all ranks once a step."""
 
@@ -162,7 +161,7 @@ class _Maker:
         if op.name in TALKING:
             return self._collective(op)
         family, seconds = prices[id(op)]
-        synchronises = short(op.name) in _SYNCHRONISING
+        synchronises = short(op.name) in SYNCHRONISING
         if not seconds and not synchronises and not op.name.startswith("foretell."):
             return None
         if self.slower is not None:

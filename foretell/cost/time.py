@@ -25,7 +25,7 @@ from foretell.trace.types import Op, Trace
 GATHER, SCATTER = "foretell.all_gather", "foretell.reduce_scatter"
 MARKS = frozenset({"foretell.begin", "foretell.model_end", "foretell.reshard", ENTER, LEAVE, REPLAY, REPLAYED})
 """Ops that only mark a place."""
-_SYNCHRONISING = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "item"})
+SYNCHRONISING = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "item"})
 """Ops whose result the host waits for."""
 COMPUTE_KINDS = frozenset({"gemm", "attention", "convolution", "recurrent"})
 LONG_PROGRAM = 20_000
@@ -114,11 +114,11 @@ def step_tasks(trace: Trace, machine: Machine, group: Fabric | None) -> Iterator
                     position, pending = position + 1, 0.0
                     continue
                 family, seconds = prices[id(op)]
-                if not seconds and short(op.name) not in _SYNCHRONISING:
+                if not seconds and short(op.name) not in SYNCHRONISING:
                     continue
                 after = (scattered,) if op.phase == "update" and scattered >= 0 else ()
                 yield Task(
-                    op.name, where, seconds, after, pending, family, op.module, op.phase, short(op.name) in _SYNCHRONISING
+                    op.name, where, seconds, after, pending, family, op.module, op.phase, short(op.name) in SYNCHRONISING
                 )
                 if after:
                     scattered = -1

@@ -20,7 +20,7 @@ def write(plan: Plan) -> Exported:
     lost = [
         *launch.lost(plan, where),
         f"image: {IMAGE} stands for one with torch; foretell is installed when a pod starts",
-        "storage: the run folder is the pod's own; mount a shared volume at /work/run to keep it",
+        "storage: the run folder is the pod's own; mount a shared volume at /train/run to keep it",
     ]
     parts = [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-plan"}, "data": {launch.PLAN: file.text_of(plan)}},
@@ -34,7 +34,7 @@ def write(plan: Plan) -> Exported:
 
 def _job(plan: Plan, where: Machines, name: str) -> dict[str, Any]:
     container: dict[str, Any] = {
-        "name": "train", "image": IMAGE, "workingDir": "/work",
+        "name": "train", "image": IMAGE, "workingDir": "/train",
         "command": ["bash", "-c", f"pip install foretell && cp /plan/{launch.PLAN} . && {launch.command(plan, where, f'{name}-0.{name}')}"],
         "volumeMounts": [{"name": "plan", "mountPath": "/plan"}, {"name": "shm", "mountPath": "/dev/shm"}],
     }  # fmt: skip

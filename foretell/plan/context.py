@@ -15,6 +15,7 @@ from typing import Any
 
 from foretell.errors import UserError
 from foretell.plan.tensor import Collective
+from foretell.plan.tensor_flow import refs_of
 from foretell.plan.tensor_rules import base_name, decide, writes
 from foretell.plan.tensor_types import Cut, Operand, Partial, Place, Refuse, Result, Setting, Shard, operands
 from foretell.plan.tensor_ways import GATHER, REDUCE, SCATTER
@@ -83,7 +84,7 @@ def _leaves(flow: Flow) -> list[int]:
     origin = {value: value for value in flow.inputs}
     found: dict[int, None] = {}
     for call in flow.calls:
-        name, refs = base_name(call.name)[0], _refs(call.args, call.kwargs)
+        name, refs = base_name(call.name)[0], refs_of(call.args, call.kwargs)
         known = [value for value in refs if value not in flow.parameters]
         first = origin.get(refs[0]) if refs else None
         if name in ("embedding", "linear") and first is not None:
@@ -118,7 +119,7 @@ class _Follow:
             )
 
     def _call(self, call: Call) -> None:
-        values = _refs(call.args, call.kwargs)
+        values = refs_of(call.args, call.kwargs)
         if not any(self.places.get(value) is not None for value in values):
             return
         slots: list[int] = []
@@ -190,15 +191,3 @@ class _Follow:
         if isinstance(value, tuple) and not isinstance(value, Cut):
             return tuple(self._operand(item, slots) for item in value)
         return value
-
-
-def _refs(*values: Any) -> list[int]:
-    found: list[int] = []
-    for value in values:
-        if isinstance(value, Ref):
-            found.append(value.value)
-        elif isinstance(value, (tuple, list)) and not isinstance(value, Cut):
-            found += _refs(*value)
-        elif isinstance(value, Mapping):
-            found += _refs(*value.values())
-    return found

@@ -493,7 +493,7 @@ def _compiled(plan: Plan, facts: Facts) -> Iterator[Complaint]:
         problem = f"is graphs and the plan has {plan.mesh.world} ranks: launches are recorded on one device only"
         yield Complaint(field="compile", problem=problem, remedy="compile blocks, or model")
     if plan.compile == "graphs" and plan.accumulate > 1:
-        problem = f"is graphs and accumulate is {plan.accumulate}: a replay would overwrite the gradients before it"
+        problem = f"is graphs and accumulate is {plan.accumulate}: that gradients add up right over replays is not proven"
         yield Complaint(field="compile", problem=problem, remedy="compile model, or accumulate 1 with a larger micro_batch")
     if plan.compile == "model" and plan.mesh.pp > 1:
         problem = "a stage of a pipeline ends in the middle of forward, and cannot be compiled as a whole"

@@ -173,7 +173,7 @@ class Pass:
 
     def run(self) -> Leg:
         for call in self.flow.calls:
-            refs = list(_refs(call.args, call.kwargs))
+            refs = list(refs_of(call.args, call.kwargs))
             if any(value in self.data for value in refs):
                 self.data.update(call.outputs)
             if base_name(call.name)[0] in WEIGHTED and not self.choices.fixed:
@@ -324,7 +324,7 @@ class Pass:
             if use is None or root is None or self.places.get(value) is not None:
                 continue
             key = self.keys[root]
-            others = [v for v in _refs(call.args, call.kwargs) if v != value and v not in self.keys]
+            others = [v for v in refs_of(call.args, call.kwargs) if v != value and v not in self.keys]
             settled = key in self.choices.banned or key in self.choices.places()
             if settled or any(self._layered(self.places.get(v)) for v in others):
                 continue
@@ -348,7 +348,7 @@ class Pass:
             self._start(key, Shard(1, (columns,)))
 
     def _tied(self, root: int) -> bool:
-        uses = [call for call in self.flow.calls if root in _refs(call.args, call.kwargs)]
+        uses = [call for call in self.flow.calls if root in refs_of(call.args, call.kwargs)]
         return any(base_name(call.name)[0] != "embedding" for call in uses)
 
     def _start_layer(self, key: str, root: int, value: int, dim: int) -> None:
@@ -383,7 +383,7 @@ class Pass:
         while at != root:
             call = self.made[at]
             chain.insert(0, call)
-            at = next(v for v in _refs(call.args, call.kwargs) if self.roots.get(v) == root)
+            at = next(v for v in refs_of(call.args, call.kwargs) if self.roots.get(v) == root)
         shape = self.flow.values[root].shape
         for dim in range(len(shape)):
             if shape[dim] % self.setting.ranks:
@@ -494,7 +494,7 @@ def _tables(flow: Flow, keys: Mapping[int, str]) -> set[str]:
     """Parameters whose only use is to be looked up."""
     found: dict[str, set[bool]] = {}
     for call in flow.calls:
-        for value in _refs(call.args, call.kwargs):
+        for value in refs_of(call.args, call.kwargs):
             if value in keys:
                 found.setdefault(keys[value], set()).add(call.name == "embedding")
     return {key for key, uses in found.items() if uses == {True}}
@@ -508,15 +508,15 @@ def _within(span: Span, start: int, length: int, x: Operand) -> Span:
     return span[0] + start * span[1] // x.place.size, length * span[1] // x.place.size
 
 
-def _refs(*values: Any) -> list[int]:
+def refs_of(*values: Any) -> list[int]:
     found: list[int] = []
     for value in values:
         if isinstance(value, Ref):
             found.append(value.value)
         elif isinstance(value, (tuple, list)) and not isinstance(value, Cut):
-            found += _refs(*value)
+            found += refs_of(*value)
         elif isinstance(value, Mapping):
-            found += _refs(*value.values())
+            found += refs_of(*value.values())
     return found
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from foretell.trace.recipe import COMPILES as COMPILES
+
 SCHEMA_VERSION = 1
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
@@ -17,7 +19,6 @@ PRECISIONS = ("fp32", "bf16-mixed", "bf16")
 """bf16-mixed: fp32 weights, bf16 compute (autocast; FSDP2's MixedPrecisionPolicy where parameters are sharded)."""
 FLOAT8 = "float8"
 """bf16-mixed with products of the blocks' linear layers in float8: where torchao is installed. Run, not predicted."""
-COMPILES = ("none", "blocks", "model", "graphs")
 MODES = ("keep", "recompute", "selective")
 
 

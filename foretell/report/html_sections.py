@@ -24,7 +24,7 @@ from foretell.report.html_data import Subject
 from foretell.report.html_detail import Detail
 from foretell.report.html_figures import amount, seconds, signed, size, sizes
 from foretell.report.html_front import Front, Point
-from foretell.report.plan import _MODES, _SCHEDULES, _TALK
+from foretell.report.plan import MODE_WORDS, SCHEDULE_WORDS, TALK_WORDS
 from foretell.units import human_count
 
 SHOWN = 24
@@ -275,7 +275,7 @@ def _terms(plan: Plan) -> Iterator[tuple[str, str]]:
     if axes:
         yield "Ranks", f"{mesh.world:,} = {' × '.join(f'{axis} {getattr(mesh, axis)}' for axis in axes)}"
         for axis in axes:
-            yield f"Along {axis}", f"{getattr(mesh, axis)} ranks pass on {_TALK[axis]}"
+            yield f"Along {axis}", f"{getattr(mesh, axis)} ranks pass on {TALK_WORDS[axis]}"
     else:
         yield "Ranks", "one: nothing is shared, nothing is sent"
     pieces = [f"micro-batch {plan.micro_batch}"]
@@ -286,7 +286,7 @@ def _terms(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "Arithmetic", f"{plan.precision}, {plan.optimizer}, {clip}"
     yield "Blocks", "; ".join(_residencies(plan)) or "the model has no repeated blocks"
     if plan.pipeline is not None and mesh.pp > 1:
-        yield "Schedule", f"{plan.pipeline.schedule}: {_SCHEDULES.get(plan.pipeline.schedule, 'a schedule that is not known')}"
+        yield "Schedule", f"{plan.pipeline.schedule}: {SCHEDULE_WORDS.get(plan.pipeline.schedule, 'a schedule that is not known')}"
     ways = {"none": "not compiled", "blocks": "block by block", "model": "the whole model",
             "graphs": "the whole model, launches recorded as CUDA graphs"}  # fmt: skip
     yield "Compiling", ways.get(plan.compile, plan.compile)
@@ -306,12 +306,12 @@ def _residencies(plan: Plan) -> Iterator[str]:
     except UserError:
         modes = {}
     if not modes:
-        yield from (f"{pattern}: {_MODES.get(one.mode, one.mode)}" for pattern, one in plan.blocks.items())
+        yield from (f"{pattern}: {MODE_WORDS.get(one.mode, one.mode)}" for pattern, one in plan.blocks.items())
         return
     for mode in dict.fromkeys(modes.values()):
         names = [name for name, one in modes.items() if one == mode]
         which = f"all {len(names)}" if len(names) == len(modes) else f"{len(names)} ({', '.join(paths.fold_names(names))})"
-        yield f"{which} {_MODES.get(mode, mode)}"
+        yield f"{which} {MODE_WORDS.get(mode, mode)}"
 
 
 def _stages(plan: Plan, said: Mapping[str, Any]) -> Figure | None:

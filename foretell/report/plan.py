@@ -24,13 +24,13 @@ MIN_WIDTH = 40
 LOOKS = {"keep": ("█", "#", "green"), "recompute": ("▒", "r", "yellow"), "selective": ("▓", "s", "cyan")}
 """Mode of a block → the character that shows it, the same in ASCII, its colour."""
 _ASCII = bar.ASCII | str.maketrans({look[0]: look[1] for look in LOOKS.values()})
-_MODES = {
+MODE_WORDS = {
     "keep": "kept until backward", "recompute": "computed again in backward",
     "selective": "products and attention kept, the rest computed again",
 }  # fmt: skip
 _BRACKETS = {"dp_replicate": ("", ""), "dp_shard": ("(", ")"), "cp": ("{", "}"), "tp": ("[", "]")}
 _SHARED = {"dp_shard": "parameters and states (dp_shard)", "cp": "a sequence (cp)", "tp": "every product (tp)"}
-_TALK = {
+TALK_WORDS = {
     "tp": "activations, in every block, forward and backward",
     "cp": "keys and values, in every block",
     "ep": "rows to their experts and back, in every layer that has them",
@@ -38,7 +38,7 @@ _TALK = {
     "dp_replicate": "gradients, once a step",
     "pp": "activations of every micro-batch to the next stage, gradients back",
 }
-_SCHEDULES = {
+SCHEDULE_WORDS = {
     "gpipe": "all micro-batches forward, then all backward",
     "1f1b": "one forward, one backward in turn",
     "interleaved-1f1b": "one forward, one backward in turn; stages go around the ranks in a loop",
@@ -170,7 +170,7 @@ def _talk(plan: Plan, facts: Facts, width: int) -> list[Text]:
         which = f"{_WITH_CP if axis == 'dp_shard' and plan.mesh.cp > 1 else axis} {_few(members[0])}"
         which += f" and {len(members) - 1} more" if len(members) > 1 else ""
         sent = _sent(plan, axis)
-        pieces = [_TALK[axis], f"{human_bytes(sent)} of messages a step" if sent else "", _reach(members, facts)]
+        pieces = [TALK_WORDS[axis], f"{human_bytes(sent)} of messages a step" if sent else "", _reach(members, facts)]
         rows.append((which, "; ".join(piece for piece in pieces if piece)))
     if not rows:
         return []
@@ -333,7 +333,7 @@ def _stages(plan: Plan, width: int) -> list[Text]:
         ends = (["start"] * (piped and index == 0), ["end"] * (piped and index == len(rows) - 1))
         names = _cut(", ".join([*ends[0], *paths.fold_names(row["blocks"]), *ends[1]]), width - len(lead) - wide - 2)
         lines.append(Text.assemble((lead, "bright_black"), text, " " * (wide - text.cell_len + 2), names))
-    told = [f"{LOOKS[mode][0]} {_MODES[mode]}" for mode in LOOKS if mode in shown]
+    told = [f"{LOOKS[mode][0]} {MODE_WORDS[mode]}" for mode in LOOKS if mode in shown]
     told += ["start and end: what runs before and after the blocks"] * piped
     return lines + _wrapped("", ["; ".join(told)], width)
 
@@ -353,7 +353,7 @@ def _cells(modes: Sequence[str], room: int) -> Text:
 def _schedule(plan: Plan) -> list[str]:
     assert plan.pipeline is not None
     name, ranks, micro = plan.pipeline.schedule, plan.mesh.pp, plan.accumulate
-    told = [f"{name}: {_SCHEDULES.get(name, 'a schedule that is not known')}; {_counted(micro, 'micro-batch')}"]
+    told = [f"{name}: {SCHEDULE_WORDS.get(name, 'a schedule that is not known')}; {_counted(micro, 'micro-batch')}"]
     known = plan.predicted.get("bubble")
     if isinstance(known, float | int) and not isinstance(known, bool):
         told.append(f"a rank waits {words.percent(known)} of the step for other stages, as predicted")
@@ -370,7 +370,7 @@ def _schedule(plan: Plan) -> list[str]:
 
 def _unknown_blocks(plan: Plan) -> list[str]:
     """What the plan says of blocks where these are not known, or where it is wrong about them."""
-    told = [f"{pattern}: {_MODES.get(residency.mode, residency.mode)}" for pattern, residency in plan.blocks.items()]
+    told = [f"{pattern}: {MODE_WORDS.get(residency.mode, residency.mode)}" for pattern, residency in plan.blocks.items()]
     if plan.pipeline is not None and plan.pipeline.cuts:
         told.insert(0, f"a stage begins at {', '.join(plan.pipeline.cuts)}")
     if plan.model.get("blocks") is None:

@@ -21,7 +21,7 @@ from foretell.plan.tensor_types import Setting, Shard
 from foretell.runtime import tensor_values
 from foretell.runtime.context_ways import ContextTeam
 from foretell.runtime.ranks import Ranks
-from foretell.runtime.tensor import _gather_for
+from foretell.runtime.tensor import gather_for
 from foretell.runtime.tensor_ways import part
 from foretell.trace.dataflow import record
 from foretell.trace.step import Batch, Loss, Workload
@@ -90,7 +90,7 @@ def prepare(model: nn.Module, ranks: Ranks, batch: Batch, loss: Loss | None) -> 
     flow = record(Workload(model, batch, loss))
     shared = share(flow, mesh.size())
     for function in flow.functions:
-        _gather_for(function)
+        gather_for(function)
     team = ContextTeam(mesh, Setting(mesh.size(), sequence=False, context=True))
     return context_of(batch, shared, team)
 

@@ -105,7 +105,7 @@ def prepare(
     if trouble is not None:
         raise trouble
     for function in flow.functions:
-        _gather_for(function)
+        gather_for(function)
     return Prepared(flow=flow, derived=derived, team=Team(mesh, derived.setting))
 
 
@@ -174,7 +174,7 @@ def _getter(name: str, place: Shard | None, team: Team) -> Callable[[nn.Module],
     return get
 
 
-def _gather_for(function: Any) -> None:
+def gather_for(function: Any) -> None:
     """A user's own autograd function, forward and backward, is code for whole tensors."""
     plain = function.__dict__.get("apply")
     if plain is not None and getattr(plain, "_gathers", False):

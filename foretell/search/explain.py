@@ -14,7 +14,7 @@ from foretell.hardware import parse
 from foretell.hardware.types import Cluster, Link
 from foretell.search.front import ALIKE, Point
 from foretell.search.quick import Layout
-from foretell.search.space_wishes import Wishes, _flag
+from foretell.search.space_wishes import Wishes, flag
 from foretell.units import GIB, gib, human_bytes
 
 OTHERS = {"cuda": ("A100", "H100", "H200", "B200"), "rocm": ("MI300X", "MI355X", "H200")}
@@ -273,7 +273,7 @@ def _relaxed(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[str, Cluster, W
     """Wishes without one of their limits; devices with more memory."""
     for axis in wishes.fixed:
         rest: Mapping[str, int] = {name: degree for name, degree in wishes.fixed.items() if name != axis}
-        yield f"without --{_flag(axis)} {wishes.fixed[axis]}", cluster, replace(wishes, fixed=rest)
+        yield f"without --{flag(axis)} {wishes.fixed[axis]}", cluster, replace(wishes, fixed=rest)
     if wishes.meshes:
         yield "another mesh", cluster, replace(wishes, meshes=())
     if wishes.schedule is not None:

@@ -37,7 +37,6 @@ from foretell.search.space_fill import Filled, fill
 from foretell.search.space_price import SheetPricer
 from foretell.search.space_wishes import Wishes
 from foretell.search.traces import PAIR, Traces
-from foretell.trace import cache as store
 from foretell.trace.load import Source
 
 FINALISTS = 4
@@ -439,12 +438,8 @@ class Finder:
     def _soon(self, one: Finalist, modes: Sequence[str]) -> bool:
         """Whether traces are there already, and replaying them takes a moment."""
         layout = one.point.layout
-        for mode in modes:
-            for asked in self.traces._needed(one.plan, mode):
-                key = store.key_of({"trace": asked})
-                if key not in self.traces._known and not self.traces._stored(key):
-                    return self._small(layout) and layout.mesh.tp == 1
-        return self._small(layout)
+        there = all(self.traces.at_hand(one.plan, mode) for mode in modes)
+        return self._small(layout) and (there or layout.mesh.tp == 1)
 
     def _small(self, layout: Layout) -> bool:
         pieces = next(iter(self.pieces.values())).first

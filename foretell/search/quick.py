@@ -94,9 +94,9 @@ def quick(layout: Layout, sheet: Sheet, cluster: Cluster, *, reserve: bool = Tru
     """
     recipe = recipe_for(layout)
     works = sheet.works(recipe, layout.micro_batch, layout.mesh.tp, layout.precision).compiling(layout.compile)
-    composer = _composer(sheet, cluster, layout.mesh)
-    composer.reserves = reserve
-    return composer.cost(layout, works)
+    mine = composer(sheet, cluster, layout.mesh)
+    mine.reserves = reserve
+    return mine.cost(layout, works)
 
 
 def recipe_for(layout: Layout) -> str:
@@ -122,7 +122,7 @@ def plan_of(layout: Layout, sheet: Sheet, about: Mapping[str, Any], hardware: st
 # ---------------------------------------------------------------------- composing
 
 
-def _composer(sheet: Sheet, cluster: Cluster, mesh: Mesh) -> _Composer:
+def composer(sheet: Sheet, cluster: Cluster, mesh: Mesh) -> _Composer:
     key = (id(cluster), mesh)
     found = sheet.known.get(key)
     if found is None or found.cluster is not cluster:

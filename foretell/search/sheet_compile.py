@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from foretell.cost.compiling import compiled
 from foretell.cost.host import wholly_compiled
 from foretell.cost.time import Machine, op_prices
-from foretell.search.sheet_ops import _kinds, owners
+from foretell.search.sheet_ops import kinds_of, owners
 from foretell.trace.types import Op, Program, Ref, Trace
 
 _LATE = ("backward", "recompute")
@@ -96,7 +96,7 @@ def shortened(trace: Trace, keep: int) -> Trace:
     blocks = list(meta)
     ops = trace.programs["micro_first"].ops
     owner = owners(ops, blocks)
-    kinds, _ = _kinds(ops, owner, blocks)
+    kinds, _ = kinds_of(ops, owner, blocks)
     mine: dict[str, tuple[list[Op], list[Op]]] = {block: ([], []) for block in blocks}
     for op, name in zip(ops, owner, strict=True):
         if name in mine:

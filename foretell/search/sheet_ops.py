@@ -98,7 +98,7 @@ def cut(trace: Trace) -> Material:
     ops = trace.programs["micro_first"].ops
     blocks = blocks_of(trace)
     owner = owners(ops, blocks)
-    kinds, chosen = _kinds(ops, owner, blocks)
+    kinds, chosen = kinds_of(ops, owner, blocks)
     names: dict[str | int, str] = {BEFORE: BEFORE, AFTER: AFTER, **{kind: blocks[i] for kind, i in enumerate(chosen)}}
     pieces: dict[str | int, Piece] = {}
     readers: dict[int, set[str]] = {}
@@ -159,7 +159,7 @@ def owners(ops: Sequence[Op], blocks: Sequence[str]) -> list[str]:
     return found
 
 
-def _kinds(ops: Sequence[Op], owner: Sequence[str], blocks: Sequence[str]) -> tuple[tuple[int, ...], list[int]]:
+def kinds_of(ops: Sequence[Op], owner: Sequence[str], blocks: Sequence[str]) -> tuple[tuple[int, ...], list[int]]:
     """Kind of each block by its ops and their shapes; and of each kind, the block in the middle of its kin."""
     signs: dict[str, list[object]] = {block: [] for block in blocks}
     known: dict[object, int] = {}

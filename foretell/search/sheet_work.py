@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from foretell.cost.energy import _DENSE_FLOPS_PER_BYTE as DENSE
-from foretell.cost.energy import _GATHERS as GATHERS
+from foretell.cost.energy import DENSE_FLOPS_PER_BYTE as DENSE
+from foretell.cost.energy import GATHERS
 from foretell.cost.features import FREE, Shape
 from foretell.cost.host import WATCHED
 from foretell.cost.plan_time import message

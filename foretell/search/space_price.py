@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from foretell.hardware.types import Cluster
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import Mesh
-from foretell.search.quick import Layout, Quick, _composer, quick, recipe_for
+from foretell.search.quick import Layout, Quick, composer, quick, recipe_for
 from foretell.search.residency import KEPT, Way, Ways
 from foretell.search.sheet import Sheet, Works
 from foretell.search.sheet_ops import AFTER, BEFORE
@@ -40,8 +40,8 @@ class SheetPricer:
         return quick(layout, self.sheet, self.cluster, reserve=self.reserve)
 
     def limit(self, layout: Layout) -> float:
-        composer = _composer(self.sheet, self.cluster, layout.mesh)
-        return composer.careful + composer.beside
+        mine = composer(self.sheet, self.cluster, layout.mesh)
+        return mine.careful + mine.beside
 
     def stack(self, layout: Layout, treated: bool = False) -> Stack:
         """Bytes and seconds of blocks for one micro-batch; the same for layouts that differ elsewhere."""

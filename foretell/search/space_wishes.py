@@ -110,7 +110,7 @@ def _degrees(wishes: Wishes) -> None:
         if axis not in AXES:
             raise UserError(f"'{axis}' is no axis of a mesh", f"one of {', '.join(AXES)}")
         if degree < 1:
-            raise UserError(f"--{_flag(axis)} is {degree}", "give a whole number above zero")
+            raise UserError(f"--{flag(axis)} is {degree}", "give a whole number above zero")
         if axis in NOT_YET and degree > 1:
             raise UserError(f"--{axis} {degree}: no plan shares that axis yet", f"leave --{axis} out")
     if wishes.schedule is not None and wishes.fixed.get("pp") == 1:
@@ -160,8 +160,8 @@ def _blocks(wishes: Wishes, blocks: int) -> None:
 
 
 def _told(wishes: Wishes, axes: tuple[str, ...]) -> str:
-    return " × ".join(f"--{_flag(axis)} {wishes.fixed[axis]}" for axis in axes if axis in wishes.fixed)
+    return " × ".join(f"--{flag(axis)} {wishes.fixed[axis]}" for axis in axes if axis in wishes.fixed)
 
 
-def _flag(axis: str) -> str:
+def flag(axis: str) -> str:
     return axis.replace("_", "-")

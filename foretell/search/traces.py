@@ -57,7 +57,7 @@ class Traces:
         for plan, mode in plans:
             for asked in self._needed(plan, mode):
                 wanted.setdefault(store.key_of({"trace": asked}), asked)
-        missing = {key: asked for key, asked in wanted.items() if key not in self._known and not self._stored(key)}
+        missing = {key: asked for key, asked in wanted.items() if not self._at_hand(key)}
         if not missing:
             return
         from foretell.search.child import trace_all
@@ -105,6 +105,13 @@ class Traces:
         return store.key_of({"trace": self._asked(plan, mode, micro_batch)})
 
     # ------------------------------------------------------------------ on disk
+
+    def at_hand(self, plan: Plan, mode: str) -> bool:
+        """Whether nothing has to be traced for a plan's blocks in a mode."""
+        return all(self._at_hand(store.key_of({"trace": asked})) for asked in self._needed(plan, mode))
+
+    def _at_hand(self, key: str) -> bool:
+        return key in self._known or self._stored(key)
 
     def _stored(self, key: str) -> bool:
         found = store.read("traces", key) if self.cache else None

@@ -22,10 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from foretell.trace import types
+from foretell.trace.compiled_blocks import BlockOf, in_blocks
 from foretell.trace.compiled_cut import Partition, partition
 from foretell.trace.compiled_emit import Emitter
 from foretell.trace.compiled_graphs import replayed
-from foretell.trace.compiled_joint import Joint, Pieces, join, pieces
+from foretell.trace.compiled_joint import Joint, Pieces, join, pieces, touched
 from foretell.trace.compiled_rules import SAME, VIEWS, base_name
 from foretell.trace.types import Op, Program, Storage, Trace
 
@@ -38,25 +39,33 @@ _SILENT = {*SAME, *VIEWS, "split", "split_with_sizes", "unbind", "chunk", "_conj
 """Ops that launch nothing."""
 
 
-def compile_trace(trace: Trace, *, cuda_graphs: bool = False) -> Trace:
+def compile_trace(trace: Trace, *, cuda_graphs: bool = False, block_of: BlockOf | None = None) -> Trace:
     """The trace of the same step under torch.compile.
 
     With `cuda_graphs` (mode "reduce-overhead") what the model computes is replayed: between marks, and in memory of
-    its own, which nothing else uses; what is not always at one address is copied in (compiled_graphs).
+    its own, which nothing else uses; what is not always at one address is copied in (compiled_graphs). With `block_of`
+    every block is compiled for itself (compiled_blocks).
     """
     storages = dict(trace.storages)
-    programs: dict[str, Program] = {}
-    saved: dict[str, int] = {}
-    for name, program in trace.programs.items():
-        if name in COMPILED:
-            programs[name], saved[name] = _compile(program, storages, cuda_graphs)
-        else:
-            programs[name] = program
-    used = {n for p in programs.values() for op in p.ops for n in (*op.allocates, *op.frees, *_touched(op))}
-    used.update(trace.resident)
-    about = {"rules": RULES, "cuda_graphs": cuda_graphs, "saved_bytes": saved}
+    programs = dict(trace.programs)
+    about: dict[str, object] = {"rules": RULES, "cuda_graphs": cuda_graphs}
     known = trace.meta.get("assumed")
-    assumed = [*(known if isinstance(known, (list, tuple)) else ()), ONE_GRAPH]
+    assumed = list(known) if isinstance(known, (list, tuple)) else []
+    if block_of is not None:
+        blocks = trace.meta.get("blocks", ())
+        assert isinstance(blocks, Sequence)
+        for name in [name for name in programs if name in COMPILED]:
+            programs[name] = Program(name, tuple(in_blocks(programs[name].ops, blocks, block_of, storages)))
+        about["blocks"] = True
+    else:
+        saved: dict[str, int] = {}
+        for name, program in trace.programs.items():
+            if name in COMPILED:
+                programs[name], saved[name] = _compile(program, storages, cuda_graphs)
+        about["saved_bytes"] = saved
+        assumed.append(ONE_GRAPH)
+    used = {n for p in programs.values() for op in p.ops for n in (*op.allocates, *op.frees, *touched(op))}
+    used.update(trace.resident)
     return replace(
         trace,
         programs=programs,
@@ -72,10 +81,6 @@ def launches(trace: Trace) -> dict[str, int]:
 
 def _launches(op: Op) -> bool:
     return bool(op.inputs or op.outputs) and base_name(op.name) not in _SILENT
-
-
-def _touched(op: Op) -> list[int]:
-    return [ref.storage for ref in (*op.inputs, *op.outputs)]
 
 
 def _compile(program: Program, storages: dict[int, Storage], cuda_graphs: bool) -> tuple[Program, int]:

@@ -15,33 +15,17 @@ from foretell.trace import types
 from foretell.trace.compiled_cut import partition
 from foretell.trace.compiled_emit import Emitter
 from foretell.trace.compiled_graph import BACKWARD, RECOMPUTE
-from foretell.trace.compiled_joint import Pieces, join, writes
-from foretell.trace.types import Op, Program, Ref, Storage, Trace
+from foretell.trace.compiled_joint import Pieces, join, touched, writes
+from foretell.trace.types import Op, Ref, Storage
 
 ENTER, LEAVE = "foretell.enter", "foretell.leave"
-COMPILED = ("micro_first", "micro_next", "forward")
-"""Programs that call the model."""
 
 BlockOf = Callable[[Sequence[Op], Sequence[str]], list[str]]
 """Ops of a program and the paths of blocks → the block of every op, empty for none."""
 
 
-def compile_blocks(trace: Trace, blocks: Sequence[str], block_of: BlockOf, rules: str) -> Trace:
-    """The trace of the same step with each block's forward under torch.compile."""
-    storages = dict(trace.storages)
-    programs = {
-        name: Program(name, tuple(_program(program.ops, blocks, block_of, storages))) if name in COMPILED else program
-        for name, program in trace.programs.items()
-    }
-    used = {n for p in programs.values() for op in p.ops for n in (*op.allocates, *op.frees, *_touched(op))}
-    used.update(trace.resident)
-    return replace(
-        trace, programs=programs, storages={n: s for n, s in storages.items() if n in used},
-        meta={**trace.meta, "compiled": {"rules": rules, "cuda_graphs": False, "blocks": True}},
-    )  # fmt: skip
-
-
-def _program(ops: Sequence[Op], blocks: Sequence[str], block_of: BlockOf, storages: dict[int, Storage]) -> Iterator[Op]:
+def in_blocks(ops: Sequence[Op], blocks: Sequence[str], block_of: BlockOf, storages: dict[int, Storage]) -> Iterator[Op]:
+    """The ops of one program with each block's forward under torch.compile; new storages are added."""
     where = block_of(ops, blocks)
     ops = _apart(ops, where, storages)
     late = [op.phase in (BACKWARD, RECOMPUTE) for op in ops]
@@ -112,7 +96,7 @@ def _outlived(ops: list[Op]) -> list[Op]:
     """With deaths no earlier than the last use: a graph may keep what the eager block did not."""
     last: dict[int, int] = {}
     for position, op in enumerate(ops):
-        last.update(dict.fromkeys(_touched(op), position))
+        last.update(dict.fromkeys(touched(op), position))
     late: dict[int, list[int]] = {}
     early: set[tuple[int, int]] = set()
     for position, op in enumerate(ops):
@@ -129,7 +113,7 @@ def _outlived(ops: list[Op]) -> list[Op]:
 
 def _adds(op: Op, storages: dict[int, Storage], ops: Sequence[Op]) -> bool:
     """Whether an op adds to the gradient of an earlier micro-batch, as autograd does outside the graph."""
-    held = [n for n in _touched(op) if storages[n].role == types.GRADIENT]
+    held = [n for n in touched(op) if storages[n].role == types.GRADIENT]
     return bool(held) and not any(n in other.allocates for other in ops for n in held)
 
 
@@ -175,7 +159,3 @@ def _ending(ops: list[Op], dying: Sequence[int]) -> list[Op]:
 
 def _entered(ops: list[Op], phase: str, block: str) -> list[Op]:
     return [Op(ENTER, (), (), block, phase, 0), *ops, Op(LEAVE, (), (), block, phase, 0)] if ops else []
-
-
-def _touched(op: Op) -> list[int]:
-    return [ref.storage for ref in (*op.inputs, *op.outputs)]

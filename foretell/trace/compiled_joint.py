@@ -44,12 +44,12 @@ def pieces(ops: Sequence[Op], storages: Mapping[int, Storage]) -> Pieces:
     backward: list[Op] = []
     after: list[Op] = []
     for op in ops[begin:]:
-        old = any(storages[n].role == types.GRADIENT and n not in here for n in _touched(op))
+        old = any(storages[n].role == types.GRADIENT and n not in here for n in touched(op))
         (after if old else backward).append(op)
     return Pieces(ops[:end], ops[end:begin], backward, after, outputs)
 
 
-def _touched(op: Op) -> list[int]:
+def touched(op: Op) -> list[int]:
     return [ref.storage for ref in (*op.inputs, *op.outputs)]
 
 
