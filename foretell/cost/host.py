@@ -41,6 +41,10 @@ WATCHED = 28e-6
 """Each op of a block that is recomputed selectively: PyTorch asks Python whether to keep its result, in forward and
 again when it is recomputed; from eager plans on an H200, on a host of START's speed."""
 
+AGAIN = 11e-6
+"""Each op that is computed again without a compiler, besides: what it saves passes through hooks in Python; from eager
+plans of nine models on an H200, whose blocks all took 32 to 42 us an op, on a host of START's speed."""
+
 _ENTERING = ("forward", "recompute")
 """Phases in which Python enters modules."""
 RECURRENT = ("_cudnn_rnn", "_cudnn_rnn_backward")
@@ -105,10 +109,11 @@ class HostModel:
             return self.slowness * COMPILED["fused"]
         if compiled:
             return 0.0 if name in FREE else self.call(name) + self.turning(op) + self.slowness * COMPILED["library"]
+        again = self.slowness * AGAIN if op.phase == "recompute" else 0.0
         if name in FREE:
-            return self.weights["backward_view" if op.phase == "backward" else "view"]
+            return self.weights["backward_view" if op.phase == "backward" else "view"] + again
         listed = len(op.inputs) * self.weights["listed"] if name.startswith(("_foreach", "_fused")) else 0.0
-        return self.weights["call"] * self.call(name) + self.weights[_phase(op)] + listed + self.turning(op)
+        return self.weights["call"] * self.call(name) + self.weights[_phase(op)] + again + listed + self.turning(op)
 
     def turning(self, op: Op) -> float:
         """Seconds of a recurrent op's own launches."""
@@ -225,6 +230,11 @@ def _turning(trace: Trace, model: HostModel) -> float:
     return sum(times * sum(model.turning(op) for op in trace.programs[name].ops) for name, times in steady(trace))
 
 
+def _again(trace: Trace) -> float:
+    """Seconds that are known to be spent on computing again, on a host of START's speed."""
+    return AGAIN * sum(times * sum(op.phase == "recompute" for op in trace.programs[name].ops) for name, times in steady(trace))
+
+
 def learn(
     references: Sequence[tuple[Trace, float]], calls: Mapping[str, float], turns: Mapping[str, float] | None = None
 ) -> HostModel:
@@ -232,7 +242,9 @@ def learn(
     turns = turns or {}
     start = HostModel(dict(START), calls, turns=turns)
     spent = [(trace, measured, _turning(trace, start)) for trace, measured in references]
-    kept = [(counts(trace, calls), measured - own) for trace, measured, own in spent if own < MOST_TURNING * measured]
+    kept = [
+        (counts(trace, calls), measured - own - _again(trace)) for trace, measured, own in spent if own < MOST_TURNING * measured
+    ]
     if not kept:
         return start
     rows = [[found[name] for name in COUNTS] for found, _ in kept]
