@@ -33,10 +33,13 @@ def plan(
     pp: int | None = typer.Option(None, metavar="N", help="Only plans with so many ranks in the pipeline."),
     dp_shard: int | None = typer.Option(None, metavar="N", help="Only plans with so many shards."),
     dp_replicate: int | None = typer.Option(None, metavar="N", help="Only plans with so many replicas."),
+    cp: int | None = typer.Option(None, metavar="N", help="Only plans with so many ranks that share the positions of a sample."),
+    ep: int | None = typer.Option(None, metavar="N", help="Only plans with so many ranks that share the experts of a layer."),
     schedule: str | None = typer.Option(None, metavar="NAME", help="Only pipelines with this schedule, such as 1f1b."),
     micro_batch: int | None = typer.Option(None, metavar="N", help="Only plans with so many samples a micro-batch."),
     margin: float = typer.Option(0.0, metavar="SHARE", help="Share of each device's memory to leave free, such as 0.1."),
-    tokens: float | None = typer.Option(None, metavar="N", help="Of the whole run, such as 1e12; for --deadline and --budget."),
+    tokens: float | None = typer.Option(None, metavar="N", help="Of the whole run, such as 1e12; for --deadline, --budget and --step-law."),
+    step_law: bool = typer.Option(False, "--step-law", help="Take the batch from the Step Law for --tokens, and say its learning rate."),
     deadline: str | None = typer.Option(None, metavar="TIME", help="For the whole run: 30d, 12h, 90m or seconds."),
     budget: float | None = typer.Option(None, metavar="DOLLARS", help="For the whole run."),
     precision: str | None = typer.Option(None, metavar="NAME", help="fp32, bf16-mixed or bf16; default: bf16-mixed, on a CPU fp32."),
@@ -71,7 +74,7 @@ def plan(
         from foretell.cli.infer import infer_command
 
         return infer_command(source, on, precision=precision, json=json, cache=not no_cache)
-    axes = {"tp": tp, "pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
+    axes = {"tp": tp, "pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "cp": cp, "ep": ep}
     wishes = Wishes(
         global_batch=global_batch, precision=precision, optimizer=optimizer, clip=clip or None,
         compile=(compile,) if compile else (), objective=objective, schedule=schedule, micro_batch=micro_batch, margin=margin,
@@ -83,17 +86,12 @@ def plan(
     if patience is not None and not patience > 0:
         raise UserError(f"--patience is {patience:g}", "give seconds above zero")
     _check_out(Path(out))
-    how = {"exact": exact, "what_if": what_if or explain, "patience": patience or float("inf")}
+    how = {"exact": exact, "what_if": what_if or explain, "patience": patience or float("inf"), "by_law": step_law}
     doing = Doing(f"choosing a plan for {model}")
     choice = common.call(lambda: _choose(source, on, wishes, not no_cache, how, doing), doing)
     saved = _pick(choice, point)
     checked = _rehearsed(source, saved, choice, point) if on == "auto" else ""
-    if saved is not None:
-        from foretell.plan.file import write
-        from foretell.report import html_front
-
-        write(saved, out)
-        html_front.write(html_front.of_choice(choice, saved), out)  # what `foretell report` draws
+    _written(saved, choice, out)
     if json:
         common.emit_json({**as_json(choice, out, saved), "checked": checked or None})
     else:
@@ -159,6 +157,16 @@ def _pick(choice: Choice, point: int | None) -> Plan | None:
     return front[point - 1].plan
 
 
+def _written(saved: Plan | None, choice: Choice, out: str) -> None:
+    if saved is None:
+        return
+    from foretell.plan.file import write
+    from foretell.report import html_front
+
+    write(saved, out)
+    html_front.write(html_front.of_choice(choice, saved), out)  # what `foretell report` draws
+
+
 def _check_out(path: Path) -> None:
     """Before the work, not after it."""
     if path.is_dir() or not path.name:
@@ -191,6 +199,7 @@ def as_json(choice: Choice, out: str, saved: Plan | None) -> dict[str, Any]:
             "holders": [{"name": h.name, "category": h.category, "bytes": h.bytes} for h in infeasible.holders],
         },
         "assumptions": list(choice.notes),
+        "step_law": choice.law.to_json() if choice.law is not None else None,
         **(front.content(choice.found) if choice.found is not None else {}),
     }  # fmt: skip
 
@@ -206,7 +215,7 @@ def screen(
         return climbed(choice, model, on, out)
     if found.best is None:
         return "\n".join(front.nothing_lines(found, model, on))
-    lines = [f"Best of {found.costed} layouts for {model} on {on}, {found.seconds:.1f} s:", *front.best_lines(found)]
+    lines = [f"Best of {found.costed} layouts for {model} on {on}, {found.seconds:.1f} s:", *front.best_lines(found), *front.law_lines(choice.law)]
     if len(found.front) > 1:
         lines += ["", *front.front_lines(found)]
     lines += ["", *front.reason_lines(found, explain)]
@@ -219,6 +228,7 @@ def screen(
 
 def climbed(choice: Choice, model: str, on: str, out: str) -> str:
     """The answer where plans were tried one by one."""
+    from foretell.report.front import law_lines
     from foretell.search.choose import told
     from foretell.units import human_bytes
 
@@ -230,7 +240,8 @@ def climbed(choice: Choice, model: str, on: str, out: str) -> str:
         lines += [f"  not: {told(one.plan)}: {one.why}" for one in choice.dropped[:SHOWN]]
         return "\n".join(lines)
     assert choice.best.cost is not None
-    lines = [f"Best of {choice.costed} plans for {model} on {on}:", f"  {told(choice.best.plan)}", *_figures(choice.best.cost), ""]
+    lines = [f"Best of {choice.costed} plans for {model} on {on}:", f"  {told(choice.best.plan)}", *_figures(choice.best.cost)]
+    lines += [*law_lines(choice.law), ""]
     if choice.runners_up:
         lines.append("Next best:")
         lines += [f"  {told(one.plan)}: {_speed(one.cost)}; {one.why}" for one in choice.runners_up[:SHOWN] if one.cost]

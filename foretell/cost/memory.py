@@ -119,15 +119,16 @@ def _verdict(
     """Fits if it fits with the uncertainty taken off the limit; device bytes are what it would then use.
 
     Near the limit the allocator gives cached segments back and tries again, so that it may get through with less
-    than it would reserve on a larger device: the replay decides, not the peak.
+    than it would reserve on a larger device: the replay decides, not the peak. Where parts of the rules are fitted, what
+    is free between two segments is not known well enough for that, and the peak decides.
     """
     careful = careful_limit(trace, capacity, beside)
     if reserved <= careful:
         device = reserved + beside
         return (TIGHT if capacity - device < TIGHT_SHARE * capacity else FITS), device
-    if careful > 0 and fits_in(trace, sizes, schedules, careful, expandable=expandable):
+    if careful > 0 and not _fitted(trace) and fits_in(trace, sizes, schedules, careful, expandable=expandable):
         return TIGHT, min(reserved, careful) + beside
-    least = smallest_limit(trace, sizes, schedules, expandable=expandable)
+    least = reserved if _fitted(trace) else smallest_limit(trace, sizes, schedules, expandable=expandable)
     return NO, max(least + beside, capacity + max(1, least - careful))
 
 
@@ -137,9 +138,12 @@ def careful_limit(trace: types.Trace, capacity: int, beside: int) -> int:
     Half of the band of reserved memory; all of it where parts of the rules are fitted rather than known
     (workspaces of convolutions and recurrent layers, the streams of sharded runs).
     """
-    fitted = "ranks" in trace.meta or any(op.name in _FITTED for op in trace.ops())
-    share = RESERVED_BAND if fitted else RESERVED_BAND / 2
+    share = RESERVED_BAND if _fitted(trace) else RESERVED_BAND / 2
     return int((capacity - beside - CONTEXT_BAND_BYTES // 4) * (1 - share))
+
+
+def _fitted(trace: types.Trace) -> bool:
+    return "ranks" in trace.meta or any(op.name in _FITTED for op in trace.ops())
 
 
 def _phases(replay: Replay, schedules: list[str], beside: int) -> tuple[Phase, ...]:

@@ -23,6 +23,26 @@ def smallest_seen(plan: Plan, cluster: Cluster, stage: int | None = None) -> Clu
     return _with(cluster, min(_devices(plan, cluster, stage), key=lambda device: device.memory_bytes))
 
 
+def slowest_at(plan: Plan, cluster: Cluster) -> tuple[Device, ...]:
+    """The device that decides the seconds of each place of the pipeline."""
+    return tuple(min(devices, key=lambda device: device.peak("bfloat16")) for devices in _places(plan, cluster))
+
+
+def smallest_at(plan: Plan, cluster: Cluster) -> tuple[Device, ...]:
+    """The device that decides whether each place of the pipeline fits."""
+    return tuple(min(devices, key=lambda device: device.memory_bytes) for devices in _places(plan, cluster))
+
+
+def _places(plan: Plan, cluster: Cluster) -> list[list[Device]]:
+    """Devices of each place of the pipeline."""
+    if not cluster.groups or plan.mesh.world > cluster.count:
+        return [[cluster.device]] * plan.mesh.pp
+    found: list[list[Device]] = [[] for _ in range(plan.mesh.pp)]
+    for rank in range(plan.mesh.world):
+        found[coordinates(plan.mesh, rank)["pp"]].append(cluster.part_of(plan.device_of(rank)).device)
+    return found
+
+
 def _with(cluster: Cluster, device: Device) -> Cluster:
     return replace(cluster, device=device) if cluster.groups else cluster
 

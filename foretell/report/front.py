@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from foretell.cost.plan import PlanCost
     from foretell.search.explain import WhatIf
     from foretell.search.find import Finalist, Found
+    from foretell.search.law import Advice
 
 SHOWN = 6
 """Plans that lost and are told of."""
@@ -26,10 +27,18 @@ def best_lines(found: Found) -> Iterator[str]:
     yield from figures(found.best)
     if found.best.verdict == "tight":
         yield "  NOTE    memory is tight: what is left is within what the prediction may be off by"
+    if found.best.placed is not None:
+        yield f"  NOTE    {found.best.placed.words()}"
     if found.best.cost is None:
         yield "  NOTE    estimated from the costs of its blocks; --exact costs it op by op"
     if found.stopped:
         yield f"  NOTE    the search was ended early ({found.stopped}): the best so far"
+
+
+def law_lines(law: Advice | None) -> Iterator[str]:
+    """What the Step Law says of the run."""
+    for number, line in enumerate(law.lines() if law is not None else ()):
+        yield f"  {'law' if not number else '':<6}  {line}"
 
 
 def figures(one: Finalist) -> Iterator[str]:
@@ -140,6 +149,7 @@ def nothing_lines(found: Found, model: str, hardware: str) -> Iterator[str]:
 def content(found: Found) -> dict[str, Any]:
     """The same for programs."""
     return {
+        "placement": found.best.placed.to_json() if found.best is not None and found.best.placed is not None else None,
         "front": [point_json(one, number) for number, one in enumerate(found.front, 1)],
         "binds": list(found.binds),
         "what_if": [row.to_json() for row in found.what_if],

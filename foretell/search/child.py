@@ -77,7 +77,10 @@ def main(folder: str) -> None:
 
 
 def _told(asked: Mapping[str, Any]) -> str:
-    source, recipe = asked["source"], asked["recipe"]
+    source = asked["source"]
+    if asked.get("shares"):
+        return f"what ranks can share of {source['model']}"
+    recipe = asked["recipe"]
     words = [f"{source['model']}, micro-batch {source['micro_batch']}"]
     words += [f"recompute {recipe['recompute']}"] if recipe["recompute"] != "none" else []
     words += [f"tp {asked['tp']['ranks']}"] if asked.get("tp") else []
@@ -87,6 +90,8 @@ def _told(asked: Mapping[str, Any]) -> str:
 
 def _answer(asked: Mapping[str, Any], target: Path) -> dict[str, Any]:
     try:
+        if asked.get("shares"):
+            return _shares(asked, target)
         if any(asked.get(axis) for axis in ("tp", "cp", "ep")):
             from foretell.search.split_trace import trace_split
 
@@ -100,6 +105,16 @@ def _answer(asked: Mapping[str, Any], target: Path) -> dict[str, Any]:
 
         problem = f"{type(error).__name__}: {error}"
         return {"error": {"kind": "InternalError", "problem": problem, "remedy": "", "detail": traceback.format_exc()}}
+
+
+def _shares(asked: Mapping[str, Any], target: Path) -> dict[str, Any]:
+    from foretell.search.shares import shares_of
+    from foretell.trace.cache import file_hashes
+    from foretell.trace.load import Source, load, user_files
+
+    source = Source(**asked["source"])
+    target.write_text(json.dumps(shares_of(lambda: load(source)).to_json()))
+    return {"files": file_hashes(user_files())}
 
 
 def _facts(asked: Mapping[str, Any]) -> dict[str, Any]:

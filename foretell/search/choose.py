@@ -23,6 +23,7 @@ from foretell.cost.plan import KEEP, Options, PlanCost, predict_plan
 from foretell.cost.plan_blocks import blocks_of
 from foretell.cost.prediction import FITS, TIGHT, Infeasible
 from foretell.cost.sharded import block_of
+from foretell.cost.whole import sequence_length
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan import legal
@@ -30,6 +31,8 @@ from foretell.plan.blocks import compress, cuts_by_cost
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency
 from foretell.search.find import Finalist, Found, Unsuited, find
+from foretell.search.law import Advice, advice
+from foretell.search.law import check as check_law
 from foretell.search.space_wishes import Wishes as Wishes
 from foretell.search.space_wishes import check as check_wishes
 from foretell.search.traces import Traces
@@ -87,6 +90,8 @@ class Choice:
     notes: tuple[str, ...] = ()
     found: Found | None = None
     """What the search found besides: the front, what binds, what other hardware would change."""
+    law: Advice | None = None
+    """What the Step Law says of the run, where its tokens are known."""
 
     @property
     def plan(self) -> Plan:
@@ -101,15 +106,17 @@ Progress = Callable[[str], None]
 def choose(
     source: Source, cluster: Cluster, hardware: str, wishes: Wishes | None = None, *, options: Options | None = None,
     hints: Mapping[str, float] | None = None, cache: bool = True, progress: Progress = lambda _: None,
-    exact: bool | None = True, what_if: bool = False, patience: float = float("inf"),
+    exact: bool | None = True, what_if: bool = False, patience: float = float("inf"), by_law: bool = False,
 ) -> Choice:  # fmt: skip
     """The best plan for a model on hardware; `hardware` is how the user wrote it.
 
     `exact`: whether the best is costed op by op in any case (True), where that is quick (None), or not (False).
+    `by_law`: where no batch is asked for, the Step Law's for `wishes.tokens` is taken.
     """
     check_source(source)
     asked, device = wishes or Wishes(), cluster.device
     check_wishes(asked, cluster)
+    check_law(by_law, asked.tokens)
     on_cpu = device.backend == "cpu"
     capability = None if on_cpu else device.compute_capability or (9, 0)
     traces = Traces(capability=capability, hints=dict(hints or {}), cache=cache, progress=progress)
@@ -120,17 +127,31 @@ def choose(
         try:
             return as_choice(find(
                 source, cluster, hardware, asked, options=how, progress=progress, exact=exact, what_if=what_if,
-                patience=patience, traces=traces,
+                patience=patience, traces=traces, by_law=by_law,
             ))  # fmt: skip
         except Unsuited as error:
             remarks = (f"plans were tried one by one: {error}",)
+    for axis in ("cp", "ep"):
+        if asked.fixed.get(axis, 1) > 1:
+            raise UserError(f"--{axis} {asked.fixed[axis]}: here plans are tried one by one, and none has {axis}", f"leave --{axis} out")
     search = _Search(source, cluster, hardware, asked, how, traces, progress)
+    law = search.law(by_law) if asked.tokens is not None else None
     for mesh in search.meshes():
         search.explore(mesh)
     for mesh in search.deeper_meshes():
         search.explore(mesh)
     found = search.choice()
-    return replace(found, notes=(*found.notes, *remarks))
+    return _with_law(replace(found, notes=(*found.notes, *remarks)), law)
+
+
+def _with_law(found: Choice, law: Advice | None) -> Choice:
+    """What the law says, with the batch that is used, in the plan's notes too."""
+    if law is None or found.best is None:
+        return replace(found, law=law)
+    plan = found.best.plan
+    law = replace(law, used=plan.global_batch)
+    notes = (*plan.notes, *(f"Step Law: {line}" for line in law.lines()))
+    return replace(found, law=law, best=replace(found.best, plan=plan.with_(notes=notes)))
 
 
 def as_choice(found: Found) -> Choice:
@@ -143,7 +164,7 @@ def as_choice(found: Found) -> Choice:
     return Choice(
         best=one(found.best) if found.best is not None else None, runners_up=tuple(map(one, found.runners_up)),
         dropped=(*nearest, *map(one, found.dropped)), infeasible=found.infeasible, costed=found.costed, notes=found.notes,
-        found=found,
+        found=found, law=found.law,
     )  # fmt: skip
 
 
@@ -163,6 +184,23 @@ class _Search:
     weights: dict[str, float] = field(default_factory=dict)
     """Block → FLOPs of a micro-batch; "" and "after" for what comes before and after the blocks."""
     remarks: list[str] = field(default_factory=list)
+
+    def law(self, followed: bool) -> Advice | None:
+        """What the Step Law says of the run; its batch becomes a wish where that was asked for."""
+        wishes = self.wishes
+        assert wishes.tokens is not None
+        plan = Plan(model=model_of(self.source), hardware=self.hardware, precision=wishes.precision or "fp32",
+                    optimizer=wishes.optimizer, clip=wishes.clip)  # fmt: skip
+        trace = self.traces.of(plan, [KEEP])[KEEP]
+        self._learn(trace)
+        found = advice(
+            self.traces.facts.shapes, self.blocks, wishes.tokens, sequence_length(trace, plan.micro_batch),
+            devices=self.cluster.count, fixed=wishes.fixed, micro_batch=wishes.micro_batch, global_batch=wishes.global_batch,
+            followed=followed,
+        )  # fmt: skip
+        if found is not None and found.followed:
+            self.wishes = replace(wishes, global_batch=found.chosen)
+        return found
 
     # ------------------------------------------------------------------ generators
 

@@ -28,7 +28,10 @@ REASONS = {
     "recompute": "it computes blocks twice", "bubble": "ranks wait for each other", "host": "it waits for the host",
     "update": "the optimizer has more to do on each rank",
 }  # fmt: skip
-_AXES = {"tp": "tensor ranks", "dp_shard": "shards", "dp_replicate": "replicas", "pp": "stages"}
+_AXES = {
+    "tp": "tensor ranks", "dp_shard": "shards", "dp_replicate": "replicas", "pp": "stages", "cp": "ranks that share a sample",
+    "ep": "ranks that share experts",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +79,14 @@ Again = Callable[[Cluster, Wishes], Point | None]
 def told(layout: Layout) -> str:
     """A layout in a few words."""
     mesh = layout.mesh
-    axes = [f"{axis} {getattr(mesh, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "tp") if getattr(mesh, axis) > 1]
+    axes = [f"{axis} {getattr(mesh, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if getattr(mesh, axis) > 1]
     words = [" × ".join(axes) or "one device", f"micro-batch {layout.micro_batch}"]
     words += [f"accumulate {layout.accumulate}"] if layout.accumulate > 1 else []
     words += _treated(layout.modes)
     if mesh.pp > 1:
         words.append(f"{mesh.pp * layout.interleave} stages, {layout.schedule}")
     words += [f"compile {layout.compile}"] if layout.compile != "none" else []
-    if layout.reshard is not True and mesh.dp_shard > 1:
+    if layout.reshard is not True and mesh.dp_shard * mesh.cp > 1:
         kept = "kept after forward" if layout.reshard is False else f"given back to {layout.reshard} ranks"
         words.append(f"parameters {kept}")
     return ", ".join(words)
@@ -304,7 +307,7 @@ def needs(short: float, relaxed: Iterable[Relaxation]) -> str:
 def differs(ours: Layout, theirs: Layout) -> tuple[str, ...]:
     """How two layouts differ, field by field, the first against the second."""
     found = []
-    for axis in ("tp", "pp", "dp_replicate", "dp_shard"):
+    for axis in ("tp", "cp", "ep", "pp", "dp_replicate", "dp_shard"):
         a, b = getattr(ours.mesh, axis), getattr(theirs.mesh, axis)
         if a != b:
             found.append(f"{axis} {a} instead of {b}")

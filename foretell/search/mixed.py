@@ -3,14 +3,15 @@
     cluster ─► islands: like devices that one fabric joins; each makes whole stages of `width` devices (tp × data ranks)
             ─► orders of the islands along the pipeline: the stages of one stay together, so that the slow link between
                two is crossed once
-            ─► blocks shared among the stages of each order by dynamic programming: the slowest stage is as quick as it
-               can be, and no device holds more than it has. Exact: equal to trying every cut
+            ─► blocks shared among the stages of each order: the slowest stage is as quick as it can be, and no device
+               holds more than it has. Exact: equal to trying every cut
 
 Seconds and bytes of blocks are asked from the caller, kind of device by kind of device.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -19,6 +20,8 @@ from typing import NamedTuple
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster, Device
 
+NARROW = 1e-12
+"""Share to which the seconds of the slowest stage are least."""
 MOST_ORDERS = 120
 """Orders of islands that are tried: all of five."""
 Seconds = Callable[[str, int], float]
@@ -130,28 +133,18 @@ def share(
         raise UserError(f"{count} stages and {total} blocks: every stage needs one", f"at most {total} stages")
     time = {kind.device.name: _sums(seconds(kind.device.name, block) for block in range(total)) for kind in order}
     kept, flying = _sums(block.kept for block in blocks), _sums(block.in_flight for block in blocks)
-    best: list[float] = [0.0] + [float("inf")] * total
-    """Blocks shared so far → seconds of the slowest stage."""
-    came: list[list[int]] = []
-    for stage, kind in enumerate(kinds):
-        mine, held, room = time[kind.device.name], in_flight(stage, count), kind.memory_bytes
-        following: list[float] = [float("inf")] * (total + 1)
-        origin = [-1] * (total + 1)
-        for end in range(stage + 1, total - (count - stage - 1) + 1):
-            for start in range(end - 1, stage - 1, -1):
-                longest = mine[end] - mine[start]
-                if longest >= following[end] or kept[end] - kept[start] + held * (flying[end] - flying[start]) > room:
-                    break  # more blocks are slower and larger still
-                if max(best[start], longest) < following[end]:
-                    following[end], origin[end] = max(best[start], longest), start
-        best = following
-        came.append(origin)
-    if best[total] == float("inf"):
+    sizes: dict[int, list[float]] = {}
+    for stage in range(count):
+        held = in_flight(stage, count)
+        if held not in sizes:
+            sizes[held] = [one + held * other for one, other in zip(kept, flying, strict=True)]
+    line = [
+        _Room(time[kind.device.name], sizes[in_flight(stage, count)], kind.memory_bytes) for stage, kind in enumerate(kinds)
+    ]
+    found = _quickest(line)
+    if found is None:
         return None
-    ends = [total]
-    for origin in reversed(came):
-        ends.append(origin[ends[-1]])
-    ends.reverse()
+    ends = [0, *found]
     stages = tuple(
         Stage(
             device=kind.device.name, first=first, last=last, seconds=time[kind.device.name][last] - time[kind.device.name][first],
@@ -161,6 +154,84 @@ def share(
         for stage, (kind, first, last) in enumerate(zip(kinds, ends, ends[1:], strict=False))
     )  # fmt: skip
     return Shared(stages=stages, placement=tuple(rank for island in order for rank in island.ranks))
+
+
+class _Room(NamedTuple):
+    """A stage: seconds and bytes of all blocks before each, on its device."""
+
+    seconds: list[float]
+    sizes: list[float]
+    most: float
+    """Bytes that fit."""
+
+    def furthest(self, start: int, last: int, limit: float) -> int:
+        """The block after the last of those that keep both limits."""
+        slow = bisect_right(self.seconds, self.seconds[start] + limit, start, last + 1)
+        large = bisect_right(self.sizes, self.sizes[start] + self.most, start, last + 1)
+        return min(slow, large) - 1
+
+    def earliest(self, end: int, first: int, limit: float) -> int:
+        """The first block of those that end here and keep both limits."""
+        slow = bisect_left(self.seconds, self.seconds[end] - limit, first, end + 1)
+        large = bisect_left(self.sizes, self.sizes[end] - self.most, first, end + 1)
+        return max(slow, large)
+
+
+def _quickest(line: Sequence[_Room]) -> list[int] | None:
+    """Ends of the stages, so that the slowest is quickest; None where no cuts fit.
+
+    For a given limit it is best to give each stage as many blocks as it allows; the least limit is found by halving.
+    Of the cuts that reach it, either the first stages have as many blocks as they may or the last: those with fewer
+    seconds in all are taken, since a pipeline has to be filled.
+    """
+    found = _ahead(line, float("inf"))
+    if found is None:
+        return None
+    low, high = 0.0, _slowest(line, found)
+    while high > low:
+        middle = (low + high) / 2
+        better = _ahead(line, middle)
+        if better is None:
+            low = middle
+            better = _ahead(line, high * (1 - NARROW))
+            if better is None:
+                break
+        high = _slowest(line, better)
+    ways = [_ahead(line, high * (1 + NARROW)), _back(line, high * (1 + NARROW)), found]
+    fine = [way for way in ways if way is not None and _slowest(line, way) <= high * (1 + 2 * NARROW)]
+    return min(fine, key=lambda way: _all(line, way))
+
+
+def _ahead(line: Sequence[_Room], limit: float) -> list[int] | None:
+    """Each stage as many blocks as the limit allows, the first first."""
+    total, start, ends = len(line[0].seconds) - 1, 0, []
+    for stage, room in enumerate(line):
+        end = room.furthest(start, total - (len(line) - 1 - stage), limit)
+        if end <= start:
+            return None
+        ends.append(end)
+        start = end
+    return ends if start == total else None
+
+
+def _back(line: Sequence[_Room], limit: float) -> list[int] | None:
+    """The same, the last first."""
+    end, ends = len(line[0].seconds) - 1, []
+    for stage in reversed(range(len(line))):
+        start = line[stage].earliest(end, stage, limit)
+        if start >= end:
+            return None
+        ends.append(end)
+        end = start
+    return ends[::-1] if end == 0 else None
+
+
+def _slowest(line: Sequence[_Room], ends: Sequence[int]) -> float:
+    return max(room.seconds[end] - room.seconds[start] for room, start, end in zip(line, (0, *ends), ends, strict=False))
+
+
+def _all(line: Sequence[_Room], ends: Sequence[int]) -> float:
+    return sum(room.seconds[end] - room.seconds[start] for room, start, end in zip(line, (0, *ends), ends, strict=False))
 
 
 def share_best(

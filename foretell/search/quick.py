@@ -52,6 +52,8 @@ class Layout:
     precision: str = "bf16-mixed"
     compile: str = "none"
     reshard: bool | int = True
+    placement: tuple[int, ...] = ()
+    """Device of each rank; empty: its own number."""
 
     @property
     def global_batch(self) -> int:
@@ -92,18 +94,24 @@ def quick(layout: Layout, sheet: Sheet, cluster: Cluster, *, reserve: bool = Tru
     Without `reserve`, `memory_bytes` leaves out what the caching allocator holds beside (a few percent, up to a third where
     logits are most of it) and the answer comes sooner: what does not fit then does not fit at all.
     """
-    recipe = recipe_for(layout)
-    works = sheet.works(recipe, layout.micro_batch, layout.mesh.tp, layout.precision).compiling(layout.compile)
-    mine = composer(sheet, cluster, layout.mesh)
+    works = works_of(layout, sheet)
+    mine = composer(sheet, cluster, layout.mesh, layout.placement)
     mine.reserves = reserve
     return mine.cost(layout, works)
+
+
+def works_of(layout: Layout, sheet: Sheet) -> Works:
+    """What the pieces cost at the layout's micro-batch and splits; a UserError where the model cannot be split so."""
+    mesh = layout.mesh
+    found = sheet.works(recipe_for(layout), layout.micro_batch, mesh.tp, layout.precision, cp=mesh.cp, ep=mesh.ep)
+    return found.compiling(layout.compile)
 
 
 def recipe_for(layout: Layout) -> str:
     """The precision under which the traces were made."""
     if layout.precision != "bf16-mixed":
         return layout.precision
-    return "fsdp-bf16" if layout.mesh.data > 1 else "bf16-autocast"
+    return "fsdp-bf16" if layout.mesh.spread > 1 else "bf16-autocast"
 
 
 def plan_of(layout: Layout, sheet: Sheet, about: Mapping[str, Any], hardware: str) -> Plan:
@@ -115,29 +123,34 @@ def plan_of(layout: Layout, sheet: Sheet, about: Mapping[str, Any], hardware: st
     return Plan(
         model=about, hardware=hardware, mesh=layout.mesh, pipeline=pipeline, micro_batch=layout.micro_batch,
         accumulate=layout.accumulate, precision=layout.precision, optimizer=sheet.optimizer, clip=sheet.clip,
-        blocks=compress(modes), reshard=layout.reshard, compile=layout.compile,
+        blocks=compress(modes), reshard=layout.reshard, compile=layout.compile, placement=layout.placement,
     )  # fmt: skip
+
+
+def way_of(layout: Layout) -> Way:
+    """How parameters are shared by ranks: those along dp_shard and cp hold them together."""
+    return Way(layout.mesh.dp_shard * layout.mesh.cp, layout.mesh.dp_replicate, layout.reshard)
 
 
 # ---------------------------------------------------------------------- composing
 
 
-def composer(sheet: Sheet, cluster: Cluster, mesh: Mesh) -> _Composer:
-    key = (id(cluster), mesh)
+def composer(sheet: Sheet, cluster: Cluster, mesh: Mesh, placement: tuple[int, ...] = ()) -> Composer:
+    key = (id(cluster), mesh, placement)
     found = sheet.known.get(key)
     if found is None or found.cluster is not cluster:
-        found = sheet.known[key] = _Composer(sheet, cluster, mesh)
+        found = sheet.known[key] = Composer(sheet, cluster, mesh, placement)
     return found
 
 
-class _Composer:
+class Composer:
     """Quick costs of one mesh on one cluster."""
 
-    def __init__(self, sheet: Sheet, cluster: Cluster, mesh: Mesh) -> None:
+    def __init__(self, sheet: Sheet, cluster: Cluster, mesh: Mesh, placement: tuple[int, ...] = ()) -> None:
         self.sheet, self.cluster, self.mesh = sheet, cluster, mesh
         self.machine: Machine | None = sheet.machine
-        unlike = cluster.groups or cluster.matrix is not None
-        alone = Plan(model={}, hardware="", mesh=mesh)
+        unlike = placement or cluster.groups or cluster.matrix is not None
+        alone = Plan(model={}, hardware="", mesh=mesh, placement=placement)
         self.fabrics = fabrics_for(alone, cluster) if unlike else fabrics_of(mesh, cluster)
         self.talks: dict[tuple[str, str, float], float] = {}
         self.issues: dict[str, float] = {}
@@ -156,8 +169,8 @@ class _Composer:
         found = self.talks.get(key)
         if found is None:
             group: Fabric | None = self.fabrics.get(axis)
-            if ":" in axis:  # parameters that fewer ranks gather again
-                group = fabric(self.cluster, int(axis.partition(":")[2]), stride=self.mesh.tp * self.mesh.cp)
+            if ":" in axis and group is None:  # parameters that fewer ranks gather again
+                group = fabric(self.cluster, int(axis.partition(":")[2]), stride=self.mesh.tp)
             found = self.talks[key] = collective(kind, nbytes, group).seconds if group is not None else 0.0
         return found
 
@@ -178,7 +191,7 @@ class _Composer:
 
             return pipeline_cost(self, layout, works, modes)
         stage = Stage(runs_of(self.sheet.kinds, modes))
-        way = Way(layout.mesh.dp_shard, layout.mesh.dp_replicate, layout.reshard)
+        way = way_of(layout)
         key = (stage, layout.reshard, id(works), layout.accumulate > 1)
         found = self.stages.get(key)
         if found is None:
@@ -288,10 +301,10 @@ class _Composer:
             seconds=seconds, low=seconds * low, high=seconds * high, memory_bytes=worst.reserved + self.beside,
             margin_bytes=self.careful - worst.reserved, best_margin_bytes=self.careful - least,
             stage_memory=tuple(one.reserved + self.beside for one in memories),
-            stage_seconds=stage_seconds, joules=self._joules(loads, seconds), parts=parts, binds=binds,
+            stage_seconds=stage_seconds, joules=self.joules_of(loads, seconds), parts=parts, binds=binds,
         )  # fmt: skip
 
-    def _joules(self, loads: Sequence[tuple[Seconds, float]], seconds: float) -> float | None:
+    def joules_of(self, loads: Sequence[tuple[Seconds, float]], seconds: float) -> float | None:
         if self.machine is None or self.machine.power is None or not seconds:
             return None
         bandwidth = self.cluster.device.memory_bandwidth_bytes_per_second

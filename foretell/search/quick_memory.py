@@ -89,7 +89,7 @@ class Keeper:
     def _pools(self, units: Sequence[tuple[Unit, int]]) -> tuple[int, int]:
         """Highest points of what is gathered and of scattered gradients."""
         if self.way.shards > 1:
-            sizes = [unit for unit, count in units for _ in range(min(count, 2)) if unit.tensors]
+            sizes = [part for unit, count in units for _ in range(min(count, 2)) for part in unit.parts if part.tensors]
             pairs = [sizes[0].gather_output + sizes[0].gather_input] if sizes else [0]
             pairs += [a.gather_output + b.gather_input + b.gather_output for a, b in pairwise(sizes)]
             gather = max(pairs)
@@ -137,16 +137,16 @@ class Keeper:
                 back = unit.whole if reshard is False else 0
                 each = one.backward.net - one.gradients - back
                 now = live + place * each + (0 if reshard is False else unit.whole)
-                beside = held if place == 0 and count > 1 else unit.reduce_input
+                beside = held if place == 0 and count > 1 else unit.largest_reduced
                 high = max(high, now + one.backward.peak + (beside if place else held))
-                high = max(high, live + place * each + one.backward.net - back + unit.reduce_input)
+                high = max(high, live + place * each + one.backward.net - back + unit.largest_reduced)
             live += count * each
-            held = unit.reduce_input if unit is not None and unit.trained else 0
+            held = unit.largest_reduced if unit is not None and unit.trained else 0
         if stage.first:
             early = work(BEFORE)
             high, live = max(high, live + early.backward.peak + held), live + early.backward.net
         if data and self.unit(root).trained:
-            high = max(high, live + self.unit(root).reduce_input)
+            high = max(high, live + self.unit(root).largest_reduced)
         return high, kept
 
     # ------------------------------------------------------------------ stages of a pipeline
@@ -172,7 +172,7 @@ class Keeper:
         gather, reduce = self._pools(units) if data else (0, 0)
         if data and flight.looped and self.way.shards > 1:
             gather = max(gather, *(sum(unit.gather_output * n for unit, n in self.units([one])) for one in stages))
-        closing = whole + max((unit.reduce_input for unit, _ in units), default=0) if data else 0
+        closing = whole + max((unit.largest_reduced for unit, _ in units), default=0) if data else 0
         compute = static + sums + max(high, closing)
         least = compute + min(gather, 2 * max((unit.gather_output for unit, _ in units), default=0))
         return Bytes(least=least, reserved=_up(compute) + _up(gather) + _up(reduce), static=static, activations=kept)

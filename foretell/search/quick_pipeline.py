@@ -18,12 +18,12 @@ from foretell.plan.blocks import V_SHAPED
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import LOOPED
 from foretell.search.quick_memory import Bytes, Flight, Keeper, flights
-from foretell.search.quick_stage import Seconds, Stage, Timer, Way, keys_of
+from foretell.search.quick_stage import Seconds, Stage, Timer, keys_of
 from foretell.search.sheet import Works
 from foretell.search.sheet_ops import AFTER, BEFORE
 
 if TYPE_CHECKING:
-    from foretell.search.quick import Layout, Quick, _Composer
+    from foretell.search.quick import Composer, Layout, Quick
 
 MOST_EVENTS = 1200
 """Events that are walked one by one."""
@@ -150,14 +150,14 @@ def _in_flight(mine: Sequence[tuple[str, int, int]]) -> tuple[tuple[int, ...], .
 # ---------------------------------------------------------------------- one layout
 
 
-def pipeline_cost(composer: _Composer, layout: Layout, works: Works, modes: Sequence[str]) -> Quick:
+def pipeline_cost(composer: Composer, layout: Layout, works: Works, modes: Sequence[str]) -> Quick:
     """What a layout with pipeline stages costs."""
-    return _Pipe(composer, layout, works, modes).cost()
+    return Pipe(composer, layout, works, modes).cost()
 
 
-class _Pipe:
-    def __init__(self, composer: _Composer, layout: Layout, works: Works, modes: Sequence[str]) -> None:
-        from foretell.search.quick import runs_of
+class Pipe:
+    def __init__(self, composer: Composer, layout: Layout, works: Works, modes: Sequence[str]) -> None:
+        from foretell.search.quick import runs_of, way_of
 
         self.composer, self.layout = composer, layout
         self.plain = works.compiling("none")
@@ -174,7 +174,7 @@ class _Pipe:
         ]
         self.stages = [composer.ids.setdefault(stage, stage) for stage in made]
         self.where = [rank_of(self.schedule, self.ranks, stage) for stage in range(self.count)]
-        self.way = Way(layout.mesh.dp_shard, layout.mesh.dp_replicate, layout.reshard)
+        self.way = way_of(layout)
         self.split = self.schedule in SPLIT_BACKWARD
         self.whole = works.boundary * (layout.mesh.tp if works.material.meta.get("split_stream") else 1)
 
@@ -185,11 +185,11 @@ class _Pipe:
         micro = self.layout.accumulate
         walked = self._walked(micro)
         order = order_of(self.schedule, self.ranks, self.count, walked)
-        events = [self._events(stage) for stage in self.stages]
+        events = [self.events(index) for index in range(self.count)]
         step, busy = self._timed(order, events)
-        held = [[index for index in range(self.count) if self.where[index] == rank] for rank in range(self.ranks)]
+        held = [self.held(rank) for rank in range(self.ranks)]
         each = [sum(events[index].each for index in mine) for mine in held]
-        updates = [self._update([self.stages[index] for index in mine]) for mine in held]
+        updates = [self.update(rank) for rank in range(self.ranks)]
         more = micro - walked
         total = step + more * max(each) + max(updates)
         stage_seconds = tuple(
@@ -198,9 +198,13 @@ class _Pipe:
         worst = max(range(self.ranks), key=lambda rank: stage_seconds[rank])
         return self.composer.answer(
             seconds=total, total=self._sum(held[worst], events), update=updates[worst], host=0.0,
-            bubble=max(0.0, total - stage_seconds[worst]), memories=[self._memory(rank, order) for rank in range(self.ranks)],
+            bubble=max(0.0, total - stage_seconds[worst]), memories=[self.memory(rank, order) for rank in range(self.ranks)],
             stage_seconds=stage_seconds, loads=self._loads(events, updates),
         )  # fmt: skip
+
+    def held(self, rank: int) -> list[int]:
+        """Stages of a rank."""
+        return [index for index in range(self.count) if self.where[index] == rank]
 
     def _walked(self, micro: int) -> int:
         """Micro-batches that are walked one by one."""
@@ -211,14 +215,16 @@ class _Pipe:
 
     # ------------------------------------------------------------------ time
 
-    def _events(self, stage: Stage) -> _Events:
+    def events(self, index: int) -> Events:
+        """Seconds of a stage's events."""
+        stage = self.stages[index]
         key = ("events", id(stage), self.way.reshard, self.split, id(self.works), self.schedule in LOOPED)
         found = self.composer.stages.get(key)
         if found is None:
             found = self.composer.stages[key] = self._timed_stage(stage)
         return found
 
-    def _timed_stage(self, stage: Stage) -> _Events:
+    def _timed_stage(self, stage: Stage) -> Events:
         timer = Timer(self.works, self.way, self.composer.talk, self.composer.issue)
         root, data = self.root(stage), self.way.data
         forward = timer.forward(stage, root)
@@ -230,7 +236,7 @@ class _Pipe:
         crossing = self._crossing(stage)
         gather_all = sum(timer.gather(timer.unit(key)) * n + timer.unit(key).copy_out * n for key, n in keys_of(stage, root)) if data else 0.0
         alone, both = self._weights(stage)
-        return _Events(forward, plain, backward, ready, after, adding, crossing, gather_all, alone, both, self.split, stage.first)
+        return Events(forward, plain, backward, ready, after, adding, crossing, gather_all, alone, both, self.split, stage.first)
 
     def _weights(self, stage: Stage) -> tuple[float, float]:
         pieces = [(self.works.work(kind, mode), count) for kind, mode, count in stage.runs]
@@ -245,7 +251,7 @@ class _Pipe:
         seconds = self.composer.talk("tp", "all_gather", self.whole)
         return (0.0 if stage.last else seconds), (0.0 if stage.first else seconds)
 
-    def _timed(self, order: Order, events: Sequence[_Events]) -> tuple[float, list[float]]:
+    def _timed(self, order: Order, events: Sequence[Events]) -> tuple[float, list[float]]:
         """The end of the last event, and the seconds each rank is busy."""
         taken, busy = [], [0.0] * self.ranks
         for one, count in zip(order.variants, order.counts, strict=True):
@@ -273,8 +279,9 @@ class _Pipe:
             push(start)
         return max(free), busy
 
-    def _update(self, mine: Sequence[Stage]) -> float:
-        composer = self.composer
+    def update(self, rank: int) -> float:
+        """Seconds of the update of what a rank holds."""
+        composer, mine = self.composer, [self.stages[index] for index in self.held(rank)]
         key = ("update", *map(id, mine), id(self.works))
         found = composer.stages.get(key)
         if found is None:
@@ -285,7 +292,7 @@ class _Pipe:
             found = composer.stages[key] = max(device, composer.around(self.works, 1, share))
         return float(found)
 
-    def _sum(self, mine: Sequence[int], events: Sequence[_Events]) -> Seconds:
+    def _sum(self, mine: Sequence[int], events: Sequence[Events]) -> Seconds:
         found = Seconds()
         for index in mine:
             found.plus(events[index].forward, self.layout.accumulate)
@@ -293,7 +300,7 @@ class _Pipe:
             found.plus(events[index].after)
         return found
 
-    def _loads(self, events: Sequence[_Events], updates: Sequence[float]) -> list[tuple[Seconds, float]]:
+    def _loads(self, events: Sequence[Events], updates: Sequence[float]) -> list[tuple[Seconds, float]]:
         """What one rank does on average."""
         share = self.layout.accumulate / self.ranks
         mean = Seconds(
@@ -305,7 +312,8 @@ class _Pipe:
 
     # ------------------------------------------------------------------ memory
 
-    def _memory(self, rank: int, order: Order) -> Bytes:
+    def memory(self, rank: int, order: Order) -> Bytes:
+        """What a rank holds."""
         mine = [(index, stage) for index, stage in enumerate(self.stages) if self.where[index] == rank]
         stages = tuple(stage for _, stage in mine)
         micro = self.layout.accumulate
@@ -332,7 +340,7 @@ class _Pipe:
         return found
 
 
-class _Events:
+class Events:
     """Seconds of the events of one stage, each bound by the device or by its host."""
 
     def __init__(

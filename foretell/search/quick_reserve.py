@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foretell.cost.allocator import CachingAllocator
-from foretell.cost.sharded_units import GATHER_STREAM, REDUCE_STREAM, rows
+from foretell.cost.sharded_units import GATHER_STREAM, REDUCE_STREAM
 from foretell.cost.timeline import GEMMS
 from foretell.search.quick_memory import Flight, Keeper
 from foretell.search.quick_stage import Stage, Way
@@ -69,8 +69,8 @@ class _Replay:
         material = self.works.material
         keys: list[int | str] = [self.root, *(kind for kind, _ in self.blocks)]
         for key in keys:
-            for spec in self.works._weights(key).all:
-                self._take(self._part(spec).nbytes)
+            for _, mine, _, _ in self._shards(key):
+                self._take(mine.nbytes)
         for size in (material.buffers, *[material.inputs] * (1 + self.more)):
             self._take(size)
         for step in range(STEPS):
@@ -79,9 +79,9 @@ class _Replay:
             if step == 0:
                 slots = round(self.works.slots)
                 for key in keys:
-                    for spec in self.works._weights(key).trained:
-                        for _ in range(slots):
-                            self._take(self._part(spec).nbytes)
+                    for _, mine, trained, _ in self._shards(key):
+                        for _ in range(slots if trained else 0):
+                            self._take(mine.nbytes)
             self._drop(self.kept_gradients)
             self.kept_gradients = []
         return self.allocator.peak_reserved
@@ -94,9 +94,8 @@ class _Replay:
             if handle >= 0:
                 self.allocator.free(handle)
 
-    def _part(self, spec: TensorSpec) -> TensorSpec:
-        wide = self.works.material.wide if self.way.data else {}
-        return TensorSpec(rows(spec.shape, self.way.shards), wide.get(spec.dtype, spec.dtype))
+    def _shards(self, key: int | str) -> list[tuple[TensorSpec, TensorSpec, bool, int]]:
+        return self.works.shards(key, self.way.shards, data=self.way.data)
 
     # ------------------------------------------------------------------ one micro-batch
 
@@ -139,11 +138,11 @@ class _Replay:
         """Given back after forward, but for the part that fewer ranks keep together."""
         self._drop(self.whole.pop(place, []))
         if self.way.reshard is not True:
-            sizes = [spec.nbytes // int(self.way.reshard) for spec in self.works._weights(key).all]
+            sizes = [spec.nbytes // int(self.way.reshard) for spec, _, _, _ in self._shards(key)]
             self.parts[place] = [self._take(size) for size in sizes]
 
     def _gather(self, place: int, key: int | str, *, forward: bool) -> None:
-        if not self.way.data or place in self.whole or not self.works._weights(key).all:
+        if not self.way.data or place in self.whole or not self._shards(key):
             return
         output = self._begin_gather(key)
         self._copy_out(place, key)
@@ -154,9 +153,11 @@ class _Replay:
         if self.way.shards == 1:
             return -1
         unit = self.works.unit(key, self.way.shards, data=True)
-        source = self._take(unit.gather_input, GATHER_STREAM)
-        output = self._take(unit.gather_output, GATHER_STREAM)
-        self._drop([source])
+        parts = unit.parts
+        for part in parts:
+            source = self._take(part.gather_input, GATHER_STREAM)
+            output = self._take(part.gather_output, GATHER_STREAM)
+            self._drop([source] if part is parts[-1] else [source, output])
         return output
 
     def _prefetch(self, place: int) -> int:
@@ -165,8 +166,7 @@ class _Replay:
         return self._begin_gather(self.blocks[place][0])
 
     def _copy_out(self, place: int, key: int | str) -> None:
-        ranks = self.way.shards
-        sizes = [ranks * self._part(spec).numel * DTYPE_BYTES[spec.dtype] for spec in self.works._weights(key).all]
+        sizes = [ranks * mine.numel * DTYPE_BYTES[spec.dtype] for spec, mine, _, ranks in self._shards(key)]
         self.whole[place] = [self._take(size) for size in sizes]
         self._drop(self.parts.pop(place, []))
 
@@ -180,7 +180,7 @@ class _Replay:
             return
         if self.piped and not again:  # gradients are taken over, parameters stay whole
             summed = self.works.reduce
-            specs = self.works._weights(key).trained
+            specs = [spec for spec, _, trained, _ in self._shards(key) if trained]
             self.sums[place] = [self._take(spec.numel * DTYPE_BYTES[summed or spec.dtype]) for spec in specs]
             self._drop(mine)
             return
@@ -192,7 +192,7 @@ class _Replay:
         unit = self.works.unit(key, self.way.shards, data=True)
         if not unit.trained:
             return
-        self.held_reduce = self._take(unit.reduce_input)
+        self.held_reduce = self._take(unit.largest_reduced)
         self._drop(mine)
         scattered = self._take(unit.reduce_output, REDUCE_STREAM)
         made = self._take(unit.gradient, REDUCE_STREAM)

@@ -141,8 +141,11 @@ class Timer:
     def messages(self, sent: Sequence[Message], found: Seconds) -> float:
         if not sent:
             return 0.0
-        total = sum(self.talk("tp", one.kind, one.nbytes) * one.times for one in sent)
-        found.wait("tp", total)
+        total = 0.0
+        for one in sent:
+            seconds = self.talk(one.axis, one.kind, one.nbytes) * one.times
+            found.wait(one.axis, seconds)
+            total += seconds
         return total
 
     def gather(self, unit: Unit, *, again: bool = False) -> float:
@@ -150,7 +153,17 @@ class Timer:
         if self.way.shards == 1 or not unit.tensors:
             return 0.0
         fewer = again and not isinstance(self.way.reshard, bool) and self.way.reshard > 1
-        return self.talk(f"dp_shard:{self.way.reshard}" if fewer else "dp_shard", "all_gather", unit.gather_output)
+        seconds = self.talk(f"dp_shard:{self.way.reshard}" if fewer else "dp_shard", "all_gather", unit.rest.gather_output)
+        mine = unit.experts
+        return seconds + (self.talk(f"dp_shard:{mine.ranks}", "all_gather", mine.gather_output) if mine is not None else 0.0)
+
+    def scatter(self, unit: Unit) -> float:
+        """Seconds to scatter a unit's gradients."""
+        if self.way.shards == 1:
+            return 0.0
+        mine = unit.experts
+        seconds = self.talk("dp_shard", "reduce_scatter", unit.rest.reduce_input)
+        return seconds + (self.talk(f"dp_shard:{mine.ranks}", "reduce_scatter", mine.reduce_input) if mine is not None else 0.0)
 
     def forward(self, stage: Stage, root: str, *, gathers: bool = True) -> Seconds:
         """One forward of a stage. `gathers`: its parameters are not whole yet."""
@@ -184,7 +197,8 @@ class Timer:
             clock.now, ready = clock.now + more * step, ready + more * step
             clock.free["dp_shard"] += more * step
             found.wait("dp_shard", more * (found.waited.get("dp_shard", 0.0) - waits))
-            found.wait("tp", more * self.messages(half.messages, _NOWHERE))
+            for one in half.messages:
+                found.wait(one.axis, more * self.talk(one.axis, one.kind, one.nbytes) * one.times)
             found.add(half, more)
             found.device += more * unit.copy_out
             found.host += more * self._issued(unit) + count * self.issue("foretell.reshard")
@@ -210,16 +224,20 @@ class Timer:
         found.add(half, count)
         sent = self.messages(half.messages, _NOWHERE) if half.messages else 0.0
         found.total += count * (half.seconds + sent)
-        found.wait("tp", count * sent)
+        for one in half.messages:
+            found.wait(one.axis, count * self.talk(one.axis, one.kind, one.nbytes) * one.times)
 
     def _issued(self, unit: Unit) -> float:
         """Host seconds of making a unit whole: one gather, or casts and copies of each parameter."""
         if not unit.tensors:
             return 0.0
-        if self.way.shards > 1:
-            return self.issue("foretell.all_gather") + self.issue("foretell.all_gather_copy_out")
+        one = self.issue("foretell.all_gather") + self.issue("foretell.all_gather_copy_out")
         cast = self.issue("aten._to_copy.default") if self.works.material.wide else 0.0
-        return self.issue("foretell.all_gather_wait") + unit.tensors * (cast + self.issue("aten.copy_.default"))
+        each, waits = cast + self.issue("aten.copy_.default"), self.issue("foretell.all_gather_wait")
+        if self.way.shards == 1:
+            return waits + unit.tensors * each
+        mine = unit.experts
+        return one + (0.0 if mine is None else one if mine.ranks > 1 else waits + mine.tensors * each)
 
     def backward(self, stage: Stage, root: str, *, gathers: bool = True, reduces: bool = True, sums: bool = True) -> Seconds:
         """One backward of a stage. `reduces`: gradients are scattered; `sums`: and summed over replicas."""
@@ -286,7 +304,7 @@ class Timer:
         """A unit's gradients are copied together and sent; in a pipeline they are added up until the last one."""
         if not unit.tensors:
             return
-        found.host += self.issue("foretell.reshard") + self._issued(unit) * gathers
+        found.host += self.issue("foretell.reshard") * _messages(unit) + self._issued(unit) * gathers
         found.device += unit.copy_out * gathers
         if not reduces:
             clock.compute(unit.adding)
@@ -297,11 +315,11 @@ class Timer:
             return
         clock.compute(unit.copy_in)
         found.device += unit.copy_in
-        found.host += self.issue("foretell.reduce_scatter_copy_in") + self.issue("foretell.reduce_scatter")
-        found.host += self.issue("foretell.all_reduce") * (self.way.replicas > 1 and sums)
+        scattered = self.issue("foretell.reduce_scatter_copy_in") + self.issue("foretell.reduce_scatter")
+        found.host += _messages(unit) * (scattered + self.issue("foretell.all_reduce") * (self.way.replicas > 1 and sums))
         done = clock.now
         if self.way.shards > 1:
-            done = clock.send("dp_shard", self.talk("dp_shard", "reduce_scatter", unit.reduce_input))
+            done = clock.send("dp_shard", self.scatter(unit))
         if self.way.replicas > 1 and sums:
             clock.send("dp_replicate", self.talk("dp_replicate", "all_reduce", unit.partial), done)
 
@@ -311,7 +329,8 @@ class Timer:
         """What is counted of blocks that were not walked."""
         found.add(work.backward, more)
         found.again += more * again
-        found.wait("tp", more * sum(self.talk("tp", m.kind, m.nbytes) * m.times for m in work.backward.messages))
+        for m in work.backward.messages:
+            found.wait(m.axis, more * self.talk(m.axis, m.kind, m.nbytes) * m.times)
         if unit is not None:
             shadow = Seconds()
             self._ended(unit, Clock(), shadow, gathers, reduces, True)
@@ -326,7 +345,7 @@ class Timer:
                 self._ended(self.unit(key), clock, found, gathers=False, reduces=True, sums=True)
             if count > WALKED:
                 unit, left = self.unit(key), count - WALKED
-                each = max(unit.copy_in, self.talk("dp_shard", "reduce_scatter", unit.reduce_input) if self.way.shards > 1 else 0.0)
+                each = max(unit.copy_in, self.scatter(unit))
                 if self.way.replicas > 1:
                     each = max(each, self.talk("dp_replicate", "all_reduce", unit.partial))
                 clock.now += left * unit.copy_in
@@ -337,3 +356,8 @@ class Timer:
         found.total = max(clock.now, *clock.free.values())
         found.wait("dp_shard", found.total - found.device)
         return found
+
+
+def _messages(unit: Unit) -> int:
+    """Gathers that make a unit whole: experts have one of their own."""
+    return 1 if unit.experts is None else 2

@@ -9,23 +9,35 @@ Everything is worked out when it is first asked for and kept. Plain data, no tor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from foretell.cost.machine import machine
 from foretell.cost.memory import sizes_for
 from foretell.cost.plan_batch import Unlike
 from foretell.cost.plan_parts import TORCH, Options, profile_for
-from foretell.cost.sharded_units import rows
+from foretell.cost.sharded_units import Way
 from foretell.cost.time import Machine
 from foretell.cost.whole import sequence_length
 from foretell.errors import UserError
 from foretell.hardware import overhead
 from foretell.hardware.types import Cluster, Overhead
 from foretell.search.sheet_compile import Compiled, judged
+from foretell.search.sheet_context import Context
+from foretell.search.sheet_expert import spread
 from foretell.search.sheet_modes import KEEP, in_mode
 from foretell.search.sheet_ops import AFTER, BEFORE, Material, Source, Weights
-from foretell.search.sheet_work import Prices, Work, rounded, scaled
+from foretell.search.sheet_work import (
+    PLAIN_HOST,
+    SHARED_HOST,
+    SHARED_SPLIT_HOST,
+    SPLIT_HOST,
+    SPREAD_HOST,
+    Prices,
+    Work,
+    rounded,
+    scaled,
+)
 from foretell.trace.types import Op, Ref, TensorSpec, Trace
 from foretell.units import DTYPE_BYTES
 
@@ -65,6 +77,32 @@ class Unit:
     copy_in: float
     adding: float
     """Seconds to add whole gradients to those that are there."""
+    experts: Unit | None = None
+    """Of this piece's experts, part of the above: gathered and scattered among fewer ranks, after the rest or before."""
+    ranks: int = 1
+    """Over which it is sharded."""
+
+    @property
+    def rest(self) -> Unit:
+        """Without the experts, as far as messages go."""
+        mine = self.experts
+        if mine is None:
+            return self
+        return replace(
+            self, experts=None, tensors=self.tensors - mine.tensors, trained=self.trained - mine.trained,
+            gather_output=self.gather_output - mine.gather_output, gather_input=self.gather_input - mine.gather_input,
+            reduce_input=self.reduce_input - mine.reduce_input, partial=self.partial - mine.partial,
+        )  # fmt: skip
+
+    @property
+    def parts(self) -> tuple[Unit, ...]:
+        """What is gathered at once, in the order of forward."""
+        return (self,) if self.experts is None else (self.rest, self.experts)
+
+    @property
+    def largest_reduced(self) -> int:
+        """Bytes of the largest message of gradients."""
+        return self.reduce_input if self.experts is None else max(part.reduce_input for part in self.parts)
 
 
 @dataclass
@@ -78,7 +116,9 @@ class Works:
     slots: float
     """Optimizer state over the parameters it is for."""
     derived: bool = False
-    """Split by rule, not traced split."""
+    """Layers split by rule, not traced split."""
+    host: tuple[float, float, float] = PLAIN_HOST
+    """How much longer the host takes over forward and backward than over the ops that are here, and how many ops there are."""
     trace: Trace | None = None
     """What compiling is judged by."""
     _work: dict[tuple[Key, str, str], Work] = field(default_factory=dict)
@@ -115,7 +155,7 @@ class Works:
             found = self._work[key, mode, ""] = scaled(plain, share.rest if key in (BEFORE, AFTER) else share.block)
         if found is None:
             phases = in_mode(self.material.pieces[key], mode, self.material.storages)
-            found = self._work[key, mode, ""] = self.prices.work(phases, self.material.storages, split=self.derived)
+            found = self._work[key, mode, ""] = self.prices.work(phases, self.material.storages, host=self.host)
         return found
 
     @property
@@ -142,10 +182,32 @@ class Works:
 
     def _unit(self, key: Key, ranks: int, data: bool) -> Unit:
         weights = self._weights(key)
-        wide = self.material.wide if data else {}
+        rest = self._sharded(weights.all, weights.trained, ranks, data, inside=False)
+        if not weights.experts:
+            return rest
+        mine = self._sharded(weights.experts, weights.experts, max(1, ranks // weights.groups), data, inside=True)
+        summed = {one.name: getattr(rest, one.name) + getattr(mine, one.name) for one in fields(Unit) if one.name not in ("experts", "ranks")}
+        return Unit(**summed, experts=mine, ranks=ranks)
+
+    def shards(self, key: Key, ranks: int, *, data: bool) -> list[tuple[TensorSpec, TensorSpec, bool, int]]:
+        """Of every parameter of a piece: whole, this rank's part as it is kept, whether it is trained, over how many ranks."""
+        weights, wide = self._weights(key), self.material.wide if data else {}
+        found = []
+        for specs, trained, over, inside in (
+            (weights.trained, True, ranks, False), (weights.frozen, False, ranks, False),
+            (weights.experts, True, max(1, ranks // weights.groups), True),
+        ):  # fmt: skip
+            way = Way(ranks=over, inside=inside)
+            found += [(spec, TensorSpec(way.part(spec.shape), wide.get(spec.dtype, spec.dtype)), trained, over) for spec in specs]
+        return found
+
+    def _sharded(
+        self, every: Sequence[TensorSpec], trained: Sequence[TensorSpec], ranks: int, data: bool, *, inside: bool
+    ) -> Unit:  # fmt: skip
+        wide, way = self.material.wide if data else {}, Way(ranks=ranks, inside=inside)
 
         def part(spec: TensorSpec) -> TensorSpec:
-            return TensorSpec(rows(spec.shape, ranks), wide.get(spec.dtype, spec.dtype))
+            return TensorSpec(way.part(spec.shape), wide.get(spec.dtype, spec.dtype))
 
         def low(spec: TensorSpec) -> int:
             return part(spec).numel * DTYPE_BYTES[spec.dtype]
@@ -153,8 +215,8 @@ class Works:
         def added(spec: TensorSpec) -> str:
             return self.reduce or spec.dtype
 
-        every, trained = weights.all, weights.trained
         flat = sum(part(spec).numel * DTYPE_BYTES[added(spec)] for spec in trained)
+        alone = inside and ranks == 1  # copied where a gather would have put them
         gathered = ranks * sum(map(low, every))
         cast = sum(low(spec) for spec in every if part(spec).dtype != spec.dtype)
         apart = any(added(spec) != wide.get(spec.dtype, spec.dtype) for spec in trained)
@@ -162,12 +224,13 @@ class Works:
         return Unit(
             tensors=len(every), trained=len(trained), kept=sum(rounded(part(spec).nbytes) for spec in every),
             state=round(sum(rounded(part(spec).nbytes) for spec in trained) * self.slots),
-            whole=sum(rounded(ranks * low(spec)) for spec in every), gather_input=rounded(cast), gather_output=rounded(gathered),
+            whole=sum(rounded(ranks * low(spec)) for spec in every), gather_input=rounded(cast) * (not alone),
+            gather_output=rounded(gathered) * (not alone),
             reduce_input=rounded(ranks * flat), reduce_output=rounded(flat) if apart else 0,
             gradient=rounded(sum(part(spec).nbytes for spec in trained)),
             whole_gradient=sum(rounded(spec.nbytes) for spec in trained), partial=rounded(flat),
             summed=sum(rounded(spec.numel * DTYPE_BYTES[added(spec)]) for spec in trained),
-            copy_out=out, copy_in=in_, adding=adding,
+            copy_out=out, copy_in=in_, adding=adding, ranks=ranks,
         )  # fmt: skip
 
     def _copies(
@@ -249,19 +312,24 @@ class Sheet:
         self.optimizer, self.clip = optimizer, clip
         self.extra: Overhead = overhead(cluster.device, TORCH)
         self.prices = Prices(device, sizes_for(cluster, self.extra))
-        material = source_of(first, 1).first
+        self.material = material = source_of(first, 1).first
         self.blocks, self.kinds = material.blocks, material.kinds
         self.tied = bool(material.shared)
         self.length = sequence_length_of(material)
-        self._works: dict[tuple[str, int, int], Works | UserError] = {}
+        self._works: dict[tuple[str, int, int, int, int], Works | UserError] = {}
         self._compiled: dict[str, dict[str, Compiled]] = {}
-        self._units: dict[tuple[str, int], dict[tuple[Key, int, bool], Unit]] = {}
+        self._units: dict[tuple[str, int, int], dict[tuple[Key, int, bool], Unit]] = {}
         self._updates: dict[tuple[str, int], dict[tuple[int, bool], float]] = {}
         self.known: dict[Any, Any] = {}
         """What quick costs keep between calls."""
         self.first = first
         self.traces: Any = None
         """Where the traces come from, if they are asked for as they are needed."""
+        self.half_of: Callable[[str], Source] | None = None
+        """Precision of the recipe → the traces of samples half as long; for ranks that share positions."""
+        self.experts: tuple[tuple[str, ...], int] = ((), 0)
+        """Modules that hold stacks of experts, and how many each holds; for ranks that share them."""
+        self._contexts: dict[str, Context] = {}
 
     def on(self, cluster: Cluster, options: Options | None = None) -> Sheet:
         """The same model on another kind of device, from the same traces."""
@@ -270,39 +338,62 @@ class Sheet:
             self.source_of, machine(cluster.device, profile_for(cluster, how.profile_of)), cluster, about=self.about,
             optimizer=self.optimizer, clip=self.clip, first=self.first,
         )  # fmt: skip
-        found.traces = self.traces
+        found.traces, found.half_of, found.experts = self.traces, self.half_of, self.experts
         return found
 
-    def works(self, recipe: str, micro_batch: int, tp: int = 1, precision: str = "bf16-mixed") -> Works:
-        """The model at one precision, micro-batch and tensor degree; a UserError where it cannot be split so."""
-        found = self._works.get((recipe, micro_batch, tp))
+    def works(
+        self, recipe: str, micro_batch: int, tp: int = 1, precision: str = "bf16-mixed", *, cp: int = 1, ep: int = 1
+    ) -> Works:
+        """The model at one precision, micro-batch and degree of each split; a UserError where it cannot be split so."""
+        key = (recipe, micro_batch, tp, cp, ep)
+        found = self._works.get(key)
         if found is None:
             try:
-                found = self._made(recipe, micro_batch, tp, precision)
+                found = self._made(recipe, micro_batch, tp, precision, cp, ep)
             except UserError as error:
                 found = error
             except Unlike as error:
                 found = UserError(f"micro-batch {micro_batch} cannot be derived: {error}", "trace it itself")
-            self._works[recipe, micro_batch, tp] = found
+            self._works[key] = found
         if isinstance(found, UserError):
             raise found
         return found
 
-    def _made(self, recipe: str, micro_batch: int, tp: int, precision: str) -> Works:
+    def _made(self, recipe: str, micro_batch: int, tp: int, precision: str, cp: int, ep: int) -> Works:
         from foretell.search.sheet_split import split
 
         derived = False
         try:
+            if cp * ep > 1:
+                raise KeyError(tp)
             material = self.source_of(recipe, tp).at(micro_batch)
         except KeyError:
-            material, derived = split(self.source_of(recipe, 1).at(micro_batch), tp), True
+            material, derived = split(self._whole(recipe, micro_batch, cp, ep), tp), tp > 1
         whole = self.source_of(recipe, 1).first
+        shared = (SHARED_HOST, SHARED_SPLIT_HOST) if cp > 1 else (SPREAD_HOST if ep > 1 else PLAIN_HOST, SPLIT_HOST)
         return Works(
             material=material, prices=self.prices, reduce="float32" if precision == "bf16-mixed" else None,
-            slots=whole.slots, derived=derived, trace=self.source_of(recipe, 1).trace,
-            _compiled=self._compiled.setdefault(recipe, {}), _units=self._units.setdefault((recipe, tp), {}),
+            slots=whole.slots, derived=derived, host=shared[derived], trace=self.source_of(recipe, 1).trace,
+            _compiled=self._compiled.setdefault(recipe, {}), _units=self._units.setdefault((recipe, tp, ep), {}),
             _updates=self._updates.setdefault((recipe, 1 if derived else tp), {}),
         )  # fmt: skip
+
+    def _whole(self, recipe: str, micro_batch: int, cp: int, ep: int) -> Material:
+        """With the layers whole: samples or experts may be shared."""
+        if cp > 1:
+            return self._context(recipe).at(micro_batch, cp)
+        found = self.source_of(recipe, 1).at(micro_batch)
+        return spread(found, ep, *self.experts) if ep > 1 else found
+
+    def _context(self, recipe: str) -> Context:
+        if recipe not in self._contexts:
+            if self.half_of is None or not self.length:
+                raise UserError("samples have no positions that ranks could share", "use cp 1")
+            half = self.half_of(recipe)
+            if sequence_length_of(half.first) != self.length // 2:
+                raise UserError("what half a sample costs is not known: the model takes no other length", "use cp 1")
+            self._contexts[recipe] = Context(self.source_of(recipe, 1), half, self.length)
+        return self._contexts[recipe]
 
     def offered(self, recipe: str, tp: int) -> str | None:
         """Why a tensor degree is not offered; None where it is."""

@@ -28,6 +28,10 @@ class Weights:
 
     trained: tuple[TensorSpec, ...] = ()
     frozen: tuple[TensorSpec, ...] = ()
+    experts: tuple[TensorSpec, ...] = ()
+    """This rank's experts, trained; the ranks that hold the same ones shard them."""
+    groups: int = 1
+    """Ranks among which experts are spread."""
 
     @property
     def all(self) -> tuple[TensorSpec, ...]:
@@ -81,13 +85,26 @@ class Source:
         self._large = _shortened(large, self.first) if large is not None else None
         self._small = _mini(self.first)
 
+    @classmethod
+    def from_minis(cls, first: Material, small: Trace, large: Trace | None, like: Source) -> Source:
+        """From traces of the pieces alone."""
+        found = cls.__new__(cls)
+        found.sizes, found.trace, found.first = like.sizes, like.trace, first
+        found._small, found._large = small, large
+        return found
+
+    @property
+    def minis(self) -> tuple[Trace, Trace | None]:
+        """Traces of the pieces alone, at both micro-batches."""
+        return self._small, self._large
+
     def at(self, micro_batch: int) -> Material:
         if micro_batch == self.sizes[0]:
             return self.first
         if self._large is None:
             raise Unlike("only one micro-batch was traced")
         moved = rebatch(self._small, self._large, self.sizes, micro_batch)
-        return _from_mini(self.first, moved, micro_batch / self.sizes[0])
+        return of_mini(self.first, moved, micro_batch / self.sizes[0])
 
 
 # ---------------------------------------------------------------------- cutting
@@ -249,7 +266,8 @@ def _shortened(large: Trace, like: Material) -> Trace:
     return _mini(other)
 
 
-def _from_mini(like: Material, moved: Trace, share: float) -> Material:
+def of_mini(like: Material, moved: Trace, share: float) -> Material:
+    """The material with the pieces of another trace of them, and so many times the bytes of a micro-batch."""
     pieces = {
         key: replace(piece, forward=moved.programs[f"{key} forward"].ops, backward=moved.programs[f"{key} backward"].ops)
         for key, piece in like.pieces.items()
@@ -259,3 +277,32 @@ def _from_mini(like: Material, moved: Trace, share: float) -> Material:
         like, pieces=pieces, storages=moved.storages, boundary=boundary, inputs=round(like.inputs * share),
         meta={**like.meta, "batch": moved.meta.get("batch", [])},
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- pieces with other ops
+
+
+def settled(old: Piece, forward: Sequence[Op], backward: Sequence[Op]) -> Piece:
+    """The piece with deaths where what it makes is last used; what it frees of others goes as before."""
+    ops = (*forward, *backward)
+    born = {number for op in ops for number in op.allocates}
+    before = {number for op in (*old.forward, *old.backward) for number in op.allocates}
+    mortal = {number for op in (*old.forward, *old.backward) for number in op.frees}
+    dying: dict[int, list[int]] = {}
+    last: dict[int, int] = {}
+    let_go: dict[int, int] = {}
+    for position, op in enumerate(ops):
+        for number in (*op.allocates, *(ref.storage for ref in (*op.inputs, *op.outputs))):
+            last[number] = position
+        for number in op.frees:
+            let_go[number] = position
+            if number not in born and number not in before:
+                dying.setdefault(position, []).append(number)
+    for number in born:
+        when = last[number]
+        if (when < len(forward)) == (let_go.get(number, -1) < len(forward)):
+            when = max(when, let_go.get(number, -1))
+        if number in mortal or number not in before:
+            dying.setdefault(when, []).append(number)
+    done = [replace(op, frees=tuple(dying.get(position, ()))) for position, op in enumerate(ops)]
+    return Piece(tuple(done[: len(forward)]), tuple(done[len(forward) :]), old.outputs)

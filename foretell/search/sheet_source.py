@@ -21,23 +21,31 @@ PRECISIONS = {"fsdp-bf16": "bf16-mixed", "bf16-autocast": "bf16-mixed", "fp32": 
 
 
 class Sources:
-    """Keep traces of one model at two micro-batches, for each precision of a recipe."""
+    """Keep traces of one model at two micro-batches, for each precision of a recipe and length of a sample."""
 
     def __init__(self, traces: Traces, base: Plan) -> None:
         self.traces, self.base = traces, base
-        self.known: dict[str, Pieces] = {}
+        self.known: dict[tuple[str, int | None], Pieces] = {}
 
     def __call__(self, recipe: str, tp: int) -> Pieces:
         """Raises KeyError for a split model: it is derived from the whole one."""
         if tp > 1:
             raise KeyError(tp)
-        if recipe not in self.known:
-            self.known[recipe] = self._traced(recipe)
-        return self.known[recipe]
+        return self._of(recipe, None)
 
-    def _traced(self, recipe: str) -> Pieces:
+    def shorter(self, length: int | None) -> Callable[[str], Pieces]:
+        """Precision of a recipe → the traces of samples half as long as `length`."""
+        return lambda recipe: self._of(recipe, (length or 0) // 2)
+
+    def _of(self, recipe: str, seq: int | None) -> Pieces:
+        if (recipe, seq) not in self.known:
+            self.known[recipe, seq] = self._traced(recipe, seq)
+        return self.known[recipe, seq]
+
+    def _traced(self, recipe: str, seq: int | None) -> Pieces:
         mesh = Mesh(dp_shard=2) if recipe == "fsdp-bf16" else Mesh()
-        plans = [self.base.with_(mesh=mesh, precision=PRECISIONS[recipe], micro_batch=size) for size in PAIR]
+        model = {**self.base.model, **({"seq": seq} if seq else {})}
+        plans = [self.base.with_(mesh=mesh, model=model, precision=PRECISIONS[recipe], micro_batch=size) for size in PAIR]
         self.traces.prepare([(plan, KEEP) for plan in plans])
         small, large = (self.traces.of(plan, [KEEP])[KEEP] for plan in plans)
         return Pieces(small, large, PAIR)
@@ -58,11 +66,12 @@ def sheet_for(
     first = wanted if wanted != "bf16-mixed" else "fsdp-bf16" if cluster.count > 1 else "bf16-autocast"
     base = Plan(model=model_of(source), hardware=device.name, optimizer=optimizer, clip=clip)
     how = options or Options()
+    sources = Sources(traces, base)
     sheet = Sheet(
-        Sources(traces, base), machine(device, profile_for(cluster, how.profile_of)), cluster,
+        sources, machine(device, profile_for(cluster, how.profile_of)), cluster,
         optimizer=optimizer, clip=clip, first=first,
     )  # fmt: skip
     shapes: Any = traces.facts.shapes or None
     sheet.about = model_of(source, blocks=sheet.blocks, shapes=shapes)
-    sheet.traces = traces
+    sheet.traces, sheet.half_of = traces, sources.shorter(sheet.length)
     return sheet

@@ -18,7 +18,7 @@ from foretell.cost.features import FREE
 from foretell.cost.shapes import short
 from foretell.cost.tensor import SPLIT_STREAM
 from foretell.errors import UserError
-from foretell.search.sheet_ops import AFTER, BEFORE, Material, Piece, Weights
+from foretell.search.sheet_ops import AFTER, BEFORE, Material, Piece, Weights, settled
 from foretell.trace import types
 from foretell.trace.types import Op, Ref, Storage, TensorSpec
 
@@ -60,6 +60,13 @@ class _Split:
     next: int = 0
     early: set[int] = field(default_factory=set)
     """Storages of the piece's forward."""
+    own: dict[tuple[int, str], int] = field(default_factory=dict)
+    """Storage of the stream and module → the copy gathered for it, where positions are shared too."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether every product gathers the stream for itself, and scatters its gradient: where positions are shared too."""
+        return self.material.meta.get("cp", 1) != 1
 
     def done(self) -> Material:
         old = self.material
@@ -93,14 +100,14 @@ class _Split:
 
     def _piece(self, piece: Piece) -> Piece:
         self.early = {ref.storage for op in piece.forward for ref in (*op.inputs, *op.outputs)}
-        self.copies, self.pending = {}, {}
+        self.copies, self.pending, self.own = {}, {}, {}
         if self._casts(piece):
             labels, sizes = dict(self.label), dict(self.storages)
             self._walk(piece.forward)  # says how weights are split, which casts of them come before
             self.label, self.storages, self.copies, self.pending = labels, sizes, {}, {}
         forward = self._walk(piece.forward)
         backward = self._walk(piece.backward)
-        return _settled(piece, forward, backward)
+        return settled(piece, forward, backward)
 
     def _casts(self, piece: Piece) -> bool:
         """Whether weights are cast to another dtype before they are used."""
@@ -221,6 +228,8 @@ class _Split:
         if right.storage in self.weights:  # gradient of the input: dy w
             if way == COLUMN:
                 self._multiply(op, self._cut(left.spec, 1), self._cut(right.spec, 0), op.outputs[0].spec, SUM)
+                if self.apart:
+                    self._summed(op.outputs[0].storage, op)
             else:
                 self._gather(left, op)
                 self._multiply(op, left.spec, self._cut(right.spec, 1), self._cut(op.outputs[0].spec, 1), PART)
@@ -262,12 +271,18 @@ class _Split:
             return
         self.ways[op.module] = self.weights[right.storage] = COLUMN
         if self.of(left) == STREAM:
+            if self.apart:
+                self.copies.pop(left.storage, None)
             self._gather(left, op)
+            self.own[left.storage, op.module] = self.copies[left.storage]
         self._multiply(op, left.spec, self._cut(right.spec, 1), self._cut(op.outputs[0].spec, 1), PART)
 
     def _multiply(self, op: Op, one: TensorSpec, two: TensorSpec, out: TensorSpec, label: str) -> None:
         left, right = op.inputs[-2:]
-        operands = (Ref(self.copies.get(left.storage, left.storage), one), Ref(self.copies.get(right.storage, right.storage), two))
+        operands = tuple(
+            Ref(self.own.get((ref.storage, op.module), self.copies.get(ref.storage, ref.storage)), spec)
+            for ref, spec in ((left, one), (right, two))
+        )
         bias = tuple(Ref(ref.storage, self._cut(ref.spec, 0) if label == PART else ref.spec) for ref in op.inputs[:-2])
         target = op.outputs[0].storage
         self.label[target] = label
@@ -417,29 +432,3 @@ def _scaled(op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> int | None
     if not op.flops or not before:
         return op.flops
     return round(op.flops * sum(ref.spec.numel for ref in (*inputs, *outputs)) / before)
-
-
-def _settled(old: Piece, forward: Sequence[Op], backward: Sequence[Op]) -> Piece:
-    """The piece with deaths where what it makes is last used; what it frees of others goes as before."""
-    ops = (*forward, *backward)
-    born = {number for op in ops for number in op.allocates}
-    before = {number for op in (*old.forward, *old.backward) for number in op.allocates}
-    mortal = {number for op in (*old.forward, *old.backward) for number in op.frees}
-    dying: dict[int, list[int]] = {}
-    last: dict[int, int] = {}
-    let_go: dict[int, int] = {}
-    for position, op in enumerate(ops):
-        for number in (*op.allocates, *(ref.storage for ref in (*op.inputs, *op.outputs))):
-            last[number] = position
-        for number in op.frees:
-            let_go[number] = position
-            if number not in born and number not in before:
-                dying.setdefault(position, []).append(number)
-    for number in born:
-        when = last[number]
-        if (when < len(forward)) == (let_go.get(number, -1) < len(forward)):
-            when = max(when, let_go.get(number, -1))
-        if number in mortal or number not in before:
-            dying.setdefault(when, []).append(number)
-    done = [replace(op, frees=tuple(dying.get(position, ()))) for position, op in enumerate(ops)]
-    return Piece(tuple(done[: len(forward)]), tuple(done[len(forward) :]), old.outputs)

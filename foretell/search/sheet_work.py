@@ -9,8 +9,8 @@ from typing import NamedTuple
 from foretell.cost.energy import DENSE_FLOPS_PER_BYTE as DENSE
 from foretell.cost.energy import GATHERS
 from foretell.cost.features import FREE, Shape
-from foretell.cost.host import WATCHED
-from foretell.cost.plan_time import message
+from foretell.cost.host import AGAIN, WATCHED
+from foretell.cost.plan_time import axis_of, message
 from foretell.cost.shapes import short
 from foretell.cost.sharded_units import COLLECTIVES
 from foretell.cost.time import COMPUTE_KINDS, MARKS, Machine, op_prices, shape_of
@@ -21,9 +21,14 @@ from foretell.trace import types
 from foretell.trace.types import Op, Program, Ref, Storage, Trace
 
 ROUND = 512
-SPLIT_HOST = (1.5, 1.3)
+PLAIN_HOST = (1.0, 1.0, 1.0)
+SPLIT_HOST = (1.5, 1.3, 2.0)
 """How much longer the host takes over forward and backward of a split model, its views of parts included: counted in
-traces of GPT-2 over 2 ranks and Llama 3 8B over 8."""
+traces of GPT-2 over 2 ranks and Llama 3 8B over 8. The third: how many times as many ops forward has, views included."""
+SHARED_HOST, SHARED_SPLIT_HOST = (1.38, 1.22, 1.83), (2.15, 1.72, 3.8)
+SPREAD_HOST = (1.03, 1.01, 1.09)
+"""The same where ranks share positions, and where layers are split besides: traces of GPT-2 and Llama 3.2 1B, cp 2 and 8.
+Where they share experts: traces of a small Mixtral, ep 2 and 4."""
 
 
 Same = tuple[str, int, int]
@@ -36,6 +41,7 @@ class Message(NamedTuple):
     kind: str
     nbytes: int
     times: int
+    axis: str = "tp"
 
 
 @dataclass(frozen=True)
@@ -134,8 +140,8 @@ class Prices:
             total += seconds
         return total
 
-    def work(self, phases: Phases, storages: Mapping[int, Storage], *, split: bool = False) -> Work:
-        """What a piece costs in one residency; `split`: derived from the whole, views of parts left out."""
+    def work(self, phases: Phases, storages: Mapping[int, Storage], *, host: tuple[float, float, float] = PLAIN_HOST) -> Work:
+        """What a piece costs in one residency; `host`: how much longer the host takes, where views of parts are left out."""
         known = self.of((phases.forward, phases.again, phases.backward))
         gradients = {n for op in phases.backward for n in op.allocates if storages[n].role == types.GRADIENT}
         weights, both, left = self._weights_share(phases.backward, gradients, storages, known)
@@ -143,13 +149,13 @@ class Prices:
         backward = self._half((*phases.again, *phases.backward), storages, known)
         if phases.again and self.machine is not None:
             each, late = self.machine.host.weights["view"], self.machine.host.weights["backward_view"]
-            saved = _saved(phases, storages)
-            backward = replace(backward, host=backward.host + saved * (each + late))
-            asked = 2 * (len(phases.forward) + phases.cached) * self.machine.host.slowness * WATCHED if phases.cached else 0.0
-            forward = replace(forward, host=forward.host + phases.cached * each + asked)
-        if split:
-            forward = replace(forward, host=forward.host * SPLIT_HOST[0])
-            backward = replace(backward, host=backward.host * SPLIT_HOST[1])
+            again = self.machine.host.slowness * AGAIN
+            views = (host[2] - 1) * len(phases.again) * again / host[1]
+            backward = replace(backward, host=backward.host + _saved(phases, storages) * (each + late + again) + views)
+            asked = 2 * (len(phases.forward) * host[2] + phases.cached) * self.machine.host.slowness * WATCHED if phases.cached else 0.0
+            forward = replace(forward, host=forward.host + phases.cached * each + asked / host[0])
+        forward = replace(forward, host=forward.host * host[0])
+        backward = replace(backward, host=backward.host * host[1])
         return Work(
             forward=forward, backward=backward,
             again=sum(known[id(op)][1] for op in phases.again),
@@ -159,11 +165,11 @@ class Prices:
 
     def _half(self, ops: Sequence[Op], storages: Mapping[int, Storage], known: Mapping[int, tuple[str, float]]) -> Half:
         seconds = {"": 0.0, "gemm": 0.0, "attention": 0.0}
-        sent: dict[tuple[str, int], int] = {}
+        sent: dict[tuple[str, int, str], int] = {}
         flops = moved = 0.0
         for op in ops:
             if op.name in COLLECTIVES:
-                key = (op.name.removeprefix("foretell."), message(op))
+                key = (op.name.removeprefix("foretell."), message(op), axis_of(op))
                 sent[key] = sent.get(key, 0) + 1
             elif op.name not in MARKS and not op.name.endswith("_wait"):
                 family, value = known[id(op)]
@@ -176,7 +182,7 @@ class Prices:
         peak, net = self.walk(ops, storages)
         return Half(
             seconds=seconds[""], host=self.host(ops), product=seconds["gemm"], attention=seconds["attention"],
-            messages=tuple(Message(*key, times) for key, times in sent.items()), peak=peak, net=net, flops=flops, moved=moved,
+            messages=tuple(Message(*key[:2], times, key[2]) for key, times in sent.items()), peak=peak, net=net, flops=flops, moved=moved,
         )  # fmt: skip
 
     def _load(self, op: Op) -> tuple[float, float]:

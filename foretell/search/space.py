@@ -1,7 +1,7 @@
 """Which plans there are: generators, each from a layout to layouts, put one behind the other.
 
     worlds ─► meshes ─► batches ─► schedules ─► compiles ─► reshards            `every`
-              tensor axis inside a node; pipeline; data axes: sharded inside a level, replicated across it
+              tensor axis inside a node; context; pipeline; data axes: sharded inside a level, replicated across it; experts
 
 A layout here has no cuts and no residency yet: `search.fill` finds these exactly for each. What no plan may say is not
 generated; a test holds all that is against `plan.legal`.
@@ -42,6 +42,10 @@ class Room:
     wishes: Wishes
     tensor: tuple[int, ...] = (1,)
     """Degrees of tensor parallelism that the model can be split into."""
+    context: tuple[int, ...] = (1,)
+    """Ranks that may share the positions of a sample."""
+    experts: tuple[int, ...] = (1,)
+    """Ranks that may share the experts of a layer."""
     tied_inside: bool = False
     """Whether some block uses one weight twice, which a backward in two passes does not allow."""
 
@@ -87,12 +91,21 @@ def meshes(room: Room, layout: Layout) -> Iterator[Layout]:
     fixed = room.wishes.fixed
     for world in worlds(room):
         for tensor in _given(fixed.get("tp"), [t for t in room.tensor if room.inside % t == 0]):
-            for stages in _given(fixed.get("pp"), _stages(room, world // tensor) if world % tensor == 0 else []):
-                if world % (tensor * stages):
-                    continue
-                data = world // (tensor * stages)
-                for replicas, shards in _data(room, data, tensor):
-                    yield replace(layout, mesh=Mesh(pp=stages, tp=tensor, dp_replicate=replicas, dp_shard=shards))
+            for context in _given(fixed.get("cp"), list(room.context)):
+                inner = tensor * context
+                for stages in _given(fixed.get("pp"), _stages(room, world // inner) if world % inner == 0 else []):
+                    if world % (inner * stages):
+                        continue
+                    for replicas, shards in _data(room, world // (inner * stages), inner):
+                        mesh = Mesh(pp=stages, tp=tensor, cp=context, dp_replicate=replicas, dp_shard=shards)
+                        yield from (replace(layout, mesh=one) for one in _expert_ways(room, mesh))
+
+
+def _expert_ways(room: Room, mesh: Mesh) -> Iterator[Mesh]:
+    """The mesh with experts spread over some of its shards; not with layers or positions split, nor stages."""
+    for ranks in _given(room.wishes.fixed.get("ep"), list(room.experts)):
+        if ranks == 1 or (mesh.tp == mesh.cp == mesh.pp == 1 and mesh.dp_shard % ranks == 0):
+            yield replace(mesh, ep=ranks)
 
 
 def _stages(room: Room, rest: int) -> list[int]:
@@ -101,14 +114,15 @@ def _stages(room: Room, rest: int) -> list[int]:
     return [size for size in divisors(rest) if size <= min(room.blocks, MOST_STAGES)]
 
 
-def _data(room: Room, data: int, tensor: int) -> list[tuple[int, int]]:
-    """Replicas and shards: all of one kind, or shards inside a node or some nodes and replicas across them."""
+def _data(room: Room, data: int, inner: int) -> list[tuple[int, int]]:
+    """Replicas and shards: all of one kind, or shards inside a node or some nodes and replicas across them; `inner` ranks of
+    tensor and context axes lie side by side."""
     fixed = room.wishes.fixed
     if "dp_replicate" in fixed or "dp_shard" in fixed:
         shards = fixed.get("dp_shard") or (data // fixed["dp_replicate"] if data % fixed["dp_replicate"] == 0 else 0)
         replicas = fixed.get("dp_replicate") or (data // shards if shards and data % shards == 0 else 0)
         return [(replicas, shards)] if replicas * shards == data else []
-    node = gcd(data, max(1, room.inside // tensor))
+    node = gcd(data, max(1, room.inside // inner))
     sizes = [size for size in divisors(data) if size in (1, data) or size % node == 0]
     if len(sizes) > MOST_SHARDS:  # the ends, and some in between at even ratios
         step = (len(sizes) - 1) / (MOST_SHARDS - 1)
@@ -165,7 +179,7 @@ def schedules(room: Room, layout: Layout) -> Iterator[Layout]:
         if room.wishes.schedule not in (None, schedule) or ranks * loops > room.blocks:
             continue
         if micro_batches_allowed(schedule, ranks, micro) and _worth(schedule, ranks, micro, room.wishes):
-            held = layout.mesh.data > 1 and schedule in SPLIT_BACKWARD
+            held = layout.mesh.spread > 1 and schedule in SPLIT_BACKWARD
             yield replace(layout, schedule=schedule, interleave=loops, reshard=False if held else layout.reshard)
 
 
@@ -190,7 +204,7 @@ def _worth(schedule: str, ranks: int, micro: int, wishes: Wishes) -> bool:
 
 def bare(layout: Layout) -> Layout:
     """Without cuts, residency and the choices that are varied."""
-    held = layout.mesh.data > 1 and layout.mesh.pp > 1 and layout.schedule in SPLIT_BACKWARD
+    held = layout.mesh.spread > 1 and layout.mesh.pp > 1 and layout.schedule in SPLIT_BACKWARD
     return replace(layout, cuts=(), modes=(), reshard=not held)
 
 
@@ -199,6 +213,8 @@ def compiles(room: Room, layout: Layout) -> Iterator[Layout]:
     mesh, asked = layout.mesh, room.wishes.compile
     ways = asked or (("none", "model") if mesh.world == 1 else ("none",))
     for way in ways:
+        if way != "none" and mesh.cp * mesh.ep > 1:
+            continue
         whole = way == "model" and (mesh.pp > 1 or mesh.tp > 1)
         split = way != "none" and layout.schedule in SPLIT_BACKWARD and mesh.pp > 1
         if not whole and not split and not (way == "blocks" and not room.blocks):
@@ -209,9 +225,10 @@ def reshards(room: Room, layout: Layout) -> Iterator[Layout]:
     """When gathered parameters are given back: after forward, never, or to ranks of the same node."""
     yield layout
     mesh = layout.mesh
-    if mesh.dp_shard == 1 or layout.reshard is False:
+    shards = mesh.dp_shard * mesh.cp
+    if shards == 1 or layout.reshard is False:
         return
     yield replace(layout, reshard=False)
-    node = gcd(mesh.dp_shard, max(1, room.inside // mesh.tp))
-    if 1 < node < mesh.dp_shard:
+    node = gcd(shards, max(1, room.inside // mesh.tp))
+    if 1 < node < shards and mesh.ep == 1:
         yield replace(layout, reshard=node)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
@@ -30,6 +31,8 @@ VARIED = 8
 """Layouts around which compiling and giving back are varied, besides the best of each number of devices."""
 
 Progress = Callable[[str], None]
+Filler = Callable[[Layout, Any, float, float], Filled | None]
+"""Layout, its pricer, bytes at most, bytes up to which it is not tight → the layout made whole."""
 
 
 @dataclass
@@ -62,6 +65,8 @@ class Explorer:
     patience: float = float("inf")
     """Seconds after which the search ends with what it has."""
     progress: Progress = lambda _: None
+    filler: Filler | None = None
+    """What makes a layout whole; None: `space_fill.fill`."""
     found: Explored = field(default_factory=Explored)
     full: dict[tuple[Mesh, str], int] = field(default_factory=dict)
     """Mesh and schedule → micro-batch that did not fit."""
@@ -160,7 +165,7 @@ class Explorer:
         capacity = self.cluster.device.memory_bytes
         most = capacity * (1 - self.wishes.margin) if self.wishes.margin else float("inf")
         try:
-            filled = fill(frame, self.pricer, most, capacity * (1 - TIGHT))
+            filled = (self.filler or fill)(frame, self.pricer, most, capacity * (1 - TIGHT))
         except UserError as error:  # what a schedule or a split cannot do
             self.found.refused.setdefault(error.problem, frame)
             return None

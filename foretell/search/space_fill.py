@@ -77,14 +77,17 @@ class Filled:
         return self.short <= 0
 
 
-def fill(layout: Layout, pricer: Pricer, most: float = float("inf"), roomy: float = 0.0) -> Filled | None:
+def fill(
+    layout: Layout, pricer: Pricer, most: float = float("inf"), roomy: float = 0.0, cuts: tuple[int, ...] | None = None
+) -> Filled | None:
     """The fastest cuts and residency of a layout that show at most `most` bytes; None where it cannot be cut.
 
     `roomy` are bytes up to which a rank is not called tight. Staying below may cost a little recomputation: that is
-    taken where it costs less than `WORTH_ROOM`.
+    taken where it costs less than `WORTH_ROOM`. Where `cuts` are given, these are kept.
     """
+    given = cuts is not None
     if layout.mesh.pp > 1:
-        cuts = _even_cuts(pricer.stack(layout), layout.mesh.pp * layout.interleave)
+        cuts = cuts if given else _even_cuts(pricer.stack(layout), layout.mesh.pp * layout.interleave)
         if cuts is None:
             return None
         layout = replace(layout, cuts=cuts)
@@ -94,7 +97,7 @@ def fill(layout: Layout, pricer: Pricer, most: float = float("inf"), roomy: floa
     if fits and kept.memory_bytes <= (roomy or most):
         return Filled(layout=layout, quick=kept)
     limit = min(pricer.limit(layout), most)
-    found = _Filling(pricer, _allowed(pricer.stack(layout, True), layout), layout, kept, limit, roomy).found()
+    found = _Filling(pricer, _allowed(pricer.stack(layout, True), layout), layout, kept, limit, roomy, given).found()
     if not fits:
         return found
     tight = Filled(layout=layout, quick=kept)
@@ -133,6 +136,8 @@ class _Filling:
     kept: Quick
     limit: float
     roomy: float
+    given: bool = False
+    """Whether cuts must stay as they are."""
 
     def found(self) -> Filled:
         """The fastest that fits; else the one with everything computed again, and what it lacks."""
@@ -143,7 +148,18 @@ class _Filling:
         elif not self._fine(again.quick, self.limit):
             uneven = self._uneven(again) if self._alone else None
             return uneven or replace(again, short=max(1.0, *self._missing(again.quick)))
-        return self._between(again)
+        found = self._between(again)
+        if self.layout.mesh.world > 1:
+            return found
+        whole = self._whole_blocks()._between(again)  # one device may wait for a host that selective recompute keeps busy
+        return min((found, whole), key=lambda one: one.quick.seconds)
+
+    def _whole_blocks(self) -> _Filling:
+        """The same without selective recomputation."""
+        ways = tuple(tuple(way for way in of if way.mode != "selective") for of in self.stack.ways)
+        other = replace(self, stack=replace(self.stack, ways=ways))
+        other.room = self.room
+        return other
 
     def _between(self, again: Filled) -> Filled:
         """From what keeping everything lacks and what recomputing everything frees, to just enough."""
@@ -203,8 +219,8 @@ class _Filling:
 
     @property
     def _alone(self) -> bool:
-        """Whether every rank of a pipeline has one stage."""
-        return self.layout.mesh.pp > 1 and self.layout.interleave == 1
+        """Whether every rank of a pipeline has one stage, and other cuts may be taken."""
+        return self.layout.mesh.pp > 1 and self.layout.interleave == 1 and not self.given
 
     def _flights(self) -> tuple[int, ...]:
         layout = self.layout

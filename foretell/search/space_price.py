@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from foretell.hardware.types import Cluster
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import Mesh
-from foretell.search.quick import Layout, Quick, composer, quick, recipe_for
+from foretell.search.quick import Layout, Quick, composer, quick, recipe_for, works_of
 from foretell.search.residency import KEPT, Way, Ways
 from foretell.search.sheet import Sheet, Works
 from foretell.search.sheet_ops import AFTER, BEFORE
@@ -34,7 +34,7 @@ class SheetPricer:
         return self.sheet.blocks
 
     def works(self, layout: Layout) -> Works:
-        return self.sheet.works(recipe_for(layout), layout.micro_batch, layout.mesh.tp, layout.precision).compiling(layout.compile)
+        return works_of(layout, self.sheet)
 
     def quick(self, layout: Layout) -> Quick:
         return quick(layout, self.sheet, self.cluster, reserve=self.reserve)
@@ -45,7 +45,9 @@ class SheetPricer:
 
     def stack(self, layout: Layout, treated: bool = False) -> Stack:
         """Bytes and seconds of blocks for one micro-batch; the same for layouts that differ elsewhere."""
-        key = (treated, recipe_for(layout), layout.micro_batch, layout.mesh.tp, layout.mesh.dp_shard, layout.mesh.data > 1, layout.compile)
+        mesh = layout.mesh
+        shared = (mesh.tp, mesh.cp, mesh.ep, mesh.dp_shard, mesh.spread > 1)
+        key = (treated, recipe_for(layout), layout.micro_batch, shared, layout.compile)
         if key not in self._stacks:
             self._stacks[key] = self._made(layout, treated)
         return self._stacks[key]
@@ -62,10 +64,11 @@ class SheetPricer:
         return self._even(layout, PAIR[0] if layout.micro_batch <= PAIR[0] else LARGE)
 
     def _even(self, layout: Layout, micro_batch: int) -> float:
-        key = (layout.mesh.tp, micro_batch, layout.precision, layout.compile)
+        mesh = layout.mesh
+        key = (mesh.tp, mesh.cp, mesh.ep, micro_batch, layout.precision, layout.compile)
         if key not in self._bare:
-            data = 2 if self.cluster.count > 1 else 1
-            like = replace(layout, mesh=Mesh(tp=layout.mesh.tp, dp_shard=data), micro_batch=micro_batch)
+            data = max(2, mesh.ep) if self.cluster.count > 1 else 1
+            like = replace(layout, mesh=Mesh(tp=mesh.tp, cp=mesh.cp, ep=mesh.ep, dp_shard=data), micro_batch=micro_batch)
             works = self.works(like)
             names: list[str | int] = [BEFORE, AFTER, *self.sheet.kinds]
             pieces = [works.work(name) for name in names]
@@ -91,7 +94,7 @@ class SheetPricer:
 
     def _piece(self, works: Works, key: str | int, layout: Layout) -> tuple[float, float, float]:
         work, mesh = works.work(key), layout.mesh
-        unit = works.unit(key, mesh.dp_shard, data=mesh.data > 1)
+        unit = works.unit(key, mesh.dp_shard * mesh.cp, data=mesh.spread > 1)
         return (
             work.forward.seconds + work.backward.seconds, float(max(0, work.forward.net)),
             float(unit.kept + unit.state + unit.gradient),

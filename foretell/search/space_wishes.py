@@ -18,8 +18,8 @@ OBJECTIVES = {
     "energy": "least joules a token",
     "smallest": "fewest devices that fit, then the fastest",
 }
-NOT_YET = ("cp", "ep")
-"""Axes that no plan has yet."""
+APART = ("tp", "cp", "pp")
+"""Axes with which experts are not spread: rows of whole samples alone are sent, and no pipeline of them is predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +111,12 @@ def _degrees(wishes: Wishes) -> None:
             raise UserError(f"'{axis}' is no axis of a mesh", f"one of {', '.join(AXES)}")
         if degree < 1:
             raise UserError(f"--{flag(axis)} is {degree}", "give a whole number above zero")
-        if axis in NOT_YET and degree > 1:
-            raise UserError(f"--{axis} {degree}: no plan shares that axis yet", f"leave --{axis} out")
+    experts = wishes.fixed.get("ep", 1)
+    for axis in APART:
+        if experts > 1 and wishes.fixed.get(axis, 1) > 1:
+            raise UserError(f"--ep {experts} and --{axis} {wishes.fixed[axis]} do not go together", "leave one of them out")
+    if wishes.fixed.get("dp_shard", experts) % experts:
+        raise UserError(f"--ep {experts} is no part of --dp-shard {wishes.fixed['dp_shard']}", "a divisor of --dp-shard")
     if wishes.schedule is not None and wishes.fixed.get("pp") == 1:
         raise UserError(f"--schedule {wishes.schedule} and --pp 1 are given together", "leave one of them out")
     data = wishes.fixed.get("dp_replicate", 1) * wishes.fixed.get("dp_shard", 1)

@@ -239,7 +239,8 @@ class _Recorder(Recorder):
     def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> None:
         if name.startswith("_c10d_functional."):
             attrs = (f"axis:{self._members[0]}", f"ranks:{self._members[1]}")
-        super().record(name, inputs, outputs, attrs)
+        with torch._C.DisableTorchFunctionSubclass(), _bare((inputs, outputs)):  # kernels of CUDA are recorded past dispatch
+            super().record(name, inputs, outputs, attrs)
 
     def storage_id(self, tensor: Tensor, born: Any = None) -> int:
         return super().storage_id(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, born)

@@ -5,6 +5,7 @@ Micro-batches above 4 are derived from those of 2 and 4 samples; residencies and
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from foretell.cost.plan_batch import Unlike, rebatch
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Plan
+from foretell.search.shares import Shares
 from foretell.trace import cache as store
 from foretell.trace.child import request
 from foretell.trace.file import loads
@@ -65,6 +67,21 @@ class Traces:
         replies = trace_all(list(missing.values()), self.progress)
         for (key, _), (text, reply) in zip(missing.items(), replies, strict=True):
             self._keep(key, text, reply)
+
+    def shares(self, plan: Plan) -> Shares:
+        """What ranks can share of a plan's model: positions, experts."""
+        source = replace(source_of(plan), micro_batch=PAIR[0])
+        asked = {"source": {**vars(source), "overrides": dict(source.overrides)}, "shares": True}
+        key = store.key_of({"shares": asked})
+        found = store.read("shares", key) if self.cache else None
+        if found is None:
+            from foretell.search.child import trace_all
+
+            (text, reply), *_ = trace_all([asked], self.progress)
+            found = {"shares": json.loads(text)}
+            if self.cache:
+                store.write("shares", key, found, reply["files"])
+        return Shares.from_json(found["shares"])
 
     # ------------------------------------------------------------------ one trace
 

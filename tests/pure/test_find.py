@@ -19,8 +19,7 @@ from foretell.hardware.profile import find_profile
 from foretell.plan import file, legal
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Mesh, Pipeline, Plan
-from foretell.search import find as finding
-from foretell.search import space_explore
+from foretell.search import costing, space_explore
 from foretell.search.explain import differs, told, what_ifs
 from foretell.search.find import Found, Unsuited, find
 from foretell.search.front import Point
@@ -169,7 +168,7 @@ def test_patience_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plan_that_does_not_fit_op_by_op_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = finding.predict_plan
+    real = costing.predict_plan
     refused: list[Plan] = []
 
     def strict(traces: Any, plan: Plan, cluster: Any, options: Any) -> Any:
@@ -180,7 +179,7 @@ def test_a_plan_that_does_not_fit_op_by_op_is_dropped(monkeypatch: pytest.Monkey
         worst = found.ranks[0]
         return replace(found, ranks=(replace(worst, verdict="no", memory=replace(worst.memory, margin_bytes=-(1 << 30))),))
 
-    monkeypatch.setattr(finding, "predict_plan", strict)
+    monkeypatch.setattr(costing, "predict_plan", strict)
     found = search("H100:4", global_batch=32)
     assert found.best is not None and found.best.cost is not None and found.best.cost.fits
     assert [one.plan.mesh for one in found.dropped] == [refused[0].mesh] and "1.0 GiB short" in found.dropped[0].why

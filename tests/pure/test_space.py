@@ -22,8 +22,13 @@ from foretell.search.space_wishes import Wishes, check
 from tests.pure.synthetic import Made
 
 
-def room(hardware: str, blocks: int = 4, tensor: tuple[int, ...] = (1, 2), **wishes: Any) -> space.Room:
-    return space.Room(cluster=parse(hardware), blocks=blocks, wishes=Wishes(**wishes), tensor=tensor)
+def room(
+    hardware: str, blocks: int = 4, tensor: tuple[int, ...] = (1, 2), context: tuple[int, ...] = (1,), experts: tuple[int, ...] = (1,),
+    **wishes: Any,
+) -> space.Room:  # fmt: skip
+    return space.Room(
+        cluster=parse(hardware), blocks=blocks, wishes=Wishes(**wishes), tensor=tensor, context=context, experts=experts
+    )
 
 
 def plan_of(layout: Layout, made: Made, hardware: str) -> Plan:
@@ -43,7 +48,7 @@ UNEVEN = Made(seconds=(1.0, 2.0, 1.5, 1.0), held=(6.0, 9.0, 8.0, 4.0), state=(24
 @pytest.mark.parametrize("hardware", ["H100:4", "2x4xH100", "H100"])
 def test_every_layout_is_a_legal_plan(hardware: str) -> None:
     made = Made(seconds=(1.0,) * 8, held=(0.5,) * 8, state=(1.0,) * 8)
-    here = room(hardware, blocks=8, global_batch=16, compile=("none", "blocks", "model"))
+    here = room(hardware, blocks=8, global_batch=16, compile=("none", "blocks", "model"), context=(1, 2), experts=(1, 2))
     facts = replace(legal.with_hardware(legal.Facts(blocks=made.blocks), parse(hardware)), global_batch=16)
     layouts = list(space.every(here, space.meshes, space.batches, space.schedules, space.compiles, space.reshards))
     assert len(layouts) == len(set(layouts)) and max(layout.mesh.world for layout in layouts) == parse(hardware).count
@@ -61,6 +66,20 @@ def test_shards_lie_inside_levels_and_tensors_inside_nodes() -> None:
     plain = {(mesh.dp_replicate, mesh.dp_shard) for mesh in found if mesh.tp == mesh.pp == 1}
     assert plain == {(1, 32), (2, 16), (4, 8), (32, 1)}
     assert all(mesh.pp <= 8 and mesh.world == 32 for mesh in found)
+
+
+def test_ranks_that_share_positions_or_experts() -> None:
+    """Positions with every other axis; experts among shards alone."""
+    here = room("2x4xH100", blocks=8, tensor=(1, 2), context=(1, 2, 4), experts=(1, 2, 4), ranks=(8,))
+    found = {layout.mesh for layout in space.every(here, space.meshes)}
+    assert all(mesh.world == 8 for mesh in found)
+    assert {(mesh.cp, mesh.tp, mesh.pp) for mesh in found if mesh.cp > 1} == {
+        (2, 1, 1), (2, 1, 2), (2, 1, 4), (2, 2, 1), (2, 2, 2), (4, 1, 1), (4, 1, 2), (4, 2, 1),
+    }  # fmt: skip
+    spread = {(mesh.dp_shard, mesh.ep) for mesh in found if mesh.ep > 1}
+    assert spread == {(4, 2), (4, 4), (8, 2), (8, 4)} and all(mesh.tp == mesh.cp == mesh.pp == 1 for mesh in found if mesh.ep > 1)
+    fixed = room("2x4xH100", blocks=8, fixed={"cp": 4}, context=(4,), ranks=(8,))
+    assert {one.mesh.cp for one in space.every(fixed, space.meshes)} == {4}
 
 
 def test_fixed_degrees_are_kept() -> None:
@@ -153,7 +172,9 @@ def test_a_margin_is_left_free() -> None:
         ({"fixed": {"tp": 4, "pp": 4}}, "H100:8", "makes 16 ranks and there are 8 devices"),
         ({"fixed": {"tp": 16}}, "4x8xH100", "does not lie inside a node of 8"),
         ({"fixed": {"dp_replicate": 2, "dp_shard": 2, "tp": 1, "pp": 1}}, "H100:8", "makes 4 ranks and there are 8"),
-        ({"fixed": {"cp": 2}}, "H100:8", "--cp 2"),
+        ({"fixed": {"cp": 4, "tp": 4}}, "H100:8", "makes 16 ranks and there are 8 devices"),
+        ({"fixed": {"ep": 2, "tp": 2}}, "H100:8", "--ep 2 and --tp 2 do not go together"),
+        ({"fixed": {"ep": 4, "dp_shard": 6}}, "H100:12", "--ep 4 is no part of --dp-shard 6"),
         ({"fixed": {"pp": 1}, "schedule": "1f1b"}, "H100:8", "--schedule 1f1b and --pp 1"),
         ({"fixed": {"pp": 8}}, "H100:8", "wants 8 stages and the model has 4 blocks"),
         ({"fixed": {"pp": 4}, "schedule": "zero-bubble-v"}, "H100:8", "wants 8 stages and the model has 4 blocks"),

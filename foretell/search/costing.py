@@ -1,0 +1,269 @@
+"""What plans for one question cost: sheets and quick costs first, then op by op; and their last changes.
+
+    layout ─► quick cost ─► with what the allocator reserves (`settled`) ─► a plan (`finalist`) ─► op by op (`costed`)
+           ─► cuts and places of ranks, where devices or links are unlike (`polished`)
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from foretell.cost.machine import machine
+from foretell.cost.plan import KEEP, Options, PlanCost, predict_plan
+from foretell.cost.plan_batch import Unlike
+from foretell.cost.plan_parts import profile_for
+from foretell.cost.prediction import ASSUMED, FITS, TIGHT
+from foretell.errors import UserError
+from foretell.hardware.types import Cluster
+from foretell.plan import legal
+from foretell.plan.recipe import model_of
+from foretell.plan.types import Plan
+from foretell.search import explain, polish
+from foretell.search.found import Finalist
+from foretell.search.front import TIGHT as CLEAR
+from foretell.search.front import Point, point_of
+from foretell.search.mixed_price import MixedPricer, fill_by_speed
+from foretell.search.quick import Layout, plan_of
+from foretell.search.sheet import Sheet
+from foretell.search.sheet_source import Sources
+from foretell.search.space_fill import Filled, fill
+from foretell.search.space_price import SheetPricer
+from foretell.search.space_wishes import Wishes
+from foretell.search.traces import Traces
+from foretell.trace.load import Source
+
+EXACT_OPS = 15_000
+"""Ops of a step, of all ranks of a pipeline, above which a plan is costed exactly only when asked for: about a second."""
+POLISH_SECONDS = 0.6
+"""For moving the cuts of one plan, by each kind of cost."""
+
+Progress = Callable[[str], None]
+
+
+class Unsuited(Exception):
+    """The model or the device cannot be costed by a sheet; says why."""
+
+
+@dataclass
+class Costing:
+    """One question, and what costing plans for it needs."""
+
+    source: Source
+    cluster: Cluster
+    hardware: str
+    wishes: Wishes
+    options: Options
+    traces: Traces
+    progress: Progress
+    exact: bool | None = None
+    by_law: bool = False
+    pricers: dict[object, MixedPricer] = field(default_factory=dict)
+    sheets: dict[str, Sheet] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    # ------------------------------------------------------------------ sheets
+
+    def sheet(self, cluster: Cluster) -> Sheet:
+        """What blocks cost on a cluster's device."""
+        key = repr(cluster.device)
+        if key not in self.sheets:
+            known = machine(cluster.device, profile_for(cluster, self.options.profile_of))
+            if known is None:
+                raise Unsuited(f"nothing is known of the speed of {cluster.device.name}")
+            try:
+                self.sheets[key] = Sheet(
+                    self.sources, known, cluster, optimizer=self.wishes.optimizer, clip=self.wishes.clip,
+                    first=self.recipe(cluster.count > 1),
+                )  # fmt: skip
+            except Unlike as error:
+                raise Unsuited(str(error)) from error
+            self.sheets[key].half_of = self.sources.shorter(self.sheets[key].length)
+            if not self.about:
+                shapes = self.traces.facts.shapes
+                self.about = model_of(self.source, blocks=self.sheets[key].blocks, shapes=shapes or None)
+        return self.sheets[key]
+
+    def recipe(self, data: bool) -> str:
+        precision = self.wishes.precision or "bf16-mixed"
+        return precision if precision != "bf16-mixed" else "fsdp-bf16" if data else "bf16-autocast"
+
+    @functools.cached_property
+    def sources(self) -> Sources:
+        """Traces of the model, whole samples and shorter ones."""
+        base = Plan(model=model_of(self.source), hardware=self.hardware, optimizer=self.wishes.optimizer, clip=self.wishes.clip)
+        return Sources(self.traces, base)
+
+    def note(self, words: str) -> None:
+        if words not in self.notes:
+            self.notes.append(words)
+
+    # ------------------------------------------------------------------ quick costs
+
+    def pricer(self, cluster: Cluster, *, reserve: bool = False) -> SheetPricer | MixedPricer:
+        """What layouts cost; of unlike devices, each place of a pipeline by its own."""
+        if not cluster.groups:
+            return SheetPricer(self.sheet(cluster), cluster, reserve=reserve)
+        key = (repr(cluster), reserve)
+        if key not in self.pricers:
+            self.pricers[key] = MixedPricer(cluster, self.sheet, reserve)
+        return self.pricers[key]
+
+    def filled(self, layout: Layout, pricer: SheetPricer | MixedPricer, most: float, roomy: float) -> Filled | None:
+        """A layout made whole, with other cuts and another residency where it has some."""
+        if isinstance(pricer, MixedPricer):
+            return fill_by_speed(layout, pricer, most, roomy)
+        return fill(replace(layout, cuts=(), modes=()), pricer, most, roomy)
+
+    def settled(self, point: Point) -> Point | None:
+        """A candidate with what the caching allocator reserves; filled anew where it does not fit so."""
+        pricer = self.pricer(self.cluster, reserve=True)
+        full, capacity = pricer.quick(point.layout), self.cluster.device.memory_bytes
+        most = min(capacity * (1 - self.wishes.margin), pricer.limit(point.layout))
+        filled: Filled | None = Filled(layout=point.layout, quick=full)
+        if not full.fits or full.memory_bytes > most:
+            filled = self.filled(point.layout, pricer, most, capacity * (1 - CLEAR))
+        if filled is None or not filled.fits:
+            return None
+        return point_of(filled, self.cluster, self.sheet(self.cluster).length or 1)
+
+    # ------------------------------------------------------------------ plans
+
+    def finalist(self, point: Point) -> Finalist:
+        """A candidate as a plan."""
+        plan = plan_of(point.layout, self.sheet(self.cluster), self.about, self.hardware)
+        return Finalist(point=point, plan=plan.with_(predicted=self.predicted(point)))
+
+    def predicted(self, point: Point) -> dict[str, Any]:
+        """What the quick cost says, as a plan file holds it."""
+        quick, unit = point.quick, "tokens" if self.sheet(self.cluster).length else "samples"
+        found: dict[str, Any] = {
+            "verdict": TIGHT if point.tight else FITS, "memory_bytes": point.memory_bytes,
+            "capacity_bytes": point.capacity_bytes, "memory_bytes_by_rank": list(quick.stage_memory),
+            "step_seconds": quick.seconds, "low_seconds": quick.low, "high_seconds": quick.high,
+            f"{unit}_per_second": point.per_second, f"{unit}_per_step": point.per_step, "binds": quick.binds,
+            "breakdown": dict(quick.parts), "provenance": {"memory": ASSUMED, "time": ASSUMED}, "quick": True,
+        }  # fmt: skip
+        if point.dollars is not None:
+            found["dollars_per_step"] = point.dollars
+        if point.joules is not None:
+            found["joules_per_step"] = point.joules
+        return found
+
+    def checked(self, one: Finalist) -> Finalist:
+        """The same, with a reason where it is not legal."""
+        facts = replace(
+            legal.with_hardware(legal.Facts(blocks=self.sheet(self.cluster).blocks, tied=self.traces.facts.tied), self.cluster),
+            global_batch=self.wishes.global_batch,
+        )  # fmt: skip
+        wrong = legal.complaints(one.plan, facts)
+        return replace(one, why=str(wrong[0])) if wrong else one
+
+    def costed(self, one: Finalist, *, always: bool = False) -> Finalist:
+        """The same costed op by op, where its traces are there or may be made; with a reason where it is not legal."""
+        plan, one = one.plan, self.checked(one)
+        if one.why:
+            return one
+        modes = sorted({KEEP, *one.point.layout.modes}) if one.point.layout.modes else [KEEP]
+        if len(set(one.point.layout.modes)) == 1:
+            modes = list(set(one.point.layout.modes))
+        if self.exact is False or (not always and not self._soon(one, modes)):
+            return one
+        self.progress(f"costing op by op: {explain.told(one.point.layout)}")
+        try:
+            cost = predict_plan(self.traces.of(plan, modes), plan, self.cluster, self.options)
+        except UserError as error:
+            return replace(one, why=error.problem)
+        return self._with(one, cost)
+
+    def _with(self, one: Finalist, cost: PlanCost) -> Finalist:
+        point = one.point
+        if cost.time is not None:
+            share = cost.time.step_seconds / point.seconds
+            point = replace(
+                point, seconds=cost.time.step_seconds, memory_bytes=cost.worst.memory.device_bytes,
+                dollars=None if point.dollars is None else point.dollars * share,
+                joules=None if point.joules is None else point.joules * share,
+            )  # fmt: skip
+        money = {f"{name}_per_step": value for name, value in (("dollars", point.dollars), ("joules", point.joules)) if value}
+        return replace(one, point=point, cost=cost, plan=one.plan.with_(predicted={**cost.predicted(), **money}))
+
+    def _soon(self, one: Finalist, modes: Sequence[str]) -> bool:
+        """Whether traces are there already, and replaying them takes a moment."""
+        layout = one.point.layout
+        there = all(self.traces.at_hand(one.plan, mode) for mode in modes)
+        return self._small(layout) and (there or layout.mesh.tp * layout.mesh.cp * layout.mesh.ep == 1)
+
+    def _small(self, layout: Layout) -> bool:
+        pieces = self.sheet(self.cluster).material
+        ops = sum(
+            (len(piece.forward) + len(piece.backward)) * (pieces.kinds.count(key) if isinstance(key, int) else 1)
+            for key, piece in pieces.pieces.items()
+        )
+        return ops * (layout.accumulate if layout.mesh.pp > 1 else 2) <= EXACT_OPS
+
+    # ------------------------------------------------------------------ unlike devices and links
+
+    def polished(self, one: Finalist, until: float, *, first: bool = False) -> Finalist:
+        """Where devices or links are unlike: with cuts a block further and ranks on other devices, as far as that gains.
+
+        `until` is when only the first plan is placed still.
+        """
+        if not polish.matters(self.cluster, one.point.layout):
+            return one
+        layout = one.point.layout
+        if self.cluster.groups and layout.mesh.pp > 1 and layout.interleave == 1:
+            one = self._moved(one, until)
+        return self._placed(one) if first or time.monotonic() < until else one
+
+    def _moved(self, one: Finalist, until: float) -> Finalist:
+        """Cuts a block further: by the quick cost, then op by op where the plan was costed so."""
+        pricer, sheet = self.pricer(self.cluster, reserve=True), self.sheet(self.cluster)
+        capacity = self.cluster.device.memory_bytes
+        most = min(capacity * (1 - self.wishes.margin), pricer.limit(one.point.layout))
+        roomy = most if one.point.tight else min(most, capacity * (1 - CLEAR))
+        known: dict[Layout, Finalist] = {one.point.layout: one}
+
+        def quickly(layout: Layout) -> float:
+            seen = pricer.quick(layout)
+            return seen.seconds if seen.fits and seen.memory_bytes <= roomy else float("inf")
+
+        def exactly(layout: Layout) -> float:
+            if layout not in known:
+                known[layout] = self.costed(self.of_layout(layout))
+            cost = known[layout].cost
+            return cost.time.step_seconds if cost is not None and cost.time is not None and cost.fits else float("inf")
+
+        busy, blocks = one.point.quick.stage_seconds, len(sheet.blocks)
+        starts = [one.point.layout]
+        if time.monotonic() < until:
+            even = fill(replace(one.point.layout, cuts=(), modes=(), placement=()), pricer, most, roomy)
+            starts += [even.layout] if even is not None and even.fits else []
+        best = polish.descended(min(starts, key=quickly), blocks, busy, quickly, until)
+        if one.cost is None:
+            return one if best == one.point.layout else self.of_layout(best)
+        best = polish.descended(min([*starts, best], key=exactly), blocks, busy, exactly, time.monotonic() + POLISH_SECONDS)
+        return known[best]
+
+    def of_layout(self, layout: Layout) -> Finalist:
+        seen = self.pricer(self.cluster, reserve=True).quick(layout)
+        return self.finalist(point_of(Filled(layout=layout, quick=seen), self.cluster, self.sheet(self.cluster).length or 1))
+
+    def _placed(self, one: Finalist) -> Finalist:
+        """On other devices, where the plan is predicted quicker there by the same kind of cost."""
+        layout, sheet = one.point.layout, self.sheet(self.cluster)
+        works = SheetPricer(sheet, self.cluster).works(layout)
+        sent = polish.messages_of(one.cost) if one.cost is not None else polish.estimated(layout, works, sheet.kinds)
+        order = polish.other_order(one.plan, self.cluster, sent, one.point.seconds)
+        if order is None:
+            return one
+        other = self.of_layout(replace(layout, placement=order.order))
+        other = self.costed(other, always=one.cost is not None) if one.cost is not None else self.checked(other)
+        good = not other.why and (other.cost is None or other.cost.fits) and other.point.quick.fits
+        if not good or other.point.seconds >= one.point.seconds * (1 - polish.GAIN):
+            return one
+        return replace(other, placed=replace(order, seconds=other.point.seconds))

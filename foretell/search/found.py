@@ -1,0 +1,70 @@
+"""What a search found: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foretell.cost.plan import PlanCost
+from foretell.cost.prediction import FITS, TIGHT, Infeasible
+from foretell.plan.types import Plan
+from foretell.search import explain
+from foretell.search.front import Point
+from foretell.search.law import Advice
+from foretell.search.polish import Placed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finalist:
+    """A plan that was considered to the end."""
+
+    point: Point
+    plan: Plan
+    """With what is predicted of it."""
+    cost: PlanCost | None = None
+    """None where it was not costed op by op."""
+    why: str = ""
+    """Why it is not the best."""
+    placed: Placed | None = None
+    """Where ranks are on other devices than those of their numbers, and what that gains."""
+
+    @property
+    def verdict(self) -> str:
+        return self.cost.verdict if self.cost is not None else TIGHT if self.point.tight else FITS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The best plan, those that lost, and the front."""
+
+    best: Finalist | None
+    runners_up: tuple[Finalist, ...] = ()
+    dropped: tuple[Finalist, ...] = ()
+    """That were expected to fit and do not when costed exactly."""
+    front: tuple[Finalist, ...] = ()
+    """Plans that no other beats in time, memory, money and energy together; the fastest first."""
+    binds: tuple[str, ...] = ()
+    what_if: tuple[explain.WhatIf, ...] = ()
+    nearest: Finalist | None = None
+    """Where nothing fits: the plan that comes nearest."""
+    short_bytes: int = 0
+    """That it lacks on each device."""
+    infeasible: Infeasible | None = None
+    """Who holds the bytes of that plan, where it was costed op by op."""
+    relaxations: tuple[explain.Relaxation, ...] = ()
+    unmet: str = ""
+    """A limit of the whole run that no plan keeps."""
+    costed: int = 0
+    there: int = 0
+    seconds: float = 0.0
+    stopped: str = ""
+    law: Advice | None = None
+    """What the Step Law says of the run, where its tokens are known."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def needs(self) -> str:
+        """What would have to change, in one line."""
+        if self.unmet:
+            words = [f"{one.change} ({explain.told(one.point.layout)})" for one in self.relaxations]
+            return f"{self.unmet}" + (f"; possible: {', or '.join(words)}" if words else "")
+        return explain.needs(self.short_bytes, self.relaxations)
