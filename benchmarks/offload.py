@@ -1,0 +1,285 @@
+"""Training a model whose states do not fit: foretell's engine beside what a user would pick instead, one model, one batch.
+
+    python benchmarks/offload.py --out ROWS.jsonl                   every way below, each in a process of its own
+    python benchmarks/offload.py --ways resident,stream,split       some of them
+    python benchmarks/offload.py --layers 40 --width 5120 --cap 0   a 13B model, no cap
+    python benchmarks/offload.py --smoke                            a tiny model on a CPU: does it work at all
+
+A GPT without biases (LayerNorm, GELU, learned positions, head of its own), bf16 compute with fp32 states, every block
+computed again, the loss in chunks, gradients clipped at norm 1 unless --no-clip. Seconds are the median of steps after the first two.
+
+ways: resident  all on the device (the same weights, master and update)       stream   states in host memory, updated on the device
+      split     as stream, master weights as bf16 and what rounding cut off   both     as stream, a share updated by the CPU
+      fsdp2     fully_shard with CPUOffloadPolicy and fused AdamW              ds2, ds3 DeepSpeed ZeRO offload (DEEPSPEED_PATH)
+      ceiling   forward and backward alone, nothing updated
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+GIB = 2**30
+
+
+def build(options: argparse.Namespace) -> Any:
+    """The model, without values."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    width, heads, words, length = options.width, options.width // 128 or 1, options.words, options.tokens
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.between = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+            self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+            self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+        def forward(self, x: Any) -> Any:
+            batch, tokens, size = x.shape
+            q, k, v = (a.view(batch, tokens, heads, -1).transpose(1, 2) for a in self.qkv(self.before(x)).chunk(3, -1))
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, size))
+            return x + self.down(F.gelu(self.up(self.between(x))))
+
+    class Gpt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+            self.blocks = nn.ModuleList(Block() for _ in range(options.layers))
+            self.norm, self.head = nn.LayerNorm(width, bias=False), nn.Linear(width, words, bias=False)
+
+        def forward(self, tokens: Any, labels: Any) -> Any:
+            x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            x, total = self.norm(x), 0.0
+            parts = list(zip(x.chunk(options.batch, 0), labels.chunk(options.batch, 0), strict=True))
+            for part, label in parts:
+                total = total + checkpoint(self._loss, part, label, use_reentrant=False)
+            return total / len(parts)
+
+        def _loss(self, part: Any, label: Any) -> Any:
+            return F.cross_entropy(self.head(part).float().view(-1, words), label.reshape(-1))
+
+    with torch.device("meta"):
+        return Gpt()
+
+
+def value_of(model: Any, device: Any) -> Any:
+    """First values of parameters by name, the same for every way; made on the device, one at a time."""
+    import torch
+
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    numbers = {name: number for number, name in enumerate(shapes)}
+
+    def source(name: str) -> Any:
+        if len(shapes[name]) == 1:
+            return torch.ones(shapes[name], device=device)
+        draw = torch.Generator(device).manual_seed(numbers[name])
+        return torch.empty(shapes[name], device=device).normal_(0, 0.02, generator=draw)
+
+    return source
+
+
+def steps(run: Any, count: int, device: Any) -> tuple[list[float], list[float]]:
+    """Seconds from one loss to the next, and losses; the host is never more than a step ahead, as in a training loop."""
+    import torch
+
+    seconds, losses = [], []
+    began, before = time.perf_counter(), None
+    for _ in range(count + 1):
+        loss = run()
+        if device.type == "cuda":
+            there = torch.empty((), pin_memory=True)
+            there.copy_(loss, non_blocking=True)
+            mark = torch.cuda.current_stream().record_event()
+        else:
+            there, mark = loss, None
+        if before is not None:
+            if before[1] is not None:
+                before[1].synchronize()
+            losses.append(float(before[0]))
+            now = time.perf_counter()
+            seconds.append(now - began)
+            began = now
+        before = (there, mark)
+    return seconds[1:], losses
+
+
+def engine(options: argparse.Namespace, way: str, device: Any) -> tuple[Any, dict[str, Any]]:
+    """A step with foretell's engine."""
+    import torch
+
+    from foretell.runtime.offload import forms, layout
+    from foretell.runtime.offload.engine import Offloaded
+
+    model = build(options)
+    named = dict(model.named_parameters())
+    blocks = [f"blocks.{number}" for number in range(options.layers)]
+    groups = layout.group(list(named), ["words", "places", *blocks, "norm", "head"])
+    kept = options.layers if way == "resident" else options.resident
+    share = options.cpu_share if way == "both" else 0.0
+    on_device = {"norm", *blocks[:kept]} | ({"words", "places", "head"} if way == "resident" else set())
+    units = [
+        layout.unit(path, {n: named[n].numel() for n in held}, layout.DEVICE if path in on_device else layout.HOST,
+                    cpu_share=share, chunk=options.chunk)
+        for path, held in groups.items()
+    ]  # fmt: skip
+    began = time.perf_counter()
+    form = forms.form("split" if way == "split" or options.form == "split" else options.form, torch.bfloat16)
+    optimizer = Offloaded(named, units, form, device=device, lr=1e-4, slots=options.slots, source=value_of(model, device))
+    optimizer.early = options.no_clip
+    optimizer.attach(model)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter() - began
+    data = torch.randint(0, options.words, (options.batch, options.tokens), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def step() -> Any:
+        loss = model(data, data)
+        skip = (~loss.detach().isfinite()).float()
+        optimizer.expect(skip)
+        loss.backward()
+        if options.no_clip:
+            optimizer.begin(None, skip)
+            return loss.detach()
+        grads = [p.grad for p in named.values() if p.grad is not None]
+        norm = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum().sqrt()
+        del grads
+        optimizer.begin(torch.clamp(1.0 / (norm + 1e-6), max=1.0), (~norm.isfinite()).float() + skip)
+        return loss.detach()
+
+    arena = optimizer.arena
+    return step, {"start_seconds": started, "host_arena": arena.nbytes if arena else 0, "pin_seconds": arena.seconds if arena else 0,
+                  "resident_blocks": kept, "cpu_share": share, "form": form.name}  # fmt: skip
+
+
+def ceiling(options: argparse.Namespace, device: Any) -> tuple[Any, dict[str, Any]]:
+    import torch
+
+    model = build(options)
+    source = value_of(model, device)
+    for name, parameter in model.named_parameters():
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, torch.nn.Parameter(source(name).bfloat16()))
+        del parameter
+    data = torch.randint(0, options.words, (options.batch, options.tokens), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def step() -> Any:
+        loss = model(data, data)
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return loss.detach()
+
+    return step, {}
+
+
+def one(way: str, options: argparse.Namespace) -> dict[str, Any]:
+    import resource
+
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.use_deterministic_algorithms(options.deterministic)
+    if options.cap and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(options.cap * GIB / total)
+    if way in ("fsdp2", "ds2", "ds3", "superoffload"):
+        import offload_others
+
+        run, about = offload_others.WAYS[way](options, device, build(options), value_of)
+    else:
+        run, about = ceiling(options, device) if way == "ceiling" else engine(options, way, device)
+    _, losses = steps(run, 1, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    more, after = steps(run, options.steps, device)
+    ordered = sorted(more)
+    found = {
+        "way": way, "seconds": ordered[len(ordered) // 2], "all": more, "losses": [*losses, *after],
+        "tokens_a_second": options.batch * options.tokens / ordered[len(ordered) // 2],
+        "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, **about,
+    }  # fmt: skip
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats()
+        found |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(),
+                  "retries": stats.get("num_alloc_retries", 0)}  # fmt: skip
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", default="resident,stream,split,both,fsdp2,ds2,ds3")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--words", type=int, default=50304)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--cap", type=float, default=24.0, help="GiB of device memory; 0: all of it (resident, ceiling: always all)")
+    parser.add_argument("--resident", type=int, default=0, help="blocks whose states stay on the device")
+    parser.add_argument("--cpu-share", type=float, default=0.3)
+    parser.add_argument("--form", default="master", choices=("master", "split", "half"))
+    parser.add_argument("--chunk", type=int, default=16 * 2**20)
+    parser.add_argument("--slots", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--no-clip", action="store_true")
+    parser.add_argument("--deterministic", action="store_true", help="kernels that give the same bits every time, to compare losses")
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--timeout", type=float, default=200)
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "offload.jsonl")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.smoke:
+        options.layers, options.width, options.words, options.batch, options.tokens = 2, 128, 256, 2, 32
+    if options.one:
+        print("ROW " + json.dumps(one(options.one, options)), flush=True)
+        os._exit(0)
+    from memory import append, machine
+
+    about = {**machine(), "layers": options.layers, "width": options.width, "batch": options.batch, "tokens": options.tokens,
+             "clip": not options.no_clip}  # fmt: skip
+    path = f"{HERE}{os.pathsep}{os.environ.get('DEEPSPEED_PATH', '')}"
+    env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONPATH": path, "RANK": "0", "LOCAL_RANK": "0",
+           "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "DS_PIN_MEMORY_BACKEND": "native",
+           "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # fmt: skip
+    for way in options.ways.split(","):
+        began = time.perf_counter()
+        whole = ["--cap", "0"] if way in ("resident", "ceiling") else []
+        try:
+            done = subprocess.run(
+                [sys.executable, __file__, "--one", way, *sys.argv[1:], *whole], env=env, capture_output=True, text=True, timeout=options.timeout
+            )
+            rows = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
+            row = json.loads(rows[0][4:]) if rows else {"way": way, "error": (done.stderr or done.stdout)[-1500:]}
+        except subprocess.TimeoutExpired:
+            row = {"way": way, "error": f"took longer than {options.timeout:.0f} s"}
+        row = {**row, "cap": 0.0 if whole else options.cap, "process_seconds": round(time.perf_counter() - began, 1), **about}
+        append(options.out, row)
+        print(told(row), flush=True)
+
+
+def told(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{row['way']:9s} {row['error'][-700:]}"
+    gib = {name: f"{row[name] / GIB:.1f}" for name in ("allocated", "reserved", "host", "host_arena") if name in row}
+    return (f"{row['way']:9s} {row['seconds']:.3f} s a step, {row['tokens_a_second']:.0f} tokens/s, cap {row['cap']:g} GiB {gib}, "
+            f"start {row.get('start_seconds', 0):.1f} s, pin {row.get('pin_seconds', 0):.1f} s, retries {row.get('retries', 0)}, "
+            f"losses {row['losses'][0]:.5f} … {row['losses'][-1]:.5f} "
+            f"{[round(s, 3) for s in row['all']]} in {row['process_seconds']} s")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

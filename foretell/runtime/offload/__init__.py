@@ -1,0 +1,1 @@
+"""Optimizer states, weights and activations in host memory, and brought to the device just in time."""

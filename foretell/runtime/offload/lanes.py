@@ -1,0 +1,50 @@
+"""Streams that work beside the compute stream, and marks to wait for; on a CPU everything happens where it is asked for."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+
+Mark: TypeAlias = torch.cuda.Event | None
+"""A point in a stream; None: long past."""
+
+
+class Lane:
+    """One stream, in which things happen in the order they were put in."""
+
+    def __init__(self, device: torch.device, *, compute: bool = False, urgent: bool = False) -> None:
+        self._cuda = device.type == "cuda"
+        self._compute = compute
+        self._stream = torch.cuda.Stream(device, priority=-1 if urgent else 0) if self._cuda and not compute else None
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream() if self._cuda and self._compute else self._stream
+
+    def here(self) -> AbstractContextManager[Any]:
+        """What is asked for inside goes into this lane."""
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def mark(self) -> Mark:
+        stream = self.stream
+        return stream.record_event() if stream is not None else None
+
+    def wait(self, mark: Mark) -> None:
+        stream = self.stream
+        if stream is not None and mark is not None:
+            stream.wait_event(mark)
+
+
+def passed(mark: Mark) -> bool:
+    return mark is None or mark.query()
+
+
+class Lanes:
+    """compute: the model's own; up and down: copies to and from the device; work: updates; fresh: weights the CPU updated."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.compute = Lane(device, compute=True)
+        self.up, self.down, self.fresh = Lane(device), Lane(device), Lane(device)
+        self.work = Lane(device, urgent=True)
