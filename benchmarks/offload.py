@@ -139,7 +139,8 @@ def engine(options: argparse.Namespace, way: str, device: Any) -> tuple[Any, dic
     ]  # fmt: skip
     began = time.perf_counter()
     form = forms.form("split" if way == "split" or options.form == "split" else options.form, torch.bfloat16)
-    optimizer = Offloaded(named, units, form, device=device, lr=1e-4, slots=options.slots, source=value_of(model, device))
+    optimizer = Offloaded(named, units, form, device=device, lr=1e-4, slots=options.slots, source=value_of(model, device),
+                          hold=int(options.hold * GIB) if options.hold else None)  # fmt: skip
     optimizer.early = options.no_clip
     optimizer.attach(model)
     if device.type == "cuda":
@@ -234,6 +235,7 @@ def main() -> None:
     parser.add_argument("--form", default="master", choices=("master", "split", "half"))
     parser.add_argument("--chunk", type=int, default=16 * 2**20)
     parser.add_argument("--slots", type=int, default=4)
+    parser.add_argument("--hold", type=float, default=0, help="GiB of gradients that may wait for their update, without clipping")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--no-clip", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="kernels that give the same bits every time, to compare losses")

@@ -3,7 +3,8 @@
     python benchmarks/plans.py --plan                     choose and predict for the GPU cases; no GPU needed
     python benchmarks/plans.py                            measure those plans on the GPU at hand, then compare
     python benchmarks/plans.py --device cpu --ranks 2     choose, predict and measure on gloo ranks of this machine (or 4)
-    python benchmarks/plans.py --predict-only             predict and choose again for what results/plans.jsonl holds
+    python benchmarks/plans.py --predict-only             predict and choose again for what results/plans.jsonl holds; plans
+                                                          that are chosen now and were not measured are left to be
     python benchmarks/plans.py --smoke [--device cpu]     does it work at all
 
 A case is a model, a batch and a limit of memory (plans_cases.py). Its plans: every micro-batch, with blocks kept, kept in
@@ -123,7 +124,6 @@ def planned(case: Any) -> list[dict[str, Any]]:
     from plans_cases import key_of
 
     from foretell.errors import UserError
-    from foretell.plan import file
 
     oracle = Oracle(case)
     rows = []
@@ -136,8 +136,7 @@ def planned(case: Any) -> list[dict[str, Any]]:
         except UserError as error:
             print(f"{case.name}: {words(plan)}: left out: {error.problem}", flush=True)
             continue
-        row = {"case": case.name, "key": key, "words": words(plan), "device_kind": case.device, "cap": case.cap,
-               "chosen": key == best, "plan": file.to_json(plan), "predicted": predicted}  # fmt: skip
+        row = row_of(case, plan, predicted, chosen=key == best)
         rows.append(row)
         print(describe(row), flush=True)
     fitting = [row for row in rows if row["predicted"]["verdict"] != "no"]
@@ -149,6 +148,15 @@ def planned(case: Any) -> list[dict[str, Any]]:
         lost = chosen["predicted"]["seconds"] / quickest["predicted"]["seconds"] - 1
         print(f"{case.name}: chosen {lost:+.1%} beside the quickest predicted: {quickest['words']}", flush=True)
     return rows
+
+
+def row_of(case: Any, plan: Any, predicted: dict[str, Any], *, chosen: bool) -> dict[str, Any]:
+    from plans_cases import key_of
+
+    from foretell.plan import file
+
+    return {"case": case.name, "key": key_of(case.name, plan), "words": words(plan), "device_kind": case.device, "cap": case.cap,
+            "chosen": chosen, "plan": file.to_json(plan), "predicted": predicted}  # fmt: skip
 
 
 def words(plan: Any) -> str:
@@ -315,8 +323,8 @@ def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def again(rows: list[dict[str, Any]], cases: Sequence[Any]) -> list[dict[str, Any]]:
-    """Stored rows with today's predictions and today's choice."""
+def again(rows: list[dict[str, Any]], cases: Sequence[Any], missing: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Stored rows with today's predictions and today's choice; and what is chosen and was never measured."""
     from plans_cases import key_of
 
     from foretell.plan import file
@@ -333,6 +341,8 @@ def again(rows: list[dict[str, Any]], cases: Sequence[Any]) -> list[dict[str, An
             row["predicted"] = oracle.predict(file.from_json(row["plan"]))
             row["chosen"] = row["key"] == best
         if not any(row["chosen"] for row in mine):
+            if oracle.chosen is not None:
+                missing.append(row_of(known[name], oracle.chosen, oracle.predict(oracle.chosen), chosen=True))
             print(f"{name}: the plan chosen now was not measured: {words(oracle.chosen) if oracle.chosen else 'none'}")
     return rows
 
@@ -369,7 +379,9 @@ def main() -> None:
     if options.predict_only:
         rows = [row for row in read(options.out) if row["case"] in names]
         others = [row for row in read(options.out) if row["case"] not in names]
-        write(options.out, [*others, *again(rows, cases)])
+        missing: list[dict[str, Any]] = []
+        write(options.out, [*others, *again(rows, cases, missing)])
+        write(options.configs, [*(row for row in read(options.configs) if row["key"] not in {m["key"] for m in missing}), *missing])
     elif options.plan:
         rows = [row for case in cases for row in planned(case)]
         write(options.configs, [*(row for row in read(options.configs) if row["case"] not in names), *rows])

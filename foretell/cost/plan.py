@@ -141,6 +141,8 @@ def _check(plan: Plan, cluster: Cluster) -> None:
         )
     if plan.precision == FLOAT8:
         raise UserError("the plan has precision float8, which cannot be predicted yet", "use bf16-mixed")
+    if plan.offloads:
+        raise UserError("the plan moves optimizer states, which cannot be predicted yet", "run it, or leave out states")
     if plan.mesh.ep > 1 and plan.mesh.pp > 1:
         raise UserError(f"the plan has ep {plan.mesh.ep} and pp {plan.mesh.pp}, which cannot be predicted together yet", "use pp 1")
 

@@ -15,7 +15,7 @@ from foretell.plan import blocks as stack
 from foretell.plan import legal_axes, paths
 from foretell.plan.mesh import OWN_RANKS, groups
 from foretell.plan.recipe import known_blocks
-from foretell.plan.types import AXES, COMPILES, FLOAT8, LOOPED, MODES, PRECISIONS, SCHEDULES, Plan, Split
+from foretell.plan.types import AXES, COMPILES, FLOAT8, LOOPED, MASTER, MODES, PRECISIONS, SCHEDULES, Plan, Split
 from foretell.trace.recipe import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _whole(field: str, value: object) -> Iterator[Complaint]:
 
 def _names(plan: Plan, facts: Facts) -> Iterator[Complaint]:
     named: list[tuple[str, str, Iterable[str]]] = [
-        ("precision", plan.precision, (*PRECISIONS, FLOAT8)),
+        ("precision", plan.precision, (*PRECISIONS, FLOAT8, MASTER)),
         ("optimizer", plan.optimizer, OPTIMIZERS),
         ("compile", plan.compile, COMPILES),
         *((_block(pattern), residency.mode, MODES) for pattern, residency in plan.blocks.items()),
@@ -444,6 +444,7 @@ def _tensor(plan: Plan, facts: Facts) -> Iterator[Complaint]:
 def _shares(plan: Plan, facts: Facts) -> Iterator[Complaint]:
     for field, problem, remedy in (
         *legal_axes.context(plan, facts.seq), *legal_axes.experts(plan), *legal_axes.float8(plan, facts.dtypes),
+        *legal_axes.states(plan, facts.blocks),
     ):  # fmt: skip
         yield Complaint(field=field, problem=problem, remedy=remedy)
 

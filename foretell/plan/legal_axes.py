@@ -1,11 +1,13 @@
-"""What a plan may say of sharing positions or experts, and of float8: field, problem and remedy. `plan.legal` asks."""
+"""What a plan may say of sharing positions or experts, of float8 and of states elsewhere: field, problem and remedy.
+`plan.legal` asks."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from foretell.plan.types import FLOAT8, Plan, Split
+from foretell.plan import blocks as stack
+from foretell.plan.types import FLOAT8, MASTER, REST, Plan, Split
 
 Found = Iterator[tuple[str, str, str]]
 
@@ -55,3 +57,28 @@ def float8(plan: Plan, dtypes: frozenset[str] | None) -> Found:
         if getattr(plan.mesh, axis) > 1:
             problem = f"is float8 and mesh.{axis} is {getattr(plan.mesh, axis)}: its layers are run whole"
             yield "precision", problem, f"bf16-mixed, or {axis} 1"
+
+
+def states(plan: Plan, blocks: Sequence[str] | None) -> Found:
+    """Optimizer states that are not on the device, or not in the weights' own format."""
+    if not 0 <= plan.cpu_share <= 1:
+        yield "cpu_share", f"is {plan.cpu_share}, not a share", "a number from 0 to 1"
+    if plan.state_format != "fp32" and plan.precision != MASTER:
+        yield "state_format", f"is {plan.state_format}, which needs bf16 weights with a master", f"precision {MASTER}, or fp32"
+    if plan.cpu_share and (plan.precision != MASTER or plan.state_format == "split" or "host" not in plan.states.values()):
+        yield "cpu_share", "the CPU updates states on the host that have whole master weights", f"precision {MASTER}, state_format fp32, 0"
+    if not plan.offloads:
+        return
+    field = "states" if plan.states else "precision"
+    if plan.mesh.world > 1:
+        problem = f"the plan has {plan.mesh.world} ranks, and states are moved on one device alone"
+        yield field, problem, "one rank; or shard them with dp_shard"
+    if plan.compile not in ("none", "blocks"):
+        problem = f"is {plan.compile}, and blocks wait for their update in between"
+        yield "compile", problem, "compile blocks, or none"
+    if plan.optimizer.partition("-")[0] not in ("adamw", "adam"):
+        yield "optimizer", f"is {plan.optimizer}, and moved states are AdamW's", "adamw-fused"
+    for pattern in plan.states if blocks is not None else ():
+        unknown = stack.strangers(pattern, blocks or ()) if pattern != REST else ()
+        if unknown:
+            yield "states", f"{', '.join(unknown)} is no block of the model", f"a block, or {REST} for what is in none"

@@ -19,7 +19,15 @@ PRECISIONS = ("fp32", "bf16-mixed", "bf16")
 """bf16-mixed: fp32 weights, bf16 compute (autocast; FSDP2's MixedPrecisionPolicy where parameters are sharded)."""
 FLOAT8 = "float8"
 """bf16-mixed with products of the blocks' linear layers in float8: where torchao is installed. Run, not predicted."""
+MASTER = "bf16-master"
+"""bf16 weights and gradients, fp32 weights and moments in the optimizer: as fully_shard's mixed precision computes. Run, not
+predicted."""
 MODES = ("keep", "recompute", "selective")
+REST = "rest"
+"""What `Plan.states` calls the parameters outside all blocks."""
+TIERS = ("device", "host")
+FORMATS = ("fp32", "split", "bf16")
+"""Of optimizer states: fp32; split: what rounding cut off instead of whole master weights; bf16: moments in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +118,11 @@ class Plan:
     clip: float | None = 1.0
     blocks: Mapping[str, Residency] = field(default_factory=dict)
     """Block path, or a range such as `blocks.0-11` or `blocks.*` → residency; others keep."""
+    states: Mapping[str, str] = field(default_factory=dict)
+    """Block path or range, or `rest` → where optimizer states are between updates; others are on the device."""
+    state_format: str = "fp32"
+    cpu_share: float = 0.0
+    """Share of the states on the host that the CPU updates; the device updates the others."""
     reshard: bool | int = True
     """FSDP2's reshard_after_forward."""
     compile: str = "none"
@@ -124,6 +137,11 @@ class Plan:
     def global_batch(self) -> int:
         """Samples of one optimizer step."""
         return self.micro_batch * self.accumulate * self.mesh.data
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer is foretell's own: states are elsewhere, or beside bf16 weights."""
+        return bool(self.states) or self.precision == MASTER
 
     def device_of(self, rank: int) -> int:
         """The device that a rank of the mesh is on."""

@@ -25,7 +25,7 @@ from foretell.errors import ModelError, UserError
 from foretell.plan.blocks import expand, stages_of
 from foretell.plan.legal import Facts, check
 from foretell.plan.recipe import refuse_other_model
-from foretell.plan.types import Plan
+from foretell.plan.types import MASTER, Plan
 from foretell.runtime import clip, shard
 from foretell.runtime.finite import may_step
 from foretell.runtime.float8 import lowered
@@ -37,6 +37,7 @@ from foretell.trace.step import Batch, Loss, Workload, build_optimizer, cast_flo
 if TYPE_CHECKING:
     from foretell.runtime.context import Context
     from foretell.runtime.expert import Experts
+    from foretell.runtime.offload.engine import Offloaded
     from foretell.runtime.pipeline import Stages
     from foretell.runtime.tensor import Applied, Prepared
 
@@ -80,12 +81,25 @@ class Job:
         self.parts = runner.parts
         trained = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
         self._parameters = [p for _, p in trained]
-        self.optimizer = _optimizer(plan.optimizer, self._parameters)
+        self.moved: Offloaded | None = None
+        """The optimizer, where its states are elsewhere or in another format than the weights."""
+        if plan.offloads:
+            self.moved = self._moved(dict(trained), learning_rate)
+        self.optimizer = self.moved or _optimizer(plan.optimizer, self._parameters)
         if learning_rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
         holding = ranks.world // ranks.size("pp")
         self._weights = {p: 1.0 / (clip.holders(p, holding) * runner.copies(name)) for name, p in trained}
+
+    def _moved(self, trained: dict[str, nn.Parameter], learning_rate: float | None) -> Offloaded:
+        from foretell.runtime.offload import attach
+
+        (model,) = self.parts
+        found = attach.optimizer(model, self.plan, find_blocks(model), trained, self.ranks.device, learning_rate)
+        assert isinstance(self.runner, Whole)
+        self.runner.watch(found)
+        return found
 
     # ------------------------------------------------------------ steps
 
@@ -105,9 +119,12 @@ class Job:
         """The second half: clip, update, forget the gradients. What all ranks must know goes round in one sum."""
         squares = clip.squares(self._parameters, self._weights) if self.plan.clip is not None else None
         mean, total = self._sum(loss, squares)
-        norm = None
-        if self.plan.clip is not None:
-            norm = total.sqrt()
+        norm = total.sqrt() if self.plan.clip is not None else None
+        if self.moved is not None:
+            factor = clip.factor(norm, self.plan.clip) if norm is not None and self.plan.clip is not None else None
+            self.moved.begin(factor, (~(mean + total).isfinite()).float())
+            return StepResult(mean, norm)
+        if norm is not None and self.plan.clip is not None:
             clip.scale(self._parameters, norm, self.plan.clip)
         if may_step(self.optimizer, mean + total):
             self.optimizer.step()
@@ -165,8 +182,19 @@ class Job:
             return self.split.whole(name, tensor)
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
+    def settle(self) -> None:
+        """Finish whatever of the last update is still under way."""
+        if self.moved is not None:
+            self.moved.settle()
+
+    def close(self) -> None:
+        """Give back what is held outside the process's own heap."""
+        if self.moved is not None:
+            self.moved.close()
+
     def state_dict(self) -> dict[str, Any]:
         """Model and optimizer of this rank by the names of the whole model; tensors are the live ones, not copies."""
+        self.settle()
         model = {}
         for position, part in enumerate(self.parts):
             for name, value in part.state_dict().items():
@@ -221,6 +249,13 @@ class Whole:
     ) -> None:  # fmt: skip
         self.model, self.loss, self.guard, self.context = model, loss, guard, context
         self.parts = [model]
+        self._moved: Offloaded | None = None
+        self._more = False
+
+    def watch(self, optimizer: Offloaded) -> None:
+        """Tell an optimizer that updates as it goes how far backward is."""
+        self._moved = optimizer
+        optimizer.attach(self.model, lambda: self._more)
 
     def _loss(self, batch: Batch) -> Tensor:
         if self.context is None:
@@ -238,8 +273,11 @@ class Whole:
                 loss = self._loss(batch)
                 if len(micro_batches) > 1:
                     loss = loss / len(micro_batches)
-            loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
+            self._more = position < len(micro_batches) - 1
+            if self._moved is not None and not self._more:
+                self._moved.expect((~total.isfinite()).float())
+            loss.backward()
         assert total is not None
         return total
 
@@ -280,7 +318,11 @@ def apply(
     plan = lowered(model, plan, paths, ranks.device)
     if plan.precision == "bf16":
         prepare_precision(model, "bf16")
-    if ranks.data_mesh is None or plan.mesh.pp > 1 or plan.mesh.tp > 1 or plan.mesh.ep > 1:
+    if plan.offloads:
+        from foretell.runtime.offload.attach import place_rest
+
+        place_rest(model, ranks.device, torch.bfloat16 if plan.precision == MASTER else None)
+    elif ranks.data_mesh is None or plan.mesh.pp > 1 or plan.mesh.tp > 1 or plan.mesh.ep > 1:
         model.to(ranks.device)  # otherwise every unit is moved as it is sharded
     place = functools.partial(placed, device=ranks.device, precision=plan.precision)
     example = place(workload.batch)
@@ -359,7 +401,7 @@ def placed(batch: Batch, *, device: torch.device, precision: str) -> Batch:
         return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
     moved: Batch = pytree.tree_map(move, batch)
-    return cast_floats(moved, torch.bfloat16) if precision == "bf16" else moved
+    return cast_floats(moved, torch.bfloat16) if precision in ("bf16", MASTER) else moved
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -59,12 +59,17 @@ def squares(parameters: Iterable[nn.Parameter], weights: Mapping[nn.Parameter, f
     return total
 
 
+def factor(norm: Tensor, limit: float) -> Tensor:
+    """What gradients of that norm are multiplied by."""
+    return torch.clamp(limit / (norm + EPSILON), max=1.0)
+
+
 def scale(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
     """Multiply all gradients so that their norm is at most the limit; nothing waits for the device."""
-    factor = torch.clamp(limit / (norm + EPSILON), max=1.0)
+    share = factor(norm, limit)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             by_dtype.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
     for dtype, grads in by_dtype.items():
-        torch._foreach_mul_(grads, factor.to(dtype))
+        torch._foreach_mul_(grads, share.to(dtype))

@@ -23,7 +23,7 @@ from foretell.checkpoint.tree import dtype_name, dtype_of
 from foretell.checkpoint.write import Piece
 from foretell.errors import InternalError, UserError
 from foretell.plan.mesh import OWN_RANKS, coordinates
-from foretell.plan.types import Mesh, Plan
+from foretell.plan.types import MASTER, Mesh, Plan
 from foretell.runtime import chance, shard
 from foretell.runtime.apply import Job, Piped
 from foretell.runtime.control import Control
@@ -64,7 +64,7 @@ def whole_of(model: nn.Module, plan: Plan) -> dict[str, Spec]:
     """Every parameter of a model before anything is done to it, as its checkpoint has it."""
 
     def dtype(parameter: nn.Parameter) -> str:
-        casts = plan.precision == "bf16" and parameter.is_floating_point()
+        casts = plan.precision in ("bf16", MASTER) and parameter.is_floating_point()
         return "bfloat16" if casts else dtype_name(parameter.dtype)
 
     return {f"{MODEL}/{name}": Spec(tuple(p.shape), dtype(p)) for name, p in model.named_parameters()}
@@ -149,6 +149,7 @@ def _everything(job: Job) -> list[_Held]:
 
 def pieces(job: Job) -> list[Piece]:
     """What this rank writes. Ranks that hold the same pieces come to the same shares without a word between them."""
+    job.settle()
     shard.reshard(job.parts)
     by_axes: dict[tuple[str, ...], list[_Held]] = {}
     for held in _everything(job):

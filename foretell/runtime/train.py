@@ -112,6 +112,8 @@ def train(
     finally:
         if run is not None and run.saver is not None:
             run.saver.wait(LEAVE_SECONDS)
+        if run is not None:
+            run.job.close()
         watch.stop()
 
 

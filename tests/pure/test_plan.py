@@ -23,11 +23,14 @@ from foretell.plan.types import (
     AXES,
     COMPILES,
     FLOAT8,
+    FORMATS,
     KEEP,
+    MASTER,
     MODES,
     PRECISIONS,
     SCHEDULES,
     SCHEMA_VERSION,
+    TIERS,
     Mesh,
     Pipeline,
     Plan,
@@ -472,7 +475,9 @@ def test_the_schema_is_a_schema_and_describes_every_field() -> None:
     assert whole["properties"]["version"]["const"] == SCHEMA_VERSION
     assert whole["$defs"]["pipeline"]["properties"]["schedule"]["enum"] == list(SCHEDULES)
     assert whole["$defs"]["mode"]["enum"] == list(MODES)
-    assert whole["properties"]["precision"]["enum"] == [*PRECISIONS, FLOAT8]
+    assert whole["properties"]["precision"]["enum"] == [*PRECISIONS, FLOAT8, MASTER]
+    assert whole["properties"]["state_format"]["enum"] == list(FORMATS)
+    assert whole["properties"]["states"]["additionalProperties"]["enum"] == list(TIERS)
     assert whole["properties"]["compile"]["enum"] == list(COMPILES)
 
 

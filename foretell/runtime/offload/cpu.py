@@ -1,7 +1,8 @@
-"""Updates on the CPU: a thread for each core, none of which uses more than one.
+"""Updates on the CPU: one thread of Python that asks, all other cores that compute.
 
-Gradients come in the model's format and are widened run by run into memory that stays in the core's cache; the new
-weights take the gradients' place, ready to be sent up.
+Gradients come in the model's format and are widened run by run into memory that stays in the cache; the new weights take
+the gradients' place, ready to be sent up. One thread asks, because many would keep the interpreter from launching the
+model's kernels.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from foretell.runtime.offload.forms import MASTER, Form, Run, Settings, update
 from foretell.runtime.offload.lanes import Mark
 from foretell.runtime.offload.layout import Piece
 
-RUN = 2**20
-"""Elements that one thread updates at a time."""
-SPARE = 2
+RUN = 4 * 2**20
+"""Elements that are updated at a time, by all cores together."""
+SPARE = 4
 """Cores left to launching kernels and to everything else."""
 
 
 class Workers:
-    """Threads that update chunks in the order they were asked for."""
+    """Updates chunks in the order they were asked for."""
 
     def __init__(self, form: Form, threads: int | None = None) -> None:
         self.form = form
         count = threads or max(1, (os.cpu_count() or 1) - SPARE)
-        self._own = threading.local()
         before = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix="foretell-update", initializer=torch.set_num_threads, initargs=(1,))
-        list(self._pool.map(lambda _: None, range(count)))
-        torch.set_num_threads(before)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="foretell-update", initializer=torch.set_num_threads, initargs=(count,))
+        self._pool.submit(lambda: None).result()
+        torch.set_num_threads(before)  # the setting is each thread's own, and the default of threads to come
+        self._wide = torch.empty(RUN, dtype=torch.float32)
         self._told: tuple[float | None, bool] | None = None
         self._lock = threading.Lock()
 
@@ -65,51 +66,28 @@ class Workers:
         self, pieces: Sequence[Piece], staged: Tensor, kept: Mapping[str, Tensor], steps: Mapping[str, int], settings: Settings,
         here: Mark, arrive: Callable[[], Mark],
     ) -> Future[Mark]:  # fmt: skip
-        """Update a chunk once its gradients are `here`; the last thread calls `arrive`. Gives its mark."""
-        answer: Future[Mark] = Future()
-        runs = [(piece, at, min(RUN, piece.elements - at)) for piece in pieces for at in range(0, piece.elements, RUN)]
-        left = [len(runs)]
+        """Update a chunk once its gradients are `here`, then `arrive`, which gives the mark of the new weights."""
 
-        def one(piece: Piece, at: int, elements: int) -> None:
-            try:
-                if here is not None:
-                    here.synchronize()
-                scale, skip = self._known()
-                if not skip:
-                    begin = piece.at + at
-                    self._run(staged[begin : begin + elements], {n: t[begin : begin + elements] for n, t in kept.items()},
-                              steps[piece.name], settings, scale)  # fmt: skip
-                else:
-                    self._unchanged(staged, kept, piece.at + at, elements)
-                with self._lock:
-                    left[0] -= 1
-                    last = left[0] == 0
-                if last:
-                    answer.set_result(arrive())
-            except BaseException as error:  # told where the chunk is waited for
-                if not answer.done():
-                    answer.set_exception(error)
+        def work() -> Mark:
+            if here is not None:
+                here.synchronize()
+            scale, skip = self._known()
+            for piece in pieces:
+                for at in range(piece.at, piece.at + piece.elements, RUN):
+                    end = min(at + RUN, piece.at + piece.elements)
+                    if skip:
+                        staged[at:end].copy_(kept[MASTER][at:end])
+                    else:
+                        self._run(staged[at:end], {name: flat[at:end] for name, flat in kept.items()}, steps[piece.name], settings, scale)
+            return arrive()
 
-        if not runs:
-            answer.set_result(None)
-        for run in runs:
-            self._pool.submit(one, *run)
-        return answer
+        return self._pool.submit(work)
 
     @torch.no_grad()
     def _run(self, staged: Tensor, kept: Mapping[str, Tensor], step: int, settings: Settings, scale: float | None) -> None:
-        wide = getattr(self._own, "wide", None)
-        if wide is None:
-            wide = self._own.wide = torch.empty(RUN, dtype=torch.float32)
         factor = torch.tensor([scale]) if scale is not None else None
-        weight = torch.empty_like(staged)
-        run = Run(weight=weight, grad=staged, kept=kept, step=torch.tensor(float(step)))
-        update(self.form, [run], wide, settings, scale=factor, skip=None)
-        staged.copy_(weight)
-
-    def _unchanged(self, staged: Tensor, kept: Mapping[str, Tensor], begin: int, elements: int) -> None:
-        end = begin + elements
-        staged[begin:end].copy_(kept[MASTER][begin:end])
+        run = Run(weight=staged, grad=staged, kept=kept, step=torch.tensor(float(step)))
+        update(self.form, [run], self._wide, settings, scale=factor, skip=None)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -65,10 +66,10 @@ class Offloaded(torch.optim.Optimizer):
         self, parameters: Mapping[str, nn.Parameter], units: Sequence[Unit], form: Form, *, device: torch.device,
         lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
         decoupled: bool = True, slots: int = SLOTS, threads: int | None = None, arena: Arena | None = None,
-        source: Callable[[str], Tensor] | None = None,
+        source: Callable[[str], Tensor] | None = None, hold: int | None = None,
     ) -> None:  # fmt: skip
-        """`source` gives a parameter's first values where the model does not have them yet (built on the meta device);
-        `arena` is host memory that is there already."""
+        """`hold`: bytes of gradients that may wait for their update before backward does; `source` gives a parameter's first
+        values where the model does not have them yet (built on the meta device); `arena` is host memory that is there."""
         self.parameters, self.units, self.form, self.device = dict(parameters), tuple(units), form, device
         self.unit_of = {name: unit.path for unit in units for name in unit.sizes}
         self.decoupled = decoupled
@@ -103,6 +104,8 @@ class Offloaded(torch.optim.Optimizer):
         self._down: Mark = None
         self._handles: list[Any] = []
         self.early = False
+        """Whether a unit's update begins as soon as backward has left it: where nothing is clipped."""
+        self.hold = hold
         self._scale: Tensor | None = None
         self._skip: Tensor | None = None
         self._left: dict[str, set[str]] = {}
@@ -370,10 +373,18 @@ class Offloaded(torch.optim.Optimizer):
         pending.grads.clear()
 
     def _release(self) -> None:
-        """Forget gradients of updates that are done."""
-        for pending in self.pending.values():
-            if pending.grads and pending.done is not None and not pending.chunks and passed(pending.done):
+        """Forget gradients of updates that are done; wait for some where more are kept than may be."""
+        waiting = {path: pending for path, pending in self.pending.items() if pending.grads}
+        held = sum(grad.nbytes for pending in waiting.values() for grad in pending.grads.values())
+        for path, pending in waiting.items():
+            over = self.hold is not None and held > self.hold
+            if over:
+                self.pump.wait(path)
+                for chunk in pending.chunks:
+                    self.lanes.compute.wait(chunk.result())
+            if over or (pending.done is not None and not pending.chunks and passed(pending.done)):
                 self.lanes.compute.wait(pending.done)
+                held -= sum(grad.nbytes for grad in pending.grads.values())
                 pending.grads.clear()
 
     def settle(self) -> None:
@@ -411,13 +422,15 @@ class Offloaded(torch.optim.Optimizer):
         self._stepped.clear()
 
     def close(self) -> None:
-        """End what is under way and give the host memory back."""
-        self.settle()
+        """End what is under way and give the host memory back; also after a failure, so nothing is waited for in vain."""
         for handle in self._handles:
             handle.remove()
         self.pump.close()
         if self.workers is not None:
             self.workers.close()
+        if self.device.type == "cuda":
+            with suppress(RuntimeError):  # of a device that failed
+                torch.cuda.synchronize(self.device)
         if self.arena is not None:
             self.arena.close()
 

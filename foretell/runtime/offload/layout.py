@@ -14,6 +14,9 @@ DEVICE, HOST, DISK = "device", "host", "disk"
 TIERS = (DEVICE, HOST, DISK)
 GPU, CPU = "gpu", "cpu"
 ENGINES = (GPU, CPU)
+ALIGN = 64
+"""Elements: parameters begin and are cut at multiples of it, so that kernels which take several elements at a time take the
+same ones together as without cuts, and give the same bits."""
 CHUNK = 16 * 2**20
 """Elements that travel together: 64 MB of each fp32 state, which a link moves at its full rate."""
 
@@ -59,17 +62,17 @@ class Unit:
     starts: Mapping[str, int] = field(default_factory=dict)
     """Parameter → its first element in the unit's arrays."""
 
-    @property
-    def elements(self) -> int:
-        return sum(self.sizes.values())
+    elements: int = 0
+    """Of its arrays; a little more than its parameters have."""
 
 
 def unit(path: str, sizes: Mapping[str, int], tier: str = DEVICE, *, chunk: int = CHUNK, cpu_share: float = 0.0) -> Unit:
     """A unit cut into chunks; of those on the host a share is updated by the CPU, evenly spread."""
+    chunk = _aligned(chunk)
     starts, total = {}, 0
     for name, size in sizes.items():
         starts[name] = total
-        total += size
+        total += _aligned(size)
     chunks = []
     owed = 0.0
     for begin in range(0, total, chunk):
@@ -80,7 +83,11 @@ def unit(path: str, sizes: Mapping[str, int], tier: str = DEVICE, *, chunk: int 
             if owed >= 1.0 - 1e-9:
                 engine, owed = CPU, owed - 1.0
         chunks.append(Chunk(begin, elements, tuple(_pieces(sizes, starts, begin, elements)), engine))
-    return Unit(path, dict(sizes), tier, tuple(chunks), starts)
+    return Unit(path, dict(sizes), tier, tuple(chunks), starts, total)
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // ALIGN) * ALIGN
 
 
 def _pieces(sizes: Mapping[str, int], starts: Mapping[str, int], begin: int, elements: int) -> Iterator[Piece]:

@@ -1,0 +1,59 @@
+"""From a plan and a model to an optimizer whose states are where the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from foretell.plan.blocks import expand
+from foretell.plan.types import MASTER, REST, Plan, Residency
+from foretell.runtime.offload import forms, layout
+from foretell.runtime.offload.engine import Offloaded
+
+_FORMS = {"fp32": "master", "split": "split", "bf16": "half"}
+
+
+def tiers(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
+    """Where the states of every block are, and under "" those of everything else."""
+    patterns = {pattern: Residency(mode=tier) for pattern, tier in plan.states.items() if pattern != REST}
+    found = {path: residency.mode for path, residency in expand(patterns, blocks).items()}
+    known = {path: layout.HOST if tier == layout.HOST else layout.DEVICE for path, tier in found.items()}
+    return {"": plan.states.get(REST, layout.DEVICE), **known}
+
+
+def optimizer(
+    model: nn.Module, plan: Plan, blocks: Sequence[str], parameters: Mapping[str, nn.Parameter], device: torch.device,
+    learning_rate: float | None,
+) -> Offloaded:  # fmt: skip
+    """The optimizer, with the model's blocks made to wait for their updates."""
+    where = tiers(plan, blocks)
+    groups = layout.group(list(parameters), blocks)
+    units = [
+        layout.unit(path, {name: parameters[name].numel() for name in held}, where[path], cpu_share=plan.cpu_share)
+        for path, held in groups.items()
+    ]
+    weights = next(iter(parameters.values())).dtype
+    form = forms.form(_FORMS[plan.state_format] if plan.precision == MASTER else "plain", weights)
+    found = Offloaded(
+        parameters, units, form, device=device, lr=learning_rate if learning_rate is not None else 1e-4,
+        decoupled=plan.optimizer.startswith("adamw"), weight_decay=1e-2 if plan.optimizer.startswith("adamw") else 0.0,
+    )  # fmt: skip
+    found.early = plan.clip is None
+    return found
+
+
+def place_rest(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """What is no trained parameter to the device: the others follow one by one, and in their own format."""
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = placed(buffer)
+        for parameter in module._parameters.values():
+            if parameter is not None and not parameter.requires_grad:
+                parameter.data = placed(parameter.data)

@@ -1,0 +1,82 @@
+"""`foretell run` with optimizer states on the host: the losses of the plain run, and resuming, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretell.cli import main
+from foretell.errors import UserError
+from foretell.plan import file as plans
+from foretell.plan.legal import check
+from foretell.plan.types import MASTER, Mesh, Plan
+
+TINY = {"layers": 3, "dim": 32, "heads": 2, "context": 32, "vocab_size": 256, "dropout": 0.1}
+TEXT = Path(json.__file__).parent
+"""Text that every Python has: the source of its json package."""
+
+
+def plan(**more: Any) -> Plan:
+    about = {"model": "gpt-tiny", "overrides": TINY, "seq": 32}
+    return Plan(**{"model": about, "hardware": "CPU", "micro_batch": 2, "accumulate": 2, "precision": "fp32", **more})
+
+
+def losses(folder: Path, asked: Plan, *more: str) -> list[float]:
+    folder.mkdir(exist_ok=True)
+    plans.write(asked, folder / "plan.json")
+    code = main(["run", str(folder / "plan.json"), "--data", str(TEXT), "--out", str(folder / "run"), "--lr", "1e-2", *more])
+    assert code == 0
+    return logged(folder / "run")
+
+
+def logged(run: Path) -> list[float]:
+    """The loss of every step, the last time it was made."""
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    found = {row["step"]: row["loss"] for row in rows if row.get("event", "step") == "step" and "loss" in row}
+    return [found[step] for step in sorted(found)]
+
+
+def test_moments_on_the_host_give_the_losses_of_the_plain_run(tmp_path: Path) -> None:
+    steps = ("--steps", "6", "--no-save")
+    plain = losses(tmp_path / "plain", plan(), *steps)
+    assert len(plain) == 6
+    moved = losses(tmp_path / "moved", plan(states={"blocks.0-2": "host", "rest": "host"}), *steps)
+    assert moved == plain
+    unclipped = losses(tmp_path / "unclipped", plan(clip=None), *steps)
+    assert losses(tmp_path / "early", plan(clip=None, states={"blocks.1-2": "host"}), *steps) == unclipped
+
+
+@pytest.mark.parametrize("form", ["fp32", "split"])
+def test_a_run_with_masters_goes_on_where_it_stopped(tmp_path: Path, form: str) -> None:
+    kept = plan(precision=MASTER, state_format=form)
+    moved = plan(precision=MASTER, state_format=form, states={"blocks.0-2": "host"}, cpu_share=0.5 if form == "fp32" else 0.0)
+    whole = losses(tmp_path / "whole", kept, "--steps", "6", "--no-save")
+    saved = tmp_path / "saved"
+    assert losses(saved, moved, "--steps", "6", "--save-every", "3") == whole
+    newest = max((saved / "run" / "checkpoints").iterdir(), key=lambda path: path.name)
+    assert main(["ckpt", "verify", str(newest)]) == 0
+    shutil.rmtree(newest)
+    assert main(["run", str(saved / "plan.json"), "--resume", "--out", str(saved / "run")]) == 0
+    assert logged(saved / "run") == whole
+    again = [json.loads(line) for line in (saved / "run" / "log.jsonl").read_text().splitlines()]
+    assert any(row.get("event") == "resume" and row["step"] == 3 for row in again)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"states": {"blocks.*": "host"}, "mesh": Mesh(dp_shard=2)}, "on one device alone"),
+        ({"states": {"blocks.*": "host"}, "compile": "model"}, "wait for their update"),
+        ({"states": {"blocks.*": "host"}, "optimizer": "sgd"}, "AdamW"),
+        ({"state_format": "split"}, "needs bf16 weights"),
+        ({"cpu_share": 0.5, "states": {"blocks.*": "host"}}, "whole master weights"),
+        ({"cpu_share": 2.0}, "not a share"),
+    ],
+)
+def test_what_cannot_be_moved_is_said(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check(plan(**more))
