@@ -13,7 +13,7 @@ from foretell.errors import UserError
 from foretell.plan import legal, paths
 from foretell.plan.blocks import expand
 from foretell.plan.recipe import refuse_other_model
-from foretell.plan.types import AXES, KEEP, Mesh, Plan
+from foretell.plan.types import AXES, KEEP, PRECISIONS, Mesh, Plan
 from foretell.runtime.folder import Settings
 from foretell.runtime.shard import units
 from foretell.trace.blocks import find_blocks
@@ -74,6 +74,10 @@ def needs_runtime(plan: Plan) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if plan.placement:
         found.append(("the placement", "torchrun gives rank r the r-th device, and the plan has them in another order"))
+    if plan.states:
+        found.append(("states on the host", "moving them in time is foretell's own"))
+    if plan.precision not in PRECISIONS:
+        found.append((f"precision {plan.precision}", "a script has fp32, bf16 and mixed precision alone"))
     if plan.mesh.cp > 1:
         found.append((f"cp {plan.mesh.cp}", "attention over a shared sequence is foretell's own"))
     if plan.mesh.ep > 1:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 
 from foretell.errors import UnknownName
 from foretell.export import accelerate, deepspeed, kubernetes, skypilot, slurm, torchtitan
-from foretell.export.types import Exported
+from foretell.export.types import Exported, refuse
 from foretell.plan import legal
-from foretell.plan.types import Plan
+from foretell.plan.types import PRECISIONS, Plan
 
 TOOLS: Mapping[str, Callable[[Plan], Exported]] = {
     "accelerate": accelerate.write,
@@ -22,6 +22,9 @@ TOOLS: Mapping[str, Callable[[Plan], Exported]] = {
     "skypilot": skypilot.write,
 }
 
+TRAINERS = ("accelerate", "deepspeed", "torchtitan")
+"""Tools that train by themselves; the others start foretell."""
+
 __all__ = ["TOOLS", "Exported", "export"]
 
 
@@ -30,4 +33,6 @@ def export(plan: Plan, tool: str) -> Exported:
     if tool not in TOOLS:
         raise UnknownName("tool", tool, TOOLS, f"known: {', '.join(TOOLS)}")
     legal.check(plan, legal.facts_of(plan))
+    if tool in TRAINERS and plan.precision not in PRECISIONS:
+        raise refuse(tool, f"precision {plan.precision}", "foretell alone runs it")
     return TOOLS[tool](plan)

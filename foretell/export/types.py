@@ -100,6 +100,8 @@ def only_on_foretell(plan: Plan) -> list[str]:
     lost = []
     if plan.placement:
         lost.append("placement: which device each rank is on")
+    if plan.states:
+        lost.append("states: which blocks keep their optimizer states on the host")
     if plan.kernels:
         lost.append(f"kernels: {', '.join(f'{op} by {kernel}' for op, kernel in plan.kernels.items())}")
     if plan.split is not None and plan.split.rules:

@@ -143,6 +143,12 @@ def _ways(plan: Plan) -> str:
                 "graphs": "compiled whole, launches recorded as CUDA graphs"}
     clip = "gradients not clipped" if plan.clip is None else f"gradients clipped at norm {plan.clip:g}"
     pieces = [plan.precision, plan.optimizer, clip, compiled.get(plan.compile, f"compile {plan.compile}")]
+    if plan.states:
+        away = ", ".join(pattern for pattern, tier in plan.states.items() if tier == "host")
+        by_cpu = f", {plan.cpu_share:.0%} of them updated by the CPU" if plan.cpu_share else ""
+        pieces.append(f"optimizer states of {away} in host memory{by_cpu}")
+    if plan.state_format != "fp32":
+        pieces.append(f"states in format {plan.state_format}")
     if plan.mesh.dp_shard > 1 and plan.reshard is not True:
         held = "held until backward" if plan.reshard is False else f"shared by {plan.reshard} ranks until backward"
         pieces.append(f"gathered parameters {held}")

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from foretell.cli import main
+from foretell.eject.script import needs_runtime
 from foretell.errors import UserError
+from foretell.export import export
 from foretell.plan import file as plans
 from foretell.plan.legal import check
 from foretell.plan.types import MASTER, Mesh, Plan
@@ -80,3 +82,14 @@ def test_a_run_with_masters_goes_on_where_it_stopped(tmp_path: Path, form: str) 
 def test_what_cannot_be_moved_is_said(more: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         check(plan(**more))
+
+
+def test_leaving_with_such_a_plan_is_refused_or_told(tmp_path: Path) -> None:
+    asked = plan(states={"blocks.0-2": "host"}, hardware="H100")
+    assert ("states on the host", "moving them in time is foretell's own") in needs_runtime(asked)
+    assert any("states" in line for line in export(asked, "accelerate").lost)
+    with pytest.raises(UserError, match="deepspeed cannot express precision bf16-master"):
+        export(plan(precision=MASTER, hardware="H100"), "deepspeed")
+    assert any("bf16-master" in what for what, _ in needs_runtime(plan(precision=MASTER)))
+    plans.write(asked, tmp_path / "plan.json")
+    assert plans.read(tmp_path / "plan.json") == asked
