@@ -625,7 +625,7 @@ def test_a_rank_that_is_killed_stops_all_in_time_with_one_message(ranks: Any, tm
     """The whole command: it starts two ranks, the second is killed, and what was saved is taken up again."""
     plan, out = tmp_path / "plan.json", tmp_path / "run"
     plans.write(PLAN.with_(model={"model": own}, mesh=Mesh(dp_shard=2)), plan)
-    hurt = {"HURT_AT": f"1:{_own_order(8 * 3 + 1)}", "HURT_WITH": "SIGKILL"}
+    hurt = {"HURT_AT": f"1:{_own_order(8 * 5 + 1)}", "HURT_WITH": "SIGKILL"}  # in step 6: the save of step 4 waited for that of 2
     child = cli(str(plan), "--steps", "200", "--save-every", "2", "--out", str(out), **hurt)
     told, said = child.communicate(timeout=120)
     ended = time.time()

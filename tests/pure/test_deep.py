@@ -44,8 +44,17 @@ def from_this_depth_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deep, "FEWEST", DEPTH)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-@pytest.mark.parametrize("model", MODELS)
+def cases() -> list[Any]:
+    """Every recipe for the first model and two for each other; the rest is slow."""
+    found = []
+    for model in MODELS:
+        for number, recipe in enumerate(RECIPES):
+            marks = () if model == MODELS[0] or number in (0, 3) else (pytest.mark.slow,)
+            found.append(pytest.param(model, recipe, id=f"{model}-{recipe}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("model", "recipe"), cases())
 def test_an_extended_trace_is_the_full_one(model: str, recipe: dict[str, Any]) -> None:
     def build() -> Workload:
         return load(Source(model=model, overrides=MODELS[model]))
