@@ -31,50 +31,19 @@ GIB = 2**30
 
 
 def build(options: argparse.Namespace) -> Any:
-    """The model, without values."""
+    """The model, without values, its blocks computed again."""
     import torch
-    import torch.nn.functional as F
-    from torch import nn
-    from torch.utils.checkpoint import checkpoint
 
-    width, heads, words, length = options.width, options.width // 128 or 1, options.words, options.tokens
+    sys.path.insert(0, str(HERE / "models"))
+    import chunked_gpt
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.between = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
-            self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-            self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-
-        def forward(self, x: Any) -> Any:
-            batch, tokens, size = x.shape
-            q, k, v = (a.view(batch, tokens, heads, -1).transpose(1, 2) for a in self.qkv(self.before(x)).chunk(3, -1))
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, size))
-            return x + self.down(F.gelu(self.up(self.between(x))))
-
-    class Gpt(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
-            self.blocks = nn.ModuleList(Block() for _ in range(options.layers))
-            self.norm, self.head = nn.LayerNorm(width, bias=False), nn.Linear(width, words, bias=False)
-
-        def forward(self, tokens: Any, labels: Any) -> Any:
-            x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            x, total = self.norm(x), 0.0
-            parts = list(zip(x.chunk(options.batch, 0), labels.chunk(options.batch, 0), strict=True))
-            for part, label in parts:
-                total = total + checkpoint(self._loss, part, label, use_reentrant=False)
-            return total / len(parts)
-
-        def _loss(self, part: Any, label: Any) -> Any:
-            return F.cross_entropy(self.head(part).float().view(-1, words), label.reshape(-1))
+    from foretell.trace.step import recompute_block
 
     with torch.device("meta"):
-        return Gpt()
+        model = chunked_gpt.model(options.layers, options.width, options.words, options.tokens)
+    for block in model.blocks:
+        recompute_block(block, "full")
+    return model
 
 
 def value_of(model: Any, device: Any) -> Any:

@@ -24,6 +24,8 @@ ALLOCATED_BAND = 0.01
 CONTEXT_BAND_BYTES = 160 * MIB
 """Context and library modules varied by this much between models on one device."""
 
+MOVED = "moved"
+"""In a trace's meta: optimizer states are elsewhere (cost.offload)."""
 _FITTED = ("aten.convolution.default", "aten._cudnn_rnn.default")
 
 CATEGORY = {
@@ -136,14 +138,15 @@ def careful_limit(trace: types.Trace, capacity: int, beside: int) -> int:
     """What the allocator may use if the prediction is to hold: the limit less what it is uncertain by.
 
     Half of the band of reserved memory; all of it where parts of the rules are fitted rather than known
-    (workspaces of convolutions and recurrent layers, the streams of sharded runs).
+    (workspaces of convolutions and recurrent layers, the streams of sharded runs); twice where states are moved, which
+    reserved up to 5 % more than was said.
     """
-    share = RESERVED_BAND if _fitted(trace) else RESERVED_BAND / 2
+    share = 2 * RESERVED_BAND if MOVED in trace.meta else RESERVED_BAND if _fitted(trace) else RESERVED_BAND / 2
     return int((capacity - beside - CONTEXT_BAND_BYTES // 4) * (1 - share))
 
 
 def _fitted(trace: types.Trace) -> bool:
-    return "ranks" in trace.meta or any(op.name in _FITTED for op in trace.ops())
+    return "ranks" in trace.meta or MOVED in trace.meta or any(op.name in _FITTED for op in trace.ops())
 
 
 def _phases(replay: Replay, schedules: list[str], beside: int) -> tuple[Phase, ...]:

@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from foretell.cost import plan_cpu
+from foretell.cost import offload, plan_cpu
 from foretell.cost.compiling import compiled
 from foretell.cost.expert import experts_of, experts_sharded
 from foretell.cost.machine import machine
@@ -53,7 +53,7 @@ from foretell.cost.plan_parts import (
     throughput,
 )
 from foretell.cost.plan_steps import repeated
-from foretell.cost.plan_time import plan_time
+from foretell.cost.plan_time import moved_time, plan_time
 from foretell.cost.prediction import Time
 from foretell.cost.sharded import shard
 from foretell.cost.unlike import slowest_seen, smallest_seen
@@ -86,7 +86,7 @@ def predict_plan(
         return found if plan.compile == "none" else _quickened(found, mixed, cluster, how)
     whole = repeated(mixed, plan.accumulate)
     local = sharded(compiled(whole, plan.compile), plan)
-    time, rank = _cost(local, plan, cluster, how)
+    time, rank = _moved(local, plan, cluster, how) if plan.offloads else _cost(local, plan, cluster, how)
     unit, per_step = throughput(mixed, plan)
     return PlanCost(
         plan=plan, ranks=(rank,), time=time, unit=unit, per_step=per_step,
@@ -133,6 +133,21 @@ def _cost(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> tuple[Tim
     return time, rank
 
 
+def _moved(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> tuple[Time | None, RankCost]:
+    """The same where optimizer states are elsewhere."""
+    changed, units = offload.moved(local, plan), offload.units_of(local, plan)
+    outcome = memory_of(changed, plan, cluster, how)
+    memory = replace(outcome.memory, host_bytes=outcome.memory.host_bytes + offload.host_bytes(local, plan))
+    profile = profile_for(cluster, how.profile_of)
+    known = machine(cluster.device, profile)
+    rates = offload.rates(profile, cluster.device) if profile is not None and not plan.cpu_share else None  # the CPU has no price
+    time = moved_time(changed, plan, known, units, rates) if known is not None and rates is not None else None
+    rank = RankCost(
+        rank=0, stages=(0,), verdict=outcome.verdict, memory=memory, collectives=(), seconds=time.step_seconds if time else None
+    )
+    return time, rank
+
+
 def _check(plan: Plan, cluster: Cluster) -> None:
     if plan.mesh.world > cluster.count and cluster.device.backend != "cpu":
         raise UserError(
@@ -141,8 +156,8 @@ def _check(plan: Plan, cluster: Cluster) -> None:
         )
     if plan.precision == FLOAT8:
         raise UserError("the plan has precision float8, which cannot be predicted yet", "use bf16-mixed")
-    if plan.offloads:
-        raise UserError("the plan moves optimizer states, which cannot be predicted yet", "run it, or leave out states")
+    if plan.offloads and cluster.device.backend == "cpu":
+        raise UserError("the plan moves optimizer states, which is not predicted where host and device are one", "leave out states")
     if plan.mesh.ep > 1 and plan.mesh.pp > 1:
         raise UserError(f"the plan has ep {plan.mesh.ep} and pp {plan.mesh.pp}, which cannot be predicted together yet", "use pp 1")
 

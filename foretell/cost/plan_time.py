@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from foretell.cost import offload
 from foretell.cost.collectives import ALL_REDUCE, Fabric, among, collective, fabric, slowest
 from foretell.cost.host import watched_blocks, wholly_compiled
 from foretell.cost.prediction import ASSUMED, Time
@@ -38,6 +39,25 @@ def plan_time(local: Trace, plan: Plan, machine: Machine, cluster: Cluster) -> T
     timeline = simulate(tasks, steps=1 if len(tasks) > LONG_PROGRAM else 2, drag=drags(tasks))
     found = as_time(timeline, tasks, machine)
     return found if world == 1 else replace(found, provenance=ASSUMED)
+
+
+def moved_time(local: Trace, plan: Plan, machine: Machine, units: Sequence[offload.Unit], rates: offload.Rates) -> Time:
+    """Seconds of a steady step whose optimizer states come and go beside it."""
+    own = list(tasks_of(local, local.schedule["steady_step"], machine, lambda op: 0.0))
+    if plan.clip is None:  # the whole step is there to hide them
+        found = as_time(simulate(own, steps=2), own, machine)
+        link = offload.beside(units, plan, rates)
+        late = max(0.0, link - found.step_seconds)
+    else:
+        tasks = offload.with_states(own, units, plan, rates)
+        timeline = simulate(tasks)
+        found = as_time(timeline, tasks, machine)
+        late = max(0.0, found.step_seconds - as_time(simulate(own), own, machine).step_seconds)
+    if plan.clip is None:
+        found = replace(found, step_seconds=found.step_seconds + late, low_seconds=found.low_seconds + late, high_seconds=found.high_seconds + late)
+    breakdown = {**found.breakdown, "waiting_for_states": late}
+    breakdown["waiting_for_host"] = max(0.0, found.step_seconds - sum(v for k, v in breakdown.items() if k != "waiting_for_host"))
+    return replace(found, breakdown=breakdown, binds="link" if late > 0.25 * found.step_seconds else found.binds)
 
 
 def fabrics_of(mesh: Mesh, cluster: Cluster) -> dict[str, Fabric]:
@@ -211,7 +231,7 @@ class _Maker:
 
 def as_time(timeline: Timeline, tasks: Sequence[Task], machine: Machine) -> Time:
     exposed = exposed_communication(timeline)
-    busy = [task for task in tasks if not task.resource.startswith(COLLECTIVES)]
+    busy = [task for task in tasks if task.resource in (COMPUTE, HOST)]
     binds = _binds(timeline, busy, exposed)
     low, high = machine.band.get(binds) or machine.band.get("", (0.7, 1.5))
     seconds = timeline.seconds

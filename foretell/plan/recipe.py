@@ -10,7 +10,7 @@ from typing import Any
 from foretell.errors import UserError
 from foretell.plan import blocks as stack
 from foretell.plan import paths
-from foretell.plan.types import Mesh, Plan, Residency
+from foretell.plan.types import MASTER, Mesh, Plan, Residency
 from foretell.trace.load import Source
 from foretell.trace.recipe import Recipe
 
@@ -42,7 +42,7 @@ def recipe_of(plan: Plan, mode: str | None = None) -> Recipe:
     mode = _shared_mode(plan) if mode is None else mode
     mixed = "fsdp-bf16" if plan.mesh.spread > 1 else "bf16-autocast"
     return Recipe(
-        optimizer=plan.optimizer, precision=mixed if plan.precision == "bf16-mixed" else plan.precision,
+        optimizer=plan.optimizer, precision={"bf16-mixed": mixed, MASTER: "bf16"}.get(plan.precision, plan.precision),
         recompute=_RECOMPUTES[mode], accumulate=plan.accumulate, clip=plan.clip, compile=plan.compile,
         shards=plan.mesh.dp_shard,
     )  # fmt: skip

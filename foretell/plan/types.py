@@ -20,8 +20,7 @@ PRECISIONS = ("fp32", "bf16-mixed", "bf16")
 FLOAT8 = "float8"
 """bf16-mixed with products of the blocks' linear layers in float8: where torchao is installed. Run, not predicted."""
 MASTER = "bf16-master"
-"""bf16 weights and gradients, fp32 weights and moments in the optimizer: as fully_shard's mixed precision computes. Run, not
-predicted."""
+"""bf16 weights and gradients, fp32 weights and moments in the optimizer: as fully_shard's mixed precision computes."""
 MODES = ("keep", "recompute", "selective")
 REST = "rest"
 """What `Plan.states` calls the parameters outside all blocks."""

@@ -231,7 +231,7 @@ class Finder(Costing):
         began = time.monotonic()
         stopped = bool(explored.stopped)
         for number, point in enumerate(self._settled_all(explored)):
-            late = time.monotonic() - began > EXACT_SECONDS
+            late = self.exact is not True and time.monotonic() - began > EXACT_SECONDS
             enough = len(found) >= (1 if late else FINALISTS)
             one = self.finalist(point)
             if not stopped and not enough and number < TRIED:

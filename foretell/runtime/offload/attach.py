@@ -7,20 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from foretell.plan.blocks import expand
-from foretell.plan.types import MASTER, REST, Plan, Residency
+from foretell.plan.states import form_of, tiers
+from foretell.plan.types import Plan
 from foretell.runtime.offload import forms, layout
 from foretell.runtime.offload.engine import Offloaded
-
-_FORMS = {"fp32": "master", "split": "split", "bf16": "half"}
-
-
-def tiers(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
-    """Where the states of every block are, and under "" those of everything else."""
-    patterns = {pattern: Residency(mode=tier) for pattern, tier in plan.states.items() if pattern != REST}
-    found = {path: residency.mode for path, residency in expand(patterns, blocks).items()}
-    known = {path: layout.HOST if tier == layout.HOST else layout.DEVICE for path, tier in found.items()}
-    return {"": plan.states.get(REST, layout.DEVICE), **known}
 
 
 def optimizer(
@@ -35,7 +25,7 @@ def optimizer(
         for path, held in groups.items()
     ]
     weights = next(iter(parameters.values())).dtype
-    form = forms.form(_FORMS[plan.state_format] if plan.precision == MASTER else "plain", weights)
+    form = forms.form(form_of(plan), weights)
     found = Offloaded(
         parameters, units, form, device=device, lr=learning_rate if learning_rate is not None else 1e-4,
         decoupled=plan.optimizer.startswith("adamw"), weight_decay=1e-2 if plan.optimizer.startswith("adamw") else 0.0,

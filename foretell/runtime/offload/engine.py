@@ -19,15 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foretell.plan.states import SLOTS
 from foretell.runtime.offload.arena import Arena, bytes_for
 from foretell.runtime.offload.cpu import Workers
 from foretell.runtime.offload.forms import MASTER, REST, Form, Run, Settings, take_apart, update
 from foretell.runtime.offload.lanes import Lanes, Mark, passed
 from foretell.runtime.offload.layout import CPU, DEVICE, HOST, Chunk, Unit
 from foretell.runtime.offload.pump import Pump
-
-SLOTS = 4
-"""Chunks under way at once: one comes, one is updated, one goes, one is late."""
 
 
 class _Slot:

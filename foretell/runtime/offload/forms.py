@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foretell.plan.states import KEPT
+
 FIRST, SECOND, MASTER, REST = "exp_avg", "exp_avg_sq", "master", "rest"
 
 
@@ -40,16 +42,8 @@ class Form:
 
 
 def form(name: str, weights: torch.dtype) -> Form:
-    fp32, bf16 = torch.float32, torch.bfloat16
-    return Form(name, {
-        "plain": {FIRST: weights, SECOND: weights},
-        "master": {MASTER: fp32, FIRST: fp32, SECOND: fp32},
-        "split": {REST: torch.int16, FIRST: fp32, SECOND: fp32},
-        "half": {MASTER: fp32, FIRST: bf16, SECOND: bf16},
-    }[name])  # fmt: skip
-
-
-FORMS = ("plain", "master", "split", "half")
+    """A form by its name, beside weights of a format."""
+    return Form(name, {key: weights if dtype == "weight" else getattr(torch, dtype) for key, dtype in KEPT[name].items()})
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-DEVICE, HOST, DISK = "device", "host", "disk"
-TIERS = (DEVICE, HOST, DISK)
+from foretell.plan.states import ALIGN as ALIGN
+from foretell.plan.states import CHUNK as CHUNK
+from foretell.plan.states import DEVICE as DEVICE
+from foretell.plan.states import HOST as HOST
+
 GPU, CPU = "gpu", "cpu"
-ENGINES = (GPU, CPU)
-ALIGN = 64
-"""Elements: parameters begin and are cut at multiples of it, so that kernels which take several elements at a time take the
-same ones together as without cuts, and give the same bits."""
-CHUNK = 16 * 2**20
-"""Elements that travel together: 64 MB of each fp32 state, which a link moves at its full rate."""
 
 
 @dataclass(frozen=True)
