@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-WORKERS ?= 4
+WORKERS ?= 3
 
 .PHONY: setup demo test test-slow lint bench-memory clean
 
@@ -21,7 +21,7 @@ demo: setup
 	$(BIN)/foretell demo
 
 # Importing torch takes seconds, so a file stays with one worker; a worker uses one core, and often waits for its processes:
-# four keep two cores busy.
+# three keep two cores busy.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow"
 
