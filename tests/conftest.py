@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-
 SLOW = (
     "test_every_byte_and_message_of_every_rank_of_a_pipeline[mesh2-more2-interleaved-1f1b]",
     "test_every_byte_and_message_of_every_rank_of_a_pipeline[mesh2-more2-zero-bubble",
