@@ -212,6 +212,45 @@ def test_going_on_from_a_state_dict_gives_the_same(model: Model, samples: list[T
     second[0].close()
 
 
+class Early(Model):
+    """Uses a block's weights before it is called, and shares a weight between two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].down.bias = self.blocks[1].down.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.blocks[2].up.weight.square().mean())
+
+
+def test_weights_that_are_used_before_their_block_is_called_are_new() -> None:
+    torch.manual_seed(0)
+    model = Early()
+    draw = torch.Generator().manual_seed(1)
+    samples = [torch.randn(12, 8, generator=draw) for _ in range(STEPS)]
+    expected, after = plainly(model, samples, 0.5)
+    engines: list[Offloaded] = []
+    found, moved, _ = offloaded(model, samples, "plain", layout.HOST, clip=0.5, optimizer=engines)
+    assert found == expected
+    assert all(torch.equal(a, b) for a, b in zip(after.parameters(), moved.parameters(), strict=True))
+    assert engines[0]._first == {"blocks.1", "blocks.2"}
+    engines[0].close()
+
+
+def test_a_block_is_updated_when_it_is_called_and_no_sooner(model: Model, samples: list[Tensor]) -> None:
+    engines: list[Offloaded] = []
+    _, moved, _ = offloaded(model, samples[:1], "plain", layout.HOST, clip=0.5, optimizer=engines)
+    loss_of(moved, samples[1], torch.float32).backward()
+    before = [p.detach().clone() for p in moved.blocks[1].parameters()]
+    engines[0].begin(torch.tensor(1.0))
+    assert all(torch.equal(a, b) for a, b in zip(before, moved.blocks[1].parameters(), strict=True))
+    seen = []
+    moved.blocks[1].norm.register_forward_pre_hook(lambda *_: seen.append(moved.blocks[1].up.weight.detach().clone()))
+    moved(samples[2])
+    assert not torch.equal(seen[0], before[2]) and torch.equal(seen[0], moved.blocks[1].up.weight)
+    engines[0].close()
+
+
 # ---------------------------------------------------------------- pieces
 
 

