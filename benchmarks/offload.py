@@ -1,17 +1,16 @@
 """Training a model whose states do not fit: foretell's engine beside what a user would pick instead, one model, one batch.
 
     python benchmarks/offload.py --out ROWS.jsonl                   every way below, each in a process of its own
-    python benchmarks/offload.py --ways resident,stream,split       some of them
+    python benchmarks/offload.py --ways resident stream:form=split,cpu_share=0.3   some of them, with other options
     python benchmarks/offload.py --layers 40 --width 5120 --cap 0   a 13B model, no cap
     python benchmarks/offload.py --smoke                            a tiny model on a CPU: does it work at all
 
 A GPT without biases (LayerNorm, GELU, learned positions, head of its own), bf16 compute with fp32 states, every block
 computed again, the loss in chunks, gradients clipped at norm 1 unless --no-clip. Seconds are the median of steps after the first two.
 
-ways: resident  all on the device (the same weights, master and update)       stream   states in host memory, updated on the device
-      split     as stream, master weights as bf16 and what rounding cut off   both     as stream, a share updated by the CPU
-      fsdp2     fully_shard with CPUOffloadPolicy and fused AdamW              ds2, ds3 DeepSpeed ZeRO offload (DEEPSPEED_PATH)
-      ceiling   forward and backward alone, nothing updated
+ways: resident  all on the device (the same weights, master and update)       stream   states in host memory (--form, --cpu-share,
+      fsdp2     fully_shard with CPUOffloadPolicy and fused AdamW                       --resident, --weights: what is where)
+      ceiling   forward and backward alone, nothing updated                   ds2, ds3 DeepSpeed ZeRO offload (DEEPSPEED_PATH)
 """
 
 from __future__ import annotations
@@ -91,6 +90,7 @@ def engine(options: argparse.Namespace, way: str, device: Any) -> tuple[Any, dic
     """A step with foretell's engine."""
     import torch
 
+    from foretell.runtime import clip
     from foretell.runtime.offload import forms, layout
     from foretell.runtime.offload.engine import Offloaded
 
@@ -99,15 +99,16 @@ def engine(options: argparse.Namespace, way: str, device: Any) -> tuple[Any, dic
     blocks = [f"blocks.{number}" for number in range(options.layers)]
     groups = layout.group(list(named), ["words", "places", *blocks, "norm", "head"])
     kept = options.layers if way == "resident" else options.resident
-    share = options.cpu_share if way == "both" else 0.0
-    on_device = {"norm", *blocks[:kept]} | ({"words", "places", "head"} if way == "resident" else set())
+    share = 0.0 if way == "resident" else options.cpu_share
+    on_device = {"norm", *blocks[:kept]} | ({"words", "places", "head"} if way == "resident" or options.ends else set())
+    away = set(blocks[options.layers - options.weights :]) if way != "resident" else set()
     units = [
         layout.unit(path, {n: named[n].numel() for n in held}, layout.DEVICE if path in on_device else layout.HOST,
-                    cpu_share=share, chunk=options.chunk)
+                    cpu_share=share, chunk=options.chunk, streamed=path in away)
         for path, held in groups.items()
     ]  # fmt: skip
     began = time.perf_counter()
-    form = forms.form("split" if way == "split" or options.form == "split" else options.form, torch.bfloat16)
+    form = forms.form(options.form, torch.bfloat16)
     optimizer = Offloaded(named, units, form, device=device, lr=1e-4, slots=options.slots, source=value_of(model, device),
                           hold=int(options.hold * GIB) if options.hold else None)  # fmt: skip
     optimizer.early = options.no_clip
@@ -125,15 +126,14 @@ def engine(options: argparse.Namespace, way: str, device: Any) -> tuple[Any, dic
         if options.no_clip:
             optimizer.begin(None, skip)
             return loss.detach()
-        grads = [p.grad for p in named.values() if p.grad is not None]
-        norm = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum().sqrt()
-        del grads
+        known = {named[name]: norm for name, norm in optimizer.norms().items()}
+        norm = clip.squares(named.values(), dict.fromkeys(named.values(), 1.0), known).sqrt()
         optimizer.begin(torch.clamp(1.0 / (norm + 1e-6), max=1.0), (~norm.isfinite()).float() + skip)
         return loss.detach()
 
     arena = optimizer.arena
     return step, {"start_seconds": started, "host_arena": arena.nbytes if arena else 0, "pin_seconds": arena.seconds if arena else 0,
-                  "resident_blocks": kept, "cpu_share": share, "form": form.name}  # fmt: skip
+                  "resident_blocks": kept, "streamed_blocks": len(away), "cpu_share": share, "form": form.name}  # fmt: skip
 
 
 def ceiling(options: argparse.Namespace, device: Any) -> tuple[Any, dict[str, Any]]:
@@ -179,6 +179,7 @@ def one(way: str, options: argparse.Namespace) -> dict[str, Any]:
     more, after = steps(run, options.steps, device)
     ordered = sorted(more)
     found = {
+        "cap": options.cap, "batch": options.batch, "clip": not options.no_clip,
         "way": way, "seconds": ordered[len(ordered) // 2], "all": more, "losses": [*losses, *after],
         "tokens_a_second": options.batch * options.tokens / ordered[len(ordered) // 2],
         "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, **about,
@@ -192,7 +193,7 @@ def one(way: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", default="resident,stream,split,both,fsdp2,ds2,ds3")
+    parser.add_argument("--ways", nargs="+", default=["resident", "stream", "stream:form=split,cpu_share=0.3", "fsdp2", "ds2", "ds3"])
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--words", type=int, default=50304)
@@ -200,7 +201,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--cap", type=float, default=24.0, help="GiB of device memory; 0: all of it (resident, ceiling: always all)")
     parser.add_argument("--resident", type=int, default=0, help="blocks whose states stay on the device")
-    parser.add_argument("--cpu-share", type=float, default=0.3)
+    parser.add_argument("--weights", type=int, default=0, help="blocks whose weights are in host memory too, from the last on")
+    parser.add_argument("--ends", type=int, default=0, help="1: states of embeddings and head stay on the device")
+    parser.add_argument("--cpu-share", type=float, default=0.0)
     parser.add_argument("--form", default="master", choices=("master", "split", "half"))
     parser.add_argument("--chunk", type=int, default=16 * 2**20)
     parser.add_argument("--slots", type=int, default=4)
@@ -216,7 +219,10 @@ def main() -> None:
     if options.smoke:
         options.layers, options.width, options.words, options.batch, options.tokens = 2, 128, 256, 2, 32
     if options.one:
-        print("ROW " + json.dumps(one(options.one, options)), flush=True)
+        way, _, more = options.one.partition(":")
+        for key, _, value in (pair.partition("=") for pair in more.split(",") if pair):
+            setattr(options, key, type(getattr(options, key))(float(value)) if key != "form" else value)
+        print("ROW " + json.dumps(one(way, options)), flush=True)
         os._exit(0)
     from memory import append, machine
 
@@ -226,9 +232,9 @@ def main() -> None:
     env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONPATH": path, "RANK": "0", "LOCAL_RANK": "0",
            "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "DS_PIN_MEMORY_BACKEND": "native",
            "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # fmt: skip
-    for way in options.ways.split(","):
+    for way in options.ways:
         began = time.perf_counter()
-        whole = ["--cap", "0"] if way in ("resident", "ceiling") else []
+        whole = ["--cap", "0"] if way.partition(":")[0] in ("resident", "ceiling") else []
         try:
             done = subprocess.run(
                 [sys.executable, __file__, "--one", way, *sys.argv[1:], *whole], env=env, capture_output=True, text=True, timeout=options.timeout
@@ -237,16 +243,16 @@ def main() -> None:
             row = json.loads(rows[0][4:]) if rows else {"way": way, "error": (done.stderr or done.stdout)[-1500:]}
         except subprocess.TimeoutExpired:
             row = {"way": way, "error": f"took longer than {options.timeout:.0f} s"}
-        row = {**row, "cap": 0.0 if whole else options.cap, "process_seconds": round(time.perf_counter() - began, 1), **about}
+        row = {**about, "cap": 0.0 if whole else options.cap, "asked": way, **row, "process_seconds": round(time.perf_counter() - began, 1)}
         append(options.out, row)
         print(told(row), flush=True)
 
 
 def told(row: dict[str, Any]) -> str:
     if "error" in row:
-        return f"{row['way']:9s} {row['error'][-700:]}"
+        return f"{row['asked']} {row['error'][-700:]}"
     gib = {name: f"{row[name] / GIB:.1f}" for name in ("allocated", "reserved", "host", "host_arena") if name in row}
-    return (f"{row['way']:9s} {row['seconds']:.3f} s a step, {row['tokens_a_second']:.0f} tokens/s, cap {row['cap']:g} GiB {gib}, "
+    return (f"{row['asked']} clip {row['clip']} {row['seconds']:.3f} s a step, {row['tokens_a_second']:.0f} tokens/s, cap {row['cap']:g} GiB {gib}, "
             f"start {row.get('start_seconds', 0):.1f} s, pin {row.get('pin_seconds', 0):.1f} s, retries {row.get('retries', 0)}, "
             f"losses {row['losses'][0]:.5f} … {row['losses'][-1]:.5f} "
             f"{[round(s, 3) for s in row['all']]} in {row['process_seconds']} s")  # fmt: skip

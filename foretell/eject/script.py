@@ -74,8 +74,8 @@ def needs_runtime(plan: Plan) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if plan.placement:
         found.append(("the placement", "torchrun gives rank r the r-th device, and the plan has them in another order"))
-    if plan.states:
-        found.append(("states on the host", "moving them in time is foretell's own"))
+    if plan.states or plan.weights:
+        found.append(("states or weights on the host", "moving them in time is foretell's own"))
     if plan.precision not in PRECISIONS:
         found.append((f"precision {plan.precision}", "a script has fp32, bf16 and mixed precision alone"))
     if plan.mesh.cp > 1:

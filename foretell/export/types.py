@@ -10,7 +10,7 @@ from foretell.errors import UserError
 from foretell.hardware import Cluster, parse
 from foretell.plan.blocks import expand
 from foretell.plan.recipe import known_blocks
-from foretell.plan.types import Plan
+from foretell.plan.types import AWAY, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +80,8 @@ def header(plan: Plan, tool: str, lost: Sequence[str]) -> str:
 def modes_of(plan: Plan) -> set[str]:
     """How the plan's blocks keep their activations."""
     known = known_blocks(plan)
-    if known:
-        return {residency.mode for residency in expand(plan.blocks, known).values()}
-    return {residency.mode for residency in plan.blocks.values()} or {"keep"}
+    modes = {residency.mode for residency in (expand(plan.blocks, known) if known else plan.blocks).values()} or {"keep"}
+    return {"keep" if mode in AWAY else mode for mode in modes}
 
 
 def label(plan: Plan) -> str:
@@ -102,6 +101,11 @@ def only_on_foretell(plan: Plan) -> list[str]:
         lost.append("placement: which device each rank is on")
     if plan.states:
         lost.append("states: which blocks keep their optimizer states on the host")
+    away = [pattern for pattern, residency in plan.blocks.items() if residency.mode in AWAY]
+    if away:
+        lost.append(f"blocks: activations of {', '.join(away)} are moved, which they keep here")
+    if plan.weights:
+        lost.append("weights: which blocks keep their weights on the host")
     if plan.kernels:
         lost.append(f"kernels: {', '.join(f'{op} by {kernel}' for op, kernel in plan.kernels.items())}")
     if plan.split is not None and plan.split.rules:

@@ -7,7 +7,9 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 
 from foretell.plan import blocks as stack
-from foretell.plan.types import FLOAT8, MASTER, REST, Plan, Split
+from foretell.plan import paths
+from foretell.plan.states import streamed, tiers
+from foretell.plan.types import AWAY, FLOAT8, MASTER, REST, Plan, Split
 
 Found = Iterator[tuple[str, str, str]]
 
@@ -59,17 +61,31 @@ def float8(plan: Plan, dtypes: frozenset[str] | None) -> Found:
             yield "precision", problem, f"bf16-mixed, or {axis} 1"
 
 
+def activations(plan: Plan) -> Found:
+    """Activations that are moved: by hooks of autograd, on ranks that hold whole blocks of the whole model."""
+    pattern = next((pattern for pattern, one in plan.blocks.items() if one.mode in AWAY), None)
+    if pattern is None:
+        return
+    field, mode = f"blocks['{pattern}']", plan.blocks[pattern].mode
+    for axis in ("pp", "tp", "cp", "ep"):
+        if getattr(plan.mesh, axis) > 1:
+            problem = f"is {mode} and mesh.{axis} is {getattr(plan.mesh, axis)}: activations are moved where a rank has whole blocks"
+            yield field, problem, f"recompute, or {axis} 1"
+    if plan.compile != "none":
+        yield "compile", f"is {plan.compile} and {pattern} is {mode}: moving what compiled blocks save was never checked", "compile none"
+
+
 def states(plan: Plan, blocks: Sequence[str] | None) -> Found:
     """Optimizer states that are not on the device, or not in the weights' own format."""
     if not 0 <= plan.cpu_share <= 1:
         yield "cpu_share", f"is {plan.cpu_share}, not a share", "a number from 0 to 1"
     if plan.state_format != "fp32" and plan.precision != MASTER:
         yield "state_format", f"is {plan.state_format}, which needs bf16 weights with a master", f"precision {MASTER}, or fp32"
-    if plan.cpu_share and (plan.precision != MASTER or plan.state_format == "split" or "host" not in plan.states.values()):
-        yield "cpu_share", "the CPU updates states on the host that have whole master weights", f"precision {MASTER}, state_format fp32, 0"
+    if plan.cpu_share and "host" not in plan.states.values():
+        yield "cpu_share", f"is {plan.cpu_share}, and the CPU updates states that are on the host: none is", "states on the host, or 0"
     if not plan.offloads:
         return
-    field = "states" if plan.states else "precision"
+    field = "states" if plan.states else "weights" if plan.weights else "precision"
     if plan.mesh.world > 1:
         problem = f"the plan has {plan.mesh.world} ranks, and states are moved on one device alone"
         yield field, problem, "one rank; or shard them with dp_shard"
@@ -78,7 +94,16 @@ def states(plan: Plan, blocks: Sequence[str] | None) -> Found:
         yield "compile", problem, "compile blocks, or none"
     if plan.optimizer.partition("-")[0] not in ("adamw", "adam"):
         yield "optimizer", f"is {plan.optimizer}, and moved states are AdamW's", "adamw-fused"
-    for pattern in plan.states if blocks is not None else ():
-        unknown = stack.strangers(pattern, blocks or ()) if pattern != REST else ()
-        if unknown:
-            yield "states", f"{', '.join(unknown)} is no block of the model", f"a block, or {REST} for what is in none"
+    if plan.weights and plan.compile != "none":
+        yield "compile", f"is {plan.compile}, and weights that come and go are not compiled", "compile none"
+    if blocks is None:
+        return
+    for field, patterns in (("states", plan.states), ("weights", plan.weights)):
+        for pattern in patterns:
+            unknown = stack.strangers(pattern, blocks) if pattern != REST or field == "weights" else ()
+            if unknown:
+                yield field, f"{', '.join(unknown)} is no block of the model", f"a block, or {REST} of states for what is in none"
+                return
+    kept = sorted(path for path in streamed(plan, blocks) if tiers(plan, blocks)[path] == "device")
+    if kept:
+        yield "weights", f"{', '.join(paths.fold_names(kept))}: weights on the host, optimizer states on the device", "states there too"

@@ -10,7 +10,7 @@ from typing import Any
 from foretell.errors import UserError
 from foretell.plan import blocks as stack
 from foretell.plan import paths
-from foretell.plan.types import MASTER, Mesh, Plan, Residency
+from foretell.plan.types import AWAY, MASTER, Mesh, Plan, Residency
 from foretell.trace.load import Source
 from foretell.trace.recipe import Recipe
 
@@ -43,7 +43,7 @@ def recipe_of(plan: Plan, mode: str | None = None) -> Recipe:
     mixed = "fsdp-bf16" if plan.mesh.spread > 1 else "bf16-autocast"
     return Recipe(
         optimizer=plan.optimizer, precision={"bf16-mixed": mixed, MASTER: "bf16"}.get(plan.precision, plan.precision),
-        recompute=_RECOMPUTES[mode], accumulate=plan.accumulate, clip=plan.clip, compile=plan.compile,
+        recompute=_RECOMPUTES[_traced(mode)], accumulate=plan.accumulate, clip=plan.clip, compile=plan.compile,
         shards=plan.mesh.dp_shard,
     )  # fmt: skip
 
@@ -57,15 +57,20 @@ def known_blocks(plan: Plan) -> tuple[str, ...] | None:
 def _shared_mode(plan: Plan) -> str:
     known = known_blocks(plan)
     if known:
-        modes = {residency.mode for residency in stack.expand(plan.blocks, known).values()}
+        modes = {_traced(residency.mode) for residency in stack.expand(plan.blocks, known).values()}
     else:  # patterns are taken to name every block
-        modes = {residency.mode for residency in plan.blocks.values()} or {"keep"}
+        modes = {_traced(residency.mode) for residency in plan.blocks.values()} or {"keep"}
     if len(modes) > 1:
         raise UserError(
             f"blocks of the plan are treated differently ({', '.join(sorted(modes))}) and one recipe has one way",
             "ask for one of them",
         )
     return modes.pop()
+
+
+def _traced(mode: str) -> str:
+    """What is moved is computed as what is kept."""
+    return "keep" if mode in AWAY else mode
 
 
 def plan_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from foretell.plan.blocks import expand
-from foretell.plan.types import MASTER, REST, Plan, Residency
+from foretell.plan.types import KEEP, MASTER, REST, Plan, Residency
 
 DEVICE, HOST = "device", "host"
 ALIGN = 64
@@ -44,7 +44,14 @@ def bytes_of(form: str, weight: int) -> int:
 
 def tiers(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
     """Where the states of every block are, and under "" those of everything else."""
-    patterns = {pattern: Residency(mode=tier) for pattern, tier in plan.states.items() if pattern != REST}
-    found = {path: residency.mode for path, residency in expand(patterns, blocks).items()}
-    known = {path: HOST if tier == HOST else DEVICE for path, tier in found.items()}
-    return {"": plan.states.get(REST, DEVICE), **known}
+    return {"": plan.states.get(REST, DEVICE), **_spread({k: v for k, v in plan.states.items() if k != REST}, blocks)}
+
+
+def streamed(plan: Plan, blocks: Sequence[str]) -> frozenset[str]:
+    """Blocks whose weights are on the device only while they are used."""
+    return frozenset(path for path, tier in _spread(plan.weights, blocks).items() if tier == HOST)
+
+
+def _spread(patterns: Mapping[str, str], blocks: Sequence[str]) -> dict[str, str]:
+    found = expand({pattern: Residency(mode=tier) for pattern, tier in patterns.items()}, blocks)
+    return {path: DEVICE if residency == KEEP else residency.mode for path, residency in found.items()}

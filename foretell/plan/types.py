@@ -21,7 +21,9 @@ FLOAT8 = "float8"
 """bf16-mixed with products of the blocks' linear layers in float8: where torchao is installed. Run, not predicted."""
 MASTER = "bf16-master"
 """bf16 weights and gradients, fp32 weights and moments in the optimizer: as fully_shard's mixed precision computes."""
-MODES = ("keep", "recompute", "selective")
+MODES = ("keep", "recompute", "selective", "host", "disk")
+AWAY = ("host", "disk")
+"""Residencies of activations that are moved: nothing is computed again."""
 REST = "rest"
 """What `Plan.states` calls the parameters outside all blocks."""
 TIERS = ("device", "host")
@@ -88,7 +90,7 @@ class Residency:
     """Where a block's activations are between forward and backward."""
 
     mode: str = "keep"
-    """keep; recompute = the whole block again; selective = keep results of products and attention."""
+    """keep; recompute = the whole block again; selective = keep results of products and attention; host, disk = moved there."""
 
 
 KEEP = Residency()
@@ -119,6 +121,8 @@ class Plan:
     """Block path, or a range such as `blocks.0-11` or `blocks.*` → residency; others keep."""
     states: Mapping[str, str] = field(default_factory=dict)
     """Block path or range, or `rest` → where optimizer states are between updates; others are on the device."""
+    weights: Mapping[str, str] = field(default_factory=dict)
+    """Block path or range → host: weights that come to the device for forward and for backward alone."""
     state_format: str = "fp32"
     cpu_share: float = 0.0
     """Share of the states on the host that the CPU updates; the device updates the others."""
@@ -140,7 +144,7 @@ class Plan:
     @property
     def offloads(self) -> bool:
         """Whether the optimizer is foretell's own: states are elsewhere, or beside bf16 weights."""
-        return bool(self.states) or self.precision == MASTER
+        return bool(self.states or self.weights) or self.precision == MASTER
 
     def device_of(self, rank: int) -> int:
         """The device that a rank of the mesh is on."""

@@ -21,12 +21,14 @@ from foretell.units import gib, human_bytes, human_count
 
 GUTTER = 11
 MIN_WIDTH = 40
-LOOKS = {"keep": ("█", "#", "green"), "recompute": ("▒", "r", "yellow"), "selective": ("▓", "s", "cyan")}
+LOOKS = {"keep": ("█", "#", "green"), "recompute": ("▒", "r", "yellow"), "selective": ("▓", "s", "cyan"),
+         "host": ("░", "h", "blue"), "disk": ("╌", "d", "magenta")}  # fmt: skip
 """Mode of a block → the character that shows it, the same in ASCII, its colour."""
 _ASCII = bar.ASCII | str.maketrans({look[0]: look[1] for look in LOOKS.values()})
 MODE_WORDS = {
     "keep": "kept until backward", "recompute": "computed again in backward",
     "selective": "products and attention kept, the rest computed again",
+    "host": "moved to host memory until backward", "disk": "moved to disk until backward",
 }  # fmt: skip
 _BRACKETS = {"dp_replicate": ("", ""), "dp_shard": ("(", ")"), "cp": ("{", "}"), "tp": ("[", "]")}
 _SHARED = {"dp_shard": "parameters and states (dp_shard)", "cp": "a sequence (cp)", "tp": "every product (tp)"}
@@ -147,6 +149,9 @@ def _ways(plan: Plan) -> str:
         away = ", ".join(pattern for pattern, tier in plan.states.items() if tier == "host")
         by_cpu = f", {plan.cpu_share:.0%} of them updated by the CPU" if plan.cpu_share else ""
         pieces.append(f"optimizer states of {away} in host memory{by_cpu}")
+    if plan.weights:
+        away = ", ".join(pattern for pattern, tier in plan.weights.items() if tier == "host")
+        pieces.append(f"weights of {away} in host memory, on the device while they are used")
     if plan.state_format != "fp32":
         pieces.append(f"states in format {plan.state_format}")
     if plan.mesh.dp_shard > 1 and plan.reshard is not True:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,7 +26,7 @@ from foretell.errors import ModelError, UserError
 from foretell.plan.blocks import expand, stages_of
 from foretell.plan.legal import Facts, check
 from foretell.plan.recipe import refuse_other_model
-from foretell.plan.types import MASTER, Plan
+from foretell.plan.types import AWAY, MASTER, Plan, Residency
 from foretell.runtime import clip, shard
 from foretell.runtime.finite import may_step
 from foretell.runtime.float8 import lowered
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from foretell.runtime.context import Context
     from foretell.runtime.expert import Experts
     from foretell.runtime.offload.engine import Offloaded
+    from foretell.runtime.offload.saved import Saved
     from foretell.runtime.pipeline import Stages
     from foretell.runtime.tensor import Applied, Prepared
 
@@ -73,8 +75,10 @@ class Job:
 
     def __init__(
         self, plan: Plan, ranks: Ranks, runner: Runner, place: Callable[[Batch], Batch], *,
-        learning_rate: float | None = None, split: Applied | None = None,
+        learning_rate: float | None = None, split: Applied | None = None, away: Saved | None = None,
     ) -> None:  # fmt: skip
+        self.away = away
+        """Activations that are moved, where any are."""
         self.plan, self.ranks, self.runner, self.place = plan, ranks, runner, place
         self.split = split
         """How tensors are split, where they are."""
@@ -117,7 +121,7 @@ class Job:
 
     def update(self, loss: Tensor | None) -> StepResult:
         """The second half: clip, update, forget the gradients. What all ranks must know goes round in one sum."""
-        squares = clip.squares(self._parameters, self._weights) if self.plan.clip is not None else None
+        squares = clip.squares(self._parameters, self._weights, self._known()) if self.plan.clip is not None else None
         mean, total = self._sum(loss, squares)
         norm = total.sqrt() if self.plan.clip is not None else None
         if self.moved is not None:
@@ -130,6 +134,11 @@ class Job:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(mean, norm)
+
+    def _known(self) -> dict[nn.Parameter, Tensor]:
+        """Norms of gradients that have left the device."""
+        norms = self.moved.norms() if self.moved is not None else {}
+        return {self.moved.parameters[name]: norm for name, norm in norms.items()} if self.moved is not None else {}
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         """Mean loss over batches and data ranks, without gradients."""
@@ -189,6 +198,8 @@ class Job:
 
     def close(self) -> None:
         """Give back what is held outside the process's own heap."""
+        if self.away is not None:
+            self.away.close()
         if self.moved is not None:
             self.moved.close()
 
@@ -209,6 +220,7 @@ class Job:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` of a job with the same plan gave."""
+        self.settle()
         saved = state["optimizer"]
         if self._grouped() != [group["names"] for group in saved["groups"]]:
             raise _other("the saved optimizer has its parameters in another order")
@@ -326,7 +338,7 @@ def apply(
         model.to(ranks.device)  # otherwise every unit is moved as it is sharded
     place = functools.partial(placed, device=ranks.device, precision=plan.precision)
     example = place(workload.batch)
-    found = context = None
+    found = context = away = None
     stacks: tuple[Experts, ...] = ()
     if plan.mesh.ep > 1:
         from foretell.runtime.expert import find
@@ -360,6 +372,7 @@ def apply(
         kept = {path: residency for path, residency in expand(plan.blocks, paths).items() if path in blocks}
         if split is None or found is None:
             recompute(part, kept)
+            away = _away(part, kept, ranks.device)
             compile_part(part, blocks, plan, backend)
         else:  # its compiler takes calls, not code: what is computed again is the compiled block
             if plan.compile == "blocks":
@@ -375,7 +388,17 @@ def apply(
             assert mesh is not None
             held_experts = [one.path for one in expert.apply(part, stacks, mesh).experts]
         shard.shard(part, blocks, plan, ranks, held_experts)
-    return Job(plan, ranks, runner, place, learning_rate=learning_rate, split=split)
+    return Job(plan, ranks, runner, place, learning_rate=learning_rate, split=split, away=away)
+
+
+def _away(part: nn.Module, kept: Mapping[str, Residency], device: torch.device) -> Saved | None:
+    """Move the activations of blocks that say so."""
+    if not any(residency.mode in AWAY for residency in kept.values()):
+        return None
+    from foretell.runtime.offload.disk import Shelf
+    from foretell.runtime.offload.saved import attach
+
+    return attach(part, kept, device, functools.partial(Shelf, folder=tempfile.gettempdir()))
 
 
 def _split(runner: Runner, found: Prepared | None) -> Applied | None:

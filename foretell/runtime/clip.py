@@ -42,20 +42,22 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def squares(parameters: Iterable[nn.Parameter], weights: Mapping[nn.Parameter, float]) -> Tensor | None:
-    """This rank's share of the squared norm, in fp32; None where it has no gradient."""
-    found = [(local(p.grad), weights[p]) for p in parameters if p.grad is not None]
+def squares(
+    parameters: Iterable[nn.Parameter], weights: Mapping[nn.Parameter, float], known: Mapping[nn.Parameter, Tensor] | None = None
+) -> Tensor | None:
+    """This rank's share of the squared norm, in fp32; None where it has no gradient. `known` are norms of gradients that
+    are not on the device any more."""
+    known, held = known or {}, list(parameters)
+    here = [p for p in held if p.grad is not None]
+    grads = [local(p.grad) for p in here if p.grad is not None]
+    norms = dict(known) | dict(zip(here, torch._foreach_norm(grads, 2, dtype=torch.float32) if grads else (), strict=True))
+    found = [(norms[p], weights[p]) for p in held if p in norms]
     if not found:
         return None
-    norms = torch._foreach_norm([grad for grad, _ in found], 2, dtype=torch.float32)
-    if len({weight for _, weight in found}) == 1:
-        return torch.stack(norms).square().sum() * found[0][1]
-    total = norms[0].new_zeros(())
+    total = None
     for weight in sorted({weight for _, weight in found}):
-        total = (
-            total
-            + torch.stack([n for n, (_, w) in zip(norms, found, strict=True) if w == weight]).square().sum() * weight
-        )
+        part = torch.stack([norm for norm, own in found if own == weight]).square().sum() * weight
+        total = part if total is None else total + part
     return total
 
 

@@ -348,6 +348,7 @@ def _stage_own(reader: Reader, job: Job, staged: Staged) -> None:
 
 def take(staged: Staged, job: Job) -> None:
     """Put it in place. Everything was checked: from here on nothing is expected to fail."""
+    job.settle()
     shard.reshard(job.parts)
     with torch.no_grad():
         for name, parameter in job.named_parameters():

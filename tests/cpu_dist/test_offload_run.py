@@ -14,7 +14,7 @@ from foretell.eject.script import needs_runtime
 from foretell.errors import UserError
 from foretell.export import export
 from foretell.plan import file as plans
-from foretell.plan.legal import check
+from foretell.plan.legal import Facts, check
 from foretell.plan.types import MASTER, Mesh, Plan
 
 TINY = {"layers": 3, "dim": 32, "heads": 2, "context": 32, "vocab_size": 256, "dropout": 0.1}
@@ -52,10 +52,10 @@ def test_moments_on_the_host_give_the_losses_of_the_plain_run(tmp_path: Path) ->
     assert losses(tmp_path / "early", plan(clip=None, states={"blocks.1-2": "host"}), *steps) == unclipped
 
 
-@pytest.mark.parametrize("form", ["fp32", "split"])
-def test_a_run_with_masters_goes_on_where_it_stopped(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize(("form", "weights"), [("fp32", {}), ("split", {}), ("split", {"blocks.1-2": "host"})])
+def test_a_run_with_masters_goes_on_where_it_stopped(tmp_path: Path, form: str, weights: dict[str, str]) -> None:
     kept = plan(precision=MASTER, state_format=form)
-    moved = plan(precision=MASTER, state_format=form, states={"blocks.0-2": "host"}, cpu_share=0.5 if form == "fp32" else 0.0)
+    moved = plan(precision=MASTER, state_format=form, states={"blocks.0-2": "host"}, weights=weights, cpu_share=0.5)
     whole = losses(tmp_path / "whole", kept, "--steps", "6", "--no-save")
     saved = tmp_path / "saved"
     assert losses(saved, moved, "--steps", "6", "--save-every", "3") == whole
@@ -75,18 +75,20 @@ def test_a_run_with_masters_goes_on_where_it_stopped(tmp_path: Path, form: str) 
         ({"states": {"blocks.*": "host"}, "compile": "model"}, "wait for their update"),
         ({"states": {"blocks.*": "host"}, "optimizer": "sgd"}, "AdamW"),
         ({"state_format": "split"}, "needs bf16 weights"),
-        ({"cpu_share": 0.5, "states": {"blocks.*": "host"}}, "whole master weights"),
+        ({"cpu_share": 0.5, "precision": MASTER}, "none is"),
+        ({"weights": {"blocks.0-1": "host"}, "states": {"blocks.1": "host"}}, "blocks.0: weights on the host"),
+        ({"weights": {"blocks.*": "host"}, "states": {"blocks.*": "host"}, "compile": "blocks"}, "not compiled"),
         ({"cpu_share": 2.0}, "not a share"),
     ],
 )
 def test_what_cannot_be_moved_is_said(more: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check(plan(**more))
+        check(plan(**more), Facts(blocks=tuple(f"blocks.{number}" for number in range(3))))
 
 
 def test_leaving_with_such_a_plan_is_refused_or_told(tmp_path: Path) -> None:
     asked = plan(states={"blocks.0-2": "host"}, hardware="H100")
-    assert ("states on the host", "moving them in time is foretell's own") in needs_runtime(asked)
+    assert ("states or weights on the host", "moving them in time is foretell's own") in needs_runtime(asked)
     assert any("states" in line for line in export(asked, "accelerate").lost)
     with pytest.raises(UserError, match="deepspeed cannot express precision bf16-master"):
         export(plan(precision=MASTER, hardware="H100"), "deepspeed")

@@ -17,6 +17,7 @@ from foretell.runtime.offload import forms, layout
 from foretell.runtime.offload.arena import Arena, available, bytes_for
 from foretell.runtime.offload.engine import Offloaded
 from foretell.runtime.offload.pump import Pump
+from foretell.trace.step import recompute_block
 
 CPU = torch.device("cpu")
 STEPS = 8
@@ -65,9 +66,13 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def factor(parameters: list[nn.Parameter], limit: float) -> Tensor:
-    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None], 2, dtype=torch.float32)
-    return torch.clamp(limit / (torch.stack(norms).square().sum().sqrt() + 1e-6), max=1.0)
+def factor(parameters: dict[str, nn.Parameter], limit: float, known: dict[str, Tensor] | None = None) -> Tensor:
+    """What gradients are multiplied by; `known` are norms of those that are not here."""
+    grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    norms = torch._foreach_norm(list(grads.values()), 2, dtype=torch.float32) if grads else []
+    found = dict(zip(grads, norms, strict=True)) | (known or {})
+    ordered = [found[name] for name in parameters if name in found]
+    return torch.clamp(limit / (torch.stack(ordered).square().sum().sqrt() + 1e-6), max=1.0)
 
 
 def loss_of(model: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -76,14 +81,19 @@ def loss_of(model: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def offloaded(
     model: Model, samples: list[Tensor], form: str, tier: str, *, clip: float | None, share: float = 0.0, early: bool = False,
-    micro: int = 1, optimizer: list[Offloaded] | None = None,
+    micro: int = 1, optimizer: list[Offloaded] | None = None, streamed: bool = False, again: bool = False,
 ) -> tuple[list[float], Model, dict[int, dict[str, Tensor]]]:  # fmt: skip
     model = copy.deepcopy(model)
     if form != "plain":
         model.frozen.to(torch.bfloat16)
     named = trained(model)
     groups = layout.group(list(named), PATHS)
-    units = [layout.unit(p, {n: named[n].numel() for n in held}, tier, chunk=700, cpu_share=share) for p, held in groups.items()]
+    units = [
+        layout.unit(p, {n: named[n].numel() for n in held}, tier, chunk=700, cpu_share=share, streamed=streamed and bool(p))
+        for p, held in groups.items()
+    ]
+    for block in model.blocks if again else ():
+        recompute_block(block, "full")
     engine = Offloaded(named, units, forms.form(form, torch.float32), device=CPU, lr=1e-2, threads=2)
     engine.early = early
     more = [False]
@@ -96,7 +106,7 @@ def offloaded(
             if not more[0]:
                 engine.expect(None)
             loss.backward()
-        engine.begin(factor(list(named.values()), clip) if clip else None)
+        engine.begin(factor(named, clip, engine.norms()) if clip else None)
         losses.append(loss.item())
     state = engine.state_dict()["state"]
     if optimizer is not None:
@@ -116,7 +126,7 @@ def plainly(model: Model, samples: list[Tensor], clip: float | None, micro: int 
             loss = loss_of(model, piece, torch.float32) / micro
             loss.backward()
         if clip:
-            torch._foreach_mul_([p.grad for p in named.values() if p.grad is not None], factor(list(named.values()), clip))
+            torch._foreach_mul_([p.grad for p in named.values() if p.grad is not None], factor(named, clip))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -206,7 +216,7 @@ def test_going_on_from_a_state_dict_gives_the_same(model: Model, samples: list[T
     for x in samples[4:]:
         loss = loss_of(other, x, torch.bfloat16)
         loss.backward()
-        second[0].begin(factor(list(trained(other).values()), 0.5))
+        second[0].begin(factor(trained(other), 0.5, second[0].norms()))
         found.append(loss.item())
     assert found == expected[4:]
     second[0].close()
@@ -259,8 +269,9 @@ def test_a_block_is_updated_when_it_is_called_and_no_sooner(model: Model, sample
 def test_what_rounding_cuts_off_is_kept(values: list[float]) -> None:
     master = torch.tensor(values, dtype=torch.float32)
     weight, rest = torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int16)
-    forms.take_apart(master, weight, rest)
-    assert torch.equal(forms.joined(weight, rest).view(torch.int32), master.view(torch.int32))
+    forms.take_apart(master.clone(), weight, rest)
+    found = forms.joined(weight, rest, torch.empty_like(master))
+    assert torch.equal(found.view(torch.int32), master.view(torch.int32))
     error = (weight.double() - master.double()).abs()
     assert bool((error <= (master.bfloat16().double() - master.double()).abs()).all())
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from foretell.plan.states import form_of, tiers
+from foretell.plan.states import form_of, streamed, tiers
 from foretell.plan.types import Plan
 from foretell.runtime.offload import forms, layout
 from foretell.runtime.offload.engine import Offloaded
@@ -18,10 +18,10 @@ def optimizer(
     learning_rate: float | None,
 ) -> Offloaded:  # fmt: skip
     """The optimizer, with the model's blocks made to wait for their updates."""
-    where = tiers(plan, blocks)
+    where, away = tiers(plan, blocks), streamed(plan, blocks)
     groups = layout.group(list(parameters), blocks)
     units = [
-        layout.unit(path, {name: parameters[name].numel() for name in held}, where[path], cpu_share=plan.cpu_share)
+        layout.unit(path, {name: parameters[name].numel() for name in held}, where[path], cpu_share=plan.cpu_share, streamed=path in away)
         for path, held in groups.items()
     ]
     weights = next(iter(parameters.values())).dtype

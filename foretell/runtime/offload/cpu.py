@@ -1,7 +1,7 @@
 """Updates on the CPU: one thread of Python that asks, all other cores that compute.
 
-Gradients come in the model's format and are widened run by run into memory that stays in the cache; the new weights take
-the gradients' place, ready to be sent up. One thread asks, because many would keep the interpreter from launching the
+Gradients come in the model's format and are widened run by run into memory that stays in the cache; where master weights are
+whole, the new weights take the gradients' place, ready to be sent up. One thread asks, because many would keep the interpreter from launching the
 model's kernels.
 """
 
@@ -19,7 +19,7 @@ from foretell.runtime.offload.forms import MASTER, Form, Run, Settings, update
 from foretell.runtime.offload.lanes import Mark
 from foretell.runtime.offload.layout import Piece
 
-RUN = 4 * 2**20
+RUN = 2 * 2**20
 """Elements that are updated at a time, by all cores together."""
 SPARE = 4
 """Cores left to launching kernels and to everything else."""
@@ -35,7 +35,7 @@ class Workers:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="foretell-update", initializer=torch.set_num_threads, initargs=(count,))
         self._pool.submit(lambda: None).result()
         torch.set_num_threads(before)  # the setting is each thread's own, and the default of threads to come
-        self._wide = torch.empty(RUN, dtype=torch.float32)
+        self._wide = torch.empty(RUN * form.scratch, dtype=torch.float32)
         self._told: tuple[float | None, bool] | None = None
         self._lock = threading.Lock()
 
@@ -63,8 +63,8 @@ class Workers:
             return self._told
 
     def submit(
-        self, pieces: Sequence[Piece], staged: Tensor, kept: Mapping[str, Tensor], steps: Mapping[str, int], settings: Settings,
-        here: Mark, arrive: Callable[[], Mark],
+        self, pieces: Sequence[Piece], weights: Tensor, grads: Tensor, kept: Mapping[str, Tensor], steps: Mapping[str, int],
+        settings: Settings, here: Mark, arrive: Callable[[], Mark],
     ) -> Future[Mark]:  # fmt: skip
         """Update a chunk once its gradients are `here`, then `arrive`, which gives the mark of the new weights."""
 
@@ -74,19 +74,20 @@ class Workers:
             scale, skip = self._known()
             for piece in pieces:
                 for at in range(piece.at, piece.at + piece.elements, RUN):
-                    end = min(at + RUN, piece.at + piece.elements)
-                    if skip:
-                        staged[at:end].copy_(kept[MASTER][at:end])
-                    else:
-                        self._run(staged[at:end], {name: flat[at:end] for name, flat in kept.items()}, steps[piece.name], settings, scale)
+                    run = slice(at, min(at + RUN, piece.at + piece.elements))
+                    states = {name: flat[run] for name, flat in kept.items()}
+                    if not skip:
+                        self._run(weights[run], grads[run], states, steps[piece.name], settings, scale)
+                    elif MASTER in states:
+                        weights[run].copy_(states[MASTER])  # they may be where the gradients are
             return arrive()
 
         return self._pool.submit(work)
 
     @torch.no_grad()
-    def _run(self, staged: Tensor, kept: Mapping[str, Tensor], step: int, settings: Settings, scale: float | None) -> None:
+    def _run(self, weight: Tensor, grad: Tensor, kept: Mapping[str, Tensor], step: int, settings: Settings, scale: float | None) -> None:
         factor = torch.tensor([scale]) if scale is not None else None
-        run = Run(weight=staged, grad=staged, kept=kept, step=torch.tensor(float(step)))
+        run = Run(weight=weight, grad=grad, kept=kept, step=torch.tensor(float(step)))
         update(self.form, [run], self._wide, settings, scale=factor, skip=None)
 
     def close(self) -> None:

@@ -30,10 +30,17 @@ class Form:
 
     name: str
     kept: Mapping[str, torch.dtype]
+    weight: torch.dtype
+    """Format of the weights that the model computes with, and of their gradients."""
 
     @property
     def nbytes(self) -> int:
         return sum(dtype.itemsize for dtype in self.kept.values())
+
+    @property
+    def scratch(self) -> int:
+        """Elements of fp32 that updating one element needs: its gradient, and its weight where that is not whole."""
+        return 0 if not self.wide else 2 if REST in self.kept else 1
 
     @property
     def wide(self) -> bool:
@@ -43,7 +50,8 @@ class Form:
 
 def form(name: str, weights: torch.dtype) -> Form:
     """A form by its name, beside weights of a format."""
-    return Form(name, {key: weights if dtype == "weight" else getattr(torch, dtype) for key, dtype in KEPT[name].items()})
+    kept = {key: weights if dtype == "weight" else getattr(torch, dtype) for key, dtype in KEPT[name].items()}
+    return Form(name, kept, weights if name == "plain" else torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -70,8 +78,8 @@ class Run:
 
 
 def update(form: Form, runs: Sequence[Run], wide: Tensor, settings: Settings, *, scale: Tensor | None, skip: Tensor | None) -> None:
-    """Update runs. `wide` is scratch of fp32, as long as all runs together; `scale` has one element that gradients are
-    multiplied by, `skip` one that is 1 where nothing may change."""
+    """Update runs. `wide` is scratch of fp32, `Form.scratch` times as long as all runs together; `scale` has one element that
+    gradients are multiplied by, `skip` one that is 1 where nothing may change."""
     if not runs:
         return
     if form.name == "plain":
@@ -90,7 +98,7 @@ def update(form: Form, runs: Sequence[Run], wide: Tensor, settings: Settings, *,
             torch.mul(run.grad, scale, out=grad)
         grads.append(grad)
     if form.name == "split":
-        _split(runs, grads, settings, skip)
+        _split(runs, grads, wide[at:], settings, skip)
         return
     masters = [run.kept[MASTER] for run in runs]
     _adamw(masters, grads, runs, settings, skip)
@@ -112,26 +120,31 @@ def _adamw(weights: list[Tensor], grads: list[Tensor], runs: Sequence[Run], sett
             kept.copy_(moved)
 
 
-def _split(runs: Sequence[Run], grads: list[Tensor], settings: Settings, skip: Tensor | None) -> None:
+def _split(runs: Sequence[Run], grads: list[Tensor], wide: Tensor, settings: Settings, skip: Tensor | None) -> None:
     """fp32 weights put together from bf16 and what rounding cut off, updated and taken apart again."""
-    masters = [joined(run.weight, run.kept[REST]) for run in runs]
+    masters, at = [], 0
+    for run in runs:
+        masters.append(joined(run.weight, run.kept[REST], wide[at : at + run.weight.numel()]))
+        at += run.weight.numel()
     _adamw(masters, grads, runs, settings, skip)
     for run, master in zip(runs, masters, strict=True):
         take_apart(master, run.weight, run.kept[REST])
 
 
-def joined(weight: Tensor, rest: Tensor) -> Tensor:
-    """The fp32 value that was taken apart."""
-    bits = weight.view(torch.int16).to(torch.int32) << 16
-    return (bits + rest).view(torch.float32)
+def joined(weight: Tensor, rest: Tensor, out: Tensor) -> Tensor:
+    """The fp32 values that were taken apart, in `out`."""
+    out.view(torch.int32).copy_(weight.view(torch.int16)).bitwise_left_shift_(16).add_(rest)
+    return out
 
 
 def take_apart(master: Tensor, weight: Tensor, rest: Tensor) -> None:
-    """bf16, ties away from zero, and the difference in units of fp32's last place: nothing is lost.
+    """bf16, ties away from zero, and the difference in units of fp32's last place: nothing is lost but `master`, which is
+    used up.
 
-    Rounding ties to even would lose something: the values half a step below and above an even one round to it both.
+    Rounding ties to even would lose something: the values half a step below and above an even one round to it both. The
+    difference is the lower half of fp32's bits, read as a number with a sign.
     """
-    bits = master.view(torch.int32)
-    high = (bits + 0x8000) >> 16
-    weight.copy_(high.to(torch.int16).view(torch.bfloat16))
-    rest.copy_((bits - (high << 16)).to(torch.int16))
+    low, high = master.view(torch.int16)[0::2], master.view(torch.int16)[1::2]
+    rest.copy_(low)
+    master.view(torch.int32).add_(0x8000)
+    weight.view(torch.int16).copy_(high)

@@ -61,9 +61,13 @@ class Unit:
 
     elements: int = 0
     """Of its arrays; a little more than its parameters have."""
+    streamed: bool = False
+    """Whether its weights are in host memory too, and on the device only while they are used."""
 
 
-def unit(path: str, sizes: Mapping[str, int], tier: str = DEVICE, *, chunk: int = CHUNK, cpu_share: float = 0.0) -> Unit:
+def unit(
+    path: str, sizes: Mapping[str, int], tier: str = DEVICE, *, chunk: int = CHUNK, cpu_share: float = 0.0, streamed: bool = False
+) -> Unit:
     """A unit cut into chunks; of those on the host a share is updated by the CPU, evenly spread."""
     chunk = _aligned(chunk)
     starts, total = {}, 0
@@ -80,7 +84,7 @@ def unit(path: str, sizes: Mapping[str, int], tier: str = DEVICE, *, chunk: int 
             if owed >= 1.0 - 1e-9:
                 engine, owed = CPU, owed - 1.0
         chunks.append(Chunk(begin, elements, tuple(_pieces(sizes, starts, begin, elements)), engine))
-    return Unit(path, dict(sizes), tier, tuple(chunks), starts, total)
+    return Unit(path, dict(sizes), tier, tuple(chunks), starts, total, streamed)
 
 
 def _aligned(elements: int) -> int:

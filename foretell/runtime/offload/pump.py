@@ -2,7 +2,8 @@
 
 Backward leaves the last blocks first and the next forward needs the first blocks first. So units are not put into the
 streams as they come: a thread asks for one at a time, never further ahead than the ring of buffers, and takes of those
-that are ready the one that the model needs first. The model's own thread is left to launch kernels.
+whose gradients the device has computed the one that the model needs first. The model's own thread is left to launch
+kernels, and is far ahead of the device: that it asked for a gradient does not mean that the gradient is there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 
+from foretell.runtime.offload.lanes import Mark, passed
 from foretell.runtime.offload.layout import Unit
 
 
@@ -18,7 +20,7 @@ class Pump:
 
     def __init__(self, start: Callable[[Unit], None], order: Mapping[str, int], *, threaded: bool) -> None:
         self._start, self._order = start, order
-        self._ready: dict[str, Unit] = {}
+        self._ready: dict[str, tuple[Unit, Mark]] = {}
         self._under_way: str | None = None
         self._changed = threading.Condition()
         self._failed: BaseException | None = None
@@ -27,17 +29,17 @@ class Pump:
         if self._thread is not None:
             self._thread.start()
 
-    def offer(self, unit: Unit) -> None:
-        """A unit whose gradients are there."""
+    def offer(self, unit: Unit, ready: Mark = None) -> None:
+        """A unit whose gradients are there, or will be at that mark."""
         with self._changed:
-            self._ready[unit.path] = unit
+            self._ready[unit.path] = (unit, ready)
             self._changed.notify_all()
 
     def wait(self, path: str) -> None:
         """Until a unit that was offered has been started."""
         if self._thread is None:
             if path in self._ready:
-                self._start(self._ready.pop(path))
+                self._start(self._ready.pop(path)[0])
             return
         with self._changed:
             self._changed.wait_for(lambda: self._failed or (path not in self._ready and self._under_way != path))
@@ -50,10 +52,16 @@ class Pump:
                 self._changed.wait_for(lambda: self._ready or self._closed)
                 if not self._ready:
                     return
-                path = min(self._ready, key=self._order.__getitem__)
-                unit = self._ready.pop(path)
-                self._under_way = path
+                there = [path for path, (_, mark) in self._ready.items() if passed(mark)]
+                first = next(iter(self._ready.values()))[1]
+                path = min(there, key=self._order.__getitem__, default="")
+                unit, _ = self._ready.pop(path) if there else (None, None)
+                self._under_way = path if there else None
             try:
+                if unit is None:
+                    assert first is not None
+                    first.synchronize()
+                    continue
                 self._start(unit)
             except BaseException as error:  # raised again where the unit is waited for
                 with self._changed:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -29,25 +30,27 @@ def shared(root: nn.Module, unit_of: Mapping[str, str], paths: Sequence[str]) ->
 class Watch(TorchFunctionMode):
     """Looks at calls while no block is under way; `found` are blocks whose weights they use."""
 
-    def __init__(self, owner: Mapping[int, str]) -> None:
+    def __init__(self, owner: Mapping[int, str], used: Callable[[str], None]) -> None:
         super().__init__()
-        self._owner = owner
+        self._owner, self._used = owner, used
         self.found: set[str] = set()
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") != "__get__":  # shapes and dtypes may be asked for
             for value in pytree.tree_leaves((args, kwargs)):
                 path = self._owner.get(id(value)) if isinstance(value, nn.Parameter) else None
-                if path:
+                if path and path not in self.found:
                     self.found.add(path)
+                    with torch._C.DisableTorchFunction():
+                        self._used(path)
         return func(*args, **(kwargs or {}))
 
 
 class Look:
-    """The first forward of a model, watched outside its blocks."""
+    """The first forward of a model, watched outside its blocks; `used` is told of a block before its weights are used."""
 
-    def __init__(self, owner: Mapping[int, str]) -> None:
-        self.watch: Watch | None = Watch(owner)
+    def __init__(self, owner: Mapping[int, str], used: Callable[[str], None]) -> None:
+        self.watch: Watch | None = Watch(owner, used)
         self._inside = 0
         self._on = False
 

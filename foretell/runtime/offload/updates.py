@@ -1,0 +1,193 @@
+"""How one chunk is updated: on the device where its states are, through the device, or by the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foretell.runtime.offload.cpu import Workers
+from foretell.runtime.offload.forms import Run, Settings, update
+from foretell.runtime.offload.lanes import Lanes, Mark
+from foretell.runtime.offload.layout import CPU, DEVICE, Chunk, Unit
+from foretell.runtime.offload.store import Slot, Store
+
+
+@dataclass
+class Pending:
+    """A unit whose update is under way."""
+
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    """On the device, alive until they are used."""
+    on_host: frozenset[str] = frozenset()
+    """Parameters whose gradients are in host memory."""
+    ready: Mark = None
+    """When the gradients on the device are there."""
+    here: Mark = None
+    """When those in host memory are there."""
+    done: Mark = None
+    """When the device's part of the update is."""
+    chunks: list[Future[Mark]] = field(default_factory=list)
+    """What the CPU still works on."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self.on_host | self.grads.keys()
+
+
+class Updater:
+    """Puts updates into the lanes. `scale`, `skip` and `settings` are those of the step."""
+
+    def __init__(self, store: Store, lanes: Lanes, weights: Mapping[str, Tensor], steps: Mapping[str, Tensor], workers: Workers | None) -> None:
+        self.store, self.lanes, self.weights, self.steps, self.workers = store, lanes, weights, steps, workers
+        self.scale: Tensor | None = None
+        self.skip: Tensor | None = None
+        self.settings = Settings(lr=0.0)
+        self.last: Mark = None
+        """When the last states went down."""
+        self._next = 0
+
+    @torch.no_grad()
+    def start(self, unit: Unit, pending: Pending) -> None:
+        """The part of a unit that the device updates."""
+        lanes, names = self.lanes, pending.names
+        if not names:
+            return
+        with lanes.work.here():
+            lanes.work.wait(pending.ready)
+            steps = [self.steps[name] for name in unit.sizes if name in names]
+            torch._foreach_add_(steps, 1.0)
+            if self.skip is not None:
+                torch._foreach_sub_(steps, self.skip)
+        for chunk in unit.chunks:
+            if chunk.engine == CPU:
+                continue
+            if unit.tier == DEVICE:
+                with lanes.work.here():
+                    self._update(chunk, pending, self.store.there[unit.path, chunk.begin], None)
+            else:
+                self._through(unit, chunk, pending)
+        pending.done = self.last if unit.streamed else lanes.work.mark()
+
+    def _through(self, unit: Unit, chunk: Chunk, pending: Pending) -> None:
+        """A chunk's states come up, are updated and go down."""
+        lanes, slot = self.lanes, self.store.slots[self._next]
+        self._next = (self._next + 1) % len(self.store.slots)
+        key = (unit.path, chunk.begin)
+        there, here = self.store.there[key], slot.cut(chunk.elements)
+        if slot.free is not None:
+            slot.free.synchronize()  # no further ahead: what is needed sooner may become ready
+        with lanes.up.here():
+            for name, tensor in here.items():
+                tensor.copy_(there[name], non_blocking=True)
+            if unit.streamed:
+                self._bring(unit, chunk, pending, slot)
+            come = lanes.up.mark()
+        with lanes.work.here():
+            lanes.work.wait(come)
+            self._update(chunk, pending, here, slot if unit.streamed else None)
+            updated = lanes.work.mark()
+        with lanes.down.here():
+            lanes.down.wait(updated)
+            for name, tensor in here.items():
+                there[name].copy_(tensor, non_blocking=True)
+            if unit.streamed:
+                self.store.weights[unit.path][chunk.begin : chunk.end].copy_(slot.weight[: chunk.elements], non_blocking=True)
+            slot.free = self.last = lanes.down.mark()
+
+    def _bring(self, unit: Unit, chunk: Chunk, pending: Pending, slot: Slot) -> None:
+        """What else a streamed unit's update needs: gradients, and weights unless all of them are written anew."""
+        if pending.on_host:
+            self.lanes.up.wait(pending.here)
+            slot.grad[: chunk.elements].copy_(self.store.grads[unit.path, chunk.begin], non_blocking=True)
+        if self.store.keeps_weights or any(piece.name not in pending.names for piece in chunk.pieces):
+            slot.weight[: chunk.elements].copy_(self.store.weights[unit.path][chunk.begin : chunk.end], non_blocking=True)
+
+    def _update(self, chunk: Chunk, pending: Pending, kept: Mapping[str, Tensor], slot: Slot | None) -> None:
+        runs = []
+        for piece in chunk.pieces:
+            inside, own = slice(piece.at, piece.at + piece.elements), slice(piece.begin, piece.begin + piece.elements)
+            if piece.name in pending.grads:
+                grad = flat(pending.grads[piece.name])[own]
+            elif piece.name in pending.on_host and slot is not None:
+                grad = slot.grad[inside]
+            else:
+                continue
+            weight = self.weights[piece.name][own] if slot is None else slot.weight[inside]
+            states = {name: array[inside] for name, array in kept.items()}
+            runs.append(Run(weight=weight, grad=grad, kept=states, step=self.steps[piece.name]))
+        update(self.store.form, runs, self.store.wide, self.settings, scale=self.scale, skip=self.skip)
+
+    # ------------------------------------------------------------ gradients in host memory
+
+    def stage(self, unit: Unit, grads: Mapping[str, Tensor]) -> Mark:
+        """Bring gradients to the host: of a streamed unit all, else what the CPU updates. The mark says when they are there."""
+        lanes = self.lanes
+        ready = lanes.compute.mark()
+        with lanes.down.here(), torch.no_grad():
+            lanes.down.wait(ready)
+            for chunk, target in self._targets(unit):
+                for piece in chunk.pieces:
+                    if piece.name in grads:
+                        source = flat(grads[piece.name])[piece.begin : piece.begin + piece.elements]
+                        target[piece.at : piece.at + piece.elements].copy_(source, non_blocking=True)
+            return lanes.down.mark()
+
+    def fetch(self, unit: Unit, names: Sequence[str], shapes: Mapping[str, torch.Size], here: Mark) -> dict[str, Tensor]:
+        """Gradients that are in host memory, on the device again: more is to be added to them."""
+        found = {name: torch.empty(shapes[name], dtype=self.store.form.weight, device=self.store.device) for name in names}
+        taken = self.lanes.compute.mark()
+        with self.lanes.up.here(), torch.no_grad():
+            self.lanes.up.wait(here)
+            self.lanes.up.wait(taken)
+            for chunk, source in self._targets(unit):
+                for piece in chunk.pieces:
+                    if piece.name in found:
+                        target = found[piece.name].view(-1)[piece.begin : piece.begin + piece.elements]
+                        target.copy_(source[piece.at : piece.at + piece.elements], non_blocking=True)
+            self.lanes.compute.wait(self.lanes.up.mark())
+        return found
+
+    def _targets(self, unit: Unit) -> list[tuple[Chunk, Tensor]]:
+        found = ((chunk, self.store.grads.get((unit.path, chunk.begin))) for chunk in unit.chunks)
+        return [(chunk, target) for chunk, target in found if target is not None]
+
+    # ------------------------------------------------------------ chunks that the CPU updates
+
+    def by_cpu(self, unit: Unit, pending: Pending, steps: Mapping[str, int]) -> None:
+        """Give the CPU what it updates of a unit, whose gradients go to the host if they are not there."""
+        chunks = [chunk for chunk in unit.chunks if chunk.engine == CPU]
+        if not chunks or not pending.names:
+            return
+        if not pending.on_host and pending.here is None:
+            pending.here = self.stage(unit, pending.grads)
+        pending.chunks = [self._ask(unit, chunk, pending, steps) for chunk in chunks]
+
+    def _ask(self, unit: Unit, chunk: Chunk, pending: Pending, steps: Mapping[str, int]) -> Future[Mark]:
+        assert self.workers is not None
+        key, lane = (unit.path, chunk.begin), self.lanes.fresh
+        weights = self.store.updated[key]
+        pieces = [piece for piece in chunk.pieces if piece.name in pending.names]
+        targets = {} if unit.streamed else {piece.name: self.weights[piece.name] for piece in pieces}
+
+        def arrive() -> Mark:
+            """New weights to the device, unless they come when they are used."""
+            if not targets:
+                return None
+            with lane.here(), torch.no_grad():
+                for piece in pieces:
+                    target = targets[piece.name][piece.begin : piece.begin + piece.elements]
+                    target.copy_(weights[piece.at : piece.at + piece.elements], non_blocking=True)
+                return lane.mark()
+
+        return self.workers.submit(
+            pieces, weights, self.store.grads[key], self.store.there[key], {p.name: steps[p.name] for p in pieces},
+            self.settings, pending.here, arrive,
+        )  # fmt: skip
+
+
+def flat(tensor: Tensor) -> Tensor:
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
