@@ -11,6 +11,7 @@ computed again, the loss in chunks, gradients clipped at norm 1 unless --no-clip
 ways: resident  all on the device (the same weights, master and update)       stream   states in host memory (--form, --cpu-share,
       fsdp2     fully_shard with CPUOffloadPolicy and fused AdamW                       --resident, --weights: what is where)
       ceiling   forward and backward alone, nothing updated                   ds2, ds3 DeepSpeed ZeRO offload (DEEPSPEED_PATH)
+      plain     all on the device, in a loop of one's own
 """
 
 from __future__ import annotations
@@ -112,17 +113,22 @@ def engine(options: argparse.Namespace, way: str, device: Any) -> tuple[Any, dic
     optimizer = Offloaded(named, units, form, device=device, lr=1e-4, slots=options.slots, source=value_of(model, device),
                           hold=int(options.hold * GIB) if options.hold else None)  # fmt: skip
     optimizer.early = options.no_clip
-    optimizer.attach(model)
+    more = [False]
+    optimizer.attach(model, lambda: more[0])
     if device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter() - began
     data = torch.randint(0, options.words, (options.batch, options.tokens), generator=torch.Generator().manual_seed(0)).to(device)
 
     def step() -> Any:
-        loss = model(data, data)
-        skip = (~loss.detach().isfinite()).float()
-        optimizer.expect(skip)
-        loss.backward()
+        for left in reversed(range(options.accumulate)):
+            more[0] = left > 0
+            loss = model(data, data) / options.accumulate
+            skip = (~loss.detach().isfinite()).float()
+            if not left:
+                optimizer.expect(skip)
+            loss.backward()
+        loss = loss * options.accumulate
         if options.no_clip:
             optimizer.begin(None, skip)
             return loss.detach()
@@ -157,6 +163,40 @@ def ceiling(options: argparse.Namespace, device: Any) -> tuple[Any, dict[str, An
     return step, {}
 
 
+def plain(options: argparse.Namespace, device: Any) -> tuple[Any, dict[str, Any]]:
+    """All on the device, written as anybody would: bf16 weights, fp32 master weights in torch's fused AdamW."""
+    import torch
+
+    model = build(options)
+    source = value_of(model, device)
+    pairs = []
+    for name, _ in list(model.named_parameters()):
+        owner, _, own = name.rpartition(".")
+        master = torch.nn.Parameter(source(name))
+        setattr(model.get_submodule(owner), own, torch.nn.Parameter(master.detach().bfloat16()))
+        pairs.append((model.get_parameter(name), master))
+    optimizer = torch.optim.AdamW([master for _, master in pairs], lr=1e-4, weight_decay=1e-2, fused=True)
+    data = torch.randint(0, options.words, (options.batch, options.tokens), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def step() -> Any:
+        loss = model(data, data)
+        loss.backward()
+        if not options.no_clip:
+            norms = torch._foreach_norm([p.grad for p, _ in pairs], 2, dtype=torch.float32)
+            factor = torch.clamp(1.0 / (torch.stack(norms).square().sum().sqrt() + 1e-6), max=1.0)
+        for parameter, master in pairs:
+            master.grad = parameter.grad.float() if options.no_clip else torch.mul(parameter.grad, factor.view(1), out=torch.empty_like(master))
+            parameter.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_([p for p, _ in pairs], [master for _, master in pairs])
+        for _, master in pairs:
+            master.grad = None
+        return loss.detach()
+
+    return step, {}
+
+
 def one(way: str, options: argparse.Namespace) -> dict[str, Any]:
     import resource
 
@@ -172,16 +212,17 @@ def one(way: str, options: argparse.Namespace) -> dict[str, Any]:
 
         run, about = offload_others.WAYS[way](options, device, build(options), value_of)
     else:
-        run, about = ceiling(options, device) if way == "ceiling" else engine(options, way, device)
+        own = {"ceiling": ceiling, "plain": plain}
+        run, about = own[way](options, device) if way in own else engine(options, way, device)
     _, losses = steps(run, 1, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     more, after = steps(run, options.steps, device)
     ordered = sorted(more)
     found = {
-        "cap": options.cap, "batch": options.batch, "clip": not options.no_clip,
+        "cap": options.cap, "batch": options.batch, "accumulate": options.accumulate, "clip": not options.no_clip,
         "way": way, "seconds": ordered[len(ordered) // 2], "all": more, "losses": [*losses, *after],
-        "tokens_a_second": options.batch * options.tokens / ordered[len(ordered) // 2],
+        "tokens_a_second": options.batch * options.accumulate * options.tokens / ordered[len(ordered) // 2],
         "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, **about,
     }  # fmt: skip
     if device.type == "cuda":
@@ -199,6 +240,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=50304)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
     parser.add_argument("--cap", type=float, default=24.0, help="GiB of device memory; 0: all of it (resident, ceiling: always all)")
     parser.add_argument("--resident", type=int, default=0, help="blocks whose states stay on the device")
     parser.add_argument("--weights", type=int, default=0, help="blocks whose weights are in host memory too, from the last on")
@@ -234,7 +276,7 @@ def main() -> None:
            "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # fmt: skip
     for way in options.ways:
         began = time.perf_counter()
-        whole = ["--cap", "0"] if way.partition(":")[0] in ("resident", "ceiling") else []
+        whole = ["--cap", "0"] if way.partition(":")[0] in ("resident", "ceiling", "plain") else []
         try:
             done = subprocess.run(
                 [sys.executable, __file__, "--one", way, *sys.argv[1:], *whole], env=env, capture_output=True, text=True, timeout=options.timeout

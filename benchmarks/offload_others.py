@@ -68,7 +68,8 @@ def deepspeed(stage: int) -> Way:
         if stage == 3:
             zero["offload_param"] = {"device": "cpu", "pin_memory": True}
         config = {
-            "train_micro_batch_size_per_gpu": options.batch, "bf16": {"enabled": True}, "zero_optimization": zero,
+            "train_micro_batch_size_per_gpu": options.batch, "gradient_accumulation_steps": options.accumulate,
+            "bf16": {"enabled": True}, "zero_optimization": zero,
             "gradient_clipping": 0.0 if options.no_clip else 1.0, "zero_force_ds_cpu_optimizer": True,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 1e-2}},
         }  # fmt: skip
@@ -76,9 +77,10 @@ def deepspeed(stage: int) -> Way:
         data = data_of(options, device)
 
         def step() -> Any:
-            loss = engine(data, data)
-            engine.backward(loss)
-            engine.step()
+            for _ in range(options.accumulate):
+                loss = engine(data, data)
+                engine.backward(loss)
+                engine.step()
             return loss.detach()
 
         return step, {"start_seconds": time.perf_counter() - began}

@@ -26,11 +26,14 @@ from torch import Tensor
 
 from foretell.plan.types import Plan
 from foretell.runtime.ranks import Ranks
+from foretell.units import human_bytes
 
 SCHEMA_VERSION = 1
 SKIP_MOST = 5
 """Steps at the start that the summary leaves out: compiling, first allocations, cold caches."""
 STRETCHES = 10
+OWN_CONTEXT = 2 * 2**30
+"""Bytes of a device that a process may hold beside its tensors."""
 CONVENTION = (
     "FLOPs of the model as the plan counts them (2 a multiply-add, causal attention at half, no recomputation) over the "
     "dense peak of the precision on all devices"
@@ -224,6 +227,15 @@ def memory(device: torch.device) -> dict[str, int | None]:
         "reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else None,
         "host_bytes": _host_peak(),
     }
+
+
+def others_words(device: torch.device) -> str:
+    """What other processes hold of the device, in words; empty where that is little or nobody can say."""
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    theirs = total - free - torch.cuda.memory_reserved(device)
+    return f"; {human_bytes(theirs)} of the device is held outside this run" if theirs > OWN_CONTEXT else ""
 
 
 def forget_peaks(device: torch.device) -> None:

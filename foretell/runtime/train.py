@@ -94,7 +94,7 @@ def train(
     except UserError:
         raise  # every rank raises it
     except torch.OutOfMemoryError as error:
-        why = f"rank {ranks.rank} ran out of device memory: {str(error).splitlines()[0]}"
+        why = f"rank {ranks.rank} ran out of device memory: {str(error).splitlines()[0]}{measure.others_words(ranks.device)}"
         watch.publish(why)
         said = plan.predicted.get("memory_bytes")
         known = f"; the plan predicted {human_bytes(said)}" if said else ""

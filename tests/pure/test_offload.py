@@ -338,3 +338,13 @@ def test_a_failure_of_the_pump_is_told_where_it_is_waited_for() -> None:
     with pytest.raises(RuntimeError, match="updating weights failed") as caught:
         pump.wait("b")
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_running_out_of_memory_in_the_pump_is_told_as_that() -> None:
+    def start(unit: layout.Unit) -> None:
+        raise torch.OutOfMemoryError("no more room")
+
+    pump = Pump(start, {"b": 0}, threaded=True)
+    pump.offer(layout.unit("b", {"p": 1}))
+    with pytest.raises(torch.OutOfMemoryError, match="no more room"):
+        pump.wait("b")

@@ -11,6 +11,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 
+from foretell.errors import UserError
+import torch
+
+from foretell.errors import ForetellError
 from foretell.runtime.offload.lanes import Mark, passed
 from foretell.runtime.offload.layout import Unit
 
@@ -43,6 +47,10 @@ class Pump:
             return
         with self._changed:
             self._changed.wait_for(lambda: self._failed or (path not in self._ready and self._under_way != path))
+        if isinstance(self._failed, UserError):  # such as of a full disk, in words that say what to do
+            raise self._failed
+        if isinstance(self._failed, ForetellError | torch.OutOfMemoryError):
+            raise self._failed
         if self._failed is not None:
             raise RuntimeError("updating weights failed") from self._failed
 
@@ -73,8 +81,10 @@ class Pump:
                 self._changed.notify_all()
 
     def close(self) -> None:
+        """What was offered and not begun stays undone."""
         with self._changed:
             self._closed = True
+            self._ready.clear()
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
