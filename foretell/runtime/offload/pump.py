@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 
-from foretell.errors import UserError
 import torch
 
 from foretell.errors import ForetellError
@@ -47,10 +46,8 @@ class Pump:
             return
         with self._changed:
             self._changed.wait_for(lambda: self._failed or (path not in self._ready and self._under_way != path))
-        if isinstance(self._failed, UserError):  # such as of a full disk, in words that say what to do
-            raise self._failed
         if isinstance(self._failed, ForetellError | torch.OutOfMemoryError):
-            raise self._failed
+            raise self._failed  # such as of a full disk, in words that say what to do
         if self._failed is not None:
             raise RuntimeError("updating weights failed") from self._failed
 
