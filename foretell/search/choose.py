@@ -15,13 +15,13 @@ tokens (or samples) a second; of plans within one percent of it the simplest is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foretell.cost.plan import KEEP, Options, PlanCost, predict_plan
 from foretell.cost.plan_blocks import blocks_of
-from foretell.cost.prediction import FITS, TIGHT, Infeasible
+from foretell.cost.prediction import TIGHT, Infeasible
 from foretell.cost.sharded import block_of
 from foretell.cost.whole import sequence_length
 from foretell.errors import UserError
@@ -29,24 +29,29 @@ from foretell.hardware.types import Cluster
 from foretell.plan import legal
 from foretell.plan.blocks import compress, cuts_by_cost
 from foretell.plan.recipe import model_of
-from foretell.plan.types import Mesh, Pipeline, Plan, Residency
+from foretell.plan.types import MASTER, Mesh, Pipeline, Plan, Residency
+from foretell.search.choice import ALIKE, explained, kind_of
+from foretell.search.choice import Candidate as Candidate
+from foretell.search.choice import Choice as Choice
+from foretell.search.choice import told as told
+from foretell.search.choice import why_slower as why_slower
+from foretell.search.costing import Progress, Question
 from foretell.search.find import Finalist, Found, Unsuited, find
 from foretell.search.law import Advice, advice
 from foretell.search.law import check as check_law
+from foretell.search.moved import or_moved, spilled
 from foretell.search.space_wishes import Wishes as Wishes
 from foretell.search.space_wishes import check as check_wishes
 from foretell.search.traces import Traces
 from foretell.trace.load import Source
 from foretell.trace.load import check as check_source
 from foretell.trace.types import Trace
-from foretell.units import human_bytes
 
 LIMIT = 50
 """Plans that are costed."""
 LARGEST_MICRO_BATCH = 512
-ALIKE, ALIKE_ON_CPU = 0.01, 0.05
-"""Plans whose speeds are within this share of each other count as alike, and the simplest is taken. A CPU's speed comes
-and goes by more than one percent."""
+ALIKE_ON_CPU = 0.05
+"""A CPU's speed comes and goes by more than one percent."""
 WAITS = 0.1
 """Share of the step that data parallelism may wait for its messages before other axes are tried."""
 FILL = 4
@@ -56,51 +61,6 @@ WORTH = 0.03
 LESS_IF_TIGHT = 0.03
 """A plan that may run out of memory must be this much faster to be preferred."""
 MODES = ("keep", "selective", "recompute")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A plan that was considered."""
-
-    plan: Plan
-    cost: PlanCost | None = None
-    """None where it is not legal or was ruled out before."""
-    why: str = ""
-    """Why it is not the best."""
-
-    @property
-    def fits(self) -> bool:
-        if self.cost is None:
-            return self.plan.predicted.get("verdict") in (FITS, TIGHT)
-        return self.cost.fits
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The best plan and those that lost."""
-
-    best: Candidate | None
-    runners_up: tuple[Candidate, ...] = ()
-    """That fit, the fastest first; one for each mesh, residency and way to compile."""
-    dropped: tuple[Candidate, ...] = ()
-    """That do not fit, or are not legal."""
-    infeasible: Infeasible | None = None
-    """Why nothing fits: of the plan that comes nearest."""
-    costed: int = 0
-    notes: tuple[str, ...] = ()
-    found: Found | None = None
-    """What the search found besides: the front, what binds, what other hardware would change."""
-    law: Advice | None = None
-    """What the Step Law says of the run, where its tokens are known."""
-
-    @property
-    def plan(self) -> Plan:
-        if self.best is None:
-            raise UserError("no plan fits", "give more or larger devices, a shorter sequence, or bf16 weights")
-        return self.best.plan
-
-
-Progress = Callable[[str], None]
 
 
 def choose(
@@ -123,12 +83,18 @@ def choose(
     how = options or Options()
     how = replace(how, profile_of=functools.cache(how.profile_of))
     remarks: tuple[str, ...] = ()
+    question = Question(source, cluster, hardware, asked, how, traces, progress)
+    if asked.precision == MASTER:
+        if by_law:
+            raise UserError(f"--step-law is not taken with --precision {MASTER}", "give --global-batch")
+        return spilled(question)
     if not on_cpu:
         try:
-            return as_choice(find(
+            found = as_choice(find(
                 source, cluster, hardware, asked, options=how, progress=progress, exact=exact, what_if=what_if,
                 patience=patience, traces=traces, by_law=by_law,
             ))  # fmt: skip
+            return found if found.best is not None else or_moved(found, question)
         except Unsuited as error:
             remarks = (f"plans were tried one by one: {error}",)
     for axis in ("cp", "ep"):
@@ -169,14 +135,7 @@ def as_choice(found: Found) -> Choice:
 
 
 @dataclass
-class _Search:
-    source: Source
-    cluster: Cluster
-    hardware: str
-    wishes: Wishes
-    options: Options
-    traces: Traces
-    progress: Progress
+class _Search(Question):
     found: list[Candidate] = field(default_factory=list)
     costed: int = 0
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -386,7 +345,7 @@ class _Search:
 
     def choice(self) -> Choice:
         fitting = sorted((one for one in self.found if one.fits), key=_speed, reverse=True)
-        dropped = tuple(_explained(one) for one in self.found if not one.fits)
+        dropped = tuple(explained(one) for one in self.found if not one.fits)
         notes = (*self.traces.notes, *self.remarks)
         if not fitting:
             return Choice(best=None, dropped=dropped, infeasible=self._nearest(), costed=self.costed, notes=notes)
@@ -395,8 +354,8 @@ class _Search:
         losers: dict[Any, Candidate] = {}
         for one in fitting:
             if one is not best:
-                losers.setdefault(_kind(one.plan), replace(one, why=why_slower(best, one)))
-        losers.pop(_kind(best.plan), None)
+                losers.setdefault(kind_of(one.plan), replace(one, why=why_slower(best, one)))
+        losers.pop(kind_of(best.plan), None)
         return Choice(best=best, runners_up=tuple(losers.values()), dropped=dropped, costed=self.costed, notes=notes)
 
     def _nearest(self) -> Infeasible | None:
@@ -433,65 +392,3 @@ def _effort(one: Candidate) -> tuple[Any, ...]:
     mesh, plan = one.plan.mesh, one.plan
     axes = sum(degree > 1 for degree in (mesh.dp_replicate, mesh.dp_shard, mesh.tp, mesh.pp))
     return mesh.world, axes, plan.compile != "none", bool(plan.blocks), plan.reshard is not True, plan.accumulate, plan.micro_batch
-
-
-def _kind(plan: Plan) -> Any:
-    modes = tuple(sorted({residency.mode for residency in plan.blocks.values()}))
-    return plan.mesh, modes, plan.compile, plan.reshard
-
-
-def _explained(one: Candidate) -> Candidate:
-    if one.why or one.cost is None:
-        return one
-    memory = one.cost.worst.memory
-    category, held = next(iter(memory.categories.items()), ("tensors", memory.allocated_bytes))
-    short = human_bytes(-memory.margin_bytes)
-    return replace(one, why=f"{short} short on each device; {category} hold {human_bytes(held)}")
-
-
-# ---------------------------------------------------------------------- words
-
-
-def told(plan: Plan) -> str:
-    """A plan in a few words."""
-    mesh = plan.mesh
-    axes = [f"{axis} {getattr(mesh, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "tp") if getattr(mesh, axis) > 1]
-    words = [" × ".join(axes) or "one device", f"micro-batch {plan.micro_batch}"]
-    words += [f"accumulate {plan.accumulate}"] if plan.accumulate > 1 else []
-    modes = sorted({residency.mode for residency in plan.blocks.values() if residency.mode != "keep"})
-    words += [{"recompute": "recompute all blocks", "selective": "recompute selectively"}.get(mode, mode) for mode in modes]
-    words += [f"{plan.pipeline.stages} stages, {plan.pipeline.schedule}"] if plan.pipeline else []
-    words += [f"compile {plan.compile}"] if plan.compile != "none" else []
-    words += ["parameters kept after forward"] if plan.reshard is False and mesh.dp_shard > 1 else []
-    return ", ".join(words)
-
-
-_REASONS = {
-    "communication": "waits for communication", "waiting_for_host": "waits for the host", "gemm": "products take longer",
-    "memory": "moves more bytes", "attention": "attention takes longer", "recompute": "computes blocks twice",
-    "bubble": "ranks wait for each other", "waiting_for_ranks": "ranks wait for each other",
-}  # fmt: skip
-
-
-def why_slower(best: Candidate, other: Candidate) -> str:
-    """Where a plan loses against the best, per token."""
-    if best.cost is None or other.cost is None or best.cost.time is None or other.cost.time is None:
-        return ""
-    ours, theirs = best.cost.per_second or 1.0, other.cost.per_second or 1.0
-    slower = 1 - theirs / ours
-    if slower < ALIKE / 2:
-        return "as fast, and more to it" if other.cost.verdict != TIGHT else "as fast, and memory is tight"
-    parts: dict[str, float] = {}
-    for name in (*other.cost.time.breakdown, "recompute"):
-        parts[name] = _per_token(other.cost, name) - _per_token(best.cost, name)
-    parts["bubble"] = other.cost.bubble / theirs - best.cost.bubble / ours
-    name = max(parts, key=lambda key: parts[key])
-    return f"{slower:.0%} slower: {_REASONS.get(name, name)}"
-
-
-def _per_token(cost: PlanCost, name: str) -> float:
-    assert cost.time is not None
-    if name == "recompute":
-        return cost.time.phases.get("recompute", 0.0) / cost.per_step
-    return cost.time.breakdown.get(name, 0.0) / cost.per_step
-

@@ -49,8 +49,8 @@ class Unsuited(Exception):
 
 
 @dataclass
-class Costing:
-    """One question, and what costing plans for it needs."""
+class Question:
+    """What is asked, and with what any way to search answers it."""
 
     source: Source
     cluster: Cluster
@@ -59,6 +59,12 @@ class Costing:
     options: Options
     traces: Traces
     progress: Progress
+
+
+@dataclass
+class Costing(Question):
+    """One question, and what costing plans for it needs."""
+
     exact: bool | None = None
     by_law: bool = False
     pricers: dict[object, MixedPricer] = field(default_factory=dict)

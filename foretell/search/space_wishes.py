@@ -9,7 +9,7 @@ from math import prod
 from foretell.errors import UserError, near_names
 from foretell.hardware.types import Cluster
 from foretell.plan.legal import stages_allowed
-from foretell.plan.types import AXES, COMPILES, PRECISIONS, SCHEDULES, Mesh
+from foretell.plan.types import AXES, COMPILES, FORMATS, MASTER, PRECISIONS, SCHEDULES, Mesh
 
 OBJECTIVES = {
     "throughput": "most tokens (or samples) a second",
@@ -52,6 +52,14 @@ class Wishes:
     """For the whole run."""
     budget: float | None = None
     """Dollars for the whole run."""
+    hbm: int | None = None
+    """Bytes of each device that plans may use, where that is less than it has."""
+    host: int | None = None
+    """Bytes of host memory that plans may use; None: what the host is known to have, less a reserve."""
+    disk: int = 0
+    """Bytes on the disk that plans may use."""
+    state_format: str | None = None
+    """Of optimizer states, with bf16-master; None: fp32."""
 
     @property
     def any_size(self) -> bool:
@@ -73,7 +81,8 @@ def check(wishes: Wishes, cluster: Cluster | None = None, blocks: int | None = N
 
 def _names(wishes: Wishes) -> None:
     for what, value, known in (
-        ("objective", wishes.objective, OBJECTIVES), ("precision", wishes.precision, PRECISIONS),
+        ("objective", wishes.objective, OBJECTIVES), ("precision", wishes.precision, (*PRECISIONS, MASTER)),
+        ("state-format", wishes.state_format, FORMATS),
         ("schedule", wishes.schedule, SCHEDULES), *(("compile", way, COMPILES) for way in wishes.compile),
     ):  # fmt: skip
         if value is not None and value not in known:
@@ -98,7 +107,11 @@ def _amounts(wishes: Wishes) -> None:
 
 
 def _whole_run(wishes: Wishes) -> None:
+    if wishes.state_format not in (None, "fp32") and wishes.precision != MASTER:
+        raise UserError(f"--state-format {wishes.state_format} is for bf16 weights with a master", f"add --precision {MASTER}")
     for what, amount in (("deadline", wishes.deadline_seconds), ("budget", wishes.budget)):
+        if amount is not None and wishes.precision == MASTER:
+            raise UserError(f"--{what} is not searched for with --precision {MASTER}", f"leave --{what} out")
         if amount is not None and wishes.tokens is None:
             raise UserError(f"--{what} is given without the length of the run", "add --tokens, such as --tokens 1e12")
     if wishes.objective == "latency" and wishes.global_batch is None:
@@ -132,6 +145,9 @@ def _degrees(wishes: Wishes) -> None:
 
 
 def _hardware(wishes: Wishes, cluster: Cluster) -> None:
+    if wishes.precision == MASTER and (cluster.device.backend == "cpu" or cluster.count > 1):
+        found = "a CPU" if cluster.device.backend == "cpu" else f"{cluster.count} devices"
+        raise UserError(f"--precision {MASTER} is planned for one GPU, and --on is {found}", "one GPU, or bf16-mixed")
     if cluster.device.backend == "cpu":
         return
     count, degrees = cluster.count, {axis: n for axis, n in wishes.fixed.items() if axis != "ep"}

@@ -6,10 +6,7 @@ are held to 1e-4.
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -25,13 +22,12 @@ from foretell.plan.types import Mesh, Pipeline, Plan, Residency
 from foretell.runtime import verify
 from foretell.runtime.apply import apply
 from foretell.runtime.context import prepare
-from foretell.runtime.pool import World
 from foretell.runtime.ranks import start
 from foretell.trace.dataflow import record
 from foretell.trace.load import Source, load
 from foretell.trace.step import Workload
+from tests.cpu_dist.beside_one import Case, Ranks, check
 
-Ranks = Callable[[int], World]
 TEXT = {"layers": 2, "dim": 32, "heads": 4, "vocab_size": 64, "context": 16}
 QWEN = {
     "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -46,20 +42,6 @@ MODELS = {
 }
 PIPED = {"pipeline": Pipeline(schedule="1f1b", cuts=("blocks.1",)), "accumulate": 2}
 AGAIN = {"blocks": {"model.layers.*": Residency(mode="recompute")}}
-
-
-@dataclass(frozen=True)
-class Case:
-    model: str
-    mesh: Mesh
-    more: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def plan(self) -> Plan:
-        usual = {"model": {}, "hardware": "auto", "micro_batch": 2, "precision": "fp32", "clip": 0.1}
-        return Plan(**{**usual, **self.more}, mesh=self.mesh)
-
-
 CASES = {
     "learned positions, four": Case("gpt", Mesh(cp=4)),
     "both ways, masked": Case("bert", Mesh(cp=2)),
@@ -72,15 +54,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_shared_positions_compute_what_one_process_computes(name: str, ranks: Ranks) -> None:
-    case = CASES[name]
-    if case.model == "hf" and importlib.util.find_spec("transformers") is None:
-        pytest.skip("needs transformers")
-    source, plan = MODELS[case.model], case.plan
-    known = ranks(1).run(verify.reference_rank, source, plan)[0]
-    found = verify.merge(ranks(plan.mesh.world).run(verify.run_rank, source, plan))
-    bounds = ranks(1).run(verify.bounds_rank, source, plan, known)[0]
-    difference = verify.compare(known, found, bounds)
-    assert known.losses[-1] < known.losses[0] and difference.good, difference
+    check(CASES[name], MODELS, ranks)
 
 
 # ---------------------------------------------------------------- what is sent

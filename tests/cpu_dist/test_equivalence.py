@@ -98,6 +98,9 @@ CASES = [
     case("bf16, pipeline, replicas", "llama", Mesh(pp=2, dp_replicate=2), schedule="1f1b", precision="bf16", **BOTH),
 ]  # fmt: skip
 
+LONG = {"all four on sixteen", "vit, tensor, hybrid", "llama, tensor, shards", "bf16-mixed, tensor, pipeline"}
+"""Marked slow: the others cover every pair of axes without them."""
+
 AXES: dict[str, Callable[[Plan], bool]] = {
     "data replicate": lambda plan: plan.mesh.dp_replicate > 1,
     "data shard": lambda plan: plan.mesh.dp_shard > 1,
@@ -114,13 +117,13 @@ AXES: dict[str, Callable[[Plan], bool]] = {
 def test_the_cases_cover_every_pair_of_axes() -> None:
     """In fp32 where precision is not one of the two: bf16's bound is too wide to find a wrong sum."""
     assert len(CASES) <= 24 and len({case.name for case in CASES}) == len(CASES)
-    on = [{axis for axis, used in AXES.items() if used(case.plan)} for case in CASES]
+    on = [{axis for axis, used in AXES.items() if used(case.plan)} for case in CASES if case.name not in LONG]
     for pair in itertools.combinations(AXES, 2):
         strict = [axes for axes in on if "precision" in pair or "precision" not in axes]
         assert any(set(pair) <= axes for axes in strict), pair
     worlds = sorted(case.plan.mesh.world for case in CASES)
     assert worlds[-1] == 16 and worlds[-2] == 8
-    assert {case.model for case in CASES} == set(MODELS)
+    assert {case.model for case in CASES if case.name not in LONG} == set(MODELS) and len(on) == len(CASES) - len(LONG)
     assert {"1f1b", "gpipe", "interleaved-1f1b", "zero-bubble-v"} <= {
         plan.pipeline.schedule for plan in (case.plan for case in CASES) if plan.pipeline
     }
@@ -167,7 +170,9 @@ def reference(ranks: Callable[[int], World]) -> Callable[[Case], verify.Run]:
     return of
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name in LONG else ()) for case in CASES]
+)
 def test_a_plan_computes_what_one_process_computes(
     case: Case, ranks: Callable[[int], World], reference: Callable[[Case], verify.Run]
 ) -> None:

@@ -6,9 +6,6 @@ are held to 1e-4.
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -20,12 +17,12 @@ from foretell.errors import UserError
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency
 from foretell.runtime import expert, verify
 from foretell.runtime.apply import apply
-from foretell.runtime.pool import RankFailure, World
+from foretell.runtime.pool import RankFailure
 from foretell.runtime.ranks import start
 from foretell.trace.load import Source
 from foretell.trace.step import Workload
+from tests.cpu_dist.beside_one import Case, Ranks, check
 
-Ranks = Callable[[int], World]
 SMALL = {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab_size": 64, "context": 16, "experts": 4}
 HF = {
     "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -37,20 +34,6 @@ MODELS = {
 }
 AGAIN = {"blocks": {"blocks.*": Residency(mode="recompute")}, "accumulate": 2}
 PIPED = {"pipeline": Pipeline(schedule="1f1b", cuts=("blocks.1",)), "accumulate": 2}
-
-
-@dataclass(frozen=True)
-class Case:
-    model: str
-    mesh: Mesh
-    more: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def plan(self) -> Plan:
-        usual = {"model": {}, "hardware": "auto", "micro_batch": 2, "precision": "fp32", "clip": 0.1}
-        return Plan(**{**usual, **self.more}, mesh=self.mesh)
-
-
 CASES = {
     "replicas, computed again": Case("mixtral", Mesh(dp_replicate=2, dp_shard=2, ep=2), AGAIN),
     "pipeline, bf16-mixed": Case("mixtral", Mesh(pp=2, dp_shard=2, ep=2), {**PIPED, "precision": "bf16-mixed"}),
@@ -61,15 +44,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_spread_experts_compute_what_one_process_computes(name: str, ranks: Ranks) -> None:
-    case = CASES[name]
-    if case.model == "hf" and importlib.util.find_spec("transformers") is None:
-        pytest.skip("needs transformers")
-    source, plan = MODELS[case.model], case.plan
-    known = ranks(1).run(verify.reference_rank, source, plan)[0]
-    found = verify.merge(ranks(plan.mesh.world).run(verify.run_rank, source, plan))
-    bounds = ranks(1).run(verify.bounds_rank, source, plan, known)[0]
-    difference = verify.compare(known, found, bounds)
-    assert known.losses[-1] < known.losses[0] and difference.good, difference
+    check(CASES[name], MODELS, ranks)
 
 
 # ---------------------------------------------------------------- routing that is fixed

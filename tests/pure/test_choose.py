@@ -26,14 +26,11 @@ from foretell.trace.load import Source, load
 from foretell.trace.types import Trace
 
 OPTIONS = Options(profile_of=functools.cache(find_profile))
+MADE: dict[Any, Trace] = {}
 
 
 class Here(Traces):
     """Traces made in this process: the models are the project's own."""
-
-    @functools.cached_property
-    def made(self) -> dict[Any, Trace]:
-        return {}
 
     def of(self, plan: Plan, modes: Iterable[str]) -> dict[str, Trace]:
         return {mode: self._made(plan, mode) for mode in modes}
@@ -45,11 +42,11 @@ class Here(Traces):
         if plan.mesh.tp > 1:
             raise UserError("not here", "")
         recipe = replace(recipe_of(plan, mode), accumulate=1, compile="none", shards=1)
-        key = (recipe, plan.micro_batch)
-        if key not in self.made:
-            self.made[key] = capture(lambda: load(source_of(plan)), recipe, capability=self.capability)
-            self.facts = Facts({"weight": ((2, 2), "float32")}, ())
-        return self.made[key]
+        key = (recipe, plan.model["model"], plan.model.get("seq"), plan.micro_batch, self.capability)
+        if key not in MADE:
+            MADE[key] = capture(lambda: load(source_of(plan)), recipe, capability=self.capability)
+        self.facts = Facts({"weight": ((2, 2), "float32")}, ())
+        return MADE[key]
 
 
 def search(model: str, hardware: str, *, cluster: Cluster | None = None, **wishes: Any) -> _Search:

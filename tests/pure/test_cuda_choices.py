@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,8 @@ from foretell.trace.recipe import Recipe
 from foretell.trace.types import Trace
 
 GOLDEN = sorted((Path(__file__).parents[1] / "data" / "oplists").glob("*.json.gz"))
-SLOW = {"ssm-bf16-autocast", "dit-fp32", "convnext-fp32"}
-"""Recorded and equal as well, left out of every run for their time."""
+SLOW = {"ssm-bf16-autocast", "dit-fp32", "convnext-fp32", "tnt-fp32", "t5-fp32", "raftmlp-fp32"}
+"""Long, and all but the first in bf16 too."""
 H200 = Sizes((9, 0), 32 << 20)
 
 RESERVED_BOUND = {"tnt-bf16-autocast": 0.13}
@@ -61,7 +62,12 @@ def test_golden_data_is_there() -> None:
     assert len({read(path)["model"] for path in GOLDEN}) >= 15
 
 
-@pytest.mark.parametrize("path", [p for p in GOLDEN if p.name[: -len(".json.gz")] not in SLOW], ids=lambda p: p.name[:-8])
+def cases() -> list[Any]:
+    names = [(path, path.name.removesuffix(".json.gz")) for path in GOLDEN]
+    return [pytest.param(path, id=name, marks=pytest.mark.slow if name in SLOW else ()) for path, name in names]
+
+
+@pytest.mark.parametrize("path", cases())
 def test_step_equals_the_recorded_cuda_step(path: Path) -> None:
     golden = read(path)
     trace = traced(golden)

@@ -12,9 +12,12 @@ from foretell.cost.plan import Options, PlanCost, predict_plan
 from foretell.cost.plan_time import fabrics_for, fabrics_of, talk_over
 from foretell.hardware import find, parse
 from foretell.hardware.profile import find_profile
+from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Mesh, Pipeline, Plan
-from foretell.search.traces import Traces
-from foretell.trace.types import Op, Ref, TensorSpec
+from foretell.trace.capture import capture
+from foretell.trace.load import Source, load
+from foretell.trace.recipe import Recipe
+from foretell.trace.types import Op, Ref, TensorSpec, Trace
 
 MIB = 2**20
 
@@ -93,6 +96,16 @@ def test_shards_beside_tensor_parallel_ranks_are_gathered_again_among_neighbours
 # ---------------------------------------------------------------- unlike devices in the cost of a plan
 
 
+TRACES: dict[Recipe, Trace] = {}
+
+
+def traced(source: Source, recipe: Recipe) -> Trace:
+    """A step of the one model that is costed below."""
+    if recipe not in TRACES:
+        TRACES[recipe] = capture(lambda: load(source), recipe, capability=(9, 0))
+    return TRACES[recipe]
+
+
 @functools.cache
 def costed(hardware: str, mesh: Mesh, placement: tuple[int, ...] = ()) -> PlanCost:
     pipeline = Pipeline(cuts=("blocks.1",)) if mesh.pp > 1 else None
@@ -100,8 +113,8 @@ def costed(hardware: str, mesh: Mesh, placement: tuple[int, ...] = ()) -> PlanCo
         model={"model": "gpt-tiny", "overrides": {"layers": 4, "dim": 512, "heads": 8}, "seq": 128}, hardware=hardware,
         mesh=mesh, pipeline=pipeline, micro_batch=4, accumulate=4, placement=placement,
     )  # fmt: skip
-    trace = Traces(capability=(9, 0)).of(asked, ["keep"])
-    return predict_plan(trace, asked, parse(hardware), Options(profile_of=find_profile))
+    recipe = replace(recipe_of(asked, "keep"), accumulate=1, shards=1)
+    return predict_plan(traced(source_of(asked), recipe), asked, parse(hardware), Options(profile_of=find_profile))
 
 
 def busy(hardware: str, mesh: Mesh, placement: tuple[int, ...] = ()) -> list[float]:

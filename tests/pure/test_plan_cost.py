@@ -6,6 +6,7 @@ messages of its second step. Where a figure below is not exact the test says by 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -45,6 +46,11 @@ NORMS = 1024
 """The same of an update: one norm for each parameter, of this rank or of all."""
 
 
+recorded = functools.cache(capture)
+"""A trace that several tests take: each is made once."""
+
+
+@functools.cache
 def workload(name: str, micro_batch: int = 2, **changes: Any) -> Callable[[], Workload]:
     entry = zoo.get(name)
     module = zoo.load(entry)
@@ -62,7 +68,7 @@ def plan(name: str = "gpt-tiny", **changes: Any) -> Plan:
 
 def traced(build: Callable[[], Workload], asked: Plan, mode: str = "keep") -> types.Trace:
     """As this CPU runs it: that is what `dry.run` does."""
-    return capture(build, replace(recipe_of(asked, mode), accumulate=1, compile="none"), capability=None)
+    return recorded(build, replace(recipe_of(asked, mode), accumulate=1, compile="none", shards=1), capability=None)
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,7 @@ def mixed(name: str, recipe: Recipe, modes: Mapping[str, str]) -> types.Trace:
 def test_blocks_of_different_residency_need_what_their_own_trace_says(name: str, precision: str) -> None:
     recipe = Recipe(precision=precision)
     whole = {
-        mode: capture(workload(name), replace(recipe, recompute=how))
+        mode: recorded(workload(name), replace(recipe, recompute=how))
         for mode, how in (("keep", "none"), ("recompute", "full"), ("selective", "selective"))
     }
     for pattern in (("keep", "recompute"), ("selective", "recompute", "keep")):
@@ -146,18 +152,18 @@ def test_blocks_of_different_residency_need_what_their_own_trace_says(name: str,
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "vit-tiny", "mixtral-tiny"])
 def test_later_micro_batches_add_to_the_gradients_as_traced_ones_do(name: str) -> None:
-    derived = repeated(capture(workload(name, 1), Recipe(recompute="full")), 3)
-    truth = repeated(capture(workload(name, 1), Recipe(recompute="full", accumulate=3)), 3)
+    derived = repeated(recorded(workload(name, 1), Recipe(recompute="full")), 3)
+    truth = repeated(recorded(workload(name, 1), Recipe(recompute="full", accumulate=3)), 3)
     assert peak_live(derived, RUNS) == peak_live(truth, RUNS)
     inputs = [storage.nbytes for storage in truth.storages.values() if storage.role == types.INPUT]
-    once = capture(workload(name, 1), Recipe(recompute="full", accumulate=3))
+    once = recorded(workload(name, 1), Recipe(recompute="full", accumulate=3))
     added = sum(inputs) - sum(s.nbytes for s in once.storages.values() if s.role == types.INPUT)
     assert peak_live(truth, RUNS) == peak_live(once, RUNS) + added  # all micro-batches are there from the start
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "t5-tiny", "resnet-tiny", "mixtral-tiny"])
 def test_a_micro_batch_of_twelve_follows_from_two_and_four(name: str) -> None:
-    two, four, twelve = (capture(workload(name, size), Recipe()) for size in (2, 4, 12))
+    two, four, twelve = (recorded(workload(name, size), Recipe()) for size in (2, 4, 12))
     said = rebatch(two, four, (2, 4), 12)
     assert said.programs == twelve.programs and said.meta["batch"] == twelve.meta["batch"]
     assert {n: s.nbytes for n, s in said.storages.items()} == {n: s.nbytes for n, s in twelve.storages.items()}
@@ -165,7 +171,7 @@ def test_a_micro_batch_of_twelve_follows_from_two_and_four(name: str) -> None:
 
 def test_traces_of_other_models_are_not_put_together() -> None:
     with pytest.raises(Unlike):
-        rebatch(capture(workload("gpt-tiny", 2), Recipe()), capture(workload("llama-tiny", 4), Recipe()), (2, 4), 8)
+        rebatch(recorded(workload("gpt-tiny", 2), Recipe()), recorded(workload("llama-tiny", 4), Recipe()), (2, 4), 8)
 
 
 # ------------------------------------------------------------------ data parallelism
@@ -380,7 +386,7 @@ def test_a_sequence_that_is_split_crosses_whole() -> None:
 def cost(asked: Plan, hardware: str, modes: Sequence[str] = ("keep",)) -> Any:
     build = workload(str(asked.model["model"]), asked.micro_batch)
     traces = {
-        mode: capture(build, replace(recipe_of(asked, mode), accumulate=1, compile="none")) for mode in modes
+        mode: recorded(build, replace(recipe_of(asked, mode), accumulate=1, compile="none")) for mode in modes
     }
     return predict_plan(traces, asked, parse(hardware), Options(profile_of=find_profile))
 
@@ -401,7 +407,7 @@ def test_one_device_says_what_fit_says() -> None:
     from foretell.api import predict
 
     recipe = Recipe(clip=1.0)
-    trace = capture(workload("gpt-tiny", 4), recipe)
+    trace = recorded(workload("gpt-tiny", 4), recipe)
     answer = predict(trace, recipe, parse("H200"), {"micro_batch": 4})
     found = cost(plan(micro_batch=4), "H200")
     assert found.worst.memory.device_bytes == answer.memory.device_bytes

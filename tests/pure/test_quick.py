@@ -74,6 +74,7 @@ def layout(mesh: Mesh, micro_batch: int = 4, accumulate: int = 1, mode: str = "k
     return Layout(mesh=mesh, micro_batch=micro_batch, accumulate=accumulate, modes=(mode,) * 6, **more)
 
 
+@functools.cache
 def both(name: str, asked: Layout, hardware: str) -> tuple[Quick, PlanCost]:
     asked = replace(asked, modes=asked.modes[: LAYERS[name]])
     known = sheet(name, hardware)

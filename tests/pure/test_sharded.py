@@ -214,7 +214,8 @@ def compare(
     [("gpt-tiny", {"layers": 2}), ("llama-tiny", {"layers": 2}), ("bert-tiny", {}), ("vit-tiny", {"depth": 2})],
 )
 def test_every_byte_is_that_of_fsdp2(name: str, depth: dict[str, int]) -> None:
-    compare(workload(name, 2, **depth), Recipe(), (2, 4, 8, 64))
+    """On ranks whose shares are even, and on more than some tensors have rows."""
+    compare(workload(name, 2, **depth), Recipe(), (2, 64))
 
 
 @pytest.mark.parametrize("name", ["t5-tiny", "mixtral-tiny", "unet-tiny"])

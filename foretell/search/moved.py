@@ -1,0 +1,46 @@
+"""Plans for one device with states, weights or activations elsewhere, as callers of `choose` know them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from foretell.search.caps import host_of, unknown_host
+from foretell.search.choice import Candidate, Choice, explained, kind_of, why_slower
+from foretell.search.costing import Question
+from foretell.search.spill import spill
+from foretell.search.spill_words import helps, lines
+
+
+def or_moved(found: Choice, question: Question) -> Choice:
+    """Where nothing fits on one device: with states in host memory, if they may be moved and there is room."""
+    wishes, cluster = question.wishes, question.cluster
+    limited = wishes.deadline_seconds is not None or wishes.budget is not None
+    if cluster.count > 1 or limited or not wishes.optimizer.startswith("adam") or (found.found is not None and found.found.stopped):
+        return found
+    if host_of(cluster, wishes) is None:
+        if wishes.hbm is not None:
+            raise unknown_host(cluster)
+        return replace(found, notes=(*found.notes, "optimizer states may fit in host memory: say how much of it plans may use with --host"))
+    moved = spilled(question)
+    return moved if moved.best is not None else replace(found, where=moved.where, notes=(*found.notes, *moved.where))
+
+
+def spilled(question: Question) -> Choice:
+    """The best plan for one device, with what does not fit there elsewhere."""
+    found = spill(question)
+    if found.best is None:
+        shapes = question.traces.facts.shapes.values()
+        where = helps(found, sum(prod(shape) for shape, _ in shapes))
+        dropped = tuple(Candidate(plan=one.plan, cost=one.cost, why=one.over) for one in found.tried)
+        return Choice(best=None, dropped=tuple(map(explained, dropped)), infeasible=found.infeasible, costed=found.costed,
+                      notes=found.notes, where=where)  # fmt: skip
+    where = lines(found)
+    tried = [Candidate(plan=one.plan.with_(predicted=one.cost.predicted()), cost=one.cost) for one in (found.best, *found.tried)]
+    best = replace(tried[0], plan=tried[0].plan.with_(notes=where))
+    losers: dict[Any, Candidate] = {}
+    for one in tried[1:]:
+        kind = (one.plan.micro_batch, kind_of(one.plan), bool(one.plan.states), bool(one.plan.weights))
+        losers.setdefault(kind, replace(one, why=why_slower(best, one)))
+    return Choice(best=best, runners_up=tuple(losers.values()), costed=found.costed, notes=found.notes, where=where)

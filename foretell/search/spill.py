@@ -1,0 +1,488 @@
+"""What leaves one device when not all of it fits: optimizer states, then weights, and what is recomputed besides.
+
+    micro-batch × recompute            cells; where everything fits on the device, nothing is moved
+      ▼ fewest states away             from the last blocks backwards, `rest` last of all: bytes fall with every block
+      ▼ if that is not enough          weights of the last blocks; on the disk what the host has no room for
+      ▼ of the best cell               blocks kept again as far as there is room, the CPU's share of the updates
+
+Gradients of the last blocks come first and their weights are needed last, so their states have most time to come and go.
+A cell cannot be quicker than with everything on the device: cells whose bound loses are left out, and nothing else is.
+Every plan is costed by `predict_plan`, whose verdict alone says that it fits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from math import log2
+from typing import Any
+
+from foretell.cost import offload
+from foretell.cost.plan import KEEP, Options, PlanCost, modes_of, predict_plan
+from foretell.cost.plan_blocks import Unlike, blocks_of
+from foretell.cost.plan_parts import profile_for
+from foretell.cost.plan_steps import repeated
+from foretell.cost.prediction import TIGHT, Infeasible
+from foretell.errors import UserError
+from foretell.plan import legal, paths
+from foretell.plan.blocks import compress
+from foretell.plan.recipe import model_of
+from foretell.plan.states import DISK, HOST, bytes_of, form_of, width_of_weights
+from foretell.plan.types import AWAY, MODES, REST, TIERS, Plan, Residency
+from foretell.search.caps import host_of, unknown_host
+from foretell.search.costing import Question
+from foretell.trace.types import Trace
+from foretell.units import gib
+
+LARGEST_MICRO_BATCH = 512
+WORTH = 0.03
+"""A doubled batch must gain this much, where the batch is free."""
+LESS_IF_TIGHT = 0.03
+"""A plan that may run out of memory must be this much faster to be preferred."""
+LESS_IF_MOVED = 0.05
+"""And so must one that moves anything, where another moves nothing."""
+NEAR = (-0.1, -0.05, 0.05, 0.1)
+"""Around the share of updates that keeps CPU and link busy equally long."""
+LIMIT = 240
+"""Plans that are costed."""
+
+
+# ---------------------------------------------------------------------- what is asked and answered
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A plan and what it costs."""
+
+    plan: Plan
+    cost: PlanCost
+    moved_bytes: int = 0
+    """Of states and weights that are not on the device."""
+    over: str = ""
+    """What other memory it needs more of than there is, or why it is not legal; the device's own memory is in the cost."""
+    why: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.cost.fits and not self.over
+
+    @property
+    def moves(self) -> bool:
+        return bool(self.moved_bytes) or any(one.mode in AWAY for one in self.plan.blocks.values())
+
+    @property
+    def short(self) -> int:
+        return max(0, -self.cost.worst.memory.margin_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spilled:
+    """The best plan, and those it was held against."""
+
+    best: Tried | None
+    resident: Tried | None = None
+    """The best plan's batch and residency with everything on the device."""
+    kept: Tried | None = None
+    """The same with no block recomputed besides."""
+    tried: tuple[Tried, ...] = ()
+    nearest: Tried | None = None
+    """Where nothing fits: the plan that comes nearest."""
+    infeasible: Infeasible | None = None
+    link_seconds: float | None = None
+    """A step of the best plan keeps the link busy for so long."""
+    link_rate: float | None = None
+    """Bytes a second each way."""
+    host: int | None = None
+    costed: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def _key(plan: Plan) -> Any:
+    return plan.micro_batch, plan.accumulate, repr(plan.blocks), repr(plan.states), repr(plan.weights), plan.cpu_share
+
+
+class _Enough(Exception):
+    """So many plans were costed that the best so far is taken."""
+
+
+def _traced(mode: str) -> str:
+    """The residency whose trace a residency is made from: what is moved is kept first."""
+    return KEEP if mode in AWAY else mode
+
+
+Cell = tuple[int, int, str]
+"""Micro-batch, how many make a step, residency of the blocks."""
+
+
+def fewest(most: int, fits: Callable[[int], bool], guess: int = 1) -> int | None:
+    """The least number from 1 to `most` that fits, where more always fits if less does; None where `most` does not.
+
+    Looks around the guess with growing steps, then halves what is left.
+    """
+    bad, good, at, step = 0, most + 1, min(max(guess, 1), most), 1
+    while good - bad > 1:
+        if fits(at):
+            good = at
+        else:
+            bad = at
+        if bad and good <= most:
+            at = (bad + good) // 2
+        else:
+            at = min(bad + step, most) if bad else max(good - step, 1)
+            step *= 2
+    return good if good <= most else None
+
+
+# ---------------------------------------------------------------------- the search
+
+
+@dataclass
+class Spill(Question):
+    """One question about one device."""
+
+    known: dict[Any, Tried] = field(default_factory=dict)
+    weighed: dict[Any, PlanCost] = field(default_factory=dict)
+    found: list[Tried] = field(default_factory=list)
+    _traces: dict[tuple[int, str], Trace] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+    blocks: tuple[str, ...] = ()
+    remarks: list[str] = field(default_factory=list)
+    ended: bool = False
+    lacking: set[str] = field(default_factory=set)
+    """Residencies that cannot be costed."""
+
+    def __post_init__(self) -> None:
+        device, margin = self.cluster.device, self.wishes.margin
+        if margin:
+            smaller = device.with_memory(int(device.memory_bytes * (1 - margin)), f"less --margin {margin:g}")
+            self.cluster = replace(self.cluster, device=smaller)
+        self.host = host_of(self.cluster, self.wishes)
+        profile = profile_for(self.cluster, self.options.profile_of)
+        self.rates = offload.rates(profile, device) if profile is not None else None
+
+    def answer(self) -> Spilled:
+        """Search."""
+        self._begin(self.batches()[0])
+        try:
+            self._climb()
+            best = self._best()
+            if best is not None:
+                self._shared(self._brimful(best))
+        except _Enough:
+            self.remarks.append(f"the search was ended after {LIMIT} plans")
+        self.ended = True
+        best = self._best()
+        if best is None and self.host is None:
+            raise unknown_host(self.cluster)
+        return self._told(best) if best is not None else self._nothing()
+
+    def _climb(self) -> None:
+        """Larger and larger micro-batches, until one cannot fit or, where the batch is free, gains nothing."""
+        batches, before = self.batches(), None
+        possible = itertools.takewhile(lambda batch: self._possible(*batch), batches)
+        for micro, accumulate in possible if self.wishes.global_batch is None else reversed(list(possible)):
+            self._cells(micro, accumulate)
+            best = self._best()
+            if self.wishes.global_batch is None and best is before:
+                break
+            before = best
+        if self._best() is None and batches[0][0] == 2:  # half of that may
+            self._cells(1, 2 * batches[0][1] if self.wishes.global_batch else 1)
+
+    def batches(self) -> list[tuple[int, int]]:
+        """Micro-batches and how many of them make a step, smallest first; two before one, since larger ones are derived
+        from two and four anyway."""
+        wanted, given = self.wishes.global_batch, self.wishes.micro_batch
+        if given is not None:
+            return [(given, wanted // given if wanted else 1)]
+        sizes = [2**power for power in range(LARGEST_MICRO_BATCH.bit_length())]
+        found = [(size, wanted // size if wanted else 1) for size in sizes if not wanted or wanted % size == 0]
+        return found[1:] or found
+
+    def _begin(self, batch: tuple[int, int]) -> None:
+        """Learn what the model is, and refuse what cannot be moved."""
+        base = Plan(model=model_of(self.source), hardware=self.hardware, micro_batch=batch[0], **self._fixed())
+        trace = self.traces.of(base, [KEEP])[KEEP]
+        self.blocks = blocks_of(trace)
+        self.about = model_of(self.source, blocks=self.blocks, shapes=self.traces.facts.shapes or None)
+        facts = legal.with_hardware(legal.Facts(blocks=self.blocks, tied=self.traces.facts.tied), self.cluster)
+        self.facts = replace(facts, global_batch=self.wishes.global_batch)
+        legal.check(self.plan((*batch, KEEP), self.most), self.facts)
+
+    def _fixed(self) -> dict[str, Any]:
+        wishes = self.wishes
+        return {
+            "precision": wishes.precision or "bf16-mixed", "optimizer": wishes.optimizer, "clip": wishes.clip,
+            "state_format": wishes.state_format or "fp32", "compile": next(iter(wishes.compile), "none"),
+        }  # fmt: skip
+
+    # ------------------------------------------------------------------ plans
+
+    @property
+    def most(self) -> int:
+        """Units whose states can leave: blocks, and what is in none."""
+        return len(self.blocks) + 1
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """What may become of activations, the quickest first; moved ones where plans have that."""
+        return tuple(mode for mode in (KEEP, "selective", HOST, "recompute") if mode in MODES) if self.blocks else (KEEP,)
+
+    def plan(
+        self, cell: Cell, states: int = 0, *, weights: int = 0, on_disk: int = 0, kept: int = 0, share: float = 0.0
+    ) -> Plan:
+        """A plan with so many units' states away, the last `on_disk` of them on the disk, the weights of the last blocks
+        away, and the last `kept` blocks not treated as the cell has it."""
+        micro, accumulate, mode = cell
+        blocks = self.blocks
+        away = [*reversed(blocks), REST][:states]
+        tiers = {path: DISK if number < on_disk else HOST for number, path in enumerate(away)}
+        treated = blocks[: len(blocks) - kept] if mode != KEEP else ()
+        named = {path: Residency(mode=tiers[path]) for path in blocks if path in tiers}
+        found = {pattern: one.mode for pattern, one in compress(named).items()}
+        found |= {REST: tiers[REST]} if REST in tiers else {}
+        streamed = paths.fold(dict.fromkeys(blocks[-weights:], HOST)) if weights else {}
+        return Plan(
+            model=self.about, hardware=self.hardware, micro_batch=micro, accumulate=accumulate, states=found, cpu_share=share,
+            blocks=compress(dict.fromkeys(treated, Residency(mode=mode))), weights=streamed, **self._fixed(),
+        )  # fmt: skip
+
+    def cost(self, plan: Plan) -> Tried:
+        """What it costs, op by op; asked once."""
+        key = _key(plan)
+        if key not in self.known:
+            traces, found = self._predicted(plan, self.options)
+            self.known[key] = self._counted(plan, found, next(iter(traces.values())))
+        return self.known[key]
+
+    def bytes(self, plan: Plan) -> PlanCost:
+        """The same without seconds, in half the time: does it fit on the device?"""
+        key = _key(plan)
+        if key in self.known:
+            return self.known[key].cost
+        if any(one.mode in AWAY for one in plan.blocks.values()):
+            return self.cost(plan).cost
+        if key not in self.weighed:
+            _, self.weighed[key] = self._predicted(plan, replace(self.options, profile_of=lambda _: None))
+        return self.weighed[key]
+
+    @property
+    def costed(self) -> int:
+        return len(self.known.keys() | self.weighed.keys())
+
+    def _predicted(self, plan: Plan, how: Options) -> tuple[dict[str, Trace], PlanCost]:
+        if self.costed >= LIMIT and not self.ended:
+            raise _Enough
+        self.progress(f"costing plan {self.costed + 1}: micro-batch {plan.micro_batch}, {words_of(plan)}")
+        modes = {_traced(mode) for mode in modes_of(plan, self.blocks).values()} or {KEEP}
+        traces = {mode: self._trace(plan, mode) for mode in (modes if len(modes) == 1 else {KEEP, *modes})}
+        return traces, predict_plan(traces, plan, self.cluster, how)
+
+    def _trace(self, plan: Plan, mode: str) -> Trace:
+        """Of one micro-batch, with what later ones of a step do."""
+        key = (plan.micro_batch, mode)
+        if key not in self._traces:
+            trace = self.traces.of(plan, [mode])[mode]
+            more = repeated(trace, 2) if plan.accumulate > 1 else trace
+            self._traces[key] = replace(more, schedule=trace.schedule, resident=trace.resident)
+        return self._traces[key]
+
+    def _counted(self, plan: Plan, cost: PlanCost, trace: Trace) -> Tried:
+        on_host, on_disk = offload.host_bytes(trace, plan), offload.disk_bytes(trace, plan)
+        over, needed, room = "", cost.worst.memory.host_bytes, self.host or 0
+        if (on_host or AWAY[0] in {one.mode for one in plan.blocks.values()}) and needed > room:
+            over = f"{gib(needed)} of host memory, and {gib(room)} may be used"
+        elif on_disk > self.wishes.disk:
+            over = f"{gib(on_disk)} on the disk, and {gib(self.wishes.disk)} may be used"
+        else:
+            over = next(map(str, legal.complaints(plan, self.facts)), "")
+        return Tried(plan=plan, cost=cost, moved_bytes=on_host + on_disk, over=over)
+
+    # ------------------------------------------------------------------ cells
+
+    def _possible(self, micro: int, accumulate: int) -> bool:
+        """Whether the thriftiest plan of a micro-batch fits: all that can be away is away, all blocks recomputed."""
+        cell = (micro, accumulate, self.modes[-1])
+        if self.bytes(self.plan(cell)).fits:
+            return True
+        if self.host is None:
+            return False
+        most = len(self.blocks)
+        return self.bytes(self.plan(cell, self.most)).fits or (most > 0 and self.bytes(self.plan(cell, self.most, weights=most)).fits)
+
+    def _cells(self, micro: int, accumulate: int) -> None:
+        """Every residency of a micro-batch whose bound does not lose."""
+        cells = [(micro, accumulate, mode) for mode in self.modes if self._costs((micro, accumulate, mode))]
+        self.traces.prepare([(self.plan(cell), _traced(cell[2])) for cell in cells])
+        bounds = sorted((self.score(self.cost(self.plan(cell)), bound=True), cell) for cell in cells)
+        for bound, cell in bounds:
+            best = self._best()
+            if best is not None and bound >= self.score(best):
+                continue
+            here = self.cost(self.plan(cell))
+            settled = here if here.fits else self._settled(cell)
+            if settled is not None:
+                self.found.append(settled)
+
+    def _costs(self, cell: Cell) -> bool:
+        """Whether moved activations can be costed: those that cannot are left out."""
+        if cell[2] in AWAY and cell[2] not in self.lacking:
+            try:
+                self.cost(self.plan(cell))
+            except (UserError, KeyError):
+                self.lacking.add(cell[2])
+        return cell[2] not in self.lacking
+
+    def _settled(self, cell: Cell) -> Tried | None:
+        """The plan of a cell that moves least; None where none fits."""
+        if self.host is None:
+            return None
+        everything = self.cost(self.plan(cell, self.most))
+        if not everything.cost.fits:  # moving weights besides cannot be quicker than that
+            best = self._best()
+            return self._streamed(cell, everything) if best is None or self.score(everything) < self.score(best) else None
+        count = fewest(self.most, lambda number: self.bytes(self.plan(cell, number)).fits, self._guess(cell, everything))
+        assert count is not None
+        found = self.cost(self.plan(cell, count))
+        return found if found.fits else self._on_disk(cell, count)
+
+    def _guess(self, cell: Cell, everything: Tried) -> int:
+        """So many units may have to go, by the bytes that are left when all have gone."""
+        room = everything.cost.worst.memory.margin_bytes - 0.06 * self.cluster.device.memory_bytes
+        trace = self._trace(everything.plan, _traced(cell[2]))
+        each = bytes_of(form_of(everything.plan), width_of_weights(everything.plan))
+        left = self.most
+        for unit in offload.units_of(trace, everything.plan):
+            room -= unit.elements * each
+            if room < 0:
+                break
+            left -= 1
+        return left
+
+    def _streamed(self, cell: Cell, everything: Tried) -> Tried | None:
+        """All states away, and the weights of the fewest last blocks, where plans can say so."""
+        if not self.blocks:
+            return None
+        each = 2 * width_of_weights(everything.plan)  # and gradients
+        held = [unit.elements * each for unit in offload.units_of(self._trace(everything.plan, _traced(cell[2])), everything.plan) if unit.path]
+        guess = offload.AT_HAND + round(everything.short / max(1, max(held, default=1)))
+        count = fewest(len(self.blocks), lambda number: self.bytes(self.plan(cell, self.most, weights=number)).fits, guess)
+        if count is None:
+            return None
+        found = self.cost(self.plan(cell, self.most, weights=count))
+        return found if found.fits else None
+
+    def _on_disk(self, cell: Cell, states: int) -> Tried | None:
+        """What the host has no room for on the disk: of the last blocks, which have most time."""
+        if not self.wishes.disk or DISK not in TIERS:
+            return None
+        count = fewest(states, lambda number: "host" not in self.cost(self.plan(cell, states, on_disk=number)).over)
+        found = self.cost(self.plan(cell, states, on_disk=count)) if count is not None else None
+        return found if found is not None and found.fits else None
+
+    # ------------------------------------------------------------------ the best
+
+    def score(self, one: Tried, *, bound: bool = False) -> float:
+        """What to make least: seconds a sample; `bound`: of anything with this micro-batch and residency."""
+        time, plan = one.cost.time, one.plan
+        seconds = time.step_seconds if time is not None else 1 + one.moved_bytes / 2**40 + len(plan.blocks)
+        seconds /= plan.global_batch
+        if self.wishes.global_batch is None:
+            seconds *= (1 + WORTH) ** log2(plan.global_batch)
+        if bound:
+            return seconds
+        seconds *= 1 + LESS_IF_TIGHT if one.cost.verdict == TIGHT else 1
+        return seconds * (1 + LESS_IF_MOVED if one.moves else 1)
+
+    def _best(self) -> Tried | None:
+        return min((one for one in self.found if one.fits), key=self.score, default=None)
+
+    def _brimful(self, best: Tried) -> Tried:
+        """Blocks that need not be recomputed, as far as there is room; and with a few more states away, if that gains."""
+        modes = {one.mode for one in best.plan.blocks.values()}
+        if len(modes) != 1 or best.plan.weights or DISK in best.plan.states.values():
+            return best
+        cell, states = (best.plan.micro_batch, best.plan.accumulate, modes.pop()), self._away(best.plan)
+        more = 0
+        while states + more <= self.most:
+            treated = self._least_treated(cell, states + more)
+            if treated is None or self.score(treated) >= self.score(best):
+                break
+            self.found.append(treated)
+            best, more = treated, more * 2 or 1
+        return best
+
+    def _least_treated(self, cell: Cell, states: int) -> Tried | None:
+        count = len(self.blocks)
+
+        def plan(treated: int) -> Plan:
+            return self.plan(cell, states, kept=count - treated)
+
+        try:
+            treated = fewest(count, lambda number: self.bytes(plan(number)).fits, count)
+        except Unlike:  # no mixture of these can be vouched for
+            return None
+        found = self.cost(plan(treated)) if treated is not None else None
+        return found if found is not None and found.fits else None
+
+    def _away(self, plan: Plan) -> int:
+        names = [name for pattern in plan.states if pattern != REST for name in paths.unfold(pattern)]
+        return len(names) + (REST in plan.states)
+
+    def _shared(self, best: Tried) -> Tried:
+        """With the CPU updating some of the states, where its speed is known and that gains."""
+        plan, rates = best.plan, self.rates
+        if plan.states and rates is not None and rates.cpu is None:
+            self.remarks.append("updates by the CPU were not tried: nobody measured their speed on such a machine")
+        whole = form_of(plan) == "master" and HOST in plan.states.values()  # as it was measured
+        if not whole or rates is None or rates.cpu is None:
+            return best
+        middle = rates.balance(bytes_of(form_of(plan), width_of_weights(plan)))
+        shares = {round(min(1.0, max(0.0, middle + near)), 2) for near in (0.0, *NEAR)} - {0.0}
+        options = [self.cost(plan.with_(cpu_share=share)) for share in sorted(shares)]
+        self.found.extend(one for one in options if one.fits)
+        return min([best, *(one for one in options if one.fits)], key=self.score)
+
+    # ------------------------------------------------------------------ the answer
+
+    def _told(self, best: Tried) -> Spilled:
+        plan = best.plan
+        bare = plan.with_(states={}, weights={}, cpu_share=0.0)
+        resident = self.cost(bare)
+        kept = self.cost(bare.with_(blocks={})) if plan.blocks else None
+        rates = self.rates
+        link = None
+        if rates is not None and best.moved_bytes:
+            trace = self._trace(plan, _traced(next(iter({one.mode for one in plan.blocks.values()}), KEEP)))
+            link = offload.beside(offload.units_of(trace, plan), plan, rates)
+        others = sorted((one for one in self.found if one is not best), key=self.score)
+        return Spilled(
+            best=best, resident=resident, kept=kept, tried=tuple(others), link_seconds=link,
+            link_rate=min(rates.up, rates.down) if rates is not None else None, host=self.host, costed=self.costed,
+            notes=(*self.traces.notes, *self.remarks),
+        )  # fmt: skip
+
+    def _nothing(self) -> Spilled:
+        cell = (*self.batches()[0], self.modes[-1])
+        for weights in (0, len(self.blocks)):
+            self.cost(self.plan(cell, self.most, weights=weights))
+        tried = list(self.known.values())
+        nearest = min(tried, key=lambda one: (one.short, bool(one.over), one.cost.worst.memory.host_bytes))
+        infeasible = nearest.cost.infeasible(self.cluster.device.name)
+        return Spilled(
+            best=None, nearest=nearest, tried=tuple(tried), infeasible=infeasible, host=self.host, costed=self.costed,
+            notes=tuple(self.traces.notes),
+        )  # fmt: skip
+
+
+def words_of(plan: Plan) -> str:
+    """What of a plan is where, in a few words."""
+    words = [f"states of {', '.join(plan.states)} away"] if plan.states else ["nothing away"]
+    return ", ".join([*words, *sorted({one.mode for one in plan.blocks.values()})])
+
+
+def spill(question: Question) -> Spilled:
+    """The best plan for one device, with what does not fit there elsewhere."""
+    mine = {one.name: getattr(question, one.name) for one in fields(Question)}
+    return Spill(**mine).answer()

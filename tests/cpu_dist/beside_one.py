@@ -1,0 +1,41 @@
+"""A plan beside one process: the cases of context and expert parallel, and how they are held together."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from foretell.plan.types import Mesh, Plan
+from foretell.runtime import verify
+from foretell.runtime.pool import World
+from foretell.trace.load import Source
+
+Ranks = Callable[[int], World]
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    mesh: Mesh
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> Plan:
+        usual = {"model": {}, "hardware": "auto", "micro_batch": 2, "precision": "fp32", "clip": 0.1}
+        return Plan(**{**usual, **self.more}, mesh=self.mesh)
+
+
+def check(case: Case, models: Mapping[str, Source], ranks: Ranks) -> None:
+    """The ranks of a plan learn, and compute what one process computes."""
+    if case.model == "hf" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs transformers")
+    source, plan = models[case.model], case.plan
+    known = ranks(1).run(verify.reference_rank, source, plan)[0]
+    found = verify.merge(ranks(plan.mesh.world).run(verify.run_rank, source, plan))
+    bounds = ranks(1).run(verify.bounds_rank, source, plan, known)[0]
+    difference = verify.compare(known, found, bounds)
+    assert known.losses[-1] < known.losses[0] and difference.good, difference
