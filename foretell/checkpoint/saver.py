@@ -2,7 +2,8 @@
 
     begin   all ranks agree on a folder; what a step changes at once (random numbers, buffers) is copied aside
     copy    weights and optimizer state are copied while the next step goes forward and backward, which leaves them as
-            they are; training waits for the rest of this alone, before it updates them
+            they are; training waits for the rest of this alone, before it updates them. What is on disk, and where memory
+            is short what is in host memory, is written from where it is, and training waits for that too
     write   a thread of each rank writes its file with checksums and syncs it
     commit  rank 0 sees that every tensor is there in full, writes the manifest, and gives the folder its name
     check   each rank reads its file back; what is older than the last N good ones goes
@@ -20,7 +21,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,6 +74,8 @@ class Done:
     """From the first word to the folder's name."""
     check_seconds: float = 0.0
     """Reading back, after that."""
+    direct_bytes: int = 0
+    """That were written from host memory itself, because it had no room for a copy of them: training waited for that."""
 
 
 @dataclass(kw_only=True)
@@ -108,8 +111,13 @@ class _Device:
 class Saver:
     """Saves of one run on this rank. `team` is used by the caller's thread, `back` by the writing thread alone."""
 
-    def __init__(self, folder: Path, team: Team, back: Team, *, keep: int = KEEP, pin: bool = False) -> None:
+    def __init__(
+        self, folder: Path, team: Team, back: Team, *, keep: int = KEEP, pin: bool = False,
+        spare: Callable[[], int | None] | None = None,
+    ) -> None:  # fmt: skip
+        """`spare` tells how many bytes of host memory can be had; None where that is not known."""
         self.folder, self.team, self.back, self.keep, self.pin = folder, team, back, keep, pin
+        self.spare = spare or free_memory
         self.good: set[Path] = set()
         """Checkpoints that were read from end to end by this run."""
         self._image: Image | None = None
@@ -117,6 +125,8 @@ class Saver:
         self._warming: threading.Thread | None = None
         self._done: Done | None = None
         self._under: _Under | None = None
+        self._last: _Under | None = None
+        """What goes on beside training, until it is told: how long training waits for it is known late."""
         self.stall_seconds = 0.0
         """How long training waited for the last save."""
 
@@ -139,6 +149,7 @@ class Saver:
     ) -> None:  # fmt: skip
         """Save this moment; all ranks call it. With `wait` it is done when this returns, and no image is made."""
         self.wait()
+        self._last = None
         began = time.perf_counter()
         made = self._agree(step, pieces, own, extra or {})
         if isinstance(made, NotSaved):
@@ -157,7 +168,7 @@ class Saver:
             self.stall_seconds = time.perf_counter() - began
             self._done = replace(self._done, stall_seconds=self.stall_seconds)
             return
-        under.source, self._under = image, under
+        under.source, self._under, self._last = image, under, under
         image.take(layout, own=True)
         if any(tensor.device.type == "cuda" for tensor in layout.tensors):
             under.device = _Device(layout.tensors)
@@ -184,7 +195,8 @@ class Saver:
             return None
         self._thread = None
         done, self._done = self._done, None
-        return done
+        under, self._last = self._last, None
+        return replace(done, stall_seconds=under.stall_seconds) if done is not None and under is not None else done
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Until nothing is under way."""
@@ -223,8 +235,9 @@ class Saver:
 
     def _image_for(self, layout: Layout) -> Image | None:
         """Memory to copy everything to; None where there is not enough."""
-        if self._image is None or self._image.form != layout.form:
-            self._image = None
+        image, ways = self._image, (layout.elsewhere(host=False), layout.elsewhere(host=True))
+        if image is None or image.form != layout.form or image.direct not in ways:
+            image = self._image = None
             try:
                 self._image = self._new_image(layout)
             except (RuntimeError, MemoryError):
@@ -232,10 +245,15 @@ class Saver:
         return self._image
 
     def _new_image(self, layout: Layout) -> Image | None:
-        free = free_memory()
-        if free is not None and layout.bytes > MEMORY_SHARE * free:
-            return None
-        return Image(layout, pin=self.pin)
+        """An image of everything that has no bytes elsewhere; where that is too large, of what is not in host memory."""
+        free = self.spare()
+        for host in (False, True):
+            direct = layout.elsewhere(host=host)
+            size = layout.bytes - sum(layout.entries[number].end - layout.entries[number].start for number in direct)
+            taken = 1 << (size - 1).bit_length() if self.pin and size else size  # pinned memory comes in powers of two
+            if free is None or taken <= MEMORY_SHARE * free:
+                return Image(layout, pin=self.pin, direct=direct)
+        return None
 
     # ------------------------------------------------------------ copy, write, commit, check
 
@@ -247,14 +265,19 @@ class Saver:
                 with torch.cuda.stream(under.device.stream):
                     image.take(under.layout, own=False)
                     under.device.done.record()
-                under.copied.set()
+                if not image.direct:
+                    under.copied.set()
                 under.device.done.synchronize()
-            under.layout.tensors = []
+            image.forget(under.layout, direct=False)
+            if not image.direct:
+                under.copied.set()
         except Exception as error:
             under.broken = _words(error)
+        try:
+            self._work(under)
         finally:
+            image.forget(under.layout, direct=True)
             under.copied.set()
-        self._work(under)
 
     def _work(self, under: _Under) -> None:
         try:
@@ -262,9 +285,12 @@ class Saver:
         except Exception as error:  # whatever it is, it must be told and not die with its thread
             seconds, check_seconds = time.perf_counter() - under.began, 0.0
             result = NotSaved(step=under.step, why=f"rank {self.back.rank}: {_words(error)}")
+        direct = under.source.direct if isinstance(under.source, Image) else frozenset()
+        sizes = [under.layout.entries[number] for number in direct if under.layout.reads[number] is None]
         self._done = Done(
-            result=result, stall_seconds=under.stall_seconds, seconds=seconds, check_seconds=check_seconds
-        )
+            result=result, stall_seconds=under.stall_seconds, seconds=seconds, check_seconds=check_seconds,
+            direct_bytes=sum(entry.end - entry.start for entry in sizes),
+        )  # fmt: skip
 
     def _saved(self, under: _Under) -> tuple[Saved | NotSaved, float, float]:
         name = file_name(self.back.rank)
@@ -275,11 +301,12 @@ class Saver:
                 raise RuntimeError(under.broken)
             own = write_file(
                 under.partial / name, under.layout, rank=self.back.rank, step=under.step, generation=under.generation,
-                source=under.source,
+                source=under.source, free=under.copied.set,
             )  # fmt: skip
             said = vars(own)
         except Exception as error:
             said = {"why": _words(error)}
+        under.copied.set()
         told = self.back.gather(said)
         why, manifest, aside = _first_why(told), None, None
         if self.back.rank == 0:

@@ -32,6 +32,8 @@ class Piece:
     shape: Shape
     box: Box
     tensor: Tensor
+    read: Callable[[int, int], Tensor] | None = None
+    """Gives the bytes from one place to another, as uint8 in host memory, where the tensor itself has none."""
 
 
 class Layout:
@@ -40,19 +42,23 @@ class Layout:
     def __init__(self, pieces: Sequence[Piece], own: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         outline = Outline(own, OWN)
         self.own, self.extra = outline.tree, dict(extra)
-        shapes = [(name, "", tuple(tensor.shape), whole(tensor.shape), tensor) for name, tensor in outline.tensors.items()]
-        shapes += [(entry_key(p.name, p.shape, p.box), p.name, p.shape, p.box, p.tensor) for p in pieces]
+        shapes: list[tuple[str, str, Shape, Box, Tensor, Callable[[int, int], Tensor] | None]] = [
+            (name, "", tuple(tensor.shape), whole(tensor.shape), tensor, None) for name, tensor in outline.tensors.items()
+        ]
+        shapes += [(entry_key(p.name, p.shape, p.box), p.name, p.shape, p.box, p.tensor, p.read) for p in pieces]
         shapes.sort(key=lambda one: (-_size(one[4]), one[0]))
         self.entries: list[Entry] = []
         self.tensors: list[Tensor] = []
+        self.reads: list[Callable[[int, int], Tensor] | None] = []
         at = 0
-        for key, name, shape, box, tensor in shapes:
+        for key, name, shape, box, tensor, read in shapes:
             dtype = dtype_name(tensor.dtype)
             if dtype not in DTYPE_BYTES:
                 raise UserError(f"{key} is of {dtype}, which cannot be saved", "keep it in another dtype")
             end = at + box.volume * itemsize(dtype)
             self.entries.append(Entry(key=key, name=name, dtype=dtype, shape=shape, box=box, start=at, end=end))
             self.tensors.append(tensor.detach())
+            self.reads.append(read)
             at = end
         self.bytes = at
 
@@ -61,29 +67,57 @@ class Layout:
         """Equal where an image made for one layout will do for another."""
         return [(entry.key, entry.dtype, entry.box) for entry in self.entries]
 
+    def elsewhere(self, *, host: bool) -> frozenset[int]:
+        """Entries whose bytes are read from where they are kept; with `host` also those that are in host memory already."""
+        return frozenset(
+            number
+            for number, (entry, tensor, read) in enumerate(zip(self.entries, self.tensors, self.reads, strict=True))
+            if read is not None or (host and entry.name and tensor.device.type == "cpu")
+        )
+
 
 def _size(tensor: Tensor) -> int:
     return tensor.element_size()
 
 
 class Image:
-    """Host memory as large as a rank's tensors; kept from save to save, pinned where they come from a GPU."""
+    """Host memory as large as a rank's tensors; kept from save to save, pinned where they come from a GPU.
 
-    def __init__(self, layout: Layout, *, pin: bool) -> None:
-        self.form = layout.form
-        self.memory = torch.empty(layout.bytes, dtype=torch.uint8, pin_memory=pin)
+    Entries in `direct` have no place in it: they are written from where they are, and may not change until then."""
+
+    def __init__(self, layout: Layout, *, pin: bool, direct: frozenset[int] = frozenset()) -> None:
+        self.form, self.direct = layout.form, direct
+        self._at, size = {}, 0
+        for number, entry in enumerate(layout.entries):
+            if number not in direct:
+                self._at[number] = size
+                size += entry.end - entry.start
+        self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
         self.memory.fill_(0)  # pages are given out when first touched: now, and not in the middle of a save
+        self._live: Live | None = None
 
     def take(self, layout: Layout, *, own: bool) -> None:
         """Copy what the rank keeps for itself, or everything else, as it is now. On a GPU it is only asked for."""
-        for entry, tensor in zip(layout.entries, layout.tensors, strict=True):
-            if tensor.numel() and own == (not entry.name):
-                into = self.memory[entry.start : entry.end].view(tensor.dtype).view(entry.box.size)
+        self._live = Live(layout)
+        for number, (entry, tensor) in enumerate(zip(layout.entries, layout.tensors, strict=True)):
+            if tensor.numel() and own == (not entry.name) and number in self._at:
+                start = self._at[number]
+                into = self.memory[start : start + entry.end - entry.start].view(tensor.dtype).view(entry.box.size)
                 into.copy_(tensor, non_blocking=True)
 
     def bytes_of(self, layout: Layout, number: int, first: int, last: int) -> Any:
-        start = layout.entries[number].start
+        if number in self.direct:
+            assert self._live is not None
+            return self._live.bytes_of(layout, number, first, last)
+        start = self._at[number]
         return self.memory[start + first : start + last].numpy()
+
+    def forget(self, layout: Layout, *, direct: bool) -> None:
+        """Let go of tensors that are copied, or of those that were written from where they are."""
+        for number in range(len(layout.tensors)):
+            if direct == (number in self.direct):
+                layout.tensors[number] = torch.empty(0)
+        self._live = None if direct else self._live
 
 
 class Live:
@@ -97,13 +131,18 @@ class Live:
         return self.layout.tensors[number].contiguous().reshape(-1).view(torch.uint8)
 
     def bytes_of(self, layout: Layout, number: int, first: int, last: int) -> Any:
+        read = layout.reads[number]
+        if read is not None:
+            return read(first, last).numpy()
         return self._flat(number)[first:last].to("cpu").numpy()
 
 
 def write_file(
-    path: Path, layout: Layout, *, rank: int, step: int, generation: str, source: Image | Live, checks: bool = True
-) -> File:
-    """Write, sync and tell what must be there. An error of any thread is raised here. `checks` is off in measurements."""
+    path: Path, layout: Layout, *, rank: int, step: int, generation: str, source: Image | Live, checks: bool = True,
+    free: Callable[[], None] = lambda: None,
+) -> File:  # fmt: skip
+    """Write, sync and tell what must be there. An error of any thread is raised here. `checks` is off in measurements; `free`
+    is called as soon as what is written from where it is may change again."""
     header = Header(
         rank=rank, generation=generation, step=step, entries=tuple(layout.entries), own=layout.own, extra=layout.extra
     )
@@ -112,12 +151,16 @@ def write_file(
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         job = _Job(handle, base, layout, source)
-        extents = list(_extents(layout.entries))
+        direct = frozenset(range(len(layout.entries))) if isinstance(source, Live) else source.direct
+        extents = list(_extents(layout.entries, direct))
         with ThreadPoolExecutor(THREADS) as pool:
-            if isinstance(source, Live):  # what is copied for writing is summed up at once
-                _all(pool, job.write_and_sum if checks else job.write, extents)
+            # what is copied for writing is summed up at once
+            _all(pool, job.write_and_sum if checks else job.write, [extent for extent in extents if extent[0][0] in direct])
+            free()
+            if isinstance(source, Live):
                 os.fsync(handle)
             else:  # sums are made while the disk is busy
+                extents = [extent for extent in extents if extent[0][0] not in direct]
                 _all(pool, job.write, extents)
                 synced = pool.submit(os.fsync, handle)
                 _all(pool, job.sum, extents if checks else [])
@@ -185,13 +228,14 @@ def _chunks(entry: Entry) -> int:
     return -(-(entry.end - entry.start) // CHUNK_BYTES)
 
 
-def _extents(entries: Sequence[Entry]) -> Iterator[Extent]:
+def _extents(entries: Sequence[Entry], direct: frozenset[int]) -> Iterator[Extent]:
+    """In one row only what is written from where it is, or only what is not."""
     row: Extent = []
     size = 0
     for number, entry in enumerate(entries):
         for at in range(0, entry.end - entry.start, CHUNK_BYTES):
             end = min(entry.end - entry.start, at + CHUNK_BYTES)
-            if row and size + end - at > CHUNK_BYTES:
+            if row and (size + end - at > CHUNK_BYTES or (row[0][0] in direct) != (number in direct)):
                 yield row
                 row, size = [], 0
             row.append((number, at, end))

@@ -49,6 +49,8 @@ def run(
     seed: int | None = typer.Option(None, metavar="N", show_default=False, help="Of weights, order and dropout; default 0."),
     log: str | None = typer.Option(None, metavar="NAMES", show_default=False, help="Besides log.jsonl: tensorboard, wandb or both, with a comma."),
     workers: int | None = typer.Option(None, metavar="N", show_default=False, help="Processes that prepare your own samples; default 0."),
+    scratch: Path | None = typer.Option(None, metavar="FOLDER", show_default=False,
+        help="On a fast disk, for states and activations that the plan keeps on disk while it runs; default: the run folder."),
     device: str = typer.Option("auto", metavar="auto|cpu|cuda", help="Where to run."),
     update_profile: bool = typer.Option(False, "--update-profile", help=compare.UPDATE_HELP),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
@@ -69,6 +71,7 @@ def run(
         "keep": keep, "mtbf": parse_duration(mtbf) if mtbf else None, "init_from": init_from,
         "init_missing": tuple(name.strip() for name in init_missing.split(",") if name.strip()) if init_missing else None,
         "log": tuple(name.strip() for name in log.split(",") if name.strip()) if log else None, "workers": workers,
+        "scratch": str(scratch) if scratch else None,
     }  # fmt: skip
     asked = {name: value for name, value in asked.items() if value is not None}
     if device not in ("auto", "cpu", "cuda"):

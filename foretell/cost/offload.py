@@ -1,61 +1,56 @@
-"""A step whose optimizer states are elsewhere: what the device holds then, and how long states take to come and go.
+"""A step whose optimizer states are elsewhere, and perhaps weights: what device and host hold then, and for how long.
 
 The update leaves the step's own stream. A unit (a block, or what is in none) keeps its gradients until its update, just
 before its next forward; states that stay on the device, and the ring of buffers through which the others pass, are there
 from the start. With clipping, states move between the norm of all gradients and the next forward of their unit; without,
-during the whole step.
+from when backward has left it (`offload_time`). Weights that are elsewhere are on the device while their block computes,
+with that before and that after it, and their gradients go down once backward has left them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from foretell.cost.memory import MOVED
+from foretell.cost.offload_time import NEED as NEED
+from foretell.cost.offload_time import Load, Rates, Unit
 from foretell.cost.plan_blocks import blocks_of
 from foretell.cost.shapes import short
-from foretell.cost.streams import D2H, H2D, Task
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Device
-from foretell.plan.states import ALIGN, CHUNK, HOST, SLOTS, bytes_of, form_of, tiers, width_of_weights
+from foretell.plan import states
+from foretell.plan.states import ALIGN, CHUNK, DEVICE, HOST, SLOTS, bytes_of, form_of, streamed, tiers, width_of_weights
 from foretell.plan.types import MASTER, Plan
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Storage, Trace
 
-NEED = "foretell.need"
-"""Where a unit waits for its update; gradients of the update before die there."""
-WORK = "update"
-"""The stream of updates."""
-TOUCHED = 34
-"""Bytes of device memory that an update moves for each element: states there and back, the gradient, and fp32 copies."""
+FETCH = "foretell.fetch"
+"""Where gradients that went down come up again, to be added to."""
 REACHED = 0.8
 """Of a device's memory bandwidth by an update."""
+SCRATCH = {"split": 4, "half": 2, "int8": 2, "split-int8": 5}
+"""Form → arrays of fp32, as long as a chunk, that an update needs besides its gradient."""
+AT_HAND = 3
+"""Blocks on the device of those whose weights are elsewhere: one computes, one comes, one goes."""
 ENDS_NORM = ("_foreach_mul_", "_record_function_enter_new", "zeros", "_foreach_add_", "_fused_adamw_", "_fused_adam_")
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What is updated together."""
-
-    path: str
-    elements: int
-    on_host: bool
-    gradients: tuple[int, ...]
 
 
 def units_of(trace: Trace, plan: Plan) -> tuple[Unit, ...]:
     """In the order that forward needs them."""
     blocks = blocks_of(trace)
-    where, width = tiers(plan, blocks), width_of_weights(plan)
+    where, gone, width = tiers(plan, blocks), streamed(plan, blocks), width_of_weights(plan)
     held: dict[str, list[int]] = {"": [], **{block: [] for block in blocks}}
     for number, storage in trace.storages.items():
         if storage.role == types.GRADIENT:
             held[_owner(storage.module, blocks)].append(number)
     return tuple(
-        Unit(path, sum(-(-trace.storages[n].nbytes // width // ALIGN) * ALIGN for n in numbers), where[path] == HOST, tuple(numbers))
+        Unit(path, sum(-(-trace.storages[n].nbytes // width // ALIGN) * ALIGN for n in numbers), where[path], tuple(numbers),
+             HOST if path in gone else DEVICE)
         for path, numbers in held.items()
         if numbers
-    )
+    )  # fmt: skip
 
 
 def _owner(module: str, blocks: Sequence[str]) -> str:
@@ -63,44 +58,60 @@ def _owner(module: str, blocks: Sequence[str]) -> str:
 
 
 def host_bytes(trace: Trace, plan: Plan) -> int:
-    """Of states in host memory, and of gradients on their way to the CPU."""
-    moved = sum(unit.elements for unit in units_of(trace, plan) if unit.on_host)
-    each = bytes_of(form_of(plan), width_of_weights(plan)) + plan.cpu_share * width_of_weights(plan)
-    return int(moved * each)
+    """Of states and weights in host memory, of states on their way from and to the disk, and of gradients on theirs."""
+    units, width = units_of(trace, plan), width_of_weights(plan)
+    each = bytes_of(form_of(plan), width) + plan.cpu_share * width
+    resting = sum(unit.elements for unit in units if unit.on_host) * each
+    longest = max((min(CHUNK, unit.elements) for unit in units if unit.away and not unit.on_host), default=0)
+    return int(resting + longest * states.BUFFERS * each + sum(unit.elements for unit in units if unit.streamed) * 2 * width)
+
+
+def disk_bytes(trace: Trace, plan: Plan) -> int:
+    """Of states on the disk."""
+    each = bytes_of(form_of(plan), width_of_weights(plan))
+    return int(sum(unit.elements for unit in units_of(trace, plan) if unit.away and not unit.on_host) * each)
 
 
 def moved(trace: Trace, plan: Plan) -> Trace:
-    """The trace of the same step with its states where the plan has them."""
-    units = units_of(trace, plan)
+    """The trace of the same step with its states and weights where the plan has them."""
+    units, blocks = units_of(trace, plan), blocks_of(trace)
     storages = dict(trace.storages)
-    resident = [*trace.resident, *_kept(units, plan, storages)]
+    gone = {unit.path for unit in units if unit.streamed}
+    away = [n for n in trace.resident if storages[n].role == types.PARAMETER and _owner(storages[n].module, blocks) in gone]
+    resident = [number for number in trace.resident if number not in set(away)]
+    resident += _kept(units, plan, storages)
     programs = dict(trace.programs)
+    leaving = {unit.path: unit for unit in units if unit.streamed}
     for name, program in trace.programs.items():
         if name.startswith("update"):
             programs[name] = Program(name, _until_norm(program.ops))
         elif name == "micro_first":
-            programs[name] = Program(name, tuple(_waiting(program.ops, units, blocks_of(trace))))
+            programs[name] = Program(name, _left(tuple(_waiting(program.ops, units, blocks)), leaving, blocks))
+        elif name == "micro_next":
+            programs[name] = Program(name, _left(tuple(_fetching(program.ops, leaving, blocks)), leaving, blocks))
     schedule = {name: tuple(one for one in run if one[0] != "zero_grad") for name, run in trace.schedule.items()}
     return replace(trace, programs=programs, schedule=schedule, storages=storages, resident=tuple(resident),
                    meta={**trace.meta, MOVED: True})  # fmt: skip
 
 
-def _kept(units: Iterable[Unit], plan: Plan, storages: dict[int, Storage]) -> list[int]:
-    """States that stay, the ring, and what an update needs for itself."""
+def _kept(units: Sequence[Unit], plan: Plan, storages: dict[int, Storage]) -> list[int]:
+    """States that stay, the ring, what an update needs for itself, and blocks that are at hand."""
     form, weight = form_of(plan), width_of_weights(plan)
-    each, units = bytes_of(form, weight), tuple(units)
+    each = bytes_of(form, weight)
     longest = max((min(CHUNK, unit.elements) for unit in units), default=0)
-    sizes = [unit.elements * each for unit in units if not unit.on_host]
-    if any(unit.on_host for unit in units) and plan.cpu_share < 1:
-        sizes += [longest * each] * SLOTS
+    sizes: list[tuple[float, str]] = [(unit.elements * each, types.OPTIMIZER) for unit in units if not unit.away]
+    gone = [unit.elements * weight for unit in units if unit.streamed]
+    if any(unit.away for unit in units) and plan.cpu_share < 1:
+        sizes += [(longest * (each + (2 * weight if gone else 0)), types.OPTIMIZER)] * SLOTS
     if plan.precision == MASTER:
-        sizes.append(longest * 4)
-    sizes += {"split": [longest * 4] * 4, "half": [longest * 4] * 2}.get(form, [])
+        sizes.append((longest * 4, types.OPTIMIZER))
+    sizes += [(longest * 4, types.OPTIMIZER)] * SCRATCH.get(form, 0)
+    sizes += [(max(gone, default=0), types.PARAMETER)] * min(AT_HAND, len(gone))
     number = max(storages, default=0)
     found = []
-    for size in sizes:
+    for size, role in sizes:
         number += 1
-        storages[number] = Storage(nbytes=size, role=types.OPTIMIZER, module="")
+        storages[number] = Storage(nbytes=int(size), role=role, module="")
         found.append(number)
     return found
 
@@ -122,65 +133,74 @@ def _waiting(ops: Sequence[Op], units: Sequence[Unit], blocks: Sequence[str]) ->
             for path in ("", _owner(op.module, blocks)):
                 unit = left.pop(path, None)
                 if unit is not None:
-                    yield Op(name=NEED, inputs=(), outputs=(), module=path, phase="forward", flops=0, frees=unit.gradients)
+                    dies = () if unit.streamed else unit.gradients
+                    yield Op(name=NEED, inputs=(), outputs=(), module=path, phase="forward", flops=0, frees=dies)
         yield op
+
+
+def _fetching(ops: Sequence[Op], leaving: Mapping[str, Unit], blocks: Sequence[str]) -> Iterable[Op]:
+    left = dict(leaving)
+    for op in ops:
+        unit = left.pop(_owner(op.module, blocks), None) if op.phase != "forward" else None
+        if unit is not None:
+            yield Op(name=FETCH, inputs=(), outputs=(), module=unit.path, phase="backward", flops=0, allocates=unit.gradients)
+        yield op
+
+
+def _left(ops: Sequence[Op], leaving: Mapping[str, Unit], blocks: Sequence[str]) -> tuple[Op, ...]:
+    """Gradients that go down: they are forgotten when those of the block before theirs go, or at the end."""
+    last: dict[str, int] = {}
+    for at, op in enumerate(ops):
+        if op.phase != "forward":
+            last[_owner(op.module, blocks)] = at
+    found = list(ops)
+    for path, unit in leaving.items():
+        before = blocks[blocks.index(path) - 1] if blocks.index(path) else ""
+        at = last.get(before, len(ops) - 1) if before in leaving else len(ops) - 1
+        found[at] = replace(found[at], frees=(*found[at].frees, *unit.gradients))
+    return tuple(found)
 
 
 # ---------------------------------------------------------------------- seconds
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Of moving and updating states."""
-
-    up: float
-    down: float
-    """Bytes a second each way while both are busy."""
-    device: float
-    """Bytes of device memory a second."""
-
-
 def rates(profile: Profile, device: Device) -> Rates | None:
-    """From what the probe measured; None where it did not."""
-    both = max((copy for copy in profile.copies if copy["name"] == "duplex"), key=lambda copy: copy["bytes"], default=None)
+    """From what the probe measured; None where it did not measure copies both ways at once."""
+    rows = {name: _largest(profile, name) for name in ("duplex", "duplex-beside", "adamw", "adamw-beside", "disk-read", "disk-write")}
+    both = rows["duplex"]
     if both is None:
         return None
     each = both["bytes"] / 2 / both["seconds"]
-    return Rates(up=each, down=each, device=REACHED * device.memory_bandwidth_bytes_per_second)
+    slowed = rows["duplex-beside"]
+    read, write = rows["disk-read"], rows["disk-write"]
+    cpu, beside = ((row["elements"] / row["seconds"] if row else None) for row in (rows["adamw"], rows["adamw-beside"]))
+    return Rates(
+        up=each, down=each, device=REACHED * device.memory_bandwidth_bytes_per_second, cpu=cpu, cpu_beside=beside,
+        link_beside=slowed["bytes"] / 2 / slowed["seconds"] if slowed else None,
+        disk=1 / (read["seconds"] / read["bytes"] + write["seconds"] / write["bytes"]) if read and write else None,
+    )  # fmt: skip
 
 
-def with_states(tasks: Sequence[Task], units: Sequence[Unit], plan: Plan, how: Rates) -> list[Task]:
-    """The tasks of a step with those of its states: they come first, since the norm that they wait for ends the step before."""
-    form, weight = form_of(plan), width_of_weights(plan)
-    each = bytes_of(form, weight)
-    found: list[Task] = []
-    done: dict[str, int] = {}
-    for unit in units:
-        share = 1 - plan.cpu_share if unit.on_host else 1.0
-        left = int(unit.elements * share)
-        while left > 0:
-            elements = min(CHUNK, left)
-            left -= elements
-            after: tuple[int, ...] = ()
-            if unit.on_host:
-                ring = SLOTS * 3
-                before = (len(found) - ring + 2,) if len(found) >= ring and found[len(found) - ring + 2].resource == D2H else ()
-                found.append(Task("up", H2D, elements * each / how.up, before, 0.0, "copy", unit.path, "update"))
-                after = (len(found) - 1,)
-            found.append(Task("update", WORK, elements * TOUCHED / how.device, after, 0.0, "memory", unit.path, "update"))
-            done[unit.path] = len(found) - 1
-            if unit.on_host:
-                found.append(Task("down", D2H, elements * each / how.down, (len(found) - 1,), 0.0, "copy", unit.path, "update"))
-    shift = len(found)
-    for task in tasks:
-        after = tuple(number + shift for number in task.after)
-        if task.name == NEED and task.module in done:
-            after = (*after, done[task.module])
-        found.append(task._replace(after=after))
-    return found
+def _largest(profile: Profile, name: str) -> Mapping[str, Any] | None:
+    return max((copy for copy in profile.copies if copy["name"] == name), key=lambda copy: copy["bytes"], default=None)
+
+
+def priced(units: Sequence[Unit], plan: Plan, how: Rates) -> bool:
+    """Whether all that the plan moves and updates has a measured speed."""
+    on_disk = any(unit.away and not unit.on_host for unit in units)
+    return (not plan.cpu_share or how.cpu is not None) and (not on_disk or how.disk is not None)
+
+
+def load_of(plan: Plan) -> Load:
+    """What an element takes along."""
+    width = width_of_weights(plan)
+    return Load(states=bytes_of(form_of(plan), width), weight=width, cpu_share=plan.cpu_share, early=plan.clip is None)
 
 
 def beside(units: Sequence[Unit], plan: Plan, how: Rates) -> float:
-    """Seconds that the link is busy in a step."""
-    each = bytes_of(form_of(plan), width_of_weights(plan))
-    return sum(unit.elements for unit in units if unit.on_host) * (1 - plan.cpu_share) * each / min(how.up, how.down)
+    """Seconds a step that the link is busy, the busier way."""
+    load = load_of(plan)
+    through = sum(unit.elements for unit in units if unit.away) * (1 - load.cpu_share) * load.states
+    new = sum(unit.elements for unit in units if unit.away) * load.cpu_share * load.weight
+    gone = sum(unit.elements for unit in units if unit.streamed) * load.weight
+    return (through + new + gone * 3 * plan.accumulate) / min(how.up, how.down)

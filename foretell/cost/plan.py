@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from foretell.cost import offload, plan_cpu
+from foretell.cost import activations, offload, plan_cpu
 from foretell.cost.compiling import compiled
 from foretell.cost.expert import experts_of, experts_sharded
 from foretell.cost.machine import machine
@@ -60,7 +60,7 @@ from foretell.cost.unlike import slowest_seen, smallest_seen
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan.blocks import expand
-from foretell.plan.types import FLOAT8, Plan
+from foretell.plan.types import AWAY, FLOAT8, Plan
 from foretell.trace.types import Trace
 
 __all__ = ["KEEP", "Collective", "Options", "PlanCost", "RankCost", "collectives", "predict_plan"]
@@ -86,7 +86,11 @@ def predict_plan(
         return found if plan.compile == "none" else _quickened(found, mixed, cluster, how)
     whole = repeated(mixed, plan.accumulate)
     local = sharded(compiled(whole, plan.compile), plan)
+    beside = activations.host_bytes(local, plan) if activations.moves(plan) else 0
+    if beside:
+        local = activations.away(local, plan, activations.rates(profile_for(cluster, how.profile_of), plan))
     time, rank = _moved(local, plan, cluster, how) if plan.offloads else _cost(local, plan, cluster, how)
+    rank = replace(rank, memory=replace(rank.memory, host_bytes=rank.memory.host_bytes + beside))
     unit, per_step = throughput(mixed, plan)
     return PlanCost(
         plan=plan, ranks=(rank,), time=time, unit=unit, per_step=per_step,
@@ -125,7 +129,7 @@ def _cost(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> tuple[Tim
         outcome = memory_of(local, plan, smallest_seen(plan, cluster), how)
         slow = slowest_seen(plan, cluster)
         known = machine(slow.device, profile_for(slow, how.profile_of))
-        time = plan_time(local, plan, known, cluster) if known is not None else None
+        time = plan_time(local, plan, known, cluster) if known is not None and activations.priced(local) else None
     rank = RankCost(
         rank=0, stages=(0,), verdict=outcome.verdict, memory=outcome.memory, collectives=collectives(local),
         seconds=time.step_seconds if time else None,
@@ -134,14 +138,16 @@ def _cost(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> tuple[Tim
 
 
 def _moved(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> tuple[Time | None, RankCost]:
-    """The same where optimizer states are elsewhere."""
+    """The same where optimizer states are elsewhere, and perhaps weights."""
     changed, units = offload.moved(local, plan), offload.units_of(local, plan)
     outcome = memory_of(changed, plan, cluster, how)
-    memory = replace(outcome.memory, host_bytes=outcome.memory.host_bytes + offload.host_bytes(local, plan))
+    steady = next((phase.host_bytes for phase in outcome.memory.phases if phase.name == "steady_step"), outcome.memory.host_bytes)
+    memory = replace(outcome.memory, host_bytes=steady + offload.host_bytes(local, plan))
     profile = profile_for(cluster, how.profile_of)
     known = machine(cluster.device, profile)
-    rates = offload.rates(profile, cluster.device) if profile is not None and not plan.cpu_share else None  # the CPU has no price
-    time = moved_time(changed, plan, known, units, rates) if known is not None and rates is not None else None
+    rates = offload.rates(profile, cluster.device) if profile is not None else None
+    priced = known is not None and rates is not None and offload.priced(units, plan, rates) and activations.priced(local)
+    time = moved_time(changed, plan, known, units, rates) if priced and known and rates else None
     rank = RankCost(
         rank=0, stages=(0,), verdict=outcome.verdict, memory=memory, collectives=(), seconds=time.step_seconds if time else None
     )
@@ -158,6 +164,11 @@ def _check(plan: Plan, cluster: Cluster) -> None:
         raise UserError("the plan has precision float8, which cannot be predicted yet", "use bf16-mixed")
     if plan.offloads and cluster.device.backend == "cpu":
         raise UserError("the plan moves optimizer states, which is not predicted where host and device are one", "leave out states")
+    if plan.offloads and plan.mesh.world > 1:
+        problem = f"the plan moves states, or has masters beside bf16 weights, on {plan.mesh.world} ranks: that runs, and is not predicted yet"
+        raise UserError(problem, "predict it on one rank, or leave out states")
+    if activations.moves(plan) and cluster.device.backend == "cpu":
+        raise UserError("the plan moves activations, which is not predicted where host and device are one", "keep them")
     if plan.mesh.ep > 1 and plan.mesh.pp > 1:
         raise UserError(f"the plan has ep {plan.mesh.ep} and pp {plan.mesh.pp}, which cannot be predicted together yet", "use pp 1")
 
@@ -174,14 +185,15 @@ def _check_trace(trace: Trace, plan: Plan) -> None:
 
 
 def modes_of(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
-    """Block → keep, recompute or selective."""
+    """Block → keep, recompute, selective, host or disk."""
     return {block: residency.mode for block, residency in expand(plan.blocks, blocks).items()}
 
 
 def composed(traces: Mapping[str, Trace], plan: Plan) -> Trace:
-    """One trace in which every block has its residency."""
+    """One trace in which every block has its residency; what is moved is computed as what is kept."""
+    traces = {KEEP if mode in AWAY else mode: trace for mode, trace in traces.items()}
     any_trace = next(iter(traces.values()))
-    modes = modes_of(plan, blocks_of(any_trace))
+    modes = {block: KEEP if mode in AWAY else mode for block, mode in modes_of(plan, blocks_of(any_trace)).items()}
     wanted = set(modes.values()) or {KEEP}
     if len(wanted) == 1 and wanted <= traces.keys():
         return traces[wanted.pop()]

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from foretell.cost import offload
+from foretell.cost import activations, offload
 from foretell.cost.collectives import ALL_REDUCE, Fabric, among, collective, fabric, slowest
 from foretell.cost.host import watched_blocks, wholly_compiled
+from foretell.cost.offload_time import Rates, Unit, marks_of, played
 from foretell.cost.prediction import ASSUMED, Time
 from foretell.cost.shapes import short
 from foretell.cost.sharded import COLLECTIVES as TALKING
@@ -36,25 +37,28 @@ def plan_time(local: Trace, plan: Plan, machine: Machine, cluster: Cluster) -> T
     if world > 1:
         both = collective(ALL_REDUCE, REDUCTION_AT_END_BYTES, fabric(cluster, world)).seconds
         tasks.append(Task("foretell.all_reduce", COMPUTE, both, (), 0.0, "all_reduce", "", "update"))
-    timeline = simulate(tasks, steps=1 if len(tasks) > LONG_PROGRAM else 2, drag=drags(tasks))
-    found = as_time(timeline, tasks, machine)
+    found = _timed(tasks, machine)
+    if activations.COPIES in local.meta:
+        found = activations.told(_timed(activations.with_copies(tasks, local), machine), found)
     return found if world == 1 else replace(found, provenance=ASSUMED)
 
 
-def moved_time(local: Trace, plan: Plan, machine: Machine, units: Sequence[offload.Unit], rates: offload.Rates) -> Time:
-    """Seconds of a steady step whose optimizer states come and go beside it."""
-    own = list(tasks_of(local, local.schedule["steady_step"], machine, lambda op: 0.0))
-    if plan.clip is None:  # the whole step is there to hide them
-        found = as_time(simulate(own, steps=2), own, machine)
-        link = offload.beside(units, plan, rates)
-        late = max(0.0, link - found.step_seconds)
-    else:
-        tasks = offload.with_states(own, units, plan, rates)
-        timeline = simulate(tasks)
-        found = as_time(timeline, tasks, machine)
-        late = max(0.0, found.step_seconds - as_time(simulate(own), own, machine).step_seconds)
-    if plan.clip is None:
-        found = replace(found, step_seconds=found.step_seconds + late, low_seconds=found.low_seconds + late, high_seconds=found.high_seconds + late)
+def _timed(tasks: Sequence[Task], machine: Machine) -> Time:
+    return as_time(simulate(tasks, steps=1 if len(tasks) > LONG_PROGRAM else 2, drag=drags(tasks)), tasks, machine)
+
+
+def moved_time(local: Trace, plan: Plan, machine: Machine, units: Sequence[Unit], rates: Rates) -> Time:
+    """Seconds of a steady step whose states, or weights, come and go beside it."""
+    plain = list(tasks_of(local, local.schedule["steady_step"], machine, lambda op: 0.0))
+    own = activations.with_copies(plain, local)
+    timeline = simulate(own, steps=2)
+    found = as_time(timeline, own, machine)
+    if activations.COPIES in local.meta:
+        found = activations.told(found, as_time(simulate(plain, steps=2), plain, machine))
+    late = played(marks_of(timeline, [unit.path for unit in units]), units, offload.load_of(plan), rates).waited
+    found = replace(
+        found, step_seconds=found.step_seconds + late, low_seconds=found.low_seconds + late, high_seconds=found.high_seconds + late
+    )
     breakdown = {**found.breakdown, "waiting_for_states": late}
     breakdown["waiting_for_host"] = max(0.0, found.step_seconds - sum(v for k, v in breakdown.items() if k != "waiting_for_host"))
     return replace(found, breakdown=breakdown, binds="link" if late > 0.25 * found.step_seconds else found.binds)

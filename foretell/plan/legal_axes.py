@@ -12,6 +12,8 @@ from foretell.plan.states import streamed, tiers
 from foretell.plan.types import AWAY, FLOAT8, MASTER, REST, Plan, Split
 
 Found = Iterator[tuple[str, str, str]]
+_BY_ELEMENT = ("fp32", "split", "bf16")
+"""Formats of states in which every element stands for itself, so that any cut will do."""
 
 
 def context(plan: Plan, seq: int | None) -> Found:
@@ -87,8 +89,7 @@ def states(plan: Plan, blocks: Sequence[str] | None) -> Found:
         return
     field = "states" if plan.states else "weights" if plan.weights else "precision"
     if plan.mesh.world > 1:
-        problem = f"the plan has {plan.mesh.world} ranks, and states are moved on one device alone"
-        yield field, problem, "one rank; or shard them with dp_shard"
+        yield from _on_ranks(plan, field)
     if plan.compile not in ("none", "blocks"):
         problem = f"is {plan.compile}, and blocks wait for their update in between"
         yield "compile", problem, "compile blocks, or none"
@@ -107,3 +108,20 @@ def states(plan: Plan, blocks: Sequence[str] | None) -> Found:
     kept = sorted(path for path in streamed(plan, blocks) if tiers(plan, blocks)[path] == "device")
     if kept:
         yield "weights", f"{', '.join(paths.fold_names(kept))}: weights on the host, optimizer states on the device", "states there too"
+
+
+def _on_ranks(plan: Plan, field: str) -> Found:
+    """With several ranks: each has the states of its own pieces of whole layers."""
+    for axis in ("pp", "tp", "cp", "ep"):
+        if getattr(plan.mesh, axis) > 1:
+            problem = f"mesh.{axis} is {getattr(plan.mesh, axis)}, and states are moved where ranks share parameters alone"
+            yield field, problem, f"{axis} 1, and dp_shard or dp_replicate instead"
+    if plan.weights:
+        yield "weights", f"the plan has {plan.mesh.world} ranks, and weights come and go on one device alone", "one rank, or states alone"
+    if "disk" in plan.states.values():
+        yield "states", f"the plan has {plan.mesh.world} ranks, and states go to disk on one device alone", "host"
+    if plan.state_format not in _BY_ELEMENT:
+        problem = f"is {plan.state_format}, whose elements are kept together, and {plan.mesh.world} ranks cut them apart"
+        yield "state_format", problem, f"one of {', '.join(_BY_ELEMENT)}"
+    if plan.precision == FLOAT8:
+        yield field, f"precision is {FLOAT8}, and its sharded weights are no plain tensors", "bf16-mixed"

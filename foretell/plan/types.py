@@ -26,9 +26,11 @@ AWAY = ("host", "disk")
 """Residencies of activations that are moved: nothing is computed again."""
 REST = "rest"
 """What `Plan.states` calls the parameters outside all blocks."""
-TIERS = ("device", "host")
-FORMATS = ("fp32", "split", "bf16")
-"""Of optimizer states: fp32; split: what rounding cut off instead of whole master weights; bf16: moments in bf16."""
+TIERS = ("device", "host", "disk")
+"""Where optimizer states may be between updates."""
+FORMATS = ("fp32", "split", "bf16", "int8", "split-int8")
+"""Of optimizer states: fp32; split: what rounding cut off instead of whole master weights; bf16: moments in bf16; int8: moments
+in 8 bits with a scale for every 256; split-int8: both."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,9 +146,10 @@ def _ways(plan: Plan) -> str:
     clip = "gradients not clipped" if plan.clip is None else f"gradients clipped at norm {plan.clip:g}"
     pieces = [plan.precision, plan.optimizer, clip, compiled.get(plan.compile, f"compile {plan.compile}")]
     if plan.states:
-        away = ", ".join(pattern for pattern, tier in plan.states.items() if tier == "host")
         by_cpu = f", {plan.cpu_share:.0%} of them updated by the CPU" if plan.cpu_share else ""
-        pieces.append(f"optimizer states of {away} in host memory{by_cpu}")
+        for tier, where in (("host", f"in host memory{by_cpu}"), ("disk", "on disk")):
+            away = ", ".join(pattern for pattern, one in plan.states.items() if one == tier)
+            pieces += [f"optimizer states of {away} {where}"] if away else []
     if plan.weights:
         away = ", ".join(pattern for pattern, tier in plan.weights.items() if tier == "host")
         pieces.append(f"weights of {away} in host memory, on the device while they are used")

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -76,6 +77,7 @@ class Job:
     def __init__(
         self, plan: Plan, ranks: Ranks, runner: Runner, place: Callable[[Batch], Batch], *,
         learning_rate: float | None = None, split: Applied | None = None, away: Saved | None = None,
+        scratch: str | Path | None = None,
     ) -> None:  # fmt: skip
         self.away = away
         """Activations that are moved, where any are."""
@@ -88,7 +90,7 @@ class Job:
         self.moved: Offloaded | None = None
         """The optimizer, where its states are elsewhere or in another format than the weights."""
         if plan.offloads:
-            self.moved = self._moved(dict(trained), learning_rate)
+            self.moved = self._moved(dict(trained), learning_rate, scratch)
         self.optimizer = self.moved or _optimizer(plan.optimizer, self._parameters)
         if learning_rate is not None:
             for group in self.optimizer.param_groups:
@@ -96,11 +98,11 @@ class Job:
         holding = ranks.world // ranks.size("pp")
         self._weights = {p: 1.0 / (clip.holders(p, holding) * runner.copies(name)) for name, p in trained}
 
-    def _moved(self, trained: dict[str, nn.Parameter], learning_rate: float | None) -> Offloaded:
+    def _moved(self, trained: dict[str, nn.Parameter], learning_rate: float | None, scratch: str | Path | None) -> Offloaded:
         from foretell.runtime.offload import attach
 
         (model,) = self.parts
-        found = attach.optimizer(model, self.plan, find_blocks(model), trained, self.ranks.device, learning_rate)
+        found = attach.optimizer(model, self.plan, find_blocks(model), trained, self.ranks, learning_rate, scratch)
         assert isinstance(self.runner, Whole)
         self.runner.watch(found)
         return found
@@ -191,6 +193,11 @@ class Job:
             return self.split.whole(name, tensor)
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
+    @property
+    def updates_early(self) -> bool:
+        """Whether weights and states change already during backward."""
+        return self.moved is not None and self.moved.early
+
     def settle(self) -> None:
         """Finish whatever of the last update is still under way."""
         if self.moved is not None:
@@ -211,7 +218,8 @@ class Job:
             for name, value in part.state_dict().items():
                 model[self.name_of(position, name)] = value
         names = {p: name for name, p in self.named_parameters()}
-        state = {names[p]: dict(values) for p, values in self.optimizer.state.items()}
+        states = self.moved.revealed() if self.moved is not None else self.optimizer.state
+        state = {names[p]: dict(values) for p, values in states.items()}
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "names": held}
             for group, held in zip(self.optimizer.param_groups, self._grouped(), strict=True)
@@ -231,7 +239,7 @@ class Job:
                 more = f" and lacks {len(missing) - 1} more" if missing[1:] else ""
                 raise _other(f"the saved state has no {missing[0]}{more}")
             part.load_state_dict({name: state["model"][original] for name, original in wanted.items()})
-        own = self.optimizer.state_dict()["param_groups"]
+        own = torch.optim.Optimizer.state_dict(self.optimizer)["param_groups"]
         groups, states = [], {}
         for group, mine in zip(saved["groups"], own, strict=True):
             groups.append({**{key: group[key] for key in group if key != "names"}, "params": mine["params"]})
@@ -319,9 +327,11 @@ class Piped:
 
 
 def apply(
-    workload: Workload, plan: Plan, ranks: Ranks, *, learning_rate: float | None = None, backend: str = "inductor"
-) -> Job:
-    """Turn a model into a job; the model is changed in place. `backend` is torch.compile's."""
+    workload: Workload, plan: Plan, ranks: Ranks, *, learning_rate: float | None = None, backend: str = "inductor",
+    scratch: str | Path | None = None,
+) -> Job:  # fmt: skip
+    """Turn a model into a job; the model is changed in place. `backend` is torch.compile's; `scratch` is a folder for what
+    the plan keeps on disk."""
     model = workload.model
     paths = find_blocks(model)
     check(plan, Facts(blocks=tuple(paths), world=ranks.world))
@@ -372,7 +382,7 @@ def apply(
         kept = {path: residency for path, residency in expand(plan.blocks, paths).items() if path in blocks}
         if split is None or found is None:
             recompute(part, kept)
-            away = _away(part, kept, ranks.device)
+            away = _away(part, kept, ranks.device, scratch)
             compile_part(part, blocks, plan, backend)
         else:  # its compiler takes calls, not code: what is computed again is the compiled block
             if plan.compile == "blocks":
@@ -388,17 +398,17 @@ def apply(
             assert mesh is not None
             held_experts = [one.path for one in expert.apply(part, stacks, mesh).experts]
         shard.shard(part, blocks, plan, ranks, held_experts)
-    return Job(plan, ranks, runner, place, learning_rate=learning_rate, split=split, away=away)
+    return Job(plan, ranks, runner, place, learning_rate=learning_rate, split=split, away=away, scratch=scratch)
 
 
-def _away(part: nn.Module, kept: Mapping[str, Residency], device: torch.device) -> Saved | None:
+def _away(part: nn.Module, kept: Mapping[str, Residency], device: torch.device, scratch: str | Path | None) -> Saved | None:
     """Move the activations of blocks that say so."""
     if not any(residency.mode in AWAY for residency in kept.values()):
         return None
     from foretell.runtime.offload.disk import Shelf
     from foretell.runtime.offload.saved import attach
 
-    return attach(part, kept, device, functools.partial(Shelf, folder=tempfile.gettempdir()))
+    return attach(part, kept, device, functools.partial(Shelf, folder=scratch or tempfile.gettempdir()))
 
 
 def _split(runner: Runner, found: Prepared | None) -> Applied | None:

@@ -28,7 +28,7 @@ from foretell.trace.cache import write_atomically
 PLAN, SETTINGS, MEASUREMENT, CHECKPOINTS = "plan.json", "settings.json", "measurement.json", "checkpoints"
 RATES = {"adam": 3e-4, "adamw": 3e-4, "sgd": 0.1, "momentum": 0.02}
 """Peak learning rate where none is given."""
-CHANGEABLE = ("steps", "eval_every", "eval_batches", "save_every", "mtbf", "keep", "no_save", "log", "workers")
+CHANGEABLE = ("steps", "eval_every", "eval_batches", "save_every", "mtbf", "keep", "no_save", "log", "workers", "scratch")
 """What a resumed run may be asked otherwise."""
 
 
@@ -63,6 +63,8 @@ class Settings:
     log: tuple[str, ...] = ()
     workers: int = 0
     """Processes that prepare the user's own samples."""
+    scratch: str | None = None
+    """Folder for what the plan keeps on disk while it runs; None = the run's own."""
 
     def __post_init__(self) -> None:
         if self.schedule not in KINDS:
@@ -117,6 +119,8 @@ def check(plan: Plan, asked: Mapping[str, Any], *, resume: bool = False) -> None
         settings.schedule_for(plan)
     if settings.init_from is not None and not resume and not Path(settings.init_from).exists():
         raise UserError(f"there is nothing at {settings.init_from}", "give --init-from a safetensors file, a folder of them or a run")
+    if settings.scratch is not None and not Path(settings.scratch).is_dir():
+        raise UserError(f"there is no folder {settings.scratch}", "make it, or give --scratch another one on a fast disk")
     if settings.data is not None and not Path(settings.data).exists():
         raise UserError(
             f"there is no data folder {settings.data}", "give --data a folder of text files, or a FILE.py with data(split)"
@@ -192,7 +196,9 @@ def _said(plan: Plan, name: str) -> Any:
 
 _TOLD = ("predicted", "notes", "version")
 """Fields of a plan that change nothing in how it runs."""
-_LAYOUT = ("hardware", "mesh", "placement", "pipeline", "split", "blocks", "reshard", "compile", "kernels")
+_LAYOUT = (
+    "hardware", "mesh", "placement", "pipeline", "split", "blocks", "states", "weights", "cpu_share", "reshard", "compile", "kernels",
+)  # fmt: skip
 """Fields that change where and in what order things are computed, not what."""
 _SHARES = ("micro_batch", "accumulate")
 """Together with the mesh they make the samples of a step."""

@@ -6,8 +6,12 @@ the tensor axis, then its rows of what is left. What several ranks hold alike is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from foretell.checkpoint.boxes import Cut, Part, local_shape, parts, whole
 from foretell.checkpoint.format import Damaged, Spec
 from foretell.checkpoint.read import Reader, Want, differences
-from foretell.checkpoint.saver import Done, NotSaved, Saver
+from foretell.checkpoint.saver import MEMORY_SHARE, Done, NotSaved, Saver
 from foretell.checkpoint.store import Saved, candidates, complete, look
 from foretell.checkpoint.tree import dtype_name, dtype_of
 from foretell.checkpoint.write import Piece
@@ -27,8 +31,9 @@ from foretell.plan.types import MASTER, Mesh, Plan
 from foretell.runtime import chance, shard
 from foretell.runtime.apply import Job, Piped
 from foretell.runtime.control import Control
+from foretell.runtime.offload.arena import available
 from foretell.runtime.prepare import rank_seed
-from foretell.runtime.ranks import APART, SPREAD
+from foretell.runtime.ranks import APART, SPREAD, Ranks
 
 __all__ = ["Damaged", "Done", "NotSaved", "Reader", "Saved", "Saver", "candidates", "complete", "look"]
 
@@ -60,6 +65,17 @@ class Members:
         return self.control.gather(value)
 
 
+def room(ranks: Ranks) -> Callable[[], int | None]:
+    """Tells how much host memory this rank may take: its share of what its machine has."""
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+
+    def ask() -> int | None:
+        there = available()
+        return there // beside if there is not None else None
+
+    return ask
+
+
 def whole_of(model: nn.Module, plan: Plan) -> dict[str, Spec]:
     """Every parameter of a model before anything is done to it, as its checkpoint has it."""
 
@@ -84,6 +100,8 @@ class _Held:
     parts: tuple[Part, ...]
     alike: tuple[str, ...]
     """Axes along which other ranks have the same piece."""
+    read: Callable[[int, int], Tensor] | None = None
+    """Gives elements of the piece, from one to another, where it is on disk."""
 
     @property
     def bytes(self) -> int:
@@ -143,7 +161,9 @@ def _everything(job: Job) -> list[_Held]:
         for key, value in job.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 full = f"{OPTIMIZER}/{name}/{key}"
-                found[full] = _held(job, name, full, value.detach())
+                held = _held(job, name, full, value.detach())
+                far = job.moved is not None and held.tensor.is_meta
+                found[full] = replace(held, read=functools.partial(job.moved.read, name, key)) if far and job.moved else held
     return list(found.values())
 
 
@@ -165,11 +185,23 @@ def pieces(job: Job) -> list[Piece]:
             loads[writer] += held.bytes
             if writer == place:
                 chosen.append(held)
-    return [
-        Piece(name=held.name, shape=held.shape, box=part.whole, tensor=held.tensor[part.local.slices()])
-        for held in chosen
-        for part in held.parts
-    ]
+    return [_piece(held, part) for held in chosen for part in held.parts]
+
+
+def _piece(held: _Held, part: Part) -> Piece:
+    inside, read = held.tensor[part.local.slices()], held.read
+    if read is None:
+        return Piece(name=held.name, shape=held.shape, box=part.whole, tensor=inside)
+    width, start = inside.element_size(), inside.storage_offset()
+
+    def run(first: int, last: int) -> Tensor:
+        """Bytes of it: of what lies in one run alone these are read, else all of the tensor is."""
+        if inside.is_contiguous():
+            return read(start + first // width, start + last // width).view(torch.uint8)
+        found = read(0, held.tensor.numel()).view(held.tensor.shape)[part.local.slices()]
+        return found.reshape(-1).view(torch.uint8)[first:last]
+
+    return Piece(name=held.name, shape=held.shape, box=part.whole, tensor=inside, read=run)
 
 
 def own_state(job: Job) -> dict[str, Any]:
@@ -219,8 +251,8 @@ def _plain(value: Any) -> Any:
 class Staged:
     """A checkpoint as this rank needs it, read and checked, in memory of its own. Nothing live has changed yet."""
 
-    weights: dict[str, Tensor]
-    """By name, this rank's pieces."""
+    weights: dict[str, Any]
+    """By name, this rank's pieces, or what to call for them; so are tensors among the states."""
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -232,11 +264,39 @@ class Staged:
     notes: list[str] = field(default_factory=list)
 
 
-def stage(reader: Reader, job: Job, known: Mapping[str, Spec], *, seed: int) -> Staged:
-    """Read what this rank needs; raises where the checkpoint is damaged or of something else. `known` is `whole_of`."""
+@dataclass(frozen=True)
+class _Asked:
+    """A piece of a checkpoint: memory that will be filled, or the piece itself for whoever calls."""
+
+    reader: Reader
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtype_of(self.reader.tensors[self.name].dtype).itemsize
+
+    def place(self, wants: list[Want]) -> Tensor:
+        """Memory for it, and what must be read to fill that."""
+        memory = torch.empty(self.shape, dtype=dtype_of(self.reader.tensors[self.name].dtype))
+        wants += [Want(name=self.name, box=part.whole, into=memory[part.local.slices()]) for part in self.parts]
+        return memory
+
+    def __call__(self) -> Tensor:
+        wants: list[Want] = []
+        memory = self.place(wants)
+        self.reader.read(wants)
+        return memory
+
+
+def stage(reader: Reader, job: Job, known: Mapping[str, Spec], *, seed: int, spare: Callable[[], int | None] | None = None) -> Staged:
+    """Read what this rank needs; raises where the checkpoint is damaged or of something else. `known` is `whole_of`. Where
+    states are elsewhere because there are too many, and `spare` says that host memory has no room for all of them once more,
+    every byte is checked now and read again when it is taken."""
     saved = reader.saved
     refuse_other(saved, known, job.plan)
-    wants: list[Want] = []
+    asked: list[tuple[dict[str, Any], str, _Asked]] = []
     staged = Staged(weights={}, groups=_groups(saved, job), seed=rank_seed(rank_seed(seed, saved.step), job.ranks.data_rank))
     kept: dict[str, dict[str, Spec]] = {}
     for full, spec in reader.tensors.items():
@@ -247,27 +307,36 @@ def stage(reader: Reader, job: Job, known: Mapping[str, Spec], *, seed: int) -> 
         if name in staged.weights:
             continue
         held = _held(job, name, f"{MODEL}/{name}", parameter.detach())
-        staged.weights[name] = _wanted(held.name, held.tensor.shape, held.parts, reader, wants)
+        asked.append((staged.weights, name, _Asked(reader, held.name, tuple(held.tensor.shape), held.parts)))
+        staged.weights[name] = asked[-1][2]
         values = staged.states.setdefault(name, {})
         values.update(saved.about.get("optimizer", {}).get("state", {}).get(name, {}))
         for key, spec in kept.get(name, {}).items():
             full = f"{OPTIMIZER}/{name}/{key}"
             if spec.shape == held.shape:
-                values[key] = _wanted(full, held.tensor.shape, held.parts, reader, wants)
+                asked.append((values, key, _Asked(reader, full, tuple(held.tensor.shape), held.parts)))
             else:
                 box = whole(spec.shape)
-                values[key] = _wanted(full, spec.shape, (Part(box, box),), reader, wants)
-    reader.read(wants)
+                asked.append((values, key, _Asked(reader, full, tuple(spec.shape), (Part(box, box),))))
+    _read(reader, asked, (spare or room(job.ranks))() if job.moved is not None else None)
     reader.check_own(job.ranks.rank, job.ranks.world)
     _stage_own(reader, job, staged)
     return staged
 
 
-def _wanted(name: str, shape: Sequence[int], needed: Sequence[Part], reader: Reader, wants: list[Want]) -> Tensor:
-    """Memory for a piece, and what must be read to fill it."""
-    memory = torch.empty(tuple(shape), dtype=dtype_of(reader.tensors[name].dtype))
-    wants += [Want(name=name, box=part.whole, into=memory[part.local.slices()]) for part in needed]
-    return memory
+def _read(reader: Reader, asked: Sequence[tuple[dict[str, Any], str, _Asked]], spare: int | None) -> None:
+    """Put pieces where they are asked for; where there is too little memory, look at every one and leave a way to it."""
+    if spare is None or sum(piece.nbytes for _, _, piece in asked) <= MEMORY_SHARE * spare:
+        wants: list[Want] = []
+        for into, key, piece in asked:
+            into[key] = piece.place(wants)
+        reader.read(wants)
+        return
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(lambda piece=piece: piece().numel()) for _, _, piece in asked]:  # type: ignore[misc]
+            done.result()
+    for into, key, piece in asked:
+        into[key] = piece
 
 
 def refuse_other(saved: Saved, known: Mapping[str, Spec], plan: Plan) -> None:
@@ -352,14 +421,15 @@ def take(staged: Staged, job: Job) -> None:
     shard.reshard(job.parts)
     with torch.no_grad():
         for name, parameter in job.named_parameters():
-            _local(parameter.detach()).copy_(staged.weights[name])
+            value = staged.weights[name]
+            _local(parameter.detach()).copy_(value() if isinstance(value, _Asked) else value)
         for part, name, value in _beside(job):
             if isinstance(value, Tensor):
                 value.copy_(staged.buffers[name])
             elif name in staged.more:
                 part.get_submodule(name.rpartition(".")[0]).set_extra_state(staged.more[name])
     names = {p: name for name, p in job.named_parameters()}
-    own = job.optimizer.state_dict()["param_groups"]
+    own = torch.optim.Optimizer.state_dict(job.optimizer)["param_groups"]  # states on disk stay there
     states, groups = {}, []
     used: set[str] = set()
     for live, group, values in zip(job.optimizer.param_groups, own, staged.groups, strict=True):
@@ -379,6 +449,8 @@ def take(staged: Staged, job: Job) -> None:
 
 def _spread(value: Any, parameter: Tensor, *, copy: bool) -> Any:
     """A piece of the optimizer's state where the parameter's is, as a part of the whole where that is one."""
+    if isinstance(value, _Asked):
+        return lambda: _spread(value(), parameter, copy=False)
     if not isinstance(value, Tensor):
         return value
     local = _local(parameter.detach())

@@ -10,14 +10,14 @@ whole gradients, and averaged over replicas only after the last one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from foretell.plan.types import Plan
+from foretell.plan.types import MASTER, Plan
 from foretell.runtime.ranks import Ranks
 
 
@@ -50,9 +50,12 @@ def _inside(parameter: nn.Parameter, ranks: int) -> Shard:
 
 
 def policy_of(precision: str) -> MixedPrecisionPolicy:
-    """bf16-mixed computes in bf16 and sums gradients in fp32; otherwise everything is in the dtype of the weights."""
+    """bf16-mixed computes in bf16 and sums gradients in fp32; bf16-master has weights in bf16 and sums in fp32 too, rounded
+    once; otherwise everything is in the dtype of the weights."""
     if precision == "bf16-mixed":
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if precision == MASTER:
+        return MixedPrecisionPolicy(reduce_dtype=torch.float32)
     return MixedPrecisionPolicy()
 
 
@@ -91,6 +94,30 @@ def reduce_over_replicas(parts: Iterable[nn.Module], yes: bool) -> None:
     for part in parts:
         if isinstance(part, FSDPModule):
             part.set_requires_all_reduce(yes)
+
+
+def gathered_early(model: nn.Module, paths: Sequence[str]) -> frozenset[str]:
+    """Blocks whose weights are gathered before they are called: with the root's, or with those of another block."""
+    alone = {id(unit[0]) for unit in units(model, paths) if len(unit) == 1}
+    return frozenset(path for path in paths if id(model.get_submodule(path)) not in alone)
+
+
+def holds_gathers(model: nn.Module) -> Callable[[torch.cuda.Event | None], None]:
+    """What makes all further gathers wait for an event. Weights of a block are read on streams of FSDP2's own, which wait
+    for the compute stream when the model is called, and not again when a block is."""
+
+    def hold(event: torch.cuda.Event | None) -> None:
+        if event is None:
+            return
+        context = getattr(model._get_fsdp_state(), "_comm_ctx", None) if isinstance(model, FSDPModule) else None
+        streams = [getattr(context, name, None) for name in ("all_gather_copy_in_stream", "all_gather_stream")]
+        for stream in streams:
+            if stream is None:  # not as PyTorch 2.11 to 2.13 have it: the host waits, which is slower and as safe
+                event.synchronize()
+            else:
+                stream.wait_event(event)
+
+    return hold
 
 
 def reshard(parts: Iterable[nn.Module]) -> None:

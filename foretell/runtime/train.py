@@ -151,7 +151,7 @@ def _prepared(
         if not applies(plan, ranks):
             screen.say(f"the plan is for {plan.hardware} and this is a {ranks.device.type}: what it predicts is not compared")
     schedule = settings.schedule_for(plan)
-    job = apply(workload, plan, ranks, learning_rate=schedule.at(0))
+    job = apply(workload, plan, ranks, learning_rate=schedule.at(0), scratch=settings.scratch or folder.path)
     torch.manual_seed(rank_seed(settings.seed, ranks.data_rank))
     share = Share(micro_batch=plan.micro_batch, accumulate=plan.accumulate, ranks=ranks.data_size, rank=ranks.data_rank)
     feed = Feed(train_samples, share, seed=settings.seed, device=ranks.device, workers=settings.workers)
@@ -167,7 +167,8 @@ def _prepared(
 def _saver(settings: Settings, ranks: Ranks, folder: Folder, control: Control) -> save.Saver:
     """Its thread talks over a group of its own."""
     back = save.Members(Control(ranks))
-    return save.Saver(folder.checkpoints, save.Members(control), back, keep=settings.keep, pin=ranks.device.type == "cuda")
+    cuda = ranks.device.type == "cuda"
+    return save.Saver(folder.checkpoints, save.Members(control), back, keep=settings.keep, pin=cuda, spare=save.room(ranks))
 
 
 # --- the run itself --------------------------------------------------------------------------------------------------
@@ -207,6 +208,7 @@ class Run:
         self.next_save: int | None = None
         """Where the interval is to be found: the step of the next save, the same on every rank."""
         self._told = self._asked_memory = 0.0
+        self._told_direct = self._told_disk = False
         self._memory: dict[str, int | None] = {}
 
     # ------------------------------------------------------------ start and end
@@ -263,6 +265,7 @@ class Run:
             if not stopped:
                 self.evaluate()
             saved = self.save() if not self.settings.no_save else None
+            self._look_at_disk(last=True)
             measured = self.measured()
             if isinstance(saved, save.NotSaved):
                 raise RunFailed(f"the last checkpoint was not saved: {saved.why}", self._kept())
@@ -292,6 +295,8 @@ class Run:
             for group in self.job.optimizer.param_groups:
                 group["lr"] = self.schedule.at(self.step)
             self.clock.begin()
+            if self.saver is not None and self.job.updates_early:
+                self.saver.before_update()
             loss = self.job.backward(batches)
             self.clock.middle()
             if self.saver is not None:
@@ -302,6 +307,7 @@ class Run:
             if self.step < settings.steps:
                 batches = self._fetched()
             self._note(self.clock.read())
+            self._look_at_disk()
             self._tell_save()
             self._find_next_save()
             if self.step == first + 2:
@@ -316,6 +322,20 @@ class Run:
         self._note(self.clock.read(all=True))
         self.control.finish()
         return self.step < settings.steps and self.bad is None
+
+    def _look_at_disk(self, *, last: bool = False) -> None:
+        """Warn once if the disk is slower than the plan took it to be; at the end say how fast it was."""
+        shelf = self.job.moved.store.shelf if self.job.moved is not None else None
+        if shelf is None or not self.ranks.is_first or self._told_disk:
+            return
+        read, write = (self.plan.predicted.get(f"disk_{way}_bytes_per_second") for way in ("read", "write"))
+        said = shelf.slower(read, write) if read and write else None
+        moved, seconds = shelf.measured()
+        if said is None and last and seconds:
+            said = f"disk: {human_bytes(moved)} moved to and from {shelf.folder} at {human_bytes(moved / seconds)}/s"
+        if said is not None:
+            self._told_disk = True
+            self.screen.say(said)
 
     def _fetched(self) -> list[Batch]:
         began = time.perf_counter()
@@ -402,6 +422,12 @@ class Run:
                            bytes=good.bytes if good else None, problem=why)  # fmt: skip
             if why is not None:
                 self.screen.say(f"step {done.result.step}: the checkpoint was not saved: {why}; {self._kept()}")
+            elif done.direct_bytes and not self._told_direct:
+                self._told_direct = True
+                self.screen.say(
+                    f"step {done.result.step}: host memory has no room for a copy of {human_bytes(done.direct_bytes)} that are in it: "
+                    f"training waited {done.stall_seconds:.1f} s while they were written"
+                )
         return done.result
 
     def _find_next_save(self) -> None:

@@ -71,7 +71,12 @@ def test_a_run_with_masters_goes_on_where_it_stopped(tmp_path: Path, form: str, 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"states": {"blocks.*": "host"}, "mesh": Mesh(dp_shard=2)}, "on one device alone"),
+        ({"states": {"blocks.*": "host"}, "mesh": Mesh(tp=2)}, "mesh.tp is 2"),
+        ({"precision": MASTER, "mesh": Mesh(pp=2, dp_shard=2)}, "mesh.pp is 2"),
+        ({"states": {"blocks.*": "host"}, "mesh": Mesh(dp_shard=2, cp=2)}, "mesh.cp is 2"),
+        ({"states": {"blocks.*": "host"}, "mesh": Mesh(dp_shard=4, ep=2)}, "mesh.ep is 2"),
+        ({"states": {"blocks.*": "host"}, "weights": {"blocks.*": "host"}, "mesh": Mesh(dp_shard=2)}, "weights come and go on one"),
+        ({"states": {"blocks.0": "disk"}, "mesh": Mesh(dp_replicate=2)}, "to disk on one device"),
         ({"states": {"blocks.*": "host"}, "compile": "model"}, "wait for their update"),
         ({"states": {"blocks.*": "host"}, "optimizer": "sgd"}, "AdamW"),
         ({"state_format": "split"}, "needs bf16 weights"),

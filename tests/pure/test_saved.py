@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import gc
 from collections.abc import Callable
@@ -14,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from foretell import zoo
+from foretell.runtime.offload import parcels
 from foretell.runtime.offload.saved import Saved
 from foretell.runtime.offload.slots import Slots, Space
 from foretell.trace.blocks import find_blocks
@@ -149,7 +152,7 @@ def test_moving_activations_changes_no_bit_and_moves_each_byte_once(name: str) -
 
 def test_what_is_moved_is_not_on_the_device_when_forward_is_over() -> None:
     model, batch, loss, blocks = made("gpt")
-    saved = Saved(model, {path: "host" for path in blocks[:-2]} | {path: "keep" for path in blocks[-2:]}, CPU, least=LEAST)
+    saved = Saved(model, dict.fromkeys(blocks[:-2], "host") | dict.fromkeys(blocks[-2:], "keep"), CPU, least=LEAST)
     for _ in range(2):
         found = loss_of(model, batch, loss)
         parcels = list(saved._known.values())
@@ -328,6 +331,95 @@ def test_an_overwritten_tensor_is_refused_as_without_moving_and_a_new_value_is_a
             if not wrong:
                 same(gradients(moved["block"]), gradients(plain))
             nothing_left(saved)
+
+
+# ---------------------------------------------------------------------- streams
+
+
+class Lazy:
+    """A stream that does nothing until somebody waits for it, and then no more than it must: what a device may do at its worst."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], None]] = []
+        self.done = 0
+        self.stream: Any = self
+
+    def put(self, work: Callable[[], None]) -> Point:
+        self.work.append(work)
+        return self.mark()
+
+    def mark(self) -> Point:
+        return Point(self, len(self.work))
+
+    def until(self, place: int) -> None:
+        while self.done < place:
+            self.done += 1
+            self.work[self.done - 1]()
+
+    def wait(self, mark: Point | None) -> None:
+        if mark is not None:
+            self.work.append(mark.synchronize)
+
+
+class Compute(Lazy):
+    """Computes at once, as a CPU does."""
+
+    def wait(self, mark: Point | None) -> None:
+        if mark is not None:
+            mark.synchronize()
+
+    wait_event = wait
+
+
+class Point:
+    def __init__(self, lane: Lazy, place: int) -> None:
+        self.lane, self.place = lane, place
+
+    def synchronize(self) -> None:
+        self.lane.until(self.place)
+
+    def query(self) -> bool:
+        return self.lane.done >= self.place
+
+
+def late(lane: Lazy, target: Tensor, source: Tensor) -> Point:
+    """A copy between addresses, as a device's: it holds neither tensor."""
+    places = target.data_ptr(), source.data_ptr(), source.nbytes
+    ends = StorageWeakRef(target.untyped_storage()), StorageWeakRef(source.untyped_storage())
+
+    def work() -> None:
+        assert not any(end.expired() for end in ends), "memory was given back before its copy"
+        ctypes.memmove(*places)
+
+    return lane.put(work)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+@pytest.mark.parametrize("name", ["gpt", "t5", "stack"])
+def test_copies_that_are_as_late_as_they_may_be_are_waited_for(name: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parcels, "copy", late)
+    if name == "stack":
+        torch.manual_seed(0)
+        model, batch, loss, blocks = Stack(6), sample(), lambda output, _: output.square().mean(), [f"blocks.{place}" for place in range(6)]
+    else:
+        model, batch, loss, blocks = made(name)
+    moved = copy.deepcopy(model)
+    modes = {path: "host" if place < len(blocks) - kept else "keep" for place, path in enumerate(blocks)}
+    lanes: Any = (Compute(), Lazy(), Lazy())
+    saved = Saved(moved, modes, CPU, least=LEAST, grow=4096, lanes=lanes)
+    for micro in (1, 2, 2):
+        for one in (model, moved):
+            losses = [loss_of(one, batch, loss) for _ in range(micro)]
+            for value in reversed(losses):
+                value.backward()
+            del losses, value
+        same(gradients(moved), gradients(model))
+        nothing_left(saved)
+    unused = loss_of(moved, batch, loss)
+    del unused
+    nothing_left(saved)
+    assert all(lane.work for lane in lanes[1:])
+    saved.close()
 
 
 # ---------------------------------------------------------------------- memory

@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from foretell.plan.states import form_of, streamed, tiers
-from foretell.plan.types import Plan
-from foretell.runtime.offload import forms, layout
+from foretell.plan.types import MASTER, Plan
+from foretell.runtime import shard
+from foretell.runtime.clip import local
+from foretell.runtime.offload import forms, layout, shards
 from foretell.runtime.offload.engine import Offloaded
+from foretell.runtime.ranks import Ranks
 
 
 def optimizer(
-    model: nn.Module, plan: Plan, blocks: Sequence[str], parameters: Mapping[str, nn.Parameter], device: torch.device,
-    learning_rate: float | None,
+    model: nn.Module, plan: Plan, blocks: Sequence[str], parameters: Mapping[str, nn.Parameter], ranks: Ranks,
+    learning_rate: float | None, scratch: str | Path | None = None,
 ) -> Offloaded:  # fmt: skip
-    """The optimizer, with the model's blocks made to wait for their updates."""
+    """The optimizer of a model that is sharded already, where it is: a rank has the states of its own pieces. Those on disk
+    are in `scratch`."""
+    several = ranks.world > 1
+    first = shards.narrow(model, parameters) if several and plan.precision == MASTER else None
     where, away = tiers(plan, blocks), streamed(plan, blocks)
     groups = layout.group(list(parameters), blocks)
     units = [
-        layout.unit(path, {name: parameters[name].numel() for name in held}, where[path], cpu_share=plan.cpu_share, streamed=path in away)
+        layout.unit(path, {name: local(parameters[name]).numel() for name in held}, where[path], cpu_share=plan.cpu_share, streamed=path in away)
         for path, held in groups.items()
     ]
     weights = next(iter(parameters.values())).dtype
     form = forms.form(form_of(plan), weights)
     found = Offloaded(
-        parameters, units, form, device=device, lr=learning_rate if learning_rate is not None else 1e-4,
+        parameters, units, form, device=ranks.device, lr=learning_rate if learning_rate is not None else 1e-4,
         decoupled=plan.optimizer.startswith("adamw"), weight_decay=1e-2 if plan.optimizer.startswith("adamw") else 0.0,
+        source=first, threads=shards.threads(ranks), agree=shards.agreed(ranks) if several else None,
+        folder=scratch,
     )  # fmt: skip
-    found.early = plan.clip is None
+    # Gradients of pieces are made on streams that belong to `fully_shard`; only when backward returns has compute waited for
+    # them all. So with several ranks updates begin after backward, whether there is clipping or not.
+    found.early = plan.clip is None and not several
+    if several:
+        found.together = shard.gathered_early(model, blocks)
+        found.before_gathers = shard.holds_gathers(model)
     return found
 
 

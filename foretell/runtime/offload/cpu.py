@@ -35,7 +35,8 @@ class Workers:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="foretell-update", initializer=torch.set_num_threads, initargs=(count,))
         self._pool.submit(lambda: None).result()
         torch.set_num_threads(before)  # the setting is each thread's own, and the default of threads to come
-        self._wide = torch.empty(RUN * form.scratch, dtype=torch.float32)
+        self._most = RUN // 8 if form.coded else RUN  # codes pass through memory many times
+        self._wide = torch.empty(self._most * form.scratch, dtype=torch.float32)
         self._told: tuple[float | None, bool] | None = None
         self._lock = threading.Lock()
 
@@ -73,9 +74,9 @@ class Workers:
                 here.synchronize()
             scale, skip = self._known()
             for piece in pieces:
-                for at in range(piece.at, piece.at + piece.elements, RUN):
-                    run = slice(at, min(at + RUN, piece.at + piece.elements))
-                    states = {name: flat[run] for name, flat in kept.items()}
+                for at in range(piece.at, piece.at + piece.elements, self._most):
+                    run = slice(at, min(at + self._most, piece.at + piece.elements))
+                    states = {name: flat[self.form.run(name, at, run.stop - at)] for name, flat in kept.items()}
                     if not skip:
                         self._run(weights[run], grads[run], states, steps[piece.name], settings, scale)
                     elif MASTER in states:
@@ -91,4 +92,4 @@ class Workers:
         update(self.form, [run], self._wide, settings, scale=factor, skip=None)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)

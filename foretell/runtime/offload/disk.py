@@ -126,6 +126,12 @@ class Shelf:
             if self._failed is not None:
                 raise self._failed
 
+    def measured(self) -> tuple[int, float]:
+        """Bytes that went through so far, and the seconds in which any did."""
+        with self._changed:
+            busy = self._busy + (time.perf_counter() - self._since if self._moving else 0.0)
+            return self.read_bytes + self.written_bytes, busy
+
     def slower(self, read: float, write: float, *, least: int = 256 * MIB, by: float = 1.25) -> str | None:
         """A warning if what went through so far took `by` times what it should at these planned bytes per second."""
         with self._changed:

@@ -1,4 +1,4 @@
-"""AdamW whose states are on the device or in host memory, unit by unit, and updated just in time.
+"""AdamW whose states are on the device, in host memory or on disk, unit by unit, and updated just in time.
 
     backward ─► norm ─► unit 0: states up ─► update ─► states down       up, work and down are streams of their own;
                         unit 1:      states up ─► update ─► states down  a ring of buffers is between them
@@ -16,22 +16,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from foretell.plan.states import SLOTS
-from foretell.runtime.offload.arena import Arena
+from foretell.errors import UserError
+from foretell.plan.states import SLOTS, count_of
+from foretell.runtime.clip import local
+from foretell.runtime.offload import convert
+from foretell.runtime.offload.arena import KEEP_FREE, Arena, available
 from foretell.runtime.offload.cpu import Workers
-from foretell.runtime.offload.forms import MASTER, REST, Form, Settings, joined, take_apart
+from foretell.runtime.offload.forms import MASTER, REST, Form, Settings, take_apart
 from foretell.runtime.offload.lanes import Lanes, Mark, passed
-from foretell.runtime.offload.layout import CPU, Unit
+from foretell.runtime.offload.layout import CPU, DISK, Unit
 from foretell.runtime.offload.pump import Pump
+from foretell.runtime.offload.shards import part
 from foretell.runtime.offload.store import Store
 from foretell.runtime.offload.updates import Pending, Updater, flat
 from foretell.runtime.offload.watch import Look, shared
 from foretell.runtime.offload.weights import Streamed, View
+from foretell.units import human_bytes
 
 
 class Offloaded(torch.optim.Optimizer):
@@ -41,19 +48,24 @@ class Offloaded(torch.optim.Optimizer):
         self, parameters: Mapping[str, nn.Parameter], units: Sequence[Unit], form: Form, *, device: torch.device,
         lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
         decoupled: bool = True, slots: int = SLOTS, threads: int | None = None, arena: Arena | None = None,
-        source: Callable[[str], Tensor] | None = None, hold: int | None = None,
+        source: Callable[[str], Tensor] | None = None, hold: int | None = None, agree: Callable[[int], None] | None = None,
+        folder: str | Path | None = None,
     ) -> None:  # fmt: skip
         """`hold`: bytes of gradients that may wait for their update before backward does; `source` gives a parameter's first
-        values where the model does not have them yet (built on the meta device); `arena` is host memory that is there."""
+        values where the model does not have them yet (built on the meta device), of a sharded one this rank's piece; `arena` is
+        host memory that is there, `agree` is asked whether as much as is needed may be taken; `folder` is where states on disk are."""
         self.parameters, self.units, self.form, self.device = dict(parameters), tuple(units), form, device
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
         self.unit_of = {name: unit.path for unit in units for name in unit.sizes}
+        self._far = {name: unit for unit in units if unit.tier == DISK for name in unit.sizes}
+        """Parameters whose states are on disk."""
         self.decoupled, self.hold = decoupled, hold
         super().__init__(
             [p for unit in units for p in (self.parameters[name] for name in unit.sizes)],
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
         )
         self.lanes = Lanes(device)
-        self.store = Store(units, form, device, slots=slots, arena=arena)
+        self.store = Store(units, form, device, slots=slots, arena=arena, folder=folder, agree=agree)
         self.workers = Workers(form, threads) if self.store.updated else None
         self._weights: dict[str, Tensor] = {}
         self._steps = {name: torch.zeros((), device=device) for name in self.parameters}
@@ -63,6 +75,11 @@ class Offloaded(torch.optim.Optimizer):
         self.pending: dict[str, Pending] = {}
         self.early = False
         """Whether a unit's update begins as soon as backward has left it: where nothing is clipped."""
+        self.sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
+        self.together: frozenset[str] = frozenset()
+        """Units whose weights are gathered before their block is called."""
+        self.before_gathers: Callable[[Mark], None] = lambda mark: None
+        """Makes gathers of sharded weights wait for a mark."""
         self._handles: list[Any] = []
         self._left: dict[str, set[str]] = {}
         self._started: set[str] = set()
@@ -76,7 +93,7 @@ class Offloaded(torch.optim.Optimizer):
         self._leaving: list[tuple[Mark, list[Tensor]]] = []
         self._host_steps: dict[str, int] = dict.fromkeys(self.parameters, 0)
         self._stepped: set[str] = set()
-        self._adopt(source or (lambda name: self.parameters[name].detach()))
+        self._adopt(source or (lambda name: local(self.parameters[name].detach())))
         views = {
             unit.path: [View(p, unit.starts[name], p.shape) for name in unit.sizes for p in (self.parameters[name],)]
             for unit in units if unit.streamed
@@ -94,19 +111,31 @@ class Offloaded(torch.optim.Optimizer):
         """Take the weights over: where they are bf16, what they were before is kept exactly."""
         for unit in self.units:
             for name in unit.sizes:
-                parameter, kept = self.parameters[name], self.store.slice_of(unit, name)
+                parameter, kept = self.parameters[name], self.store.fresh(unit, name)
                 whole = source(name)
                 value = self._rounded(whole, kept)
                 if unit.streamed:
                     home = self.store.weights[unit.path][unit.starts[name] : unit.starts[name] + whole.numel()]
                     home.copy_(value.reshape(-1))
                     value = home.view(whole.shape)
-                if value is not parameter or value.device != parameter.device:
+                if isinstance(parameter, DTensor):
+                    local(parameter.detach()).copy_(value)
+                elif value is not parameter or value.device != parameter.device:
                     _become(parameter, value)
-                self._weights[name] = flat(parameter.detach())
-                state = {key: value.view(whole.shape) for key, value in kept.items()}
+                self.store.write(unit, name, kept)
+                if unit.tier == DISK:  # what these are like; `revealed` has them themselves
+                    kept = {k: torch.empty(count_of(k, whole.numel()), dtype=t, device="meta") for k, t in self.form.kept.items()}
+                state = {
+                    key: part(value.view(whole.shape), parameter) if value.numel() == whole.numel() else value for key, value in kept.items()
+                }
                 self.state[parameter] = {"step": self._steps[name], **state}
+        self._locate()
         self._mirror()
+
+    def _locate(self) -> None:
+        """Where this rank's weights are: `fully_shard` may have put its pieces elsewhere since, when the model was first called."""
+        for name, parameter in self.parameters.items():
+            self._weights[name] = flat(local(parameter.detach()))
 
     def _rounded(self, whole: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
         """The weight that the model computes with; states take what it does not hold."""
@@ -137,7 +166,7 @@ class Offloaded(torch.optim.Optimizer):
     def attach(self, root: nn.Module, accumulate: Callable[[], bool] | None = None) -> None:
         """Make units wait for their updates from now on; `accumulate` says whether more micro-batches follow."""
         paths = [unit.path for unit in self.units if unit.path]
-        self._first = shared(root, self.unit_of, paths)
+        self._first = shared(root, self.unit_of, paths) | self.together
         owner = {id(self.parameters[name]): unit.path for unit in self.units if unit.path for name in unit.sizes}
         look = Look(owner, self._used)
 
@@ -179,7 +208,7 @@ class Offloaded(torch.optim.Optimizer):
         self._handles.append(root.register_forward_pre_hook(begins, prepend=True))
         self._handles.append(root.register_forward_hook(ends, always_call=True))
         self._more = accumulate or (lambda: False)
-        for unit in self.units:
+        for unit in () if self.sharded else self.units:  # `fully_shard` has gradients summed on streams of its own until backward ends
             if self.early or unit.streamed or any(chunk.engine == CPU for chunk in unit.chunks):
                 for name in unit.sizes:
                     self._handles.append(self.parameters[name].register_post_accumulate_grad_hook(self._arrived(unit, name)))
@@ -223,7 +252,7 @@ class Offloaded(torch.optim.Optimizer):
 
     def _grads(self, unit: Unit) -> dict[str, Tensor]:
         found = ((name, self.parameters[name].grad) for name in unit.sizes)
-        return {name: grad for name, grad in found if grad is not None}
+        return {name: local(grad) for name, grad in found if grad is not None}
 
     @torch.no_grad()
     def _send_down(self, unit: Unit) -> None:
@@ -278,7 +307,10 @@ class Offloaded(torch.optim.Optimizer):
         for path in list(self.pending):
             self.need(path)
         self._started = set()
+        if self.sharded:
+            self._locate()
         now = self.updater
+        now.started.clear()
         now.scale = scale.reshape(1).float() if scale is not None else None
         now.skip = skip.reshape(()).float() if skip is not None else None
         self.lanes.up.wait(now.last)
@@ -323,9 +355,9 @@ class Offloaded(torch.optim.Optimizer):
         self.pump.wait(path)
         del self.pending[path]
         lane = self.streamed.lane if path in self.streamed.views else self.lanes.compute
-        for chunk in pending.chunks:
-            lane.wait(chunk.result())
-        lane.wait(pending.done)
+        for mark in (*(chunk.result() for chunk in pending.chunks), pending.done):
+            lane.wait(mark)
+            self.before_gathers(mark)
         if lane is not self.lanes.compute and pending.grads:
             self.lanes.compute.wait(pending.done)
         pending.grads.clear()
@@ -334,7 +366,9 @@ class Offloaded(torch.optim.Optimizer):
         """Forget gradients of updates that are done; wait for some where more are kept than may be."""
         waiting = {path: pending for path, pending in self.pending.items() if pending.grads}
         held = sum(grad.nbytes for pending in waiting.values() for grad in pending.grads.values())
-        for path, pending in waiting.items():
+        order = {unit.path: number for number, unit in enumerate(self.units)}
+        for path in sorted(waiting, key=lambda path: (waiting[path].done is None, order[path])):  # as the pump takes them
+            pending = waiting[path]
             over = self.hold is not None and held > self.hold
             if over:
                 self.pump.wait(path)
@@ -351,6 +385,7 @@ class Offloaded(torch.optim.Optimizer):
             self.need(path)
         if self.updater.last is not None:
             self.updater.last.synchronize()
+        self.store.settle()
         self.streamed.go_home()  # also what was looked at since
 
     # ------------------------------------------------------------ what an optimizer is
@@ -367,43 +402,62 @@ class Offloaded(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()
-        return super().state_dict()
+        found, states = super().state_dict(), self.revealed() if self._far else {}
+        for group, packed in zip(self.param_groups, found["param_groups"], strict=True):
+            found["state"].update({index: states[p] for p, index in zip(group["params"], packed["params"], strict=True) if p in states})
+        return found
+
+    def revealed(self) -> dict[Tensor, dict[str, Any]]:
+        """All states as ordinary tensors: a copy of those on disk, for which there must be memory."""
+        self.settle()
+        nbytes, there = int(sum(unit.sizes[name] for name, unit in self._far.items()) * self.form.nbytes), available()
+        if self._far and there is not None and nbytes > there - KEEP_FREE:
+            raise UserError(
+                f"{human_bytes(nbytes)} of optimizer states are on disk, and {human_bytes(there)} of host memory can be had for a copy",
+                "save a checkpoint, which needs none",
+            )
+        return {p: self._opened(p) for p in self.state}
+
+    def _opened(self, parameter: Tensor) -> dict[str, Any]:
+        """A parameter's states: where they are, or a copy of what is on disk."""
+        own, name = self.state[parameter], self._names[parameter]
+        if name not in self._far:
+            return own
+        return {**own, **{
+            key: part(value.view(local(own[key]).shape), parameter) for key, value in self.store.arrays(self._far[name], name).items()
+        }}
+
+    def read(self, name: str, key: str, begin: int, end: int) -> Tensor:
+        """Elements of a parameter's state that is on disk, after `settle`."""
+        return self.store.read(self._far[name], name, key, begin, end)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy in place: states stay where they are."""
+        """Copy in place: states stay where they are. A value may be something to call for it, one parameter at a time."""
         self.settle()
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-            for parameter, index in zip(group["params"], saved["params"], strict=True):
-                saved_states = state_dict["state"].get(index, {})
-                for key, value in saved_states.items():
-                    if key in self.state[parameter]:
-                        self.state[parameter][key].copy_(torch.as_tensor(value))
-                if saved_states:
-                    self._convert(parameter, saved_states)
+        for group, packed in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in packed.items() if key != "params"})
+            for parameter, index in zip(group["params"], packed["params"], strict=True):
+                saved = state_dict["state"].get(index, {})
+                if not saved:
+                    continue
+                saved = {key: value() if callable(value) else value for key, value in saved.items()}
+                own, name = self._opened(parameter), self._names[parameter]
+                for key, value in saved.items():
+                    if key in own:
+                        local(own[key]).copy_(local(torch.as_tensor(value)))
+                self._convert(parameter, own, saved)
+                if name in self._far:
+                    self.store.write(self._far[name], name, {key: local(own[key]) for key in self.form.kept})
         self._mirror()
         self._host_steps = {name: int(step) for name, step in self._steps.items()}
         self._stepped.clear()
 
-    def _convert(self, parameter: nn.Parameter, saved: Mapping[str, Any]) -> None:
-        """Exact weights that were saved in another form, or in none beside the weights themselves."""
-        own = self.state[parameter]
-        if self.form.name == "plain" or (MASTER if MASTER in own else REST) in saved:
-            return
-        weight = parameter.detach().reshape(-1)
-        if MASTER in saved:
-            exact = saved[MASTER].to(weight.device, torch.float32, copy=True).reshape(-1)
-        else:
-            exact = weight.float()
-            if REST in saved:
-                joined(weight, saved[REST].to(weight.device).reshape(-1), exact)
-        if MASTER in own:
-            own[MASTER].copy_(exact.view(own[MASTER].shape))
-        else:
-            rest = torch.empty_like(exact, dtype=torch.int16)
-            take_apart(exact, weight, rest)
-            own[REST].copy_(rest.view(own[REST].shape))
+    def _convert(self, parameter: nn.Parameter, own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+        """What was saved in another form."""
+        own, saved = {key: local(value) for key, value in own.items()}, {key: local(torch.as_tensor(value)) for key, value in saved.items()}
+        convert.weights(local(parameter.detach()).reshape(-1), own, saved)
+        convert.moments(self._names[parameter], own, saved)
 
     def close(self) -> None:
         """End what is under way and give the host memory back; also after a failure, so nothing is waited for in vain."""

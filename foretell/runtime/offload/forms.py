@@ -1,14 +1,16 @@
 """What an optimizer keeps for each element, and how a run of elements is updated: AdamW in several formats.
 
-| form   | weights | kept beside them                         | bytes | what it changes                            |
-| ------ | ------- | ---------------------------------------- | ----- | ------------------------------------------ |
-| plain  | any     | both moments in the weights' format      | 8     | nothing                                    |
-| master | bf16    | fp32 weights, both moments in fp32       | 12    | nothing: fully_shard's mixed precision     |
-| split  | bf16    | what rounding cut off, both moments fp32 | 10    | ties are rounded away from zero            |
-| half   | bf16    | fp32 weights, both moments in bf16       | 8     | moments have 8 bits of precision           |
+| form       | weights | kept beside them                           | bytes | what it changes                        |
+| ---------- | ------- | ------------------------------------------ | ----- | -------------------------------------- |
+| plain      | any     | both moments in the weights' format        | 8     | nothing                                |
+| master     | bf16    | fp32 weights, both moments in fp32         | 12    | nothing: fully_shard's mixed precision |
+| split      | bf16    | what rounding cut off, both moments fp32   | 10    | ties are rounded away from zero        |
+| half       | bf16    | fp32 weights, both moments in bf16         | 8     | moments have 8 bits of precision       |
+| int8       | bf16    | fp32 weights, both moments in 8 bits       | 6.03  | moments are rounded (`codes`)          |
+| split-int8 | bf16    | what rounding cut off, moments in 8 bits   | 4.03  | both                                   |
 
-Every update is element by element, so that it gives the same bits in whatever runs and on whatever stream it is done. All
-forms use `torch._fused_adamw_`, the kernel of `AdamW(fused=True)`.
+Every update is element by element, or by blocks that are never cut, so that it gives the same bits in whatever runs and on
+whatever stream it is done. All forms use `torch._fused_adamw_`, the kernel of `AdamW(fused=True)`.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretell.plan.states import KEPT
+from foretell.plan.states import KEPT, bytes_of, count_of
+from foretell.runtime.offload import codes
 
 FIRST, SECOND, MASTER, REST = "exp_avg", "exp_avg_sq", "master", "rest"
+CODE, SCALE = "_code", "_scale"
+"""Behind a moment's name: its codes, and the scales of its blocks."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +39,28 @@ class Form:
     """Format of the weights that the model computes with, and of their gradients."""
 
     @property
-    def nbytes(self) -> int:
-        return sum(dtype.itemsize for dtype in self.kept.values())
+    def nbytes(self) -> float:
+        """Kept for each element."""
+        return bytes_of(self.name, self.weight.itemsize)
 
     @property
     def scratch(self) -> int:
-        """Elements of fp32 that updating one element needs: its gradient, and its weight where that is not whole."""
-        return 0 if not self.wide else 2 if REST in self.kept else 1
+        """Elements of fp32 that updating one element needs: its gradient, its weight where that is not whole, moments in codes."""
+        return 0 if not self.wide else 1 + (REST in self.kept) + 2 * self.coded
+
+    @property
+    def coded(self) -> bool:
+        """Whether moments are codes of whole blocks."""
+        return FIRST + CODE in self.kept
+
+    def part(self, name: str, begin: int, elements: int) -> slice:
+        """Where the entries for a run of elements are in the array of a name. A run begins at a multiple of `ALIGN`."""
+        first = count_of(name, begin)
+        return slice(first, first + count_of(name, elements))
+
+    def run(self, name: str, begin: int, elements: int) -> slice:
+        """The same for an update, which takes codes by whole blocks: what is behind a parameter's last element counts for nothing."""
+        return self.part(name, begin, codes.padded(elements) if name.endswith(CODE) else elements)
 
     @property
     def wide(self) -> bool:
@@ -68,7 +88,7 @@ class Settings:
 
 @dataclass
 class Run:
-    """A run of one parameter's elements: all tensors are flat and equally long."""
+    """A run of one parameter's elements: all tensors are flat and equally long, but for codes and scales (`Form.run`)."""
 
     weight: Tensor
     grad: Tensor
@@ -87,16 +107,14 @@ def update(form: Form, runs: Sequence[Run], wide: Tensor, settings: Settings, *,
             torch._foreach_mul_([run.grad for run in runs], scale.to(runs[0].grad.dtype).view(()))
         _adamw([run.weight for run in runs], [run.grad for run in runs], runs, settings, skip)
         return
+    if form.coded:
+        _coded(form, runs, wide, settings, scale, skip)
+        return
     grads = []
     at = 0
     for run in runs:
-        grad = wide[at : at + run.grad.numel()]
+        grads.append(_widened(run.grad, scale, wide[at : at + run.grad.numel()]))
         at += run.grad.numel()
-        if scale is None:
-            grad.copy_(run.grad)
-        else:
-            torch.mul(run.grad, scale, out=grad)
-        grads.append(grad)
     if form.name == "split":
         _split(runs, grads, wide[at:], settings, skip)
         return
@@ -106,18 +124,55 @@ def update(form: Form, runs: Sequence[Run], wide: Tensor, settings: Settings, *,
         run.weight.copy_(master)
 
 
+def _widened(grad: Tensor, scale: Tensor | None, out: Tensor) -> Tensor:
+    return out.copy_(grad) if scale is None else torch.mul(grad, scale, out=out)
+
+
 def _adamw(weights: list[Tensor], grads: list[Tensor], runs: Sequence[Run], settings: Settings, skip: Tensor | None) -> None:
     first, second = ([run.kept[name] for run in runs] for name in (FIRST, SECOND))
     wide = [moment.float() if moment.dtype != weights[0].dtype else moment for moment in (*first, *second)]
-    kernel = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
-    kernel(
-        weights, grads, wide[: len(runs)], wide[len(runs) :], [], [run.step for run in runs],
-        lr=settings.lr, beta1=settings.beta1, beta2=settings.beta2, weight_decay=settings.weight_decay, eps=settings.eps,
-        amsgrad=False, maximize=False, grad_scale=None, found_inf=skip,
-    )  # fmt: skip
+    _kernel(weights, grads, wide[: len(runs)], wide[len(runs) :], [run.step for run in runs], settings, skip)
     for kept, moved in zip((*first, *second), wide, strict=True):
         if kept is not moved:
             kept.copy_(moved)
+
+
+def _kernel(
+    weights: list[Tensor], grads: list[Tensor], first: list[Tensor], second: list[Tensor], steps: list[Tensor], settings: Settings,
+    skip: Tensor | None,
+) -> None:  # fmt: skip
+    kernel = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
+    kernel(
+        weights, grads, first, second, [], steps,
+        lr=settings.lr, beta1=settings.beta1, beta2=settings.beta2, weight_decay=settings.weight_decay, eps=settings.eps,
+        amsgrad=False, maximize=False, grad_scale=None, found_inf=skip,
+    )  # fmt: skip
+
+
+def _coded(form: Form, runs: Sequence[Run], wide: Tensor, settings: Settings, scale: Tensor | None, skip: Tensor | None) -> None:
+    """Moments out of their codes, the update, and into codes again, in `wide` alone; a gradient's place is what coding needs."""
+    parts: list[list[Tensor]] = []
+    at, cut = 0, REST in form.kept
+    for run in runs:
+        elements, whole = run.weight.numel(), codes.padded(run.weight.numel())
+        spare, first, second, *own = wide[at : at + form.scratch * whole].view(form.scratch, whole)
+        at += form.scratch * whole
+        codes.decode_first(run.kept[FIRST + CODE], run.kept[FIRST + SCALE], first, spare)
+        codes.decode_second(run.kept[SECOND + CODE], run.kept[SECOND + SCALE], second)
+        _widened(run.grad, scale, spare[:elements])
+        master = joined(run.weight, run.kept[REST], own[0][:elements]) if cut else run.kept[MASTER]
+        parts.append([master, spare, first, second])
+    masters = [part[0] for part in parts]
+    grads, firsts, seconds = ([part[n][: part[0].numel()] for part in parts] for n in (1, 2, 3))
+    _kernel(masters, grads, firsts, seconds, [run.step for run in runs], settings, skip)
+    keep = skip > 0 if skip is not None else None
+    for run, (master, spare, first, second) in zip(runs, parts, strict=True):
+        codes.encode_first(first, run.kept[FIRST + CODE], run.kept[FIRST + SCALE], spare, keep)
+        codes.encode_second(second, run.kept[SECOND + CODE], run.kept[SECOND + SCALE], spare, keep)
+        if cut:
+            take_apart(master, run.weight, run.kept[REST])
+        else:
+            run.weight.copy_(master)
 
 
 def _split(runs: Sequence[Run], grads: list[Tensor], wide: Tensor, settings: Settings, skip: Tensor | None) -> None:

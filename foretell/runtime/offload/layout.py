@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from foretell.plan.states import ALIGN as ALIGN
 from foretell.plan.states import CHUNK as CHUNK
 from foretell.plan.states import DEVICE as DEVICE
+from foretell.plan.states import DISK as DISK
 from foretell.plan.states import HOST as HOST
 
 GPU, CPU = "gpu", "cpu"

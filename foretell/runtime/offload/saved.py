@@ -21,17 +21,32 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from foretell.plan.types import Residency
-from foretell.runtime.offload.arena import Arena, bytes_for
+from foretell.runtime.offload import parcels
+from foretell.runtime.offload.arena import bytes_for
 from foretell.runtime.offload.lanes import Lane, Mark, passed
+from foretell.runtime.offload.parcels import (
+    Call,
+    Memory,
+    Moved,
+    Parcel,
+    Round,
+    Shelf,
+    Stay,
+    Ticket,
+    bytes_of,
+    key_of,
+    overwritten,
+    part,
+    stay,
+)
 from foretell.runtime.offload.slots import Slot, Slots
 
 HOST, DISK = "host", "disk"
@@ -39,120 +54,8 @@ LEAST = 2**20
 """Bytes of a storage that is worth moving."""
 GROW = 256 * 2**20
 """Least bytes of host memory that are made at a time, where the first block did not tell how many are needed."""
-
-
-class Shelf(Protocol):
-    """A file of a fixed size, which moves bytes beside everything else (`disk.Shelf`)."""
-
-    nbytes: int
-
-    def write(self, offset: int, tensor: Tensor, after: Callable[[], object] | None = None) -> Any: ...
-
-    def read(self, offset: int, tensor: Tensor, after: Callable[[], object] | None = None) -> Any: ...
-
-    def close(self) -> None: ...
-
-
-class _Host:
-    """An arena as one stretch of bytes."""
-
-    def __init__(self, nbytes: int, *, register: bool) -> None:
-        self.arena = Arena(nbytes, register=register)
-        self.nbytes = self.arena.nbytes
-        self.bytes = self.arena.take(self.nbytes, torch.uint8)
-
-    def close(self) -> None:
-        self.arena.close()
-
-
-class _Stay(NamedTuple):
-    """A saved tensor that stays where it is."""
-
-    tensor: Tensor
-    version: int
-
-
-class _Parcel:
-    """The bytes of one storage, as they were when they were saved."""
-
-    def __init__(self, tensor: Tensor, storage: torch.UntypedStorage, call: _Call) -> None:
-        self.seen = StorageWeakRef(storage)
-        """While it is held, no other storage gets this one's address."""
-        self.alias: Tensor | None = tensor.detach()
-        self.version = tensor._version
-        self.nbytes = storage.nbytes()
-        self.device: torch.UntypedStorage | None = storage
-        self.host: Slot[_Host] | None = None
-        self.shelf: Slot[Any] | None = None
-        self.call = call
-        self.tickets = 0
-        self.down: Mark = None
-        self.up: Mark = None
-        self.lifted: threading.Event | None = None
-        """On disk: set once the copy up was asked for, or failed."""
-        self.error: BaseException | None = None
-        self.stream: torch.cuda.Stream | None = None
-        """Whose memory it has on the device."""
-        self.settled = True
-        """Whether that stream waits for all copies that touch this memory."""
-        self.wanted = self.spoilt = False
-
-    def changed(self) -> bool:
-        """Whether the tensor was overwritten while its bytes were still read."""
-        if self.alias is not None and self.alias._version != self.version:
-            self.spoilt = True
-        return self.spoilt
-
-    def free(self) -> None:
-        """Let the device's memory go: whoever gets it computes after the copies."""
-        if self.stream is not None and not self.settled:
-            for mark in (self.down, self.up):
-                if mark is not None:
-                    self.stream.wait_event(mark)
-        self.settled = True
-        self.device = self.alias = None
-
-
-class _Ticket:
-    """What autograd keeps instead of a tensor. When it goes, the tensor is not needed any more."""
-
-    __slots__ = ("_gone", "call", "offset", "parcel", "shape", "stride", "type")
-
-    def __init__(self, parcel: _Parcel, call: _Call, tensor: Tensor, gone: Callable[[_Parcel, _Call], None]) -> None:
-        self.parcel, self.call, self._gone = parcel, call, gone
-        self.type, self.shape, self.stride, self.offset = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-        parcel.tickets += 1
-        call.tickets += 1
-
-    def __del__(self) -> None:
-        self._gone(self.parcel, self.call)
-
-
-class _Call:
-    """One run of a block's forward."""
-
-    def __init__(self, number: int, place: int, mode: str, stays: frozenset[int]) -> None:
-        self.number, self.place, self.mode, self.stays = number, place, mode, stays
-        self.parcels: dict[_Parcel, None] = {}
-        """What it saved, also what another call had saved before."""
-        self.tickets = self.nbytes = self.room = 0
-        self.begun = self.entered = False
-
-
-class _Round(NamedTuple):
-    """From one backward to the next: calls of blocks, those of them that keep all, bytes that went down."""
-
-    calls: int
-    kept: int
-    nbytes: int
-
-
-class Moved(NamedTuple):
-    """What was moved since the start, in bytes."""
-
-    down: int
-    up: int
-    forwarded: int
+AHEAD = 1.25
+"""Of what a block saves, how much is on the device in backward: what is still wanted of one block, and the beginning of the next."""
 
 
 class Saved:
@@ -160,33 +63,36 @@ class Saved:
 
     def __init__(
         self, model: nn.Module, modes: Mapping[str, str], device: torch.device, *, shelf: Callable[[int], Shelf] | None = None,
-        least: int = LEAST, grow: int = GROW,
+        least: int = LEAST, grow: int = GROW, lanes: tuple[Lane, Lane, Lane] | None = None,
     ) -> None:  # fmt: skip
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device, self.least = device, max(least, 1)
-        self._compute, self._down, self._up = Lane(device, compute=True), Lane(device), Lane(device)
-        self._tables = [b for b in model.buffers() if b.untyped_storage().nbytes() >= self.least]
-        self.hosts: Slots[_Host] = Slots(lambda n: _Host(n, register=device.type == "cuda"), least=grow)
-        self.bounces: Slots[_Host] = Slots(lambda n: _Host(n, register=device.type == "cuda"), least=grow, one=False)
+        self._compute, self._down, self._up = lanes or (Lane(device, compute=True), Lane(device), Lane(device))
+        self._model = model
+        self._tables: list[Tensor] | None = None
+        """The model's larger buffers: blocks may be given them, and they stay where they are."""
+        self.hosts: Slots[Memory] = Slots(lambda n: Memory(n, register=device.type == "cuda"), least=grow)
+        self.bounces: Slots[Memory] = Slots(lambda n: Memory(n, register=device.type == "cuda"), least=grow, one=False)
         self.shelves: Slots[Any] = Slots(shelf or _no_shelf, least=grow, one=False)
-        self._known: dict[int, _Parcel] = {}
-        self._calls: dict[int, _Call] = {}
+        self._known: dict[int, Parcel] = {}
+        self._calls: dict[int, Call] = {}
         self._number = 0
-        self._unsent: list[_Parcel] = []
-        self._flying: deque[_Parcel] = deque()
-        self._busy: deque[tuple[Slot[_Host], Callable[[], bool], Callable[[], object]]] = deque()
+        self._unsent: list[Parcel] = []
+        self._flying: deque[Parcel] = deque()
+        self._busy: deque[tuple[Slot[Memory], Callable[[], bool], Callable[[], object]]] = deque()
         """Host memory that bytes pass through on their way to or from disk: whether they have, and waiting until then."""
         self._largest = 0
-        self._here = self._usual = _Round(0, 0, 0)
+        self._here = self._usual = Round(0, 0, 0)
         """This time so far, and the last time."""
         self._landed = 0
         self._turned = False
-        self._credit = -1
+        self._level = self._at = self._up_bytes = 0
+        self._done, self._ahead = -1, 0.0
         self._last_up: Mark = None
         self._lock = threading.Lock()
-        self._dead: deque[tuple[_Parcel, _Call]] = deque()
-        self._late: deque[_Parcel] = deque()
+        self._dead: deque[tuple[Parcel, Call]] = deque()
+        self._late: deque[Parcel] = deque()
         """Nobody wants them any more, but the disk has not brought them yet."""
         self.moved = Moved(0, 0, 0)
         self._count = {mode: list(modes.values()).count(mode) for mode in (HOST, DISK)}
@@ -222,23 +128,24 @@ class Saved:
             self._unsent = []  # they stay on the device as long as anybody wants them
             raise
 
-    def _begin(self, block: nn.Module, mode: str) -> _Call:
+    def _begin(self, block: nn.Module, mode: str) -> Call:
         with self._work():
             if self.hosts.loose():
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
                 self.hosts.tighten()
             if self._turned and not self._calls:
-                self._usual, self._here, self._landed, self._turned = self._here, _Round(0, 0, 0), 0, False
+                self._usual, self._here, self._landed, self._turned = self._here, Round(0, 0, 0), 0, False
                 self._flying.clear()  # backward has taken them as they were
-            self._credit = -1
             self._number += 1
             here = self._here
             self._here = here._replace(calls=here.calls + 1, kept=here.kept + (mode == "keep"))
+            if self._tables is None:
+                self._tables = [one for one in self._model.buffers() if one.nbytes >= self.least]
             held = (*block.parameters(), *block.buffers(), *self._tables) if mode in (HOST, DISK) else ()
-            return _Call(self._number, self._here.calls, mode, frozenset(_key(one) for one in held))
+            return Call(self._number, self._here.calls, mode, frozenset(key_of(one) for one in held))
 
-    def _end(self, call: _Call) -> None:
+    def _end(self, call: Call) -> None:
         with self._work():
             self._largest = max(self._largest, call.nbytes)
             unsent, self._unsent = self._unsent, []
@@ -252,7 +159,7 @@ class Saved:
                     self._send(parcel)
             self._pace(call)
 
-    def _pace(self, call: _Call) -> None:
+    def _pace(self, call: Call) -> None:
         """Wait for what should have gone by now: as if it went evenly until forward is over, and so that no more is on its way than
         kept blocks will need later. Until a first step has shown how much there is, for all but the last block's."""
         usual = self._usual
@@ -264,25 +171,25 @@ class Saved:
 
     # ------------------------------------------------------------ what autograd saves
 
-    def _pack(self, call: _Call, tensor: Tensor) -> _Stay | _Ticket:
+    def _pack(self, call: Call, tensor: Tensor) -> Stay | Ticket:
         if type(tensor) is not Tensor or tensor.device != self.device or tensor.layout is not torch.strided:
-            return _stay(tensor)
+            return stay(tensor)
         storage = tensor.untyped_storage()
         if storage.nbytes() < self.least or storage._cdata in call.stays or isinstance(tensor._base, nn.Parameter):
-            return _stay(tensor)
+            return stay(tensor)
         if tensor.is_conj() or tensor.is_neg():
-            return _stay(tensor)
+            return stay(tensor)
         with self._work():
             parcel = self._parcel(call, tensor, storage)
             self._calls[call.number] = call
             call.parcels[parcel] = None
-            return _Ticket(parcel, call, tensor, self._gone)
+            return Ticket(parcel, call, tensor, self._gone)
 
-    def _parcel(self, call: _Call, tensor: Tensor, storage: torch.UntypedStorage) -> _Parcel:
+    def _parcel(self, call: Call, tensor: Tensor, storage: torch.UntypedStorage) -> Parcel:
         known = self._known.get(storage._cdata)
         if known is not None and known.version == tensor._version and not known.changed():
             return known
-        parcel = _Parcel(tensor, storage, call)
+        parcel = Parcel(tensor, storage, call)
         self._known[parcel.seen.cdata] = parcel
         call.nbytes += parcel.nbytes
         call.room += bytes_for([parcel.nbytes])
@@ -292,18 +199,19 @@ class Saved:
             self._unsent.append(parcel)
         return parcel
 
-    def _unpack(self, packed: _Stay | _Ticket) -> Tensor:
-        if isinstance(packed, _Stay):
+    def _unpack(self, packed: Stay | Ticket) -> Tensor:
+        if isinstance(packed, Stay):
             if packed.tensor._version != packed.version:
-                raise _overwritten(packed.tensor.dtype, packed.tensor.shape)
+                raise overwritten(packed.tensor.dtype, packed.tensor.shape)
             return packed.tensor
         parcel = packed.parcel
         with self._work():
             if parcel.device is None:
-                self._bring_call(packed.call)
+                self._bring(parcel)
             parcel.wanted = True
+            self._pump()
             if parcel.changed():
-                raise _overwritten(packed.type, packed.shape)
+                raise overwritten(packed.type, packed.shape)
         if parcel.lifted is not None:
             parcel.lifted.wait()
             if parcel.error is not None:
@@ -318,31 +226,30 @@ class Saved:
 
     # ------------------------------------------------------------ down
 
-    def _send(self, parcel: _Parcel) -> None:
+    def _send(self, parcel: Parcel) -> None:
         disk = parcel.call.mode == DISK
         parcel.host = self._bounce(parcel.nbytes) if disk else self.hosts.take(parcel.nbytes)
         assert parcel.device is not None
         self._down.wait(self._compute.mark())
         self._down.wait(self._last_up)  # of whatever was in this host memory before
-        with self._down.here():
-            _host(parcel.host, parcel.nbytes).copy_(_bytes(parcel.device, self.device), non_blocking=True)
-        parcel.down, parcel.stream, parcel.settled = self._down.mark(), self._compute.stream, False
+        parcel.down = parcels.copy(self._down, part(parcel.host, parcel.nbytes), bytes_of(parcel.device, self.device))
+        parcel.stream, parcel.settled = self._compute.stream, False
         self.moved = self.moved._replace(down=self.moved.down + parcel.nbytes)
         if disk:
             self._shelve(parcel)
         self._flying.append(parcel)
         self._here = self._here._replace(nbytes=self._here.nbytes + parcel.nbytes)
 
-    def _shelve(self, parcel: _Parcel) -> None:
+    def _shelve(self, parcel: Parcel) -> None:
         slot, parcel.host = parcel.host, None
         assert slot is not None
         parcel.shelf = self.shelves.take(parcel.nbytes)
         down = parcel.down
         after = down.synchronize if down is not None else None
-        done = parcel.shelf.piece.write(parcel.shelf.offset, _host(slot, parcel.nbytes), after)
+        done = parcel.shelf.piece.write(parcel.shelf.offset, part(slot, parcel.nbytes), after)
         self._busy.append((slot, done.done, done.exception))  # a write that failed is raised by the read
 
-    def _land(self, parcel: _Parcel) -> None:
+    def _land(self, parcel: Parcel) -> None:
         """Let the device's copy go: whoever gets its memory computes after the copy down."""
         self._landed += parcel.nbytes
         if parcel.device is None or parcel.wanted:
@@ -352,37 +259,52 @@ class Saved:
 
     # ------------------------------------------------------------ up
 
-    def _enter(self, call: _Call, _: Any) -> None:
-        """Backward has come to a block. Those before it come up: the next one, and as many more as kept ones are done."""
+    def _enter(self, call: Call, _: Any) -> None:
+        """Backward has come to a block: what it and those before it saved comes up."""
         if call.entered:
             return
         call.entered = True
         with self._work():
-            self._turned = True
-            self._credit += call.mode in ("keep", HOST, DISK)
-            if call.number in self._calls:
-                self._bring_call(call)
-                self._bring_next(call)
-            elif call.number - 1 in self._calls:
-                self._bring_call(self._calls[call.number - 1])
-            while self._credit > 0 and self._bring_next(call):
-                pass
+            if not self._turned:
+                self._turned, self._level, self._done = True, self._used(), -1
+            self._done += call.mode == "keep"
+            self._at = call.number
+            self._ahead = AHEAD * self._largest if {call.number, call.number - 1} & self._calls.keys() else 0.0
+            self._pump()
 
-    def _bring_next(self, call: _Call) -> bool:
-        numbers = [number for number, one in self._calls.items() if number < call.number and not one.begun]
-        if numbers:
-            self._bring_call(self._calls[max(numbers)])
-        return bool(numbers)
-
-    def _bring_call(self, call: _Call) -> None:
-        if not call.begun:
-            call.begun = True
-            self._credit -= 1
-        for parcel in reversed(call.parcels):
-            if parcel.tickets:
+    def _pump(self) -> None:
+        """Bring up what is wanted next: of the blocks at hand a little more than one of them saved, and beyond that as much as keeps
+        memory below what it was when backward came to the first block."""
+        for number in sorted((number for number in self._calls if number <= self._at), reverse=True):
+            call = self._calls[number]
+            if call.begun:
+                continue
+            for parcel in reversed(call.parcels):
+                if parcel.wanted or not parcel.tickets:
+                    continue
+                if parcel.device is None and not self._room(parcel.nbytes):
+                    return
                 self._bring(parcel)
+            call.begun = True
 
-    def _bring(self, parcel: _Parcel) -> None:
+    def _room(self, nbytes: int) -> bool:
+        if self._ahead and not self._up_bytes:
+            return True
+        wanted = self._up_bytes + nbytes
+        return wanted <= self._ahead or wanted <= self._ahead + self._spare()
+
+    def _spare(self) -> float:
+        """Bytes that kept blocks have given back and nothing has taken; a CPU's allocator does not tell, there it is what they saved."""
+        if self.device.type != "cuda":
+            return max(0, self._done) * self._largest
+        return max(0, self._level - self._used()) + max(0.0, self._up_bytes - self._ahead)
+
+    def _used(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        return int(torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["current"])
+
+    def _bring(self, parcel: Parcel) -> None:
         if parcel.device is not None:
             if not parcel.wanted and not parcel.settled:
                 self.moved = self.moved._replace(forwarded=self.moved.forwarded + parcel.nbytes)
@@ -391,6 +313,7 @@ class Saved:
         there = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self.device)  # compute's memory, free from here on
         parcel.device, parcel.stream = there.untyped_storage(), self._compute.stream
         parcel.wanted, parcel.settled = True, False
+        self._up_bytes += parcel.nbytes
         self.moved = self.moved._replace(up=self.moved.up + parcel.nbytes)
         free = self._compute.mark()
         if parcel.shelf is not None:
@@ -399,23 +322,19 @@ class Saved:
         assert parcel.host is not None
         self._up.wait(free)
         self._up.wait(parcel.down)
-        with self._up.here():
-            there.copy_(_host(parcel.host, parcel.nbytes), non_blocking=True)
-        parcel.up = self._last_up = self._up.mark()
+        parcel.up = self._last_up = parcels.copy(self._up, there, part(parcel.host, parcel.nbytes))
 
-    def _unshelve(self, parcel: _Parcel, there: Tensor, free: Mark) -> None:
+    def _unshelve(self, parcel: Parcel, there: Tensor, free: Mark) -> None:
         """From disk to host memory, and from there up, by the thread that has read it."""
         slot, lifted = self._bounce(parcel.nbytes), threading.Event()
         parcel.lifted = lifted
-        source = _host(slot, parcel.nbytes)
+        source = part(slot, parcel.nbytes)
 
         def lift(done: Any) -> None:
             try:
                 done.result()
                 self._up.wait(free)
-                with self._up.here():
-                    there.copy_(source, non_blocking=True)
-                parcel.up = self._up.mark()
+                parcel.up = parcels.copy(self._up, there, source)
             except BaseException as error:
                 parcel.error = error
             lifted.set()
@@ -429,7 +348,7 @@ class Saved:
         self._busy.append((slot, lambda: lifted.is_set() and passed(parcel.up), wait))
         parcel.shelf.piece.read(parcel.shelf.offset, source).add_done_callback(lift)
 
-    def _bounce(self, nbytes: int) -> Slot[_Host]:
+    def _bounce(self, nbytes: int) -> Slot[Memory]:
         """Host memory to pass through: where there is none free, that of the transfer that was asked for first."""
         while True:
             while self._busy and self._busy[0][1]():
@@ -443,7 +362,7 @@ class Saved:
 
     # ------------------------------------------------------------ what is not needed any more
 
-    def _gone(self, parcel: _Parcel, call: _Call) -> None:
+    def _gone(self, parcel: Parcel, call: Call) -> None:
         """A ticket is gone; this may be anywhere, also in the middle of our own work."""
         self._dead.append((parcel, call))
         if self._lock.acquire(blocking=False):
@@ -473,7 +392,7 @@ class Saved:
         while self._late and self._late[0].lifted is not None and self._late[0].lifted.is_set():
             self._late.popleft().free()
 
-    def _bury(self, parcel: _Parcel) -> None:
+    def _bury(self, parcel: Parcel) -> None:
         if self._known.get(parcel.seen.cdata) is parcel:
             del self._known[parcel.seen.cdata]
         if parcel.host is not None:
@@ -482,6 +401,8 @@ class Saved:
         if parcel.shelf is not None:
             self.shelves.give(parcel.shelf)
             parcel.shelf = None
+        if parcel.device is not None and parcel.alias is None:
+            self._up_bytes -= parcel.nbytes
         if parcel.lifted is None or parcel.lifted.is_set():
             parcel.free()
         else:
@@ -516,36 +437,9 @@ def _no_shelf(nbytes: int) -> Any:
     raise AssertionError(f"there is no folder for {nbytes} bytes of activations")
 
 
-def _stay(tensor: Tensor) -> _Stay:
-    return _Stay(tensor if isinstance(tensor, nn.Parameter) else tensor.detach(), tensor._version)
-
-
-def _key(tensor: Tensor) -> int:
-    """What names a storage while it lives; tensors that have none of their own are never moved."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return 0
-
-
-def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def _host(slot: Slot[_Host], nbytes: int) -> Tensor:
-    return slot.piece.bytes[slot.offset : slot.offset + nbytes]
-
-
 def _watch(outputs: Any, entered: Callable[[Any], None]) -> None:
     """Be told when backward comes to what made the first of these tensors that can be differentiated."""
     for value in pytree.tree_leaves(outputs):
         if isinstance(value, Tensor) and value.grad_fn is not None:
             value.grad_fn.register_prehook(entered)
             return
-
-
-def _overwritten(dtype: torch.dtype, shape: torch.Size) -> RuntimeError:
-    return RuntimeError(
-        f"a tensor that backward needs was modified by an in-place operation: {dtype} of shape {tuple(shape)}, saved in a block whose "
-        "activations are moved; autograd refuses the same without moving"
-    )

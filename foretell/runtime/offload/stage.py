@@ -12,10 +12,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import CancelledError, Future
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from foretell.plan.states import count_of
 from foretell.runtime.offload.arena import Arena, bytes_for
 from foretell.runtime.offload.disk import Shelf, end, running
 
@@ -23,14 +25,14 @@ Arrays = dict[str, Tensor]
 """One chunk in a buffer: views of its memory, by name."""
 
 
-def needs(chunks: Mapping[Hashable, int], dtypes: Mapping[str, torch.dtype], buffers: int) -> tuple[int, int]:
+def needs(chunks: Mapping[Any, int], dtypes: Mapping[str, torch.dtype], buffers: int) -> tuple[int, int]:
     """Bytes of host memory and of disk that a stage takes for chunks of so many elements."""
     sizes = [_bytes_of(elements, dtypes) for elements in chunks.values()]
     return buffers * max(sizes, default=0), sum(sizes)
 
 
 def _bytes_of(elements: int, dtypes: Mapping[str, torch.dtype]) -> int:
-    return bytes_for([elements * dtype.itemsize for dtype in dtypes.values()])
+    return bytes_for([count_of(name, elements) * dtype.itemsize for name, dtype in dtypes.items()])
 
 
 class _Use:
@@ -49,7 +51,7 @@ class Stage:
     What is only asked for ahead takes nothing from anybody: it is forgotten where a buffer is needed for something else.
     """
 
-    def __init__(self, shelf: Shelf, arena: Arena, chunks: Mapping[Hashable, int], dtypes: Mapping[str, torch.dtype], buffers: int = 3) -> None:
+    def __init__(self, shelf: Shelf, arena: Arena, chunks: Mapping[Any, int], dtypes: Mapping[str, torch.dtype], buffers: int = 3) -> None:
         self.shelf, self.chunks, self.dtypes = shelf, dict(chunks), dict(dtypes)
         host, _ = needs(chunks, dtypes, 1)
         self._free = [arena.take(host, torch.uint8) for _ in range(buffers)]
@@ -124,6 +126,28 @@ class Stage:
         """Until all that was put is on disk; raises if some of it is not."""
         self.shelf.settle()
 
+    # ------------------------------------------------------------ runs of elements, past the buffers
+
+    def read(self, key: Hashable, name: str, begin: int, into: Tensor) -> Future[None]:
+        """Fill memory with a run of one of a chunk's arrays, as it is on disk."""
+        return self.shelf.read(self._place(key, name, begin), into)
+
+    def write(self, key: Hashable, name: str, begin: int, values: Tensor) -> Future[None]:
+        """Overwrite a run of one of a chunk's arrays on disk; nobody has fetched the chunk."""
+        use = self._uses.get(key)
+        if use is not None and not use.guess:
+            raise AssertionError(f"{key!r} is overwritten while someone has it")
+        self.drop(key)
+        return self.shelf.write(self._place(key, name, begin), values)
+
+    def _place(self, key: Hashable, name: str, begin: int) -> int:
+        at = self._at[key]
+        for other, dtype in self.dtypes.items():
+            if other == name:
+                return at + begin * dtype.itemsize
+            at += bytes_for([count_of(other, self.chunks[key]) * dtype.itemsize])
+        raise AssertionError(f"{name} is none of {list(self.dtypes)}")
+
     # ------------------------------------------------------------ buffers
 
     def _size(self, key: Hashable) -> int:
@@ -182,7 +206,7 @@ class Stage:
         if where not in self._views:
             found, at = {}, 0
             for name, dtype in self.dtypes.items():
-                nbytes = elements * dtype.itemsize
+                nbytes = count_of(name, elements) * dtype.itemsize
                 found[name] = buffer[at : at + nbytes].view(dtype)
                 at += bytes_for([nbytes])
             self._views[where] = found

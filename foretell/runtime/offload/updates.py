@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from foretell.runtime.offload.cpu import Workers
 from foretell.runtime.offload.forms import Run, Settings, update
 from foretell.runtime.offload.lanes import Lanes, Mark
-from foretell.runtime.offload.layout import CPU, DEVICE, Chunk, Unit
+from foretell.runtime.offload.layout import CPU, DEVICE, DISK, Chunk, Unit
 from foretell.runtime.offload.store import Slot, Store
 
 
@@ -48,12 +49,15 @@ class Updater:
         self.settings = Settings(lr=0.0)
         self.last: Mark = None
         """When the last states went down."""
+        self.started: dict[str, None] = {}
+        """Units whose update in this step has begun, in this order."""
         self._next = 0
 
     @torch.no_grad()
     def start(self, unit: Unit, pending: Pending) -> None:
         """The part of a unit that the device updates."""
         lanes, names = self.lanes, pending.names
+        self.started[unit.path] = None
         if not names:
             return
         with lanes.work.here():
@@ -76,10 +80,11 @@ class Updater:
         """A chunk's states come up, are updated and go down."""
         lanes, slot = self.lanes, self.store.slots[self._next]
         self._next = (self._next + 1) % len(self.store.slots)
-        key = (unit.path, chunk.begin)
-        there, here = self.store.there[key], slot.cut(chunk.elements)
+        key, here = (unit.path, chunk.begin), slot.cut(chunk.elements)
+        read = self._read(key) if unit.tier == DISK else None
         if slot.free is not None:
             slot.free.synchronize()  # no further ahead: what is needed sooner may become ready
+        there = self.store.there[key] if read is None else read.result()
         with lanes.up.here():
             for name, tensor in here.items():
                 tensor.copy_(there[name], non_blocking=True)
@@ -97,6 +102,24 @@ class Updater:
             if unit.streamed:
                 self.store.weights[unit.path][chunk.begin : chunk.end].copy_(slot.weight[: chunk.elements], non_blocking=True)
             slot.free = self.last = lanes.down.mark()
+        if unit.tier == DISK:
+            assert self.store.stage is not None
+            self.store.stage.put(key, there, after=self.last.synchronize if self.last is not None else None)
+
+    def _read(self, key: tuple[str, int]) -> Future[dict[str, Tensor]]:
+        """Fetch a chunk from disk, and begin to read those that come next as far as there are buffers: the unit's own, those of
+        units that forward needs later, those that it needs sooner and that backward has not left yet; at the end of a step
+        those that came first in it."""
+        stage, begins, paths = self.store.stage, self.store.begins, list(self.store.begins)
+        assert stage is not None
+        found, at = stage.fetch(key), paths.index(key[0])
+        left = [path for path in [*paths[at + 1 :], *reversed(paths[:at])] if path not in self.started]
+        next_step = [path for path in self.started if path in begins] if not left else []
+        coming = [(key[0], begin) for begin in begins[key[0]] if begin > key[1]]
+        for other in chain(coming, ((path, begin) for path in left or next_step for begin in begins[path])):
+            if not stage.ahead(other):
+                break
+        return found
 
     def _bring(self, unit: Unit, chunk: Chunk, pending: Pending, slot: Slot) -> None:
         """What else a streamed unit's update needs: gradients, and weights unless all of them are written anew."""
@@ -117,7 +140,7 @@ class Updater:
             else:
                 continue
             weight = self.weights[piece.name][own] if slot is None else slot.weight[inside]
-            states = {name: array[inside] for name, array in kept.items()}
+            states = {name: array[self.store.form.run(name, piece.at, piece.elements)] for name, array in kept.items()}
             runs.append(Run(weight=weight, grad=grad, kept=states, step=self.steps[piece.name]))
         update(self.store.form, runs, self.store.wide, self.settings, scale=self.scale, skip=self.skip)
 
