@@ -9,9 +9,11 @@ import typer
 
 from foretell.cli import common, fit
 from foretell.errors import UserError
+from foretell.units import GIB, MIB, gib
 
 if TYPE_CHECKING:
     from foretell.cost.plan import PlanCost
+    from foretell.hardware.types import Cluster
     from foretell.plan.types import Plan
     from foretell.search.choose import Candidate, Choice
     from foretell.search.space_wishes import Wishes
@@ -21,11 +23,9 @@ SHOWN = 6
 
 
 def plan(
-    model: str = typer.Argument(help="Zoo name, hf:TYPE, hf:config.json, timm:NAME, torchvision:NAME or file.py:function.",
-                                metavar="MODEL", show_default=False),
+    model: str = typer.Argument(help="Zoo name, hf:TYPE, hf:FILE, timm:NAME, torchvision:NAME or FILE.PY:FUNCTION.", metavar="MODEL"),
     on: str = typer.Option("auto", "--on", metavar="HW", help="H100, H100:8, 2x8xH100, auto (this machine) or cluster.toml."),
-    global_batch: int | None = typer.Option(None, metavar="N",
-                                            help="Samples of one optimizer step, all ranks together; default: what runs fastest."),
+    global_batch: int | None = typer.Option(None, metavar="N", help="Samples of one optimizer step, all ranks; default: what runs fastest."),
     seq: int | None = typer.Option(None, metavar="N", help="Tokens per sample; default: the model's usual."),
     image: int | None = typer.Option(None, metavar="N", help="Side of the image in pixels; default: the model's usual."),
     objective: str = typer.Option("throughput", metavar="NAME", help="throughput, latency, cost, energy or smallest (fewest devices)."),
@@ -42,13 +42,15 @@ def plan(
     step_law: bool = typer.Option(False, "--step-law", help="Take the batch from the Step Law for --tokens, and say its learning rate."),
     deadline: str | None = typer.Option(None, metavar="TIME", help="For the whole run: 30d, 12h, 90m or seconds."),
     budget: float | None = typer.Option(None, metavar="DOLLARS", help="For the whole run."),
-    precision: str | None = typer.Option(None, metavar="NAME", help="fp32, bf16-mixed or bf16; default: bf16-mixed, on a CPU fp32."),
+    precision: str | None = typer.Option(None, metavar="NAME", help="fp32, bf16-mixed (default; on a CPU fp32), bf16 or bf16-master."),
+    hbm: str | None = typer.Option(None, metavar="SIZE", help="Of each device's memory, use no more: 24GiB, 24GB or 24 (GiB)."),
+    host: str | None = typer.Option(None, metavar="SIZE", help="Of host memory, use no more; default: what it is known to have, less a reserve."),
+    disk: str | None = typer.Option(None, metavar="SIZE", help="Of the disk, use no more; default: nothing."),
+    state_format: str | None = typer.Option(None, metavar="NAME", help="Of states with bf16-master: fp32, split, bf16, int8 or split-int8."),
     optimizer: str = typer.Option("adamw-fused", metavar="NAME", help="As `foretell fit` takes it."),
     clip: float = typer.Option(1.0, metavar="X", help="Clip the gradient norm to X; 0: no clipping."),
-    compile: str | None = typer.Option(None, metavar="HOW",
-                                       help="Only plans that compile so: none, blocks or model; default: those measured."),
-    settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE",
-        help="Change a setting of the model, such as --set layers=4; may be repeated."),
+    compile: str | None = typer.Option(None, metavar="HOW", help="Only plans that compile so: none, blocks or model; default: those measured."),
+    settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Change a setting of the model, such as layers=4; may be repeated."),
     loss: str | None = typer.Option(None, metavar="FILE.PY:FUNCTION", help="Loss of (output, batch); default: the model's own."),
     out: str = typer.Option("plan.json", metavar="FILE", help="Where the plan is written."),
     point: int | None = typer.Option(None, metavar="N", help="Write plan N of the trade-offs instead of the best."),
@@ -63,6 +65,7 @@ def plan(
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:  # fmt: skip
     """Find the best plan to train MODEL on HW and write it. Exit 0 found, 1 nothing fits, 2 bad input."""
+    from foretell.search.caps import size_of
     from foretell.search.space_wishes import Wishes, check
     from foretell.trace.load import Source
     from foretell.trace.load import check as check_source
@@ -78,7 +81,8 @@ def plan(
     wishes = Wishes(
         global_batch=global_batch, precision=precision, optimizer=optimizer, clip=clip or None,
         compile=(compile,) if compile else (), objective=objective, schedule=schedule, micro_batch=micro_batch, margin=margin,
-        tokens=tokens, deadline_seconds=seconds_of(deadline), budget=budget,
+        tokens=tokens, deadline_seconds=seconds_of(deadline), budget=budget, hbm=size_of("hbm", hbm), host=size_of("host", host),
+        disk=size_of("disk", disk) or 0, state_format=state_format,
         fixed={axis: degree for axis, degree in axes.items() if degree is not None},
     )  # fmt: skip
     check(wishes)
@@ -130,11 +134,23 @@ def _choose(source: Any, on: str, wishes: Wishes, cache: bool, how: dict[str, An
     from foretell.hardware.profile import find_profile
     from foretell.search.choose import choose
 
-    cluster = parse(on)
+    cluster, hardware = capped(parse(on), on, wishes.hbm)
     if on == "auto" and how["exact"] is None:
         how = {**how, "exact": True}  # the device is here: what will run is replayed op by op first
     options = Options(profile_of=find_profile)
-    return choose(source, cluster, on, wishes, options=options, cache=cache, progress=doing.tell, **how)
+    return choose(source, cluster, hardware, wishes, options=options, cache=cache, progress=doing.tell, **how)
+
+
+def capped(cluster: Cluster, on: str, hbm: int | None) -> tuple[Cluster, str]:
+    """The hardware with no more memory than may be used of each device, and how a plan names it."""
+    if hbm is None:
+        return cluster, on
+    offers = cluster.device.memory_bytes
+    if not 64 * MIB <= hbm <= offers:
+        raise UserError(f"--hbm is {gib(hbm)} and {cluster.device.name} offers {gib(offers)}", f"from 64 MiB to {gib(offers)}")
+    amount = f"{hbm // MIB}MiB" if hbm % GIB else f"{hbm // GIB}GiB"
+    found = cluster.capped(amount, on)
+    return found, on if on.endswith((".toml", ".json")) else f"{on},memory={amount}"
 
 
 def _rehearsed(source: Any, saved: Plan | None, choice: Choice, point: int | None) -> str:
@@ -199,6 +215,7 @@ def as_json(choice: Choice, out: str, saved: Plan | None) -> dict[str, Any]:
             "holders": [{"name": h.name, "category": h.category, "bytes": h.bytes} for h in infeasible.holders],
         },
         "assumptions": list(choice.notes),
+        "where": list(choice.where),
         "step_law": choice.law.to_json() if choice.law is not None else None,
         **(front.content(choice.found) if choice.found is not None else {}),
     }  # fmt: skip
@@ -214,7 +231,7 @@ def screen(
     if found is None:
         return climbed(choice, model, on, out)
     if found.best is None:
-        return "\n".join(front.nothing_lines(found, model, on))
+        return "\n".join([*front.nothing_lines(found, model, on), *_notes(choice, "What would help:")])
     lines = [f"Best of {found.costed} layouts for {model} on {on}, {found.seconds:.1f} s:", *front.best_lines(found), *front.law_lines(choice.law)]
     if len(found.front) > 1:
         lines += ["", *front.front_lines(found)]
@@ -238,10 +255,11 @@ def climbed(choice: Choice, model: str, on: str, out: str) -> str:
             lines.append(f"The nearest is {human_bytes(choice.infeasible.bytes_short)} short on {choice.infeasible.device}; at its peak:")
             lines += [f"  {human_bytes(h.bytes):>10}  {h.category}  {h.name}" for h in choice.infeasible.holders[:SHOWN]]
         lines += [f"  not: {told(one.plan)}: {one.why}" for one in choice.dropped[:SHOWN]]
+        lines += _notes(choice, "What would help:")
         return "\n".join(lines)
     assert choice.best.cost is not None
     lines = [f"Best of {choice.costed} plans for {model} on {on}:", f"  {told(choice.best.plan)}", *_figures(choice.best.cost)]
-    lines += [*law_lines(choice.law), ""]
+    lines += [*law_lines(choice.law), *_notes(choice, "What is where:"), ""]
     if choice.runners_up:
         lines.append("Next best:")
         lines += [f"  {told(one.plan)}: {_speed(one.cost)}; {one.why}" for one in choice.runners_up[:SHOWN] if one.cost]
@@ -250,6 +268,11 @@ def climbed(choice: Choice, model: str, on: str, out: str) -> str:
         lines += [f"  {told(one.plan)}: {one.why}" for one in choice.dropped[:SHOWN]]
     lines += ["", f"Written to {out}.  Next:  foretell show {out}   foretell run {out}"]
     return "\n".join(lines)
+
+
+def _notes(choice: Choice, title: str) -> list[str]:
+    """What is elsewhere, or what would help."""
+    return [title, *(f"  {line}" for line in choice.where)] if choice.where else []
 
 
 def _figures(cost: PlanCost) -> list[str]:

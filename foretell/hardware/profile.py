@@ -107,7 +107,8 @@ class Profile(About):
     power: tuple[Mapping[str, Any], ...] = ()
     """Load points: name, watts, clock_mhz, seconds of one call, rate in work per second, unit of work."""
     copies: tuple[Mapping[str, Any], ...] = ()
-    """name (h2d-pinned, d2h-pageable, duplex, pin, host-copy, disk-read, ...), bytes moved, seconds."""
+    """name (h2d-pinned, d2h-pageable, duplex, pin, host-copy, disk-read, ...), bytes moved, seconds; of AdamW on the host
+    (adamw, adamw-beside: while copies go both ways) also elements."""
     levels: tuple[Mapping[str, Any], ...] = ()
     """Copies inside the device's memory: working_set_bytes, bytes_per_second read and written."""
     collectives: tuple[Mapping[str, Any], ...] = ()

@@ -13,7 +13,7 @@ import torch
 
 from foretell.errors import UserError
 from foretell.hardware.probe import journal as journals
-from foretell.hardware.probe import machine, memory, ops, power, steps
+from foretell.hardware.probe import machine, memory, ops, power, steps, updates
 from foretell.hardware.probe.journal import Journal
 from foretell.hardware.profile import MODES, Case, Measured, journal_path, own_path
 from foretell.hardware.types import Device
@@ -100,7 +100,7 @@ class _Run:
             self._first()
         self._stage("launch", lambda: self._add("launch", [memory.launch(self.kind)]))
         self._stage("levels", lambda: self._add("level", memory.levels(self.kind, self.mode)))
-        self._stage("copies", lambda: self._add("copy", memory.copies(self.kind, self.mode)))
+        self._stage("copies", self._copies)
         self._stage("disk", self._disk)
         self._stage("steps", self._steps)
         self._stage("ops", self._ops)
@@ -173,6 +173,11 @@ class _Run:
         if not found:
             raise _Skip("no NVIDIA driver answers")
         self.book.add("clocks", 0.0, found)
+
+    def _copies(self) -> None:
+        self._add("copy", memory.copies(self.kind, self.mode))
+        if self.kind == "cuda":
+            self._add("copy", updates.updates(self.kind, self.mode))
 
     def _disk(self) -> None:
         before = time.perf_counter()
