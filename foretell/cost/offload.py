@@ -30,10 +30,10 @@ FETCH = "foretell.fetch"
 """Where gradients that went down come up again, to be added to."""
 REACHED = 0.8
 """Of a device's memory bandwidth by an update."""
-SCRATCH = {"split": 4, "half": 2, "int8": 2, "split-int8": 5}
+SCRATCH = {"split": 1, "half": 2, "int8": 2, "split-int8": 3}
 """Form → arrays of fp32, as long as a chunk, that an update needs besides its gradient."""
-AT_HAND = 3
-"""Blocks on the device of those whose weights are elsewhere: one computes, one comes, one goes."""
+AT_HAND = 2
+"""Blocks on the device of those whose weights are elsewhere: one computes, another comes where one has gone."""
 ENDS_NORM = ("_foreach_mul_", "_record_function_enter_new", "zeros", "_foreach_add_", "_fused_adamw_", "_fused_adam_")
 
 
@@ -60,10 +60,14 @@ def _owner(module: str, blocks: Sequence[str]) -> str:
 def host_bytes(trace: Trace, plan: Plan) -> int:
     """Of states and weights in host memory, of states on their way from and to the disk, and of gradients on theirs."""
     units, width = units_of(trace, plan), width_of_weights(plan)
-    each = bytes_of(form_of(plan), width) + plan.cpu_share * width
+    form = form_of(plan)
+    each = bytes_of(form, width)
     resting = sum(unit.elements for unit in units if unit.on_host) * each
+    beside = 1 if "master" in states.KEPT[form] else 2  # where masters are not whole, the CPU keeps the weights as well
+    by_cpu = plan.cpu_share * sum(unit.elements for unit in units if unit.on_host and not unit.streamed) * beside * width
     longest = max((min(CHUNK, unit.elements) for unit in units if unit.away and not unit.on_host), default=0)
-    return int(resting + longest * states.BUFFERS * each + sum(unit.elements for unit in units if unit.streamed) * 2 * width)
+    gone = sum(unit.elements for unit in units if unit.streamed) * 2 * width
+    return int(resting + by_cpu + longest * states.BUFFERS * each + gone)
 
 
 def disk_bytes(trace: Trace, plan: Plan) -> int:
