@@ -303,6 +303,7 @@ def stage(reader: Reader, job: Job, known: Mapping[str, Spec], *, seed: int, spa
         if full.startswith(f"{OPTIMIZER}/"):
             name, _, key = full.removeprefix(f"{OPTIMIZER}/").rpartition("/")
             kept.setdefault(name, {})[key] = spec
+    _refuse_codes(saved, {key for keys in kept.values() for key in keys}, job)
     for name, parameter in job.named_parameters():
         if name in staged.weights:
             continue
@@ -356,6 +357,13 @@ def refuse_other(saved: Saved, known: Mapping[str, Spec], plan: Plan) -> None:
             f"{saved.path} was saved with optimizer {before} and the plan has {plan.optimizer}",
             "use a plan with the same optimizer, or begin anew from its weights with --init-from",
         )
+
+
+def _refuse_codes(saved: Saved, keys: set[str], job: Job) -> None:
+    """Raise where moments were saved in 8 bits and nobody here reads them."""
+    if any(key.endswith("_code") for key in keys) and (job.moved is None or job.ranks.world > 1):
+        problem = f"{saved.path} has moments in 8 bits, which are read on one device, by a plan of precision {MASTER}"
+        raise UserError(problem, f"resume with precision {MASTER} on one device, any state_format; or begin anew with --init-from")
 
 
 def _groups(saved: Saved, job: Job) -> list[dict[str, Any]]:
@@ -438,7 +446,8 @@ def take(staged: Staged, job: Job) -> None:
             name = names[parameter]
             kept = staged.states.get(name, {})
             if kept:  # two stages of a rank may hold one parameter: a copy for the second
-                states[index] = {key: _spread(value, parameter, copy=name in used) for key, value in kept.items()}
+                moved = job.moved is not None  # takes this rank's pieces, wherever they are
+                states[index] = {key: value if moved else _spread(value, parameter, copy=name in used) for key, value in kept.items()}
             used.add(name)
     job.optimizer.load_state_dict({"state": states, "param_groups": groups})
     if staged.random is not None:
@@ -449,8 +458,6 @@ def take(staged: Staged, job: Job) -> None:
 
 def _spread(value: Any, parameter: Tensor, *, copy: bool) -> Any:
     """A piece of the optimizer's state where the parameter's is, as a part of the whole where that is one."""
-    if isinstance(value, _Asked):
-        return lambda: _spread(value(), parameter, copy=False)
     if not isinstance(value, Tensor):
         return value
     local = _local(parameter.detach())

@@ -31,10 +31,10 @@ def trace_all(
         paths = [single._package_parent(), os.environ.get("PYTHONPATH")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         log = Path(folder) / "stderr"
-        with log.open("w") as stderr:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
-            )
+        with (
+            log.open("w") as stderr,
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment) as process,
+        ):
             try:
                 assert process.stdin is not None and process.stdout is not None
                 process.stdin.write(json.dumps(list(requests)))

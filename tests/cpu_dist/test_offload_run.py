@@ -52,7 +52,7 @@ def test_moments_on_the_host_give_the_losses_of_the_plain_run(tmp_path: Path) ->
     assert losses(tmp_path / "early", plan(clip=None, states={"blocks.1-2": "host"}), *steps) == unclipped
 
 
-@pytest.mark.parametrize(("form", "weights"), [("fp32", {}), ("split", {}), ("split", {"blocks.1-2": "host"})])
+@pytest.mark.parametrize(("form", "weights"), [("fp32", {}), ("int8", {}), ("split", {"blocks.1-2": "host"})])
 def test_a_run_with_masters_goes_on_where_it_stopped(tmp_path: Path, form: str, weights: dict[str, str]) -> None:
     kept = plan(precision=MASTER, state_format=form)
     moved = plan(precision=MASTER, state_format=form, states={"blocks.0-2": "host"}, weights=weights, cpu_share=0.5)
@@ -64,6 +64,9 @@ def test_a_run_with_masters_goes_on_where_it_stopped(tmp_path: Path, form: str, 
     shutil.rmtree(newest)
     assert main(["run", str(saved / "plan.json"), "--resume", "--out", str(saved / "run")]) == 0
     assert logged(saved / "run") == whole
+    if form == "int8":
+        plans.write(plan(precision="bf16"), tmp_path / "other.json")
+        assert main(["run", str(tmp_path / "other.json"), "--resume", "--out", str(saved / "run")]) == 2
     again = [json.loads(line) for line in (saved / "run" / "log.jsonl").read_text().splitlines()]
     assert any(row.get("event") == "resume" and row["step"] == 3 for row in again)
 
