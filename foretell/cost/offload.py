@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from foretell.cost import offload_time
 from foretell.cost.memory import MOVED
 from foretell.cost.offload_time import NEED as NEED
 from foretell.cost.offload_time import Load, Rates, Unit
@@ -32,6 +33,8 @@ REACHED = 0.8
 """Of a device's memory bandwidth by an update."""
 SCRATCH = {"split": 1, "half": 2, "int8": 2, "split-int8": 3}
 """Form → arrays of fp32, as long as a chunk, that an update needs besides its gradient."""
+TOUCHED = {"split": 68, "int8": 230, "split-int8": 264}
+"""Form → bytes of device memory that an update moves for each element, counted over its element-wise kernels; others have one."""
 AT_HAND = 2
 """Blocks on the device of those whose weights are elsewhere: one computes, another comes where one has gone."""
 ENDS_NORM = ("_foreach_mul_", "_record_function_enter_new", "zeros", "_foreach_add_", "_fused_adamw_", "_fused_adam_")
@@ -198,7 +201,9 @@ def priced(units: Sequence[Unit], plan: Plan, how: Rates) -> bool:
 def load_of(plan: Plan) -> Load:
     """What an element takes along."""
     width = width_of_weights(plan)
-    return Load(states=bytes_of(form_of(plan), width), weight=width, cpu_share=plan.cpu_share, early=plan.clip is None)
+    form = form_of(plan)
+    touched = TOUCHED.get(form, offload_time.TOUCHED)
+    return Load(states=bytes_of(form, width), weight=width, cpu_share=plan.cpu_share, early=plan.clip is None, touched=touched)
 
 
 def beside(units: Sequence[Unit], plan: Plan, how: Rates) -> float:

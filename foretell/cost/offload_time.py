@@ -107,6 +107,8 @@ class Load:
     cpu_share: float = 0.0
     early: bool = False
     """Nothing is clipped: units are updated as backward leaves them."""
+    touched: int = TOUCHED
+    """Bytes of device memory that an update moves."""
 
 
 # ---------------------------------------------------------------------- what compute does, undisturbed
@@ -247,7 +249,7 @@ class _Lanes:
         while left > 0:
             elements = min(CHUNK, left)
             left -= elements
-            spent = elements * TOUCHED / rates.device
+            spent = elements * load.touched / rates.device
             self.worked += spent
             if not unit.away:
                 self.work = max(self.work, since) + spent
