@@ -36,6 +36,7 @@ def plan(**more: Any) -> Plan:
 @pytest.fixture(scope="module")
 def traces() -> dict[str, Trace]:
     known = Traces(capability=(9, 0))
+    known.prepare([(plan(), "keep"), (plan(), "recompute")])
     return {**known.of(plan(), ["keep"]), **known.of(plan(), ["recompute"])}
 
 
@@ -43,12 +44,23 @@ def predicted(traces: dict[str, Trace], asked: Plan) -> PlanCost:
     return predict_plan(traces, asked, parse(asked.hardware), Options(profile_of=find_profile))
 
 
-@pytest.mark.parametrize(("way", "states"), [("resident", {}), ("stream", AWAY)])
-def test_bytes_are_those_measured(traces: dict[str, Trace], way: str, states: dict[str, str]) -> None:
-    (row,) = [row for row in ROWS if row["way"] == way and row["layers"] == 4]
-    memory = predicted(traces, plan(states=states)).worst.memory
-    assert memory.allocated_bytes == pytest.approx(row["allocated"], rel=0.02)
-    assert memory.reserved_bytes == pytest.approx(row["reserved"], rel=0.06)
+@pytest.mark.parametrize(("way", "blocks", "more"), [
+    ("resident", 0, {}), ("stream", 0, {"states": AWAY}), ("stream", 4, {"states": AWAY, "weights": {"blocks.*": "host"}}),
+])  # fmt: skip
+def test_bytes_are_those_measured(traces: dict[str, Trace], way: str, blocks: int, more: dict[str, Any]) -> None:
+    rows = [row for row in ROWS if row["way"] == way and row["layers"] == 4 and row.get("streamed_blocks", 0) == blocks]
+    memory = predicted(traces, plan(**more)).worst.memory
+    assert rows
+    for row in rows:
+        assert memory.allocated_bytes == pytest.approx(row["allocated"], rel=0.005)
+        assert memory.reserved_bytes == pytest.approx(row["reserved"], rel=0.05)
+        assert memory.host_bytes == pytest.approx(row["host"], rel=0.05) or not more
+
+
+def test_losses_of_rows_that_repeat_their_bits_are_the_same() -> None:
+    rows = [row for row in ROWS if row["layers"] == 4 and "asked" in row]
+    assert len(rows) == 3 and all(len(row["losses"]) > 20 for row in rows)
+    assert all(row["losses"] == rows[0]["losses"] for row in rows)
 
 
 def test_what_leaves_the_device_is_on_the_host(traces: dict[str, Trace]) -> None:
@@ -89,7 +101,7 @@ def test_a_cpu_has_no_elsewhere(traces: dict[str, Trace]) -> None:
 
 def test_a_limit_that_was_just_enough_is_not_promised(traces: dict[str, Trace]) -> None:
     """Measured runs reserved up to 5 % more than was said: near that, the verdict is no."""
-    (row,) = [row for row in ROWS if row["way"] == "stream" and row["layers"] == 4]
+    row, *_ = [row for row in ROWS if row["way"] == "stream" and row["layers"] == 4 and not row.get("streamed_blocks")]
     cluster = parse("H200")
     beside = predicted(traces, plan(states=AWAY)).worst.memory
     context = beside.device_bytes - beside.reserved_bytes
