@@ -140,7 +140,7 @@ def _fit_source(
     known = store.read("answers", key) if cache and not wishes.trace_out else None
     if known is not None:
         return Prediction.from_json(known["answer"])
-    trace, files, notes = _traced(asked, cache)
+    trace, files, notes = _traced_in_turn(asked, recipe, cache)
     about = {"source": source.model, "description": describe(source), "micro_batch": source.micro_batch, **_sizes(source)}
     answer = predict(
         trace, recipe, cluster, about, notes=tuple(notes), expandable_segments=expandable, wishes=wishes
@@ -152,6 +152,17 @@ def _fit_source(
 
 def _sizes(source: Source) -> dict[str, Any]:
     return {"seq": source.seq, "image": source.image, "overrides": dict(source.overrides)}
+
+
+def _traced_in_turn(asked: dict[str, Any], recipe: Recipe, cache: bool) -> tuple[Trace, dict[str, str], list[str]]:
+    from foretell.trace.turns import by_phase, in_turn
+
+    found = {phase: _traced(each, cache) for phase, each in by_phase(asked, recipe).items()}
+    (trace, files, notes), *others = found.values()
+    if not others:
+        return trace, files, notes
+    files = {path: stamp for _, own, _ in found.values() for path, stamp in own.items()}
+    return in_turn({phase: made[0] for phase, made in found.items()}), files, [note for *_, own in found.values() for note in own]
 
 
 def _traced(asked: dict[str, Any], cache: bool) -> tuple[Trace, dict[str, str], list[str]]:
@@ -200,6 +211,8 @@ def _predict(
 
     counted = trace
     if recipe.compile != "none":
+        if "backwards" in trace.meta:
+            raise UserError("layers that run backward one by one are not what torch.compile takes", "leave --compile away")
         from foretell.cost.compiling import compiled
 
         trace = compiled(trace, recipe.compile)
@@ -265,7 +278,7 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool) -> tuple[st
         "fp16-autocast": "fp32 weights with fp16 autocast and a gradient scaler", "bf16": "weights and state in bf16",
         "fsdp-bf16": "fp32 shards, bf16 compute",
     }[recipe.precision]  # fmt: skip
-    how = "torch.compile of the model, loss and optimizer eager" if recipe.compile else "eager"
+    how = "torch.compile of the model, loss and optimizer eager" if recipe.compile != "none" else "eager"
     lines = [f"{how}, {precision}, {recipe.optimizer}, recompute {recipe.recompute}, {_count(recipe.accumulate, 'micro-batch')} a step"]
     if recipe.mode == "infer":
         lines = [f"{how}, inference, one forward, {precision}"]

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from foretell.prove.types import Config
 from foretell.trace.blocks import find_blocks
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Step, Workload
+from foretell.trace.step import Step
 
 WARM, TIMED_SECONDS, LEAST_STEPS, MOST_STEPS = 3, 1.2, 6, 60
 """Steps before the clock starts; steps that are timed: as many as fit into the seconds, between least and most."""
@@ -101,7 +102,7 @@ def _built(config: Config) -> Callable[[], None]:
     step.model._apply(move)
     given = step.workload
     batch = torch.utils._pytree.tree_map(lambda t: t.to("cuda") if isinstance(t, torch.Tensor) else t, given.batch)
-    step.workload = Workload(given.model, batch, given.loss)
+    step.workload = replace(given, batch=batch)
     step.create_optimizer()
     if config.compile == "blocks":
         for path in find_blocks(step.model):

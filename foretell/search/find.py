@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from foretell.cost.plan import Options, PlanCost
+from foretell.cost.plan_batch import Unlike
 from foretell.cost.prediction import NO, TIGHT
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
@@ -83,7 +84,10 @@ def find(
     check_law(by_law, asked.tokens)
     space_wishes.check(asked, cluster)
     finder = Finder(source, cluster, hardware, asked, how, known, progress, exact, by_law)
-    return finder.answer(what_if=what_if, patience=patience)
+    try:
+        return finder.answer(what_if=what_if, patience=patience)
+    except Unlike as error:
+        raise Unsuited(str(error)) from error
 
 
 @dataclass

@@ -189,7 +189,7 @@ def _options(ways: Ways, count: int) -> tuple[Any, Any, Any]:
     """Bytes, seconds and counts of every useful division of alike blocks among their ways."""
     import numpy as np
 
-    others = np.indices([count + 1] * (len(ways) - 1)).reshape(len(ways) - 1, -1)
+    others = np.indices([count + 1] * (len(ways) - 1)).reshape(len(ways) - 1, (count + 1) ** (len(ways) - 1))
     others = others[:, others.sum(axis=0) <= count]
     counts = np.vstack([count - others.sum(axis=0), others]) if len(ways) > 1 else np.array([[count]])
     gain = np.array([way.saves for way in ways]) @ counts

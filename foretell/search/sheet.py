@@ -344,7 +344,8 @@ class Sheet:
     def works(
         self, recipe: str, micro_batch: int, tp: int = 1, precision: str = "bf16-mixed", *, cp: int = 1, ep: int = 1
     ) -> Works:
-        """The model at one precision, micro-batch and degree of each split; a UserError where it cannot be split so."""
+        """The model at one precision, micro-batch and degree of each split; a UserError where it cannot be split so, Unlike
+        where the whole is not on straight lines."""
         key = (recipe, micro_batch, tp, cp, ep)
         found = self._works.get(key)
         if found is None:
@@ -353,6 +354,8 @@ class Sheet:
             except UserError as error:
                 found = error
             except Unlike as error:
+                if tp * cp * ep == 1:
+                    raise
                 found = UserError(f"micro-batch {micro_batch} cannot be derived: {error}", "trace it itself")
             self._works[key] = found
         if isinstance(found, UserError):

@@ -69,9 +69,9 @@ def trace_split(asked: Mapping[str, Any], target: Path) -> dict[str, Any]:
         ranks, context = int(wish.pop("ranks")), int(asked.get("cp", 1))
         wish |= {"capability": tuple(asked["capability"]) or None, "hints": asked["hints"], "context": context}
         wish["experts"] = int(asked.get("ep", 1))
-        trace, derived = capture_split_deep(lambda: load(source), recipe, ranks, **wish)
+        trace, derived = capture_split_deep(lambda: load(source).summed(), recipe, ranks, **wish)
         if context > 1:
-            first, _ = capture_split_deep(lambda: load(source), recipe, ranks, **wish, context_rank=0)
+            first, _ = capture_split_deep(lambda: load(source).summed(), recipe, ranks, **wish, context_rank=0)
             trace = replace(trace, meta={**trace.meta, WORK: work_of_all(first, trace, context)})
     except ForetellError:
         raise

@@ -74,7 +74,8 @@ class _Casts:
             return value.to(dtype)
         known = self.cache.get(id(value))
         if known is None or known[0] is not value:
-            known = self.cache[id(value)] = (value, value.to(dtype))
+            with torch.enable_grad():  # a pass without gradients may be the first to see the weight
+                known = self.cache[id(value)] = (value, value.to(dtype))
         return known[1]
 
 

@@ -263,5 +263,6 @@ def _meta(recorder: Recorder, step: Step, capability: tuple[int, int] | None) ->
         "batch": [[str(t.dtype)[6:], *map(int, t.shape)] for t in tree_leaves(step.workload.batch) if isinstance(t, Tensor)],
         "capability": list(capability or ()),
         "assumed": sorted(recorder.assumed),
+        **({"backwards": step.backwards} if step.backwards > 1 else {}),
         "versions": {"torch": torch.__version__.split("+")[0], "python": platform.python_version()},
     }

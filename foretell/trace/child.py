@@ -106,7 +106,7 @@ def main(folder: str) -> None:
     reply.write_text(json.dumps(answer))
 
 
-def _trace(asked: Mapping[str, Any], target: Path) -> dict[str, Any]:
+def _trace(asked: Mapping[str, Any], target: Path, summed: bool = False) -> dict[str, Any]:
     import time
 
     from foretell.trace.cache import file_hashes
@@ -118,8 +118,9 @@ def _trace(asked: Mapping[str, Any], target: Path) -> dict[str, Any]:
     started = time.perf_counter()
     try:
         trace = capture_deep(
-            lambda: load(source), recipe, capability=tuple(asked["capability"]), hints=asked["hints"]
-        )
+            lambda: load(source).summed() if summed else load(source), recipe, capability=tuple(asked["capability"]),
+            hints=asked["hints"],
+        )  # fmt: skip
     except ForetellError:
         raise
     except Exception as error:

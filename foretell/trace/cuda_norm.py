@@ -62,7 +62,8 @@ def rms_norm(
     eps: float | None = None,
 ) -> Tensor:  # fmt: skip
     if weight is not None and weight.dtype != input.dtype:
-        common = torch.promote_types(weight.dtype, input.dtype)
+        with recorder.muted():  # asking for a dtype is no op of the step
+            common = torch.promote_types(weight.dtype, input.dtype)
         return rms_norm(recorder, input.to(common), normalized_shape, weight.to(common), eps)
     return _RmsNorm.apply(recorder, input, normalized_shape, weight, eps)
 

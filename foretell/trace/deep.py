@@ -77,6 +77,8 @@ def extended(
             with no_initialisation():
                 workload = build()
             path, depth = find_stack(workload.model)
+            if workload.losses is not None:
+                raise Doubt("blocks run backward one by one")
             if any(len(prefix) > len(path) + 1 and prefix.startswith(f"{path}.") for prefix in recipe.freeze):
                 raise Doubt("single blocks are frozen")
             blocks = find_blocks(workload.model)

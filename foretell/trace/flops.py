@@ -8,6 +8,7 @@ The convention, so that a number can be checked by hand:
   attention computes the scores again: 5 products for the 2 of forward. Backward of a convolution counts the gradients
   that are wanted.
 - FFT: 5 N log2 N for a complex transform of N points, half of that if one side is real.
+- Factorisations of matrices count the cubes of the textbooks, `PER_CUBE`; distances of all pairs 3 for each coordinate.
 - Everything else counts per element, at the rates of `PER_ELEMENT`; any function of one element is one
   operation, be it an addition, a comparison or a tanh.
 - A complex product is 4 real ones; elsewhere a complex element counts as two. Integers and booleans are no
@@ -43,6 +44,11 @@ PER_ELEMENT = {
     "sgd": 2,  # parameter, gradient, momentum: 6 per parameter, 4 without momentum
     "linear": 4, "bilinear": 8, "trilinear": 16, "bicubic": 32,  # interpolation, of the larger end: the output
 }  # fmt: skip
+PER_CUBE = {
+    "cholesky": 1 / 3, "lu": 2 / 3, "inverse": 2, "qr": 4,  # qr with its first factor written out
+    "eigh": 9, "svd": 22,  # with vectors, iterations included (Golub and Van Loan)
+}  # fmt: skip
+"""Of the longer side times the square of the shorter, for each matrix."""
 MULTIPLY_ADD = 2
 COMPLEX_PRODUCT = 4
 ATTENTION_PRODUCTS = (1, 1)
@@ -199,6 +205,24 @@ def _fft(real: str, inputs: Specs, outputs: Specs, attrs: Attrs) -> int | None:
     return round(FFT * (0.5 if real else 1.0) * whole.numel * math.log2(max(1, points)))
 
 
+def _factors(rate: float, inputs: Specs, outputs: Specs, attrs: Attrs) -> int:
+    *batch, rows, columns = inputs[0].shape
+    cube = math.prod(batch) * max(rows, columns) * min(rows, columns) ** 2
+    return round(rate * cube * (COMPLEX_PRODUCT if _is_complex(inputs[0]) else 1))
+
+
+def _solve(rate: float, triangles: int, inputs: Specs, outputs: Specs, attrs: Attrs) -> int:
+    """The factors, if they are not given, and then so many triangles, half a square each, for the right sides."""
+    products = _products(inputs[-1].numel * inputs[0].shape[-1], inputs[0])
+    return _factors(rate, inputs, outputs, attrs) + products * triangles // 2
+
+
+def _distances(first: int, inputs: Specs, outputs: Specs, attrs: Attrs) -> int:
+    """Of all pairs of two lists of points: differences, their function, its sum."""
+    left, right = inputs[first : first + 2]
+    return PER_ELEMENT["loss"] * left.numel * right.shape[-2]
+
+
 # ---------------------------------------------------------------- families
 
 _MOVEMENT = """
@@ -207,8 +231,8 @@ broadcast_to bucketize cat cauchy chunk _chunk_cat clone complex concat _conj co
 _cudnn_init_dropout_state _cudnn_rnn_flatten_weight detach diag diag_embed diagflat diagonal diagonal_backward
 diagonal_scatter embedding empty empty_like empty_permuted empty_strided expand expand_as exponential eye fill
 fill_diagonal flatten flip _foreach_clone _foreach_copy _foreach_zero full full_like _functional_assert_async gather
-geometric hstack im2col imag index index_copy index_fill index_put index_select item kthvalue lift lift_fresh linspace
-_local_scalar_dense log_normal mT masked_fill masked_scatter masked_scatter_backward masked_select meshgrid mode
+geometric hstack im2col imag index index_copy index_fill index_put _index_put_impl index_select item kthvalue lift lift_fresh _linalg_check_errors
+linspace _local_scalar_dense log_normal mT masked_fill masked_scatter masked_scatter_backward masked_select meshgrid mode
 moveaxis movedim multinomial narrow native_channel_shuffle _neg_view new_empty new_empty_strided new_full new_ones
 new_zeros nll_loss2d_backward nll_loss_backward nonzero normal one_hot ones ones_like _pack_padded_sequence
 _pack_padded_sequence_backward pad _pad_packed_sequence permute _pin_memory pin_memory pixel_shuffle pixel_unshuffle
@@ -229,14 +253,15 @@ _upsample_nearest_exact3d
 """
 _POINTWISE = """
 abs absolute acos acosh add addcdiv addcmul addr _amp_update_scale __and__ angle asin asinh atan atan2 atanh
-bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clip _conj_physical conj_physical
+bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max
+clamp_min clip _conj_physical conj_physical
 copysign cos cosh cross cummax _cummax_helper cummin _cummin_helper cumprod cumsum diff digamma div divide dropout eq
 erf erfc erfinv exp exp2 expm1 floor floor_divide fmax fmin fmod frac ge ger greater greater_equal gt hypot __iand__
 __ior__ isclose isfinite isin isinf isnan __ixor__ le lerp less less_equal lgamma linalg_cross log log10 log1p log2
 log_sigmoid_forward logaddexp logaddexp2 _logcumsumexp logcumsumexp logical_and logical_not logical_or logical_xor lt
 _masked_scale maximum minimum mul multiply nan_to_num ne neg negative not_equal __or__ outer polar pow prelu reciprocal
 relu relu6 remainder round rrelu rsqrt rsub selu sgn sign signbit sin sinc sinh sqrt square sub subtract tan
-_thnn_fused_lstm_cell_backward_impl true_divide trunc xlogy __xor__
+_thnn_fused_lstm_cell_backward_impl true_divide trunc xlogy __lshift__ __rshift__ __xor__
 """
 _ACTIVATION = """
 elu gelu glu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid logit mish native_dropout _prelu_kernel
@@ -339,6 +364,17 @@ def _families() -> list[tuple[str, Rule]]:
         ("_fft_c2c", partial(_fft, "")),
         ("_fft_r2c", partial(_fft, "input")),
         ("_fft_c2r", partial(_fft, "output")),
+        ("linalg_cholesky_ex", partial(_factors, PER_CUBE["cholesky"])),
+        ("_linalg_det _linalg_slogdet linalg_lu_factor_ex", partial(_factors, PER_CUBE["lu"])),
+        ("linalg_inv_ex", partial(_factors, PER_CUBE["inverse"])),
+        ("linalg_qr", partial(_factors, PER_CUBE["qr"])),
+        ("_linalg_eigh", partial(_factors, PER_CUBE["eigh"])),
+        ("_linalg_svd", partial(_factors, PER_CUBE["svd"])),
+        ("_linalg_solve_ex", partial(_solve, PER_CUBE["lu"], 2)),
+        ("linalg_lu_solve", partial(_solve, 0, 2)),
+        ("linalg_solve_triangular", partial(_solve, 0, 1)),
+        ("_cdist_forward", partial(_distances, 0)),
+        ("_cdist_backward", partial(_distances, 1)),
     ]
 
 

@@ -39,8 +39,8 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 _KERNELS = {
-    "aten::convolution_backward", "aten::mkldnn_convolution", "aten::slow_conv2d_forward", "aten::_fft_r2c",
-    "aten::_fft_c2r", "aten::native_batch_norm", "aten::native_batch_norm_backward",
+    "aten::convolution_backward", "aten::mkldnn_convolution", "aten::slow_conv2d_forward", "aten::_slow_conv2d_forward",
+    "aten::_fft_r2c", "aten::_fft_c2r", "aten::native_batch_norm", "aten::native_batch_norm_backward",
 }  # fmt: skip
 """CPU kernels that take memory for themselves; the prediction is of tensors."""
 
@@ -50,7 +50,8 @@ def measure_on_cpu(source: Source, recipe: Recipe, steps: int = 2) -> tuple[int,
     torch.manual_seed(0)
     workload = load(source)
     step = Step(workload, recipe, device_type="cpu")
-    step.create_optimizer()
+    if recipe.mode == "train":
+        step.create_optimizer()
     resident = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in (
@@ -61,14 +62,21 @@ def measure_on_cpu(source: Source, recipe: Recipe, steps: int = 2) -> tuple[int,
         if isinstance(tensor, torch.Tensor)
     }
     with no_collection(), _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        for _ in range(steps):
-            for _ in range(recipe.accumulate):
-                step.micro_batch()
-            step.update()
-            step.zero_grad()
+        for _ in range(steps if recipe.mode == "train" else 1):
+            _run_once(step)
     kept, whole = _peaks(recorded.profiler.kineto_results.events())
     at_start = sum(resident.values())
     return at_start + kept, at_start + whole
+
+
+def _run_once(step: Step) -> None:
+    if step.recipe.mode == "infer":
+        step.evaluate()
+        return
+    for _ in range(step.recipe.accumulate):
+        step.micro_batch()
+    step.update()
+    step.zero_grad()
 
 
 def seconds_on_cpu(
@@ -78,17 +86,15 @@ def seconds_on_cpu(
     of as many as there are."""
     torch.manual_seed(0)
     step = Step(load(source), recipe, device_type="cpu")
-    step.create_optimizer()
+    if recipe.mode == "train":
+        step.create_optimizer()
     found: list[float] = []
     begun = time.perf_counter()
     while len(found) < steps or (time.perf_counter() - begun < least and len(found) < 400):
         before = time.perf_counter()
         if before - begun > most and len(found) > 4:
             break
-        for _ in range(recipe.accumulate):
-            step.micro_batch()
-        step.update()
-        step.zero_grad()
+        _run_once(step)
         found.append(time.perf_counter() - before)
     return statistics.median(found[3:])
 
@@ -115,7 +121,7 @@ def compare_on_cpu(source: Source, recipe: Recipe) -> tuple[int, int, tuple[str,
     from foretell.trace.live import peak_live
 
     trace = trace_as_cpu(source, recipe)
-    predicted = peak_live(trace, ("first_step", "steady_step"))
+    predicted = peak_live(trace, tuple(trace.schedule))
     measured, whole = measure_on_cpu(source, recipe)
     lines = (
         f"traced {source.model}: {sum(len(program.ops) for program in trace.programs.values())} ops on fake tensors",

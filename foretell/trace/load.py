@@ -18,7 +18,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -255,8 +255,6 @@ def _as_ambient(workload: Workload) -> Workload:
     import torch
     from torch.utils import _pytree as pytree
 
-    from foretell.trace.step import Workload
-
     made: dict[int, torch.Tensor] = {}
 
     def renew(value: Any) -> Any:
@@ -271,7 +269,7 @@ def _as_ambient(workload: Workload) -> Workload:
     for module in workload.model.modules():
         for tensors in (module._parameters, module._buffers, vars(module)):
             tensors.update({key: renew(value) for key, value in tensors.items() if isinstance(value, torch.Tensor)})
-    return Workload(workload.model, pytree.tree_map(renew, workload.batch), workload.loss)
+    return replace(workload, batch=pytree.tree_map(renew, workload.batch))
 
 
 def _check_built(source: Source, workload: Workload) -> None:
@@ -340,7 +338,8 @@ def _load_zoo(source: Source) -> Workload:
     if source.image and entry.image and "image" in _zoo_keywords(entry):
         config["image"] = source.image
     model = module.build(**config)
-    return Workload(model, module.batch(model, source.micro_batch, seq, image), module.loss)
+    batch = module.batch(model, source.micro_batch, seq, image)
+    return Workload(model, batch, module.loss, getattr(module, "losses", None))
 
 
 # --- the user's own file ---------------------------------------------------------------------------------------------
@@ -491,7 +490,8 @@ def _load_file(source: Source) -> Workload:
             "return (model, batch) or define batch() or data() in the same file; a batch is a dict, a tuple or a tensor",
             EXAMPLE,
         )
-    return Workload(parts["model"], batch, parts.get("loss"))
+    own = getattr(module, "losses", None)
+    return Workload(parts["model"], batch, parts.get("loss"), own if inspect.isgeneratorfunction(own) else None)
 
 
 def function(path: str, name: str) -> Callable[..., Any] | None:

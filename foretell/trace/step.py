@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -23,6 +23,7 @@ from foretell.trace.recipe import Recipe
 
 Batch: TypeAlias = Mapping[str, Any] | tuple[Any, ...] | Tensor
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
+Losses: TypeAlias = Callable[[nn.Module, Any], Iterator[Tensor]]
 
 KEPT_BY_SELECTIVE = frozenset(
     {
@@ -46,6 +47,13 @@ class Workload:
     model: nn.Module
     batch: Batch
     loss: Loss | None = None
+    losses: Losses | None = None
+    """Scalars of its layers one after another, each run backward before the next is computed, where there is no global
+    backward: a generator of (model, batch). `loss` must be their sum, with the same gradients: plans run that."""
+
+    def summed(self) -> Workload:
+        """The same with one backward."""
+        return replace(self, losses=None)
 
 
 class Observer(Protocol):
@@ -71,7 +79,9 @@ class Step:
         self, workload: Workload, recipe: Recipe, *, device_type: str, observer: Observer | None = None
     ) -> None:
         if recipe.precision == "bf16":
-            workload = Workload(workload.model, cast_floats(workload.batch, torch.bfloat16), workload.loss)
+            workload = replace(workload, batch=cast_floats(workload.batch, torch.bfloat16))
+        if recipe.shards > 1:
+            workload = workload.summed()
         self.workload, self.recipe, self.device_type = workload, recipe, device_type
         self.observer: Observer = observer or _Silent()
         self.model = workload.model
@@ -86,6 +96,8 @@ class Step:
                 parameter.requires_grad_(False)
         if recipe.recompute != "none" and recipe.mode == "train":
             apply_recompute(self.model, recipe.recompute, self.observer)
+        self.backwards = 0
+        """Of one micro-batch: more than one where the workload has losses of its own."""
         self.scaler = torch.amp.GradScaler(device_type) if recipe.precision == "fp16-autocast" else None
 
     def create_optimizer(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -98,15 +110,17 @@ class Step:
             self.scaler.scale(torch.zeros((), device=chosen[0].device))  # makes its state now, not inside the first step
 
     def micro_batch(self) -> None:
+        self.backwards = 0
         self.observer.phase("forward")
-        with self.autocast():
-            loss = compute_loss(self.workload)
-        if self.recipe.accumulate > 1:
-            loss = loss / self.recipe.accumulate
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
-        self.observer.phase("backward")
-        loss.backward()
+        for loss in each_loss(self.workload, self.autocast):
+            if self.recipe.accumulate > 1:
+                loss = loss / self.recipe.accumulate
+            if self.scaler is not None:
+                loss = self.scaler.scale(loss)
+            self.observer.phase("backward")
+            loss.backward()
+            self.backwards += 1
+            self.observer.phase("forward")
 
     def update(self) -> None:
         self.observer.phase("update")
@@ -146,6 +160,23 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
     return model(batch)
 
 
+def each_loss(workload: Workload, guard: Callable[[], AbstractContextManager[Any]]) -> Iterator[Tensor]:
+    """Scalars to call backward on, each before the next is asked for: one, unless the workload has `losses`.
+
+    They are computed under the guard and handed out without it."""
+
+    def guarded(compute: Callable[[], Any]) -> Any:
+        with guard():
+            return compute()
+
+    if workload.losses is None:
+        yield guarded(lambda: compute_loss(workload))
+        return
+    waiting = workload.losses(workload.model, workload.batch)
+    while (loss := guarded(lambda: next(waiting, None))) is not None:
+        yield _scalar(loss, loss)
+
+
 def compute_loss(workload: Workload) -> Tensor:
     """A scalar to call backward on: the user's loss, the output's `.loss`, or the output itself if it is one."""
     output = call_model(workload.model, workload.batch)
@@ -155,6 +186,10 @@ def compute_loss(workload: Workload) -> Tensor:
         loss = getattr(output, "loss", None)
         if loss is None and isinstance(output, Tensor) and output.dim() == 0:
             loss = output
+    return _scalar(loss, output)
+
+
+def _scalar(loss: Any, output: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
         raise ModelError(

@@ -536,6 +536,14 @@ def test_autocast_remembers_a_weight_until_its_context_ends() -> None:
     assert [row.outputs[0].spec.shape for row in casts] == [(8, 8), (4, 8)] * 2
 
 
+def test_autocast_remembers_a_weight_with_its_gradient_though_a_pass_without_saw_it_first() -> None:
+    with as_cuda():
+        weight, x = nn.Parameter(torch.empty(8, 8)), torch.empty(4, 8)
+        with torch.no_grad():
+            assert not F.linear(x, weight).requires_grad
+        assert F.linear(x, weight).requires_grad
+
+
 class Names(TorchDispatchMode):
     """Names of the ops that reach the kernels."""
 

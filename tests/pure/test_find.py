@@ -270,3 +270,9 @@ def test_contradictions_are_one_line(flags: list[str], told_: str, capsys: Any, 
     assert told_ in error and len(error.splitlines()) == 1
     assert main(["plan", "gpt-tiny", "--on", "H200", "--out", str(tmp_path)]) == 2
     assert main(["plan", "gpt-tinny", "--on", "H200"]) == 2
+
+
+def test_a_batch_that_is_not_on_a_straight_line_is_no_matter_for_a_sheet() -> None:
+    """Images of a ragged batch have 11 slices by two, 22 by four: larger ones are not derived, and the model is told so."""
+    with pytest.raises(Unsuited, match="11 and 22 is not on a line"):
+        search("RTX-4090", model="minicpm_v-tiny")

@@ -255,6 +255,7 @@ def test_fft_counts_by_points() -> None:
         ("aten.add.Tensor", [spec(4, dtype="int64"), spec(4, dtype="int64")], [spec(4, dtype="int64")], 0),
         ("aten.mul.Tensor", [spec(4, dtype="complex64"), spec(4)], [spec(4, dtype="complex64")], 8),
         ("aten.__iand__.Tensor", [spec(4, dtype="bool")], [spec(4, dtype="bool")], 0),
+        ("aten.__rshift__.Tensor", [spec(4, dtype="int64")] * 2, [spec(4, dtype="int64")], 0),
         ("aten.gelu_backward.default", [spec(4, 5), spec(4, 5)], [spec(4, 5)], 20),
         ("aten.sum.dim_IntList", [spec(4, 5)], [spec(4)], 20),
         ("aten.max.default", [spec(4, 5)], [spec()], 20),
@@ -300,6 +301,37 @@ def test_foreach_counts_its_first_list(name: str, lists: int, extra: int) -> Non
 
 def test_foreach_norm_reads_all_of_its_list() -> None:
     assert flops("aten._foreach_norm.Scalar", [spec(4, 5), spec(5)], [spec(), spec()], ()) == 25
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("linalg_cholesky_ex", 3 * 125 / 3), ("linalg_lu_factor_ex", 3 * 125 * 2 / 3), ("_linalg_det", 3 * 125 * 2 / 3),
+        ("linalg_inv_ex", 3 * 250), ("linalg_qr", 3 * 500), ("_linalg_eigh", 3 * 9 * 125), ("_linalg_svd", 3 * 22 * 125),
+    ],
+)  # fmt: skip
+def test_factorisations_count_cubes(name: str, count: float) -> None:
+    square = spec(3, 5, 5)
+    assert flops(f"aten.{name}.default", [square], [square], ()) == round(count)
+
+
+def test_factorisations_of_tall_matrices_and_of_complex_ones() -> None:
+    assert flops("aten._linalg_svd.default", [spec(20, 3)], [spec(20, 3), spec(3), spec(3, 3)], ()) == 22 * 20 * 9
+    assert flops("aten._linalg_svd.default", [spec(3, 20)], [spec(3, 3), spec(3), spec(3, 20)], ()) == 22 * 20 * 9
+    assert flops("aten._linalg_eigh.default", [spec(4, 4, dtype="complex64")], [spec(4)], ()) == 4 * 9 * 64
+
+
+def test_solving_counts_triangles_for_every_right_side() -> None:
+    matrix, sides, pivots = spec(2, 6, 6), spec(2, 6, 3), spec(2, 6, dtype="int32")
+    assert flops("aten.linalg_solve_triangular.default", [matrix, sides], [sides], ()) == 2 * 36 * 3
+    assert flops("aten.linalg_lu_solve.default", [matrix, pivots, sides], [sides], ()) == 2 * 2 * 36 * 3
+    assert flops("aten._linalg_solve_ex.default", [matrix, sides], [sides], ()) == 2 * (216 * 2 // 3 + 2 * 36 * 3)
+
+
+def test_distances_of_all_pairs_count_every_coordinate() -> None:
+    left, right, apart = spec(2, 10, 3), spec(2, 7, 3), spec(2, 10, 7)
+    assert flops("aten._cdist_forward.default", [left, right], [apart], ()) == 2 * 10 * 7 * 3 * 3
+    assert flops("aten._cdist_backward.default", [apart, left, right, apart], [left], ()) == 2 * 10 * 7 * 3 * 3
 
 
 # ---------------------------------------------------------------- coverage

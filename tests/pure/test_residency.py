@@ -70,6 +70,13 @@ def test_alike_blocks_are_counted_and_the_first_give_way_first() -> None:
     assert least([], 1.0) is None
 
 
+def test_frozen_blocks_with_nothing_to_give_stay_as_they_are() -> None:
+    block = (KEPT, Way(10, 1.0, "selective"), Way(30, 5.0, "recompute"))
+    found = least([(KEPT,)] * 3 + [block] * 2, 20.0)
+    assert found is not None and found.modes == ("keep",) * 3 + ("selective",) * 2
+    assert least([(KEPT,)] * 3, 1.0) is None
+
+
 def test_three_hundred_unlike_blocks_come_near_the_bound() -> None:
     rng = random.Random(5)
     blocks = [ways(rng) for _ in range(300)]

@@ -10,6 +10,7 @@ import gc
 import statistics
 import time
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ from foretell.hardware.probe.machine import nvml
 from foretell.hardware.probe.power import Meter
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Step, Workload
+from foretell.trace.step import Step
 
 MICRO_BATCH = 2
 LEAST_ENERGY_SECONDS = 0.3
@@ -154,7 +155,7 @@ def _step(config: dict[str, Any], kind: str) -> Any:
     step.model.to(kind)
     given = step.workload
     batch = torch.utils._pytree.tree_map(lambda t: t.to(kind) if isinstance(t, torch.Tensor) else t, given.batch)
-    step.workload = Workload(given.model, batch, given.loss)
+    step.workload = replace(given, batch=batch)
     step.create_optimizer()
 
     def one() -> None:

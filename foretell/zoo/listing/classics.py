@@ -374,6 +374,10 @@ _TNT = (
         "image",
         "Transformer in Transformer S, 24M",
         image=224,
+        paper="TNT",
+        task="cls",
+        motif="attention inside patches folded into the batch, attention outside",
+        trap="inner and outer blocks have costs of their own, and tensor parallelism splits the heads of both",
     ),
     Entry(
         "tnt-tiny",
@@ -392,6 +396,10 @@ _TNT = (
         "Transformer in Transformer, two blocks",
         image=64,
         small=True,
+        paper="TNT",
+        task="cls",
+        motif="attention inside patches folded into the batch, attention outside",
+        trap="inner and outer blocks have costs of their own, and tensor parallelism splits the heads of both",
     ),
 )
 
@@ -415,6 +423,10 @@ _RAFTMLP = (
         "image",
         "RaftMLP-S, about 10M",
         image=224,
+        paper="RaftMLP",
+        task="cls",
+        motif="tokens mixed by rows and columns, weights that depend on the side",
+        trap="a plan stays valid at 1.5 times the resolution, and memory follows the pixels; not handled: resized weights, a model has one side",
     ),
     Entry(
         "raftmlp-tiny",
@@ -436,6 +448,10 @@ _RAFTMLP = (
         "RaftMLP, one block a level",
         image=64,
         small=True,
+        paper="RaftMLP",
+        task="cls",
+        motif="tokens mixed by rows and columns, weights that depend on the side",
+        trap="a plan stays valid at 1.5 times the resolution, and memory follows the pixels; not handled: resized weights, a model has one side",
     ),
 )
 
@@ -447,6 +463,10 @@ _SCALING_MLP = (
         "image",
         "Scaling MLP B-12/Wi-1024, about 114M",
         image=64,
+        paper="Scaling MLPs",
+        task="cls",
+        motif="products of matrices and little else",
+        trap="a ladder of four sizes whose memory, FLOPs and energy follow from width and depth",
     ),
     Entry(
         "scaling-mlp-tiny",
@@ -456,6 +476,10 @@ _SCALING_MLP = (
         "Scaling MLP, two blocks",
         image=32,
         small=True,
+        paper="Scaling MLPs",
+        task="cls",
+        motif="products of matrices and little else",
+        trap="a ladder of four sizes whose memory, FLOPs and energy follow from width and depth",
     ),
 )
 
