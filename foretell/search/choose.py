@@ -211,19 +211,15 @@ class _Search(Question):
 
     def batches(self, mesh: Mesh) -> Iterator[tuple[int, int]]:
         """Micro-batches and how many of them make a step, smallest first; a pipeline wants several."""
-        wanted = self.wishes.global_batch
-        if wanted is None:
-            micro = max(1, self.source.micro_batch)
-            while micro <= LARGEST_MICRO_BATCH:
+        wanted, fixed = self.wishes.global_batch, self.wishes.micro_batch
+        each = LARGEST_MICRO_BATCH if wanted is None else wanted // mesh.data
+        if wanted is not None and each * mesh.data != wanted:
+            return
+        micro = fixed or (max(1, self.source.micro_batch) if wanted is None else 1)
+        while micro <= (fixed or min(each, LARGEST_MICRO_BATCH)):
+            if wanted is None:
                 yield micro, 1 if mesh.pp == 1 else FILL * mesh.pp
-                micro *= 2
-            return
-        each = wanted // mesh.data
-        if each * mesh.data != wanted:
-            return
-        micro = 1
-        while micro <= min(each, LARGEST_MICRO_BATCH):
-            if each % micro == 0 and each // micro >= mesh.pp:
+            elif each % micro == 0 and each // micro >= mesh.pp:
                 yield micro, each // micro
             micro *= 2
 

@@ -149,6 +149,12 @@ def test_work_is_found_block_by_block() -> None:
     assert sum(work.values()) == sum(op.flops or 0 for op in trace.programs["micro_first"].ops)
 
 
+def test_a_micro_batch_that_was_asked_for_is_the_only_one() -> None:
+    for wishes, expected in (({"micro_batch": 4}, [(4, 1)]), ({"micro_batch": 4, "global_batch": 8}, [(4, 2)]), ({"global_batch": 2}, [(1, 2), (2, 1)])):
+        assert [*search("gpt-tiny", "H100", **wishes).batches(Mesh())] == expected
+    assert not [*search("gpt-tiny", "H100", micro_batch=3, global_batch=8).batches(Mesh())]
+
+
 def test_a_cpu_prefers_the_larger_micro_batch_among_alike() -> None:
     """Its speed comes and goes by more than what they differ in."""
     machine = parse("CPU")
