@@ -150,8 +150,9 @@ def test_work_is_found_block_by_block() -> None:
 
 
 def test_a_micro_batch_that_was_asked_for_is_the_only_one() -> None:
-    for wishes, expected in (({"micro_batch": 4}, [(4, 1)]), ({"micro_batch": 4, "global_batch": 8}, [(4, 2)]), ({"global_batch": 2}, [(1, 2), (2, 1)])):
-        assert [*search("gpt-tiny", "H100", **wishes).batches(Mesh())] == expected
+    assert [*search("gpt-tiny", "H100", micro_batch=4).batches(Mesh())] == [(4, 1)]
+    assert [*search("gpt-tiny", "H100", micro_batch=4, global_batch=8).batches(Mesh())] == [(4, 2)]
+    assert [*search("gpt-tiny", "H100", global_batch=2).batches(Mesh())] == [(1, 2), (2, 1)]
     assert not [*search("gpt-tiny", "H100", micro_batch=3, global_batch=8).batches(Mesh())]
 
 
