@@ -1,7 +1,8 @@
-"""What every test may use: the `gpu` and `slow` markers and a cache of its own."""
+"""What every test may use: the `gpu` and `slow` markers, a cache of its own, one thread."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,14 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.mkdir()
     monkeypatch.setenv("FORETELL_CACHE", str(path))
     return path
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors only lose time to a second thread, most of all on a busy machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

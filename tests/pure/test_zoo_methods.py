@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,12 +42,7 @@ FP32 = Recipe(precision="fp32")
 RUNS = ("first_step", "steady_step")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def source_of(name: str, **overrides: Any) -> Source:

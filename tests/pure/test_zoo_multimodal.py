@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import random
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -42,12 +41,7 @@ def module_of(name: str) -> ModuleType:
 CASES = [(name, phase) for name in TINY for phase in phases_of(name)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def source_of(name: str, phase: str = "", **overrides: Any) -> Source:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,12 +43,7 @@ QUIET = {"mamba_yolo-tiny": ("heads.1.sides", "heads.2.sides")}
 """Parameters whose gradient may be all zeros: distances are learned only where an object was assigned."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def source(name: str, phase: str = "", micro_batch: int = 2, **overrides: Any) -> Source:

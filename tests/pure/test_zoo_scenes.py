@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import permutations
@@ -55,12 +54,7 @@ TRAINED = {
 """Beginnings of the names of what a phase trains; elsewhere everything is trained."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def source(name: str, phase: str = "", micro_batch: int = 2, seq: int | None = None, **overrides: Any) -> Source:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,12 +35,7 @@ REACHES_NO_VARIABLE = {"neuroback-tiny": "attention.meta."}
 """Parts of paths of weights whose gradient is zero, as the module's docstring says."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def loaded(name: str, micro_batch: int = 2, **overrides: Any) -> Workload:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator
 from itertools import pairwise
 from types import ModuleType
 
@@ -46,13 +45,7 @@ STACKS = {
 FALL_IN_15_STEPS = {"fno": 0.95, "unet": 0.85, "dit": 0.8}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors this small only lose time to a second thread, most of all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def zoo(name: str) -> ModuleType:
