@@ -138,8 +138,62 @@ def engine(options: argparse.Namespace, way: str, device: Any) -> tuple[Any, dic
         return loss.detach()
 
     arena = optimizer.arena
-    return step, {"start_seconds": started, "host_arena": arena.nbytes if arena else 0, "pin_seconds": arena.seconds if arena else 0,
+    if arena is not None and device.type == "cuda":
+        about = {"link": duplex(arena, device), "huge": huge(arena.nbytes)}
+    else:
+        about = {}
+    return step, {**about, "start_seconds": started, "host_arena": arena.nbytes if arena else 0, "pin_seconds": arena.seconds if arena else 0,
                   "resident_blocks": kept, "streamed_blocks": len(away), "cpu_share": share, "form": form.name}  # fmt: skip
+
+
+def duplex(arena: Any, device: Any, rounds: int = 4) -> float:
+    """GB/s each way between the arena and the device, both ways at once; what is in the arena stays."""
+    import torch
+
+    size = min(2**30, arena.nbytes // 2)
+    ends = [arena._bytes[:size], arena._bytes[arena.nbytes - size :]]
+    here, lanes = [end.to(device) for end in ends], [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(rounds):
+        with torch.cuda.stream(lanes[0]):
+            here[0].copy_(ends[0], non_blocking=True)
+        with torch.cuda.stream(lanes[1]):
+            ends[1].copy_(here[1], non_blocking=True)
+    torch.cuda.synchronize()
+    return rounds * size / 1e9 / (time.perf_counter() - began)
+
+
+def huge(nbytes: int) -> float:
+    """Share of so many bytes that this process has in huge pages."""
+    found = [line.split()[1] for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("AnonHugePages")]
+    return int(found[0]) * 1024 / nbytes if found else -1.0
+
+
+def timeline(run: Any, path: Path, bin_seconds: float = 0.05) -> dict[str, Any]:
+    """Of two steps, in pieces of time: bytes up, bytes down, share of the time in which kernels run."""
+    import gzip
+
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        run()
+        run()
+        torch.cuda.synchronize()
+    seen.export_chrome_trace(str(path))
+    read = gzip.open if path.suffix == ".gz" else open
+    with read(path, "rt") as file:  # type: ignore[operator]
+        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy")]
+    path.unlink()
+    first, last = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)
+    bins = int((last - first) / 1e6 / bin_seconds) + 1
+    rows = {"up": [0.0] * bins, "down": [0.0] * bins, "kernels": [0.0] * bins}
+    for event in events:
+        kind = "kernels" if event["cat"] == "kernel" else "up" if "HtoD" in event["name"] else "down" if "DtoH" in event["name"] else ""
+        if kind:
+            each = event["dur"] / 1e6 if kind == "kernels" else event["args"]["bytes"] / 1e9
+            rows[kind][int((event["ts"] - first) / 1e6 / bin_seconds)] += each / bin_seconds
+    return {"timeline": {name: [round(v, 2) for v in values] for name, values in rows.items()}, "bin": bin_seconds}
 
 
 def ceiling(options: argparse.Namespace, device: Any) -> tuple[Any, dict[str, Any]]:
@@ -225,6 +279,8 @@ def one(way: str, options: argparse.Namespace) -> dict[str, Any]:
         "tokens_a_second": options.batch * options.accumulate * options.tokens / ordered[len(ordered) // 2],
         "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, **about,
     }  # fmt: skip
+    if options.timeline:
+        found |= timeline(run, Path(f"/tmp/foretell-{os.getpid()}.json"))
     if device.type == "cuda":
         stats = torch.cuda.memory_stats()
         found |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(),
@@ -253,6 +309,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--no-clip", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="kernels that give the same bits every time, to compare losses")
+    parser.add_argument("--timeline", type=int, default=0, help="1: copies and kernels of two more steps, in pieces of 50 ms")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--timeout", type=float, default=200)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "offload.jsonl")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TypeAlias
 
 import torch
 
@@ -11,8 +13,13 @@ Mark: TypeAlias = torch.cuda.Event | None
 """A point in a stream; None: long past."""
 
 
+_INSIDE = threading.local()
+"""Whether this thread is in a lane's `here`, where the current stream is not the model's own."""
+
+
 class Lane:
-    """One stream, in which things happen in the order they were put in."""
+    """One stream, in which things happen in the order they were put in. The model's own is whichever is current, and so may only
+    be asked for outside every other's `here`."""
 
     def __init__(self, device: torch.device, *, compute: bool = False, urgent: bool = False) -> None:
         self._cuda = device.type == "cuda"
@@ -21,11 +28,18 @@ class Lane:
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
+        assert not (self._compute and getattr(_INSIDE, "lane", None)), "the compute stream was asked for inside another's"
         return torch.cuda.current_stream() if self._cuda and self._compute else self._stream
 
-    def here(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def here(self) -> Iterator[None]:
         """What is asked for inside goes into this lane."""
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+        before, _INSIDE.lane = getattr(_INSIDE, "lane", None), self
+        try:
+            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+                yield
+        finally:
+            _INSIDE.lane = before
 
     def mark(self) -> Mark:
         stream = self.stream

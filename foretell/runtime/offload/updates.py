@@ -171,7 +171,7 @@ class Updater:
                     if piece.name in found:
                         target = found[piece.name].view(-1)[piece.begin : piece.begin + piece.elements]
                         target.copy_(source[piece.at : piece.at + piece.elements], non_blocking=True)
-            self.lanes.compute.wait(self.lanes.up.mark())
+        self.lanes.compute.wait(self.lanes.up.mark())
         return found
 
     def _targets(self, unit: Unit) -> list[tuple[Chunk, Tensor]]:
