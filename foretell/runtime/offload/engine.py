@@ -31,7 +31,7 @@ from foretell.runtime.offload.arena import KEEP_FREE, Arena, available
 from foretell.runtime.offload.cpu import Workers
 from foretell.runtime.offload.forms import MASTER, REST, Form, Settings, take_apart
 from foretell.runtime.offload.lanes import Lanes, Mark, passed
-from foretell.runtime.offload.layout import CPU, DISK, Unit
+from foretell.runtime.offload.layout import CPU, DEVICE, DISK, Unit
 from foretell.runtime.offload.pump import Pump
 from foretell.runtime.offload.shards import part
 from foretell.runtime.offload.store import Store
@@ -57,6 +57,8 @@ class Offloaded(torch.optim.Optimizer):
         self.parameters, self.units, self.form, self.device = dict(parameters), tuple(units), form, device
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
         self.unit_of = {name: unit.path for unit in units for name in unit.sizes}
+        self._resident = {unit.path: unit for unit in units if unit.tier == DEVICE}
+        """Updated when they are needed, by who needs them: the pump is left to those whose states have a way to go."""
         self._far = {name: unit for unit in units if unit.tier == DISK for name in unit.sizes}
         """Parameters whose states are on disk."""
         self.decoupled, self.hold = decoupled, hold
@@ -343,7 +345,8 @@ class Offloaded(torch.optim.Optimizer):
         if self.workers is not None and any(chunk.engine == CPU for chunk in unit.chunks):
             self.updater.by_cpu(unit, pending, {name: self._host_steps[name] + 1 for name in pending.names})
             self._stepped |= pending.names
-        self.pump.offer(unit, pending.ready if self.early else None)
+        if unit.tier != DEVICE or self.early:
+            self.pump.offer(unit, pending.ready if self.early else None)
 
     # ------------------------------------------------------------ waiting
 
@@ -353,6 +356,8 @@ class Offloaded(torch.optim.Optimizer):
         if pending is None:
             return
         self.pump.wait(path)
+        if path in self._resident and path not in self.updater.started:
+            self.updater.start(self._resident[path], pending)
         del self.pending[path]
         lane = self.streamed.lane if path in self.streamed.views else self.lanes.compute
         for mark in (*(chunk.result() for chunk in pending.chunks), pending.done):

@@ -114,7 +114,7 @@ class Updater:
         assert stage is not None
         found, at = stage.fetch(key), paths.index(key[0])
         left = [path for path in [*paths[at + 1 :], *reversed(paths[:at])] if path not in self.started]
-        next_step = [path for path in self.started if path in begins] if not left else []
+        next_step = [path for path in list(self.started) if path in begins] if not left else []
         coming = [(key[0], begin) for begin in begins[key[0]] if begin > key[1]]
         for other in chain(coming, ((path, begin) for path in left or next_step for begin in begins[path])):
             if not stage.ahead(other):
