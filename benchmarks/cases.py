@@ -9,6 +9,7 @@ import random
 import time
 import zlib
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def build_step(config: dict[str, Any]) -> Any:
     from torch import nn
 
     from foretell.trace.load import load
-    from foretell.trace.step import Step, Workload
+    from foretell.trace.step import Step
 
     source, recipe = parts(config)
     with _no_initialisation():
@@ -37,7 +38,7 @@ def build_step(config: dict[str, Any]) -> Any:
     step.model._apply(move)
     given = step.workload
     batch = torch.utils._pytree.tree_map(lambda t: t.to("cuda") if isinstance(t, torch.Tensor) else t, given.batch)
-    step.workload = Workload(given.model, batch, given.loss)
+    step.workload = replace(given, batch=batch)
     step.create_optimizer()
     compile_model(step.model, config["mode"])
     return step
@@ -182,8 +183,6 @@ def verdicts(config: dict[str, Any]) -> dict[str, Any]:
     import warnings
 
     warnings.simplefilter("ignore")
-    from dataclasses import replace
-
     from memory import parts
 
     from foretell.cost.memory import predict_memory, run_order, sizes_for, smallest_limit

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from foretell import zoo
 from foretell.cost.memory import predict_memory
 from foretell.cost.prediction import Prediction
 from foretell.cost.remedies import remedies
 from foretell.cost.wishes import Amount, Wishes
-from foretell.errors import ModelError, UnknownName, UserError
+from foretell.errors import ModelError, UserError
 from foretell.hardware import Cluster, overhead, parse
 from foretell.hardware.prices import user_figures
 from foretell.hardware.profile import find_profile, profile_stamp
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from foretell.hardware.profile import Measured, Profile
     from foretell.hardware.types import Device
     from foretell.plan.types import Plan
+    from foretell.prove.zoo_rows import Row
     from foretell.search.choose import Choice
     from foretell.trace.types import Trace
 
@@ -52,6 +52,8 @@ class Check:
     predicted_seconds: float | None = None
     """Of a step on this CPU; None where no profile of a CPU is at hand."""
     measured_seconds: float | None = None
+    rows: tuple[Row, ...] = ()
+    """All that was checked, a row for each phase."""
 
     @property
     def error(self) -> float:
@@ -298,41 +300,30 @@ def _count(number: int, thing: str) -> str:
 
 
 def check(name: str) -> Check:
-    """Trace a small zoo model as this CPU runs it, predict its peak, really run it, compare."""
-    if name not in zoo.ENTRIES:
-        raise UnknownName("zoo model", name, zoo.names(), "see `foretell zoo`")
-    entry = zoo.get(name)
-    if not entry.small:
-        small = [other.name for other in zoo.ENTRIES.values() if other.module == entry.module and other.small]
-        raise ModelError(f"{name} is too large to really run here", f"check its small variant: {', '.join(small)}")
-    from foretell.trace.here import compare_on_cpu, seconds_on_cpu
+    """Trace a small zoo model as this CPU runs it, predict it, really run it, plan it for half the memory, run that; compare.
 
-    source, recipe = Source(model=name, micro_batch=2), Recipe(precision="fp32")
-    predicted, measured, lines, trace = compare_on_cpu(source, recipe)
-    seconds, said = _seconds_here(name, trace, recipe)
+    A module with phases is checked in each, and in all of them in turn; bytes and seconds are those of the first.
+    """
+    from foretell.prove import zoo as checks
+    from foretell.prove.zoo_cpu import PACERS
+    from foretell.prove.zoo_rows import FAIL
+    from foretell.units import human_bytes
+
+    rows = tuple(checks.check(checks.asked_of([checks.small(name)])))
+    first = rows[0]
+    if not first.predicted_bytes or not first.measured_bytes:
+        raise ModelError(f"{first.title}: {first.reason}", "see `foretell zoo` for others")
+    lines: tuple[str, ...] = (
+        f"traced {first.title}: {first.ops} ops on fake tensors",
+        f"predicted peak in tensors  {human_bytes(first.predicted_bytes)}",
+        f"measured peak in tensors   {human_bytes(first.measured_bytes)}  ({100 * (first.predicted_bytes / first.measured_bytes - 1):+.1f} %)",
+    )
+    lines += (_pace_words(first.pace, len(PACERS) - (name in PACERS)),) if first.pace else ()
     return Check(
-        name=name, predicted_bytes=predicted, measured_bytes=measured, lines=(*lines, *said),
-        ok=abs(predicted / measured - 1) <= 0.10, predicted_seconds=seconds,
-        measured_seconds=seconds_on_cpu(source, recipe) if seconds else None,
+        name=name, predicted_bytes=first.predicted_bytes, measured_bytes=first.measured_bytes, lines=lines, rows=rows,
+        ok=all(row.status != FAIL or row.failed == ("time",) for row in rows),
+        predicted_seconds=first.predicted_seconds, measured_seconds=first.measured_seconds,
     )  # fmt: skip
-
-
-PACERS = ("llama-tiny", "bert-tiny", "ssm-tiny", "mixtral-tiny")
-"""Small steps that say how this CPU runs now, beside what its profile says."""
-
-
-def _seconds_here(name: str, trace: Trace, recipe: Recipe) -> tuple[float | None, tuple[str, ...]]:
-    """Predicted seconds of a step on this machine's CPU, and what to say of it."""
-    from foretell.cost.time import predict_time
-    from foretell.hardware.probe.machine import device_of
-
-    known = _machine_here()
-    if known is None:
-        return None, ()
-    others = [Source(model=pacer, micro_batch=2) for pacer in PACERS if pacer != name]
-    pace = _pace(others, recipe, known)
-    seconds = predict_time(trace, known, Cluster(device=device_of("cpu")))[0].step_seconds
-    return pace * seconds, (_pace_words(pace, len(others)),)
 
 
 def _machine_here() -> Machine | None:

@@ -15,6 +15,7 @@ from foretell.cli import (
     eject,
     export,
     fit,
+    fuzz,
     hardware,
     plan,
     probe,
@@ -24,6 +25,8 @@ from foretell.cli import (
     show,
     verify,
     zoo,
+    zoo_check,
+    zoo_query,
 )
 
 _SETTINGS: dict[str, Any] = {
@@ -59,7 +62,8 @@ app.add_typer(zoo_app, name="zoo")
 zoo_app.callback(invoke_without_command=True, short_help="List the models known by name; `zoo check NAME` tries one.")(
     zoo.listing
 )
-zoo_app.command("check")(zoo.check)
+zoo_app.command("check", short_help="Predict, run, plan and run as planned: one model or --all.")(zoo_check.check)
+zoo_app.command("query", short_help="Code, settings and measured rows of models by task, domain, ...")(zoo_query.query)
 app.command("hardware", short_help="List the devices known by name; `hardware NAME` shows one.")(hardware.hardware)
 app.command("probe", short_help="Measure this machine, so that predictions rest on it.")(probe.probe)
 app.command("run", short_help="Train as a plan says, and measure it.")(run.run)
@@ -72,6 +76,7 @@ app.command("report", short_help="One HTML page of a run or a plan: charts, tabl
 app.command("show", short_help="Explain a plan file: mesh, stages, blocks, what was predicted.")(show.show)
 app.command("verify", short_help="Does a plan compute what one process computes? Exit 0 yes, 1 no.")(verify.verify)
 app.command("prove", short_help="Predict drawn configurations, seal that, run them, tell all.")(prove.prove)
+app.command("fuzz", short_help="Generate models; each traces, fits its prediction and composes, or shrinks to a file.")(fuzz.fuzz)
 app.command("eject", short_help="Write PLAN as a training script that needs torch alone.")(eject.eject)
 app.command("export", short_help="Write PLAN for another tool: accelerate, deepspeed, torchtitan, slurm, ...")(export.export)
 app.command("demo")(demo.demo)

@@ -6,6 +6,7 @@ goes on after it.
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -55,7 +56,8 @@ def read_rows(path: Path, seal: str) -> dict[int, Row]:
 
 
 def in_child(function: str, *args: Any, timeout: float = ROW_SECONDS) -> Row:
-    """Call a function of `prove.measure` in a fresh process whose parent has torch loaded and no device open."""
+    """Call a function, of `prove.measure` unless its module is named, in a fresh process whose parent has torch loaded and no
+    device open."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin keep others from the cores
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -80,10 +82,9 @@ def in_child(function: str, *args: Any, timeout: float = ROW_SECONDS) -> Row:
 
 
 def _call(pipe: Connection, function: str, args: Sequence[Any]) -> None:
-    from foretell.prove import measure
-
+    module, _, name = function.rpartition(".")
     try:
-        answer = getattr(measure, function)(*args)
+        answer = getattr(importlib.import_module(module or "foretell.prove.measure"), name)(*args)
     except BaseException as error:
         answer = {"error": f"{type(error).__name__}: {error}"[:300]}
     pipe.send(answer)

@@ -34,7 +34,7 @@ from foretell.runtime.float8 import lowered
 from foretell.runtime.ranks import Ranks
 from foretell.runtime.recompute import recompute
 from foretell.trace.blocks import find_blocks
-from foretell.trace.step import Batch, Loss, Workload, build_optimizer, cast_floats, compute_loss, prepare_precision
+from foretell.trace.step import Batch, Loss, Workload, build_optimizer, cast_floats, compute_loss, plainly, prepare_precision
 
 if TYPE_CHECKING:
     from foretell.runtime.context import Context
@@ -117,7 +117,8 @@ class Job:
         """The first half of a step: gradients of the mean loss. Returns it where this rank computes it."""
         if not micro_batches:
             raise UserError("a step needs at least one micro-batch", "give as many as the plan accumulates")
-        loss = self.runner.backward([self.place(batch) for batch in micro_batches])
+        with plainly():
+            loss = self.runner.backward([self.place(batch) for batch in micro_batches])
         clip.settle(self._parameters)
         return loss
 

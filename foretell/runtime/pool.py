@@ -196,7 +196,10 @@ def _serve(pipe: connection.Connection) -> None:
         except (EOFError, OSError):
             return
         sys.path[:] = path
-        pipe.send_bytes(_answer(where, rank, call, load))
+        try:
+            pipe.send_bytes(_answer(where, rank, call, load))
+        except OSError:  # whoever asked is gone
+            return
 
 
 def _end_with_parent() -> None:

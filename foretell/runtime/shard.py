@@ -10,11 +10,13 @@ whole gradients, and averaged over replicas only after the last one.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
 from foretell.plan.types import MASTER, Plan
@@ -39,8 +41,47 @@ def shard(
             model.get_submodule(path), mesh=alike, mp_policy=policy, reshard_after_forward=again, shard_placement_fn=inside
         )
     for unit in units(model, paths):
+        named = methods_of(unit[0]) if len(unit) == 1 else ()
         fully_shard(unit if len(unit) > 1 else unit[0], mesh=mesh, mp_policy=policy, reshard_after_forward=plan.reshard)
+        for name in named:
+            _gather_for(unit[0], name)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def methods_of(block: nn.Module) -> list[str]:
+    """Methods of a block's own besides `forward` that a model may call."""
+    own = [kind for kind in type(block).__mro__ if not issubclass(nn.Module, kind)]
+    found = {name for kind in own for name, value in vars(kind).items() if inspect.isfunction(value)}
+    return sorted(name for name in found if not name.startswith("_") and not hasattr(nn.Module, name) and name != "forward")
+
+
+def _gather_for(block: nn.Module, name: str) -> None:
+    """Have a block's parameters gathered for a method that is called from outside, as they are for `forward`; from inside
+    the block's own code they are there already."""
+    plain, inside = getattr(block, name), [0]
+
+    def enter(*_: Any) -> None:
+        inside[0] += 1
+
+    def leave(*_: Any) -> None:
+        inside[0] -= 1
+
+    block.register_forward_pre_hook(enter)
+    block.register_forward_hook(leave, always_call=True)
+    register_fsdp_forward_method(block, name)
+    gathering = getattr(block, name)
+
+    @functools.wraps(plain)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if inside[0]:
+            return plain(*args, **kwargs)
+        inside[0] += 1
+        try:
+            return gathering(*args, **kwargs)
+        finally:
+            inside[0] -= 1
+
+    setattr(block, name, called)
 
 
 def _inside(parameter: nn.Parameter, ranks: int) -> Shard:

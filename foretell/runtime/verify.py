@@ -14,6 +14,7 @@ from fp32. A loss is the mean of many: it is held to 2⁻⁸, where the weights 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import warnings
@@ -29,18 +30,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.errors import ForetellError, ModelError
 from foretell.plan.types import Mesh, Plan
-from foretell.runtime.apply import apply
+from foretell.runtime.apply import Job, apply
 from foretell.runtime.pool import Pool, RankFailure
-from foretell.runtime.ranks import start
+from foretell.runtime.ranks import Ranks, start
 from foretell.runtime.twin import Twin, twin
 from foretell.trace.load import Source, load
 from foretell.trace.step import Batch, Workload, build_optimizer, cast_floats, compute_loss, prepare_precision
 
 SEED = 17
+DRAWS = 1000
+"""The seed of the first micro-batch's random numbers."""
 STEPS = 10
 LEARNING_RATE = 1e-3
 LOSS_BOUND = 1e-4
 """Relative, at every step."""
+SMALL_LOSS = torch.finfo(torch.float32).eps / LOSS_BOUND
+"""A loss below this is held to what terms of about one round to: one that adds up to nothing but for rounding has no digit
+that two orders of adding it up share."""
 GRADIENT_BOUND = 1e-4
 """‖Δg‖/‖g‖ of every tensor at the first step."""
 BF16_ROUNDING = 2.0**-8
@@ -124,6 +130,17 @@ def build(source: Source) -> Workload:
     return workload
 
 
+def draws(model: nn.Module, micro_batches: Iterable[int]) -> None:
+    """Random numbers that the model draws in forward depend on the micro-batch alone, wherever it is run: a model that is
+    called with these micro-batches in turn, step after step."""
+    numbers = itertools.cycle(micro_batches)
+
+    def seed(*_: Any) -> None:
+        torch.manual_seed(DRAWS + next(numbers))
+
+    model.register_forward_pre_hook(seed)
+
+
 # --- the two runs ----------------------------------------------------------------------------------------------------
 
 
@@ -142,6 +159,7 @@ def _plain_run(source: Source, plan: Plan, steps: int, counted: AbstractContextM
     computed = {name: p for name, p in model.named_parameters() if name in kept}
     trained = {name: nn.Parameter(p) for name, p in kept.items()} if sharded else computed
     parts = batches(source, plan.mesh.data * plan.accumulate)
+    draws(model, range(len(parts)))
     if plan.precision == "bf16":
         parts = [cast_floats(part, torch.bfloat16) for part in parts]
     optimizer = build_optimizer(plan.optimizer, list(trained.values()))
@@ -189,8 +207,7 @@ def run_rank(_rank: int, _world: int, source: Source, plan: Plan, steps: int = S
     _quiet()
     ranks = start(plan, device="cpu")
     job = apply(build(source), plan, ranks, learning_rate=LEARNING_RATE, backend=backend)
-    every = batches(source, plan.mesh.data * plan.accumulate)
-    mine = [every[m * ranks.data_size + ranks.data_rank] for m in range(plan.accumulate)]
+    mine = shared(source, plan, ranks, job)
     run = Run([], [], {})
     for step in range(steps):
         loss = job.backward(mine)
@@ -203,6 +220,15 @@ def run_rank(_rank: int, _world: int, source: Source, plan: Plan, steps: int = S
         if result.grad_norm is not None:
             run.norms.append(result.grad_norm.item())
     return run
+
+
+def shared(source: Source, plan: Plan, ranks: Ranks, job: Job) -> list[Batch]:
+    """This rank's micro-batches of the global batch; those of a whole model draw as they do in one process."""
+    every = batches(source, plan.mesh.data * plan.accumulate)
+    mine = [m * ranks.data_size + ranks.data_rank for m in range(plan.accumulate)]
+    if plan.mesh.pp == 1:
+        draws(job.parts[0], mine)
+    return [every[number] for number in mine]
 
 
 def _quiet() -> None:
@@ -233,7 +259,7 @@ def compare(known: Run, found: Run, bounds: Bounds | None = None) -> Difference:
     distances = apart(known, found)
     name = max(distances, key=lambda key: _last(distances[key]) / bounds.of(key), default="")
     return Difference(
-        loss=_relative(known.losses, found.losses),
+        loss=losses_apart(known.losses, found.losses),
         loss_bound=bounds.loss,
         gradient=distances.get(name, 0.0),
         gradient_name=name,
@@ -263,8 +289,13 @@ def _last(distance: float) -> float:
     return distance if math.isfinite(distance) else math.inf
 
 
-def _relative(known: Iterable[float], found: Iterable[float]) -> float:
-    return max((abs(b - a) / max(abs(a), 1e-30) for a, b in zip(known, found, strict=True)), default=0.0)
+def losses_apart(known: Iterable[float], found: Iterable[float]) -> float:
+    """The largest relative difference of a step's loss."""
+    return _relative(known, found, SMALL_LOSS)
+
+
+def _relative(known: Iterable[float], found: Iterable[float], least: float = 1e-30) -> float:
+    return max((abs(b - a) / max(abs(a), least) for a, b in zip(known, found, strict=True)), default=0.0)
 
 
 # --- what bf16 may differ by -----------------------------------------------------------------------------------------
@@ -277,7 +308,7 @@ def bounds_of(source: Source, plan: Plan, known: Run, steps: int = STEPS) -> Bou
     single, roundings = rounded(source, plan, steps)
     loss = BF16_ROUNDING * (math.sqrt(steps) if plan.precision == "bf16" else 1.0)
     return Bounds(
-        loss=max(loss, 2 * _relative(known.losses, single.losses)),
+        loss=max(loss, 2 * losses_apart(known.losses, single.losses)),
         gradient=math.sqrt(roundings) * BF16_ROUNDING,
         tensors={name: 2 * distance for name, distance in apart(known, single).items()},
     )

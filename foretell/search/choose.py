@@ -67,11 +67,12 @@ def choose(
     source: Source, cluster: Cluster, hardware: str, wishes: Wishes | None = None, *, options: Options | None = None,
     hints: Mapping[str, float] | None = None, cache: bool = True, progress: Progress = lambda _: None,
     exact: bool | None = True, what_if: bool = False, patience: float = float("inf"), by_law: bool = False,
+    traces: Traces | None = None,
 ) -> Choice:  # fmt: skip
     """The best plan for a model on hardware; `hardware` is how the user wrote it.
 
     `exact`: whether the best is costed op by op in any case (True), where that is quick (None), or not (False).
-    `by_law`: where no batch is asked for, the Step Law's for `wishes.tokens` is taken.
+    `by_law`: where no batch is asked for, the Step Law's for `wishes.tokens` is taken. `traces`: those at hand.
     """
     check_source(source)
     asked, device = wishes or Wishes(), cluster.device
@@ -79,7 +80,7 @@ def choose(
     check_law(by_law, asked.tokens)
     on_cpu = device.backend == "cpu"
     capability = None if on_cpu else device.compute_capability or (9, 0)
-    traces = Traces(capability=capability, hints=dict(hints or {}), cache=cache, progress=progress)
+    traces = traces or Traces(capability=capability, hints=dict(hints or {}), cache=cache, progress=progress)
     how = options or Options()
     how = replace(how, profile_of=functools.cache(how.profile_of))
     remarks: tuple[str, ...] = ()
@@ -253,8 +254,9 @@ class _Search(Question):
             self._climb(base.with_(compile=compile), batches[self._reached(mesh, batches) :])
         best = max((one for one in self.found if one.fits and one.plan.mesh == mesh), key=_speed, default=None)
         if best is not None:
+            mode = next((residency.mode for residency in best.plan.blocks.values()), KEEP)
             for reshard in self.reshards(mesh)[1:]:
-                self.consider(best.plan.with_(reshard=reshard, predicted={}))
+                self.consider(best.plan.with_(reshard=reshard, predicted={}), mode)
 
     def _pipeline(self, mesh: Mesh) -> Pipeline | None:
         """Stages of equal work, what comes before and after the blocks included."""

@@ -62,11 +62,14 @@ class Traces:
         missing = {key: asked for key, asked in wanted.items() if not self._at_hand(key)}
         if not missing:
             return
+        for (key, _), (text, reply) in zip(missing.items(), self._made(list(missing.values())), strict=True):
+            self._keep(key, text, reply)
+
+    def _made(self, requests: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+        """New traces, all made in a process of their own."""
         from foretell.search.child import trace_all
 
-        replies = trace_all(list(missing.values()), self.progress)
-        for (key, _), (text, reply) in zip(missing.items(), replies, strict=True):
-            self._keep(key, text, reply)
+        return trace_all(requests, self.progress)
 
     def shares(self, plan: Plan) -> Shares:
         """What ranks can share of a plan's model: positions, experts."""

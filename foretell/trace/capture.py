@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,6 +17,7 @@ from foretell.trace.blocks import find_blocks
 from foretell.trace.collection import no_collection
 from foretell.trace.cuda import cuda_choices, real_masks
 from foretell.trace.flops import flops
+from foretell.trace.formulas import plain_formulas
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder, Row
 from foretell.trace.step import Step, Workload
@@ -38,7 +39,8 @@ def capture(
     capability the step is traced as this machine's CPU runs it.
     """
     recorder = Recorder(hints)
-    with no_collection(), recorder, cuda_choices(recorder, capability) if capability else nullcontext():
+    choices = cuda_choices(recorder, capability) if capability else _random_states()
+    with no_collection(), recorder, plain_formulas(), choices:
         with no_initialisation():
             workload = build()
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
@@ -59,6 +61,17 @@ def no_initialisation() -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("normal_", "uniform_", "fill_", "zero_"):
             stack.enter_context(mock.patch.object(Tensor, name, lambda tensor, *args, **kwargs: tensor))
+        yield
+
+
+@contextmanager
+def _random_states() -> Iterator[None]:
+    """On a CPU, the state of the random numbers that recomputation keeps is memory like any other."""
+    size = torch.get_rng_state().numel()
+    with (
+        mock.patch.object(torch, "get_rng_state", lambda: torch.empty(size, dtype=torch.uint8)),
+        mock.patch.object(torch, "set_rng_state", lambda _: None),
+    ):
         yield
 
 
@@ -152,6 +165,7 @@ def _add_in_place(recorder: Recorder) -> None:
                 if first in row.frees:
                     moved[row.allocates[0]] = first
                     row.frees.remove(first)
+                    row.frees = [moved.get(number, number) for number in row.frees]  # the sum itself may die at once
                     row.allocates = []
             row.outputs = renamed(row.outputs)
     recorder.moved = moved

@@ -195,6 +195,19 @@ def _recurrent(passes: int, inputs: Specs, outputs: Specs, attrs: Attrs) -> int 
     return passes * MULTIPLY_ADD * weights * math.prod(inputs[0].shape[:-1]) if weights else None
 
 
+def _recurrent_layer(passes: int, inputs: Specs, outputs: Specs, attrs: Attrs) -> int:
+    """One layer and direction on a CPU: after the input come its two weights."""
+    weights = inputs[1].numel + inputs[2].numel
+    return passes * MULTIPLY_ADD * weights * math.prod(inputs[0].shape[:-1])
+
+
+def _trilinear(inputs: Specs, outputs: Specs, attrs: Attrs) -> int | None:
+    """`bilinear` and its gradients: of two inputs, an output and a weight of three dims, every sample meets the whole weight."""
+    weight = next((spec for spec in (*inputs, *outputs) if len(spec.shape) == 3), None)
+    samples = next((spec.shape[0] for spec in inputs if len(spec.shape) == 2), 1)
+    return None if weight is None else _products(weight.numel * samples, weight)
+
+
 def _fft(real: str, inputs: Specs, outputs: Specs, attrs: Attrs) -> int | None:
     """Attributes are the transformed dimensions."""
     whole = outputs[0] if real == "output" else inputs[0]
@@ -231,13 +244,13 @@ broadcast_to bucketize cat cauchy chunk _chunk_cat clone complex concat _conj co
 _cudnn_init_dropout_state _cudnn_rnn_flatten_weight detach diag diag_embed diagflat diagonal diagonal_backward
 diagonal_scatter embedding empty empty_like empty_permuted empty_strided expand expand_as exponential eye fill
 fill_diagonal flatten flip _foreach_clone _foreach_copy _foreach_zero full full_like _functional_assert_async gather
-geometric hstack im2col imag index index_copy index_fill index_put _index_put_impl index_select item kthvalue lift lift_fresh _linalg_check_errors
+geometric hann_window hstack im2col imag index index_copy index_fill index_put _index_put_impl index_select item kthvalue lift lift_fresh _linalg_check_errors
 linspace _local_scalar_dense log_normal mT masked_fill masked_scatter masked_scatter_backward masked_select meshgrid mode
 moveaxis movedim multinomial narrow native_channel_shuffle _neg_view new_empty new_empty_strided new_full new_ones
 new_zeros nll_loss2d_backward nll_loss_backward nonzero normal one_hot ones ones_like _pack_padded_sequence
 _pack_padded_sequence_backward pad _pad_packed_sequence permute _pin_memory pin_memory pixel_shuffle pixel_unshuffle
 poisson positive rand rand_like randint randint_like randn randn_like random randperm real record_stream repeat
-repeat_interleave reshape _reshape_alias reshape_as resize resolve_conj resolve_neg roll scalar_tensor scatter
+repeat_interleave reshape _reshape_alias reshape_as resize resolve_conj resolve_neg roll rot90 scalar_tensor scatter
 searchsorted select select_backward select_scatter set slice slice_backward slice_scatter sort split split_with_sizes
 split_with_sizes_copy squeeze stack swapaxes sym_numel sym_size sym_storage_offset sym_stride t take tensor_split tile
 to _to_copy topk transpose tril tril_indices triu triu_indices type_as unbind unflatten unfold uniform _unique _unique2
@@ -333,7 +346,8 @@ def _families() -> list[tuple[str, Rule]]:
         ("nll_loss nll_loss_forward nll_loss2d nll_loss2d_forward nll_loss_nd", _nll_loss),
         ("scatter_add scatter_reduce index_add index_reduce", partial(_per_input, rate["accumulation"], 2)),
         ("embedding_dense_backward embedding_backward", partial(_per_input, rate["accumulation"], 0)),
-        ("embedding_bag _embedding_bag _embedding_bag_forward_only _embedding_bag_dense_backward", _embedding_bag),
+        ("embedding_bag _embedding_bag _embedding_bag_forward_only", _embedding_bag),
+        ("_embedding_bag_backward _embedding_bag_dense_backward", _embedding_bag),
         *[(names, partial(_per_output, rate[kind])) for kind, names in _INTERPOLATION.items()],
         *[(_each("{}_backward", names), partial(_per_input, rate[kind], 0)) for kind, names in _INTERPOLATION.items()],
         ("_fused_adam _fused_adamw", partial(_per_all_inputs, rate["adam"])),
@@ -350,6 +364,8 @@ def _families() -> list[tuple[str, Rule]]:
         (_GEMM, partial(_gemm, 0)),
         ("addmm addmv baddbmm _addmm_activation", partial(_gemm, 1)),
         ("_grouped_mm _scaled_grouped_mm", _grouped_mm),
+        ("affine_grid_generator", partial(_gemm, 0)),
+        ("_trilinear", _trilinear),
         ("convolution _convolution convolution_overrideable", partial(_convolution, None)),
         (_CONVOLUTION, partial(_convolution, False)),
         (_TRANSPOSED, partial(_convolution, True)),
@@ -361,6 +377,8 @@ def _families() -> list[tuple[str, Rule]]:
         (f"{_FLASH}_backward", partial(_attention, 1, ATTENTION_BACKWARD_PRODUCTS, last=True)),
         ("_cudnn_rnn lstm gru rnn_tanh rnn_relu", partial(_recurrent, 1)),
         ("_cudnn_rnn_backward", partial(_recurrent, 2)),
+        ("mkldnn_rnn_layer", partial(_recurrent_layer, 1)),
+        ("mkldnn_rnn_layer_backward", partial(_recurrent_layer, 2)),
         ("_fft_c2c", partial(_fft, "")),
         ("_fft_r2c", partial(_fft, "input")),
         ("_fft_c2r", partial(_fft, "output")),
@@ -373,7 +391,7 @@ def _families() -> list[tuple[str, Rule]]:
         ("_linalg_solve_ex", partial(_solve, PER_CUBE["lu"], 2)),
         ("linalg_lu_solve", partial(_solve, 0, 2)),
         ("linalg_solve_triangular", partial(_solve, 0, 1)),
-        ("_cdist_forward", partial(_distances, 0)),
+        ("_cdist_forward _euclidean_dist", partial(_distances, 0)),
         ("_cdist_backward", partial(_distances, 1)),
     ]
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,11 +39,18 @@ def _quiet_stderr() -> Iterator[None]:
         os.close(nowhere)
 
 
-_KERNELS = {
-    "aten::convolution_backward", "aten::mkldnn_convolution", "aten::slow_conv2d_forward", "aten::_slow_conv2d_forward",
-    "aten::_fft_r2c", "aten::_fft_c2r", "aten::native_batch_norm", "aten::native_batch_norm_backward",
-}  # fmt: skip
-"""CPU kernels that take memory for themselves; the prediction is of tensors."""
+@functools.cache
+def _is_kernel(event: str) -> bool:
+    """Whether a trace has one op for this event: what such an op takes and gives back while it runs is its kernel's own, and
+    the prediction is of tensors. Ops that PyTorch puts together from others (`linear`, `matmul`) are those others in a trace."""
+    space, _, name = event.partition("::")
+    packet = getattr(torch.ops.aten, name, None) if space == "aten" and name else None
+    if packet is None:
+        return False
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    overloads = [f"{event}.{one}".removesuffix(".default") for one in packet.overloads() if not one.endswith("out")]
+    known = [one for one in overloads if torch._C._dispatch_has_kernel(one) and "Dimname" not in one and "names" not in one]
+    return any(not has_kernel(one, "CompositeImplicitAutograd") for one in known)
 
 
 def measure_on_cpu(source: Source, recipe: Recipe, steps: int = 2) -> tuple[int, int]:
@@ -102,18 +110,24 @@ def seconds_on_cpu(
 def _peaks(events: Iterable[Any]) -> tuple[int, int]:
     """Highest live bytes between kernels, and with what kernels take for themselves while they run."""
     live = kept = whole = 0
-    ends: list[int] = []
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        while ends and ends[-1] < event.start_ns():
-            ends.pop()
+    ends: int | None = None
+    ordered = sorted(events, key=lambda event: event.start_ns())
+    for position, event in enumerate(ordered):
+        if ends is not None and ends < event.start_ns():
+            ends = None
             kept = max(kept, live)
         if event.name() == "[memory]" and event.device_type() == torch._C._autograd.DeviceType.CPU:
             live += event.nbytes()
             whole = max(whole, live)
-            kept = kept if ends else max(kept, live)
-        elif event.name() in _KERNELS:
-            ends.append(event.start_ns() + event.duration_ns())
+            kept = kept if ends is not None else max(kept, live)
+        elif ends is None and _is_kernel(event.name()) and not _copies_first(ordered, position):
+            ends = event.start_ns() + event.duration_ns()
     return kept, whole
+
+
+def _copies_first(events: Sequence[Any], position: int) -> bool:
+    """Whether an op begins by copying an input, as PyTorch does with conjugates: that is an op of its own in a trace."""
+    return position + 1 < len(events) and events[position + 1].name() == "aten::clone"
 
 
 def compare_on_cpu(source: Source, recipe: Recipe) -> tuple[int, int, tuple[str, ...], Trace]:

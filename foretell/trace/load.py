@@ -46,7 +46,9 @@ _NO_CUDA = (
 )  # fmt: skip
 _CUDA_REMEDY = "build the model on the CPU or meta device; foretell decides where it runs"
 _POSITION_TABLES = {"wpe", "positions", "position_embeddings", "embed_positions", "position_embedding"}
-_READS_VALUES = "the code reads the value of a tensor (.item(), bool(), tolist()): use plain Python numbers there"
+_READS_VALUES = "the code reads the value of a tensor (.item(), bool(), tolist(), x[mask]): use plain Python numbers there"
+_SMALL, _SMALL_IN_ALL = 2**20, 2**26
+"""Numbers in a tensor that a constructor may read, and in all of them together."""
 _INSTALLED = {"site-packages", "dist-packages"}
 _numbers = count()
 _notes: list[str] = []
@@ -220,31 +222,44 @@ def _build_or_aside(source: Source) -> Workload:
         if not isinstance(torch.empty(0), fake_tensor.FakeTensor) or not (reads or "Couldn't swap" in str(error)):
             raise
         first = error
-    _notes.clear()
-    try:
-        with fake_tensor.unset_fake_temporarily(), _weights_on_meta():
-            workload = _build(source)
-        return _as_ambient(workload)
-    except Exception as error:
-        second = model_error(source.model, error)
-        if second.remedy or not reads:
-            raise second from error
-        told = model_error(source.model, first)
-        raise ModelError(told.problem, _READS_VALUES, told.detail) from error
+    for real_up_to in (0, _SMALL):
+        _notes.clear()
+        try:
+            with fake_tensor.unset_fake_temporarily(), _weights_on_meta(real_up_to):
+                workload = _build(source)
+            return _as_ambient(workload)
+        except Exception as error:
+            last = error
+    second = model_error(source.model, last)
+    if second.remedy or not reads:
+        raise second from last
+    told = model_error(source.model, first)
+    raise ModelError(told.problem, _READS_VALUES, told.detail) from last
 
 
-def _weights_on_meta() -> AbstractContextManager[Any]:
-    """Factories put tensors on the meta device, except those that make numbers to be read."""
+def _weights_on_meta(real_up_to: int) -> AbstractContextManager[Any]:
+    """Factories put tensors on the meta device, except those that make numbers to be read.
+
+    Tensors of up to `real_up_to` numbers that are not drawn are real too, as far as there are not too many: a mask may be
+    made of them (`pairs[torch.ones(n, n).triu().bool()]`), and how many it lets through is read.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
 
-    weights = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.eye}
+    known = {torch.zeros, torch.ones, torch.full, torch.eye}
+    weights = {torch.empty, torch.rand, torch.randn, torch.randint, *known}
 
     class WeightsOnMeta(TorchFunctionMode):
+        left = _SMALL_IN_ALL
+
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = dict(kwargs or {})
-            if func in weights and kwargs.get("device") is None:
-                kwargs["device"] = "meta"
+            if func not in weights or kwargs.get("device") is not None:
+                return func(*args, **kwargs)
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if func not in known or not 0 < made.numel() <= min(real_up_to, self.left):
+                return made
+            self.left -= made.numel()
             return func(*args, **kwargs)
 
     return WeightsOnMeta()

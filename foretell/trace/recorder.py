@@ -32,6 +32,12 @@ _ORDINARY = {"aten.all.default": True, "aten.any.default": False, "aten.sum.defa
 """Questions about a whole tensor, answered as ordinary data would: no padding, no NaN, a mask that masks nothing."""
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _MKLDNN_RNN = torch.ops.aten.mkldnn_rnn_layer.default
+_KEEP_ELEMENTS = {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default}
+"""Losses whose sum or mean keeps the storage of all the elements it was made from: PyTorch shrinks the tensor, not that."""
+_INTO_ZEROS = {"aten.scatter.src", "aten.scatter_add.default", "aten.index_add.default", "aten.index_put.default"}
+"""How the gradient of what was picked goes to where it was."""
+_ADDING = {"VarMeanBackward0", "StdMeanBackward0"}
+"""Nodes whose formula has a sum."""
 _CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
 _LAYOUT_MATTERS = {
     *_CONVOLUTIONS, torch.ops.aten.native_layer_norm.default, torch.ops.aten.native_layer_norm_backward.default,
@@ -53,6 +59,22 @@ _ATTRS: dict[Any, tuple[int, ...]] = {
     torch.ops.aten._fft_c2r.default: (1,),
     torch.ops.aten._fft_c2c.default: (1,),
     torch.ops.aten.sort.default: (1,),
+    torch.ops.aten.topk.default: (2,),
+    torch.ops.aten.cumsum.default: (1,),
+    torch.ops.aten.cumprod.default: (1,),
+    torch.ops.aten.cummax.default: (1,),
+    torch.ops.aten.logcumsumexp.default: (1,),
+    torch.ops.aten.multinomial.default: (1, 2),
+    torch.ops.aten._unique2.default: (1, 2, 3),
+    torch.ops.aten.unique_consecutive.default: (1, 2),
+    torch.ops.aten.grid_sampler_2d.default: (2, 3, 4),
+    torch.ops.aten.grid_sampler_3d.default: (2, 3, 4),
+    torch.ops.aten.grid_sampler_2d_backward.default: (3, 4, 5, 6),
+    torch.ops.aten.grid_sampler_3d_backward.default: (3, 4, 5, 6),
+    torch.ops.aten._linalg_svd.default: (1, 2),
+    torch.ops.aten._linalg_eigh.default: (2,),
+    torch.ops.aten._cdist_forward.default: (2,),
+    torch.ops.aten._cdist_backward.default: (3,),
     torch.ops.aten._scaled_dot_product_flash_attention.default: (3, 4),
     torch.ops.aten._scaled_dot_product_efficient_attention.default: (5, 6),
     torch.ops.aten._scaled_dot_product_cudnn_attention.default: (5, 6),
@@ -96,8 +118,8 @@ _MENDS: dict[Any, Callable[[Any], Any]] = {
 class Row:
     """An op while it is being recorded; becomes a frozen `Op` at the end.
 
-    `by_engine`: autograd itself adds two gradients that meet. Under a dispatch mode it makes a new tensor;
-    in a plain run it adds in place wherever nobody else holds the first one.
+    `by_engine`: autograd itself adds two gradients that meet, or a gradient into zeros. Under a dispatch mode it makes a new
+    tensor; in a plain run it adds in place wherever nobody else holds the first one.
     """
 
     __slots__ = ("allocates", "attrs", "by_engine", "frees", "inputs", "module", "name", "outputs", "phase")
@@ -218,6 +240,10 @@ class Recorder(FakeTensorMode):
         if mend is not None and self.capability is not None:
             with self.muted():
                 output = mend(output)
+        if func in _KEEP_ELEMENTS and (len(args) < 3 or args[2] != 0):
+            with self.muted():
+                elements = torch.broadcast_shapes(args[0].shape, args[1].shape)
+                output = args[0].new_empty(elements, dtype=output.dtype).as_strided((), ())
         if func is _MKLDNN_RNN and self.capability is None:
             with self.muted():
                 output = (*output[:3], output[0].new_empty(_workspace_of(func, args), dtype=torch.uint8))
@@ -253,12 +279,16 @@ class Recorder(FakeTensorMode):
         row.attrs = attrs
         row.by_engine = (
             row.phase == "backward"
-            and name == "aten.add.Tensor"
-            and not _in_python_function()
+            and (name == "aten.add.Tensor" or (name in _INTO_ZEROS and self._is_of_zeros(inputs)))
+            and not _in_formula()
             and not next(_tensors(inputs))._is_view()  # a view shares its storage with its base, which it holds
         )
         row.inputs = tuple(self._refs(inputs, None))
         row.outputs = tuple(self._refs(outputs, row))
+
+    def _is_of_zeros(self, inputs: Any) -> bool:
+        born = self.born_in.get(self.storage_id(next(_tensors(inputs))))
+        return born is not None and born.name in ("aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default")
 
     def _add_row(self, name: str) -> Row:
         module, phase = self._whose()
@@ -460,9 +490,10 @@ def _workspace_of(func: Any, args: Any) -> int:
     return 0 if kept is None else int(kept.numel())
 
 
-def _in_python_function() -> bool:
-    """Whether the autograd node that runs is a user's own `torch.autograd.Function`."""
-    return isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
+def _in_formula() -> bool:
+    """Whether the autograd node that runs adds by itself: a user's own `torch.autograd.Function`, or one of PyTorch's."""
+    node = torch._C._current_autograd_node()
+    return isinstance(node, torch.autograd.function.BackwardCFunction) or (node is not None and node.name() in _ADDING)
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """AllShowers (Buss, Day-Hall, Gaede, Kasieczka, Krüger 2026, "AllShowers: One model for all calorimeter showers").
 
-Flow matching on clouds of energy deposits, with one transformer for all particle types: a point is (x, y, energy) in a
+Kept: flow matching on clouds of energy deposits, with one transformer for all particle types: a point is (x, y, energy) in a
 layer of the detector, its layer is an embedding, the incident particle (type, energy, direction) and the time modulate
 every block. Attention is masked by layers: a point sees the points of its own layer and of `reach` layers around it.
 Before noise and data are mixed, the noise of each layer is matched to the layer's points (optimal transport along the
@@ -169,4 +169,5 @@ def batch(model: Showers, micro_batch: int, seq: int | None = None, image: int |
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Mean square error of the velocity, over the points that are there."""
     return output.float().square().sum() / (FEATURES * batch["mask"].sum())

@@ -1,7 +1,7 @@
 """Any-Size-Diffusion (Zheng, Guo, Deng, Han, Li, Xu, Xu 2023, "Any-Size-Diffusion: Toward Efficient Text-Driven Synthesis
 for Any-Size HD Images").
 
-A latent U-Net in the shape of Stable Diffusion 2.1: residual blocks with time, and attention within the picture and to
+Kept: a latent U-Net in the shape of Stable Diffusion 2.1: residual blocks with time, and attention within the picture and to
 the text on all levels but the lowest resolution. Stage one trains it on buckets of several ratios and nearly the same
 area; `bucket` says which of `RATIOS` a batch is of, so that one trace is of one bucket. Stage two, phase `enlarge` (for
 inference only), starts from enlarged latents and denoises tile after tile: tiles do not overlap within a step, and the
@@ -209,6 +209,7 @@ def build(
 
 
 def batch(model: AnySize, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """Latents of one bucket's shape with noise mixed in at a time of each, and the embeddings of a text."""
     side = image or model.image
     high, wide = model.shape(side) if model.phase == "ratio" else (side, side)
     latents, noise = torch.randn(2, micro_batch, model.channels, high, wide)
@@ -223,4 +224,5 @@ def batch(model: AnySize, micro_batch: int, seq: int | None = None, image: int |
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Mean square error of the noise."""
     return F.mse_loss(output, batch["noise"])

@@ -1,7 +1,8 @@
-"""BERT (Devlin et al. 2018): a post-norm bidirectional encoder trained to restore masked tokens.
+"""BERT (Devlin et al. 2018, "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding").
 
-The masked-language head is a dense layer, GELU and LayerNorm before a decoder that shares the token embedding; the
-pooler and the next-sentence head are left out, and every sequence is full, so that attention needs no padding mask.
+Kept: a post-norm bidirectional encoder trained to restore masked tokens; the masked-language head is a dense layer,
+GELU and LayerNorm before a decoder that shares the token embedding; the pooler and the next-sentence head are left
+out, and every sequence is full, so that attention needs no padding mask.
 """
 
 from __future__ import annotations
@@ -125,4 +126,5 @@ def batch(model: BERT, micro_batch: int, seq: int | None = None, image: int | No
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the masked tokens."""
     return F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten(), ignore_index=-100)

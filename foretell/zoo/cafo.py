@@ -1,7 +1,7 @@
 """Cascaded-Forward (Zhao et al., 2023, "The Cascaded Forward Algorithm for Neural Network Training"), as compared in
 Spyra, 2025, "Beyond Backpropagation".
 
-A stack of convolutional blocks (convolution, ReLU, max pooling, batch norm), each with a predictor of its own that maps
+Kept: a stack of convolutional blocks (convolution, ReLU, max pooling, batch norm), each with a predictor of its own that maps
 its whole output to the classes. The blocks stay as they were drawn; only the predictors are trained, each by
 cross-entropy on its block's output, so that nothing is kept for the blocks and one predictor's input at a time for the
 predictors. Prediction adds up the predictors. `losses` yields one scalar a predictor; each is run backward before the
@@ -71,6 +71,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Random images, each with a class."""
     if image is not None and image != model.image:
         raise ValueError(f"image side {image} was asked for, but the model was built with image={model.image}")
     return {

@@ -1,8 +1,8 @@
 """[Re] Don't Judge an Object by Its Context (Kim et al., 2021, a reproduction of Singh et al., 2020, "Don't Judge an Object
 by Its Context: Learning to Overcome Contextual Bias").
 
-A residual network tells which of many categories an image shows, some of which nearly always occur with another. Two remedies,
-config `method`:
+A residual network tells which of many categories an image shows, some of which nearly always occur with another. Kept: two
+remedies, config `method`:
 
 - `split`: features are cut in half, one for objects, one for context. Images that show a biased category without its context
   ("exclusive") teach only the object half: their context features are replaced by the mean over the last `memory`
@@ -114,6 +114,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Random images, each with any number of categories."""
     side = 224 if image is None else image
     return {
         "images": torch.randn(micro_batch, 3, side, side),

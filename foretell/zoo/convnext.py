@@ -1,8 +1,8 @@
 """ConvNeXt (Liu et al., 2022, "A ConvNet for the 2020s").
 
-A 4x4 patch stem and four stages joined by LayerNorm and 2x2 strided convolutions. Each block is a depthwise 7x7
-convolution, LayerNorm, an inverted-bottleneck MLP in channels-last layout, layer scale and a residual. The defaults
-are ConvNeXt-B.
+Kept: a 4x4 patch stem and four stages joined by LayerNorm and 2x2 strided convolutions. Each block is a depthwise 7x7
+convolution, LayerNorm, an inverted-bottleneck MLP in channels-last layout, layer scale and a residual. Left out:
+stochastic depth. The defaults are ConvNeXt-B.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Random images, each with a class."""
     side = model.image if image is None else image
     if side < 32:
         raise ValueError(f"image side {side} is too small: the network shrinks the image by 32")
@@ -95,4 +96,5 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the class."""
     return F.cross_entropy(output, batch["targets"])

@@ -1,8 +1,9 @@
 """Diffusion Transformer (Peebles and Xie, 2022, "Scalable Diffusion Models with Transformers").
 
-Latent patches pass through Transformer blocks whose LayerNorms are shifted, scaled and gated by the embedded timestep
-and class label (adaLN-Zero: every gate starts at zero, so every block starts as the identity). The output holds the
-predicted noise and sigma. The loss trains the noise half only. The defaults are DiT-XL/2 on 32x32 latents.
+Kept: latent patches pass through Transformer blocks whose LayerNorms are shifted, scaled and gated by the embedded
+timestep and class label (adaLN-Zero: every gate starts at zero, so every block starts as the identity). The output
+holds the predicted noise and sigma. The loss trains the noise half only. Left out: the autoencoder, labels dropped
+for guidance, weight averaging. The defaults are DiT-XL/2 on 32x32 latents.
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Latents with noise mixed in at a time of each, and a class."""
     if image is not None and image != model.image:
         raise ValueError(f"image side {image} was asked for, but the model was built with image={model.image}")
     latents, noise = torch.randn(2, micro_batch, model.in_channels, model.image, model.image)
@@ -151,5 +153,6 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Mean square error of the noise; the half that says sigma is not trained."""
     noise, _sigma = output.chunk(2, dim=1)
     return F.mse_loss(noise, batch["noise"])

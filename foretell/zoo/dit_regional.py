@@ -1,6 +1,6 @@
 """3DIS-FLUX (Zhou, Xie, Yang, Yang 2025, "3DIS-FLUX: simple and efficient multi-instance generation with DiT rendering").
 
-A diffusion transformer in the shape of FLUX.1-Depth: latents of a depth map are joined to the noisy latents, blocks with
+Kept: a diffusion transformer in the shape of FLUX.1-Depth: latents of a depth map are joined to the noisy latents, blocks with
 two streams (text, image) and joint attention come first, blocks with one stream and parallel feed-forward after them,
 all modulated by time and a pooled text vector, with rotary positions. Boxes of a layout become attention masks: in
 early, noisy steps the tokens of a region (an instance or the background) see their own text and their own part of the
@@ -209,4 +209,5 @@ def batch(model: RegionalDiT, micro_batch: int, seq: int | None = None, image: i
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Mean square error of the velocity."""
     return F.mse_loss(output, batch["target"])

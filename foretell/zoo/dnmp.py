@@ -152,4 +152,5 @@ def batch(model: DNMP, micro_batch: int, seq: int | None = None, image: int | No
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Mean square error of the pixels' colours."""
     return F.mse_loss(output.float(), batch["targets"])

@@ -1,4 +1,4 @@
-"""E2-LLM (Liu et al. 2024, Efficient and Extreme Length Extension of Large Language Models) on a Llama-2-shaped decoder.
+"""E2-LLM (Liu et al. 2024, "E2-LLM: Efficient and Extreme Length Extension of Large Language Models") on a Llama-2-shaped decoder.
 
 Kept: trained once at a short length; every sample of every step draws a scale and a position offset, so that token i sits
 at rotary position (i + offset) / scale, and the first tokens keep their places as attention sinks. Each sample has its own
@@ -126,9 +126,11 @@ def build(
 
 
 def batch(model: E2LLM, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """Random tokens, each with the one after it as its target."""
     tokens = torch.randint(0, model.vocab_size, (micro_batch, (seq or model.context) + 1))
     return {"input_ids": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the next token."""
     return F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten())

@@ -15,7 +15,7 @@ class Entry:
     """File of the zoo that builds it."""
     config: Mapping[str, int | float | str | bool] = field(hash=False)
     domain: str
-    """text, vision, points, graph, field, ..."""
+    """What it works on: text, image, points, graph, field, ..."""
     summary: str
     seq: int | None = None
     image: int | None = None

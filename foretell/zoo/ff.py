@@ -1,6 +1,6 @@
 """Forward-Forward (Hinton, 2022, "The Forward-Forward Algorithm"), as compared in Spyra, 2025, "Beyond Backpropagation".
 
-An MLP whose layers are trained one by one: a layer sees images with the right label written over their first pixels
+Kept: an MLP whose layers are trained one by one: a layer sees images with the right label written over their first pixels
 and images with a wrong one, and its own loss wants a high goodness (mean square of its activities) for the first and
 a low one for the second. A layer's graph ends at its input, which is detached and scaled to unit length so that the
 goodness of the layer before cannot be read from it. `losses` yields one scalar a layer; each is run backward before
@@ -86,6 +86,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """`group` flat images a sample, each with its class and, for Forward-Forward, a wrong one."""
     rows = micro_batch * model.group
     targets = torch.randint(0, model.classes, (rows,))
     made = {"images": torch.rand(rows, model.pixels), "targets": targets}

@@ -1,8 +1,9 @@
 """Fourier Neural Operator in two dimensions (Li et al., 2020, "Fourier Neural Operator for Parametric PDEs").
 
-A pointwise lifting, blocks that add a spectral convolution to a 1x1 convolution, and a pointwise projection. The
-spectral convolution multiplies the lowest `modes` frequencies of each axis by learned complex matrices: with the real
-transform these are the two corner blocks of positive and negative row frequencies. Its transforms always run in fp32.
+Kept: a pointwise lifting, blocks that add a spectral convolution to a 1x1 convolution, and a pointwise projection.
+The spectral convolution multiplies the lowest `modes` frequencies of each axis by learned complex matrices: with the
+real transform these are the two corner blocks of positive and negative row frequencies. Its transforms always run in
+fp32. Left out: the coordinates as further channels (they may be among `in_channels`), and roll-outs in time.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Random fields, and others of the same side to map them to."""
     side = model.image if image is None else image
     if 2 * model.modes > side:
         raise ValueError(f"{model.modes} modes need an image side of at least {2 * model.modes}, not {side}")
@@ -91,6 +93,7 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Mean over samples of the error's norm, relative to the target's."""
     targets = batch["targets"].float().flatten(1)
     error = torch.linalg.vector_norm(output.float().flatten(1) - targets, dim=1)
     return (error / torch.linalg.vector_norm(targets, dim=1)).mean()

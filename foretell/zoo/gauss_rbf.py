@@ -2,7 +2,7 @@
 Important Features with Gaussian Radial Basis Functions Neural Networks").
 
 Kept: f(x) = sum of w exp(-(x - c)' P (x - c) / 2) + b with one precision matrix P = L L' for all centres, learned together
-with centres and weights, L a full lower triangle; mean square error (or cross entropy for classes) with penalties on w and
+with centres and weights, L a full lower triangle; mean square error (or cross entropy, `task` "classes") with penalties on w and
 on L.  Directions that do not matter lose their precision, so the spectrum of P says what the function depends on:
 `spectrum` gives its eigenvalues and eigenvectors, largest first, and `importance` the weight of every feature in them.
 
@@ -82,12 +82,14 @@ def build(
 
 
 def batch(model: RBF, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """Tables of `seq` random rows, with a value or a class for each row."""
     shape = (micro_batch, seq or model.rows)
     targets = torch.randint(model.outputs, shape) if model.task == "classes" else torch.randn(*shape, model.outputs)
     return {"x": torch.randn(*shape, model.features), "targets": targets}
 
 
 def loss(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    """Mean square error, or cross entropy for classes, and the penalties."""
     found, penalty = output
     targets = batch["targets"]
     if targets.is_floating_point():

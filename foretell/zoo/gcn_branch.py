@@ -110,4 +110,5 @@ def log_shares(scores: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the expert's choice among the candidates of each graph."""
     return -log_shares(output, batch).index_select(0, batch["targets"]).mean()

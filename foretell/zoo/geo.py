@@ -94,6 +94,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Windows over one drawn scene: 13 bands, and the cover that fills most of each window."""
     side = model.image if image is None else image
     bands, cover = scene(side, model.classes)
     west, north = windows([*bands, cover], micro_batch, side * METRES)
@@ -103,4 +104,5 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the class."""
     return F.cross_entropy(output, batch["targets"])

@@ -1,7 +1,8 @@
-"""GPT-2 and GPT-3 (Radford et al. 2019, Brown et al. 2020): a pre-norm decoder with learned positions.
+"""GPT-2 and GPT-3 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; Brown et al. 2020, "Language
+Models are Few-Shot Learners"): a pre-norm decoder with learned positions.
 
-Each block is causal self-attention and a four-times-wider GELU MLP; the output head shares the token embedding.
-GPT-3's alternating sparse attention is replaced by dense attention in every layer.
+Kept: each block is causal self-attention and a four-times-wider GELU MLP; the output head shares the token embedding.
+Left out: the alternating sparse attention of GPT-3, for which dense attention stands in every layer.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ def build(
 
 
 def batch(model: GPT, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """Random tokens, each with the one after it as its target."""
     length = seq or model.context
     if length > model.context:
         raise ValueError(f"seq {length} is longer than the {model.context} learned positions of the model")
@@ -102,4 +104,5 @@ def batch(model: GPT, micro_batch: int, seq: int | None = None, image: int | Non
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the next token."""
     return F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten())

@@ -1,7 +1,8 @@
-"""GraphSAGE (Hamilton et al. 2017) with mean aggregation, trained on a whole synthetic graph at once.
+"""GraphSAGE (Hamilton et al. 2017, "Inductive Representation Learning on Large Graphs") with mean aggregation.
 
-Each layer adds a linear map of the node to a linear map of the mean of its neighbours.  The default widths are those
-of the OGB reference for ogbn-products; the graph is random with fixed numbers of nodes and edges.
+Kept: each layer adds a linear map of the node to a linear map of the mean of its neighbours. The default widths are
+those of the OGB reference for ogbn-products; the graph is random with fixed numbers of nodes and edges. Left out: the
+sampling of neighbours; the whole graph is trained on at once.
 """
 
 from __future__ import annotations
@@ -73,4 +74,5 @@ def batch(model: GraphSAGE, micro_batch: int, seq: int | None = None, image: int
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of every node's class."""
     return F.cross_entropy(output.float(), batch["targets"])

@@ -1,4 +1,4 @@
-"""GRPO with resample-on-correct, of rStar2-Agent (Shang et al. 2025, Agentic Reasoning Technical Report), on a toy.
+"""GRPO with resample-on-correct, of rStar2-Agent (Shang et al. 2025, "rStar2-Agent: Agentic Reasoning Technical Report"), on a toy.
 
 Kept: a policy that calls a tool in the middle of its answers; more rollouts than needed of every prompt; of the wrong ones
 half are kept at random, of the right ones half, the cleaner the likelier (few tool errors, a well-formed answer); rewards

@@ -1,4 +1,4 @@
-"""HMT (He et al. 2024, Hierarchical Memory Transformer for Long Context Language Processing) around a GPT-shaped decoder.
+"""HMT (He et al. 2024, "HMT: Hierarchical Memory Transformer for Long Context Language Processing") around a GPT-shaped decoder.
 
 Kept: the text goes through the same decoder segment by segment. For each segment: its first half and a learned prompt give
 a summary; the summary recalls, by cross-attention, from the memory embeddings of the last `memories` segments; the segment
@@ -112,9 +112,11 @@ def build(
 
 
 def batch(model: HMT, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """Random tokens, each with the one after it as its target."""
     tokens = torch.randint(0, model.vocab_size, (micro_batch, (seq or model.context) + 1))
     return {"input_ids": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the next token."""
     return F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten())

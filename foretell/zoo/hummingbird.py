@@ -1,6 +1,6 @@
 """AMD-Hummingbird (Isobe, Cui, Zhou, Ge, Li, Barsoum 2025, "AMD-Hummingbird: Towards an Efficient Text-to-Video Model").
 
-A latent video U-Net in the shape of VideoCrafter2: every block convolves and attends within each frame, reads the text,
+Kept: a latent video U-Net in the shape of VideoCrafter2: every block convolves and attends within each frame, reads the text,
 then convolves and attends along time at each place. Its sibling has half of the blocks of each level, taken over from
 it with their weights, since a level begins with a block that changes the width and the others may go. Phases in turn:
 `teacher` trains the full network, `prune` lets the sibling follow the frozen teacher, `reward` trains the sibling with
@@ -195,6 +195,7 @@ def build(
 
 
 def batch(model: Hummingbird, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """Latents of `seq` frames with noise mixed in at a time of each, and the embeddings of a text."""
     side = image or model.image
     if side % model.multiple:
         raise ValueError(f"image side {side} is not divisible by {model.multiple}")
@@ -210,6 +211,7 @@ def batch(model: Hummingbird, micro_batch: int, seq: int | None = None, image: i
 
 
 def loss(output: tuple[Tensor, Tensor, Tensor | None], batch: dict[str, Tensor]) -> Tensor:
+    """Mean square error against the noise or the teacher, less the rewards where there are any."""
     found, wanted, reward = output
     error = F.mse_loss(found, wanted)
     return error if reward is None else error - REWARD_WEIGHT * reward.mean()

@@ -187,4 +187,5 @@ def batch(model: IControl3D, micro_batch: int, seq: int | None = None, image: in
 
 
 def loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    """Mean square error of the rays' colours."""
     return F.mse_loss(output["rgb"].float(), output["wanted"].float())

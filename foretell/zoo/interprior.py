@@ -1,7 +1,7 @@
 """Interaction prior of two hands (Zuo, Zhao, Sun, Xie, Xue, Wang 2023, "Reconstructing Interacting Hands with Interaction
 Prior from Monocular Images").
 
-Phase `prior` trains a variational autoencoder on the joint state of a pair of hands (rotations of 16 joints and a shape
+Kept: phase `prior` trains a variational autoencoder on the joint state of a pair of hands (rotations of 16 joints and a shape
 for each, the offset between them), so that a code says how two hands interact. Phase `link` trains a convolutional
 backbone that gives one interaction adjacency heatmap per joint (bright at the joint and at the joints of the other hand
 next to it), features gathered under each heatmap as tokens, and a vision transformer that links them to a distribution
@@ -231,6 +231,7 @@ def batch(model: InterPrior, micro_batch: int, seq: int | None = None, image: in
 
 
 def loss(output: tuple[Tensor, Tensor, Tensor, Tensor | None], batch: dict[str, Tensor]) -> Tensor:
+    """Mean square error of the joints, divergence of the codes and, with images, mean square error of the heatmaps."""
     joints, mean, spread, heat = output
     mean, spread = mean.float(), spread.float()
     divergence = 0.5 * (mean.square() + spread.exp() - 1 - spread).sum(-1).mean()

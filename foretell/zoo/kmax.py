@@ -1,6 +1,6 @@
 """kMaX-DeepLab (Yu et al., 2022, "k-means Mask Transformer", panoptic segmentation).
 
-A residual encoder, a pixel decoder (axial attention at strides 32 and 16, bottlenecks at 8 and 4, skips from the encoder),
+Kept: a residual encoder, a pixel decoder (axial attention at strides 32 and 16, bottlenecks at 8 and 4, skips from the encoder),
 and decoder blocks in which `clusters` queries meet the pixels of strides 32, 16 and 8 in turn. Cross-attention is one step
 of k-means: every pixel goes to the cluster that scores highest (an argmax, through which no gradient flows) and the cluster
 takes up the sum of its pixels' values; self-attention and a feed-forward layer follow. Scores of every block are supervised.
@@ -145,6 +145,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Random images; for each position of a quarter of the side its object, and the class of every object."""
     if image is not None and image != model.image:
         raise ValueError(f"image side {image} was asked for, but the model was built with image={model.image}")
     side = model.image // 4

@@ -1,7 +1,7 @@
 """Lamarr (Barbetti for LHCb 2023, "Lamarr: LHCb ultra-fast simulation based on machine learning models deployed within
 Gauss"; Anderlini, Barbetti and others for LHCb 2023, "The LHCb ultra-fast simulation option, Lamarr: design and validation").
 
-A chain of parametrisations turns generated particles into what the detector would have reconstructed: boosted trees say
+Kept: a chain of parametrisations turns generated particles into what the detector would have reconstructed: boosted trees say
 whether a particle is in acceptance and as what kind of track it is found, then conditional generators draw the
 resolution of the track, its covariance, the likelihoods of the RICH and muon systems (boosted trees flag muons between)
 and the combined identification, each given what came before. Each generator has a discriminator and is trained alone, on

@@ -1,6 +1,6 @@
-"""Llama 3 (Grattafiori et al. 2024): a pre-norm decoder with RMSNorm, rotary positions and SwiGLU.
+"""Llama 3 (Grattafiori et al. 2024, "The Llama 3 Herd of Models"): a pre-norm decoder with RMSNorm, rotary positions and SwiGLU.
 
-Attention is grouped-query: several query heads share one key-value head.  Only the 1B model ties its output head to
+Kept: attention is grouped-query: several query heads share one key-value head.  Only the 1B model ties its output head to
 the token embedding.  The long-context rescaling of the rotary frequencies is left out: it changes no shape.
 """
 
@@ -140,9 +140,11 @@ def build(
 
 
 def batch(model: Llama, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """Random tokens, each with the one after it as its target."""
     tokens = torch.randint(0, model.vocab_size, (micro_batch, (seq or model.context) + 1))
     return {"input_ids": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the next token."""
     return F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten())

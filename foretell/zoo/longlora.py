@@ -1,4 +1,4 @@
-"""LongLoRA (Chen et al. 2023, Efficient Fine-tuning of Long-Context Large Language Models) on a Llama-2-shaped decoder.
+"""LongLoRA (Chen et al. 2023, "LongLoRA: Efficient Fine-tuning of Long-Context Large Language Models") on a Llama-2-shaped decoder.
 
 Kept: in training, shifted sparse attention: the text is cut into groups, half of the heads see groups that are shifted by
 half a group, each group attends only to itself; in inference, plain dense causal attention with the same weights. LoRA on
@@ -145,9 +145,11 @@ def build(
 
 
 def batch(model: LongLoRA, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """Random tokens, each with the one after it as its target."""
     tokens = torch.randint(0, model.vocab_size, (micro_batch, (seq or model.context) + 1))
     return {"input_ids": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the next token."""
     return F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten())

@@ -1,7 +1,8 @@
-"""AWD-LSTM language model (Merity et al. 2017): stacked LSTMs under a softmax that shares the token embedding.
+"""AWD-LSTM language model (Merity et al. 2017, "Regularizing and Optimizing LSTM Language Models").
 
-The first layer widens the embedding to the hidden size and the last one narrows it back.  Plain dropout between
-layers stands for the paper's dropped recurrent weights and variational masks.
+Kept: stacked LSTMs under a softmax that shares the token embedding. The first layer widens the embedding to the
+hidden size and the last one narrows it back. Left out: the paper's dropped recurrent weights and variational masks,
+for which plain dropout between layers stands.
 """
 
 from __future__ import annotations
@@ -50,9 +51,11 @@ def build(
 def batch(
     model: LSTMLanguageModel, micro_batch: int, seq: int | None = None, image: int | None = None
 ) -> dict[str, Tensor]:
+    """Random tokens, each with the one after it as its target."""
     tokens = torch.randint(0, model.vocab_size, (micro_batch, (seq or model.context) + 1))
     return {"input_ids": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the next token."""
     return F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten())

@@ -233,6 +233,7 @@ def build(
 
 
 def batch(model: MambaYOLO, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """Random images with boxes and their classes; `there` says which of `objects` boxes count, half of them."""
     side = image or model.image
     if side % STRIDES[-1]:
         raise ValueError(f"image side {side} is not divisible by {STRIDES[-1]}")
@@ -247,4 +248,5 @@ def batch(model: MambaYOLO, micro_batch: int, seq: int | None = None, image: int
 
 
 def loss(output: Output, batch: dict[str, Tensor]) -> Tensor:
+    """Classes, overlap and distances of the assigned places, as `boxes` has them."""
     return detection_loss(output, batch)

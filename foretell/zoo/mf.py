@@ -1,7 +1,7 @@
 """Mono-Forward (Gong, Li and Abdulla, 2025, "Mono-Forward: Backpropagation-Free Algorithm for Efficient Neural Network
 Training Harnessing Local Errors"), as compared in Spyra, 2025, "Beyond Backpropagation".
 
-An MLP whose every layer has a projection matrix from its activities to the classes; the goodness of a class is its
+Kept: an MLP whose every layer has a projection matrix from its activities to the classes; the goodness of a class is its
 score there, and the layer's own loss is cross-entropy over these scores. A layer's graph ends at its input, which is
 detached; layer and projection train together. Prediction takes the last layer's scores. `losses` yields one scalar a
 layer; each is run backward before the next layer is computed, so that the activations of one layer are kept at a
@@ -73,6 +73,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """`group` flat images a sample, each with its class."""
     rows = micro_batch * model.group
     return {"images": torch.rand(rows, model.pixels), "targets": torch.randint(0, model.classes, (rows,))}
 

@@ -1,6 +1,6 @@
 """MiniCPM-V (Yao et al., 2024, "MiniCPM-V: A GPT-4V Level MLLM on Your Phone").
 
-An image of any size and aspect is cut into a grid of slices whose number follows from its area and whose shape is as near
+Kept: an image of any size and aspect is cut into a grid of slices whose number follows from its area and whose shape is as near
 to a square as the number allows; each slice, and a small view of the whole, is resized to about the area the ViT was
 trained at, keeping its aspect. All slices of a batch are packed into one tensor, padded to the same number of patches and
 masked; positions are read from a square table stretched to each slice's grid. A perceiver resampler (one cross-attention
@@ -196,4 +196,5 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the next token of the text."""
     return F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten(), ignore_index=IGNORED)

@@ -1,9 +1,9 @@
-"""Mixtral (Jiang et al. 2024): a Llama-shaped decoder whose MLP is a mixture of SwiGLU experts, top 2 of 8.
+"""Mixtral (Jiang et al. 2024, "Mixtral of Experts"): a Llama-shaped decoder.
 
-Two ways to route.  "capacity" (GShard, Lepikhin et al. 2020; Switch, Fedus et al. 2021) gives every expert a fixed
-number of places, first choices before second ones, and drops what overflows: all shapes are fixed.  "loop" gives each
-expert exactly the tokens that chose it, as Mixtral does: its shapes depend on the data and cannot be traced.
-The auxiliary load-balancing loss is left out.
+Kept: the MLP of every block is a mixture of SwiGLU experts, top 2 of 8, with two ways to route. "capacity" (GShard,
+Lepikhin et al. 2020; Switch, Fedus et al. 2021) gives every expert a fixed number of places, first choices before
+second ones, and drops what overflows: all shapes are fixed. "loop" gives each expert exactly the tokens that chose
+it, as Mixtral does: its shapes depend on the data and cannot be traced. Left out: the auxiliary load-balancing loss.
 """
 
 from __future__ import annotations
@@ -174,9 +174,11 @@ def build(
 
 
 def batch(model: Mixtral, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """Random tokens, each with the one after it as its target."""
     tokens = torch.randint(0, model.vocab_size, (micro_batch, (seq or model.context) + 1))
     return {"input_ids": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the next token."""
     return F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten())

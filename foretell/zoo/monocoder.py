@@ -1,4 +1,4 @@
-"""MonoCoder (Kadosh et al. 2023, Domain-Specific Code Language Model for HPC Codes and Tasks): a small decoder for C code.
+"""MonoCoder (Kadosh et al. 2023, "MonoCoder: Domain-Specific Code Language Model for HPC Codes and Tasks"): a small decoder for C code.
 
 Kept: the shape of GPT-NeoX that PolyCoder and MonoCoder share: attention and MLP side by side on one residual, rotary
 positions on a quarter of each head, norms with biases, a head of its own; trained on code alone. The code is synthetic: loop
@@ -136,6 +136,7 @@ def build(
 def batch(
     model: MonoCoder, micro_batch: int, seq: int | None = None, image: int | None = None, *, seed: int = 0
 ) -> dict[str, Tensor]:
+    """Lexemes of generated loop nests, each with the one after it as its target; the same seed, the same code."""
     length = seq or model.context
     rows = []
     for number in range(micro_batch):
@@ -150,4 +151,5 @@ def batch(
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the next token."""
     return F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten())

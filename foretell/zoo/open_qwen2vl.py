@@ -1,7 +1,7 @@
 """Open-Qwen2VL (Wang et al., 2025, "Open-Qwen2VL: Compute-Efficient Pre-Training of Fully-Open Multimodal LLMs on Academic
 Resources").
 
-A frozen SigLIP ViT sees each image; its map is pooled to 12 x 12 (the paper's saving in pretraining) and goes through a
+Kept: a frozen SigLIP ViT sees each image; its map is pooled to 12 x 12 (the paper's saving in pretraining) and goes through a
 projector of two layers; the tokens take their places in the text of a Qwen2.5 decoder. Samples of an image and a text, all
 of different lengths, are packed first-fit-decreasing into sequences of the whole context. A packed sequence is masked so
 that no sample sees another, positions start anew with each, and no sample's last token is asked for the next one's first.
@@ -166,6 +166,7 @@ def packed(model: nn.Module, micro_batch: int, context: int) -> list[list[int]]:
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Images and texts packed into rows: whose each token is, its position, where images go, what is learned."""
     context, tokens = seq or model.context, model.side**2
     starts: list[int] = []
     segments: list[int] = []
@@ -192,4 +193,5 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the next token within each sample's text."""
     return F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten(), ignore_index=IGNORED)

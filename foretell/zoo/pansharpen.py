@@ -1,7 +1,8 @@
 """Hyperspectral pansharpening (the methods compared by Vivone et al., 2023, "Hyperspectral Pansharpening: Critical Review,
 Tools, and Future Perspectives", a toolbox).
 
-A cube of many bands at low resolution and one sharp panchromatic image give a sharp cube. One of each kind, config `method`:
+A cube of many bands at low resolution and one sharp panchromatic image give a sharp cube. Kept: one of each
+kind, config `method`:
 
 - `svd`: component substitution. The pixels of the low-resolution cube, bands weighted, are factored by a singular value
   decomposition; of the enlarged cube's principal components the first is replaced by the panchromatic image, matched in mean
@@ -159,6 +160,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Random cubes at low resolution, a sharp panchromatic image of each, and the sharp cube that is wanted."""
     side = image or 160
     low = side // model.ratio
     return {
@@ -169,4 +171,5 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Mean absolute error of the sharp cube."""
     return F.l1_loss(output, batch["targets"])

@@ -1,7 +1,7 @@
 """Perforated Backpropagation (Brenner and Itti, 2025, "Perforated Backpropagation: A Neuroscience Inspired Extension to
 Artificial Neural Networks") around a residual network.
 
-`perforate` wraps every linear and convolutional layer of any module. A wrapped layer adds to its output what its
+Kept: `perforate` wraps every linear and convolutional layer of any module. A wrapped layer adds to its output what its
 dendrites say: each is a layer of the same shape with a tanh, which also sees the dendrites before it, and has one weight
 for every neuron. Errors pass the dendrites by: they read a detached input, and no gradient of the loss goes through them.
 Two phases take turns. `neuron`: layers and the weights from dendrites are trained, the dendrites are frozen. `dendrite`:

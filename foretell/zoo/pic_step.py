@@ -149,4 +149,5 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Mean square error of the density."""
     return F.mse_loss(output.float(), batch["targets"].float())

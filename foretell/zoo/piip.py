@@ -289,6 +289,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Random images, with a class for every position of the finest map or, before a decoder, a text."""
     if image is not None and image != model.image:
         raise ValueError(f"image side {image} was asked for, but the model was built with image={model.image}")
     images = torch.randn(micro_batch, 3, model.image, model.image)

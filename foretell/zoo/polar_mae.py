@@ -164,6 +164,7 @@ def batch(model: PolarMAE, micro_batch: int, seq: int | None = None, image: int 
 
 
 def loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    """Chamfer distance and squared error of the energies, over the masked tokens that are there."""
     there = output["there"]
     shape = chamfer(output["positions"].float(), output["truth"][..., :3].float())
     energy = (output["energies"].float() - output["truth"][..., 3].float()).square().mean(dim=-1)

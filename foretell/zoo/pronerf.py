@@ -153,5 +153,6 @@ def batch(model: ProNeRF, micro_batch: int, seq: int | None = None, image: int |
 
 
 def loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    """Mean square error of the rays' colours and, in exploitation, of the blend of reference colours."""
     total = F.mse_loss(output["rgb"].float(), batch["targets"])
     return total + F.mse_loss(output["blended"].float(), batch["targets"]) if "blended" in output else total

@@ -1,6 +1,6 @@
 """Distilled protein backbones (Xie, Zhang, Wang, Tansey, Zhou 2025, "Distilled Protein Backbone Generation").
 
-A flow model of C-alpha coordinates in the shape of its teacher, Proteína (Geffner et al. 2025): residue tokens, a pair
+Kept: a flow model of C-alpha coordinates in the shape of its teacher, Proteína (Geffner et al. 2025): residue tokens, a pair
 representation made once from sequence offsets and binned distances, blocks of attention with a bias from the pairs and
 norms modulated by time and fold class, no triangle layers. Three such networks are trained in turn, as `phase` says:
 the teacher on data (pretraining), the score network on what the generator makes, and the generator by score identity
@@ -194,6 +194,7 @@ def build(
 
 
 def batch(model: Distillation, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """Chains of unlike lengths, padded, with noise, times and fold classes of their own."""
     n = seq or model.residues
     lengths = n - torch.arange(micro_batch) * (n // (2 * micro_batch))
     return {
@@ -207,5 +208,6 @@ def batch(model: Distillation, micro_batch: int, seq: int | None = None, image: 
 
 
 def loss(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    """Product of the two sides that the phase gives, a squared error where both are the same, per coordinate."""
     left, right = output
     return (left.float() * right.float()).sum() / (3 * batch["mask"].sum())

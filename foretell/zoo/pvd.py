@@ -3,10 +3,10 @@ Volume Distillation") and PVD-AL (Fang et al. 2023, "PVD-AL: Progressive Volume 
 
 Kept: four radiance fields cut in two halves, one from a point to features, one from features and direction to density
 and colour: an MLP, a dense grid of spherical harmonics (which has no features), planes and lines of low rank, and hashed
-tables at many resolutions. A frozen teacher of one kind teaches a student of another in stages: features alone (only the
-first half of the student is trained), then densities and colours at points, then rendered rays. With the dense grid on
-either side the first stage has nothing to compare and is the second. Densities are limited before they are
-exponentiated, on both sides, which keeps the stages stable. `active` adds the three levels of PVD-AL: of all poses,
+tables at many resolutions (`KINDS`). A frozen `teacher` of one kind teaches a `student` of another in stages: `features`
+alone (only the first half of the student is trained), then densities and colours at points (`volume`), then rendered rays
+(`render`). With the dense grid on either side the first stage has nothing to compare and is the second. Densities are
+limited before they are exponentiated, on both sides, which keeps the stages stable. `active` adds the three levels of PVD-AL: of all poses,
 then rays, then points on them, those are taken where student and teacher disagree most; disagreement by pose is a buffer.
 Phase `scratch` trains the student on pictures alone, as a teacher comes to be.
 Left out: pruning of empty space, the regularisers of each field, growing resolutions. Poses look at the unit box.
@@ -234,6 +234,7 @@ def batch(model: PVD, micro_batch: int, seq: int | None = None, image: int | Non
 
 
 def loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    """Mean square error of the rays' colours, or the gap between student and teacher."""
     if "rgb" in output:
         return F.mse_loss(output["rgb"].float(), batch["targets"].flatten(0, 1))
     return output["gap"].float().mean()

@@ -1,6 +1,6 @@
 """PYRA (Xiong et al., 2024, "PYRA: Parallel Yielding Re-Activation for Training-Inference Efficient Task Adaptation").
 
-A frozen ViT is adapted to a task while it is made cheaper: in every block `merge` tokens are merged into others that are
+Kept: a frozen ViT is adapted to a task while it is made cheaper: in every block `merge` tokens are merged into others that are
 like them (bipartite soft matching on the attention keys, as in ToMe: every second token looks for its best partner among
 the rest, the `merge` best pairs merge, weighted by how many patches a token stands for). Before a pair merges, its source
 is re-activated: two small learned vectors of the block yield, in parallel, a weight for every pair and one for every
@@ -137,6 +137,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Random images, each with a class."""
     if image is not None and image != model.image:
         raise ValueError(f"image side {image} was asked for, but the model was built with image={model.image}")
     return {
@@ -146,4 +147,5 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the class."""
     return F.cross_entropy(output, batch["targets"])

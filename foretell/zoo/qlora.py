@@ -1,4 +1,5 @@
-"""QLoRA (Dettmers et al. 2023) of Qwen2-1.5B, as in Resource-Aware Arabic LLM Creation (Aryan 2024): 4 GB of memory.
+"""QLoRA (Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs") of Qwen2-1.5B, in 4 GB of memory, as in
+Resource-Aware Arabic LLM Creation (Aryan 2024).
 
 Kept: a Qwen2-shaped decoder (Llama's with biases on queries, keys and values, and a tied head); with a rank, the linear
 layers of its blocks hold their frozen weights in 4-bit NormalFloat, blocks of 64 with one fp32 scale each, and are
@@ -121,9 +122,11 @@ def build(
 
 
 def batch(model: Qwen2, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """Random tokens, each with the one after it as its target."""
     tokens = torch.randint(0, model.vocab_size, (micro_batch, (seq or model.context) + 1))
     return {"input_ids": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the next token."""
     return F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten())

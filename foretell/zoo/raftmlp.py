@@ -1,8 +1,9 @@
 """RaftMLP (Tatsunami and Taki, 2021, "RaftMLP: How Much Can Be Done Without Attention and with Less Spatial Locality?").
 
-Four levels of decreasing resolution. Raft-token mixing splits the channels into `raft` groups and mixes the tokens of
-all groups along one column, then along one row; a channel-mixing MLP follows. The paper's multi-scale patch embedding
-is simplified here to one overlapping strided convolution per level. The defaults are close to RaftMLP-S.
+Kept: four levels of decreasing resolution. Raft-token mixing splits the channels into `raft` groups and mixes the
+tokens of all groups along one column, then along one row; a channel-mixing MLP follows. Left out: the paper's
+multi-scale patch embedding, for which one overlapping strided convolution per level stands, and the bicubic resizing
+of the weights to another side. The defaults are close to RaftMLP-S.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Random images, each with a class."""
     if image is not None and image != model.image:
         raise ValueError(f"image side {image} was asked for, but the model was built with image={model.image}")
     return {
@@ -117,4 +119,5 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the class."""
     return F.cross_entropy(output, batch["targets"])

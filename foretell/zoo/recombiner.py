@@ -158,9 +158,11 @@ def build(
 
 
 def batch(model: Recombiner, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """Random images, and the numbers of the signals whose posteriors they train."""
     return {"signals": torch.arange(micro_batch) % model.signals, "images": torch.rand(micro_batch, 3, model.image, model.image)}
 
 
 def loss(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    """Mean square error of the images and beta times the divergence from the priors, per number."""
     images, divergence = output
     return F.mse_loss(images.float(), batch["images"]) + BETA * divergence.float() / batch["images"].numel()

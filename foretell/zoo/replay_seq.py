@@ -1,4 +1,5 @@
-"""A classifier of StarCraft II replays, for SC2EGSet (Białecki et al. 2023, StarCraft II Esport Replay and Game-state Dataset).
+"""A classifier of StarCraft II replays, for SC2EGSet (Białecki et al. 2023, "SC2EGSet: StarCraft II Esport Replay and Game-state
+Dataset").
 
 The paper brings data and no network; this is a transformer encoder that reads a game's events and says who won. Kept: ragged
 sequences of events (kind, place in the game, numbers), read from many small archives with checksums. Replays are packed into
@@ -191,4 +192,5 @@ def batch(
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of who won."""
     return F.cross_entropy(output.float(), batch["winner"])

@@ -1,8 +1,8 @@
 """Residual network with bottleneck blocks (He et al., 2015, "Deep Residual Learning for Image Recognition").
 
-The "v1.5" form: the stride of a bottleneck sits on its 3x3 convolution. A 7x7 stem and max pooling, four stages
+Kept: the "v1.5" form: the stride of a bottleneck sits on its 3x3 convolution. A 7x7 stem and max pooling, four stages
 whose width doubles while the resolution halves, global average pooling and a linear head. The defaults are
-ResNet-50.
+ResNet-50. Left out: the paper's own initialisation and its augmentation.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Random images, each with a class."""
     side = model.image if image is None else image
     return {
         "images": torch.randn(micro_batch, 3, side, side),
@@ -89,4 +90,5 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the class."""
     return F.cross_entropy(output, batch["targets"])

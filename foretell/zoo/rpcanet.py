@@ -147,11 +147,13 @@ def build(*, stages: int = 6, channels: int = 1, dim: int = 32, depth: int = 3) 
 
 
 def batch(model: RPCANet, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """Random images, one pixel in a hundred of which belongs to an object."""
     shape = (micro_batch, model.channels, image or model.image, image or model.image)
     return {"images": torch.rand(shape), "masks": (torch.rand(shape) > 0.99).float()}
 
 
 def loss(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    """One less the soft overlap of the objects, and mean square error of the restored image."""
     objects, restored = output
     share, there = objects.float().sigmoid(), batch["masks"]
     common = (share * there).sum(dim=(1, 2, 3))

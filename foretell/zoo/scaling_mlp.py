@@ -1,7 +1,7 @@
 """Inverted-bottleneck MLP on pixels (Bachmann et al., 2023, "Scaling MLPs: A Tale of Inductive Bias").
 
-The image is flattened, so nothing tells the network which pixels are neighbours. A linear layer, residual blocks of
-LayerNorm and a wide hidden layer, and a linear head. The defaults are B-12/Wi-1024 on 64x64 images.
+Kept: the image is flattened, so nothing tells the network which pixels are neighbours. A linear layer, residual blocks of
+LayerNorm and a wide hidden layer, and a linear head. Left out: augmentation. The defaults are B-12/Wi-1024 on 64x64 images.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def build(*, depth: int = 12, dim: int = 1024, expansion: int = 4, classes: int 
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Random images, each with a class."""
     if image is not None and image != model.image:
         raise ValueError(f"image side {image} was asked for, but the model was built with image={model.image}")
     return {
@@ -53,4 +54,5 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the class."""
     return F.cross_entropy(output, batch["targets"])

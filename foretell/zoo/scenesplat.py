@@ -8,7 +8,8 @@ contrast of the means of classes); phase `masked` hides Gaussians and learns to 
 Left out: self-distillation with a moving teacher, Hilbert curves (the second order is the same curve with axes swapped),
 and the sparse convolution that tells positions, for which neighbours on the curve stand in. Patches may hold two scenes,
 masked from one another. How many cells a pooling leaves depends on the data: `keep` is its bound as a share of the
-points; slots beyond the cells are empty, cells beyond the bound fall into the last slot. `seq` is Gaussians per scene.
+points; slots beyond the cells are empty, cells beyond the bound fall into the last slot. `seq` is Gaussians per scene,
+`depths` the blocks of each level, finest first.
 """
 
 from __future__ import annotations
@@ -207,6 +208,7 @@ def means(x: Tensor, classes: Tensor) -> Tensor:
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Distance, cosine and contrast of the language features; or mean square error of what was hidden."""
     output = output.float()
     if "targets" not in batch:
         wrong = (output - batch["gaussians"]).square().mean(dim=-1)

@@ -121,6 +121,7 @@ def build(*, primitives: int = 30_000, hidden: int = 8, tile: int = 16, capacity
 
 
 def batch(model: SplatNet, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """Cameras near one place, and the picture that each should see."""
     side = image or 512
     if side % model.tile:
         raise ValueError(f"image {side} is not a multiple of the tile's {model.tile} pixels")
@@ -129,6 +130,7 @@ def batch(model: SplatNet, micro_batch: int, seq: int | None = None, image: int 
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Mean absolute error of the pixels, tile by tile."""
     targets = batch["targets"]
     tile = round(output.shape[2] ** 0.5)
     tiled = targets.unfold(2, tile, tile).unfold(3, tile, tile).permute(0, 2, 3, 4, 5, 1)

@@ -1,8 +1,9 @@
-"""Mamba (Gu and Dao 2023): a decoder of gated selective state-space blocks, with no attention.
+"""Mamba (Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces").
 
-The recurrence h[t] = a[t] h[t-1] + b[t] runs in plain PyTorch as a doubling scan (Hillis and Steele 1986): log2(time)
-steps, each over the whole sequence.  Its gradient is the same scan run backwards in time, so that autograd keeps only
-the coefficients and the states.  The head shares the token embedding.
+Kept: a decoder of gated selective state-space blocks, with no attention. The recurrence h[t] = a[t] h[t-1] + b[t]
+runs in plain PyTorch as a doubling scan (Hillis and Steele 1986): log2(time) steps, each over the whole sequence. Its
+gradient is the same scan run backwards in time, so that autograd keeps only the coefficients and the states. The head
+shares the token embedding. Left out: the paper's fused kernel, which keeps no states.
 """
 
 from __future__ import annotations
@@ -145,9 +146,11 @@ def build(
 
 
 def batch(model: Mamba, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:
+    """Random tokens, each with the one after it as its target."""
     tokens = torch.randint(0, model.vocab_size, (micro_batch, (seq or model.context) + 1))
     return {"input_ids": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the next token."""
     return F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten())

@@ -6,7 +6,7 @@ The same along columns. Cascade group strip mixing splits the channels into patc
 patch's own, then across patches. Local strip mixing does the same in windows by short depthwise strips. A channel MLP follows.
 
 Kept: the three modules and their order. Simplified: the two global directions run one after the other and are joined with
-the input by one 1x1 convolution; a patch embedding is one strided convolution; no drop path. The weights of a strip layer
+the input by one 1x1 convolution; a patch embedding is one strided convolution. Left out: drop path. The weights of a strip layer
 depend on the side of the image. The defaults have the depths of the smallest published model and 12.5M parameters, fewer.
 """
 
@@ -119,6 +119,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Random images, each with a class."""
     if image is not None and image != model.image:
         raise ValueError(f"image side {image} was asked for, but the model was built with image={model.image}")
     return {
@@ -128,4 +129,5 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the class."""
     return F.cross_entropy(output, batch["targets"])

@@ -1,7 +1,9 @@
-"""T5 1.0 (Raffel et al. 2019): a pre-norm encoder-decoder with bias-free layers and RMSNorm.
+"""T5 1.0 (Raffel et al. 2019, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer").
 
-Positions enter only as a learned bias on the attention scores, one value per head and bucket of relative distance,
-computed once per stack and shared by its blocks.  Attention scores are not scaled.  The head shares the embedding.
+Kept: a pre-norm encoder-decoder with bias-free layers and RMSNorm. Positions enter only as a learned bias on the
+attention scores, one value per head and bucket of relative distance, computed once per stack and shared by its
+blocks. Attention scores are not scaled. The head shares the embedding. Left out: span corruption; texts are random
+tokens.
 """
 
 from __future__ import annotations
@@ -207,4 +209,5 @@ def batch(model: T5, micro_batch: int, seq: int | None = None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the next token."""
     return F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten())

@@ -1,6 +1,6 @@
 """TinyGPT-V (Yuan et al., 2023, "TinyGPT-V: Efficient Multimodal Large Language Model via Small Backbones").
 
-A frozen ViT (EVA ViT-g) sees the image; a frozen Q-Former's learned queries read it through cross-attention in every second
+Kept: a frozen ViT (EVA ViT-g) sees the image; a frozen Q-Former's learned queries read it through cross-attention in every second
 layer; two linear projections, the trained part, bring the queries to the width of a frozen Phi-2 decoder, whose blocks do
 attention and MLP side by side on one norm, with part of each head rotated. As the paper adds for training a small decoder:
 a norm on queries and keys, an RMSNorm on the block's sum, and LoRA adapters on queries, keys and values.
@@ -188,6 +188,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Random images, each with a text."""
     tokens = torch.randint(0, model.vocab_size, (micro_batch, (seq or model.context) + 1))
     return {
         "images": torch.randn(micro_batch, 3, model.image, model.image),
@@ -197,4 +198,5 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the next token."""
     return F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten())

@@ -1,8 +1,8 @@
 """Transformer in Transformer (Han et al., 2021, "Transformer in Transformer").
 
-Every patch is both one outer token and a "sentence" of 4x4 inner pixel tokens. Each block runs an inner Transformer
+Kept: every patch is both one outer token and a "sentence" of 4x4 inner pixel tokens. Each block runs an inner Transformer
 over the pixel tokens of each patch, adds their projection to the patch token, and runs an outer Transformer over the
-class token and the patches. The defaults are TNT-S.
+class token and the patches. Left out: drop path. The defaults are TNT-S.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Random images, each with a class."""
     if image is not None and image != model.image:
         raise ValueError(f"image side {image} was asked for, but the model was built with image={model.image}")
     return {
@@ -119,4 +120,5 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the class."""
     return F.cross_entropy(output, batch["targets"])

@@ -1,8 +1,8 @@
 """U-Net (Ronneberger et al., 2015, "U-Net: Convolutional Networks for Biomedical Image Segmentation").
 
-`levels` halvings of the resolution, each doubling the channels, a mirrored decoder of 2x2 transposed convolutions,
-and skip connections by concatenation. Unlike the paper, convolutions are padded (the output keeps the input's side)
-and followed by BatchNorm, as is usual today.
+Kept: `levels` halvings of the resolution, each doubling the channels, a mirrored decoder of 2x2 transposed
+convolutions, and skip connections by concatenation. Left out: the cropping of the skips, since convolutions are
+padded and the output keeps the input's side. BatchNorm follows each convolution, as is usual today.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def build(*, channels: int = 64, levels: int = 4, classes: int = 2, in_channels:
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Random images with a class for every pixel."""
     side = model.image if image is None else image
     if side % (1 << model.levels):
         raise ValueError(f"image side {side} is not divisible by {1 << model.levels}, as {model.levels} levels need")
@@ -89,4 +90,5 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of every pixel's class."""
     return F.cross_entropy(output, batch["targets"])

@@ -1,6 +1,6 @@
 """Video-RAG (Luo et al., 2024, "Video-RAG: Visually-aligned Retrieval-Augmented Long Video Comprehension").
 
-Tools write texts beside a long video: what is said (speech recognition), what is written (OCR on every frame) and what is
+Kept: tools write texts beside a long video: what is said (speech recognition), what is written (OCR on every frame) and what is
 where (a detector on the frames most like the question). A retriever keeps the texts nearest to the question, and a video
 language model answers from frames, kept texts and question together.
 
@@ -189,6 +189,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Frames and sound of a video, a question, and the tokens of its answer."""
     frames, sounds, mels = model.video
     tokens = torch.randint(0, model.decoder.vocab_size, (micro_batch, (seq or model.decoder.context) + 1))
     return {
@@ -201,4 +202,5 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the next token of the answer."""
     return F.cross_entropy(output.float().flatten(0, 1), batch["targets"].flatten())

@@ -1,8 +1,8 @@
 """Vision Transformer (Dosovitskiy et al., 2020, "An Image is Worth 16x16 Words").
 
-A strided convolution cuts the image into patches, a class token and learned positions are added, pre-norm
+Kept: a strided convolution cuts the image into patches, a class token and learned positions are added, pre-norm
 Transformer blocks follow, and the class token is read out. The defaults are ViT-B/16; ViT-L/16 is
-`build(dim=1024, depth=24, heads=16)`.
+`build(dim=1024, depth=24, heads=16)`. Left out: the hidden layer that the head has in pretraining.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Random images, each with a class."""
     if image is not None and image != model.image:
         raise ValueError(f"image side {image} was asked for, but the model was built with image={model.image}")
     return {
@@ -109,4 +110,5 @@ def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the class."""
     return F.cross_entropy(output, batch["targets"])

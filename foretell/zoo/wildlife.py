@@ -1,6 +1,6 @@
 """Pytorch-Wildlife (Hernandez et al., 2024, "Pytorch-Wildlife: A Collaborative Deep Learning Framework for Conservation").
 
-Camera traps in two stages: a detector finds animals, people and vehicles in large images that are mostly empty, and a
+Kept: camera traps in two stages: a detector finds animals, people and vehicles in large images that are mostly empty, and a
 classifier names the species of each crop. Config `phase` chooses which is trained: `detector` on boxes, or `classifier` on the
 crops that a frozen detector cuts out (candidates by topk of objectness, the overlapping ones struck out, each resampled from
 the image to one size).
@@ -133,6 +133,7 @@ def build(
 
 
 def batch(model: nn.Module, micro_batch: int, seq: int | None, image: int | None) -> dict[str, Tensor]:
+    """Random images with the corners of `objects` boxes, the kind and the species in each."""
     if image is not None and image != model.image:
         raise ValueError(f"image side {image} was asked for, but the model was built with image={model.image}")
     corner, size = torch.rand(micro_batch, model.objects, 2) * 0.7, 0.05 + 0.2 * torch.rand(micro_batch, model.objects, 2)

@@ -81,7 +81,7 @@ def only_object(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 # ---------------------------------------------------------------- light
 
 
-@pytest.mark.parametrize("words", [["--help"], ["fit", "--help"], ["zoo"], ["version"], ["doctor", "--json"],
+@pytest.mark.parametrize("words", [["--help"], ["fit", "--help"], ["zoo"], ["zoo", "query", "gpt", "--json"], ["version"], ["doctor", "--json"],
                                    ["fit", "nope", "--on", "H100"]])  # fmt: skip
 def test_answers_that_need_no_torch_do_not_import_it(words: list[str]) -> None:
     heavy = "[name for name in ('torch', 'numpy', 'transformers') if name in sys.modules]"
@@ -455,7 +455,7 @@ def test_accuracy_without_a_profile_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_zoo_lists_every_model() -> None:
-    text = run("zoo").stdout
+    text = run("zoo", "--all").stdout
     assert all(f"\n{name} " in text for name in zoo.names())
     found = only_object(run("zoo", "--json"))
     assert [entry["name"] for entry in found["models"]] == list(zoo.names())

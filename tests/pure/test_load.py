@@ -248,6 +248,31 @@ def test_a_constructor_that_reads_values_is_built_aside(tmp_path: Path) -> None:
     assert "reads the value of a tensor" in error.remedy and "worse.py" in error.detail
 
 
+MASKED = """
+class Masked(Net):
+    def __init__(self):
+        super().__init__(8)
+        keep = torch.ones(6, 6).triu(1).bool()
+        keep[0] = False
+        self.register_buffer("pairs", torch.cartesian_prod(torch.arange(6), torch.arange(6)).view(6, 6, 2)[keep])
+        self.scale = nn.Parameter(torch.zeros(6, 6)[keep])
+"""
+
+
+def test_a_mask_may_say_in_a_constructor_how_many_there_are(tmp_path: Path) -> None:
+    path = write(tmp_path, MODEL + BATCH + LOSS + MASKED)
+    with FakeTensorMode():
+        workload = load.load(Source(model=f"{path}:Masked"))
+        step(workload)
+    model: Any = workload.model
+    assert model.pairs.shape == (10, 2) and model.scale.shape == (10,) and isinstance(model.scale, nn.Parameter)
+    assert isinstance(model.pairs, FakeTensor) and isinstance(model.scale, FakeTensor)
+    drawn = MASKED.replace("torch.ones(6, 6).triu(1).bool()", "torch.rand(6, 6) > 0.5")
+    with FakeTensorMode():
+        error = fail(Source(model=f"{write(tmp_path, MODEL + drawn, 'drawn.py')}:Masked"), ModelError)
+    assert "drawn.py" in error.detail, "how many a drawn mask lets through is not known"
+
+
 @pytest.mark.parametrize("cast", ["half()", "bfloat16()", "to(torch.float64)"])
 def test_a_factory_that_casts_its_model(cast: str, tmp_path: Path) -> None:
     path = write(

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from foretell.zoo.entry import Entry
+
+
+def _tagged(task: str, motif: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    return tuple(replace(entry, task=task, motif=motif) for entry in entries)
+
 
 _GPT = (
     Entry("gpt2", "gpt", {"layers": 12, "dim": 768, "heads": 12, "context": 1024}, "text", "GPT-2, 124M", seq=1024),
@@ -504,21 +511,21 @@ _FNO = (
 )
 
 ENTRIES = (
-    *_GPT,
-    *_LLAMA,
-    *_MIXTRAL,
-    *_BERT,
-    *_T5,
-    *_LSTM,
-    *_SSM,
-    *_GRAPHSAGE,
-    *_VIT,
-    *_RESNET,
-    *_CONVNEXT,
-    *_UNET,
-    *_DIT,
+    *_tagged("lm", "causal attention, a head that shares the embedding", _GPT),
+    *_tagged("lm", "causal attention with shared keys and values, rotary positions, gated MLP", _LLAMA),
+    *_tagged("lm", "mixture of experts, routing by topk and scatter", _MIXTRAL),
+    *_tagged("masked", "attention both ways", _BERT),
+    *_tagged("lm", "encoder and decoder, a bias on attention scores", _T5),
+    *_tagged("lm", "recurrent network", _LSTM),
+    *_tagged("lm", "scan, depthwise convolution in time", _SSM),
+    *_tagged("cls", "scatter of messages over edges", _GRAPHSAGE),
+    *_tagged("cls", "attention over patches", _VIT),
+    *_tagged("cls", "convolutions with batch norm", _RESNET),
+    *_tagged("cls", "depthwise convolutions, layer norm", _CONVNEXT),
+    *_tagged("seg", "convolutions, skips by concatenation", _UNET),
+    *_tagged("gen", "attention with norms modulated by time and class", _DIT),
     *_TNT,
     *_RAFTMLP,
     *_SCALING_MLP,
-    *_FNO,
+    *_tagged("forecast", "complex FFT", _FNO),
 )

@@ -16,7 +16,7 @@ def _local(name: str, config: dict[str, Any], summary: str, tail: str = "", **mo
     """A method and its twin."""
     return tuple(
         Entry(
-            f"{name}{'-twin' if twin else ''}{tail}", name, {**config, "twin": twin}, "vision",
+            f"{name}{'-twin' if twin else ''}{tail}", name, {**config, "twin": twin}, "image",
             f"{summary}, {'by backpropagation' if twin else 'layer by layer'}", paper="Beyond Backpropagation", task="cls",
             motif="no global backward", trap=_LOCAL, **more,
         )
@@ -30,7 +30,7 @@ _GROWTH = (
     "be traced and planned again, and a plan of the old one is refused. Not handled: a run that notices growth by itself"
 )
 _PERFORATED: dict[str, Any] = {
-    "domain": "vision", "paper": "Perforated Backpropagation", "task": "cls", "motif": "graph growth, frozen phases",
+    "domain": "image", "paper": "Perforated Backpropagation", "task": "cls", "motif": "graph growth, frozen phases",
     "trap": _GROWTH,
 }  # fmt: skip
 _SMALL_RESNET = {"depth1": 1, "depth2": 2, "depth3": 0, "depth4": 0, "width": 16, "classes": 10, "dendrites": 2}

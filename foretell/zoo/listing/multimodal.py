@@ -48,8 +48,8 @@ _PIIP = (
         paper="PIIP-LLaVA",
         task="lm",
         motif="CNN and ViT branches, deformable sampling",
-        trap="a CNN and a ViT branch and a decoder in one plan: cut between stages of both; a new resolution re-predicts, "
-        "but not without a new trace: not handled, since a trace has numbers for shapes and laws only in the micro-batch",
+        trap="a CNN and a ViT branch and a decoder in one plan: cut between stages of both; a new resolution is "
+        "predicted anew; not handled: without a new trace, since a trace has numbers for shapes and laws only in the micro-batch",
     ),
     Entry(
         "piip_llava-tiny",
@@ -66,8 +66,8 @@ _PIIP = (
         paper="PIIP-LLaVA",
         task="lm",
         motif="CNN and ViT branches, deformable sampling",
-        trap="a CNN and a ViT branch and a decoder in one plan: cut between stages of both; a new resolution re-predicts, "
-        "but not without a new trace: not handled, since a trace has numbers for shapes and laws only in the micro-batch",
+        trap="a CNN and a ViT branch and a decoder in one plan: cut between stages of both; a new resolution is "
+        "predicted anew; not handled: without a new trace, since a trace has numbers for shapes and laws only in the micro-batch",
     ),
 )  # fmt: skip
 

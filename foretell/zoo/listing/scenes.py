@@ -153,7 +153,7 @@ _ICONTROL3D = tuple(
         name, "icontrol3d", config, "field", summary, small=small, paper="iControl3D", task="gen",
         motif="buffers that grow, depth buffer by scatter minimum, frozen stubs, environment map",
         trap="scene buffers grow with every view: a plan for one number of views is not one for the next; each number is "
-        "traced anew, growth within one run of a plan is not handled, because a trace has one shape of each buffer",
+        "traced anew; not handled: growth within one run of a plan, because a trace has one shape of each buffer",
     )
     for name, config, summary, small in (
         ("icontrol3d", {"views": 10, "side": 512, "rays": 4096, "samples": 64, "width": 256, "depth": 8},

@@ -1,0 +1,250 @@
+"""What is checked of an entry on this CPU by a worker of its own: trace, bytes and seconds, and the plan that is asked for.
+
+Each function is called in a worker of `runtime.pool`: a model that crashes takes the worker down and not the check.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from foretell.cost.features import launches
+from foretell.cost.plan import Options
+from foretell.hardware import Cluster
+from foretell.hardware.profile import find_profile
+from foretell.prove.zoo_plan import HereTraces, Planned, planned
+from foretell.prove.zoo_rows import TIME_BAR
+from foretell.trace.load import Source, load
+from foretell.trace.recipe import Recipe
+from foretell.trace.types import Op, Trace
+
+if TYPE_CHECKING:
+    from foretell.cost.time import Machine
+    from foretell.trace.step import Step
+
+Pacers = Mapping[str, tuple[float, float]]
+"""Model → its seconds measured and by the profile."""
+RECIPE = Recipe(precision="fp32")
+SAMPLES = 2
+PACERS = ("llama-tiny", "bert-tiny", "ssm-tiny", "mixtral-tiny")
+"""Small steps that say how this CPU runs now, beside what its profile says."""
+WARM, LEAST_STEPS, LEAST_SECONDS, MOST_SECONDS = 3, 7, 0.3, 3.0
+"""Steps before those that are timed; how many and for how long at least; for how long at most."""
+AGAIN = 2
+"""Times that a step out of the bar is timed anew, each with the pace of that moment, since a core may be slower for a while:
+the middle one of all counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Predicted and measured of a step."""
+
+    ops: int
+    uncovered: tuple[str, ...]
+    predicted_bytes: int
+    measured_bytes: int
+    predicted_seconds: float | None = None
+    measured_seconds: float | None = None
+    pace: float | None = None
+
+
+def prepare(_rank: int, _world: int) -> None:
+    """Ctrl-C is for whoever asked."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def look(_rank: int, _world: int, source: Source, phases: tuple[str, ...], pacers: Pacers) -> Seen:
+    """Trace, predict and really run: one phase, or several in turn over the same weights."""
+    from foretell.trace.live import peak_live
+
+    sources = [with_phase(source, phase) for phase in phases] or [source]
+    trace = _traced(sources, phases)
+    seen = Seen(
+        ops=sum(len(program.ops) for program in trace.programs.values()), uncovered=uncovered(trace),
+        predicted_bytes=peak_live(trace, tuple(trace.schedule)), measured_bytes=_peak(sources),
+    )  # fmt: skip
+    known = _machine()
+    if not pacers or known is None:
+        return seen
+    said = _seconds(trace, known)
+    tries = [_try(said, sources, pacers)]
+    if abs(tries[0][0] / tries[0][1] - 1) > TIME_BAR:
+        tries += [_try(said, sources, pace_now(0, 1)) for _ in range(AGAIN)]
+    predicted, measured, pace = sorted(tries, key=lambda one: one[0] / one[1])[len(tries) // 2]
+    return replace(seen, predicted_seconds=predicted, measured_seconds=measured, pace=pace)
+
+
+def _try(said: float, sources: list[Source], pacers: Pacers) -> tuple[float, float, float]:
+    """Seconds predicted at a pace, seconds measured, and the pace."""
+    pace = pace_of(pacers, sources[0].model)
+    return pace * said, sum(_timed(one) for one in sources), pace
+
+
+def plan_for(_rank: int, _world: int, source: Source) -> Planned:
+    """The plan for half the memory."""
+    options = Options(profile_of=functools.cache(find_profile))
+    return planned(source, _cluster(), HereTraces(capability=None, cache=False), options)
+
+
+def with_phase(source: Source, phase: str) -> Source:
+    return replace(source, overrides={**source.overrides, "phase": phase}) if phase else source
+
+
+# ---------------------------------------------------------------------------------------------- trace
+
+
+def _traced(sources: list[Source], phases: tuple[str, ...]) -> Trace:
+    from foretell.trace.here import trace_as_cpu
+    from foretell.trace.turns import in_turn
+
+    traces = [trace_as_cpu(one, RECIPE) for one in sources]
+    return in_turn(dict(zip(phases, traces, strict=True))) if len(traces) > 1 else traces[0]
+
+
+def uncovered(trace: Trace) -> tuple[str, ...]:
+    """Ops that compute and have no rule for FLOPs, or of which it is not known what they read and write."""
+    blind = {op.name for op in trace.ops() if _computes(op) and not (op.inputs or op.outputs)}
+    return tuple(sorted({*trace.ops_without_flop_rule, *blind}))
+
+
+def _computes(op: Op) -> bool:
+    return op.name.startswith("aten.") and (bool(op.allocates) or bool(op.flops)) and launches(op)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------- bytes
+
+
+def _peak(sources: list[Source]) -> int:
+    from foretell.trace.here import measure_on_cpu
+
+    return measure_on_cpu(sources[0], RECIPE)[0] if len(sources) == 1 else _peak_in_turn(sources)
+
+
+def _peak_in_turn(sources: list[Source], rounds: int = 2) -> int:
+    """Of steps of all phases in turn over the same weights, each phase with an optimizer of its own."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from foretell.trace.collection import no_collection
+    from foretell.trace.here import _peaks, _quiet_stderr, _run_once
+
+    steps = _sharing(sources)
+    tensors = [tensor for step in steps for tensor in (*step.model.parameters(), *step.model.buffers())]
+    tensors += [leaf for step in steps for leaf in torch.utils._pytree.tree_leaves(step.workload.batch)]
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor)}
+    with no_collection(), _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        for step in steps * rounds:
+            _run_once(step)
+    return int(sum(held.values())) + _peaks(recorded.profiler.kineto_results.events())[0]
+
+
+def _sharing(sources: list[Source]) -> list[Step]:
+    """A step for each phase; weights and buffers are those of the first, and so is a batch of equal shapes."""
+    import torch
+    from torch import nn
+
+    from foretell.trace.step import Step
+
+    made = []
+    for source in sources:
+        torch.manual_seed(0)
+        made.append(load(source))
+    first = made[0]
+    for position, other in enumerate(made[1:], 1):
+        for own, theirs in zip(other.model.modules(), first.model.modules(), strict=True):
+            for key, parameter in own._parameters.items():
+                shared = theirs._parameters[key]
+                if parameter is not None and shared is not None:
+                    own._parameters[key] = nn.Parameter(shared.detach(), parameter.requires_grad)
+            own._buffers = theirs._buffers
+        if _shapes(other.batch) == _shapes(first.batch):
+            made[position] = replace(other, batch=first.batch)
+    steps = [Step(one, RECIPE, device_type="cpu") for one in made]
+    for step in steps:
+        step.create_optimizer()
+    return steps
+
+
+def _shapes(batch: Any) -> list[Any]:
+    import torch
+
+    leaves = torch.utils._pytree.tree_leaves(batch)
+    return [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+# ---------------------------------------------------------------------------------------------- seconds
+
+
+def pace_now(_rank: int, _world: int) -> Pacers:
+    """Seconds of other small models, measured now and by this CPU's profile; none without a profile."""
+    known = _machine()
+    if known is None:
+        return {}
+    return {name: (_timed(Source(model=name, micro_batch=SAMPLES)), said) for name, said in _pacers().items()}
+
+
+def pace_of(pacers: Pacers, name: str) -> float:
+    """How many times as long as its profile says this CPU takes, by all of them but the one in question."""
+    others = [pair for pacer, pair in pacers.items() if pacer != name]
+    return sum(measured for measured, _ in others) / sum(said for _, said in others)
+
+
+@functools.cache
+def _pacers() -> Mapping[str, float]:
+    from foretell.trace.here import trace_as_cpu
+
+    known = _machine()
+    assert known is not None
+    return {name: _seconds(trace_as_cpu(Source(model=name, micro_batch=SAMPLES), RECIPE), known) for name in PACERS}
+
+
+def _timed(source: Source) -> float:
+    """Median seconds of a step on one thread, while it has a core: who else uses the machine does not count."""
+    import torch
+
+    from foretell.trace.here import _run_once
+    from foretell.trace.step import Step
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    step = Step(load(source), RECIPE, device_type="cpu")
+    step.create_optimizer()
+    found: list[float] = []
+    while len(found) < WARM + LEAST_STEPS or sum(found) < LEAST_SECONDS:
+        before = time.thread_time()
+        _run_once(step)
+        found.append(time.thread_time() - before)
+        if sum(found) > MOST_SECONDS and len(found) > WARM:
+            break
+    return statistics.median(found[WARM:])
+
+
+def _seconds(trace: Trace, known: Machine) -> float:
+    from foretell.cost.time import predict_time
+
+    return predict_time(trace, known, _cluster())[0].step_seconds
+
+
+def _cluster() -> Cluster:
+    return Cluster(device=_device())
+
+
+@functools.cache
+def _device() -> Any:
+    from foretell.hardware.probe.machine import device_of
+
+    return device_of("cpu")
+
+
+@functools.cache
+def _machine() -> Machine | None:
+    """This CPU as its own profile describes it, or that of one like it."""
+    from foretell.cost.machine import machine
+    from foretell.hardware.probe.machine import cpu_name
+
+    return machine(_device(), find_profile(_device().name, reported_as=cpu_name()))
