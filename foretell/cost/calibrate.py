@@ -65,7 +65,8 @@ def calibrate(measured: Measured, device: Device, steps: Sequence[Step]) -> Cali
     """Fit everything to what one probe measured."""
     ops = learn(measured.rows, device, groups=measured.groups)
     calls = host.call_seconds((row.name, row.host_seconds) for row in measured.rows)
-    turns = host.turn_seconds(measured.rows) if device.backend != "cpu" else {}
+    turns = {**host.turn_seconds(measured.rows), **host.matrix_seconds(measured.rows, calls)} if device.backend != "cpu" else {}
+    waits = host.waiting(measured.rows) if device.backend != "cpu" else {}
     totals = [_op_seconds(trace, ops) for _, trace in steps]
     if device.backend == "cpu":
         factor, model = _serial([(trace, step["seconds"], sum(total)) for (step, trace), total in zip(steps, totals, strict=True)])
@@ -80,7 +81,7 @@ def calibrate(measured: Measured, device: Device, steps: Sequence[Step]) -> Cali
     busy = [_busy_seconds(step, total, longer) for (step, _), total in zip(steps, totals, strict=True)]
     readings = [*_load_points(measured.power, device), *_step_readings(steps, busy, device)]
     return Calibration(
-        ops=ops, host=host.learn(waiting, calls, turns), in_step=longer, in_step_steps=len(full),
+        ops=ops, host=host.learn(waiting, calls, turns, waits), in_step=longer, in_step_steps=len(full),
         power=energy.learn(readings, limit) if len(readings) >= 6 and limit else None,
     )  # fmt: skip
 

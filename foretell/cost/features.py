@@ -4,6 +4,7 @@
     attention   fused attention, forward and backward, by backend
     convolution products of patches, layout changes, or one filter per channel
     recurrent   cells step by step
+    rare        what neither FLOPs nor bytes tell: decompositions, sampling, searching, counting
     stream      everything else: it moves bytes
 
 A law learned from measured rows says how often each term counts, and trees predict log(seconds / law) from the
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping
 
 from foretell.cost.movers import mover
 from foretell.cost.products import Product, aligned_bytes, best_tiling, engine_of
+from foretell.cost.rare import kind_of, rare
 from foretell.cost.shapes import (
     LAUNCH_SECONDS,
     Described,
@@ -40,7 +42,7 @@ def describe(op: Shape, device: Device) -> Described | None:
     name = short(op.name)
     if name in FREE or not (op.inputs or op.outputs):
         return None
-    rule = _RULES.get(name, mover)
+    rule = _RULES.get(name) or (rare if kind_of(name, op) else mover)
     try:
         return rule(name, op, device)
     except (IndexError, ZeroDivisionError, ValueError):
@@ -104,6 +106,11 @@ def _gemm(name: str, op: Shape, device: Device) -> Described:
         waves = p.batch * math.ceil(p.m / a) * math.ceil(p.n / b) / device.sm_count
         values[f"waves_{a}x{b}"], values[f"tail_{a}x{b}"] = log(waves), tail(waves)
     terms = {"tiling": t.seconds, "one": 1e-6}
+    if device.backend == "cpu":  # no tiles that a small matrix would leave empty: each product for itself
+        terms |= {
+            "exact": 2.0 * p.batch * p.m * p.n * p.k / device.peak("float32"), "each": p.batch * 1e-7, "rows": p.batch * (p.m + p.n) * 1e-9,
+            "moved": (nbytes(op.inputs[:3]) + nbytes(op.outputs)) / device.memory_bandwidth_bytes_per_second,
+        }  # fmt: skip
     result_only = aligned_bytes(p, width) < 16 <= min(16, min(left & -left, right & -right) * width)
     what = "grouped" if "grouped" in name else "batched" if p.batch > 1 else name
     key = f"{engine}:{what}:{'result' if result_only else 'all'}"
@@ -140,6 +147,8 @@ def _attention(name: str, op: Shape, device: Device) -> Described:
         "waves": math.ceil(waves) * rounds * each * (0.5 if causal else 1.0),
         "scores": heads * pairs / cores * TILE * TILE * 1e-10, "exact": flops / peak,
     }  # fmt: skip
+    if device.backend == "cpu":  # which leaves no part of a tile empty
+        terms = {"one": 1e-6, "moved": moved / rate, "exact": flops / peak, "each": heads * 1e-6, "softmax": scores * 1e-9, "lines": heads * t * 1e-8}
     values = {
         "backward": float(backward), "flash": float("flash" in name), "efficient": float("efficient" in name),
         "heads": log(heads), "groups": log(h / k.shape[1]), "t": log(t), "s": log(s), "size": float(size),

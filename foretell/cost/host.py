@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foretell.cost.features import FREE
-from foretell.cost.shapes import short
+from foretell.cost.rare import called, kind_of, matrices
+from foretell.cost.shapes import Shape, short
 from foretell.hardware.profile import OpRow
 from foretell.trace.compiled_blocks import ENTER, LEAVE
 from foretell.trace.compiled_graphs import REPLAY, REPLAYED
@@ -47,9 +48,12 @@ plans of nine models on an H200, whose blocks all took 32 to 42 us an op, on a h
 
 _ENTERING = ("forward", "recompute")
 """Phases in which Python enters modules."""
+_PICKS = ("index", "_index_put")
 RECURRENT = ("_cudnn_rnn", "_cudnn_rnn_backward")
 MOST_TURNING = 0.2
 """Share of a step in recurrent launches up to which it says something of other ops."""
+LEAST_A_MATRIX = 5e-6
+"""Host seconds for each matrix below which all of them are asked for at once."""
 MOST_TURNS = 60
 """A device's queue holds about a thousand launches: longer ones make the host wait."""
 
@@ -65,7 +69,10 @@ class HostModel:
     error: float = 0.0
     """Median relative error of the reference steps, each held out."""
     turns: Mapping[str, float] = field(default_factory=dict)
-    """Recurrent op → seconds for each step of each layer besides: it launches a kernel or more for each."""
+    """Recurrent op → seconds for each step of each layer besides, decomposition → for each matrix: it launches a kernel or
+    more for each."""
+    waits: Mapping[str, bool] = field(default_factory=dict)
+    """Rare op → whether the host was seen to wait for it. What it then spends on the call is in the op's own seconds."""
 
     @property
     def slowness(self) -> float:
@@ -102,7 +109,7 @@ class HostModel:
 
     def issue(self, op: Op, *, compiled: bool = False) -> float:
         """Host seconds of the op itself; what entering its module takes is in `issues`."""
-        name = short(op.name)
+        name = self.name_of(op)
         if op.name.startswith(("foretell.begin", "foretell.model_end", "profiler.")):
             return 0.0
         if op.name == "foretell.fused":
@@ -116,13 +123,24 @@ class HostModel:
         return self.weights["call"] * self.call(name) + self.weights[_phase(op)] + again + listed + self.turning(op)
 
     def turning(self, op: Op) -> float:
-        """Seconds of a recurrent op's own launches."""
+        """Seconds of a recurrent op's own launches, or of those of a decomposition of many matrices."""
         name = short(op.name)
-        if name not in self.turns:
+        if name not in self.turns or self.waits.get(name):
             return 0.0
-        return self.turns[name] * turns_of([ref.spec for ref in op.inputs], [ref.spec for ref in op.outputs])
+        inputs = tuple([ref.spec for ref in op.inputs])
+        if name in RECURRENT:
+            return self.turns[name] * turns_of(inputs, [ref.spec for ref in op.outputs])
+        return self.turns[name] * (matrices(name, Shape(op.name, inputs, (), ())) - 1)
+
+    def name_of(self, op: Op) -> str:
+        """The name that calls are known by."""
+        name = short(op.name)
+        return called(name, Shape(op.name, tuple([ref.spec for ref in op.inputs]), (), ())) if name.startswith(_PICKS) else name
 
     def call(self, name: str) -> float:
+        if self.waits.get(name):
+            return 0.0
+        name = name.partition(":")[0]
         return self.calls.get(name) or self.calls.get(name.removesuffix("_")) or self.calls.get("", 10e-6)
 
     def around(self, trace: Trace, programs: int) -> float:
@@ -134,14 +152,14 @@ class HostModel:
             "weights": {name: float(f"{value:.4g}") for name, value in self.weights.items()},
             "calls": {name: float(f"{value:.3g}") for name, value in self.calls.items()},
             "references": self.references, "error": round(self.error, 4),
-            "turns": {name: float(f"{value:.3g}") for name, value in self.turns.items()},
+            "turns": {name: float(f"{value:.3g}") for name, value in self.turns.items()}, "waits": dict(self.waits),
         }  # fmt: skip
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> HostModel:
         older = {"recompute": data["weights"]["forward"], "module": 0.0}
         weights = {name: data["weights"].get(name, older.get(name, START[name])) for name in COUNTS}
-        return cls(weights, dict(data["calls"]), data["references"], data["error"], dict(data.get("turns", {})))
+        return cls(weights, dict(data["calls"]), data["references"], data["error"], dict(data.get("turns", {})), dict(data.get("waits", {})))
 
 
 def _phase(op: Op) -> str:
@@ -209,10 +227,22 @@ def call_seconds(rows: Iterable[tuple[str, float]]) -> dict[str, float]:
     """(op name, host seconds of a bare call) → seconds per name: the quicker quarter, since noise only adds."""
     by_name: dict[str, list[float]] = {}
     for name, seconds in rows:
-        by_name.setdefault(short(name), []).append(seconds)
+        if seconds:  # none: it waited, and what the call took is part of the op's own
+            by_name.setdefault(short(name), []).append(seconds)
     found = {name: sorted(values)[len(values) // 4] for name, values in by_name.items() if name not in RECURRENT}
     middle = sorted(found.values())
     return {"": middle[len(middle) // 2] if middle else 10e-6, **found}
+
+
+def waiting(rows: Iterable[OpRow]) -> dict[str, bool]:
+    """Rare op → whether the host waited for a GPU in most of its rows: such a row has no seconds of the call alone."""
+    by_name: dict[str, list[bool]] = {}
+    for row in rows:
+        shape = Shape(row.name, row.inputs, row.outputs, row.attrs)
+        name = short(row.name)
+        if kind_of(name, shape):
+            by_name.setdefault(called(name, shape), []).append(not row.host_seconds)
+    return {name: 2 * sum(seen) > len(seen) for name, seen in sorted(by_name.items())}
 
 
 def turn_seconds(rows: Iterable[OpRow]) -> dict[str, float]:
@@ -226,6 +256,19 @@ def turn_seconds(rows: Iterable[OpRow]) -> dict[str, float]:
     return {name: sorted(values)[len(values) // 4] for name, values in by_name.items()}
 
 
+def matrix_seconds(rows: Iterable[OpRow], calls: Mapping[str, float]) -> dict[str, float]:
+    """Host seconds of one more matrix, for each decomposition that asks for kernels one by one: the middle of rows short
+    enough that the host never waited for room in the device's queue."""
+    by_name: dict[str, list[float]] = {}
+    for row in rows:
+        name = short(row.name)
+        count = matrices(name, Shape(row.name, row.inputs, row.outputs, row.attrs))
+        if row.host_seconds and count > 1:
+            by_name.setdefault(name, []).append((row.host_seconds - calls.get(name, 0.0)) / (count - 1))
+    middle = {name: sorted(values)[(len(values) - 1) // 2] for name, values in by_name.items()}
+    return {name: value for name, value in middle.items() if value > LEAST_A_MATRIX}
+
+
 def _turning(trace: Trace, model: HostModel) -> float:
     return sum(times * sum(model.turning(op) for op in trace.programs[name].ops) for name, times in steady(trace))
 
@@ -236,11 +279,12 @@ def _again(trace: Trace) -> float:
 
 
 def learn(
-    references: Sequence[tuple[Trace, float]], calls: Mapping[str, float], turns: Mapping[str, float] | None = None
+    references: Sequence[tuple[Trace, float]], calls: Mapping[str, float], turns: Mapping[str, float] | None = None,
+    waits: Mapping[str, bool] | None = None,
 ) -> HostModel:
     """Weights from steps that wait for the host: (trace, measured seconds of a step)."""
-    turns = turns or {}
-    start = HostModel(dict(START), calls, turns=turns)
+    turns, waits = turns or {}, waits or {}
+    start = HostModel(dict(START), calls, turns=turns, waits=waits)
     spent = [(trace, measured, _turning(trace, start)) for trace, measured in references]
     kept = [
         (counts(trace, calls), measured - own - _again(trace)) for trace, measured, own in spent if own < MOST_TURNING * measured
@@ -254,7 +298,7 @@ def learn(
     for held in range(len(rows)):
         rest = solve(rows[:held] + rows[held + 1 :], seconds[:held] + seconds[held + 1 :]) if len(rows) > 1 else weights
         errors.append(abs(sum(a * w for a, w in zip(rows[held], rest, strict=True)) / seconds[held] - 1))
-    return HostModel(dict(zip(COUNTS, weights, strict=True)), calls, len(rows), sorted(errors)[len(errors) // 2], turns)
+    return HostModel(dict(zip(COUNTS, weights, strict=True)), calls, len(rows), sorted(errors)[len(errors) // 2], turns, waits)
 
 
 def solve(rows: list[list[float]], seconds: list[float]) -> list[float]:

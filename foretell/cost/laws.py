@@ -50,10 +50,11 @@ def laws_of(rows: Sequence[Described], seconds: Floats) -> dict[str, dict[str, f
 
 
 def by_laws(rows: Sequence[Described], laws: Mapping[str, Law]) -> Floats:
-    """Seconds of ops by the laws of their keys, or of their kinds, or of the family."""
+    """Seconds of ops by the laws of their keys, of what a key begins with (as older profiles have it), of their kinds, or of
+    the family."""
     out = np.empty(len(rows))
     for position, row in enumerate(rows):
-        law = laws.get(row.key) or laws.get("*" + row.kind) or laws[""]
+        law = laws.get(row.key) or laws.get(row.key.partition(":")[0]) or laws.get("*" + row.kind) or laws[""]
         get = law.get
         out[position] = sum([value * get(name, 0.0) for name, value in row.terms.items()])
     return np.maximum(out, FLOOR_SECONDS)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 from foretell.cost.shapes import LAUNCH_SECONDS, Described, Shape, letters_of, log, nbytes, two_power
 from foretell.hardware.types import Device
 from foretell.trace.types import TensorSpec
 from foretell.units import DTYPE_BYTES
 
+_PICTURES = " ".join(
+    f"{name} {name}_backward"
+    for name in """max_pool2d_with_indices max_pool3d_with_indices avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d
+        adaptive_max_pool2d adaptive_max_pool3d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d
+        upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa""".split()  # noqa: SIM905
+)
+_SWEEPING = ("upsample_linear", "upsample_bilinear", "upsample_bicubic", "upsample_trilinear")
+"""One thread goes through all pictures and channels at one place."""
 _KINDS: dict[str, str] = {
     name: kind
     for kind, names in {
@@ -17,15 +27,16 @@ _KINDS: dict[str, str] = {
         "channels_backward": "native_group_norm_backward native_batch_norm_backward cudnn_batch_norm_backward",
         "softmax": "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data _safe_softmax",
         "gather": "embedding index_select index gather _unsafe_index take",
-        "scatter": "scatter_add scatter_add_ index_add index_add_ scatter scatter_ scatter_reduce index_copy_ index_copy",
+        "scatter": """scatter_add scatter_add_ index_add index_add_ scatter scatter_ scatter_reduce index_copy_ index_copy index_fill
+            index_reduce masked_scatter put""",
         "sorted": "embedding_dense_backward index_put index_put_ _index_put_impl_ _unsafe_index_put",
-        "order": "sort topk argsort cumsum cumprod _cummax_helper kthvalue median unique_dim _unique2",
-        "pool": """max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward
-            _adaptive_avg_pool2d _adaptive_avg_pool2d_backward upsample_nearest2d upsample_nearest2d_backward
-            upsample_bilinear2d upsample_bilinear2d_backward""",
-        "copy": "copy_ clone _to_copy cat stack constant_pad_nd slice_backward select_backward repeat roll flip",
-        "fill": "zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full fill_ zero_ arange",
-        "random": "native_dropout bernoulli_ rand randn normal_ uniform_ random_ rand_like randn_like",
+        "order": "sort topk argsort cumsum cumprod cummax cummin _cummax_helper _cummin_helper logcumsumexp kthvalue median mode",
+        "pool": _PICTURES,
+        "copy": """copy_ clone _to_copy cat stack constant_pad_nd slice_backward select_backward repeat roll flip pixel_shuffle
+            pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
+            im2col col2im tril triu diagonal_backward as_strided_scatter slice_scatter select_scatter diag_embed unfold_backward""",
+        "fill": "zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full fill_ zero_ arange linspace eye",
+        "random": "native_dropout bernoulli_ rand randn normal_ uniform_ random_ rand_like randn_like randint randint_like exponential_",
         "loss": "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward",
         "fourier": "_fft_r2c _fft_c2r _fft_c2c",
     }.items()
@@ -38,6 +49,10 @@ KINDS = (
 _NUMBERS = {kind: float(number) for number, kind in enumerate(KINDS)}
 _LAYOUTS = {"c": "read", "t": "swapped", "s": "strided", "l": "last", "b": "spread"}
 _KEEPS_LAYOUT = ("pointwise", "copy", "random")
+SHORT_SORT = 4096
+"""Rows that one block sorts by itself; longer ones are sorted all together."""
+FEW_INDICES = 3072
+"""Up to so many are added without being sorted."""
 CHUNK = 65536
 """Elements of a list's tensor that one block takes."""
 
@@ -60,6 +75,10 @@ def mover(name: str, op: Shape, device: Device) -> Described:
     first = max(op.inputs, key=_numel) if op.inputs else op.outputs[0]
     last = op.outputs[0] if op.outputs else first
     moved = _moved(name, kind, op, letters)
+    each = kind == "gather" and _one_by_one(name, op, last, letters)
+    if each:
+        kind = "pointwise"
+        moved["read"] += _sectors(op, last, device)
     total = sum(moved.values())
     inner = first.shape[-1] if first.shape else 1
     numel, out = max(1, first.numel), max(1, last.numel)
@@ -75,13 +94,21 @@ def mover(name: str, op: Shape, device: Device) -> Described:
     if lane:
         terms["lane"] = lane * 1e-9
     if kind in ("norm", "norm_backward", "softmax", "reduction", "order", "loss"):
-        terms["rows"] = rows * 1e-9 * cores
+        terms["rows"] = (rows * _crew(kind, op, inner, out) if kind != "order" else numel / along(op, first)) * 1e-9 * cores
         terms["odd_rows"] = rows * 1e-9 * cores if inner % 4 else 0.0
     if kind in ("gather", "scatter", "sorted"):
         touched = _touched(kind, op, last)
         terms["indices"] = touched[0] * 1e-9 * cores
         atoms = touched[0] * touched[1] * 1e-11 * cores
         terms["atoms_low" if DTYPE_BYTES.get(last.dtype, 4) < 4 else "atoms"] = atoms
+        if kind == "sorted":
+            terms["crowd"] = touched[0] / max(1.0, out / touched[1]) * 1e-9
+            terms["sorting"] = touched[0] * log(touched[0] + 1) * 1e-11 * cores
+    if name.startswith(_SWEEPING) and device.backend != "cpu":
+        terms["sweep"] = first.shape[0] * first.shape[1] * 1e-9
+    if kind == "order":
+        terms["along"] = along(op, first) * 1e-9
+        terms["passes"] = numel * log(along(op, first) + 1) * 1e-12 * cores
     base = LAUNCH_SECONDS + total / rate
     values = {
         "moved": log(total + 1), "numel": log(numel), "out": log(out), "shrink": log(numel / out),
@@ -97,7 +124,56 @@ def mover(name: str, op: Shape, device: Device) -> Described:
         "second": log(first.shape[-2] if len(first.shape) > 1 else 1), "kind": _NUMBERS[kind],
         "chunks": 0.0, "equal": float(numel == out),
     }  # fmt: skip
-    return Described("stream", f"{name}:{_side(op, inner, out)}" if kind == "reduction" else name, kind, base, terms, values)
+    key = f"each:{name}" if each else _key(name, kind, op, first, inner, out)
+    return Described("stream", key, kind, base, terms, values)
+
+
+def _key(name: str, kind: str, op: Shape, first: TensorSpec, inner: int, out: int) -> str:
+    if kind == "reduction":
+        return f"{name}:{_side(op, inner, out)}"
+    if kind == "order" and first.shape:
+        length = along(op, first)
+        if length == first.numel:
+            return f"{name}:one"
+        return f"{name}:{'last' if length == inner else 'other'}{'' if 'sort' not in name or length <= SHORT_SORT else ':long'}"
+    if kind == "sorted":
+        return f"{name}:{'few' if _touched(kind, op, op.outputs[0] if op.outputs else first)[0] <= FEW_INDICES else 'many'}"
+    return name
+
+
+def along(op: Shape, spec: TensorSpec) -> int:
+    """Length of the dimension that is sorted or summed along: the one in attrs, or else the last."""
+    dim = next((value for value in op.attrs if type(value) is int), -1)
+    return max(1, spec.shape[dim]) if spec.shape and -len(spec.shape) <= dim < len(spec.shape) else 1
+
+
+SLICE_BYTES, SECTOR_BYTES = 16, 32
+"""Rows of whole slices are copied by a block each; what is picked from memory far apart comes in sectors."""
+
+
+def _one_by_one(name: str, op: Shape, last: TensorSpec, letters: str) -> bool:
+    """Whether elements are picked singly: by several indices, or from rows that are not whole slices of 16 bytes."""
+    indices = [spec for spec in op.inputs[1:] if spec.dtype in ("int64", "int32")]
+    if len(indices) != 1:
+        return len(indices) > 1
+    if name in ("gather", "take"):
+        return name == "take" or letters[1:2] != "b" or last.shape[-1] * DTYPE_BYTES.get(last.dtype, 4) % SLICE_BYTES != 0
+    return last.nbytes // max(1, indices[0].numel) % SLICE_BYTES != 0
+
+
+def _sectors(op: Shape, last: TensorSpec, device: Device) -> float:
+    """Bytes that come with what is picked from a table larger than the cache."""
+    table, width = op.inputs[0], DTYPE_BYTES.get(last.dtype, 4)
+    return float(last.numel * (SECTOR_BYTES - width)) if table.nbytes > (device.l2_bytes or 0) and width < SECTOR_BYTES else 0.0
+
+
+def _crew(kind: str, op: Shape, inner: int, out: int) -> float:
+    """Of the threads that a long row gets, the share that a short one does: several short rows are done side by side."""
+    if kind == "softmax":
+        return min(1.0, 2.0 ** math.ceil(math.log2(max(1, inner))) / 32)
+    if kind == "reduction" and _side(op, inner, out) == "first":
+        return min(1.0, 2.0 ** int(math.log2(max(1, inner))) / 16)
+    return 1.0
 
 
 def _side(op: Shape, inner: int, out: int) -> str:
@@ -119,7 +195,7 @@ def _moved(name: str, kind: str, op: Shape, letters: str) -> dict[str, float]:
     if kind == "loss":
         return {"read": float(nbytes([spec for spec in inputs if len(spec.shape) < 2])), "written": written}
     if kind == "gather":
-        index = sum([spec.nbytes for spec in inputs if spec.dtype in ("int64", "int32")])
+        index = sum([spec.nbytes for spec in inputs[1:] if spec.dtype in ("int64", "int32")])
         return {"read": written + index, "written": written}
     into = name == "copy_" and letters[:1] not in ("", "c")
     if name == "copy_" and len(inputs) > 1:
@@ -154,7 +230,7 @@ def _lane(kind: str, op: Shape, first: TensorSpec, numel: int, out: int) -> floa
 
 def _touched(kind: str, op: Shape, last: TensorSpec) -> tuple[float, float]:
     """How many rows are touched, and how long each is."""
-    index = max([spec for spec in op.inputs if spec.dtype in ("int64", "int32")], key=_numel, default=last)
+    index = max([spec for spec in op.inputs[1:] if spec.dtype in ("int64", "int32")], key=_numel, default=last)
     whole = len(index.shape) > 1 and kind != "sorted" and op.name.split(".")[1] not in ("embedding", "index")
     count = max(1.0, float(index.numel) / (max(1, index.shape[-1]) if whole else 1))
     if kind == "gather":

@@ -14,11 +14,10 @@ from foretell.cost.collectives import ALL_REDUCE, Fabric, among, collective, fab
 from foretell.cost.host import watched_blocks, wholly_compiled
 from foretell.cost.offload_time import Rates, Unit, marks_of, played
 from foretell.cost.prediction import ASSUMED, Time
-from foretell.cost.shapes import short
 from foretell.cost.sharded import COLLECTIVES as TALKING
 from foretell.cost.sharded import DP_REPLICATE, DP_SHARD
 from foretell.cost.streams import COLLECTIVES, COMPUTE, HOST, Task, Timeline, simulate
-from foretell.cost.time import COMPUTE_KINDS, DRAG, LONG_PROGRAM, MARKS, SYNCHRONISING, Machine, op_prices
+from foretell.cost.time import COMPUTE_KINDS, DRAG, LONG_PROGRAM, MARKS, Machine, op_prices, synchronises
 from foretell.hardware.types import Cluster
 from foretell.plan.mesh import OWN_RANKS, groups, sharing, sharing_experts
 from foretell.plan.types import Mesh, Plan
@@ -185,14 +184,14 @@ class _Maker:
         if op.name in TALKING:
             return self._collective(op)
         family, seconds = prices[id(op)]
-        synchronises = short(op.name) in SYNCHRONISING
-        if not seconds and not synchronises and not op.name.startswith("foretell."):
+        awaited = synchronises(op, self.machine)
+        if not seconds and not awaited and not op.name.startswith("foretell."):
             return None
         if self.slower is not None:
             seconds *= self.slower(op)
         where = HOST if self.machine.serial else COMPUTE
         return self._issue(
-            Task(op.name, where, seconds, self._after(op), 0.0, family, op.module, op.phase, synchronises)
+            Task(op.name, where, seconds, self._after(op), 0.0, family, op.module, op.phase, awaited)
         )
 
     def _after(self, op: Op) -> tuple[int, ...]:

@@ -244,6 +244,12 @@ def _loss(op: Op, _: Device) -> Buffers:
     return (max(spec.nbytes for spec in _specs(op)),) if not op.outputs[0].spec.shape else ()
 
 
+def _logits_loss(op: Op, _: Device) -> Buffers:
+    """log(sigmoid) of the logits and the elementwise losses, of which only their mean is an output."""
+    one = _specs(op)[0].nbytes
+    return (one, one) if not op.outputs[0].spec.shape else (one,)
+
+
 def _foreach_norm(op: Op, _: Device) -> Buffers:
     """Partial norms: one per 65536 elements of the largest tensor, for every tensor."""
     chunks = max((ceil(spec.numel / 65536) for spec in _specs(op)), default=0)
@@ -326,11 +332,35 @@ def _index_put(op: Op, _: Device) -> Buffers:
     """Accumulating: linear indices, their sorted order and origin, an arange, and cub's sort buffers."""
     flags = [value for value in op.attrs if isinstance(value, bool)]
     accumulate = flags[0] if flags else op.phase == "backward"
-    count = max((spec.numel for spec in _specs(op)[1:-1]), default=0)
+    indices = [spec for spec in _specs(op)[1:-1] if spec.dtype in _INTEGERS]
+    count = prod(_broadcast(indices)) if indices else max((spec.numel for spec in _specs(op)[1:-1]), default=0)
     if not accumulate or not count:
-        return ()
+        return _index_copies(indices)
     values = op.inputs[-1].spec.nbytes if len(op.inputs) - 1 in _strided(op) else 0
     return (8 * count, 8 * count, 8 * count, 8 * count, _sort_temporary(count, 16), values)
+
+
+_INTEGERS = ("int64", "int32")
+
+
+def _broadcast(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
+    """The shape that shapes take together."""
+    rank = max((len(spec.shape) for spec in specs), default=0)
+    padded = [(1,) * (rank - len(spec.shape)) + tuple(spec.shape) for spec in specs]
+    return tuple(max(sizes) if min(sizes) else 0 for sizes in zip(*padded, strict=True))
+
+
+def _index_copies(indices: Sequence[TensorSpec]) -> Buffers:
+    """TensorAdvancedIndexing: int32 becomes int64; several of unlike shapes are all laid out at their common one."""
+    shape = _broadcast(indices)
+    alike = all(tuple(spec.shape) == shape for spec in indices)
+    found = []
+    for spec in indices:
+        if spec.dtype == "int32":
+            found.append(8 * spec.numel)
+        if not alike and tuple(spec.shape) != shape:
+            found.append(8 * prod(shape))
+    return tuple(found)
 
 
 def _nonzero(op: Op, _: Device) -> Buffers:
@@ -339,10 +369,10 @@ def _nonzero(op: Op, _: Device) -> Buffers:
 
 
 def _masked(op: Op, dev: Device) -> Buffers:
-    """A boolean index becomes its nonzero positions, int64 per dimension of the mask."""
+    """A boolean index becomes its nonzero positions, int64 per dimension of the mask; integers as they are read."""
     masks = [spec for spec in _specs(op)[1:] if spec.dtype in ("bool", "uint8")]
     if not masks or not op.outputs[0].spec.shape:
-        return ()
+        return _index_copies([spec for spec in _specs(op)[1:] if spec.dtype in _INTEGERS])
     return (8 * op.outputs[0].spec.shape[0] * len(masks[0].shape), masks[0].numel // 400 + 1536)
 
 
@@ -427,7 +457,7 @@ _RULES: dict[str, Rule] = {
     "aten._softmax_backward_data.default": _softmax_backward, "aten._safe_softmax.default": _safe_softmax,
     "aten.logsumexp.default": _input_copy, "aten._fft_c2r.default": _input_copy,
     "aten.mse_loss.default": _loss, "aten.smooth_l1_loss.default": _loss, "aten.huber_loss.default": _loss,
-    "aten.binary_cross_entropy.default": _loss,
+    "aten.binary_cross_entropy.default": _loss, "aten.binary_cross_entropy_with_logits.default": _logits_loss,
     "aten._foreach_norm.Scalar": _foreach_norm, "aten.roll.default": _roll,
     "aten.bmm.default": _complex_product, "aten.mm.default": _complex_product,
     "aten.embedding_dense_backward.default": _embedding_backward,

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from foretell.cost.collectives import Fabric, collective, fabric
@@ -15,6 +15,7 @@ from foretell.cost.features import Shape, describe
 from foretell.cost.host import HostModel, steady, watched_blocks, wholly_compiled
 from foretell.cost.ops import OpModel
 from foretell.cost.prediction import ASSUMED, MEASURED, Time
+from foretell.cost.rare import ASKED, FAMILY, called, unmeasured, waits
 from foretell.cost.shapes import short
 from foretell.cost.streams import COLLECTIVES, COMPUTE, HOST, Task, Timeline, simulate
 from foretell.hardware.types import Cluster
@@ -25,11 +26,11 @@ from foretell.trace.types import Op, Trace
 GATHER, SCATTER = "foretell.all_gather", "foretell.reduce_scatter"
 MARKS = frozenset({"foretell.begin", "foretell.model_end", "foretell.reshard", ENTER, LEAVE, REPLAY, REPLAYED})
 """Ops that only mark a place."""
-SYNCHRONISING = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "item"})
-"""Ops whose result the host waits for."""
 COMPUTE_KINDS = frozenset({"gemm", "attention", "convolution", "recurrent"})
 LONG_PROGRAM = 20_000
 """Ops above which one step is simulated instead of two: the device is far behind the host there anyway."""
+MOST_GUESSED = 0.05
+"""Share of a step in ops that were never measured above which the whole counts as assumed."""
 CLOSER = 1.0e-6
 """Seconds between two kernels that a CUDA graph saves; from replayed steps on an H200."""
 DRAG = {COLLECTIVES: 0.85}
@@ -66,7 +67,7 @@ def predict_time(trace: Trace, machine: Machine, cluster: Cluster) -> tuple[Time
     drag = DRAG if cluster.count > 1 else None
     timeline = simulate(tasks, steps=1 if len(tasks) > LONG_PROGRAM else 2, drag=drag)
     binds, provenance = _binds(timeline, tasks), machine.provenance
-    if cluster.count > 1:
+    if cluster.count > 1 or guessed(tasks, machine) > MOST_GUESSED * timeline.seconds:
         provenance = ASSUMED
     low, high = machine.band.get(binds) or machine.band.get("", (0.7, 1.5))
     seconds = timeline.seconds
@@ -80,6 +81,17 @@ def predict_time(trace: Trace, machine: Machine, cluster: Cluster) -> tuple[Time
         ),
         timeline,
     )  # fmt: skip
+
+
+def guessed(tasks: Sequence[Task], machine: Machine) -> float:
+    """Seconds of a step in ops that the machine's profile was measured without."""
+    return sum(task.seconds for task in tasks if task.kind == FAMILY) if FAMILY not in machine.ops.families else 0.0
+
+
+def unmeasured_ops(trace: Trace, machine: Machine) -> tuple[str, ...]:
+    """Names of a step's ops that the machine's profile was measured without."""
+    every = {shape_of(op) for name, _ in steady(trace) for op in trace.programs[name].ops if short(op.name) in ASKED}
+    return unmeasured(every, machine.ops.families)
 
 
 def step_tasks(trace: Trace, machine: Machine, group: Fabric | None) -> Iterator[Task]:
@@ -114,17 +126,25 @@ def step_tasks(trace: Trace, machine: Machine, group: Fabric | None) -> Iterator
                     position, pending = position + 1, 0.0
                     continue
                 family, seconds = prices[id(op)]
-                if not seconds and short(op.name) not in SYNCHRONISING:
+                awaited = synchronises(op, machine)
+                if not seconds and not awaited:
                     continue
                 after = (scattered,) if op.phase == "update" and scattered >= 0 else ()
-                yield Task(
-                    op.name, where, seconds, after, pending, family, op.module, op.phase, short(op.name) in SYNCHRONISING
-                )
+                yield Task(op.name, where, seconds, after, pending, family, op.module, op.phase, awaited)
                 if after:
                     scattered = -1
                 if op.phase == "update":
                     copied = -1  # the next step gathers new weights
                 position, pending = position + 1, 0.0
+
+
+def synchronises(op: Op, machine: Machine) -> bool:
+    """Whether the host waits for an op's result: as its profile has seen it, or else as such ops are known to be."""
+    name = short(op.name)
+    if name not in ASKED:
+        return False
+    shape = shape_of(op)
+    return machine.host.waits.get(called(name, shape), waits(name, shape))
 
 
 def _own(op: Op, prices: Mapping[int, tuple[str, float]], group: Fabric | None) -> tuple[str, float]:

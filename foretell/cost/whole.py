@@ -10,7 +10,7 @@ from foretell.cost.host import steady
 from foretell.cost.machine import machine
 from foretell.cost.prediction import Cost, Energy, Mfu, Run, Throughput, Time
 from foretell.cost.streams import Timeline
-from foretell.cost.time import predict_time
+from foretell.cost.time import predict_time, unmeasured_ops
 from foretell.cost.wishes import Amount, Wishes
 from foretell.errors import UserError
 from foretell.hardware.footprint import footprint
@@ -58,6 +58,8 @@ def speed(
         flops_per_step=flops * cluster.count, peak_flops_per_second=peak, peak_dtype=dtype, convention=CONVENTION,
     )  # fmt: skip
     notes = list(known.notes)
+    if guessed := unmeasured_ops(trace, known):
+        notes.append(f"seconds of {', '.join(guessed)} are assumed: the profile was measured without them; `foretell probe --full` measures them")
     joules = None
     if known.power is not None:
         load = watts.load_of(trace, device, time.step_seconds, time.device_seconds)

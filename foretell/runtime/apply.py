@@ -34,7 +34,16 @@ from foretell.runtime.float8 import lowered
 from foretell.runtime.ranks import Ranks
 from foretell.runtime.recompute import recompute
 from foretell.trace.blocks import find_blocks
-from foretell.trace.step import Batch, Loss, Workload, build_optimizer, cast_floats, compute_loss, plainly, prepare_precision
+from foretell.trace.step import (
+    Batch,
+    Loss,
+    Workload,
+    build_optimizer,
+    cast_floats,
+    compute_loss,
+    plainly,
+    prepare_precision,
+)
 
 if TYPE_CHECKING:
     from foretell.runtime.context import Context

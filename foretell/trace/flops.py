@@ -244,7 +244,8 @@ broadcast_to bucketize cat cauchy chunk _chunk_cat clone complex concat _conj co
 _cudnn_init_dropout_state _cudnn_rnn_flatten_weight detach diag diag_embed diagflat diagonal diagonal_backward
 diagonal_scatter embedding empty empty_like empty_permuted empty_strided expand expand_as exponential eye fill
 fill_diagonal flatten flip _foreach_clone _foreach_copy _foreach_zero full full_like _functional_assert_async gather
-geometric hann_window hstack im2col imag index index_copy index_fill index_put _index_put_impl index_select item kthvalue lift lift_fresh _linalg_check_errors
+hann_window geometric hstack im2col imag index index_copy index_fill index_put _index_put_impl index_select
+item kthvalue lift lift_fresh _linalg_check_errors
 linspace _local_scalar_dense log_normal mT masked_fill masked_scatter masked_scatter_backward masked_select meshgrid mode
 moveaxis movedim multinomial narrow native_channel_shuffle _neg_view new_empty new_empty_strided new_full new_ones
 new_zeros nll_loss2d_backward nll_loss_backward nonzero normal one_hot ones ones_like _pack_padded_sequence

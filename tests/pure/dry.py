@@ -26,7 +26,7 @@ from foretell.runtime.apply import Job, apply
 from foretell.runtime.ranks import Ranks, form
 from foretell.trace import types
 from foretell.trace.capture import _add_in_place
-from foretell.trace.recorder import Row, _in_python_function, _tensors
+from foretell.trace.recorder import Row, _in_formula, _tensors
 from foretell.trace.step import Workload
 
 MESSAGES = {
@@ -78,7 +78,7 @@ class Watch(TorchDispatchMode):
         row.by_engine = (
             str(func) == "aten.add.Tensor"
             and torch._C._current_autograd_node() is not None
-            and not _in_python_function()
+            and not _in_formula()
             and not next(_tensors(args))._is_view()
         )
         row.inputs = tuple(self._ref(tensor, None) for tensor in _tensors((args, kwargs)))

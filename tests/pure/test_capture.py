@@ -143,11 +143,10 @@ def test_peak_in_the_update_is_exact_but_for_numbers(optimizer: str) -> None:
     assert 0 <= measured(source, recipe) - peak_live(trace_as_cpu(source, recipe), STEPS[:2]) <= 16
 
 
-def test_recompute_keeps_one_more_random_state_than_traced() -> None:
-    """While a block is computed again the generator's state is set aside; on a GPU machine that is host memory."""
+def test_the_random_states_that_recompute_keeps_are_traced_too() -> None:
+    """One for each block, and one more while a block is computed again; on a GPU machine that is host memory."""
     source, recipe = Source(model="gpt-tiny"), Recipe(precision="fp32", recompute="full")
-    missing = measured(source, recipe) - peak_live(trace_as_cpu(source, recipe), STEPS[:2])
-    assert missing == torch.get_rng_state().nbytes
+    assert measured(source, recipe) == peak_live(trace_as_cpu(source, recipe), STEPS[:2])
 
 
 def test_lora_is_exact_but_for_one_number_per_layer() -> None:

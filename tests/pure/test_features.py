@@ -201,6 +201,25 @@ def test_of_a_table_the_rows_picked_are_read() -> None:
     assert added["atoms_low"] == pytest.approx(10 * 64 * 1e-11 * 1.32)
 
 
+def test_a_block_for_each_row_or_elements_one_by_one() -> None:
+    """One index of rows of whole 16 bytes goes by rows; scalars, odd rows and several indices by elements."""
+    index, whole = spec(10, dtype="int64"), told("index", [spec(500, 64), spec(10, dtype="int64")], [spec(10, 64)])
+    assert whole.key == "index" and "indices" in whole.terms
+    scalars = told("index", [spec(16), index], [spec(10)])
+    odd = told("index_select", [spec(500, 3), index], [spec(10, 3)])
+    several = told("index", [spec(500, 8, 64), index, index], [spec(10, 64)])
+    assert [d.key for d in (scalars, odd, several)] == ["each:index", "each:index_select", "each:index"]
+    assert all("indices" not in d.terms and d.kind == "pointwise" for d in (scalars, odd, several))
+    near, far = (told("index", [spec(size), index], [spec(10)]).terms["read"] for size in (1000, 10**9))
+    assert far == pytest.approx(near + 10 * (32 - 2) / 1e12)
+
+
+def test_a_table_of_integers_is_no_index() -> None:
+    table, index = spec(10_000_000, 64, dtype="int64"), spec(10, dtype="int64")
+    terms = told("index_select", [table, index], [spec(10, 64, dtype="int64")]).terms
+    assert terms["indices"] == pytest.approx(10e-9 * 1.32) and terms["read"] == pytest.approx((10 * 512 + 80) / 1e12)
+
+
 def test_rows_and_lanes_of_norms() -> None:
     x, w = spec(1000, 64), spec(64)
     assert told("native_layer_norm", [x, w, w], [x]).terms["rows"] == pytest.approx(1000e-9 * 1.32)
@@ -208,6 +227,15 @@ def test_rows_and_lanes_of_norms() -> None:
     assert told("native_layer_norm", [spec(1000, 63), w], [x]).terms["odd_rows"] == pytest.approx(1000e-9 * 1.32)
     picture = spec(4, 16, 8, 8)
     assert told("native_batch_norm", [picture, spec(16)], [picture]).terms["lane"] == pytest.approx(4 * 64e-9)
+
+
+def test_short_rows_share_a_block() -> None:
+    """Threads of a row that is summed or softmaxed: as many as it has elements, up to a number."""
+    sums = {n: told("sum", [spec(1000, n)], [spec(1000)]).terms["rows"] for n in (2, 3, 4, 16, 64)}
+    assert sums[2] == sums[3] == pytest.approx(sums[16] / 8) and sums[4] == pytest.approx(sums[16] / 4) and sums[64] == sums[16]
+    soft = {n: told("_softmax", [spec(1000, n)], [spec(1000, n)]).terms["rows"] for n in (3, 4, 32, 64)}
+    assert soft[3] == soft[4] == pytest.approx(soft[32] / 8) and soft[64] == soft[32]
+    assert told("sum", [spec(1000, 2)], [spec(2)]).terms["rows"] == pytest.approx(1000e-9 * 1.32)
 
 
 def test_reductions_differ_by_what_they_keep() -> None:

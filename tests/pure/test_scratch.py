@@ -253,3 +253,23 @@ def test_every_rule_says_where_it_comes_from() -> None:
 def test_needs_no_torch() -> None:
     code = "import sys, foretell.cost.scratch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_indices_are_copied_as_the_index_kernel_wants_them() -> None:
+    """int32 as int64; indices of unlike shapes at their common shape; the accumulating put sorts as many as that."""
+    plain = make("index.Tensor", [["f", 16], ["l", 4096, 2]], [["f", 4096, 2]], phase="forward")
+    narrow = make("index.Tensor", [["f", 16], ["i", 4096, 2]], [["f", 4096, 2]], phase="forward")
+    assert scratch(plain, HOPPER) == () and scratch(narrow, HOPPER) == (8 * 4096 * 2,)
+    alike = make("index.Tensor", [["f", 64, 50], ["l", 64, 32], ["l", 64, 32]], [["f", 64, 32]], phase="forward")
+    unlike = make("index.Tensor", [["f", 64, 50], ["l", 64, 1], ["l", 64, 32]], [["f", 64, 32]], phase="forward")
+    assert scratch(alike, HOPPER) == () and scratch(unlike, HOPPER) == (8 * 64 * 32,)
+    both = make("index.Tensor", [["f", 64, 50], ["l", 64, 1], ["l", 1, 32]], [["f", 64, 32]], phase="forward")
+    assert scratch(both, HOPPER) == (8 * 64 * 32, 8 * 64 * 32)
+    put = make("index_put.default", [["f", 64, 50], ["l", 64, 1], ["l", 1, 32], ["f", 64, 32]], [["f", 64, 50]], True)
+    assert scratch(put, HOPPER)[:4] == (8 * 64 * 32,) * 4
+
+
+def test_a_loss_of_logits_holds_two_tensors_of_their_size() -> None:
+    mean = make("binary_cross_entropy_with_logits.default", [["f", 512, 80], ["f", 512, 80]], [["f"]], phase="forward")
+    each = make("binary_cross_entropy_with_logits.default", [["f", 512, 80], ["f", 512, 80]], [["f", 512, 80]], phase="forward")
+    assert scratch(mean, HOPPER) == (4 * 512 * 80,) * 2 and scratch(each, HOPPER) == (4 * 512 * 80,)

@@ -19,6 +19,8 @@ BURST_SECONDS = 30e-6
 """On the host a burst lasts about this long, so that the clock itself does not count."""
 LONG_CALL_SECONDS = 20e-3
 """On the host such a call is made three times in all."""
+HOLD_SECONDS = 2e-3
+"""A GPU that is held back for so long shows whether a call waits for it."""
 
 
 class Timing(NamedTuple):
@@ -29,14 +31,16 @@ class Timing(NamedTuple):
     spread: float
     """(slowest - fastest burst) / median; of a CPU (median - fastest) / lower quartile."""
     host_seconds: float
-    """Of the host, to ask a GPU for it: the fastest burst. 0 of a CPU, where it is part of `seconds`."""
+    """Of the host, to ask a GPU for it: the fastest burst. 0 where it is part of `seconds`: of a CPU, and of a call that
+    waits for the GPU."""
 
 
 class Clock:
-    """Measures calls on `cpu` or `cuda`; `budget` is the device time spent on one of them."""
+    """Measures calls on `cpu` or `cuda`; `budget` is the device time spent on one of them; `watchful` asks of each call
+    whether it waits for the GPU, as those do whose result decides what the host does next."""
 
-    def __init__(self, device: str, budget: float = 2e-3, bursts: int = 3) -> None:
-        self.device, self.budget, self.bursts = device, budget, bursts
+    def __init__(self, device: str, budget: float = 2e-3, bursts: int = 3, *, watchful: bool = False) -> None:
+        self.device, self.budget, self.bursts, self.watchful = device, budget, bursts, watchful
         self._empty: float | None = None
 
     def measure(self, call: Callable[[], Any]) -> Timing:
@@ -44,6 +48,9 @@ class Clock:
 
     def _cuda(self, call: Callable[[], Any]) -> Timing:
         call()
+        waited = self._waited(call) if self.watchful else None
+        if waited is not None:
+            return waited
         first, asked = self._burst(call, 2, HOST_CALL_SECONDS)
         count = max(3, min(30, int(self.budget / self.bursts / max(first, 1e-6))))
         bursts = [self._burst(call, count, 2 * asked) for _ in range(self.bursts)]
@@ -69,6 +76,30 @@ class Clock:
                 break
             hold *= 3
         return found, asked / count
+
+    def _waited(self, call: Callable[[], Any]) -> Timing | None:
+        """Of a call that waits for the GPU: seconds from asking an idle one until both are done. None of others."""
+        first, asked = self._wall(call, 1)
+        mark = torch.cuda.Event()
+        torch.cuda._sleep(int(max(HOLD_SECONDS, 3 * asked) * SLEEP_CYCLES_PER_SECOND))
+        mark.record()
+        call()
+        if not mark.query():
+            torch.cuda.synchronize()
+            return None
+        count = max(1, min(30, int(self.budget / self.bursts / max(first, 1e-6))))
+        found = [self._wall(call, count)[0] for _ in range(self.bursts if first < LONG_CALL_SECONDS else 1)]
+        return _timing(found, [0.0])
+
+    def _wall(self, call: Callable[[], Any], count: int) -> tuple[float, float]:
+        """Seconds a call until the GPU is done, and until the host is."""
+        torch.cuda.synchronize()
+        before = time.perf_counter()
+        for _ in range(count):
+            call()
+        asked = time.perf_counter() - before
+        torch.cuda.synchronize()
+        return (time.perf_counter() - before) / count, asked / count
 
     def _nothing(self) -> float:
         """Seconds between two marks with nothing between them: what a burst reads too long. The least of many, once

@@ -23,7 +23,7 @@ _FREE = frozenset(
     f"aten::{name}" for name in (
         "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze",
         "split", "split_with_sizes", "detach", "alias", "as_strided", "unbind", "_reshape_alias", "empty",
-        "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense", "unfold", "diagonal",
+        "empty_like", "empty_strided", "new_empty", "new_empty_strided", "unfold", "diagonal",
         "view_as_real", "view_as_complex", "real", "imag", "lift_fresh", "resize_", "is_same_size", "set_", "transpose_",
         "t_", "squeeze_", "unsqueeze_", "as_strided_", "detach_",
     )

@@ -14,6 +14,7 @@ from foretell.hardware.probe.blocks import BLOCKS
 from foretell.hardware.probe.cases import CUDA_ONLY, FAMILIES, TAGS, Call, Draw
 from foretell.hardware.probe.clock import Clock
 from foretell.hardware.probe.harvest import Harvest
+from foretell.hardware.probe.rare import RARE, worth
 from foretell.hardware.profile import Case
 from foretell.hardware.types import Device
 
@@ -22,12 +23,15 @@ WHOLE_MEMORY_BYTES, WHOLE_FLOPS_PER_SECOND = 40e9, 200e12
 """A GPU with as much gets cases of full size."""
 CPU_LEAST_SCALE, CPU_SCALE_PER_CORE, CPU_MOST_SCALE = 0.001, 0.005, 0.05
 CPU_SHARE = 0.25
-"""A CPU gets this share of the cases of single ops, and all of blocks and updates: it is slow, its models are small."""
+"""A CPU gets this share of the cases of single ops, and all of blocks, updates and rare ops: it is slow, its models are small."""
 
-_ALL: dict[str, tuple[Callable[[Draw], Call], int]] = {**FAMILIES, **BLOCKS}
+_ALL: dict[str, tuple[Callable[[Draw], Call], int]] = {**FAMILIES, **BLOCKS, **RARE}
+_WHOLE = frozenset({*BLOCKS, *RARE, "update"})
+_APART = ("aten._local_scalar_dense",)
+"""What the host waits for is timed among rare ops alone."""
 
 
-def order(kind: str) -> list[tuple[str, int]]:
+def order(kind: str, families: Collection[str] = _ALL) -> list[tuple[str, int]]:
     """Every case of a full probe, in an order of which any beginning has each family in proportion."""
     rng = random.Random(ORDER_SEED)
     placed = [
@@ -35,14 +39,14 @@ def order(kind: str) -> list[tuple[str, int]]:
         for family, count in _counts(kind).items()
         for index in range(count)
     ]
-    return [(family, index) for _, family, index in sorted(placed)]
+    return [(family, index) for _, family, index in sorted(placed) if family in families]
 
 
 def _counts(kind: str) -> dict[str, int]:
     if kind == "cuda":
         return {family: count for family, (_, count) in _ALL.items()}
     return {
-        family: count if family in BLOCKS or family == "update" else max(1, round(count * CPU_SHARE))
+        family: count if family in _WHOLE else max(1, round(count * CPU_SHARE))
         for family, (_, count) in _ALL.items()
         if family not in CUDA_ONLY
     }
@@ -63,7 +67,7 @@ def run_case(family: str, index: int, kind: str, device: Device, clock: Clock) -
     call = _ALL[family][0](Draw(seed, kind, scale_of(kind, device, seed)))
 
     def keep(name: str) -> bool:
-        return family in BLOCKS or not name.startswith("aten.ones_like")
+        return worth(name, family) if family in RARE else not name.startswith(_APART if family in BLOCKS else (*_APART, "aten.ones_like"))
 
     harvest = Harvest(clock, keep=keep, tag=TAGS.get(family, ""))
     with harvest:
@@ -72,11 +76,11 @@ def run_case(family: str, index: int, kind: str, device: Device, clock: Clock) -
 
 
 def run_cases(
-    kind: str, device: Device, done: Collection[tuple[str, int]], until: float
+    kind: str, device: Device, done: Collection[tuple[str, int]], until: float, families: Collection[str] = _ALL
 ) -> Iterator[tuple[str, int, float, Case | str]]:
     """Cases not yet done until `time.perf_counter()` says `until`: family, index, seconds spent, rows or why not."""
-    clock = Clock(kind)
-    for family, index in order(kind):
+    plain, watchful = Clock(kind), Clock(kind, watchful=True)
+    for family, index in order(kind, families):
         if (family, index) in done:
             continue
         began = time.perf_counter()
@@ -84,7 +88,7 @@ def run_cases(
             return
         found: Any
         try:
-            found = run_case(family, index, kind, device, clock)
+            found = run_case(family, index, kind, device, watchful if family in RARE else plain)
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
             found = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             if kind == "cuda":

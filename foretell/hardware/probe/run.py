@@ -21,7 +21,7 @@ from foretell.hardware.types import Device
 Progress = Callable[[str, float], None]
 """Told what is being done, and which share of the whole is behind."""
 
-BUDGET_SECONDS = {("cuda", "quick"): 35.0, ("cuda", "full"): 285.0, ("cpu", "quick"): 15.0, ("cpu", "full"): 120.0}
+BUDGET_SECONDS = {("cuda", "quick"): 35.0, ("cuda", "full"): 360.0, ("cpu", "quick"): 15.0, ("cpu", "full"): 150.0}
 STEPS_SHARE = {"cuda": 0.2, "cpu": 0.25}
 """Of the time, for reference steps."""
 POWER_SECONDS = {"quick": 7.0, "full": 18.0}

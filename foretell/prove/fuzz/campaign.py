@@ -49,7 +49,8 @@ class Campaign:
             "traced": sum(one.traced for one in self.verdicts), "measured": len(measured),
             "memory_within": sum(error <= WITHIN for error in errors),
             "memory_median": statistics.median(errors) if errors else None, "memory_worst": errors[-1] if errors else None,
-            "composed": sum(one.composed for one in self.verdicts), "refused": sum(bool(one.refused) for one in self.verdicts), "failures": len(self.failed),
+            "composed": sum(one.composed for one in self.verdicts),
+            "refused": sum(bool(one.refused) for one in self.verdicts), "failures": len(self.failed),
             "failures_by_kind": {kind: sum(one.failure is not None and one.failure.kind == kind for one in self.failed) for kind in sorted(kinds)},
             "files": list(self.files), "seconds": round(self.seconds, 1),
         }  # fmt: skip

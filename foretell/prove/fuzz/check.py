@@ -215,15 +215,18 @@ def differs(model: Model, expected: Run, found: Run) -> str:
             return f"the gradient of {name} is there {'composed' if left is None else 'by hand'} alone"
         if not torch.equal(left, right):
             return f"gradients of {name} differ by {float((left - right).abs().max()):.3g} of {float(left.abs().max()):.3g}"
-    if model.clip is not None:
-        if expected.norm is None or found.norm is None or abs(found.norm - expected.norm) > CLIPPED_WITHIN * (1e-6 + expected.norm):
-            return f"the gradient's norm is {expected.norm} by hand, {found.norm} composed"
+    if model.clip is not None and not _near(expected.norm, found.norm):
+        return f"the gradient's norm is {expected.norm} by hand, {found.norm} composed"
     if not exact:
         return ""
     for name, weight in expected.weights.items():
         if not torch.equal(weight, found.weights[name]):
             return f"weights {name} differ by {float((weight - found.weights[name]).abs().max()):.3g} after {STEPS} steps"
     return ""
+
+
+def _near(expected: float | None, found: float | None) -> bool:
+    return expected is not None and found is not None and abs(found - expected) <= CLIPPED_WITHIN * (1e-6 + expected)
 
 
 def _traced(source: Source, recipe: Recipe, verdict: Verdict) -> tuple[Trace | None, Verdict]:
@@ -291,27 +294,28 @@ def repro(model: Model, failure: Failure) -> str:
     """A file that shows the failure when it is run."""
     recipe = {name: getattr(model, name) for name in ("optimizer", "recompute", "accumulate", "clip", "modes")}
     words = "\n".join(textwrap.wrap(failure.said, 120))
-    doc = f"foretell fuzz, seed {model.seed}, model {model.index}, reduced to {model.ops} ops ({', '.join(model.names)}).\n\n{words}\n\nShow it: python FILE\n"
+    of = f"foretell fuzz, seed {model.seed}, model {model.index}, reduced to {model.ops} ops ({', '.join(model.names)})."
+    doc = f"{of}\n\n{words}\n\nShow it: python FILE\n"
     main = f"""
 
 if __name__ == "__main__":
     from foretell.prove.fuzz.check import tell
 
-    tell(__file__, kind={failure.kind!r}, **{recipe!r})
+    print(tell(__file__, kind={failure.kind!r}, **{recipe!r}))
 """
     return render(model, doc.replace("\\", "/"), main)
 
 
-def tell(path: str, *, kind: str = "", **recipe: Any) -> None:
-    """Judge a model that is a file already, and print what is found."""
+def tell(path: str, *, kind: str = "", **recipe: Any) -> str:
+    """Judge a model that is a file already; what is found."""
     from foretell.prove.fuzz.types import Graph
 
     model = Model("", 0, Graph((), (), ()), (), **{**recipe, "modes": tuple(recipe.get("modes", ()))})
     source = Source(model=f"{path}:build")
     found = _judged(model, source, plain(model, source), Verdict(0), predict, kind)
-    if found.measured:
-        print(f"predicted peak {found.predicted:,} bytes, measured {found.measured:,}: {found.error:+.1%}")
-    print(f"{found.failure.kind}: {found.failure.said}" if found.failure is not None else "nothing fails")
+    if found.failure is not None:
+        return f"{found.failure.kind}: {found.failure.said}"
+    return f"nothing fails; predicted peak {found.predicted:,} bytes, measured {found.measured:,}: {found.error:+.1%}"
 
 
 def _compared(model: Model, source: Source, run: Run, verdict: Verdict) -> Verdict:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from foretell.prove.fuzz import rules
 from foretell.prove.fuzz.table_moves import BY_NAME, HELPERS
@@ -152,7 +151,3 @@ def _loss(model: Model) -> str:
             "target": f'F.mse_loss({out}, batch["y{number}"])',
         }[term.how])  # fmt: skip
     return "\ndef loss(output, batch):\n    return " + " + ".join(summed) + "\n"
-
-
-def meta(shape: Shape) -> Tensor:
-    return torch.empty(shape, device="meta")

@@ -11,8 +11,6 @@ from typing import Any
 
 from foretell.prove.fuzz.types import Operator, Slot
 
-_KINDS = "fcpuibs"
-
 
 def _slot(text: str) -> Slot:
     """`f34<expr`: kind, ranks that are tried (all of 1 to 4 unless told), and below what indices stay."""
@@ -127,7 +125,8 @@ NORMS = [
     _op("norm", "nn_group_norm", "{layer}({0})", "f34", layer="nn.GroupNorm(2, {n})", n="size"),
     _op("norm", "nn_batch_norm1d", "{layer}({0})", "f23", layer="nn.BatchNorm1d({n})", n="size"),
     _op("norm", "nn_batch_norm2d", "{layer}({0})", "f4", layer="nn.BatchNorm2d({n})", n="size", weight=1.5),
-    _op("norm", "weight_norm", "{layer}({0})", "f", layer="nn.utils.parametrizations.weight_norm(nn.Linear({n}, {m}))", n="size", m="size", weight=0.5),
+    _op("norm", "weight_norm", "{layer}({0})", "f",
+        layer="nn.utils.parametrizations.weight_norm(nn.Linear({n}, {m}))", n="size", m="size", weight=0.5),
 ]
 POOLING = [
     _op("pooling", "max_pool1d", "F.max_pool1d({0}, {k})", "f3", k=(2, 3)),
@@ -144,7 +143,8 @@ POOLING = [
     _op("resize", "bicubic2d", "F.interpolate({0}, size=({n}, {n}), mode='bicubic')", "f4", n=(6, 12), trials=15),
     _op("resize", "pixel_shuffle", "F.pixel_shuffle({0}, 2)", "f4"),
     _op("resize", "pixel_unshuffle", "F.pixel_unshuffle({0}, 2)", "f4"),
-    _op("resize", "grid_sample", "F.grid_sample({0}, torch.tanh({1}), align_corners=False, mode='{mode}')", "f4 p4", mode=("bilinear", "nearest"), trials=60),
+    _op("resize", "grid_sample", "F.grid_sample({0}, torch.tanh({1}), align_corners=False, mode='{mode}')",
+        "f4 p4", mode=("bilinear", "nearest"), trials=60),
     _op("resize", "affine_grid", "F.grid_sample({0}, F.affine_grid({1}, {0}.shape, align_corners=False), align_corners=False)", "f4 p3"),
 ]
 ATTENTION = [

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from foretell.prove.fuzz.table import _FLAG, ATTENTION, CONVOLUTIONS, ELEMENTWISE, INDEXING, NORMS, POOLING, PRODUCTS, REDUCTIONS, _op
+from foretell.prove.fuzz.table import (
+    _FLAG,
+    ATTENTION,
+    CONVOLUTIONS,
+    ELEMENTWISE,
+    INDEXING,
+    NORMS,
+    POOLING,
+    PRODUCTS,
+    REDUCTIONS,
+    _op,
+)
 from foretell.prove.fuzz.types import Operator
 
 MOVES = [
