@@ -145,6 +145,10 @@ def one(shape: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
         top = torch.cuda.max_memory_allocated()
         found |= {"resident": resident, "allocated": top, "activations": top - resident, "reserved": torch.cuda.max_memory_reserved(),
                   "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0)}  # fmt: skip
+    if options.timeline and cuda:
+        from offload import timeline
+
+        found |= timeline(lambda: job.train_step([workload.batch]), Path(f"/tmp/foretell-{os.getpid()}.json"), 0.01)
     job.close()
     return found
 
@@ -187,6 +191,7 @@ def main() -> None:
     parser.add_argument("--part", type=int, default=0, help="blocks that `part` moves; 0: as said, or half")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--timeout", type=float, default=60)
+    parser.add_argument("--timeline", type=int, default=0, help="1: copies and kernels of two more steps, in pieces of 10 ms")
     parser.add_argument("--predict", type=Path)
     parser.add_argument("--predicted", type=Path)
     parser.add_argument("--smoke", action="store_true")
