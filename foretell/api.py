@@ -304,8 +304,8 @@ def check(name: str) -> Check:
 
     A module with phases is checked in each, and in all of them in turn; bytes and seconds are those of the first.
     """
+    from foretell.cost.pace import Pace
     from foretell.prove import zoo as checks
-    from foretell.prove.zoo_cpu import PACERS
     from foretell.prove.zoo_rows import FAIL
     from foretell.units import human_bytes
 
@@ -318,7 +318,8 @@ def check(name: str) -> Check:
         f"predicted peak in tensors  {human_bytes(first.predicted_bytes)}",
         f"measured peak in tensors   {human_bytes(first.measured_bytes)}  ({100 * (first.predicted_bytes / first.measured_bytes - 1):+.1f} %)",
     )
-    lines += (_pace_words(first.pace, len(PACERS) - (name in PACERS)),) if first.pace else ()
+    if first.pace and first.host_pace and first.pacers:
+        lines += (Pace(ops=first.pace, host=first.host_pace, models=first.pacers).words,)
     return Check(
         name=name, predicted_bytes=first.predicted_bytes, measured_bytes=first.measured_bytes, lines=lines, rows=rows,
         ok=all(row.status != FAIL or row.failed == ("time",) for row in rows),

@@ -9,8 +9,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import dataclass
+from statistics import mean, median
 from typing import Any
 
 from foretell.cost import energy, host
@@ -27,8 +27,6 @@ LEAST_METERED_SECONDS = 0.5
 """The energy counter moves in jumps: what is shorter says little about watts."""
 EARLY = 0.7
 """Share of a step after which a host that has asked for all of it is early."""
-LEAST_AROUND = 0.02
-"""Share of a step on a CPU that is the host's at least."""
 ZEROS = "-zeros"
 """Load points of numbers that no training has: they say how far watts depend on data, and nothing about steps."""
 PULL = 0.1
@@ -88,21 +86,28 @@ def calibrate(measured: Measured, device: Device, steps: Sequence[Step]) -> Cali
 
 def _serial(steps: Sequence[tuple[Trace, float, float]]) -> tuple[float, host.HostModel]:
     """Where the host computes itself: (trace, seconds of a step, seconds of its ops alone) → how much longer ops take
-    inside a step, and what the host spends around them. The factor whose held-out steps come out best."""
+    inside a step, and what the host spends around them. The factor whose held-out steps come out best. Errors are relative to
+    the whole step: in one that is nearly all ops, what is left for the host is little more than their errors."""
     none: dict[str, float] = {"": 0.0}
     rows = [[host.counts(trace, none)[name] for name in host.COUNTS] for trace, _, _ in steps]
-    best = (float("inf"), 1.0)
+    whole = [seconds for _, seconds, _ in steps]
+
+    def weights(factor: float, kept: Sequence[int]) -> list[float]:
+        rest = [whole[at] - factor * steps[at][2] for at in kept]
+        return host.solve([rows[at] for at in kept], rest, [whole[at] for at in kept], host.BESIDE)
+
+    best = (float("inf"), 0.0, 1.0)
+    every = range(len(steps))
     for factor in (1.0 + 0.1 * number for number in range(13)) if len(steps) > 2 else ():
         errors = []
-        rest = [max(LEAST_AROUND * seconds, seconds - factor * alone) for _, seconds, alone in steps]
         for held, (_, seconds, alone) in enumerate(steps):
-            weights = host.solve(rows[:held] + rows[held + 1 :], rest[:held] + rest[held + 1 :])
-            around = sum(a * w for a, w in zip(rows[held], weights, strict=True))
+            found = weights(factor, [at for at in every if at != held])
+            around = sum(a * w for a, w in zip(rows[held], found, strict=True))
             errors.append(abs((factor * alone + around) / seconds - 1))
-        best = min(best, (median(errors), factor))
-    error, factor = best
-    left = [(trace, max(LEAST_AROUND * seconds, seconds - factor * alone)) for trace, seconds, alone in steps]
-    return factor, replace(host.learn(left, none), error=error if len(steps) > 2 else 0.0)
+        best = min(best, (mean(errors), median(errors), factor))
+    _, error, factor = best
+    learned = dict(zip(host.COUNTS, weights(factor, every), strict=True)) if steps else dict(host.BESIDE)
+    return factor, host.HostModel(learned, none, len(steps), error)
 
 
 def _busy(step: Mapping[str, Any]) -> float:

@@ -14,7 +14,7 @@ features, so that what they learn is efficiency and not size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from foretell.cost.movers import mover
 from foretell.cost.products import Product, aligned_bytes, best_tiling, engine_of
@@ -32,6 +32,7 @@ from foretell.cost.shapes import (
     two_power,
 )
 from foretell.hardware.types import Device
+from foretell.trace.types import TensorSpec
 from foretell.units import DTYPE_BYTES
 
 __all__ = ["FREE", "Described", "Shape", "describe", "launches", "product_of"]
@@ -147,6 +148,9 @@ def _attention(name: str, op: Shape, device: Device) -> Described:
         "waves": math.ceil(waves) * rounds * each * (0.5 if causal else 1.0),
         "scores": heads * pairs / cores * TILE * TILE * 1e-10, "exact": flops / peak,
     }  # fmt: skip
+    mask = _mask(op.inputs[first + 3 :], t, s, op.inputs[0].shape)
+    if mask:
+        terms |= {"moved": (moved - mask.nbytes) / rate, "masked": heads * t * s * DTYPE_BYTES.get(mask.dtype, 2) / rate}
     if device.backend == "cpu":  # which leaves no part of a tile empty
         terms = {"one": 1e-6, "moved": moved / rate, "exact": flops / peak, "each": heads * 1e-6, "softmax": scores * 1e-9, "lines": heads * t * 1e-8}
     values = {
@@ -160,8 +164,13 @@ def _attention(name: str, op: Shape, device: Device) -> Described:
         "strided": float(sum(letter in "sb" for letter in letters_of(op.attrs))),
     }  # fmt: skip
     base = LAUNCH_SECONDS + max(flops / peak, moved / rate)
-    key = f"{name}:{'full' if q.dtype == 'float32' else 'low'}"
+    key = f"{name}:{'full' if q.dtype == 'float32' else 'low'}{':masked' if mask else ''}"
     return Described("attention", key, "backward" if backward else "forward", base, terms, values)
+
+
+def _mask(others: Sequence[TensorSpec], t: int, s: int, result: tuple[int, ...]) -> TensorSpec | None:
+    """What is added to every score, once for each head: the operand of queries by keys, if there is one."""
+    return next((spec for spec in others if len(spec.shape) > 1 and spec.shape[-2:] == (t, s) and spec.shape != result), None)
 
 
 # ---------------------------------------------------------------- convolutions
@@ -214,6 +223,8 @@ def _convolution(name: str, op: Shape, device: Device) -> Described:
             t = best_tiling(job, engine, rate, width, device)
             terms[label], waves = t.computing, t.waves
         terms["flops"] = flops * len(jobs) / device.peak(rate)
+    if device.backend == "cpu":  # which goes over planes and filters one by one
+        terms |= {"planes": n * (cin if one_each else cin + cout) * 1e-7, "filters": weight.numel * 1e-9, "edges": n * cin * taps * 1e-8}
     intensity = flops / moved
     values = {
         "backward": float(backward), "asked": float(len(jobs)), "n": log(n), "cin": log(cin), "cout": log(cout),

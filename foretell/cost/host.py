@@ -18,18 +18,25 @@ from foretell.cost.shapes import Shape, short
 from foretell.hardware.profile import OpRow
 from foretell.trace.compiled_blocks import ENTER, LEAVE
 from foretell.trace.compiled_graphs import REPLAY, REPLAYED
-from foretell.trace.types import Op, TensorSpec, Trace
+from foretell.trace.types import NO_GRAD, Op, TensorSpec, Trace
 
 COUNTS = (
     "call", "forward", "backward", "recompute", "update", "view", "backward_view", "module", "listed", "parameter", "program",
+    "plain", "plain_view",
 )  # fmt: skip
 """What is counted in a trace: seconds of the calls themselves; launches by phase; ops that launch nothing; modules
-entered; tensors in lists; parameters; programs."""
+entered; tensors in lists; parameters; programs; launches, and ops that launch nothing, of which autograd keeps no record."""
 START: Mapping[str, float] = {
     "call": 0.8, "forward": 12e-6, "backward": 9e-6, "recompute": 18e-6, "update": 8e-6, "view": 8e-6,
     "backward_view": 4e-6, "module": 30e-6, "listed": 0.5e-6, "parameter": 8e-6, "program": 100e-6,
+    "plain": 6e-6, "plain_view": 4e-6,
 }  # fmt: skip
 """Where learning starts from, in seconds each; `call` is a share of the measured call."""
+BESIDE: Mapping[str, float] = {
+    "call": 0.0, "forward": 3e-6, "backward": 3e-6, "recompute": 5e-6, "update": 1e-6, "view": 3e-6, "backward_view": 1.5e-6,
+    "module": 8e-6, "listed": 0.3e-6, "parameter": 1e-6, "program": 30e-6, "plain": 1.5e-6, "plain_view": 2e-6,
+}  # fmt: skip
+"""The same where the host computes itself: a bare call is part of the op's own seconds there."""
 PULL = 0.6
 """How strongly weights are held at their start; relative to one reference step."""
 COMPILED: Mapping[str, float] = {"fused": 21e-6, "library": 11e-6, "graph": 150e-6}
@@ -118,7 +125,7 @@ class HostModel:
             return 0.0 if name in FREE else self.call(name) + self.turning(op) + self.slowness * COMPILED["library"]
         again = self.slowness * AGAIN if op.phase == "recompute" else 0.0
         if name in FREE:
-            return self.weights["backward_view" if op.phase == "backward" else "view"] + again
+            return self.weights[_view(op)] + again
         listed = len(op.inputs) * self.weights["listed"] if name.startswith(("_foreach", "_fused")) else 0.0
         return self.weights["call"] * self.call(name) + self.weights[_phase(op)] + again + listed + self.turning(op)
 
@@ -157,13 +164,18 @@ class HostModel:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> HostModel:
-        older = {"recompute": data["weights"]["forward"], "module": 0.0}
+        known = data["weights"]
+        older = {"recompute": known["forward"], "module": 0.0, "plain": known["forward"], "plain_view": known.get("view", START["view"])}
         weights = {name: data["weights"].get(name, older.get(name, START[name])) for name in COUNTS}
         return cls(weights, dict(data["calls"]), data["references"], data["error"], dict(data.get("turns", {})), dict(data.get("waits", {})))
 
 
 def _phase(op: Op) -> str:
-    return op.phase if op.phase in ("backward", "recompute", "update") else "forward"
+    return op.phase if op.phase in ("backward", "recompute", "update") else "plain" if NO_GRAD in op.attrs else "forward"
+
+
+def _view(op: Op) -> str:
+    return "backward_view" if op.phase == "backward" else "plain_view" if NO_GRAD in op.attrs else "view"
 
 
 def wholly_compiled(trace: Trace) -> bool:
@@ -208,7 +220,7 @@ def counts(trace: Trace, calls: Mapping[str, float]) -> dict[str, float]:
                 continue
             called = short(op.name)
             if called in FREE:
-                found["backward_view" if op.phase == "backward" else "view"] += times
+                found[_view(op)] += times
                 continue
             found["call"] += times * model.call(called)
             found[_phase(op)] += times
@@ -301,16 +313,19 @@ def learn(
     return HostModel(dict(zip(COUNTS, weights, strict=True)), calls, len(rows), sorted(errors)[len(errors) // 2], turns, waits)
 
 
-def solve(rows: list[list[float]], seconds: list[float]) -> list[float]:
-    """Weights ≥ 0 of least relative error, held near their start: coordinate descent on the normal equations."""
+def solve(
+    rows: list[list[float]], seconds: list[float], whole: list[float] | None = None, begin: Mapping[str, float] = START
+) -> list[float]:
+    """Weights ≥ 0 of least error relative to `whole` (else to the seconds themselves), held near where they begin: coordinate
+    descent on the normal equations."""
     import numpy as np
 
-    start = np.array([START[name] for name in COUNTS])
-    a = np.array(rows) / np.array(seconds)[:, None]
+    start, size = np.array([begin[name] for name in COUNTS]), np.array(whole or seconds)
+    a = np.array(rows) / size[:, None]
     scale = np.sqrt((a * a).mean(axis=0)) + 1e-12
     pull = PULL * scale * len(rows) ** 0.5
     square = a.T @ a + np.diag(pull**2)
-    right = a.T @ np.ones(len(rows)) + pull**2 * start
+    right = a.T @ (np.array(seconds) / size) + pull**2 * start
     weights = start.copy()
     for _ in range(400):
         for j in range(len(weights)):

@@ -25,8 +25,13 @@ FAINT = 0.05
 """A term that hardly shows under a key is drawn by this much of its weight in the family."""
 NEAR = 0.1
 """Relative errors below this count by their squares, above by their size."""
+UNSEEN: Law = {"masked": 1.0}
+"""Terms that count as their own seconds say until a row has shown otherwise: every byte of a mask is read for each head."""
+OLDER: Mapping[str, str] = {"channel": "lane"}
+"""Term → what it was called in profiles that do not know it."""
 LONG_SECONDS = 20e-6
 FLOOR_SECONDS = 5e-7
+_BESIDE = UNSEEN.keys() | OLDER.keys()
 
 
 def laws_of(rows: Sequence[Described], seconds: Floats) -> dict[str, dict[str, float]]:
@@ -45,7 +50,7 @@ def laws_of(rows: Sequence[Described], seconds: Floats) -> dict[str, dict[str, f
             parent = found[""] if prefix else found.get("*" + rows[positions[0]].kind, found[""])
             found[prefix + name] = _fit(table[positions], seconds[positions], parent, scale.mean(axis=0))
     return {
-        name: {term: float(f"{c:.4g}") for term, c in zip(terms, law, strict=True) if c} for name, law in found.items()
+        name: {term: float(f"{c:.4g}") for term, c in zip(terms, law, strict=True) if c or term in _BESIDE} for name, law in found.items()
     }
 
 
@@ -54,10 +59,20 @@ def by_laws(rows: Sequence[Described], laws: Mapping[str, Law]) -> Floats:
     the family."""
     out = np.empty(len(rows))
     for position, row in enumerate(rows):
-        law = laws.get(row.key) or laws.get(row.key.partition(":")[0]) or laws.get("*" + row.kind) or laws[""]
+        law = _law(row, laws)
         get = law.get
         out[position] = sum([value * get(name, 0.0) for name, value in row.terms.items()])
+        for name in _BESIDE & row.terms.keys() - law.keys():
+            out[position] += (UNSEEN.get(name) or get(OLDER.get(name, ""), 0.0)) * row.terms[name]
     return np.maximum(out, FLOOR_SECONDS)
+
+
+def _law(row: Described, laws: Mapping[str, Law]) -> Law:
+    """Of the longest beginning of a key that has one, of its kind, or of the family."""
+    key = row.key
+    while key not in laws and ":" in key:
+        key = key.rpartition(":")[0]
+    return laws.get(key) or laws.get("*" + row.kind) or laws[""]
 
 
 def _table(rows: Sequence[Described], terms: Sequence[str]) -> Floats:

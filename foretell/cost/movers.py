@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from foretell.cost.lines import lines
 from foretell.cost.shapes import LAUNCH_SECONDS, Described, Shape, letters_of, log, nbytes, two_power
 from foretell.hardware.types import Device
 from foretell.trace.types import TensorSpec
@@ -49,6 +50,15 @@ KINDS = (
 _NUMBERS = {kind: float(number) for number, kind in enumerate(KINDS)}
 _LAYOUTS = {"c": "read", "t": "swapped", "s": "strided", "l": "last", "b": "spread"}
 _KEEPS_LAYOUT = ("pointwise", "copy", "random")
+_CHANNELS = ("channels", "channels_backward")
+_BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "batch_norm")
+LONG_ROW = 128
+"""Shorter rows are summed number by number: where they begin makes no difference."""
+LOGSUMEXP = {"launches": 9, "read": 4, "written": 2}
+"""Kernels of a logsumexp on a GPU, and how often they read and write what is summed: the largest, what is subtracted, its
+exponential and their sum, then six of the result's size."""
+_MANY_BLOCKS = ((4001, 400), (800, 800), (200, 3000), (81, 5000), (41, 8000), (21, 10000), (1, 20000))
+"""From so many rows, the least length of those that torch gives several blocks when it chooses the largest numbers."""
 SHORT_SORT = 4096
 """Rows that one block sorts by itself; longer ones are sorted all together."""
 FEW_INDICES = 3072
@@ -69,6 +79,9 @@ def mover(name: str, op: Shape, device: Device) -> Described:
     kind = kind_of(name)
     if kind == "lists":
         return _lists(name, op, device)
+    kept = name in _BATCH_NORMS and len(op.outputs) > 1 and not op.outputs[1].numel
+    if kept:
+        kind = "pointwise"  # statistics that are known already: each number for itself
     letters = letters_of(op.attrs)
     if kind in _KEEPS_LAYOUT and name != "clone" and set(letters) in ({"l"}, {"t"}):
         letters = ""  # all alike and without gaps: as good as contiguous
@@ -91,11 +104,13 @@ def mover(name: str, op: Shape, device: Device) -> Described:
     many = max(numel, out)
     terms = {name: value / rate for name, value in moved.items() if value}
     terms |= {"one": 1e-6, "over": max(0.0, total - 0.6 * cache) / rate, "elements": many * 1e-12 * cores}
+    if device.backend == "cpu":
+        terms["lines"] = lines(kind, op) * 1e-8
     if lane:
-        terms["lane"] = lane * 1e-9
+        terms["channel" if kind in _CHANNELS else "lane"] = lane * 1e-9
     if kind in ("norm", "norm_backward", "softmax", "reduction", "order", "loss"):
         terms["rows"] = (rows * _crew(kind, op, inner, out) if kind != "order" else numel / along(op, first)) * 1e-9 * cores
-        terms["odd_rows"] = rows * 1e-9 * cores if inner % 4 else 0.0
+        terms["odd_rows"] = rows * 1e-9 * cores if inner % 4 and (kind != "reduction" or inner >= LONG_ROW) else 0.0
     if kind in ("gather", "scatter", "sorted"):
         touched = _touched(kind, op, last)
         terms["indices"] = touched[0] * 1e-9 * cores
@@ -109,6 +124,12 @@ def mover(name: str, op: Shape, device: Device) -> Described:
     if kind == "order":
         terms["along"] = along(op, first) * 1e-9
         terms["passes"] = numel * log(along(op, first) + 1) * 1e-12 * cores
+        if many_blocks(name, op, first):
+            digits = DTYPE_BYTES.get(first.dtype, 4)  # a pass over all for each, and one more to gather
+            blocks = digits * numel / along(op, first) * 1e-9 * cores
+            terms |= {"read": (digits + 1) * first.nbytes / rate, "chosen_rows": blocks, "rows": 0.0, "along": 0.0, "passes": 0.0, "elements": 0.0}
+    if name == "logsumexp" and device.backend != "cpu":
+        terms["one"] = LOGSUMEXP["launches"] * 1e-6
     base = LAUNCH_SECONDS + total / rate
     values = {
         "moved": log(total + 1), "numel": log(numel), "out": log(out), "shrink": log(numel / out),
@@ -124,7 +145,9 @@ def mover(name: str, op: Shape, device: Device) -> Described:
         "second": log(first.shape[-2] if len(first.shape) > 1 else 1), "kind": _NUMBERS[kind],
         "chunks": 0.0, "equal": float(numel == out),
     }  # fmt: skip
-    key = f"each:{name}" if each else _key(name, kind, op, first, inner, out)
+    if device.backend == "cpu":
+        values["lines"] = log(lines(kind, op) + 1)
+    key = f"each:{name}" if each else f"kept:{name}" if kept else _key(name, kind, op, first, inner, out)
     return Described("stream", key, kind, base, terms, values)
 
 
@@ -133,9 +156,13 @@ def _key(name: str, kind: str, op: Shape, first: TensorSpec, inner: int, out: in
         return f"{name}:{_side(op, inner, out)}"
     if kind == "order" and first.shape:
         length = along(op, first)
+        if many_blocks(name, op, first):
+            return f"{name}:blocks"
         if length == first.numel:
             return f"{name}:one"
         return f"{name}:{'last' if length == inner else 'other'}{'' if 'sort' not in name or length <= SHORT_SORT else ':long'}"
+    if kind in _CHANNELS and letters_of(op.attrs)[:1] == "l":
+        return f"{name}:last"
     if kind == "sorted":
         return f"{name}:{'few' if _touched(kind, op, op.outputs[0] if op.outputs else first)[0] <= FEW_INDICES else 'many'}"
     return name
@@ -145,6 +172,13 @@ def along(op: Shape, spec: TensorSpec) -> int:
     """Length of the dimension that is sorted or summed along: the one in attrs, or else the last."""
     dim = next((value for value in op.attrs if type(value) is int), -1)
     return max(1, spec.shape[dim]) if spec.shape and -len(spec.shape) <= dim < len(spec.shape) else 1
+
+
+def many_blocks(name: str, op: Shape, spec: TensorSpec) -> bool:
+    """Whether torch chooses the largest numbers of a row with several blocks, digit by digit."""
+    length = along(op, spec) if spec.shape else 1
+    rows = spec.numel // max(1, length)
+    return name == "topk" and length >= next((least for fewest, least in _MANY_BLOCKS if rows >= fewest), length + 1)
 
 
 SLICE_BYTES, SECTOR_BYTES = 16, 32
@@ -201,6 +235,9 @@ def _moved(name: str, kind: str, op: Shape, letters: str) -> dict[str, float]:
     if name == "copy_" and len(inputs) > 1:
         inputs, letters = inputs[1:], letters[1:] if len(letters) == len(op.inputs) else ""
     moved = {"read": 0.0, "written": written}
+    if name == "logsumexp":
+        whole = float(nbytes(inputs))
+        return {"read": LOGSUMEXP["read"] * whole, "written": LOGSUMEXP["written"] * whole + written}
     if len(letters) != len(inputs):
         moved["read"] = float(nbytes(inputs))
     else:
@@ -262,4 +299,6 @@ def _lists(name: str, op: Shape, device: Device) -> Described:
         "inputs": float(count), "width": float(width), "width_out": float(width), "cache": log(total / cache),
         "small": log(min(sizes, default=1) + 1), "kind": _NUMBERS["lists"], "chunks": log(chunks + 1),
     }  # fmt: skip
+    if device.backend == "cpu":
+        values["lines"] = 0.0
     return Described("stream", name, "lists", LAUNCH_SECONDS + total / rate, terms, values)

@@ -59,6 +59,7 @@ _WIDE = (
     (192, 192), (256, 192), (192, 256), (256, 256), (64, 32), (32, 64), (64, 16), (16, 64),
 )  # fmt: skip
 _OLD = ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
+_PLAIN = (*_OLD, (32, 32), (32, 128), (128, 32))
 SPLITS = (2, 4, 8, 16, 32)
 LEAST_SPLIT = 128
 """Inner elements left to each part."""
@@ -71,7 +72,7 @@ ENGINES = {
     "tf32": Engine(2.90e-6, 1.08e-6, 0.841, 3.4, 0.73, 0.74, 4.0e-6, 0.0, 2.07, 4.6e-7, 3.2e-11, 0.004, 32),
     "tf32_odd": Engine(3.36e-6, 6.4e-7, 0.232, 4.2, 0.75, 0.32, 3.1e-6, 0.0, 1.38, 2.9e-7, 0.0, 0.023, 32),
     "patches": Engine(2.00e-6, 1.1e-6, 0.65, 3.4, 0.80, 1.00, 4.0e-6, 1.0, 2.00, 5.0e-7, 3.0e-11, 0.004, 32),
-    "plain": Engine(1.52e-6, 8.2e-7, 0.761, 4.2, 2.17, 0.80, 3.0e-6, 0.59, 1.08, 2.1e-7, 7.2e-11, 0.01, 32),
+    "plain": Engine(1.52e-6, 8.2e-7, 0.761, 4.2, 2.17, 0.80, 3.0e-6, 0.59, 1.08, 2.1e-7, 7.2e-11, 0.01, 8),
 }
 """On matrix units, by what rows of all three matrices begin at multiples of: fast 16 bytes, half 4 or 8, odd 2 (odd_rows
 where both operands lie along the inner dimension); patches: of convolutions; plain: without matrix units."""
@@ -119,7 +120,7 @@ def best_tiling(p: Product, engine: str, rate: str, width: float, device: Device
     moving = moved / bandwidth / (e.cached if moved < (device.l2_bytes or 0) else e.far)
     depth = -(-p.k // e.step) * e.step
     found: list[tuple[float, int, int, int, float]] = []
-    for rows, columns in _WIDE if engine == "fast" else _OLD:
+    for rows, columns in _WIDE if engine == "fast" else _PLAIN if engine == "plain" else _OLD:
         tiles = p.batch * -(-p.m // rows) * -(-p.n // columns)
         inner = max(2 * rows * columns / flops * (1 + e.edge * (128 / rows + 128 / columns)), (rows + columns) * width / near)
         fixed = e.tile + e.store * rows * columns

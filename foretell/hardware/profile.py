@@ -298,17 +298,19 @@ def journal_path(profile_path: str | Path) -> Path:
 
 
 def find_profile(
-    device_name: str, torch_version: str | None = None, *, reported_as: str | None = None
+    device_name: str, torch_version: str | None = None, *, reported_as: str | None = None, threads: int | None = None
 ) -> Profile | None:
     """The profile of a device: the user's own, else the one that travels with foretell, else None.
 
-    Of several, one measured on `reported_as` comes before others, and a newer before an older. With `torch_version`,
-    only those measured with that minor version. Passed over: files that cannot be read, and own ones without fitted ops.
+    Of several, one measured on `reported_as` comes before others, one of several threads before one of a single thread, and a
+    newer before an older. With `torch_version`, only those measured with that minor version; with `threads`, with so many.
+    Passed over: files that cannot be read, and own ones without fitted ops.
     """
     for own, paths in ((True, _own(device_name)), (False, _shipped(device_name))):
         found = [profile for path in paths if (profile := _readable(path, device_name, torch_version, own)) is not None]
+        found = [profile for profile in found if threads is None or profile.threads == threads]
         if found:
-            return max(found, key=lambda profile: (profile.reported_as == reported_as, profile.date))
+            return max(found, key=lambda profile: (profile.reported_as == reported_as, profile.threads != 1, profile.date))
     return None
 
 

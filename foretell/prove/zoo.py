@@ -2,7 +2,7 @@
 
     trace    forward, backward and update on fake tensors; every op has rules for FLOPs and bytes
     memory   predicted beside measured peak
-    time     predicted beside measured seconds of a step; a CPU's pace is taken once, by other models
+    time     predicted beside measured seconds of a step; a CPU's pace, of ops and of the host around them, is taken once, by other models
     plan     the search is asked for half the memory of the plain step; what it finds is really run and must stay below
     ranks    losses and gradients on two gloo ranks beside one process
     trap     what the entry says that a planner gets wrong: tested, or open and why
@@ -172,6 +172,8 @@ def _checker(progress: Progress) -> Iterator[RowOf]:
         progress("starting two workers, and taking this CPU's pace")
         pool.ranks(2).run(zoo_cpu.prepare)
         pacers: Pacers = pool.ranks(1).run(zoo_cpu.pace_now)[0]
+        if pacers:
+            progress(zoo_cpu.pace_without(pacers, "").words)
         yield Checker(pool, pacers).row
     finally:
         pool.close()
@@ -219,7 +221,9 @@ class Checker:
         row = replace(
             row, ops=seen.ops, uncovered=seen.uncovered, predicted_bytes=seen.predicted_bytes,
             measured_bytes=seen.measured_bytes, predicted_seconds=seen.predicted_seconds,
-            measured_seconds=seen.measured_seconds, pace=seen.pace, columns={"trace": OK, "memory": OK, "time": OK},
+            measured_seconds=seen.measured_seconds, pace=seen.pace.ops if seen.pace else None,
+            host_pace=seen.pace.host if seen.pace else None, pacers=seen.pace.models if seen.pace else None,
+            columns={"trace": OK, "memory": OK, "time": OK},
         )  # fmt: skip
         if seen.uncovered:
             failures["trace"] = f"no rule for {', '.join(seen.uncovered)}"

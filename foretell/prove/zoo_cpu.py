@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import functools
 import signal
-import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from foretell.cost.features import launches
+from foretell.cost.pace import Pace, Said, pace_of, said
 from foretell.cost.plan import Options
 from foretell.hardware import Cluster
 from foretell.hardware.profile import find_profile
 from foretell.prove.zoo_plan import HereTraces, Planned, planned
-from foretell.prove.zoo_rows import TIME_BAR
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.types import Op, Trace
@@ -27,17 +26,19 @@ if TYPE_CHECKING:
     from foretell.cost.time import Machine
     from foretell.trace.step import Step
 
-Pacers = Mapping[str, tuple[float, float]]
-"""Model → its seconds measured and by the profile."""
+Pacers = Mapping[str, tuple[Said, float]]
+"""Model → its seconds by the profile, and measured."""
 RECIPE = Recipe(precision="fp32")
 SAMPLES = 2
-PACERS = ("llama-tiny", "bert-tiny", "ssm-tiny", "mixtral-tiny")
-"""Small steps that say how this CPU runs now, beside what its profile says."""
-WARM, LEAST_STEPS, LEAST_SECONDS, MOST_SECONDS = 3, 7, 0.3, 3.0
-"""Steps before those that are timed; how many and for how long at least; for how long at most."""
-AGAIN = 2
-"""Times that a step out of the bar is timed anew, each with the pace of that moment, since a core may be slower for a while:
-the middle one of all counts."""
+PACERS = (
+    "llama-tiny", "bert-tiny", "ssm-tiny", "mixtral-tiny", "t5-tiny", "vit-tiny", "unet-tiny", "dit-tiny", "resnet-tiny", "graphsage-tiny",
+)  # fmt: skip
+"""Small steps that say how this CPU runs now beside what its profile says: some are products, some wait for Python."""
+WARM, LEAST_STEPS, LEAST_SECONDS, MOST_SECONDS = 3, 7, 0.2, 2.0
+"""Of a try: steps before those that are timed; how many and for how long at least; for how long at most."""
+TRIES = 3
+"""That every step is timed, pacers too, with other work between them: the least of all counts, since a core that others share
+only takes longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class Seen:
     measured_bytes: int
     predicted_seconds: float | None = None
     measured_seconds: float | None = None
-    pace: float | None = None
+    pace: Pace | None = None
 
 
 def prepare(_rank: int, _world: int) -> None:
@@ -63,26 +64,25 @@ def look(_rank: int, _world: int, source: Source, phases: tuple[str, ...], pacer
     from foretell.trace.live import peak_live
 
     sources = [with_phase(source, phase) for phase in phases] or [source]
+    known = _machine() if pacers else None
+    tries = [_tries(sources, known)]
     trace = _traced(sources, phases)
+    tries.append(_tries(sources, known))
     seen = Seen(
         ops=sum(len(program.ops) for program in trace.programs.values()), uncovered=uncovered(trace),
         predicted_bytes=peak_live(trace, tuple(trace.schedule)), measured_bytes=_peak(sources),
     )  # fmt: skip
-    known = _machine()
-    if not pacers or known is None:
+    if known is None:
         return seen
-    said = _seconds(trace, known)
-    tries = [_try(said, sources, pacers)]
-    if abs(tries[0][0] / tries[0][1] - 1) > TIME_BAR:
-        tries += [_try(said, sources, pace_now(0, 1)) for _ in range(AGAIN)]
-    predicted, measured, pace = sorted(tries, key=lambda one: one[0] / one[1])[len(tries) // 2]
-    return replace(seen, predicted_seconds=predicted, measured_seconds=measured, pace=pace)
+    tries.append(_tries(sources, known))
+    pace = pace_without(pacers, source.model)
+    measured = sum(min(each) for each in zip(*tries, strict=True))
+    return replace(seen, predicted_seconds=pace.seconds(said(trace, known)), measured_seconds=measured, pace=pace)
 
 
-def _try(said: float, sources: list[Source], pacers: Pacers) -> tuple[float, float, float]:
-    """Seconds predicted at a pace, seconds measured, and the pace."""
-    pace = pace_of(pacers, sources[0].model)
-    return pace * said, sum(_timed(one) for one in sources), pace
+def _tries(sources: list[Source], known: Machine | None) -> list[float]:
+    """Seconds of a step of each, once more."""
+    return [_timed(one) for one in sources] if known is not None else []
 
 
 def plan_for(_rank: int, _world: int, source: Source) -> Planned:
@@ -181,30 +181,24 @@ def _shapes(batch: Any) -> list[Any]:
 
 
 def pace_now(_rank: int, _world: int) -> Pacers:
-    """Seconds of other small models, measured now and by this CPU's profile; none without a profile."""
+    """Seconds of other small models by this CPU's profile and measured now; none without a profile."""
     known = _machine()
     if known is None:
         return {}
-    return {name: (_timed(Source(model=name, micro_batch=SAMPLES)), said) for name, said in _pacers().items()}
-
-
-def pace_of(pacers: Pacers, name: str) -> float:
-    """How many times as long as its profile says this CPU takes, by all of them but the one in question."""
-    others = [pair for pacer, pair in pacers.items() if pacer != name]
-    return sum(measured for measured, _ in others) / sum(said for _, said in others)
-
-
-@functools.cache
-def _pacers() -> Mapping[str, float]:
     from foretell.trace.here import trace_as_cpu
 
-    known = _machine()
-    assert known is not None
-    return {name: _seconds(trace_as_cpu(Source(model=name, micro_batch=SAMPLES), RECIPE), known) for name in PACERS}
+    sources = {name: Source(model=name, micro_batch=SAMPLES) for name in PACERS}
+    tries = [{name: _timed(source) for name, source in sources.items()} for _ in range(TRIES)]
+    return {name: (said(trace_as_cpu(source, RECIPE), known), min(each[name] for each in tries)) for name, source in sources.items()}
+
+
+def pace_without(pacers: Pacers, name: str) -> Pace:
+    """The pace by all of them but the one in question."""
+    return pace_of([pair for pacer, pair in pacers.items() if pacer != name])
 
 
 def _timed(source: Source) -> float:
-    """Median seconds of a step on one thread, while it has a core: who else uses the machine does not count."""
+    """The least seconds of a step on one thread, while it has a core: who else uses the machine counts as little as can be."""
     import torch
 
     from foretell.trace.here import _run_once
@@ -221,13 +215,7 @@ def _timed(source: Source) -> float:
         found.append(time.thread_time() - before)
         if sum(found) > MOST_SECONDS and len(found) > WARM:
             break
-    return statistics.median(found[WARM:])
-
-
-def _seconds(trace: Trace, known: Machine) -> float:
-    from foretell.cost.time import predict_time
-
-    return predict_time(trace, known, _cluster())[0].step_seconds
+    return min(found[WARM:])
 
 
 def _cluster() -> Cluster:
@@ -243,8 +231,9 @@ def _device() -> Any:
 
 @functools.cache
 def _machine() -> Machine | None:
-    """This CPU as its own profile describes it, or that of one like it."""
+    """One thread of this CPU, as a profile of one thread describes it or a CPU like it; the own one of all threads else."""
     from foretell.cost.machine import machine
     from foretell.hardware.probe.machine import cpu_name
 
-    return machine(_device(), find_profile(_device().name, reported_as=cpu_name()))
+    name, reported = _device().name, cpu_name()
+    return machine(_device(), find_profile(name, reported_as=reported, threads=1) or find_profile(name, reported_as=reported))

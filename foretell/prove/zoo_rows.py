@@ -42,7 +42,11 @@ class Row:
     """At this device's pace."""
     measured_seconds: float | None = None
     pace: float | None = None
-    """How many times as long as its profile says this CPU took, by other models."""
+    """How many times as long as its profile says this CPU took for ops, by other models."""
+    host_pace: float | None = None
+    """The same of what is around ops."""
+    pacers: int | None = None
+    """How many models said so."""
     global_batch: int | None = None
     """Samples of the step that is planned."""
     plain_bytes: int | None = None

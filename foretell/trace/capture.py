@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from foretell.trace import types
 from foretell.trace.blocks import find_blocks
 from foretell.trace.collection import no_collection
+from foretell.trace.cpu import cpu_choices
 from foretell.trace.cuda import cuda_choices, real_masks
 from foretell.trace.flops import flops
 from foretell.trace.formulas import plain_formulas
@@ -39,7 +40,7 @@ def capture(
     capability the step is traced as this machine's CPU runs it.
     """
     recorder = Recorder(hints)
-    choices = cuda_choices(recorder, capability) if capability else _random_states()
+    choices = cuda_choices(recorder, capability) if capability else cpu_choices(recorder)
     with no_collection(), recorder, plain_formulas(), choices:
         with no_initialisation():
             workload = build()
@@ -61,17 +62,6 @@ def no_initialisation() -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("normal_", "uniform_", "fill_", "zero_"):
             stack.enter_context(mock.patch.object(Tensor, name, lambda tensor, *args, **kwargs: tensor))
-        yield
-
-
-@contextmanager
-def _random_states() -> Iterator[None]:
-    """On a CPU, the state of the random numbers that recomputation keeps is memory like any other."""
-    size = torch.get_rng_state().numel()
-    with (
-        mock.patch.object(torch, "get_rng_state", lambda: torch.empty(size, dtype=torch.uint8)),
-        mock.patch.object(torch, "set_rng_state", lambda _: None),
-    ):
         yield
 
 

@@ -57,14 +57,22 @@ class _RmsNorm(torch.autograd.Function):
         return None, grad_input, None, grad_weight, None
 
 
+def _rms_norm_in_parts(input: Tensor, dims: int, weight: Tensor, eps: float | None) -> Tensor:
+    wide = input.to(torch.float32)
+    axes = list(range(-dims, 0))
+    mean = wide.pow(2).mean(axes, keepdim=True)
+    scale = torch.rsqrt(torch.ops.aten.add_.Scalar(mean, torch.finfo(input.dtype).eps if eps is None else eps))
+    return wide.mul(scale).mul(weight).to(input.dtype)
+
+
 def rms_norm(
     recorder: Recorder, input: Tensor, normalized_shape: list[int], weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:  # fmt: skip
+    """One kernel where weight and input are of one dtype, and op by op in fp32 where they are not (torch 2.11, with autocast
+    and without; from 2.12 on autocast makes both fp32)."""
     if weight is not None and weight.dtype != input.dtype:
-        with recorder.muted():  # asking for a dtype is no op of the step
-            common = torch.promote_types(weight.dtype, input.dtype)
-        return rms_norm(recorder, input.to(common), normalized_shape, weight.to(common), eps)
+        return _rms_norm_in_parts(input, len(normalized_shape), weight, eps)
     return _RmsNorm.apply(recorder, input, normalized_shape, weight, eps)
 
 

@@ -7,6 +7,7 @@ mode, and a trace is one, nobody may look, and PyTorch takes the general formula
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,6 +76,17 @@ class _Cumprod(torch.autograd.Function):
         return backwards.div(given), None, None
 
 
+def _affine_grid_backward(grad: Tensor, size: list[int], align_corners: bool) -> Tensor:
+    """The gradient of `affine_grid_generator`: PyTorch's own makes a number for sides of one pixel that is not fake."""
+    samples, _, *sides = size
+    points, dims = math.prod(sides), len(sides)
+    base = torch.empty((samples, *sides, dims + 1), dtype=grad.dtype)
+    for dim, side in enumerate(sides):
+        base.select(-1, dims - 1 - dim).copy_(torch.linspace(-1, 1, side).view(-1, *[1] * (dims - 1 - dim)))
+    base.select(-1, -1).fill_(1)
+    return base.view(samples, points, dims + 1).transpose(1, 2).bmm(grad.reshape(samples, points, dims)).transpose(1, 2)
+
+
 def _prod(given: Tensor, *, dtype: Any = None) -> Any:
     return _Prod.apply(given, None, False, dtype)
 
@@ -98,6 +110,7 @@ def plain_formulas() -> Iterator[None]:
         warnings.simplefilter("ignore")
         for name, formula in FORMULAS.items():
             library.impl(name, formula, "AutogradCPU")
+        library.impl("affine_grid_generator_backward", _affine_grid_backward, "CompositeImplicitAutograd", allow_override=True)
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import statistics
 import time
@@ -121,13 +122,27 @@ def _peaks(events: Iterable[Any]) -> tuple[int, int]:
             whole = max(whole, live)
             kept = kept if ends is not None else max(kept, live)
         elif ends is None and _is_kernel(event.name()) and not _copies_first(ordered, position):
-            ends = event.start_ns() + event.duration_ns()
+            ends = _end(event)
     return kept, whole
 
 
 def _copies_first(events: Sequence[Any], position: int) -> bool:
-    """Whether an op begins by copying an input, as PyTorch does with conjugates: that is an op of its own in a trace."""
-    return position + 1 < len(events) and events[position + 1].name() == "aten::clone"
+    """Whether an op copies an input and else asks for nothing, as PyTorch does with conjugates: those copies are ops of their
+    own in a trace."""
+    ends, inner = _end(events[position]), 0
+    for event in itertools.islice(events, position + 1, None):
+        if event.start_ns() > ends:
+            break
+        if event.name() == "[memory]" or event.start_ns() <= inner:
+            continue
+        if event.name() != "aten::clone":
+            return False
+        inner = _end(event)
+    return inner > 0
+
+
+def _end(event: Any) -> int:
+    return int(event.start_ns() + event.duration_ns())
 
 
 def compare_on_cpu(source: Source, recipe: Recipe) -> tuple[int, int, tuple[str, ...], Trace]:

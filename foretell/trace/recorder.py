@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -31,6 +32,13 @@ _NO_SEQUENCE = 2**64 - 1
 _ORDINARY = {"aten.all.default": True, "aten.any.default": False, "aten.sum.default ==": True}
 """Questions about a whole tensor, answered as ordinary data would: no padding, no NaN, a mask that masks nothing."""
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
+_BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+"""Its shape rule makes the gradient of an input that wants none."""
+_DENSE = {torch.ops.aten.native_batch_norm.default: 0, _BATCH_NORM_BACKWARD: 1}
+"""Ops whose first output is dense, in the order of channels that this input has: shape rules give it that input's strides."""
+_ROLL = torch.ops.aten.roll.default
+"""On a CPU it keeps the order of channels; CUDA's does not, and nor does its shape rule."""
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _MKLDNN_RNN = torch.ops.aten.mkldnn_rnn_layer.default
 _KEEP_ELEMENTS = {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default}
 """Losses whose sum or mean keeps the storage of all the elements it was made from: PyTorch shrinks the tensor, not that."""
@@ -93,6 +101,8 @@ _UNREAD = frozenset(
     )
 )  # fmt: skip
 """Ops that read no element of their inputs, so how those lie in memory costs nothing."""
+_PYTHON = ("forward", "recompute")
+"""Phases in which ops are asked for by Python, and may be written down by autograd."""
 _READS: dict[Any, bool] = {}
 """Overload → whether how its inputs lie in memory is written down."""
 
@@ -244,6 +254,17 @@ class Recorder(FakeTensorMode):
             with self.muted():
                 elements = torch.broadcast_shapes(args[0].shape, args[1].shape)
                 output = args[0].new_empty(elements, dtype=output.dtype).as_strided((), ())
+        if func is _BATCH_NORM_BACKWARD:
+            output = tuple(made if wanted else None for made, wanted in zip(output, args[9], strict=True))
+        if func is _ROLL and self.capability is None and _is_channels_last(args[0]):
+            with self.muted():
+                output = output.contiguous(memory_format=torch.channels_last)
+        if func is _CONVOLUTION_BACKWARD and self.capability is None and args[10][2] and not args[10][1]:
+            with self.muted():
+                output = (output[0], _unasked_gradient(args), output[2])
+        if func in _DENSE and output[0] is not None and not output[0].is_contiguous():
+            with self.muted():
+                output = (output[0].contiguous(memory_format=suggest_memory_format(args[_DENSE[func]])), *output[1:])
         if func is _MKLDNN_RNN and self.capability is None:
             with self.muted():
                 output = (*output[:3], output[0].new_empty(_workspace_of(func, args), dtype=torch.uint8))
@@ -276,7 +297,7 @@ class Recorder(FakeTensorMode):
 
     def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> None:
         row = self._add_row(name)
-        row.attrs = attrs
+        row.attrs = (*attrs, types.NO_GRAD) if self.capability is None and row.phase in _PYTHON and not _written_down(inputs) else attrs
         row.by_engine = (
             row.phase == "backward"
             and (name == "aten.add.Tensor" or (name in _INTO_ZEROS and self._is_of_zeros(inputs)))
@@ -490,10 +511,23 @@ def _workspace_of(func: Any, args: Any) -> int:
     return 0 if kept is None else int(kept.numel())
 
 
+def _unasked_gradient(args: Any) -> Tensor | None:
+    """The weight's gradient, which a CPU's library makes with that of the bias."""
+    _, data, weight, bias, *how = args[:10]
+    backend = torch._C._select_conv_backend(data, weight, None, *how, bias)
+    mkldnn = str(backend).endswith(("Mkldnn", "???"))  # the transposed one has no name in Python
+    return torch.empty_like(weight) if mkldnn else None
+
+
 def _in_formula() -> bool:
     """Whether the autograd node that runs adds by itself: a user's own `torch.autograd.Function`, or one of PyTorch's."""
     node = torch._C._current_autograd_node()
     return isinstance(node, torch.autograd.function.BackwardCFunction) or (node is not None and node.name() in _ADDING)
+
+
+def _written_down(inputs: Any) -> bool:
+    """Whether autograd makes a node for an op with these inputs."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(inputs))
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

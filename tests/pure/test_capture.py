@@ -583,3 +583,24 @@ def test_the_cpu_is_itself_again_afterwards() -> None:
     with pytest.raises(ModelError), as_cuda():
         raise ModelError("anything", "")
     assert behaviour() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_rms_norm_of_unlike_dtypes_runs_op_by_op(dtype: torch.dtype) -> None:
+    """As torch itself does it: forward and backward, names and dtypes; like dtypes have one kernel each way."""
+
+    def ran() -> tuple[list[str], torch.dtype]:
+        x, weight = torch.ones(4, 8, dtype=dtype).requires_grad_(), torch.ones(8).requires_grad_()
+        with Names() as names:
+            y = F.rms_norm(x, (8,), weight, 1e-5)
+            y.backward(torch.ones_like(y))
+        return [name for name in names.seen if name.startswith("aten.") and "detach" not in name], y.dtype
+
+    plain, result = ran()
+    recorder = Recorder()
+    with recorder, cuda_choices(recorder, (9, 0)):
+        inside, kept = ran()
+    if dtype is torch.bfloat16:
+        assert inside == plain and "aten.rsqrt.default" in inside and kept == result == torch.bfloat16
+    else:
+        assert "aten.rsqrt.default" not in inside and kept == torch.float32

@@ -226,7 +226,7 @@ def test_rows_and_lanes_of_norms() -> None:
     assert told("native_layer_norm", [x, w, w], [x]).terms["odd_rows"] == 0
     assert told("native_layer_norm", [spec(1000, 63), w], [x]).terms["odd_rows"] == pytest.approx(1000e-9 * 1.32)
     picture = spec(4, 16, 8, 8)
-    assert told("native_batch_norm", [picture, spec(16)], [picture]).terms["lane"] == pytest.approx(4 * 64e-9)
+    assert told("native_batch_norm", [picture, spec(16)], [picture, spec(16)]).terms["channel"] == pytest.approx(4 * 64e-9)
 
 
 def test_short_rows_share_a_block() -> None:
@@ -257,3 +257,82 @@ def test_every_kind_has_a_number_and_every_stream_op_the_same_features() -> None
     assert {kind_of(name) for name in names} <= set(KINDS)
     assert len({frozenset(d.values) for d in found}) == 1
     assert kind_of("never_heard_of") == "pointwise" and kind_of("relu_") == "pointwise" and kind_of("clone") == "copy"
+
+
+# ---------------------------------------------------------------- other kernels at other sizes
+
+
+def test_many_small_products_take_small_tiles_and_no_padded_depth() -> None:
+    """A batch of 3 x 3 matrices fills tiles of 32 x 32 by 8, not 64 x 64 by 32."""
+    x = spec(65536, 3, 3, dtype="float32")
+    tiny = told("bmm", [x, x], [x])
+    assert (tiny.values["rows"], tiny.values["columns"]) == (32, 32)
+    deep = told("bmm", [spec(65536, 3, 32, dtype="float32"), spec(65536, 32, 3, dtype="float32")], [x])
+    assert deep.terms["tiling"] > 1.2 * tiny.terms["tiling"]
+    wide = told("mm", [spec(4096, 4096, dtype="float32")] * 2, [spec(4096, 4096, dtype="float32")])
+    assert wide.values["rows"] >= 64 and wide.values["columns"] >= 64
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "many"),
+    [
+        (8192, 20000, True), (49152, 4096, True), (4001, 400, True), (4001, 399, False), (4000, 799, False), (4000, 800, True),
+        (799, 3000, True), (200, 2999, False), (199, 5000, True), (80, 8000, True), (40, 9999, False), (21, 10000, True), (20, 19999, False),
+        (1, 20000, True), (1, 19999, False), (534412, 36, False),
+    ],
+)  # fmt: skip
+def test_long_rows_are_chosen_from_by_several_blocks(rows: int, length: int, many: bool) -> None:
+    found = told("topk", [spec(rows, length, dtype="float32")], [spec(rows, 8, dtype="float32"), spec(rows, 8, dtype="int64")], -1)
+    assert found.key == ("topk:blocks" if many else "topk:last" if rows > 1 else "topk:one")
+    assert ("chosen_rows" in found.terms) == many
+
+
+def test_every_digit_of_a_number_is_a_pass_over_it() -> None:
+    for dtype, digits in (("bfloat16", 2), ("float32", 4), ("int64", 8)):
+        x = spec(8192, 2000, dtype=dtype)
+        found = told("topk", [x], [spec(8192, 8, dtype=dtype)], -1)
+        assert found.terms["read"] == pytest.approx((digits + 1) * x.nbytes / ROUND.memory_bandwidth_bytes_per_second)
+        assert found.terms["chosen_rows"] == pytest.approx(digits * 8192e-9 * 132 / ROUND.sm_count)
+
+
+def test_where_short_rows_begin_makes_no_difference_to_a_sum() -> None:
+    for length, odd in ((3, False), (127, False), (129, True), (128, False)):
+        found = told("sum", [spec(1000, length)], [spec(1000)], -1)
+        assert bool(found.terms["odd_rows"]) is odd
+    assert told("native_layer_norm", [spec(1000, 3)], [spec(1000, 3)]).terms["odd_rows"]
+
+
+def test_a_mask_is_read_for_every_head() -> None:
+    q, mask, lse = spec(2, 8, 512, 64), spec(2, 1, 512, 384), spec(2, 8, 512, 1, dtype="float32")
+    k = spec(2, 8, 384, 64)
+    plain = told("_scaled_dot_product_cudnn_attention", [q, k, k], [q, lse])
+    with_mask = told("_scaled_dot_product_cudnn_attention", [q, k, k, mask], [q, lse])
+    assert "masked" not in plain.terms and with_mask.key == f"{plain.key}:masked"
+    assert with_mask.terms["masked"] == pytest.approx(2 * 8 * 512 * 384 * 2 / ROUND.memory_bandwidth_bytes_per_second)
+    assert with_mask.terms["moved"] == pytest.approx(plain.terms["moved"])
+    back = told("_scaled_dot_product_cudnn_attention_backward", [q, q, k, k, q, lse, mask], [q, k, k])
+    assert back.terms["masked"] == with_mask.terms["masked"]
+    square = spec(2, 1, 64, 64)
+    assert "masked" not in told("_scaled_dot_product_cudnn_attention_backward", [square, square, square, square, square, lse], [square] * 3).terms
+
+
+def test_known_statistics_are_applied_number_by_number() -> None:
+    x, c, none = spec(4, 64, 56, 56), spec(64, dtype="float32"), spec(0, dtype="float32")
+    taken = told("native_batch_norm", [x, c, c, c, c], [x, c, c])
+    known = told("native_batch_norm", [x, c, c, c, c], [x, none, none])
+    assert taken.terms["channel"] and taken.kind == "channels"
+    assert "channel" not in known.terms and known.kind == "pointwise" and known.key == "kept:native_batch_norm"
+
+
+def test_channels_that_lie_together_are_another_kernel() -> None:
+    x, c = spec(4, 64, 56, 56, dtype="float32"), spec(64, dtype="float32")
+    first = told("cudnn_batch_norm", [x, c, c, c, c], [x, c, c])
+    last = told("cudnn_batch_norm", [x, c, c, c, c], [x, c, c], "layout:lcccc")
+    assert (first.key, last.key) == ("cudnn_batch_norm", "cudnn_batch_norm:last")
+
+
+def test_a_logsumexp_is_several_kernels() -> None:
+    x, y = spec(1000, 500, dtype="float32"), spec(1000, dtype="float32")
+    one, rate = told("logsumexp", [x], [y], -1), ROUND.memory_bandwidth_bytes_per_second
+    assert one.terms["read"] == pytest.approx(4 * x.nbytes / rate) and one.terms["written"] == pytest.approx((2 * x.nbytes + y.nbytes) / rate)
+    assert one.terms["one"] == pytest.approx(9 * told("sum", [x], [y], -1).terms["one"])

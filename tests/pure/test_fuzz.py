@@ -227,6 +227,14 @@ FOUND = {
     "indexed too": "self.a(x)[self.i[:, 0]].square().mean()",
     "a formula that adds": "sum(part.abs().mean() for part in torch.var_mean(self.a(x), 1))",
     "a biased product nobody takes": "[self.a(x.view(4, 16, 96).transpose(0, 1)) is None, self.a(x).square().mean()][1]",
+    "a norm of what wants no gradient": "self.n(x).diagonal().square().mean() + self.a(x[:1]).mean()",
+    "largest of what wants no gradient": "self.a(F.max_pool1d(x.repeat(4, 2), 2)).square().mean()",
+    "a norm of strided input is dense": "self.a(self.n(torch.fft.fft(self.a(x)).real).view(4, 16, 96)).square().mean()",
+    "a grid of one pixel": "F.affine_grid(self.a(x[:2])[:, :6].view(2, 2, 3), (2, 1, 1, 4096), align_corners=False).square().mean()",
+    "a bias that is trained alone": "F.conv_transpose1d(x.view(2, 32, 96), self.a.weight.detach()[:, :72].reshape(32, 24, 9), "
+    "self.a.bias[:24], stride=2).square().mean()",
+    "rolled channels stay where they are": "self.a(torch.roll(self.a(x).view(4, 4, 4, 96).permute(0, 3, 1, 2), 1, 2).flatten(2)"
+    ".repeat(1, 1, 6)).square().mean()",
     "conjugates are copied": "torch.polar(self.a(x).abs() + 1, self.a(x)).real.abs().mean()",
 }
 FILE = """
@@ -237,7 +245,7 @@ from torch.nn import functional as F
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a = nn.Linear(96, 96)
+        self.a, self.n = nn.Linear(96, 96), nn.BatchNorm1d(96)
         self.register_buffer("i", torch.randint(0, 64, (64, 96)))
 
     def forward(self, x):

@@ -8,24 +8,25 @@ import pytest
 
 from foretell.cost.host import COUNTS, START, HostModel, call_seconds, counts, learn, turn_seconds
 from foretell.hardware.profile import OpRow
-from foretell.trace.types import PARAMETER, Op, Program, Ref, Storage, TensorSpec, Trace
+from foretell.trace.types import NO_GRAD, PARAMETER, Op, Program, Ref, Storage, TensorSpec, Trace
 
 SPEC = TensorSpec((4, 4), "float32")
 CALLS = {"": 8e-6, "add": 5e-6, "mm": 15e-6}
 TRUE = {
     "call": 1.6, "forward": 25e-6, "backward": 20e-6, "recompute": 15e-6, "update": 8e-6, "view": 14e-6, "backward_view": 6e-6, "module": 45e-6,
-    "listed": 1e-6, "parameter": 10e-6, "program": 150e-6,
+    "listed": 1e-6, "parameter": 10e-6, "program": 150e-6, "plain": 9e-6, "plain_view": 5e-6,
 }  # fmt: skip
 
 
-def op(name: str, phase: str, module: str = "") -> Op:
-    return Op(f"aten.{name}", (Ref(0, SPEC),), (Ref(1, SPEC),), module, phase, 1)
+def op(name: str, phase: str, module: str = "", *attrs: str) -> Op:
+    return Op(f"aten.{name}", (Ref(0, SPEC),), (Ref(1, SPEC),), module, phase, 1, attrs=attrs)
 
 
 def step(rng: random.Random) -> Trace:
     names = [("add.Tensor", "forward"), ("mm.default", "forward"), ("view.default", "forward"), ("mm.default", "backward"),
              ("t.default", "backward"), ("_fused_adamw_.default", "update")]  # fmt: skip
     ops = [op(*pair, rng.choice("abc")) for pair in names for _ in range(rng.randint(5, 200))]
+    ops += [op(*pair, rng.choice("abc"), NO_GRAD) for pair in names[:3] for _ in range(rng.randint(5, 100))]
     parameters = rng.randint(5, 100)
     return Trace(
         programs={"micro": Program("micro", tuple(ops))}, schedule={"steady_step": (("micro", rng.randint(1, 3)),)},

@@ -107,4 +107,18 @@ def test_a_limit_that_was_just_enough_is_not_promised(traces: dict[str, Trace]) 
     context = beside.device_bytes - beside.reserved_bytes
     small = replace(cluster, device=cluster.device.with_memory(int(row["reserved"]) - 2**20 + context, "a limit"))
     assert predict_plan(traces, plan(states=AWAY), small, Options(profile_of=find_profile)).verdict == "no"
-    assert predicted(traces, plan(states=AWAY, cpu_share=0.3)).time is None
+
+
+def test_updates_by_the_cpu_are_priced_where_they_were_measured(traces: dict[str, Trace]) -> None:
+    """30 % by the CPU: its own seconds at least, and no more than both engines one after the other."""
+    asked = plan(states=AWAY, cpu_share=0.3)
+    alone, together = predicted(traces, plan(states=AWAY)).time, predicted(traces, asked).time
+    assert alone is not None and together is not None
+    assert 0.3 * PARAMETERS / 2.6e9 < together.step_seconds < alone.step_seconds + 0.3 * PARAMETERS / 1.4e9
+
+    def without(name: str) -> Any:
+        profile = find_profile(name)
+        assert profile is not None
+        return replace(profile, copies=tuple(copy for copy in profile.copies if not copy["name"].startswith("adamw")))
+
+    assert predict_plan(traces, asked, parse("H200"), Options(profile_of=without)).time is None

@@ -212,3 +212,34 @@ def test_a_slower_device_is_learned_from_its_own_rows() -> None:
 
 def test_short_names() -> None:
     assert short("aten.mm.default") == "mm" and short("mm") == "mm"
+
+
+def test_a_mask_counts_as_its_bytes_until_one_was_measured() -> None:
+    """No row has one: its own seconds are added; a row that has says how often it counts."""
+
+    def one(heads: int, mask: float) -> Described:
+        terms = {"one": 1e-6, "moved": heads * 1e-6} | ({"masked": mask} if mask else {})
+        return Described("attention", f"fused:low{':masked' if mask else ''}", "forward", 1e-6, terms, {})
+
+    plain = [one(heads, 0.0) for heads in range(1, 30)]
+    laws = laws_of(plain, np.array([3e-6 + heads * 2e-6 for heads in range(1, 30)]))
+    alone, more = by_laws([one(10, 0.0), one(10, 5e-5)], laws)
+    assert more - alone == pytest.approx(5e-5)
+    both = [*plain, *(one(heads, heads * 1e-6) for heads in range(1, 30))]
+    laws = laws_of(both, np.array([(3e-6 + heads * 2e-6) for heads in range(1, 30)] + [3e-6 + heads * 5e-6 for heads in range(1, 30)]))
+    alone, more = by_laws([one(10, 0.0), one(10, 1e-5)], laws)
+    assert more - alone == pytest.approx(3e-5, rel=0.05)
+
+
+def test_a_key_never_measured_has_the_law_of_what_it_begins_with() -> None:
+    def one(key: str, value: float) -> Described:
+        return Described("stream", key, "copy", 1e-6, {"one": value}, {})
+
+    laws = {"": {"one": 1.0}, "a": {"one": 2.0}, "a:b": {"one": 3.0}, "*copy": {"one": 4.0}}
+    assert by_laws([one(key, 1e-3) for key in ("a:b:c", "a:x", "x:a")], laws).tolist() == pytest.approx([3e-3, 2e-3, 4e-3])
+
+
+def test_an_older_profile_has_the_term_by_its_older_name() -> None:
+    one = Described("stream", "cudnn_batch_norm", "channels", 1e-6, {"one": 1e-6, "channel": 1e-3}, {})
+    assert by_laws([one], {"": {"one": 1.0, "lane": 2.0}})[0] == pytest.approx(1e-6 + 2e-3)
+    assert by_laws([one], {"": {"one": 1.0, "lane": 2.0, "channel": 0.0}})[0] == pytest.approx(1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from foretell.cost.prediction import ASSUMED, MEASURED
 from foretell.cost.rare import FAMILY, GUESS, KINDS, unmeasured
 from foretell.cost.shapes import short
 from foretell.cost.time import Machine, predict_time, synchronises, unmeasured_ops
+from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.probe import journal as journals
 from foretell.hardware.probe import rare as probed
@@ -277,7 +279,59 @@ def test_rows_go_into_the_journal_in_the_place_of_older_ones(tmp_path: Path, mon
     old = journals.Entry("ops", 0.1, {"case": ["singular", 0], "rows": [row("_linalg_svd", (1, 2, 2), 0.0).to_list()]})
     journals.write(journals.packed_path(journal_path(path)), here, [kept, old])
     monkeypatch.setattr(probed, "SECONDS", 0.7)
-    assert probed.main([str(path)]) == 0
+    assert probed.main([str(path), "--only", "singular"]) == 0
     _, entries = journals.read(journals.packed_path(journal_path(path)))
     assert entries[0] == kept and old not in entries and len(entries) > 1
-    assert all(entry.content["case"][0] in probed.RARE for entry in entries[1:])
+    assert all(entry.content["case"][0] == "singular" for entry in entries[1:])
+
+
+def journal_beside(path: Path, families: Sequence[str]) -> Path:
+    """A profile of this machine's CPU and a journal with an empty case of each family."""
+    from foretell.hardware.probe.machine import about
+
+    profile = find_profile("CPU")
+    assert profile is not None
+    save(profile, path)
+    journal = journals.packed_path(journal_path(path))
+    journals.write(journal, about("cpu"), [journals.Entry("ops", 0.1, {"case": [family, 0], "rows": []}) for family in families])
+    return journal
+
+
+def test_only_what_the_journal_lacks_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lacking = ("searching", "choosing")
+    journal = journal_beside(tmp_path / "CPU.json", ["linear", *(family for family in probed.RARE if family not in lacking)])
+    _, before = journals.read(journal)
+    assert probed.main([str(tmp_path / "CPU.json"), "--missing", "--seconds", "0.7"]) == 0
+    assert "measuring searching, choosing\n" in capsys.readouterr().out
+    _, after = journals.read(journal)
+    assert after[: len(before)] == before and {entry.content["case"][0] for entry in after[len(before) :]} <= {*lacking} and len(after) > len(before)
+
+
+def test_a_journal_that_has_all_is_left_as_it_is(tmp_path: Path) -> None:
+    journal = journal_beside(tmp_path / "CPU.json", [*probed.RARE])
+    before = journal.read_bytes()
+    assert probed.main([str(tmp_path / "CPU.json"), "--missing"]) == 0
+    assert journal.read_bytes() == before
+
+
+def test_families_can_be_named() -> None:
+    with pytest.raises(UserError, match="no family 'nosuch'"):
+        probed.main(["--only", "nosuch"])
+    with pytest.raises(UserError, match="--missing needs a profile"):
+        probed.main(["--missing"])
+
+
+def test_masks_are_measured_at_no_length_that_is_known_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 queries or keys to a tile, none leaves 64 over."""
+    seen: list[int] = []
+    real = F.scaled_dot_product_attention
+
+    def look(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
+        seen.extend((q.shape[2], k.shape[2]))
+        assert more["attn_mask"].shape[2:] == (q.shape[2], k.shape[2])
+        return real(q, k, v, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", look)
+    for index in range(60):
+        run(probed.RARE["masked"][0](Draw(index, "cpu", 0.003)))
+    assert len(seen) == 120 and all(length % 128 != 64 for length in seen)

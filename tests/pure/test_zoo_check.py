@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from foretell import zoo
+from foretell.cost.pace import Pace, Said
 from foretell.cost.plan import Options
 from foretell.errors import UnknownName, UserError
 from foretell.hardware import parse
@@ -117,7 +118,7 @@ def _dies(_rank: int, _world: int) -> None:
 def test_a_wrong_prediction_does_not_pass(checker: checks.Checker, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = zoo_cpu.Seen(
         ops=3, uncovered=("aten.new.default",), predicted_bytes=106, measured_bytes=100, predicted_seconds=1.3,
-        measured_seconds=1.0, pace=1.0,
+        measured_seconds=1.0, pace=Pace(models=3),
     )  # fmt: skip
     monkeypatch.setattr(checks.Checker, "_call", lambda *_: [seen])
     failures: dict[str, str] = {}
@@ -133,14 +134,16 @@ def test_a_wrong_prediction_does_not_pass(checker: checks.Checker, monkeypatch: 
     assert not failures and zoo_rows.judged(row, {}, excuses).status == REASON
 
 
-def test_seconds_are_held_at_the_pace_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zoo_cpu, "AGAIN", 0)
-    pacers = {"a": (3.0, 1.0), "b": (5.0, 1.0), "gauss_rbf-tiny": (90.0, 1.0)}
+def test_seconds_are_held_at_the_pace_of_others() -> None:
+    said = [Said(8e-3, 1e-3), Said(2e-3, 3e-3), Said(4e-3, 2e-3)]
+    pacers = {name: (one, 3 * one.ops + 2 * one.host) for name, one in zip("abc", said, strict=True)}
+    pacers["gauss_rbf-tiny"] = (Said(1e-3, 1e-3), 90.0)
     seen = zoo_cpu.look(0, 1, Source(model="gauss_rbf-tiny", micro_batch=2), (), pacers)
-    assert seen.pace == 4.0 and seen.measured_seconds and seen.predicted_seconds
+    assert seen.pace is not None and seen.pace.models == 3 and seen.measured_seconds and seen.predicted_seconds
+    assert seen.pace.ops == pytest.approx(3, rel=0.1) and seen.pace.host == pytest.approx(2, rel=0.2)
     trace = trace_as_cpu(Source(model="gauss_rbf-tiny", micro_batch=2), zoo_cpu.RECIPE)
     known = zoo_cpu._machine()
-    assert known is not None and seen.predicted_seconds == pytest.approx(4 * zoo_cpu._seconds(trace, known))
+    assert known is not None and seen.predicted_seconds == pytest.approx(seen.pace.seconds(zoo_cpu.said(trace, known)))
 
 
 def test_ops_without_rules_are_named() -> None:

@@ -14,6 +14,7 @@ from foretell.hardware.probe.blocks import BLOCKS
 from foretell.hardware.probe.cases import CUDA_ONLY, FAMILIES, TAGS, Call, Draw
 from foretell.hardware.probe.clock import Clock
 from foretell.hardware.probe.harvest import Harvest
+from foretell.hardware.probe.narrow import NARROW
 from foretell.hardware.probe.rare import RARE, worth
 from foretell.hardware.profile import Case
 from foretell.hardware.types import Device
@@ -23,10 +24,10 @@ WHOLE_MEMORY_BYTES, WHOLE_FLOPS_PER_SECOND = 40e9, 200e12
 """A GPU with as much gets cases of full size."""
 CPU_LEAST_SCALE, CPU_SCALE_PER_CORE, CPU_MOST_SCALE = 0.001, 0.005, 0.05
 CPU_SHARE = 0.25
-"""A CPU gets this share of the cases of single ops, and all of blocks, updates and rare ops: it is slow, its models are small."""
+"""A CPU gets this share of the cases of single ops, and all of blocks, updates, rare ops and narrow ones: it is slow, its models are small."""
 
-_ALL: dict[str, tuple[Callable[[Draw], Call], int]] = {**FAMILIES, **BLOCKS, **RARE}
-_WHOLE = frozenset({*BLOCKS, *RARE, "update"})
+_ALL: dict[str, tuple[Callable[[Draw], Call], int]] = {**FAMILIES, **BLOCKS, **RARE, **NARROW}
+_WHOLE = frozenset({*BLOCKS, *RARE, *NARROW, "update"})
 _APART = ("aten._local_scalar_dense",)
 """What the host waits for is timed among rare ops alone."""
 
@@ -44,7 +45,7 @@ def order(kind: str, families: Collection[str] = _ALL) -> list[tuple[str, int]]:
 
 def _counts(kind: str) -> dict[str, int]:
     if kind == "cuda":
-        return {family: count for family, (_, count) in _ALL.items()}
+        return {family: count for family, (_, count) in _ALL.items() if family not in NARROW}
     return {
         family: count if family in _WHOLE else max(1, round(count * CPU_SHARE))
         for family, (_, count) in _ALL.items()

@@ -4,17 +4,19 @@ Networks have few of them, and one of those may take as long as all the rest: it
 picks bytes from everywhere, or makes the host wait for how much it found. Cases are drawn as those of `cases` are.
 
 `python -m foretell.hardware.probe.rare PROFILE.json` measures these alone and puts the rows into the journal beside that
-profile, in the place of older ones; a profile is then fitted to its journal by `benchmarks/fit_profile.py`.
+profile, in the place of older ones; with `--missing` only families that the journal has no case of, with `--only FAMILY ...`
+those. A profile is then fitted to its journal by `benchmarks/fit_profile.py`.
 """
 
 # mypy: no-warn-return-any
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from torch import Tensor
 from foretell.errors import UserError
 from foretell.hardware.probe.cases import Call, Draw
 from foretell.hardware.probe.cases import _back as back
+from foretell.hardware.probe.corners import CORNERS, TIMED
 
 COMMON = frozenset("""
 mm bmm addmm baddbmm add add_ sub sub_ mul mul_ div div_ neg sum mean copy_ clone _to_copy zeros zeros_like ones ones_like
@@ -333,27 +336,28 @@ RARE: dict[str, tuple[Callable[[Draw], Call], int]] = {
     "solving": (solving, 54), "functions": (functions, 12), "tiny": (tiny, 40), "sampling": (sampling, 40), "searching": (searching, 24),
     "counting": (counting, 24), "distinct": (distinct, 36), "selecting": (selecting, 42), "distances": (distances, 32),
     "drawing": (drawing, 16), "orders": (orders, 72), "indices": (indices, 84), "spectra": (spectra, 32), "borders": (borders, 32),
-    "resizing": (resizing, 40), "seldom": (seldom, 56), "folding": (folding, 54),
+    "resizing": (resizing, 40), "seldom": (seldom, 56), "folding": (folding, 54), **CORNERS,
 }  # fmt: skip
 """Family → (how to draw a case, cases of a full probe)."""
 
 
 def worth(name: str, family: str = "") -> bool:
     """Whether an op of such a case is timed here."""
-    return name.split(".")[1] not in COMMON or (family == "tiny" and name.startswith("aten.bmm"))
+    short = name.split(".")[1]
+    return short not in COMMON or short in TIMED.get(family, ())
 
 
 # ---------------------------------------------------------------- alone
 
 
-def measure(kind: str, seconds: float) -> Iterator[tuple[float, dict[str, Any], bool]]:
-    """Journal entries of every case, until the time is up: seconds spent, content, whether it could run."""
+def measure(kind: str, seconds: float, families: Collection[str] = RARE) -> Iterator[tuple[float, dict[str, Any], bool]]:
+    """Journal entries of every case of some families, until the time is up: seconds spent, content, whether it could run."""
     from foretell.hardware.probe.machine import device_of
     from foretell.hardware.probe.ops import run_cases
     from foretell.hardware.profile import Case
 
     until = time.perf_counter() + seconds
-    for family, index, spent, found in run_cases(kind, device_of(kind), (), until, RARE):
+    for family, index, spent, found in run_cases(kind, device_of(kind), (), until, families):
         about = {"case": [family, index]}
         if isinstance(found, Case):
             yield spent, {**about, "rows": [row.to_list() for row in found.rows]}, True
@@ -367,15 +371,19 @@ def main(arguments: list[str]) -> int:
     from foretell.hardware.probe.machine import about as machine_here
     from foretell.hardware.profile import journal_path, load
 
+    given = _parser().parse_args(arguments)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    path = journals.packed_path(journal_path(arguments[0])) if arguments else None
+    path = journals.packed_path(journal_path(given.profile)) if given.profile else None
+    entries: list[journals.Entry] = []
     if path is not None:
-        profile, here = load(arguments[0]), machine_here(kind)
+        profile, here = load(given.profile), machine_here(kind)
         if profile.device != here.device:
-            raise UserError(f"'{arguments[0]}' is a profile of {profile.device}, and this is {here.device}", "name the profile of this machine")
+            raise UserError(f"'{given.profile}' is a profile of {profile.device}, and this is {here.device}", "name the profile of this machine")
         about, entries = journals.read(path)
+    families = _asked(given, {entry.content["case"][0] for entry in entries if entry.stage == "ops"})
+    sys.stdout.write(f"measuring {', '.join(families) or 'nothing: the journal has all families'}\n")
     found = []
-    for spent, content, ran in measure(kind, SECONDS):
+    for spent, content, ran in measure(kind, given.seconds or SECONDS, families):
         found.append(journals.Entry("ops" if ran else "failed", spent, content))
         for row in content.get("rows", ()):
             sys.stdout.write(f"{content['case'][0]:<11} {row[0]:<44} {1e6 * row[4]:11.1f} us  host {1e6 * row[6]:8.1f} us  {row[1][:2]}\n")
@@ -383,11 +391,32 @@ def main(arguments: list[str]) -> int:
             sys.stdout.write(f"{content['case'][0]:<11} could not run: {content['why']}\n")
     told = {"cases": len(found), "rows": sum(len(entry.content.get("rows", ())) for entry in found), "seconds": round(sum(e.spent for e in found), 1)}
     sys.stdout.write(json.dumps(told) + "\n")
-    if path is not None:
-        kept = [entry for entry in entries if entry.stage not in ("ops", "failed") or entry.content["case"][0] not in RARE]
+    if path is not None and found:
+        anew = {entry.content["case"][0] for entry in found}
+        kept = [entry for entry in entries if entry.stage not in ("ops", "failed") or entry.content["case"][0] not in anew]
         journals.write(path, about, [*kept, *found])
         sys.stdout.write(f"written to {Path(path)}\n")
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m foretell.hardware.probe.rare", description="Measure rare ops alone.")
+    parser.add_argument("profile", nargs="?", help="put the rows into the journal beside this profile")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--missing", action="store_true", help="only families that the journal has no case of")
+    which.add_argument("--only", nargs="+", metavar="FAMILY", help="only these families")
+    parser.add_argument("--seconds", type=float, help=f"spent on cases, at most (default {SECONDS:.0f})")
+    return parser
+
+
+def _asked(given: argparse.Namespace, known: Collection[str]) -> list[str]:
+    """Families to measure, in the order of RARE."""
+    unknown = sorted({*(given.only or ())} - {*RARE})
+    if unknown:
+        raise UserError(f"no family '{unknown[0]}' among the rare ops", f"one of {', '.join(RARE)}")
+    if given.missing and not given.profile:
+        raise UserError("--missing needs a profile whose journal says what is there", "name the profile of this machine")
+    return [family for family in RARE if (family in given.only if given.only else not given.missing or family not in known)]
 
 
 if __name__ == "__main__":

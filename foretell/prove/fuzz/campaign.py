@@ -6,7 +6,8 @@ import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,7 +42,6 @@ class Campaign:
     def summary(self) -> dict[str, Any]:
         measured = [one for one in self.verdicts if one.measured]
         errors = sorted(abs(one.error) for one in measured)
-        kinds = {one.failure.kind for one in self.failed if one.failure is not None}
         return {
             "seed": self.seed, "asked": self.asked, "models": len(self.verdicts), "ops": sum(one.ops for one in self.verdicts),
             "operators": len({name for one in self.verdicts for name in one.names}),
@@ -50,8 +50,8 @@ class Campaign:
             "memory_within": sum(error <= WITHIN for error in errors),
             "memory_median": statistics.median(errors) if errors else None, "memory_worst": errors[-1] if errors else None,
             "composed": sum(one.composed for one in self.verdicts),
-            "refused": sum(bool(one.refused) for one in self.verdicts), "failures": len(self.failed),
-            "failures_by_kind": {kind: sum(one.failure is not None and one.failure.kind == kind for one in self.failed) for kind in sorted(kinds)},
+            "refused": _counted(one.refused for one in self.verdicts), "failures": len(self.failed),
+            "failures_by_kind": _counted(one.failure.kind for one in self.failed if one.failure is not None),
             "files": list(self.files), "seconds": round(self.seconds, 1),
         }  # fmt: skip
 
@@ -64,6 +64,11 @@ class Campaign:
             f"{told['models']} models, {told['ops']} ops of {told['operators']} kinds; traced {told['traced']}, memory within "
             f"{WITHIN:.0%} {told['memory_within']} ({memory}), composed equal {told['composed']}; {end}"
         )
+
+
+def _counted(words: Iterable[str]) -> dict[str, int]:
+    """How often each word was said."""
+    return dict(sorted(Counter(filter(None, words)).items()))
 
 
 class Worker:

@@ -38,6 +38,8 @@ from foretell.trace.types import Trace
 WITHIN = 0.05
 REFUSED = "selective recompute cannot take"
 """What foretell refuses with that reason, because PyTorch does; such a model is judged with full recompute instead."""
+STOPPED = "the op at which recomputation stops gives its results back before its own event ends: measured as scratch"
+"""Why a prediction for a recomputed step may lie above the measured tensors, up to what was measured with scratch."""
 STEPS = 2
 RATE = 1e-2
 MOST_TURNS = 50
@@ -258,7 +260,8 @@ def judged(model: Model, folder: Path, *, run: Run | None = None, predict: Predi
             recompute="full" if model.recompute == "selective" else model.recompute,
             modes=tuple("recompute" if mode == "selective" else mode for mode in model.modes),
         )
-        found = replace(_judged(plainer, source, run, verdict, predict, only), refused=REFUSED)
+        found = _judged(plainer, source, run, verdict, predict, only)
+        found = replace(found, refused=f"{REFUSED}; {found.refused}" if found.refused else REFUSED)
     verdict = found
     return replace(verdict, seconds=time.perf_counter() - began)
 
@@ -271,7 +274,9 @@ def _judged(model: Model, source: Source, run: Run, verdict: Verdict, predict: P
             predicted = predict(trace)
             measured, whole = measure_on_cpu(source, recipe, steps=STEPS)
             verdict = replace(verdict, predicted=predicted, measured=measured, scratch=whole - measured)
-            if abs(verdict.error) > WITHIN:
+            if model.recompute != "none" and measured * (1 + WITHIN) < predicted <= whole * (1 + WITHIN):
+                verdict = replace(verdict, refused=STOPPED)
+            elif abs(verdict.error) > WITHIN:
                 said = f"predicted peak {predicted:,} bytes was to be within {WITHIN:.0%} of measured {measured:,}; it is {verdict.error:+.1%}"
                 verdict = replace(verdict, failure=Failure("memory", said, "over" if verdict.error > 0 else "under"))
     if verdict.failure is None and only in ("", "compose"):

@@ -21,6 +21,8 @@ LEAST_OPS = 3
 LARGEST = 1 << 18
 """Elements of a value, at most: 1 MiB."""
 LARGEST_HELD = 1 << 16
+WIDEST = 256
+"""Of a block."""
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 INPUT_SHAPES = ((4, 16, 32), (64, 96), (2, 8, 16, 16), (8, 64, 24), (2, 4, 32, 16), (256, 32), (3, 12, 20, 10), (4096,), (16, 48, 12), (6, 33, 17))
 _TRIES = 24
@@ -158,6 +160,8 @@ def _fit(draft: _Draft, operator: Operator, picked: Sequence[_Live | None]) -> b
     if any(math.prod(shape) > LARGEST_HELD for shape, one in zip(shapes, picked, strict=True) if one is None):
         return False
     args = {**discrete, **{name: sizes[name] for name in rule.free}}
+    if operator.layer and math.prod(sizes[name] for name in rule.free) > LARGEST_HELD:
+        return False
     if rules.tried(operator, shapes, args) != found:
         return False  # the rule is wrong here: what was inferred is tried before it is trusted
     _add(draft, operator, picked, shapes, args, found)
@@ -264,7 +268,10 @@ def _held(draft: _Draft, slot: Slot, shape: Shape, shapes: Sequence[Shape], args
 def _blocks(draft: _Draft, operators: Sequence[Operator]) -> tuple[Graph | None, int]:
     """A block that keeps a value's shape, and the node that calls it several times."""
     dice = draft.dice
-    wanted = [one for one in draft.live if one.dtype == "float32" and len(one.shape) > 1 and 512 <= math.prod(one.shape) <= 1 << 15]
+    wanted = [
+        one for one in draft.live
+        if one.dtype == "float32" and len(one.shape) > 1 and one.shape[-1] <= WIDEST and 512 <= math.prod(one.shape) <= 1 << 15
+    ]  # fmt: skip
     if not wanted:
         return None, 0
     start = dice.choice(wanted)

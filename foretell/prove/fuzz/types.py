@@ -157,7 +157,7 @@ class Verdict:
     seconds: float = 0.0
     failure: Failure | None = None
     refused: str = ""
-    """What foretell refuses with a reason, by PyTorch's own limit: no failure."""
+    """What foretell refuses with a reason, by PyTorch's own limit, or what cannot be measured: no failure."""
 
     @property
     def error(self) -> float:
