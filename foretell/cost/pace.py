@@ -39,6 +39,10 @@ class Pace:
     def seconds(self, said: Said) -> float:
         return self.ops * said.ops + self.host * said.host
 
+    def slowed(self, factor: float) -> Pace:
+        """The same machine while everything on it takes so many times as long."""
+        return Pace(ops=self.ops * factor, host=self.host * factor, models=self.models)
+
     @property
     def words(self) -> str:
         return (

@@ -76,6 +76,13 @@ def test_a_model_never_paces_itself() -> None:
     assert not {entry.name for entry in _checked()} & set(zoo_cpu.PACERS)
 
 
+def test_a_machine_that_is_slower_for_a_while_slows_the_pace() -> None:
+    assert zoo_cpu.drift([2.0, 4.0], [3.0, 6.0]) == 1.5 and zoo_cpu.drift([], []) == 1.0
+    slow = Pace(ops=1.2, host=0.8, models=9).slowed(1.5)
+    assert slow.seconds(Said(2.0, 1.0)) == pytest.approx(1.5 * 3.2) and slow.models == 9
+    assert set(zoo_cpu.BEAT) < set(zoo_cpu.PACERS)
+
+
 def _checked() -> list[zoo_cpu.Any]:
     from foretell.prove.zoo import every
 
