@@ -59,6 +59,22 @@ SLOW = (
     "test_blocks_of_different_residency_need_what_their_own_trace_says[fp32-vit-tiny]",
     "test_blocks_of_different_residency_need_what_their_own_trace_says[fsdp-bf16-t5-tiny]",
     "test_blocks_of_different_residency_need_what_their_own_trace_says[bf16-autocast-vit-tiny]",
+    "test_a_campaign_outlives_a_process_that_dies",
+    "test_the_best_is_the_best_of_everything[positions]",
+    "test_not_a_number_stops_saves_and_names_the_block[adamw-foreach-backward]",
+    "test_not_a_number_stops_saves_and_names_the_block[adamw-fused-forward]",
+    "test_a_damaged_checkpoint_is_found_and_the_one_before_is_used[delete]",
+    "test_a_damaged_checkpoint_is_found_and_the_one_before_is_used[cut]",
+    "test_every_byte_and_message_of_a_split_model[llama-tiny-mesh4-more4]",
+    "test_every_byte_and_message_of_a_split_model[gpt-tiny-mesh3-more3]",
+    "test_every_byte_and_message_of_every_rank_of_a_pipeline[mesh1-more1-zero-bubble-v]",
+    "test_every_byte_and_message_of_every_rank_of_a_pipeline[mesh2-more2-gpipe]",
+    "test_every_byte_and_message_of_every_rank_of_a_pipeline[mesh1-more1-interleaved-1f1b]",
+    "test_blocks_of_different_residency_need_what_their_own_trace_says[fsdp-bf16-vit-tiny]",
+    "test_step_equals_the_recorded_cuda_step[gpt2-bf16-autocast-2-1.0]",
+    "test_step_equals_the_recorded_cuda_step[raftmlp-bf16-autocast]",
+    "test_other_models_under_hybrid_sharding[llama-tiny]",
+    "test_a_split_model_in_a_pipeline",
 )
 """Long cases whose like the quick suite has: another mesh, model or command. `make test-slow` runs them."""
 
