@@ -241,7 +241,7 @@ class _Lanes:
         more = load.weight if unit.streamed else 0
         up = (load.states + more) / rates.up
         down = (load.states + more) / rates.down
-        if load.cpu_share and left:  # new weights come beside
+        if load.cpu_share and left and unit.away:  # new weights come beside
             up += load.cpu_share / (1 - load.cpu_share) * load.weight / rates.up
         if unit.tier not in (DEVICE, HOST) and rates.disk:
             up, down = max(up, load.states / rates.disk), max(down, load.states / rates.disk)

@@ -297,7 +297,8 @@ class Recorder(FakeTensorMode):
 
     def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> None:
         row = self._add_row(name)
-        row.attrs = (*attrs, types.NO_GRAD) if self.capability is None and row.phase in _PYTHON and not _written_down(inputs) else attrs
+        asked = self.capability is None and row.phase in _PYTHON and name.startswith("aten.")
+        row.attrs = (*attrs, types.NO_GRAD) if asked and not _written_down(inputs) else attrs
         row.by_engine = (
             row.phase == "backward"
             and (name == "aten.add.Tensor" or (name in _INTO_ZEROS and self._is_of_zeros(inputs)))
