@@ -148,7 +148,7 @@ def one(shape: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
     if options.timeline and cuda:
         from offload import timeline
 
-        found |= timeline(lambda: job.train_step([workload.batch]), Path(f"/tmp/foretell-{os.getpid()}.json"), 0.01)
+        found |= timeline(lambda: job.train_step([workload.batch]), 0.01)
     job.close()
     return found
 

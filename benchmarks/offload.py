@@ -170,9 +170,9 @@ def huge(nbytes: int) -> float:
     return int(found[0]) * 1024 / nbytes if found else -1.0
 
 
-def timeline(run: Any, path: Path, bin_seconds: float = 0.05) -> dict[str, Any]:
+def timeline(run: Any, bin_seconds: float = 0.05) -> dict[str, Any]:
     """Of two steps, in pieces of time: bytes up, bytes down, share of the time in which kernels run."""
-    import gzip
+    import tempfile
 
     import torch
 
@@ -180,11 +180,11 @@ def timeline(run: Any, path: Path, bin_seconds: float = 0.05) -> dict[str, Any]:
         run()
         run()
         torch.cuda.synchronize()
-    seen.export_chrome_trace(str(path))
-    read = gzip.open if path.suffix == ".gz" else open
-    with read(path, "rt") as file:  # type: ignore[operator]
-        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy")]
-    path.unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        seen.export_chrome_trace(str(path))
+        recorded = json.loads(path.read_text())["traceEvents"]
+    events = [event for event in recorded if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy")]
     first, last = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)
     bins = int((last - first) / 1e6 / bin_seconds) + 1
     rows = {"up": [0.0] * bins, "down": [0.0] * bins, "kernels": [0.0] * bins}
@@ -280,7 +280,7 @@ def one(way: str, options: argparse.Namespace) -> dict[str, Any]:
         "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, **about,
     }  # fmt: skip
     if options.timeline:
-        found |= timeline(run, Path(f"/tmp/foretell-{os.getpid()}.json"))
+        found |= timeline(run)
     if device.type == "cuda":
         stats = torch.cuda.memory_stats()
         found |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(),

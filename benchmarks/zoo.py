@@ -142,11 +142,11 @@ def forecast(configs: list[tuple[dict[str, Any], str]], path: Path, results: Pat
     from foretell.hardware.profile import profile_stamp
     from foretell.prove.seal import own_code
 
-    if path.exists() and seal_of(path) in {row.get("forecast") for row in rows_of(results)}:
+    if path.exists() and {seal_of(path), head_of(path).get("was")} & {row.get("forecast", "") for row in rows_of(results)}:
         sys.exit(f"{path} was measured already ({results}); give another --forecast-file")
     about = {
         "date": time.strftime("%Y-%m-%d %H:%M"), "commit": machine()["commit"], "torch": torch.__version__, "on": DEVICE,
-        "code_sha256": own_code(), "profile": profile_stamp(parse(DEVICE).device.name),
+        "code_sha256": own_code(), "profile": Path(profile_stamp(parse(DEVICE).device.name) or "").name,
     }  # fmt: skip
     kept = {row["key"]: row for row in rows_of(path)} if only else {}
     wanted = [config for config, _ in configs if not only or config["model"] in only or key_of(config) not in kept]
@@ -194,11 +194,17 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [row for line in path.read_text().splitlines() if line.strip() and "key" in (row := json.loads(line))]
 
 
+def head_of(path: Path) -> dict[str, Any]:
+    """The line above the rows of a forecast: its hash, and where it was sealed again the one before (`was`) and why."""
+    found: dict[str, Any] = json.loads(path.read_text().split("\n", 1)[0])
+    return found
+
+
 def seal_of(path: Path) -> str:
     """The hash of a forecast; ends the program where its rows are not those that were sealed."""
     from foretell.prove.seal import digest
 
-    said = json.loads(path.read_text().split("\n", 1)[0]).get("sha256", "none")
+    said = head_of(path).get("sha256", "none")
     found = digest({"rows": rows_of(path)})
     if said != found:
         sys.exit(f"the seal of {path} is broken: it says {said[:12]} and its rows give {found[:12]}")
