@@ -33,8 +33,6 @@ from foretell.trace.load import Source
 
 LIMIT_SECONDS = 300.0
 """For one piece of a row."""
-LATE = 2
-"""Times that a run of two ranks above its cap is done again: a message that comes late holds its buffers longer."""
 Progress = Callable[[str], None]
 WHY_BOUND = "sums in another order"
 """Why losses and gradients of a plan may differ from the plain run's by 1e-4 of themselves."""
@@ -258,9 +256,6 @@ class Checker:
         plan = found.plan
         source = replace(source, micro_batch=plan.micro_batch)
         ran: list[Ran] = self._call(plan.mesh.world, "plan", run_plan, source, plan)
-        for _ in range(LATE if plan.mesh.world > 1 else 0):
-            if max(one.peak_bytes for one in ran) > found.cap_bytes:
-                ran = self._call(plan.mesh.world, "plan", run_plan, source, plan)
         plain: verify.Run = self._call(1, "plan", verify.reference_rank, source, plan, STEPS)[0]
         most = max(one.peak_bytes for one in ran)
         off = max(verify.losses_apart(plain.losses, one.losses) for one in ran)
