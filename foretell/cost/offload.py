@@ -105,14 +105,13 @@ def _kept(units: Sequence[Unit], plan: Plan, storages: dict[int, Storage]) -> li
     """States that stay, the ring, what an update needs for itself, and blocks that are at hand."""
     form, weight = form_of(plan), width_of_weights(plan)
     each = bytes_of(form, weight)
-    longest = max((min(CHUNK, unit.elements) for unit in units), default=0)
     sizes: list[tuple[float, str]] = [(unit.elements * each, types.OPTIMIZER) for unit in units if not unit.away]
     gone = [unit.elements * weight for unit in units if unit.streamed]
-    if any(unit.away for unit in units) and plan.cpu_share < 1:
-        sizes += [(longest * (each + (2 * weight if gone else 0)), types.OPTIMIZER)] * SLOTS
-    if plan.precision == MASTER:
-        sizes.append((longest * 4, types.OPTIMIZER))
-    sizes += [(longest * 4, types.OPTIMIZER)] * SCRATCH.get(form, 0)
+    comes = max((min(CHUNK, unit.elements) for unit in units if unit.away and plan.cpu_share < 1), default=0)
+    stays = max((min(CHUNK, unit.elements) for unit in units if not unit.away), default=0)
+    sizes += [(comes * (each + (2 * weight if gone else 0)), types.OPTIMIZER)] * (SLOTS if comes else 0)
+    for longest in filter(None, (comes, stays)):
+        sizes += [(longest * 4, types.OPTIMIZER)] * (SCRATCH.get(form, 0) + (plan.precision == MASTER))
     sizes += [(max(gone, default=0), types.PARAMETER)] * min(AT_HAND, len(gone))
     number = max(storages, default=0)
     found = []

@@ -179,6 +179,7 @@ class _Lanes:
     load: Load
     up: float = 0.0
     work: float = 0.0
+    home: float = 0.0
     down: float = 0.0
     cpu: float = 0.0
     pump: float = 0.0
@@ -196,6 +197,9 @@ class _Lanes:
 
     def offer(self, path: str, at: float) -> None:
         unit = self.units[path]
+        if not unit.away and not self.load.early:  # such states have no way to go, and wait for nobody
+            self.home = self.done[path] = max(self.home, at) + self._spent(unit.elements)
+            return
         self.offered[path] = at
         share = self.load.cpu_share if unit.away else 0.0
         if share and self.rates.cpu:
@@ -234,6 +238,12 @@ class _Lanes:
             ready = [name for name, since in self.offered.items() if since <= now]
             self._take(min(ready, key=self.order.__getitem__), now)
 
+    def _spent(self, elements: int) -> float:
+        """Seconds of the device on an update."""
+        spent = elements * self.load.touched / self.rates.device
+        self.worked += spent
+        return spent
+
     def _take(self, path: str, now: float) -> None:
         unit, load, rates = self.units[path], self.load, self.rates
         since = self.offered.pop(path)
@@ -249,10 +259,9 @@ class _Lanes:
         while left > 0:
             elements = min(CHUNK, left)
             left -= elements
-            spent = elements * load.touched / rates.device
-            self.worked += spent
+            spent = self._spent(elements)
             if not unit.away:
-                self.work = max(self.work, since) + spent
+                self.home = end = max(self.home, since) + spent
             else:
                 self.pump = max(self.pump, self.slots[self.turn])
                 self.up = max(self.up, self.pump) + elements * up
@@ -260,7 +269,7 @@ class _Lanes:
                 self.down = max(self.down, self.work) + elements * down
                 self.slots[self.turn] = self.down
                 self.turn = (self.turn + 1) % SLOTS
-            end = self.down if unit.streamed else self.work
+                end = self.down if unit.streamed else self.work
         self.done[path] = max(self.done.get(path, 0.0), end)
 
 

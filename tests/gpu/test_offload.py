@@ -39,12 +39,13 @@ def losses(scratch: Path, **more: Any) -> list[float]:
 @pytest.mark.parametrize("more", [
     {"states": HOST}, {"states": HOST, "weights": {"blocks.*": "host"}}, {"states": {"blocks.2-5": "disk"}},
     {"states": HOST, "accumulate": 3, "weights": {"blocks.3-5": "host"}},
+    {"states": {"blocks.2-4": "host"}}, {"states": {"blocks.2-4": "host"}, "state_format": "split", "weights": {"blocks.3": "host"}},
     {"states": HOST, "clip": None}, {"states": HOST, "clip": None, "weights": {"blocks.*": "host"}},
     {"blocks": {"blocks.0-4": Residency(mode="host")}}, {"blocks": {"blocks.0-3": Residency(mode="disk")}},
     {"blocks": {"blocks.0-2": Residency(mode="recompute"), "blocks.3-4": Residency(mode="host")}, "states": HOST},
 ])  # fmt: skip
 def test_where_things_are_changes_no_bit(more: dict[str, Any], tmp_path: Path) -> None:
-    same = {key: more[key] for key in ("clip", "accumulate") if key in more}
+    same = {key: more[key] for key in ("clip", "accumulate", "state_format") if key in more}
     assert losses(tmp_path, **more) == losses(tmp_path, **same)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from foretell.errors import UserError
-from foretell.runtime.offload import forms, layout
+from foretell.runtime.offload import engine as engine_room
+from foretell.runtime.offload import forms, layout, updates
 from foretell.runtime.offload.arena import Arena, available, bytes_for
 from foretell.runtime.offload.engine import Offloaded
 from foretell.runtime.offload.pump import Pump
@@ -80,7 +82,7 @@ def loss_of(model: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def offloaded(
-    model: Model, samples: list[Tensor], form: str, tier: str, *, clip: float | None, share: float = 0.0, early: bool = False,
+    model: Model, samples: list[Tensor], form: str, tier: str | dict[str, str], *, clip: float | None, share: float = 0.0, early: bool = False,
     micro: int = 1, optimizer: list[Offloaded] | None = None, streamed: bool = False, again: bool = False,
 ) -> tuple[list[float], Model, dict[int, dict[str, Tensor]]]:  # fmt: skip
     model = copy.deepcopy(model)
@@ -89,7 +91,7 @@ def offloaded(
     named = trained(model)
     groups = layout.group(list(named), PATHS)
     units = [
-        layout.unit(p, {n: named[n].numel() for n in held}, tier, chunk=700, cpu_share=share, streamed=streamed and bool(p))
+        layout.unit(p, {n: named[n].numel() for n in held}, tier if isinstance(tier, str) else tier[p], chunk=700, cpu_share=share, streamed=streamed and bool(p))
         for p, held in groups.items()
     ]
     for block in model.blocks if again else ():
@@ -326,6 +328,27 @@ def test_the_pump_takes_what_is_needed_first() -> None:
     pump.wait("4")
     assert begun == ["5", "0", "1", "2", "3", "4"]
     pump.close()
+
+
+def test_two_threads_that_update_share_no_scratch(model: Model, samples: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that stay are updated by who needs them, others by the pump's thread, at the same time: on a device with two streams
+    their kernels would mix."""
+    users: dict[int, set[str]] = {}
+
+    def watched(form: forms.Form, runs: list[forms.Run], wide: Tensor, *rest: Any, **more: Any) -> None:
+        users.setdefault(wide.data_ptr(), set()).add(threading.current_thread().name)
+        forms.update(form, runs, wide, *rest, **more)
+
+    monkeypatch.setattr(updates, "update", watched)
+    monkeypatch.setattr(engine_room, "Pump", lambda start, order, threaded: Pump(start, order, threaded=True))
+    places = {"": layout.HOST, PATHS[0]: layout.DEVICE, PATHS[1]: layout.HOST, PATHS[2]: layout.DEVICE}
+    expected, _, kept = offloaded(model, samples, "split", layout.DEVICE, clip=0.5)
+    users.clear()
+    found, _, mixed = offloaded(model, samples, "split", places, clip=0.5)
+    assert found == expected
+    assert all(torch.equal(mixed[index][name], value) for index, state in kept.items() for name, value in state.items())
+    assert len(users) == 2
+    assert all(len(threads) == 1 for threads in users.values())
 
 
 def test_a_failure_of_the_pump_is_told_where_it_is_waited_for() -> None:

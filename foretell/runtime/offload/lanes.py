@@ -56,9 +56,10 @@ def passed(mark: Mark) -> bool:
 
 
 class Lanes:
-    """compute: the model's own; up and down: copies to and from the device; work: updates; fresh: weights the CPU updated."""
+    """compute: the model's own; up and down: copies to and from the device; work: updates of states that come and go, which wait
+    for these; home: updates of states that stay, which wait for nothing; fresh: weights the CPU updated."""
 
     def __init__(self, device: torch.device) -> None:
         self.compute = Lane(device, compute=True)
         self.up, self.down, self.fresh = Lane(device), Lane(device), Lane(device)
-        self.work = Lane(device, urgent=True)
+        self.work, self.home = Lane(device, urgent=True), Lane(device, urgent=True)

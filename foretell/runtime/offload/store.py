@@ -77,9 +77,11 @@ class Store:
             for chunk in unit.chunks:
                 self._cut(unit, chunk)
         moving = [chunk for unit in units if unit.tier != DEVICE for chunk in unit.chunks if chunk.engine != CPU]
-        longest = max((chunk.elements for unit in units for chunk in unit.chunks), default=0)
+        longest = max((chunk.elements for chunk in moving), default=0)
         self.slots = [Slot(form, longest, device, streamed=bool(self.weights)) for _ in range(slots if moving else 0)]
-        self.wide = torch.empty(longest * form.scratch, dtype=torch.float32, device=device)
+        staying = max((chunk.elements for unit in units if unit.tier == DEVICE for chunk in unit.chunks), default=0)
+        self.wide, self.wide_at_home = (torch.empty(n * form.scratch, dtype=torch.float32, device=device) for n in (longest, staying))
+        """Scratch of updates: of states that come and go, and of those that stay."""
 
     def _on_host(self, unit: Unit) -> Iterator[int]:
         width = self.form.weight.itemsize

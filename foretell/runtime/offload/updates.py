@@ -55,13 +55,14 @@ class Updater:
 
     @torch.no_grad()
     def start(self, unit: Unit, pending: Pending) -> None:
-        """The part of a unit that the device updates."""
-        lanes, names = self.lanes, pending.names
+        """The part of a unit that the device updates. Units whose states stay and others may be started by two threads at once:
+        they share neither lane nor scratch."""
+        lane, names = self.lanes.home if unit.tier == DEVICE else self.lanes.work, pending.names
         self.started[unit.path] = None
         if not names:
             return
-        with lanes.work.here():
-            lanes.work.wait(pending.ready)
+        with lane.here():
+            lane.wait(pending.ready)
             steps = [self.steps[name] for name in unit.sizes if name in names]
             torch._foreach_add_(steps, 1.0)
             if self.skip is not None:
@@ -70,11 +71,11 @@ class Updater:
             if chunk.engine == CPU:
                 continue
             if unit.tier == DEVICE:
-                with lanes.work.here():
-                    self._update(chunk, pending, self.store.there[unit.path, chunk.begin], None)
+                with lane.here():
+                    self._update(chunk, pending, self.store.there[unit.path, chunk.begin], None, self.store.wide_at_home)
             else:
                 self._through(unit, chunk, pending)
-        pending.done = self.last if unit.streamed else lanes.work.mark()
+        pending.done = self.last if unit.streamed else lane.mark()
 
     def _through(self, unit: Unit, chunk: Chunk, pending: Pending) -> None:
         """A chunk's states come up, are updated and go down."""
@@ -93,7 +94,7 @@ class Updater:
             come = lanes.up.mark()
         with lanes.work.here():
             lanes.work.wait(come)
-            self._update(chunk, pending, here, slot if unit.streamed else None)
+            self._update(chunk, pending, here, slot if unit.streamed else None, self.store.wide)
             updated = lanes.work.mark()
         with lanes.down.here():
             lanes.down.wait(updated)
@@ -129,7 +130,7 @@ class Updater:
         if self.store.keeps_weights or any(piece.name not in pending.names for piece in chunk.pieces):
             slot.weight[: chunk.elements].copy_(self.store.weights[unit.path][chunk.begin : chunk.end], non_blocking=True)
 
-    def _update(self, chunk: Chunk, pending: Pending, kept: Mapping[str, Tensor], slot: Slot | None) -> None:
+    def _update(self, chunk: Chunk, pending: Pending, kept: Mapping[str, Tensor], slot: Slot | None, wide: Tensor) -> None:
         runs = []
         for piece in chunk.pieces:
             inside, own = slice(piece.at, piece.at + piece.elements), slice(piece.begin, piece.begin + piece.elements)
@@ -142,7 +143,7 @@ class Updater:
             weight = self.weights[piece.name][own] if slot is None else slot.weight[inside]
             states = {name: array[self.store.form.run(name, piece.at, piece.elements)] for name, array in kept.items()}
             runs.append(Run(weight=weight, grad=grad, kept=states, step=self.steps[piece.name]))
-        update(self.store.form, runs, self.store.wide, self.settings, scale=self.scale, skip=self.skip)
+        update(self.store.form, runs, wide, self.settings, scale=self.scale, skip=self.skip)
 
     # ------------------------------------------------------------ gradients in host memory
 
