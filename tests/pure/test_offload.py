@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import traceback
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.errors import UserError
 from foretell.runtime.offload import engine as engine_room
@@ -83,7 +85,7 @@ def loss_of(model: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def offloaded(
     model: Model, samples: list[Tensor], form: str, tier: str | dict[str, str], *, clip: float | None, share: float = 0.0, early: bool = False,
-    micro: int = 1, optimizer: list[Offloaded] | None = None, streamed: bool = False, again: bool = False,
+    micro: int = 1, optimizer: list[Offloaded] | None = None, streamed: bool = False, again: bool = False, skip: bool = False,
 ) -> tuple[list[float], Model, dict[int, dict[str, Tensor]]]:  # fmt: skip
     model = copy.deepcopy(model)
     if form != "plain":
@@ -91,9 +93,10 @@ def offloaded(
     named = trained(model)
     groups = layout.group(list(named), PATHS)
     units = [
-        layout.unit(p, {n: named[n].numel() for n in held}, tier if isinstance(tier, str) else tier[p], chunk=700, cpu_share=share, streamed=streamed and bool(p))
+        layout.unit(p, {n: named[n].numel() for n in held}, tier if isinstance(tier, str) else tier[p], chunk=700, cpu_share=share,
+                    streamed=streamed and bool(p))
         for p, held in groups.items()
-    ]
+    ]  # fmt: skip
     for block in model.blocks if again else ():
         recompute_block(block, "full")
     engine = Offloaded(named, units, forms.form(form, torch.float32), device=CPU, lr=1e-2, threads=2)
@@ -106,10 +109,11 @@ def offloaded(
             more[0] = part < micro - 1
             loss = loss_of(model, piece, torch.bfloat16 if form != "plain" else torch.float32) / micro
             if not more[0]:
-                engine.expect(None)
+                engine.expect(torch.zeros(()) if skip else None)
             loss.backward()
-        engine.begin(factor(named, clip, engine.norms()) if clip else None)
-        losses.append(loss.item())
+        engine.begin(factor(named, clip, engine.norms()) if clip else None, torch.zeros(()) if skip else None)
+        losses.append(loss.detach())
+    losses = [loss.item() for loss in losses]
     state = engine.state_dict()["state"]
     if optimizer is not None:
         optimizer.append(engine)
@@ -349,6 +353,30 @@ def test_two_threads_that_update_share_no_scratch(model: Model, samples: list[Te
     assert all(torch.equal(mixed[index][name], value) for index, state in kept.items() for name, value in state.items())
     assert len(users) == 2
     assert all(len(threads) == 1 for threads in users.values())
+
+
+class Asked(TorchDispatchMode):
+    """What waits for the device: its values are asked for on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.found.append("".join(traceback.format_stack(limit=4)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("form", ["plain", "master", "split", "int8"])
+def test_an_update_never_waits_for_a_value_of_the_device(model: Model, samples: list[Tensor], form: str, clip: float | None) -> None:
+    """On a GPU the host would stand behind whatever is being copied, and kernels behind the host."""
+    places = {"": layout.HOST, PATHS[0]: layout.DEVICE, PATHS[1]: layout.HOST, PATHS[2]: layout.DEVICE}
+    with Asked() as asked:
+        offloaded(model, samples, form, places, clip=clip, early=clip is None, skip=True)
+    assert asked.found == ["".join(found) for found in asked.found if "losses = [loss.item()" in found]
+    assert len(asked.found) == len(samples)
 
 
 def test_a_failure_of_the_pump_is_told_where_it_is_waited_for() -> None:

@@ -315,6 +315,7 @@ class Offloaded(torch.optim.Optimizer):
         now.started.clear()
         now.scale = scale.reshape(1).float() if scale is not None else None
         now.skip = skip.reshape(()).float() if skip is not None else None
+        now.counts = 1.0 - now.skip if now.skip is not None else None
         self.lanes.up.wait(now.last)
         if self.workers is not None:
             if self._stepped and not self.workers.skipped:

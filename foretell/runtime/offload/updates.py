@@ -46,6 +46,8 @@ class Updater:
         self.store, self.lanes, self.weights, self.steps, self.workers = store, lanes, weights, steps, workers
         self.scale: Tensor | None = None
         self.skip: Tensor | None = None
+        self.counts: Tensor | None = None
+        """1 where the step counts, 0 where it is skipped."""
         self.settings = Settings(lr=0.0)
         self.last: Mark = None
         """When the last states went down."""
@@ -64,9 +66,10 @@ class Updater:
         with lane.here():
             lane.wait(pending.ready)
             steps = [self.steps[name] for name in unit.sizes if name in names]
-            torch._foreach_add_(steps, 1.0)
-            if self.skip is not None:
-                torch._foreach_sub_(steps, self.skip)
+            if self.counts is None:
+                torch._foreach_add_(steps, 1.0)
+            else:  # by the op's whole name: a tensor of one element would else be taken for a number, and the device asked for it
+                torch.ops.aten._foreach_add_.Tensor(steps, self.counts)
         for chunk in unit.chunks:
             if chunk.engine == CPU:
                 continue
