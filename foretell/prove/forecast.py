@@ -202,7 +202,8 @@ def _traces(configs: Sequence[Config], asked: Asked, progress: Progress) -> Iter
 def _request(config: Config, asked: Asked) -> dict[str, Any]:
     capability = () if asked.kind == "cpu" else asked.cluster.device.compute_capability or (9, 0)
     recipe = replace(config.recipe(), compile="none")
-    return request(config.source(), recipe, capability, {})  # type: ignore[arg-type]
+    asks = request(config.source(), recipe, capability, {})  # type: ignore[arg-type]
+    return {**asks, "in_turn": True}  # losses as `measure` runs them: the user's own step, not a plan's
 
 
 def _pacers(asked: Asked) -> dict[str, float]:

@@ -96,7 +96,7 @@ def _answer(asked: Mapping[str, Any], target: Path) -> dict[str, Any]:
             from foretell.search.split_trace import trace_split
 
             return trace_split(asked, target)
-        return {**single._trace(asked, target, summed=True), **_facts(asked)}
+        return {**single._trace(asked, target, summed=not asked.get("in_turn")), **_facts(asked)}
     except UserError as error:
         told = {"problem": error.problem, "remedy": error.remedy, "detail": error.detail}
         return {"error": {"kind": type(error).__name__, **told}}

@@ -14,12 +14,16 @@ import torch
 from foretell import zoo
 from foretell.cli import main
 from foretell.errors import UserError
+from foretell.hardware import parse
 from foretell.hardware.probe import steps
+from foretell.prove import forecast as forecasts
 from foretell.prove import run, seal, tell
 from foretell.prove.dice import Dice
 from foretell.prove.draw import FAMILIES, draw
 from foretell.prove.forecast import PACERS, _Picked
 from foretell.prove.types import Config, Forecast, Sealed
+from foretell.trace.here import measure_on_cpu
+from foretell.trace.live import peak_live
 from foretell.trace.load import check, load
 
 LARGE = 150 << 30
@@ -286,3 +290,13 @@ def test_a_forecast_on_this_cpu_is_sealed_run_and_told(capsys: Any, tmp_path: Pa
     assert main(["prove", "--run", str(path)]) == 0  # nothing is measured twice
     assert "2 of 2 within the band" in capsys.readouterr().out
     assert run.rows_path(path).read_text() == before
+
+
+def test_losses_that_run_backward_one_by_one_are_forecast_so() -> None:
+    """As `measure` runs them: a layer's activations are gone before the next layer's loss."""
+    config = Config(index=0, model="ff-tiny", overrides={}, micro_batch=64, precision="fp32")
+    asked = forecasts.Asked(seed="", count=1, cluster=parse("CPU"))
+    (trace,) = forecasts._traces([config], asked, lambda _: None)
+    assert not isinstance(trace, Forecast)
+    measured = measure_on_cpu(config.source(), config.recipe())[0]
+    assert peak_live(trace, tuple(trace.schedule)) == pytest.approx(measured, rel=0.05)
