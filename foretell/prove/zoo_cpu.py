@@ -34,8 +34,9 @@ PACERS = (
     "llama-tiny", "bert-tiny", "ssm-tiny", "mixtral-tiny", "t5-tiny", "vit-tiny", "unet-tiny", "dit-tiny", "resnet-tiny", "graphsage-tiny",
 )  # fmt: skip
 """Small steps that say how this CPU runs now beside what its profile says: some are products, some wait for Python."""
-WARM, LEAST_STEPS, LEAST_SECONDS, MOST_SECONDS = 3, 7, 0.2, 2.0
-"""Of a try: steps before those that are timed; how many and for how long at least; for how long at most."""
+WARM, BURST, ROUNDS, MOST_SECONDS = 3, 4, 4, 2.0
+"""Of a try: steps of a model before those that are timed, at first and one after each other model; timed ones at a time; how often
+the models take turns; for how long each at most."""
 TRIES = 3
 """That every step is timed, pacers too, with other work between them: the least of all counts, since a core that others share
 only takes longer."""
@@ -88,7 +89,7 @@ def look(_rank: int, _world: int, source: Source, phases: tuple[str, ...], pacer
 def _tries(sources: list[Source], beat: list[str], known: Machine | None) -> list[float]:
     """Seconds of a step of each, and of the beat, once more."""
     every = [*sources, *(Source(model=name, micro_batch=SAMPLES) for name in beat)]
-    return [_timed(one) for one in every] if known is not None else []
+    return _timed(every) if known is not None else []
 
 
 def drift(before: list[float], now: list[float]) -> float:
@@ -199,8 +200,9 @@ def pace_now(_rank: int, _world: int) -> Pacers:
     from foretell.trace.here import trace_as_cpu
 
     sources = {name: Source(model=name, micro_batch=SAMPLES) for name in PACERS}
-    tries = [{name: _timed(source) for name, source in sources.items()} for _ in range(TRIES)]
-    return {name: (said(trace_as_cpu(source, RECIPE), known), min(each[name] for each in tries)) for name, source in sources.items()}
+    tries = [_timed(list(sources.values())) for _ in range(TRIES)]
+    least = dict(zip(sources, map(min, zip(*tries, strict=True)), strict=True))
+    return {name: (said(trace_as_cpu(source, RECIPE), known), least[name]) for name, source in sources.items()}
 
 
 def pace_without(pacers: Pacers, name: str) -> Pace:
@@ -208,25 +210,37 @@ def pace_without(pacers: Pacers, name: str) -> Pace:
     return pace_of([pair for pacer, pair in pacers.items() if pacer != name])
 
 
-def _timed(source: Source) -> float:
-    """The least seconds of a step on one thread, while it has a core: who else uses the machine counts as little as can be."""
+def _timed(sources: list[Source]) -> list[float]:
+    """The least seconds of a step of each on one thread, while it has a core. They take turns, a few steps at a time: who else uses
+    the machine slows all of them alike, and counts as little as can be."""
     import torch
 
     from foretell.trace.here import _run_once
-    from foretell.trace.step import Step
 
     torch.set_num_threads(1)
+    steps = [_step(source) for source in sources]
+    found: list[list[float]] = [[] for _ in steps]
+    for turn in range(ROUNDS):
+        for step, seconds in zip(steps, found, strict=True):
+            for number in range((1 if turn else WARM) + BURST):
+                if turn and sum(seconds) > MOST_SECONDS:
+                    break
+                before = time.thread_time()
+                _run_once(step)
+                if number >= (1 if turn else WARM):
+                    seconds.append(time.thread_time() - before)
+    return [min(seconds) for seconds in found]
+
+
+def _step(source: Source) -> Step:
+    import torch
+
+    from foretell.trace.step import Step
+
     torch.manual_seed(0)
     step = Step(load(source), RECIPE, device_type="cpu")
     step.create_optimizer()
-    found: list[float] = []
-    while len(found) < WARM + LEAST_STEPS or sum(found) < LEAST_SECONDS:
-        before = time.thread_time()
-        _run_once(step)
-        found.append(time.thread_time() - before)
-        if sum(found) > MOST_SECONDS and len(found) > WARM:
-            break
-    return min(found[WARM:])
+    return step
 
 
 def _cluster() -> Cluster:

@@ -1,7 +1,7 @@
 """A plan for half the memory: asked of the search, really run, and held against the plain run.
 
-The batch is the smallest of a few in which weights, gradients and states are at most two fifths of what the plain step needs:
-where they alone are more than half, no plan on one device can help. Memory of a CPU cannot be capped from outside, so the peak
+The batch is the smallest of a few in which weights, gradients and states are at most two fifths of what the plain step needs, and
+for which there is a plan: where they alone are more than half, none on one device can help. Memory of a CPU cannot be capped from outside, so the peak
 of the real run's tensors is measured and must be below the cap.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,14 @@ class Planned:
 
 def planned(source: Source, cluster: Cluster, traces: Traces, options: Options) -> Planned:
     """The plan for half the memory: on one device, or on two with half each."""
-    micro, plain = _batch(source, cluster, traces, options)
+    for micro, plain in _batches(source, cluster, traces, options):
+        found = _planned(source, cluster, traces, options, micro, plain)
+        if found.plan is not None:
+            break
+    return found
+
+
+def _planned(source: Source, cluster: Cluster, traces: Traces, options: Options, micro: int, plain: PlanCost) -> Planned:
     whole = plain.worst.memory.allocated_bytes
     asked = Planned(global_batch=PARTS * micro, plain_bytes=whole, cap_bytes=whole // 2)
     nearest: list[PlanCost] = []
@@ -87,14 +94,14 @@ def planned(source: Source, cluster: Cluster, traces: Traces, options: Options) 
     return replace(asked, why=_held(nearest, asked.cap_bytes))
 
 
-def _batch(source: Source, cluster: Cluster, traces: Traces, options: Options) -> tuple[int, PlanCost]:
+def _batches(source: Source, cluster: Cluster, traces: Traces, options: Options) -> Iterator[tuple[int, PlanCost]]:
+    """Micro-batches to try, and what the plain step of four of them costs."""
     for micro in MICRO_BATCHES:
         plan = Plan(model=model_of(source), hardware="auto", precision="fp32", micro_batch=PARTS * micro, clip=None)
         found = traces.of(plan, [KEEP])
         cost = predict_plan(found, plan, cluster, options)
-        if states_of(found[KEEP]) <= MOST_STATES * cost.worst.memory.allocated_bytes:
-            break
-    return micro, cost
+        if micro == MICRO_BATCHES[-1] or states_of(found[KEEP]) <= MOST_STATES * cost.worst.memory.allocated_bytes:
+            yield micro, cost
 
 
 def states_of(trace: Trace) -> int:

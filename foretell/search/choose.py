@@ -40,6 +40,7 @@ from foretell.search.find import Finalist, Found, Unsuited, find
 from foretell.search.law import Advice, advice
 from foretell.search.law import check as check_law
 from foretell.search.moved import or_moved, spilled
+from foretell.search.sheet_modes import MODES, modes_of
 from foretell.search.space_wishes import Wishes as Wishes
 from foretell.search.space_wishes import check as check_wishes
 from foretell.search.traces import Traces
@@ -60,7 +61,6 @@ WORTH = 0.03
 """A doubled micro-batch must gain this much; less is not worth a larger batch."""
 LESS_IF_TIGHT = 0.03
 """A plan that may run out of memory must be this much faster to be preferred."""
-MODES = ("keep", "selective", "recompute")
 
 
 def choose(
@@ -144,6 +144,8 @@ class _Search(Question):
     weights: dict[str, float] = field(default_factory=dict)
     """Block → FLOPs of a micro-batch; "" and "after" for what comes before and after the blocks."""
     remarks: list[str] = field(default_factory=list)
+    modes: tuple[str, ...] = MODES
+    """Residencies that the model's blocks can be in."""
 
     def law(self, followed: bool) -> Advice | None:
         """What the Step Law says of the run; its batch becomes a wish where that was asked for."""
@@ -276,6 +278,8 @@ class _Search(Question):
     def _climb(self, base: Plan, batches: Sequence[tuple[int, int]]) -> None:
         start = 0
         for mode in MODES:
+            if mode not in self.modes:
+                continue
             fitted, cost = start, None
             while fitted < len(batches) and self.costed < LIMIT:
                 micro, accumulate = batches[fitted]
@@ -289,7 +293,7 @@ class _Search(Question):
                 return  # larger micro-batches fit, and gain nothing
             start = fitted
             micro = batches[fitted][0]
-            self.traces.prepare([(base.with_(micro_batch=micro), other) for other in MODES[1:]])
+            self.traces.prepare([(base.with_(micro_batch=micro), other) for other in self.modes[1:]])
 
     def _past_the_best(self, cost: PlanCost) -> bool:
         """Whether the last doubling of the micro-batch did not make the plan faster."""
@@ -328,7 +332,7 @@ class _Search(Question):
         return cost
 
     def _learn(self, trace: Trace) -> None:
-        self.blocks = blocks_of(trace)
+        self.blocks, self.modes = blocks_of(trace), modes_of(trace)
         shapes = self.traces.facts.shapes
         self.about = model_of(self.source, blocks=self.blocks, shapes=shapes or None)
         self.weights = work_of(trace)

@@ -25,7 +25,7 @@ from foretell.hardware.types import Cluster, Overhead
 from foretell.search.sheet_compile import Compiled, judged
 from foretell.search.sheet_context import Context
 from foretell.search.sheet_expert import spread
-from foretell.search.sheet_modes import KEEP, in_mode
+from foretell.search.sheet_modes import KEEP, MODES, RECOMPUTE, in_mode, takes_selective
 from foretell.search.sheet_ops import AFTER, BEFORE, Material, Source, Weights
 from foretell.search.sheet_work import (
     PLAIN_HOST,
@@ -157,6 +157,10 @@ class Works:
             phases = in_mode(self.material.pieces[key], mode, self.material.storages)
             found = self._work[key, mode, ""] = self.prices.work(phases, self.material.storages, host=self.host)
         return found
+
+    def modes(self, key: Key) -> tuple[str, ...]:
+        """Residencies that a piece can be in."""
+        return MODES if takes_selective(self.material.pieces[key].forward) else (KEEP, RECOMPUTE)
 
     @property
     def boundary(self) -> int:

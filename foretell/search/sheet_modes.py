@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from foretell.cost.plan_blocks import blocks_of
 from foretell.search.sheet_ops import Piece
 from foretell.trace import types
-from foretell.trace.types import Op, Storage
+from foretell.trace.types import Op, Storage, Trace
 
 KEEP, SELECTIVE, RECOMPUTE = "keep", "selective", "recompute"
 MODES = (KEEP, SELECTIVE, RECOMPUTE)
@@ -37,6 +38,29 @@ class Phases:
     """Casts of weights that go when all of forward has ended."""
     cached: int = 0
     """Results that selective recomputation puts aside."""
+
+
+def takes_selective(forward: Iterable[Op]) -> bool:
+    """Whether nothing changes a result in place that selective recomputation keeps: PyTorch refuses such a block."""
+    kept: set[int] = set()
+    for op in forward:
+        name = op.name.split(".")[1]
+        if name.endswith("_") and not name.endswith("__") and any(ref.storage in kept for ref in op.outputs):
+            return False
+        if op.name in KEPT:
+            kept.update(ref.storage for ref in op.outputs)
+    return True
+
+
+def modes_of(trace: Trace) -> tuple[str, ...]:
+    """Residencies that the blocks of a traced step can be in."""
+    blocks = blocks_of(trace)
+    forward: dict[str, list[Op]] = {block: [] for block in blocks}
+    for op in (op for program in trace.programs.values() for op in program.ops if op.phase == "forward"):
+        owner = next((block for block in blocks if op.module == block or op.module.startswith(f"{block}.")), None)
+        if owner is not None:
+            forward[owner].append(op)
+    return MODES if all(map(takes_selective, forward.values())) else (KEEP, RECOMPUTE)
 
 
 def in_mode(piece: Piece, mode: str, storages: Mapping[int, Storage]) -> Phases:

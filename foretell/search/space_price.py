@@ -103,7 +103,7 @@ class SheetPricer:
     def _ways(self, works: Works, kind: int) -> Ways:
         keep = works.work(kind)
         found = [KEPT]
-        for mode in ("selective", "recompute"):
+        for mode in works.modes(kind)[1:]:
             work = works.work(kind, mode)
             saves = float(keep.forward.net - (work.forward.net - work.lingering))
             more = work.forward.seconds + work.backward.seconds - keep.forward.seconds - keep.backward.seconds

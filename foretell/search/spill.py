@@ -30,6 +30,7 @@ from foretell.plan.blocks import compress
 from foretell.plan.recipe import model_of
 from foretell.plan.states import DISK, HOST, bytes_of, form_of, width_of_weights
 from foretell.plan.types import AWAY, MODES, REST, TIERS, Plan, Residency
+from foretell.search import sheet_modes
 from foretell.search.caps import host_of, unknown_host
 from foretell.search.costing import Question
 from foretell.trace.types import Trace
@@ -205,6 +206,7 @@ class Spill(Question):
         base = Plan(model=model_of(self.source), hardware=self.hardware, micro_batch=batch[0], **self._fixed())
         trace = self.traces.of(base, [KEEP])[KEEP]
         self.blocks = blocks_of(trace)
+        self.lacking |= {*sheet_modes.MODES} - {*sheet_modes.modes_of(trace)}
         self.about = model_of(self.source, blocks=self.blocks, shapes=self.traces.facts.shapes or None)
         facts = legal.with_hardware(legal.Facts(blocks=self.blocks, tied=self.traces.facts.tied), self.cluster)
         self.facts = replace(facts, global_batch=self.wishes.global_batch)
