@@ -1,8 +1,8 @@
 """A plan for half the memory: asked of the search, really run, and held against the plain run.
 
 The batch is the smallest of a few in which weights, gradients and states are at most two fifths of what the plain step needs, and
-for which there is a plan: where they alone are more than half, none on one device can help. Memory of a CPU cannot be capped from outside, so the peak
-of the real run's tensors is measured and must be below the cap.
+for which there is a plan: where they alone are more than half, none on one device can help. Memory of a CPU cannot be capped from
+outside, so the peak of the real run's tensors is measured and must be below the cap.
 """
 
 from __future__ import annotations
