@@ -5,11 +5,12 @@
     python benchmarks/zoo.py --measure                run every row here, each in a process of its own
     python benchmarks/zoo.py --measure --device cpu   the same on this CPU, for trying it out: no memory is measured
     python benchmarks/zoo.py --tell                   the forecast beside what was measured
+    python benchmarks/zoo.py --tell --keep foretell/zoo/measured.jsonl   and the rows for `foretell zoo query` and docs/papers.md
 
 The keys of a configuration are those of benchmarks/memory.py and `note`: what is not as in the paper, and why. A phase of the
 model is the override `phase`; `a+b` is phases in turn over the same weights, each with an optimizer of its own.
 
-The forecast (sealed/zoo-forecast.jsonl) starts with a line that holds the SHA-256 of the rows below it, and is not replaced once
+The forecast (sealed/zoo-forecast-2.jsonl) starts with a line that holds the SHA-256 of the rows below it, and is not replaced once
 rows of it were measured: give another --forecast-file then. Measured rows are appended one by one to --out; a row that is there
 is not measured again. Rows build and warm up side by side as far as memory goes, and are timed alone.
 """
@@ -315,10 +316,37 @@ def _off(predicted: dict[str, Any], measured: dict[str, Any], what: str) -> str:
 # ---------------------------------------------------------------------------------------------- the table
 
 
+def measured_of(path: Path, out: Path) -> dict[str, dict[str, Any]]:
+    """Rows that were measured beside a forecast, by key."""
+    head = head_of(path)
+    return {row["key"]: row for row in rows_of(out) if row.get("forecast") in (head.get("sha256"), head.get("was"))}
+
+
+def keep(path: Path, out: Path, target: Path) -> None:
+    """Append the rows as `foretell zoo check --keep` writes its own."""
+    from foretell import zoo
+
+    said = {row["key"]: row for row in rows_of(path)}
+    for key, row in measured_of(path, out).items():
+        config, found, predicted = said[key]["config"], row["measured"], said[key]["predicted"]
+        entry, error = zoo.get(config["model"]), found.get("error") or predicted.get("error") or ""
+        own = {name: value for name, value in config["overrides"].items() if name != "phase"}
+        figures = {} if error else {
+            "predicted_bytes": predicted["allocated"], "measured_bytes": found["allocated"],
+            "predicted_seconds": predicted["seconds"], "measured_seconds": found["seconds"],
+        }  # fmt: skip
+        append(target, {
+            "name": entry.name, "module": entry.module, "paper": entry.paper, "phase": config["overrides"].get("phase", ""),
+            **{name: row[name] for name in ("device", "torch", "date", "commit")}, "samples": config["micro_batch"],
+            "precision": config["precision"], "seq": config["seq"], "overrides": own, **figures,
+            "status": "fail" if error else "pass", "reason": error.splitlines()[0][:120] if error else "", "forecast": row["forecast"],
+        })  # fmt: skip
+
+
 def tell(path: Path, out: Path, as_json: bool) -> bool:
     """Print the forecast beside the measurements, the farthest last; whether all bars are held."""
     seal_of(path)
-    measured = {row["key"]: row["measured"] for row in rows_of(out)}
+    measured = {key: row["measured"] for key, row in measured_of(path, out).items()}
     rows = rows_of(path)
     good, bad = [], []
     for row in rows:
@@ -377,13 +405,14 @@ def main() -> None:
     what.add_argument("--measure", action="store_true", help="really run the rows of the forecast")
     what.add_argument("--tell", action="store_true", help="the forecast beside what was measured")
     parser.add_argument("--configs", type=Path, default=HERE / "configs" / "zoo.jsonl")
-    parser.add_argument("--forecast-file", type=Path, default=HERE / "sealed" / "zoo-forecast.jsonl")
+    parser.add_argument("--forecast-file", type=Path, default=HERE / "sealed" / "zoo-forecast-2.jsonl")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "zoo.jsonl", help="measured rows")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", action="append", default=[], help="these models only; repeatable")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no new row after this long")
     parser.add_argument("--workers", type=int, default=1, help="forecasts at once")
     parser.add_argument("--json", action="store_true", help="the table as JSON")
+    parser.add_argument("--keep", type=Path, help="append the measured rows to this file, as `foretell zoo check --keep` does")
     options = parser.parse_args()
     if options.forecast:
         forecast(read_configs(options.configs), options.forecast_file, options.out, options.model, options.workers)
@@ -394,6 +423,8 @@ def main() -> None:
         if options.device == "cuda" and machine()["device"] == "no GPU":
             sys.exit("there is no GPU here to measure on; --device cpu tries it out")
         measure(options.forecast_file, options.out, options.device, options.seconds, options.model)
+    if options.keep:
+        keep(options.forecast_file, options.out, options.keep)
     held = tell(options.forecast_file, options.out, options.json)
     sys.exit(0 if held or options.measure else 1)
 
