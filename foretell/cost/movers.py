@@ -105,7 +105,7 @@ def mover(name: str, op: Shape, device: Device) -> Described:
     terms = {name: value / rate for name, value in moved.items() if value}
     terms |= {"one": 1e-6, "over": max(0.0, total - 0.6 * cache) / rate, "elements": many * 1e-12 * cores}
     if device.backend == "cpu":
-        terms["lines"] = lines(kind, op) * 1e-8
+        terms["lines"], terms["planes"] = (count * 1e-8 for count in lines(kind, op))
     if lane:
         terms["channel" if kind in _CHANNELS else "lane"] = lane * 1e-9
     if kind in ("norm", "norm_backward", "softmax", "reduction", "order", "loss"):
@@ -146,7 +146,7 @@ def mover(name: str, op: Shape, device: Device) -> Described:
         "chunks": 0.0, "equal": float(numel == out),
     }  # fmt: skip
     if device.backend == "cpu":
-        values["lines"] = log(lines(kind, op) + 1)
+        values["lines"], values["planes"] = (log(count + 1) for count in lines(kind, op))
     key = f"each:{name}" if each else f"kept:{name}" if kept else _key(name, kind, op, first, inner, out)
     return Described("stream", key, kind, base, terms, values)
 
@@ -300,5 +300,5 @@ def _lists(name: str, op: Shape, device: Device) -> Described:
         "small": log(min(sizes, default=1) + 1), "kind": _NUMBERS["lists"], "chunks": log(chunks + 1),
     }  # fmt: skip
     if device.backend == "cpu":
-        values["lines"] = 0.0
+        values["lines"] = values["planes"] = 0.0
     return Described("stream", name, "lists", LAUNCH_SECONDS + total / rate, terms, values)

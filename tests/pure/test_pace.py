@@ -183,6 +183,18 @@ def walked(whole: tuple[int, ...], inputs: list[tuple[int, ...]]) -> int:
     return least
 
 
+def evenly(whole: tuple[int, ...], inputs: list[tuple[int, ...]]) -> int:
+    """Numbers before the first line that does not begin as far from the one before it as that from its own, in any tensor."""
+    total, line = torch.Size(whole).numel(), walked(whole, inputs)
+    least = total
+    for shape in inputs:
+        where = torch.arange(torch.Size(shape).numel()).view(shape).expand(whole).flatten()[::line]
+        steps = where.diff()
+        breaks = (steps != steps[0]).nonzero() if len(steps) else steps
+        least = min(least, (int(breaks[0]) + 1) * line if len(breaks) else total)
+    return least
+
+
 def test_lines_of_broadcast_tensors_are_those_that_a_walk_finds() -> None:
     rng = random.Random(4)
     for _ in range(300):
@@ -191,12 +203,14 @@ def test_lines_of_broadcast_tensors_are_those_that_a_walk_finds() -> None:
         inputs.append(whole)
         op = Shape("aten.mul.Tensor", tuple(TensorSpec(shape, "float32") for shape in inputs), (TensorSpec(whole, "float32"),), ())
         numel = torch.Size(whole).numel()
-        assert lines("pointwise", op) == pytest.approx(numel / walked(whole, inputs) - 1), (whole, inputs)
+        found, planes = lines("pointwise", op)
+        assert found == pytest.approx(numel / walked(whole, inputs) - 1), (whole, inputs)
+        assert planes == pytest.approx(numel / evenly(whole, inputs) - 1), (whole, inputs)
 
 
 def test_lines_of_sums() -> None:
     def of(shape: tuple[int, ...], kept: tuple[int, ...], *attrs: int | bool) -> float:
-        return lines("reduction", Shape("aten.sum.dim_IntList", (TensorSpec(shape, "float32"),), (TensorSpec(kept, "float32"),), attrs))
+        return lines("reduction", Shape("aten.sum.dim_IntList", (TensorSpec(shape, "float32"),), (TensorSpec(kept, "float32"),), attrs))[0]
 
     assert of((100, 3, 2), (100, 2), 1, False) == 299  # two numbers at a time
     assert of((100, 3, 2), (100, 1, 2), 1, True) == 299
