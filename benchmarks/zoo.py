@@ -339,7 +339,8 @@ def keep(path: Path, out: Path, target: Path) -> None:
             "name": entry.name, "module": entry.module, "paper": entry.paper, "phase": config["overrides"].get("phase", ""),
             **{name: row[name] for name in ("device", "torch", "date", "commit")}, "samples": config["micro_batch"],
             "precision": config["precision"], "seq": config["seq"], "overrides": own, **figures,
-            "status": "fail" if error else "pass", "reason": error.splitlines()[0].split(" when calling")[0][:120] if error else "", "forecast": row["forecast"],
+            "status": "fail" if error else "pass", "reason": error.partition("\n")[0].partition(" when calling")[0][:120],
+            "forecast": row["forecast"],
         })  # fmt: skip
 
 

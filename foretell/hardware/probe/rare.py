@@ -279,7 +279,8 @@ def resizing(d: Draw) -> Call:
         lambda: back(F.interpolate(x, scale_factor=to, mode="bilinear", antialias=True)),
         lambda: back(F.interpolate(deep, scale_factor=2.0, mode="trilinear")), lambda: back(F.interpolate(deep, scale_factor=2.0)),
         lambda: back(F.interpolate(x.flatten(2), scale_factor=2.0, mode="linear")), lambda: back(F.adaptive_avg_pool2d(x, (5, 4))),
-        lambda: back(F.adaptive_max_pool2d(x, (3, 3))), lambda: back(F.max_pool2d(x, 2)), lambda: back(F.max_pool3d(deep, 2)), lambda: back(F.avg_pool3d(deep, 2)),
+        lambda: back(F.adaptive_max_pool2d(x, (3, 3))), lambda: back(F.max_pool2d(x, 2)),
+        lambda: back(F.max_pool3d(deep, 2)), lambda: back(F.avg_pool3d(deep, 2)),
         lambda: back(F.unfold(x, 3, padding=1)), lambda: back(F.fold(F.unfold(x, 2, stride=2), (side // 2 * 2,) * 2, 2, stride=2)),
     ))  # fmt: skip
 
