@@ -111,7 +111,7 @@ def test_a_finished_probe_measures_nothing_again(resumed: tuple[Measured, Measur
 def test_the_command_measures_fits_and_keeps_a_profile(
     cache_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(run.BUDGET_SECONDS, ("cpu", "quick"), 5.0)
+    monkeypatch.setitem(run.BUDGET_SECONDS, ("cpu", "quick"), 9.0)
     assert main(["probe", "--device", "cpu", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     found = answer["probe"]
