@@ -54,6 +54,9 @@ class Parcel:
         """While it is held, no other storage gets this one's address."""
         self.alias: Tensor | None = tensor.detach()
         self.version = tensor._version
+        self._counter = tensor.detach()
+        self._counter.data = tensor.new_empty(0)
+        """No bytes, but the tensor's own count of how often it was overwritten."""
         self.nbytes = storage.nbytes()
         self.device: torch.UntypedStorage | None = storage
         self.host: Slot[Memory] | None = None
@@ -76,6 +79,16 @@ class Parcel:
         if self.alias is not None and self.alias._version != self.version:
             self.spoilt = True
         return self.spoilt
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether another tensor of the storage is as it was when this was saved: one that counts its changes together with it
+        and has had none since. Tensors may share a storage and not their counts (`unsafe_chunk`, as in recurrent cells): one of
+        them may have been overwritten since, and nothing tells."""
+        if self.version != tensor._version or self.changed():
+            return False
+        with torch.autograd._unsafe_preserve_version_counter(tensor):
+            torch.autograd.graph.increment_version(tensor)
+            return self._counter._version != self.version
 
     def free(self) -> None:
         """Let the device's memory go: whoever gets it computes after the copies."""

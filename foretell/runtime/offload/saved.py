@@ -187,7 +187,7 @@ class Saved:
 
     def _parcel(self, call: Call, tensor: Tensor, storage: torch.UntypedStorage) -> Parcel:
         known = self._known.get(storage._cdata)
-        if known is not None and known.version == tensor._version and not known.changed():
+        if known is not None and known.holds(tensor):
             return known
         parcel = Parcel(tensor, storage, call)
         self._known[parcel.seen.cdata] = parcel
