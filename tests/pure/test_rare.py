@@ -324,12 +324,11 @@ def test_families_can_be_named() -> None:
 def test_masks_are_measured_at_no_length_that_is_known_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 128 queries or keys to a tile, none leaves 64 over."""
     seen: list[int] = []
-    real = F.scaled_dot_product_attention
 
     def look(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
         seen.extend((q.shape[2], k.shape[2]))
         assert more["attn_mask"].shape[2:] == (q.shape[2], k.shape[2])
-        return real(q, k, v, **more)
+        return q * 1.0  # what it is does not matter here
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", look)
     for index in range(60):

@@ -382,7 +382,7 @@ def test_showers_points_see_near_layers_that_are_there() -> None:
         other[0, layer, slot] += 2.0
         with torch.no_grad():
             gap = call_model(model, {**batch, "noise": other}) - call_model(model, batch)
-        return gap[0].abs().amax(dim=(1, 2)) > 1e-7
+        return gap[0].abs().amax(dim=(1, 2)) > 0
 
     far = 2 * len(model.blocks) * model.reach  # two velocities a step, each through all blocks
     assert touched(8, 0).nonzero().flatten().tolist() == list(range(8 - far, 8 + far + 1))
