@@ -103,15 +103,17 @@ def engine(options: argparse.Namespace, way: str, device: Any) -> tuple[Any, dic
     share = 0.0 if way == "resident" else options.cpu_share
     on_device = {"norm", *blocks[:kept]} | ({"words", "places", "head"} if way == "resident" or options.ends else set())
     away = set(blocks[options.layers - options.weights :]) if way != "resident" else set()
+    far = set(blocks[options.layers - options.disk :]) if way != "resident" else set()
+    tiers = {path: layout.DEVICE if path in on_device else layout.DISK if path in far else layout.HOST for path in groups}
     units = [
-        layout.unit(path, {n: named[n].numel() for n in held}, layout.DEVICE if path in on_device else layout.HOST,
+        layout.unit(path, {n: named[n].numel() for n in held}, tiers[path],
                     cpu_share=share, chunk=options.chunk, streamed=path in away)
         for path, held in groups.items()
     ]  # fmt: skip
     began = time.perf_counter()
     form = forms.form(options.form, torch.bfloat16)
     optimizer = Offloaded(named, units, form, device=device, lr=1e-4, slots=options.slots, source=value_of(model, device),
-                          hold=int(options.hold * GIB) if options.hold else None)  # fmt: skip
+                          hold=int(options.hold * GIB) if options.hold else None, folder=options.scratch)  # fmt: skip
     optimizer.early = options.no_clip
     more = [False]
     optimizer.attach(model, lambda: more[0])
@@ -143,7 +145,7 @@ def engine(options: argparse.Namespace, way: str, device: Any) -> tuple[Any, dic
     else:
         about = {}
     return step, {**about, "start_seconds": started, "host_arena": arena.nbytes if arena else 0, "pin_seconds": arena.seconds if arena else 0,
-                  "resident_blocks": kept, "streamed_blocks": len(away), "cpu_share": share, "form": form.name}  # fmt: skip
+                  "resident_blocks": kept, "streamed_blocks": len(away), "disk_blocks": len(far), "cpu_share": share, "form": form.name}  # fmt: skip
 
 
 def duplex(arena: Any, device: Any, rounds: int = 4) -> float:
@@ -301,8 +303,10 @@ def main() -> None:
     parser.add_argument("--resident", type=int, default=0, help="blocks whose states stay on the device")
     parser.add_argument("--weights", type=int, default=0, help="blocks whose weights are in host memory too, from the last on")
     parser.add_argument("--ends", type=int, default=0, help="1: states of embeddings and head stay on the device")
+    parser.add_argument("--disk", type=int, default=0, help="blocks whose states are on disk, from the last on, in --scratch")
+    parser.add_argument("--scratch", default=None)
     parser.add_argument("--cpu-share", type=float, default=0.0)
-    parser.add_argument("--form", default="master", choices=("master", "split", "half"))
+    parser.add_argument("--form", default="master", choices=("master", "split", "half", "int8", "split-int8"))
     parser.add_argument("--chunk", type=int, default=16 * 2**20)
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--hold", type=float, default=0, help="GiB of gradients that may wait for their update, without clipping")

@@ -19,14 +19,17 @@ from foretell.cost.offload_time import NEED as NEED
 from foretell.cost.offload_time import Load, Rates, Unit
 from foretell.cost.plan_blocks import blocks_of
 from foretell.cost.shapes import short
+from foretell.cost.sharded_units import REDUCE_STREAM
 from foretell.hardware.profile import Profile
-from foretell.hardware.types import Device
+from foretell.hardware.types import Cluster, Device
 from foretell.plan import states
 from foretell.plan.states import ALIGN, CHUNK, DEVICE, HOST, SLOTS, bytes_of, form_of, streamed, tiers, width_of_weights
 from foretell.plan.types import MASTER, Plan
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Storage, Trace
 
+SHARDS = "shards"
+"""In what is known of a trace: over how many ranks its parameters are spread."""
 FETCH = "foretell.fetch"
 """Where gradients that went down come up again, to be added to."""
 REACHED = 0.8
@@ -44,16 +47,33 @@ def units_of(trace: Trace, plan: Plan) -> tuple[Unit, ...]:
     """In the order that forward needs them."""
     blocks = blocks_of(trace)
     where, gone, width = tiers(plan, blocks), streamed(plan, blocks), width_of_weights(plan)
-    held: dict[str, list[int]] = {"": [], **{block: [] for block in blocks}}
-    for number, storage in trace.storages.items():
-        if storage.role == types.GRADIENT:
-            held[_owner(storage.module, blocks)].append(number)
+    gradients = _by_owner(trace, blocks, _gradients(trace))
+    sizes = _by_owner(trace, blocks, _shards(trace)) if SHARDS in trace.meta else gradients
     return tuple(
-        Unit(path, sum(-(-trace.storages[n].nbytes // width // ALIGN) * ALIGN for n in numbers), where[path], tuple(numbers),
+        Unit(path, sum(-(-trace.storages[n].nbytes // width // ALIGN) * ALIGN for n in sizes[path]), where[path], tuple(numbers),
              HOST if path in gone else DEVICE)
-        for path, numbers in held.items()
+        for path, numbers in gradients.items()
         if numbers
     )  # fmt: skip
+
+
+def _by_owner(trace: Trace, blocks: Sequence[str], numbers: Iterable[int]) -> dict[str, list[int]]:
+    held: dict[str, list[int]] = {"": [], **{block: [] for block in blocks}}
+    for number in numbers:
+        held[_owner(trace.storages[number].module, blocks)].append(number)
+    return held
+
+
+def _gradients(trace: Trace) -> Iterable[int]:
+    """Those that are kept until the update: of sharded parameters what was scattered, not the whole ones before."""
+    kept = [number for number, storage in trace.storages.items() if storage.role == types.GRADIENT]
+    return [number for number in kept if trace.storages[number].stream == REDUCE_STREAM] if SHARDS in trace.meta else kept
+
+
+def _shards(trace: Trace) -> Iterable[int]:
+    """This rank's pieces of trained parameters."""
+    updated = {ref.storage for name, program in trace.programs.items() if name.startswith("update") for op in program.ops for ref in op.inputs}
+    return [number for number in trace.resident if number in updated and trace.storages[number].role == types.PARAMETER]
 
 
 def _owner(module: str, blocks: Sequence[str]) -> str:
@@ -170,8 +190,14 @@ def _left(ops: Sequence[Op], leaving: Mapping[str, Unit], blocks: Sequence[str])
 # ---------------------------------------------------------------------- seconds
 
 
-def rates(profile: Profile, device: Device) -> Rates | None:
-    """From what the probe measured; None where it did not measure copies both ways at once."""
+def neighbours(plan: Plan, cluster: Cluster) -> int:
+    """Ranks that share a machine: its cores, and its memory."""
+    return min(plan.mesh.world, cluster.devices_per_node)
+
+
+def rates(profile: Profile, device: Device, ranks: int = 1) -> Rates | None:
+    """From what the probe measured; None where it did not measure copies both ways at once. So many ranks share a machine's
+    cores; each is taken to have its link for itself."""
     rows = {name: _largest(profile, name) for name in ("duplex", "duplex-beside", "adamw", "adamw-beside", "disk-read", "disk-write")}
     both = rows["duplex"]
     if both is None:
@@ -179,7 +205,7 @@ def rates(profile: Profile, device: Device) -> Rates | None:
     each = both["bytes"] / 2 / both["seconds"]
     slowed = rows["duplex-beside"]
     read, write = rows["disk-read"], rows["disk-write"]
-    cpu, beside = ((row["elements"] / row["seconds"] if row else None) for row in (rows["adamw"], rows["adamw-beside"]))
+    cpu, beside = ((row["elements"] / row["seconds"] / ranks if row else None) for row in (rows["adamw"], rows["adamw-beside"]))
     return Rates(
         up=each, down=each, device=REACHED * device.memory_bandwidth_bytes_per_second, cpu=cpu, cpu_beside=beside,
         link_beside=slowed["bytes"] / 2 / slowed["seconds"] if slowed else None,

@@ -60,7 +60,7 @@ from foretell.cost.unlike import slowest_seen, smallest_seen
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan.blocks import expand
-from foretell.plan.types import AWAY, FLOAT8, Plan
+from foretell.plan.types import AWAY, FLOAT8, MASTER, Plan
 from foretell.trace.types import Trace
 
 __all__ = ["KEEP", "Collective", "Options", "PlanCost", "RankCost", "collectives", "predict_plan"]
@@ -140,17 +140,19 @@ def _cost(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> tuple[Tim
 def _moved(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> tuple[Time | None, RankCost]:
     """The same where optimizer states are elsewhere, and perhaps weights."""
     changed, units = offload.moved(local, plan), offload.units_of(local, plan)
-    outcome = memory_of(changed, plan, cluster, how)
+    outcome = memory_of(changed, plan, smallest_seen(plan, cluster), how)
     steady = next((phase.host_bytes for phase in outcome.memory.phases if phase.name == "steady_step"), outcome.memory.host_bytes)
     memory = replace(outcome.memory, host_bytes=steady + offload.host_bytes(local, plan))
-    profile = profile_for(cluster, how.profile_of)
-    known = machine(cluster.device, profile)
-    rates = offload.rates(profile, cluster.device) if profile is not None else None
+    slow = slowest_seen(plan, cluster)
+    profile = profile_for(slow, how.profile_of)
+    known = machine(slow.device, profile)
+    rates = offload.rates(profile, slow.device, offload.neighbours(plan, slow)) if profile is not None else None
     priced = known is not None and rates is not None and offload.priced(units, plan, rates) and activations.priced(local)
-    time = moved_time(changed, plan, known, units, rates) if priced and known and rates else None
+    time = moved_time(changed, plan, known, cluster, units, rates) if priced and known and rates else None
     rank = RankCost(
-        rank=0, stages=(0,), verdict=outcome.verdict, memory=memory, collectives=(), seconds=time.step_seconds if time else None
-    )
+        rank=0, stages=(0,), verdict=outcome.verdict, memory=memory, collectives=collectives(local),
+        seconds=time.step_seconds if time else None,
+    )  # fmt: skip
     return time, rank
 
 
@@ -164,9 +166,6 @@ def _check(plan: Plan, cluster: Cluster) -> None:
         raise UserError("the plan has precision float8, which cannot be predicted yet", "use bf16-mixed")
     if plan.offloads and cluster.device.backend == "cpu":
         raise UserError("the plan moves optimizer states, which is not predicted where host and device are one", "leave out states")
-    if plan.offloads and plan.mesh.world > 1:
-        problem = f"the plan moves states, or has masters beside bf16 weights, on {plan.mesh.world} ranks: that runs, and is not predicted yet"
-        raise UserError(problem, "predict it on one rank, or leave out states")
     if activations.moves(plan) and cluster.device.backend == "cpu":
         raise UserError("the plan moves activations, which is not predicted where host and device are one", "keep them")
     if plan.mesh.ep > 1 and plan.mesh.pp > 1:
@@ -208,7 +207,7 @@ def sharded(trace: Trace, plan: Plan) -> Trace:
     mesh = plan.mesh
     if mesh.spread == 1:
         return trace if mesh.world == 1 else replace(trace, meta={**trace.meta, "ranks": mesh.world})
-    reduce = "float32" if plan.precision == "bf16-mixed" else None
+    reduce = "float32" if plan.precision in ("bf16-mixed", MASTER) else None
     left: list[str] = []
     if mesh.ep > 1:
         trace, left = experts_sharded(trace, plan, reduce), experts_of(trace)

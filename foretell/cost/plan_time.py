@@ -31,36 +31,43 @@ REDUCTION_AT_END_BYTES = 8
 
 def plan_time(local: Trace, plan: Plan, machine: Machine, cluster: Cluster) -> Time:
     """Seconds of a steady step of one rank; all ranks do the same."""
+    tasks = _with_ends(local, plan, machine, cluster)
+    found = _timed(tasks, machine)
+    if activations.COPIES in local.meta:
+        found = activations.told(_timed(activations.with_copies(tasks, local), machine), found)
+    return found if plan.mesh.world == 1 else replace(found, provenance=ASSUMED)
+
+
+def _with_ends(local: Trace, plan: Plan, machine: Machine, cluster: Cluster) -> list[Task]:
+    """All tasks of a steady step, with what ranks tell each other at its end."""
     tasks = list(tasks_of(local, local.schedule["steady_step"], machine, talk_over(fabrics_for(plan, cluster))))
     world = plan.mesh.world
     if world > 1:
         both = collective(ALL_REDUCE, REDUCTION_AT_END_BYTES, fabric(cluster, world)).seconds
         tasks.append(Task("foretell.all_reduce", COMPUTE, both, (), 0.0, "all_reduce", "", "update"))
-    found = _timed(tasks, machine)
-    if activations.COPIES in local.meta:
-        found = activations.told(_timed(activations.with_copies(tasks, local), machine), found)
-    return found if world == 1 else replace(found, provenance=ASSUMED)
+    return tasks
 
 
 def _timed(tasks: Sequence[Task], machine: Machine) -> Time:
     return as_time(simulate(tasks, steps=1 if len(tasks) > LONG_PROGRAM else 2, drag=drags(tasks)), tasks, machine)
 
 
-def moved_time(local: Trace, plan: Plan, machine: Machine, units: Sequence[Unit], rates: Rates) -> Time:
+def moved_time(local: Trace, plan: Plan, machine: Machine, cluster: Cluster, units: Sequence[Unit], rates: Rates) -> Time:
     """Seconds of a steady step whose states, or weights, come and go beside it."""
-    plain = list(tasks_of(local, local.schedule["steady_step"], machine, lambda op: 0.0))
+    plain = _with_ends(local, plan, machine, cluster)
     own = activations.with_copies(plain, local)
-    timeline = simulate(own, steps=2)
+    timeline = simulate(own, steps=2, drag=drags(own))
     found = as_time(timeline, own, machine)
     if activations.COPIES in local.meta:
-        found = activations.told(found, as_time(simulate(plain, steps=2), plain, machine))
+        found = activations.told(found, as_time(simulate(plain, steps=2, drag=drags(plain)), plain, machine))
     late = played(marks_of(timeline, [unit.path for unit in units]), units, offload.load_of(plan), rates).waited
     found = replace(
         found, step_seconds=found.step_seconds + late, low_seconds=found.low_seconds + late, high_seconds=found.high_seconds + late
     )
     breakdown = {**found.breakdown, "waiting_for_states": late}
     breakdown["waiting_for_host"] = max(0.0, found.step_seconds - sum(v for k, v in breakdown.items() if k != "waiting_for_host"))
-    return replace(found, breakdown=breakdown, binds="link" if late > 0.25 * found.step_seconds else found.binds)
+    provenance = found.provenance if plan.mesh.world == 1 else ASSUMED
+    return replace(found, breakdown=breakdown, binds="link" if late > 0.25 * found.step_seconds else found.binds, provenance=provenance)
 
 
 def fabrics_of(mesh: Mesh, cluster: Cluster) -> dict[str, Fabric]:
@@ -190,6 +197,8 @@ class _Maker:
         if self.slower is not None:
             seconds *= self.slower(op)
         where = HOST if self.machine.serial else COMPUTE
+        if op.name == offload.NEED and self.copied >= 0:  # what is gathered is gathered when it is new
+            return self._issue(Task(op.name, lane(DP_SHARD), 0.0, (self.copied,), 0.0, "need", op.module, op.phase))
         return self._issue(
             Task(op.name, where, seconds, self._after(op), 0.0, family, op.module, op.phase, awaited)
         )

@@ -1,4 +1,4 @@
-"""Plans for one device with states, weights or activations elsewhere, as callers of `choose` know them."""
+"""Plans with states, weights or activations elsewhere, as callers of `choose` know them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from foretell.errors import UserError
+from foretell.plan.types import MASTER
 from foretell.search.caps import host_of, unknown_host
 from foretell.search.choice import Candidate, Choice, explained, kind_of, why_slower
 from foretell.search.costing import Question
-from foretell.search.spill import spill
+from foretell.search.spill import meshes, spill
 from foretell.search.spill_words import helps, lines
 
 
 def or_moved(found: Choice, question: Question) -> Choice:
-    """Where nothing fits on one device: with states in host memory, if they may be moved and there is room."""
+    """Where nothing fits on the devices: with states in host memory, if they may be moved and there is room."""
     wishes, cluster = question.wishes, question.cluster
     limited = wishes.deadline_seconds is not None or wishes.budget is not None
-    if cluster.count > 1 or limited or not wishes.optimizer.startswith("adam") or (found.found is not None and found.found.stopped):
+    stopped = found.found is not None and found.found.stopped
+    if not meshes(cluster, wishes) or limited or not wishes.optimizer.startswith("adam") or stopped:
         return found
     if host_of(cluster, wishes) is None:
         if wishes.hbm is not None:
@@ -28,7 +31,12 @@ def or_moved(found: Choice, question: Question) -> Choice:
 
 
 def spilled(question: Question) -> Choice:
-    """The best plan for one device, with what does not fit there elsewhere."""
+    """The best plan with what does not fit on a device elsewhere."""
+    if not meshes(question.cluster, question.wishes):
+        raise UserError(
+            f"--precision {MASTER} is planned for like devices that share parameters alone, and --on or a degree asks for more",
+            "leave out --tp, --pp, --cp and --ep, or use bf16-mixed",
+        )
     found = spill(question)
     if found.best is None:
         shapes = question.traces.facts.shapes.values()

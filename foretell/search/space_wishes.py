@@ -145,9 +145,8 @@ def _degrees(wishes: Wishes) -> None:
 
 
 def _hardware(wishes: Wishes, cluster: Cluster) -> None:
-    if wishes.precision == MASTER and (cluster.device.backend == "cpu" or cluster.count > 1):
-        found = "a CPU" if cluster.device.backend == "cpu" else f"{cluster.count} devices"
-        raise UserError(f"--precision {MASTER} is planned for one GPU, and --on is {found}", "one GPU, or bf16-mixed")
+    if wishes.precision == MASTER and cluster.device.backend == "cpu":
+        raise UserError(f"--precision {MASTER} is planned for GPUs, and --on is a CPU", "GPUs, or bf16-mixed")
     if cluster.device.backend == "cpu":
         return
     count, degrees = cluster.count, {axis: n for axis, n in wishes.fixed.items() if axis != "ep"}

@@ -1,4 +1,4 @@
-"""What leaves one device when not all of it fits: optimizer states, then weights, and what is recomputed besides.
+"""What leaves a device when not all of it fits: optimizer states, then weights, and what is recomputed besides.
 
     micro-batch × recompute            cells; where everything fits on the device, nothing is moved
       ▼ fewest states away             from the last blocks backwards, `rest` last of all: bytes fall with every block
@@ -7,32 +7,37 @@
 
 Gradients of the last blocks come first and their weights are needed last, so their states have most time to come and go.
 A cell cannot be quicker than with everything on the device: cells whose bound loses are left out, and nothing else is.
-Every plan is costed by `predict_plan`, whose verdict alone says that it fits.
+Every plan is costed by `predict_plan`, whose verdict alone says that it fits. Several devices share the parameters, all of them
+or those of each machine; then only states move, and what is on the host is there once for every rank of a machine.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import log2
 from typing import Any
 
 from foretell.cost import offload
-from foretell.cost.plan import KEEP, Options, PlanCost, modes_of, predict_plan
+from foretell.cost.offload_time import Unit
+from foretell.cost.plan import KEEP, Options, PlanCost, modes_of, predict_plan, sharded
 from foretell.cost.plan_blocks import Unlike, blocks_of
 from foretell.cost.plan_parts import profile_for
 from foretell.cost.plan_steps import repeated
-from foretell.cost.prediction import TIGHT, Infeasible
+from foretell.cost.prediction import TIGHT
 from foretell.errors import UserError
+from foretell.hardware.types import Cluster
 from foretell.plan import legal, paths
 from foretell.plan.blocks import compress
 from foretell.plan.recipe import model_of
 from foretell.plan.states import DISK, HOST, bytes_of, form_of, width_of_weights
-from foretell.plan.types import AWAY, MODES, REST, TIERS, Plan, Residency
+from foretell.plan.types import AWAY, MODES, REST, TIERS, Mesh, Plan, Residency
 from foretell.search import sheet_modes
 from foretell.search.caps import host_of, unknown_host
 from foretell.search.costing import Question
+from foretell.search.space_wishes import Wishes
+from foretell.search.spill_found import Spilled, Tried, fewest
 from foretell.trace.types import Trace
 from foretell.units import gib
 
@@ -47,56 +52,6 @@ NEAR = (-0.1, -0.05, 0.05, 0.1)
 """Around the share of updates that keeps CPU and link busy equally long."""
 LIMIT = 240
 """Plans that are costed."""
-
-
-# ---------------------------------------------------------------------- what is asked and answered
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tried:
-    """A plan and what it costs."""
-
-    plan: Plan
-    cost: PlanCost
-    moved_bytes: int = 0
-    """Of states and weights that are not on the device."""
-    over: str = ""
-    """What other memory it needs more of than there is, or why it is not legal; the device's own memory is in the cost."""
-    why: str = ""
-
-    @property
-    def fits(self) -> bool:
-        return self.cost.fits and not self.over
-
-    @property
-    def moves(self) -> bool:
-        return bool(self.moved_bytes) or any(one.mode in AWAY for one in self.plan.blocks.values())
-
-    @property
-    def short(self) -> int:
-        return max(0, -self.cost.worst.memory.margin_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spilled:
-    """The best plan, and those it was held against."""
-
-    best: Tried | None
-    resident: Tried | None = None
-    """The best plan's batch and residency with everything on the device."""
-    kept: Tried | None = None
-    """The same with no block recomputed besides."""
-    tried: tuple[Tried, ...] = ()
-    nearest: Tried | None = None
-    """Where nothing fits: the plan that comes nearest."""
-    infeasible: Infeasible | None = None
-    link_seconds: float | None = None
-    """A step of the best plan keeps the link busy for so long."""
-    link_rate: float | None = None
-    """Bytes a second each way."""
-    host: int | None = None
-    costed: int = 0
-    notes: tuple[str, ...] = ()
 
 
 def _key(plan: Plan) -> Any:
@@ -116,36 +71,20 @@ Cell = tuple[int, int, str]
 """Micro-batch, how many make a step, residency of the blocks."""
 
 
-def fewest(most: int, fits: Callable[[int], bool], guess: int = 1) -> int | None:
-    """The least number from 1 to `most` that fits, where more always fits if less does; None where `most` does not.
-
-    Looks around the guess with growing steps, then halves what is left.
-    """
-    bad, good, at, step = 0, most + 1, min(max(guess, 1), most), 1
-    while good - bad > 1:
-        if fits(at):
-            good = at
-        else:
-            bad = at
-        if bad and good <= most:
-            at = (bad + good) // 2
-        else:
-            at = min(bad + step, most) if bad else max(good - step, 1)
-            step *= 2
-    return good if good <= most else None
-
-
 # ---------------------------------------------------------------------- the search
 
 
 @dataclass
 class Spill(Question):
-    """One question about one device."""
+    """One question, and how its devices share the model."""
+
+    mesh: Mesh = field(default_factory=Mesh)
 
     known: dict[Any, Tried] = field(default_factory=dict)
     weighed: dict[Any, PlanCost] = field(default_factory=dict)
     found: list[Tried] = field(default_factory=list)
     _traces: dict[tuple[int, str], Trace] = field(default_factory=dict)
+    _ranks: dict[int, Trace] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list)
@@ -160,7 +99,8 @@ class Spill(Question):
             self.cluster = replace(self.cluster, device=smaller)
         self.host = host_of(self.cluster, self.wishes)
         profile = profile_for(self.cluster, self.options.profile_of)
-        self.rates = offload.rates(profile, device) if profile is not None else None
+        self.neighbours = min(self.mesh.world, self.cluster.devices_per_node)
+        self.rates = offload.rates(profile, device, self.neighbours) if profile is not None else None
 
     def answer(self) -> Spilled:
         """Search."""
@@ -194,16 +134,18 @@ class Spill(Question):
     def batches(self) -> list[tuple[int, int]]:
         """Micro-batches and how many of them make a step, smallest first; two before one, since larger ones are derived
         from two and four anyway."""
-        wanted, given = self.wishes.global_batch, self.wishes.micro_batch
-        if given is not None:
-            return [(given, wanted // given if wanted else 1)]
-        sizes = [2**power for power in range(LARGEST_MICRO_BATCH.bit_length())]
-        found = [(size, wanted // size if wanted else 1) for size in sizes if not wanted or wanted % size == 0]
+        wanted, given, data = self.wishes.global_batch, self.wishes.micro_batch, self.mesh.data
+        sizes = [given] if given is not None else [2**power for power in range(LARGEST_MICRO_BATCH.bit_length())]
+        found = [(size, wanted // data // size if wanted else 1) for size in sizes if not wanted or wanted % (data * size) == 0]
+        if not found:
+            told = f" in micro-batches of {given}" if given is not None else ""
+            problem = f"{wanted} samples cannot be shared by {data} devices{told}"
+            raise UserError(problem, f"a --global-batch that is a multiple of {data * (given or 1)}")
         return found[1:] or found
 
     def _begin(self, batch: tuple[int, int]) -> None:
         """Learn what the model is, and refuse what cannot be moved."""
-        base = Plan(model=model_of(self.source), hardware=self.hardware, micro_batch=batch[0], **self._fixed())
+        base = Plan(model=model_of(self.source), hardware=self.hardware, micro_batch=batch[0], mesh=self.mesh, **self._fixed())
         trace = self.traces.of(base, [KEEP])[KEEP]
         self.blocks = blocks_of(trace)
         self.lacking |= {*sheet_modes.MODES} - {*sheet_modes.modes_of(trace)}
@@ -227,6 +169,11 @@ class Spill(Question):
         return len(self.blocks) + 1
 
     @property
+    def streamable(self) -> int:
+        """Blocks whose weights can leave."""
+        return len(self.blocks) if self.mesh.world == 1 else 0
+
+    @property
     def modes(self) -> tuple[str, ...]:
         """What may become of activations, the quickest first; moved ones where plans have that."""
         return tuple(mode for mode in (KEEP, "selective", HOST, "recompute") if mode in MODES) if self.blocks else (KEEP,)
@@ -247,7 +194,7 @@ class Spill(Question):
         streamed = paths.fold(dict.fromkeys(blocks[-weights:], HOST)) if weights else {}
         return Plan(
             model=self.about, hardware=self.hardware, micro_batch=micro, accumulate=accumulate, states=found, cpu_share=share,
-            blocks=compress(dict.fromkeys(treated, Residency(mode=mode))), weights=streamed, **self._fixed(),
+            mesh=self.mesh, blocks=compress(dict.fromkeys(treated, Residency(mode=mode))), weights=streamed, **self._fixed(),
         )  # fmt: skip
 
     def cost(self, plan: Plan) -> Tried:
@@ -290,9 +237,24 @@ class Spill(Question):
             self._traces[key] = replace(more, schedule=trace.schedule, resident=trace.resident)
         return self._traces[key]
 
+    def _rank(self, trace: Trace) -> Trace:
+        """One rank's part of the parameters."""
+        key = id(trace)
+        if key not in self._ranks:
+            self._ranks[key] = sharded(trace, self._plain) if self.mesh.world > 1 else trace
+        return self._ranks[key]
+
+    @property
+    def _plain(self) -> Plan:
+        return Plan(model={}, hardware=self.hardware, mesh=self.mesh, **self._fixed())
+
+    def _units(self, plan: Plan, mode: str) -> tuple[Unit, ...]:
+        return offload.units_of(self._rank(self._trace(plan, _traced(mode))), plan)
+
     def _counted(self, plan: Plan, cost: PlanCost, trace: Trace) -> Tried:
-        on_host, on_disk = offload.host_bytes(trace, plan), offload.disk_bytes(trace, plan)
-        over, needed, room = "", cost.worst.memory.host_bytes, self.host or 0
+        mine = self._rank(trace)
+        on_host, on_disk = offload.host_bytes(mine, plan), offload.disk_bytes(mine, plan)
+        over, needed, room = "", cost.worst.memory.host_bytes * self.neighbours, self.host or 0
         if (on_host or AWAY[0] in {one.mode for one in plan.blocks.values()}) and needed > room:
             over = f"{gib(needed)} of host memory, and {gib(room)} may be used"
         elif on_disk > self.wishes.disk:
@@ -310,7 +272,7 @@ class Spill(Question):
             return True
         if self.host is None:
             return False
-        most = len(self.blocks)
+        most = self.streamable
         return self.bytes(self.plan(cell, self.most)).fits or (most > 0 and self.bytes(self.plan(cell, self.most, weights=most)).fits)
 
     def _cells(self, micro: int, accumulate: int) -> None:
@@ -352,10 +314,9 @@ class Spill(Question):
     def _guess(self, cell: Cell, everything: Tried) -> int:
         """So many units may have to go, by the bytes that are left when all have gone."""
         room = everything.cost.worst.memory.margin_bytes - 0.06 * self.cluster.device.memory_bytes
-        trace = self._trace(everything.plan, _traced(cell[2]))
         each = bytes_of(form_of(everything.plan), width_of_weights(everything.plan))
         left = self.most
-        for unit in offload.units_of(trace, everything.plan):
+        for unit in self._units(everything.plan, cell[2]):
             room -= unit.elements * each
             if room < 0:
                 break
@@ -364,10 +325,10 @@ class Spill(Question):
 
     def _streamed(self, cell: Cell, everything: Tried) -> Tried | None:
         """All states away, and the weights of the fewest last blocks, where plans can say so."""
-        if not self.blocks:
+        if not self.streamable:
             return None
         each = 2 * width_of_weights(everything.plan)  # and gradients
-        held = [unit.elements * each for unit in offload.units_of(self._trace(everything.plan, _traced(cell[2])), everything.plan) if unit.path]
+        held = [unit.elements * each for unit in self._units(everything.plan, cell[2]) if unit.path]
         guess = offload.AT_HAND + round(everything.short / max(1, max(held, default=1)))
         count = fewest(len(self.blocks), lambda number: self.bytes(self.plan(cell, self.most, weights=number)).fits, guess)
         if count is None:
@@ -377,7 +338,7 @@ class Spill(Question):
 
     def _on_disk(self, cell: Cell, states: int) -> Tried | None:
         """What the host has no room for on the disk: of the last blocks, which have most time."""
-        if not self.wishes.disk or DISK not in TIERS:
+        if not self.wishes.disk or DISK not in TIERS or self.mesh.world > 1:
             return None
         count = fewest(states, lambda number: "host" not in self.cost(self.plan(cell, states, on_disk=number)).over)
         found = self.cost(self.plan(cell, states, on_disk=count)) if count is not None else None
@@ -456,8 +417,7 @@ class Spill(Question):
         rates = self.rates
         link = None
         if rates is not None and best.moved_bytes:
-            trace = self._trace(plan, _traced(next(iter({one.mode for one in plan.blocks.values()}), KEEP)))
-            link = offload.beside(offload.units_of(trace, plan), plan, rates)
+            link = offload.beside(self._units(plan, next(iter({one.mode for one in plan.blocks.values()}), KEEP)), plan, rates)
         others = sorted((one for one in self.found if one is not best), key=self.score)
         return Spilled(
             best=best, resident=resident, kept=kept, tried=tuple(others), link_seconds=link,
@@ -467,7 +427,7 @@ class Spill(Question):
 
     def _nothing(self) -> Spilled:
         cell = (*self.batches()[0], self.modes[-1])
-        for weights in (0, len(self.blocks)):
+        for weights in {0, self.streamable}:
             self.cost(self.plan(cell, self.most, weights=weights))
         tried = list(self.known.values())
         nearest = min(tried, key=lambda one: (one.short, bool(one.over), one.cost.worst.memory.host_bytes))
@@ -484,7 +444,24 @@ def words_of(plan: Plan) -> str:
     return ", ".join([*words, *sorted({one.mode for one in plan.blocks.values()})])
 
 
+def meshes(cluster: Cluster, wishes: Wishes) -> list[Mesh]:
+    """How devices may share a model whose states move: all of them together, or those of each machine; none where wishes or
+    unlike devices leave neither."""
+    fixed, count = wishes.fixed, cluster.count
+    if cluster.groups or any(fixed.get(axis, 1) > 1 for axis in ("tp", "pp", "cp", "ep")):
+        return []
+    replicas = sorted({1, cluster.nodes})
+    if fixed.keys() & {"dp_replicate", "dp_shard"}:
+        replicas = [fixed.get("dp_replicate") or count // fixed["dp_shard"]]
+    found = [Mesh(dp_replicate=number, dp_shard=count // number) for number in replicas]
+    return [mesh for mesh in found if mesh.world == count and fixed.get("dp_shard", mesh.dp_shard) == mesh.dp_shard]
+
+
 def spill(question: Question) -> Spilled:
-    """The best plan for one device, with what does not fit there elsewhere."""
+    """The best plan, with what does not fit on a device elsewhere."""
     mine = {one.name: getattr(question, one.name) for one in fields(Question)}
-    return Spill(**mine).answer()
+    searches = [Spill(**mine, mesh=mesh) for mesh in meshes(question.cluster, question.wishes)]
+    found = [(search, search.answer()) for search in searches]
+    assert found, "nobody asks where nothing may be moved"
+    fits = [(search.score(one.best), number) for number, (search, one) in enumerate(found) if one.best is not None]
+    return found[min(fits)[1] if fits else 0][1]

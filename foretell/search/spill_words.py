@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from foretell.plan.states import DISK, HOST, bytes_of, form_of
 from foretell.plan.types import FORMATS, MASTER, Plan
-from foretell.search.spill import Spilled, Tried
+from foretell.search.spill_found import Spilled, Tried
 from foretell.units import gib
 
 _SMALLER = (
