@@ -36,8 +36,9 @@ REACHED = 0.8
 """Of a device's memory bandwidth by an update."""
 SCRATCH = {"split": 1, "half": 2, "int8": 2, "split-int8": 3}
 """Form → arrays of fp32, as long as a chunk, that an update needs besides its gradient."""
-TOUCHED = {"split": 68, "int8": 230, "split-int8": 264}
-"""Form → bytes of device memory that an update moves for each element, counted over its element-wise kernels; others have one."""
+TOUCHED = {"split": 68, "int8": 368, "split-int8": 422}
+"""Form → bytes of device memory that an update moves for each element, counted over its element-wise kernels; others have one. Of
+8-bit codes 1.6 times what was counted, since their roots take an H200 that much longer (two rows, measured)."""
 AT_HAND = 2
 """Blocks on the device of those whose weights are elsewhere: one computes, another comes where one has gone."""
 ENDS_NORM = ("_foreach_mul_", "_record_function_enter_new", "zeros", "_foreach_add_", "_fused_adamw_", "_fused_adam_")

@@ -74,9 +74,10 @@ def predict_memory(local: Trace, plan: Plan, cluster: Cluster) -> Outcome:
 
 def _late(trace: Trace) -> int:
     """Bytes that may still be alive after their last use: gloo's own threads hold the buffers of a message until they run again,
-    and on cores that compute that may be a whole pass later. Of two ranks on two cores some runs in ten had that much."""
-    passes = ({name for name, _ in trace.schedule["steady_step"]}) if "steady_step" in trace.schedule else set()
-    return max((sum(message(op) for op in trace.programs[name].ops if _speaks(op)) for name in passes), default=0)
+    and on cores that compute that may be a whole pass later. Two ranks on two cores had 2.3 to 3.6 MB where 2.68 was said
+    without, and 5.2 to 6.3 where 4.62 was."""
+    passes = {name for name, _ in trace.schedule["steady_step"]}
+    return max(sum(message(op) for op in trace.programs[name].ops if _speaks(op)) for name in passes)
 
 
 def _speaks(op: Op) -> bool:

@@ -20,7 +20,8 @@ def or_moved(found: Choice, question: Question) -> Choice:
     wishes, cluster = question.wishes, question.cluster
     limited = wishes.deadline_seconds is not None or wishes.budget is not None
     stopped = found.found is not None and found.found.stopped
-    if not meshes(cluster, wishes) or limited or not wishes.optimizer.startswith("adam") or stopped:
+    ways = [mesh for mesh in meshes(cluster, wishes) if (wishes.global_batch or 0) % (mesh.data * (wishes.micro_batch or 1)) == 0]
+    if not ways or limited or not wishes.optimizer.startswith("adam") or stopped:
         return found
     if host_of(cluster, wishes) is None:
         if wishes.hbm is not None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 from foretell.cost.plan_blocks import blocks_of
-from foretell.search.sheet_ops import Piece
+from foretell.search.sheet_ops import Piece, owners
 from foretell.trace import types
 from foretell.trace.types import Op, Storage, Trace
 
@@ -55,12 +57,12 @@ def takes_selective(forward: Iterable[Op]) -> bool:
 def modes_of(trace: Trace) -> tuple[str, ...]:
     """Residencies that the blocks of a traced step can be in."""
     blocks = blocks_of(trace)
-    forward: dict[str, list[Op]] = {block: [] for block in blocks}
-    for op in (op for program in trace.programs.values() for op in program.ops if op.phase == "forward"):
-        owner = next((block for block in blocks if op.module == block or op.module.startswith(f"{block}.")), None)
-        if owner is not None:
-            forward[owner].append(op)
-    return MODES if all(map(takes_selective, forward.values())) else (KEEP, RECOMPUTE)
+    for program in trace.programs.values():
+        ops = [op for op in program.ops if op.phase == "forward"]
+        for _, mine in groupby(zip(owners(ops, blocks), ops, strict=True), key=itemgetter(0)):
+            if not takes_selective(op for owner, op in mine if owner in blocks):
+                return KEEP, RECOMPUTE
+    return MODES
 
 
 def in_mode(piece: Piece, mode: str, storages: Mapping[int, Storage]) -> Phases:

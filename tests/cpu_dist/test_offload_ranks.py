@@ -15,9 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from foretell.checkpoint import store
 from foretell.checkpoint.read import Reader
-from foretell.cost.plan import predict_plan
 from foretell.errors import UserError
-from foretell.hardware import parse
 from foretell.plan.types import MASTER, Mesh, Plan, Residency
 from foretell.runtime import log as logs
 from foretell.runtime.apply import Job, apply
@@ -262,9 +260,3 @@ def test_ranks_of_a_machine_ask_for_host_memory_together(ranks: Callable[[int], 
     assert "2 ranks of this machine" in str(failed.value)
     with pytest.raises(RankFailure):
         ranks(2).run(ask, [2 * each, 0])
-
-
-@pytest.mark.parametrize("more", [{"states": EVERYTHING}, {"precision": MASTER}])
-def test_what_is_not_predicted_yet_is_refused(more: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="on 2 ranks: that runs, and is not predicted yet"):
-        predict_plan({}, plan(TWO, **more), parse("2xH100"))

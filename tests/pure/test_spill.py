@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from foretell.hardware.profile import Profile, find_profile
 from foretell.hardware.types import Cluster
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.states import CHUNK
-from foretell.plan.types import MASTER, Plan
+from foretell.plan.types import MASTER, Mesh, Plan
 from foretell.search.caps import host_of, size_of
 from foretell.search.choice import Choice
 from foretell.search.costing import Question
 from foretell.search.moved import or_moved, spilled
 from foretell.search.space_wishes import Wishes, check
-from foretell.search.spill import Spill, Spilled, fewest, spill
+from foretell.search.spill import Spill, meshes, spill
+from foretell.search.spill_found import Spilled, fewest
 from foretell.search.spill_words import helps, lines
 from foretell.search.traces import Facts, Traces
 from foretell.trace.capture import capture
@@ -54,16 +55,16 @@ class Here(Traces):
 
     def _made(self, plan: Plan, mode: str) -> Trace:
         recipe = replace(recipe_of(plan, mode), accumulate=1, compile="none", shards=1)
-        key = (recipe, plan.micro_batch)
+        key = (recipe, repr(source_of(plan)))
         if key not in MADE:
             MADE[key] = capture(lambda: load(source_of(plan)), recipe, capability=(9, 0))
         self.facts = Facts({"weight": ((2, 2), "float32")}, ())
         return MADE[key]
 
 
-def question(cap: int | None = None, options: Options = OPTIONS, **wishes: Any) -> Question:
+def question(cap: int | None = None, options: Options = OPTIONS, on: str = "H200", **wishes: Any) -> Question:
     asked = Wishes(**{"precision": MASTER, "global_batch": 8, "micro_batch": 8, "host": 8 * GIB, **wishes})
-    cluster = parse("H200")
+    cluster = parse(on)
     if cap is not None:
         cluster = replace(cluster, device=cluster.device.with_memory(cap, "a cap"))
     return Question(Source(model=MODEL, overrides={"layers": 6}), cluster, "H200", asked, options, Here(capability=(9, 0)), lambda _: None)
@@ -182,6 +183,74 @@ def test_nothing_fits_says_who_holds_the_bytes_and_what_would_help() -> None:
     assert any(MASTER in line for line in helps(mixed, 1e7))
 
 
+# ---------------------------------------------------------------------- several devices
+
+
+def test_devices_share_all_parameters_or_those_of_a_machine() -> None:
+    plain, two = Wishes(), parse("2x8xH200")
+    assert meshes(parse("H200"), plain) == [Mesh()]
+    assert meshes(parse("4xH200"), plain) == [Mesh(dp_shard=4)]
+    assert meshes(two, plain) == [Mesh(dp_shard=16), Mesh(dp_replicate=2, dp_shard=8)]
+    assert meshes(two, Wishes(fixed={"dp_shard": 4})) == [Mesh(dp_replicate=4, dp_shard=4)]
+    assert meshes(two, Wishes(fixed={"dp_replicate": 16, "dp_shard": 16})) == []
+    assert meshes(two, Wishes(fixed={"tp": 2})) == []
+
+
+def shared(part: float | None = None, **wishes: Any) -> tuple[Question, Spill]:
+    """Two devices that share a model whose states are larger than their buffers, with room for a part of these."""
+    asked = question(on="2xH200", options=BYTES, **{"global_batch": 8, "micro_batch": 4, **wishes})
+    asked = replace(asked, source=Source(model="gpt2", overrides={"layers": 8, "dim": 1024, "heads": 8, "vocab_size": 512}, seq=64))
+
+    def made() -> Spill:
+        found = Spill(**{one.name: getattr(asked, one.name) for one in fields(Question)}, mesh=Mesh(dp_shard=2))
+        found._begin((4, 1))
+        return found
+
+    if part is None:
+        return asked, made()
+    whole = made()
+    all_, none = (whole.cost(whole.plan((4, 1, "keep"), n)).cost.worst.memory.device_bytes for n in (0, whole.most))
+    assert none < 0.9 * all_
+    device = asked.cluster.device.with_memory(int((none + (all_ - none) * part) * 1.06), "a cap")
+    asked = replace(asked, cluster=replace(asked.cluster, device=device))
+    return asked, made()
+
+
+def test_states_of_ranks_leave_as_few_as_trying_every_number_says() -> None:
+    wanted = set()
+    for part in (0.1, 0.5):
+        asked, mine = shared(part)
+        settled = mine._settled((4, 1, "keep"))
+        fits = [mine.cost(mine.plan((4, 1, "keep"), n)).cost.fits for n in range(mine.most + 1)]
+        assert settled is not None and not fits[0] and mine._away(settled.plan) == fits.index(True)
+        wanted.add(fits.index(True))
+    assert len(wanted) == 2
+    best = spill(asked).best
+    assert best is not None and best.fits and best.plan.mesh == Mesh(dp_shard=2) and best.plan.global_batch == 8
+    assert not best.plan.weights and "disk" not in best.plan.states.values()
+
+
+def test_ranks_of_a_machine_share_its_memory() -> None:
+    """What a rank has on the host is there once for every rank of a machine."""
+    _, mine = shared()
+    all_away = mine.plan((4, 1, "keep"), mine.most)
+    needs = 2 * mine.cost(all_away).cost.worst.memory.host_bytes
+    for host, enough in ((needs, True), (needs - 1, False), (needs // 2, False)):
+        _, other = shared(host=host)
+        assert (other.cost(all_away).over == "") is enough
+
+
+def test_a_batch_that_ranks_cannot_share_is_said() -> None:
+    with pytest.raises(UserError, match="12 samples cannot be shared by 2 devices in micro-batches of 8"):
+        spill(question(on="2xH200", global_batch=12))
+    with pytest.raises(UserError, match="leave out --tp") as said:
+        spilled(question(on="2xH200", fixed={"tp": 2}))
+    assert "bf16-master" in str(said.value)
+
+
+# ---------------------------------------------------------------------- other precisions
+
+
 def test_moments_alone_move_with_the_usual_precision() -> None:
     found = spill(question(smallest("recompute", precision=None) + 8 * MIB, precision=None))
     assert found.best is not None and found.best.plan.precision == "bf16-mixed" and found.best.plan.state_format == "fp32"
@@ -289,7 +358,7 @@ def test_sizes() -> None:
 
 
 @pytest.mark.parametrize(("asked", "hardware", "said"), [
-    ({"precision": MASTER}, "H200:2", "one GPU"), ({"precision": MASTER}, "CPU", "one GPU"),
+    ({"precision": MASTER}, "CPU", "GPUs"),
     ({"precision": MASTER, "tokens": 1e9, "budget": 5.0}, "H200", "--budget"),
     ({"state_format": "split"}, "H200", "bf16-master"), ({"state_format": "int3", "precision": MASTER}, "H200", "state-format"),
 ])  # fmt: skip
@@ -304,7 +373,8 @@ def test_nothing_fits_and_the_host_is_unknown_asks_for_it() -> None:
     with pytest.raises(UserError, match="not known"):
         or_moved(found, question(600 * MIB, precision=None, host=None, hbm=600 * MIB))
     two: Cluster = parse("H200:2")
-    assert or_moved(found, replace(question(precision=None), cluster=two)) is found
+    assert or_moved(found, replace(question(precision=None), cluster=two)) is found  # a micro-batch is the whole batch
+    assert or_moved(found, replace(question(precision=None, global_batch=16, fixed={"pp": 2}), cluster=two)) is found
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
