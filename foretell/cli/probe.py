@@ -126,6 +126,7 @@ def _lines(found: dict[str, Any], path: Path) -> list[str]:
         "h2d-pageable": "host to device, pageable", "d2h-pageable": "device to host, pageable", "pin": "pinning memory",
         "adamw": "AdamW on the host, read + write", "adamw-beside": "the same while copies go both ways", "duplex-beside": "those copies",
         "host-copy": "host memory, read + write", "disk-write": "disk, write", "disk-read": "disk, read",
+        "disk-both": "disk, both at once",
     }  # fmt: skip
     rows += [(names.get(name, name), _speed(rate)) for name, rate in found["copy_bytes_per_second"].items()]
     if found["most_watts"]:

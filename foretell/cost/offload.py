@@ -39,6 +39,7 @@ SCRATCH = {"split": 1, "half": 2, "int8": 2, "split-int8": 3}
 TOUCHED = {"split": 68, "int8": 368, "split-int8": 422}
 """Form → bytes of device memory that an update moves for each element, counted over its element-wise kernels; others have one. Of
 8-bit codes 1.6 times what was counted, since their roots take an H200 that much longer (two rows, measured)."""
+DISK_ROWS = ("disk-read", "disk-write", "disk-both")
 AT_HAND = 2
 """Blocks on the device of those whose weights are elsewhere: one computes, another comes where one has gone."""
 ENDS_NORM = ("_foreach_mul_", "_record_function_enter_new", "zeros", "_foreach_add_", "_fused_adamw_", "_fused_adam_")
@@ -199,19 +200,25 @@ def neighbours(plan: Plan, cluster: Cluster) -> int:
 def rates(profile: Profile, device: Device, ranks: int = 1) -> Rates | None:
     """From what the probe measured; None where it did not measure copies both ways at once. So many ranks share a machine's
     cores; each is taken to have its link for itself."""
-    rows = {name: _largest(profile, name) for name in ("duplex", "duplex-beside", "adamw", "adamw-beside", "disk-read", "disk-write")}
+    rows = {name: _largest(profile, name) for name in ("duplex", "duplex-beside", "adamw", "adamw-beside", *DISK_ROWS)}
     both = rows["duplex"]
     if both is None:
         return None
     each = both["bytes"] / 2 / both["seconds"]
     slowed = rows["duplex-beside"]
-    read, write = rows["disk-read"], rows["disk-write"]
     cpu, beside = ((row["elements"] / row["seconds"] / ranks if row else None) for row in (rows["adamw"], rows["adamw-beside"]))
     return Rates(
         up=each, down=each, device=REACHED * device.memory_bandwidth_bytes_per_second, cpu=cpu, cpu_beside=beside,
         link_beside=slowed["bytes"] / 2 / slowed["seconds"] if slowed else None,
-        disk=1 / (read["seconds"] / read["bytes"] + write["seconds"] / write["bytes"]) if read and write else None,
+        disk=_disk(*(rows[name] for name in DISK_ROWS)),
     )  # fmt: skip
+
+
+def _disk(read: Mapping[str, Any] | None, write: Mapping[str, Any] | None, both: Mapping[str, Any] | None) -> float | None:
+    """Bytes a second that are read and written again: at once as that was measured, else in turn."""
+    if both is not None:
+        return float(both["bytes"] / 2 / both["seconds"])
+    return 1 / (read["seconds"] / read["bytes"] + write["seconds"] / write["bytes"]) if read and write else None
 
 
 def _largest(profile: Profile, name: str) -> Mapping[str, Any] | None:

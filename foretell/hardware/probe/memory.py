@@ -8,6 +8,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -124,28 +126,50 @@ def disk(place: Path, size: int = DISK_BYTES) -> tuple[list[Found], str | None]:
 
 
 def _written_and_read(place: Path, size: int) -> list[Found]:
+    """Written, read, and both at once: a disk may do that without loss, or in turn."""
     piece = os.urandom(16 * MIB)
+    with _file(place) as first, _file(place) as second, ThreadPoolExecutor(1) as pool:
+        rows = [_row("disk-write", size, _clocked(_write, first, piece, size))]
+        if not _drop(first.fileno()):
+            return rows
+        rows.append(_row("disk-read", size, _clocked(_read, first, len(piece))))
+        _drop(first.fileno())
+        before = time.perf_counter()
+        writing = pool.submit(_write, second, piece, size)
+        _read(first, len(piece))
+        writing.result()
+        return [*rows, _row("disk-both", 2 * size, time.perf_counter() - before)]
+
+
+@contextlib.contextmanager
+def _file(place: Path) -> Iterator[FileIO]:
     handle, name = tempfile.mkstemp(dir=place, prefix=".probe-")
     try:
-        with os.fdopen(handle, "r+b", buffering=0) as stream:
-            before = time.perf_counter()
-            for _ in range(size // len(piece)):
-                left = memoryview(piece)
-                while left:
-                    left = left[stream.write(left) :]
-            os.fsync(stream.fileno())
-            written = time.perf_counter() - before
-            dropped = _drop(stream.fileno())
-            stream.seek(0)
-            before = time.perf_counter()
-            while stream.read(len(piece)):
-                pass
-            read = time.perf_counter() - before
+        with FileIO(handle, "r+b") as stream:
+            yield stream
     finally:
         with contextlib.suppress(OSError):
             os.unlink(name)
-    rows = [_row("disk-write", size, written)]
-    return [*rows, _row("disk-read", size, read)] if dropped else rows
+
+
+def _write(stream: FileIO, piece: bytes, size: int) -> None:
+    for _ in range(size // len(piece)):
+        left = memoryview(piece)
+        while left:
+            left = left[stream.write(left) :]
+    os.fsync(stream.fileno())
+
+
+def _read(stream: FileIO, length: int) -> None:
+    stream.seek(0)
+    while stream.read(length):
+        pass
+
+
+def _clocked(work: Callable[..., None], *args: object) -> float:
+    before = time.perf_counter()
+    work(*args)
+    return time.perf_counter() - before
 
 
 def _drop(handle: int) -> bool:

@@ -26,7 +26,6 @@ from foretell.hardware.profile import journal_path, load, save, write_whole
 from foretell.units import MIB
 
 Found = dict[str, Any]
-NAMES = ("adamw", "adamw-beside", "duplex-beside")
 RUN = 4 * 2**20
 """Elements that are updated at a time, by all cores together."""
 SPARE = 4
@@ -121,12 +120,13 @@ def _row(name: str, states: _States, seconds: float) -> Found:
 def attach(path: Path, rows: tuple[Found, ...]) -> list[Path]:
     """Put rows into a profile, and into the journal beside it, in the place of older ones."""
     profile = load(path)
-    kept = tuple(row for row in profile.copies if row["name"] not in NAMES)
+    names = {str(row["name"]) for row in rows}
+    kept = tuple(row for row in profile.copies if row["name"] not in names)
     written = [save(replace(profile, copies=(*kept, *rows)), path)]
     journal = journal_path(path).with_suffix(".jsonl.gz")
     if journal.is_file():
         lines = gzip.decompress(journal.read_bytes()).decode().splitlines()
-        old = [line for line in lines if not any(f'"name":"{name}"' in line for name in NAMES)]
+        old = [line for line in lines if not any(f'"name":"{name}"' in line for name in names)]
         new = [json.dumps(["copy", 0.0, row], separators=(",", ":")) for row in rows]
         write_whole(journal, gzip.compress("".join(f"{line}\n" for line in (*old, *new)).encode(), mtime=0))
         written.append(journal)
