@@ -255,8 +255,9 @@ def test_cases_of_a_large_gpu_are_those_that_were_shipped() -> None:
     assert compared > 1200
 
 
-def test_cases_of_a_cpu_have_the_ops_and_sizes_of_the_demo() -> None:
-    """Every op of a step of gpt-tiny has been timed by a few cases, on larger and on smaller tensors."""
+def test_cases_of_a_cpu_have_the_ops_and_sizes_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every op of a step of gpt-tiny has been timed by a few cases, on larger and on smaller tensors; in fp32, as the demo is."""
+    monkeypatch.setattr(cases, "MOSTLY_FP32", (torch.float32,) * len(cases.MOSTLY_FP32))
     from foretell.trace.here import trace_as_cpu
     from foretell.trace.load import Source
     from foretell.trace.recipe import Recipe
