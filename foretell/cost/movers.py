@@ -105,7 +105,8 @@ def mover(name: str, op: Shape, device: Device) -> Described:
     terms = {name: value / rate for name, value in moved.items() if value}
     terms |= {"one": 1e-6, "over": max(0.0, total - 0.6 * cache) / rate, "elements": many * 1e-12 * cores}
     if device.backend == "cpu":
-        terms["lines"], terms["planes"] = (count * 1e-8 for count in lines(kind, op))
+        walked = dict(zip(("lines", "planes"), lines(kind, op), strict=True))
+        terms |= {name: count * 1e-8 for name, count in walked.items()}
     if lane:
         terms["channel" if kind in _CHANNELS else "lane"] = lane * 1e-9
     if kind in ("norm", "norm_backward", "softmax", "reduction", "order", "loss"):
@@ -146,7 +147,7 @@ def mover(name: str, op: Shape, device: Device) -> Described:
         "chunks": 0.0, "equal": float(numel == out),
     }  # fmt: skip
     if device.backend == "cpu":
-        values["lines"], values["planes"] = (log(count + 1) for count in lines(kind, op))
+        values |= {name: log(count + 1) for name, count in walked.items()}
     key = f"each:{name}" if each else f"kept:{name}" if kept else _key(name, kind, op, first, inner, out)
     return Described("stream", key, kind, base, terms, values)
 

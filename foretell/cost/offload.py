@@ -24,7 +24,7 @@ from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster, Device
 from foretell.plan import states
 from foretell.plan.states import ALIGN, CHUNK, DEVICE, HOST, SLOTS, bytes_of, form_of, streamed, tiers, width_of_weights
-from foretell.plan.types import MASTER, Plan
+from foretell.plan.types import MASTER, Mesh, Plan
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Storage, Trace
 
@@ -38,7 +38,7 @@ SCRATCH = {"split": 1, "half": 2, "int8": 2, "split-int8": 3}
 """Form → arrays of fp32, as long as a chunk, that an update needs besides its gradient."""
 TOUCHED = {"split": 68, "int8": 368, "split-int8": 422}
 """Form → bytes of device memory that an update moves for each element, counted over its element-wise kernels; others have one. Of
-8-bit codes 1.6 times what was counted, since their roots take an H200 that much longer (two rows, measured)."""
+8-bit codes 1.6 times what was counted (230 and 264): fitted to the steps of two rows of an H200; that their roots take so long is assumed."""
 DISK_ROWS = ("disk-read", "disk-write", "disk-both")
 AT_HAND = 2
 """Blocks on the device of those whose weights are elsewhere: one computes, another comes where one has gone."""
@@ -192,9 +192,9 @@ def _left(ops: Sequence[Op], leaving: Mapping[str, Unit], blocks: Sequence[str])
 # ---------------------------------------------------------------------- seconds
 
 
-def neighbours(plan: Plan, cluster: Cluster) -> int:
+def neighbours(mesh: Mesh, cluster: Cluster) -> int:
     """Ranks that share a machine: its cores, and its memory."""
-    return min(plan.mesh.world, cluster.devices_per_node)
+    return min(mesh.world, cluster.devices_per_node)
 
 
 def rates(profile: Profile, device: Device, ranks: int = 1) -> Rates | None:

@@ -146,7 +146,7 @@ def _moved(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> tuple[Ti
     slow = slowest_seen(plan, cluster)
     profile = profile_for(slow, how.profile_of)
     known = machine(slow.device, profile)
-    rates = offload.rates(profile, slow.device, offload.neighbours(plan, slow)) if profile is not None else None
+    rates = offload.rates(profile, slow.device, offload.neighbours(plan.mesh, slow)) if profile is not None else None
     priced = known is not None and rates is not None and offload.priced(units, plan, rates) and activations.priced(local)
     time = moved_time(changed, plan, known, cluster, units, rates) if priced and known and rates else None
     rank = RankCost(

@@ -99,7 +99,7 @@ class Spill(Question):
             self.cluster = replace(self.cluster, device=smaller)
         self.host = host_of(self.cluster, self.wishes)
         profile = profile_for(self.cluster, self.options.profile_of)
-        self.neighbours = min(self.mesh.world, self.cluster.devices_per_node)
+        self.neighbours = offload.neighbours(self.mesh, self.cluster)
         self.rates = offload.rates(profile, device, self.neighbours) if profile is not None else None
 
     def answer(self) -> Spilled:
@@ -261,7 +261,7 @@ class Spill(Question):
             over = f"{gib(on_disk)} on the disk, and {gib(self.wishes.disk)} may be used"
         else:
             over = next(map(str, legal.complaints(plan, self.facts)), "")
-        return Tried(plan=plan, cost=cost, moved_bytes=on_host + on_disk, over=over)
+        return Tried(plan=plan, cost=cost, moved_bytes=on_host + on_disk, host_bytes=needed, over=over)
 
     # ------------------------------------------------------------------ cells
 

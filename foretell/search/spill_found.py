@@ -17,7 +17,9 @@ class Tried:
     plan: Plan
     cost: PlanCost
     moved_bytes: int = 0
-    """Of states and weights that are not on the device."""
+    """Of states and weights that are not on the device, of one rank."""
+    host_bytes: int = 0
+    """Of host memory, of all ranks of a machine together."""
     over: str = ""
     """What other memory it needs more of than there is, or why it is not legal; the device's own memory is in the cost."""
     why: str = ""

@@ -34,7 +34,8 @@ def _where(found: Spilled, best: Tried) -> Iterator[str]:
     places += [f"weights of {_named(plan.weights, HOST)} come up when they are used"] if plan.weights else []
     link = f"; the link is busy {_seconds(found.link_seconds)} a step" if found.link_seconds is not None else ""
     by_cpu = f"; the CPU updates {plan.cpu_share:.0%} of them" if plan.cpu_share else ""
-    yield f"{', '.join(places)}: {gib(best.moved_bytes)}{link}{by_cpu}"
+    each = " on each rank" if plan.mesh.world > 1 else ""
+    yield f"{', '.join(places)}: {gib(best.moved_bytes)}{each}{link}{by_cpu}"
     bare = found.resident
     if bare is not None:
         short = bare.cost.worst.memory.device_bytes - memory.capacity_bytes
@@ -80,7 +81,7 @@ def helps(found: Spilled, parameters: float) -> tuple[str, ...]:
 
 def _helps(found: Spilled, plan: Plan, near: Tried, parameters: float) -> Iterator[str]:
     if near.over and near.cost.fits:
-        yield f"--host {-(-near.cost.worst.memory.host_bytes // 2**30)}GiB: the plan needs {near.over}"
+        yield f"--host {-(-near.host_bytes // 2**30)}GiB: the plan needs {near.over}"
     if plan.precision != MASTER:
         less = parameters * 2 * 2
         yield f"--precision {MASTER}: weights and gradients in bf16, {gib(less)} less on the device, 4 bytes a parameter more of states"

@@ -237,7 +237,17 @@ def test_ranks_of_a_machine_share_its_memory() -> None:
     needs = 2 * mine.cost(all_away).cost.worst.memory.host_bytes
     for host, enough in ((needs, True), (needs - 1, False), (needs // 2, False)):
         _, other = shared(host=host)
-        assert (other.cost(all_away).over == "") is enough
+        found = other.cost(all_away)
+        assert (found.over == "") is enough and found.host_bytes == needs
+    said = helps(Spilled(best=None, nearest=found), 1e7)
+    assert any(line.startswith(f"--host {-(-needs // GIB)}GiB: ") for line in said)
+
+
+def test_a_disk_reads_and_writes_at_once_as_measured_and_else_in_turn() -> None:
+    read, write = {"bytes": 100, "seconds": 2.0}, {"bytes": 100, "seconds": 3.0}
+    assert offload._disk(read, write, None) == pytest.approx(20.0)
+    assert offload._disk(read, write, {"bytes": 200, "seconds": 4.0}) == 25.0
+    assert offload._disk(read, None, None) is None
 
 
 def test_a_batch_that_ranks_cannot_share_is_said() -> None:
