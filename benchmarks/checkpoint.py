@@ -204,7 +204,7 @@ class Ours:
         save = self.save_
         known = {f"model/{name}": Spec(tuple(p.shape), "float32") for name, p in self.job.named_parameters()}
         (newest,) = save.complete(path)
-        save.take(save.stage(save.Reader(newest), self.job, known, seed=0), self.job)
+        save.take(save.stage(save.Reader(newest), self.job, known), self.job)
 
 
 class Dcp:

@@ -36,13 +36,14 @@ class _Source:
     path: Path
     base: int
     entry: Entry
+    loose: frozenset[str]
 
 
 class Reader:
     """A checkpoint whose manifest and headers are as they were written."""
 
     def __init__(self, saved: Saved) -> None:
-        self.saved = saved
+        self.saved, self._loose = saved, store.loose(saved.about)
         self.headers: Mapping[int, Header] = {h.rank: h for h in store.headers(saved).values()}
         self._sources: dict[str, list[_Source]] = defaultdict(list)
         for header in self.headers.values():
@@ -107,7 +108,7 @@ class Reader:
 
     def _source(self, rank: int, entry: Entry) -> _Source:
         name = f"rank-{rank:05d}.safetensors"
-        return _Source(self.saved.path / name, self.saved.files[name].header_bytes, entry)
+        return _Source(self.saved.path / name, self.saved.files[name].header_bytes, entry, self._loose)
 
 
 def _in_threads(jobs: Iterable[tuple[_Source, list[tuple[Want, Box]]]]) -> None:
@@ -143,7 +144,7 @@ def _fill(handle: int, source: _Source, wants: list[tuple[Want, Box]]) -> None:
         into = wants[0][0].into[entry.box.within(wants[0][0].box).slices()]
         if into.is_contiguous():
             memory = memoryview(into.reshape(-1).view(torch.uint8).numpy())
-            store.read_chunks(handle, source.base, entry, 0, memory, source.path)
+            store.read_chunks(handle, source.base, entry, 0, memory, source.path, source.loose)
             return
     row = size // entry.box.size[0] if entry.box.size else size
     blocks = [common.within(entry.box) for _, common in wants]
@@ -152,7 +153,7 @@ def _fill(handle: int, source: _Source, wants: list[tuple[Want, Box]]) -> None:
     low = first * row // CHUNK_BYTES * CHUNK_BYTES
     high = min(size, -(-last * row // CHUNK_BYTES) * CHUNK_BYTES)
     raw = torch.empty(high - low, dtype=torch.uint8)
-    store.read_chunks(handle, source.base, entry, low // CHUNK_BYTES, memoryview(raw.numpy()), source.path)
+    store.read_chunks(handle, source.base, entry, low // CHUNK_BYTES, memoryview(raw.numpy()), source.path, source.loose)
     rows = raw[first * row - low : last * row - low].view(dtype_of(entry.dtype)).view(last - first, *entry.box.size[1:])
     for (want, common), block in zip(wants, blocks, strict=True):
         inner = Box((block.offset[0] - first, *block.offset[1:]), block.size) if block.size else Box((0,), (1,))

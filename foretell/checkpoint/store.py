@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from foretell.checkpoint.boxes import Box, uncovered
+from foretell.checkpoint.finite import NONFINITE, is_finite
 from foretell.checkpoint.format import (
     CHUNK_BYTES,
     MANIFEST,
@@ -168,8 +169,17 @@ def headers(saved: Saved) -> dict[str, Header]:
         return dict(zip(saved.files, found, strict=True))
 
 
-def read_chunks(handle: int, base: int, entry: Entry, first: int, into: memoryview, where: Path) -> None:
-    """Fill `into` with the bytes of an entry from chunk `first` on, and hold every chunk against its checksum."""
+def loose(about: Mapping[str, Any]) -> frozenset[str]:
+    """Names of tensors, and keys of what a rank keeps for itself, that may hold NaN or infinity."""
+    listed = about.get(NONFINITE)
+    return frozenset(map(str, listed)) if isinstance(listed, list) else frozenset()
+
+
+def read_chunks(
+    handle: int, base: int, entry: Entry, first: int, into: memoryview, where: Path, loose: frozenset[str] = frozenset()
+) -> None:
+    """Fill `into` with the bytes of an entry from chunk `first` on, and check every chunk against its checksum. Values that
+    are not finite are damage too, but for tensors in `loose`."""
     for number, at in enumerate(range(0, len(into), CHUNK_BYTES), start=first):
         piece = into[at : at + CHUNK_BYTES]
         offset = base + entry.start + number * CHUNK_BYTES
@@ -184,6 +194,8 @@ def read_chunks(handle: int, base: int, entry: Entry, first: int, into: memoryvi
             raise Damaged(f"{where} cannot be read: {error.strerror or error}", OLDER) from error
         if zlib.crc32(piece) != entry.crc32[number]:
             raise Damaged(f"{where} is damaged: bytes {offset} to {offset + len(piece) - 1}, of {entry.key}, are not what was written", OLDER)
+        if entry.name not in loose and entry.key not in loose and not is_finite(piece, entry.dtype):
+            raise Damaged(f"{entry.key} holds NaN or infinity in {where}", OLDER)
 
 
 # --- every byte ------------------------------------------------------------------------------------------------------
@@ -199,13 +211,13 @@ def check_file(folder: Path, name: str, manifest: Manifest) -> tuple[Header | No
     except OSError as error:
         return None, [f"{folder / name} cannot be read: {error.strerror or error}"]
     found = []
-    buffer = memoryview(bytearray(CHUNK_BYTES))
+    buffer, exempt = memoryview(bytearray(CHUNK_BYTES)), loose(manifest.about)
     try:
         for entry in header.entries:
             for number in range(len(entry.crc32)):
                 size = min(CHUNK_BYTES, entry.end - entry.start - number * CHUNK_BYTES)
                 try:
-                    read_chunks(handle, manifest.files[name].header_bytes, entry, number, buffer[:size], folder / name)
+                    read_chunks(handle, manifest.files[name].header_bytes, entry, number, buffer[:size], folder / name, exempt)
                 except Damaged as error:
                     found.append(error.problem)
     finally:

@@ -28,10 +28,12 @@ def run(
     plan: Path = typer.Argument(..., metavar="PLAN", show_default=False, help="A plan file, or a run folder to resume."),
     data: str | None = typer.Option(None, metavar="FOLDER|FILE.PY", show_default=False,
         help="A folder of text, read as bytes, or a file with data(split); default: the model file's own data(), else its example batch."),
-    steps: int | None = typer.Option(None, metavar="N", show_default=False, help="Optimizer steps; default 100."),
+    steps: int | None = typer.Option(None, metavar="N", show_default=False, help="Optimizer steps in all; default 100."),
     lr: float | None = typer.Option(None, metavar="X", show_default=False, help="Peak learning rate; default: the optimizer's usual, adamw 3e-4."),
     schedule: str | None = typer.Option(None, metavar="NAME", show_default=False, help="cosine, wsd or constant; default cosine."),
-    warmup: int | None = typer.Option(None, metavar="N", show_default=False, help="Steps of a rising rate; default: a twentieth of the run."),
+    warmup: int | None = typer.Option(None, metavar="N", show_default=False, help="Steps of a rising rate; default: a twentieth of the schedule."),
+    schedule_steps: int | None = typer.Option(None, metavar="N", show_default=False,
+        help="Length of the learning-rate schedule; default: --steps of the run when it began. A resumed run keeps it unless this is given."),
     eval_every: int | None = typer.Option(None, metavar="N", show_default=False,
         help="Steps between evaluations on held-out samples; default: at the end."),
     eval_batches: int | None = typer.Option(None, metavar="N", show_default=False, help="Steps' worth of samples in an evaluation; default 16."),
@@ -66,7 +68,8 @@ def run(
 
     plan, out = _paths(plan, out, resume)
     asked = {
-        "data": data, "steps": steps, "lr": lr, "schedule": schedule, "warmup": warmup, "eval_every": eval_every,
+        "data": data, "steps": steps, "lr": lr, "schedule": schedule, "warmup": warmup, "schedule_steps": schedule_steps,
+        "eval_every": eval_every,
         "eval_batches": eval_batches, "save_every": save_every, "no_save": no_save or None, "seed": seed,
         "keep": keep, "mtbf": parse_duration(mtbf) if mtbf else None, "init_from": init_from,
         "init_missing": tuple(name.strip() for name in init_missing.split(",") if name.strip()) if init_missing else None,

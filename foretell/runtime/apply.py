@@ -29,7 +29,7 @@ from foretell.plan.legal import Facts, check
 from foretell.plan.recipe import refuse_other_model
 from foretell.plan.types import AWAY, MASTER, Plan, Residency
 from foretell.runtime import clip, shard
-from foretell.runtime.finite import may_step
+from foretell.runtime.finite import Skips, may_step
 from foretell.runtime.float8 import lowered
 from foretell.runtime.ranks import Ranks
 from foretell.runtime.recompute import recompute
@@ -94,6 +94,8 @@ class Job:
         self.split = split
         """How tensors are split, where they are."""
         self.parts = runner.parts
+        self.skips = Skips(runner.parts, ranks.device)
+        """Keeps steps that are not finite from leaving a trace."""
         trained = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
         self._parameters = [p for _, p in trained]
         self.moved: Offloaded | None = None
@@ -113,7 +115,7 @@ class Job:
         (model,) = self.parts
         found = attach.optimizer(model, self.plan, find_blocks(model), trained, self.ranks, learning_rate, scratch)
         assert isinstance(self.runner, Whole)
-        self.runner.watch(found)
+        self.runner.watch(found, self.skips)
         return found
 
     # ------------------------------------------------------------ steps
@@ -126,8 +128,10 @@ class Job:
         """The first half of a step: gradients of the mean loss. Returns it where this rank computes it."""
         if not micro_batches:
             raise UserError("a step needs at least one micro-batch", "give as many as the plan accumulates")
+        self.skips.begin()
         with plainly():
             loss = self.runner.backward([self.place(batch) for batch in micro_batches])
+        self.skips.end()
         clip.settle(self._parameters)
         return loss
 
@@ -136,13 +140,14 @@ class Job:
         squares = clip.squares(self._parameters, self._weights, self._known()) if self.plan.clip is not None else None
         mean, total = self._sum(loss, squares)
         norm = total.sqrt() if self.plan.clip is not None else None
+        skip = self.skips.skip(mean + total)
         if self.moved is not None:
             factor = clip.factor(norm, self.plan.clip) if norm is not None and self.plan.clip is not None else None
-            self.moved.begin(factor, (~(mean + total).isfinite()).float())
+            self.moved.begin(factor, skip)
             return StepResult(mean, norm)
         if norm is not None and self.plan.clip is not None:
             clip.scale(self._parameters, norm, self.plan.clip)
-        if may_step(self.optimizer, mean + total):
+        if may_step(self.optimizer, skip):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(mean, norm)
@@ -280,11 +285,12 @@ class Whole:
         self.model, self.loss, self.guard, self.context = model, loss, guard, context
         self.parts = [model]
         self._moved: Offloaded | None = None
+        self._skips: Skips | None = None
         self._more = False
 
-    def watch(self, optimizer: Offloaded) -> None:
-        """Tell an optimizer that updates as it goes how far backward is."""
-        self._moved = optimizer
+    def watch(self, optimizer: Offloaded, skips: Skips) -> None:
+        """Tell an optimizer that updates as it goes how far backward is, and whether it may."""
+        self._moved, self._skips = optimizer, skips
         optimizer.attach(self.model, lambda: self._more)
 
     def _loss(self, batch: Batch) -> Tensor:
@@ -305,8 +311,8 @@ class Whole:
                     loss = loss / len(micro_batches)
             total = loss.detach() if total is None else total + loss.detach()
             self._more = position < len(micro_batches) - 1
-            if self._moved is not None and not self._more:
-                self._moved.expect((~total.isfinite()).float())
+            if self._moved is not None and self._skips is not None and not self._more:
+                self._moved.expect(self._skips.skip(total))
             loss.backward()
         assert total is not None
         return total

@@ -21,6 +21,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
 from foretell.errors import ModelError, UserError
+from foretell.runtime import blame
+from foretell.runtime.rng import seed_all
 from foretell.trace.step import Batch
 
 _BLOCK = 4096
@@ -193,12 +195,26 @@ class Feed:
 
         def lazily() -> Iterator[Batch]:
             loader = DataLoader(
-                _Keyed(self.samples), batch_sampler=_Sampler(plan), num_workers=workers, collate_fn=_collated,
+                _Keyed(self.samples), batch_sampler=_Sampler(plan), num_workers=workers, collate_fn=_collated_or_failed,
                 generator=torch.Generator().manual_seed(self.seed),
             )  # fmt: skip
-            yield from loader
+            batches = iter(loader)
+            while True:
+                yield self._made(batches)
 
         return lazily()
+
+    def _made(self, batches: Iterator[Any]) -> Batch:
+        """What the workers made next; what became of it where they could not."""
+        assert isinstance(self.samples, Own)
+        try:
+            made = next(batches)
+        except (OSError, EOFError, RuntimeError) as error:
+            problem = f"a process that prepares samples of {self.samples.owner} died: {blame.words(error)}"
+            raise ModelError(problem, "look for what ended it (the kernel's out-of-memory log, say), or use fewer --workers") from error
+        if isinstance(made, _Failed):
+            raise ModelError(made.problem, made.remedy, made.detail)
+        return made  # type: ignore[no-any-return]
 
 
 class _Sampler:
@@ -210,14 +226,37 @@ class _Sampler:
 
 
 class _Keyed(torch.utils.data.Dataset):
-    """The user's samples by (index, epoch), for a worker process."""
+    """The user's samples by (index, epoch), for a worker process. What they raise is handed over, not raised there: a loader
+    would make a text of it."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         assert isinstance(self.samples, Own)
-        return self.samples.one(*key)
+        try:
+            return self.samples.one(*key)
+        except UserError as error:
+            return _Failed(error.problem, error.remedy, error.detail)
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A sample, or a batch, that could not be made."""
+
+    problem: str
+    remedy: str
+    detail: str
+
+
+def _collated_or_failed(samples: Sequence[Any]) -> Any:
+    failed = next((sample for sample in samples if isinstance(sample, _Failed)), None)
+    if failed is not None:
+        return failed
+    try:
+        return _collated(samples)
+    except UserError as error:
+        return _Failed(error.problem, error.remedy, error.detail)
 
 
 # --- the user's own samples ------------------------------------------------------------------------------------------
@@ -234,8 +273,11 @@ class Own:
         self.note = f"{self.count:,} samples of {owner}"
 
     def one(self, index: int, epoch: int) -> Any:
-        _seed_all(_key(self.seed, epoch) ^ (index * 0x9E3779B97F4A7C15))
-        return self.made[index]
+        seed_all(_key(self.seed, epoch) ^ (index * 0x9E3779B97F4A7C15))
+        try:
+            return self.made[index]
+        except (Exception, SystemExit) as error:
+            raise _sample_error(self.owner, f"sample {index}", error) from error
 
     def take(self, indices: np.ndarray, epochs: np.ndarray) -> Batch:
         with _kept_random():
@@ -271,6 +313,8 @@ class Stream:
                     f"{self.owner} ended after {self.at:,} samples, and sample {number:,} is next",
                     "let it begin again by itself, or ask for fewer --steps",
                 ) from None
+            except (Exception, SystemExit) as error:
+                raise _sample_error(self.owner, f"sample {self.at} of the stream", error) from error
             self.at += 1
             if self.at > number:
                 return found
@@ -316,6 +360,10 @@ def first_batch(samples: Samples, micro_batch: int) -> Batch:
     return samples.take(numbers % samples.count if samples.count else numbers, np.zeros_like(numbers))
 
 
+def _sample_error(owner: str, which: str, error: BaseException) -> ModelError:
+    return ModelError(f"{which} of {owner} raised {blame.words(error)}", "mend it, or leave that sample out", blame.trail(error))
+
+
 def _collated(samples: Sequence[Any], owner: str = "data()") -> Batch:
     try:
         made = default_collate(list(samples))
@@ -325,13 +373,6 @@ def _collated(samples: Sequence[Any], owner: str = "data()") -> Batch:
             f"samples of {owner} do not stack into a batch: {first}", "give every sample the same shape"
         ) from error
     return tuple(made) if isinstance(made, list) else made  # type: ignore[no-any-return]
-
-
-def _seed_all(seed: int) -> None:
-    """Python's, numpy's and torch's CPU generators; the GPU's are the run's own."""
-    random.seed(seed & 0xFFFFFFFFFFFFFFFF)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.random.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
 
 
 @contextmanager

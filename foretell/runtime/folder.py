@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from foretell.trace.cache import write_atomically
 PLAN, SETTINGS, MEASUREMENT, CHECKPOINTS = "plan.json", "settings.json", "measurement.json", "checkpoints"
 RATES = {"adam": 3e-4, "adamw": 3e-4, "sgd": 0.1, "momentum": 0.02}
 """Peak learning rate where none is given."""
-CHANGEABLE = ("steps", "eval_every", "eval_batches", "save_every", "mtbf", "keep", "no_save", "log", "workers", "scratch")
+CHANGEABLE = ("steps", "schedule_steps", "eval_every", "eval_batches", "save_every", "mtbf", "keep", "no_save", "log", "workers", "scratch")
 """What a resumed run may be asked otherwise."""
 
 
@@ -41,7 +41,9 @@ class Settings:
     """Peak; None = the optimizer's usual."""
     schedule: str = "cosine"
     warmup: int | None = None
-    """Steps; None = a twentieth of the run."""
+    """Steps; None = a twentieth of the schedule."""
+    schedule_steps: int | None = None
+    """Length of the learning-rate schedule; None = `steps`. It belongs to the run: a resumed run keeps it, whatever `steps` are."""
     seed: int = 0
     data: str | None = None
     """A folder of text, a FILE.py with data(split), or None: the model file's own data(), else its example batch."""
@@ -69,6 +71,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.schedule not in KINDS:
             raise UnknownName("schedule", self.schedule, KINDS, f"known: {', '.join(KINDS)}")
+        if self.steps < 1:
+            raise UserError(f"a run has at least one step, got {self.steps}", "give --steps of 1 or more")
         for name in ("eval_every", "save_every", "workers"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} must not be negative, got {getattr(self, name)}", f"give --{name.replace('_', '-')} 0 or more")
@@ -83,8 +87,14 @@ class Settings:
 
     def schedule_for(self, plan: Plan) -> Schedule:
         rate = self.lr if self.lr is not None else RATES[plan.optimizer.partition("-")[0]]
-        warmup = self.warmup if self.warmup is not None else usual_warmup(self.steps)
-        return Schedule(kind=self.schedule, peak=rate, steps=self.steps, warmup=warmup)
+        length = self.schedule_steps if self.schedule_steps is not None else self.steps
+        warmup = self.warmup if self.warmup is not None else usual_warmup(length)
+        return Schedule(kind=self.schedule, peak=rate, steps=length, warmup=warmup)
+
+    def settled(self, plan: Plan) -> Settings:
+        """With the schedule spelled out, so that a resumed run of another length has the same one."""
+        schedule = self.schedule_for(plan)
+        return replace(self, schedule_steps=schedule.steps, warmup=schedule.warmup)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"log": list(self.log), "init_missing": list(self.init_missing)}
@@ -167,7 +177,8 @@ def go_on(path: Path, plan: Plan, asked: dict[str, Any]) -> Settings:
     changed = {name: asked[name] for name in CHANGEABLE if name in asked}
     if changed.get("mtbf") is not None or changed.get("save_every"):  # one takes the other's place
         changed = {"mtbf": None, "save_every": 0, **changed}
-    settings = Settings.from_json({**before.to_json(), **changed})
+    settings = Settings.from_json({**before.settled(stored).to_json(), **changed})
+    settings.schedule_for(plan)
     write_atomically(path / SETTINGS, json.dumps(settings.to_json(), indent=2) + "\n")
     return settings
 

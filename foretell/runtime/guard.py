@@ -25,8 +25,10 @@ class RunFailed(UserError):
 
     exit_code = 1
 
-    def __init__(self, problem: str, remedy: str = "", *, speaks: bool | None = None, died: bool = False) -> None:
-        super().__init__(problem, remedy)
+    def __init__(
+        self, problem: str, remedy: str = "", *, detail: str = "", speaks: bool | None = None, died: bool = False
+    ) -> None:  # fmt: skip
+        super().__init__(problem, remedy, detail)
         self.speaks = speaks
         """Whether it is on this rank to tell; None: on the first, as always."""
         self.died = died

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,26 +29,64 @@ class Adapter(Protocol):
 
 class Log:
     """`log.jsonl` of a run folder and whatever adapters were asked for. Rows after `last_step` are of a run that was
-    cut short and will be written again, so they go."""
+    cut short and will be written again, so they go.
 
-    def __init__(self, folder: Path, adapters: Sequence[Adapter] = (), *, last_step: int | None = None) -> None:
-        path = folder / LOG
-        if last_step is not None:
-            _cut(path, last_step)
-        self.stream = path.open("a", encoding="utf-8", buffering=1)
+    No row is worth a run: one that cannot be written (a full disk, a logging service that is gone) is counted, the user is
+    told once, and training goes on."""
+
+    def __init__(
+        self, folder: Path, adapters: Sequence[Adapter] = (), *, last_step: int | None = None,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.path, self.tell = folder / LOG, tell
         self.adapters = list(adapters)
+        self.lost = 0
+        """Rows that could not be written."""
+        self._torn = False
+        """The last row was written in part."""
+        self._stream: Any = None
+        try:
+            if last_step is not None:
+                _cut(self.path, last_step)
+            self._stream = self.path.open("ab", buffering=0)
+        except OSError as error:
+            self._lose(error)
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """One row: what it is about, the step, and what is known."""
         row = {"event": event, "step": step, **{key: _sayable(value) for key, value in values.items() if value is not None}}
-        self.stream.write(json.dumps(row) + "\n")
-        if self.adapters:
-            figures = {f"{event}/{key}": float(value) for key, value in values.items() if isinstance(value, int | float)}
-            for adapter in self.adapters:
+        try:
+            self._append(json.dumps(row).encode() + b"\n")
+        except OSError as error:
+            self._lose(error)
+        figures = {f"{event}/{key}": float(value) for key, value in values.items() if isinstance(value, int | float)}
+        for adapter in list(self.adapters):
+            try:
                 adapter.write(step, figures)
+            except Exception as error:  # whatever a logging service raises
+                self.adapters.remove(adapter)
+                self.tell(f"step {step}: {type(adapter).__name__} gets no more rows: {type(error).__name__}: {error}")
+
+    def _append(self, row: bytes) -> None:
+        if self._stream is None:
+            self._stream = self.path.open("ab", buffering=0)
+        left = memoryview(b"\n" + row if self._torn else row)  # what was written of the row before is a line of its own
+        while left:
+            written = self._stream.write(left) or 0
+            left, self._torn = left[written:], self._torn or written > 0
+        self._torn = False
+
+    def _lose(self, error: OSError) -> None:
+        self.lost += 1
+        if self.lost == 1:
+            self.tell(f"{self.path} cannot be written: {error.strerror or error}; training continues, its log rows are lost meanwhile")
 
     def close(self) -> None:
-        self.stream.close()
+        with contextlib.suppress(OSError):
+            if self._stream is not None:
+                self._stream.close()
+        if self.lost:
+            self.tell(f"{self.lost} rows of {self.path} could not be written")
         for adapter in self.adapters:
             with contextlib.suppress(Exception):
                 adapter.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,14 @@ from foretell.runtime.corpus import Windows, read_corpus, text_form
 from foretell.runtime.data import Example, Samples, own_samples
 from foretell.runtime.folder import Settings
 from foretell.runtime.ranks import Ranks
+from foretell.runtime.rng import seed_all
 from foretell.trace import load
 from foretell.trace.step import Batch, Workload
 
 
 def build(plan: Plan, seed: int) -> Workload:
     """The plan's model with real weights, the same on every rank; one it was not made for is refused."""
-    torch.manual_seed(seed)
+    seed_all(seed)
     workload = load.load(source_of(plan))
     shapes = {name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in workload.model.named_parameters()}
     refuse_other_model(plan, shapes)
@@ -73,8 +73,3 @@ def count_of(batch: Batch, micro_batch: int) -> tuple[str, int]:
         if whole and value.dim() == 2 and value.shape[0] == micro_batch:
             return "tokens", int(value.shape[1])
     return "samples", 1
-
-
-def rank_seed(seed: int, data_rank: int) -> int:
-    """Of dropout and the like: another for every rank that sees other samples, the same for those that share a sample."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{data_rank}".encode()).digest()[:7], "little")

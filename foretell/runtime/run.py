@@ -27,7 +27,7 @@ def run(
         if resume:
             settings = Settings.from_json(control.first(lambda: folders.go_on(path, plan, dict(asked)).to_json()))
         else:
-            settings = Settings(**asked)
+            settings = Settings(**asked).settled(plan)
             control.first(lambda: folders.begin(path, plan, settings))
         where = Folder(path=path)
         return train(plan, settings, ranks, where, screen=screen, control=control, resume=resume, command=command)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from foretell.checkpoint.boxes import Cut, Part, local_shape, parts, whole
-from foretell.checkpoint.format import Damaged, Spec
+from foretell.checkpoint.finite import NONFINITE
+from foretell.checkpoint.format import OWN, Damaged, Spec
 from foretell.checkpoint.read import Reader, Want, differences
 from foretell.checkpoint.saver import MEMORY_SHARE, Done, NotSaved, Saver
 from foretell.checkpoint.store import Saved, candidates, complete, look
@@ -28,14 +29,13 @@ from foretell.checkpoint.write import Piece
 from foretell.errors import InternalError, UserError
 from foretell.plan.mesh import OWN_RANKS, coordinates
 from foretell.plan.types import MASTER, Mesh, Plan
-from foretell.runtime import chance, shard
+from foretell.runtime import shard
 from foretell.runtime.apply import Job, Piped
 from foretell.runtime.control import Control
 from foretell.runtime.offload.arena import available
-from foretell.runtime.prepare import rank_seed
 from foretell.runtime.ranks import APART, SPREAD, Ranks
 
-__all__ = ["Damaged", "Done", "NotSaved", "Reader", "Saved", "Saver", "candidates", "complete", "look"]
+__all__ = ["NONFINITE", "Damaged", "Done", "NotSaved", "Reader", "Saved", "Saver", "candidates", "complete", "look"]
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _FLAGS = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -205,12 +205,26 @@ def _piece(held: _Held, part: Part) -> Piece:
 
 
 def own_state(job: Job) -> dict[str, Any]:
-    """What this rank alone has: random numbers, buffers, and whatever else its modules want kept."""
+    """What this rank alone has: buffers, and whatever else its modules want kept."""
     buffers: dict[str, Tensor] = {}
     more: dict[str, Any] = {}
     for _, name, value in _beside(job):
         (buffers if isinstance(value, Tensor) else more).setdefault(name, value)
-    return {"random": chance.state(job.ranks.device), "buffers": buffers, "more": more}
+    return {"buffers": buffers, "more": more}
+
+
+def nonfinite(job: Job) -> list[str]:
+    """Tensors of this rank that are not finite as the run begins, as masks with -inf are, by their names in a checkpoint."""
+    found = {f"{MODEL}/{name}": _local(parameter.detach()) for name, parameter in job.named_parameters()}
+    found |= {f"{OWN}/buffers/{name}": value for _, name, value in _beside(job) if isinstance(value, Tensor)}
+    floats = {name: value for name, value in found.items() if not value.is_meta and (value.is_floating_point() or value.is_complex())}
+    flags = {name: value.isfinite().all() if value.itemsize > 1 else value.float().isfinite().all() for name, value in floats.items()}
+    by_device: dict[torch.device, list[str]] = {}
+    for name, flag in flags.items():
+        by_device.setdefault(flag.device, []).append(name)
+    read = {name: ok for names in by_device.values()
+            for name, ok in zip(names, torch.stack([flags[name] for name in names]).tolist(), strict=True)}  # fmt: skip
+    return sorted(name for name, ok in read.items() if not ok)
 
 
 def _beside(job: Job) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -257,11 +271,6 @@ class Staged:
     groups: list[dict[str, Any]] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
-    random: Mapping[str, Any] | None = None
-    """None where this data rank was not there when it was saved."""
-    seed: int = 0
-    """Of random numbers in that case."""
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -290,14 +299,14 @@ class _Asked:
         return memory
 
 
-def stage(reader: Reader, job: Job, known: Mapping[str, Spec], *, seed: int, spare: Callable[[], int | None] | None = None) -> Staged:
+def stage(reader: Reader, job: Job, known: Mapping[str, Spec], *, spare: Callable[[], int | None] | None = None) -> Staged:
     """Read what this rank needs; raises where the checkpoint is damaged or of something else. `known` is `whole_of`. Where
     states are elsewhere because there are too many, and `spare` says that host memory has no room for all of them once more,
     every byte is checked now and read again when it is taken."""
     saved = reader.saved
     refuse_other(saved, known, job.plan)
     asked: list[tuple[dict[str, Any], str, _Asked]] = []
-    staged = Staged(weights={}, groups=_groups(saved, job), seed=rank_seed(rank_seed(seed, saved.step), job.ranks.data_rank))
+    staged = Staged(weights={}, groups=_groups(saved, job))
     kept: dict[str, dict[str, Spec]] = {}
     for full, spec in reader.tensors.items():
         if full.startswith(f"{OPTIMIZER}/"):
@@ -391,7 +400,7 @@ def saved_mesh(saved: Saved) -> Mesh:
 
 
 def _stage_own(reader: Reader, job: Job, staged: Staged) -> None:
-    """Random numbers of the rank that saw the same samples; buffers of the rank most like this one."""
+    """Buffers of the rank most like this one: of the one that saw the same samples, where there was one."""
     mesh, ranks = saved_mesh(reader.saved), job.ranks
     mine = {axis: ranks.coordinate(axis) for axis in OWN_RANKS}
 
@@ -402,10 +411,6 @@ def _stage_own(reader: Reader, job: Job, staged: Staged) -> None:
         return (data != min(ranks.data_rank, mesh.data - 1), *(at[axis] != place for axis, place in like.items()))
 
     nearest = sorted(reader.headers, key=lambda rank: (distance(rank), rank))
-    if ranks.data_rank < mesh.data:
-        staged.random = reader.own(nearest[0], only="random")
-    else:
-        staged.notes.append(f"data rank {ranks.data_rank} is new and draws random numbers of its own")
     buffers: dict[str, Tensor] = {}
     more: dict[str, Any] = {}
     for _, name, value in _beside(job):
@@ -450,10 +455,6 @@ def take(staged: Staged, job: Job) -> None:
                 states[index] = {key: value if moved else _spread(value, parameter, copy=name in used) for key, value in kept.items()}
             used.add(name)
     job.optimizer.load_state_dict({"state": states, "param_groups": groups})
-    if staged.random is not None:
-        chance.set_state(staged.random, job.ranks.device)
-    else:
-        torch.manual_seed(staged.seed)
 
 
 def _spread(value: Any, parameter: Tensor, *, copy: bool) -> Any:

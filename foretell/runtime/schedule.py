@@ -57,6 +57,30 @@ class Schedule:
     def to_json(self) -> dict[str, object]:
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, content: object) -> Schedule | None:
+        """What `to_json` gave; None where it is something else."""
+        try:
+            return cls(**content)  # type: ignore[arg-type]
+        except (TypeError, UserError):
+            return None
+
+
+def resumed(before: Schedule | None, now: Schedule, *, step: int, steps: int) -> list[str]:
+    """What a resumed run says of its learning rate: whether it changes after `step`, and what becomes of it until `steps`."""
+    lines = []
+    if before is not None and before != now:
+        length = f"{before.steps:,} → {now.steps:,} steps" if before.steps != now.steps else f"{now.steps:,} steps"
+        lines.append(f"learning-rate schedule changed ({length}): step {step + 1} has {now.at(step):.3g}, it would have had {before.at(step):.3g}")
+    if steps > max(now.steps, step):
+        lines.append(
+            f"the learning-rate schedule ends at step {now.steps:,}: later steps have {now.at(now.steps):.3g}; "
+            f"--schedule-steps {steps} would stretch it"
+        )
+    if step < steps < now.steps:
+        lines.append(f"the learning rate stays on the {now.steps:,}-step schedule: {now.at(steps - 1):.3g} at step {steps:,}, the last asked for")
+    return lines
+
 
 def usual_warmup(steps: int) -> int:
     """A twentieth of the run, at most 2,000 steps."""

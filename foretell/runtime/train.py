@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +23,18 @@ from foretell.checkpoint.pretrained import load_into
 from foretell.errors import UserError
 from foretell.plan import file as plans
 from foretell.plan.types import Plan
+from foretell.runtime import blame, guard, log, measure, save
 from foretell.runtime import folder as folders
-from foretell.runtime import guard, log, measure, save
 from foretell.runtime.apply import Job, apply
 from foretell.runtime.control import Control
 from foretell.runtime.data import Feed, Share
 from foretell.runtime.folder import MEASUREMENT, Folder, Settings
 from foretell.runtime.guard import RunFailed
 from foretell.runtime.measure import Measurement, Reading, Tally
-from foretell.runtime.prepare import applies, build, count_of, rank_seed, samples_of
+from foretell.runtime.prepare import applies, build, count_of, samples_of
 from foretell.runtime.ranks import Ranks
+from foretell.runtime.rng import seed_all, step_seed
+from foretell.runtime.schedule import Schedule, resumed
 from foretell.runtime.signals import Signals
 from foretell.runtime.watch import Watch
 from foretell.trace.cache import versions
@@ -91,24 +94,32 @@ def train(
             outcome = run.all_steps(signals)
         control.gather(None)
         return outcome
-    except UserError:
+    except RunFailed:
         raise  # every rank raises it
+    except UserError as error:
+        if run is None or not run.began:
+            raise  # every rank raises it
+        watch.publish(f"{_at(run)}: {error.problem}")
+        raise RunFailed(f"{_at(run)}: {error.problem}", "; ".join(filter(None, [error.remedy, _left(folder)])), detail=error.detail) from error
     except torch.OutOfMemoryError as error:
         why = f"rank {ranks.rank} ran out of device memory: {str(error).splitlines()[0]}{measure.others_words(ranks.device)}"
         watch.publish(why)
         said = plan.predicted.get("memory_bytes")
         known = f"; the plan predicted {human_bytes(said)}" if said else ""
         raise RunFailed(why, f"use a smaller micro-batch or recompute{known}; {_left(folder)}") from error
-    except RuntimeError as error:  # a collective that failed: because someone is gone?
-        with Signals():  # a launcher ends the others at once: there is still something to say
-            verdict = watch.explain()
-        if not verdict:
-            watch.publish(_words(ranks, error))
+    except (Exception, SystemExit) as error:
+        verdict = ""
+        if isinstance(error, RuntimeError):  # a collective that failed: because someone is gone?
+            with Signals():  # a launcher ends the others at once: there is still something to say
+                verdict = watch.explain()
+        if verdict:
+            raise RunFailed(f"{verdict}; all ranks stop", _left(folder), speaks=watch.speaks, died=watch.died) from error
+        where = _at(run) if run is not None and run.began else f"rank {ranks.rank}"
+        watch.publish(f"{where}: {blame.words(error)}")
+        if blame.is_ours(error):
             raise
-        raise RunFailed(f"{verdict}; all ranks stop", _left(folder), speaks=watch.speaks, died=watch.died) from error
-    except Exception as error:
-        watch.publish(_words(ranks, error))
-        raise
+        samples = run.samples_words() if run is not None else ""
+        raise RunFailed(f"{where}: {blame.words(error)}{samples}", _left(folder), detail=blame.trail(error)) from error
     finally:
         if run is not None and run.saver is not None:
             run.saver.wait(LEAVE_SECONDS)
@@ -117,16 +128,15 @@ def train(
         watch.stop()
 
 
-def _words(ranks: Ranks, error: Exception) -> str:
-    """An exception of this rank's own, for the others to tell."""
-    return " ".join(f"rank {ranks.rank} failed: {type(error).__name__}: {error}".split())[:500]
+def _at(run: Run) -> str:
+    return f"rank {run.ranks.rank} failed in step {run.step + 1}"
 
 
 def _left(folder: Folder) -> str:
     kept = save.complete(folder.checkpoints)
     if not kept:
         return "there is no checkpoint yet"
-    return f"the last checkpoint is of step {kept[0].step}; go on with --resume --out {folder.path}"
+    return f"the last checkpoint is of step {kept[0].step}; resume with --resume --out {folder.path}"
 
 
 # --- preparing -------------------------------------------------------------------------------------------------------
@@ -152,7 +162,6 @@ def _prepared(
             screen.say(f"the plan is for {plan.hardware} and this is a {ranks.device.type}: what it predicts is not compared")
     schedule = settings.schedule_for(plan)
     job = apply(workload, plan, ranks, learning_rate=schedule.at(0), scratch=settings.scratch or folder.path)
-    torch.manual_seed(rank_seed(settings.seed, ranks.data_rank))
     share = Share(micro_batch=plan.micro_batch, accumulate=plan.accumulate, ranks=ranks.data_size, rank=ranks.data_rank)
     feed = Feed(train_samples, share, seed=settings.seed, device=ranks.device, workers=settings.workers)
     held = Feed(eval_samples, share, seed=settings.seed, device=ranks.device, shuffle=False) if eval_samples else None
@@ -207,6 +216,12 @@ class Run:
         self.last_saved: save.Saved | None = None
         self.next_save: int | None = None
         """Where the interval is to be found: the step of the next save, the same on every rank."""
+        self.origin: tuple[int, int] | None = None
+        """Updates that were done, and samples used up, before the first step of this process."""
+        self.updating = False
+        """Weights or optimizer states may be half updated."""
+        self.loose: list[str] = []
+        """Tensors that were not finite when the run began, and so may be in its checkpoints."""
         self._told = self._asked_memory = 0.0
         self._told_direct = self._told_disk = False
         self._memory: dict[str, int | None] = {}
@@ -236,7 +251,7 @@ class Run:
             saved = save.look(path)
             if saved.about["data"]["digest"] != self.feed.samples.digest():
                 raise UserError(f"the data is not what {path} learned from", "give the same --data, unchanged, or start a new run")
-            return (saved, save.stage(save.Reader(saved), self.job, self.known, seed=self.settings.seed)), ""
+            return (saved, save.stage(save.Reader(saved), self.job, self.known)), ""
         except save.Damaged as error:
             return None, error.problem
 
@@ -244,20 +259,26 @@ class Run:
         save.take(staged, self.job)
         self.feed.seek(saved.about["data"])
         self.step, self.last_saved = saved.step, saved
+        self.loose = sorted(map(str, saved.about.get(save.NONFINITE) or ()))
         if self.saver is not None:
             self.saver.good.add(saved.path)
         if self.ranks.is_first:
             before = save.saved_mesh(saved)
             how = "" if before == self.plan.mesh else f", saved on {before.world} ranks"
             self.screen.say(f"resumed after step {self.step}{how}")
+            before_it = Schedule.from_json(saved.about.get("schedule"))
+            for line in resumed(before_it, self.schedule, step=self.step, steps=self.settings.steps):
+                self.screen.say(line)
 
     def all_steps(self, signals: Signals) -> Outcome:
         self.signals = signals
-        resumed = self.step if self.step else None
+        since = self.step if self.step else None
+        if self.last_saved is None and self.saver is not None:
+            self.loose = sorted({name for names in self.control.gather(save.nonfinite(self.job)) for name in names})
         if self.ranks.is_first:
-            more = log.adapters(self.settings.log, self.folder.path, self.settings.to_json(), last_step=resumed)
-            self.log = log.Log(self.folder.path, more, last_step=self.step)
-            self.log.write("resume" if resumed else "start", self.step, time=time.time(), command=self.command)
+            more = log.adapters(self.settings.log, self.folder.path, self.settings.to_json(), last_step=since)
+            self.log = log.Log(self.folder.path, more, last_step=self.step, tell=self.screen.say)
+            self.log.write("resume" if since else "start", self.step, time=time.time(), command=self.command)
         try:
             stopped = self._steps()
             if self.bad is not None:
@@ -269,6 +290,13 @@ class Run:
             measured = self.measured()
             if isinstance(saved, save.NotSaved):
                 raise RunFailed(f"the last checkpoint was not saved: {saved.why}", self._kept())
+            held_out = self.tally.eval_loss
+            if held_out is not None and not math.isfinite(held_out):
+                raise RunFailed(f"the held-out loss after step {self.step} is {held_out}", f"look at the held-out samples; {self._kept()}")
+        except (Exception, SystemExit) as error:
+            if not isinstance(error, RunFailed):
+                self.salvage(error)
+            raise
         finally:
             if self.log is not None:
                 self.log.close()
@@ -277,6 +305,20 @@ class Run:
             status=STOPPED if stopped else DONE, signal=self.signals.asked, step=self.step, folder=self.folder.path,
             measurement=measured, saved=saved, compares=applies(self.plan, self.ranks),
         )  # fmt: skip
+
+    def salvage(self, error: BaseException) -> None:
+        """A step failed: what was trained before it is saved, where this rank can do that alone."""
+        if self.ranks.world > 1 or self.saver is None or self.updating or not self.origin or self.step == self.origin[0]:
+            return
+        try:
+            traceback.clear_frames(error.__traceback__)  # they hold what the step has computed
+            self.job.optimizer.zero_grad(set_to_none=True)
+            self.job.skips.abandon()
+            self._note(self.clock.read(all=True))
+            if self.bad is None:
+                self.save()
+        except Exception as other:  # a device that is gone, say: the first error is the one to tell
+            self.screen.say(f"what was trained could not be saved: {blame.words(other)}")
 
     def _kept(self) -> str:
         kept = self.last_saved
@@ -288,20 +330,25 @@ class Run:
         """Steps until the last one, a signal or a bad number; whether a signal stopped them."""
         settings = self.settings
         first = self.step
+        self.origin = self.step, self.feed.first
         if settings.mtbf is not None:
             self.next_save = first + FIRST_SAVE_STEPS
         batches = self._fetched() if self.step < settings.steps else []
         while self.step < settings.steps:
             for group in self.job.optimizer.param_groups:
                 group["lr"] = self.schedule.at(self.step)
+            self._seed(self.step)
             self.clock.begin()
             if self.saver is not None and self.job.updates_early:
                 self.saver.before_update()
+            self.updating = self.job.updates_early
             loss = self.job.backward(batches)
             self.clock.middle()
             if self.saver is not None:
                 self.saver.before_update()
+            self.updating = True
             result = self.job.update(loss)
+            self.updating = False
             self.step += 1
             self.clock.end(self.step, result.loss, result.grad_norm)
             if self.step < settings.steps:
@@ -322,6 +369,27 @@ class Run:
         self._note(self.clock.read(all=True))
         self.control.finish()
         return self.step < settings.steps and self.bad is None
+
+    @property
+    def began(self) -> bool:
+        """Whether steps are under way."""
+        return self.origin is not None
+
+    def samples_words(self) -> str:
+        """Which samples this rank has in the step under way, for a person."""
+        if self.origin is None or self.feed.samples.digest() == "example":
+            return ""
+        indices = self.feed.places(self._first_sample(self.step))[0].reshape(-1).tolist()
+        shown = ", ".join(map(str, indices[:8])) + (", …" if indices[8:] else "")
+        return f", with samples {shown}"
+
+    def _first_sample(self, step: int) -> int:
+        """Number of the first sample that is used after so many updates."""
+        assert self.origin is not None
+        return self.origin[1] + (step - self.origin[0]) * self.feed.share.step
+
+    def _seed(self, step: int) -> None:
+        seed_all(step_seed(self.settings.seed, self.ranks.data_rank, step), self.ranks.device)
 
     def _look_at_disk(self, *, last: bool = False) -> None:
         """Warn once if the disk is slower than the plan took it to be; at the end say how fast it was."""
@@ -447,10 +515,10 @@ class Run:
         self._tell_save()
         if self.last_saved is not None and self.last_saved.step == self.step:
             return self.last_saved
-        used = self.feed.first - (self.feed.share.step if self.step < self.settings.steps else 0)
         about = {
-            "data": {**self.feed.state(used), "digest": self.feed.samples.digest()}, "schedule": self.schedule.to_json(),
-            "plan": plans.to_json(self.plan), "versions": versions(), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "data": {**self.feed.state(self._first_sample(self.step)), "digest": self.feed.samples.digest()},
+            "schedule": self.schedule.to_json(), save.NONFINITE: self.loose, "plan": plans.to_json(self.plan), "versions": versions(),
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }  # fmt: skip
         own, extra = save.own_state(self.job), save.extra(self.job)
         self.saver.begin(self.step, save.pieces(self.job), own, about, extra=extra, wait=wait)
@@ -467,22 +535,28 @@ class Run:
             by_rank=self.control.gather(peaks), command=self.command, versions=versions(),
         )  # fmt: skip
         if found is not None and self.ranks.is_first:
-            self.folder.write(MEASUREMENT, found.to_json())
+            try:
+                self.folder.write(MEASUREMENT, found.to_json())
+            except OSError as error:
+                self.screen.say(f"{self.folder.path / MEASUREMENT} cannot be written: {error.strerror or error}")
         return found
 
     def _give_up(self, bad: Reading) -> None:
-        """A number that is none: save, look for the first block, say so."""
+        """A number that is none: the step leaves no trace but its number; save, look for the first block, say so."""
+        share, first = self.feed.share.step, self._first_sample(bad.step - 1)
+        self.job.settle()
+        self.job.skips.undo(self.step - bad.step + 1)
+        self.step = bad.step
         done = self.save() if not self.settings.no_save else None
         self.measured()
-        ahead = self.step - bad.step + (1 if self.step < self.settings.steps else 0)
-        first = self.feed.first - (ahead + 1) * self.feed.share.step
         what = "loss" if not math.isfinite(bad.loss) else "gradient's norm"
         value = bad.loss if what == "loss" else bad.grad_norm
+        self._seed(bad.step - 1)
         where = guard.find_first(self.job, self.feed.at(first), self.control)
         kept = f"saved after step {self.step} in {done.path}" if isinstance(done, save.Saved) else self._kept()
         if self.log is not None:
             self.log.write("not finite", bad.step, what=what, where=where, first_sample=first)
         raise RunFailed(
             f"the {what} of step {bad.step} is {value}: {where}; its update was not applied",
-            f"look at samples {first} to {first + self.feed.share.step - 1} of the run's order, or lower --lr; {kept}",
+            f"look at samples {first} to {first + share - 1} of the run's order, or lower --lr; {kept}",
         )

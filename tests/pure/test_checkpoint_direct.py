@@ -136,7 +136,7 @@ def test_a_job_whose_states_are_elsewhere_goes_on_with_little_memory(
     reader = contents(done(mine))
     other = job({"blocks.0-1": after}, tmp_path, form)
     known = save.whole_of(verify.build(GPT).model, other.plan)
-    staged = save.stage(reader, other, known, seed=0, spare=lambda: spare)
+    staged = save.stage(reader, other, known, spare=lambda: spare)
     assert any(isinstance(value, Tensor) for value in staged.weights.values()) is not little
     save.take(staged, other)
     assert [float(other.train_step([batch]).loss) for batch in batches[2:]] == expected
@@ -161,5 +161,5 @@ def test_damage_is_found_before_anything_changes(tmp_path: Path) -> None:
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
     with pytest.raises(Damaged):
-        save.stage(reader, one, save.whole_of(verify.build(GPT).model, one.plan), seed=0, spare=lambda: 0)
+        save.stage(reader, one, save.whole_of(verify.build(GPT).model, one.plan), spare=lambda: 0)
     one.close()

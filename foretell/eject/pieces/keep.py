@@ -15,24 +15,20 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from foretell.eject.pieces.ranks import is_first
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Any]:
-    """Everything that changes: weights, optimizer, this rank's random numbers."""
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything that changes: weights and optimizer."""
     weights, moments = get_state_dict(model, optimizer)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    random = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        random["cuda"] = torch.cuda.get_rng_state(device)
-    return {"model": weights, "optimizer": moments, f"random-{rank}": random}
+    return {"model": weights, "optimizer": moments}
 
 
-def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write a checkpoint beside the others, and give it its name when it is whole."""
     target, unfinished = folder / f"step-{step:08d}", folder / "unfinished"
     if is_first():
         shutil.rmtree(unfinished, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
     wait()
-    dcp.save(state_of(model, optimizer, device), checkpoint_id=unfinished)
+    dcp.save(state_of(model, optimizer), checkpoint_id=unfinished)
     wait()
     if is_first():
         shutil.rmtree(target, ignore_errors=True)
@@ -40,18 +36,14 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
     wait()
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Take up the newest checkpoint; returns the number of steps that were done."""
     found = sorted(folder.glob("step-*"))
     if not found:
         raise SystemExit(f"there is no checkpoint in {folder}")
-    state = state_of(model, optimizer, device)
+    state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=found[-1])
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    random = next(value for name, value in state.items() if name.startswith("random-"))
-    torch.set_rng_state(random["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(random["cuda"], device)
     return int(found[-1].name.removeprefix("step-"))
 
 

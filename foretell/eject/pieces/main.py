@@ -21,7 +21,7 @@ from foretell.eject.pieces.model import build_model, example_batch, split_tensor
 from foretell.eject.pieces.order import numbers_of
 from foretell.eject.pieces.own import OwnSamples, OwnStream
 from foretell.eject.pieces.pipeline import Stage, blocks_of, schedule_of
-from foretell.eject.pieces.ranks import data_place, is_first, join, pick_device, seed_rank
+from foretell.eject.pieces.ranks import data_place, is_first, join, pick_device, seed_all, seed_step
 from foretell.eject.pieces.settings import ACCUMULATE, BLOCKS, CLIP, CUTS, MESH, UNITS
 from foretell.eject.pieces.step import (
     backward,
@@ -67,7 +67,7 @@ def make_stages(seed: int, mesh: DeviceMesh, device: torch.device) -> list[Stage
     """This rank's stages: stage s is on rank s % pp, every other of them on a model of its own."""
     stages = []
     for index in range(mesh.get_local_rank("pp"), len(CUTS) + 1, MESH["pp"]):
-        torch.manual_seed(seed)
+        seed_all(seed)
         model = build_model().train()
         model.to(torch.bfloat16)  # if: bf16
         stage = Stage(model, index, device).to(device)
@@ -128,7 +128,7 @@ def main(words: Sequence[str] | None = None) -> None:
     data_rank, _ = data_place(mesh)  # if: several and not ordered
     data_rank, data_ranks = 0, 1  # if: not several and ordered
     data_rank = 0  # if: not several and not ordered
-    torch.manual_seed(options.seed)
+    seed_all(options.seed)
     model = build_model().train()  # if: not pp
     example = example_batch(model)  # if: example and not pp
     example = example_batch(build_model())  # if: example and pp
@@ -147,16 +147,16 @@ def main(words: Sequence[str] | None = None) -> None:
     schedule = schedule_of(stages, mesh, device)  # if: pp
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(parameters)
-    seed_rank(options.seed, data_rank)
     samples: Any = Text(options.data, options.seed) if options.data else None  # if: text
     samples = OwnSamples(options.seed)  # if: indexed
     samples = OwnStream()  # if: stream
-    done = load(options.out / "checkpoints", model, optimizer, device) if options.resume else 0
+    done = load(options.out / "checkpoints", model, optimizer) if options.resume else 0
     log = Log(options)
     for step in range(done, options.steps):
         rate = learning_rate(step, peak=options.lr, steps=options.steps, warmup=options.warmup, kind=options.schedule)
         for group in optimizer.param_groups:
             group["lr"] = rate
+        seed_step(options.seed, data_rank, step)
         numbers = numbers_of(step, data_rank, data_ranks)  # if: ordered
         batches = [samples.batch(row) if samples else example for row in numbers]  # if: text
         batches = [samples.batch(row) for row in numbers]  # if: indexed or stream
@@ -174,7 +174,7 @@ def main(words: Sequence[str] | None = None) -> None:
         log.add(step + 1, loss, rate)  # if: not several
         last = step + 1 == options.steps
         if not options.no_save and (last or (options.save_every and (step + 1) % options.save_every == 0)):
-            save(options.out / "checkpoints", step + 1, model, optimizer, device)
+            save(options.out / "checkpoints", step + 1, model, optimizer)
     if dist.is_initialized():  # if: several
         dist.destroy_process_group()
 

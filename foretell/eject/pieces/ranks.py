@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
+import sys
 
 import torch
 import torch.distributed as dist
@@ -41,10 +43,18 @@ def data_place(mesh: DeviceMesh) -> tuple[int, int]:  # if: several
     return rank, ranks
 
 
-def seed_rank(seed: int, data_rank: int) -> None:
-    """For dropout and the like: other numbers for every rank that sees other samples."""
-    digest = hashlib.sha256(f"{seed}/{data_rank}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:7], "little"))
+def seed_all(seed: int) -> None:
+    """Python's, numpy's and torch's generators."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+
+
+def seed_step(seed: int, data_rank: int, step: int) -> None:
+    """For dropout and the like: other numbers in every step, and for every rank that sees other samples."""
+    digest = hashlib.sha256(f"{seed}/{data_rank}/{step}".encode()).digest()
+    seed_all(int.from_bytes(digest[:7], "little"))
 
 
 def is_first() -> bool:
