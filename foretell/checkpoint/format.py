@@ -67,7 +67,7 @@ class File:
     header_bytes: int
     header_crc32: int
     crc32: int
-    """Of the checksums of its tensors: equal where weights, optimizer state and random numbers are."""
+    """Of the checksums of its tensors: equal where weights, optimizer state and buffers are."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """All ranks' files into one checkpoint, while training goes on.
 
-    begin   all ranks agree on a folder; what a step changes at once (random numbers, buffers) is copied aside
+    begin   all ranks agree on a folder; what forward changes at once (buffers) is copied aside
     copy    weights and optimizer state are copied while the next step goes forward and backward, which leaves them as
             they are; training waits for the rest of this alone, before it updates them. What is on disk, and where memory
             is short what is in host memory, is written from where it is, and training waits for that too
@@ -172,7 +172,7 @@ class Saver:
         image.take(layout, own=True)
         if any(tensor.device.type == "cuda" for tensor in layout.tensors):
             under.device = _Device(layout.tensors)
-            torch.cuda.current_stream(under.device.device).synchronize()  # random numbers and buffers are small
+            torch.cuda.current_stream(under.device.device).synchronize()  # buffers are small
         under.stall_seconds = time.perf_counter() - began
         self._thread = threading.Thread(target=self._copy_and_work, args=(under, image), name="checkpoint", daemon=True)
         self._thread.start()

@@ -1,4 +1,4 @@
-"""What one rank keeps for itself, such as its random numbers: nested dicts and lists of tensors and plain values.
+"""What one rank keeps for itself, such as its buffers: nested dicts and lists of tensors and plain values.
 
 It is split into tensors by name and an outline that JSON can say, and put together again without running anything.
 """
