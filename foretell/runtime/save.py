@@ -146,17 +146,15 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _owned(job: Job) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters of this rank that no earlier stage has."""
-    if isinstance(job.runner, Piped):
-        yield from job.runner.stages.owned_parameters()
-    else:
-        yield from job.named_parameters()
+def owned(job: Job) -> dict[str, nn.Parameter]:
+    """Parameters of this rank that no earlier stage has, as they are between steps."""
+    shard.reshard(job.parts)
+    return dict(job.runner.stages.owned_parameters() if isinstance(job.runner, Piped) else job.named_parameters())
 
 
-def _everything(job: Job) -> list[_Held]:
+def _everything(job: Job, mine: Mapping[str, nn.Parameter]) -> list[_Held]:
     found: dict[str, _Held] = {}
-    for name, parameter in _owned(job):
+    for name, parameter in mine.items():
         found[f"{MODEL}/{name}"] = _held(job, name, f"{MODEL}/{name}", parameter.detach())
         for key, value in job.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
@@ -167,12 +165,12 @@ def _everything(job: Job) -> list[_Held]:
     return list(found.values())
 
 
-def pieces(job: Job) -> list[Piece]:
-    """What this rank writes. Ranks that hold the same pieces come to the same shares without a word between them."""
+def pieces(job: Job, mine: Mapping[str, nn.Parameter] | None = None) -> list[Piece]:
+    """What this rank writes. Ranks that hold the same pieces come to the same shares without a word between them. `mine` is
+    `owned`, asked for between steps, where this is asked in the middle of one."""
     job.settle()
-    shard.reshard(job.parts)
     by_axes: dict[tuple[str, ...], list[_Held]] = {}
-    for held in _everything(job):
+    for held in _everything(job, owned(job) if mine is None else mine):
         by_axes.setdefault(held.alike, []).append(held)
     chosen = []
     for axes, some in by_axes.items():
@@ -236,9 +234,16 @@ def _beside(job: Job) -> Iterator[tuple[nn.Module, str, Any]]:
                 yield part, job.name_of(position, name), value
 
 
-def extra(job: Job) -> dict[str, Any]:
-    """Settings of the optimizer, and state of it that is no tensor."""
-    names = {p: name for name, p in job.named_parameters()}
+def names_of(job: Job) -> dict[nn.Parameter, str]:
+    """Every parameter of this rank, as it is between steps, and what the whole model calls it."""
+    shard.reshard(job.parts)
+    return {p: name for name, p in job.named_parameters()}
+
+
+def extra(job: Job, names: Mapping[nn.Parameter, str] | None = None) -> dict[str, Any]:
+    """Settings of the optimizer, and state of it that is no tensor. `names` is `names_of`, asked for between steps, where this
+    is asked in the middle of one."""
+    names = names_of(job) if names is None else names
     groups = [
         {"values": {key: _plain(value) for key, value in group.items() if key not in _FLAGS},
          "names": [names[p] for p in group["params"]]}

@@ -152,23 +152,25 @@ def test_a_line_of_the_log_that_was_cut_and_steps_after_the_checkpoint_are_writt
     assert losses(tmp_path / "a") == before
 
 
-def test_clocks_say_where_the_seconds_went() -> None:
+def test_clocks_say_where_the_seconds_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     clock = HostClock()
     for step in (1, 2, 3):
         if step == 3:
-            time.sleep(0.05)
+            now += 0.5
             clock.pause()
         clock.begin()
-        time.sleep(0.02)
+        now += 0.25
         clock.middle()
-        time.sleep(0.01)
+        now += 0.125
         clock.end(step, torch.tensor(1.5), torch.tensor(2.0))
-        time.sleep(0.005)
+        now += 0.0625
     first, second, third = clock.read()
-    assert first.between_seconds == 0 and 0.005 <= second.between_seconds < 0.02 and third.between_seconds == 0
+    assert [one.between_seconds for one in (first, second, third)] == [0, 0.0625, 0]
     for reading in (first, second, third):
-        assert 0.02 <= reading.backward_seconds < 0.03 and 0.01 <= reading.update_seconds < 0.02
-        assert reading.seconds == pytest.approx(reading.backward_seconds + reading.update_seconds + reading.between_seconds)
+        assert (reading.backward_seconds, reading.update_seconds) == (0.25, 0.125)
+        assert reading.seconds == reading.backward_seconds + reading.update_seconds + reading.between_seconds
     assert (first.loss, first.grad_norm, first.step) == (1.5, 2.0, 1)
 
 
