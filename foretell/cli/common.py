@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import threading
@@ -88,8 +89,16 @@ def emit(text: str | Text, stream: TextIO | None = None) -> None:
             Console(file=out, highlight=False).print(text, soft_wrap=True)
         else:
             print(encodable(text.plain, out), file=out, flush=True)
-    except BrokenPipeError:  # `foretell zoo | head`: the reader has what it wanted, and the answer stands
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+    except OSError as error:  # `foretell zoo | head`, a terminal that was closed: nobody reads, and the answer stands
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        to_nowhere(out)
+
+
+def to_nowhere(stream: TextIO) -> None:
+    """Whatever is still written there, also when Python ends, is lost and fails no more."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def emit_screen(prediction: Prediction, typed: Sequence[str] = ()) -> None:

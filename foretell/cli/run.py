@@ -17,6 +17,7 @@ from foretell.errors import UserError
 if TYPE_CHECKING:
     from foretell.plan.types import Plan
     from foretell.report.comparison import Comparison
+    from foretell.runtime.signals import Signals
     from foretell.runtime.train import Outcome
     from foretell.search.learn import Taught
 
@@ -107,54 +108,82 @@ def _launch(plan: Plan, path: Path, asked: dict[str, Any], out: Path | None, dev
     folder.check(plan, asked, resume=resume)
     given = any(word == "--out" or word.startswith("--out=") for word in common.typed())
     words = [*common.typed(), *([] if given else ["--out", str(out)])]
-    status, problem = launch.launch(words, plan.mesh.world)
-    if problem:
-        failed = UserError(problem, _resume_words(path, out, "what was saved is kept; "))
+    ended = launch.launch(words, plan.mesh.world, say=lambda text: common.emit(text, sys.stderr))
+    if ended.problem:
+        hint = "; ".join(filter(None, [ended.remedy, _last_words(out)]))
+        failed = UserError(ended.problem, _resume_words(path, out, f"{hint}; "))
         failed.exit_code = 1
         raise failed
-    return status
+    return ended.status
+
+
+def _last_words(out: Path) -> str:
+    """Which checkpoint a run that failed left behind."""
+    from foretell.checkpoint import store
+    from foretell.runtime.folder import CHECKPOINTS
+
+    kept = store.complete(out / CHECKPOINTS)
+    return f"the last checkpoint is of step {kept[0].step}" if kept else "there is no checkpoint yet"
 
 
 def _here(
     plan: Plan, path: Path, asked: dict[str, Any], out: Path | None, device: str, *, resume: bool, json: bool,
     teaches: bool,
 ) -> int:  # fmt: skip
-    from foretell.runtime import folder, launch
+    from foretell.runtime import folder
+    from foretell.runtime.signals import EARLY, Signals, Stopped, exit_status
 
     folder.check(plan, asked, resume=resume)
     screen = Screen()
+    with Signals(lambda text: screen.say(text) if common.speaks() else None, phase=EARLY) as signals:
+        try:
+            outcome = _trained(plan, asked, screen, out, device, signals, resume=resume)
+        except Stopped as left:
+            screen.end()
+            return _tell_early(left.signal, exit_status(left.signal), json=json)
+        if isinstance(outcome, int):
+            return outcome
+        screen.end()
+        compared = compare.written(outcome.folder) if outcome.measurement is not None and common.speaks() else None
+        taught = None
+        if teaches and compared is not None:
+            taught = common.call(lambda: compare.learned(outcome.folder, compared, device), "learning from the run")
+        return _tell(outcome, path, compared, taught, json=json)
+
+
+def _trained(
+    plan: Plan, asked: dict[str, Any], screen: Screen, out: Path | None, device: str, signals: Signals, *, resume: bool
+) -> Outcome | int:
+    """How the run ended; an exit status where it failed and it is not on this rank to tell."""
+    from foretell.runtime import launch
+
     command = shlex.join(["foretell", *common.typed()])
     try:
         with common._stdout_aside():
-            outcome = _run(plan, asked, screen, out, device, command, resume=resume)
+            return _run(plan, asked, screen, out, device, command, signals, resume=resume)
     except UserError as error:
         screen.end()
         speaks = getattr(error, "speaks", None)
-        if getattr(error, "died", False) and launch.launched():
+        if getattr(error, "died", False) and launch.launcher_lives():
             return common.NO_OR_FAILED  # who started us says it, and knows the signal
         if speaks and not common.speaks():
             print(f"error: {error}", file=sys.stderr, flush=True)
         if speaks is False:
             return error.exit_code
         raise
-    screen.end()
-    compared = compare.written(outcome.folder) if outcome.measurement is not None and common.speaks() else None
-    taught = None
-    if teaches and compared is not None:
-        taught = common.call(lambda: compare.learned(outcome.folder, compared, device), "learning from the run")
-    return _tell(outcome, path, compared, taught, json=json)
 
 
 def _run(
-    plan: Plan, asked: dict[str, Any], screen: Screen, out: Path | None, device: str, command: str, *, resume: bool
-) -> Outcome:
+    plan: Plan, asked: dict[str, Any], screen: Screen, out: Path | None, device: str, command: str, signals: Signals, *,
+    resume: bool,
+) -> Outcome:  # fmt: skip
     try:
         from foretell.runtime.run import run
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise UserError("torch is not installed", "pip install 'torch>=2.11'") from error
-    return run(plan, asked, screen=screen, out=out, resume=resume, device=device, command=command)
+    return run(plan, asked, screen=screen, out=out, resume=resume, device=device, command=command, signals=signals)
 
 
 # --- speaking --------------------------------------------------------------------------------------------------------
@@ -174,29 +203,47 @@ class Screen:
             return
         now = time.monotonic()
         if self.live:
-            self.stream.write("\r" + common.encodable(text, self.stream)[: common.width() - 1] + "\x1b[K")
-            self.stream.flush()
+            self._write("\r" + common.encodable(text, self.stream)[: common.width() - 1] + "\x1b[K")
             self.open = True
         elif step <= 1 or now - self.last >= PLAIN_SECONDS:
             self.last = now
-            self.stream.write(common.encodable(text, self.stream) + "\n")
-            self.stream.flush()
+            self._write(common.encodable(text, self.stream) + "\n")
 
     def say(self, text: str) -> None:
         self.end()
-        self.stream.write(common.encodable(text, self.stream) + "\n")
-        self.stream.flush()
+        self._write(common.encodable(text, self.stream) + "\n")
 
     def end(self) -> None:
         """Leave the live line as it is."""
         if self.open:
-            self.stream.write("\n")
-            self.stream.flush()
             self.open = False
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        """A terminal that is closed, or a reader that is gone, is no reason to stop training."""
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:
+            common.to_nowhere(self.stream)
+
+
+def _tell_early(signal: str, status: int, *, json: bool) -> int:
+    """A run that was asked to stop before its first step was done: nothing of it is left."""
+    if json:
+        content = {
+            "status": "stopped", "step": 0, "folder": None, "checkpoint": None, "measurement": None, "comparison": None, "profile": None,
+        }  # fmt: skip
+        common.emit_json({"run": content})
+    else:
+        common.emit(f"stopped before the first step ({signal}); nothing was trained, so nothing was saved")
+    return status
 
 
 def _tell(outcome: Outcome, path: Path, compared: Comparison | None, taught: Taught | None, *, json: bool) -> int:
-    status = {"": common.YES, "SIGINT": common.INTERRUPTED, "SIGTERM": 143}[outcome.signal if outcome.status == "stopped" else ""]
+    from foretell.runtime.signals import exit_status
+
+    status = exit_status(outcome.signal) if outcome.status == "stopped" else common.YES
     measured = outcome.measurement
     if json:
         content = {

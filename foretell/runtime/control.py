@@ -15,13 +15,23 @@ import torch
 import torch.distributed as dist
 
 from foretell.errors import UserError
-from foretell.runtime.ranks import TIMEOUT_SECONDS, Ranks
+from foretell.runtime.judge import TIMEOUT_SECONDS
+from foretell.runtime.ranks import Ranks
 
 ASK_SECONDS = 0.1
 """How often ranks ask each other whether to stop, about."""
 _ASK_MOST_STEPS = 100
+_TRANSPORTS = ("/gloo/", "gloo::", "[gloo]", "ProcessGroup", "NCCL", "TCPStore")
+"""In messages of collectives that failed."""
 
 Made = TypeVar("Made")
+
+
+def is_collective(error: BaseException) -> bool:
+    """Whether it is torch.distributed that failed, most likely because of another rank."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _TRANSPORTS)
 
 
 class Control:

@@ -5,15 +5,17 @@
     log.jsonl          one row a step, an evaluation, a save
     measurement.json   what the run was measured to do
     checkpoints/       step-00000100/ and so on
+    run.lock           who runs it, while it runs
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from foretell.errors import FileFormatError, UnknownName, UserError
 from foretell.plan import file as plans
 from foretell.plan import legal
 from foretell.plan.types import Plan
+from foretell.runtime.lock import Lock, take
 from foretell.runtime.schedule import KINDS, Schedule, usual_warmup
 from foretell.trace.cache import write_atomically
 
@@ -143,10 +146,36 @@ def usual_path(plan: Plan, now: float | None = None) -> Path:
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
 
 
+def claim(path: Path, *, resume: bool, say: Callable[[str], None], lost: Callable[[str], None]) -> Lock:
+    """Make a run folder this process's own, a new one too; one that another process has is refused."""
+    if resume and not (path / PLAN).is_file():
+        raise UserError(f"{path} holds no run to resume", "leave --resume out to start one there, or give its folder as --out")
+    if not resume:
+        _refuse_a_run(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"the run folder {path} cannot be written: {error.strerror or error}", "give another --out") from error
+    return take(path, say=say, lost=lost)
+
+
+def undo(path: Path) -> None:
+    """Take away what `begin` wrote, of a run that ended before its first step."""
+    with contextlib.suppress(OSError):
+        if (path / CHECKPOINTS).exists():
+            (path / CHECKPOINTS).rmdir()  # fails where there is anything in it
+        for name in (PLAN, SETTINGS):
+            (path / name).unlink(missing_ok=True)
+
+
+def _refuse_a_run(path: Path) -> None:
+    if any((path / name).exists() for name in (PLAN, CHECKPOINTS, MEASUREMENT)):
+        raise UserError(f"{path} holds a run already", "resume it with --resume, or give another --out")
+
+
 def begin(path: Path, plan: Plan, settings: Settings) -> None:
     """Make a new run folder and see that it can be written to; one that holds a run is left alone."""
-    if any((path / name).exists() for name in (PLAN, CHECKPOINTS, MEASUREMENT)):
-        raise UserError(f"{path} holds a run already", "go on with it with --resume, or give another --out")
+    _refuse_a_run(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         write_atomically(path / SETTINGS, json.dumps(settings.to_json(), indent=2) + "\n")

@@ -15,12 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from foretell.errors import UserError
 from foretell.plan.legal import launch
 from foretell.plan.types import AXES, Mesh, Plan
+from foretell.runtime.judge import TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-TIMEOUT_SECONDS = 600.0
-"""A collective that takes longer than this ends the run: another rank is gone or stuck."""
 APART = "dp_shard_apart"
 """dp_shard is this axis and ep: along it ranks hold the same experts, along ep others."""
 SPREAD = "dp_shard_cp"

@@ -32,10 +32,12 @@ from foretell.runtime.folder import MEASUREMENT, Folder, Settings
 from foretell.runtime.guard import RunFailed
 from foretell.runtime.measure import Measurement, Reading, Tally
 from foretell.runtime.prepare import applies, build, count_of, samples_of
+from foretell.runtime.progress import DATA, END, EVALUATION, SAVE, STEP, Progress
+from foretell.runtime.progress import LOG as LOGGING
 from foretell.runtime.ranks import Ranks
 from foretell.runtime.rng import seed_all, step_seed
 from foretell.runtime.schedule import Schedule, resumed
-from foretell.runtime.signals import Signals
+from foretell.runtime.signals import LATE, STEPS, Signals, Stopped
 from foretell.runtime.watch import Watch
 from foretell.trace.cache import versions
 from foretell.trace.step import Batch
@@ -79,21 +81,26 @@ class Outcome:
 
 def train(
     plan: Plan, settings: Settings, ranks: Ranks, folder: Folder, *, screen: Screen, control: Control | None = None,
-    resume: bool = False, command: str = "", watch_seconds: Mapping[str, float] | None = None,
+    resume: bool = False, command: str = "", watch_seconds: Mapping[str, float] | None = None, signals: Signals | None = None,
 ) -> Outcome:  # fmt: skip
     """Run a plan. The folder is there (`folder.begin` or `folder.go_on`); every rank calls this."""
-    control = control or Control(ranks)
-    watch = Watch(control, tell=screen.say, **dict(watch_seconds or {}))
+    control, signals = control or Control(ranks), signals or Signals()
+    watch = Watch(control, tell=screen.say, left=lambda: _left(folder), **dict(watch_seconds or {}))
     run: Run | None = None
     try:
         run = _prepared(plan, settings, ranks, folder, control, screen, command, resume=resume)
         if resume:
             run.resume()
             control.first(lambda: folders.settle(folder.path, plan))
-        with Signals(screen.say if ranks.is_first else lambda _: None) as signals:
-            outcome = run.all_steps(signals)
+        run.progress, watch.progress.step = watch.progress, run.step
+        signals.check()
+        outcome = run.all_steps(signals)
         control.gather(None)
+        signals.phase = LATE
         return outcome
+    except Stopped as left:
+        watch.publish("", signal=left.signal)
+        raise
     except RunFailed:
         raise  # every rank raises it
     except UserError as error:
@@ -110,10 +117,10 @@ def train(
     except (Exception, SystemExit) as error:
         verdict = ""
         if isinstance(error, RuntimeError):  # a collective that failed: because someone is gone?
-            with Signals():  # a launcher ends the others at once: there is still something to say
-                verdict = watch.explain()
+            signals.check()
+            verdict = watch.explain(error)
         if verdict:
-            raise RunFailed(f"{verdict}; all ranks stop", _left(folder), speaks=watch.speaks, died=watch.died) from error
+            raise RunFailed(f"{verdict}; all ranks stop", watch.hint(), speaks=watch.speaks, died=watch.died) from error
         where = _at(run) if run is not None and run.began else f"rank {ranks.rank}"
         watch.publish(f"{where}: {blame.words(error)}")
         if blame.is_ours(error):
@@ -211,7 +218,7 @@ class Run:
         self.step = 0
         """Updates done."""
         self.log: log.Log | None = None
-        self.signals = Signals()
+        self.signals, self.progress = Signals(), Progress()
         self.bad: Reading | None = None
         self.last_saved: save.Saved | None = None
         self.next_save: int | None = None
@@ -287,7 +294,9 @@ class Run:
                 self.evaluate()
             saved = self.save() if not self.settings.no_save else None
             self._look_at_disk(last=True)
+            self.progress.at(END)
             measured = self.measured()
+            asked = next(filter(None, self.control.gather(self.signals.asked)), "")
             if isinstance(saved, save.NotSaved):
                 raise RunFailed(f"the last checkpoint was not saved: {saved.why}", self._kept())
             held_out = self.tally.eval_loss
@@ -302,7 +311,7 @@ class Run:
                 self.log.close()
             gc.unfreeze()
         return Outcome(
-            status=STOPPED if stopped else DONE, signal=self.signals.asked, step=self.step, folder=self.folder.path,
+            status=STOPPED if stopped else DONE, signal=asked, step=self.step, folder=self.folder.path,
             measurement=measured, saved=saved, compares=applies(self.plan, self.ranks),
         )  # fmt: skip
 
@@ -339,20 +348,21 @@ class Run:
                 group["lr"] = self.schedule.at(self.step)
             self._seed(self.step)
             self.clock.begin()
-            if self.saver is not None and self.job.updates_early:
-                self.saver.before_update()
+            self._wait_for_copies(self.job.updates_early)
             self.updating = self.job.updates_early
             loss = self.job.backward(batches)
             self.clock.middle()
-            if self.saver is not None:
-                self.saver.before_update()
+            self._wait_for_copies()
+            self.signals.phase = STEPS  # from here on there is something to save
             self.updating = True
             result = self.job.update(loss)
             self.updating = False
             self.step += 1
+            self.progress.stepped(self.step)
             self.clock.end(self.step, result.loss, result.grad_norm)
             if self.step < settings.steps:
                 batches = self._fetched()
+            self.progress.at(LOGGING)
             self._note(self.clock.read())
             self._look_at_disk()
             self._tell_save()
@@ -405,7 +415,15 @@ class Run:
             self._told_disk = True
             self.screen.say(said)
 
+    def _wait_for_copies(self, due: bool = True) -> None:
+        """Weights may change once a save under way has copied them."""
+        if self.saver is not None and due:
+            self.progress.at(SAVE)
+            self.saver.before_update()
+        self.progress.at(STEP)
+
     def _fetched(self) -> list[Batch]:
+        self.progress.at(DATA)
         began = time.perf_counter()
         batches = self.feed.next()
         self.tally.data_seconds.append(time.perf_counter() - began)
@@ -467,6 +485,7 @@ class Run:
         """Mean loss over held-out samples, the same ones every time."""
         if self.held is None:
             return
+        self.progress.at(EVALUATION)
         began = time.perf_counter()
         share = self.held.share
         rounds = min(self.settings.eval_batches, max(1, (self.held.samples.count or share.step) // share.step))
@@ -510,6 +529,7 @@ class Run:
         """A checkpoint of this moment; one that fails is told and leaves the one before. Without `wait` it is written
         while the next steps run, and nothing is known of it yet."""
         assert self.saver is not None
+        self.progress.at(SAVE)
         began = time.perf_counter()
         self.saver.wait()
         self._tell_save()
