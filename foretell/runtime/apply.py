@@ -96,6 +96,8 @@ class Job:
         self.parts = runner.parts
         self.skips = Skips(runner.parts, ranks.device)
         """Keeps steps that are not finite from leaving a trace."""
+        self.changing = False
+        """Weights or optimizer states may be half updated."""
         trained = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
         self._parameters = [p for _, p in trained]
         self.moved: Offloaded | None = None
@@ -129,6 +131,7 @@ class Job:
         if not micro_batches:
             raise UserError("a step needs at least one micro-batch", "give as many as the plan accumulates")
         self.skips.begin()
+        self.changing = self.updates_early
         with plainly():
             loss = self.runner.backward([self.place(batch) for batch in micro_batches])
         self.skips.end()
@@ -141,15 +144,18 @@ class Job:
         mean, total = self._sum(loss, squares)
         norm = total.sqrt() if self.plan.clip is not None else None
         skip = self.skips.skip(mean + total)
+        self.changing = True
         if self.moved is not None:
             factor = clip.factor(norm, self.plan.clip) if norm is not None and self.plan.clip is not None else None
             self.moved.begin(factor, skip)
+            self.changing = False
             return StepResult(mean, norm)
         if norm is not None and self.plan.clip is not None:
             clip.scale(self._parameters, norm, self.plan.clip)
         if may_step(self.optimizer, skip):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.changing = False
         return StepResult(mean, norm)
 
     def _known(self) -> dict[nn.Parameter, Tensor]:

@@ -234,16 +234,45 @@ def _beside(job: Job) -> Iterator[tuple[nn.Module, str, Any]]:
                 yield part, job.name_of(position, name), value
 
 
-def names_of(job: Job) -> dict[nn.Parameter, str]:
-    """Every parameter of this rank, as it is between steps, and what the whole model calls it."""
-    shard.reshard(job.parts)
-    return {p: name for name, p in job.named_parameters()}
+@dataclass(frozen=True, eq=False)
+class Between:
+    """What a job's tensors are between steps, remembered for a save in the middle of one, by another thread: parameters that
+    are gathered then are not asked for, and no hook of the model runs."""
+
+    mine: Mapping[str, nn.Parameter]
+    """`owned`."""
+    names: Mapping[nn.Parameter, str]
+    own: frozenset[str]
+    """Names of buffers."""
+
+    @classmethod
+    def of(cls, job: Job) -> Between | None:
+        """None where a model keeps more than parameters and buffers, or the buffers are not where they seem to be."""
+        mine, known = owned(job), own_state(job)
+        if known["more"] or known["buffers"].keys() != _buffers(job).keys():
+            return None
+        return cls(mine, {p: name for name, p in job.named_parameters()}, frozenset(known["buffers"]))
+
+    def state(self, job: Job) -> tuple[list[Piece], dict[str, Any], dict[str, Any]]:
+        """`pieces`, `own_state` and `extra`."""
+        return pieces(job, self.mine), {"buffers": _buffers(job), "more": {}}, extra(job, self.names)
+
+
+def _buffers(job: Job) -> dict[str, Tensor]:
+    """Buffers that are saved, as they are now."""
+    found: dict[str, Tensor] = {}
+    for position, part in enumerate(job.parts):
+        for path, module in part.named_modules():
+            for name, value in module._buffers.items():
+                if value is not None and name not in module._non_persistent_buffers_set:
+                    found.setdefault(job.name_of(position, f"{path}.{name}" if path else name), value)
+    return found
 
 
 def extra(job: Job, names: Mapping[nn.Parameter, str] | None = None) -> dict[str, Any]:
-    """Settings of the optimizer, and state of it that is no tensor. `names` is `names_of`, asked for between steps, where this
+    """Settings of the optimizer, and state of it that is no tensor. `names` are those of parameters between steps, where this
     is asked in the middle of one."""
-    names = names_of(job) if names is None else names
+    names = {p: name for name, p in job.named_parameters()} if names is None else names
     groups = [
         {"values": {key: _plain(value) for key, value in group.items() if key not in _FLAGS},
          "names": [names[p] for p in group["params"]]}

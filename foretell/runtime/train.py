@@ -6,14 +6,16 @@ the step before read and written down. Rank 0 writes and speaks; everybody compu
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
+import threading
 import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -51,6 +53,8 @@ FIRST_SAVE_STEPS = 5
 """Where the interval is to be found, the first save comes after so many steps: it is measured, and shows that it works."""
 LEAVE_SECONDS = 10.0
 """A run that fails waits so long for a save under way."""
+SALVAGE_SECONDS = 60.0
+"""After one rank's code failed, ranks take at most so long to save together what was trained."""
 DONE, STOPPED = "done", "stopped"
 
 
@@ -93,6 +97,7 @@ def train(
             run.resume()
             control.first(lambda: folders.settle(folder.path, plan))
         run.progress, watch.progress.step = watch.progress, run.step
+        watch.salvage = run.salvage_together
         signals.check()
         outcome = run.all_steps(signals)
         control.gather(None)
@@ -106,7 +111,7 @@ def train(
     except UserError as error:
         if run is None or not run.began:
             raise  # every rank raises it
-        watch.publish(f"{_at(run)}: {error.problem}")
+        _give_way(run, watch, f"{_at(run)}: {error.problem}")
         raise RunFailed(f"{_at(run)}: {error.problem}", "; ".join(filter(None, [error.remedy, _left(folder)])), detail=error.detail) from error
     except torch.OutOfMemoryError as error:
         why = f"rank {ranks.rank} ran out of device memory: {str(error).splitlines()[0]}{measure.others_words(ranks.device)}"
@@ -122,17 +127,26 @@ def train(
         if verdict:
             raise RunFailed(f"{verdict}; all ranks stop", watch.hint(), speaks=watch.speaks, died=watch.died) from error
         where = _at(run) if run is not None and run.began else f"rank {ranks.rank}"
-        watch.publish(f"{where}: {blame.words(error)}")
+        samples = run.samples_words() if run is not None else ""
+        _give_way(run, watch, f"{where}: {blame.words(error)}{samples}")
         if blame.is_ours(error):
             raise
-        samples = run.samples_words() if run is not None else ""
         raise RunFailed(f"{where}: {blame.words(error)}{samples}", _left(folder), detail=blame.trail(error)) from error
     finally:
+        watch.settle(SALVAGE_SECONDS)
         if run is not None and run.saver is not None:
             run.saver.wait(LEAVE_SECONDS)
         if run is not None:
             run.job.close()
         watch.stop()
+
+
+def _give_way(run: Run | None, watch: Watch, why: str) -> None:
+    """Tell the others why this rank ends, and save with them what was trained."""
+    step = run.step if run is not None and run.can_salvage else None
+    watch.publish(why, salvage=step)
+    if run is not None and step is not None:
+        run.salvage_together(step)
 
 
 def _at(run: Run) -> str:
@@ -225,8 +239,8 @@ class Run:
         """Where the interval is to be found: the step of the next save, the same on every rank."""
         self.origin: tuple[int, int] | None = None
         """Updates that were done, and samples used up, before the first step of this process."""
-        self.updating = False
-        """Weights or optimizer states may be half updated."""
+        self.between: save.Between | None = None
+        """Where there are other ranks: what to save if their code or this one's fails in the middle of a step."""
         self.loose: list[str] = []
         """Tensors that were not finite when the run began, and so may be in its checkpoints."""
         self._told = self._asked_memory = 0.0
@@ -304,6 +318,9 @@ class Run:
                 raise RunFailed(f"the held-out loss after step {self.step} is {held_out}", f"look at the held-out samples; {self._kept()}")
         except (Exception, SystemExit) as error:
             if not isinstance(error, RunFailed):
+                if self.ranks.world == 1 or self.ranks.device.type == "cpu":
+                    with contextlib.suppress(Exception):  # a device that is gone
+                        self._note(self.clock.read(all=True))
                 self.salvage(error)
             raise
         finally:
@@ -317,17 +334,46 @@ class Run:
 
     def salvage(self, error: BaseException) -> None:
         """A step failed: what was trained before it is saved, where this rank can do that alone."""
-        if self.ranks.world > 1 or self.saver is None or self.updating or not self.origin or self.step == self.origin[0]:
+        if self.ranks.world > 1 or self.saver is None or self.job.changing or not self.origin or self.step == self.origin[0]:
             return
         try:
             traceback.clear_frames(error.__traceback__)  # they hold what the step has computed
             self.job.optimizer.zero_grad(set_to_none=True)
             self.job.skips.abandon()
-            self._note(self.clock.read(all=True))
             if self.bad is None:
                 self.save()
         except Exception as other:  # a device that is gone, say: the first error is the one to tell
             self.screen.say(f"what was trained could not be saved: {blame.words(other)}")
+
+    @property
+    def can_salvage(self) -> bool:
+        return self.between is not None and not self.job.changing and self.origin is not None and self.step > self.origin[0]
+
+    def salvage_together(self, step: int) -> None:
+        """The same for several ranks: called in the thread of the rank that failed, and beside those that wait for it."""
+        if self.between is None or self.saver is None:
+            return
+        thread = threading.Thread(target=self._salvaged, args=(step,), name="foretell-salvage", daemon=True)
+        thread.start()
+        thread.join(SALVAGE_SECONDS)
+
+    def _salvaged(self, step: int) -> None:
+        assert self.between is not None and self.saver is not None
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while (self.step < step or self.job.changing) and time.monotonic() < deadline:
+            time.sleep(0.05)  # a rank that is behind comes this far by itself, and no further
+        try:
+            self.saver.wait()
+            back = self.saver.back
+            if back.gather([self.step == step, self.job.changing]) != [[True, False]] * self.ranks.world:
+                return
+            self.job.skips.abandon()
+            together = save.Saver(self.folder.checkpoints, back, back, keep=self.settings.keep, spare=save.room(self.ranks))
+            together.good = self.saver.good
+            pieces, own, extra = self.between.state(self.job)
+            together.begin(step, pieces, own, self._about(), extra=extra, wait=True)
+        except Exception as error:
+            self.screen.say(f"what was trained could not be saved: {blame.words(error)}")
 
     def _kept(self) -> str:
         kept = self.last_saved
@@ -340,6 +386,8 @@ class Run:
         settings = self.settings
         first = self.step
         self.origin = self.step, self.feed.first
+        if self.ranks.world > 1 and self.saver is not None and self.ranks.device.type == "cpu" and self.job.moved is None:
+            self.between = save.Between.of(self.job)
         if settings.mtbf is not None:
             self.next_save = first + FIRST_SAVE_STEPS
         batches = self._fetched() if self.step < settings.steps else []
@@ -349,14 +397,11 @@ class Run:
             self._seed(self.step)
             self.clock.begin()
             self._wait_for_copies(self.job.updates_early)
-            self.updating = self.job.updates_early
             loss = self.job.backward(batches)
             self.clock.middle()
             self._wait_for_copies()
             self.signals.phase = STEPS  # from here on there is something to save
-            self.updating = True
             result = self.job.update(loss)
-            self.updating = False
             self.step += 1
             self.progress.stepped(self.step)
             self.clock.end(self.step, result.loss, result.grad_norm)
@@ -535,17 +580,19 @@ class Run:
         self._tell_save()
         if self.last_saved is not None and self.last_saved.step == self.step:
             return self.last_saved
-        about = {
-            "data": {**self.feed.state(self._first_sample(self.step)), "digest": self.feed.samples.digest()},
-            "schedule": self.schedule.to_json(), save.NONFINITE: self.loose, "plan": plans.to_json(self.plan), "versions": versions(),
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }  # fmt: skip
         own, extra = save.own_state(self.job), save.extra(self.job)
-        self.saver.begin(self.step, save.pieces(self.job), own, about, extra=extra, wait=wait)
+        self.saver.begin(self.step, save.pieces(self.job), own, self._about(), extra=extra, wait=wait)
         seconds = time.perf_counter() - began
         self.tally.save_seconds.append(seconds)
         self.next_save = None
         return self._tell_save() if wait else None
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "data": {**self.feed.state(self._first_sample(self.step)), "digest": self.feed.samples.digest()},
+            "schedule": self.schedule.to_json(), save.NONFINITE: self.loose, "plan": plans.to_json(self.plan), "versions": versions(),
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }  # fmt: skip
 
     def measured(self) -> Measurement | None:
         """Sum up and write it down."""

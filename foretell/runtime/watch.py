@@ -55,6 +55,8 @@ class Said:
     """It was asked to stop before anything was done."""
     ends: tuple[int, ...] = ()
     """Ranks that cannot end by themselves."""
+    salvage: int | None = None
+    """Save what was trained: after so many updates."""
 
 
 class Watch:
@@ -70,6 +72,10 @@ class Watch:
         self.progress = Progress()
         self.monitor = Monitor(self.progress, collectives=_collectives, device_works=self._device_works)
         self.said: Said | None = None
+        self.salvage: Callable[[int], None] = lambda _: None
+        """Called with a number of updates where another rank asks to save that; the main thread is stuck, or on its way out."""
+        self._saving = threading.Event()
+        self._saving.set()
         self._done = threading.Event()
         self._missing: tuple[int, float] | None = None
         self._told = False
@@ -133,14 +139,18 @@ class Watch:
             raise Stopped(self.said.signal)
         return self.verdict
 
-    def publish(self, why: str, *, signal: str = "") -> None:
+    def publish(self, why: str, *, signal: str = "", salvage: int | None = None) -> None:
         """This rank cannot go on: tell the others why, and give them the time to hear it."""
         if self.ranks.world == 1 or self.said is not None:
             return
         self._done.set()
         self._thread.join(timeout=2 * BEAT_SECONDS)
-        self._send(Said(why=why, signal=signal))
+        self._send(Said(why=why, signal=signal, salvage=salvage))
         time.sleep(2 * BEAT_SECONDS if self.ranks.is_first else 0)
+
+    def settle(self, seconds: float) -> None:
+        """Wait for what another rank asked to save."""
+        self._saving.wait(seconds)
 
     # ------------------------------------------------------------ the thread
 
@@ -148,9 +158,15 @@ class Watch:
         first = True
         while not self._done.wait(0 if first else BEAT_SECONDS):
             first = False
-            self.said = self.said or self._look()
+            found = self.said or self._look()
+            if found is not None and found.salvage is not None:
+                self._saving.clear()  # before anybody knows
+            self.said = found
             if self.said is not None:
                 break
+        if self.said is not None and self.said.salvage is not None:
+            self.salvage(self.said.salvage)
+            self._saving.set()
         if self.said is not None and not self._done.wait(self.grace_s):
             self._end(self.said)
 

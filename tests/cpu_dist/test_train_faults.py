@@ -6,6 +6,7 @@ What was trained before stays, what failed leaves no trace, and whose fault it w
 from __future__ import annotations
 
 import json
+import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +20,12 @@ from foretell.checkpoint import store
 from foretell.cli import main
 from foretell.errors import UserError
 from foretell.plan import file as plans
-from foretell.plan.types import Plan
+from foretell.plan.types import Mesh, Plan
 from foretell.runtime import blame, measure, save
 from foretell.runtime import log as logs
 from foretell.runtime.guard import RunFailed
-from tests.cpu_dist.train_cases import PLAN, Quiet, every_line, go, losses, sums
+from foretell.runtime.run import run
+from tests.cpu_dist.train_cases import PLAN, SETTINGS, Quiet, every_line, go, losses, sums
 
 MODEL = '''
 import os, random, signal, sys
@@ -217,7 +219,6 @@ def test_a_resumed_run_of_another_length_keeps_its_schedule(tmp_path: Path, plan
 
 
 def signal_stop() -> None:
-    import os
     import signal
 
     os.kill(os.getpid(), signal.SIGTERM)
@@ -311,7 +312,7 @@ def test_what_a_sample_raises_names_the_sample(
 def test_a_worker_that_is_killed_is_told_as_one(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMPLE_RAISES", str(sample_of(10)))
     monkeypatch.setenv("RAISE_AS", "kill")
-    with pytest.raises(RunFailed, match="a process that prepares samples of .*mine.py:data died"):
+    with pytest.raises(RunFailed, match=r"a process that prepares samples of .*mine\.py:data died"):
         go(tmp_path / "a", plan, **{**RUN, "save_every": 0}, steps=10, workers=1)
     assert save.complete(tmp_path / "a" / "checkpoints")
 
@@ -326,6 +327,36 @@ def test_the_command_exits_with_one_line_and_status_1(
     assert main(["run", "plan.json", "--steps", "3", "--out", "a", "--device", "cpu"]) == 1
     told = capsys.readouterr().err
     assert "error: rank 0 failed in step 2: KeyError: 'no such thing'" in told and "bug" not in told and "Traceback" not in told
+
+
+def _two(rank: int, world: int, out: str, plan: Plan, env: dict[str, str], resume: bool) -> str:
+    os.environ.update(env)
+    try:
+        asked = {} if resume else {**SETTINGS, **RUN, "save_every": 0, "steps": 6}
+        run(plan, asked, screen=Quiet(), out=Path(out), resume=resume, device="cpu")
+    except RunFailed as error:
+        return f"{error.exit_code} {error}"
+    finally:
+        for name in env:
+            del os.environ[name]
+    return "done"
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp_shard=2), Mesh(dp_replicate=2)], ids=["sharded", "replicated"])
+@pytest.mark.parametrize("where", ["RAISE_AT", "SAMPLE_RAISES"], ids=["model", "sample"])
+def test_code_that_raises_on_one_rank_is_named_and_all_ranks_save(
+    ranks: Any, tmp_path: Path, plan: Plan, mesh: Mesh, where: str
+) -> None:
+    """The other rank waits in a collective that never comes; what was trained is saved all the same."""
+    plan = plan.with_(mesh=mesh, accumulate=1)
+    assert ranks(2).run(_two, str(tmp_path / "good"), plan, {}, False) == ["done", "done"]
+    (at,) = {sample_of(4)}
+    env = {where: str(at), "RAISE_AS": "raise"}
+    told = ranks(2).run(_two, str(tmp_path / "a"), plan, env, False)
+    assert all(said.startswith("1 rank ") and "failed in step 4" in said and "mine.py:" in said for said in told), told
+    assert [one.step for one in save.complete(tmp_path / "a" / "checkpoints")] == [3]
+    assert ranks(2).run(_two, str(tmp_path / "a"), plan, {}, True) == ["done", "done"]
+    assert losses(tmp_path / "a") == losses(tmp_path / "good") and sums(tmp_path / "a", 6) == sums(tmp_path / "good", 6)
 
 
 def _raised(work: Callable[[], Any]) -> BaseException:
