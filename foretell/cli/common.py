@@ -24,6 +24,9 @@ JSON_HELP = "Print one JSON object instead of text."
 DEBUG_HELP = "Show the traceback of a failure (also FORETELL_DEBUG=1)."
 _TRACKER = "please report it on the project's issue tracker, with the command and what --debug prints"
 
+_SURROUNDINGS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENOMEM)
+"""What the operating system says of a disk, a folder or a limit, and not of what was asked of it."""
+
 Result = TypeVar("Result")
 _words: list[str] = []
 
@@ -173,9 +176,14 @@ def fail(error: Exception) -> int:
 
 
 def _as_user_error(error: Exception) -> UserError | None:
-    """The error as the user's to mend, if it is: foretell's own kind, or typer's complaint about usage."""
+    """The error as the user's to mend, if it is: foretell's own kind, a disk or a folder's, or typer's complaint about usage."""
     if isinstance(error, UserError):
         return error
+    if isinstance(error, OSError) and error.errno in _SURROUNDINGS:
+        place = f"{error.filename}: " if error.filename else ""
+        known = UserError(f"{place}{error.strerror or error}", "make room, or give a place that can be read and written")
+        known.exit_code = NO_OR_FAILED
+        return known
     message: Callable[[], str] | None = getattr(error, "format_message", None)
     if message is None or isinstance(error, ForetellError):
         return None

@@ -1,0 +1,36 @@
+"""A step that is not finite, on a CUDA device, which is a step further when the host learns of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from foretell.plan.types import Plan
+from foretell.runtime.guard import RunFailed
+from foretell.runtime.run import run
+from tests.cpu_dist.test_train_faults import MODEL, everything, same, sample_of
+from tests.cpu_dist.train_cases import Quiet, every_line
+
+pytestmark = pytest.mark.gpu
+SETTINGS = {"lr": 1e-2, "schedule": "constant", "warmup": 0, "save_every": 1, "keep": 20, "steps": 10}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach"])
+@pytest.mark.parametrize("compiled", ["none", "model", "graphs"])
+def test_a_sample_that_is_not_a_number_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, compiled: str
+) -> None:
+    every_line(monkeypatch)
+    (tmp_path / "mine.py").write_text(MODEL if compiled == "none" else MODEL.replace("if os.environ.get", "if None and os.environ.get"))
+    plan = Plan(
+        model={"model": str(tmp_path / "mine.py")}, hardware="auto", micro_batch=2, accumulate=2, precision="fp32",
+        optimizer=optimizer, compile=compiled,
+    )  # fmt: skip
+    run(plan, SETTINGS, screen=Quiet(), out=tmp_path / "good", device="cuda")
+    monkeypatch.setenv("NAN_AT", str(sample_of(5)))
+    with pytest.raises(RunFailed, match="the loss of step 5 is nan"):
+        run(plan, SETTINGS, screen=Quiet(), out=tmp_path / "bad", device="cuda")
+    before, after = everything(tmp_path / "good", 4), everything(tmp_path / "bad", 5)
+    assert same(before, after) and after["buffer norm.running_mean"].isfinite().all()
+    assert run(plan, {}, screen=Quiet(), out=tmp_path / "bad", resume=True, device="cuda").step == 10
