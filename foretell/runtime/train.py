@@ -21,6 +21,7 @@ from foretell.checkpoint.interval import steps_between
 from foretell.checkpoint.pretrained import load_into
 from foretell.errors import UserError
 from foretell.plan import file as plans
+from foretell.plan.text import shell_word
 from foretell.plan.types import Plan
 from foretell.runtime import folder as folders
 from foretell.runtime import guard, log, measure, save
@@ -126,7 +127,7 @@ def _left(folder: Folder) -> str:
     kept = save.complete(folder.checkpoints)
     if not kept:
         return "there is no checkpoint yet"
-    return f"the last checkpoint is of step {kept[0].step}; go on with --resume --out {folder.path}"
+    return f"the last checkpoint is of step {kept[0].step}; go on with --resume --out {shell_word(folder.path)}"
 
 
 # --- preparing -------------------------------------------------------------------------------------------------------
