@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import sys
 import threading
 import time
@@ -29,6 +30,8 @@ _SURROUNDINGS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EAC
 
 Result = TypeVar("Result")
 _words: list[str] = []
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""All but tab and newline."""
 
 
 def setup(words: Sequence[str]) -> None:
@@ -136,7 +139,9 @@ def ascii_only(stream: TextIO) -> bool:
 
 
 def encodable(text: str, stream: TextIO) -> str:
+    """What the stream can carry. Names in files and paths move no cursor and turn no text around: controls are escaped."""
     encoding = stream.encoding or "utf-8"
+    text = _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     return text.encode(encoding, "replace").decode(encoding)
 
 

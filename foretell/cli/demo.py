@@ -15,6 +15,7 @@ import typer
 
 from foretell.cli import common
 from foretell.errors import UserError
+from foretell.plan.text import shell_word
 
 if TYPE_CHECKING:
     from foretell.api import DemoPlan
@@ -290,6 +291,6 @@ def _files(out: Path, path: Path, total: float, ok: bool) -> list[str]:
         f"{'OK' if ok else 'NOT OK'}: {'all' if ok else 'not all'} of what was measured lies within what was predicted; {total:.0f} s in all",
         f"plan       {path}",
         f"run        {out}: plan.json, log.jsonl, measurement.json, comparison.json, checkpoints/",
-        f"Next:  foretell compare {out}          foretell run {out} --resume --steps 200",
+        f"Next:  foretell compare {shell_word(out)}          foretell run {shell_word(out)} --resume --steps 200",
         "       foretell plan MODEL --on HW     your own model",
     ]

@@ -240,7 +240,7 @@ def screen(
         lines += ["", *front.what_if_lines(found.what_if)]
     lines += [f"note: {note}" for note in choice.notes] if explain else []
     which = f"Plan {point} written" if point else "Written"
-    return "\n".join([*lines, "", f"{which} to {out}.  Next:  foretell show {out}   foretell run {out}"])
+    return "\n".join([*lines, "", f"{which} to {out}.  {_next(out)}"])
 
 
 def climbed(choice: Choice, model: str, on: str, out: str) -> str:
@@ -266,8 +266,14 @@ def climbed(choice: Choice, model: str, on: str, out: str) -> str:
     if choice.dropped:
         lines.append("Not possible:")
         lines += [f"  {told(one.plan)}: {one.why}" for one in choice.dropped[:SHOWN]]
-    lines += ["", f"Written to {out}.  Next:  foretell show {out}   foretell run {out}"]
+    lines += ["", f"Written to {out}.  {_next(out)}"]
     return "\n".join(lines)
+
+
+def _next(out: str) -> str:
+    from foretell.plan.text import shell_word
+
+    return f"Next:  foretell show {shell_word(out)}   foretell run {shell_word(out)}"
 
 
 def _notes(choice: Choice, title: str) -> list[str]:

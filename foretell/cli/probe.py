@@ -13,6 +13,7 @@ import typer
 
 from foretell.cli import common
 from foretell.errors import UserError
+from foretell.plan.text import shell_word
 
 if TYPE_CHECKING:
     from foretell.hardware.probe.ranks import Fabric
@@ -86,7 +87,7 @@ def _bar() -> Iterator[Progress]:
 
 def _stopped(mode: str, out: Path | None) -> None:
     """What stays of a probe that was interrupted."""
-    again = " ".join(["foretell probe", f"--{mode}", *(["--out", str(out)] if out else []), "--resume"])
+    again = " ".join(["foretell probe", f"--{mode}", *(["--out", shell_word(out)] if out else []), "--resume"])
     common.emit(f"stopped; no profile was written, and what was measured is kept; go on with: {again}", sys.stderr)
 
 
@@ -221,5 +222,5 @@ def _rank_lines(fabric: Fabric, path: Path, profile: Path | None) -> list[str]:
             if profile
             else ["no own profile of the device yet: run `foretell probe` once"]
         ),
-        f"Next:  foretell fit gpt2 --on {path}",
+        f"Next:  foretell fit gpt2 --on {shell_word(path)}",
     ]

@@ -11,6 +11,7 @@ import typer
 
 from foretell.cli import common
 from foretell.errors import UserError
+from foretell.plan.text import shell_word
 
 if TYPE_CHECKING:
     from foretell.prove.forecast import Asked
@@ -125,7 +126,7 @@ def _sealed(path: Path, *, json: bool) -> int:
     near = sum(row.limit_bytes is not None for row in sealed.rows)
     common.emit(
         f"sealed {len(sealed.rows)} configurations on {sealed.device}, {near} near a limit of memory, "
-        f"{len(sealed.passed_over)} draws passed over\nfile   {path}\nsha256 {found}\nNext:  foretell prove --run {path}"
+        f"{len(sealed.passed_over)} draws passed over\nfile   {path}\nsha256 {found}\nNext:  foretell prove --run {shell_word(path)}"
     )
     return common.YES
 
@@ -144,7 +145,7 @@ def _measure(path: Path, seconds: float) -> None:
         try:
             run.measure(sealed, found, run.rows_path(path), about, seconds=seconds, progress=_say)
         except KeyboardInterrupt:
-            _say(f"stopped; what was measured is kept; go on with: foretell prove --run {path}")
+            _say(f"stopped; what was measured is kept; go on with: foretell prove --run {shell_word(path)}")
             raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -67,7 +68,7 @@ def _all(
     if training and state > memory.device_bytes * 0.3:
         count = cluster.count
         name = cluster.device.name
-        yield _remedy(f"shard over {2 * count} devices", f"--on {name}:{2 * count}", state // 2, "twice the devices")
+        yield _remedy(f"shard over {2 * count} devices", f"--on {shlex.quote(f'{name}:{2 * count}')}", state // 2, "twice the devices")
         if recipe.lora is None:
             frozen = held.get("gradients", 0) + held.get("optimizer", 0)
             yield _remedy("train LoRA adapters only", "--lora 16", int(frozen * 0.97), "trains a different thing")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ast
 import builtins
-import json
+import keyword
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foretell.errors import InternalError
+from foretell.errors import InternalError, UserError
+from foretell.plan.text import plain, quoted
 
 PIECES = Path(__file__).parent / "pieces"
 OWN = "foretell."
@@ -41,10 +43,13 @@ def piece(name: str, flags: Mapping[str, bool], values: Mapping[str, str] | None
 
 
 def part_of(source: str, flags: Mapping[str, bool] | None = None, values: Mapping[str, str] | None = None) -> Part:
-    """Any Python text as a part: without its docstring, which becomes the title, and without its imports."""
+    """Any Python text as a part: without its docstring, which becomes the title, and without its imports.
+
+    Conditions are looked for where there are flags: in foretell's own pieces, never in text that holds names of a plan.
+    """
     tree = ast.parse(source)
-    lines: list[str | None] = list(source.splitlines())
-    for node in ast.walk(tree):
+    lines: list[str | None] = list(source.split("\n"))
+    for node in ast.walk(tree) if flags is not None else ():
         if isinstance(node, ast.stmt):
             _keep_or_drop(node, lines, flags or {})
     for node in tree.body:
@@ -68,11 +73,17 @@ def script(header: str, parts: Iterable[Part]) -> str:
     _refuse_clashes(body)
     used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
     wanted = {item for part in parts for item in part.imports if _called(item) in used}
-    text = f'"""{header.rstrip()}\n"""\n\nfrom __future__ import annotations\n\n{_import_lines(wanted)}\n{body}\n'
+    text = f'"""{_documented(header)}\n"""\n\nfrom __future__ import annotations\n\n{_import_lines(wanted)}\n{body}\n'
     missing = unknown_names(text)
     if missing:
         raise InternalError(f"the script would use names that it does not have: {', '.join(missing)}")
     return text
+
+
+def _documented(header: str) -> str:
+    """The inside of a docstring, whatever names are in it."""
+    lines = [plain(line.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')) for line in header.rstrip().split("\n")]
+    return "\n".join(lines)
 
 
 # --- statements ------------------------------------------------------------------------------------------------------
@@ -193,14 +204,29 @@ def unknown_names(text: str) -> list[str]:
 
 
 def literal(value: Any) -> str:
-    """A value as Python text, strings in double quotes."""
+    """A value as Python text that reads as the same value, strings in double quotes. Plain values alone have one."""
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return quoted(value) if value.isprintable() else ascii(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{literal(key)}: {literal(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return f"[{', '.join(map(literal, value))}]"
-    return repr(value)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(literal, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    raise UserError(f"a {type(value).__name__} cannot be written in a script", "give plain values alone")
+
+
+def dotted(owner: str, name: str) -> str:
+    """An attribute, also where its name could not be written after a dot."""
+    return f"{owner}.{name}" if is_word(name) else f"getattr({owner}, {literal(name)})"
+
+
+def is_word(name: str) -> bool:
+    return name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
 
 
 def taken(source: str, names: Iterable[str]) -> str:
@@ -224,4 +250,4 @@ def _name(node: ast.stmt) -> str:
 def _text(node: ast.stmt, source: str) -> str:
     decorators = getattr(node, "decorator_list", [])
     first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
-    return "\n".join(source.splitlines()[first - 1 : node.end_lineno])
+    return "\n".join(source.split("\n")[first - 1 : node.end_lineno])

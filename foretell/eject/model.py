@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from foretell import zoo
-from foretell.eject.compose import Part, literal, part_of, taken
+from foretell.eject.compose import Part, dotted, is_word, literal, part_of, taken
 from foretell.errors import UserError
 from foretell.plan.recipe import source_of
 from foretell.plan.types import Plan
@@ -147,7 +147,7 @@ def build_model() -> nn.Module:
 
 def example_batch(model: nn.Module) -> Any:
     shape = {tuple(batch["input_ids"].shape)}
-    return {{"input_ids": torch.randint(0, {vocab}, shape), "labels": torch.randint(0, {vocab}, shape)}}
+    return {{"input_ids": torch.randint(0, {literal(vocab)}, shape), "labels": torch.randint(0, {literal(vocab)}, shape)}}
 '''
 
 
@@ -158,9 +158,9 @@ def _file(source: Source, folder: Path) -> str:
     made = getattr(module, name)
     sizes = {"micro_batch": source.micro_batch, "seq": source.seq, "image": source.image}
     if isinstance(made, nn.Module):
-        call = f"own.{name}"
+        call = dotted("own", name)
     else:
-        call = f"own.{name}({_keywords({**_taken(made, sizes), **source.overrides})})"
+        call = f"{dotted('own', name)}({_keywords({**_taken(made, sizes), **source.overrides})})"
         with FakeTensorMode(allow_non_fake_inputs=True), no_initialisation():
             if not isinstance(load._call_by_name(made, sizes, source.overrides, source.model), nn.Module):
                 raise UserError(
@@ -189,9 +189,9 @@ def example_batch(model: nn.Module) -> Any:
 def _import_text(path: Path, folder: Path, name: str) -> str:
     """Lines that import a file wherever it lies, its package with it."""
     path = path.resolve()
-    root, dotted = path.parent, [path.stem]
+    root, packages = path.parent, [path.stem]
     while (root / "__init__.py").is_file():
-        dotted.insert(0, root.name)
+        packages.insert(0, root.name)
         root = root.parent
     places = dict.fromkeys([root, path.parent])
     lines = [
@@ -199,7 +199,7 @@ def _import_text(path: Path, folder: Path, name: str) -> str:
         for place in places
     ]
     head = "import importlib\nimport sys\nfrom pathlib import Path\n\n"
-    return head + "\n".join(lines) + f'\n{name} = importlib.import_module("{".".join(dotted)}")'
+    return head + "\n".join(lines) + f"\n{name} = importlib.import_module({literal('.'.join(packages))})"
 
 
 def _taken(function: Any, sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def _taken(function: Any, sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keywords(values: Mapping[str, Any]) -> str:
-    if all(name.isidentifier() for name in values):
+    if all(map(is_word, values)):
         return ", ".join(f"{name}={literal(value)}" for name, value in values.items())
     return f"**{literal(values)}"
 
@@ -225,7 +225,7 @@ def _loss_text(source: Source, workload: Workload, plan: Plan, folder: Path) -> 
     loss, head = "", ""
     if source.loss is not None:
         path, _, name = source.loss.rpartition(":")
-        head, loss = _import_text(Path(path), folder, "loss_file"), f"loss_file.{name}"
+        head, loss = _import_text(Path(path), folder, "loss_file"), dotted("loss_file", name)
     elif source.model in zoo.names():
         loss = "loss"
     elif workload.loss is not None and not source.model.startswith("hf:"):
@@ -254,7 +254,10 @@ def _call_text(workload: Workload) -> str:
     if isinstance(batch, Mapping):
         takes = inspect.signature(workload.model.forward).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
-        return f"model({', '.join(f'{key}=rows[{literal(key)}]' for key in batch if takes_any or key in takes)})"
+        keys = [key for key in batch if takes_any or key in takes]
+        if not all(map(is_word, keys)):
+            return "model(**{" + ", ".join(f"{literal(key)}: rows[{literal(key)}]" for key in keys) + "})"
+        return f"model({', '.join(f'{key}=rows[{literal(key)}]' for key in keys)})"
     return "model(*rows)" if isinstance(batch, tuple) else "model(rows)"
 
 
@@ -301,7 +304,7 @@ def _form(workload: Workload, name: str) -> tuple[str, int | None]:
         return "rows[:, :-1].contiguous()" if torch.equal(value, rows[:, :-1]) else "rows[:, 1:].contiguous()"
 
     if isinstance(made, Mapping):
-        text = "{" + ", ".join(f'"{key}": {written(value)}' for key, value in made.items()) + "}"
+        text = "{" + ", ".join(f"{literal(key)}: {written(value)}" for key, value in made.items()) + "}"
     elif isinstance(made, tuple):
         text = ", ".join(map(written, made))
     else:

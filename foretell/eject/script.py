@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from foretell.eject.compose import Part, literal, part_of, piece, script
+from foretell.eject.compose import Part, is_word, literal, part_of, piece, script
 from foretell.eject.model import Brought, bring
 from foretell.errors import UserError
 from foretell.plan import legal, paths
 from foretell.plan.blocks import expand
 from foretell.plan.recipe import refuse_other_model
+from foretell.plan.text import plain, shell_word
 from foretell.plan.types import AXES, KEEP, PRECISIONS, Mesh, Plan
 from foretell.runtime.folder import Settings
 from foretell.runtime.shard import units
@@ -64,8 +65,6 @@ def eject(plan: Plan, out: Path, settings: Settings | None = None) -> Ejected:
         values.update(TIED=literal(list(left.tied)), LAYERS=_rows_text(left.layers))
     command = _command(plan, out)
     text = script(_header(plan, brought, command), [piece("settings", flags, values), *parts, *_pieces(plan, flags, values)])
-    for option, words in (("OPTIONS=True", _OPTIONS[plan.optimizer.partition("-")[2]]),):
-        text = text.replace(f", {option}", f", {words}" if words else "")
     return Ejected(text=text, command=command, notes=tuple(_notes(plan, flags, model)))
 
 
@@ -168,7 +167,7 @@ def _paths_text(names: Sequence[str]) -> str:
     if len(folded) == 1 and len(names) > 2 and list(paths.unfold(folded[0])) == list(names):
         before, _, span = folded[0].rpartition(".")
         first, dash, last = span.partition("-")
-        if dash and first.isdigit() and last.isdigit() and "-" not in before:
+        if dash and first.isdigit() and last.isdigit() and all(map(is_word, before.split("."))):
             start = "" if first == "0" else f"{first}, "
             return f'[f"{before}.{{n}}" for n in range({start}{int(last) + 1})]'
     return literal(list(names))
@@ -188,7 +187,9 @@ def _pieces(plan: Plan, flags: Mapping[str, bool], values: Mapping[str, str]) ->
     names += ["loss"]
     names += ["pipeline"] if flags["pp"] else []
     names += ["step", "keep", "main"]
-    return [piece(name, flags, values) for name in names]
+    words = _OPTIONS[plan.optimizer.partition("-")[2]]
+    found = [piece(name, flags, values) for name in names]
+    return [replace(part, body=part.body.replace(", OPTIONS=True", f", {words}" if words else "")) for part in found]
 
 
 # --- in words --------------------------------------------------------------------------------------------------------
@@ -196,7 +197,8 @@ def _pieces(plan: Plan, flags: Mapping[str, bool], values: Mapping[str, str]) ->
 
 def _command(plan: Plan, out: Path) -> str:
     world = plan.mesh.world
-    return f"torchrun --nproc-per-node {world} {out.name}" if world > 1 else f"python {out.name}"
+    name = shell_word(out.name)
+    return f"torchrun --nproc-per-node {world} {name}" if world > 1 else f"python {name}"
 
 
 def _header(plan: Plan, brought: Brought, command: str) -> str:
@@ -206,9 +208,9 @@ def _header(plan: Plan, brought: Brought, command: str) -> str:
     said += [f"blocks: {', '.join(modes)}"] if modes else []
     said += [f"compile {plan.compile}"] if plan.compile != "none" else []
     said += [f"{plan.pipeline.schedule} over {plan.pipeline.stages} stages"] if plan.pipeline and plan.mesh.pp > 1 else []
-    needs = f"torch and {brought.needs}" if brought.needs else "torch alone"
+    needs = f"torch and {plain(brought.needs)}" if brought.needs else "torch alone"
     return "\n".join([
-        f"Train {plan.model['model']} on {' × '.join(mesh) or 'one device'}. Written by `foretell eject`; needs {needs}.",
+        f"Train {plain(str(plan.model['model']))} on {' × '.join(mesh) or 'one device'}. Written by `foretell eject`; needs {needs}.",
         "",
         f"    {command}",
         "",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foretell.eject.compose import is_word, literal
 from foretell.errors import ForetellError, UserError
 from foretell.plan import paths
 from foretell.plan.recipe import source_of
@@ -235,12 +236,12 @@ def _text(
     plans: dict[tuple[str, ...], list[str]] = {}
     for block in blocks:
         inner = {path.removeprefix(f"{block}."): kind for path, kind in kinds.items() if path.startswith(f"{block}.")}
-        lines = _prepared(block, inner, calls) if sequence else []
-        feeds = {line.partition('"')[2].partition('"')[0] for line in lines}
-        lines += [f'"{path}": {style},' for path, kind in inner.items()
+        prepared = _prepared(block, inner, calls) if sequence else {}
+        feeds, lines = set(prepared), list(prepared.values())
+        lines += [f"{literal(path)}: {style}," for path, kind in inner.items()
                   if (style := _style(kind, sequence, fed=path.rpartition(".")[0].partition(".")[0] in feeds))]  # fmt: skip
         plans.setdefault(tuple(lines), []).append(block)
-    whole = [f'"{path}": {style},' for path, kind in outside.items() if (style := _style(kind, sequence, top=True, loss=derived.loss))]
+    whole = [f"{literal(path)}: {style}," for path, kind in outside.items() if (style := _style(kind, sequence, top=True, loss=derived.loss))]
     text = ["from torch.distributed.tensor import Replicate, Shard", "from torch.distributed.device_mesh import DeviceMesh",
             "from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel,",
             "    parallelize_module)", "", "",
@@ -249,27 +250,34 @@ def _text(
             + ("; between the layers activations are split along the sequence." if sequence else ".") + '"""']  # fmt: skip
     text += ["    outside = {", *(f"        {line}" for line in whole), "    }", "    parallelize_module(model, mesh, outside)"]
     for styles, members in plans.items():
-        names = "BLOCKS" if len(plans) == 1 else f"[{', '.join(f'{m!r}' for m in members)}]"
+        names = "BLOCKS" if len(plans) == 1 else literal(members)
         text += [f"    for path in {names}:", "        block = {", *(f"            {line}" for line in styles), "        }",
                  "        parallelize_module(model.get_submodule(path), mesh, block)"]  # fmt: skip
-    text += [f"    model.{name} = model.{other}  # one weight, of which parallelize_module made two" for name, other in ties]
+    text += [f"    {_tied(name, other)}  # one weight, of which parallelize_module made two" for name, other in ties]
     return "\n".join(text) + "\n"
 
 
-def _prepared(block: str, inner: Mapping[str, str], calls: Mapping[str, tuple[list[bool], list[str]]]) -> list[str]:
-    """Gather activations once for all the column layers of one part."""
-    lines = []
+def _tied(name: str, other: str) -> str:
+    if all(map(is_word, (*name.split("."), *other.split(".")))):
+        return f"model.{name} = model.{other}"
+    path, _, last = name.rpartition(".")
+    return f"setattr(model.get_submodule({literal(path)}), {literal(last)}, model.get_parameter({literal(other)}))"
+
+
+def _prepared(block: str, inner: Mapping[str, str], calls: Mapping[str, tuple[list[bool], list[str]]]) -> dict[str, str]:
+    """Part → the line that gathers activations once for all its column layers."""
+    lines = {}
     for child in dict.fromkeys(path.partition(".")[0] for path, kind in inner.items() if kind == "column" and "." in path):
         places, names = calls.get(f"{block}.{child}", ([], []))
         if any(places):
             have = ", ".join("Shard(1)" if is_ else "None" for is_ in places)
             want = ", ".join("Replicate()" if is_ else "None" for is_ in places)
             comma = "," if len(places) == 1 else ""
-            lines.append(f'"{child}": PrepareModuleInput(input_layouts=({have}{comma}), desired_input_layouts=({want}{comma})),')
+            lines[child] = f"{literal(child)}: PrepareModuleInput(input_layouts=({have}{comma}), desired_input_layouts=({want}{comma})),"
         elif names:
-            have = ", ".join(f'"{name}": Shard(1)' for name in names)
-            want = ", ".join(f'"{name}": Replicate()' for name in names)
-            lines.append(f'"{child}": PrepareModuleInput(input_kwarg_layouts={{{have}}}, desired_input_kwarg_layouts={{{want}}}),')
+            have = ", ".join(f"{literal(name)}: Shard(1)" for name in names)
+            want = ", ".join(f"{literal(name)}: Replicate()" for name in names)
+            lines[child] = f"{literal(child)}: PrepareModuleInput(input_kwarg_layouts={{{have}}}, desired_input_kwarg_layouts={{{want}}}),"
     return lines
 
 

@@ -1,4 +1,4 @@
-"""What starts foretell itself on every node of a job."""
+"""What starts foretell itself on every node of a job. No word of a plan is in a command: it reads the plan file beside it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from foretell.plan.types import Plan
 
 PLAN = "plan.json"
 PORT = 29500
+HEAD = '"$HEAD"'
+"""The first node in a script that finds it."""
 
 
 def command(plan: Plan, where: Machines, head: str, *, port: int = PORT) -> str:

@@ -33,7 +33,7 @@ def write(plan: Plan) -> Exported:
     find = ['HEAD=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'] if where.nodes > 1 else []
     values: dict[str, Any] = {
         "name": label(plan), "num_nodes": where.nodes, "workdir": ".", "resources": resources,
-        "setup": "pip install foretell\n", "run": "\n".join([*find, launch.command(plan, where, "$HEAD")]) + "\n",
+        "setup": "pip install foretell\n", "run": "\n".join([*find, launch.command(plan, where, launch.HEAD)]) + "\n",
     }  # fmt: skip
     files = {NAME: header(plan, "skypilot", lost) + yaml(values), launch.PLAN: file.text_of(plan)}
     return Exported(files=files, command=f"sky launch {NAME}", lost=tuple(lost))

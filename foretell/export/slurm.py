@@ -26,7 +26,7 @@ def write(plan: Plan) -> Exported:
         "set -euo pipefail",
         'cd "$SLURM_SUBMIT_DIR"',
         *(['HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)', "export HEAD"] if where.nodes > 1 else []),
-        f"srun {launch.command(plan, where, '$HEAD')}",
+        f"srun {launch.command(plan, where, launch.HEAD)}",
     ]
     files = {NAME: "\n".join(lines) + "\n", launch.PLAN: file.text_of(plan)}
     return Exported(files=files, command=f"sbatch {NAME}", lost=tuple(lost))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from foretell.export.text import toml
 from foretell.export.types import Exported, header, machines_of, modes_of, only_on_foretell, refuse
 from foretell.plan.blocks import stages_of
 from foretell.plan.recipe import known_blocks
+from foretell.plan.text import quoted
 from foretell.plan.types import Plan, Split
 
 FLAVORS = {"llama3-8b": "8B", "llama3-70b": "70B", "llama3-405b": "405B"}
@@ -38,12 +38,12 @@ def write(plan: Plan) -> Exported:
         "activation_checkpoint": _activations(plan),
         "compile": {"enable": plan.compile in ("model", "blocks"), "components": ["model", *(["loss"] if plan.kernels.get("loss") else [])]},
     }
-    nodes = f"--nnodes {where.nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 " if where.nodes > 1 else ""
+    nodes = f'--nnodes {where.nodes} --rdzv-backend c10d --rdzv-endpoint "$HEAD":29500 ' if where.nodes > 1 else ""
     start = f"torchrun {nodes}--nproc-per-node {where.per_node} -m torchtitan.train"
     return Exported(
         files={
             JOB: header(plan, "torchtitan", [*lost, f"torchtitan 0.3 and later take {FUNCTION} instead"]) + toml(tables),
-            FUNCTION: f"# {start} --module foretell_plan --config plan\n{_function(plan, model, lost)}",
+            FUNCTION: _function(plan, model, lost, f"{start} --module foretell_plan --config plan"),
         },
         command=f"{start} --job.config_file {JOB}",
         lost=(*lost, f"torchtitan 0.3 and later read no {JOB}: give --module foretell_plan --config plan instead"),
@@ -113,13 +113,16 @@ def _lost(plan: Plan) -> list[str]:
     return lost + only_on_foretell(plan)
 
 
-def _function(plan: Plan, model: str, lost: list[str]) -> str:
-    """A module for `--module foretell_plan --config plan`."""
+def _function(plan: Plan, model: str, lost: list[str], command: str) -> str:
+    """A module for `--module foretell_plan --config plan`. It begins with code: a comment there could name an encoding."""
     name = model.replace("-", "_")
     modes = modes_of(plan)
     only = next(iter(modes)) if len(modes) == 1 else "selective"
     kept = {"recompute": "FullAC.Config()", "selective": "SelectiveAC.Config()", "keep": "None"}[only]
     lines = [
+        "from __future__ import annotations",
+        "",
+        f"# {command}",
         header(plan, "torchtitan", lost).rstrip(),
         "from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: F401",
         f"from torchtitan.models.llama3.config_registry import {name}",
@@ -136,4 +139,6 @@ def _function(plan: Plan, model: str, lost: list[str]) -> str:
 
 
 def _python(value: Any) -> str:
-    return repr(value) if not isinstance(value, str | list) else json.dumps(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_python, value))}]"
+    return quoted(value) if isinstance(value, str) else repr(value)

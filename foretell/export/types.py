@@ -10,6 +10,7 @@ from foretell.errors import UserError
 from foretell.hardware import Cluster, parse
 from foretell.plan.blocks import expand
 from foretell.plan.recipe import known_blocks
+from foretell.plan.text import plain
 from foretell.plan.types import AWAY, Plan
 
 
@@ -57,24 +58,26 @@ def _cluster(hardware: str) -> Cluster | None:
         return None
     try:
         return parse(hardware)
-    except UserError:
+    except (UserError, ValueError) as error:  # ValueError: a path that no file can have
         if hardware.endswith((".toml", ".json")):
             return None
-        raise
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"the hardware {plain(hardware)} is not known", "see `foretell hardware`") from error
 
 
 def title(plan: Plan) -> str:
-    """The plan in one line."""
+    """The plan in one line, whatever its names hold."""
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
     mesh = " × ".join(f"{axis} {getattr(plan.mesh, axis)}" for axis in axes if getattr(plan.mesh, axis) > 1) or "one device"
-    return f"{plan.model.get('model', 'a model')} on {plan.hardware}: {mesh}, {plan.global_batch} samples a step"
+    return plain(f"{plan.model.get('model', 'a model')} on {plan.hardware}: {mesh}, {plan.global_batch} samples a step")
 
 
 def header(plan: Plan, tool: str, lost: Sequence[str]) -> str:
-    """Comment lines that begin a file."""
+    """Comment lines that begin a file; in bash, YAML, TOML and Python none of them ends before its line does."""
     lines = [f"Written by `foretell export --to {tool}` for {title(plan)}."]
     lines += ["Of the plan, this file does not say:", *(f"  - {line}" for line in lost)] if lost else []
-    return "".join(f"# {line}\n" for line in lines)
+    return "".join(f"# {plain(line)}\n" for line in lines)
 
 
 def modes_of(plan: Plan) -> set[str]:
@@ -85,13 +88,14 @@ def modes_of(plan: Plan) -> set[str]:
 
 
 def label(plan: Plan) -> str:
-    """A name for jobs: small letters, digits and dashes."""
+    """A name for jobs, services and folders: small letters, digits and dashes, a letter first (RFC 1035, 1123)."""
     name = str(plan.model.get("model", "plan")).rpartition("/")[2].removesuffix(".py")
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "plan"
+    found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return (found if found[:1].isalpha() else f"plan-{found}")[:40].strip("-")
 
 
 def refuse(tool: str, what: str, why: str, remedy: str = "") -> UserError:
-    return UserError(f"{tool} cannot express {what}: {why}", remedy or "export to slurm, k8s or skypilot, which start foretell itself")
+    return UserError(f"{tool} cannot express {plain(what)}: {why}", remedy or "export to slurm, k8s or skypilot, which start foretell itself")
 
 
 def only_on_foretell(plan: Plan) -> list[str]:

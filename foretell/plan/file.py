@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from foretell.errors import FileFormatError, UserError
-from foretell.plan import paths, schema
+from foretell.plan import paths, schema, text
 from foretell.plan.types import AXES, SCHEMA_VERSION, Mesh, Pipeline, Plan, Residency, Split
 
 ALWAYS = (
@@ -30,6 +30,8 @@ ALWAYS = (
     "compile",
 )
 """Fields that are written whatever they hold."""
+LARGEST = 1e30
+"""No number of a plan is larger; infinity is written as one that is."""
 WIDTH = 100
 """Columns that a value may take before it is written on several lines."""
 _AGAIN = "write the plan anew with this foretell, or use the foretell that wrote it"
@@ -42,7 +44,7 @@ def read(path: str | Path) -> Plan:
     """The plan in a file; whatever is wrong with it is one `UserError`."""
     where = Path(path)
     try:
-        text = where.read_text(encoding="utf-8")
+        content = where.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"there is no plan file {where}", "give the path of a plan, such as plan.json") from None
     except UnicodeDecodeError:
@@ -53,12 +55,15 @@ def read(path: str | Path) -> Plan:
         raise UserError(
             f"{where} cannot be read: {error.strerror or error}", "check the path and its permissions"
         ) from None
-    return from_json(_parsed(text, str(where)), str(where))
+    return from_json(_parsed(content, str(where)), str(where))
 
 
 def write(plan: Plan, path: str | Path) -> None:
-    """Write a plan, all of it or nothing."""
+    """Write a plan, all of it or nothing; one that could not be read back is refused."""
     where = Path(path)
+    strange = text.fault(to_json(plan))
+    if strange is not None:
+        raise UserError(f"the plan cannot be written: {strange[0]} {strange[1]}", "rename what it names")
     aside = where.with_name(f".{where.name}.{os.getpid()}")
     try:
         with aside.open("w", encoding="utf-8") as stream:
@@ -82,35 +87,41 @@ def text_of(plan: Plan) -> str:
 
 
 def _laid_out(value: Any, indent: str, before: int = 0) -> str:
-    line = json.dumps(value, ensure_ascii=False)
+    line = text.json_text(value)
     inner = indent + "  "
     if (indent and len(indent) + before + len(line) <= WIDTH) or not isinstance(value, dict | list) or not value:
         return line
     if isinstance(value, list):
         rows = [_laid_out(item, inner) for item in value]
         return "[\n" + ",\n".join(inner + row for row in rows) + f"\n{indent}]"
-    named = [(json.dumps(name, ensure_ascii=False), item) for name, item in value.items()]
+    named = [(text.json_text(name), item) for name, item in value.items()]
     rows = [f"{name}: {_laid_out(item, inner, len(name) + 2)}" for name, item in named]
     return "{\n" + ",\n".join(inner + row for row in rows) + f"\n{indent}}}"
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parsed(content: str, where: str) -> Any:
     """JSON; a name that stands twice and numbers that are none are refused, since they would be read as something else."""
 
     def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in found]
         twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
         if twice is not None:
-            raise FileFormatError(f"{where} is not a plan: '{twice}' stands twice in one object", "keep one of the two")
+            raise FileFormatError(f"{where} is not a plan: '{text.shortened(twice)}' stands twice in one object", "keep one of the two")
         return dict(found)
 
     def constant(name: str) -> Any:
         raise FileFormatError(f"{where} is not a plan: it has {name}, which is no JSON", "write a number or null")
 
+    def number(digits: str) -> int | float:
+        found = float(digits)
+        if abs(found) > LARGEST:
+            raise FileFormatError(f"{where} is not a plan: {text.shortened(digits, 20)} is too large a number", "write a smaller one")
+        return found if any(mark in digits for mark in ".eE") else int(digits)
+
     try:
-        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+        return json.loads(content, object_pairs_hook=pairs, parse_constant=constant, parse_float=number, parse_int=number)
     except json.JSONDecodeError as error:
-        found = f"line {error.lineno}, column {error.colno}: {error.msg}" if text.strip() else "it is empty"
+        found = f"line {error.lineno}, column {error.colno}: {error.msg}" if content.strip() else "it is empty"
         raise FileFormatError(f"{where} is not a plan: {found}", "correct the JSON there") from None
     except RecursionError:
         raise FileFormatError(f"{where} is not a plan: it is nested too deep", "give the path of a plan") from None
@@ -141,6 +152,9 @@ def from_json(data: Any, where: str = "the plan") -> Plan:
         raise FileFormatError(
             f"{where} is of version {version} and this foretell reads version {SCHEMA_VERSION}", _AGAIN
         )
+    strange = text.fault(data)
+    if strange is not None:
+        raise FileFormatError(f"{where}: {strange[0]} {strange[1]}", "write names that print, on one line")
     fault = schema.fault(data)
     if fault is not None:
         raise FileFormatError(f"{where}: {fault.field} {fault.found}", fault.remedy)
@@ -184,11 +198,15 @@ def _blocks(blocks: Mapping[str, Residency]) -> dict[str, str]:
     return {pattern: residency.mode for pattern, residency in folded.items()}
 
 
+def _notes(notes: Sequence[str]) -> list[str]:
+    return [note if text.fault(note) is None else text.plain(note)[: text.MOST_CHARACTERS] for note in notes]
+
+
 def _residency(value: Any) -> Residency:
     return Residency(mode=value if isinstance(value, str) else value["mode"])
 
 
-_WRITERS: Mapping[str, Any] = {"mesh": _mesh, "pipeline": _pipeline, "split": _split, "blocks": _blocks}
+_WRITERS: Mapping[str, Any] = {"mesh": _mesh, "pipeline": _pipeline, "split": _split, "blocks": _blocks, "notes": _notes}
 _READERS: Mapping[str, Any] = {
     "mesh": lambda value: Mesh(**value),
     "pipeline": lambda value: None if value is None else Pipeline(**{**value, "cuts": tuple(value.get("cuts", ()))}),

@@ -16,6 +16,7 @@ from importlib import resources
 from typing import Any
 
 from foretell.errors import near_names
+from foretell.plan.text import json_text
 
 FILE = "plan.schema.json"
 NAME = f"foretell/plan/{FILE}"
@@ -75,7 +76,7 @@ def resolve(rule: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def shown(value: Any) -> str:
     """A value in a message: as JSON has it, cut short."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = json_text(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

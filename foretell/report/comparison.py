@@ -27,6 +27,7 @@ from foretell.hardware import parse
 from foretell.hardware.catalog import GENERIC_CPU, find, find_reported
 from foretell.hardware.types import Device
 from foretell.plan import file as plans
+from foretell.plan.text import shell_word
 from foretell.plan.types import Plan
 from foretell.report import words
 from foretell.units import GIB, MIB, gib, human_bytes
@@ -175,7 +176,7 @@ def of_folder(run: str | Path) -> Comparison:
         measured = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(
-            f"{folder} has no measurement.json: the run has not ended", f"foretell run {folder} --resume"
+            f"{folder} has no measurement.json: the run has not ended", f"foretell run {shell_word(folder)} --resume"
         ) from None
     except (OSError, ValueError) as error:
         raise FileFormatError(f"{path} cannot be read: {error}", "run the plan again") from None

@@ -15,6 +15,7 @@ from foretell.plan import file, paths
 from foretell.plan.legal import Complaint, Facts, launch
 from foretell.plan.mesh import OWN_RANKS, groups, sharing, sharing_experts
 from foretell.plan.recipe import known_blocks
+from foretell.plan.text import shell_word
 from foretell.plan.types import Mesh, Plan
 from foretell.report import bar, words
 from foretell.units import gib, human_bytes, human_count
@@ -259,7 +260,7 @@ def _notes(notes: Sequence[str], width: int) -> list[Text]:
 def _next(plan: Plan, complaints: Sequence[Complaint], facts: Facts, path: str) -> list[Text]:
     if complaints:
         return []
-    return [_labelled("next", launch(plan, facts.devices_per_node, f"run {path}"), "bold cyan")]
+    return [_labelled("next", launch(plan, facts.devices_per_node, f"run {shell_word(path)}"), "bold cyan")]
 
 
 # --- drawings --------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from foretell.checkpoint.interval import steps_between
 from foretell.checkpoint.pretrained import load_into
 from foretell.errors import UserError
 from foretell.plan import file as plans
+from foretell.plan.text import shell_word
 from foretell.plan.types import Plan
 from foretell.runtime import blame, guard, log, measure, save
 from foretell.runtime import folder as folders
@@ -157,7 +158,7 @@ def _left(folder: Folder) -> str:
     kept = save.complete(folder.checkpoints)
     if not kept:
         return "there is no checkpoint yet"
-    return f"the last checkpoint is of step {kept[0].step}; resume with --resume --out {folder.path}"
+    return f"the last checkpoint is of step {kept[0].step}; resume with --resume --out {shell_word(folder.path)}"
 
 
 # --- preparing -------------------------------------------------------------------------------------------------------
