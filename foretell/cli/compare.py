@@ -49,8 +49,8 @@ def written(run: Path) -> Comparison:
     import contextlib
     import json
 
+    from foretell.files import write_atomically
     from foretell.report import comparison, schema
-    from foretell.trace.cache import write_atomically
 
     found = comparison.of_folder(run)
     with contextlib.suppress(OSError):

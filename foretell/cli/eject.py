@@ -71,7 +71,9 @@ def check_target(path: Path, *, force: bool, suffix: str = "") -> None:
 
 
 def write(path: Path, text: str) -> None:
+    from foretell.files import write_atomically
+
     try:
-        path.write_text(text, encoding="utf-8")
+        write_atomically(path, text, parents=False)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}", "give another --out") from error

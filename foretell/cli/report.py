@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,11 +100,9 @@ def _beside(detail: Detail | None, target: Path) -> list[tuple[Path, str]]:
 
 
 def _write(target: Path, text: str) -> None:
-    """All of it or nothing, readable for whoever may read the folder's other files."""
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    from foretell.files import write_atomically
+
     try:
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, target)
+        write_atomically(target, text, parents=False)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise UserError(f"the report cannot be written to {target}: {error.strerror or error}", "give another --out") from None

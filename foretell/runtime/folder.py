@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from foretell.errors import FileFormatError, UnknownName, UserError
+from foretell.files import write_atomically
 from foretell.plan import file as plans
 from foretell.plan import legal
 from foretell.plan.types import Plan
 from foretell.runtime.schedule import KINDS, Schedule, usual_warmup
-from foretell.trace.cache import write_atomically
 
 PLAN, SETTINGS, MEASUREMENT, CHECKPOINTS = "plan.json", "settings.json", "measurement.json", "checkpoints"
 RATES = {"adam": 3e-4, "adamw": 3e-4, "sgd": 0.1, "momentum": 0.02}

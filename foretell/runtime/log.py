@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from foretell.errors import MissingPackage, UnknownName
+from foretell.files import write_atomically
 from foretell.runtime.measure import Reading
-from foretell.trace.cache import write_atomically
 from foretell.units import gib
 
 ADAPTERS = ("tensorboard", "wandb")

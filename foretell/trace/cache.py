@@ -7,13 +7,13 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from foretell import __version__
+from foretell.files import write_atomically
 
 PACKAGES = ("torch", "transformers", "timm", "torchvision")
 
@@ -89,14 +89,3 @@ def write(kind: str, key: str, entry: Mapping[str, Any], files: Mapping[str, str
         return
 
 
-def write_atomically(target: Path, text: str) -> None:
-    """All of it or nothing, also when interrupted."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".partial-")
-    try:
-        with os.fdopen(handle, "w") as stream:
-            stream.write(text)
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

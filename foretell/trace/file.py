@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from foretell.errors import FileFormatError, UserError
+from foretell.files import write_atomically
 from foretell.trace.fold import (
     Block,
     FoldedProgram,
@@ -57,12 +57,7 @@ def save(trace: Trace, path: str | Path) -> None:
         import gzip
 
         data = gzip.compress(data, 6, mtime=0)
-    aside = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
-    try:
-        aside.write_bytes(data)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_atomically(path, data, parents=False)
 
 
 def load(path: str | Path) -> Trace:
