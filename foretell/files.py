@@ -55,6 +55,8 @@ def _sync_folder(folder: Path) -> None:
 def read_json(path: Path, remedy: str) -> Any:
     """The value in a JSON file; whatever is wrong with it is one `FileFormatError`, but a missing file is left to the caller."""
     try:
+        if path.exists() and not path.is_file():
+            raise FileFormatError(f"{path} is no regular file", remedy)
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise

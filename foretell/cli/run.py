@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -136,10 +137,20 @@ def _here(
         raise
     screen.end()
     compared = compare.written(outcome.folder) if outcome.measurement is not None and common.speaks() else None
+    if common.speaks():
+        _keep_traces(plan, outcome.folder)
     taught = None
     if teaches and compared is not None:
         taught = common.call(lambda: compare.learned(outcome.folder, compared, device), "learning from the run")
     return _tell(outcome, path, compared, taught, json=json)
+
+
+def _keep_traces(plan: Plan, folder: Path) -> None:
+    """For `foretell report`; a run without them is as good."""
+    from foretell.report.html_detail import keep_traces
+
+    with contextlib.suppress(UserError, OSError):
+        keep_traces(plan, folder)
 
 
 def _run(

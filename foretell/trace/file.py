@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from foretell.errors import FileFormatError, UserError
 from foretell.files import write_atomically
+from foretell.trace.file_check import fields
 from foretell.trace.fold import (
     Block,
     FoldedProgram,
@@ -95,10 +96,11 @@ def loads(text: str | bytes, name: str = "the trace") -> Trace:
             f"{name} has trace schema {data.get('schema')!r}, and this foretell reads {SCHEMA_VERSION}", _AGAIN
         )
     try:
+        fields(data)
         return unfold(_Reader(data).trace())
     except KeyError as error:
         raise FileFormatError(f"{name} lacks the field {error}", _AGAIN) from error
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
         raise FileFormatError(f"{name} is damaged ({_line(error)})", _AGAIN) from error
 
 
