@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foretell.cost.memory import predict_memory
 from foretell.cost.prediction import Prediction
 from foretell.cost.remedies import remedies
 from foretell.cost.wishes import Amount, Wishes
+from foretell.decode import value_of
 from foretell.errors import ModelError, UserError
 from foretell.hardware import Cluster, overhead, parse
 from foretell.hardware.prices import user_figures
 from foretell.hardware.profile import find_profile, profile_stamp
 from foretell.trace import cache as store
-from foretell.trace.child import request, trace_in_child
+from foretell.trace.child import request
 from foretell.trace.collection import no_collection
 from foretell.trace.load import Source, describe
 from foretell.trace.load import check as check_source
+from foretell.trace.process import TIME_LIMIT
 from foretell.trace.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -90,11 +94,13 @@ def fit(
     region: str | None = None,
     price: float | None = None,
     trace_out: str | None = None,
+    time_limit: float = TIME_LIMIT,
 ) -> Prediction:
     """Predict whether one step of a model fits on hardware, who holds the bytes, how long it takes and what it costs.
 
     `model` is a name (`llama3-8b`, `hf:llama`, `timm:resnet50`, `file.py:function`), traced in a process of its
-    own, or a module you already have, on any device, with a `batch` for it; that one is traced here and untouched.
+    own for at most `time_limit` seconds, or a module you already have, on any device, with a `batch` for it; that one is
+    traced here and untouched.
     """
     cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
     recipe = Recipe(
@@ -120,7 +126,7 @@ def fit(
         source = Source(
             model=model, overrides=dict(overrides or {}), micro_batch=micro_batch, seq=seq, image=image, loss=loss
         )
-        return _fit_source(source, recipe, cluster, dict(hints or {}), expandable_segments, cache, wishes)
+        return _fit_source(source, recipe, cluster, dict(hints or {}), expandable_segments, cache, wishes, time_limit)
     from foretell.trace.module import batch_size, capture_module
 
     trace = capture_module(model, batch, loss, recipe, capability=_capability(cluster), hints=hints)
@@ -130,7 +136,7 @@ def fit(
 
 def _fit_source(
     source: Source, recipe: Recipe, cluster: Cluster, hints: dict[str, float], expandable: bool, cache: bool,
-    wishes: Wishes,
+    wishes: Wishes, time_limit: float,
 ) -> Prediction:  # fmt: skip
     check_source(source)
     asked = request(source, replace(recipe, compile="none"), _capability(cluster), hints)
@@ -139,11 +145,12 @@ def _fit_source(
         "wishes": wishes.to_json(), "prices": user_figures()[1], "profile": profile_stamp(cluster.device.name),
     }  # fmt: skip
     key = store.key_of(question)
-    known = store.read("answers", key) if cache and not wishes.trace_out else None
-    if known is not None:
-        return Prediction.from_json(known["answer"])
-    trace, files, notes = _traced_in_turn(asked, recipe, cache)
     about = {"source": source.model, "description": describe(source), "micro_batch": source.micro_batch, **_sizes(source)}
+    same = {"model": {**about, "recipe": recipe.to_json()}, "hardware": _hardware(cluster)}
+    known = store.read("answers", key, partial(_known_answer, same)) if cache and not wishes.trace_out else None
+    if known is not None:
+        return known
+    trace, files, notes = _traced_in_turn(asked, recipe, cache, time_limit)
     answer = predict(
         trace, recipe, cluster, about, notes=tuple(notes), expandable_segments=expandable, wishes=wishes
     )
@@ -152,14 +159,45 @@ def _fit_source(
     return answer
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Counted:
+    """What an answer says of its model besides what was asked."""
+
+    blocks: tuple[str, ...]
+    trainable: int | None
+    ops: int
+    flops: int
+    ops_without_flop_rule: tuple[str, ...]
+
+
+def _known_answer(same: Mapping[str, Mapping[str, Any]], entry: Mapping[str, Any]) -> Prediction:
+    """A stored answer, if it is one to this question; raises what `cache.read` drops an entry for."""
+    found = Prediction.from_json(entry["answer"])
+    value_of(_Counted, found.model, "model")
+    for part, wanted in same.items():
+        said = getattr(found, part)
+        if json.loads(json.dumps({**said, **wanted}, default=str)) != said:
+            raise ValueError(f"its {part} is another one's")
+    return found
+
+
+def _hardware(cluster: Cluster) -> dict[str, Any]:
+    return {
+        "name": cluster.device.name, "count": cluster.count, "nodes": cluster.nodes,
+        "devices_per_node": cluster.devices_per_node, "verified": cluster.device.verified,
+    }  # fmt: skip
+
+
 def _sizes(source: Source) -> dict[str, Any]:
     return {"seq": source.seq, "image": source.image, "overrides": dict(source.overrides)}
 
 
-def _traced_in_turn(asked: dict[str, Any], recipe: Recipe, cache: bool) -> tuple[Trace, dict[str, str], list[str]]:
+def _traced_in_turn(
+    asked: dict[str, Any], recipe: Recipe, cache: bool, time_limit: float
+) -> tuple[Trace, Mapping[str, str], Sequence[str]]:
     from foretell.trace.turns import by_phase, in_turn
 
-    found = {phase: _traced(each, cache) for phase, each in by_phase(asked, recipe).items()}
+    found = {phase: _traced(each, cache, time_limit) for phase, each in by_phase(asked, recipe).items()}
     (trace, files, notes), *others = found.values()
     if not others:
         return trace, files, notes
@@ -167,17 +205,11 @@ def _traced_in_turn(asked: dict[str, Any], recipe: Recipe, cache: bool) -> tuple
     return in_turn({phase: made[0] for phase, made in found.items()}), files, [note for *_, own in found.values() for note in own]
 
 
-def _traced(asked: dict[str, Any], cache: bool) -> tuple[Trace, dict[str, str], list[str]]:
-    from foretell.trace.file import loads
+def _traced(asked: dict[str, Any], cache: bool, time_limit: float) -> tuple[Trace, Mapping[str, str], Sequence[str]]:
+    from foretell.trace.stored import traced
 
-    key = store.key_of({"trace": asked})
-    known = store.read("traces", key) if cache else None
-    if known is None:
-        text, reply = trace_in_child(asked)
-        known = {"trace": text, "files": reply["files"], "notes": reply["notes"]}
-        if cache:
-            store.write("traces", key, {"trace": text, "notes": reply["notes"]}, reply["files"])
-    return loads(known["trace"]), known["files"], known["notes"]
+    trace, entry = traced(asked, cache=cache, time_limit=time_limit)
+    return trace, entry.files, entry.notes
 
 
 def _capability(cluster: Cluster) -> tuple[int, int]:
@@ -240,10 +272,7 @@ def _predict(
             "trainable": trace.meta.get("trainable"), "ops": sum(len(p.ops) for p in trace.programs.values()),
             "flops": _flops(trace), "ops_without_flop_rule": list(trace.ops_without_flop_rule),
         },
-        hardware={
-            "name": cluster.device.name, "count": cluster.count, "nodes": cluster.nodes,
-            "devices_per_node": cluster.devices_per_node, "verified": cluster.device.verified,
-        },
+        hardware=_hardware(cluster),
         parameters=parameters,
         memory=outcome.memory,
         time=found.time,
@@ -471,8 +500,6 @@ def probe_machine(
 
 def fit_profile(measured: Measured, device: Device) -> Profile:
     """The profile of what was measured: ops, host, the step around them, watts."""
-    from functools import partial
-
     from foretell.cost.calibrate import calibrate
     from foretell.hardware.probe.steps import parts
     from foretell.trace.capture import capture

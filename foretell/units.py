@@ -30,6 +30,27 @@ def parse_bytes(text: str) -> int:
     return int(float(match.group(1)) * scale)
 
 
+_SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_duration(text: str, *, bare: bool = False) -> float:
+    """`90s`, `30m`, `4.5h`, `2d` → seconds; with `bare` also a number alone, which is seconds."""
+    match = re.fullmatch(r"\s*([0-9]{1,12}(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    unit = match[2] or ("s" if bare else "") if match else ""
+    if match is None or unit not in _SECONDS or float(match[1]) <= 0:
+        raise UserError(f"'{text}' is not a length of time", "write it like 30m, 4h or 2d")
+    return float(match[1]) * _SECONDS[unit]
+
+
+def human_seconds(seconds: float, *, short: bool = False) -> str:
+    """`10 min`, `1.5 h`, `45 s`; with `short` as `parse_duration` reads it: `10m`."""
+    for unit, letter in (("d", "d"), ("h", "h"), ("min", "m"), ("s", "s")):
+        if seconds >= _SECONDS[unit] or unit == "s":
+            number = f"{seconds / _SECONDS[unit]:.3g}"
+            return f"{number}{letter}" if short else f"{number} {unit}"
+    raise AssertionError
+
+
 def gib(count: float) -> str:
     """Bytes as GiB, for people: two digits below ten, one above."""
     value = count / GIB

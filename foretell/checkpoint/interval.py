@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 
-from foretell.errors import UserError
-
-_UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+from foretell.units import parse_duration as parse_duration
 
 
 def best_interval(cost_seconds: float, mtbf_seconds: float) -> float:
@@ -33,11 +30,3 @@ def steps_between(cost_seconds: float, mtbf_seconds: float, step_seconds: float,
     if step_seconds <= 0:
         return total
     return max(1, min(total, round(best_interval(cost_seconds, mtbf_seconds) / step_seconds)))
-
-
-def parse_duration(text: str) -> float:
-    """`90s`, `30m`, `4.5h`, `2d` → seconds."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", text.lower())
-    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise UserError(f"'{text}' is not a length of time", "write it like 30m, 4h or 2d")
-    return float(match[1]) * _UNITS[match[2]]

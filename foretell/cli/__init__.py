@@ -28,7 +28,9 @@ def _dispatch(words: list[str]) -> int:
     import typer
 
     from foretell.cli.app import app
+    from foretell.trace import user_code
 
+    user_code.tell_with(common.runs_code_of)
     try:
         status = typer.main.get_command(app).main(args=words, prog_name="foretell", standalone_mode=False)
     except typer.Abort:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -41,6 +43,19 @@ zoo_app = typer.Typer(**_SETTINGS)
 ckpt_app = typer.Typer(**_SETTINGS, no_args_is_help=True, help="Checkpoints: list, verify, show, convert.")
 
 
+def reading(command: Callable[..., int]) -> Callable[..., int]:
+    """A command that runs no code of the user's: it works from files, or says what it would need."""
+
+    @functools.wraps(command)
+    def inner(*args: Any, **options: Any) -> int:
+        from foretell.trace import user_code
+
+        with user_code.refused():
+            return command(*args, **options)
+
+    return inner
+
+
 def _version(asked: bool) -> None:
     if asked:
         print_version(json=common.wants_json())
@@ -60,27 +75,27 @@ def root(
 app.command("fit", short_help="Does MODEL fit on HW? Exit 0 yes, 1 no.")(fit.fit)
 app.add_typer(zoo_app, name="zoo")
 zoo_app.callback(invoke_without_command=True, short_help="List the models known by name; `zoo check NAME` tries one.")(
-    zoo.listing
+    reading(zoo.listing)
 )
 zoo_app.command("check", short_help="Predict, run, plan and run as planned: one model or --all.")(zoo_check.check)
-zoo_app.command("query", short_help="Code, settings and measured rows of models by task, domain, ...")(zoo_query.query)
-app.command("hardware", short_help="List the devices known by name; `hardware NAME` shows one.")(hardware.hardware)
+zoo_app.command("query", short_help="Code, settings and measured rows of models by task, domain, ...")(reading(zoo_query.query))
+app.command("hardware", short_help="List the devices known by name; `hardware NAME` shows one.")(reading(hardware.hardware))
 app.command("probe", short_help="Measure this machine, so that predictions rest on it.")(probe.probe)
 app.command("run", short_help="Train as a plan says, and measure it.")(run.run)
 app.add_typer(ckpt_app, name="ckpt", short_help="Checkpoints of a run: list, verify, show, convert.")
 for _name, _command in (("list", ckpt.listing), ("verify", ckpt.verify), ("show", ckpt.show), ("convert", ckpt.convert)):
-    ckpt_app.command(_name)(_command)
-app.command("compare", short_help="Predicted beside measured of a run. Exit 0 within the bands, 1 not.")(compare.compare)
+    ckpt_app.command(_name)(reading(_command))
+app.command("compare", short_help="Predicted beside measured of a run. Exit 0 within the bands, 1 not.")(reading(compare.compare))
 app.command("plan", short_help="The best plan to train MODEL on HW. Exit 0 found, 1 nothing fits.")(plan.plan)
-app.command("report", short_help="One HTML page of a run or a plan: charts, tables, how to repeat it.")(report.report)
-app.command("show", short_help="Explain a plan file: mesh, stages, blocks, what was predicted.")(show.show)
+app.command("report", short_help="One HTML page of a run or a plan: charts, tables, how to repeat it.")(reading(report.report))
+app.command("show", short_help="Explain a plan file: mesh, stages, blocks, what was predicted.")(reading(show.show))
 app.command("verify", short_help="Does a plan compute what one process computes? Exit 0 yes, 1 no.")(verify.verify)
 app.command("prove", short_help="Predict drawn configurations, seal that, run them, tell all.")(prove.prove)
 app.command("fuzz", short_help="Generate models; each traces, fits its prediction and composes, or shrinks to a file.")(fuzz.fuzz)
 app.command("eject", short_help="Write PLAN as a training script that needs torch alone.")(eject.eject)
-app.command("export", short_help="Write PLAN for another tool: accelerate, deepspeed, torchtitan, slurm, ...")(export.export)
+app.command("export", short_help="Write PLAN for another tool: accelerate, deepspeed, torchtitan, slurm, ...")(reading(export.export))
 app.command("demo")(demo.demo)
-app.command("doctor")(doctor.doctor)
+app.command("doctor")(reading(doctor.doctor))
 
 
 @app.command("version")

@@ -23,6 +23,7 @@ YES, NO_OR_FAILED, BAD_INPUT, BUG, INTERRUPTED = 0, 1, 2, 70, 130
 
 JSON_HELP = "Print one JSON object instead of text."
 DEBUG_HELP = "Show the traceback of a failure (also FORETELL_DEBUG=1)."
+TIME_LIMIT_HELP = "Longest time that tracing one step may take: 30m, 2h or seconds."
 _TRACKER = "please report it on the project's issue tracker, with the command and what --debug prints"
 
 _SURROUNDINGS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENOMEM)
@@ -198,6 +199,21 @@ def _as_user_error(error: Exception) -> UserError | None:
 
 
 # --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+def limit_of(text: str) -> float:
+    """`--time-limit` in seconds."""
+    from foretell.units import parse_duration
+
+    try:
+        return parse_duration(text, bare=True)
+    except UserError as error:
+        raise UserError(f"--time-limit: {error.problem}", "write it like 30m, 2h or 90") from None
+
+
+def runs_code_of(file: str) -> None:
+    """Say whose code is about to run."""
+    emit(f"runs code of {file}", sys.stderr)
 
 
 def call(work: Callable[[], Result], doing: str) -> Result:

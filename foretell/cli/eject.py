@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json as json_text
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -41,14 +40,11 @@ def eject(
 
 def _ejected(plan: Plan, target: Path, path: Path) -> Ejected:
     from foretell.eject.script import eject
-    from foretell.runtime.folder import SETTINGS, Settings
+    from foretell.runtime.folder import read_settings
 
-    settings: Any = None
-    if path.is_dir():
-        try:
-            settings = Settings.from_json(json_text.loads((path / SETTINGS).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise FileFormatError(f"{path / SETTINGS} cannot be read: {error}", "give the plan file itself") from error
+    settings = read_settings(path) if path.is_dir() else None
+    if path.is_dir() and settings is None:
+        raise FileFormatError(f"{path} has no settings.json", "give the plan file itself")
     return eject(plan, target, settings)
 
 
@@ -71,7 +67,9 @@ def check_target(path: Path, *, force: bool, suffix: str = "") -> None:
 
 
 def write(path: Path, text: str) -> None:
+    from foretell.files import write_atomically
+
     try:
-        path.write_text(text, encoding="utf-8")
+        write_atomically(path, text, parents=False)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}", "give another --out") from error

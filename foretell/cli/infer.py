@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretell.cli import common
 from foretell.errors import UserError
+from foretell.trace.process import TIME_LIMIT
 
 if TYPE_CHECKING:
     from foretell.search.infer import Split
@@ -19,8 +20,9 @@ PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "bf16-mixed": "bf16-autocast"}
 
 
 def infer_command(
-    source: Source, on: str, *, precision: str | None = None, json: bool = False, cache: bool = True
-) -> int:
+    source: Source, on: str, *, precision: str | None = None, json: bool = False, cache: bool = True,
+    time_limit: float = TIME_LIMIT,
+) -> int:  # fmt: skip
     """Print the front of splits. Exit 0 found, 1 nothing fits, 2 bad input."""
     if precision is not None and precision not in PRECISIONS:
         raise UserError(f"--precision {precision!r} is not known", f"one of {', '.join(PRECISIONS)}")
@@ -31,7 +33,7 @@ def infer_command(
         from foretell.search.infer_plan import infer_plan
 
         way = PRECISIONS[precision or "bf16"]
-        return infer_plan(source, parse(on), precision=way, profile_of=find_profile, cache=cache)
+        return infer_plan(source, parse(on), precision=way, profile_of=find_profile, cache=cache, time_limit=time_limit)
 
     found = common.call(work, f"splitting {source.model}")
     if json:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,10 +11,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from foretell.cli import common
-from foretell.errors import UserError
+from foretell.errors import FileFormatError, UserError
 
 if TYPE_CHECKING:
-    from foretell.plan.types import Plan
+    from foretell.report.html_data import Subject
     from foretell.report.html_detail import Detail
 
 TRACE, SNAPSHOT = ".trace.json", ".snapshot.pickle"
@@ -24,19 +25,23 @@ def report(
     path: Path = typer.Argument(..., metavar="RUN|PLAN", show_default=False, help="A run folder, or a plan file."),
     out: Path | None = typer.Option(None, metavar="FILE", show_default=False,
         help="The page; default: report.html in the run folder, PLAN.report.html beside a plan."),
+    trace: bool = typer.Option(False, "--trace", help="Trace the model where no trace of it is stored; this runs the model's own file."),
+    time_limit: str = typer.Option("10m", metavar="TIME", help=common.TIME_LIMIT_HELP),
     open_: bool = typer.Option(False, "--open", help="Show it in the browser."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:  # fmt: skip
     """Write one HTML file that opens anywhere, offline: predicted and measured, memory, time, pipeline, other plans.
 
-    Beside it: the predicted step as a Chrome trace and its memory as a PyTorch snapshot.
+    Beside it: the predicted step as a Chrome trace and its memory as a PyTorch snapshot. No code of yours is run unless
+    --trace asks for it.
     """
     from foretell.report import html, html_data, html_sections
 
     subject = html_data.read(path)
     target = _target(subject.path, out)
-    detail, why_not = common.call(lambda: _detail(subject.plan), f"costing the plan of {path}")
+    limit = common.limit_of(time_limit)
+    detail, why_not = common.call(lambda: _detail(subject, trace, limit), f"costing the plan of {path}")
     beside = _beside(detail, target)
     made = time.strftime("%Y-%m-%d %H:%M")
     page = html_sections.page(subject, detail, why_not=why_not, files=[(file.name, what) for file, what in beside], made=made)
@@ -68,12 +73,20 @@ def _target(path: Path, out: Path | None) -> Path:
     return target
 
 
-def _detail(plan: Plan) -> tuple[Detail | None, str]:
+def _detail(subject: Subject, may_run: bool, time_limit: float) -> tuple[Detail | None, str]:
     """The plan costed once more, or why that is not possible: a report goes without it."""
+    from foretell.trace.user_code import CodeNeeded, allowed
+
     try:
         from foretell.report import html_detail
 
-        return html_detail.of_plan(plan), ""
+        with allowed() if may_run else contextlib.nullcontext():
+            return html_detail.of_plan(subject.plan, subject.run, time_limit=time_limit), ""
+    except CodeNeeded as needed:
+        made = f"`foretell report {shlex.quote(str(subject.path))} --trace` makes it"
+        return None, f"no trace of {subject.plan.model['model']} as the plan runs it is stored; {made}, and runs code of {needed.files[0]}"
+    except FileFormatError:
+        raise
     except UserError as error:
         return None, str(error)
     except ModuleNotFoundError as error:
@@ -101,11 +114,9 @@ def _beside(detail: Detail | None, target: Path) -> list[tuple[Path, str]]:
 
 
 def _write(target: Path, text: str) -> None:
-    """All of it or nothing, readable for whoever may read the folder's other files."""
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    from foretell.files import write_atomically
+
     try:
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, target)
+        write_atomically(target, text, parents=False)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise UserError(f"the report cannot be written to {target}: {error.strerror or error}", "give another --out") from None

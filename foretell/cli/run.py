@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -63,9 +64,9 @@ def run(
 
     Works alone, under torchrun, and by itself starts as many processes as the plan wants on this machine.
     """
-    from foretell.checkpoint.interval import parse_duration
     from foretell.plan import file
     from foretell.runtime import launch
+    from foretell.units import parse_duration
 
     plan, out = _paths(plan, out, resume)
     asked = {
@@ -145,6 +146,8 @@ def _here(
             return outcome
         screen.end()
         compared = compare.written(outcome.folder) if outcome.measurement is not None and common.speaks() else None
+        if common.speaks():
+            _keep_traces(plan, outcome.folder)
         taught = None
         if teaches and compared is not None:
             taught = common.call(lambda: compare.learned(outcome.folder, compared, device), "learning from the run")
@@ -171,6 +174,14 @@ def _trained(
         if speaks is False:
             return error.exit_code
         raise
+
+
+def _keep_traces(plan: Plan, folder: Path) -> None:
+    """For `foretell report`; a run without them is as good."""
+    from foretell.report.html_detail import keep_traces
+
+    with contextlib.suppress(UserError, OSError):
+        keep_traces(plan, folder)
 
 
 def _run(

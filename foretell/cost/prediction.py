@@ -6,8 +6,10 @@ The JSON of `Prediction` is a contract: names are added, never changed, within o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from foretell.decode import value_of
 
 SCHEMA_VERSION = 1
 
@@ -226,31 +228,9 @@ class Prediction:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Prediction:
-        """Also of answers that were written before a name was added, and of those with names added since."""
-        memory = dict(data["memory"])
-        memory["holders"] = tuple(_read(Holder, holder) for holder in memory["holders"])
-        memory["phases"] = tuple(
-            _read(Phase, {**phase, "timeline": tuple((a, r) for a, r in phase.get("timeline", ()))})
-            for phase in memory["phases"]
-        )
-        memory["bands"] = {name: (low, high) for name, (low, high) in memory["bands"].items()}
-        parts = {name: _read(kind, data[name]) for name, kind in _PARTS.items() if data.get(name) is not None}
-        given = {
-            **data, **dict.fromkeys(_PARTS), **parts, "memory": _read(Memory, memory),
-            "remedies": tuple(_read(Remedy, remedy) for remedy in data["remedies"]),
-            "assumptions": tuple(data["assumptions"]),
-        }  # fmt: skip
-        return _read(cls, given)
+        """Also of answers that were written before a name was added, and of those with names added since.
 
-
-_PARTS: Mapping[str, type[Any]] = {
-    "time": Time, "throughput": Throughput, "mfu": Mfu, "energy": Energy, "cost": Cost, "run": Run,
-}  # fmt: skip
-"""Parts of an answer that may be unknown."""
-_Kind = TypeVar("_Kind")
-
-
-def _read(kind: type[_Kind], data: Mapping[str, Any]) -> _Kind:
-    """A value from its JSON; names it does not know are passed over."""
-    known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in data.items() if name in known})
+        Raises `decode.Mismatch` where a field is of another type.
+        """
+        found: Prediction = value_of(cls, data)
+        return found

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from foretell.errors import FileFormatError, UserError, near_names
+from foretell.files import write_atomically
 from foretell.hardware.catalog import find, meaning
 from foretell.hardware.links import cards_note, link, network, usual, with_links
 from foretell.hardware.links import joined as side_by_side
@@ -55,7 +56,7 @@ def load(path: str | Path) -> Cluster:
 def save(cluster: Cluster, path: str | Path) -> None:
     """Write a cluster as JSON; `load` gives the same cluster back."""
     text = json.dumps({"schema_version": SCHEMA_VERSION, **cluster.to_dict()}, indent=2)
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    write_atomically(path, text + "\n", parents=False)
 
 
 def from_dict(data: dict[str, Any], path: str) -> Cluster:

@@ -12,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import resources
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foretell.errors import FileFormatError, UserError
+from foretell.files import write_atomically
 from foretell.trace import cache
 from foretell.trace.types import TensorSpec
 
@@ -184,29 +183,13 @@ def save(profile: Profile, path: str | Path) -> Path:
     target = Path(path)
     content = (json.dumps(profile.to_dict(), separators=(",", ":"), sort_keys=True) + "\n").encode()
     try:
-        write_whole(target, gzip.compress(content, mtime=0) if target.name.endswith(".gz") else content)
+        write_atomically(target, gzip.compress(content, mtime=0) if target.name.endswith(".gz") else content)
     except OSError as error:
         raise UserError(
             f"the profile could not be written to '{target}': {error.strerror}",
             "free some space or give --out another place",
         ) from None
     return target
-
-
-def write_whole(target: Path, content: bytes) -> None:
-    """All of it on the disk or nothing, also when interrupted or when the disk is full."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".partial-")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def load(path: str | Path, *, device: str | None = None, torch_version: str | None = None) -> Profile:

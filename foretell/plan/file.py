@@ -7,13 +7,13 @@ plan read back says the same of every block.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from foretell.errors import FileFormatError, UserError
+from foretell.files import write_atomically
 from foretell.plan import paths, schema, text
 from foretell.plan.types import AXES, SCHEMA_VERSION, Mesh, Pipeline, Plan, Residency, Split
 
@@ -64,21 +64,12 @@ def write(plan: Plan, path: str | Path) -> None:
     strange = text.fault(to_json(plan))
     if strange is not None:
         raise UserError(f"the plan cannot be written: {strange[0]} {strange[1]}", "rename what it names")
-    aside = where.with_name(f".{where.name}.{os.getpid()}")
     try:
-        with aside.open("w", encoding="utf-8") as stream:
-            stream.write(text_of(plan))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(aside, where)
+        write_atomically(where, text_of(plan), parents=False)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise UserError(
             f"the plan cannot be written to {where}: {error.strerror or error}", "give another path"
         ) from None
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
 
 
 def text_of(plan: Plan) -> str:

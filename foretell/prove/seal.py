@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from foretell.errors import FileFormatError, UserError
+from foretell.files import write_atomically
 from foretell.prove.types import SCHEMA_VERSION, Sealed
 
 HASH = "sha256"
@@ -34,13 +34,9 @@ def write(sealed: Sealed, path: Path) -> str:
     lines = [f" {json.dumps(name)}: {_laid_out(value)}" for name, value in content.items() if name != "rows"]
     rows = ",\n".join(f"  {json.dumps(row, sort_keys=True)}" for row in content["rows"])
     lines += [f' "rows": [\n{rows}\n ]', f' "{HASH}": "{found}"']
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-        os.replace(aside, path)
+        write_atomically(path, "{\n" + ",\n".join(lines) + "\n}\n")
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise UserError(f"{path} cannot be written: {error.strerror or error}", "give another path") from None
     return found
 

@@ -8,10 +8,8 @@ outside, so the peak of the real run's tensors is measured and must be below the
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from foretell.cost.plan import KEEP, Options, PlanCost, predict_plan
@@ -42,17 +40,15 @@ class HereTraces(Traces):
     """Traces that are made in this process, which has torch loaded."""
 
     def _made(self, requests: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-        from foretell.search.child import _answer
+        from foretell.search.child import answer
         from foretell.trace.child import _as_error
 
         found = []
-        with tempfile.TemporaryDirectory(prefix="foretell-") as folder:
-            for asked in requests:
-                target = Path(folder) / "trace.json"
-                reply = _answer(asked, target)
-                if "error" in reply:
-                    raise _as_error(reply["error"])
-                found.append((target.read_text(), reply))
+        for asked in requests:
+            reply = answer(asked)
+            if "error" in reply:
+                raise _as_error(reply["error"])
+            found.append((reply.pop("text"), reply))
         return found
 
 

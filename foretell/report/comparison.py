@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -22,7 +22,8 @@ from typing import Any
 
 from rich.text import Text
 
-from foretell.errors import FileFormatError, UserError
+from foretell.decode import decode
+from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.catalog import GENERIC_CPU, find, find_reported
 from foretell.hardware.types import Device
@@ -30,6 +31,7 @@ from foretell.plan import file as plans
 from foretell.plan.text import shell_word
 from foretell.plan.types import Plan
 from foretell.report import words
+from foretell.runtime import measurement
 from foretell.units import GIB, MIB, gib, human_bytes
 
 SCHEMA_VERSION = 1
@@ -143,17 +145,7 @@ class Comparison:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Comparison:
-        given = {
-            **_known(cls, data), "lines": tuple(Line(**_known(Line, line)) for line in data["lines"]),
-            "parts": tuple(Part(**_known(Part, part)) for part in data["parts"]), "notes": tuple(data["notes"]),
-            "drift": None if data["drift"] is None else Drift(**_known(Drift, data["drift"])),
-        }  # fmt: skip
-        return cls(**given)
-
-
-def _known(kind: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    names = {item.name for item in fields(kind)}
-    return {name: value for name, value in data.items() if name in names}
+        return decode(cls, data, FILE, "run `foretell compare` again")
 
 
 @cache
@@ -171,20 +163,10 @@ def of_folder(run: str | Path) -> Comparison:
     folder = Path(run)
     if not folder.is_dir():
         raise UserError(f"there is no run folder {folder}", "give the folder that `foretell run` wrote")
-    path = folder / "measurement.json"
-    try:
-        measured = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"{folder} has no measurement.json: the run has not ended", f"foretell run {shell_word(folder)} --resume"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise FileFormatError(f"{path} cannot be read: {error}", "run the plan again") from None
-    plan = plans.read(folder / "plan.json")
-    try:
-        return compare(plan, measured)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise FileFormatError(f"{path} is no whole measurement: {error!r}", "run the plan again") from None
+    measured = measurement.read(folder)
+    if measured is None:
+        raise UserError(f"{folder} has no measurement.json: the run has not ended", f"foretell run {shell_word(folder)} --resume")
+    return compare(plans.read(folder / "plan.json"), measured)
 
 
 def compare(plan: Plan, measured: Mapping[str, Any]) -> Comparison:

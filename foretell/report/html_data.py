@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Mapping
@@ -10,12 +9,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from foretell.errors import FileFormatError, UserError
+from foretell.errors import UserError
 from foretell.plan import file as plans
 from foretell.plan.types import Plan
 from foretell.report import comparison, html_front
 from foretell.report.comparison import Comparison
 from foretell.report.html_front import Front
+from foretell.runtime import log, measurement
+from foretell.runtime.folder import read_settings
 
 _TOLD = ("predicted", "notes", "version")
 """Fields of a plan that change nothing in how it runs."""
@@ -74,48 +75,16 @@ def read(path: str | Path) -> Subject:
 def _of_run(run: Path) -> Subject:
     plan_path = run / "plan.json"
     plan = plans.read(plan_path)
-    rows = _log(run / "log.jsonl")
+    rows = log.read(run / log.LOG)
     command = next((str(row["command"]) for row in reversed(rows) if row.get("event") == "start" and row.get("command")), "")
-    measured = _object(run / "measurement.json", "run the plan again")
+    measured, settings = measurement.read(run), read_settings(run)
     return Subject(
         path=run, plan=plan, plan_path=plan_path, run=run, measured=measured,
         comparison=comparison.of_folder(run) if measured is not None else None,
         steps=tuple(_row(row) for row in rows if row.get("event") == "step"),
         evaluations=tuple(_row(row) for row in rows if row.get("event") == "eval"),
-        settings=_object(run / "settings.json", "delete it"), front=_front(plan, plan_path, command), command=command,
+        settings=settings.to_json() if settings is not None else None, front=_front(plan, plan_path, command), command=command,
     )  # fmt: skip
-
-
-def _object(path: Path, remedy: str) -> dict[str, Any] | None:
-    """A JSON object; None where there is no such file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise FileFormatError(f"{path} cannot be read: {error}", remedy) from None
-    if not isinstance(found, dict):
-        raise FileFormatError(f"{path} holds no JSON object", remedy)
-    return found
-
-
-def _log(path: Path) -> list[dict[str, Any]]:
-    """Rows of a log; lines that were cut in the writing are left out."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from None
-    found = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            found.append(row)
-    return found
 
 
 def _row(row: Mapping[str, Any]) -> Row:
@@ -138,6 +107,8 @@ def _front(plan: Plan, path: Path, command: str) -> Front | None:
     try:
         words = shlex.split(command)
         named = Path(words[words.index("run") + 1])
+        if not named.is_file():
+            return None
         before = plans.read(named)
     except (ValueError, IndexError, UserError):
         return None

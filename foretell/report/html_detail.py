@@ -1,6 +1,6 @@
 """What a report shows beyond the files: the plan costed once more from its trace, moment by moment and block by block.
 
-    traces (kept on disk, else traced) ─► one rank's step ─► bytes by category over the step
+    traces (of the run folder, else kept on disk, else traced) ─► one rank's step ─► bytes by category over the step
                                                          ─► seconds and bytes of every block
                                                          ─► a timeline, and with a pipeline when each event runs
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from foretell.cost import energy as watts
 from foretell.cost import plan_cpu
@@ -34,6 +35,7 @@ from foretell.hardware.types import Cluster
 from foretell.plan.recipe import known_blocks
 from foretell.plan.types import Plan
 from foretell.report.html_memory import AROUND, MemoryCurve, block_named, memory_curve
+from foretell.trace.process import TIME_LIMIT
 from foretell.trace.types import Trace
 
 
@@ -80,17 +82,32 @@ class Detail:
     notes: tuple[str, ...] = ()
 
 
-def of_plan(plan: Plan) -> Detail:
-    """Trace the plan's model, or take the traces kept on disk, and cost it."""
+def of_plan(plan: Plan, run: Path | None = None, *, time_limit: float = TIME_LIMIT) -> Detail:
+    """Take the traces of a run folder, or those kept on disk, else trace the plan's model; and cost it."""
+    from foretell.search import traces_file
     from foretell.search.traces import Traces
 
     cluster = _cluster(plan)
-    capability = None if cluster.device.backend == "cpu" else cluster.device.compute_capability or (9, 0)
-    traces = Traces(capability=capability)
+    own = traces_file.read(run / traces_file.NAME) if run is not None else {}
+    traces = Traces(capability=_capability(cluster), own=own, time_limit=time_limit)
     try:
         return of_traces(traces.of(plan, _modes(plan)), plan, cluster, _options(plan, cluster))
     except Unlike as error:
         raise UserError(f"the traces of the plan's residencies do not match: {error}", "use one residency for all blocks") from None
+
+
+def keep_traces(plan: Plan, run: Path) -> None:
+    """Put what is stored of a plan's traces into its run folder, so that its report needs neither the cache nor the model."""
+    from foretell.search import traces_file
+    from foretell.search.traces import Traces
+
+    found = Traces(capability=_capability(_cluster(plan))).kept(plan, _modes(plan))
+    if found:
+        traces_file.write(run / traces_file.NAME, found)
+
+
+def _capability(cluster: Cluster) -> tuple[int, int] | None:
+    return None if cluster.device.backend == "cpu" else cluster.device.compute_capability or (9, 0)
 
 
 def _cluster(plan: Plan) -> Cluster:

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from foretell.errors import FileFormatError, UserError
-from foretell.trace.cache import write_atomically
+from foretell.files import write_atomically
 
 if TYPE_CHECKING:
     from foretell.plan.types import Plan

@@ -20,6 +20,7 @@ from foretell.cost.prediction import CATEGORIES
 from foretell.cost.time import Machine, op_prices
 from foretell.cost.timeline import Replay
 from foretell.errors import UserError
+from foretell.files import write_atomically
 from foretell.hardware import overhead
 from foretell.hardware.types import Cluster
 from foretell.trace.types import Op, Trace
@@ -420,6 +421,6 @@ def _frames(event: Event) -> list[dict[str, Any]]:
 def write_snapshot(curve: MemoryCurve, path: Path) -> None:
     """Write a snapshot; it holds plain values alone."""
     try:
-        path.write_bytes(pickle.dumps(snapshot(curve), protocol=4))
+        write_atomically(path, pickle.dumps(snapshot(curve), protocol=4), parents=False)
     except OSError as error:
         raise UserError(f"cannot write the memory snapshot to {path}: {error.strerror}", "give another --out") from None

@@ -20,13 +20,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from foretell.decode import decode
 from foretell.errors import FileFormatError, UnknownName, UserError
+from foretell.files import read_json, write_atomically
 from foretell.plan import file as plans
 from foretell.plan import legal
 from foretell.plan.types import Plan
 from foretell.runtime.lock import Lock, take
 from foretell.runtime.schedule import KINDS, Schedule, usual_warmup
-from foretell.trace.cache import write_atomically
 
 PLAN, SETTINGS, MEASUREMENT, CHECKPOINTS = "plan.json", "settings.json", "measurement.json", "checkpoints"
 RATES = {"adam": 3e-4, "adamw": 3e-4, "sgd": 0.1, "momentum": 0.02}
@@ -103,10 +104,9 @@ class Settings:
         return asdict(self) | {"log": list(self.log), "init_missing": list(self.init_missing)}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Settings:
-        known = {item.name for item in fields(cls)}
-        values: dict[str, Any] = {name: value for name, value in data.items() if name in known}
-        return cls(**{**values, **{name: tuple(values.get(name, ())) for name in ("log", "init_missing")}})
+    def from_json(cls, data: Any, where: str = SETTINGS) -> Settings:
+        """From its JSON; a field of another type is a `FileFormatError` that names it and `where` it stands."""
+        return decode(cls, data, where, "start a new run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +122,21 @@ class Folder:
     def write(self, name: str, content: Any) -> None:
         """All of it or nothing."""
         write_atomically(self.path / name, json.dumps(content, indent=2) + "\n")
+
+
+def read_settings(run: Path) -> Settings | None:
+    """What a run was asked for, from its folder; None where there is no such file."""
+    path = run / SETTINGS
+    try:
+        data = read_json(path, "start a new run")
+    except FileNotFoundError:
+        return None
+    try:
+        return Settings.from_json(data, str(path))
+    except FileFormatError:
+        raise
+    except UserError as error:
+        raise FileFormatError(f"{path}: {error.problem}", "correct it there, or start a new run") from None
 
 
 def check(plan: Plan, asked: Mapping[str, Any], *, resume: bool = False) -> None:
@@ -193,10 +208,9 @@ def go_on(path: Path, plan: Plan, asked: dict[str, Any]) -> Settings:
         raise UserError(f"the run folder {path} cannot be written", "make it writable, or copy it")
     stored = plans.read(path / PLAN)
     _refuse_other_course(path, stored, plan)
-    try:
-        before = Settings.from_json(json.loads((path / SETTINGS).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise FileFormatError(f"{path / SETTINGS} cannot be read: {error}", "start a new run") from error
+    before = read_settings(path)
+    if before is None:
+        raise FileFormatError(f"there is no {path / SETTINGS}", "start a new run")
     for name, value in asked.items():
         if name not in CHANGEABLE and value != getattr(before, name):
             raise UserError(

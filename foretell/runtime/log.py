@@ -7,13 +7,17 @@ import importlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from foretell.errors import MissingPackage, UnknownName
-from foretell.runtime.measure import Reading
-from foretell.trace.cache import write_atomically
+from foretell.decode import Mismatch, value_of
+from foretell.errors import FileFormatError, MissingPackage, UnknownName, UserError
+from foretell.files import write_atomically
 from foretell.units import gib
+
+if TYPE_CHECKING:
+    from foretell.runtime.measure import Reading
 
 ADAPTERS = ("tensorboard", "wandb")
 LOG = "log.jsonl"
@@ -98,20 +102,56 @@ def _sayable(value: Any) -> Any:
 
 
 def _cut(path: Path, last_step: int) -> None:
-    rows = read(path)
-    kept = [row for row in rows if row["step"] <= last_step]
+    rows = _lines(path)
+    kept = [row for _, row in rows if _fault(row) is None and row["step"] <= last_step]
     if len(kept) < len(rows) or (path.exists() and not path.read_bytes().endswith(b"\n")):
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Rows of a log; a last line that was cut in the writing is left out."""
+    """Rows of a log; lines that were cut in the writing are left out, a row of other types than a log's is an error."""
     rows: list[dict[str, Any]] = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                rows.append(json.loads(line))
+    for number, row in _lines(path):
+        fault = _fault(row)
+        if fault is not None:
+            raise FileFormatError(f"{path}, line {number}: {fault}", "delete that line")
+        rows.append(row)
     return rows
+
+
+def _lines(path: Path) -> list[tuple[int, Any]]:
+    """Number and content of every line that is whole."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        with contextlib.suppress(ValueError, RecursionError):
+            found.append((number, json.loads(line)))
+    return found
+
+
+def _fault(row: Any) -> str | None:
+    """What is wrong with the types of a row."""
+    try:
+        value_of(_Row, row)
+    except Mismatch as error:
+        return str(error)
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """What rows have that readers of a log rely on; figures may be texts such as nan."""
+
+    event: str
+    step: int
+    command: str | None
+    loss: float | str | None
+    seconds: float | str | None
+    lr: float | str | None
+    grad_norm: float | str | None
 
 
 # --- a line for people -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,16 @@ import torch
 from torch import Tensor
 
 from foretell.plan.types import Plan
+from foretell.runtime.measurement import CONVENTION as CONVENTION
+from foretell.runtime.measurement import Measurement as Measurement
 from foretell.runtime.ranks import Ranks
 from foretell.units import human_bytes
 
-SCHEMA_VERSION = 1
 SKIP_MOST = 5
 """Steps at the start that the summary leaves out: compiling, first allocations, cold caches."""
 STRETCHES = 10
 OWN_CONTEXT = 2 * 2**30
 """Bytes of a device that a process may hold beside its tensors."""
-CONVENTION = (
-    "FLOPs of the model as the plan counts them (2 a multiply-add, causal attention at half, no recomputation) over the "
-    "dense peak of the precision on all devices"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,65 +52,6 @@ class Reading:
     update_seconds: float
     between_seconds: float
     """Between two steps: what the loop itself costs, data included."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """What a run was measured to do."""
-
-    steps: int
-    """That the figures rest on, without the first ones."""
-    skipped_steps: int
-    step_seconds: float
-    """Median."""
-    p10_seconds: float
-    p90_seconds: float
-    mean_seconds: float
-    unit: str
-    """tokens or samples."""
-    per_step: int
-    """All ranks together."""
-    per_second: float
-    phases: Mapping[str, float]
-    """Median seconds of a step: backward (forward and backward), update, between (the loop itself), data (host)."""
-    overhead: float
-    """Share of a step that lies between two steps: the loop's own."""
-    stretches: tuple[float, ...]
-    """Median step seconds of equal stretches of the run, in order: its drift."""
-    allocated_bytes: int | None
-    """Peak of the worst rank; None on a CPU, which has no caching allocator."""
-    reserved_bytes: int | None
-    host_bytes: int
-    """Peak resident memory of the largest process."""
-    by_rank: tuple[Mapping[str, Any], ...]
-    mfu: float | None
-    """None where the device's peak or the plan's FLOPs are not known."""
-    flops_per_step: float | None
-    peak_flops_per_second: float | None
-    """Of one device."""
-    first_loss: float
-    last_loss: float
-    eval_loss: float | None
-    save_seconds: float | None
-    """Mean of one save."""
-    eval_seconds: float | None
-    hardware: Mapping[str, Any]
-    versions: Mapping[str, str]
-    command: str
-    started: str
-    wall_seconds: float
-    convention: str = CONVENTION
-    schema_version: int = SCHEMA_VERSION
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Measurement:
-        known = {item.name: data[item.name] for item in fields(cls) if item.name in data}
-        for name in ("stretches", "by_rank"):
-            known[name] = tuple(known[name])
-        return cls(**known)
 
 
 # --- clocks ----------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from foretell.runtime.apply import Job, apply
 from foretell.runtime.pool import Pool, RankFailure
 from foretell.runtime.ranks import Ranks, start
 from foretell.runtime.twin import Twin, twin
+from foretell.trace import user_code
 from foretell.trace.load import Source, load
 from foretell.trace.step import Batch, Workload, build_optimizer, cast_floats, compute_loss, prepare_precision
 
@@ -390,6 +391,7 @@ class Verifier:
 
     def prepare(self) -> Twin:
         """The twin of the plan, made where user code may run."""
+        user_code.before(user_code.files_of(self._plan.model))
         self.twin: Twin = self._alone(_twin, self._plan)
         return self.twin
 

@@ -46,6 +46,7 @@ from foretell.search.space_wishes import check as check_wishes
 from foretell.search.traces import Traces
 from foretell.trace.load import Source
 from foretell.trace.load import check as check_source
+from foretell.trace.process import TIME_LIMIT
 from foretell.trace.types import Trace
 
 LIMIT = 50
@@ -67,12 +68,13 @@ def choose(
     source: Source, cluster: Cluster, hardware: str, wishes: Wishes | None = None, *, options: Options | None = None,
     hints: Mapping[str, float] | None = None, cache: bool = True, progress: Progress = lambda _: None,
     exact: bool | None = True, what_if: bool = False, patience: float = float("inf"), by_law: bool = False,
-    traces: Traces | None = None,
+    traces: Traces | None = None, time_limit: float = TIME_LIMIT,
 ) -> Choice:  # fmt: skip
     """The best plan for a model on hardware; `hardware` is how the user wrote it.
 
     `exact`: whether the best is costed op by op in any case (True), where that is quick (None), or not (False).
     `by_law`: where no batch is asked for, the Step Law's for `wishes.tokens` is taken. `traces`: those at hand.
+    `time_limit`: seconds that tracing one step may take.
     """
     check_source(source)
     asked, device = wishes or Wishes(), cluster.device
@@ -80,7 +82,9 @@ def choose(
     check_law(by_law, asked.tokens)
     on_cpu = device.backend == "cpu"
     capability = None if on_cpu else device.compute_capability or (9, 0)
-    traces = traces or Traces(capability=capability, hints=dict(hints or {}), cache=cache, progress=progress)
+    traces = traces or Traces(
+        capability=capability, hints=dict(hints or {}), cache=cache, progress=progress, time_limit=time_limit
+    )
     how = options or Options()
     how = replace(how, profile_of=functools.cache(how.profile_of))
     remarks: tuple[str, ...] = ()

@@ -18,12 +18,12 @@ from foretell.hardware import overhead
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster, Device
 from foretell.search.infer import Place, Split, Unit, split_front
-from foretell.trace import cache as store
-from foretell.trace.child import request, trace_in_child
-from foretell.trace.file import loads
+from foretell.trace.child import request
 from foretell.trace.load import Source
 from foretell.trace.load import check as check_source
+from foretell.trace.process import TIME_LIMIT
 from foretell.trace.recipe import Recipe
+from foretell.trace.stored import traced
 from foretell.trace.types import BUFFER, INPUT, PARAMETER, Op, Trace
 
 DEPTH = 2
@@ -63,30 +63,26 @@ class InferPlan:
 
 def infer_plan(
     source: Source, cluster: Cluster, *, precision: str = "bf16", profile_of: Callable[[str], Profile | None],
-    cache: bool = True,
+    cache: bool = True, time_limit: float = TIME_LIMIT,
 ) -> InferPlan:  # fmt: skip
     """The front of splits of a model over a cluster's devices. Nothing is run: one request is traced on fake tensors."""
     check_source(source)
     if cluster.count > MOST_DEVICES:
         raise UserError(f"{cluster.count} devices to split one request over", f"at most {MOST_DEVICES}")
     traces = {
-        kind: inference_trace(source, precision, capability, cache) for kind, capability in _capabilities(cluster).items()
+        kind: inference_trace(source, precision, capability, cache, time_limit)
+        for kind, capability in _capabilities(cluster).items()
     }
     return plan_from(traces, cluster, profile_of, source.micro_batch)
 
 
-def inference_trace(source: Source, precision: str, capability: tuple[int, int] | None, cache: bool = True) -> Trace:
+def inference_trace(
+    source: Source, precision: str, capability: tuple[int, int] | None, cache: bool = True, time_limit: float = TIME_LIMIT
+) -> Trace:
     """One forward without gradients, as a device of that capability (None: a CPU) runs it."""
     recipe = Recipe(precision=precision, mode="infer")
     asked = request(source, recipe, capability or (), {})  # type: ignore[arg-type]
-    key = store.key_of({"trace": asked})
-    known = store.read("traces", key) if cache else None
-    if known is None:
-        text, reply = trace_in_child(asked)
-        known = {"trace": text, "notes": reply["notes"]}
-        if cache:
-            store.write("traces", key, known, reply["files"])
-    return loads(known["trace"])
+    return traced(asked, cache=cache, time_limit=time_limit)[0]
 
 
 def plan_from(

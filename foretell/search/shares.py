@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from foretell.decode import value_of
 from foretell.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ class Shares:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Shares:
-        return cls(**{**found, "paths": tuple(found["paths"])})
+        """Raises `decode.Mismatch` where a field is of another type."""
+        shares: Shares = value_of(cls, found)
+        return shares
 
 
 def shares_of(build: Callable[[], Workload]) -> Shares:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -57,10 +56,10 @@ MESSAGES = {
 WAIT = "foretell.tensor_wait"
 
 
-def trace_split(asked: Mapping[str, Any], target: Path) -> dict[str, Any]:
+def trace_split(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Answer a request whose `tp` says over how many ranks to split, and how."""
     from foretell.trace.cache import file_hashes
-    from foretell.trace.file import save
+    from foretell.trace.file import dumps
     from foretell.trace.load import notes, step_error, user_files
 
     source, recipe = Source(**asked["source"]), Recipe.from_json(asked["recipe"])
@@ -77,9 +76,8 @@ def trace_split(asked: Mapping[str, Any], target: Path) -> dict[str, Any]:
         raise
     except Exception as error:
         raise step_error(source.model, error) from error
-    save(trace, target)
     told = {"notes": [*derived.notes], "split": list(derived.report())} if derived else {"notes": []}
-    return {"files": file_hashes(user_files()), **told, "notes": [*notes(), *told["notes"]]}
+    return {"text": dumps(trace), "files": file_hashes(user_files()), **told, "notes": [*notes(), *told["notes"]]}
 
 
 def capture_split_deep(

@@ -6,7 +6,7 @@ Micro-batches above 4 are derived from those of 2 and 4 samples; residencies and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,14 +15,14 @@ from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Plan
 from foretell.search.shares import Shares
 from foretell.trace import cache as store
+from foretell.trace import stored
 from foretell.trace.child import request
-from foretell.trace.file import loads
+from foretell.trace.process import TIME_LIMIT, Progress
 from foretell.trace.types import Trace
 
 PAIR = (2, 4)
 """Micro-batches that larger ones are derived from."""
 MODES = ("keep", "recompute", "selective")
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,10 @@ class Traces:
     hints: Mapping[str, float] = field(default_factory=dict)
     cache: bool = True
     progress: Progress = lambda _: None
+    time_limit: float = TIME_LIMIT
+    """Seconds that tracing one step may take."""
+    own: Mapping[str, stored.Stored] = field(default_factory=dict)
+    """Traces that a run folder has, by their request (`question`): they come first."""
     notes: list[str] = field(default_factory=list)
     _known: dict[str, Trace] = field(default_factory=dict)
     _crooked: set[str] = field(default_factory=set)
@@ -59,32 +63,34 @@ class Traces:
         for plan, mode in plans:
             for asked in self._needed(plan, mode):
                 wanted.setdefault(store.key_of({"trace": asked}), asked)
-        missing = {key: asked for key, asked in wanted.items() if not self._at_hand(key)}
+        missing = [asked for asked in wanted.values() if not self._at_hand(asked)]
         if not missing:
             return
-        for (key, _), (text, reply) in zip(missing.items(), self._made(list(missing.values())), strict=True):
-            self._keep(key, text, reply)
+        for asked, (text, reply) in zip(missing, self._made(missing), strict=True):
+            if self.cache:
+                stored.keep(asked, text, reply)
+            self._take(asked, stored.parsed({"trace": text, **reply}))
 
     def _made(self, requests: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
         """New traces, all made in a process of their own."""
         from foretell.search.child import trace_all
 
-        return trace_all(requests, self.progress)
+        return trace_all(requests, self.progress, time_limit=self.time_limit)
 
     def shares(self, plan: Plan) -> Shares:
         """What ranks can share of a plan's model: positions, experts."""
         source = replace(source_of(plan), micro_batch=PAIR[0])
         asked = {"source": {**vars(source), "overrides": dict(source.overrides)}, "shares": True}
         key = store.key_of({"shares": asked})
-        found = store.read("shares", key) if self.cache else None
-        if found is None:
-            from foretell.search.child import trace_all
+        found = store.read("shares", key, lambda entry: Shares.from_json(entry["shares"])) if self.cache else None
+        if found is not None:
+            return found
+        from foretell.search.child import trace_all
 
-            (text, reply), *_ = trace_all([asked], self.progress)
-            found = {"shares": json.loads(text)}
-            if self.cache:
-                store.write("shares", key, found, reply["files"])
-        return Shares.from_json(found["shares"])
+        (text, reply), *_ = trace_all([asked], self.progress, time_limit=self.time_limit)
+        if self.cache:
+            store.write("shares", key, {"shares": json.loads(text)}, reply["files"])
+        return Shares.from_json(json.loads(text))
 
     # ------------------------------------------------------------------ one trace
 
@@ -128,27 +134,33 @@ class Traces:
 
     def at_hand(self, plan: Plan, mode: str) -> bool:
         """Whether nothing has to be traced for a plan's blocks in a mode."""
-        return all(self._at_hand(store.key_of({"trace": asked})) for asked in self._needed(plan, mode))
+        return all(self._at_hand(asked) for asked in self._needed(plan, mode))
 
-    def _at_hand(self, key: str) -> bool:
-        return key in self._known or self._stored(key)
+    def kept(self, plan: Plan, modes: Iterable[str]) -> dict[str, stored.Entry]:
+        """What is stored of what a plan needs: by its request, as text. Nothing is traced."""
+        requests = [asked for mode in modes for asked in self._needed(plan, mode)]
+        found = {question(asked): self._stored(asked) for asked in requests}
+        return {name: one[1] for name, one in found.items() if one is not None}
 
-    def _stored(self, key: str) -> bool:
-        found = store.read("traces", key) if self.cache else None
-        if found is None:
-            return False
-        self._take(key, found["trace"], found)
-        return True
+    def _at_hand(self, asked: Mapping[str, Any]) -> bool:
+        if store.key_of({"trace": asked}) in self._known:
+            return True
+        found = self._stored(asked)
+        if found is not None:
+            self._take(asked, found)
+        return found is not None
 
-    def _keep(self, key: str, text: str, reply: Mapping[str, Any]) -> None:
-        if self.cache:
-            entry = {name: reply[name] for name in ("notes", "shapes", "tied", "source") if name in reply}
-            store.write("traces", key, {"trace": text, **entry}, reply["files"])
-        self._take(key, text, reply)
+    def _stored(self, asked: Mapping[str, Any]) -> stored.Stored | None:
+        return self.own.get(question(asked)) or (stored.known(asked) if self.cache else None)
 
-    def _take(self, key: str, text: str, entry: Mapping[str, Any]) -> None:
-        self._known[key] = loads(text)
-        self.notes.extend(note for note in entry.get("notes", ()) if note not in self.notes)
-        if "shapes" in entry:
-            shapes = {name: (tuple(shape), dtype) for name, (shape, dtype) in entry["shapes"].items()}
-            self.facts = Facts(shapes, tuple(map(tuple, entry["tied"])))
+    def _take(self, asked: Mapping[str, Any], found: stored.Stored) -> None:
+        trace, entry = found
+        self._known[store.key_of({"trace": asked})] = trace
+        self.notes.extend(note for note in entry.notes if note not in self.notes)
+        if entry.shapes is not None:
+            self.facts = Facts(entry.shapes, entry.tied)
+
+
+def question(asked: Mapping[str, Any]) -> str:
+    """A request as one text."""
+    return json.dumps(asked, sort_keys=True, default=str)

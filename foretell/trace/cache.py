@@ -1,20 +1,31 @@
-"""Answers kept on disk: keyed by configuration and versions, checked against the content of every user file."""
+"""Answers kept on disk: keyed by configuration and versions, checked against the content of every user file.
+
+An entry is a line with a checksum over the rest and its own name, then JSON. One that is damaged, or does not hold what its
+kind of answer has, is deleted and made anew. The checksum finds damage; it does not prove who wrote the entry.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
+import stat
 import sys
-import tempfile
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from foretell import __version__
+from foretell.decode import value_of
+from foretell.errors import UserError
+from foretell.files import one_line, write_atomically
 
+VERSION = 1
+Value = TypeVar("Value")
 PACKAGES = ("torch", "transformers", "timm", "torchvision")
 
 
@@ -23,8 +34,10 @@ def folder() -> Path:
     given = os.environ.get("FORETELL_CACHE")
     if given:
         return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "foretell"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretell"
+    except RuntimeError:  # no home: nothing is kept
+        return Path(os.devnull) / "foretell"
 
 
 @functools.cache
@@ -63,40 +76,59 @@ def file_hashes(paths: Iterable[str]) -> dict[str, str]:
 
 def _hash(path: str) -> str:
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError:
+        return hashlib.sha256(_content(Path(path))).hexdigest()
+    except (OSError, ValueError):
         return "missing"
 
 
-def read(kind: str, key: str) -> dict[str, Any] | None:
-    """A stored entry, unless a file it depends on has changed or it cannot be read."""
+def read(kind: str, key: str, parse: Callable[[dict[str, Any]], Value]) -> Value | None:
+    """What `parse` makes of a stored entry; None where there is none, or a file it depends on has changed.
+
+    An entry that is damaged, or that `parse` refuses with an exception that data can cause, is deleted.
+    """
+    path = folder() / kind / f"{key}.json"
     try:
-        entry = json.loads((folder() / kind / f"{key}.json").read_text())
-        files = entry["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        content = _content(path, follow=False)
+    except (OSError, ValueError):
         return None
-    if any(_hash(path) != digest for path, digest in files.items()):
+    try:
+        entry = _checked(content, kind, key)
+        files = value_of(dict[str, str], entry["files"], "files")
+        if any(_hash(name) != digest for name, digest in files.items()):
+            return None
+        return parse(entry)
+    except (UserError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        warnings.warn(f"the cache entry {path} is damaged and made anew: {one_line(error)}", stacklevel=2)
+        with contextlib.suppress(OSError):
+            path.unlink()
         return None
-    return entry if isinstance(entry, dict) else None
 
 
 def write(kind: str, key: str, entry: Mapping[str, Any], files: Mapping[str, str]) -> None:
     """Store an entry; a cache that cannot be written is no error."""
-    target = folder() / kind / f"{key}.json"
-    try:
-        write_atomically(target, json.dumps({**entry, "files": dict(files)}))
-    except OSError:
-        return
+    content = json.dumps({**entry, "files": dict(files)}).encode()
+    with contextlib.suppress(OSError, ValueError):
+        write_atomically(folder() / kind / f"{key}.json", _seal(content, kind, key) + content)
 
 
-def write_atomically(target: Path, text: str) -> None:
-    """All of it or nothing, also when interrupted."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".partial-")
-    try:
-        with os.fdopen(handle, "w") as stream:
-            stream.write(text)
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+def _seal(content: bytes, kind: str, key: str) -> bytes:
+    """The first line: moved under another name, an entry is as wrong as a damaged one."""
+    digest = hashlib.sha256(f"{kind}/{key}\n".encode() + content).hexdigest()
+    return json.dumps({"foretell-cache": VERSION, "sha256": digest}).encode() + b"\n"
+
+
+def _checked(content: bytes, kind: str, key: str) -> dict[str, Any]:
+    seal, _, rest = content.partition(b"\n")
+    if seal + b"\n" != _seal(rest, kind, key):
+        raise ValueError("its checksum is not that of its content")
+    entry: dict[str, Any] = json.loads(rest)
+    return entry
+
+
+def _content(path: Path, *, follow: bool = True) -> bytes:
+    """All of a regular file: a pipe or a device in its place is never waited for."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    with open(handle, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(f"{path} is no regular file")
+        return stream.read()

@@ -1,25 +1,22 @@
 """Trace in a process of its own: user code may raise, hang or abort without taking foretell down.
 
-    parent ── request (JSON, stdin) ──►  python -m foretell.trace.child
-           ◄── reply (JSON, a file) ───  the trace is written beside it
+    parent ── request ──►  python -m foretell.trace.child   (see `trace.process`)
+           ◄── reply ────  the trace, user files with hashes, notes; or an error
 """
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from foretell import errors
 from foretell.errors import ForetellError, InternalError, ModelError, UserError
+from foretell.trace import user_code
 from foretell.trace.load import Source
+from foretell.trace.process import TIME_LIMIT, Ended, Progress, ask, package_parent, serve
 from foretell.trace.recipe import Recipe
+from foretell.units import human_seconds
 
 
 def request(
@@ -33,45 +30,53 @@ def request(
     }
 
 
-def trace_in_child(asked: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def trace_in_child(asked: Mapping[str, Any], *, time_limit: float = TIME_LIMIT) -> tuple[str, dict[str, Any]]:
     """The text of the trace file, and the child's reply (user files with hashes, notes)."""
-    with tempfile.TemporaryDirectory(prefix="foretell-") as folder:
-        command = [sys.executable, "-m", "foretell.trace.child", folder]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_package_parent(), os.environ.get("PYTHONPATH")]))
-        done = subprocess.run(
-            command, input=json.dumps(asked), text=True, capture_output=True, env=environment, check=False
-        )
-        reply_file = Path(folder) / "reply.json"
-        if not reply_file.exists():
-            raise _died(asked, done)
-        reply = json.loads(reply_file.read_text())
-        if "error" in reply:
-            raise _as_error(reply["error"])
-        return (Path(folder) / "trace.json").read_text(), reply
+    return ask_all("foretell.trace.child", [asked], time_limit=time_limit)[0]
+
+
+def ask_all(
+    module: str, requests: Sequence[Mapping[str, Any]], *, time_limit: float, progress: Progress = lambda _: None
+) -> list[tuple[str, dict[str, Any]]]:
+    """The text that answers each request and the rest of the reply; the first failure is raised."""
+    files = [file for asked in requests for file in user_code.files_of(asked["source"])]
+    user_code.before(files)
+    found = ask(module, requests, time_limit=time_limit, progress=progress, imports_from_here=bool(files))
+    if isinstance(found, Ended):
+        raise _died(requests[len(found.answers)], found, time_limit)
+    if "error" in found[-1]:
+        raise _as_error(found[-1]["error"])
+    return [(reply.pop("text"), reply) for reply in found]
 
 
 def _package_parent() -> str:
-    return str(Path(__file__).resolve().parent.parent.parent)
+    return package_parent()
 
 
-def _died(asked: Mapping[str, Any], done: subprocess.CompletedProcess[str]) -> ForetellError:
+def _died(asked: Mapping[str, Any], ended: Ended, time_limit: float) -> ForetellError:
     model = asked["source"]["model"]
-    tail = "\n".join(done.stderr.strip().splitlines()[-12:])
-    if done.returncode == -signal.SIGKILL:
+    tail = "\n".join(ended.tail.strip().splitlines()[-12:])
+    if ended.code is None:
+        return ModelError(
+            f"tracing {model} took longer than the time limit of {human_seconds(time_limit)}",
+            f"a longer one, such as --time-limit {human_seconds(3 * time_limit, short=True)}, or a smaller model or batch; "
+            "see that its file neither waits nor loops for ever",
+            tail,
+        )  # fmt: skip
+    if ended.code == -signal.SIGKILL:
         return ModelError(
             f"tracing {model} was killed, most likely for want of memory on this machine",
             "build the model without real tensors of full size (no torch.load, no numpy arrays) in its constructor",
             tail,
         )
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
+    if ended.code < 0:
+        name = signal.Signals(-ended.code).name
         return ModelError(
             f"the code of {model} aborted the process that traced it ({name})",
             "a compiled extension or a CUDA call in the model does that; build it with plain PyTorch ops",
             tail,
         )
-    return InternalError(f"the tracing process ended with code {done.returncode} and no reply\n{tail}")
+    return InternalError(f"the tracing process ended with code {ended.code} and no reply\n{tail}")
 
 
 def _as_error(data: Mapping[str, str]) -> ForetellError:
@@ -83,35 +88,26 @@ def _as_error(data: Mapping[str, str]) -> ForetellError:
     return error
 
 
-def main(folder: str) -> None:
-    asked = json.loads(sys.stdin.read())
-    reply = Path(folder) / "reply.json"
+def answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `work` gives, or its error as data."""
     try:
-        answer = _trace(asked, Path(folder) / "trace.json")
+        return work()
     except UserError as error:
-        answer = {
-            "error": {
-                "kind": type(error).__name__, "problem": error.problem, "remedy": error.remedy, "detail": error.detail,
-            }
-        }  # fmt: skip
+        told = {"problem": error.problem, "remedy": error.remedy, "detail": error.detail}
+        return {"error": {"kind": type(error).__name__, **told}}
     except Exception as error:
         import traceback
 
-        answer = {
-            "error": {
-                "kind": "InternalError", "problem": f"{type(error).__name__}: {error}", "remedy": "",
-                "detail": traceback.format_exc(),
-            }
-        }  # fmt: skip
-    reply.write_text(json.dumps(answer))
+        problem = f"{type(error).__name__}: {error}"
+        return {"error": {"kind": "InternalError", "problem": problem, "remedy": "", "detail": traceback.format_exc()}}
 
 
-def _trace(asked: Mapping[str, Any], target: Path, summed: bool = False) -> dict[str, Any]:
+def _trace(asked: Mapping[str, Any], summed: bool = False) -> dict[str, Any]:
     import time
 
     from foretell.trace.cache import file_hashes
     from foretell.trace.deep import capture_deep
-    from foretell.trace.file import save
+    from foretell.trace.file import dumps
     from foretell.trace.load import load, notes, step_error, user_files
 
     source, recipe = Source(**asked["source"]), Recipe.from_json(asked["recipe"])
@@ -126,9 +122,12 @@ def _trace(asked: Mapping[str, Any], target: Path, summed: bool = False) -> dict
     except Exception as error:
         raise step_error(source.model, error) from error
     seconds = time.perf_counter() - started
-    save(trace, target)
-    return {"files": file_hashes(user_files()), "notes": notes(), "seconds": seconds}
+    return {"text": dumps(trace), "files": file_hashes(user_files()), "notes": notes(), "seconds": seconds}
+
+
+def main() -> None:
+    serve(lambda requests, reply: reply(answered(lambda: _trace(requests[0]))))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

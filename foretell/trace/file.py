@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from foretell.errors import FileFormatError, UserError
+from foretell.files import write_atomically
+from foretell.trace.file_check import fields
 from foretell.trace.fold import (
     Block,
     FoldedProgram,
@@ -57,12 +58,7 @@ def save(trace: Trace, path: str | Path) -> None:
         import gzip
 
         data = gzip.compress(data, 6, mtime=0)
-    aside = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
-    try:
-        aside.write_bytes(data)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_atomically(path, data, parents=False)
 
 
 def load(path: str | Path) -> Trace:
@@ -100,10 +96,11 @@ def loads(text: str | bytes, name: str = "the trace") -> Trace:
             f"{name} has trace schema {data.get('schema')!r}, and this foretell reads {SCHEMA_VERSION}", _AGAIN
         )
     try:
+        fields(data)
         return unfold(_Reader(data).trace())
     except KeyError as error:
         raise FileFormatError(f"{name} lacks the field {error}", _AGAIN) from error
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
         raise FileFormatError(f"{name} is damaged ({_line(error)})", _AGAIN) from error
 
 

@@ -213,8 +213,9 @@ def _model_class(config: Any) -> Any:
     import transformers
 
     for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
     order = (*_SEQ2SEQ, *_TEXT, *_OTHER) if getattr(config, "is_encoder_decoder", False) else (*_TEXT, *_OTHER)
     if getattr(config, "is_decoder", False):
         order = ("CausalLM", *order)
@@ -371,6 +372,7 @@ def _load_timm(source: Source, name: str, notes: list[str]) -> Workload:
     timm = importlib.import_module("timm")
     if not timm.is_model(name):
         raise UnknownName("timm model", name, timm.list_models(), "timm.list_models() has all")
+    reject_files(source, ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"))
     options = dict(source.overrides)
     fixed = getattr(timm.models.get_pretrained_cfg(name, allow_unregistered=False), "fixed_input_size", False)
     if source.image is not None and fixed:
@@ -381,6 +383,13 @@ def _load_timm(source: Source, name: str, notes: list[str]) -> Workload:
     high, wide = (side, side) if isinstance(side, int) else side
     shape = (source.micro_batch, options.get("in_chans", channels), high, wide)
     return _classifier(model, shape, getattr(model, "num_classes", 0), notes)
+
+
+def reject_files(source: Source, names: tuple[str, ...]) -> None:
+    """Settings that would read weights: models are built without any."""
+    for name in source.overrides:
+        if name in names:
+            raise UserError(f"'{name}' of {source.model} names files of weights", "models are built without weights; leave it out")
 
 
 def _load_torchvision(source: Source, name: str, notes: list[str]) -> Workload:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretell import zoo
 from foretell.errors import ForetellError, ModelError, UnknownName, UserError, near_names
+from foretell.trace import user_code
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,6 +109,7 @@ def check(source: Source) -> None:
 def load(source: Source) -> Workload:
     """Build the model and one example batch, with the ambient tensor mode and device."""
     check(source)
+    user_code.before(user_code.files_of(vars(source)))
     _notes.clear()
     try:
         workload = _build_or_aside(source)
@@ -411,6 +413,7 @@ def _import_file(path: Path) -> ModuleType:
     In a package (a folder with `__init__.py`) relative imports work too.
     """
     path = path.resolve()
+    user_code.before([str(path)])
     root, package = path.parent, list[str]()
     while (root / "__init__.py").is_file():
         package.insert(0, root.name)
@@ -513,6 +516,8 @@ def function(path: str, name: str) -> Callable[..., Any] | None:
     """A function of the user's file; None where it has none of that name."""
     try:
         found: Callable[..., Any] | None = getattr(_import_mended(Path(path)), name, None)
+    except user_code.CodeNeeded:
+        raise
     except (Exception, SystemExit) as error:
         raise model_error(path, error, "importing") from error
     return found if callable(found) else None

@@ -112,7 +112,7 @@ def test_help_names_every_command_and_option() -> None:
     for option in ("--on", "--micro-batch", "--seq", "--image", "--optimizer", "--precision", "--recompute",
                    "--accumulate", "--clip", "--lora", "--nf4", "--freeze", "--infer", "--set", "--hint", "--loss",
                    "--expandable-segments", "--compile", "--tokens", "--samples", "--epochs", "--dataset-size", "--region",
-                   "--price", "--trace-out", "--json", "--no-cache", "--debug"):  # fmt: skip
+                   "--price", "--trace-out", "--time-limit", "--json", "--no-cache", "--debug"):  # fmt: skip
         line = next(line for line in text.splitlines() if line.strip().startswith(f"{option} "))
         assert len(line.split()) > 3, f"{option} has no help"
     assert "check" in run("zoo", "--help").stdout
@@ -256,7 +256,7 @@ def test_options_reach_the_api() -> None:
         "recompute": "full", "accumulate": 2, "clip": 0.5, "lora": 8, "nf4": True, "freeze": ("wte", "wpe"),
         "infer": True, "overrides": {"layers": 2}, "hints": {"a": 0.5}, "loss": None, "expandable_segments": True,
         "cache": False, "compile": True, "tokens": None, "samples": None, "epochs": 90.0, "dataset_size": 1.28e6,
-        "region": "FR", "price": 2.5, "trace_out": "step.json",
+        "region": "FR", "price": 2.5, "trace_out": "step.json", "time_limit": 600.0,
     }  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.strip() == str(sorted(expected.items()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,12 +125,9 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    for broken in ("replace", "write"):
+    for broken in ("replace", "fsync"):
         with monkeypatch.context() as patch:
-            if broken == "replace":
-                patch.setattr(file.os, "replace", full)
-            else:
-                patch.setattr(Path, "write_bytes", full)
+            patch.setattr(os, broken, full)
             with pytest.raises(OSError, match="No space"):
                 file.save(replace(small(), resident=()), path)
         assert_same(file.load(path), small())

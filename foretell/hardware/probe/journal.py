@@ -21,7 +21,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from foretell.errors import FileFormatError, UserError
-from foretell.hardware.profile import About, Case, Measured, OpRow, write_whole
+from foretell.files import write_atomically
+from foretell.hardware.profile import About, Case, Measured, OpRow
 
 KIND, SCHEMA = "foretell-journal", 1
 _ANEW = "start anew without --resume"
@@ -92,7 +93,7 @@ def begin(path: Path, about: About, *, resume: bool) -> Journal:
     else:
         entries = []
     try:
-        write_whole(path, _lines(about, entries))
+        write_atomically(path, _lines(about, entries))
         return Journal(path, about, entries)
     except OSError as error:
         remedy = "free some space or give --out another place"
@@ -112,7 +113,7 @@ def packed_path(path: Path) -> Path:
 def pack(path: Path) -> Path:
     """Compress a finished journal in place of the plain one."""
     packed = packed_path(path)
-    write_whole(packed, gzip.compress(path.read_bytes(), mtime=0))
+    write_atomically(packed, gzip.compress(path.read_bytes(), mtime=0))
     path.unlink()
     return packed
 
@@ -120,7 +121,7 @@ def pack(path: Path) -> Path:
 def write(path: Path, about: About, entries: Iterable[Entry]) -> None:
     """A whole journal at once, compressed where the name says so."""
     content = _lines(about, entries)
-    write_whole(path, gzip.compress(content, mtime=0) if path.name.endswith(".gz") else content)
+    write_atomically(path, gzip.compress(content, mtime=0) if path.name.endswith(".gz") else content)
 
 
 def read(path: Path) -> tuple[About, list[Entry]]:

@@ -100,7 +100,6 @@ def probe_ranks(
 def write(fabric: Fabric, out: str | Path) -> Path:
     """The cluster as a hardware file, whole or not at all, and beside it the rows as a journal."""
     target = Path(out)
-    part = target.with_name(f".partial-{target.name}")
     entries = [
         *(journal.Entry("collective", 0.0, row) for row in fabric.collectives),
         *(journal.Entry("pair", 0.0, row) for row in fabric.pairs),
@@ -109,10 +108,8 @@ def write(fabric: Fabric, out: str | Path) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         journal.write(journal.packed_path(journal_path(target)), fabric.about, entries)
-        files.save(fabric.cluster, part)
-        os.replace(part, target)
+        files.save(fabric.cluster, target)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise UserError(
             f"the cluster could not be written to '{target}': {error.strerror}", "give --out another place"
         ) from None

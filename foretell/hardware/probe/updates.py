@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from foretell.hardware.profile import journal_path, load, save, write_whole
+from foretell.files import write_atomically
+from foretell.hardware.profile import journal_path, load, save
 from foretell.units import MIB
 
 Found = dict[str, Any]
@@ -128,7 +129,7 @@ def attach(path: Path, rows: tuple[Found, ...]) -> list[Path]:
         lines = gzip.decompress(journal.read_bytes()).decode().splitlines()
         old = [line for line in lines if not any(f'"name":"{name}"' in line for name in names)]
         new = [json.dumps(["copy", 0.0, row], separators=(",", ":")) for row in rows]
-        write_whole(journal, gzip.compress("".join(f"{line}\n" for line in (*old, *new)).encode(), mtime=0))
+        write_atomically(journal, gzip.compress("".join(f"{line}\n" for line in (*old, *new)).encode(), mtime=0))
         written.append(journal)
     return written
 

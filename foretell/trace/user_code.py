@@ -1,0 +1,80 @@
+"""Whose code is about to run. Everything that imports a Python file that a model, a loss or data names asks here first.
+
+    reading commands (show, report, compare, ...) ── refused() ──►  CodeNeeded: which file, and that it was not run
+    all others                                    ── tell ──────►  "runs code of /abs/path/mine.py", once for each file
+
+What foretell and installed packages build by name (the zoo, hf:, timm:, torchvision:) is nobody's file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from foretell.errors import UserError
+
+_refused: ContextVar[bool] = ContextVar("user code is refused", default=False)
+_tell: ContextVar[Callable[[str], None] | None] = ContextVar("told of user code", default=None)
+_told: set[str] = set()
+
+
+class CodeNeeded(UserError):
+    """Something can only be known by running a file of the user's, and nobody asked for that."""
+
+    def __init__(self, files: Iterable[str]) -> None:
+        self.files = tuple(files)
+        super().__init__(f"this would run code of {', '.join(self.files)}, and reading runs no code")
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """For commands that read: code of the user's is not run."""
+    token = _refused.set(True)
+    try:
+        yield
+    finally:
+        _refused.reset(token)
+
+
+@contextmanager
+def allowed() -> Iterator[None]:
+    """Inside `refused`, for what was asked for in so many words."""
+    token = _refused.set(False)
+    try:
+        yield
+    finally:
+        _refused.reset(token)
+
+
+def tell_with(tell: Callable[[str], None]) -> None:
+    """Who says whose code runs; nobody does for those who call the API."""
+    _tell.set(tell)
+    _told.clear()
+
+
+def files_of(source: Mapping[str, Any]) -> tuple[str, ...]:
+    """Python files that a source names, by their whole path: `model` and `loss`."""
+    named = [source.get("model"), source.get("loss")]
+    found = [text.rpartition(":")[0] if not text.endswith(".py") else text for text in named if isinstance(text, str) and _is_file(text)]
+    return tuple(dict.fromkeys(str(Path(path).resolve()) for path in found))
+
+
+def _is_file(text: str) -> bool:
+    return text.endswith(".py") or ".py:" in text
+
+
+def before(files: Iterable[str]) -> None:
+    """Ask before code of these files runs."""
+    files = tuple(files)
+    if not files:
+        return
+    if _refused.get():
+        raise CodeNeeded(files)
+    tell = _tell.get()
+    for file in files:
+        if tell is not None and file not in _told:
+            _told.add(file)
+            tell(file)
