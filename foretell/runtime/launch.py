@@ -106,8 +106,9 @@ def gpus() -> int:
 
 
 def launch(
-    words: Sequence[str], world: int, *, say: Callable[[str], None] = lambda _: None, limits: Limits | None = None
-) -> Ended:
+    words: Sequence[str], world: int, *, say: Callable[[str], None] = lambda _: None, limits: Limits | None = None,
+    program: Sequence[str] = ("-m", "foretell"),
+) -> Ended:  # fmt: skip
     """Run `python -m foretell WORDS` as so many ranks; `say` gets lines for the screen."""
     outlook = _Outlook(world, limits or Limits.usual(TIMEOUT_SECONDS), say)
     port = _free_port()
@@ -116,7 +117,7 @@ def launch(
     before = {number: signal.signal(number, forward) for number in caught()}
     try:
         for rank in range(world):
-            children.append(_start(words, rank, world, port, outlook.pipe(rank)))
+            children.append(_start([*program, *words], rank, world, port, outlook.pipe(rank)))
             forward.catch_up(children[-1])
         return _wait(children, outlook)
     finally:
@@ -152,7 +153,7 @@ def _start(words: Sequence[str], rank: int, world: int, port: int, pipe: int) ->
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "foretell", *words], env=env, stdin=subprocess.DEVNULL, process_group=0,
+            [sys.executable, *words], env=env, stdin=subprocess.DEVNULL, process_group=0,
             pass_fds=(pipe,), preexec_fn=_end_with_parent(os.getpid()),
         )  # fmt: skip
     finally:

@@ -21,6 +21,8 @@ IDLE_CPU_SHARE = 0.05
 """Of one core: a process that uses less, with all its children, computes nothing."""
 IDLE_IO_BYTES = 2**20
 """To and from disks: less than this in a while is no work."""
+RESTLESS_SHARE = 0.25
+"""Of the looks at it: a process that is found ready to compute, or waiting for a disk, more often is not idle."""
 _KEEP_SECONDS = 900.0
 _MOST_CHILDREN = 1000
 _PROC = Path("/proc")
@@ -132,7 +134,7 @@ class _Sample:
     cpu_seconds: float
     io_bytes: int
     calm: bool
-    """Its main thread waits for something that is not a disk."""
+    """Its main thread waits, and not for a disk."""
 
 
 class Idle:
@@ -158,12 +160,14 @@ class Idle:
 
     def seconds(self) -> float:
         """How long that has been so, up to the last look."""
-        if not self._samples or not self._samples[-1].calm:
+        if not self._samples:
             return 0.0
-        last, since = self._samples[-1], self._samples[-1].at
-        for sample in reversed(self._samples):
-            if not sample.calm or last.io_bytes - sample.io_bytes > IDLE_IO_BYTES:
+        last, since, restless = self._samples[-1], self._samples[-1].at, 0
+        for number, sample in enumerate(reversed(self._samples), 1):
+            restless += not sample.calm
+            if last.io_bytes - sample.io_bytes > IDLE_IO_BYTES:
                 break
-            if last.cpu_seconds - sample.cpu_seconds <= IDLE_CPU_SHARE * (last.at - sample.at) + 2 / _TICKS:
+            computes = last.cpu_seconds - sample.cpu_seconds > IDLE_CPU_SHARE * (last.at - sample.at) + 2 / _TICKS
+            if not computes and restless <= RESTLESS_SHARE * number:
                 since = sample.at
         return last.at - since
