@@ -32,6 +32,7 @@ from foretell.runtime.guard import RunFailed
 from foretell.runtime.measure import Measurement, Reading, Tally
 from foretell.runtime.prepare import applies, build, count_of, rank_seed, samples_of
 from foretell.runtime.ranks import Ranks
+from foretell.runtime.scaler import overflow_words, overflowed
 from foretell.runtime.signals import Signals
 from foretell.runtime.watch import Watch
 from foretell.trace.cache import versions
@@ -204,6 +205,8 @@ class Run:
         self.log: log.Log | None = None
         self.signals = Signals()
         self.bad: Reading | None = None
+        self.overflows = 0
+        """Steps without an update since their scaled gradients overflowed."""
         self.last_saved: save.Saved | None = None
         self.next_save: int | None = None
         """Where the interval is to be found: the step of the next save, the same on every rank."""
@@ -266,6 +269,8 @@ class Run:
                 self.evaluate()
             saved = self.save() if not self.settings.no_save else None
             self._look_at_disk(last=True)
+            if self.overflows and self.ranks.is_first:
+                self.screen.say(overflow_words(self.overflows))
             measured = self.measured()
             if isinstance(saved, save.NotSaved):
                 raise RunFailed(f"the last checkpoint was not saved: {saved.why}", self._kept())
@@ -303,7 +308,7 @@ class Run:
                 self.saver.before_update()
             result = self.job.update(loss)
             self.step += 1
-            self.clock.end(self.step, result.loss, result.grad_norm)
+            self.clock.end(self.step, result.loss, result.grad_norm, result.loss_scale)
             if self.step < settings.steps:
                 batches = self._fetched()
             self._note(self.clock.read())
@@ -362,7 +367,9 @@ class Run:
     def _note(self, readings: list[Reading]) -> None:
         for reading in readings:
             self.tally.add(reading)
-            if not math.isfinite(reading.loss) or not math.isfinite(reading.grad_norm or 0.0):
+            if overflowed(reading):
+                self.overflows += 1
+            elif not math.isfinite(reading.loss) or not math.isfinite(reading.grad_norm or 0.0):
                 self.bad = self.bad or reading
             if self.log is not None:
                 self._tell(reading)
@@ -375,7 +382,8 @@ class Run:
             self._memory, self._asked_memory = measure.memory(self.ranks.device), now
         share = measure.mfu(self.plan, reading.seconds, self.peak)
         self.log.write(
-            "step", reading.step, loss=reading.loss, grad_norm=reading.grad_norm, lr=self.schedule.at(reading.step - 1),
+            "step", reading.step, loss=reading.loss, grad_norm=reading.grad_norm, loss_scale=reading.loss_scale,
+            lr=self.schedule.at(reading.step - 1),
             seconds=reading.seconds, backward_seconds=reading.backward_seconds, update_seconds=reading.update_seconds,
             mfu=share, **self._memory,
         )  # fmt: skip
@@ -450,6 +458,7 @@ class Run:
         used = self.feed.first - (self.feed.share.step if self.step < self.settings.steps else 0)
         about = {
             "data": {**self.feed.state(used), "digest": self.feed.samples.digest()}, "schedule": self.schedule.to_json(),
+            "scaler": self.job.scaler.state() if self.job.scaler is not None else None,
             "plan": plans.to_json(self.plan), "versions": versions(), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }  # fmt: skip
         own, extra = save.own_state(self.job), save.extra(self.job)
@@ -478,11 +487,12 @@ class Run:
         first = self.feed.first - (ahead + 1) * self.feed.share.step
         what = "loss" if not math.isfinite(bad.loss) else "gradient's norm"
         value = bad.loss if what == "loss" else bad.grad_norm
+        scaled = f" with the loss scaled by {bad.loss_scale:g}" if bad.loss_scale is not None else ""
         where = guard.find_first(self.job, self.feed.at(first), self.control)
         kept = f"saved after step {self.step} in {done.path}" if isinstance(done, save.Saved) else self._kept()
         if self.log is not None:
             self.log.write("not finite", bad.step, what=what, where=where, first_sample=first)
         raise RunFailed(
-            f"the {what} of step {bad.step} is {value}: {where}; its update was not applied",
+            f"the {what} of step {bad.step} is {value}{scaled}: {where}; its update was not applied",
             f"look at samples {first} to {first + self.feed.share.step - 1} of the run's order, or lower --lr; {kept}",
         )

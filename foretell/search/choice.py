@@ -10,7 +10,7 @@ from foretell.cost.prediction import FITS, TIGHT, Infeasible
 from foretell.errors import UserError
 from foretell.plan.blocks import expand
 from foretell.plan.recipe import known_blocks
-from foretell.plan.types import Plan
+from foretell.plan.types import FP16, Plan
 from foretell.search.found import Found
 from foretell.search.law import Advice
 from foretell.units import human_bytes
@@ -101,6 +101,7 @@ def told(plan: Plan) -> str:
     axes = [f"{axis} {getattr(mesh, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "tp") if getattr(mesh, axis) > 1]
     words = [" × ".join(axes) or "one device", f"micro-batch {plan.micro_batch}"]
     words += [f"accumulate {plan.accumulate}"] if plan.accumulate > 1 else []
+    words += [plan.precision] if plan.precision == FP16 else []
     modes = sorted({residency.mode for residency in plan.blocks.values() if residency.mode != "keep"})
     words += [_TREATED.get(mode, mode) + _some(plan, mode) for mode in modes]
     words += [f"{plan.pipeline.stages} stages, {plan.pipeline.schedule}"] if plan.pipeline else []

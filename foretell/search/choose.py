@@ -28,6 +28,7 @@ from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan import legal
 from foretell.plan.blocks import compress, cuts_by_cost
+from foretell.plan.precision import default
 from foretell.plan.recipe import model_of
 from foretell.plan.types import MASTER, Mesh, Pipeline, Plan, Residency
 from foretell.search.choice import ALIKE, explained, kind_of
@@ -240,7 +241,7 @@ class _Search(Question):
         """Cost plans of one mesh: larger and larger micro-batches, then with recomputation."""
         base = Plan(
             model=self.about or model_of(self.source), hardware=self.hardware, mesh=mesh,
-            precision=self.wishes.precision or ("fp32" if self.on_cpu else "bf16-mixed"),
+            precision=self.wishes.precision or default(self.cluster),
             optimizer=self.wishes.optimizer, clip=self.wishes.clip, pipeline=self._pipeline(mesh),
         )  # fmt: skip
         batches = list(self.batches(mesh))

@@ -203,8 +203,7 @@ class Explorer:
     # ------------------------------------------------------------------ around the best
 
     def _variants(self, began: float) -> None:
-        seen = {(p.layout.mesh, p.layout.micro_batch, p.layout.schedule, p.layout.interleave, p.layout.compile,
-                 p.layout.reshard) for p in self.found.points}  # fmt: skip
+        seen = {_variant(point.layout) for point in self.found.points}
         ordered = distinct(self.found.points, self.wishes)
         sizes = {point.devices: point for point in reversed(ordered)}
         chosen = {point.layout: point for point in (*ordered[:VARIED], *sizes.values())}
@@ -212,9 +211,8 @@ class Explorer:
             bare = space.bare(point.layout)
             for way in space.compiles(self.room, bare):
                 for frame in space.reshards(self.room, way):
-                    key = (frame.mesh, frame.micro_batch, frame.schedule, frame.interleave, frame.compile, frame.reshard)
-                    if key not in seen:
-                        seen.add(key)
+                    if _variant(frame) not in seen:
+                        seen.add(_variant(frame))
                         self.consider(frame, began)
 
 
@@ -224,7 +222,11 @@ def _all_shards(mesh: Mesh) -> Mesh:
 
 
 def _core(frame: Layout) -> object:
-    return frame.mesh, frame.micro_batch, frame.accumulate
+    return frame.mesh, frame.micro_batch, frame.accumulate, frame.precision
+
+
+def _variant(frame: Layout) -> object:
+    return frame.mesh, frame.micro_batch, frame.schedule, frame.interleave, frame.compile, frame.reshard, frame.precision
 
 
 class _Late(Exception):
@@ -232,7 +234,7 @@ class _Late(Exception):
 
 
 def distinct(points: Sequence[Point], wishes: Wishes) -> list[Point]:
-    """The best of every kind, the best first: a kind is a mesh, what is computed again, and how it is compiled."""
+    """The best of every kind, the best first: a kind is a mesh, a precision, what is computed again, and how it is compiled."""
     found: dict[object, Point] = {}
     for point in sorted(points, key=lambda p: score(p, wishes)):
         if not complaint(point, wishes):
@@ -242,7 +244,7 @@ def distinct(points: Sequence[Point], wishes: Wishes) -> list[Point]:
 
 def kind(layout: Layout) -> object:
     looped = layout.schedule if layout.mesh.pp > 1 else None
-    return layout.mesh, looped, tuple(sorted(set(layout.modes) - {"keep"})), layout.compile, layout.reshard
+    return layout.mesh, looped, tuple(sorted(set(layout.modes) - {"keep"})), layout.compile, layout.reshard, layout.precision
 
 
 def best(found: Explored, wishes: Wishes) -> Point | None:
