@@ -84,6 +84,11 @@ def default_recipe(cluster: Cluster, sharded: bool) -> str:
     return in_recipe(default(cluster), sharded)
 
 
+def for_inference(cluster: Cluster) -> str:
+    """The recipe's precision of weights and compute for inference, where none is asked for."""
+    return "bf16" if formats(cluster) is None else {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[low(cluster)]
+
+
 def refuse_recipe(precision: str, cluster: Cluster, sharded: bool) -> None:
     """Raise where a device has no units for what a recipe's precision computes in."""
     _refuse(precision, COMPUTES[precision], cluster, default_recipe(cluster, sharded))

@@ -41,6 +41,7 @@ from foretell.search.find import Finalist, Found, Unsuited, find
 from foretell.search.law import Advice, advice
 from foretell.search.law import check as check_law
 from foretell.search.moved import or_moved, spilled
+from foretell.search.reasons import of_candidates
 from foretell.search.sheet_modes import MODES, modes_of
 from foretell.search.space_wishes import Wishes as Wishes
 from foretell.search.space_wishes import check as check_wishes
@@ -132,7 +133,7 @@ def as_choice(found: Found) -> Choice:
     return Choice(
         best=one(found.best) if found.best is not None else None, runners_up=tuple(map(one, found.runners_up)),
         dropped=(*nearest, *map(one, found.dropped)), infeasible=found.infeasible, costed=found.costed, notes=found.notes,
-        found=found, law=found.law,
+        found=found, law=found.law, reasons=found.reasons,
     )  # fmt: skip
 
 
@@ -351,7 +352,9 @@ class _Search(Question):
         dropped = tuple(explained(one) for one in self.found if not one.fits)
         notes = (*self.traces.notes, *self.remarks)
         if not fitting:
-            return Choice(best=None, dropped=dropped, infeasible=self._nearest(), costed=self.costed, notes=notes)
+            return Choice(
+                best=None, dropped=dropped, infeasible=self._nearest(), costed=self.costed, notes=notes, reasons=of_candidates(dropped)
+            )
         alike = ALIKE_ON_CPU if self.on_cpu else ALIKE
         best = min((one for one in fitting if _speed(one) >= (1 - alike) * _speed(fitting[0])), key=_effort)
         losers: dict[Any, Candidate] = {}

@@ -12,6 +12,7 @@ from foretell.plan.types import FP16, MASTER
 from foretell.search.caps import host_of, unknown_host
 from foretell.search.choice import Candidate, Choice, explained, kind_of, why_slower
 from foretell.search.costing import Question
+from foretell.search.reasons import of_candidates
 from foretell.search.spill import meshes, spill
 from foretell.search.spill_words import helps, lines
 
@@ -29,7 +30,10 @@ def or_moved(found: Choice, question: Question) -> Choice:
             raise unknown_host(cluster)
         return replace(found, notes=(*found.notes, "optimizer states may fit in host memory: say how much of it plans may use with --host"))
     moved = spilled(question)
-    return moved if moved.best is not None else replace(found, where=moved.where, notes=(*found.notes, *moved.where))
+    if moved.best is not None:
+        return moved
+    again = tuple(replace(one, why=f"more with states elsewhere {one.why}") for one in moved.reasons)
+    return replace(found, where=moved.where, notes=(*found.notes, *moved.where), reasons=(*found.reasons, *again))
 
 
 def spilled(question: Question) -> Choice:
@@ -48,7 +52,7 @@ def spilled(question: Question) -> Choice:
         where = helps(found, sum(prod(shape) for shape, _ in shapes), bf16=not missing("bfloat16", cluster))
         dropped = tuple(Candidate(plan=one.plan, cost=one.cost, why=one.over) for one in found.tried)
         return Choice(best=None, dropped=tuple(map(explained, dropped)), infeasible=found.infeasible, costed=found.costed,
-                      notes=found.notes, where=where)  # fmt: skip
+                      notes=found.notes, where=where, reasons=of_candidates(dropped))  # fmt: skip
     where = lines(found)
     tried = [Candidate(plan=one.plan.with_(predicted=one.cost.predicted()), cost=one.cost) for one in (found.best, *found.tried)]
     best = replace(tried[0], plan=tried[0].plan.with_(notes=where))

@@ -9,6 +9,7 @@ Ways to compile and to give parameters back are then varied around the best layo
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,8 +46,10 @@ class Explored:
     """Of what does not fit: the one with the fewest bytes too many."""
     misfits: dict[Mesh, Filled] = field(default_factory=dict)
     """Mesh of which nothing fitted → what came nearest."""
-    refused: dict[str, Layout] = field(default_factory=dict)
-    """Reason → the first layout that was refused for it."""
+    unfit: int = 0
+    """Layouts that do not fit, or hold more than one that does not."""
+    left: Counter[str] = field(default_factory=Counter)
+    """Other reason → how many layouts were left out for it."""
     costed: int = 0
     there: int = 0
     """Layouts of the space."""
@@ -101,11 +104,14 @@ class Explorer:
         compile = (self.wishes.compile or ("none",))[0]
         frames = [self._first_way(frame, compile) for frame in space.every(self.room)]
         self.found.there = len(frames)
+        if None in frames:
+            self.found.left["cannot be compiled as asked"] += frames.count(None)
         for group in self._groups([frame for frame in frames if frame is not None]):
             ordered = sorted(group, key=lambda frame: (self._scaled(self.pricer.rough(frame), frame), frame.micro_batch))
             best = float("inf")
             for frame in sorted(ordered, key=lambda frame: frame.interleave > 1 or frame.schedule in SPLIT_BACKWARD):
                 if self._ruled_out(frame) or self._hopeless(frame, best):
+                    self.found.unfit += best == float("inf")
                     continue
                 point = self.consider(frame, began)
                 if point is None:
@@ -167,14 +173,16 @@ class Explorer:
         try:
             filled = (self.filler or fill)(frame, self.pricer, most, capacity * (1 - TIGHT))
         except UserError as error:  # what a schedule or a split cannot do
-            self.found.refused.setdefault(error.problem, frame)
+            self.found.left[error.problem] += 1
             return None
         if filled is None:
+            self.found.left[f"the model cannot be cut into {frame.mesh.pp * frame.interleave} stages"] += 1
             return None
         self.found.costed += 1
         if self.found.costed % 64 == 0:
             self.progress(f"{self.found.costed} of {self.found.there} layouts costed")
         if not filled.fits:
+            self.found.unfit += 1
             key = frame.mesh, self._tight_key(frame)
             self.full[key] = min(self.full.get(key, 1 << 62), frame.micro_batch)
             if self.found.nearest is None or filled.short < self.found.nearest.short:

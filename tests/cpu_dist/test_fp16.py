@@ -212,7 +212,9 @@ def test_gradients_that_stay_bad_end_the_run(tmp_path: Path, monkeypatch: pytest
     assert len(rows(tmp_path / "a")) == 3
 
 
-@pytest.mark.parametrize("state", [{"scale": 0.0, "good_steps": 1}, {"scale": "x", "good_steps": 1}, {"scale": 2.0}, [1], {"scale": 1.0, "good_steps": -1}])
+@pytest.mark.parametrize(
+    "state", [{"scale": 0.0, "good_steps": 1}, {"scale": "x", "good_steps": 1}, {"scale": 2.0}, [1], {"scale": 1.0, "good_steps": -1}]
+)
 def test_a_saved_scale_that_is_none_is_refused(state: Any) -> None:
     from foretell.errors import UserError
 

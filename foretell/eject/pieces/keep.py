@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from foretell.eject.pieces.ranks import is_first
+from foretell.eject.pieces.scale import SCALER
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Any]:
@@ -22,7 +23,9 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.d
     random = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(device)
-    return {"model": weights, "optimizer": moments, f"random-{rank}": random}
+    state = {"model": weights, "optimizer": moments, f"random-{rank}": random}
+    state["scaler"] = {"scale": SCALER.scale, "good": SCALER.good}  # if: fp16
+    return state
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
