@@ -17,13 +17,15 @@ from foretell.errors import ModelError, UserError
 from foretell.hardware import Cluster, overhead, parse
 from foretell.hardware.prices import user_figures
 from foretell.hardware.profile import find_profile, profile_stamp
+from foretell.plan.legal import too_old_to_compile
+from foretell.plan.precision import default_recipe, low, missing, refuse_recipe
 from foretell.trace import cache as store
 from foretell.trace.child import request
 from foretell.trace.collection import no_collection
 from foretell.trace.load import Source, describe
 from foretell.trace.load import check as check_source
 from foretell.trace.process import TIME_LIMIT
-from foretell.trace.recipe import Recipe
+from foretell.trace.recipe import COMPUTES, Recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -103,9 +105,10 @@ def fit(
     traced here and untouched.
     """
     cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
+    sharded = cluster.count > 1 and not infer
     recipe = Recipe(
         optimizer=optimizer,
-        precision=precision or ("fsdp-bf16" if cluster.count > 1 and not infer else "bf16-autocast"),
+        precision=precision or default_recipe(cluster, sharded),
         recompute=recompute,
         accumulate=accumulate,
         clip=clip,
@@ -116,6 +119,9 @@ def fit(
         compile=compile if isinstance(compile, str) else "model" if compile else "none",
         shards=1 if infer else cluster.count,
     )
+    refuse_recipe(recipe.precision, cluster, sharded)
+    if recipe.compile != "none" and too_old_to_compile(cluster):
+        raise UserError(f"{cluster.device.name} is too old for torch.compile: Triton needs compute capability 7.0", "leave out --compile")
     wishes = Wishes(
         amount=Amount.of(tokens=tokens, samples=samples, epochs=epochs, dataset_size=dataset_size), region=region,
         price=price, trace_out=trace_out,
@@ -307,21 +313,32 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool) -> tuple[st
     precision = {
         "fp32": "fp32 throughout", "bf16-autocast": "fp32 weights with bf16 autocast",
         "fp16-autocast": "fp32 weights with fp16 autocast and a gradient scaler", "bf16": "weights and state in bf16",
-        "fsdp-bf16": "fp32 shards, bf16 compute",
+        "fsdp-bf16": "fp32 shards, bf16 compute", "fsdp-fp16": "fp32 shards, fp16 compute and a gradient scaler",
+        "fp16": "weights in fp16",
     }[recipe.precision]  # fmt: skip
+    if recipe.mode == "infer":
+        precision = precision.removesuffix(" and a gradient scaler")
     how = "torch.compile of the model, loss and optimizer eager" if recipe.compile != "none" else "eager"
     lines = [f"{how}, {precision}, {recipe.optimizer}, recompute {recipe.recompute}, {_count(recipe.accumulate, 'micro-batch')} a step"]
     if recipe.mode == "infer":
         lines = [f"{how}, inference, one forward, {precision}"]
     if recipe.shards > 1:
-        lines.append(
-            f"no plan given: FSDP2 over all {cluster.count} devices, every block and the root, "
-            "bf16 MixedPrecisionPolicy; numbers are of the worst rank"
-        )
+        _, fsdp, dtype = recipe.precision.rpartition("fsdp-")
+        policy = f", {dtype} MixedPrecisionPolicy" if fsdp else ""
+        lines.append(f"no plan given: FSDP2 over all {cluster.count} devices, every block and the root{policy}; numbers are of the worst rank")
+    lines += _why_not_bf16(recipe, cluster)
     if recipe.shards > 1 and recipe.compile != "none":
         lines.append("torch.compile and sharding together follow the rules of each; the two were never measured together")
     lines.append(f"allocator: {'expandable segments' if expandable else 'default'}; CUDA choices of torch {MEASURED_TORCH}")
     return tuple(lines)
+
+
+def _why_not_bf16(recipe: Recipe, cluster: Cluster) -> list[str]:
+    lacking = missing("bfloat16", cluster)
+    if not lacking or COMPUTES[recipe.precision] == "bfloat16":
+        return []
+    has = "float16 units and no bfloat16 ones" if low(cluster) == "float16" else "no units for 16-bit formats"
+    return [f"precision follows the device: {lacking} has {has}"]
 
 
 def _count(number: int, thing: str) -> str:

@@ -31,7 +31,7 @@ def fit(
     optimizer: str = typer.Option("adamw-fused", metavar="NAME",
                                   help="sgd, momentum, adam or adamw; with -fused, -foreach or -loop where torch has it."),
     precision: str | None = typer.Option(None, metavar="NAME",
-        help="fp32, bf16-autocast, fp16-autocast, bf16 or fsdp-bf16; default: bf16-autocast, on several devices fsdp-bf16."),
+        help="fp32, bf16-autocast, fp16-autocast, bf16, fp16 (with --infer), fsdp-bf16 or fsdp-fp16; default: by device."),
     recompute: str = typer.Option("none", metavar="HOW", help="none, full (every block) or selective."),
     accumulate: int = typer.Option(1, metavar="N", help="Micro-batches per optimizer step."),
     clip: float | None = typer.Option(None, metavar="X", help="Clip the gradient norm to X; default: no clipping."),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SHOWN = 12
 """Splits of the front that are told of; `--json` has all."""
-PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "bf16-mixed": "bf16-autocast"}
+PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "bf16-mixed": "bf16-autocast", "fp16-mixed": "fp16-autocast"}
 """As plans name them → as traces do."""
 
 
@@ -30,10 +30,16 @@ def infer_command(
     def work() -> InferPlan:
         from foretell.hardware import parse
         from foretell.hardware.profile import find_profile
+        from foretell.plan.precision import for_inference, missing
         from foretell.search.infer_plan import infer_plan
+        from foretell.trace.recipe import COMPUTES
 
-        way = PRECISIONS[precision or "bf16"]
-        return infer_plan(source, parse(on), precision=way, profile_of=find_profile, cache=cache, time_limit=time_limit)
+        cluster = parse(on)
+        way = PRECISIONS[precision] if precision is not None else for_inference(cluster)
+        lacking = missing(COMPUTES[way], cluster)
+        if lacking:
+            raise UserError(f"--precision {precision}: {lacking} has no {COMPUTES[way]} units", f"--precision {for_inference(cluster)}")
+        return infer_plan(source, cluster, precision=way, profile_of=find_profile, cache=cache, time_limit=time_limit)
 
     found = common.call(work, f"splitting {source.model}")
     if json:

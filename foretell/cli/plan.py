@@ -42,7 +42,7 @@ def plan(
     step_law: bool = typer.Option(False, "--step-law", help="Take the batch from the Step Law for --tokens, and say its learning rate."),
     deadline: str | None = typer.Option(None, metavar="TIME", help="For the whole run: 30d, 12h, 90m or seconds."),
     budget: float | None = typer.Option(None, metavar="DOLLARS", help="For the whole run."),
-    precision: str | None = typer.Option(None, metavar="NAME", help="fp32, bf16-mixed (default; on a CPU fp32), bf16 or bf16-master."),
+    precision: str | None = typer.Option(None, metavar="NAME", help="fp32, bf16-mixed, fp16-mixed, bf16 or bf16-master; default: by device."),
     hbm: str | None = typer.Option(None, metavar="SIZE", help="Of each device's memory, use no more: 24GiB, 24GB or 24 (GiB)."),
     host: str | None = typer.Option(None, metavar="SIZE", help="Of host memory, use no more; default: what it is known to have, less a reserve."),
     disk: str | None = typer.Option(None, metavar="SIZE", help="Of the disk, use no more; default: nothing."),
@@ -216,6 +216,7 @@ def as_json(choice: Choice, out: str, saved: Plan | None) -> dict[str, Any]:
             "device": infeasible.device, "bytes_short": infeasible.bytes_short,
             "holders": [{"name": h.name, "category": h.category, "bytes": h.bytes} for h in infeasible.holders],
         },
+        "reasons": [{"count": one.count, "why": one.why} for one in choice.reasons],
         "assumptions": list(choice.notes),
         "where": list(choice.where),
         "step_law": choice.law.to_json() if choice.law is not None else None,
@@ -233,7 +234,7 @@ def screen(
     if found is None:
         return climbed(choice, model, on, out)
     if found.best is None:
-        return "\n".join([*front.nothing_lines(found, model, on), *_notes(choice, "What would help:")])
+        return "\n".join([*front.nothing_lines(found, choice.reasons, model, on), *_notes(choice, "What would help:")])
     lines = [f"Best of {found.costed} layouts for {model} on {on}, {found.seconds:.1f} s:", *front.best_lines(found), *front.law_lines(choice.law)]
     if len(found.front) > 1:
         lines += ["", *front.front_lines(found)]
@@ -247,12 +248,12 @@ def screen(
 
 def climbed(choice: Choice, model: str, on: str, out: str) -> str:
     """The answer where plans were tried one by one."""
-    from foretell.report.front import law_lines
+    from foretell.report.front import law_lines, no_plan
     from foretell.search.choose import told
     from foretell.units import human_bytes
 
     if choice.best is None:
-        lines = [f"No plan for {model} on {on} fits; {choice.costed} were costed."]
+        lines = [no_plan(choice.reasons, model, on, "1 was" if choice.costed == 1 else f"{choice.costed} were")]
         if choice.infeasible is not None:
             lines.append(f"The nearest is {human_bytes(choice.infeasible.bytes_short)} short on {choice.infeasible.device}; at its peak:")
             lines += [f"  {human_bytes(h.bytes):>10}  {h.category}  {h.name}" for h in choice.infeasible.holders[:SHOWN]]

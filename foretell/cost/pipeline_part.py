@@ -14,6 +14,7 @@ from foretell.cost.sharded_units import Way
 from foretell.cost.sharded_weave import loss_inside
 from foretell.cost.tensor import degree, whole_between
 from foretell.plan.legal import SPLIT_BACKWARD
+from foretell.plan.precision import MIXED
 from foretell.plan.types import LOOPED, Plan
 from foretell.trace import types
 from foretell.trace.types import Op, Ref, Storage, Trace
@@ -71,7 +72,7 @@ class Part:
         ranks = mesh.dp_shard * mesh.cp
         way = Way(
             ranks=ranks, replicate=mesh.dp_replicate, reshard=reshard_of(plan.reshard, ranks),
-            wide=wide_of(trace), reduce="float32" if plan.precision == "bf16-mixed" else None,
+            wide=wide_of(trace), reduce="float32" if plan.precision in MIXED else None,
         )  # fmt: skip
         seen = stage_trace(trace, self.stage.resident, self.made, self.storages)
         inside = bool(self.stage.gradients_received) or loss_inside(self.stage.forward)

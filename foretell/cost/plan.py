@@ -60,6 +60,7 @@ from foretell.cost.unlike import slowest_seen, smallest_seen
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan.blocks import expand
+from foretell.plan.precision import MIXED
 from foretell.plan.types import AWAY, FLOAT8, MASTER, Plan
 from foretell.trace.types import Trace
 
@@ -207,7 +208,7 @@ def sharded(trace: Trace, plan: Plan) -> Trace:
     mesh = plan.mesh
     if mesh.spread == 1:
         return trace if mesh.world == 1 else replace(trace, meta={**trace.meta, "ranks": mesh.world})
-    reduce = "float32" if plan.precision in ("bf16-mixed", MASTER) else None
+    reduce = "float32" if plan.precision in (*MIXED, MASTER) else None
     left: list[str] = []
     if mesh.ep > 1:
         trace, left = experts_sharded(trace, plan, reduce), experts_of(trace)

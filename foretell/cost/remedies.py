@@ -10,6 +10,7 @@ from foretell.cost.memory import careful_limit, run_order, sizes_for
 from foretell.cost.prediction import Memory, Remedy
 from foretell.cost.timeline import Replay, Sizes
 from foretell.hardware.types import Cluster, Overhead
+from foretell.plan.precision import missing
 from foretell.trace import types
 from foretell.trace.recipe import Recipe
 
@@ -72,7 +73,7 @@ def _all(
         if recipe.lora is None:
             frozen = held.get("gradients", 0) + held.get("optimizer", 0)
             yield _remedy("train LoRA adapters only", "--lora 16", int(frozen * 0.97), "trains a different thing")
-        if recipe.precision.endswith("autocast"):
+        if recipe.precision.endswith("autocast") and not missing("bfloat16", cluster):
             yield _remedy("keep weights and optimizer state in bf16", "--precision bf16", state // 2, "changes the numerics")
 
 

@@ -1,7 +1,8 @@
 """From the compute of one device to one rank of fully sharded data parallel (PyTorch's FSDP2).
 
 The trace of a step with recipe.precision "fsdp-bf16" has whole bf16 parameters that stay, and whole bf16
-gradients. Here its ops are woven together with what `fully_shard` on every block and on the root does:
+gradients ("fsdp-fp16": fp16 ones, and the ops of a gradient scaler). Here its ops are woven together with what
+`fully_shard` on every block and on the root does:
 
     forward    │ gather root │ gather 0 │ block 0 │ free 0 │ gather 1 │ block 1 │ free 1 │ head │ loss │
     backward   │ loss │ prefetch 1 │ head │ copy out 1, prefetch 0 │ block 1 │ free 1, reduce 1 │ copy out 0 │ …
@@ -49,8 +50,8 @@ from foretell.trace.types import Op, Program, Ref, TensorSpec, Trace
 
 __all__ = ["COLLECTIVES", "DP_REPLICATE", "DP_SHARD", "MODEL_END", "block_of", "on_shards", "reshard_of", "shard", "wide_of"]
 
-_WIDE = {"bfloat16": "float32"}
-"""With fp32 shards and bf16 compute: dtype in the trace → dtype of the shard that is kept and trained."""
+_WIDE = {"fsdp-bf16": {"bfloat16": "float32"}, "fsdp-fp16": {"float16": "float32"}}
+"""With fp32 shards and compute in 16 bits: dtype in the trace → dtype of the shard that is kept and trained."""
 
 
 def shard(
@@ -120,7 +121,7 @@ def wide_of(trace: Trace) -> Mapping[str, str]:
     """Only FSDP2's mixed precision keeps another dtype than it computes with."""
     recipe = trace.meta.get("recipe", {})
     assert isinstance(recipe, Mapping)
-    return _WIDE if recipe.get("precision", "fsdp-bf16") == "fsdp-bf16" else {}
+    return _WIDE.get(str(recipe.get("precision", "fsdp-bf16")), {})
 
 
 def _meta(trace: Trace, units: Mapping[str, Unit], way: Way) -> dict[str, object]:

@@ -17,11 +17,10 @@ from foretell.hardware.footprint import footprint
 from foretell.hardware.prices import carbon_g_per_kwh, carbon_of, price_per_hour, pue
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster
-from foretell.trace.recipe import Recipe
+from foretell.trace.recipe import COMPUTES, Recipe
 from foretell.trace.types import Trace
 
 CONVENTION = "2 FLOPs a multiply-add, counted op by op from the trace; causal attention at half; recomputation only in hfu"
-_LOW = {"bf16-autocast": "bfloat16", "fp16-autocast": "float16", "bf16": "bfloat16", "fsdp-bf16": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ def speed(
     time, timeline = predict_time(trace, known, cluster)
     throughput = _throughput(counted, recipe, cluster, micro_batch, time)
     flops, hardware_flops = _flops(counted)
-    dtype = _LOW.get(recipe.precision, "float32")
+    dtype = COMPUTES[recipe.precision]
     peak = device.peak(dtype)
     mfu = Mfu(
         value=flops / time.step_seconds / peak, hfu=hardware_flops / time.step_seconds / peak,

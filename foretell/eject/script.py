@@ -12,9 +12,10 @@ from foretell.eject.model import Brought, bring
 from foretell.errors import UserError
 from foretell.plan import legal, paths
 from foretell.plan.blocks import expand
+from foretell.plan.precision import MIXED
 from foretell.plan.recipe import refuse_other_model
 from foretell.plan.text import plain, shell_word
-from foretell.plan.types import AXES, KEEP, PRECISIONS, Mesh, Plan
+from foretell.plan.types import AXES, FP16, KEEP, PRECISIONS, Mesh, Plan
 from foretell.runtime.folder import Settings
 from foretell.runtime.shard import units
 from foretell.trace.blocks import find_blocks
@@ -115,8 +116,8 @@ def _flags(plan: Plan, brought: Brought, blocks: Sequence[str]) -> dict[str, boo
         "several": mesh.world > 1, "data": mesh.data > 1, "hybrid": mesh.dp_replicate > 1, "tp": mesh.tp > 1, "pp": mesh.pp > 1,
         **{name: schedule == name for name in SCHEDULES.values()},
         **{name: kind == name for name in ("adamw", "adam", "sgd", "momentum")},
-        "mixed": plan.precision == "bf16-mixed", "bf16": plan.precision == "bf16",
-        "autocast": plan.precision == "bf16-mixed" and mesh.data == 1,
+        "mixed": plan.precision in MIXED, "bf16": plan.precision == "bf16", "fp16": plan.precision == FP16,
+        "autocast": plan.precision in MIXED and mesh.data == 1,
         "full": "recompute" in modes, "selective": "selective" in modes,
         "compile_blocks": plan.compile == "blocks", "compile_model": plan.compile == "model",
         "compile_graphs": plan.compile == "graphs",
@@ -185,6 +186,7 @@ def _pieces(plan: Plan, flags: Mapping[str, bool], values: Mapping[str, str]) ->
     names += ["ranks"]
     names += ["blocks"] if flags["changed"] or flags["data"] else []
     names += ["loss"]
+    names += ["scale"] if flags["fp16"] else []
     names += ["pipeline"] if flags["pp"] else []
     names += ["step", "keep", "main"]
     words = _OPTIONS[plan.optimizer.partition("-")[2]]

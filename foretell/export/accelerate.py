@@ -6,6 +6,7 @@ from typing import Any
 
 from foretell.export.text import yaml
 from foretell.export.types import Exported, header, machines_of, modes_of, only_on_foretell, refuse
+from foretell.plan.precision import computes_in
 from foretell.plan.types import Plan, Split
 
 NAME = "accelerate.yaml"
@@ -25,7 +26,7 @@ def write(plan: Plan) -> Exported:
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": kind,
-        "mixed_precision": "bf16" if plan.precision.startswith("bf16") else "no",
+        "mixed_precision": {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[computes_in(plan.precision)],
         "use_cpu": where.backend == "cpu",
         "num_machines": where.nodes,
         "num_processes": mesh.world,

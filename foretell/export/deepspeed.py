@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from foretell.export.types import Exported, machines_of, modes_of, only_on_foretell, refuse, title
-from foretell.plan.types import Plan
+from foretell.plan.precision import MIXED, computes_in
+from foretell.plan.types import FP16, Plan
 
 NAME = "ds_config.json"
 OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "momentum": "SGD"}
@@ -27,7 +28,8 @@ def write(plan: Plan) -> Exported:
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulate,
         "gradient_clipping": plan.clip or 0.0,
-        "bf16": {"enabled": plan.precision != "fp32"},
+        "bf16": {"enabled": computes_in(plan.precision) == "bfloat16"},
+        **({"fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2000}} if plan.precision == FP16 else {}),
         "zero_optimization": _zero(plan),
         "optimizer": {"type": OPTIMIZERS[kind], "params": {"lr": RATES[kind], **_options(plan)}},
     }
@@ -67,8 +69,9 @@ def _lost(plan: Plan) -> list[str]:
     modes = modes_of(plan) - {"keep"}
     if modes:
         lost.append(f"blocks: {', '.join(sorted(modes))} is done by calls in the model (gradient_checkpointing_enable in transformers)")
-    if plan.precision == "bf16-mixed":
-        lost.append("precision: bf16 here means bf16 weights beside fp32 master weights, which takes 2 bytes a parameter more")
+    if plan.precision in MIXED:
+        name = plan.precision.partition("-")[0]
+        lost.append(f"precision: {name} here means {name} weights beside fp32 master weights, which takes 2 bytes a parameter more")
     if plan.precision == "bf16":
         lost.append("precision: fp32 master weights are kept beside those in bf16")
     if plan.mesh.dp_shard > 1 and plan.reshard is False:

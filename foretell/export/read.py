@@ -147,8 +147,8 @@ def _mixed(word: str, sharded: bool, found: Theirs) -> None:
         found.take("precision", "fp32", "mixed_precision no")
     elif word == "bf16":
         found.take("precision", "fsdp-bf16" if sharded else "bf16-autocast", "mixed_precision bf16")
-    elif word == "fp16" and not sharded:
-        found.take("precision", "fp16-autocast", "mixed_precision fp16")
+    elif word == "fp16":
+        found.take("precision", "fsdp-fp16" if sharded else "fp16-autocast", "mixed_precision fp16")
     else:
         found.ignored.append(f"mixed_precision {word}: fit has no such precision here; its default is taken")
 
@@ -233,10 +233,8 @@ def _halves(data: Mapping[str, Any], found: Theirs) -> None:
         found.take("precision", "fsdp-bf16" if sharded else "bf16-autocast", "bf16")
         found.ignored.append("bf16: DeepSpeed keeps bf16 weights beside fp32 ones, 2 bytes a parameter more than fit counts")
     elif _true(_mapping(data, "fp16").get("enabled")):
-        if sharded:
-            found.ignored.append("fp16: fit has no sharded fp16; its default is taken")
-        else:
-            found.take("precision", "fp16-autocast", "fp16")
+        found.take("precision", "fsdp-fp16" if sharded else "fp16-autocast", "fp16")
+        found.ignored.append("fp16: DeepSpeed keeps fp16 weights beside fp32 ones, 2 bytes a parameter more than fit counts")
     else:
         found.take("precision", "fp32", "neither bf16 nor fp16")
 

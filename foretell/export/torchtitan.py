@@ -9,7 +9,7 @@ from foretell.export.types import Exported, header, machines_of, modes_of, only_
 from foretell.plan.blocks import stages_of
 from foretell.plan.recipe import known_blocks
 from foretell.plan.text import quoted
-from foretell.plan.types import Plan, Split
+from foretell.plan.types import FP16, Plan, Split
 
 FLAVORS = {"llama3-8b": "8B", "llama3-70b": "70B", "llama3-405b": "405B"}
 """Models of the zoo that torchtitan has too, by its own name."""
@@ -28,6 +28,8 @@ def write(plan: Plan) -> Exported:
     kind, _, how = plan.optimizer.partition("-")
     if kind not in ("adam", "adamw"):
         raise refuse("torchtitan", f"the optimizer {plan.optimizer}", "it has Adam and AdamW")
+    if plan.precision == FP16:
+        raise refuse("torchtitan", f"precision {FP16}", "it scales no loss", "plan with --precision bf16-mixed or fp32")
     where, lost = machines_of(plan), _lost(plan)
     tables: dict[str, dict[str, Any]] = {
         "job": {"description": f"written by foretell for {model} on {plan.hardware}"},

@@ -14,6 +14,7 @@ from foretell.errors import UserError, near_names
 from foretell.plan import blocks as stack
 from foretell.plan import legal_axes, paths
 from foretell.plan.mesh import OWN_RANKS, groups
+from foretell.plan.precision import computes_in, formats
 from foretell.plan.recipe import known_blocks
 from foretell.plan.types import AXES, COMPILES, FLOAT8, LOOPED, MASTER, MODES, PRECISIONS, SCHEDULES, Plan, Split
 from foretell.trace.recipe import OPTIMIZERS
@@ -27,6 +28,8 @@ IN_ROUNDS = {"interleaved-1f1b", "zero-bubble"}
 """Schedules that take micro-batches in equal rounds."""
 LIBRARIES = {"cuda": "NCCL", "rocm": "RCCL", "cpu": "gloo", "mps": "none"}
 """Backend → what joins its devices; no group of ranks speaks two of them."""
+_COMPILED = (7, 0)
+"""The first CUDA devices that torch.compile, that is Triton, makes code for."""
 CLOSE = {"tp": "tensor-parallel", "cp": "context-parallel"}
 """Axes that talk inside every block: on them a boundary between fabrics is refused, not only slow."""
 
@@ -49,6 +52,8 @@ class Facts:
     devices_per_node: int | None = None
     dtypes: frozenset[str] | None = None
     """Number formats the device computes in."""
+    too_old: bool = False
+    """Whether torch.compile has no code for the device."""
     world: int | None = None
     """Processes that were started."""
     global_batch: int | None = None
@@ -79,11 +84,17 @@ def facts_of(plan: Plan, cluster: Cluster | None = None) -> Facts:
 
 def with_hardware(facts: Facts, cluster: Cluster) -> Facts:
     """The same with what is known of a cluster. Ranks may share a CPU, which computes in every format."""
-    facts = replace(facts, cluster=cluster if cluster.groups else None)
-    if {device.backend for device in cluster.devices} == {"cpu"}:
+    facts, dtypes = replace(facts, cluster=cluster if cluster.groups else None), formats(cluster)
+    if dtypes is None:
         return facts
-    dtypes = frozenset.intersection(*(frozenset(device.peak_flops_per_second) for device in cluster.devices))
-    return replace(facts, devices=cluster.count, devices_per_node=cluster.devices_per_node, dtypes=dtypes)
+    return replace(
+        facts, devices=cluster.count, devices_per_node=cluster.devices_per_node, dtypes=dtypes, too_old=too_old_to_compile(cluster)
+    )
+
+
+def too_old_to_compile(cluster: Cluster) -> bool:
+    """Whether torch.compile has no code for some device."""
+    return any((device.compute_capability or _COMPILED) < _COMPILED for device in cluster.devices)
 
 
 def complaints(plan: Plan, facts: Facts | None = None) -> tuple[Complaint, ...]:
@@ -153,14 +164,13 @@ def _names(plan: Plan, facts: Facts) -> Iterator[Complaint]:
     for field, value, known in named:
         if value in known:
             continue
-        if field == "precision" and "fp16" in str(value):
-            problem, remedy = "fp16 needs its gradients scaled, which is not done yet", "bf16-mixed"
-        else:
-            near = near_names(str(value), known)
-            problem, remedy = f"'{value}' is not known", f"{' or '.join(near)}" if near else ", ".join(known)
+        near = near_names(str(value), known)
+        problem, remedy = f"'{value}' is not known", f"{' or '.join(near)}" if near else ", ".join(known)
         yield Complaint(field=field, problem=problem, remedy=remedy)
-    if plan.precision.startswith("bf16") and facts.dtypes is not None and "bfloat16" not in facts.dtypes:
-        yield Complaint(field="precision", problem="the device does not compute in bfloat16", remedy="fp32")
+    dtype = computes_in(plan.precision)
+    if facts.dtypes is not None and dtype not in ("float32", *facts.dtypes) and plan.precision != FLOAT8:
+        remedy = "fp16-mixed, or fp32" if "float16" in facts.dtypes else "fp32"
+        yield Complaint(field="precision", problem=f"the device does not compute in {dtype}", remedy=remedy)
 
 
 # --- ranks and samples -----------------------------------------------------------------------------------------------
@@ -489,7 +499,10 @@ def _residency(plan: Plan, facts: Facts) -> Iterator[Complaint]:
 
 
 def _compiled(plan: Plan, facts: Facts) -> Iterator[Complaint]:
-    """What torch.compile cannot look through."""
+    """What torch.compile cannot look through, and devices that it has no code for."""
+    if plan.compile != "none" and facts.too_old:
+        problem = f"is {plan.compile}, and the device's compute capability is below 7.0, which Triton needs"
+        yield Complaint(field="compile", problem=problem, remedy="compile none")
     if plan.compile == "graphs" and plan.mesh.world > 1:
         problem = f"is graphs and the plan has {plan.mesh.world} ranks: launches are recorded on one device only"
         yield Complaint(field="compile", problem=problem, remedy="compile blocks, or model")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from foretell.plan import blocks as stack
 from foretell.plan import paths
 from foretell.plan.states import streamed, tiers
-from foretell.plan.types import AWAY, FLOAT8, MASTER, REST, Plan, Split
+from foretell.plan.types import AWAY, FLOAT8, FP16, MASTER, REST, Plan, Split
 
 Found = Iterator[tuple[str, str, str]]
 _BY_ELEMENT = ("fp32", "split", "bf16")
@@ -88,6 +88,8 @@ def states(plan: Plan, blocks: Sequence[str] | None) -> Found:
     if not plan.offloads:
         return
     field = "states" if plan.states else "weights" if plan.weights else "precision"
+    if plan.precision == FP16:
+        yield "precision", f"is {FP16}, whose scaled gradients are not moved with states or weights", "fp32, or nothing elsewhere"
     if plan.mesh.world > 1:
         yield from _on_ranks(plan, field)
     if plan.compile not in ("none", "blocks"):

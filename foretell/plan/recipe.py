@@ -10,7 +10,8 @@ from typing import Any
 from foretell.errors import UserError
 from foretell.plan import blocks as stack
 from foretell.plan import paths
-from foretell.plan.types import AWAY, MASTER, Mesh, Plan, Residency
+from foretell.plan.precision import in_plan, in_recipe
+from foretell.plan.types import AWAY, Mesh, Plan, Residency
 from foretell.trace.load import Source
 from foretell.trace.recipe import Recipe
 
@@ -18,7 +19,6 @@ Shapes = Mapping[str, tuple[Sequence[int], str]]
 """Parameter → its shape and the name of its dtype, such as float32."""
 
 _RECOMPUTES = {"keep": "none", "recompute": "full", "selective": "selective"}
-_PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "bf16-autocast": "bf16-mixed", "fsdp-bf16": "bf16-mixed"}
 _USUAL_DTYPE = "float32"
 _SHOWN = 6
 
@@ -40,9 +40,8 @@ def recipe_of(plan: Plan, mode: str | None = None) -> Recipe:
     share, and blocks of different residency are an error.
     """
     mode = _shared_mode(plan) if mode is None else mode
-    mixed = "fsdp-bf16" if plan.mesh.spread > 1 else "bf16-autocast"
     return Recipe(
-        optimizer=plan.optimizer, precision={"bf16-mixed": mixed, MASTER: "bf16"}.get(plan.precision, plan.precision),
+        optimizer=plan.optimizer, precision=in_recipe(plan.precision, plan.mesh.spread > 1),
         recompute=_RECOMPUTES[_traced(mode)], accumulate=plan.accumulate, clip=plan.clip, compile=plan.compile,
         shards=plan.mesh.dp_shard,
     )  # fmt: skip
@@ -93,7 +92,7 @@ def plan_of(
     everywhere = stack.compress(dict.fromkeys(blocks or (), Residency(mode=mode)))
     given = {
         "mesh": Mesh(dp_shard=recipe.shards), "micro_batch": source.micro_batch, "accumulate": recipe.accumulate,
-        "precision": _PRECISIONS[recipe.precision], "optimizer": recipe.optimizer, "clip": recipe.clip,
+        "precision": in_plan(recipe.precision), "optimizer": recipe.optimizer, "clip": recipe.clip,
         "blocks": everywhere, "compile": recipe.compile,
     }  # fmt: skip
     return Plan(model=model_of(source, blocks=blocks, shapes=shapes), hardware=hardware, **{**given, **more})
@@ -102,7 +101,7 @@ def plan_of(
 def _refuse_what_no_plan_has(recipe: Recipe) -> None:
     for asked, what in (
         (recipe.mode != "train", "inference"), (recipe.lora is not None, "LoRA adapters"),
-        (bool(recipe.freeze), "frozen parameters"), (recipe.precision not in _PRECISIONS, recipe.precision),
+        (bool(recipe.freeze), "frozen parameters"), (in_plan(recipe.precision) is None, recipe.precision),
     ):  # fmt: skip
         if asked:
             raise UserError(

@@ -15,7 +15,9 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zero-bubble-v")
 LOOPED = {"interleaved-1f1b", "zero-bubble", "zero-bubble-v"}
 """Schedules in which a rank may hold several stages."""
-PRECISIONS = ("fp32", "bf16-mixed", "bf16")
+FP16 = "fp16-mixed"
+"""fp32 weights, fp16 compute, and a loss that is scaled so that gradients neither vanish nor overflow."""
+PRECISIONS = ("fp32", "bf16-mixed", FP16, "bf16")
 """bf16-mixed: fp32 weights, bf16 compute (autocast; FSDP2's MixedPrecisionPolicy where parameters are sharded)."""
 FLOAT8 = "float8"
 """bf16-mixed with products of the blocks' linear layers in float8: where torchao is installed. Run, not predicted."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from foretell.cost.plan import PlanCost
     from foretell.search.explain import WhatIf
     from foretell.search.find import Finalist, Found
+    from foretell.search.found import Reason
     from foretell.search.law import Advice
 
 SHOWN = 6
@@ -121,9 +122,18 @@ def what_if_lines(rows: Iterable[WhatIf]) -> Iterator[str]:
         yield f"  {change:<{wide}}  {speed:>6}  {money:>6}  {words}".rstrip()
 
 
-def nothing_lines(found: Found, model: str, hardware: str) -> Iterator[str]:
+def no_plan(reasons: Sequence[Reason], model: str, hardware: str, costed: str, verb: str = "fits") -> str:
+    """That there is none, and why, by count."""
+    from foretell.search.reasons import sentence
+
+    why = f": {sentence(reasons)}" if reasons else f" {verb}"
+    return f"No plan for {model} on {hardware}{why}; {costed} costed."
+
+
+def nothing_lines(found: Found, reasons: Sequence[Reason], model: str, hardware: str) -> Iterator[str]:
     """Why no plan can be had."""
-    yield f"No plan for {model} on {hardware} {'keeps the limits' if found.unmet else 'fits'}; {found.costed} layouts were costed."
+    were = "1 layout was" if found.costed == 1 else f"{found.costed} layouts were"
+    yield no_plan(reasons, model, hardware, were, "keeps the limits" if found.unmet else "fits")
     if found.nearest is not None:
         from foretell.search.explain import told
 
@@ -135,12 +145,13 @@ def nothing_lines(found: Found, model: str, hardware: str) -> Iterator[str]:
     if found.relaxations:
         from foretell.search.explain import told
 
-        if found.unmet:
+        if found.unmet or found.nearest is None:
             yield "Possible:"
         yield from (f"  {one.change}: {told(one.point.layout)}, {seconds(one.point.seconds)} a step" for one in found.relaxations)
     if found.infeasible is not None:
         yield "At its peak:"
         yield from (f"  {human_bytes(h.bytes):>10}  {h.category}  {h.name}" for h in found.infeasible.holders[:SHOWN])
+    yield from (f"note: {note}" for note in found.notes)
 
 
 # ---------------------------------------------------------------------- JSON

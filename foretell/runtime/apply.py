@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from foretell.errors import ModelError, UserError
 from foretell.plan.blocks import expand, stages_of
 from foretell.plan.legal import Facts, check
+from foretell.plan.precision import MIXED, computes_in
 from foretell.plan.recipe import refuse_other_model
 from foretell.plan.types import AWAY, MASTER, Plan, Residency
 from foretell.runtime import clip, shard
@@ -33,6 +34,7 @@ from foretell.runtime.finite import Skips, may_step
 from foretell.runtime.float8 import lowered
 from foretell.runtime.ranks import Ranks
 from foretell.runtime.recompute import recompute
+from foretell.runtime.scaler import Scaler, scaler_for
 from foretell.trace.blocks import find_blocks
 from foretell.trace.step import (
     Batch,
@@ -61,7 +63,9 @@ class StepResult:
     loss: Tensor
     """Mean over all micro-batches of all data ranks, the same on every rank."""
     grad_norm: Tensor | None
-    """Norm of the whole gradient before clipping; None where the plan does not clip."""
+    """Norm of the whole gradient before clipping; None where the plan neither clips nor scales."""
+    loss_scale: Tensor | None = None
+    """By which the next loss is multiplied, where it is."""
 
 
 class Runner(Protocol):
@@ -69,6 +73,8 @@ class Runner(Protocol):
 
     parts: list[nn.Module]
     """The model, or the stages of it that this rank has."""
+    scaler: Scaler | None
+    """What the loss is multiplied by before backward, where it is."""
 
     def backward(self, micro_batches: Sequence[Batch]) -> Tensor | None:
         """Add the gradients of the mean loss; that mean where this rank computes it, else None."""
@@ -98,6 +104,7 @@ class Job:
         """Keeps steps that are not finite from leaving a trace."""
         self.changing = False
         """Weights or optimizer states may be half updated."""
+        self.scaler = runner.scaler = scaler_for(plan, ranks.device)
         trained = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
         self._parameters = [p for _, p in trained]
         self.moved: Offloaded | None = None
@@ -140,23 +147,38 @@ class Job:
 
     def update(self, loss: Tensor | None) -> StepResult:
         """The second half: clip, update, forget the gradients. What all ranks must know goes round in one sum."""
-        squares = clip.squares(self._parameters, self._weights, self._known()) if self.plan.clip is not None else None
+        normed = self.plan.clip is not None or self.scaler is not None
+        squares = clip.squares(self._parameters, self._weights, self._known()) if normed else None
         mean, total = self._sum(loss, squares)
-        norm = total.sqrt() if self.plan.clip is not None else None
-        skip = self.skips.skip(mean + total)
+        norm = total.sqrt() if normed else None
+        skip = self.skips.skip(mean + total) if self.scaler is None else self.scaler.skip(self.skips, mean, total)
         self.changing = True
         if self.moved is not None:
             factor = clip.factor(norm, self.plan.clip) if norm is not None and self.plan.clip is not None else None
             self.moved.begin(factor, skip)
             self.changing = False
             return StepResult(mean, norm)
-        if norm is not None and self.plan.clip is not None:
+        if self.scaler is not None and norm is not None:
+            norm = self._unscale(norm)
+        elif norm is not None and self.plan.clip is not None:
             clip.scale(self._parameters, norm, self.plan.clip)
         if may_step(self.optimizer, skip):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.changing = False
-        return StepResult(mean, norm)
+        if self.scaler is None:
+            return StepResult(mean, norm)
+        scale = self.scaler.scale.clone()
+        self.scaler.settle(skip, self.skips.tripped)
+        return StepResult(mean, norm, scale)
+
+    def _unscale(self, norm: Tensor) -> Tensor:
+        """Clip gradients and take the scale out of them at once; returns their true norm."""
+        assert self.scaler is not None
+        norm = self.scaler.down(norm)
+        share = clip.factor(norm, self.plan.clip) if self.plan.clip is not None else torch.ones_like(norm)
+        clip.multiply(self._parameters, self.scaler.down(share))
+        return norm
 
     def _known(self) -> dict[nn.Parameter, Tensor]:
         """Norms of gradients that have left the device."""
@@ -205,7 +227,8 @@ class Job:
         found = {}
         for name, parameter in self.named_parameters():
             if parameter.grad is not None:
-                found[name] = self.whole(name, parameter.grad.detach()).clone()
+                grad = self.whole(name, parameter.grad.detach())
+                found[name] = grad.clone() if self.scaler is None else self.scaler.down(grad)
         return found
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
@@ -245,7 +268,8 @@ class Job:
             {**{key: value for key, value in group.items() if key != "params"}, "names": held}
             for group, held in zip(self.optimizer.param_groups, self._grouped(), strict=True)
         ]
-        return {"model": model, "optimizer": {"state": state, "groups": groups}}
+        more = {"scaler": self.scaler.state()} if self.scaler is not None else {}
+        return {"model": model, "optimizer": {"state": state, "groups": groups}, **more}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` of a job with the same plan gave."""
@@ -270,6 +294,8 @@ class Job:
                         k: v.clone() if isinstance(v, Tensor) else v for k, v in saved["state"][name].items()
                     }
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
+        if self.scaler is not None:
+            self.scaler.load(state.get("scaler"))
 
     def _grouped(self) -> list[list[str]]:
         """Names of the optimizer's parameters, group by group."""
@@ -290,6 +316,7 @@ class Whole:
     ) -> None:  # fmt: skip
         self.model, self.loss, self.guard, self.context = model, loss, guard, context
         self.parts = [model]
+        self.scaler: Scaler | None = None
         self._moved: Offloaded | None = None
         self._skips: Skips | None = None
         self._more = False
@@ -319,7 +346,7 @@ class Whole:
             self._more = position < len(micro_batches) - 1
             if self._moved is not None and self._skips is not None and not self._more:
                 self._moved.expect(self._skips.skip(total))
-            loss.backward()
+            (loss if self.scaler is None else self.scaler.up(loss)).backward()
         assert total is not None
         return total
 
@@ -334,12 +361,13 @@ class Piped:
 
     def __init__(self, stages: Stages) -> None:
         self.stages, self.parts = stages, stages.parts
+        self.scaler: Scaler | None = None
 
     def copies(self, name: str) -> int:
         return len(self.stages.flow.parameters[name])
 
     def backward(self, micro_batches: Sequence[Batch]) -> Tensor | None:
-        losses = self.stages.run(micro_batches)
+        losses = self.stages.run(micro_batches, None if self.scaler is None else self.scaler.scale)
         self.stages.reduce_ties()
         return torch.stack(losses).mean() if losses else None
 
@@ -477,9 +505,10 @@ def compile_part(part: nn.Module, blocks: Sequence[str], plan: Plan, backend: st
 
 
 def autocast(plan: Plan, ranks: Ranks) -> Callable[[], AbstractContextManager[Any]]:
-    """Around forward and loss: bf16 autocast where mixed precision is not already `fully_shard`'s doing."""
-    if plan.precision == "bf16-mixed" and ranks.sizes.spread == 1:
-        return lambda: torch.autocast(ranks.device.type, torch.bfloat16)
+    """Around forward and loss: autocast where mixed precision is not already `fully_shard`'s doing."""
+    if plan.precision in MIXED and ranks.sizes.spread == 1:
+        dtype = getattr(torch, computes_in(plan.precision))
+        return lambda: torch.autocast(ranks.device.type, dtype)
     return nullcontext
 
 

@@ -68,7 +68,11 @@ def factor(norm: Tensor, limit: float) -> Tensor:
 
 def scale(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
     """Multiply all gradients so that their norm is at most the limit; nothing waits for the device."""
-    share = factor(norm, limit)
+    multiply(parameters, factor(norm, limit))
+
+
+def multiply(parameters: Iterable[nn.Parameter], share: Tensor) -> None:
+    """Multiply all gradients in place."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:

@@ -57,10 +57,11 @@ class Skips:
             self.end()
             self.undo(1)
 
-    def skip(self, value: Tensor) -> Tensor:
-        """1 where the update must not be applied, given what must be finite: loss and squared norm, added up."""
+    def skip(self, value: Tensor, *, this: Tensor | None = None) -> Tensor:
+        """1 where the update must not be applied, given what must be finite: loss and squared norm, added up. Where `this` is
+        not, the update of this step alone is skipped."""
         self.tripped = torch.maximum(self.tripped, (~value.detach().isfinite()).float())
-        return self.tripped
+        return self.tripped if this is None else torch.maximum(self.tripped, (~this.detach().isfinite()).float())
 
     def undo(self, steps: int) -> None:
         """Put buffers back to where they were before the last so many steps, one or two; updates may be applied again."""

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretell.plan.precision import computes_in
 from foretell.plan.types import Plan
 from foretell.runtime.measurement import CONVENTION as CONVENTION
 from foretell.runtime.measurement import Measurement as Measurement
@@ -45,6 +46,8 @@ class Reading:
     """Counted from 1: so many updates are done."""
     loss: float
     grad_norm: float | None
+    loss_scale: float | None = None
+    """After the step, where the loss is scaled."""
     seconds: float
     """From the end of the step before to the end of this one; after a pause, from its own start."""
     backward_seconds: float
@@ -70,11 +73,12 @@ class HostClock:
     def middle(self) -> None:
         self._middle = time.perf_counter()
 
-    def end(self, step: int, loss: Tensor, norm: Tensor | None) -> None:
+    def end(self, step: int, loss: Tensor, norm: Tensor | None, scale: Tensor | None = None) -> None:
         now = time.perf_counter()
         before = self._start if self._end is None else self._end
         reading = Reading(
-            step=step, loss=float(loss), grad_norm=None if norm is None else float(norm), seconds=now - before,
+            step=step, loss=float(loss), grad_norm=None if norm is None else float(norm),
+            loss_scale=None if scale is None else float(scale), seconds=now - before,
             backward_seconds=self._middle - self._start, update_seconds=now - self._middle,
             between_seconds=self._start - before,
         )  # fmt: skip
@@ -93,8 +97,8 @@ class HostClock:
 class _Slot:
     def __init__(self, event: Callable[[], Any], pin: bool) -> None:
         self.start, self.middle, self.end = event(), event(), event()
-        self.values = torch.zeros(2, pin_memory=pin)
-        self.step, self.has_norm = 0, False
+        self.values = torch.zeros(3, pin_memory=pin)
+        self.step, self.has_norm, self.has_scale = 0, False, False
         self.before: _Slot | None = None
 
 
@@ -119,10 +123,10 @@ class DeviceClock:
     def middle(self) -> None:
         self._slot.middle.record()
 
-    def end(self, step: int, loss: Tensor, norm: Tensor | None) -> None:
+    def end(self, step: int, loss: Tensor, norm: Tensor | None, scale: Tensor | None = None) -> None:
         slot = self._slot
-        slot.step, slot.has_norm, slot.before = step, norm is not None, self._last
-        values = torch.stack([loss.float(), norm.float() if norm is not None else loss.float()])
+        slot.step, slot.has_norm, slot.has_scale, slot.before = step, norm is not None, scale is not None, self._last
+        values = torch.stack([(loss if value is None else value).float() for value in (loss, norm, scale)])
         slot.values.copy_(values, non_blocking=True)
         slot.end.record()
         self._waiting.append(slot)
@@ -137,13 +141,13 @@ class DeviceClock:
         while len(self._waiting) > (0 if all else 1):
             slot = self._waiting.popleft()
             slot.end.synchronize()
-            loss, norm = slot.values.tolist()
+            loss, norm, scale = slot.values.tolist()
             between = slot.before.end.elapsed_time(slot.start) / 1e3 if slot.before is not None else 0.0
             backward = slot.start.elapsed_time(slot.middle) / 1e3
             update = slot.middle.elapsed_time(slot.end) / 1e3
             reading = Reading(
                 step=slot.step, loss=loss, grad_norm=norm if slot.has_norm else None,
-                seconds=between + backward + update, backward_seconds=backward, update_seconds=update,
+                loss_scale=scale if slot.has_scale else None, seconds=between + backward + update, backward_seconds=backward, update_seconds=update,
                 between_seconds=between,
             )  # fmt: skip
             found.append(reading)
@@ -202,8 +206,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     known = find_reported(torch.cuda.get_device_name(device))
     if known is None:
         return None
-    dtype = "float32" if precision == "fp32" else "bfloat16"
-    return known.peak_flops_per_second.get(dtype)
+    return known.peak_flops_per_second.get(computes_in(precision))
 
 
 def hardware(ranks: Ranks) -> dict[str, Any]:

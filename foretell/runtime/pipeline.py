@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from foretell.errors import ForetellError, InternalError, UserError
 from foretell.plan.blocks import rank_of_stage, stages_of_rank
 from foretell.plan.legal import SPLIT_BACKWARD, check
+from foretell.plan.precision import MIXED, computes_in
 from foretell.plan.types import LOOPED, Plan
 from foretell.runtime.pipeline_graph import used_in_line
 from foretell.runtime.pipeline_part import NUMBER, Form, Stage, stage_of, staged
@@ -148,10 +149,12 @@ def cut(model: nn.Module, plan: Plan, ranks: Ranks, batch: Batch, loss: Loss | N
     for part, index in zip(parts, mine, strict=True):
         stage = course.stages[index]
         stage.split_backward = plan.pipeline.schedule in SPLIT_BACKWARD
-        if plan.precision == "bf16-mixed" and sharded:
-            stage.parameter_dtype, stage.cast = torch.bfloat16, blocks
-        elif plan.precision == "bf16-mixed":
-            stage.context = functools.partial(torch.autocast, ranks.device.type, torch.bfloat16)
+        if plan.precision in MIXED:
+            dtype = getattr(torch, computes_in(plan.precision))
+            if sharded:
+                stage.parameter_dtype, stage.cast = dtype, blocks
+            else:
+                stage.context = functools.partial(torch.autocast, ranks.device.type, dtype)
         stage_of(part, stage)
     return Stages(plan, ranks, course, dict(zip(mine, parts, strict=True)))
 
@@ -253,14 +256,15 @@ class Stages:
             stage.context_of = context
             stage.gather = context.send
 
-    def run(self, micro_batches: Sequence[Batch]) -> list[Tensor]:
-        """Forward and backward of one step. Gradients are those of the mean loss; returns the micro-batches' losses on
-        the rank of the last stage and nothing elsewhere."""
+    def run(self, micro_batches: Sequence[Batch], scale: Tensor | None = None) -> list[Tensor]:
+        """Forward and backward of one step. Gradients are those of the mean loss, times `scale`; returns the micro-batches'
+        losses on the rank of the last stage and nothing elsewhere."""
         count = len(micro_batches)
+        share = 1.0 / count if scale is None else scale / count
         schedule = self._schedule(micro_batches)
         number = torch.arange(count)
         for stage in self.stages.values():
-            stage.batches, stage.scale, stage.losses = micro_batches, 1.0 / count, []
+            stage.batches, stage.scale, stage.losses = micro_batches, share, []
         try:
             schedule.step(
                 target=number if self.has_last else None, losses=None, return_outputs=False, **{NUMBER: number}

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from foretell.errors import InternalError
 from foretell.plan.mesh import rank_at
+from foretell.plan.precision import MIXED, computes_in, in_recipe
 from foretell.plan.types import Plan
 from foretell.runtime.apply import Job, Piped, apply
 from foretell.runtime.pipeline import PlainStage, Stages, Wire, chart
@@ -83,13 +84,13 @@ def dry_run(source: Source, plan: Plan, rank: int = 0, *, steps: int = 1) -> Dry
 def crossing_of(source: Source, plan: Plan) -> tuple[tuple[Form, ...], ...]:
     """What each stage receives for one micro-batch, in the precision of the plan. Without a tensor split."""
     assert plan.pipeline is not None
-    mixed, sharded = plan.precision == "bf16-mixed", plan.mesh.data > 1
+    sharded = plan.mesh.data > 1
+    dtype = getattr(torch, computes_in(plan.precision))
     with FakeTensorMode(allow_non_fake_inputs=True):
         workload = load(source)
-        batch = cast_floats(workload.batch, torch.bfloat16) if plan.precision == "bf16" else workload.batch
-        if plan.precision == "bf16" or (mixed and sharded):
-            prepare_precision(workload.model, "bf16" if plan.precision == "bf16" else "fsdp-bf16")
-        around = torch.autocast("cpu", torch.bfloat16) if mixed and not sharded else nullcontext()
+        batch = cast_floats(workload.batch, dtype) if plan.precision == "bf16" else workload.batch
+        prepare_precision(workload.model, in_recipe(plan.precision, sharded))
+        around = torch.autocast("cpu", dtype) if plan.precision in MIXED and not sharded else nullcontext()
         with around:
             return chart(workload.model, batch, workload.loss, plan.pipeline.cuts).crossing
 

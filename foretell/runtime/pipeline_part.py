@@ -107,8 +107,8 @@ class Stage:
     """Micro-batches of the step that is running."""
     turn: int | None = None
     """Which comes next, where the schedule's numbers cannot be read: on fake tensors."""
-    scale: float = 1.0
-    """Of the loss, so that gradients are the mean over micro-batches."""
+    scale: float | Tensor = 1.0
+    """Of the loss, so that gradients are the mean over micro-batches; a tensor where they are scaled besides."""
     losses: list[Tensor] = field(default_factory=list)
     """Of the step that is running, unscaled."""
     received: tuple[Tensor, ...] = ()
@@ -160,7 +160,7 @@ class Stage:
         if holds_ghost(loss):
             raise lost(loss, "the loss")
         self.losses.append(loss.detach())
-        return loss * self.scale if self.scale != 1.0 else loss
+        return loss * self.scale if isinstance(self.scale, Tensor) or self.scale != 1.0 else loss
 
     def enter(self, args: Any, kwargs: Any) -> None:
         """Give the ghosts among the first block's arguments their values."""

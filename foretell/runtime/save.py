@@ -34,6 +34,7 @@ from foretell.runtime.apply import Job, Piped
 from foretell.runtime.control import Control
 from foretell.runtime.offload.arena import available
 from foretell.runtime.ranks import APART, SPREAD, Ranks
+from foretell.runtime.scaler import checked
 
 __all__ = ["NONFINITE", "Damaged", "Done", "NotSaved", "Reader", "Saved", "Saver", "candidates", "complete", "look"]
 
@@ -305,6 +306,8 @@ class Staged:
     groups: list[dict[str, Any]] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
+    scaler: Mapping[str, Any] | None = None
+    """The scale of the loss, where the run that was saved had one."""
 
 
 @dataclass(frozen=True)
@@ -363,6 +366,7 @@ def stage(reader: Reader, job: Job, known: Mapping[str, Spec], *, spare: Callabl
                 box = whole(spec.shape)
                 asked.append((values, key, _Asked(reader, full, tuple(spec.shape), (Part(box, box),))))
     _read(reader, asked, (spare or room(job.ranks))() if job.moved is not None else None)
+    staged.scaler = checked(saved.about.get("scaler"), saved.path)
     reader.check_own(job.ranks.rank, job.ranks.world)
     _stage_own(reader, job, staged)
     return staged
@@ -489,6 +493,8 @@ def take(staged: Staged, job: Job) -> None:
                 states[index] = {key: value if moved else _spread(value, parameter, copy=name in used) for key, value in kept.items()}
             used.add(name)
     job.optimizer.load_state_dict({"state": states, "param_groups": groups})
+    if job.scaler is not None:
+        job.scaler.load(staged.scaler)
 
 
 def _spread(value: Any, parameter: Tensor, *, copy: bool) -> Any:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
+from foretell.plan.precision import MIXED, computes_in
 from foretell.plan.types import MASTER, Plan
 from foretell.runtime.ranks import Ranks
 
@@ -91,10 +92,10 @@ def _inside(parameter: nn.Parameter, ranks: int) -> Shard:
 
 
 def policy_of(precision: str) -> MixedPrecisionPolicy:
-    """bf16-mixed computes in bf16 and sums gradients in fp32; bf16-master has weights in bf16 and sums in fp32 too, rounded
+    """bf16-mixed and fp16-mixed compute in that and sum gradients in fp32; bf16-master has weights in bf16 and sums in fp32 too, rounded
     once; otherwise everything is in the dtype of the weights."""
-    if precision == "bf16-mixed":
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if precision in MIXED:
+        return MixedPrecisionPolicy(param_dtype=getattr(torch, computes_in(precision)), reduce_dtype=torch.float32)
     if precision == MASTER:
         return MixedPrecisionPolicy(reduce_dtype=torch.float32)
     return MixedPrecisionPolicy()

@@ -39,6 +39,7 @@ from foretell.runtime.progress import DATA, END, EVALUATION, SAVE, STEP, Progres
 from foretell.runtime.progress import LOG as LOGGING
 from foretell.runtime.ranks import Ranks
 from foretell.runtime.rng import seed_all, step_seed
+from foretell.runtime.scaler import overflow_words, overflowed
 from foretell.runtime.schedule import Schedule, resumed
 from foretell.runtime.signals import LATE, STEPS, Signals, Stopped
 from foretell.runtime.watch import Watch
@@ -235,6 +236,8 @@ class Run:
         self.log: log.Log | None = None
         self.signals, self.progress = Signals(), Progress()
         self.bad: Reading | None = None
+        self.overflows = 0
+        """Steps without an update since their scaled gradients overflowed."""
         self.last_saved: save.Saved | None = None
         self.next_save: int | None = None
         """Where the interval is to be found: the step of the next save, the same on every rank."""
@@ -309,6 +312,8 @@ class Run:
                 self.evaluate()
             saved = self.save() if not self.settings.no_save else None
             self._look_at_disk(last=True)
+            if self.overflows and self.ranks.is_first:
+                self.screen.say(overflow_words(self.overflows))
             self.progress.at(END)
             measured = self.measured()
             asked = next(filter(None, self.control.gather(self.signals.asked)), "")
@@ -405,7 +410,7 @@ class Run:
             result = self.job.update(loss)
             self.step += 1
             self.progress.stepped(self.step)
-            self.clock.end(self.step, result.loss, result.grad_norm)
+            self.clock.end(self.step, result.loss, result.grad_norm, result.loss_scale)
             if self.step < settings.steps:
                 batches = self._fetched()
             self.progress.at(LOGGING)
@@ -494,7 +499,9 @@ class Run:
     def _note(self, readings: list[Reading]) -> None:
         for reading in readings:
             self.tally.add(reading)
-            if not math.isfinite(reading.loss) or not math.isfinite(reading.grad_norm or 0.0):
+            if overflowed(reading):
+                self.overflows += 1
+            elif not math.isfinite(reading.loss) or not math.isfinite(reading.grad_norm or 0.0):
                 self.bad = self.bad or reading
             if self.log is not None:
                 self._tell(reading)
@@ -507,7 +514,8 @@ class Run:
             self._memory, self._asked_memory = measure.memory(self.ranks.device), now
         share = measure.mfu(self.plan, reading.seconds, self.peak)
         self.log.write(
-            "step", reading.step, loss=reading.loss, grad_norm=reading.grad_norm, lr=self.schedule.at(reading.step - 1),
+            "step", reading.step, loss=reading.loss, grad_norm=reading.grad_norm, loss_scale=reading.loss_scale,
+            lr=self.schedule.at(reading.step - 1),
             seconds=reading.seconds, backward_seconds=reading.backward_seconds, update_seconds=reading.update_seconds,
             mfu=share, **self._memory,
         )  # fmt: skip
@@ -591,7 +599,8 @@ class Run:
     def _about(self) -> dict[str, Any]:
         return {
             "data": {**self.feed.state(self._first_sample(self.step)), "digest": self.feed.samples.digest()},
-            "schedule": self.schedule.to_json(), save.NONFINITE: self.loose, "plan": plans.to_json(self.plan), "versions": versions(),
+            "schedule": self.schedule.to_json(), "scaler": self.job.scaler.state() if self.job.scaler is not None else None,
+            save.NONFINITE: self.loose, "plan": plans.to_json(self.plan), "versions": versions(),
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }  # fmt: skip
 
@@ -620,11 +629,12 @@ class Run:
         what = "loss" if not math.isfinite(bad.loss) else "gradient's norm"
         value = bad.loss if what == "loss" else bad.grad_norm
         self._seed(bad.step - 1)
+        scaled = f" with the loss scaled by {bad.loss_scale:g}" if bad.loss_scale is not None else ""
         where = guard.find_first(self.job, self.feed.at(first), self.control)
         kept = f"saved after step {self.step} in {done.path}" if isinstance(done, save.Saved) else self._kept()
         if self.log is not None:
             self.log.write("not finite", bad.step, what=what, where=where, first_sample=first)
         raise RunFailed(
-            f"the {what} of step {bad.step} is {value}: {where}; its update was not applied",
+            f"the {what} of step {bad.step} is {value}{scaled}: {where}; its update was not applied",
             f"look at samples {first} to {first + share - 1} of the run's order, or lower --lr; {kept}",
         )

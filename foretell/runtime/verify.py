@@ -4,12 +4,13 @@ One process runs the model in fp32 with a plain loop of its own; ranks run it as
 weights and the same global batch. In fp32 the two differ by the order of sums alone: a loss by 1e-4 of itself, a
 tensor's gradient by 1e-4 of its norm.
 
-In bf16 every result is rounded to eight bits, at most 2⁻⁸ of itself. Errors of n roundings that know nothing of each
-other grow as √n, so a gradient is held to √n · 2⁻⁸ of its norm, n being the bf16 results that one micro-batch's
-forward and backward make, counted. Where a model magnifies rounding, one process in bf16 is itself further from fp32
+In bf16 every result is rounded to eight bits, at most 2⁻⁸ of itself; in fp16 to eleven, at most 2⁻¹¹. Errors of n roundings that know nothing of each
+other grow as √n, so a gradient is held to √n · 2⁻⁸ (2⁻¹¹) of its norm, n being the results in that format that one
+micro-batch's forward and backward make, counted. Where a model magnifies rounding, one process in bf16 is itself further from fp32
 than that: then the ranks, which round as often and elsewhere, may be as far from it on the other side, twice as far
 from fp32. A loss is the mean of many: it is held to 2⁻⁸, where the weights themselves are rounded at every step to
-√steps · 2⁻⁸, or again to twice what one process is off.
+√steps · 2⁻⁸, or again to twice what one process is off. With fp16 gradients a step counts when it is taken: one whose
+scaled gradients overflow is run again with half the scale, here and in one process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.errors import ForetellError, ModelError
-from foretell.plan.types import Mesh, Plan
+from foretell.plan.precision import MIXED, computes_in
+from foretell.plan.types import FP16, Mesh, Plan
 from foretell.runtime.apply import Job, apply
 from foretell.runtime.pool import Pool, RankFailure
 from foretell.runtime.ranks import Ranks, start
@@ -50,7 +52,9 @@ SMALL_LOSS = torch.finfo(torch.float32).eps / LOSS_BOUND
 that two orders of adding it up share."""
 GRADIENT_BOUND = 1e-4
 """‖Δg‖/‖g‖ of every tensor at the first step."""
-BF16_ROUNDING = 2.0**-8
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+MOST_SKIPPED = 40
+"""Steps that may overflow before the scale is small enough."""
 LIMIT_SECONDS = 120.0
 BACKEND = "aot_eager"
 """How compiled graphs are run: captured, split into forward and backward, but not made into machine code."""
@@ -155,47 +159,52 @@ def _plain_run(source: Source, plan: Plan, steps: int, counted: AbstractContextM
     workload = build(source)
     model = workload.model.train()
     kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-    sharded = plan.precision == "bf16-mixed" and plan.mesh.spread > 1  # bf16 weights, of which fp32 ones are kept
-    prepare_precision(model, "fsdp-bf16" if sharded else plan.precision)
+    sharded = plan.precision in MIXED and plan.mesh.spread > 1  # weights in 16 bits, of which fp32 ones are kept
+    dtype = getattr(torch, computes_in(plan.precision))
+    prepare_precision(model, MIXED[plan.precision][1] if sharded else plan.precision)
     computed = {name: p for name, p in model.named_parameters() if name in kept}
     trained = {name: nn.Parameter(p) for name, p in kept.items()} if sharded else computed
     parts = batches(source, plan.mesh.data * plan.accumulate)
     draws(model, range(len(parts)))
     if plan.precision == "bf16":
-        parts = [cast_floats(part, torch.bfloat16) for part in parts]
+        parts = [cast_floats(part, dtype) for part in parts]
+    scaler = torch.amp.GradScaler("cpu", enabled=plan.precision == FP16)
     optimizer = build_optimizer(plan.optimizer, list(trained.values()))
     for group in optimizer.param_groups:
         group["lr"] = LEARNING_RATE
     run = Run([], [], {})
-    for step in range(steps):
+    for _ in range(steps + MOST_SKIPPED):
         total = 0.0
         for part in parts:
             with counted:
-                with torch.autocast("cpu", torch.bfloat16) if _autocast(plan) else nullcontext():
+                with torch.autocast("cpu", dtype) if plan.precision in MIXED and not sharded else nullcontext():
                     loss = compute_loss(Workload(model, part, workload.loss)) / len(parts)
-                loss.backward()
+                scaler.scale(loss).backward()
             total += loss.item()
             if sharded:
                 _hand_over(computed, trained)
-        run.losses.append(total)
-        if step == 0:
-            run.gradients.update({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})
-        if plan.clip is not None:
-            run.norms.append(nn.utils.clip_grad_norm_(trained.values(), plan.clip).item())
-        optimizer.step()
+        scale = scaler.get_scale()
+        scaler.unscale_(optimizer)
+        gradients = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None and not run.losses}
+        norm = nn.utils.clip_grad_norm_(trained.values(), plan.clip).item() if plan.clip is not None else None
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
+        if scaler.get_scale() < scale:  # it was not taken
+            continue
+        run.losses.append(total)
+        run.gradients.update(gradients)
+        run.norms.extend([] if norm is None else [norm])
+        if len(run.losses) == steps:
+            break
         if sharded:
             with torch.no_grad():
                 torch._foreach_copy_(list(computed.values()), list(trained.values()))
     return run
 
 
-def _autocast(plan: Plan) -> bool:
-    return plan.precision == "bf16-mixed" and plan.mesh.spread == 1
-
-
 def _hand_over(computed: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter]) -> None:
-    """Add bf16 gradients to fp32 ones, and forget them."""
+    """Add gradients in 16 bits to fp32 ones, and forget them."""
     for name, parameter in computed.items():
         if parameter.grad is not None:
             own = trained[name]
@@ -210,16 +219,20 @@ def run_rank(_rank: int, _world: int, source: Source, plan: Plan, steps: int = S
     job = apply(build(source), plan, ranks, learning_rate=LEARNING_RATE, backend=backend)
     mine = shared(source, plan, ranks, job)
     run = Run([], [], {})
-    for step in range(steps):
+    for _ in range(steps + MOST_SKIPPED):
         loss = job.backward(mine)
-        if step == 0:
-            gradients = job.gradients()
-            if ranks.data_rank == ranks.coordinate("tp") == ranks.coordinate("cp") == 0:
-                run.gradients.update({name: grad.float() for name, grad in gradients.items()})
+        gradients = job.gradients() if not run.losses else {}
         result = job.update(loss)
+        if job.scaler is not None and result.grad_norm is not None and not bool(result.grad_norm.isfinite()):
+            continue
+        if ranks.data_rank == ranks.coordinate("tp") == ranks.coordinate("cp") == 0:
+            run.gradients.update({name: grad.float() for name, grad in gradients.items()})
         run.losses.append(result.loss.item())
-        if result.grad_norm is not None:
+        if plan.clip is not None and result.grad_norm is not None:
             run.norms.append(result.grad_norm.item())
+        if len(run.losses) == steps:
+            break
+    run.losses.extend([math.nan] * (steps - len(run.losses)))
     return run
 
 
@@ -299,7 +312,7 @@ def _relative(known: Iterable[float], found: Iterable[float], least: float = 1e-
     return max((abs(b - a) / max(abs(a), least) for a, b in zip(known, found, strict=True)), default=0.0)
 
 
-# --- what bf16 may differ by -----------------------------------------------------------------------------------------
+# --- what 16 bits may differ by --------------------------------------------------------------------------------------
 
 
 def bounds_of(source: Source, plan: Plan, known: Run, steps: int = STEPS) -> Bounds:
@@ -307,33 +320,38 @@ def bounds_of(source: Source, plan: Plan, known: Run, steps: int = STEPS) -> Bou
     if plan.precision == "fp32":
         return Bounds()
     single, roundings = rounded(source, plan, steps)
-    loss = BF16_ROUNDING * (math.sqrt(steps) if plan.precision == "bf16" else 1.0)
+    rounding = ROUNDING[computes_in(plan.precision)]
+    loss = rounding * (math.sqrt(steps) if plan.precision == "bf16" else 1.0)
     return Bounds(
         loss=max(loss, 2 * losses_apart(known.losses, single.losses)),
-        gradient=math.sqrt(roundings) * BF16_ROUNDING,
+        gradient=math.sqrt(roundings) * rounding,
         tensors={name: 2 * distance for name, distance in apart(known, single).items()},
     )
 
 
 def rounded(source: Source, plan: Plan, steps: int = STEPS) -> tuple[Run, int]:
-    """One process in the plan's precision, and how many bf16 results a micro-batch makes there."""
-    counted = _Roundings()
+    """One process in the plan's precision, and how many results in 16 bits a micro-batch makes there."""
+    counted = _Roundings(getattr(torch, computes_in(plan.precision)))
     run = _plain_run(source, plan, steps, counted)
-    return run, counted.number // (plan.mesh.data * plan.accumulate * steps)
+    return run, counted.number // counted.passes
 
 
 class _Roundings(TorchDispatchMode):
-    """Counts results in bf16 that are no views."""
+    """Counts results in a dtype that are no views."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.number = 0
+        self.dtype, self.number, self.passes = dtype, 0, 0
+
+    def __enter__(self) -> Any:
+        self.passes += 1
+        return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {_storage(value) for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
         made = func(*args, **(kwargs or {}))
         leaves = [value for value in pytree.tree_leaves(made) if isinstance(value, Tensor)]
-        self.number += any(value.dtype is torch.bfloat16 and _storage(value) not in given for value in leaves)
+        self.number += any(value.dtype is self.dtype and _storage(value) not in given for value in leaves)
         return made
 
 

@@ -10,9 +10,10 @@ from foretell.cost.prediction import FITS, TIGHT, Infeasible
 from foretell.errors import UserError
 from foretell.plan.blocks import expand
 from foretell.plan.recipe import known_blocks
-from foretell.plan.types import Plan
-from foretell.search.found import Found
+from foretell.plan.types import FP16, Plan
+from foretell.search.found import Found, Reason
 from foretell.search.law import Advice
+from foretell.search.reasons import sentence
 from foretell.units import human_bytes
 
 ALIKE = 0.01
@@ -53,13 +54,16 @@ class Choice:
     """What the search found besides: the front, what binds, what other hardware would change."""
     law: Advice | None = None
     """What the Step Law says of the run, where its tokens are known."""
+    reasons: tuple[Reason, ...] = ()
+    """Where there is no plan: why not, by count."""
     where: tuple[str, ...] = ()
     """What of the best plan is not on the device, and why; where nothing fits, what would help."""
 
     @property
     def plan(self) -> Plan:
         if self.best is None:
-            raise UserError("no plan fits", "give more or larger devices, a shorter sequence, or bf16 weights")
+            why = f": {sentence(self.reasons)}" if self.reasons else " fits"
+            raise UserError(f"no plan{why}", "give more or larger devices, or a shorter sequence")
         return self.best.plan
 
 
@@ -101,6 +105,7 @@ def told(plan: Plan) -> str:
     axes = [f"{axis} {getattr(mesh, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "tp") if getattr(mesh, axis) > 1]
     words = [" × ".join(axes) or "one device", f"micro-batch {plan.micro_batch}"]
     words += [f"accumulate {plan.accumulate}"] if plan.accumulate > 1 else []
+    words += [plan.precision] if plan.precision == FP16 else []
     modes = sorted({residency.mode for residency in plan.blocks.values() if residency.mode != "keep"})
     words += [_TREATED.get(mode, mode) + _some(plan, mode) for mode in modes]
     words += [f"{plan.pipeline.stages} stages, {plan.pipeline.schedule}"] if plan.pipeline else []

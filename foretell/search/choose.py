@@ -28,6 +28,7 @@ from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan import legal
 from foretell.plan.blocks import compress, cuts_by_cost
+from foretell.plan.precision import default
 from foretell.plan.recipe import model_of
 from foretell.plan.types import MASTER, Mesh, Pipeline, Plan, Residency
 from foretell.search.choice import ALIKE, explained, kind_of
@@ -40,6 +41,7 @@ from foretell.search.find import Finalist, Found, Unsuited, find
 from foretell.search.law import Advice, advice
 from foretell.search.law import check as check_law
 from foretell.search.moved import or_moved, spilled
+from foretell.search.reasons import of_candidates
 from foretell.search.sheet_modes import MODES, modes_of
 from foretell.search.space_wishes import Wishes as Wishes
 from foretell.search.space_wishes import check as check_wishes
@@ -135,7 +137,7 @@ def as_choice(found: Found) -> Choice:
     return Choice(
         best=one(found.best) if found.best is not None else None, runners_up=tuple(map(one, found.runners_up)),
         dropped=(*nearest, *map(one, found.dropped)), infeasible=found.infeasible, costed=found.costed, notes=found.notes,
-        found=found, law=found.law,
+        found=found, law=found.law, reasons=found.reasons,
     )  # fmt: skip
 
 
@@ -244,7 +246,7 @@ class _Search(Question):
         """Cost plans of one mesh: larger and larger micro-batches, then with recomputation."""
         base = Plan(
             model=self.about or model_of(self.source), hardware=self.hardware, mesh=mesh,
-            precision=self.wishes.precision or ("fp32" if self.on_cpu else "bf16-mixed"),
+            precision=self.wishes.precision or default(self.cluster),
             optimizer=self.wishes.optimizer, clip=self.wishes.clip, pipeline=self._pipeline(mesh),
         )  # fmt: skip
         batches = list(self.batches(mesh))
@@ -354,7 +356,9 @@ class _Search(Question):
         dropped = tuple(explained(one) for one in self.found if not one.fits)
         notes = (*self.traces.notes, *self.remarks)
         if not fitting:
-            return Choice(best=None, dropped=dropped, infeasible=self._nearest(), costed=self.costed, notes=notes)
+            return Choice(
+                best=None, dropped=dropped, infeasible=self._nearest(), costed=self.costed, notes=notes, reasons=of_candidates(dropped)
+            )
         alike = ALIKE_ON_CPU if self.on_cpu else ALIKE
         best = min((one for one in fitting if _speed(one) >= (1 - alike) * _speed(fitting[0])), key=_effort)
         losers: dict[Any, Candidate] = {}

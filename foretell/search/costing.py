@@ -20,6 +20,7 @@ from foretell.cost.prediction import ASSUMED, FITS, TIGHT
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan import legal
+from foretell.plan.precision import default, in_recipe
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Plan
 from foretell.search import explain, polish
@@ -84,7 +85,7 @@ class Costing(Question):
             try:
                 self.sheets[key] = Sheet(
                     self.sources, known, cluster, optimizer=self.wishes.optimizer, clip=self.wishes.clip,
-                    first=self.recipe(cluster.count > 1),
+                    first=self.recipe(cluster, cluster.count > 1),
                 )  # fmt: skip
             except Unlike as error:
                 raise Unsuited(str(error)) from error
@@ -94,9 +95,8 @@ class Costing(Question):
                 self.about = model_of(self.source, blocks=self.sheets[key].blocks, shapes=shapes or None)
         return self.sheets[key]
 
-    def recipe(self, data: bool) -> str:
-        precision = self.wishes.precision or "bf16-mixed"
-        return precision if precision != "bf16-mixed" else "fsdp-bf16" if data else "bf16-autocast"
+    def recipe(self, cluster: Cluster, data: bool) -> str:
+        return in_recipe(self.wishes.precision or default(cluster), data)
 
     @functools.cached_property
     def sources(self) -> Sources:

@@ -21,7 +21,7 @@ from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Plan
-from foretell.search import costing, explain, space_wishes
+from foretell.search import costing, explain, reasons, space_wishes
 from foretell.search.costing import Costing
 from foretell.search.costing import Unsuited as Unsuited
 from foretell.search.found import Finalist as Finalist
@@ -113,7 +113,7 @@ class Finder(Costing):
         sizes += [given] if given and given > 1 and given not in TENSOR else []
         allowed = [1]
         for size in sizes:
-            reason = sheet.offered(self.recipe(cluster.count > size), size)
+            reason = sheet.offered(self.recipe(cluster, cluster.count > size), size)
             if reason is None:
                 allowed.append(size)
             elif given == size:
@@ -171,7 +171,7 @@ class Finder(Costing):
             explored = self.explore(self.cluster, self.wishes, patience, reserve=True)
             finalists, dropped = self._finalists(explored)
         if not finalists:
-            return replace(self._nothing(explored, began), dropped=tuple(dropped), law=law)
+            return replace(self._nothing(explored, began, dropped), dropped=tuple(dropped), law=law)
         law = replace(law, used=finalists[0].plan.global_batch) if law is not None else None
         first = replace(finalists[0], plan=self._annotated(finalists[0], explored, law))
         table = self._what_if(self._as_quick(first.point)) if what_if and not explored.stopped else ()
@@ -329,14 +329,15 @@ class Finder(Costing):
 
     # ------------------------------------------------------------------ nothing
 
-    def _nothing(self, explored: Explored, began: float) -> Found:
+    def _nothing(self, explored: Explored, began: float, dropped: Sequence[Finalist] = ()) -> Found:
         """Why no plan can be had, and what would have to change."""
-        unmet = ""
+        unmet, notes = "", (*self.traces.notes, *self.notes)
         if explored.points:
             nearest = min(explored.points, key=lambda point: score(point, self.wishes))
             unmet = f"the best plan {complaint(nearest, self.wishes)}" if complaint(nearest, self.wishes) else ""
         relaxed = () if explored.stopped else explain.relaxations(self.cluster, self.wishes, self.again)
-        near = explored.nearest
+        fits = any(one.cost is None for one in dropped)  # and is ruled out by something else
+        near = explored.nearest if not fits else None
         filled = infeasible = None
         if near is not None:
             point = point_of(near, self.cluster, self.sheet(self.cluster).length or 1)
@@ -348,9 +349,8 @@ class Finder(Costing):
             unmet = _no_layout(self.wishes, self.cluster)
         return Found(
             best=None, nearest=filled, short_bytes=int(near.short) if near else 0, infeasible=infeasible, unmet=unmet,
-            relaxations=relaxed,
-            costed=explored.costed, there=explored.there, seconds=time.monotonic() - began, stopped=explored.stopped,
-            notes=(*self.traces.notes, *self.notes),
+            relaxations=relaxed, reasons=reasons.of_search(explored, dropped, self.wishes, self.cluster.device.memory_bytes),
+            costed=explored.costed, there=explored.there, seconds=time.monotonic() - began, stopped=explored.stopped, notes=notes,
         )  # fmt: skip
 
 

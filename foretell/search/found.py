@@ -33,6 +33,15 @@ class Finalist:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reason:
+    """Why plans were ruled out, and how many."""
+
+    count: int
+    why: str
+    """Goes on after the count: `do not fit (the smallest needs 18.2 GiB of 14.6 GiB)`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Found:
     """The best plan, those that lost, and the front."""
 
@@ -53,6 +62,8 @@ class Found:
     relaxations: tuple[explain.Relaxation, ...] = ()
     unmet: str = ""
     """A limit of the whole run that no plan keeps."""
+    reasons: tuple[Reason, ...] = ()
+    """Where there is no plan: why not, by count."""
     costed: int = 0
     there: int = 0
     seconds: float = 0.0

@@ -23,6 +23,7 @@ from foretell.cost.plan_time import fabrics_for, fabrics_of
 from foretell.cost.time import Machine
 from foretell.hardware.types import Cluster
 from foretell.plan.blocks import compress
+from foretell.plan.precision import in_recipe
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency
 from foretell.search.quick_memory import Bytes, Keeper
 from foretell.search.quick_reserve import shortened, slack
@@ -109,9 +110,7 @@ def works_of(layout: Layout, sheet: Sheet) -> Works:
 
 def recipe_for(layout: Layout) -> str:
     """The precision under which the traces were made."""
-    if layout.precision != "bf16-mixed":
-        return layout.precision
-    return "fsdp-bf16" if layout.mesh.spread > 1 else "bf16-autocast"
+    return in_recipe(layout.precision, layout.mesh.spread > 1)
 
 
 def plan_of(layout: Layout, sheet: Sheet, about: Mapping[str, Any], hardware: str) -> Plan:

@@ -22,6 +22,7 @@ from foretell.cost.whole import sequence_length
 from foretell.errors import UserError
 from foretell.hardware import overhead
 from foretell.hardware.types import Cluster, Overhead
+from foretell.plan.precision import MIXED
 from foretell.search.sheet_compile import Compiled, judged
 from foretell.search.sheet_context import Context
 from foretell.search.sheet_expert import spread
@@ -379,7 +380,7 @@ class Sheet:
         whole = self.source_of(recipe, 1).first
         shared = (SHARED_HOST, SHARED_SPLIT_HOST) if cp > 1 else (SPREAD_HOST if ep > 1 else PLAIN_HOST, SPLIT_HOST)
         return Works(
-            material=material, prices=self.prices, reduce="float32" if precision == "bf16-mixed" else None,
+            material=material, prices=self.prices, reduce="float32" if precision in MIXED else None,
             slots=whole.slots, derived=derived, host=shared[derived], trace=self.source_of(recipe, 1).trace,
             _compiled=self._compiled.setdefault(recipe, {}), _units=self._units.setdefault((recipe, tp, ep), {}),
             _updates=self._updates.setdefault((recipe, 1 if derived else tp), {}),

@@ -8,6 +8,7 @@ from typing import Any
 from foretell.cost.machine import machine
 from foretell.cost.plan_parts import Options, profile_for
 from foretell.hardware.types import Cluster
+from foretell.plan.precision import default, in_plan, in_recipe
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Mesh, Plan
 from foretell.search.sheet import Sheet
@@ -15,9 +16,6 @@ from foretell.search.sheet_modes import KEEP
 from foretell.search.sheet_ops import Source as Pieces
 from foretell.search.traces import PAIR, Traces
 from foretell.trace.load import Source
-
-PRECISIONS = {"fsdp-bf16": "bf16-mixed", "bf16-autocast": "bf16-mixed", "fp32": "fp32", "bf16": "bf16"}
-"""Precision of a recipe → that of a plan."""
 
 
 class Sources:
@@ -43,9 +41,9 @@ class Sources:
         return self.known[recipe, seq]
 
     def _traced(self, recipe: str, seq: int | None) -> Pieces:
-        mesh = Mesh(dp_shard=2) if recipe == "fsdp-bf16" else Mesh()
+        mesh = Mesh(dp_shard=2) if recipe.startswith("fsdp") else Mesh()
         model = {**self.base.model, **({"seq": seq} if seq else {})}
-        plans = [self.base.with_(mesh=mesh, model=model, precision=PRECISIONS[recipe], micro_batch=size) for size in PAIR]
+        plans = [self.base.with_(mesh=mesh, model=model, precision=in_plan(recipe), micro_batch=size) for size in PAIR]
         self.traces.prepare([(plan, KEEP) for plan in plans])
         small, large = (self.traces.of(plan, [KEEP])[KEEP] for plan in plans)
         return Pieces(small, large, PAIR)
@@ -62,8 +60,7 @@ def sheet_for(
     if traces is None:
         capability = None if on_cpu else device.compute_capability or (9, 0)
         traces = Traces(capability=capability, hints=dict(hints or {}), cache=cache, progress=progress)
-    wanted = precision or ("fp32" if on_cpu else "bf16-mixed")
-    first = wanted if wanted != "bf16-mixed" else "fsdp-bf16" if cluster.count > 1 else "bf16-autocast"
+    first = in_recipe(precision or default(cluster), cluster.count > 1)
     base = Plan(model=model_of(source), hardware=device.name, optimizer=optimizer, clip=clip)
     how = options or Options()
     sources = Sources(traces, base)

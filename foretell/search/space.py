@@ -15,7 +15,8 @@ from itertools import chain
 from math import gcd
 
 from foretell.hardware.types import Cluster
-from foretell.plan.legal import SPLIT_BACKWARD, micro_batches_allowed
+from foretell.plan.legal import SPLIT_BACKWARD, micro_batches_allowed, too_old_to_compile
+from foretell.plan.precision import worth_trying
 from foretell.plan.types import Mesh
 from foretell.search.quick import Layout
 from foretell.search.space_wishes import Wishes
@@ -60,8 +61,10 @@ Generator = Callable[[Room, Layout], Iterable[Layout]]
 
 def every(room: Room, *generators: Generator) -> Iterator[Layout]:
     """All layouts: those of the first generator, each taken further by the next."""
-    start = Layout(mesh=Mesh(), micro_batch=1, precision=room.wishes.precision or "bf16-mixed")
-    layouts: Iterable[Layout] = [start]
+    asked = room.wishes.precision
+    layouts: Iterable[Layout] = [
+        Layout(mesh=Mesh(), micro_batch=1, precision=precision) for precision in ((asked,) if asked else worth_trying(room.cluster))
+    ]
     for generator in generators or (meshes, batches, schedules):
         layouts = chain.from_iterable(map(lambda layout, g=generator: g(room, layout), layouts))  # type: ignore[misc]
     return iter(layouts)
@@ -211,7 +214,7 @@ def bare(layout: Layout) -> Layout:
 def compiles(room: Room, layout: Layout) -> Iterator[Layout]:
     """Compiled or not: a whole model on one device or with data ranks, blocks under the other axes."""
     mesh, asked = layout.mesh, room.wishes.compile
-    ways = asked or (("none", "model") if mesh.world == 1 else ("none",))
+    ways = asked or (("none", "model") if mesh.world == 1 and not too_old_to_compile(room.cluster) else ("none",))
     for way in ways:
         if way != "none" and mesh.cp * mesh.ep > 1:
             continue

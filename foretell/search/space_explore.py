@@ -9,6 +9,7 @@ Ways to compile and to give parameters back are then varied around the best layo
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,8 +46,10 @@ class Explored:
     """Of what does not fit: the one with the fewest bytes too many."""
     misfits: dict[Mesh, Filled] = field(default_factory=dict)
     """Mesh of which nothing fitted → what came nearest."""
-    refused: dict[str, Layout] = field(default_factory=dict)
-    """Reason → the first layout that was refused for it."""
+    unfit: int = 0
+    """Layouts that do not fit, or hold more than one that does not."""
+    left: Counter[str] = field(default_factory=Counter)
+    """Other reason → how many layouts were left out for it."""
     costed: int = 0
     there: int = 0
     """Layouts of the space."""
@@ -101,11 +104,14 @@ class Explorer:
         compile = (self.wishes.compile or ("none",))[0]
         frames = [self._first_way(frame, compile) for frame in space.every(self.room)]
         self.found.there = len(frames)
+        if None in frames:
+            self.found.left["cannot be compiled as asked"] += frames.count(None)
         for group in self._groups([frame for frame in frames if frame is not None]):
             ordered = sorted(group, key=lambda frame: (self._scaled(self.pricer.rough(frame), frame), frame.micro_batch))
             best = float("inf")
             for frame in sorted(ordered, key=lambda frame: frame.interleave > 1 or frame.schedule in SPLIT_BACKWARD):
                 if self._ruled_out(frame) or self._hopeless(frame, best):
+                    self.found.unfit += best == float("inf")
                     continue
                 point = self.consider(frame, began)
                 if point is None:
@@ -167,14 +173,16 @@ class Explorer:
         try:
             filled = (self.filler or fill)(frame, self.pricer, most, capacity * (1 - TIGHT))
         except UserError as error:  # what a schedule or a split cannot do
-            self.found.refused.setdefault(error.problem, frame)
+            self.found.left[error.problem] += 1
             return None
         if filled is None:
+            self.found.left[f"the model cannot be cut into {frame.mesh.pp * frame.interleave} stages"] += 1
             return None
         self.found.costed += 1
         if self.found.costed % 64 == 0:
             self.progress(f"{self.found.costed} of {self.found.there} layouts costed")
         if not filled.fits:
+            self.found.unfit += 1
             key = frame.mesh, self._tight_key(frame)
             self.full[key] = min(self.full.get(key, 1 << 62), frame.micro_batch)
             if self.found.nearest is None or filled.short < self.found.nearest.short:
@@ -203,8 +211,7 @@ class Explorer:
     # ------------------------------------------------------------------ around the best
 
     def _variants(self, began: float) -> None:
-        seen = {(p.layout.mesh, p.layout.micro_batch, p.layout.schedule, p.layout.interleave, p.layout.compile,
-                 p.layout.reshard) for p in self.found.points}  # fmt: skip
+        seen = {_variant(point.layout) for point in self.found.points}
         ordered = distinct(self.found.points, self.wishes)
         sizes = {point.devices: point for point in reversed(ordered)}
         chosen = {point.layout: point for point in (*ordered[:VARIED], *sizes.values())}
@@ -212,9 +219,8 @@ class Explorer:
             bare = space.bare(point.layout)
             for way in space.compiles(self.room, bare):
                 for frame in space.reshards(self.room, way):
-                    key = (frame.mesh, frame.micro_batch, frame.schedule, frame.interleave, frame.compile, frame.reshard)
-                    if key not in seen:
-                        seen.add(key)
+                    if _variant(frame) not in seen:
+                        seen.add(_variant(frame))
                         self.consider(frame, began)
 
 
@@ -224,7 +230,11 @@ def _all_shards(mesh: Mesh) -> Mesh:
 
 
 def _core(frame: Layout) -> object:
-    return frame.mesh, frame.micro_batch, frame.accumulate
+    return frame.mesh, frame.micro_batch, frame.accumulate, frame.precision
+
+
+def _variant(frame: Layout) -> object:
+    return frame.mesh, frame.micro_batch, frame.schedule, frame.interleave, frame.compile, frame.reshard, frame.precision
 
 
 class _Late(Exception):
@@ -232,7 +242,7 @@ class _Late(Exception):
 
 
 def distinct(points: Sequence[Point], wishes: Wishes) -> list[Point]:
-    """The best of every kind, the best first: a kind is a mesh, what is computed again, and how it is compiled."""
+    """The best of every kind, the best first: a kind is a mesh, a precision, what is computed again, and how it is compiled."""
     found: dict[object, Point] = {}
     for point in sorted(points, key=lambda p: score(p, wishes)):
         if not complaint(point, wishes):
@@ -242,7 +252,7 @@ def distinct(points: Sequence[Point], wishes: Wishes) -> list[Point]:
 
 def kind(layout: Layout) -> object:
     looped = layout.schedule if layout.mesh.pp > 1 else None
-    return layout.mesh, looped, tuple(sorted(set(layout.modes) - {"keep"})), layout.compile, layout.reshard
+    return layout.mesh, looped, tuple(sorted(set(layout.modes) - {"keep"})), layout.compile, layout.reshard, layout.precision
 
 
 def best(found: Explored, wishes: Wishes) -> Point | None:

@@ -9,6 +9,7 @@ from math import prod
 from foretell.errors import UserError, near_names
 from foretell.hardware.types import Cluster
 from foretell.plan.legal import stages_allowed
+from foretell.plan.precision import refuse_plan
 from foretell.plan.types import AXES, COMPILES, FORMATS, MASTER, PRECISIONS, SCHEDULES, Mesh
 
 OBJECTIVES = {
@@ -29,7 +30,7 @@ class Wishes:
     global_batch: int | None = None
     """Samples of one optimizer step; None: whatever runs fastest."""
     precision: str | None = None
-    """None: bf16-mixed, on a CPU fp32."""
+    """None: as the hardware computes fastest (`plan.precision`)."""
     optimizer: str = "adamw-fused"
     clip: float | None = 1.0
     ranks: tuple[int, ...] = ()
@@ -145,6 +146,8 @@ def _degrees(wishes: Wishes) -> None:
 
 
 def _hardware(wishes: Wishes, cluster: Cluster) -> None:
+    if wishes.precision is not None:
+        refuse_plan(wishes.precision, cluster)
     if wishes.precision == MASTER and cluster.device.backend == "cpu":
         raise UserError(f"--precision {MASTER} is planned for GPUs, and --on is a CPU", "GPUs, or bf16-mixed")
     if cluster.device.backend == "cpu":

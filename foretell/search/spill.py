@@ -30,6 +30,7 @@ from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan import legal, paths
 from foretell.plan.blocks import compress
+from foretell.plan.precision import moving_states
 from foretell.plan.recipe import model_of
 from foretell.plan.states import DISK, HOST, bytes_of, form_of, width_of_weights
 from foretell.plan.types import AWAY, MODES, REST, TIERS, Mesh, Plan, Residency
@@ -157,7 +158,7 @@ class Spill(Question):
     def _fixed(self) -> dict[str, Any]:
         wishes = self.wishes
         return {
-            "precision": wishes.precision or "bf16-mixed", "optimizer": wishes.optimizer, "clip": wishes.clip,
+            "precision": wishes.precision or moving_states(self.cluster), "optimizer": wishes.optimizer, "clip": wishes.clip,
             "state_format": wishes.state_format or "fp32", "compile": next(iter(wishes.compile), "none"),
         }  # fmt: skip
 

@@ -71,21 +71,21 @@ def _seconds(value: float | None) -> str:
     return "?" if value is None else f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.0f} ms"
 
 
-def helps(found: Spilled, parameters: float) -> tuple[str, ...]:
-    """Where nothing fits: which changes would take less, and how much."""
+def helps(found: Spilled, parameters: float, *, bf16: bool = True) -> tuple[str, ...]:
+    """Where nothing fits: which changes would take less, and how much. `bf16`: whether the devices compute in it."""
     near = found.nearest
     if near is None:
         return ()
-    return tuple(_helps(found, near.plan, near, parameters))
+    return tuple(_helps(found, near.plan, near, parameters, bf16))
 
 
-def _helps(found: Spilled, plan: Plan, near: Tried, parameters: float) -> Iterator[str]:
+def _helps(found: Spilled, plan: Plan, near: Tried, parameters: float, bf16: bool) -> Iterator[str]:
     if near.over and near.cost.fits:
         yield f"--host {-(-near.host_bytes // 2**30)}GiB: the plan needs {near.over}"
-    if plan.precision != MASTER:
+    if plan.precision != MASTER and bf16:
         less = parameters * 2 * 2
         yield f"--precision {MASTER}: weights and gradients in bf16, {gib(less)} less on the device, 4 bytes a parameter more of states"
-    elif plan.state_format == "fp32":
+    elif plan.precision == MASTER and plan.state_format == "fp32":
         now = bytes_of(form_of(plan), 2)
         for name, form, changed in (one for one in _SMALLER if one[0] in FORMATS):
             less = (now - bytes_of(form, 2)) * parameters

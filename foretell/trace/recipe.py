@@ -11,7 +11,12 @@ OPTIMIZERS = (
     "adam", "adam-fused", "adam-foreach", "adam-loop",
     "adamw", "adamw-fused", "adamw-foreach", "adamw-loop",
 )  # fmt: skip
-PRECISIONS = ("fp32", "bf16-autocast", "fp16-autocast", "bf16", "fsdp-bf16")
+COMPUTES = {
+    "fp32": "float32", "bf16-autocast": "bfloat16", "fp16-autocast": "float16", "bf16": "bfloat16", "fp16": "float16",
+    "fsdp-bf16": "bfloat16", "fsdp-fp16": "float16",
+}  # fmt: skip
+"""Precision → the dtype of products."""
+PRECISIONS = tuple(COMPUTES)
 RECOMPUTES = ("none", "full", "selective")
 COMPILES = ("none", "blocks", "model", "graphs")
 MODES = ("train", "infer")
@@ -24,7 +29,8 @@ class Recipe:
     optimizer: str = "adamw-fused"
     """One of OPTIMIZERS; a bare name is what PyTorch picks on CUDA (foreach)."""
     precision: str = "bf16-autocast"
-    """fp32; bf16/fp16 autocast over fp32 weights; pure bf16; fsdp-bf16 = fp32 shards, bf16 compute."""
+    """fp32; bf16/fp16 autocast over fp32 weights; bf16/fp16 throughout (fp16: inference alone); fsdp-bf16, fsdp-fp16 = fp32
+    shards, compute in bf16 or fp16. Where gradients are in fp16, the loss is scaled."""
     recompute: str = "none"
     """none; full = every block; selective = keep matmul and attention outputs, recompute the rest."""
     accumulate: int = 1
@@ -57,6 +63,8 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"{name} must be positive, got {value}", f"give {name} a value above zero")
+        if self.precision == "fp16" and self.mode == "train":
+            raise UserError("fp16 weights cannot be trained: updates round to nothing", "fp16-autocast, which keeps fp32 weights; or --infer")
         if self.nf4 and self.lora is None:
             raise UserError("nf4 needs LoRA adapters: a 4-bit base cannot be trained", "add --lora RANK, for example --lora 16")
 

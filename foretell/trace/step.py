@@ -40,6 +40,11 @@ KEPT_BY_SELECTIVE = frozenset(
 """What selective recompute keeps: results of matrix products and attention, dear to compute again."""
 
 
+_AUTOCAST = {"bf16-autocast": torch.bfloat16, "fp16-autocast": torch.float16}
+_THROUGHOUT = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SHARDED = {"fsdp-bf16": torch.bfloat16, "fsdp-fp16": torch.float16}
+
+
 @dataclass(frozen=True)
 class Workload:
     """What the user brings: a module, an example batch and how to get a loss from its output."""
@@ -72,24 +77,31 @@ class _Silent:
         return nullcontext()
 
 
+class _Scaler(torch.amp.GradScaler):
+    """PyTorch's, which here takes fp16 gradients too: where ranks share parameters they stand for fp32 shards."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+
+
 class Step:
     """A prepared step: `micro_batch()` any number of times, then `update()`; or `evaluate()`."""
 
     def __init__(
         self, workload: Workload, recipe: Recipe, *, device_type: str, observer: Observer | None = None
     ) -> None:
-        if recipe.precision == "bf16":
-            workload = replace(workload, batch=cast_floats(workload.batch, torch.bfloat16))
+        if recipe.precision in _THROUGHOUT:
+            workload = replace(workload, batch=cast_floats(workload.batch, _THROUGHOUT[recipe.precision]))
         if recipe.shards > 1:
             workload = workload.summed()
         self.workload, self.recipe, self.device_type = workload, recipe, device_type
         self.observer: Observer = observer or _Silent()
         self.model = workload.model
         self.model.train(recipe.mode == "train")
-        if recipe.lora is not None and recipe.precision == "fsdp-bf16":
+        if recipe.lora is not None and recipe.precision in _SHARDED:
             adapt(self.model, recipe.lora, recipe.nf4)
         prepare_precision(self.model, recipe.precision)
-        if recipe.lora is not None and recipe.precision != "fsdp-bf16":
+        if recipe.lora is not None and recipe.precision not in _SHARDED:
             adapt(self.model, recipe.lora, recipe.nf4)
         for name, parameter in self.model.named_parameters():
             if recipe.mode == "infer" or any(name.startswith(prefix) for prefix in recipe.freeze):
@@ -98,7 +110,7 @@ class Step:
             apply_recompute(self.model, recipe.recompute, self.observer)
         self.backwards = 0
         """Of one micro-batch: more than one where the workload has losses of its own."""
-        self.scaler = torch.amp.GradScaler(device_type) if recipe.precision == "fp16-autocast" else None
+        self.scaler = _Scaler(device_type) if recipe.precision in ("fp16-autocast", "fsdp-fp16") else None
 
     def create_optimizer(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         chosen = list(parameters) if parameters is not None else [p for p in self.model.parameters() if p.requires_grad]
@@ -147,10 +159,9 @@ class Step:
             call_model(self.workload.model, self.workload.batch)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        dtypes = {"bf16-autocast": torch.bfloat16, "fp16-autocast": torch.float16}
-        if self.recipe.precision not in dtypes:
+        if self.recipe.precision not in _AUTOCAST:
             return nullcontext()
-        return torch.autocast(self.device_type, dtypes[self.recipe.precision])
+        return torch.autocast(self.device_type, _AUTOCAST[self.recipe.precision])
 
 
 def call_model(model: nn.Module, batch: Batch) -> Any:
@@ -204,11 +215,11 @@ def _scalar(loss: Any, output: Any) -> Tensor:
 
 
 def prepare_precision(model: nn.Module, precision: str) -> None:
-    if precision == "bf16":
-        _cast_tensors(model, torch.bfloat16, buffers=True)
-    elif precision == "fsdp-bf16":
-        _cast_tensors(model, torch.bfloat16, buffers=False)
-        _cast_inputs(model, torch.bfloat16)
+    if precision in _THROUGHOUT:
+        _cast_tensors(model, _THROUGHOUT[precision], buffers=True)
+    elif precision in _SHARDED:
+        _cast_tensors(model, _SHARDED[precision], buffers=False)
+        _cast_inputs(model, _SHARDED[precision])
 
 
 def _cast_tensors(model: nn.Module, dtype: torch.dtype, *, buffers: bool) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from foretell.cli import main
 from foretell.eject.script import eject
@@ -45,6 +46,12 @@ PLANS = {
     "single": plan_of({**GPT, "overrides": {**GPT["overrides"], "dropout": 0.1}}),
     "accumulate": plan_of(accumulate=3, clip=0.5, blocks=RECOMPUTED),
     "mixed": plan_of(precision="bf16-mixed", blocks={"blocks.0-1": Residency(mode="selective")}, optimizer="adam-loop"),
+    "fp16": plan_of(precision="fp16-mixed", accumulate=2, clip=0.5),
+    "fp16 and fsdp": plan_of(mesh=Mesh(dp_shard=2), accumulate=2, precision="fp16-mixed", clip=None),
+    "fp16 and tensor": plan_of(LLAMA, mesh=Mesh(tp=2), split=Split(sequence=False, loss=True), clip=0.5, precision="fp16-mixed"),
+    "fp16 and pipeline": plan_of(
+        mesh=Mesh(pp=2), accumulate=4, pipeline=Pipeline(schedule="1f1b", cuts=("blocks.2",)), clip=0.5, precision="fp16-mixed"
+    ),
     "fsdp": plan_of(mesh=Mesh(dp_shard=2), accumulate=2, blocks=RECOMPUTED),
     "hsdp": plan_of(mesh=Mesh(dp_replicate=2), accumulate=2, precision="bf16-mixed"),
     "tensor": plan_of(LLAMA, mesh=Mesh(tp=2), split=Split(sequence=False, loss=True), clip=0.5),
@@ -114,7 +121,7 @@ def both(ranks: Any, plan: Plan, folder: Path, *more: str) -> tuple[list[float],
     return ran, rows(folder / "script" / "log.jsonl")
 
 
-RESUMED = ("single", "pipeline")
+RESUMED = ("single", "pipeline", "fp16")
 
 
 @pytest.mark.slow
@@ -128,6 +135,8 @@ def test_losses_are_those_of_the_run(name: str, ranks: Any, tmp_path: Path) -> N
     if name in RESUMED:
         kept = tmp_path / "script" / "checkpoints"
         assert sorted(found.name for found in kept.iterdir()) == ["step-00000002", "step-00000004"]
+        saved = FileSystemReader(kept / "step-00000004").read_metadata().state_dict_metadata
+        assert ("scaler.scale" in saved and "scaler.good" in saved) == (plan.precision == "fp16-mixed")
         shutil.rmtree(kept / "step-00000004")
         text = (tmp_path / "train.py").read_text()
         on_ranks(ranks, plan, run_script, tmp_path / "train.py", words_of(tmp_path, text, "--resume", "--no-save"))

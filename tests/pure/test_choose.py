@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from foretell.cli.plan import climbed
 from foretell.cost.plan import Options
 from foretell.cost.plan_cpu import PROCESS_BYTES
 from foretell.errors import UserError
@@ -106,8 +107,10 @@ def test_where_nothing_fits_the_answer_says_who_holds_the_bytes() -> None:
     assert choice.infeasible.bytes_short > 0 and choice.infeasible.holders
     modes = {tuple(sorted({r.mode for r in one.plan.blocks.values()})) for one in choice.dropped}
     assert modes >= {(), ("selective",), ("recompute",)}
-    with pytest.raises(UserError, match="no plan fits"):
+    with pytest.raises(UserError, match=r"no plan: \d+ do not fit \(the smallest needs 0\.\d+ GiB of 0\.59 GiB\)"):
         _ = choice.plan
+    assert sum(one.count for one in choice.reasons) == len(choice.dropped)
+    assert climbed(choice, "gpt-tiny", "H100", "plan.json").startswith(f"No plan for gpt-tiny on H100: {choice.reasons[0].count} do not fit (")
 
 
 def test_recomputing_is_tried_only_where_keeping_does_not_fit() -> None:

@@ -63,7 +63,7 @@ def test_what_is_legal_has_no_complaint(name: str) -> None:
         (plan(clip=0.0), "clip", "is 0.0", "null"),
         (plan(clip=float("nan")), "clip", "is nan", "null"),
         (plan(reshard=0), "reshard", "is 0", "1"),
-        (plan(precision="fp16-mixed"), "precision", "scaled", "bf16-mixed"),
+        (plan(precision="fp16"), "precision", "'fp16' is not known", "fp16-mixed"),
         (plan(precision="bf15"), "precision", "'bf15' is not known", "bf16"),
         (plan(optimizer="adamw-fussed"), "optimizer", "not known", "adamw-fused"),
         (plan(compile="block"), "compile", "'block' is not known", "blocks"),
@@ -172,7 +172,7 @@ def test_hardware_gives_facts() -> None:
     assert (facts.devices, facts.devices_per_node, facts.blocks, facts.seq) == (16, 8, TWELVE, 1024)
     assert legal.complaints(plan(), facts) == ()
     (one,) = legal.complaints(plan(), legal.facts_of(plan(), parse("V100")))
-    assert one.field == "precision" and one.remedy == "fp32"
+    assert one.field == "precision" and one.remedy == "fp16-mixed, or fp32"
     shared = replace(parse("V100"), device=replace(parse("V100").device, backend="cpu"))
     assert legal.complaints(plan(mesh=Mesh(dp_shard=2)), legal.facts_of(plan(), shared)) == (), "ranks may share a CPU"
 

@@ -57,7 +57,8 @@ def change_blocks(model: nn.Module, paths: Iterable[str]) -> None:  # if: change
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module | list[nn.Module]], mesh: DeviceMesh) -> None:  # if: data
     """FSDP2: every block is gathered by itself, what is left of the model together."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)  # if: mixed
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)  # if: mixed and not fp16
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)  # if: mixed and fp16
     policy = MixedPrecisionPolicy()  # if: not mixed
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=RESHARD)

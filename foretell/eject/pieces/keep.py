@@ -13,12 +13,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from foretell.eject.pieces.ranks import is_first
+from foretell.eject.pieces.scale import SCALER
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Everything that changes: weights and optimizer."""
     weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments}
+    state = {"model": weights, "optimizer": moments}
+    state["scaler"] = {"scale": SCALER.scale, "good": SCALER.good}  # if: fp16
+    return state
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

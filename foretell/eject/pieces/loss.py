@@ -13,6 +13,8 @@ from foretell.eject.pieces.settings import ACCUMULATE
 
 def one_loss(model: nn.Module, batch: Any, device: torch.device) -> Tensor:
     """A micro-batch's share of the step's mean loss."""
-    with torch.autocast(device.type, torch.bfloat16):  # if: autocast
+    with torch.autocast(device.type, torch.bfloat16):  # if: autocast and not fp16
+        return compute_loss(model, batch) / ACCUMULATE
+    with torch.autocast(device.type, torch.float16):  # if: autocast and fp16
         return compute_loss(model, batch) / ACCUMULATE
     return compute_loss(model, batch) / ACCUMULATE  # if: not autocast

@@ -22,6 +22,7 @@ from foretell.eject.pieces.order import numbers_of
 from foretell.eject.pieces.own import OwnSamples, OwnStream
 from foretell.eject.pieces.pipeline import Stage, blocks_of, schedule_of
 from foretell.eject.pieces.ranks import data_place, is_first, join, pick_device, seed_all, seed_step
+from foretell.eject.pieces.scale import SCALER
 from foretell.eject.pieces.settings import ACCUMULATE, BLOCKS, CLIP, CUTS, MESH, UNITS
 from foretell.eject.pieces.step import (
     backward,
@@ -147,6 +148,7 @@ def main(words: Sequence[str] | None = None) -> None:
     schedule = schedule_of(stages, mesh, device)  # if: pp
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(parameters)
+    SCALER.to(device)  # if: fp16
     samples: Any = Text(options.data, options.seed) if options.data else None  # if: text
     samples = OwnSamples(options.seed)  # if: indexed
     samples = OwnStream()  # if: stream
@@ -165,10 +167,12 @@ def main(words: Sequence[str] | None = None) -> None:
         loss = backward(model, batches, device)  # if: not pp
         loss = backward_stages(schedule, stages, batches, mesh)  # if: pp
         settle(parameters)  # if: tp
+        SCALER.unscale(parameters)  # if: fp16
         nn.utils.clip_grad_norm_(parameters, CLIP)  # if: clip and not pp and not tp
         clip_meshes(parameters)  # if: clip and tp
         clip_stages(model, mesh, device)  # if: clip and pp
-        optimizer.step()
+        optimizer.step()  # if: not fp16
+        SCALER.step(optimizer)  # if: fp16
         optimizer.zero_grad(set_to_none=True)
         log.add(step + 1, mean_loss(loss), rate)  # if: several
         log.add(step + 1, loss, rate)  # if: not several

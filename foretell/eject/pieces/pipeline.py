@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from foretell.eject.pieces.loss import one_loss
+from foretell.eject.pieces.scale import SCALER
 from foretell.eject.pieces.settings import ACCUMULATE, BLOCKS, CUTS, LAYERS, TIED
 
 
@@ -81,14 +82,20 @@ class Stage(nn.Module):
             self.received = None
 
 
+def given(loss: Tensor, _: Any) -> Tensor:
+    """The last stage gives the loss itself."""
+    return loss * SCALER.scale  # if: fp16
+    return loss  # if: not fp16
+
+
 def schedule_of(stages: list[Stage], mesh: DeviceMesh, device: torch.device) -> Any:
-    """PyTorch's schedule over this rank's stages; the last stage gives the loss itself."""
+    """PyTorch's schedule over this rank's stages."""
     count = len(CUTS) + 1
     group = mesh.get_group("pp")
     made = [pipelining.PipelineStage(stage, stage.index, count, device, group=group) for stage in stages]
-    return pipelining.ScheduleGPipe(made[0], ACCUMULATE, loss_fn=lambda loss, _: loss, scale_grads=False)  # if: gpipe
-    return pipelining.Schedule1F1B(made[0], ACCUMULATE, loss_fn=lambda loss, _: loss, scale_grads=False)  # if: one
-    return pipelining.ScheduleInterleaved1F1B(made, ACCUMULATE, loss_fn=lambda loss, _: loss, scale_grads=False)  # if: looped
+    return pipelining.ScheduleGPipe(made[0], ACCUMULATE, loss_fn=given, scale_grads=False)  # if: gpipe
+    return pipelining.Schedule1F1B(made[0], ACCUMULATE, loss_fn=given, scale_grads=False)  # if: one
+    return pipelining.ScheduleInterleaved1F1B(made, ACCUMULATE, loss_fn=given, scale_grads=False)  # if: looped
 
 
 def add_tied(stages: list[Stage], mesh: DeviceMesh) -> None:  # if: tied

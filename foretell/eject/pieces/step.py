@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from foretell.eject.pieces.loss import one_loss
 from foretell.eject.pieces.pipeline import Stage, add_tied
+from foretell.eject.pieces.scale import SCALER
 from foretell.eject.pieces.settings import ACCUMULATE, CLIP, CUTS, MESH, TIED
 
 
@@ -81,9 +82,11 @@ def backward_one(model: nn.Module, batch: Any, device: torch.device) -> Tensor: 
     """Gradients of one micro-batch's share of the mean loss; returns that share."""
     with loss_parallel():  # if: loss_parallel
         loss = one_loss(model, batch, device)
-        loss.backward()
+        loss.backward()  # if: not fp16
+        (loss * SCALER.scale).backward()  # if: fp16
     loss = one_loss(model, batch, device)  # if: not loss_parallel
-    loss.backward()  # if: not loss_parallel
+    loss.backward()  # if: not loss_parallel and not fp16
+    (loss * SCALER.scale).backward()  # if: not loss_parallel and fp16
     return loss.detach().full_tensor()  # if: loss_parallel
     return loss.detach()  # if: not loss_parallel
 
@@ -107,7 +110,9 @@ def backward_stages(schedule: Any, stages: list[Stage], batches: list[dict[str, 
     # The loss comes out of the last stage; the target only says that there is one.
     schedule.step(target=torch.arange(ACCUMULATE) if has_last else None, losses=losses, return_outputs=False, **whole)
     add_tied(stages, mesh)  # if: tied
-    return torch.stack([loss.detach() for loss in losses]).sum() if has_last else torch.zeros((), device=stages[0].device)
+    total = torch.stack([loss.detach() for loss in losses]).sum() if has_last else torch.zeros((), device=stages[0].device)
+    return total / SCALER.scale  # if: fp16
+    return total  # if: not fp16
 
 
 def mean_loss(loss: Tensor) -> Tensor:  # if: several
