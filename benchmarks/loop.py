@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from foretell.plan.types import Plan
-from foretell.runtime import folder, ranks, train
+from foretell.runtime import folder, log, ranks, train
 from foretell.runtime.control import Control
 
 
@@ -54,7 +54,7 @@ def main() -> None:
         settings = folder.Settings(steps=1, data=asked.data, warmup=0, schedule="constant", no_save=True)
         folder.begin(Path(place) / "run", plan, settings)
         run = train._prepared(plan, settings, here, folder.Folder(path=Path(place) / "run"), Control(here), Screen(), "")
-        run.log = train.log.Log(run.folder.path)
+        run.log = log.Log(run.folder.path)
         rows = []
         for turn in range(asked.turns + 1):
             bare = bare_turn(run, asked.steps)

@@ -89,7 +89,7 @@ class Foretold:
     """foretell's own loop, some steps at a time."""
 
     def __init__(self, plan: Any, device: str) -> None:
-        from foretell.runtime import folder, ranks, train
+        from foretell.runtime import folder, log, ranks, train
         from foretell.runtime.control import Control
         from foretell.runtime.signals import Signals
 
@@ -99,7 +99,7 @@ class Foretold:
         folder.begin(where, plan, settings)
         self.run = train._prepared(plan, settings, joined, folder.Folder(path=where), Control(joined), _Silent(), "")
         self.run.signals = Signals()
-        self.run.log = train.log.Log(where, [], last_step=0)
+        self.run.log = log.Log(where, [], last_step=0)
 
     def steps(self, count: int) -> None:
         self.run.settings = replace(self.run.settings, steps=self.run.step + count)

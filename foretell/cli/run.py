@@ -18,8 +18,8 @@ from foretell.errors import UserError
 if TYPE_CHECKING:
     from foretell.plan.types import Plan
     from foretell.report.comparison import Comparison
+    from foretell.runtime.loop import Outcome
     from foretell.runtime.signals import Signals
-    from foretell.runtime.train import Outcome
     from foretell.search.learn import Taught
 
 PLAIN_SECONDS = 5.0

@@ -16,8 +16,9 @@ from foretell.runtime.folder import Folder, Settings
 from foretell.runtime.guard import RunFailed
 from foretell.runtime.lock import Lock
 from foretell.runtime.log import LOG
+from foretell.runtime.loop import Outcome, Screen
 from foretell.runtime.signals import EARLY, Signals
-from foretell.runtime.train import Outcome, Screen, train
+from foretell.runtime.train import train
 
 
 def run(

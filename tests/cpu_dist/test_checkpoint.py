@@ -22,8 +22,8 @@ from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Pipeline, Plan, Split
 from foretell.runtime import folder as folders
 from foretell.runtime import log as logs
+from foretell.runtime import loop, save, train
 from foretell.runtime import ranks as members
-from foretell.runtime import save, train
 from foretell.runtime.control import Control
 from foretell.runtime.folder import Folder
 from foretell.runtime.run import run
@@ -350,7 +350,7 @@ def test_a_signal_waits_for_the_save_under_way_and_saves_once_more(
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(saver, "write_file", slow)
-    monkeypatch.setattr(train, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "TELL_SECONDS", 0.0)
     screen = At({4: lambda: os.kill(os.getpid(), signal.SIGTERM)})
     plan = PLAN.with_(model={"model": own})
     done = run(plan, {**SETTINGS, "data": None, "save_every": 3, "steps": 100}, screen=screen, out=tmp_path / "a", device="cpu")
@@ -369,7 +369,7 @@ def test_the_time_between_failures_says_when_to_save(tmp_path: Path, own: str, m
         assert 0 < cost < 5 and 0 < step < 5 and total == 40
         return 7
 
-    monkeypatch.setattr(train, "steps_between", between)
+    monkeypatch.setattr(loop, "steps_between", between)
     plan = PLAN.with_(model={"model": own})
     alone(tmp_path / "a", plan, data=None, steps=40, mtbf=3600.0, keep=3)
     saves = [row["step"] for row in logs.read(tmp_path / "a" / "log.jsonl") if row["event"] == "save"]

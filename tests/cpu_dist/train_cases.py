@@ -13,7 +13,7 @@ import torch
 
 from foretell.plan.types import Plan
 from foretell.runtime import log as logs
-from foretell.runtime import save, train
+from foretell.runtime import loop, save
 from foretell.runtime.run import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +93,7 @@ class Quiet:
 
 def every_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step tells; one thread, as its ranks have."""
-    monkeypatch.setattr(train, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "TELL_SECONDS", 0.0)
     torch.set_num_threads(1)
 
 
@@ -105,7 +105,7 @@ def write_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(folder / "own.py")
 
 
-def go(out: Path, plan: Plan = PLAN, *, screen: Quiet | None = None, resume: bool = False, **changed: Any) -> train.Outcome:
+def go(out: Path, plan: Plan = PLAN, *, screen: Quiet | None = None, resume: bool = False, **changed: Any) -> loop.Outcome:
     asked = changed if resume else {**SETTINGS, **changed}
     return run(plan, asked, screen=screen or Quiet(), out=out, resume=resume, device="cpu")
 
