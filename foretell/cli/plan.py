@@ -68,12 +68,11 @@ def plan(
     """Find the best plan to train MODEL on HW and write it. Exit 0 found, 1 nothing fits, 2 bad input."""
     from foretell.search.caps import size_of
     from foretell.search.space_wishes import Wishes, check
-    from foretell.trace.load import Source
-    from foretell.trace.load import check as check_source
+    from foretell.trace import load as loading
     from foretell.trace.recipe import Recipe
 
-    source = Source(model=model, overrides=fit.overrides(settings), seq=seq, image=image, loss=loss)
-    check_source(source)
+    source = loading.Source(model=model, overrides=fit.overrides(settings), seq=seq, image=image, loss=loss)
+    loading.check(source)
     limit = common.limit_of(time_limit)
     if infer:
         from foretell.cli.infer import infer_command
@@ -84,8 +83,7 @@ def plan(
         global_batch=global_batch, precision=precision, optimizer=optimizer, clip=clip or None,
         compile=(compile,) if compile else (), objective=objective, schedule=schedule, micro_batch=micro_batch, margin=margin,
         tokens=tokens, deadline_seconds=seconds_of(deadline), budget=budget, hbm=size_of("hbm", hbm), host=size_of("host", host),
-        disk=size_of("disk", disk) or 0, state_format=state_format,
-        fixed={axis: degree for axis, degree in axes.items() if degree is not None},
+        disk=size_of("disk", disk) or 0, state_format=state_format, fixed={axis: degree for axis, degree in axes.items() if degree is not None},
     )  # fmt: skip
     check(wishes)
     Recipe(optimizer=optimizer, clip=clip or None)
