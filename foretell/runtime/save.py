@@ -28,14 +28,15 @@ from foretell.checkpoint.write import Piece
 from foretell.errors import InternalError, UserError
 from foretell.plan.mesh import OWN_RANKS, coordinates
 from foretell.plan.types import MASTER, Mesh, Plan
-from foretell.runtime import chance, shard
+from foretell.runtime import chance, distrust, shard
 from foretell.runtime.apply import Job, Piped
 from foretell.runtime.control import Control
+from foretell.runtime.distrust import data_of
 from foretell.runtime.offload.arena import available
 from foretell.runtime.prepare import rank_seed
 from foretell.runtime.ranks import APART, SPREAD, Ranks
 
-__all__ = ["Damaged", "Done", "NotSaved", "Reader", "Saved", "Saver", "candidates", "complete", "look"]
+__all__ = ["Damaged", "Done", "NotSaved", "Reader", "Saved", "Saver", "candidates", "complete", "data_of", "look"]
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _FLAGS = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -303,6 +304,7 @@ def stage(reader: Reader, job: Job, known: Mapping[str, Spec], *, seed: int, spa
         if full.startswith(f"{OPTIMIZER}/"):
             name, _, key = full.removeprefix(f"{OPTIMIZER}/").rpartition("/")
             kept.setdefault(name, {})[key] = spec
+    distrust.check_states(saved, kept, {name.removeprefix(f"{MODEL}/"): spec for name, spec in known.items()}, job.plan.optimizer)
     _refuse_codes(saved, {key for keys in kept.values() for key in keys}, job)
     for name, parameter in job.named_parameters():
         if name in staged.weights:
@@ -379,6 +381,7 @@ def _groups(saved: Saved, job: Job) -> list[dict[str, Any]]:
                 f"{saved.path} has no settings of the optimizer for {held[0]} and those with it",
                 "use the plan it was saved with",
             )
+        distrust.check_settings(saved, values[0], group, _FLAGS)
         found.append({key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in values[0].items()})
     return found
 
@@ -403,7 +406,7 @@ def _stage_own(reader: Reader, job: Job, staged: Staged) -> None:
 
     nearest = sorted(reader.headers, key=lambda rank: (distance(rank), rank))
     if ranks.data_rank < mesh.data:
-        staged.random = reader.own(nearest[0], only="random")
+        staged.random = distrust.checked_random(reader.saved, reader.own(nearest[0], only="random"), ranks.device)
     else:
         staged.notes.append(f"data rank {ranks.data_rank} is new and draws random numbers of its own")
     buffers: dict[str, Tensor] = {}
@@ -418,6 +421,8 @@ def _stage_own(reader: Reader, job: Job, staged: Staged) -> None:
                 into.setdefault(name, value)
     for name, live in buffers.items():
         found = staged.buffers.get(name)
+        if not isinstance(found, Tensor | None):
+            raise Damaged(f"{reader.saved.path} has a buffer {name} that is no tensor", "use an older checkpoint")
         if found is None or found.shape != live.shape or found.dtype != live.dtype:
             had = "is not in it" if found is None else f"is {Spec(tuple(found.shape), dtype_name(found.dtype))} in it"
             raise UserError(f"{reader.saved.path} is of another model: the buffer {name} {had}", "give the plan of its model")
