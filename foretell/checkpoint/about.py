@@ -3,7 +3,7 @@
     plan       as a plan file has it; here only what is read without the plan itself
     data       where the run was in its samples
     optimizer  settings by groups of parameters, and state that is no tensor
-    versions, date, schedule
+    versions, date, schedule; nonfinite: names of tensors that may hold NaN
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def check(about: Mapping[str, Any], world: int) -> None:
     for name in ("plan", "data", "optimizer", "versions", "schedule"):
         _kind(about, name, dict, name)
     _kind(about, "date", str, "date")
+    if not _are_texts(about.get("nonfinite") or []):
+        raise ValueError(f"nonfinite is {_short(about['nonfinite'])}")
     _plan(about.get("plan", {}), world)
     _data(about.get("data", {}))
     _optimizer(about.get("optimizer", {}))
