@@ -19,7 +19,7 @@ from foretell.checkpoint.read import Reader, item_bytes
 from foretell.checkpoint.store import Saved, sync
 from foretell.checkpoint.tree import dtype_name, dtype_of
 from foretell.checkpoint.write import check_room, pwrite
-from foretell.errors import UserError
+from foretell.errors import FileFormatError, UserError
 
 SHARD_BYTES = 5 * 10**9
 DTYPES = ("float32", "bfloat16", "float16")
@@ -49,6 +49,8 @@ def to_hugging_face(
     reader = Reader(saved)
     buffers = buffers_of(reader)
     listed = {full.removeprefix("model/"): spec for full, spec in reader.tensors.items() if full.startswith("model/")}
+    if "__metadata__" in listed:
+        raise FileFormatError(f"{saved.path} has a weight that is called __metadata__, which no safetensors file can", "rename it")
     listed |= {name: Spec(tuple(value.shape), dtype_name(value.dtype)) for name, value in buffers.items() if name not in listed}
     listed = {name: _as(spec, dtype) for name, spec in listed.items()}
     shards = list(_shards(listed, shard_bytes))

@@ -19,9 +19,11 @@ import stat
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from foretell.checkpoint import about
 from foretell.checkpoint.boxes import Box, Shape, whole
 from foretell.errors import FileFormatError, UserError
 from foretell.units import DTYPE_BYTES
@@ -31,7 +33,8 @@ KIND = "foretell checkpoint"
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 8 * 2**20
 """A checksum is of so many bytes of a tensor."""
-MOST_MANIFEST_BYTES = 2**29
+MOST_MANIFEST_BYTES = MOST_HEADER_BYTES = 2**29
+MOST_DIMS = 64
 OWN = "rank"
 """First word of the keys of what a rank keeps for itself."""
 CODES = {
@@ -41,7 +44,7 @@ CODES = {
 }  # fmt: skip
 """dtype → its name in safetensors files."""
 NAMES = {code: name for name, code in CODES.items()}
-_FILE = re.compile(r"rank-\d{5,9}\.safetensors")
+_FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 
 
 class Damaged(FileFormatError):
@@ -142,23 +145,24 @@ def chunks(size: int) -> int:
 def dump_header(header: Header) -> bytes:
     """Always as long for the same entries, whatever their checksums are."""
     listed: dict[str, Any] = {}
-    about: dict[str, Any] = {}
+    boxes: dict[str, Any] = {}
     for entry in header.entries:
-        size = entry.end - entry.start
-        plain = entry.dtype in CODES
-        listed[entry.key] = {
-            "dtype": CODES[entry.dtype] if plain else "U8", "shape": list(entry.box.size) if plain else [size],
-            "data_offsets": [entry.start, entry.end],
-        }  # fmt: skip
-        sums = "".join(f"{value:08x}" for value in entry.crc32) or "0" * (8 * chunks(size))
-        about[entry.key] = [entry.name, entry.dtype, entry.shape, entry.box.offset, entry.box.size, sums]
+        sums = "".join(f"{value:08x}" for value in entry.crc32) or "0" * (8 * chunks(entry.end - entry.start))
+        listed[entry.key] = _listed(entry.dtype, entry.box, entry.start, entry.end)
+        boxes[entry.key] = [entry.name, entry.dtype, entry.shape, entry.box.offset, entry.box.size, sums]
     kept = {
         "kind": KIND, "version": str(VERSION), "generation": header.generation, "rank": str(header.rank),
-        "step": str(header.step), "boxes": _text(about), "own": _text(header.own), "extra": _text(header.extra),
+        "step": str(header.step), "boxes": _text(boxes), "own": _text(header.own), "extra": _text(header.extra),
     }  # fmt: skip
     head = _text({"__metadata__": kept, **listed}).encode()
     head += b" " * (-len(head) % 8)
     return len(head).to_bytes(8, "little") + head
+
+
+def _listed(dtype: str, box: Box, start: int, end: int) -> dict[str, Any]:
+    """A tensor as other readers of safetensors see it; bytes where they do not know its dtype."""
+    plain = dtype in CODES
+    return {"dtype": CODES[dtype] if plain else "U8", "shape": list(box.size) if plain else [end - start], "data_offsets": [start, end]}
 
 
 def _text(value: Any) -> str:
@@ -170,11 +174,11 @@ def parse_header(raw: bytes, where: str, data_bytes: int) -> Header:
     try:
         if int.from_bytes(raw[:8], "little") != len(raw) - 8:
             raise ValueError("its length is not what it says")
-        found = json.loads(raw[8:])
+        found = _loads(raw[8:])
         kept = found.pop("__metadata__")
-        if kept["kind"] != KIND or kept["version"] != str(VERSION):
-            raise ValueError(f"it is of version {kept['version']}")
-        entries = [_entry(key, about, found[key]["data_offsets"]) for key, about in json.loads(kept["boxes"]).items()]
+        if not all(isinstance(kept[name], str) for name in _KEPT) or kept["kind"] != KIND or kept["version"] != str(VERSION):
+            raise ValueError("it is of another version or of another form")
+        entries = [_entry(key, about, found[key]) for key, about in _loads(kept["boxes"]).items()]
         if len(entries) != len(found):
             raise ValueError("it lists other tensors than it has")
         at = 0
@@ -184,31 +188,92 @@ def parse_header(raw: bytes, where: str, data_bytes: int) -> Header:
             at = entry.end
         if at != data_bytes:
             raise ValueError(f"its tensors have {at} bytes and there are {data_bytes}")
+        own, extra = _loads(kept["own"]), _loads(kept["extra"])
+        _check_own(own, {entry.key: entry for entry in entries if not entry.name})
         return Header(
-            rank=int(kept["rank"]), generation=str(kept["generation"]), step=int(kept["step"]), entries=tuple(entries),
-            own=json.loads(kept["own"]), extra=json.loads(kept["extra"]),
+            rank=_digits(kept["rank"]), generation=_generation(kept["generation"]), step=_digits(kept["step"]),
+            entries=tuple(entries), own=own, extra=extra,
         )  # fmt: skip
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise Damaged(f"the header of {where} cannot be read: {error}", OLDER) from error
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise Damaged(f"the header of {where} cannot be read: {_why(error)}", OLDER) from error
 
 
-def _entry(key: str, about: Any, offsets: Any) -> Entry:
-    name, dtype, shape, offset, size, sums = about
-    box = Box(_shape(offset), _shape(size))
-    start, end = (int(value) for value in offsets)
-    if dtype not in DTYPE_BYTES or len(box.offset) != len(box.size) or len(shape) != len(box.size):
-        raise ValueError(f"{key} is of no known form")
-    if end - start != box.volume * itemsize(dtype) or len(sums) != 8 * chunks(end - start):
-        raise ValueError(f"{key} has another size than it says")
-    crc32 = tuple(int(sums[at : at + 8], 16) for at in range(0, len(sums), 8))
-    return Entry(key=key, name=str(name), dtype=dtype, shape=_shape(shape), box=box, start=start, end=end, crc32=crc32)
+def _why(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    return "it is of another form" if isinstance(error, TypeError | AttributeError) else str(error)
 
 
-def _shape(value: Any) -> Shape:
-    found = tuple(int(size) for size in value)
-    if any(size < 0 for size in found):
-        raise ValueError("a size is negative")
+_KEPT = ("kind", "version", "generation", "rank", "step", "boxes", "own", "extra")
+
+
+def _loads(text: str | bytes) -> dict[str, Any]:
+    found = json.loads(text, object_pairs_hook=about.once)
+    if not isinstance(found, dict) or not about.is_shallow(found):
+        raise ValueError("it is no object, or nested too deep")
     return found
+
+
+def _digits(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise ValueError("a number is none")
+    return int(text)
+
+
+def _generation(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{1,64}", value):
+        raise ValueError("its generation is none")
+    return value
+
+
+def _entry(key: str, said: Any, listed: Any) -> Entry:
+    name, dtype, shape, offset, size, sums = said
+    box, full = Box(shape_of(offset), shape_of(size)), shape_of(shape)
+    if not isinstance(name, str) or _dtype(dtype) is None or not len(box.offset) == len(box.size) == len(full):
+        raise ValueError(f"{key} is of no known form")
+    if any(end > most for end, most in zip(box.end, full, strict=True)) or (key != entry_key(name, full, box) if name else box != whole(full)):
+        raise ValueError(f"{key} is not where it says")
+    start, end = (about.whole(value, f"a place of {key}") for value in listed["data_offsets"])
+    if end - start != box.volume * itemsize(dtype) or not re.fullmatch(f"[0-9a-f]{{{8 * chunks(end - start)}}}", sums):
+        raise ValueError(f"{key} has another size than it says")
+    if listed != _listed(dtype, box, start, end):
+        raise ValueError(f"{key} is told in two ways")
+    crc32 = tuple(int(sums[at : at + 8], 16) for at in range(0, len(sums), 8))
+    return Entry(key=key, name=name, dtype=dtype, shape=full, box=box, start=start, end=end, crc32=crc32)
+
+
+def shape_of(value: Any) -> Shape:
+    """Sizes that memory can be asked for, also where one of them is 0."""
+    if not isinstance(value, list) or len(value) > MOST_DIMS:
+        raise ValueError("a shape is none")
+    if any(type(size) is int and size < 0 for size in value):
+        raise ValueError("a size is negative")
+    found = tuple(about.whole(size, "a size") for size in value)
+    if prod(max(1, size) for size in found) > about.LARGEST:
+        raise ValueError("a shape is too large")
+    return found
+
+
+def _check_own(outline: Any, entries: Mapping[str, Entry]) -> None:
+    """Whether an outline is one (see `tree`) and names tensors that are there."""
+    if not isinstance(outline, dict) or "{" not in outline:
+        raise ValueError("what the rank keeps for itself has no names")
+    left = [outline]
+    while left:
+        one = left.pop()
+        if not isinstance(one, dict):
+            if isinstance(one, list):
+                raise ValueError("a list stands where none can")
+        elif "$" in one:
+            entry = entries.get(one["$"])
+            if entry is None or one != {"$": entry.key, "dtype": entry.dtype, "shape": list(entry.shape)}:
+                raise ValueError("a tensor that the rank keeps for itself is not as its outline says")
+        else:
+            (kind, parts), *more = one.items()
+            pairs = kind == "{" and all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str | int) for pair in parts)
+            if more or not isinstance(parts, list) or not (pairs or kind in ("[", "(")):
+                raise ValueError("what the rank keeps for itself is of no known form")
+            left += [part for _, part in parts] if pairs else parts
 
 
 def data_sum(entries: tuple[Entry, ...]) -> int:
@@ -270,13 +335,13 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
         raise Damaged(f"{path} is no manifest of a checkpoint, or was changed", OLDER)
     try:
         return _manifest(content)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise Damaged(f"{path} cannot be read: {error}", OLDER) from error
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise Damaged(f"{path} cannot be read: {_why(error)}", OLDER) from error
 
 
 def _content(raw: bytes, path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(raw)
+        content = json.loads(raw, object_pairs_hook=about.once)
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
@@ -286,23 +351,32 @@ def _content(raw: bytes, path: Path) -> dict[str, Any]:
 
 def _manifest(content: dict[str, Any]) -> Manifest:
     known = {"blake2b", "kind", "version", "generation", "step", "world", "files", "tensors"}
-    for name, file in content["files"].items():
-        if not _FILE.fullmatch(name):
-            raise ValueError(f"'{name}' is not the name of a file of a checkpoint")
-        if not 0 < int(file["header_bytes"]) <= int(file["bytes"]):
-            raise ValueError(f"{name} has a header of {file['header_bytes']} bytes")
+    files = {name: _file(name, file) for name, file in content["files"].items()}
+    world = about.whole(content["world"], "world", least=1)
+    if len(files) != world or any(file_name(rank) not in files for rank in range(world)):
+        raise ValueError(f"it has {len(files)} files of {world} ranks")
+    others = {key: value for key, value in content.items() if key not in known}
+    about.check(others, world)
     return Manifest(
-        generation=str(content["generation"]), step=int(content["step"]), world=int(content["world"]),
-        files={name: File(**{key: int(value) for key, value in file.items()}) for name, file in content["files"].items()},
-        tensors={name: Spec(_shape(spec[1:]), _dtype(spec[0])) for name, spec in content["tensors"].items()},
-        about={key: value for key, value in content.items() if key not in known},
+        generation=_generation(content["generation"]), step=about.whole(content["step"], "step"), world=world, files=files,
+        tensors={name: Spec(shape_of(spec[1:]), _dtype(spec[0])) for name, spec in content["tensors"].items()}, about=others,
     )  # fmt: skip
 
 
+def _file(name: str, said: Any) -> File:
+    if not _FILE.fullmatch(name):
+        raise ValueError(f"'{name}' is not the name of a file of a checkpoint")
+    sizes = {key: about.whole(said[key], f"{key} of {name}") for key in ("bytes", "header_bytes")}
+    sums = {key: about.whole(said[key], f"{key} of {name}", most=2**32 - 1) for key in ("header_crc32", "crc32")}
+    if len(said) != 4 or not 0 < sizes["header_bytes"] <= min(sizes["bytes"], MOST_HEADER_BYTES):
+        raise ValueError(f"{name} has a header of {sizes['header_bytes']} bytes")
+    return File(**sizes, **sums)
+
+
 def _dtype(name: Any) -> str:
-    if name not in DTYPE_BYTES:
-        raise ValueError(f"dtype {name} is not known")
-    return str(name)
+    if not isinstance(name, str) or name not in DTYPE_BYTES:
+        raise ValueError(f"dtype {name!a:.60} is not known")
+    return name
 
 
 # --- files that may be anything --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import json
 import operator
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -20,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretell.checkpoint import store
-from foretell.checkpoint.format import MANIFEST, NAMES, Spec, itemsize
+from foretell.checkpoint import about, store
+from foretell.checkpoint.format import MANIFEST, NAMES, OLDER, Damaged, Spec, itemsize, shape_of
 from foretell.checkpoint.read import Reader
 from foretell.checkpoint.tree import dtype_name, dtype_of
 from foretell.errors import FileFormatError, UserError
@@ -101,6 +102,7 @@ def load_into(model: nn.Module, path: Path, *, may_miss: Sequence[str] = ()) -> 
                 cast[how] = cast.get(how, 0) + 1
             tensor.copy_(value)
     used = {name for _, had in pairs for name in had}
+    path = store.resolve(path) if path.is_dir() and _has_checkpoints(path) else path
     return Report(
         path=str(path), matched=tuple(group.names[0] for group, _ in pairs), missing=tuple(missing), built=tuple(built),
         left_over=tuple(name for name in offers if name not in used), cast=cast, prefix=words,
@@ -198,8 +200,12 @@ def offered(path: Path) -> dict[str, Offer]:
     return _of_file(path)
 
 
+def _has_checkpoints(path: Path) -> bool:
+    return (path / MANIFEST).exists() or (path / "checkpoints").is_dir() or bool(store.candidates(path))
+
+
 def _of_folder(path: Path) -> dict[str, Offer]:
-    if (path / MANIFEST).exists() or (path / "checkpoints").is_dir() or store.candidates(path):
+    if _has_checkpoints(path):
         return _of_checkpoint(store.resolve(path))
     files = sorted(path.glob("*.safetensors"))
     if (path / INDEX).is_file():
@@ -223,7 +229,7 @@ def _indexed(path: Path) -> list[Path]:
     try:
         listed = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
         names = sorted({str(name) for name in listed.values()})
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FileFormatError(f"{path / INDEX} cannot be read: {error}", "fetch the folder again") from error
     for name in names:
         if not re.fullmatch(r"[A-Za-z0-9_.-]+\.safetensors", name):
@@ -253,8 +259,10 @@ def buffers_of(reader: Reader) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for rank in sorted(reader.headers):
         outline = next((part for key, part in reader.headers[rank].own["{"] if key == "buffers"), None)
-        if isinstance(outline, dict) and not {name for name, _ in outline["{"]} <= found.keys():
+        if isinstance(outline, dict) and not {name for name, _ in outline.get("{", ())} <= found.keys():
             for name, value in reader.own(rank, only="buffers").items():
+                if not isinstance(value, Tensor) or not isinstance(name, str):
+                    raise Damaged(f"{reader.saved.path} has a buffer {name} that is no tensor", OLDER)
                 found.setdefault(name, value)
     return found
 
@@ -268,32 +276,47 @@ def _pickled(path: Path) -> UserError:
 
 def _of_file(path: Path) -> dict[str, Offer]:
     """A safetensors file: its header is read, its tensors are mapped."""
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        prefix = stream.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(size - 8, MOST_HEADER_BYTES):
-            if path.suffix in _PICKLES or prefix[:2] in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05") or prefix[:6] == b"\x93NUMPY":
-                raise _pickled(path)
-            raise FileFormatError(f"{path} is not a safetensors file, or cut short", _SAFE)
-        raw = stream.read(length)
     try:
-        header = json.loads(raw)
+        size, raw = _header_of(path)
+    except OSError as error:
+        raise FileFormatError(f"{path} cannot be read: {error.strerror or error}", _SAFE) from error
+    base = 8 + len(raw)
+    try:
+        header = json.loads(raw, object_pairs_hook=about.once)
         header.pop("__metadata__", None)
-        found = {name: _offer(path, 8 + length, size, name, entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        found = {name: _offer(path, base, size, name, entry) for name, entry in header.items()}
+        places = sorted(entry["data_offsets"] for entry in header.values())
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise FileFormatError(f"{path} cannot be read: {error}", _SAFE) from error
-    covered = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values())
-    if covered != size - 8 - length:
-        raise FileFormatError(f"{path} has {size - 8 - length} bytes of tensors and lists {covered}: it is cut short or changed", "fetch it again")
+    at = 0
+    for start, end in places:
+        if start != at:
+            raise FileFormatError(f"{path} has tensors that overlap, or bytes of none at {at}: it was changed", "fetch it again")
+        at = end
+    if at != size - base:
+        raise FileFormatError(f"{path} has {size - base} bytes of tensors and lists {at}: it is cut short or changed", "fetch it again")
     return found
 
 
+def _header_of(path: Path) -> tuple[int, bytes]:
+    """The size of a safetensors file, and its header."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(0, "it is not a plain file")
+    with path.open("rb") as stream:
+        prefix = stream.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(status.st_size - 8, MOST_HEADER_BYTES):
+            if path.suffix in _PICKLES or prefix[:2] in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05") or prefix[:6] == b"\x93NUMPY":
+                raise _pickled(path)
+            raise FileFormatError(f"{path} is not a safetensors file, or cut short", _SAFE)
+        return status.st_size, stream.read(length)
+
+
 def _offer(path: Path, base: int, size: int, name: str, entry: Mapping[str, Any]) -> Offer:
-    spec = Spec(tuple(int(length) for length in entry["shape"]), NAMES[entry["dtype"]])
-    start, end = (int(value) for value in entry["data_offsets"])
-    bad = min(spec.shape, default=0) < 0 or start < 0 or end - start != prod(spec.shape) * itemsize(spec.dtype)
-    if bad or base + end > size:
+    spec = Spec(shape_of(entry["shape"]), NAMES[entry["dtype"]])
+    start, end = (about.whole(value, f"a place of {name}") for value in entry["data_offsets"])
+    if end - start != prod(spec.shape) * itemsize(spec.dtype) or base + end > size:
         raise ValueError(f"{name} has another size than it says")
 
     def read() -> Tensor:

@@ -19,6 +19,7 @@ from foretell.checkpoint.format import CHUNK_BYTES, OLDER, Damaged, Entry, Heade
 from foretell.checkpoint.store import THREADS, Saved
 from foretell.checkpoint.tree import dtype_of, filled, names
 from foretell.errors import InternalError, UserError
+from foretell.units import human_bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,11 +41,15 @@ class _Source:
 
 
 class Reader:
-    """A checkpoint whose manifest and headers are as they were written."""
+    """A checkpoint whose manifest and headers are as they were written, and whose files hold every tensor in full: no more
+    memory is asked for than there are bytes."""
 
     def __init__(self, saved: Saved) -> None:
         self.saved, self._loose = saved, store.loose(saved.about)
         self.headers: Mapping[int, Header] = {h.rank: h for h in store.headers(saved).values()}
+        lacking = store.missing(saved.manifest, self.headers.values())
+        if lacking:
+            raise Damaged(f"{saved.path}: {lacking[0]}", OLDER)
         self._sources: dict[str, list[_Source]] = defaultdict(list)
         for header in self.headers.values():
             for entry in header.entries:
@@ -77,7 +82,7 @@ class Reader:
     def whole(self, name: str) -> Tensor:
         """All of one tensor."""
         spec = self.tensors[name]
-        into = torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
+        into = _memory(spec, name)
         self.read([Want(name=name, box=whole(spec.shape), into=into)])
         return into
 
@@ -89,9 +94,11 @@ class Reader:
         outline = header.own
         if only is not None:
             outline = next((part for key, part in outline["{"] if key == only), None)
+            if not isinstance(outline, dict) or "{" not in outline:
+                raise Damaged(f"{self.saved.path} has no {only} of rank {rank}", OLDER)
         needed = names(outline)
         entries = [entry for entry in header.entries if not entry.name and entry.key in needed]
-        tensors = {entry.key: torch.empty(entry.box.size, dtype=dtype_of(entry.dtype)) for entry in entries}
+        tensors = {entry.key: _memory(Spec(entry.box.size, entry.dtype), entry.key) for entry in entries}
         jobs = [
             (self._source(rank, entry), [(Want(name=entry.key, box=entry.box, into=tensors[entry.key]), entry.box)])
             for entry in entries
@@ -109,6 +116,13 @@ class Reader:
     def _source(self, rank: int, entry: Entry) -> _Source:
         name = f"rank-{rank:05d}.safetensors"
         return _Source(self.saved.path / name, self.saved.files[name].header_bytes, entry, self._loose)
+
+
+def _memory(spec: Spec, name: str) -> Tensor:
+    try:
+        return torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
+    except (RuntimeError, MemoryError) as error:
+        raise UserError(f"{name} has {human_bytes(item_bytes(spec))}, for which there is no memory", "use a machine with more") from error
 
 
 def _in_threads(jobs: Iterable[tuple[_Source, list[tuple[Want, Box]]]]) -> None:

@@ -32,7 +32,7 @@ from foretell.errors import FileFormatError, UserError
 
 THREADS = min(4, os.cpu_count() or 1)
 PARTIAL = ".partial"
-_NAME = re.compile(r"step-(\d{1,18})(?:-[0-9a-f]{1,32})?")
+_NAME = re.compile(r"step-([0-9]{1,18})(?:-[0-9a-f]{1,32})?")
 """A save that takes the place of one of the same step moves that one aside under a longer name."""
 
 
@@ -97,24 +97,27 @@ def complete(folder: Path) -> list[Saved]:
     return found
 
 
-def resolve(path: Path) -> Path:
-    """The checkpoint that a path stands for: itself, or the newest of a run or of a folder of checkpoints."""
+def every(path: Path) -> list[Path]:
+    """All checkpoints that a path stands for, the newest first: itself, or those of a run or of a folder of checkpoints."""
     if path.is_file():
         raise UserError(f"{path} is a file and no checkpoint", "give the folder of a run or of a checkpoint")
     if not path.is_dir():
         raise UserError(f"there is no folder {path}", "give the folder of a run or of a checkpoint")
     if (path / MANIFEST).exists():
-        return path
-    inner = folder_of(path)
-    whole = complete(inner)
-    if whole:
-        return whole[0].path
-    named = candidates(inner)
-    if named:
-        return named[0]
-    if _NAME.fullmatch(path.name):
-        read_manifest(path)
+        return [path]
+    found = candidates(folder_of(path))
+    if found or _NAME.fullmatch(path.name):
+        return found or [path]
     raise UserError(f"{path} has no checkpoint", "give the folder of a run or of a checkpoint")
+
+
+def resolve(path: Path) -> Path:
+    """The newest of them that has everything, as far as names and sizes tell; without any, the newest."""
+    found = every(path)
+    for one in found:
+        with contextlib.suppress(FileFormatError):
+            return look(one).path
+    return found[0]
 
 
 def folder_of(path: Path) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,20 +68,51 @@ def _words(row: dict[str, Any]) -> str:
 
 
 def verify(path: Path = _PATH, json: bool = _JSON, debug: bool = _DEBUG) -> int:
-    """Read every byte of a checkpoint, or of the newest of a run. Exit 0 if all are as written, 1 if not."""
+    """Read every byte of a checkpoint, or of all of a run. Exit 0 if all are as written, 1 if one is not."""
     from foretell.checkpoint import store
 
-    found = store.resolve(path)
-    problems = common.call(lambda: store.problems(found), f"reading {found}")
-    if json:
-        common.emit_json({"checkpoint": str(found), "good": not problems, "problems": problems})
-    elif problems:
-        common.emit("\n".join(problems))
+    named = store.every(path)
+    if named == [path]:
+        found = {path: common.call(lambda: store.problems(path), f"reading {path}")}
     else:
-        saved = store.look(found)
-        count = len(saved.files)
-        common.emit(f"{found} is as it was written: {saved.bytes:,} bytes in {count} file{'s' if count > 1 else ''}")
-    return common.NO_OR_FAILED if problems else common.YES
+        found = {one: common.call(lambda one=one: _problems(one), f"reading {one}") for one in named}  # type: ignore[misc]
+    good = next((one for one, problems in found.items() if not problems), None)
+    if json:
+        rows = [{"path": str(one), "good": not problems, "problems": problems} for one, problems in found.items()]
+        told = [problem for problems in found.values() for problem in problems]
+        usable = str(good) if good is not None else None
+        common.emit_json({"checkpoint": str(named[0]), "good": not told, "problems": told, "newest_good": usable, "checkpoints": rows})
+    else:
+        common.emit("\n".join(_verdicts(found, good, alone=named == [path])))
+    return common.NO_OR_FAILED if any(found.values()) else common.YES
+
+
+def _problems(path: Path) -> list[str]:
+    """Of one of several: whatever kind of file it is, the others are looked at too."""
+    from foretell.checkpoint import store
+
+    try:
+        return store.problems(path)
+    except FileFormatError as error:
+        return [error.problem]
+
+
+def _verdicts(found: Mapping[Path, list[str]], good: Path | None, *, alone: bool) -> list[str]:
+    from foretell.checkpoint import store
+
+    lines = []
+    for one, problems in found.items():
+        if problems:
+            lines += problems if alone else [f"{one} is broken:", *(f"  {problem}" for problem in problems)]
+        else:
+            saved = store.look(one)
+            count = len(saved.files)
+            lines.append(f"{one} is as it was written: {saved.bytes:,} bytes in {count} file{'s' if count > 1 else ''}")
+    if alone:
+        return lines
+    broken = sum(map(bool, found.values()))
+    used = f"--resume would use {good.name}" if good is not None else "none is good: --resume has nothing to use"
+    return [*lines, f"{broken} of {len(found)} broken; {used}" if broken else f"{len(found)} checkpoints, none broken"]
 
 
 def show(
@@ -89,9 +122,7 @@ def show(
     debug: bool = _DEBUG,
 ) -> int:
     """Say what a checkpoint holds: step, plan, weights, optimizer, position in the data."""
-    from foretell.checkpoint import store
-
-    saved = store.look(store.resolve(path))
+    saved = _chosen(path)
     if json:
         return common.emit_json({"checkpoint": _content(saved)})
     common.emit("\n".join(_lines(saved)))
@@ -99,6 +130,18 @@ def show(
         for name, spec in saved.manifest.tensors.items():
             common.emit(f"  {name}  {spec}")
     return common.YES
+
+
+def _chosen(path: Path) -> Saved:
+    """The newest that has everything; newer ones that have not are told."""
+    from foretell.checkpoint import store
+
+    saved = store.look(store.resolve(path))
+    for one in store.every(path):
+        if one == saved.path:
+            break
+        common.emit(f"note: {one.name} is passed over: {_row(one).get('problem')}", sys.stderr)
+    return saved
 
 
 def _content(saved: Saved) -> dict[str, Any]:
@@ -152,13 +195,12 @@ def convert(
     debug: bool = _DEBUG,
 ) -> int:  # fmt: skip
     """Write the weights of a checkpoint for others to load. Any plan can go on from any checkpoint: that needs no convert."""
-    from foretell.checkpoint import store
     from foretell.units import human_bytes, parse_bytes
 
     if to != "hf":
         raise UserError(f"--to {to} is not known", "hf; a plan of any layout resumes from the checkpoint as it is")
     most = parse_bytes(shard)
-    saved = store.look(store.resolve(path))
+    saved = _chosen(path)
 
     def work() -> Any:
         from foretell.checkpoint.convert import to_hugging_face
@@ -174,7 +216,7 @@ def convert(
 
 
 def _config(saved: Saved) -> dict[str, Any] | None:
-    """The config.json of a transformers model; None for others, and where transformers is not installed."""
+    """The config.json of a transformers model; None for others, and where transformers cannot make one, which is told."""
     from foretell.plan import file
     from foretell.plan.recipe import source_of
 
@@ -189,7 +231,8 @@ def _config(saved: Saved) -> dict[str, Any] | None:
     try:
         config = hub._config(source_of(file.from_json(plan)), name)
         config.architectures, config.use_cache = [hub._model_class(config).__name__], True
-    except (UserError, ImportError):
+        found: dict[str, Any] = json.loads(config.to_json_string())
+    except Exception as error:  # whatever transformers makes of settings that it does not know: the weights are what was asked for
+        common.emit(f"note: no config.json is written: {' '.join(str(error).split())[:200]}", sys.stderr)
         return None
-    found: dict[str, Any] = json.loads(config.to_json_string())
     return found

@@ -147,7 +147,7 @@ class Run:
         """What this rank needs of a checkpoint, or what is damaged of it. Nothing of the run is changed by that."""
         try:
             saved = save.look(path)
-            if saved.about["data"]["digest"] != self.feed.samples.digest():
+            if save.data_of(saved, self.feed.samples.count)["digest"] != self.feed.samples.digest():
                 raise UserError(f"the data is not what {path} learned from", "give the same --data, unchanged, or start a new run")
             return (saved, save.stage(save.Reader(saved), self.job, self.known)), ""
         except save.Damaged as error:

@@ -29,14 +29,15 @@ from foretell.checkpoint.write import Piece
 from foretell.errors import InternalError, UserError
 from foretell.plan.mesh import OWN_RANKS, coordinates
 from foretell.plan.types import MASTER, Mesh, Plan
-from foretell.runtime import shard
+from foretell.runtime import distrust, shard
 from foretell.runtime.apply import Job, Piped
 from foretell.runtime.control import Control
+from foretell.runtime.distrust import data_of
 from foretell.runtime.offload.arena import available
 from foretell.runtime.ranks import APART, SPREAD, Ranks
 from foretell.runtime.scaler import checked
 
-__all__ = ["NONFINITE", "Damaged", "Done", "NotSaved", "Reader", "Saved", "Saver", "candidates", "complete", "look"]
+__all__ = ["NONFINITE", "Damaged", "Done", "NotSaved", "Reader", "Saved", "Saver", "candidates", "complete", "data_of", "look"]
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _FLAGS = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -349,6 +350,7 @@ def stage(reader: Reader, job: Job, known: Mapping[str, Spec], *, spare: Callabl
         if full.startswith(f"{OPTIMIZER}/"):
             name, _, key = full.removeprefix(f"{OPTIMIZER}/").rpartition("/")
             kept.setdefault(name, {})[key] = spec
+    distrust.check_states(saved, kept, {name.removeprefix(f"{MODEL}/"): spec for name, spec in known.items()}, job.plan.optimizer)
     _refuse_codes(saved, {key for keys in kept.values() for key in keys}, job)
     for name, parameter in job.named_parameters():
         if name in staged.weights:
@@ -426,6 +428,7 @@ def _groups(saved: Saved, job: Job) -> list[dict[str, Any]]:
                 f"{saved.path} has no settings of the optimizer for {held[0]} and those with it",
                 "use the plan it was saved with",
             )
+        distrust.check_settings(saved, values[0], group, _FLAGS)
         found.append({key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in values[0].items()})
     return found
 
@@ -461,6 +464,8 @@ def _stage_own(reader: Reader, job: Job, staged: Staged) -> None:
                 into.setdefault(name, value)
     for name, live in buffers.items():
         found = staged.buffers.get(name)
+        if not isinstance(found, Tensor | None):
+            raise Damaged(f"{reader.saved.path} has a buffer {name} that is no tensor", "use an older checkpoint")
         if found is None or found.shape != live.shape or found.dtype != live.dtype:
             had = "is not in it" if found is None else f"is {Spec(tuple(found.shape), dtype_name(found.dtype))} in it"
             raise UserError(f"{reader.saved.path} is of another model: the buffer {name} {had}", "give the plan of its model")

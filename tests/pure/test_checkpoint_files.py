@@ -93,8 +93,11 @@ def test_sizes_that_are_lies_are_refused_before_memory_is_asked_for(tmp_path: Pa
     path = saved_in(tmp_path)
     manifest = read_manifest(path)
     (name, file), *_ = manifest.files.items()
-    rewritten(path, files={name: replace(file, header_bytes=2**40, bytes=2**41)})
+    rewritten(path, files={name: replace(file, header_bytes=2**20, bytes=2**41)})
     assert "bytes and was written with" in store.problems(path)[0]
+    raw = dump_manifest(replace(manifest, files={name: replace(file, header_bytes=2**40, bytes=2**41)}))
+    with pytest.raises(Damaged, match="has a header of"):
+        parse_manifest(raw, path)
     raw = dump_manifest(replace(manifest, files={name: replace(file, header_bytes=file.bytes + 1)}))
     with pytest.raises(Damaged, match="has a header of"):
         parse_manifest(raw, path)
