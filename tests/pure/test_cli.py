@@ -493,6 +493,7 @@ def test_doctor_says_no_without_a_torch_that_will_do(tmp_path: Path) -> None:
         assert first["ok"] is expected and first["needed"]
 
 
+@pytest.mark.slow(reason="a real check through the command line; test_zoo_check.py has the same by function")
 def test_a_real_check_of_a_small_model() -> None:
     done = run("zoo", "check", "gpt-tiny", "--json")
     found = only_object(done)["check"]
