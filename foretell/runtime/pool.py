@@ -190,6 +190,7 @@ def _serve(pipe: connection.Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    gc.freeze()  # every call ends with a collection: what was imported before need not be walked over each time
     while True:
         try:
             where, rank, call, load, path = pickle.loads(pipe.recv_bytes())

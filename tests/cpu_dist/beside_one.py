@@ -22,11 +22,18 @@ class Case:
     model: str
     mesh: Mesh
     more: dict[str, Any] = field(default_factory=dict)
+    slow: str = ""
+    """Why `make test` leaves it out, if it does."""
 
     @property
     def plan(self) -> Plan:
         usual = {"model": {}, "hardware": "auto", "micro_batch": 2, "precision": "fp32", "clip": 0.1}
         return Plan(**{**usual, **self.more}, mesh=self.mesh)
+
+
+def params(cases: Mapping[str, Case]) -> list[Any]:
+    """The names of the cases, those that are slow marked."""
+    return [pytest.param(name, marks=pytest.mark.slow(reason=case.slow) if case.slow else ()) for name, case in cases.items()]
 
 
 def check(case: Case, models: Mapping[str, Source], ranks: Ranks) -> None:

@@ -136,14 +136,14 @@ def same(a: Reader, b: Reader) -> None:
     assert torch.equal(one["numpy"][1], other["numpy"][1]) and one["numpy"][2:] == other["numpy"][2:]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="seven plans in turn, each applied by four ranks")
 def test_any_plan_goes_on_from_any_other(ranks: Any, tmp_path: Path) -> None:
     found = carried(ranks, tmp_path, 4)
     assert found["6-fsdp2"] == 0.0, found  # back on the first plan: the same numbers
     assert max(found.values()) < LOSS_BOUND, found
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="three plans in turn, each applied by two ranks")
 @pytest.mark.parametrize("chain", [("experts", "experts, one", "experts, replicas"), ("one", "cp")], ids=["experts", "context"])
 def test_so_do_experts_and_positions_on_several_ranks(ranks: Any, tmp_path: Path, chain: tuple[str, ...]) -> None:
     assert max(carried(ranks, tmp_path, 2, chain).values()) < LOSS_BOUND
@@ -300,9 +300,13 @@ def test_the_same_model_under_another_way_to_compute_the_optimizer(tmp_path: Pat
 
 @pytest.mark.parametrize(
     "changes",
-    [{"optimizer": "sgd"}, {"optimizer": "momentum"}, {"optimizer": "adam-loop"}, {"precision": "bf16"}, {"precision": "bf16-mixed"}],
+    [
+        pytest.param({"optimizer": "sgd"}, marks=pytest.mark.slow(reason="keeps nothing: the others keep more")),
+        pytest.param({"optimizer": "momentum"}, marks=pytest.mark.slow(reason="keeps one tensor of the two that adam keeps")),
+        {"optimizer": "adam-loop"}, {"precision": "bf16"}, {"precision": "bf16-mixed"},
+    ],
     ids=lambda changes: "-".join(changes.values()),
-)
+)  # fmt: skip
 def test_four_steps_are_two_and_two_whatever_is_kept_of_them(tmp_path: Path, own: str, changes: dict[str, Any]) -> None:
     plan = PLAN.with_(model={"model": own}, **changes)
     alone(tmp_path / "a", plan, data=None, save_every=2, lr=1e-2)

@@ -26,7 +26,7 @@ from foretell.runtime.ranks import start
 from foretell.trace.dataflow import record
 from foretell.trace.load import Source, load
 from foretell.trace.step import Workload
-from tests.cpu_dist.beside_one import Case, Ranks, check
+from tests.cpu_dist.beside_one import Case, Ranks, check, params
 
 TEXT = {"layers": 2, "dim": 32, "heads": 4, "vocab_size": 64, "context": 16}
 QWEN = {
@@ -43,16 +43,19 @@ MODELS = {
 PIPED = {"pipeline": Pipeline(schedule="1f1b", cuts=("blocks.1",)), "accumulate": 2}
 AGAIN = {"blocks": {"model.layers.*": Residency(mode="recompute")}}
 CASES = {
-    "learned positions, four": Case("gpt", Mesh(cp=4)),
     "both ways, masked": Case("bert", Mesh(cp=2)),
+    "bf16-mixed": Case("llama", Mesh(cp=2), {"precision": "bf16-mixed"}),
+    "shards": Case("llama", Mesh(dp_shard=2, cp=2)),
     "hf, replicas, computed again": Case("hf", Mesh(dp_replicate=2, cp=2), {"accumulate": 2, **AGAIN}),
-    "tensor, bf16-mixed": Case("llama", Mesh(cp=2, tp=2), {"precision": "bf16-mixed"}),
-    "four kinds on sixteen": Case("gpt", Mesh(pp=2, dp_shard=2, cp=2, tp=2), PIPED),
+    "tensor": Case("gpt", Mesh(cp=2, tp=2)),
+    "pipeline": Case("gpt", Mesh(pp=2, cp=2), PIPED),
+    "learned positions, four": Case("gpt", Mesh(cp=4), slow="two ranks do the same"),
+    "tensor, bf16-mixed": Case("llama", Mesh(cp=2, tp=2), {"precision": "bf16-mixed"}, slow="each of the two is there without the other"),
+    "four kinds on sixteen": Case("gpt", Mesh(pp=2, dp_shard=2, cp=2, tp=2), PIPED, slow="every two of the four are together elsewhere"),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", params(CASES))
 def test_shared_positions_compute_what_one_process_computes(name: str, ranks: Ranks) -> None:
     check(CASES[name], MODELS, ranks)
 

@@ -124,7 +124,7 @@ def both(ranks: Any, plan: Plan, folder: Path, *more: str) -> tuple[list[float],
 RESUMED = ("single", "pipeline", "fp16")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="ten kinds of script, each started as a process for every rank")
 @pytest.mark.parametrize("name", PLANS)
 def test_losses_are_those_of_the_run(name: str, ranks: Any, tmp_path: Path) -> None:
     plan = PLANS[name]

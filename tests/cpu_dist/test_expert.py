@@ -21,7 +21,7 @@ from foretell.runtime.pool import RankFailure
 from foretell.runtime.ranks import start
 from foretell.trace.load import Source
 from foretell.trace.step import Workload
-from tests.cpu_dist.beside_one import Case, Ranks, check
+from tests.cpu_dist.beside_one import Case, Ranks, check, params
 
 SMALL = {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab_size": 64, "context": 16, "experts": 4}
 HF = {
@@ -36,13 +36,16 @@ AGAIN = {"blocks": {"blocks.*": Residency(mode="recompute")}, "accumulate": 2}
 PIPED = {"pipeline": Pipeline(schedule="1f1b", cuts=("blocks.1",)), "accumulate": 2}
 CASES = {
     "replicas, computed again": Case("mixtral", Mesh(dp_replicate=2, dp_shard=2, ep=2), AGAIN),
-    "pipeline, bf16-mixed": Case("mixtral", Mesh(pp=2, dp_shard=2, ep=2), {**PIPED, "precision": "bf16-mixed"}),
-    "hf, shards, as many as choose it": Case("hf", Mesh(dp_shard=4, ep=2)),
-}
+    "pipeline": Case("mixtral", Mesh(pp=2, dp_shard=2, ep=2), PIPED),
+    "hf, bf16-mixed, as many as choose it": Case("hf", Mesh(dp_shard=2, ep=2), {"precision": "bf16-mixed"}),
+    "pipeline, bf16-mixed": Case(
+        "mixtral", Mesh(pp=2, dp_shard=2, ep=2), {**PIPED, "precision": "bf16-mixed"}, slow="each of the two is there without the other"
+    ),
+    "hf, shards, as many as choose it": Case("hf", Mesh(dp_shard=4, ep=2), slow="two ranks do the same"),
+}  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", params(CASES))
 def test_spread_experts_compute_what_one_process_computes(name: str, ranks: Ranks) -> None:
     check(CASES[name], MODELS, ranks)
 

@@ -138,6 +138,7 @@ def test_a_scratch_folder_that_is_not_there_is_said_at_once(tmp_path: Path, capf
     assert f"there is no folder {gone}" in capfd.readouterr().err and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow(reason="a whole run as a process; the signal itself is tested in test_train_failures.py")
 def test_ctrl_c_ends_a_run_whose_states_are_on_disk(tmp_path: Path) -> None:
     plans.write(moved(cpu_share=0.5), tmp_path / "plan.json")
     run = tmp_path / "run"

@@ -117,16 +117,19 @@ def alike(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert torch.equal(value, other[kind][name]), name
 
 
+AGAIN = pytest.mark.slow(reason="two more worlds; what is moved how is in the other cases")
+
+
 @pytest.mark.parametrize(
     ("mesh", "more", "tied"),
     [
         (TWO, {}, False),
         (TWO, {"clip": None, "accumulate": 1, "reshard": False, "states": {"blocks.1-2": "host"}}, False),
         (TWO, {"clip": 0.1, "precision": "bf16-mixed", "blocks": {"blocks.*": Residency(mode="recompute")}}, True),
-        pytest.param(Mesh(dp_replicate=2), {"clip": 0.1, "cpu_share": 0.5}, False, marks=pytest.mark.slow),
+        pytest.param(Mesh(dp_replicate=2), {"clip": 0.1, "cpu_share": 0.5}, False, marks=AGAIN),
         (FOUR, {"clip": 0.1}, True),
-        pytest.param(Mesh(dp_shard=3), {"clip": None}, False, marks=pytest.mark.slow),
-        pytest.param(TWO, {"precision": MASTER, "clip": 0.1}, True, marks=pytest.mark.slow),
+        pytest.param(Mesh(dp_shard=3), {"clip": None}, False, marks=AGAIN),
+        pytest.param(TWO, {"precision": MASTER, "clip": 0.1}, True, marks=AGAIN),
         (TWO, {"precision": MASTER, "state_format": "split", "cpu_share": 0.5}, False),
     ],
     ids=["shards", "no clipping", "mixed, recomputed", "replicas", "both", "three", "masters", "split"],
@@ -222,7 +225,7 @@ def same(one: Reader, other: Reader) -> None:
         assert torch.equal(one.whole(name), other.whole(name)), name
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param(MASTER, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param(MASTER, marks=AGAIN)])
 def test_checkpoints_go_between_ranks_and_places(ranks: Any, tmp_path: Path, precision: str) -> None:
     """Two ranks, then one, then two again, each from what the last has saved: states on the host, on the device, on the host
     give the numbers of states on the device, on the host, on the device."""

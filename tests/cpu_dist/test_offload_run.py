@@ -52,7 +52,11 @@ def test_moments_on_the_host_give_the_losses_of_the_plain_run(tmp_path: Path) ->
     assert losses(tmp_path / "early", plan(clip=None, states={"blocks.1-2": "host"}), *steps) == unclipped
 
 
-@pytest.mark.parametrize(("form", "weights"), [("fp32", {}), ("int8", {}), ("split", {"blocks.1-2": "host"})])
+@pytest.mark.parametrize(("form", "weights"), [
+    ("fp32", {}),
+    pytest.param("int8", {}, marks=pytest.mark.slow(reason="the format is tested in test_offload_int8.py")),
+    pytest.param("split", {"blocks.1-2": "host"}, marks=pytest.mark.slow(reason="the format is tested in test_offload_weights.py")),
+])  # fmt: skip
 def test_a_run_with_masters_goes_on_where_it_stopped(tmp_path: Path, form: str, weights: dict[str, str]) -> None:
     kept = plan(precision=MASTER, state_format=form)
     moved = plan(precision=MASTER, state_format=form, states={"blocks.0-2": "host"}, weights=weights, cpu_share=0.5)

@@ -51,6 +51,8 @@ class Case:
     count: int = 4
     shard: int = 1
     tp: int = 1
+    slow: str = ""
+    """Why `make test` leaves it out, if it does: what it runs instead."""
 
     @property
     def plan(self) -> Plan:
@@ -71,19 +73,20 @@ def blocks(*numbers: int, at: str = "blocks") -> tuple[str, ...]:
 
 CASES = [
     Case("gpt", "gpipe", blocks(2)),
-    Case("gpt", "1f1b", blocks(1, 2, 3), pp=4, count=6),
+    Case("gpt", "1f1b", blocks(1, 2, 3), pp=4, count=6, slow="two ranks of it below"),
     Case("gpt", "zero-bubble-v", blocks(1, 2, 3)),  # the tied weight is on one rank twice
     Case("gpt", "1f1b", blocks(2), shard=2, count=2),
     Case("gpt", "zero-bubble", blocks(2), shard=2, count=2),
     Case("llama", "1f1b", blocks(3)),
     Case("llama", "interleaved-1f1b", blocks(1, 2, 3)),
-    Case("llama", "1f1b", blocks(2), tp=2),
+    Case("llama", "1f1b", blocks(2), tp=2, slow="in test_equivalence.py with foretell's own split"),
     Case("hf", "1f1b", blocks(1, at="model.layers"), count=3),
-    Case("hf", "zero-bubble", blocks(1, 2, 3, at="model.layers")),
+    Case("hf", "zero-bubble", blocks(1, 2, 3, at="model.layers"), slow="the model and the schedule are there without each other"),
     Case("vit", "zero-bubble", blocks(2)),
-    Case("t5", "1f1b", ("encoder.blocks.1", "decoder.blocks.0", "decoder.blocks.1"), pp=4),
+    Case("t5", "1f1b", ("encoder.blocks.1", "decoder.blocks.0", "decoder.blocks.1"), pp=4,
+         slow="cut in both stacks by the test of evaluation"),
     Case("t5", "zero-bubble", ("decoder.blocks.1",)),
-]
+]  # fmt: skip
 
 
 # --- one process -----------------------------------------------------------------------------------------------------
@@ -207,7 +210,11 @@ def train(rank: int, world: int, source: Source, plan: Plan, steps: list[list[Ba
 # --- the comparison --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def params(*cases: Case) -> list[Any]:
+    return [pytest.param(case, id=str(case), marks=pytest.mark.slow(reason=case.slow) if case.slow else ()) for case in cases]
+
+
+@pytest.mark.parametrize("case", params(*CASES))
 def test_stages_compute_what_one_process_computes(case: Case, ranks: Callable[[int], World]) -> None:
     if case.model == "hf":
         pytest.importorskip("transformers")
@@ -284,13 +291,13 @@ def noted(rank: int, world: int, source: Source, plan: Plan, batches: list[Batch
 
 @pytest.mark.parametrize(
     "case",
-    [
+    params(
         Case("gpt", "1f1b", blocks(2), shard=2, count=3),
-        Case("llama", "interleaved-1f1b", blocks(1, 2, 3)),
-        Case("t5", "zero-bubble", ("decoder.blocks.1",)),
-    ],
-    ids=str,
-)  # fmt: skip
+        Case("llama", "interleaved-1f1b", blocks(1, 2, 3), slow="one loop and one split backward are enough"),
+        Case("gpt", "zero-bubble-v", blocks(1, 2, 3)),
+        Case("t5", "zero-bubble", ("decoder.blocks.1",), slow="one loop and one split backward are enough"),
+    ),
+)
 def test_a_dry_run_does_what_a_real_one_does(case: Case, ranks: Callable[[int], World]) -> None:
     source, plan = MODELS[case.model], case.plan
     steps = data(source, 1, case.count * case.shard)

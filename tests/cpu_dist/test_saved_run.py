@@ -64,6 +64,7 @@ def _steps(rank: int, world: int, blocks: dict[str, Residency], mesh: Mesh, prec
     return found, grads, *counts
 
 
+@pytest.mark.slow(reason="two worlds; one rank does the same above")
 def test_ranks_that_share_parameters_move_their_own_activations(ranks: Any) -> None:
     plain = ranks(2).run(_steps, {}, Mesh(dp_shard=2), "bf16-mixed")
     moved = ranks(2).run(_steps, {"blocks.0-2": HOST}, Mesh(dp_shard=2), "bf16-mixed")

@@ -80,7 +80,11 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+ALIKE = pytest.mark.slow(reason="split as another case is, only more or other layers")
+LONG = ("gpt, four", "gpt, compiled", "vit", "hf gpt2", "hf mixtral")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ALIKE if name in LONG else ()) for name in CASES])
 def test_a_split_model_computes_what_one_process_computes(name: str, ranks: Ranks) -> None:
     case = CASES[name]
     if case.model.startswith("hf:"):

@@ -148,7 +148,7 @@ def test_the_adapter_of_wandb_hands_on_every_figure(tmp_path: Path, monkeypatch:
      ("9", r"the gradient's norm of step 2 is nan: first in backward, in the gradient that reaches the output of layers\.\d")],
     ids=["forward", "backward"],
 )  # fmt: skip
-@pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach"])
+@pytest.mark.parametrize("optimizer", ["adamw-fused", pytest.param("adamw-foreach", marks=pytest.mark.slow(reason="another kernel, the same check"))])
 def test_not_a_number_stops_saves_and_names_the_block(
     tmp_path: Path, own: str, monkeypatch: pytest.MonkeyPatch, mark: str, said: str, optimizer: str
 ) -> None:
@@ -224,7 +224,9 @@ def test_a_last_checkpoint_that_cannot_be_saved_is_a_failure(tmp_path: Path) -> 
     assert (tmp_path / "a" / "measurement.json").exists()
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", "delete", "manifest"])
+@pytest.mark.parametrize(
+    "harm", ["flip", *(pytest.param(one, marks=pytest.mark.slow(reason="found as a flipped bit is")) for one in ("cut", "delete")), "manifest"]
+)
 def test_a_damaged_checkpoint_is_found_and_the_one_before_is_used(tmp_path: Path, harm: str) -> None:
     go(tmp_path / "a")
     wanted = losses(tmp_path / "a")

@@ -68,7 +68,7 @@ def planned(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_a_right_plan_is_found_right(planned: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
-    path = planned("llama-tiny", mesh=Mesh(dp_replicate=2, dp_shard=2), accumulate=2, compile="blocks")
+    path = planned("llama-tiny", mesh=Mesh(dp_replicate=2, dp_shard=2), accumulate=2)
     assert main(["verify", path, "--steps", "3"]) == 0
     out = capsys.readouterr().out
     assert "scaled" in out and "layers 4 → 2" in out and "on 4 processes, 3 steps" in out

@@ -89,9 +89,9 @@ def test_cached_answer_needs_no_torch(cache_dir: Path, tmp_path: Path) -> None:
     ("body", "words"),
     [
         ("raise ValueError('no such width')", "no such width"),
-        ("nn.Linear(4, 4).cuda()", "CPU or meta"),
+        pytest.param("nn.Linear(4, 4).cuda()", "CPU or meta", marks=pytest.mark.slow(reason="an exception as the one above")),
         ("os.abort()", "aborted"),
-        ("os._exit(3)", "code 3"),
+        pytest.param("os._exit(3)", "code 3", marks=pytest.mark.slow(reason="a process that ends as the one above")),
     ],
 )
 def test_what_user_code_does_is_told_in_one_line(cache_dir: Path, tmp_path: Path, body: str, words: str) -> None:
@@ -162,6 +162,7 @@ def test_cache_survives_garbage(cache_dir: Path) -> None:
     assert store.read("answers", "k") is None
 
 
+@pytest.mark.slow(reason="a real run beside a prediction; test_zoo_check.py and the zoo's tests do the same")
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "graphsage-tiny"])
 def test_prediction_for_this_cpu_equals_a_real_run(name: str) -> None:
     torch.set_num_threads(1)

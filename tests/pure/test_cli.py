@@ -22,9 +22,11 @@ from foretell.cli import fit as fit_command
 from foretell.errors import UserError
 from foretell.hardware.profile import Profile, save
 from foretell.report import schema
+from tests.pure import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAME = {"schema_version", "versions", "assumptions"}
+ASKED = ("fit", "gpt2", "--on", "H100")
 
 STAND_IN = """
 import os, sys, types
@@ -52,24 +54,25 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def run(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    return warm.run(*words, env=environment(**changes))
+
+
+def start(code: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    """A Python of its own, from the beginning."""
     return subprocess.run(
-        [sys.executable, "-m", "foretell", *words], env=environment(**changes),
-        capture_output=True, text=True, timeout=120, check=False, cwd=ROOT,
-    )  # fmt: skip
+        [sys.executable, "-c", code], env=environment(**changes), capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
+    )
 
 
-def script(body: str, *words: str) -> list[str]:
+def script(body: str, *words: str) -> str:
     """A foretell whose api.fit is `body`."""
     setup = f"{STAND_IN}\ndef fit(model, **options):\n{textwrap.indent(body, '    ')}\napi.fit = fit\n"
     start = "import foretell\nsys.modules['foretell.api'] = foretell.api = api\nfrom foretell.cli import main\n"
-    return [sys.executable, "-c", f"{setup}{start}sys.exit(main({list(words)!r}))"]
+    return f"{setup}{start}sys.exit(main({list(words or ASKED)!r}))"
 
 
 def run_with(body: str, *words: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        script(body, *(words or ("fit", "gpt2", "--on", "H100"))), env=environment(**changes),
-        capture_output=True, text=True, timeout=120, check=False, cwd=ROOT,
-    )  # fmt: skip
+    return warm.run(env=environment(**changes), code=script(body, *words))
 
 
 def only_object(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -86,10 +89,8 @@ def only_object(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 def test_answers_that_need_no_torch_do_not_import_it(words: list[str]) -> None:
     heavy = "[name for name in ('torch', 'numpy', 'transformers') if name in sys.modules]"
     code = f"import sys; from foretell.cli import main; main({words!r}); print({heavy}, file=sys.stderr)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stderr.strip().splitlines()[-1] == "[]"
+    done = start(code)
+    assert done.returncode == 0 and done.stderr.strip().splitlines()[-1] == "[]"
 
 
 def test_help_answers_at_once() -> None:
@@ -99,9 +100,10 @@ def test_help_answers_at_once() -> None:
 
     seconds = []
     for _ in range(4):
-        start = busy()
-        assert run("--help").returncode == 0
-        seconds.append(busy() - start)
+        before = busy()
+        done = subprocess.run([sys.executable, "-m", "foretell", "--help"], env=environment(), capture_output=True, text=True, check=True, cwd=ROOT)
+        assert done.stdout == run("--help").stdout
+        seconds.append(busy() - before)
     assert min(seconds) < 0.5, "processor time, the best of four: other tests run beside this one"
 
 
@@ -354,7 +356,7 @@ def test_a_closed_pipe_is_no_failure() -> None:
 
 
 def test_a_stream_that_knows_only_ascii_gets_ascii() -> None:
-    done = run_with("return answer('no')", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    done = start(script("return answer('no')"), PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert done.returncode == 1
     assert done.stdout.isascii() and "PPPPP" in done.stdout
 
@@ -366,7 +368,7 @@ def on_terminal(body: str, **changes: str) -> str:
     """Everything a terminal shows."""
     main, side = pty.openpty()
     process = subprocess.Popen(
-        script(body, "fit", "gpt2", "--on", "H100"), stdout=side, stderr=side, stdin=side, cwd=ROOT,
+        [sys.executable, "-c", script(body)], stdout=side, stderr=side, stdin=side, cwd=ROOT,
         env=environment(TERM="xterm-256color", COLUMNS="100", **changes),
     )  # fmt: skip
     os.close(side)
@@ -485,14 +487,13 @@ def test_doctor_says_no_without_a_torch_that_will_do(tmp_path: Path) -> None:
             "    if v is None: raise m.PackageNotFoundError(name)\n    return v\n"
             "m.version = version\nfrom foretell.cli import main; sys.exit(main(['doctor', '--json']))"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=False
-        )
+        done = warm.run(env=environment(), code=code)
         assert done.returncode == (0 if expected else 1), done.stderr
         first = only_object(done)["doctor"]["works"][0]
         assert first["ok"] is expected and first["needed"]
 
 
+@pytest.mark.slow(reason="a real check through the command line; test_zoo_check.py has the same by function")
 def test_a_real_check_of_a_small_model() -> None:
     done = run("zoo", "check", "gpt-tiny", "--json")
     found = only_object(done)["check"]
@@ -521,10 +522,7 @@ def test_a_check_tells_both_numbers(ok: bool, seconds: tuple[float | None, float
         setup = f"{STAND_IN}\ndef fit():\n{textwrap.indent(body, '    ')}\nfit()\n"
         start = "import foretell\nsys.modules['foretell.api'] = foretell.api = api\nfrom foretell.cli import main\n"
         words = ["zoo", "check", "gpt-tiny", *more]
-        code = f"{setup}{start}sys.exit(main({words!r}))"
-        return subprocess.run(
-            [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=False
-        )
+        return warm.run(env=environment(), code=f"{setup}{start}sys.exit(main({words!r}))")
 
     done = go()
     assert done.returncode == (0 if ok else 1), done.stderr

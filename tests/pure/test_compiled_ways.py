@@ -18,7 +18,8 @@ from tests.pure.test_compiled import MODELS, mistakes, traced
 
 WAYS = ("blocks", "graphs")
 SOME = ("gpt-tiny", "t5-tiny", "convnext-micro", "unet-tiny", "scaling-mlp-tiny")
-"""Those whose gradients cross blocks in different ways; the others are slow."""
+"""Those whose gradients cross blocks in different ways."""
+ALIKE = pytest.mark.slow(reason="its gradients cross blocks as those of another model do")
 
 
 @functools.cache
@@ -27,7 +28,7 @@ def step(model: str, way: str) -> Trace:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model", [pytest.param(m, marks=() if m in SOME else pytest.mark.slow) for m in MODELS])
+@pytest.mark.parametrize("model", [pytest.param(m, marks=() if m in SOME else ALIKE) for m in MODELS])
 def test_storages_are_born_used_and_freed_in_order(model: str, way: str) -> None:
     before = mistakes(traced(model))
     assert [line for line in mistakes(step(model, way)) if line not in before] == []
@@ -55,7 +56,7 @@ MEASURED = {
 """MiB on an H200, torch 2.11: allocated with compiled blocks; allocated and reserved with CUDA graphs."""
 
 
-@pytest.mark.parametrize("row", MEASURED, ids=lambda row: row[0])
+@pytest.mark.parametrize("row", [pytest.param(row, id=row[0], marks=() if row[0] in ("gpt2", "vit-b16") else ALIKE) for row in MEASURED])
 def test_bytes_are_those_an_h200_measured(row: tuple[str, int, int | None]) -> None:
     cluster = parse("H200")
     blocks, graphs = (

@@ -45,11 +45,12 @@ def from_this_depth_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cases() -> list[Any]:
-    """Every recipe for a GPT, and for each other model the one that has most programs; the rest is slow."""
+    """Both ways to step and inference of a GPT; the rest is slow."""
     found = []
+    slow = pytest.mark.slow(reason="another recipe or model; what is extended is the same")
     for model in MODELS:
         for number, recipe in enumerate(RECIPES):
-            marks = () if model == "gpt-tiny" or number == 3 else (pytest.mark.slow,)
+            marks = () if model == "gpt-tiny" and number in (0, 2, 5) else slow
             found.append(pytest.param(model, recipe, id=f"{model}-{recipe}", marks=marks))
     return found
 

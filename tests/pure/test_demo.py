@@ -133,6 +133,7 @@ def test_the_demo_s_model_is_what_it_says() -> None:
     assert words == 256 and "10.8M" in entry.summary
 
 
+@pytest.mark.slow(reason="a whole run as a process; the signal itself is tested in test_train_failures.py")
 def test_ctrl_c_reaches_the_run_and_it_saves(tmp_path: Path) -> None:
     plan = Plan(model={"model": "gpt-tiny", "overrides": {"layers": 1, "dim": 32, "heads": 2}}, hardware="CPU", precision="fp32")
     plans.write(plan, tmp_path / "plan.json")

@@ -228,6 +228,7 @@ def test_a_pipeline_is_rehearsed_before_it_runs() -> None:
 # ---------------------------------------------------------------------- the command
 
 
+@pytest.mark.slow(reason="four searches through the command line")
 def test_the_command_saves_points_explains_and_says_no(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORETELL_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "plan.json"

@@ -182,6 +182,7 @@ def test_what_is_smaller_is_still_a_model(tmp_path: Path) -> None:
 # --- campaigns -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(reason="three processes that import torch")
 def test_a_campaign_outlives_a_process_that_dies(tmp_path: Path) -> None:
     worker = campaign.Worker(SEED, 6)
     try:

@@ -118,7 +118,7 @@ def _lazy_lines(tree: ast.Module) -> set[int]:
     """Lines inside functions, and those that only a type checker reads."""
     lines: set[int] = set()
     for node in ast.walk(tree):
-        only_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        only_types = isinstance(node, ast.If) and _name_of(node.test) == "TYPE_CHECKING"
         if only_types or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body
             lines.update(range(body[0].lineno, (body[-1].end_lineno or 0) + 1))

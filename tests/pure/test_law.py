@@ -73,7 +73,7 @@ def test_samples_that_are_no_tokens_have_no_law() -> None:
         choose(Source(model="gpt-tiny"), parse("H100"), "H100", Wishes(), by_law=True)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="a search through the command line; the law itself is tested above")
 def test_the_command_takes_the_batch_and_writes_it_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
     code = main(["plan", "gpt-tiny", "--on", "H100:2", "--tokens", "1e8", "--step-law", "--quick", "--out", str(out), "--json"])

@@ -316,7 +316,7 @@ def _learn(form: str, steps: int = 200, worse: Callable[[str, Tensor], Tensor] |
     return sum(losses[-20:]) / 20
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="three trainings of hundreds of steps")
 def test_training_loses_little_and_less_than_with_plain_rounding() -> None:
     exact = _learn("master")
     found = {form: _learn(form) for form in FORMS}

@@ -150,6 +150,7 @@ sys.exit(main(["probe", "--device", "cpu", "--out", sys.argv[1]]))
 """
 
 
+@pytest.mark.slow(reason="a probe as a process of its own")
 def test_a_full_disk_keeps_what_was_whole_and_says_so(tmp_path: Path) -> None:
     """No file may grow beyond 12 kB: writing fails half-way, as on a full disk."""
     out = tmp_path / "here.json"

@@ -269,7 +269,7 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: Any, tmp_pat
     assert "Traceback" not in told
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="a sealed forecast with real runs")
 def test_a_forecast_on_this_cpu_is_sealed_run_and_told(capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("the device of this machine is a GPU")

@@ -95,6 +95,7 @@ def test_cuts_of_two_kinds_of_devices_equal_every_cut_in_every_order() -> None:
     assert not legal.complaints(found.best.plan, legal.facts_of(found.best.plan, cluster))
 
 
+@pytest.mark.slow(reason="every cut costed; two stages do the same above")
 def test_three_stages_of_two_kinds_equal_every_cut() -> None:
     cluster = parse("2xH100+1xA100")
     found = search(cluster, global_batch=32, fixed={"pp": 3}, schedule="1f1b", micro_batch=4)

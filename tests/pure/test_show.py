@@ -17,6 +17,7 @@ from foretell.hardware import parse
 from foretell.plan import file, legal, schema
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency, Split
 from foretell.report import plan as page
+from tests.pure import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT = {"model": "gpt2", "seq": 1024, "parameters": 124439808, "blocks": ["blocks.0-11"]}
@@ -203,10 +204,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def run(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "foretell", *words], env=environment(**changes),
-        capture_output=True, text=True, timeout=120, check=False, cwd=ROOT,
-    )  # fmt: skip
+    return warm.run(*words, env=environment(**changes))
 
 
 def written(plan: Plan, folder: Path) -> str:

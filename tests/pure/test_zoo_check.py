@@ -46,13 +46,16 @@ def asked(name: str, *phases: str) -> checks.Asked:
 # ---------------------------------------------------------------- whole rows
 
 
+LONG = pytest.mark.slow(reason="another module through the same columns; `foretell zoo check --all` has every one")
+
+
 @pytest.mark.parametrize(
     ("name", "phases", "planned"),
     [
         ("e2llm-tiny", (), 1),  # draws random scales in forward
-        ("mf-tiny", (), 1),  # layers are called by a method that is not forward
-        ("perforated-tiny", ("dendrite",), 1),
-        ("tnt-tiny", (), 1),  # with a larger batch: weights hold too much of the smallest
+        pytest.param("mf-tiny", (), 1, marks=LONG),  # layers are called by a method that is not forward
+        pytest.param("perforated-tiny", ("dendrite",), 1, marks=LONG),
+        pytest.param("tnt-tiny", (), 1, marks=LONG),  # with a larger batch: weights hold too much of the smallest
     ],
 )
 def test_a_module_is_traced_predicted_planned_and_run_as_planned(

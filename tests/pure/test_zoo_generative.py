@@ -106,14 +106,22 @@ def test_trains(name: str, phase: str | None) -> None:
     assert all(parameter.grad is None for parameter in frozen)
 
 
-@pytest.mark.parametrize(("name", "phase"), CASES)
+LONGER = pytest.mark.slow(reason="a phase of the same networks as those that run")
+
+
+def but(*long: str) -> list[Any]:
+    """The cases, some of which are long."""
+    return [pytest.param(*case.values, id=case.id, marks=LONGER if case.id in long else ()) for case in CASES]
+
+
+@pytest.mark.parametrize(("name", "phase"), but("hummingbird-tiny-teacher", "hummingbird-tiny-reward"))
 def test_memory_is_as_measured(name: str, phase: str | None) -> None:
     predicted, measured, _ = compared(name, phase)
     assert predicted == pytest.approx(measured, rel=0.05)
     assert predicted > 2_000_000
 
 
-@pytest.mark.parametrize(("name", "phase"), CASES)
+@pytest.mark.parametrize(("name", "phase"), but("hummingbird-tiny-teacher"))
 def test_every_op_has_a_rule(name: str, phase: str | None) -> None:
     here = compared(name, phase)[2]
     on_cuda = capture(lambda: load(source(name, phase, **SHORTER.get(name, {}))), Recipe())
@@ -346,6 +354,7 @@ def test_video_pruned_cost_is_known_before_pruning() -> None:
     assert said == pytest.approx(found, rel=0.25)
 
 
+@pytest.mark.slow(reason="three traces of a video model")
 def test_video_memory_follows_frames() -> None:
     held = {
         frames: peak_live(traced("hummingbird-tiny", "teacher", seq=frames, levels=1, blocks=1), ("first_step", "steady_step"))

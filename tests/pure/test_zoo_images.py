@@ -168,6 +168,7 @@ class TestKMaX:
         assert len(kept) == 6 and all(trace.storages[number].saved for number in kept)  # for the values' gradient
         assert not any("scatter" in op.name for op in ops(trace, "blocks", "backward"))
 
+    @pytest.mark.slow(reason="a large image traced op by op")
     def test_longer_pixel_sequences_make_recompute_worth_its_time(self) -> None:
         offered = []
         for trace in (on_cuda("kmax-tiny", ()), on_cuda("kmax-tiny", (("image", 512),))):
@@ -459,6 +460,7 @@ class TestTNT:
 
 
 class TestRaftMLP:
+    @pytest.mark.slow(reason="a larger image, really run")
     def test_memory_follows_the_resolution(self) -> None:
         small, large = on_cpu("raftmlp-tiny", ()), on_cpu("raftmlp-tiny", (("image", 96),))
         for predicted, measured, _ in (small, large):
@@ -486,6 +488,7 @@ class TestScalingMLP:
                 products = sum(op.flops or 0 for op in ops(trace, phase="forward") if op.name.endswith("mm.default"))
                 assert products == 2 * 2 * weights
 
+    @pytest.mark.slow(reason="four sizes of one model")
     def test_the_published_ladder_rises_in_memory_time_and_energy(self) -> None:
         answers = []
         for depth, dim in ((6, 512), (12, 512), (6, 1024), (12, 1024)):

@@ -325,6 +325,7 @@ class TestQLora:
         assert trained[0] == trained[1]
         assert whole[0] - 2 * 7 * 64 == whole[1]  # a table of 64 bytes in each layer
 
+    @pytest.mark.slow(reason="four traces of a large model")
     def test_only_four_bits_and_adapters_train_in_four_gigabytes(self) -> None:
         """By two depths, since every layer needs the same; the whole model says the same and takes longer to trace."""
 

@@ -94,7 +94,10 @@ def test_a_step_trains_what_is_not_frozen(name: str, phase: str) -> None:
         assert parameter.grad is None or parameter.grad.isfinite().all(), path
 
 
-@pytest.mark.parametrize(("name", "phase"), CASES)
+LARGE = pytest.mark.slow(reason="the same branches are in piip_llava-tiny")
+
+
+@pytest.mark.parametrize(("name", "phase"), [pytest.param(*case, marks=LARGE if case[0] == "piip-tiny" else ()) for case in CASES])
 def test_memory_is_predicted_and_no_op_is_without_a_rule(name: str, phase: str) -> None:
     predicted, measured, trace = compared(name, phase)
     assert predicted == pytest.approx(measured, rel=0.05)
@@ -103,6 +106,7 @@ def test_memory_is_predicted_and_no_op_is_without_a_rule(name: str, phase: str) 
     assert not trace.meta["assumed"]
 
 
+@pytest.mark.slow(reason="the ops are those of the CPU trace above but for attention")
 @pytest.mark.parametrize(("name", "phase"), [case for case in CASES if case[0] != "piip-tiny"])  # at paper size, below
 def test_what_cuda_runs_has_rules_too(name: str, phase: str) -> None:
     trace = capture(lambda: load(source_of(name, phase)), Recipe())
@@ -158,6 +162,7 @@ def test_piip_window_attention_stays_inside_its_window() -> None:
     assert not moved[:, 4:].any()
 
 
+@pytest.mark.slow(reason="two traces at the paper's size")
 def test_piip_needs_about_half_the_operations_of_one_branch() -> None:
     """Published: 243 of 463 G multiply-adds, with twelve interactions; every interaction adds the same."""
     one, two = (flops(inference("piip", stages=stages)) for stages in (1, 2))
@@ -168,7 +173,9 @@ def test_piip_needs_about_half_the_operations_of_one_branch() -> None:
     assert single / 2 == pytest.approx(463e9, rel=0.05)
 
 
-@pytest.mark.parametrize(("name", "stages", "most"), [("piip", 2, 0.55), pytest.param("piip_llava-tiny", 2, 0.65, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "stages", "most"), [("piip", 2, 0.55), pytest.param("piip_llava-tiny", 2, 0.65, marks=pytest.mark.slow(reason="the same branches"))]
+)
 def test_piip_branches_of_either_kind_are_balanced_over_devices(name: str, stages: int, most: float) -> None:
     plan = plan_from({"gpu": inference(name, stages=stages)}, parse("2xH200"), find_profile, 1)
     assert plan.busiest is not None
@@ -212,6 +219,7 @@ def test_minicpm_v_padding_is_not_seen_and_slices_stay_in_their_text() -> None:
     assert not torch.allclose(moved[1, -64:], usual[1, -64:])
 
 
+@pytest.mark.slow(reason="three numbers of slices, one really run")
 def test_minicpm_v_memory_is_a_straight_line_in_the_slices() -> None:
     """The count is a number of the config: what is measured lies on the line through two predictions."""
 
@@ -256,7 +264,7 @@ def test_tinygpt_v_frozen_parts_have_no_gradient_no_state_and_an_eye_that_keeps_
     assert not any(path.startswith("eye") or ".base." in path for path in trained)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="traces at the paper's size")
 def test_tinygpt_v_trains_in_24_gb_and_answers_in_8_gb_once_its_weights_are_4_bit() -> None:
     train = api.fit("tinygpt_v", hardware="RTX-4090,memory=24GB", precision="bf16", overrides={"phase": "adapt"})
     assert train.verdict == "fits"
@@ -314,7 +322,7 @@ def test_open_qwen2vl_pools_in_pretraining_only() -> None:
     assert many.shape == (3, 16, 64)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="a trace at the paper's size")
 def test_open_qwen2vl_hours_of_pretraining_beside_the_published_442() -> None:
     """The paper's run does 6ND at some 12 % of the A100's peak; the prediction has no data loading, at some 30 %."""
     found = api.fit("open_qwen2vl", hardware="8xA100-40GB", tokens=5e9)

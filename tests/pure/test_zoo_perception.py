@@ -104,7 +104,10 @@ def test_a_step_runs_and_every_trained_parameter_learns(name: str, phase: str) -
             assert parameter.grad.any() or path.startswith(QUIET.get(name, ("-",))), path
 
 
-@pytest.mark.parametrize(("name", "phase"), CASES)
+LONG = pytest.mark.slow(reason="seconds of a scan op by op, which ssm-tiny has too")
+
+
+@pytest.mark.parametrize(("name", "phase"), [pytest.param(*case, marks=LONG if case[0] == "mamba_yolo-tiny" else ()) for case in CASES])
 def test_memory_is_that_of_a_real_step_and_every_op_has_a_rule(name: str, phase: str) -> None:
     predicted, measured, trace = compared(name, phase)
     assert predicted == pytest.approx(measured, rel=0.05)
@@ -236,6 +239,7 @@ def test_all_networks_at_once_are_what_they_are_one_by_one() -> None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow(reason="three traces of many small networks")
 def test_ops_do_not_grow_with_networks_unless_they_run_one_by_one() -> None:
     many = compared("recombiner-tiny", "learn")[2]
     few, more = traced("recombiner-tiny", micro_batch=1, **FEW), traced("recombiner-tiny", image=256)

@@ -398,6 +398,7 @@ def test_pooling_leaves_one_slot_for_each_cell_with_its_largest_features() -> No
         torch.testing.assert_close(pooled[slot[members][0]], nn.functional.gelu(x[members].amax(0)))
 
 
+@pytest.mark.slow(reason="a scene ten times as large, really run")
 def test_memory_over_ten_times_the_scene() -> None:
     small, _, trace = compared("scenesplat-tiny", "language")
     large, measured, _ = compared("scenesplat-tiny", "language", seq=5000)

@@ -319,6 +319,7 @@ def test_memory_and_work_are_linear_in_the_graph() -> None:
     assert 3.7 < peaks[1] / peaks[0] < 4 and 3.7 < work[1] / work[0] < 4
 
 
+@pytest.mark.slow(reason="a search and two real runs of a large graph")
 def test_under_a_memory_cap_a_cpu_recomputes_blocks_and_really_needs_less() -> None:
     size = {"variables": 5000, "clauses": 20000, "local": 0}
     source = Source(model="neuroback-tiny", overrides=size)
