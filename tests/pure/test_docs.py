@@ -199,6 +199,7 @@ def played(page: str, text: str) -> Iterator[tuple[Block, Example, list[str]]]:
     scope: dict[str, Any] = {"__name__": "example"}
     for block in blocks(page, text):
         if block.mark == "file":
+            sys.modules.pop(Path(block.said).stem, None)  # another page's, if it has one
             Path(block.said).write_text("\n".join(block.lines) + "\n")
         elif block.mark == "not run":
             continue
@@ -232,7 +233,6 @@ def test_examples_print_what_the_page_shows(page: str, cache: Path, tmp_path: Pa
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
     for _, one, output in played(page, TEXTS[page]):
         shown = "\n".join(_trimmed(one.output))
         assert matches(output, one.output), f"{page}:{one.start}: `make docs` would mend it\n--- shown\n{shown}\n--- printed\n" + "\n".join(output)
