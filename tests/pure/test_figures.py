@@ -84,18 +84,23 @@ def test_the_sealed_forecast() -> None:
     )
 
 
-def test_the_sealed_forecast_of_the_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
-    zoo, path = script("zoo", monkeypatch), SEALED / "zoo-forecast-2.jsonl"
+@pytest.mark.parametrize(
+    ("name", "title", "digits"),
+    [("zoo-forecast", "78 of the zoo", 1), ("zoo-forecast-2", "the same again, laws mended between", 2)],
+)
+def test_sealed_forecasts_of_the_zoo(name: str, title: str, digits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    zoo, path = script("zoo", monkeypatch), SEALED / f"{name}.jsonl"
     zoo.seal_of(path)
     said = zoo.rows_of(path)
+    assert len(said) == 78
     measured = {key: row["measured"] for key, row in zoo.measured_of(path, RESULTS / "zoo.jsonl").items()}
     both = [(row["predicted"], measured[row["key"]]) for row in said if "seconds" in measured.get(row["key"], {})]
     held = sum(predicted["low"] <= found["seconds"] <= predicted["high"] for predicted, found in both)
     seconds, allocated = (errors((one[name], two[name]) for one, two in both) for name in ("seconds", "allocated"))
     quoted(
-        cells(f"{len(said)} of the zoo, a day later; {len(both)} ran", "step time", f"{held} of {len(both)}",
+        cells(f"{title}; {len(both)} ran", "step time", f"{held} of {len(both)}",
               *spread(seconds, 1, 1), signed(max(seconds, key=abs), 0)),
-        cells("allocated", "–", *spread(allocated, 2, 2), signed(max(allocated, key=abs), 2)),
+        cells("allocated", "–", *spread(allocated, 2, 2), signed(max(allocated, key=abs), digits)),
     )  # fmt: skip
 
 
