@@ -1,4 +1,4 @@
-# make setup test lint demo bench-memory clean; PYTHON=python3.12 make setup picks another interpreter.
+# make setup test lint docs demo bench-memory clean; PYTHON=python3.12 make setup picks another interpreter.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WORKERS ?= 3
 
-.PHONY: setup demo test test-slow lint bench-memory clean
+.PHONY: setup demo test test-slow lint docs bench-memory clean
 
 setup: $(INSTALLED)
 
@@ -32,6 +32,10 @@ test-slow: setup
 lint: setup
 	$(BIN)/ruff check foretell tests benchmarks
 	$(BIN)/mypy
+
+# Writes what the examples of README.md and docs/ print now; tests/pure/test_docs.py compares them.
+docs: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.pure.test_docs --write
 
 bench-memory: setup
 	$(BIN)/python benchmarks/memory.py
