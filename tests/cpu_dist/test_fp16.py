@@ -121,7 +121,9 @@ MESHES = {
 LONG = ("replicas, not clipped", "tensor")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in MESHES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow(reason="another mesh of the same rule") if name in LONG else ()) for name in MESHES]
+)
 def test_ranks_in_fp16_compute_what_one_fp32_process_does(name: str, ranks: Callable[[int], World]) -> None:
     plan = MESHES[name]
     known = ranks(1).run(verify.reference_rank, SOURCE, plan, 5)[0]

@@ -118,7 +118,11 @@ def test_a_precision_that_hardware_lacks_is_refused_before_the_search() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "more"), [(Mesh(dp_shard=4), {"accumulate": 2}), pytest.param(Mesh(dp_replicate=2), {"clip": None}, marks=pytest.mark.slow)]
+    ("mesh", "more"),
+    [
+        (Mesh(dp_shard=4), {"accumulate": 2}),
+        pytest.param(Mesh(dp_replicate=2), {"clip": None}, marks=pytest.mark.slow(reason="another mesh of the same rule")),
+    ],
 )
 def test_every_byte_and_message_of_fp16_on_ranks(mesh: Mesh, more: dict[str, Any]) -> None:
     asked = Plan(model={"model": "gpt-tiny"}, hardware="auto", micro_batch=2, mesh=mesh, precision=FP16, **more)
@@ -126,7 +130,7 @@ def test_every_byte_and_message_of_fp16_on_ranks(mesh: Mesh, more: dict[str, Any
     agrees(dry.run(build, asked), sharded(repeated(traced(build, asked), asked.accumulate), asked))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="a dry run of a pipeline; test_plan_torch has them in bf16")
 def test_every_byte_and_message_of_fp16_in_a_pipeline() -> None:
     build = workload("gpt-tiny")
     asked = Plan(
