@@ -65,7 +65,7 @@ class StepResult:
     grad_norm: Tensor | None
     """Norm of the whole gradient before clipping; None where the plan neither clips nor scales."""
     loss_scale: Tensor | None = None
-    """By which the next loss is multiplied, where it is."""
+    """By which the loss was multiplied, where it was."""
 
 
 class Runner(Protocol):

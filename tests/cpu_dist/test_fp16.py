@@ -53,10 +53,11 @@ def by_hand(plan: Plan, steps: int, hurt: int | None = None) -> tuple[list[Any],
             squares = clip.squares(one, one)
             assert squares is not None
             clip.scale(one, squares.sqrt(), plan.clip)
+        scale = grads.get_scale()
         grads.step(optimizer)
         grads.update()
         optimizer.zero_grad()
-        seen.append((total.item(), grads.get_scale()))
+        seen.append((total.item(), scale))
     return seen, [p.detach().clone() for p in model.parameters()]
 
 
@@ -105,7 +106,7 @@ def test_the_scale_grows_after_many_good_steps(monkeypatch: pytest.MonkeyPatch) 
         result = job.train_step(verify.batches(SOURCE, 2))
         assert result.loss_scale is not None
         found.append(result.loss_scale.item() / scaler.FIRST)
-    assert found[:2] == [1.0, 1.0] and found[2] == 2.0 and max(found) >= 2.0
+    assert found[:4] == [1.0, 1.0, 1.0, 2.0]
 
 
 # ---------------------------------------------------------------- several ranks
@@ -158,7 +159,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(ranks: Callable[[int], World]
         one, two = ranks(2).run(overflow_on_one_rank, MESHES[name])
         assert [scale for scale, _ in one] == [scale for scale, _ in two]
         first = one[0][0]
-        assert [scale / first for scale, _ in one] == [1.0, 0.5, 0.5]
+        assert [scale / first for scale, _ in one] == [1.0, 1.0, 0.5]
         assert [changed for _, changed in one] == [changed for _, changed in two] == [one[0][1], False, True]
 
 
@@ -189,7 +190,7 @@ def test_a_run_goes_on_after_an_overflow_and_a_resumed_one_keeps_the_scale(
     screen = Quiet()
     go(tmp_path / "a", plan, screen=screen)
     found = rows(tmp_path / "a")
-    assert [row["loss_scale"] for row in found] == [65536.0] * 2 + [32768.0] * 8
+    assert [row["loss_scale"] for row in found] == [65536.0] * 3 + [32768.0] * 7
     assert [row["step"] for row in found if row["grad_norm"] in ("inf", "nan")] == [3]
     assert "1 step had no update: scaled fp16 gradients overflowed, and the scale was halved" in screen.said
     (middle,) = [one for one in save.complete(tmp_path / "a" / "checkpoints") if one.step == 5]
@@ -209,9 +210,9 @@ def test_gradients_that_stay_bad_end_the_run(tmp_path: Path, monkeypatch: pytest
     own = write_own(tmp_path, monkeypatch)
     plan = PLAN.with_(model={"model": f"{own}:model", "loss": f"{own}:loss"}, precision="fp16-mixed")
     Path(own).write_text(Path(own).read_text().replace('float(os.environ.get("MARK_AS", 0)) if', "9.0 if True or"))
-    with pytest.raises(RunFailed, match=r"the gradient's norm of step 3 is nan with the loss scaled by 0\.00048.*first in backward"):
+    with pytest.raises(RunFailed, match=r"the gradient's norm of step 4 is nan with the loss scaled by 0\.00048.*first in backward"):
         go(tmp_path / "a", plan, data=own, steps=20)
-    assert len(rows(tmp_path / "a")) == 3
+    assert len(rows(tmp_path / "a")) == 4
 
 
 @pytest.mark.parametrize(
