@@ -71,3 +71,13 @@ def human_count(count: float) -> str:
         if abs(count) >= scale:
             return f"{count / scale:.3g}{suffix}"
     return f"{count:g}"
+
+
+def relative_error(predicted: float | None, measured: float | None) -> float | None:
+    """predicted / measured - 1: with a plus, more was predicted than measured. The one sign of every table, chart and line."""
+    return predicted / measured - 1 if predicted is not None and measured else None
+
+
+def signed_percent(share: float) -> str:
+    """`+3.1 %`, `-12.0 %`."""
+    return f"{100 * share:+.1f} %"

@@ -10,6 +10,7 @@ import typer
 
 from foretell.cli import common
 from foretell.errors import UnknownName, UserError
+from foretell.units import relative_error, signed_percent
 
 DEVICES = ("cpu", "cuda")
 
@@ -97,7 +98,7 @@ def tell(found: Any, *, json: bool) -> int:
             "relative_error": found.error,
             "predicted_seconds": predicted,
             "measured_seconds": measured,
-            "relative_error_of_seconds": predicted / measured - 1 if predicted and measured else None,
+            "relative_error_of_seconds": relative_error(predicted, measured),
             "lines": list(found.lines),
             "prediction": schema.answer(found.prediction) if found.prediction is not None else None,
             "rows": [row.to_json() for row in getattr(found, "rows", ())],
@@ -132,5 +133,5 @@ def _step_time(predicted: float | None, measured: float | None) -> list[str]:
     if not predicted or not measured:
         return []
     return [
-        f"    step: predicted {seconds(predicted)}, measured {seconds(measured)}, error {predicted / measured - 1:+.1%}"
+        f"    step: predicted {seconds(predicted)}, measured {seconds(measured)}, error {signed_percent(predicted / measured - 1)}"
     ]

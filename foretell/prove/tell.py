@@ -9,7 +9,7 @@ from typing import Any
 
 from foretell.cost.prediction import NO
 from foretell.prove.types import Forecast, Sealed
-from foretell.units import human_bytes
+from foretell.units import human_bytes, relative_error
 
 QUANTITIES = ("allocated", "reserved", "device", "seconds")
 WRONG_FIT, FAILED, MISS, HELD, CAREFUL = "wrong fit", "failed", "miss", "held", "too careful"
@@ -69,7 +69,7 @@ def judge(sealed: Sealed, position: int, found: Mapping[str, Any] | None) -> Jud
     pace = pace_of(sealed, measured)
     said: dict[str, float | None] = {**row.bytes, "seconds": pace * row.seconds if row.seconds else None}
     seen = {name: measured[name] for name in QUANTITIES if measured.get(name) and said.get(name)}
-    errors = {name: float(said[name] or 0) / value - 1 for name, value in seen.items()}
+    errors = {name: relative_error(said[name], value) or 0.0 for name, value in seen.items()}
     bands = {name: (low, high) if name != "seconds" else (pace * low, pace * high) for name, (low, high) in row.bands.items()}
     outside = tuple(name for name, value in seen.items() if not bands[name][0] <= value <= bands[name][1])
     ran = limited.get("ran")

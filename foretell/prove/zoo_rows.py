@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foretell.errors import UserError
-from foretell.units import human_bytes
+from foretell.units import human_bytes, relative_error
 
 PASS, REASON, FAIL = "pass", "reason", "fail"
 """All held; something did not, for a reason that is no mistake of the prediction; a mistake."""
@@ -84,11 +84,11 @@ class Row:
 
     @property
     def memory_error(self) -> float | None:
-        return self.predicted_bytes / self.measured_bytes - 1 if self.predicted_bytes and self.measured_bytes else None
+        return relative_error(self.predicted_bytes, self.measured_bytes)
 
     @property
     def time_error(self) -> float | None:
-        return self.predicted_seconds / self.measured_seconds - 1 if self.predicted_seconds and self.measured_seconds else None
+        return relative_error(self.predicted_seconds, self.measured_seconds)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "memory_error": self.memory_error, "time_error": self.time_error}

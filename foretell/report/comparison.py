@@ -32,7 +32,7 @@ from foretell.plan.text import shell_word
 from foretell.plan.types import Plan
 from foretell.report import words
 from foretell.runtime import measurement
-from foretell.units import GIB, MIB, gib, human_bytes
+from foretell.units import GIB, MIB, gib, human_bytes, relative_error
 
 SCHEMA_VERSION = 1
 FILE, SCHEMA = "comparison.json", "comparison.schema.json"
@@ -64,7 +64,7 @@ class Line:
 
     @property
     def error(self) -> float | None:
-        return self.predicted / self.measured - 1 if self.predicted is not None and self.measured else None
+        return relative_error(self.predicted, self.measured)
 
     @property
     def inside(self) -> bool | None:

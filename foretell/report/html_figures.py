@@ -14,7 +14,7 @@ from foretell.report.html import Cell, Chart, Figure, Section, Table
 from foretell.report.html_data import Row, Subject
 from foretell.report.html_detail import BlockCost, Detail, Slot
 from foretell.report.html_memory import AROUND, REST, MemoryCurve
-from foretell.units import GIB, KIB, MIB, gib, human_bytes
+from foretell.units import GIB, KIB, MIB, gib, human_bytes, relative_error
 
 KINDS = {
     "gemm": "products", "attention": "attention", "convolution": "convolutions", "recurrent": "recurrent layers",
@@ -97,7 +97,7 @@ def compared(subject: Subject) -> Section | None:
         f"{inside} of {len(held)} measured figures lie where they were expected. "
         f"Measured is the median of {found.steps} steps{skipped}; the error is predicted / measured − 1."
     )
-    figures = [Figure(chart=_bands(lines), table=_compared_table(lines), title="Measured, as a share of the prediction")]
+    figures = [Figure(chart=_bands(lines), table=_compared_table(lines), title="Error (predicted / measured − 1) and where it was expected")]
     figures += [figure] if (figure := _every_step(subject, found)) else []
     return Section(name="compared", title="Predicted against measured", lead=lead, figures=tuple(figures))
 
@@ -105,13 +105,14 @@ def compared(subject: Subject) -> Section | None:
 def _bands(lines: Sequence[Line]) -> Chart | None:
     rows = []
     for line in lines:
-        if not line.predicted or line.measured is None:
+        if line.error is None or not line.predicted:
             continue
-        told = f"{name_of(line)}: predicted {amount(line.predicted, line.unit)}, measured {amount(line.measured, line.unit)}"
+        both = f"predicted {amount(line.predicted, line.unit)}, measured {amount(line.measured, line.unit)}"
+        told = f"{name_of(line)}: {both}, error {signed(line.error)}"
         rows.append({
-            "name": name_of(line), "measured": line.measured / line.predicted, "told": told,
-            "low": None if line.low is None or line.high is None else line.low / line.predicted,
-            "high": None if line.low is None or line.high is None else line.high / line.predicted,
+            "name": name_of(line), "error": line.error, "told": told,
+            "low": relative_error(line.predicted, line.high) if line.low and line.high else None,
+            "high": relative_error(line.predicted, line.low) if line.low and line.high else None,
         })  # fmt: skip
     if not rows:
         return None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from foretell.decode import Mismatch, value_of
 from foretell.errors import FileFormatError, MissingPackage, UnknownName, UserError
 from foretell.files import write_atomically
-from foretell.units import gib
+from foretell.units import gib, relative_error, signed_percent
 
 if TYPE_CHECKING:
     from foretell.runtime.measure import Reading
@@ -159,9 +159,9 @@ class _Row:
 
 def line(
     reading: Reading, total: int, *, rate: float, unit: str, mfu: float | None = None, memory_bytes: int | None = None,
-    drift: float | None = None,
+    predicted_seconds: float | None = None, measured_seconds: float | None = None,
 ) -> str:  # fmt: skip
-    """`step 12/100  loss 3.2145  86.1 ms  380,000 tokens/s  MFU 31.5 %  30.4 GiB  +2.1 % vs plan`."""
+    """`step 12/100  loss 3.2145  86.1 ms  380,000 tokens/s  MFU 31.5 %  30.4 GiB  predicted 84.3 ms (-2.1 %)`."""
     parts = [
         f"step {reading.step:>{len(str(total))}}/{total}", f"loss {reading.loss:.4f}", seconds(reading.seconds),
         f"{_rounded(rate)} {unit}/s",
@@ -170,8 +170,9 @@ def line(
         parts.append(f"MFU {100 * mfu:.1f} %")
     if memory_bytes is not None:
         parts.append(gib(memory_bytes))
-    if drift is not None:
-        parts.append(f"{100 * drift:+.1f} % vs plan")
+    error = relative_error(predicted_seconds, measured_seconds if measured_seconds is not None else reading.seconds)
+    if predicted_seconds is not None and error is not None:
+        parts.append(f"predicted {seconds(predicted_seconds)} ({signed_percent(error)})")
     return "  ".join(parts)
 
 

@@ -402,7 +402,7 @@ class Run:
             reading, self.settings.steps, rate=self.per_step / seconds, unit=self.unit,
             mfu=measure.mfu(self.plan, seconds, self.peak),
             memory_bytes=peak if peak is not None else self._memory.get("host_bytes"),
-            drift=seconds / predicted - 1 if predicted else None,
+            predicted_seconds=predicted, measured_seconds=seconds,
         )  # fmt: skip
         self.screen.step(text, reading.step)
 

@@ -131,7 +131,7 @@ def test_the_folder_has_everything(tmp_path: Path) -> None:
     rates = [row["lr"] for row in rows if row["event"] == "step"]
     assert rates[:3] == [5e-3, 1e-2, 1e-2] and rates[-1] == 0.0
     assert all(math.isfinite(row["grad_norm"]) for row in rows if row["event"] == "step")
-    assert len(screen.lines) == 10 and screen.lines[-1].startswith("step 10/10  loss ") and "% vs plan" in screen.lines[-1]
+    assert len(screen.lines) == 10 and screen.lines[-1].startswith("step 10/10  loss ") and "  predicted " in screen.lines[-1]
 
 
 def test_evaluation_is_of_samples_never_learned_from(tmp_path: Path) -> None:
@@ -221,8 +221,8 @@ def test_lines_are_short_and_say_what_is_known() -> None:
     clock.middle()
     clock.end(12, torch.tensor(3.21449), None)
     reading = replace(clock.read()[0], seconds=0.0861)
-    text = logs.line(reading, 100, rate=380123.0, unit="tokens", mfu=0.3151, memory_bytes=30 * 2**30, drift=0.0211)
-    assert text == "step  12/100  loss 3.2145  86.1 ms  380,000 tokens/s  MFU 31.5 %  30.0 GiB  +2.1 % vs plan"
+    text = logs.line(reading, 100, rate=380123.0, unit="tokens", mfu=0.3151, memory_bytes=30 * 2**30, predicted_seconds=0.0843)
+    assert text == "step  12/100  loss 3.2145  86.1 ms  380,000 tokens/s  MFU 31.5 %  30.0 GiB  predicted 84.3 ms (-2.1 %)"
     assert logs.line(reading, 100, rate=12.34, unit="samples") == "step  12/100  loss 3.2145  86.1 ms  12.3 samples/s"
 
 

@@ -28,8 +28,10 @@ from foretell.hardware.profile import Profile, find_profile, load
 from foretell.plan import file as plans
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Plan
-from foretell.report import comparison
+from foretell.report import comparison, html_figures
 from foretell.report.comparison import Comparison, compare, render
+from foretell.runtime import log
+from foretell.runtime.measure import Reading
 from foretell.trace.types import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +79,24 @@ def test_errors_and_bands_by_hand() -> None:
     better = compare(PLAN, {**MEASURED, "reserved_bytes": 1210 * MIB})
     assert better.ok is True
     assert compare(PLAN, {**MEASURED, "reserved_bytes": 1210 * MIB, "step_seconds": 0.2501}).ok is False
+
+
+def test_an_error_has_one_sign_in_the_table_the_chart_the_json_and_the_live_line() -> None:
+    """predicted / measured - 1, whoever tells it; a step that takes 2.74 times as long was predicted 64 % too short."""
+    predicted, measured = 0.2, 0.548
+    found = compare(PLAN, {**MEASURED, "step_seconds": measured})
+    step = found.lines[0]
+    wanted = predicted / measured - 1
+    assert step.predicted == predicted and step.error == pytest.approx(wanted) == pytest.approx(-0.635, abs=1e-3)
+    assert found.to_json()["lines"][0]["error"] == pytest.approx(wanted)
+    assert "-63.5 %" in render(found).plain
+    chart = html_figures._bands(found.lines)
+    assert chart is not None
+    row = chart.data["rows"][0]
+    assert row["error"] == pytest.approx(wanted) and "error −64 %" in row["told"]
+    assert (row["low"] <= row["error"] <= row["high"]) is step.inside
+    reading = Reading(step=1, loss=1.0, grad_norm=None, seconds=measured, backward_seconds=0.4, update_seconds=0.1, between_seconds=0.0)
+    assert log.line(reading, 9, rate=1.0, unit="samples", predicted_seconds=predicted).endswith("predicted 200 ms (-63.5 %)")
 
 
 def test_bands_of_the_plan_come_before_usual_ones() -> None:

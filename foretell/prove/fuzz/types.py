@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from foretell.units import relative_error
+
 Shape = tuple[int, ...]
 Args = Mapping[str, Any]
 
@@ -161,7 +163,7 @@ class Verdict:
 
     @property
     def error(self) -> float:
-        return self.predicted / self.measured - 1 if self.measured else 0.0
+        return relative_error(self.predicted, self.measured) or 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "error": self.error}

@@ -80,11 +80,11 @@
   const kinds = {
     bands(spec, at, wide) {
       const names = spec.rows.map((row) => row.name);
-      const ends = spec.rows.flatMap((row) => [row.low, row.high, row.measured, 1]).filter((one) => one !== null);
-      const far = Math.max(0.02, ...ends.map((one) => Math.abs(one - 1))) * 1.05;
+      const ends = spec.rows.flatMap((row) => [row.low, row.high, row.error]).filter((one) => one !== null);
+      const far = Math.max(0.02, ...ends.map(Math.abs)) * 1.05;
       const step = nice(far / (wide ? 4 : 2)), reach = Math.ceil(far / step - 1e-9) * step;
       return {
-        legend: [["expected", at.band], ["measured", at.colours[0]]],
+        legend: [["expected", at.band], ["error", at.colours[0]]],
         palette: [at.band, at.colours[0]],
         option: {
           grid: { left: wide ? 130 : 96, right: 24, top: 26, bottom: 30 },
@@ -94,13 +94,13 @@
           yAxis: axis(at, { type: "category", inverse: true, data: names, axisLabel: { color: at.ink, fontSize: 13 } }),
           series: [
             { type: "bar", stack: "band", silent: true, barWidth: 16, itemStyle: { color: "transparent" },
-              data: spec.rows.map((row) => (row.low === null ? 0 : Math.max(row.low, 1 - reach))) },
+              data: spec.rows.map((row) => (row.low === null ? 0 : 1 + Math.max(row.low, -reach))) },
             { type: "bar", stack: "band", barWidth: 16, itemStyle: { color: at.band, borderRadius: 3 },
-              data: spec.rows.map((row) => (row.low === null ? 0 : row.high - Math.max(row.low, 1 - reach))),
+              data: spec.rows.map((row) => (row.low === null ? 0 : row.high - Math.max(row.low, -reach))),
               markLine: { silent: true, symbol: "none", precision: 12, lineStyle: { color: at.soft, type: "solid", width: 1 }, data: [{ xAxis: 1 }],
-                label: { color: at.soft, fontSize: 12, formatter: "predicted", position: "start", distance: 4 } } },
+                label: { color: at.soft, fontSize: 12, formatter: "as predicted", position: "start", distance: 4 } } },
             { type: "scatter", symbolSize: 12, z: 5, itemStyle: { color: at.colours[0], borderColor: at.ground, borderWidth: 2 },
-              data: spec.rows.map((row, place) => [row.measured, place]) },
+              data: spec.rows.map((row, place) => [1 + row.error, place]) },
           ],
         },
       };
