@@ -135,8 +135,18 @@ def mixed(name: str, recipe: Recipe, modes: Mapping[str, str]) -> types.Trace:
         return capture(workload(name), replace(recipe, recompute="full"))
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "t5-tiny", "vit-tiny"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast", "fsdp-bf16"])
+OTHER = pytest.mark.slow(reason="the same composition of another model, or in another precision")
+
+
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    [
+        ("fp32", "gpt-tiny"), ("bf16-autocast", "gpt-tiny"), ("fsdp-bf16", "gpt-tiny"), ("bf16-autocast", "t5-tiny"),
+        *(pytest.param(precision, name, marks=OTHER) for precision, name in (
+            ("fp32", "t5-tiny"), ("fsdp-bf16", "t5-tiny"), ("fp32", "vit-tiny"), ("bf16-autocast", "vit-tiny"), ("fsdp-bf16", "vit-tiny"),
+        )),
+    ],
+)  # fmt: skip
 def test_blocks_of_different_residency_need_what_their_own_trace_says(name: str, precision: str) -> None:
     recipe = Recipe(precision=precision)
     whole = {
@@ -271,13 +281,15 @@ ABOVE = {"zero-bubble": 0.06, "zero-bubble-v": 0.02}
     ],
 )
 def test_every_byte_and_message_of_every_rank_of_a_pipeline(schedule: str, mesh: Mesh, more: dict[str, Any]) -> None:
-    build = workload("gpt-tiny")
+    build = workload("gpt-tiny", layers=2 if schedule in ("gpipe", "1f1b") else 4)  # a block for every stage
     asked, trace = piped(plan(mesh=mesh, accumulate=4, **more), build, schedule)
     for rank in rank_traces(trace, asked):
         agrees(dry.run(build, asked, rank_at(mesh, pp=rank.rank)), rank.trace, above=ABOVE.get(schedule, 0.0))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", pytest.param("interleaved-1f1b", marks=pytest.mark.slow(reason="a loop that keeps its parameters is above"))]
+)
 def test_parameters_given_back_between_the_micro_batches_of_a_pipeline(schedule: str) -> None:
     """A loop with two stages a rank comes out 9 KB of 15 MB too high."""
     build = workload("llama-tiny")
@@ -346,10 +358,10 @@ def split(build: Callable[[], Workload], asked: Plan) -> types.Trace:
     ("name", "mesh", "more"),
     [
         ("gpt-tiny", Mesh(tp=2), {"precision": "fp32"}),
-        ("llama-tiny", Mesh(tp=4), {"precision": "bf16"}),
+        pytest.param("llama-tiny", Mesh(tp=4), {"precision": "bf16"}, marks=pytest.mark.slow(reason="four ranks as two")),
         ("gpt-tiny", Mesh(tp=2), {"precision": "fp32", "split": Split(sequence=False, loss=False)}),
         ("gpt-tiny", Mesh(tp=2, dp_shard=2), {}),
-        ("llama-tiny", Mesh(tp=2, dp_shard=2, dp_replicate=2), {"accumulate": 2}),
+        pytest.param("llama-tiny", Mesh(tp=2, dp_shard=2, dp_replicate=2), {"accumulate": 2}, marks=pytest.mark.slow(reason="shards are above")),
     ],
 )
 def test_every_byte_and_message_of_a_split_model(name: str, mesh: Mesh, more: dict[str, Any]) -> None:
