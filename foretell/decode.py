@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -108,6 +108,8 @@ def _tuple(kinds: Sequence[Any], value: Any, field: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         raise Mismatch(field, f"is {shown(value)} and should be a list")
     if len(kinds) == 2 and kinds[1] is Ellipsis:
+        if _plainly(kinds[0], value):
+            return tuple(value)
         return tuple(value_of(kinds[0], item, f"{field}[{place}]") for place, item in enumerate(value))
     if len(value) != len(kinds):
         raise Mismatch(field, f"is {shown(value)} and should be a list of {len(kinds)}")
@@ -117,7 +119,14 @@ def _tuple(kinds: Sequence[Any], value: Any, field: str) -> tuple[Any, ...]:
 def _mapping(kinds: Sequence[Any], value: Any, field: str) -> dict[Any, Any]:
     if not isinstance(value, Mapping):
         raise Mismatch(field, f"is {shown(value)} and should be an object")
+    if _plainly(kinds[1], value.values()):
+        return dict(value)
     return {name: value_of(kinds[1], item, _under(field, str(name))) for name, item in value.items()}
+
+
+def _plainly(kind: Any, values: Iterable[Any]) -> bool:
+    """Whether all are of one plain type, which is soon seen of many."""
+    return kind in (str, float, int, bool) and {*map(type, values)} <= {kind}
 
 
 def _mismatch(kind: Any, value: Any, field: str) -> Mismatch:

@@ -18,20 +18,19 @@ PARTIAL = ".partial-"
 def write_atomically(target: str | Path, content: str | bytes, *, parents: bool = True) -> None:
     """All of it on the disk or nothing, also when interrupted, when power fails or when the disk is full.
 
-    A file that is there keeps its mode, a new one gets the usual one; a link is replaced, a pipe or a device written to.
-    `parents`: make the folder where there is none.
+    A file that is there keeps its mode, a new one gets the usual one; a link or a pipe is replaced. `parents`: make the
+    folder where there is none.
     """
     target, data = Path(target), content.encode() if isinstance(content, str) else content
-    if target.exists() and not target.is_file() and not target.is_dir():
-        target.write_bytes(data)
-        return
     if parents:
         target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f"{PARTIAL}{os.getpid()}-{os.urandom(6).hex()}")
     try:
         with open(aside, "xb") as stream:
             with contextlib.suppress(OSError):
-                os.fchmod(stream.fileno(), stat.S_IMODE(os.stat(target).st_mode))
+                found = os.lstat(target).st_mode
+                if stat.S_ISREG(found):
+                    os.fchmod(stream.fileno(), stat.S_IMODE(found))
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())

@@ -8,6 +8,7 @@ from foretell.cost.host import START, HostModel
 from foretell.cost.ops import OpModel
 from foretell.cost.prediction import ASSUMED, MEASURED
 from foretell.cost.time import COMPUTE_KINDS, Machine
+from foretell.errors import FileFormatError
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Device
 
@@ -36,7 +37,11 @@ def machine(device: Device, profile: Profile | None) -> Machine | None:
     corrected = repr((profile.fitted.get("in_step"), profile.host))  # by runs: the same probe, other factors
     key = (repr(device), profile.device, profile.date, profile.torch, profile.mode, corrected)
     if key not in _KNOWN:
-        _KNOWN[key] = _made(device, profile)
+        try:
+            _KNOWN[key] = _made(device, profile)
+        except FileFormatError as error:
+            which = f"the profile of {profile.device} of {profile.date} is damaged"
+            raise FileFormatError(f"{which}: {error.problem}", "delete it, or measure it again with `foretell probe`") from None
     return _KNOWN[key]
 
 

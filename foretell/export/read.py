@@ -11,6 +11,8 @@ from typing import Any
 
 from foretell.errors import FileFormatError, MissingPackage, UserError
 
+LARGEST = 10**9
+"""Of any count."""
 DEEPSPEED_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "gradient_accumulation_steps", "bf16", "fp16"}
 ACCELERATE_KEYS = {"distributed_type", "compute_environment", "num_processes", "mixed_precision"}
 _OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "fusedadam": "adamw", "torchadam": "adamw", "sgd": "sgd"}
@@ -46,10 +48,13 @@ def read(path: Path) -> Theirs:
     data = _loaded(path)
     if not isinstance(data, dict):
         raise FileFormatError(f"{path} is no configuration: it holds {type(data).__name__}", "give accelerate's YAML or DeepSpeed's JSON")
-    if "distributed_type" in data or len(ACCELERATE_KEYS & data.keys()) > 1:
-        return _accelerate(data)
-    if DEEPSPEED_KEYS & data.keys():
-        return _deepspeed(data)
+    try:
+        if "distributed_type" in data or len(ACCELERATE_KEYS & data.keys()) > 1:
+            return _accelerate(data)
+        if DEEPSPEED_KEYS & data.keys():
+            return _deepspeed(data)
+    except UserError as error:
+        raise FileFormatError(f"{path}: {error.problem}", error.remedy) from None
     raise FileFormatError(
         f"{path} is neither accelerate's nor DeepSpeed's: it has {', '.join(map(str, list(data)[:4])) or 'nothing'}",
         "give the file of `accelerate config`, or the JSON of DeepSpeed",
@@ -65,7 +70,7 @@ def _loaded(path: Path) -> Any:
     if path.suffix == ".json":
         try:
             return json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FileFormatError(f"{path} is not JSON: {_one_line(error)}", "correct it there") from None
     try:
         yaml = importlib.import_module("yaml")
@@ -73,7 +78,7 @@ def _loaded(path: Path) -> Any:
         raise MissingPackage("PyYAML", f"reading {path}", "yaml") from None
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise FileFormatError(f"{path} is not YAML: {_one_line(error)}", "correct it there") from None
 
 
@@ -198,7 +203,7 @@ def _deepspeed(data: Mapping[str, Any]) -> Theirs:
     zero = _mapping(data, "zero_optimization")
     found.shards = found.world
     _stage(_whole(zero.get("stage"), "zero_optimization.stage", least=0) or 0, found)
-    if zero.get("mics_shard_size") and int(zero["mics_shard_size"]) > 0:
+    if (_whole(zero.get("mics_shard_size"), "mics_shard_size", least=-1) or 0) > 0:
         found.shards = _whole(zero["mics_shard_size"], "mics_shard_size")
     if (_whole(zero.get("zero_hpz_partition_size"), "zero_hpz_partition_size", least=0) or 1) > 1:
         found.ignored.append("zero_hpz_partition_size: fit keeps one copy of the parameters")
@@ -260,8 +265,8 @@ def _whole(value: Any, key: str, least: int = 1) -> int | None:
     if value is None:
         return None
     try:
-        number = int(value)
-    except (TypeError, ValueError):
+        number = int(value) if float(value) < LARGEST else least - 1
+    except (TypeError, ValueError, OverflowError):
         number = least - 1
     if isinstance(value, bool) or number < least or number != float(value):
         raise FileFormatError(f"{key} is {value!r}, not a whole number of at least {least}", "correct the file")
@@ -271,7 +276,7 @@ def _whole(value: Any, key: str, least: int = 1) -> int | None:
 def _number(value: Any, key: str) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise FileFormatError(f"{key} is {value!r}, not a number", "correct the file") from None
 
 

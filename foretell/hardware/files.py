@@ -301,9 +301,12 @@ def _built(kind: type[Kind], data: dict[str, Any], where: str, faults: _Faults) 
     for name in ("name", "vendor", "backend", "kind"):
         if name in values and (not isinstance(values[name], str) or not values[name].strip()):
             faults.add(f"'{where}.{name}' is {values[name]!r}", f"give a text for '{name}'")
-    for name in ("peak_flops_per_second", "sources"):
-        if not isinstance(values.get(name, {}), dict):
-            faults.add(f"'{where}.{name}' is {values[name]!r}", f"give a table for '{name}'")
+    for name, kind_of in (("peak_flops_per_second", int | float), ("sources", str)):
+        table = values.get(name, {})
+        if not isinstance(table, dict):
+            faults.add(f"'{where}.{name}' is {table!r}", f"give a table for '{name}'")
+        elif not all(isinstance(item, kind_of) and not isinstance(item, bool) for item in table.values()):
+            faults.add(f"'{where}.{name}' holds other values than {'texts' if name == 'sources' else 'numbers'}", f"correct '{name}'")
     if not isinstance(values.get("verified", False), bool):
         faults.add(f"'{where}.verified' is {values['verified']!r}", "give true or false")
     capability = values.get("compute_capability")

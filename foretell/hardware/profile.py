@@ -19,6 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from foretell.decode import Mismatch, decode
 from foretell.errors import FileFormatError, UserError
 from foretell.files import write_atomically
 from foretell.trace import cache
@@ -214,7 +215,6 @@ def from_dict(data: Any, path: str) -> Profile:
         raise FileFormatError(
             f"'{path}' is a profile of schema {data.get('schema')!r}; this foretell reads {SCHEMA}", _REMEDY
         )
-    known = {item.name: item for item in fields(Profile)}
     lacking = [name for name in _TEXTS if name not in data]
     wrong = [name for name, kind in _KINDS.items() if name in data and not isinstance(data[name], kind)]
     if lacking or wrong:
@@ -222,14 +222,80 @@ def from_dict(data: Any, path: str) -> Profile:
             f"{what}: {', '.join(names)}" for what, names in (("missing", lacking), ("wrong", wrong)) if names
         )
         raise FileFormatError(f"'{path}' is not a whole profile ({problem})", _REMEDY)
-    values = {name: value for name, value in data.items() if name in known}
-    for name in ("missing", "notes", "power", "copies", "levels", "collectives"):
-        values[name] = tuple(values.get(name, ()))
-    if values.get("links") is not None:
-        values["links"] = tuple(tuple(row) for row in values["links"])
-    return Profile(**values)
+    profile = decode(Profile, data, f"'{path}'", _REMEDY)
+    for name, kind in _INSIDE.items():
+        if getattr(profile, name):
+            decode(kind, {name: getattr(profile, name)}, f"'{path}'", _REMEDY)
+    return profile
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    laws: Mapping[str, Mapping[str, float]]
+    trees: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    parts: tuple[_Part, ...]
+    accuracy: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        if not self.parts or any("" not in part.laws for part in self.parts):
+            raise Mismatch("ops", "has a family without laws")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Host:
+    weights: Mapping[str, float]
+    calls: Mapping[str, float]
+    references: int
+    error: float
+    turns: Mapping[str, float] = field(default_factory=dict)
+    waits: Mapping[str, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if "forward" not in self.weights:
+            raise Mismatch("host.weights.forward", "is missing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Power:
+    weights: Mapping[str, float]
+    limit: float
+    error: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fitted:
+    in_step: Mapping[str, float] = field(default_factory=dict)
+    power: _Power | None = None
+    corrections: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Copy:
+    name: str
+    bytes: float
+    seconds: float
+    elements: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.bytes > 0 and self.seconds > 0 and (self.elements is None or self.elements > 0)):
+            raise Mismatch("copies", f"has a row {self.name!r} of nothing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Level:
+    working_set_bytes: float
+    bytes_per_second: float
+
+
+_INSIDE: Mapping[str, Any] = {
+    "ops": dict[str, dict[str, _Family]], "host": dict[str, _Host], "fitted": dict[str, _Fitted],
+    "copies": dict[str, tuple[_Copy, ...]], "levels": dict[str, tuple[_Level, ...]],
+}  # fmt: skip
+"""What the rooms that fit a profile read of it: field → an object with that field of this type."""
 _TEXTS = ("device", "reported_as", "backend", "torch", "python", "host_cpu", "date", "mode")
 _KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(_TEXTS, str),
@@ -308,8 +374,10 @@ def profile_stamp(device_name: str) -> str:
 
 
 def _own(device_name: str) -> list[Path]:
-    place = folder()
-    return _named(place.iterdir(), device_name) if place.is_dir() else []
+    try:
+        return _named(list(folder().iterdir()), device_name)
+    except OSError:
+        return []
 
 
 def _shipped(device_name: str) -> list[Path]:

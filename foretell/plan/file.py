@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from foretell.errors import FileFormatError, UserError
-from foretell.files import write_atomically
+from foretell.files import one_line, write_atomically
 from foretell.plan import paths, schema, text
 from foretell.plan.types import AXES, SCHEMA_VERSION, Mesh, Pipeline, Plan, Residency, Split
 
@@ -32,6 +32,7 @@ ALWAYS = (
 """Fields that are written whatever they hold."""
 LARGEST = 1e30
 """No number of a plan is larger; infinity is written as one that is."""
+MOST_RANKS = 1_000_000
 WIDTH = 100
 """Columns that a value may take before it is written on several lines."""
 _AGAIN = "write the plan anew with this foretell, or use the foretell that wrote it"
@@ -114,6 +115,8 @@ def _parsed(content: str, where: str) -> Any:
     except json.JSONDecodeError as error:
         found = f"line {error.lineno}, column {error.colno}: {error.msg}" if content.strip() else "it is empty"
         raise FileFormatError(f"{where} is not a plan: {found}", "correct the JSON there") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise FileFormatError(f"{where} is not a plan: {one_line(error).partition(';')[0]}", "correct the JSON there") from None
     except RecursionError:
         raise FileFormatError(f"{where} is not a plan: it is nested too deep", "give the path of a plan") from None
 
@@ -150,7 +153,10 @@ def from_json(data: Any, where: str = "the plan") -> Plan:
     if fault is not None:
         raise FileFormatError(f"{where}: {fault.field} {fault.found}", fault.remedy)
     known = {item.name for item in fields(Plan)}
-    return Plan(**{name: _READERS.get(name, _same)(value) for name, value in data.items() if name in known})
+    plan = Plan(**{name: _READERS.get(name, _same)(value) for name, value in data.items() if name in known})
+    if plan.mesh.world > MOST_RANKS:
+        raise FileFormatError(f"{where}: mesh has {plan.mesh.world:,} ranks", f"write at most {MOST_RANKS:,}")
+    return plan
 
 
 def _plain(value: Any) -> Any:

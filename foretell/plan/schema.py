@@ -22,6 +22,8 @@ FILE = "plan.schema.json"
 NAME = f"foretell/plan/{FILE}"
 """What a plan file names as its schema."""
 
+LARGEST = 10**30
+"""Of any number in a plan: what is larger is no figure of a machine."""
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "object": (dict,), "array": (list,), "string": (str,), "integer": (int,), "number": (int, float),
     "boolean": (bool,), "null": (type(None),),
@@ -76,7 +78,10 @@ def resolve(rule: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def shown(value: Any) -> str:
     """A value in a message: as JSON has it, cut short."""
-    text = json_text(value)
+    try:
+        text = json_text(value)
+    except RecursionError:
+        return "nested too deep"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -123,6 +128,9 @@ def _in_bounds(value: Any, rule: Mapping[str, Any], field: str) -> Fault | None:
             return Fault(
                 field=field, found=f"is {shown(value)}", remedy=f"write a number of at least {rule['minimum']}"
             )
+        if value > rule.get("maximum", LARGEST):
+            most = rule.get("maximum", LARGEST)
+            return Fault(field=field, found=f"is {shown(value)}", remedy=f"write a number of at most {most:,}")
         if "exclusiveMinimum" in rule and value <= rule["exclusiveMinimum"]:
             return Fault(
                 field=field, found=f"is {shown(value)}", remedy=f"write a number above {rule['exclusiveMinimum']}"
@@ -137,6 +145,9 @@ def _in_bounds(value: Any, rule: Mapping[str, Any], field: str) -> Fault | None:
 
 def _inside(value: Any, rule: Mapping[str, Any], field: str) -> Fault | None:
     if isinstance(value, list):
+        least, most = rule.get("minItems", 0), rule.get("maxItems", len(value))
+        if not least <= len(value) <= most:
+            return Fault(field=field, found=f"is {shown(value)}", remedy=f"write a list of {least}")
         each = rule.get("items", {})
         return _first(fault(item, each, f"{field}[{place}]") for place, item in enumerate(value))
     if not isinstance(value, dict):

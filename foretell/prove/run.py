@@ -15,10 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from foretell.decode import decode
 from foretell.errors import UserError
 from foretell.prove.types import Forecast, Sealed
 
@@ -38,18 +40,46 @@ def rows_path(sealed: Path) -> Path:
 
 
 def read_rows(path: Path, seal: str) -> dict[int, Row]:
-    """Rows that were measured for this seal, by their position."""
+    """Rows that were measured for this seal, by their position; a row of other types than a measurement's is an error."""
     found: dict[int, Row] = {}
     if not path.exists():
         return found
-    for line in path.read_text(encoding="utf-8").splitlines():
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}", "check the path and its permissions") from None
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # cut off when it was stopped
-        if row.get("seal") == seal:
-            found[int(row["position"])] = row
+        if isinstance(row, dict) and row.get("seal") == seal:
+            kept = decode(_Kept, row, f"{path}, line {number}", "delete that line and measure it again")
+            found[kept.position] = row
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What a process says of a row that it ran."""
+
+    allocated: float | None
+    reserved: float | None
+    device: float | None
+    seconds: float | None
+    error: str | None
+    why: str | None
+    ran: bool | None
+    pacers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """A row of the file."""
+
+    position: int
+    measured: _Seen
+    limited: _Seen | None
 
 
 # ---------------------------------------------------------------------------------------------- processes

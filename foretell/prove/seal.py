@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from foretell.decode import Mismatch
 from foretell.errors import FileFormatError, UserError
-from foretell.files import write_atomically
+from foretell.files import one_line, write_atomically
 from foretell.prove.types import SCHEMA_VERSION, Sealed
 
 HASH = "sha256"
@@ -51,14 +52,17 @@ def read(path: Path) -> tuple[Sealed, str]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no file {path}", "make one with `foretell prove --seal FILE`") from None
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise FileFormatError(f"{path} is not a sealed forecast: {error}", "give a file that --seal wrote") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise FileFormatError(f"{path} is not a sealed forecast: {one_line(error)}", "give a file that --seal wrote") from None
     if not isinstance(content, dict) or "rows" not in content or HASH not in content:
         raise FileFormatError(f"{path} is not a sealed forecast", "give a file that --seal wrote")
     if content.get("schema_version") != SCHEMA_VERSION:
         said = content.get("schema_version")
         raise FileFormatError(f"{path} is of version {said} and this foretell reads {SCHEMA_VERSION}", "use the foretell that wrote it")
-    found = digest(content)
+    try:
+        found = digest(content)
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(f"{path} is not a sealed forecast: {one_line(error)}", "give a file that --seal wrote") from None
     if found != content[HASH]:
         raise FileFormatError(
             f"the seal of {path} is broken: it says {str(content[HASH])[:12]}… and its content gives {found[:12]}…",
@@ -66,7 +70,7 @@ def read(path: Path) -> tuple[Sealed, str]:
         )
     try:
         return Sealed.from_json(content), found
-    except (KeyError, TypeError, ValueError) as error:
+    except Mismatch as error:
         raise FileFormatError(f"{path} is not a sealed forecast: {error}", "give a file that --seal wrote") from None
 
 

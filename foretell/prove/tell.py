@@ -54,7 +54,7 @@ class Judged:
 
 def pace_of(sealed: Sealed, measured: Mapping[str, Any]) -> float:
     """How much longer than by the profile other models took beside a row; 1 on a GPU."""
-    ratios = [seconds / sealed.pacers[name] for name, seconds in measured.get("pacers", {}).items()]
+    ratios = [seconds / sealed.pacers[name] for name, seconds in measured.get("pacers", {}).items() if sealed.pacers.get(name)]
     return statistics.median(ratios) if ratios else 1.0
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from foretell import zoo
+from foretell.decode import Mismatch, value_of
 from foretell.trace.load import Source
 from foretell.trace.recipe import Recipe
 
@@ -31,6 +33,10 @@ class Config:
     compile: str = "none"
     near: float | None = None
     """Where it is run under a limit of memory: the limit as a share of the least memory it is predicted to need."""
+
+    def __post_init__(self) -> None:
+        if self.model not in zoo.names():  # a forecast is of models that everybody has, never of somebody's file
+            raise Mismatch("model", f"is {self.model!r}, which is not in the zoo")
 
     def source(self) -> Source:
         return Source(
@@ -59,7 +65,9 @@ class Config:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Config:
-        return cls(**{item.name: data[item.name] for item in fields(cls) if item.name in data})
+        """Raises `decode.Mismatch` where a field is of another type."""
+        config: Config = value_of(cls, data)
+        return config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +90,11 @@ class Forecast:
     error: str = ""
     """Why there is no prediction."""
 
+    def __post_init__(self) -> None:
+        said = {*self.bytes, *(("seconds",) if self.seconds is not None else ())}
+        if not self.error and said - self.bands.keys():
+            raise Mismatch("bands", f"lacks {', '.join(sorted(said - self.bands.keys()))}")
+
     def to_json(self) -> dict[str, Any]:
         return {
             **{item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("config", "bytes", "bands")},
@@ -91,10 +104,9 @@ class Forecast:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Forecast:
-        known = {item.name: data[item.name] for item in fields(cls) if item.name in data}
-        known["config"] = Config.from_json(known["config"])
-        known["bands"] = {name: (band[0], band[1]) for name, band in known.get("bands", {}).items()}
-        return cls(**known)
+        """Raises `decode.Mismatch` where a field is of another type."""
+        found: Forecast = value_of(cls, data)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +146,6 @@ class Sealed:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sealed:
-        known = {item.name: data[item.name] for item in fields(cls) if item.name in data}
-        known["rows"] = tuple(Forecast.from_json(row) for row in known["rows"])
-        known["passed_over"] = tuple((int(index), str(why)) for index, why in known.get("passed_over", ()))
-        return cls(**known)
+        """Raises `decode.Mismatch` where a field is of another type."""
+        found: Sealed = value_of(cls, data)
+        return found

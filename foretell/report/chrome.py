@@ -11,7 +11,6 @@ from typing import Any
 
 from foretell.cost.streams import COLLECTIVES, COMPUTE, D2H, H2D, HOST, Timeline
 from foretell.errors import UserError
-from foretell.files import write_atomically
 
 _ORDER = (HOST, COMPUTE, COLLECTIVES, H2D, D2H)
 
@@ -45,7 +44,7 @@ def document(timeline: Timeline, *, process: str = "predicted step") -> dict[str
 def write(timeline: Timeline, path: str | Path, *, process: str = "predicted step") -> None:
     """Write a trace file; an unwritable path is the user's to mend."""
     try:
-        write_atomically(path, json.dumps(document(timeline, process=process)) + "\n", parents=False)
+        Path(path).write_text(json.dumps(document(timeline, process=process)) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write the trace to {path}: {error.strerror}", "give another file") from None
 

@@ -384,7 +384,7 @@ def _about(comparison: Comparison) -> Iterator[str]:
         held = f", held out {loss['held_out']:.4f}" if loss.get("held_out") is not None else ""
         yield f"{'loss':<{_GUTTER}}{loss['first']:.4f} → {loss['last']:.4f}{held}"
     hardware, versions = comparison.hardware, comparison.versions
-    count = int(hardware.get("count", 1))
+    count = int(hardware.get("count") or 1)
     ranks = f"{count} ranks" if count > 1 else "1 rank"
     threads = f" of {hardware['threads']} threads" if hardware.get("threads") else ""
     named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "python", "foretell") if name in versions)

@@ -31,7 +31,6 @@ tokens (or samples) instead of a step. `of_choice` makes all this from what `sea
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 SUFFIX = ".front.json"
+_MOST = 1e30
 _AGAIN = "make the plan again with `foretell plan`, or delete the file"
 
 
@@ -175,10 +175,16 @@ def from_json(data: Any, where: str = "the front") -> Front:
         raise FileFormatError(f"{where} has no list of points", _AGAIN)
     if data.get("version", VERSION) != VERSION:
         raise FileFormatError(f"{where} is of version {data['version']} and this foretell reads version {VERSION}", _AGAIN)
+    if not isinstance(data.get("dropped") or [], list):
+        raise FileFormatError(f"{where}: dropped is no list", _AGAIN)
     given = _named(Front, data, where)
     points = tuple(_one(Point, point, f"{where}, point {number}") for number, point in enumerate(data["points"]))
     dropped = tuple(_one(Dropped, one, f"{where}, dropped {number}") for number, one in enumerate(data.get("dropped") or ()))
     return Front(**{**given, "points": points, "dropped": dropped})
+
+
+def _texts(value: Mapping[str, Any]) -> bool:
+    return all(isinstance(item, str) for item in value.values())
 
 
 _Kind = TypeVar("_Kind")
@@ -199,9 +205,9 @@ def _named(kind: type[Any], data: Mapping[str, Any], where: str) -> dict[str, An
         if value is None or name in ("points", "dropped"):
             continue
         wanted = str if name in _TEXTS else bool if name in _FLAGS else Mapping if name == "provenance" else None
-        if wanted is not None and not isinstance(value, wanted):
+        if wanted is not None and not (isinstance(value, wanted) and (wanted is not Mapping or _texts(value))):
             raise FileFormatError(f"{where}: {name} is {value!r}", _AGAIN)
-        if wanted is None and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
+        if wanted is None and (isinstance(value, bool) or not isinstance(value, int | float) or not -_MOST < value < _MOST):
             raise FileFormatError(f"{where}: {name} is {value!r} and should be a number or null", _AGAIN)
         found[name] = value
     return found

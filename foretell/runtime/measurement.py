@@ -20,6 +20,17 @@ _AGAIN = "run the plan again"
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Hardware:
+    """What readers rely on of where a run was."""
+
+    device: str | None
+    kind: str | None
+    host: str | None
+    count: int | None
+    threads: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """What a run was measured to do."""
 
@@ -73,7 +84,9 @@ class Measurement:
     @classmethod
     def from_json(cls, data: Any, where: str = FILE) -> Measurement:
         """From its JSON; a field of another type is a `FileFormatError` that names it and `where` it stands."""
-        return decode(cls, data, where, _AGAIN)
+        found = decode(cls, data, where, _AGAIN)
+        decode(dict[str, _Hardware], {"hardware": found.hardware}, where, _AGAIN)
+        return found
 
 
 def read(run: Path) -> dict[str, Any] | None:

@@ -15,7 +15,6 @@ import foretell
 from foretell import api
 from foretell.cost.prediction import NO, Prediction
 from foretell.errors import ModelError, UnknownName, UserError
-from foretell.trace import cache as store
 
 MINE = """
 import torch
@@ -151,15 +150,6 @@ def test_sharding_over_more_devices_never_needs_more_state(cache_dir: Path) -> N
         held = api.fit(model, batch, loss=gpt.loss, hardware=f"H100:{count}").memory.categories
         state.append(held["parameters"] + held["optimizer"])
     assert state[0] > state[1] > state[2]
-
-
-def test_cache_survives_garbage(cache_dir: Path) -> None:
-    store.write("answers", "k", {"answer": 1}, {})
-    assert store.read("answers", "k") is not None
-    (cache_dir / "answers" / "k.json").write_text('{"answer": ')
-    assert store.read("answers", "k") is None
-    store.write("answers", "k", {"answer": 1}, {str(cache_dir / "gone.py"): "abc"})
-    assert store.read("answers", "k") is None
 
 
 @pytest.mark.slow(reason="a real run beside a prediction; test_zoo_check.py and the zoo's tests do the same")

@@ -107,7 +107,7 @@ def test_what_is_no_json_is_one_line(tmp_path: Path, content: bytes) -> None:
 
 def test_a_folder_in_place_of_a_file_is_the_users_to_mend(tmp_path: Path) -> None:
     (tmp_path / "x.json").mkdir()
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="is no regular file"):
         read_json(tmp_path / "x.json", "mend it")
     (tmp_path / "y.json").write_text(json.dumps([1]))
     assert read_json(tmp_path / "y.json", "") == [1]

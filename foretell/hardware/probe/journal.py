@@ -14,12 +14,14 @@ import errno
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from foretell.decode import Mismatch, decode, shown
 from foretell.errors import FileFormatError, UserError
 from foretell.files import write_atomically
 from foretell.hardware.profile import About, Case, Measured, OpRow
@@ -130,7 +132,7 @@ def read(path: Path) -> tuple[About, list[Entry]]:
         content = path.read_bytes()
         if path.name.endswith(".gz"):
             content = gzip.decompress(content)
-    except (EOFError, gzip.BadGzipFile):
+    except (EOFError, gzip.BadGzipFile, zlib.error):
         raise FileFormatError(f"the journal '{path}' is cut short or damaged", _ANEW) from None
     except OSError as error:
         raise UserError(f"cannot read the journal '{path}': {error.strerror}", _ANEW) from None
@@ -145,7 +147,7 @@ def read(path: Path) -> tuple[About, list[Entry]]:
 def _parsed(path: Path, number: int, line: bytes) -> Any:
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise FileFormatError(f"line {number} of the journal '{path}' is damaged", _ANEW) from None
 
 
@@ -156,16 +158,102 @@ def _about(path: Path, head: Any) -> About:
         raise FileFormatError(
             f"'{path}' is a journal of schema {head.get('schema')!r}; this foretell reads {SCHEMA}", _ANEW
         )
-    try:
-        return About(**{item.name: head[item.name] for item in fields(About) if item.name in head})
-    except TypeError:
-        raise FileFormatError(f"the first line of the journal '{path}' lacks fields", _ANEW) from None
+    return decode(About, head, f"the first line of the journal '{path}'", _ANEW)
 
 
 def _entry(path: Path, number: int, row: Any) -> Entry:
-    if isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) and isinstance(row[2], dict):
-        return Entry(row[0], float(row[1]), row[2])
-    raise FileFormatError(f"line {number} of the journal '{path}' is no measurement", _ANEW)
+    where = f"line {number} of the journal '{path}'"
+    if not (isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) and isinstance(row[2], dict)):
+        raise FileFormatError(f"{where} is no measurement", _ANEW)
+    stage, spent, content = row
+    decode(float, spent, where, _ANEW)
+    decode(_CONTENT.get(stage, _Figures), content, where, _ANEW)
+    return Entry(stage, float(spent), content)
+
+
+_Figures = dict[str, float | str | bool | None]
+"""What is measured besides ops and steps: names and numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ops:
+    case: tuple[str, int]
+    rows: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        for place, row in enumerate(self.rows):
+            if not _is_row(row):
+                raise Mismatch(f"rows[{place}]", f"is {shown(row)} and should be an op, its tensors and its seconds")
+
+
+def _is_row(row: Any) -> bool:
+    """As `OpRow.to_list` writes it; there are tens of thousands."""
+    if type(row) is not list or len(row) != 7:
+        return False
+    name, inputs, outputs, attrs, *times = row
+    if type(name) is not str or not type(inputs) is type(outputs) is type(attrs) is list or not {*map(type, times)} <= {int, float}:
+        return False
+    return all(type(spec) is list and spec and type(spec[0]) is str and {*map(type, spec[1:])} <= {int} for spec in inputs + outputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Failed:
+    case: tuple[str, int]
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    config: Mapping[str, Any]
+    seconds: float
+    host_seconds: float | None
+    busy_seconds: float | None
+    watts: float | None
+    steps: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Level:
+    working_set_bytes: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Copy:
+    name: str
+    bytes: float
+    seconds: float
+    elements: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Power:
+    name: str
+    watts: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Skipped:
+    stage: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Finished:
+    stage: str
+    mode: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Note:
+    text: str
+
+
+_CONTENT: Mapping[str, Any] = {
+    "ops": _Ops, "failed": _Failed, "step": _Step, "level": _Level, "copy": _Copy, "power": _Power, "skipped": _Skipped,
+    "finished": _Finished, "note": _Note, "clocks": dict[str, float], "launch": dict[str, float],
+}  # fmt: skip
+"""Stage → what a line of it holds."""
 
 
 def _same_machine(path: Path, known: About, here: About) -> None:
