@@ -175,11 +175,11 @@ def claim(path: Path, *, resume: bool, say: Callable[[str], None], lost: Callabl
 
 
 def undo(path: Path) -> None:
-    """Take away what `begin` wrote, of a run that ended before its first step."""
+    """Take away what is there of a run that ended before its first step."""
     with contextlib.suppress(OSError):
         if (path / CHECKPOINTS).exists():
             (path / CHECKPOINTS).rmdir()  # fails where there is anything in it
-        for name in (PLAN, SETTINGS):
+        for name in (PLAN, SETTINGS, "log.jsonl"):
             (path / name).unlink(missing_ok=True)
 
 

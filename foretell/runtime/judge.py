@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from foretell.errors import UserError
 from foretell.runtime import proc
-from foretell.runtime.progress import ASLEEP, BUSY, DEVICE, GAP_SECONDS, MOVING, STEP, WAITING, Report
+from foretell.runtime.progress import ASLEEP, BUSY, DEVICE, FAILED, GAP_SECONDS, MOVING, STEP, WAITING, Report
 
 TIMEOUT_SECONDS = 600.0
 """A collective that takes longer than this ends the run: another rank is gone or stuck."""
@@ -134,6 +134,8 @@ class Judge:
     def verdict(self, *, hears: bool = True) -> Verdict | None:
         """Who holds the run up, where that is certain. Who hears of nobody cannot say who is silent."""
         now = time.monotonic()
+        if now - self._looked > GAP_SECONDS:
+            return None  # stopped since it looked
         stands = {rank: self._stand(seen, now) for rank, seen in self.ranks.items()}
         lost = [rank for rank, stand in stands.items() if stand.kind == LOST and stand.seconds > self.limits.silence_s]
         if lost and hears:
@@ -221,7 +223,8 @@ def _holds_up(stand: _Stand, after: float) -> bool:
 
 def blamed(reports: Mapping[int, Report]) -> Verdict | None:
     """After a collective failed on its own: who did not take part, if anyone can be named."""
-    missing = [rank for rank, report in reports.items() if report.kind not in (WAITING, DEVICE)]
+    others = {rank: report for rank, report in reports.items() if report.phase != FAILED}
+    missing = [rank for rank, report in others.items() if report.kind not in (WAITING, DEVICE)]
     if not missing:
         least = min((report.collectives for report in reports.values()), default=0)
         missing = [rank for rank, report in reports.items() if report.collectives == least]

@@ -1,8 +1,8 @@
 """Start a plan's ranks on this machine, with the environment that torchrun gives, and watch them. No torch in the parent.
 
-Each rank is in a process group of its own: Ctrl-C reaches the parent, which passes it on once. A parent that is killed takes
-its children with it: they get SIGTERM, save and end; one that is stopped is continued by the kernel, since its group is
-without a parent then. A child that dies ends the others in bounded time, and so does one that hangs (`judge`).
+Children are in sessions of their own: Ctrl-C reaches the parent, which passes it on once. A parent that is killed takes its
+children with it: they get SIGTERM, save and end; the stopped among them are woken for that (`guardian`). A child that dies
+ends the others in bounded time, and so does one that hangs (`judge`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from foretell.errors import UserError
 from foretell.hardware.this_machine import physical_cores
 from foretell.plan.legal import launch as command_for
 from foretell.plan.types import Plan
+from foretell.runtime.guardian import Guardian
 from foretell.runtime.judge import TIMEOUT_SECONDS, Judge, Limits, Verdict
 from foretell.runtime.progress import Report
 from foretell.runtime.signals import (
@@ -113,17 +114,19 @@ def launch(
     outlook = _Outlook(world, limits or Limits.usual(TIMEOUT_SECONDS), say)
     port = _free_port()
     children: list[subprocess.Popen[bytes]] = []
-    forward = _Forward(children)
+    forward, guardian = _Forward(children), Guardian()
     before = {number: signal.signal(number, forward) for number in caught()}
     try:
         for rank in range(world):
             children.append(_start([*program, *words], rank, world, port, outlook.pipe(rank)))
+            guardian.add(children[-1].pid)
             forward.catch_up(children[-1])
         return _wait(children, outlook)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         _end(children)
+        guardian.close()
         outlook.close()
 
 
@@ -153,22 +156,21 @@ def _start(words: Sequence[str], rank: int, world: int, port: int, pipe: int) ->
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         return subprocess.Popen(
-            [sys.executable, *words], env=env, stdin=subprocess.DEVNULL, process_group=0,
+            [sys.executable, *words], env=env, stdin=subprocess.DEVNULL, start_new_session=True,
             pass_fds=(pipe,), preexec_fn=_end_with_parent(os.getpid()),
         )  # fmt: skip
     finally:
         os.close(pipe)
 
 
-def _end_with_parent(parent: int) -> Callable[[], None]:
-    """What a child does first: ask the kernel for SIGTERM when its parent ends, and be free to write to a terminal whose
-    foreground it is not."""
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+def _end_with_parent(parent: int) -> Callable[[], None] | None:
+    """What a child does first: ask the kernel for SIGTERM when its parent ends."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl
 
     def ask() -> None:
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(1)
 

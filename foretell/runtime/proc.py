@@ -102,20 +102,21 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def cpu_seconds(pid: int) -> float | None:
-    """Of a process and all its descendants, those that have ended included; None where it is not told."""
-    own = _fields(f"/proc/{pid}/stat")
-    if len(own) < 15:
-        return None
-    total, waiting, seen = sum(map(int, own[11:15])), _children(pid), {pid}
+def work(pid: int) -> tuple[float, bool] | None:
+    """CPU seconds of a process and all its descendants, those that have ended included, and whether all of them wait, and not
+    for a disk. None where it is not told."""
+    ticks, calm, waiting, seen = 0, True, [pid], set[int]()
     while waiting and len(seen) < _MOST_CHILDREN:
-        child = waiting.pop()
-        found = _fields(f"/proc/{child}/stat")
-        if child not in seen and len(found) >= 15:
-            total += sum(map(int, found[11:15]))
-            waiting += _children(child)
-        seen.add(child)
-    return total / _TICKS
+        one = waiting.pop()
+        found = _fields(f"/proc/{one}/stat")
+        if one not in seen and len(found) >= 15:
+            ticks += sum(map(int, found[11:15]))
+            calm = calm and found[0] in ("S", "I", "Z", STOPPED)
+            waiting += _children(one)
+        elif one == pid:
+            return None
+        seen.add(one)
+    return ticks / _TICKS, calm
 
 
 def io_bytes(pid: int) -> int:
@@ -134,7 +135,7 @@ class _Sample:
     cpu_seconds: float
     io_bytes: int
     calm: bool
-    """Its main thread waits, and not for a disk."""
+    """It waits, and not for a disk, and so do its children."""
 
 
 class Idle:
@@ -149,12 +150,11 @@ class Idle:
 
     def look(self, now: float) -> None:
         """To be called about once a second."""
-        cpu = cpu_seconds(self.pid) if _LINUX else None
-        if cpu is None:
+        found = work(self.pid) if _LINUX else None
+        if found is None:
             self._samples.clear()
             return
-        main = (_fields(f"/proc/{self.pid}/task/{self.pid}/stat") or [""])[0]
-        self._samples.append(_Sample(now, cpu, io_bytes(self.pid), main in ("S", "I", STOPPED)))
+        self._samples.append(_Sample(now, found[0], io_bytes(self.pid), found[1]))
         while self._samples and self._samples[0].at < now - _KEEP_SECONDS:
             self._samples.popleft()
 

@@ -22,6 +22,8 @@ from foretell.runtime.proc import Idle
 
 PREPARE, DATA, STEP, LOG, EVALUATION, SAVE, END = "preparing", "data", "step", "log", "evaluation", "save", "end"
 """Phases. What may wait for networks, disks or the user's own servers is not `STEP`."""
+FAILED = "failed"
+"""A collective failed on this rank: it had waited."""
 MOVING, WAITING, DEVICE, BUSY, ASLEEP = "moving", "waiting", "device", "busy", "asleep"
 """Kinds: comes on; waits for other ranks; for its device; computes; does none of these."""
 STILL_SECONDS = 1.5

@@ -15,9 +15,9 @@ from foretell.runtime.control import Control, is_collective
 from foretell.runtime.folder import Folder, Settings
 from foretell.runtime.guard import RunFailed
 from foretell.runtime.lock import Lock
-from foretell.runtime.log import LOG
+from foretell.runtime.log import LOG, read
 from foretell.runtime.loop import Outcome, Screen
-from foretell.runtime.signals import EARLY, Signals
+from foretell.runtime.signals import EARLY, Signals, Stopped
 from foretell.runtime.train import train
 
 
@@ -77,13 +77,18 @@ class _Owned:
         self.screen.say(f"error: {why}, because this one gave no heartbeat: it ends without saving")
         os._exit(RunFailed.exit_code)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.lock is None:
             return
-        begun = self.resume or (self.path / LOG).exists()
+        begun = self.resume or kind is None or not self._is_new(stopped=issubclass(kind, Stopped))
         if not begun:
             folders.undo(self.path)
         self.lock.release()
         if self.made and not begun:
             with suppress(OSError):
                 self.path.rmdir()
+
+    def _is_new(self, *, stopped: bool) -> bool:
+        """Whether nothing was trained yet; a log that only says that the run began is nothing either to one that stops."""
+        path = self.path / LOG
+        return not path.exists() or (stopped and all(row.get("event") == "start" for row in read(path)))

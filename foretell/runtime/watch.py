@@ -27,7 +27,7 @@ from foretell.runtime import proc
 from foretell.runtime.control import Control, is_collective
 from foretell.runtime.judge import FRESH_SECONDS, TIMEOUT_SECONDS, Judge, Limits, Verdict, blamed
 from foretell.runtime.launch import launcher_lives, tell_launcher
-from foretell.runtime.progress import DATA, STEP, Monitor, Progress, Report
+from foretell.runtime.progress import DATA, FAILED, GAP_SECONDS, STEP, Monitor, Progress, Report
 from foretell.runtime.signals import Stopped, exit_status
 
 BEAT_SECONDS = 1.0
@@ -79,6 +79,7 @@ class Watch:
         self._done = threading.Event()
         self._missing: tuple[int, float] | None = None
         self._told = False
+        self._looked = time.monotonic()
         self.peers: dict[int, int] = {}
         if control.ranks.world > 1:
             self._join(control)
@@ -129,12 +130,15 @@ class Watch:
     def explain(self, error: Exception | None = None, wait_s: float = 3 * BEAT_SECONDS) -> str:
         """After something failed: who is gone or hangs, if that is why; a collective that failed always has a reason."""
         alone = self.ranks.world == 1
+        if error is not None and is_collective(error):
+            self.progress.at(FAILED)
         deadline = time.monotonic() + (0 if alone else wait_s)
         while self.said is None and time.monotonic() < deadline:
             time.sleep(0.05)
         if self.said is None and error is not None and not alone and is_collective(error):
             self.said = self._unexplained(error)
             self._send(self.said)
+            time.sleep(2 * BEAT_SECONDS if self.ranks.is_first else 0)
         if self.said is not None and self.said.signal:
             raise Stopped(self.said.signal)
         return self.verdict
@@ -192,6 +196,9 @@ class Watch:
             self._say_alone(report)
             return None
         now = time.monotonic()
+        if now - self._looked > GAP_SECONDS:  # stopped and continued: nobody had the time to answer
+            self._aside.began = now
+        self._looked = now
         self.judge.see(self.peers)
         self.judge.hear(self.ranks.rank, report)
         told = self._asked(report)
@@ -227,7 +234,8 @@ class Watch:
         aside.wait(_ANSWER_SECONDS)
         if aside.works:
             unseen = 0 not in self.peers and not self.ranks.is_first
-            if unseen and aside.seconds() > self.limits.silence_s:
+            away = time.monotonic() - self._looked > GAP_SECONDS  # this process was stopped just now
+            if unseen and not away and aside.seconds() > self.limits.silence_s:
                 return self._gone(0, f"its store has not answered for {aside.seconds():.0f} s")
             return None
         if aside.error is not None:

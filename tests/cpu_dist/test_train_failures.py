@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -23,12 +22,9 @@ from foretell.plan import file as plans
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Mesh, Plan
 from foretell.runtime import log as logs
-from foretell.runtime import ranks as members
 from foretell.runtime import save
-from foretell.runtime.control import Control
 from foretell.runtime.folder import Folder, Settings
 from foretell.runtime.guard import RunFailed
-from foretell.runtime.watch import Watch
 from foretell.trace.load import Source
 from tests.cpu_dist.train_cases import (
     PLAN,
@@ -257,33 +253,6 @@ def test_a_save_cut_short_is_not_seen_and_cleared_away(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- ranks that go
-
-
-def _stopped_rank(rank: int, world: int, silence: float) -> tuple[str, float, bool]:
-    """Rank 1 is stopped by the kernel for a while; rank 0 must notice, name it and go free."""
-    plan = PLAN.with_(mesh=Mesh(dp_shard=2))
-    control = Control(members.start(plan, device="cpu"))
-    watch = Watch(control, tell=lambda _: None, silence_s=silence, grace_s=60.0)
-    other = control.gather(os.getpid())[1]
-    began = time.monotonic()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        while not watch.verdict and time.monotonic() < began + 30:
-            time.sleep(0.05)
-    else:
-        while not watch.verdict and time.monotonic() < began + 30:
-            time.sleep(0.05)
-        os.kill(other, signal.SIGCONT)
-    seconds = time.monotonic() - began
-    control.gather(None)
-    watch.stop()
-    return watch.verdict, seconds, watch.speaks
-
-
-def test_a_rank_that_gives_no_sign_of_life_is_named_in_time(ranks: Any) -> None:
-    (said, seconds, speaks), (_, _, other) = ranks(2).run(_stopped_rank, 2.0)
-    assert said == "rank 1 is gone (no sign of life for 2 s)" and 2 <= seconds < 8
-    assert speaks and not other
 
 
 def cli(*words: str, **env: str) -> subprocess.Popen[str]:

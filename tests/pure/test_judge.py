@@ -102,7 +102,9 @@ def test_after_a_collective_failed_the_one_that_did_not_take_part_is_named() -> 
     assert (found := blamed({0: CALM, 1: moving})) is not None and found.culprits == (1,)
     behind = replace(CALM, collectives=39)
     assert (found := blamed({0: CALM, 1: behind})) is not None and found.culprits == (1,)
-    assert blamed({0: CALM, 1: CALM}) is None
+    failed = replace(moving, phase=progress.FAILED)  # it had waited
+    assert (found := blamed({0: failed, 1: moving, 2: failed})) is not None and found.culprits == (1,)
+    assert blamed({0: CALM, 1: CALM}) is None and blamed({0: failed, 1: failed}) is None
 
 
 def test_the_limit_is_the_users_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +145,7 @@ def test_a_process_that_is_stopped_is_seen_and_one_in_a_debugger_is_not_meant(mo
         verdict = found.verdict()
         assert verdict is not None and verdict.problem == f"rank 1 is stopped (SIGSTOP to process {child.pid}) and the other ranks wait"
         found._looked -= judges.GAP_SECONDS + 1  # whoever looks was stopped itself: all of that does not count
+        assert found.verdict() is None
         found.see({1: child.pid})
         assert found.verdict() is None
         child.send_signal(signal.SIGCONT)
