@@ -204,8 +204,8 @@ def _named(kind: type[Any], data: Mapping[str, Any], where: str) -> dict[str, An
         value = data.get(name)
         if value is None or name in ("points", "dropped"):
             continue
-        wanted = str if name in _TEXTS else bool if name in _FLAGS else Mapping if name == "provenance" else None
-        if wanted is not None and not (isinstance(value, wanted) and (wanted is not Mapping or _texts(value))):
+        wanted: type[Any] | None = str if name in _TEXTS else bool if name in _FLAGS else Mapping if name == "provenance" else None
+        if wanted is not None and (not isinstance(value, wanted) or (isinstance(value, Mapping) and not _texts(value))):
             raise FileFormatError(f"{where}: {name} is {value!r}", _AGAIN)
         if wanted is None and (isinstance(value, bool) or not isinstance(value, int | float) or not -_MOST < value < _MOST):
             raise FileFormatError(f"{where}: {name} is {value!r} and should be a number or null", _AGAIN)
