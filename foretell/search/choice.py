@@ -13,6 +13,7 @@ from foretell.plan.recipe import known_blocks
 from foretell.plan.types import Plan
 from foretell.search.found import Found
 from foretell.search.law import Advice
+from foretell.search.relax import Relaxation
 from foretell.units import human_bytes
 
 ALIKE = 0.01
@@ -54,7 +55,11 @@ class Choice:
     law: Advice | None = None
     """What the Step Law says of the run, where its tokens are known."""
     where: tuple[str, ...] = ()
-    """What of the best plan is not on the device, and why; where nothing fits, what would help."""
+    """What of the best plan is not on the device, and why."""
+    relaxations: tuple[Relaxation, ...] = ()
+    """Where nothing fits: changes with which something does, each searched for."""
+    tried: int = 0
+    """Changes that were searched for to find those."""
 
     @property
     def plan(self) -> Plan:
