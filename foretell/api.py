@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foretell.cost.memory import predict_memory
-from foretell.cost.prediction import Prediction
-from foretell.cost.remedies import remedies
+from foretell.cost.prediction import FITS, Prediction
+from foretell.cost.remedies import outlook
 from foretell.cost.wishes import Amount, Wishes
 from foretell.decode import value_of
 from foretell.errors import ModelError, UserError
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 MEASURED_TORCH = "2.11"
 """The torch whose CUDA choices and op scratch were measured."""
+ADVICE_SECONDS = 10.0
+"""After which `fit` begins no further prediction of ways to make a step fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +100,18 @@ def fit(
     price: float | None = None,
     trace_out: str | None = None,
     time_limit: float = TIME_LIMIT,
+    advice_seconds: float | None = None,
+    progress: Callable[[str], None] = lambda doing: None,
 ) -> Prediction:
     """Predict whether one step of a model fits on hardware, who holds the bytes, how long it takes and what it costs.
 
     `model` is a name (`llama3-8b`, `hf:llama`, `timm:resnet50`, `file.py:function`), traced in a process of its
     own for at most `time_limit` seconds, or a module you already have, on any device, with a `batch` for it; that one is
     traced here and untouched.
+    Where it does not fit, or hardly, ways to make it fit are predicted too. No further one is begun after `advice_seconds`,
+    10 unless said, or as many as the answer itself took, if that was longer; with 0 none is.
     """
+    asked = {**locals(), "began": time.monotonic()}
     cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
     sharded = cluster.count > 1 and not infer
     recipe = Recipe(
@@ -132,12 +140,38 @@ def fit(
         source = Source(
             model=model, overrides=dict(overrides or {}), micro_batch=micro_batch, seq=seq, image=image, loss=loss
         )
-        return _fit_source(source, recipe, cluster, dict(hints or {}), expandable_segments, cache, wishes, time_limit)
+        answer = _fit_source(source, recipe, cluster, dict(hints or {}), expandable_segments, cache, wishes, time_limit)
+        return _advised(answer, recipe, cluster, asked, source)
     from foretell.trace.module import batch_size, capture_module
 
     trace = capture_module(model, batch, loss, recipe, capability=_capability(cluster), hints=hints)
     about = {"source": type(model).__name__, "description": type(model).__name__, "micro_batch": batch_size(batch)}
-    return predict(trace, recipe, cluster, about, expandable_segments=expandable_segments, wishes=wishes)
+    answer = predict(trace, recipe, cluster, about, expandable_segments=expandable_segments, wishes=wishes)
+    return _advised(answer, recipe, cluster, asked)
+
+
+def _advised(
+    answer: Prediction, recipe: Recipe, cluster: Cluster, asked: Mapping[str, Any], source: Source | None = None
+) -> Prediction:
+    """With ways to make it fit, each predicted by `fit` itself."""
+    least = ADVICE_SECONDS if asked["advice_seconds"] is None else asked["advice_seconds"]
+    if answer.verdict == FITS or least <= 0:
+        return answer
+    from foretell.search.advice import advise
+    from foretell.search.advice_plan import by_plan
+    from foretell.search.advice_ways import Asked
+
+    plain = {name: value for name, value in asked.items() if name != "began"} | {"advice_seconds": 0.0, "trace_out": None}
+    seconds = max(least, time.monotonic() - asked["began"])
+    on = asked["hardware"] if isinstance(asked["hardware"], str) else None
+    given = Asked(
+        recipe=recipe, cluster=cluster, on=on, micro_batch=int(answer.model.get("micro_batch") or 1),
+        resizable=source is not None, blocks=bool(answer.model.get("blocks")), expandable=asked["expandable_segments"],
+    )  # fmt: skip
+    return advise(
+        answer, given, lambda changes: fit(**{**plain, **changes}), seconds=seconds, progress=asked["progress"],
+        by_plan=lambda: by_plan(answer, given, source, hints=asked["hints"] or {}, cache=asked["cache"]),
+    )  # fmt: skip
 
 
 def _fit_source(
@@ -145,7 +179,8 @@ def _fit_source(
     wishes: Wishes, time_limit: float,
 ) -> Prediction:  # fmt: skip
     check_source(source)
-    asked = request(source, replace(recipe, compile="none"), _capability(cluster), hints)
+    ranks = min(2, recipe.shards)  # a trace is the same for any number of them above one
+    asked = request(source, replace(recipe, compile="none", shards=ranks), _capability(cluster), hints)
     question = {
         "fit": asked, "hardware": cluster.to_dict(), "expandable": expandable, "compile": recipe.compile,
         "wishes": wishes.to_json(), "prices": user_figures()[1], "profile": profile_stamp(cluster.device.name),
@@ -271,12 +306,16 @@ def _predict(
         from foretell.report.chrome import write
 
         write(found.timeline, wishes.trace_out)
+    guess = None
+    if outcome.verdict != FITS:
+        guess = outlook(trace, outcome.memory, cluster, extra, expandable=expandable_segments)
     return Prediction(
         verdict=outcome.verdict,
         model={
             **about, "recipe": recipe.to_json(), "blocks": trace.meta.get("blocks", []),
             "trainable": trace.meta.get("trainable"), "ops": sum(len(p.ops) for p in trace.programs.values()),
             "flops": _flops(trace), "ops_without_flop_rule": list(trace.ops_without_flop_rule),
+            **({"outlook": guess.to_json()} if guess else {}),
         },
         hardware=_hardware(cluster),
         parameters=parameters,
@@ -287,10 +326,6 @@ def _predict(
         energy=found.energy,
         cost=found.cost,
         run=found.run,
-        remedies=remedies(
-            trace, recipe, outcome.memory, cluster, extra, int(about.get("micro_batch") or 1),
-            expandable=expandable_segments,
-        ),
         assumptions=(*_assumptions(recipe, cluster, expandable_segments), *cluster.notes, *notes, *found.notes, *_said(trace)),
         versions=store.versions(),
     )  # fmt: skip

@@ -247,6 +247,18 @@ def _stdout_aside() -> Iterator[None]:
             os.close(saved)
 
 
+class Doing(str):
+    """What is being done, as it changes: the sign of life prints it anew each time."""
+
+    now = ""
+
+    def __format__(self, spec: str) -> str:
+        return f"{self!s}: {self.now}" if self.now else str(self)
+
+    def tell(self, now: str) -> None:
+        self.now = now
+
+
 @contextlib.contextmanager
 def progress(doing: str, after_seconds: float = 1.0) -> Iterator[None]:
     """`tracing llama3-8b … 3 s` on a terminal's stderr while the work takes more than a second."""

@@ -80,7 +80,8 @@ def fit(
     if from_ is not None:
         theirs, on = take_over(from_, on, options, context)
     check(model, on, options)
-    prediction = common.call(lambda: _predict(model, on, options), f"tracing {model}")
+    doing = common.Doing(f"tracing {model}")
+    prediction = common.call(lambda: _predict(model, on, {**options, "progress": doing.tell}), doing)
     if json:
         from foretell.report import schema
 

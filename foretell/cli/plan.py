@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from foretell.cli import common, fit
+from foretell.cli.common import Doing
 from foretell.errors import UserError
 from foretell.units import GIB, MIB, gib
 
@@ -102,18 +103,6 @@ def plan(
         text = screen(choice, model, on, out, explain=explain, what_if=what_if, point=point)
         common.emit(f"{text}\nChecked: {checked}." if checked else text)
     return common.YES if choice.best is not None else common.NO_OR_FAILED
-
-
-class Doing(str):
-    """What is being done, as it changes: the sign of life prints it anew each time."""
-
-    now = ""
-
-    def __format__(self, spec: str) -> str:
-        return f"{self!s}: {self.now}" if self.now else str(self)
-
-    def tell(self, now: str) -> None:
-        self.now = now
 
 
 def seconds_of(text: str | None) -> float | None:
@@ -217,6 +206,8 @@ def as_json(choice: Choice, out: str, saved: Plan | None) -> dict[str, Any]:
         "reasons": [{"count": one.count, "why": one.why} for one in choice.reasons],
         "assumptions": list(choice.notes),
         "where": list(choice.where),
+        "relaxations": [one.to_json() for one in choice.relaxations],
+        "ways_tried": choice.tried,
         "step_law": choice.law.to_json() if choice.law is not None else None,
         **(front.content(choice.found) if choice.found is not None else {}),
     }  # fmt: skip
@@ -232,7 +223,8 @@ def screen(
     if found is None:
         return climbed(choice, model, on, out)
     if found.best is None:
-        return "\n".join([*front.nothing_lines(found, choice.reasons, model, on), *_notes(choice, "What would help:")])
+        relaxed = front.relaxation_lines(choice.relaxations, choice.tried, _typed())
+        return "\n".join([*front.nothing_lines(found, choice.reasons, model, on), *relaxed])
     lines = [f"Best of {found.costed} layouts for {model} on {on}, {found.seconds:.1f} s:", *front.best_lines(found), *front.law_lines(choice.law)]
     if len(found.front) > 1:
         lines += ["", *front.front_lines(found)]
@@ -246,7 +238,7 @@ def screen(
 
 def climbed(choice: Choice, model: str, on: str, out: str) -> str:
     """The answer where plans were tried one by one."""
-    from foretell.report.front import law_lines, no_plan
+    from foretell.report.front import law_lines, no_plan, relaxation_lines
     from foretell.search.choose import told
     from foretell.units import human_bytes
 
@@ -256,8 +248,7 @@ def climbed(choice: Choice, model: str, on: str, out: str) -> str:
             lines.append(f"The nearest is {human_bytes(choice.infeasible.bytes_short)} short on {choice.infeasible.device}; at its peak:")
             lines += [f"  {human_bytes(h.bytes):>10}  {h.category}  {h.name}" for h in choice.infeasible.holders[:SHOWN]]
         lines += [f"  not: {told(one.plan)}: {one.why}" for one in choice.dropped[:SHOWN]]
-        lines += _notes(choice, "What would help:")
-        return "\n".join(lines)
+        return "\n".join([*lines, *relaxation_lines(choice.relaxations, choice.tried, _typed())])
     assert choice.best.cost is not None
     lines = [f"Best of {choice.costed} plans for {model} on {on}:", f"  {told(choice.best.plan)}", *_figures(choice.best.cost)]
     lines += [*law_lines(choice.law), *_notes(choice, "What is where:"), ""]
@@ -277,8 +268,13 @@ def _next(out: str) -> str:
     return f"Next:  foretell show {shell_word(out)}   foretell run {shell_word(out)}"
 
 
+def _typed() -> list[str]:
+    """The command, without what has nothing to do with the answer."""
+    return [word for word in common.typed() if word not in ("--debug", "--no-cache", "--json")]
+
+
 def _notes(choice: Choice, title: str) -> list[str]:
-    """What is elsewhere, or what would help."""
+    """What is elsewhere."""
     return [title, *(f"  {line}" for line in choice.where)] if choice.where else []
 
 

@@ -48,18 +48,30 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """One change that lowers the peak, with what it is predicted to save."""
+    """One change, or several together, and what was predicted of the step with it."""
 
     change: str
     """For people: `recompute every block in backward`."""
     flag: str
-    """For the command line: `--recompute full`."""
+    """For the command line: `--recompute full`; empty where another command does it."""
     saves_bytes: int
     """Of device memory at the peak."""
     fits: bool
-    """Whether the step fits with this change alone."""
+    """Whether the step then fits, or is tight."""
     costs: str = ""
     """What it costs: `about one more forward pass`."""
+    verdict: str = UNKNOWN
+    """Of the step with this change: fits, tight or no."""
+    device_bytes: int = 0
+    """That the step then uses on each device."""
+    margin_bytes: int = 0
+    """What is then left of a device; negative when it does not fit."""
+    devices: int = 1
+    """That it takes."""
+    same_maths: bool = True
+    """False where it changes what is computed: numerics, what is trained, or the batch of a step."""
+    command: str = ""
+    """The whole command, where it is not the one that was asked with `flag` added."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +217,11 @@ class Prediction:
     run: Run | None = None
     """Only when a number of tokens, samples or epochs was asked for."""
     remedies: tuple[Remedy, ...] = ()
+    """Each was predicted; those that fit first, then by what they cost the user."""
+    ways_tried: int = 0
+    """Changes that were predicted to find those; 0 where it fits as it is."""
+    advice: str = ""
+    """What there is to say of them: that none fits, or that the time for trying was up."""
     assumptions: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION

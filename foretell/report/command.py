@@ -5,12 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from foretell.cost.prediction import NO, TIGHT, UNKNOWN, Prediction, Remedy
+from foretell.cost.prediction import FITS, NO, TIGHT, UNKNOWN, Prediction, Remedy
 
 SHOWN = 4
 """Remedies that a screen has room for."""
 REPEATED = ("--set", "--hint", "--freeze")
 """Options that may be given several times: a remedy adds to them."""
+SPARE = 0.05
+"""Share of a device that is left free where nothing was predicted."""
 _PER_SAMPLE = ("activations", "logits", "temporaries", "inputs")
 
 
@@ -47,51 +49,35 @@ def device_count(prediction: Prediction) -> int:
     return int(prediction.hardware.get("nodes", 1)) * int(prediction.hardware.get("devices_per_node", 1))
 
 
-def ranked(prediction: Prediction) -> list[Remedy]:
-    """Remedies that make it fit before those that do not, otherwise in the order they were proposed: best first."""
-    return sorted(prediction.remedies, key=lambda item: not item.fits)
+def best(prediction: Prediction) -> Remedy | None:
+    """The remedy to offer: the first that is predicted to fit; of a step that is tight, to leave more room."""
+    wanted = {NO: (FITS, TIGHT), TIGHT: (FITS,)}.get(prediction.verdict, ())
+    return next((item for item in prediction.remedies if item.verdict in wanted and (item.flag or item.command)), None)
 
 
 def suggest(prediction: Prediction, typed: Sequence[str] = ()) -> list[str]:
     """The words of the next command, `foretell` first."""
     words = list(typed) or asked(prediction)
-    flags = [item.flag for item in ranked(prediction) if item.flag]
     if prediction.verdict == UNKNOWN:
         return ["foretell", "doctor"]
-    if prediction.verdict in (NO, TIGHT) and flags:
-        for flag in _enough(prediction):
-            words = with_flag(words, flag)
-        return ["foretell", *words]
-    if prediction.verdict == NO:
+    remedy = best(prediction)
+    if remedy is not None:
+        return shlex.split(remedy.command) if remedy.command else ["foretell", *with_flag(words, remedy.flag)]
+    if prediction.verdict != FITS:
         return ["foretell", *with_flag(words, "--json")]
     if prediction.time is not None and prediction.time.binds == "host" and not _compiled(prediction):
         return ["foretell", *with_flag(words, "--compile")]
-    grows = sum(prediction.memory.categories.get(name, 0) for name in _PER_SAMPLE)
     micro_batch = _micro_batch(words) if typed or prediction.model.get("micro_batch") else None
-    if prediction.verdict != TIGHT and micro_batch is not None and 0 < grows < prediction.memory.margin_bytes:
+    if micro_batch is not None and _doubles(prediction):
         return ["foretell", *with_flag(words, f"--micro-batch {2 * micro_batch}")]
     return ["foretell", *with_flag(words, "--json")]
 
 
-def needs_several(prediction: Prediction) -> bool:
-    """Whether no remedy is enough alone."""
-    return prediction.verdict == NO and bool(prediction.remedies) and not any(item.fits for item in prediction.remedies)
-
-
-def _enough(prediction: Prediction) -> list[str]:
-    """Flags of the best remedy, or of as many as might be enough together when none is alone."""
-    remedies = [item for item in ranked(prediction) if item.flag][:SHOWN]
-    if not needs_several(prediction):
-        return [remedies[0].flag]
-    flags: list[str] = []
-    short, taken = -prediction.memory.margin_bytes, set[str]()
-    for remedy in remedies:
-        options = {word.partition("=")[0] for word in shlex.split(remedy.flag) if word.startswith("--")}
-        if not options & taken and short > 0:
-            flags.append(remedy.flag)
-            taken |= options - set(REPEATED)
-            short -= remedy.saves_bytes
-    return flags
+def _doubles(prediction: Prediction) -> bool:
+    """Whether twice the samples fit beyond doubt: what grows with them may grow twice as much as it should."""
+    memory = prediction.memory
+    grows = sum(memory.categories.get(name, 0) for name in _PER_SAMPLE) + memory.reserved_bytes - memory.allocated_bytes
+    return 0 < 2 * grows < memory.margin_bytes - SPARE * memory.capacity_bytes
 
 
 def with_flag(words: Sequence[str], flag: str) -> list[str]:
@@ -103,11 +89,12 @@ def with_flag(words: Sequence[str], flag: str) -> list[str]:
         if not word.startswith("--") or option in REPEATED:
             continue
         has_value = "=" in word or (position + 1 < len(new) and not new[position + 1].startswith("--"))
-        result = _without(result, option, has_value=has_value)
+        result = without(result, option, has_value=has_value)
     return result + new
 
 
-def _without(words: list[str], option: str, *, has_value: bool) -> list[str]:
+def without(words: Sequence[str], option: str, *, has_value: bool) -> list[str]:
+    """`words` less an option and its value."""
     kept: list[str] = []
     skip = False
     for word in words:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from foretell.report.command import with_flag, without
 from foretell.report.words import seconds
 from foretell.units import gib, human_bytes
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from foretell.search.find import Finalist, Found
     from foretell.search.found import Reason
     from foretell.search.law import Advice
+    from foretell.search.relax import Relaxation
 
 SHOWN = 6
 """Plans that lost and are told of."""
@@ -141,17 +144,32 @@ def nothing_lines(found: Found, reasons: Sequence[Reason], model: str, hardware:
     if found.unmet:
         yield f"  {found.unmet}"
     elif found.nearest is not None:
-        yield f"It needs {human_bytes(found.short_bytes)} more on each device" + (", or one of:" if found.relaxations else ".")
-    if found.relaxations:
-        from foretell.search.explain import told
-
-        if found.unmet or found.nearest is None:
-            yield "Possible:"
-        yield from (f"  {one.change}: {told(one.point.layout)}, {seconds(one.point.seconds)} a step" for one in found.relaxations)
+        yield f"It needs {human_bytes(found.short_bytes)} more on each device."
     if found.infeasible is not None:
         yield "At its peak:"
         yield from (f"  {human_bytes(h.bytes):>10}  {h.category}  {h.name}" for h in found.infeasible.holders[:SHOWN])
     yield from (f"note: {note}" for note in found.notes)
+
+
+def relaxation_lines(relaxed: Sequence[Relaxation], tried: int, typed: Sequence[str]) -> Iterator[str]:
+    """Commands that were searched for and find a plan; that none does, where none was found."""
+    if not relaxed and tried:
+        yield f"Nothing tried here fits: {tried} {'way' if tried == 1 else 'ways'} tried."
+    elif relaxed:
+        yield "Tried, and found:"
+    for one in relaxed:
+        changed = bool(one.flag or one.drops)
+        step = f", {seconds(one.seconds)} a step" if one.seconds is not None else ""
+        yield f"  {shlex.join(['foretell', *retyped(typed, one)])}" if changed and typed else f"  {one.change}"
+        yield f"      {one.verdict}, {human_bytes(one.memory_bytes)} of {human_bytes(one.capacity_bytes)}{step}: {one.change}; {one.plan}"
+
+
+def retyped(typed: Sequence[str], one: Relaxation) -> list[str]:
+    """The command that was typed, with the change."""
+    words = list(typed)
+    for option in one.drops:
+        words = without(words, option, has_value=True)
+    return with_flag(words, one.flag)
 
 
 # ---------------------------------------------------------------------- JSON
@@ -164,7 +182,6 @@ def content(found: Found) -> dict[str, Any]:
         "front": [point_json(one, number) for number, one in enumerate(found.front, 1)],
         "binds": list(found.binds),
         "what_if": [row.to_json() for row in found.what_if],
-        "relaxations": [one.to_json() for one in found.relaxations],
         "needs": found.needs if found.best is None else None,
         "bytes_short": found.short_bytes if found.best is None else None,
         "search": {"layouts": found.there, "costed": found.costed, "seconds": found.seconds, "stopped": found.stopped},

@@ -38,7 +38,7 @@ def render(prediction: Prediction, width: int = 80, *, typed: Sequence[str] = ()
             _numbers(prediction, width),
             seconds.lines(prediction, width, detail),
             _holders(prediction.memory.holders[:holders], width),
-            _remedies(command.ranked(prediction)[:command.SHOWN], width),
+            _remedies(prediction.remedies[: command.SHOWN], width),
             _assumptions(prediction.assumptions, width, assumptions),
             _next(prediction, width, typed),
         ]
@@ -196,21 +196,26 @@ def _holders(holders: Sequence[Holder], width: int) -> list[Text]:
 
 
 def _remedies(remedies: Sequence[Remedy], width: int) -> list[Text]:
-    """Flag, what it saves, whether it then fits or is still short, what it is; the words are cut at the edge."""
+    """What was predicted with each, what it saves, how it is typed and what it is; the words are cut at the edge."""
     if not remedies:
         return []
-    flags = [_clean(item.flag) or "-" for item in remedies]
-    flag_width = min(max(map(len, flags)), max(12, (width - _GUTTER) // 2))
+    verdicts = [_verdict(item) for item in remedies]
     saves = [f"{'−' if item.saves_bytes >= 0 else '+'}{_size(abs(item.saves_bytes))}" for item in remedies]
-    save_width = max(map(len, saves))
+    flags = [_clean(item.flag) or "foretell plan" for item in remedies]
+    wide = [max(map(len, column)) for column in (verdicts, saves)]
+    short = min(max(map(len, flags)), (width - _GUTTER) // 3)
     lines = []
-    for number, (item, flag, saved) in enumerate(zip(remedies, flags, saves, strict=True)):
+    for number, (item, verdict, saved, flag) in enumerate(zip(remedies, verdicts, saves, flags, strict=True)):
         line = _labelled("remedies" if not number else "", "")
-        line.append(f"{flag:<{flag_width}}  ", "bold").append(f"{saved:>{save_width}}  ")
-        line.append("fits   " if item.fits else "short  ", "green" if item.fits else "yellow")
+        line.append(f"{verdict:<{wide[0]}}  ", "green" if item.verdict == FITS else "yellow").append(f"{saved:>{wide[1]}}  ")
         words = _clean(item.change) + (f" ({_clean(item.costs)})" if item.costs else "")
-        lines.append(line.append(words, "dim"))
+        lines.append(line.append(f"{flag:<{short}}  ", "bold").append(words, "dim"))
     return lines
+
+
+def _verdict(remedy: Remedy) -> str:
+    """`fits`, `tight` or `3.10 GiB short`."""
+    return remedy.verdict if remedy.fits else f"{_size(max(1, -remedy.margin_bytes))} short"
 
 
 def _assumptions(assumptions: Sequence[str], width: int, room: int) -> list[Text]:
@@ -247,13 +252,22 @@ def _next(prediction: Prediction, width: int, typed: Sequence[str]) -> list[Text
         else:
             line = f"{line} {word}" if line else word
     lines.append(line)
-    label = "try" if prediction.verdict in (NO, TIGHT) and prediction.remedies else "next"
+    remedy = command.best(prediction)
+    label = "try" if remedy is not None else "next"
     shown = [_labelled(label if not index else "", text, "bold cyan") for index, text in enumerate(lines)]
-    if command.needs_several(prediction):
-        saved = sum(item.saves_bytes for item in command.ranked(prediction)[: command.SHOWN])
-        hope = "these may be, together" if saved >= -prediction.memory.margin_bytes else "nor may these be, together"
-        shown.append(_labelled("", f"no single change is enough; {hope}", "dim"))
-    return shown
+    told = [_promise(remedy, prediction)] if remedy is not None else []
+    wrapped = [line for text in (*told, _clean(prediction.advice)) for line in textwrap.wrap(text, width - _GUTTER)]
+    return shown + [_labelled("", line, "dim") for line in wrapped]
+
+
+def _promise(remedy: Remedy, prediction: Prediction) -> str:
+    """`predicted: fits, 20.7 of 23.4 GiB; changes the numerics`."""
+    capacity = remedy.device_bytes + remedy.margin_bytes
+    more = remedy.devices > command.device_count(prediction)
+    words = [f"predicted: {remedy.verdict}, {_span(remedy.device_bytes, capacity, ' of ')}{' each' if remedy.devices > 1 else ''}"]
+    words += [f"on {remedy.devices} devices"] if more else []
+    words += ["not the same maths"] if not remedy.same_maths else []
+    return "; ".join(words)
 
 
 # --- words -----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from foretell.plan.types import FP16, Plan
 from foretell.search.found import Found, Reason
 from foretell.search.law import Advice
 from foretell.search.reasons import sentence
+from foretell.search.relax import Relaxation
 from foretell.units import human_bytes
 
 ALIKE = 0.01
@@ -57,7 +58,11 @@ class Choice:
     reasons: tuple[Reason, ...] = ()
     """Where there is no plan: why not, by count."""
     where: tuple[str, ...] = ()
-    """What of the best plan is not on the device, and why; where nothing fits, what would help."""
+    """What of the best plan is not on the device, and why."""
+    relaxations: tuple[Relaxation, ...] = ()
+    """Where nothing fits: changes with which something does, each searched for."""
+    tried: int = 0
+    """Changes that were searched for to find those."""
 
     @property
     def plan(self) -> Plan:

@@ -137,7 +137,7 @@ def as_choice(found: Found) -> Choice:
     return Choice(
         best=one(found.best) if found.best is not None else None, runners_up=tuple(map(one, found.runners_up)),
         dropped=(*nearest, *map(one, found.dropped)), infeasible=found.infeasible, costed=found.costed, notes=found.notes,
-        found=found, law=found.law, reasons=found.reasons,
+        found=found, law=found.law, reasons=found.reasons, relaxations=found.relaxations, tried=found.tried,
     )  # fmt: skip
 
 

@@ -1,12 +1,12 @@
 """Why this plan: what holds it back, where each other one loses, and what other hardware would change.
 
-`Again` searches once more for other hardware or other wishes; every row of the what-if table and every relaxation of
-what does not fit comes from such a search, none from a rule of thumb.
+`Again` searches once more for other hardware or other wishes; every row of the what-if table comes from such a search, none
+from a rule of thumb. What would help where nothing fits is in `relax`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,14 +15,12 @@ from foretell.hardware.types import Cluster, Link
 from foretell.plan.types import FP16
 from foretell.search.front import ALIKE, Point
 from foretell.search.quick import Layout
-from foretell.search.space_wishes import Wishes, flag
-from foretell.units import GIB, gib, human_bytes
+from foretell.search.space_wishes import Wishes
+from foretell.units import GIB, gib
 
 OTHERS = {"cuda": ("A100", "H100", "H200", "B200"), "rocm": ("MI300X", "MI355X", "H200")}
 """Backend → other devices that a what-if looks at."""
 MORE_MEMORY, FASTER = 1.5, 2.0
-LARGER = (2, 3, 4, 6, 8, 16, 32)
-"""Times as many devices at which a model that does not fit is tried."""
 
 REASONS = {
     "compute": "its products take longer", "attention": "attention takes longer", "memory": "it moves more bytes",
@@ -56,18 +54,6 @@ class WhatIf:
             "cheaper": self.cheaper, "seconds": point.seconds if point else None,
             "memory_bytes": point.memory_bytes if point else None, "words": self.words,
         }  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Relaxation:
-    """A change with which something fits."""
-
-    change: str
-    point: Point
-
-    def to_json(self) -> dict[str, Any]:
-        return {"change": self.change, "plan": told(self.point.layout), "memory_bytes": self.point.memory_bytes,
-                "seconds": self.point.seconds}  # fmt: skip
 
 
 Again = Callable[[Cluster, Wishes], Point | None]
@@ -255,55 +241,7 @@ def as_other(cluster: Cluster, name: str) -> Cluster | None:
     return found
 
 
-# ---------------------------------------------------------------------- what would fit
-
-
-def relaxations(cluster: Cluster, wishes: Wishes, again: Again) -> tuple[Relaxation, ...]:
-    """The nearest changes with which something fits, each one searched for."""
-    found = []
-    for change, other, asked in _relaxed(cluster, wishes):
-        point = again(other, asked)
-        if point is not None:
-            found.append(Relaxation(change=change, point=point))
-    for times in LARGER:
-        larger = doubled(cluster, times) if not cluster.groups else cluster
-        point = again(larger, replace(wishes, ranks=())) if larger.count > cluster.count else None
-        if point is not None:
-            found.append(Relaxation(change=f"{larger.count} devices", point=point))
-            break
-    return tuple(found)
-
-
-def _relaxed(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[str, Cluster, Wishes]]:
-    """Wishes without one of their limits; devices with more memory."""
-    for axis in wishes.fixed:
-        rest: Mapping[str, int] = {name: degree for name, degree in wishes.fixed.items() if name != axis}
-        yield f"without --{flag(axis)} {wishes.fixed[axis]}", cluster, replace(wishes, fixed=rest)
-    if wishes.meshes:
-        yield "another mesh", cluster, replace(wishes, meshes=())
-    if wishes.schedule is not None:
-        yield f"without --schedule {wishes.schedule}", cluster, replace(wishes, schedule=None)
-    if wishes.micro_batch is not None and wishes.micro_batch > 1:
-        yield f"without --micro-batch {wishes.micro_batch}", cluster, replace(wishes, micro_batch=None)
-    if wishes.margin:
-        yield f"without --margin {wishes.margin:g}", cluster, replace(wishes, margin=0.0)
-    if wishes.deadline_seconds is not None:
-        yield "a later --deadline", cluster, replace(wishes, deadline_seconds=None)
-    if wishes.budget is not None:
-        yield "a larger --budget", cluster, replace(wishes, budget=None)
-    if cluster.groups:
-        return
-    for name in OTHERS.get(cluster.device.backend, ()):
-        other = as_other(cluster, name)
-        if other is not None and other.device.memory_bytes > cluster.device.memory_bytes * 1.05:
-            yield f"{other.device.name} ({gib(other.device.memory_bytes)})", other, wishes
-
-
-def needs(short: float, relaxed: Iterable[Relaxation]) -> str:
-    """`needs 3.1 GiB more per device: tp 2, or 12 devices`."""
-    words = [f"{one.change} ({told(one.point.layout)})" for one in relaxed]
-    tail = f": {', or '.join(words)}" if words else "; nothing near it fits either"
-    return f"needs {human_bytes(int(short))} more on each device{tail}"
+# ---------------------------------------------------------------------- how plans differ
 
 
 def differs(ours: Layout, theirs: Layout) -> tuple[str, ...]:

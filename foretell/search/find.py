@@ -30,6 +30,7 @@ from foretell.search.front import Point, best_of, complaint, front, point_of, sc
 from foretell.search.law import Advice, advice
 from foretell.search.law import check as check_law
 from foretell.search.mixed_price import fill_by_speed
+from foretell.search.relax import relaxations
 from foretell.search.shares import Shares
 from foretell.search.sheet import Sheet
 from foretell.search.space import Room
@@ -58,6 +59,8 @@ FRONT_SECONDS = 1.0
 """After which no further point of the front is replayed through the caching allocator, and left out."""
 AGAIN_SECONDS = 3.0
 """For each search of a what-if."""
+SURE_SECONDS = 10.0
+"""For each search of a change that is told as a command."""
 RUNNERS_UP = 8
 TENSOR = (2, 4, 8, 16, 32, 64)
 
@@ -157,7 +160,21 @@ class Finder(Costing):
             raise KeyboardInterrupt
         return best_of(found.points, wishes)
 
-    def answer(self, *, what_if: bool, patience: float) -> Found:
+    def sure(self, cluster: Cluster, hardware: str, wishes: Wishes) -> Finalist | None:
+        """The best plan for other hardware or other wishes, as a search of its own finds it."""
+        capability, traces = cluster.device.compute_capability or (9, 0), self.traces
+        if capability != traces.capability:
+            traces = replace(traces, capability=capability, notes=[], _known={}, _crooked=set())
+        other = Finder(self.source, cluster, hardware, wishes, self.options, traces, self.progress, self.exact, self.by_law)
+        try:
+            found = other.answer(what_if=False, patience=SURE_SECONDS, relax=False)
+        except (UserError, Unsuited, Unlike):
+            return None
+        if found.stopped == "interrupted":
+            raise KeyboardInterrupt
+        return found.best
+
+    def answer(self, *, what_if: bool, patience: float, relax: bool = True) -> Found:
         began = time.monotonic()
         sheet = self.sheet(self.cluster)
         law = self._law(sheet)
@@ -165,13 +182,13 @@ class Finder(Costing):
         explored = self.explore(self.cluster, self.wishes, patience)
         best = best_of(explored.points, self.wishes)
         if best is None:
-            return replace(self._nothing(explored, began), law=law)
+            return replace(self._nothing(explored, began, relax), law=law)
         finalists, dropped = self._finalists(explored)
         if not finalists and not explored.stopped:  # all were short with what the caching allocator reserves: count that in
             explored = self.explore(self.cluster, self.wishes, patience, reserve=True)
             finalists, dropped = self._finalists(explored)
         if not finalists:
-            return replace(self._nothing(explored, began, dropped), dropped=tuple(dropped), law=law)
+            return replace(self._nothing(explored, began, relax, dropped), dropped=tuple(dropped), law=law)
         law = replace(law, used=finalists[0].plan.global_batch) if law is not None else None
         first = replace(finalists[0], plan=self._annotated(finalists[0], explored, law))
         table = self._what_if(self._as_quick(first.point)) if what_if and not explored.stopped else ()
@@ -329,13 +346,14 @@ class Finder(Costing):
 
     # ------------------------------------------------------------------ nothing
 
-    def _nothing(self, explored: Explored, began: float, dropped: Sequence[Finalist] = ()) -> Found:
+    def _nothing(self, explored: Explored, began: float, relax: bool, dropped: Sequence[Finalist] = ()) -> Found:
         """Why no plan can be had, and what would have to change."""
         unmet, notes = "", (*self.traces.notes, *self.notes)
         if explored.points:
             nearest = min(explored.points, key=lambda point: score(point, self.wishes))
             unmet = f"the best plan {complaint(nearest, self.wishes)}" if complaint(nearest, self.wishes) else ""
-        relaxed = () if explored.stopped else explain.relaxations(self.cluster, self.wishes, self.again)
+        tries = relax and not explored.stopped
+        relaxed, tried = relaxations(self.cluster, self.hardware, self.wishes, self.again, self.sure) if tries else ((), 0)
         fits = any(one.cost is None for one in dropped)  # and is ruled out by something else
         near = explored.nearest if not fits else None
         filled = infeasible = None
@@ -349,7 +367,7 @@ class Finder(Costing):
             unmet = _no_layout(self.wishes, self.cluster)
         return Found(
             best=None, nearest=filled, short_bytes=int(near.short) if near else 0, infeasible=infeasible, unmet=unmet,
-            relaxations=relaxed, reasons=reasons.of_search(explored, dropped, self.wishes, self.cluster.device.memory_bytes),
+            relaxations=relaxed, tried=tried, reasons=reasons.of_search(explored, dropped, self.wishes, self.cluster.device.memory_bytes),
             costed=explored.costed, there=explored.there, seconds=time.monotonic() - began, stopped=explored.stopped, notes=notes,
         )  # fmt: skip
 

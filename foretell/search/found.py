@@ -11,6 +11,7 @@ from foretell.search import explain
 from foretell.search.front import Point
 from foretell.search.law import Advice
 from foretell.search.polish import Placed
+from foretell.search.relax import Relaxation, alternatives, needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,9 @@ class Found:
     """That it lacks on each device."""
     infeasible: Infeasible | None = None
     """Who holds the bytes of that plan, where it was costed op by op."""
-    relaxations: tuple[explain.Relaxation, ...] = ()
+    relaxations: tuple[Relaxation, ...] = ()
+    tried: int = 0
+    """Changes that were searched for to find those."""
     unmet: str = ""
     """A limit of the whole run that no plan keeps."""
     reasons: tuple[Reason, ...] = ()
@@ -76,6 +79,5 @@ class Found:
     def needs(self) -> str:
         """What would have to change, in one line."""
         if self.unmet:
-            words = [f"{one.change} ({explain.told(one.point.layout)})" for one in self.relaxations]
-            return f"{self.unmet}" + (f"; possible: {', or '.join(words)}" if words else "")
-        return explain.needs(self.short_bytes, self.relaxations)
+            return f"{self.unmet}" + (f"; possible: {alternatives(self.relaxations)}" if self.relaxations else "")
+        return needs(self.short_bytes, self.relaxations, self.tried)

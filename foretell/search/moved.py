@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import prod
+from dataclasses import fields, replace
 from typing import Any
 
 from foretell.errors import UserError
 from foretell.plan.precision import default, missing, moving_states
 from foretell.plan.types import FP16, MASTER
 from foretell.search.caps import host_of, unknown_host
-from foretell.search.choice import Candidate, Choice, explained, kind_of, why_slower
+from foretell.search.choice import Candidate, Choice, explained, kind_of, told, why_slower
 from foretell.search.costing import Question
 from foretell.search.reasons import of_candidates
-from foretell.search.spill import meshes, spill
+from foretell.search.relax import Relaxation
+from foretell.search.spill import Spill, meshes, spill
+from foretell.search.spill_found import Spilled, Tried
 from foretell.search.spill_words import helps, lines
+from foretell.units import GIB
+
+ANY_HOST = 1 << 60
+"""Bytes of host memory, where nobody knows how much there is."""
 
 
 def or_moved(found: Choice, question: Question) -> Choice:
@@ -28,12 +33,58 @@ def or_moved(found: Choice, question: Question) -> Choice:
     if host_of(cluster, wishes) is None:
         if wishes.hbm is not None:
             raise unknown_host(cluster)
-        return replace(found, notes=(*found.notes, "optimizer states may fit in host memory: say how much of it plans may use with --host"))
+        return replace(found, relaxations=(*found.relaxations, *_in_any_host(question)), tried=found.tried + 1)
     moved = spilled(question)
     if moved.best is not None:
         return moved
     again = tuple(replace(one, why=f"more with states elsewhere {one.why}") for one in moved.reasons)
-    return replace(found, where=moved.where, notes=(*found.notes, *moved.where), reasons=(*found.reasons, *again))
+    relaxed = (*found.relaxations, *moved.relaxations)
+    return replace(found, relaxations=relaxed, tried=found.tried + moved.tried, reasons=(*found.reasons, *again))
+
+
+def thriftiest(question: Question) -> Tried | None:
+    """The plan that needs least of a device, of those that move what can be moved; None where nothing may be."""
+    mine = {one.name: getattr(question, one.name) for one in fields(Question)}
+    found = [Spill(**mine, mesh=mesh).thriftiest() for mesh in meshes(question.cluster, question.wishes)]
+    return min(found, key=lambda one: (not one.fits, one.short), default=None)
+
+
+def _in_any_host(question: Question) -> tuple[Relaxation, ...]:
+    """Where nobody knows how much memory the host has: what it would need."""
+    try:
+        best = thriftiest(replace(question, wishes=replace(question.wishes, host=ANY_HOST)))
+    except UserError:
+        best = None
+    if best is None or not best.fits:
+        return ()
+    host = -(-best.host_bytes // GIB)
+    return (_relaxation(best, f"--host {host}GiB", f"states in {host} GiB of host memory"),)
+
+
+def _helped(question: Question, found: Spilled) -> tuple[tuple[Relaxation, ...], int]:
+    """What would help, tried; the first of the formats that does."""
+    made, tried = list[Relaxation](), 0
+    for flag, wishes, changed in helps(found, question.wishes, bf16=not missing("bfloat16", question.cluster)):
+        if "--precision" in flag and made and "--precision" in made[-1].flag:
+            break
+        tried += 1
+        try:
+            best = thriftiest(replace(question, wishes=wishes))
+        except UserError:
+            continue
+        if best is not None and best.fits:
+            made.append(_relaxation(best, flag, changed))
+            if "--state-format" in flag:
+                break
+    return tuple(made), tried
+
+
+def _relaxation(best: Tried, flag: str, change: str) -> Relaxation:
+    memory, time = best.cost.worst.memory, best.cost.time
+    return Relaxation(
+        change=change, plan=told(best.plan), verdict=best.cost.verdict, memory_bytes=memory.device_bytes,
+        capacity_bytes=memory.capacity_bytes, seconds=time.step_seconds if time is not None else None, flag=flag,
+    )  # fmt: skip
 
 
 def spilled(question: Question) -> Choice:
@@ -48,11 +99,10 @@ def spilled(question: Question) -> Choice:
         told = f"computed in {moving_states(cluster)}: {default(cluster)} is not run with optimizer states elsewhere"
         found = replace(found, notes=(*found.notes, told))
     if found.best is None:
-        shapes = question.traces.facts.shapes.values()
-        where = helps(found, sum(prod(shape) for shape, _ in shapes), bf16=not missing("bfloat16", cluster))
+        helped, count = _helped(question, found)
         dropped = tuple(Candidate(plan=one.plan, cost=one.cost, why=one.over) for one in found.tried)
         return Choice(best=None, dropped=tuple(map(explained, dropped)), infeasible=found.infeasible, costed=found.costed,
-                      notes=found.notes, where=where, reasons=of_candidates(dropped))  # fmt: skip
+                      notes=found.notes, relaxations=helped, tried=count, reasons=of_candidates(dropped))  # fmt: skip
     where = lines(found)
     tried = [Candidate(plan=one.plan.with_(predicted=one.cost.predicted()), cost=one.cost) for one in (found.best, *found.tried)]
     best = replace(tried[0], plan=tried[0].plan.with_(notes=where))

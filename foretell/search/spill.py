@@ -119,6 +119,20 @@ class Spill(Question):
             raise unknown_host(self.cluster)
         return self._told(best) if best is not None else self._nothing()
 
+    def thriftiest(self) -> Tried:
+        """The plan that needs least of a device: one sample at a time, every block recomputed, all away that can be.
+
+        Where that fits, so does what a search finds; what it needs of the host is the most that any plan does.
+        """
+        wanted, given, data = self.wishes.global_batch, self.wishes.micro_batch, self.mesh.data
+        micro = given or 1
+        batch = (micro, wanted // data // micro if wanted else 1)
+        self._begin(batch)
+        self.ended = True
+        cell = (*batch, next(mode for mode in reversed(self.modes) if mode not in self.lacking and mode not in AWAY))
+        found = self.cost(self.plan(cell, self.most))
+        return self.cost(self.plan(cell, self.most, weights=self.streamable)) if self.streamable and not found.cost.fits else found
+
     def _climb(self) -> None:
         """Larger and larger micro-batches, until one cannot fit or, where the batch is free, gains nothing."""
         batches, before = self.batches(), None

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from foretell.plan.states import DISK, HOST, bytes_of, form_of
-from foretell.plan.types import FORMATS, MASTER, Plan
+from foretell.plan.states import DISK, HOST
+from foretell.plan.types import MASTER
+from foretell.search.space_wishes import Wishes
 from foretell.search.spill_found import Spilled, Tried
-from foretell.units import gib
+from foretell.units import GIB, gib
 
 _SMALLER = (
-    ("split", "split", "ties of rounding go away from zero"), ("bf16", "half", "moments have 8 bits of precision"),
-    ("int8", "int8", "moments are rounded to 8 bits"), ("split-int8", "split-int8", "both of split and int8"),
-)  # fmt: skip
-"""State format, its form, and what it changes."""
+    ("split", "ties of rounding go away from zero"), ("bf16", "moments have 8 bits of precision"),
+    ("int8", "moments are rounded to 8 bits"), ("split-int8", "both of split and int8"),
+)
+"""State format, and what it changes."""
 
 
 def lines(found: Spilled) -> tuple[str, ...]:
@@ -71,24 +73,21 @@ def _seconds(value: float | None) -> str:
     return "?" if value is None else f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.0f} ms"
 
 
-def helps(found: Spilled, parameters: float, *, bf16: bool = True) -> tuple[str, ...]:
-    """Where nothing fits: which changes would take less, and how much. `bf16`: whether the devices compute in it."""
+def helps(found: Spilled, wishes: Wishes, *, bf16: bool = True) -> Iterator[tuple[str, Wishes, str]]:
+    """Where nothing fits: options that take less, the wishes with them, and what they change; to be tried, not
+    promised. `bf16`: whether the devices compute in it."""
     near = found.nearest
     if near is None:
-        return ()
-    return tuple(_helps(found, near.plan, near, parameters, bf16))
-
-
-def _helps(found: Spilled, plan: Plan, near: Tried, parameters: float, bf16: bool) -> Iterator[str]:
-    if near.over and near.cost.fits:
-        yield f"--host {-(-near.host_bytes // 2**30)}GiB: the plan needs {near.over}"
-    if plan.precision != MASTER and bf16:
-        less = parameters * 2 * 2
-        yield f"--precision {MASTER}: weights and gradients in bf16, {gib(less)} less on the device, 4 bytes a parameter more of states"
-    elif plan.precision == MASTER and plan.state_format == "fp32":
-        now = bytes_of(form_of(plan), 2)
-        for name, form, changed in (one for one in _SMALLER if one[0] in FORMATS):
-            less = (now - bytes_of(form, 2)) * parameters
-            yield f"--state-format {name}: {gib(less)} less of states; {changed}"
-    if plan.micro_batch > 1 or plan.accumulate > 1:
-        yield "a smaller --micro-batch or --global-batch, or a shorter --seq"
+        return
+    if near.over and near.cost.fits and near.host_bytes:
+        host = -(-near.host_bytes // GIB)
+        yield f"--host {host}GiB", replace(wishes, host=host * GIB), f"{host} GiB of host memory"
+    if near.plan.precision != MASTER and not bf16:
+        return
+    if near.plan.precision != MASTER:
+        master = replace(wishes, precision=MASTER, deadline_seconds=None, budget=None)
+        yield f"--precision {MASTER}", master, "weights and gradients in bf16, with a master copy"
+        wishes = master
+    start = "" if near.plan.precision == MASTER else f"--precision {MASTER} "
+    for name, changed in _SMALLER if near.plan.state_format == "fp32" else ():
+        yield f"{start}--state-format {name}", replace(wishes, state_format=name), changed

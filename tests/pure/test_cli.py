@@ -41,7 +41,7 @@ def answer(verdict):
                     provenance={})
     return Prediction(verdict=verdict, model={"source": "gpt2"}, hardware={"device": {"name": "H100"}}, parameters=1,
                       memory=memory, versions={"timm": "1.0"}, time=TIME, throughput=RATE,
-                      remedies=(Remedy(change="less", flag="--recompute full", saves_bytes=G, fits=True),))
+                      remedies=(Remedy(change="less", flag="--recompute full", saves_bytes=G, fits=True, verdict="fits"),))
 api = types.ModuleType("foretell.api")
 """
 """An api that answers at once: what is tried here is what the command line makes of its answers and failures."""
@@ -285,7 +285,8 @@ def test_the_exit_code_is_the_answer(verdict: str, label: str, status: int) -> N
 
 def test_the_suggestion_is_the_typed_command_with_the_remedy() -> None:
     done = run_with("return answer('no')", "fit", "gpt2", "--on", "H100", "--recompute", "none", "--debug")
-    assert done.stdout.splitlines()[-1].split(maxsplit=1)[1] == "foretell fit gpt2 --on H100 --recompute full"
+    *_, command, promise = done.stdout.splitlines()
+    assert command.split(maxsplit=1)[1] == "foretell fit gpt2 --on H100 --recompute full" and "predicted: fits" in promise
 
 
 BUGS = {

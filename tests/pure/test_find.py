@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shlex
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Mesh, Pipeline, Plan
 from foretell.search import costing, space_explore
 from foretell.search.explain import differs, told, what_ifs
-from foretell.search.find import Found, Unsuited, find
+from foretell.search.find import Finder, Found, Unsuited, find
 from foretell.search.front import Point
 from foretell.search.rehearse import rehearse
 from foretell.search.space_wishes import Wishes
@@ -122,8 +123,18 @@ def test_what_does_not_fit_says_what_would() -> None:
     assert found.best is None and found.nearest is not None and found.short_bytes > 0
     assert "more on each device" in found.needs and found.relaxations
     for one in found.relaxations:
-        assert one.point.quick.fits and one.change in found.needs
+        assert one.verdict in ("fits", "tight") and one.change in found.needs and one.flag.startswith("--on ")
+        then = search(one.flag.removeprefix("--on "), global_batch=8, exact=None).best
+        assert then is not None and (then.verdict, told(then.point.layout)) == (one.verdict, one.plan)
     assert found.infeasible is not None and found.infeasible.holders
+
+
+def test_what_would_fit_by_a_quick_look_alone_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costed to the end nothing else fits either: no change is named, and how many were tried is."""
+    monkeypatch.setattr(Finder, "_finalists", lambda self, explored: ([], []))
+    found = search("H100,memory=600MiB", global_batch=8, exact=None)
+    assert found.best is None and found.relaxations == () and found.tried > 1
+    assert f"nothing tried here fits: {found.tried} ways tried" in found.needs
 
 
 def test_limits_of_a_run_that_nothing_keeps() -> None:
@@ -249,7 +260,11 @@ def test_the_command_saves_points_explains_and_says_no(tmp_path: Path, capsys: A
     assert "--point 99: there are" in capsys.readouterr().err
     assert main([*asked, "H200,memory=600MiB"]) == 1
     text = capsys.readouterr().out
-    assert "fits" in text and "short on" in text and "more on each device, or one of:" in text
+    assert "fits" in text and "short on" in text and "more on each device." in text
+    printed = [line.strip() for line in text.splitlines() if line.startswith("  foretell plan ")]
+    assert printed
+    for line in printed:
+        assert main(shlex.split(line)[1:]) == 0
 
 
 @pytest.mark.parametrize(

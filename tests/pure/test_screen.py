@@ -35,10 +35,11 @@ from foretell.units import GIB, MIB
 WIDTHS = (40, 60, 80, 100, 120, 200)
 TYPED = ("fit", "llama3-8b", "--on", "8xH100")
 
-SGD = Remedy(change="plain SGD", flag="--optimizer sgd", saves_bytes=15 * GIB, fits=True, costs="another optimizer")
-FULL = Remedy(change="recompute every block", flag="--recompute full", saves_bytes=20 * GIB, fits=True)
-CLOSE = Remedy(change="two samples at a time", flag="--micro-batch 2", saves_bytes=4 * GIB, fits=False)
-FAR = Remedy(change="recompute some ops", flag="--recompute selective", saves_bytes=2 * GIB, fits=False)
+SGD = Remedy(change="plain SGD", flag="--optimizer sgd", saves_bytes=15 * GIB, fits=True, costs="another optimizer", verdict=FITS,
+             device_bytes=47 * GIB, margin_bytes=3 * GIB)  # fmt: skip
+FULL = Remedy(change="recompute every block", flag="--recompute full", saves_bytes=20 * GIB, fits=True, verdict=FITS)
+CLOSE = Remedy(change="two samples at a time", flag="--micro-batch 2", saves_bytes=4 * GIB, fits=False, verdict=NO, margin_bytes=-8 * GIB)
+FAR = Remedy(change="recompute some ops", flag="--recompute selective", saves_bytes=2 * GIB, fits=False, verdict=NO, margin_bytes=-10 * GIB)
 
 
 def memory(categories: dict[str, int], *, unused: int, context: int, capacity: int, **changes: Any) -> Memory:
@@ -79,7 +80,7 @@ def prediction(verdict: str, *, capacity: int = 80 * GIB, **changes: Any) -> Pre
         "hardware": {"nodes": 1, "devices_per_node": 8, "device": {"name": "H100-SXM-80GB"}},
         "parameters": 8_030_261_248,
         "memory": memory(CATEGORIES, unused=3 * GIB, context=GIB, capacity=capacity),
-        "remedies": (CLOSE, SGD, FULL),
+        "remedies": (SGD, FULL, CLOSE),
         "assumptions": ("H100 means H100-SXM-80GB", "eager PyTorch"),
         "versions": {"foretell": "0.1.0"},
     }
@@ -367,9 +368,9 @@ def test_a_whole_screen_with_time() -> None:
         holders    9.00 GiB  activations  blocks.*.part0
                    8.00 GiB  activations  blocks.*.part1
 
-        remedies   --optimizer sgd   −15.0 GiB  fits   plain SGD (another optimizer)
-                   --recompute full  −20.0 GiB  fits   recompute every block
-                   --micro-batch 2   −4.00 GiB  short  two samples at a time
+        remedies   fits            −15.0 GiB  --optimizer sgd   plain SGD (another opti…
+                   fits            −20.0 GiB  --recompute full  recompute every block
+                   8.00 GiB short  −4.00 GiB  --micro-batch 2   two samples at a time
 
         assumed    - H100 means H100-SXM-80GB
                    - eager PyTorch
@@ -516,34 +517,34 @@ def test_energy_and_mass_in_words() -> None:
 # ---------------------------------------------------------------- remedies and the next command
 
 
-def test_what_makes_it_fit_comes_first_otherwise_the_order_is_kept() -> None:
-    answer = prediction(NO, capacity=50 * GIB, remedies=(CLOSE, SGD, FAR, FULL))
-    assert [item.flag for item in command.ranked(answer)] == [SGD.flag, FULL.flag, CLOSE.flag, FAR.flag]
+def test_each_remedy_is_shown_with_what_was_predicted_of_it() -> None:
+    answer = prediction(NO, capacity=50 * GIB, remedies=(SGD, FULL, CLOSE, FAR))
     rows = rows_of(lines(answer), "remedies")
-    assert [" ".join(row.split()[:5]) for row in rows] == [
-        "--optimizer sgd −15.0 GiB fits", "--recompute full −20.0 GiB fits",
-        "--micro-batch 2 −4.00 GiB short", "--recompute selective −2.00 GiB short",
+    assert [" ".join(row.split()[:6]) for row in rows] == [
+        "fits −15.0 GiB --optimizer sgd plain", "fits −20.0 GiB --recompute full recompute",
+        "8.00 GiB short −4.00 GiB --micro-batch", "10.0 GiB short −2.00 GiB --recompute",
     ]  # fmt: skip
-    assert rows_of(lines(answer), "try") == ["foretell fit llama3-8b --on 8xH100 --optimizer sgd"]
+    assert rows_of(lines(answer), "try") == ["foretell fit llama3-8b --on 8xH100 --optimizer sgd", "predicted: fits, 47.0 of 50.0 GiB"]
+    assert len(rows_of(lines(prediction(NO, capacity=50 * GIB, remedies=(FULL, *[FAR] * 5))), "remedies")) == 4
 
 
-def test_only_four_remedies_are_shown_and_the_one_that_fits_is_among_them() -> None:
-    answer = prediction(NO, capacity=50 * GIB, remedies=(FAR, FAR, FAR, CLOSE, CLOSE, FULL))
-    rows = rows_of(lines(answer), "remedies")
-    assert len(rows) == 4
-    assert rows[0].startswith("--recompute full")
+def test_a_command_is_only_offered_with_a_verdict_that_helps() -> None:
+    """None was predicted to fit, or none to leave more room where it is tight: no command is offered to be tried."""
+    tight = replace(SGD, verdict=TIGHT)
+    for verdict, remedies in ((NO, (CLOSE, FAR)), (TIGHT, (tight, CLOSE)), (NO, (replace(SGD, verdict=UNKNOWN, fits=False),))):
+        shown = lines(prediction(verdict, capacity=57 * GIB, remedies=remedies, advice="nothing tried here fits: 2 ways tried"), 120)
+        assert not any(line.startswith("try") for line in shown)
+        assert rows_of(shown, "next") == ["foretell fit llama3-8b --on 8xH100 --json", "nothing tried here fits: 2 ways tried"]
+    assert rows_of(lines(prediction(NO, capacity=50 * GIB, remedies=(tight,))), "try")[1].startswith("predicted: tight")
 
 
-def test_when_none_is_enough_alone_several_are_tried() -> None:
-    answer = prediction(NO, capacity=57 * GIB, remedies=(CLOSE, FAR))
-    assert answer.memory.margin_bytes == pytest.approx(-5.1 * GIB, rel=0.01)
-    rows = rows_of(lines(answer, 120), "try")
-    assert shlex.split(rows[0]) == ["foretell", *TYPED, "--micro-batch", "2", "--recompute", "selective"]
-    assert rows[1] == "no single change is enough; these may be, together"
-    hopeless = prediction(NO, capacity=30 * GIB, remedies=(FAR, CLOSE))
-    assert rows_of(lines(hopeless, 120), "try")[1] == "no single change is enough; nor may these be, together"
-    one = replace(answer, remedies=(replace(FULL, fits=False, saves_bytes=9 * GIB), FAR))
-    assert rows_of(lines(one), "try")[0].endswith("--recompute full"), "two values of one option cannot both be tried"
+def test_a_plan_is_offered_as_its_own_command_and_more_devices_are_counted() -> None:
+    moved = replace(SGD, flag="", command="foretell plan llama3-8b --on 8xH100 --host 90GiB", devices=8)
+    rows = rows_of(lines(prediction(NO, capacity=50 * GIB, remedies=(moved,)), 120), "try")
+    assert rows == [moved.command, "predicted: fits, 47.0 of 50.0 GiB each"]
+    more = replace(SGD, flag="--on 16xH100", devices=16, same_maths=False)
+    rows = rows_of(lines(prediction(NO, capacity=50 * GIB, remedies=(more,)), 120), "try")
+    assert rows == ["foretell fit llama3-8b --on 16xH100", "predicted: fits, 47.0 of 50.0 GiB each; on 16 devices; not the same maths"]
 
 
 @pytest.mark.parametrize(
@@ -576,12 +577,13 @@ def test_a_long_command_can_be_copied() -> None:
     typed = ["fit", "folder with space/model.py:build", "--on", "2x8xH100-SXM-80GB", "--set", "name=a b", "--seq", "4096"]
     rows = rows_of(lines(prediction(NO, capacity=50 * GIB), 60, typed=typed), "try")
     assert len(rows) > 1
-    assert shlex.split("\n".join(rows).replace("\\\n", "")) == ["foretell", *typed, "--optimizer", "sgd"]
+    assert rows[-1] == "predicted: fits, 47.0 of 50.0 GiB"
+    assert shlex.split("\n".join(rows[:-1]).replace("\\\n", "")) == ["foretell", *typed, "--optimizer", "sgd"]
 
 
 def test_without_a_command_line_the_plainest_command_is_offered() -> None:
     rows = rows_of(lines(prediction(NO, capacity=50 * GIB), 120, typed=()), "try")
-    assert rows == ["foretell fit llama3-8b --on 8xH100-SXM-80GB --optimizer sgd"]
+    assert rows[0] == "foretell fit llama3-8b --on 8xH100-SXM-80GB --optimizer sgd"
     base = prediction(FITS, capacity=140 * GIB)
     sized = replace(base, model={**base.model, "micro_batch": 3, "seq": 64, "image": None})
     rows = rows_of(lines(sized, 120, typed=()), "next")

@@ -178,9 +178,24 @@ def test_a_host_that_is_too_small_or_unknown_is_said() -> None:
 def test_nothing_fits_says_who_holds_the_bytes_and_what_would_help() -> None:
     choice = spilled(question(600 * MIB))
     assert choice.best is None and choice.infeasible is not None and choice.infeasible.holders
-    assert any("--state-format split" in line for line in choice.where)
+    assert choice.tried == 4 and choice.relaxations == (), "each format was tried, and none is enough"
     mixed = spill(question(600 * MIB, precision=None))
-    assert any(MASTER in line for line in helps(mixed, 1e7))
+    assert [flag for flag, *_ in helps(mixed, Wishes())][:2] == [f"--precision {MASTER}", f"--precision {MASTER} --state-format split"]
+
+
+def test_what_is_said_to_help_was_tried_and_does() -> None:
+    """A host that is too small for states in fp32: more of it, or smaller states, of which the first that will do is named."""
+    least = squeezed().best
+    assert least is not None
+    cap = least.cost.worst.memory.capacity_bytes
+    asked = question(cap, host=least.host_bytes - 100 * MIB)
+    choice = spilled(asked)
+    assert choice.best is None and choice.relaxations and choice.tried >= len(choice.relaxations)
+    for one in choice.relaxations:
+        assert one.verdict in ("fits", "tight") and one.memory_bytes <= one.capacity_bytes
+        name, value = one.flag.split()[-2:]
+        wishes = {"--host": lambda: {"host": size_of("host", value)}, "--state-format": lambda: {"state_format": value}}[name]()
+        assert spilled(replace(asked, wishes=replace(asked.wishes, **wishes))).best is not None
 
 
 # ---------------------------------------------------------------------- several devices
@@ -239,8 +254,8 @@ def test_ranks_of_a_machine_share_its_memory() -> None:
         _, other = shared(host=host)
         found = other.cost(all_away)
         assert (found.over == "") is enough and found.host_bytes == needs
-    said = helps(Spilled(best=None, nearest=found), 1e7)
-    assert any(line.startswith(f"--host {-(-needs // GIB)}GiB: ") for line in said)
+    said = helps(Spilled(best=None, nearest=found), Wishes())
+    assert f"--host {-(-needs // GIB)}GiB" in [flag for flag, *_ in said]
 
 
 def test_a_disk_reads_and_writes_at_once_as_measured_and_else_in_turn() -> None:
@@ -379,7 +394,9 @@ def test_what_cannot_be_asked(asked: dict[str, Any], hardware: str, said: str) -
 
 def test_nothing_fits_and_the_host_is_unknown_asks_for_it() -> None:
     found = Choice(best=None)
-    assert "--host" in or_moved(found, question(600 * MIB, precision=None, host=None)).notes[-1]
+    assert or_moved(found, question(600 * MIB, precision=None, host=None)).relaxations == ()
+    (helped,) = or_moved(found, question(smallest("recompute", precision=None) + 16 * MIB, precision=None, host=None)).relaxations
+    assert helped.flag.startswith("--host ") and helped.verdict in ("fits", "tight")
     with pytest.raises(UserError, match="not known"):
         or_moved(found, question(600 * MIB, precision=None, host=None, hbm=600 * MIB))
     two: Cluster = parse("H200:2")

@@ -1,0 +1,190 @@
+"""Ways to make a step smaller: options of `fit` that change it, what they are called and what they cost. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from foretell.cost.remedies import Outlook
+from foretell.hardware.types import Cluster
+from foretell.trace.recipe import Recipe
+
+RANK = 16
+"""Of the LoRA adapters that are offered."""
+_TYPED = {
+    "hardware": "--on", "micro_batch": "--micro-batch", "accumulate": "--accumulate", "recompute": "--recompute",
+    "optimizer": "--optimizer", "precision": "--precision", "lora": "--lora", "nf4": "--nf4",
+    "expandable_segments": "--expandable-segments",
+}  # fmt: skip
+"""Option of `api.fit` → how it is typed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """Options that change together."""
+
+    options: Mapping[str, Any]
+    change: str
+    costs: str
+    same_maths: bool = True
+
+    @property
+    def flag(self) -> str:
+        """As it is typed."""
+        return " ".join(
+            word if value is True else f"{word} {value}"
+            for name, word in _TYPED.items() if (value := self.options.get(name)) is not None
+        )  # fmt: skip
+
+    def __add__(self, other: Way) -> Way:
+        """Both; where both set an option, the other's value counts."""
+        costs = "; ".join(dict.fromkeys((self.costs, other.costs)))
+        return Way(
+            options={**self.options, **other.options}, change=f"{self.change}, {other.change}", costs=costs,
+            same_maths=self.same_maths and other.same_maths,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the answer was asked with, as far as a way may change it."""
+
+    recipe: Recipe
+    cluster: Cluster
+    on: str | None
+    """As it was typed; None where no command line can say it."""
+    micro_batch: int = 1
+    resizable: bool = True
+    """Whether the batch can be made smaller."""
+    blocks: bool = True
+    expandable: bool = False
+
+    @property
+    def training(self) -> bool:
+        return self.recipe.mode == "train"
+
+
+# ---------------------------------------------------------------------- classes of ways, the cheapest first
+
+
+def same_maths(asked: Asked, outlook: Outlook) -> list[Way]:
+    """On the same devices, computing the same."""
+    return [way for way in thrifty(asked, outlook) if way.same_maths]
+
+
+def numerics(asked: Asked, outlook: Outlook) -> list[Way]:
+    """On the same devices: smaller batches where statistics depend on them; other formats, alone, with what is thrifty, and both."""
+    more, formats = thrifty(asked, outlook), [*_bf16(asked), *_nf4(asked)]
+    both = [_sum(formats)] if len(formats) > 1 else []
+    return [
+        *(way for way in more if not way.same_maths), *formats, *(one + way for one in formats for way in more), *both,
+        *(one + way for one in both for way in more),
+    ]  # fmt: skip
+
+
+def adapters(asked: Asked, outlook: Outlook) -> list[Way]:
+    """Training LoRA adapters instead of the model, over a base in bf16 or in four bits."""
+    if not asked.training or asked.recipe.lora is not None or asked.recipe.freeze:
+        return []
+    plain = Way(options={"lora": RANK}, change="train LoRA adapters only", costs="trains a different thing", same_maths=False)
+    adapted = replace(asked, recipe=replace(asked.recipe, lora=RANK))
+    formats = [*_bf16(asked), *_nf4(adapted)]
+    bases = [plain, *(plain + one for one in formats)]
+    return [*bases, *(base + way for base in bases for way in thrifty(asked, outlook))]
+
+
+def spread(asked: Asked, spec: str, times: int, outlook: Outlook) -> list[Way]:
+    """On so many times the devices, with the batch of a step kept where they can share it: plain, then thriftier."""
+    size, steps = asked.micro_batch, asked.recipe.accumulate
+    options: dict[str, Any] = {"hardware": spec}
+    shared = True
+    if steps % times == 0:
+        steps //= times
+    elif asked.resizable and size * steps % times == 0:
+        size, steps = _largest(size, size * steps // times)
+    else:
+        shared = False
+    options |= {"micro_batch": size} if size != asked.micro_batch else {}
+    options |= {"accumulate": steps} if steps != asked.recipe.accumulate else {}
+    costs = f"{times} times the devices" + ("" if shared else " and samples a step")
+    base = Way(options=options, change=f"shard over {asked.cluster.count * times} devices", costs=costs, same_maths=shared)
+    there = replace(asked, micro_batch=size, recipe=replace(asked.recipe, accumulate=steps))
+    return [base, *(base + way for way in thrifty(there, outlook) if way.same_maths)]
+
+
+def _largest(most: int, samples: int) -> tuple[int, int]:
+    """The largest micro-batch up to `most` that divides the samples, and how many there are."""
+    size = max(number for number in range(1, most + 1) if samples % number == 0)
+    return size, samples // size
+
+
+def thrifty(asked: Asked, outlook: Outlook) -> list[Way]:
+    """What leaves devices and weights alone: single ways first, then together; the last is the strongest."""
+    free, halves, again = list(_free(asked, outlook)), list(_halves(asked, outlook)), list(_recomputed(asked))
+    both = [[way for way in (half, one) if way is not None] for one in (None, *again) for half in (None, *halves)]
+    found = [*free, *halves, *again]
+    for pair in both:
+        found += [_sum(pair)] if len(pair) > 1 else []
+        found += [_sum([*pair, *free])] if free and len(pair) + len(free) > 1 else []
+    return found
+
+
+def _sum(several: Iterable[Way]) -> Way:
+    first, *rest = several
+    for way in rest:
+        first = first + way
+    return first
+
+
+# ---------------------------------------------------------------------- single ways
+
+
+def _free(asked: Asked, outlook: Outlook) -> Iterator[Way]:
+    """What costs no time."""
+    kind, _, variant = asked.recipe.optimizer.partition("-")
+    if asked.training and kind.startswith("adam") and variant != "fused":
+        yield Way(options={"optimizer": f"{kind}-fused"}, change="use the fused optimizer", costs="none: it is faster")
+    if not asked.expandable and outlook.loose > 0:
+        yield Way(
+            options={"expandable_segments": True}, change="let allocator segments grow",
+            costs="set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        )  # fmt: skip
+
+
+def _halves(asked: Asked, outlook: Outlook) -> Iterator[Way]:
+    """Smaller micro-batches, with as many more of them a step."""
+    size = asked.micro_batch
+    while asked.resizable and size > 1:
+        size = next(number for number in range(size // 2, 0, -1) if asked.micro_batch % number == 0)
+        more = asked.recipe.accumulate * asked.micro_batch // size
+        if not asked.training:
+            yield Way(options={"micro_batch": size}, change=f"a batch of {size}", costs="smaller kernels")
+            continue
+        alike = not outlook.batch_norm
+        yield Way(
+            options={"micro_batch": size, "accumulate": more}, change=f"micro-batches of {size}, {more} a step",
+            costs="smaller kernels" if alike else "batch statistics of fewer samples", same_maths=alike,
+        )  # fmt: skip
+
+
+def _recomputed(asked: Asked) -> Iterator[Way]:
+    known = {
+        "selective": ("recompute all but products and attention", "a little more compute"),
+        "full": ("recompute every block in backward", "about a third more compute"),
+    }
+    order = ("none", *known)
+    for how in order[order.index(asked.recipe.recompute) + 1 :] if asked.training and asked.blocks else ():
+        yield Way(options={"recompute": how}, change=known[how][0], costs=known[how][1])
+
+
+def _bf16(asked: Asked) -> Iterator[Way]:
+    able = "bfloat16" in asked.cluster.device.peak_flops_per_second
+    if able and asked.recipe.precision in ("fp32", "bf16-autocast", "fsdp-bf16"):
+        what = "weights and optimizer state" if asked.training else "weights"
+        yield Way(options={"precision": "bf16"}, change=f"keep {what} in bf16", costs="changes the numerics", same_maths=False)
+
+
+def _nf4(asked: Asked) -> Iterator[Way]:
+    if asked.recipe.lora is not None and not asked.recipe.nf4:
+        yield Way(options={"nf4": True}, change="keep the frozen base in 4 bits", costs="changes the numerics", same_maths=False)
