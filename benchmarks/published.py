@@ -34,6 +34,7 @@ from foretell.cost import analytic, transformer_memory, transformer_time  # noqa
 
 RUNS = HERE / "data" / "published_runs.csv"
 RESULTS = HERE / "results" / "published.jsonl"
+LEFT_OUT = RESULTS.with_name("published_left_out.jsonl")
 SCHEMA_VERSION = 1
 NOT_SCORED = {"bsv100": "the same run took 129, 125 and 225 s on three days"}
 FITTED = ("foundry", "llmc", "titan2408", "titan2412", "torchao", "bsa100", "bs1b3")
@@ -207,20 +208,25 @@ def read(path: Path) -> list[dict[str, str]]:
         return [{key: value or "" for key, value in row.items() if key} for row in csv.DictReader(file)]
 
 
-def left_out(cells: list[dict[str, str]], found: list[dict[str, Any]]) -> Iterator[str]:
-    """Each source scored without the constants that it alone informs, and the mean over sources that gives."""
+def left_out(cells: list[dict[str, str]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each source scored without the constants that it alone informs; those that share all of theirs as they are."""
     import published_left_out
 
-    means = {name: mape(mine) for name, mine in by_source([one for one in found if one["scored"]]).items()}
+    scored = by_source([one for one in found if one["scored"]])
+    rows_out = {name: {"source": name, "rows": len(mine), "mape_percent": mape(mine), "without": ""} for name, mine in scored.items()}
     for name, (why, without) in published_left_out.SOURCES.items():
         mine = [row for row in cells if rows.source_of(row).startswith(name)]
         with without():
-            again = [one for one in compare(mine)[0] if one["scored"]]
-        if again:
-            means.update({one: mape(some) for one, some in by_source(again).items()})
-            yield f"{name:10} {len(again):5} rows  MAPE {mape(again):5.1f} %  without {why}"
-    if means:
-        yield f"mean over sources, each without what it alone informs: {statistics.fmean(means.values()):.2f} %"
+            again = by_source([one for one in compare(mine)[0] if one["scored"]])
+        rows_out |= {one: {"source": one, "rows": len(some), "mape_percent": mape(some), "without": why} for one, some in again.items()}
+    return [{**one, "mape_percent": round(one["mape_percent"], 2)} for one in rows_out.values()]
+
+
+def told_left_out(each: list[dict[str, Any]]) -> Iterator[str]:
+    for one in each:
+        yield f"{one['source']:10} {one['rows']:5} rows  MAPE {one['mape_percent']:5.1f} %  without {one['without'] or 'nothing'}"
+    mean = statistics.fmean(one["mape_percent"] for one in each)
+    yield f"mean over sources, each without what it alone informs: {mean:.2f} %"
 
 
 def main() -> int:
@@ -229,7 +235,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write predictions and scores here")
     parser.add_argument("--rows", action="store_true", help="one line a run")
     parser.add_argument("--left-out", action="store_true", help="score sources without the constants they alone inform")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}; with --left-out {LEFT_OUT.name} too")
     asked = parser.parse_args()
     if not asked.csv.exists():
         parser.error(f"{asked.csv} is not there; give the table with --csv")
@@ -247,8 +253,9 @@ def main() -> int:
         reasons[one["reason"]] = reasons.get(one["reason"], 0) + 1
     for why, count in sorted(reasons.items(), key=lambda item: -item[1]):
         print(f"  left out {count:4}: {why}")
-    if asked.left_out:
-        print("\n".join(left_out(cells, found)))
+    each = left_out(cells, found) if asked.left_out else []
+    if each:
+        print("\n".join(told_left_out(each)))
     if asked.json:
         scores = {name: score(mine) for name, mine in by_source(found).items()}
         body = {"schema_version": SCHEMA_VERSION, "predictions": found, "sources": scores, "overall": whole,
@@ -256,6 +263,8 @@ def main() -> int:
         asked.json.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     if asked.save:
         RESULTS.write_text("".join(json.dumps(one) + "\n" for one in found), encoding="utf-8")
+    if asked.save and each:
+        LEFT_OUT.write_text("".join(json.dumps(one) + "\n" for one in each), encoding="utf-8")
     return 0
 
 

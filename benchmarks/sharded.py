@@ -3,6 +3,8 @@
     python benchmarks/sharded.py                     the five cases below, on the GPU at hand
     python benchmarks/sharded.py --configs F.jsonl   your own, one JSON object a line
     python benchmarks/sharded.py --predict-only      no GPU needed; prints, writes nothing
+    python benchmarks/sharded.py --limits 4          no wrong "fits": each case under four limits drawn around its need;
+                                                     with --predict-only the verdicts alone, written before any is run
     python benchmarks/sharded.py --device cpu        dry run: three steps of the first case with a short batch on the
                                                      CPU, shards of the weights predicted and counted; writes nothing
 
@@ -13,6 +15,10 @@ What NCCL itself takes is not in these rows, nor is device memory: only what PyT
 A case has the keys of benchmarks/memory.py and `world`, the number of ranks. `precision` is not one of them: weights
 and gradients are fp32 shards, compute is bf16. Blocks are sharded one by one, then the root.
 
+With --limits, PyTorch's allocator may reserve no more than the limit (`set_per_process_memory_fraction`), for 60 steps or
+28 seconds. The verdict is that of an H200 with so much memory besides what context and NCCL take. Rows go to
+results/sharded_limits.jsonl.
+
 Rows of kind `fsdp` go to results/memory.jsonl, one by one. A case that is in the file already is not measured again:
 to measure these five anew, give another file with --out.
 """
@@ -21,7 +27,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,6 +162,70 @@ def dry_run(case: dict[str, Any]) -> dict[str, Any]:
     return {"shards": sum(p.to_local().nbytes for p in step.model.parameters())}
 
 
+# ---------------------------------------------------------------- near a limit
+
+
+def draw(case: dict[str, Any]) -> dict[str, Any]:
+    """Verdicts at limits drawn between 0.9 and 1.06 times what would be reserved; runs in a process that sees no GPU."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    from foretell.cost.memory import predict_memory
+    from foretell.hardware import overhead, parse
+
+    count = case.pop("draws")
+    cluster = parse(f"H200:{min(case['world'], 8)}")
+    extra = overhead(cluster.device, "2.11")
+    beside = extra.context_bytes + extra.nccl_for(cluster)
+    trace = sharded_trace(case)
+    reserved = predict_memory(trace, cluster, extra).memory.reserved_bytes
+    chance = random.Random(memory.key_of(case))
+    found = []
+    for limit in sorted(int(reserved * chance.uniform(0.9, 1.06)) for _ in range(count)):
+        device = cluster.device.with_memory(limit + beside, "a limit")
+        found.append([limit, predict_memory(trace, replace(cluster, device=device), extra).verdict])
+    return {"reserved": reserved, "verdicts": found}
+
+
+def run_in(case: dict[str, Any], limit: int) -> dict[str, Any]:
+    """Whether 60 steps, or as many as 28 seconds take, get through where the allocator may reserve so much."""
+    import torch
+
+    torch.cuda.init()
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    step = start(case, "cuda")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    steps, ran, until = 0, True, time.monotonic() + 28
+    try:
+        while steps < 60 and time.monotonic() < until:
+            run_step(step)
+            torch.cuda.synchronize()
+            steps += 1
+    except torch.OutOfMemoryError:
+        ran = False
+    stats = torch.cuda.memory_stats()
+    return {"ran": ran, "steps": steps, "retries": stats["num_alloc_retries"], "reserved": torch.cuda.max_memory_reserved()}
+
+
+def limits(chosen: list[dict[str, Any]], count: int, out: Path, predict_only: bool) -> None:
+    """Verdicts first, all of them; then the runs, each row written as it is known."""
+    if not out.exists():
+        for case, said in zip(chosen, memory.predict_all([{**one, "draws": count} for one in chosen], "sharded.draw"), strict=True):
+            for limit, verdict in said["verdicts"]:
+                memory.append(out, {"case": case, "reserved_predicted": said["reserved"], "limit": limit, "verdict": verdict})
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    for row in [] if predict_only else rows:
+        if "ran" not in row:
+            row |= {**memory.in_child(run_in, row["case"], row["limit"], timeout=120), **memory.machine()}
+            out.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    told = [row for row in rows if "ran" in row]
+    said = [row for row in told if row["verdict"] != "no"]
+    print(f"{len(told)} runs, {len(said)} said to fit, {sum(not row['ran'] for row in said)} of them ran out; "
+          f"{len(told) - len(said)} refused, {sum(row['ran'] for row in told if row['verdict'] == 'no')} of them ran")  # fmt: skip
+
+
 # ---------------------------------------------------------------- rows
 
 
@@ -175,7 +247,8 @@ def compare(left: list[dict[str, Any]], out: Path, predict_only: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configs", type=Path, help="cases, one JSON object a line")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "memory.jsonl")
+    parser.add_argument("--out", type=Path, help="results file (JSON lines)")
+    parser.add_argument("--limits", type=int, default=0, metavar="N", help="N limits of memory for each case")
     parser.add_argument("--predict-only", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
@@ -190,8 +263,12 @@ def main() -> None:
         return
     if not options.predict_only and memory.machine()["device"] == "no GPU":
         sys.exit("there is no GPU here to measure on; try --predict-only or --device cpu")
-    done = set() if options.predict_only else memory.done_keys(options.out)
-    compare([case for case in chosen if "fsdp " + memory.key_of(case) not in done], options.out, options.predict_only)
+    if options.limits:
+        limits(chosen, options.limits, options.out or HERE / "results" / "sharded_limits.jsonl", options.predict_only)
+        return
+    out = options.out or HERE / "results" / "memory.jsonl"
+    done = set() if options.predict_only else memory.done_keys(out)
+    compare([case for case in chosen if "fsdp " + memory.key_of(case) not in done], out, options.predict_only)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ _LOOKS = {
     "other": ("▧", "?", "white"),
     "unused": ("░", "u", "bright_black"),
     "context": ("▨", "c", "bright_black"),
+    "safety margin": ("▢", "s", "bright_black"),
     "spare": ("·", ".", "bright_black"),
 }
 """Name → the character that shows it, the same in ASCII, its colour. Each reads without colour."""
@@ -63,14 +64,19 @@ class Part:
 def parts(memory: Memory) -> list[Part]:
     """What the device's memory is taken by, then what is left; empty parts are left out.
 
-    `unused` is what the caching allocator holds without handing it out, `context` what stands beside the allocator.
+    `unused` is what the caching allocator holds without handing it out, `context` what stands beside the allocator, and
+    `safety margin` what must stay free where it does not fit: the prediction is that uncertain.
     """
     found = [Part(name, memory.categories.get(name, 0)) for name in CATEGORIES]
     known = sum(part.bytes for part in found)
+    beside = memory.device_bytes - memory.reserved_bytes
+    seen = [phase.device_bytes - phase.reserved_bytes for phase in memory.phases] if memory.margin_bytes < 0 else []
+    context = min([beside, *seen])
     found += [
         Part("other", memory.allocated_bytes - known),
         Part("unused", memory.reserved_bytes - memory.allocated_bytes),
-        Part("context", memory.device_bytes - memory.reserved_bytes),
+        Part("context", context),
+        Part("safety margin", beside - context),
         Part("spare", memory.capacity_bytes - memory.device_bytes),
     ]
     return [part for part in found if part.bytes > 0]

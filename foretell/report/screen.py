@@ -90,6 +90,9 @@ def _amounts(prediction: Prediction) -> str:
     margin = memory.margin_bytes
     used = _span(memory.device_bytes, memory.capacity_bytes, " of ")
     text = f"{used}{each}, {_size(abs(margin))} {'spare' if margin >= 0 else 'short'}"
+    wanted = max((phase.device_bytes for phase in memory.phases), default=0)
+    if prediction.verdict == TIGHT and wanted > memory.device_bytes:
+        return f"{used}{each} by freeing cached memory, {_size(wanted)} otherwise"
     if prediction.verdict == TIGHT:
         reach = f"may need up to {_size(high)}" if high is not None else "within the uncertainty of this prediction"
         return f"{text}; {reach}"

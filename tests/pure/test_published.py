@@ -369,6 +369,16 @@ def test_saved_results_are_what_the_code_says_now(
         assert one["predicted"] == pytest.approx(saved[one["id"]], rel=1e-3)
 
 
+def test_saved_scores_of_left_out_sources_are_what_the_code_says_now(
+    predictions: tuple[list[dict[str, Any]], list[dict[str, Any]]],
+) -> None:
+    found = {row["source"]: row for row in published.left_out(published.read(published.RUNS), predictions[0])}
+    saved = {row["source"]: row for row in map(json.loads, published.LEFT_OUT.read_text(encoding="utf-8").splitlines())}
+    assert found.keys() == saved.keys()
+    for name, row in saved.items():
+        assert found[name]["mape_percent"] == pytest.approx(row["mape_percent"], abs=0.02), name
+
+
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     table, out = tmp_path / "runs.csv", tmp_path / "out.json"
     strange = {**MPT_7B, "id": "else-1", "gpu": "Abacus"}
