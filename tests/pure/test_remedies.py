@@ -299,7 +299,7 @@ def on_less(words: list[str], share: float, capsys: pytest.CaptureFixture[str]) 
 
 
 DRAWN = [
-    pytest.param(number, words, id=f"{words[1]} on {words[-1]}", marks=[pytest.mark.slow] if number > 2 else [])
+    pytest.param(number, words, id=f"{words[1]} on {words[-1]}", marks=[pytest.mark.slow(reason="another model and device")] if number > 2 else [])
     for number, words in enumerate(drawn(12))
 ]
 
@@ -344,7 +344,7 @@ def test_lora_on_one_card_stays_on_one_card(capsys: pytest.CaptureFixture[str]) 
     assert first["fits"] and first["devices"] == 1 and first["flag"] in ("--nf4", "--precision bf16", "--recompute full --precision bf16")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="traces a model of 8B parameters several times")
 def test_lora_of_eight_billion_parameters_fits_on_one_4090(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["fit", "llama3-8b", "--lora", "16", "--seq", "2048", "--on", "RTX-4090"]
     _, found = told(words, capsys)
@@ -378,7 +378,7 @@ def test_a_way_that_breaks_the_model_is_no_failure_of_the_answer(capsys: pytest.
 # ---------------------------------------------------------------- a plan that moves states
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="searches plans for each suggestion")
 def test_the_plan_that_is_offered_is_found(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Little but weights and states: on the device alone nothing helps that leaves the mathematics as it is."""
     monkeypatch.chdir(tmp_path)
