@@ -1,4 +1,4 @@
-# make setup test lint demo bench-memory clean; PYTHON=python3.12 make setup picks another interpreter.
+# make setup test fuzz-readers lint demo bench-memory clean; PYTHON=python3.12 make setup picks another interpreter.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WORKERS ?= 3
 
-.PHONY: setup demo test test-slow lint bench-memory clean
+.PHONY: setup demo test test-slow fuzz-readers lint bench-memory clean
 
 setup: $(INSTALLED)
 
@@ -28,6 +28,10 @@ test: setup
 # Longer ones: every case of context and expert parallel, every kind of ejected script.
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m slow
+
+# Spoiled files for every reader; FORETELL_FUZZ_SEED=... draws others.
+fuzz-readers: setup
+	OMP_NUM_THREADS=1 FORETELL_FUZZ_CASES=$${FORETELL_FUZZ_CASES:-2000} $(BIN)/python -m pytest -q tests/pure/test_fuzz_readers.py
 
 lint: setup
 	$(BIN)/ruff check foretell tests benchmarks
