@@ -1,4 +1,4 @@
-# make setup test lint docs demo bench-memory clean; PYTHON=python3.12 make setup picks another interpreter.
+# make setup test fuzz-readers lint docs demo bench-memory clean; PYTHON=python3.12 make setup picks another interpreter.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ WORKERS ?= 3
 # One thread each; and bytecode is kept, whatever the shell says: dozens of processes would compile the same files anew.
 QUIET := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: setup demo test test-slow lint docs bench-memory clean
+.PHONY: setup demo test test-slow fuzz-readers lint docs bench-memory clean
 
 setup: $(INSTALLED)
 
@@ -30,6 +30,10 @@ test: setup
 # Longer ones: every case of context and expert parallel, every kind of ejected script.
 test-slow: setup
 	$(QUIET) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow
+
+# Spoiled files for every reader; FORETELL_FUZZ_SEED=... draws others.
+fuzz-readers: setup
+	OMP_NUM_THREADS=1 FORETELL_FUZZ_CASES=$${FORETELL_FUZZ_CASES:-2000} $(BIN)/python -m pytest -q tests/pure/test_fuzz_readers.py
 
 lint: setup
 	$(BIN)/ruff check foretell tests benchmarks

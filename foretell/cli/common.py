@@ -23,7 +23,6 @@ YES, NO_OR_FAILED, BAD_INPUT, BUG, INTERRUPTED = 0, 1, 2, 70, 130
 
 JSON_HELP = "Print one JSON object instead of text."
 DEBUG_HELP = "Show the traceback of a failure (also FORETELL_DEBUG=1)."
-TIME_LIMIT_HELP = "Longest time that tracing one step may take: 30m, 2h or seconds."
 _TRACKER = "please report it on the project's issue tracker, with the command and what --debug prints"
 
 _SURROUNDINGS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENOMEM)

@@ -19,6 +19,10 @@ _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
+TIME_LIMIT = typer.Option("10m", "--time-limit", metavar="TIME", parser=common.limit_of,
+                          help="Longest time that tracing one step may take: 30m, 2h or seconds.")  # fmt: skip
+
+
 def fit(
     context: typer.Context,
     model: str = typer.Argument(help="Zoo name, hf:TYPE, hf:config.json, timm:NAME, torchvision:NAME or file.py:function.",
@@ -58,7 +62,7 @@ def fit(
     region: str | None = typer.Option(None, metavar="NAME", help="Whose electricity counts, such as FR; default: the world's mean."),
     price: float | None = typer.Option(None, metavar="DOLLARS", help="Of one device and hour; default: a list price."),
     trace_out: str | None = typer.Option(None, metavar="FILE", help="Write the predicted timeline as a Chrome trace."),
-    time_limit: str = typer.Option("10m", metavar="TIME", help=common.TIME_LIMIT_HELP),
+    time_limit: float = TIME_LIMIT,
     from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False,
         help="Take options from an accelerate YAML or a DeepSpeed JSON; options typed here win."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
@@ -74,7 +78,7 @@ def fit(
         "compile": compile_how or compile, "tokens": amount("--tokens", tokens), "samples": amount("--samples", samples),
         "epochs": amount("--epochs", epochs), "dataset_size": amount("--dataset-size", dataset_size),
         "region": region, "price": price, "trace_out": trace_out,
-        "time_limit": common.limit_of(time_limit),
+        "time_limit": time_limit,
     }  # fmt: skip
     theirs = None
     if from_ is not None:

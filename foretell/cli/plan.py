@@ -59,7 +59,7 @@ def plan(
     what_if: bool = typer.Option(False, "--what-if", help="What one more device, more memory, faster links or other devices change."),
     exact: bool | None = typer.Option(None, "--exact/--quick", show_default=False,
                                       help="Cost the best plans op by op, or none of them; default: where that is quick."),
-    time_limit: str = typer.Option("10m", metavar="TIME", help=common.TIME_LIMIT_HELP),
+    time_limit: float = fit.TIME_LIMIT,
     patience: float | None = typer.Option(None, metavar="SECONDS", help="End the search after so long with the best so far."),
     infer: bool = typer.Option(False, "--infer", help="Split inference over the devices of HW instead: latency and throughput."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
@@ -74,11 +74,10 @@ def plan(
 
     source = loading.Source(model=model, overrides=fit.overrides(settings), seq=seq, image=image, loss=loss)
     loading.check(source)
-    limit = common.limit_of(time_limit)
     if infer:
         from foretell.cli.infer import infer_command
 
-        return infer_command(source, on, precision=precision, json=json, cache=not no_cache, time_limit=limit)
+        return infer_command(source, on, precision=precision, json=json, cache=not no_cache, time_limit=time_limit)
     axes = {"tp": tp, "pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "cp": cp, "ep": ep}
     wishes = Wishes(
         global_batch=global_batch, precision=precision, optimizer=optimizer, clip=clip or None,
@@ -91,7 +90,7 @@ def plan(
     if patience is not None and not patience > 0:
         raise UserError(f"--patience is {patience:g}", "give seconds above zero")
     _check_out(Path(out))
-    how = {"exact": exact, "what_if": what_if or explain, "patience": patience or float("inf"), "by_law": step_law, "time_limit": limit}
+    how = {"exact": exact, "what_if": what_if or explain, "patience": patience or float("inf"), "by_law": step_law, "time_limit": time_limit}
     doing = Doing(f"choosing a plan for {model}")
     choice = common.call(lambda: _choose(source, on, wishes, not no_cache, how, doing), doing)
     saved = _pick(choice, point)

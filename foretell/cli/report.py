@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from foretell.cli import common
+from foretell.cli.fit import TIME_LIMIT
 from foretell.errors import FileFormatError, UserError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def report(
     out: Path | None = typer.Option(None, metavar="FILE", show_default=False,
         help="The page; default: report.html in the run folder, PLAN.report.html beside a plan."),
     trace: bool = typer.Option(False, "--trace", help="Trace the model where no trace of it is stored; this runs the model's own file."),
-    time_limit: str = typer.Option("10m", metavar="TIME", help=common.TIME_LIMIT_HELP),
+    time_limit: float = TIME_LIMIT,
     open_: bool = typer.Option(False, "--open", help="Show it in the browser."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
@@ -40,8 +41,7 @@ def report(
 
     subject = html_data.read(path)
     target = _target(subject.path, out)
-    limit = common.limit_of(time_limit)
-    detail, why_not = common.call(lambda: _detail(subject, trace, limit), f"costing the plan of {path}")
+    detail, why_not = common.call(lambda: _detail(subject, trace, time_limit), f"costing the plan of {path}")
     beside = _beside(detail, target)
     made = time.strftime("%Y-%m-%d %H:%M")
     page = html_sections.page(subject, detail, why_not=why_not, files=[(file.name, what) for file, what in beside], made=made)

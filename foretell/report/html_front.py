@@ -183,7 +183,7 @@ def from_json(data: Any, where: str = "the front") -> Front:
     return Front(**{**given, "points": points, "dropped": dropped})
 
 
-def _texts(value: Mapping[str, Any]) -> bool:
+def _texts(value: Any) -> bool:
     return all(isinstance(item, str) for item in value.values())
 
 

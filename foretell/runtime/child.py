@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from foretell.runtime.launch import _end_with_parent, _Forward
-from foretell.trace.child import _package_parent
+from foretell.trace.process import package_parent
 
 
 def command(words: Sequence[str]) -> int:
@@ -22,7 +22,7 @@ def command(words: Sequence[str]) -> int:
     forward = _Forward(children)
     listens = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)} if listens else {}
-    paths = [_package_parent(), os.environ.get("PYTHONPATH")]
+    paths = [package_parent(), os.environ.get("PYTHONPATH")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
         children.append(

@@ -4,6 +4,7 @@
     settings.json      what else was asked for
     log.jsonl          one row a step, an evaluation, a save
     measurement.json   what the run was measured to do
+    traces.json.gz     traces of the model as the plan runs it, for reports
     checkpoints/       step-00000100/ and so on
     run.lock           who runs it, while it runs
 """

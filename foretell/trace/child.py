@@ -14,7 +14,7 @@ from foretell import errors
 from foretell.errors import ForetellError, InternalError, ModelError, UserError
 from foretell.trace import user_code
 from foretell.trace.load import Source
-from foretell.trace.process import TIME_LIMIT, Ended, Progress, ask, package_parent, serve
+from foretell.trace.process import TIME_LIMIT, Ended, Progress, ask, serve
 from foretell.trace.recipe import Recipe
 from foretell.units import human_seconds
 
@@ -47,10 +47,6 @@ def ask_all(
     if "error" in found[-1]:
         raise _as_error(found[-1]["error"])
     return [(reply.pop("text"), reply) for reply in found]
-
-
-def _package_parent() -> str:
-    return package_parent()
 
 
 def _died(asked: Mapping[str, Any], ended: Ended, time_limit: float) -> ForetellError:

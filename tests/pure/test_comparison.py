@@ -194,7 +194,7 @@ def test_folders_that_hold_no_run(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match=r"measurement\.json"):
         comparison.of_folder(run)
     (run / "measurement.json").write_text(json.dumps({"steps": 3, "hardware": {}}))
-    with pytest.raises(FileFormatError, match="no whole measurement"):
+    with pytest.raises(FileFormatError, match="skipped_steps is missing"):
         comparison.of_folder(run)
 
 
