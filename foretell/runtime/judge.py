@@ -115,7 +115,10 @@ class Judge:
             seen = self.ranks[rank]
             if seen.idle is None or seen.pid != pid:
                 seen.pid, seen.idle = pid, proc.Idle(pid)
-            seen.idle.look(now)
+            if seen.report is None or now - seen.heard > FRESH_SECONDS / 2:  # it does not speak for itself
+                seen.idle.look(now)
+            else:
+                seen.idle.forget()
             if proc.state(pid) != proc.STOPPED:
                 seen.stopped = None
             elif seen.stopped is None:

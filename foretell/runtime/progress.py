@@ -147,7 +147,9 @@ class Monitor:
             if self._slept:
                 self._recovered = max(self._recovered, self._slept)
             self._seen, self._still, self._slept = seen, now, 0.0
-        self.idle.look(now)
+            self.idle.forget()
+        if self.still_seconds():  # it costs a millisecond: not while all is well
+            self.idle.look(now)
         kind, seconds = self._kind(frame)
         self._slept = seconds if kind == ASLEEP and progress.phase == STEP else 0.0
         return Report(

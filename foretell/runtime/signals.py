@@ -75,7 +75,7 @@ class Signals:
         now = time.monotonic()
         if number == signal.SIGHUP:
             leave_dead_terminal()
-        if number in ENDS:
+        if number in ENDS and (self.phase != LATE or number == signal.SIGINT):  # torchrun ends who is not quick at the end
             if self._ending and now - self._ending > SECOND_AFTER_SECONDS:
                 os._exit(128 + number)
             self._ending = self._ending or now

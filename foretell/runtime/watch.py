@@ -199,8 +199,6 @@ class Watch:
         if now - self._looked > GAP_SECONDS:  # stopped and continued: nobody had the time to answer
             self._aside.began = now
         self._looked = now
-        self.judge.see(self.peers)
-        self.judge.hear(self.ranks.rank, report)
         told = self._asked(report)
         if told is not None:
             return told
@@ -212,6 +210,8 @@ class Watch:
         hears = self._aside.seconds() < FRESH_SECONDS
         if self.ranks.rank not in _JUDGES and hears:
             return None
+        self.judge.see(self.peers)
+        self.judge.hear(self.ranks.rank, report)
         if self.ranks.is_first and (line := self.judge.line()):
             self.tell(line)
         verdict = self.judge.verdict(hears=hears)
