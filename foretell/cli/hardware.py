@@ -143,12 +143,12 @@ def _summary(device: Device) -> tuple[str, ...]:
         return f"{'~' if device.assumed(field) else ''}{value:,.{digits}f}"
 
     price, _ = price_per_hour(device)
-    rate = device.peak("bfloat16") / 1e12
+    rate = device.peak_flops_per_second.get("bfloat16")
     return (
         device.name,
         figure(device.memory_bytes / GIB, 1, "memory_bytes"),
         figure(device.memory_bandwidth_bytes_per_second / 1e9, 0, "memory_bandwidth_bytes_per_second"),
-        figure(rate, 0 if rate >= 100 else 1, "peak_flops_per_second"),
+        figure(rate and rate / 1e12, 0 if rate and rate >= 1e14 else 1, "peak_flops_per_second"),
         figure(device.tdp_watts, 0, "tdp_watts"),
         usual(device, device.usual_per_node).intra.name,
         "-" if price is None else f"{price:.2f}",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretell.errors import UserError
+from foretell.checkpoint.format import Damaged
 from foretell.plan.types import FP16, Plan
 from foretell.runtime.finite import Skips
 from foretell.runtime.measure import Reading
@@ -70,12 +70,12 @@ def scaler_for(plan: Plan, device: torch.device) -> Scaler | None:
 
 
 def checked(state: Any, where: object) -> Mapping[str, Any] | None:
-    """A scaler's state in a checkpoint, or a UserError where it is not one; None where the run that saved it had none."""
+    """A scaler's state in a checkpoint, which is damaged where that is not one; None where the run that saved it had none."""
     if state is None:
         return None
     scale, good = (state.get("scale", 0), state.get("good_steps", -1)) if isinstance(state, Mapping) else (0, -1)
     if type(scale) not in (int, float) or not 0 < scale < math.inf or type(good) is not int or not 0 <= good < 2**31:
-        raise UserError(f"{where} has a loss scale that is none: {state!r}", "use an older checkpoint")
+        raise Damaged(f"{where} has a loss scale that is none: {state!r}", "use an older checkpoint")
     return {"scale": float(scale), "good_steps": good}
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from foretell.hardware import parse
 from foretell.hardware.types import Cluster, Link
-from foretell.plan.types import FP16
 from foretell.search.front import ALIKE, Point
 from foretell.search.quick import Layout
 from foretell.search.space_wishes import Wishes
@@ -69,7 +68,7 @@ def told(layout: Layout) -> str:
     axes = [f"{axis} {getattr(mesh, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if getattr(mesh, axis) > 1]
     words = [" × ".join(axes) or "one device", f"micro-batch {layout.micro_batch}"]
     words += [f"accumulate {layout.accumulate}"] if layout.accumulate > 1 else []
-    words += [layout.precision] if layout.precision == FP16 else []
+    words += [layout.precision] if layout.precision != "bf16-mixed" else []
     words += _treated(layout.modes)
     if mesh.pp > 1:
         words.append(f"{mesh.pp * layout.interleave} stages, {layout.schedule}")

@@ -219,8 +219,6 @@ def test_gradients_that_stay_bad_end_the_run(tmp_path: Path, monkeypatch: pytest
     "state", [{"scale": 0.0, "good_steps": 1}, {"scale": "x", "good_steps": 1}, {"scale": 2.0}, [1], {"scale": 1.0, "good_steps": -1}]
 )
 def test_a_saved_scale_that_is_none_is_refused(state: Any) -> None:
-    from foretell.errors import UserError
-
-    with pytest.raises(UserError, match="loss scale that is none"):
+    with pytest.raises(save.Damaged, match="loss scale that is none"):
         scaler.checked(state, "there")
     assert scaler.checked(None, "there") is None

@@ -395,6 +395,7 @@ def test_the_list_has_every_device_and_fits_a_narrow_screen(told: Callable[..., 
     rows = {line.split()[0]: line.split() for line in lines[1 : 1 + len(devices())]}
     assert set(rows) == {device.name for device in devices()}
     assert rows["H100-SXM-80GB"] == ["H100-SXM-80GB", "79.1", "3,350", "989", "700", "NVLink4", "3.99", "-"]
+    assert rows["T4"][3] == "-", "it has no bfloat16 units"
     assert rows["M4-Max-36GB"][1].startswith("~") and rows["H200-SXM-141GB"][1] == "139.8"
     assert max(len(line) for line in lines[: 1 + len(devices())]) <= 80
 

@@ -25,6 +25,7 @@ from foretell.plan.types import FP16, Mesh, Pipeline, Plan
 from foretell.search import space
 from foretell.search.choice import Choice, told
 from foretell.search.choose import as_choice
+from foretell.search.explain import told as explained
 from foretell.search.space_wishes import Wishes
 from foretell.search.space_wishes import check as check_wishes
 from foretell.trace.recipe import COMPUTES, PRECISIONS, Recipe
@@ -202,7 +203,10 @@ def told_of(choice: Choice, on: str) -> tuple[str, dict[str, Any]]:
 def test_a_device_without_bfloat16_is_searched_in_fp16() -> None:
     found = search("T4", exact=False)
     assert found.best is not None and found.best.plan.precision == FP16
-    assert {one.plan.precision for one in found.front} == {FP16}
+    assert {one.plan.precision for one in found.front} == {FP16} and FP16 in explained(found.best.point.layout)
+    both = search("P100", exact=False)
+    assert both.there == 2 * found.there and both.best is not None, "where fp16 is no faster, fp32 is searched too"
+    assert both.best.plan.compile == "none"
     assert legal.complaints(found.best.plan, legal.facts_of(found.best.plan, parse("T4"))) == ()
 
 
