@@ -194,7 +194,7 @@ def test_what_is_said_to_help_was_tried_and_does() -> None:
     for one in choice.relaxations:
         assert one.verdict in ("fits", "tight") and one.memory_bytes <= one.capacity_bytes
         name, value = one.flag.split()[-2:]
-        wishes = {"--host": lambda: {"host": size_of("host", value)}, "--state-format": lambda: {"state_format": value}}[name]()
+        wishes = {"host": size_of("host", value)} if name == "--host" else {"state_format": value}
         assert spilled(replace(asked, wishes=replace(asked.wishes, **wishes))).best is not None
 
 
