@@ -204,14 +204,22 @@ class Feed:
 
         return lazily()
 
+    def lost_a_worker(self, error: BaseException) -> bool:
+        """PyTorch raises it in whatever runs when a loader's process ends."""
+        return self.loader is not None and isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
+
+    def worker_died(self, error: BaseException) -> ModelError:
+        owner = getattr(self.samples, "owner", "data()")
+        problem = f"a process that prepares samples of {owner} died: {' '.join(str(error).split()) or type(error).__name__}"
+        return ModelError(problem, "look for what ended it (the kernel's out-of-memory log, say), or use fewer --workers")
+
     def _made(self, batches: Iterator[Any]) -> Batch:
         """What the workers made next; what became of it where they could not."""
         assert isinstance(self.samples, Own)
         try:
             made = next(batches)
         except (OSError, EOFError, RuntimeError) as error:
-            problem = f"a process that prepares samples of {self.samples.owner} died: {blame.words(error)}"
-            raise ModelError(problem, "look for what ended it (the kernel's out-of-memory log, say), or use fewer --workers") from error
+            raise self.worker_died(error) from error
         if isinstance(made, _Failed):
             raise ModelError(made.problem, made.remedy, made.detail)
         return made  # type: ignore[no-any-return]

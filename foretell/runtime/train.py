@@ -75,6 +75,10 @@ def train(
         if verdict:
             raise RunFailed(f"{verdict}; all ranks stop", watch.hint(), speaks=watch.speaks, died=watch.died) from error
         where = _at(run) if run is not None and run.began else f"rank {ranks.rank}"
+        if run is not None and run.feed.lost_a_worker(error):  # a signal tells of it, wherever the run is
+            lost = run.feed.worker_died(error)
+            _give_way(run, watch, f"{where}: {lost.problem}")
+            raise RunFailed(f"{where}: {lost.problem}", f"{lost.remedy}; {_left(folder)}") from error
         samples = run.samples_words() if run is not None else ""
         _give_way(run, watch, f"{where}: {blame.words(error)}{samples}")
         if blame.is_ours(error):

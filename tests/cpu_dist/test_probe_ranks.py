@@ -22,6 +22,9 @@ from foretell.hardware.types import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 
+FITTED = {"gemm": {"parts": [{"laws": {"": {}}, "trees": None}], "accuracy": {}}}
+"""The least that a profile of ops has."""
+
 
 def free_port() -> int:
     with socket.socket() as listener:
@@ -37,7 +40,7 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[subproc
         patch.setenv("FORETELL_CACHE", str(place / "cache"))
         about = machine.about("cpu")
         known = {item.name: getattr(about, item.name) for item in fields(about)}
-        save(Profile(**known, mode="quick", ops={"gemm": {}}), own_path(about))
+        save(Profile(**known, mode="quick", ops=FITTED), own_path(about))
     port = free_port()
     children = []
     for rank, (node, local) in enumerate([(0, 0), (0, 1), (1, 0)]):
@@ -95,7 +98,7 @@ def test_the_users_own_profile_gains_collectives_and_links(probed: tuple[Path, l
     told = json.loads(done[0].stdout)["probe"]
     profile = load_profile(told["profile"])
     assert Path(told["profile"]).is_relative_to(place / "cache")
-    assert list(profile.collectives) == told["collectives"] and profile.ops == {"gemm": {}}
+    assert list(profile.collectives) == told["collectives"] and profile.ops == FITTED
     assert profile.links == load(place / "cluster.json").matrix
 
 

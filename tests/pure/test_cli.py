@@ -409,13 +409,16 @@ LEARNED = {
 FEW = {"rows": 12.0, "plain_median": 0.2, "plain_mean": 0.25, "plain_p90": 0.5}
 
 
+PARTS = [{"laws": {"": {}}, "trees": None}]
+
+
 def profile(folder: Path, **changes: Any) -> None:
     """A user's own profile of an H200."""
     values: dict[str, Any] = {
         "device": "H200-SXM-141GB", "reported_as": "NVIDIA H200", "backend": "cuda", "torch": "2.11.0+cu130", "python": "3.12",
         "host_cpu": "some", "date": "2026-09-20T10:00:00+00:00", "mode": "quick", "missing": ("disk: no room",),
-        "ops": {"gemm": {"accuracy": LEARNED, "trees": [{}]}, "sort": {"accuracy": FEW, "trees": []}},
-        "host": {"references": 14, "error": 0.079},
+        "ops": {"gemm": {"accuracy": LEARNED, "trees": [{}], "parts": PARTS}, "sort": {"accuracy": FEW, "trees": [], "parts": PARTS}},
+        "host": {"references": 14, "error": 0.079, "weights": {"forward": 1.0}, "calls": {}},
     }  # fmt: skip
     save(Profile(**{**values, **changes}), folder / "profiles" / "H200-SXM-141GB.json")
 
@@ -531,7 +534,7 @@ def test_a_check_tells_both_numbers(ok: bool, seconds: tuple[float | None, float
     assert done.stdout.startswith("FITS  gpt2 on H100"), "a prediction that comes with it is shown first"
     expected = ["", "line one", f"{verdict}  gpt-tiny: predicted 1.0 MiB, measured 1.0 MiB, error -3.0%"]
     if seconds[0]:
-        expected.append("    step: predicted 78.0 ms, measured 80.0 ms, error -2.5%")
+        expected.append("    step: predicted 78.0 ms, measured 80.0 ms, error -2.5 %")
     assert done.stdout.splitlines()[-len(expected) :] == expected
     found = only_object(go("--json"))["check"]
     assert (found["name"], found["ok"], found["relative_error"]) == ("gpt-tiny", ok, -0.03)

@@ -44,7 +44,7 @@ class Here(Traces):
     def prepare(self, plans: Iterable[tuple[Plan, str]]) -> None:
         self.facts = Facts({"weight": ((2, 2), "float32")}, ())
 
-    def _stored(self, key: str) -> bool:
+    def _at_hand(self, asked: Any) -> bool:
         return True
 
     def _made(self, plan: Plan, mode: str) -> Trace:

@@ -54,7 +54,7 @@ class Here(Traces):
     def shares(self, plan: Plan) -> Shares:
         return shares_of(lambda: load(source_of(plan)))
 
-    def _stored(self, key: str) -> bool:
+    def _at_hand(self, asked: Any) -> bool:
         return True
 
     def _made(self, plan: Plan, mode: str) -> Trace:
