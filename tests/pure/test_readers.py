@@ -151,7 +151,7 @@ PLANS: list[tuple[str, Any, str]] = [
     ("predicted.phases", "x", "predicted.phases"), ("predicted.bands", {"device_bytes": [1]}, "predicted.bands.device_bytes"),
     ("predicted.collectives", [{"nbytes": []}], "predicted.collectives[0].nbytes"), ("mesh", {"pp": 10**12}, "mesh.pp"),
     ("mesh", {"pp": 100_000, "tp": 100_000}, "10,000,000,000 ranks"), ("accumulate", 2**40, "accumulate"),
-    ("predicted.step_seconds", 10**400, "predicted.step_seconds"), ("predicted.pace", {}, "predicted.pace"),
+    ("predicted.collectives", [{"times": None}], "predicted.collectives[0].times"), ("predicted.step_seconds", 10**400, "predicted.step_seconds"), ("predicted.pace", {}, "predicted.pace"),
 ]  # fmt: skip
 
 
