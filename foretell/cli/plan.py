@@ -68,12 +68,11 @@ def plan(
     """Find the best plan to train MODEL on HW and write it. Exit 0 found, 1 nothing fits, 2 bad input."""
     from foretell.search.caps import size_of
     from foretell.search.space_wishes import Wishes, check
-    from foretell.trace.load import Source
-    from foretell.trace.load import check as check_source
+    from foretell.trace import load
     from foretell.trace.recipe import Recipe
 
-    source = Source(model=model, overrides=fit.overrides(settings), seq=seq, image=image, loss=loss)
-    check_source(source)
+    source = load.Source(model=model, overrides=fit.overrides(settings), seq=seq, image=image, loss=loss)
+    load.check(source)
     if infer:
         from foretell.cli.infer import infer_command
 
