@@ -61,8 +61,8 @@ def value_of(kind: Any, value: Any, field: str = "") -> Any:
 def _is(value: Any, kind: Any) -> bool:
     if isinstance(value, bool):
         return False
-    if kind is float:  # a whole number that no float can hold would fail later
-        return isinstance(value, float) or (isinstance(value, int) and abs(value) < _MOST_FLOAT)
+    if isinstance(value, int) and kind in (int, float):  # one that no float can hold would fail later
+        return abs(value) < _MOST_FLOAT
     return isinstance(value, kind)
 
 
@@ -126,7 +126,7 @@ def _mapping(kinds: Sequence[Any], value: Any, field: str) -> dict[Any, Any]:
 
 def _plainly(kind: Any, values: Iterable[Any]) -> bool:
     """Whether all are of one plain type, which is soon seen of many."""
-    return kind in (str, float, int, bool) and {*map(type, values)} <= {kind}
+    return kind in (str, float, bool) and {*map(type, values)} <= {kind}
 
 
 def _mismatch(kind: Any, value: Any, field: str) -> Mismatch:

@@ -149,7 +149,7 @@ def _unknown(check: Any, names: Any) -> list[str]:
 def _number(value: object, *, zero: bool = False) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return 0 < value < float("inf") or (zero and value == 0)
+    return 0 < value < 1e30 or (zero and value == 0)
 
 
 def _region(name: str) -> dict[str, Any]:

@@ -42,6 +42,7 @@ def changed(path: Path, names: str, value: Any) -> None:
 MEASURED: list[tuple[str, Any, str]] = [
     ("step_seconds", "fast", "step_seconds is \"fast\" and should be a number"),
     ("step_seconds", 10**400, "should be a number"),
+    ("per_step", 10**400, "per_step is 1000000"),
     ("steps", 25.5, "steps is 25.5 and should be a whole number"),
     ("steps", True, "steps is true and should be a whole number"),
     ("hardware", [], "hardware is [] and should be an object"),
@@ -151,6 +152,7 @@ PLANS: list[tuple[str, Any, str]] = [
     ("predicted.phases", "x", "predicted.phases"), ("predicted.bands", {"device_bytes": [1]}, "predicted.bands.device_bytes"),
     ("predicted.collectives", [{"nbytes": []}], "predicted.collectives[0].nbytes"), ("mesh", {"pp": 10**12}, "mesh.pp"),
     ("mesh", {"pp": 100_000, "tp": 100_000}, "10,000,000,000 ranks"), ("accumulate", 2**40, "accumulate"),
+    ("predicted.collectives", [{"times": None}], "predicted.collectives[0].times"),
     ("predicted.step_seconds", 10**400, "predicted.step_seconds"), ("predicted.pace", {}, "predicted.pace"),
 ]  # fmt: skip
 
