@@ -263,9 +263,13 @@ def test_blocks_that_differ_have_no_one_recipe() -> None:
     assert recipe.recipe_of(plan(blocks={"blocks.0-11": SELECTIVE})).recompute == "selective"
 
 
-@pytest.mark.parametrize(
-    "asked", [Recipe(mode="infer"), Recipe(lora=8), Recipe(freeze=("tokens",)), Recipe(precision="fp16-autocast")]
-)
+def test_fp16_recipes_are_plans_with_scaled_gradients() -> None:
+    for asked in (Recipe(precision="fp16-autocast"), Recipe(precision="fsdp-fp16", shards=4)):
+        made = recipe.plan_of(Source(model="gpt2"), asked, hardware="T4:4")
+        assert made.precision == "fp16-mixed" and recipe.recipe_of(made).precision == asked.precision
+
+
+@pytest.mark.parametrize("asked", [Recipe(mode="infer"), Recipe(lora=8), Recipe(freeze=("tokens",))])
 def test_what_no_plan_can_say_is_refused(asked: Recipe) -> None:
     with pytest.raises(UserError, match="cannot say"):
         recipe.plan_of(Source(model="gpt2"), asked, hardware="H100")
