@@ -32,8 +32,8 @@ _UNMEASURED = ("tp", "cp", "ep", "stages", "compiled")
 LIMITS_TRIED = 4
 STEPS_TRIED = 6
 """A sharded run that needs the allocator to free its cache fits only if it lasts so many steps under every one of so many
-limits, from the careful one to the device's own. On an H200 one limit and three steps were wrong for 4 of 36 runs; these
-for none of them, nor of 33 drawn afterwards (benchmarks/sharded.py --limits)."""
+limits, from the careful one to the device's own. On an H200 one limit and three steps would have accepted 36 of 87 runs
+and been wrong for 4; these were wrong for none of them, nor of 33 accepted afterwards (benchmarks/sharded.py --limits)."""
 
 CATEGORY = {
     types.PARAMETER: "parameters", types.GRADIENT: "gradients", types.OPTIMIZER: "optimizer",

@@ -41,7 +41,8 @@ SHIPPED = Path(__file__).resolve().parents[2] / "foretell" / "hardware" / "profi
 def profile(**changes: object) -> Profile:
     plain = Profile(
         device="H200-SXM-141GB", reported_as="NVIDIA H200", backend="cuda", torch="2.11.0+cu130", python="3.12.1",
-        host_cpu="Xeon", date="2026-11-15T00:00:00+00:00", mode="quick", ops={"gemm": {"parts": [{"laws": {"": {"one": 0.5}}, "trees": None}], "accuracy": {}}},  # noqa: E501
+        host_cpu="Xeon", date="2026-11-15T00:00:00+00:00", mode="quick",
+        ops={"gemm": {"parts": [{"laws": {"": {"one": 0.5}}, "trees": None}], "accuracy": {}}},
         power=({"name": "idle", "watts": 79.4},), copies=({"name": "pin", "bytes": 5, "seconds": 0.1},),
         clocks={"sm_max_mhz": 1980.0}, links=((0.0, 1e9), (2e9, 0.0)), missing=("disk: short",), notes=("a note",),
     )  # fmt: skip
