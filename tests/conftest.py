@@ -8,12 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
+
 TESTS = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers collect the same files, each from another one on: what one has compiled the others read."""
+    """Workers collect the same files, each from another one on: what one has compiled the others read.
+
+    Where there are workers, tracing processes are forked from one server.
+    """
     worker = getattr(config, "workerinput", None)
+    if worker is not None:
+        forks.install()
+    elif getattr(config.option, "numprocesses", None):
+        forks.serve_forks()
     if worker is None or [Path(one).resolve() for one in config.args] != [TESTS]:
         return
     files = sorted(str(path) for path in TESTS.rglob("test_*.py"))

@@ -80,5 +80,9 @@ def _facts(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {"shapes": shapes, "tied": [group for group in names.values() if len(group) > 1]}
 
 
-if __name__ == "__main__":
+def main() -> None:
     serve(work)
+
+
+if __name__ == "__main__":
+    main()

@@ -69,16 +69,8 @@ class _Worker:
 
     def __init__(self, module: str, requests: Sequence[Mapping[str, Any]], more: Sequence[str]) -> None:
         here, there = os.pipe()
-        paths = [package_parent(), os.environ.get("PYTHONPATH")]
-        environment = {
-            **os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        }  # fmt: skip
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(there), *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, env=environment, pass_fds=(there,), start_new_session=True, bufsize=0,
-            )  # fmt: skip
+            self.process = _started(module, there, more)
         except BaseException:
             os.close(here)
             raise
@@ -160,6 +152,19 @@ class _Worker:
         self.process.stdout.close()
         os.close(self.replies)
         self.process.wait()
+
+
+def _started(module: str, replies: int, more: Sequence[str]) -> subprocess.Popen[bytes]:
+    """`python -m MODULE` in a session of its own, with the pipe it answers on."""
+    paths = [package_parent(), os.environ.get("PYTHONPATH")]
+    environment = {
+        **os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, str(replies), *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, env=environment, pass_fds=(replies,), start_new_session=True, bufsize=0,
+    )  # fmt: skip
 
 
 def _write(handle: int, content: bytes) -> None:

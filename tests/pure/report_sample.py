@@ -26,7 +26,7 @@ from foretell.trace.recipe import Recipe
 from foretell.trace.step import Workload
 from foretell.trace.types import Trace
 
-HOSTILE = "</script><script>window.harmed=1</script><img src=x onerror=\"window.harmed=1\">'\"&\u2028"
+HOSTILE = "</script><script>window.harmed=1</script><img src=x onerror=\"window.harmed=1\">'\"&"
 ON = {"H100": "8xH100", "CPU": "CPU"}
 
 

@@ -176,7 +176,8 @@ def test_another_device_is_refused() -> None:
 
 def test_rows_of_another_seal_and_torn_lines_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "a.rows.jsonl"
-    rows = [{"seal": "mine", "position": 0}, {"seal": "other", "position": 1}, {"seal": "mine", "position": 2}]
+    seen = {"measured": SEEN, "limited": {"ran": True}}
+    rows = [{"seal": seal, "position": number, **seen} for number, seal in enumerate(("mine", "other", "mine"))]
     path.write_text("\n".join(map(json.dumps, rows)) + '\n{"seal": "mine", "posi')
     assert sorted(run.read_rows(path, "mine")) == [0, 2]
 

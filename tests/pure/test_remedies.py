@@ -24,8 +24,9 @@ from foretell.hardware.larger import larger
 from foretell.report import command, screen
 from foretell.search import advice, advice_ways, child
 from foretell.search.advice_ways import Asked
+from foretell.trace import child as single
+from foretell.trace import stored
 from foretell.trace.capture import capture
-from foretell.trace.child import _trace
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.types import Trace
@@ -239,23 +240,19 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch, shelf: Path, tmp_path: Path) -> None:
+def here(monkeypatch: pytest.MonkeyPatch, shelf: Path) -> None:
     """What the tracing process does, in this one: torch is imported once."""
 
-    def traced_here(request: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        reply = _trace(request, tmp_path / "trace.json")
-        return (tmp_path / "trace.json").read_text(), reply
+    def told_here(reply: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        if "error" in reply:
+            raise single._as_error(reply["error"])
+        return reply.pop("text"), reply
 
-    def all_here(requests: Any, progress: Any = None) -> list[tuple[str, dict[str, Any]]]:
-        made = []
-        for request in requests:
-            reply = child._answer(request, tmp_path / "one.json")
-            assert "error" not in reply, reply
-            made.append(((tmp_path / "one.json").read_text(), reply))
-        return made
+    def one_here(asked: Mapping[str, Any], **_: Any) -> tuple[str, dict[str, Any]]:
+        return told_here(single.answered(lambda: single._trace(asked)))
 
-    monkeypatch.setattr(api, "trace_in_child", traced_here)
-    monkeypatch.setattr(child, "trace_all", all_here)
+    monkeypatch.setattr(stored, "trace_in_child", one_here)
+    monkeypatch.setattr(child, "trace_all", lambda requests, *_, **__: [told_here(child.answer(asked)) for asked in requests])
     monkeypatch.setattr(api, "ADVICE_SECONDS", 600.0)
     monkeypatch.setenv("FORETELL_CACHE", str(shelf))
     monkeypatch.setenv("COLUMNS", "100")
@@ -356,7 +353,7 @@ def test_lora_of_eight_billion_parameters_fits_on_one_4090(capsys: pytest.Captur
 def test_an_answer_that_fits_tries_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked_for = []
     real = api._traced
-    monkeypatch.setattr(api, "_traced", lambda request, cache: asked_for.append(request) or real(request, cache))
+    monkeypatch.setattr(api, "_traced", lambda request, *rest: asked_for.append(request) or real(request, *rest))
     status, found = told(["fit", "gpt2", "--set", "layers=3", "--seq", "256", "--on", "H200"], capsys)
     assert status == 0 and found["verdict"] == FITS and found["remedies"] == [] and len(asked_for) == 1
 
@@ -364,10 +361,10 @@ def test_an_answer_that_fits_tries_nothing(monkeypatch: pytest.MonkeyPatch, caps
 def test_a_way_that_breaks_the_model_is_no_failure_of_the_answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     real = api._traced
 
-    def broken(request: dict[str, Any], cache: bool) -> Any:
+    def broken(request: dict[str, Any], *rest: Any) -> Any:
         if request["recipe"]["recompute"] != "none":
             raise UserError("the model cannot be recomputed", "")
-        return real(request, cache)
+        return real(request, *rest)
 
     monkeypatch.setattr(api, "_traced", broken)
     words = ["fit", "gpt2", "--set", "layers=2", "--seq", "128", "--infer", "--micro-batch", "2", "--on", "A100"]

