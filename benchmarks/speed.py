@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,24 @@ CASES = {"gpt2": ("H100", 1.0), "llama3-8b": ("H100:8", 4.0), "llama3-405b": ("8
 def seconds_of_seconds(trace: Any, recipe: Any, cluster: Any) -> tuple[float, float]:
     """How long the prediction of step time alone takes from a trace at hand: the first time, and again."""
     from foretell.cost import machine
+    from foretell.cost.plan_time import plan_time
     from foretell.cost.sharded import shard
-    from foretell.cost.whole import speed
-    from foretell.cost.wishes import Wishes
+    from foretell.cost.speeds import Options, speeds_of
     from foretell.hardware.profile import find_profile
+    from foretell.plan.recipe import default_plan
     from foretell.trace.collection import no_collection
 
     profile = find_profile("H200-SXM-141GB")
     rank = shard(trace, cluster.count) if cluster.count > 1 else trace
+    plan = default_plan(replace(recipe, shards=cluster.count), {}, cluster.device.name)
     machine._KNOWN.clear()
     found = []
     for _ in range(2):
         before = time.perf_counter()
         with no_collection():
-            speed(rank, trace, recipe, cluster, 1, lambda name: profile, Wishes())
+            speeds = speeds_of(plan, cluster, Options(profile_of=lambda name: profile))
+            assert speeds is not None
+            plan_time(rank, speeds)
         found.append(time.perf_counter() - before)
     return found[0], found[1]
 

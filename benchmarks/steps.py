@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,11 +144,9 @@ def predict_seconds(config: dict[str, Any]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     from memory import parts
 
-    from foretell.cost.compiling import compiled
-    from foretell.cost.memory import predict_memory
+    from foretell.cost.plan import Options, predict_step
     from foretell.cost.whole import speed
-    from foretell.cost.wishes import Wishes
-    from foretell.hardware import overhead, parse
+    from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
     from foretell.trace.capture import capture
     from foretell.trace.load import load
@@ -158,12 +157,14 @@ def predict_seconds(config: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     cluster = parse("H200")
-    trace = compiled(counted, {"eager": "none", "compiled": "model"}.get(config["mode"], config["mode"]))
+    recipe = replace(recipe, compile={"eager": "none", "compiled": "model"}.get(config["mode"], config["mode"]))
+    how = Options(profile_of=find_profile)
     begun = time.perf_counter()
-    found = speed(trace, counted, recipe, cluster, config["micro_batch"], find_profile, Wishes())
+    cost = predict_step(counted, recipe, cluster, how, micro_batch=config["micro_batch"])
+    found = speed(cost, cluster, how)
     took = time.perf_counter() - begun
     assert found.time is not None
-    memory = predict_memory(trace, cluster, overhead(cluster.device, "2.11")).memory
+    memory = cost.worst.memory
     return {
         "seconds": found.time.step_seconds, "low": found.time.low_seconds, "high": found.time.high_seconds,
         "device_seconds": found.time.device_seconds, "host_seconds": found.time.host_seconds, "binds": found.time.binds,

@@ -108,18 +108,16 @@ def predict(config: dict[str, Any]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     from steps import roofline
 
-    from foretell.cost.memory import predict_memory
-    from foretell.cost.whole import speed
-    from foretell.cost.wishes import Wishes
-    from foretell.hardware import overhead, parse
+    from foretell.cost.plan import Options, predict_step
+    from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
 
     begun = time.perf_counter()
     try:
         trace = kept_trace(config)
         cluster = parse(DEVICE)
-        memory = predict_memory(trace, cluster, overhead(cluster.device, TORCH)).memory
-        found = speed(trace, trace, parts(config)[1], cluster, config["micro_batch"], find_profile, Wishes()).time
+        cost = predict_step(trace, parts(config)[1], cluster, Options(profile_of=find_profile), micro_batch=config["micro_batch"])
+        memory, found = cost.worst.memory, cost.time
         assert found is not None, f"nothing is known of the speed of {DEVICE}"
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from foretell.cost.memory import predict_memory
 from foretell.cost.prediction import FITS, Prediction
 from foretell.cost.remedies import outlook
 from foretell.cost.wishes import Amount, Wishes
@@ -113,6 +112,7 @@ def fit(
     """
     asked = {**locals(), "began": time.monotonic()}
     cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
+    on = hardware if isinstance(hardware, str) else cluster.device.name
     sharded = cluster.count > 1 and not infer
     recipe = Recipe(
         optimizer=optimizer,
@@ -140,13 +140,13 @@ def fit(
         source = Source(
             model=model, overrides=dict(overrides or {}), micro_batch=micro_batch, seq=seq, image=image, loss=loss
         )
-        answer = _fit_source(source, recipe, cluster, dict(hints or {}), expandable_segments, cache, wishes, time_limit)
+        answer = _fit_source(source, recipe, cluster, on, dict(hints or {}), expandable_segments, cache, wishes, time_limit)
         return _advised(answer, recipe, cluster, asked, source)
     from foretell.trace.module import batch_size, capture_module
 
-    trace = capture_module(model, batch, loss, recipe, capability=_capability(cluster), hints=hints)
+    trace = capture_module(model, batch, loss, replace(recipe, accumulate=1), capability=_capability(cluster), hints=hints)
     about = {"source": type(model).__name__, "description": type(model).__name__, "micro_batch": batch_size(batch)}
-    answer = predict(trace, recipe, cluster, about, expandable_segments=expandable_segments, wishes=wishes)
+    answer = predict(trace, recipe, cluster, about, on=on, expandable_segments=expandable_segments, wishes=wishes)
     return _advised(answer, recipe, cluster, asked)
 
 
@@ -175,14 +175,16 @@ def _advised(
 
 
 def _fit_source(
-    source: Source, recipe: Recipe, cluster: Cluster, hints: dict[str, float], expandable: bool, cache: bool,
+    source: Source, recipe: Recipe, cluster: Cluster, on: str, hints: dict[str, float], expandable: bool, cache: bool,
     wishes: Wishes, time_limit: float,
 ) -> Prediction:  # fmt: skip
     check_source(source)
     ranks = min(2, recipe.shards)  # a trace is the same for any number of them above one
-    asked = request(source, replace(recipe, compile="none", shards=ranks), _capability(cluster), hints)
+    several = "+" in str(source.overrides.get("phase", ""))  # phases in turn are traced with all their micro-batches
+    traced = replace(recipe, compile="none", shards=ranks, accumulate=recipe.accumulate if several else 1)
+    asked = request(source, traced, _capability(cluster), hints)
     question = {
-        "fit": asked, "hardware": cluster.to_dict(), "expandable": expandable, "compile": recipe.compile,
+        "fit": asked, "recipe": recipe.to_json(), "hardware": cluster.to_dict(), "on": on, "expandable": expandable,
         "wishes": wishes.to_json(), "prices": user_figures()[1], "profile": profile_stamp(cluster.device.name),
     }  # fmt: skip
     key = store.key_of(question)
@@ -193,7 +195,7 @@ def _fit_source(
         return known
     trace, files, notes = _traced_in_turn(asked, recipe, cache, time_limit)
     answer = predict(
-        trace, recipe, cluster, about, notes=tuple(notes), expandable_segments=expandable, wishes=wishes
+        trace, recipe, cluster, about, on=on, notes=tuple(notes), expandable_segments=expandable, wishes=wishes
     )
     if cache:
         store.write("answers", key, {"answer": answer.to_json()}, files)
@@ -269,64 +271,63 @@ def predict(
     cluster: Cluster,
     about: Mapping[str, Any],
     *,
+    on: str = "",
     notes: tuple[str, ...] = (),
     expandable_segments: bool = False,
     wishes: Wishes | None = None,
 ) -> Prediction:
-    """The answer for a trace on hardware."""
+    """The answer for a trace on hardware, by the plan that its recipe stands for."""
     with no_collection():
-        return _predict(trace, recipe, cluster, about, notes, expandable_segments, wishes or Wishes())
+        return _predict(trace, recipe, cluster, about, on or cluster.device.name, notes, expandable_segments, wishes or Wishes())
 
 
 def _predict(
-    trace: Trace, recipe: Recipe, cluster: Cluster, about: Mapping[str, Any], notes: tuple[str, ...],
+    trace: Trace, recipe: Recipe, cluster: Cluster, about: Mapping[str, Any], on: str, notes: tuple[str, ...],
     expandable_segments: bool, wishes: Wishes,
 ) -> Prediction:  # fmt: skip
+    from foretell.cost.plan import Options, predict_plan
+    from foretell.cost.plan_blocks import KEEP, blocks_of
     from foretell.cost.whole import speed
+    from foretell.plan.file import to_json
+    from foretell.plan.recipe import default_plan, mode_of
 
-    counted = trace
-    if recipe.compile != "none":
-        if "backwards" in trace.meta:
-            raise UserError("layers that run backward one by one are not what torch.compile takes", "leave --compile away")
-        from foretell.cost.compiling import compiled
-
-        trace = compiled(trace, recipe.compile)
-    if recipe.shards > 1:
-        from foretell.cost.sharded import shard
-
-        trace = shard(trace, recipe.shards)
-    extra = overhead(cluster.device, MEASURED_TORCH)
-    outcome = predict_memory(trace, cluster, extra, expandable=expandable_segments)
-    parameters = trace.meta["parameters"]
-    assert isinstance(parameters, int)
-    found = speed(trace, counted, recipe, cluster, int(about.get("micro_batch") or 1), find_profile, wishes)
+    if recipe.compile != "none" and "backwards" in trace.meta:
+        raise UserError("layers that run backward one by one are not what torch.compile takes", "leave --compile away")
+    blocks = blocks_of(trace)
+    plan = default_plan(recipe, {"model": about.get("source", "")}, on, micro_batch=int(about.get("micro_batch") or 1), blocks=blocks)
+    how = Options(profile_of=find_profile, expandable=expandable_segments)
+    cost = predict_plan({mode_of(recipe) if blocks else KEEP: trace}, plan, cluster, how)
+    found = speed(cost, cluster, how, wishes)
     if wishes.trace_out:
-        if found.timeline is None:
+        if cost.timeline is None:
             raise UserError(f"no timeline of {cluster.device.name} to write: its speed is not known", "leave --trace-out away")
         from foretell.report.chrome import write
 
-        write(found.timeline, wishes.trace_out)
-    guess = None
-    if outcome.verdict != FITS:
-        guess = outlook(trace, outcome.memory, cluster, extra, expandable=expandable_segments)
+        write(cost.timeline, wishes.trace_out)
+    memory, guess = cost.worst.memory, None
+    if cost.verdict != FITS:
+        guess = outlook(cost.programs[0], memory, cluster, overhead(cluster.device, MEASURED_TORCH), expandable=expandable_segments)
+    local, parameters = cost.programs[0], trace.meta["parameters"]
+    assert isinstance(parameters, int)
     return Prediction(
-        verdict=outcome.verdict,
+        verdict=cost.verdict,
+        plan=to_json(plan),
         model={
             **about, "recipe": recipe.to_json(), "blocks": trace.meta.get("blocks", []),
-            "trainable": trace.meta.get("trainable"), "ops": sum(len(p.ops) for p in trace.programs.values()),
-            "flops": _flops(trace), "ops_without_flop_rule": list(trace.ops_without_flop_rule),
+            "trainable": trace.meta.get("trainable"), "ops": sum(len(p.ops) for p in local.programs.values()),
+            "flops": _flops(local), "ops_without_flop_rule": list(local.ops_without_flop_rule),
             **({"outlook": guess.to_json()} if guess else {}),
         },
         hardware=_hardware(cluster),
         parameters=parameters,
-        memory=outcome.memory,
+        memory=memory,
         time=found.time,
         throughput=found.throughput,
         mfu=found.mfu,
         energy=found.energy,
         cost=found.cost,
         run=found.run,
-        assumptions=(*_assumptions(recipe, cluster, expandable_segments), *cluster.notes, *notes, *found.notes, *_said(trace)),
+        assumptions=(*_assumptions(recipe, cluster, expandable_segments), *cluster.notes, *notes, *found.notes, *_said(local)),
         versions=store.versions(),
     )  # fmt: skip
 
@@ -359,7 +360,7 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool) -> tuple[st
         lines = [f"{how}, inference, one forward, {precision}"]
     if recipe.shards > 1:
         _, fsdp, dtype = recipe.precision.rpartition("fsdp-")
-        policy = f", {dtype} MixedPrecisionPolicy" if fsdp else ""
+        policy = f", {dtype} MixedPrecisionPolicy with gradients reduced in fp32" if fsdp else ""
         lines.append(f"no plan given: FSDP2 over all {cluster.count} devices, every block and the root{policy}; numbers are of the worst rank")
     lines += _why_not_bf16(recipe, cluster)
     if recipe.shards > 1 and recipe.compile != "none":
@@ -419,12 +420,11 @@ def _machine_here() -> Machine | None:
 
 def _pace(sources: Sequence[Source], recipe: Recipe, known: Machine, steps: int = 13, most: float = float("inf")) -> float:
     """How many times as long as its profile says this CPU takes now, by really running steps of these models."""
-    from foretell.cost.time import predict_time
-    from foretell.hardware.probe.machine import device_of
+    from foretell.cost.plan_time import plan_time
+    from foretell.cost.speeds import alone
     from foretell.trace.here import seconds_on_cpu, trace_as_cpu
 
-    cluster = Cluster(device=device_of("cpu"))
-    said = sum(predict_time(trace_as_cpu(source, recipe), known, cluster)[0].step_seconds for source in sources)
+    said = sum(plan_time(trace_as_cpu(source, recipe), alone(known))[0].step_seconds for source in sources)
     return sum(seconds_on_cpu(source, recipe, least=1.0, steps=steps, most=most) for source in sources) / said
 
 

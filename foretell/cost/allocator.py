@@ -48,6 +48,7 @@ Choices where the real allocator depends on its surroundings:
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 
 MIB = 1 << 20
 MIN_BLOCK = 512
@@ -198,6 +199,10 @@ def _round_to_division(size: int, divisions: int) -> int:
     return _round_up(size, (1 << size.bit_length() - 1) // divisions)
 
 
+Tell = Callable[[bool, int, int], None]
+"""Told of every block that comes (or goes): whether it comes, its handle, its bytes."""
+
+
 class CachingAllocator:
     """The allocator of one device. A handle is the block's address, so it is unique among the live blocks.
 
@@ -222,6 +227,7 @@ class CachingAllocator:
         self._live: dict[int, _Block] = {}
         self._heads: dict[int, _Block] = {}  # the first block of every segment, by address
         self._next_address = _FIRST_ADDRESS
+        self.tell: Tell | None = None
 
     def malloc(self, nbytes: int, stream: int = 0) -> int:
         """Allocate and return a handle (0 for no bytes). Raises `OutOfMemory`."""
@@ -252,6 +258,8 @@ class CachingAllocator:
         self._live[address] = block
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
+        if self.tell is not None:
+            self.tell(True, address, block.size)
         return address
 
     def free(self, handle: int) -> None:
@@ -260,6 +268,8 @@ class CachingAllocator:
             return
         block = self._live.pop(handle)
         self.allocated -= block.size
+        if self.tell is not None:
+            self.tell(False, handle, block.size)
         block.state = _FREE
         block.pool.add_merged(block)
 
@@ -281,6 +291,10 @@ class CachingAllocator:
     def reset_peaks(self) -> None:
         self.peak_allocated = self.allocated
         self.peak_reserved = self.reserved
+
+    def held(self) -> dict[int, int]:
+        """Handle → bytes of every block in use."""
+        return {address: block.size for address, block in self._live.items()}
 
     def segments(self) -> list[tuple[int, int, int]]:
         """(address, size, allocated bytes inside) of every segment by address; if expandable, of every mapped range."""
@@ -395,3 +409,41 @@ class CachingAllocator:
         if block.prev is None and block.next is None:
             pool.remove(block)
             del self._heads[block.address]
+
+
+class LiveAllocator:
+    """Memory that is taken when it is needed and given back at once, as a CPU's tensors do: no rounding, no cache."""
+
+    def __init__(self) -> None:
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self.tell: Tell | None = None
+        self._sizes: dict[int, int] = {}
+        self._next_address = _FIRST_ADDRESS
+
+    def malloc(self, nbytes: int, stream: int = 0) -> int:
+        address = self._next_address
+        self._next_address += max(MIN_BLOCK, _round_up(nbytes, MIN_BLOCK))
+        self._sizes[address] = nbytes
+        self.allocated += nbytes
+        self.reserved = self.allocated
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.peak_reserved = self.allocated
+        if self.tell is not None:
+            self.tell(True, address, nbytes)
+        return address
+
+    def free(self, handle: int) -> None:
+        nbytes = self._sizes.pop(handle)
+        self.allocated -= nbytes
+        self.reserved = self.allocated
+        if self.tell is not None:
+            self.tell(False, handle, nbytes)
+
+    def reset_peaks(self) -> None:
+        self.peak_allocated = self.peak_reserved = self.allocated
+
+    def held(self) -> dict[int, int]:
+        return dict(self._sizes)
+
+    def segments(self) -> list[tuple[int, int, int]]:
+        return []

@@ -11,31 +11,27 @@ on events it waits: the bubble.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from foretell.cost import plan_cpu
-from foretell.cost.collectives import P2P, Fabric, collective
-from foretell.cost.machine import machine
 from foretell.cost.pipeline_order import Event
 from foretell.cost.pipeline_rank import STEP, RankTrace, rank_traces
 from foretell.cost.plan_parts import (
-    Options,
     PlanCost,
     RankCost,
     collectives,
+    flops_of,
     memory_of,
     memory_of_all,
-    model_flops,
     notes_of,
-    profile_for,
     throughput,
 )
-from foretell.cost.plan_time import Seconds, as_time, drags, fabrics_for, message, talk_over, tasks_of
+from foretell.cost.plan_steps import repeated
+from foretell.cost.plan_time import as_time, drags, tasks_of
 from foretell.cost.prediction import ASSUMED, Time
 from foretell.cost.sharded_units import RECEIVE, SEND
+from foretell.cost.speeds import Options, Speeds, message, speeds_of
 from foretell.cost.streams import Task, Timeline, simulate
-from foretell.cost.time import Machine
-from foretell.cost.unlike import slowest_seen, smallest_seen
+from foretell.cost.unlike import smallest_seen
 from foretell.hardware.types import Cluster
 from foretell.plan.types import Plan
 from foretell.trace.types import Op, Program, Trace
@@ -45,11 +41,8 @@ WAITING = "waiting_for_ranks"
 
 def predict_pipeline(whole: Trace, plan: Plan, cluster: Cluster, how: Options) -> PlanCost:
     """What every rank of the pipeline axis allocates and sends, and how long a step takes."""
-    on_cpu = cluster.device.backend == "cpu"
-    ranks = rank_traces(whole, plan, holds_sends=not on_cpu)
-    if on_cpu:
-        outcomes = [plan_cpu.predict_memory(one.trace, plan, cluster) for one in ranks]
-    elif cluster.groups:
+    ranks = rank_traces(whole, plan, holds_sends=cluster.device.backend != "cpu")
+    if cluster.groups or cluster.device.backend == "cpu":
         outcomes = [memory_of(one.trace, plan, smallest_seen(plan, cluster, one.rank), how) for one in ranks]
     else:
         outcomes = memory_of_all([one.trace for one in ranks], plan, cluster, how)
@@ -63,43 +56,44 @@ def predict_pipeline(whole: Trace, plan: Plan, cluster: Cluster, how: Options) -
     found = pipeline_time(ranks, plan, cluster, how)
     unit, per_step = throughput(whole, plan)
     if found is not None:
-        costs = [replace(cost, seconds=busy) for cost, busy in zip(costs, found[1], strict=True)]
+        costs = [replace(cost, seconds=one.busy) for cost, one in zip(costs, found.events, strict=True)]
+    flops, again = flops_of(repeated(whole, plan.accumulate), plan)
     return PlanCost(
-        plan=plan, ranks=tuple(costs), time=found[0] if found else None, unit=unit, per_step=per_step,
-        bubble=1 - sum(found[1]) / len(ranks) / found[0].step_seconds if found else 0.0,
-        model_flops=model_flops(whole, plan), notes=tuple(notes_of(whole, plan)),
+        plan=plan, ranks=tuple(costs), time=found.time if found else None, unit=unit, per_step=per_step,
+        bubble=1 - sum(one.busy for one in found.events) / len(ranks) / found.time.step_seconds if found else 0.0,
+        model_flops=flops, again_flops=again, notes=tuple(notes_of(whole, plan)),
+        programs=tuple(one.trace for one in ranks), timeline=found.timeline if found else None, events=found.events if found else (),
     )  # fmt: skip
 
 
 # ---------------------------------------------------------------------- time
 
 
-def pipeline_time(
-    ranks: Sequence[RankTrace], plan: Plan, cluster: Cluster, how: Options
-) -> tuple[Time, list[float]] | None:
-    """The step, and the seconds each rank is busy in it; None where nothing is known of the device's speed."""
-    seen = [slowest_seen(plan, cluster, one.rank) for one in ranks]
-    machines = [machine(one.device, profile_for(one, how.profile_of)) for one in seen]
-    known = [one for one in machines if one is not None]
+@dataclass(frozen=True)
+class Ran:
+    """A step of all ranks of a pipeline."""
+
+    time: Time
+    timeline: Timeline
+    events: tuple[Events, ...]
+
+
+def pipeline_time(ranks: Sequence[RankTrace], plan: Plan, cluster: Cluster, how: Options) -> Ran | None:
+    """The step and what each rank does in it; None where nothing is known of the device's speed."""
+    speeds = [speeds_of(plan, cluster, how, one.rank) for one in ranks]
+    known = [one for one in speeds if one is not None]
     if len(known) < len(ranks):
         return None
-    on_cpu = cluster.device.backend == "cpu"
-    fabrics = {} if on_cpu else fabrics_for(plan, cluster)
-    talk = plan_cpu.talk if on_cpu else talk_over(fabrics)
-    slower = plan_cpu.slower(plan, cluster) if on_cpu else None
-    events = [Events(one, device, talk, slower) for one, device in zip(ranks, known, strict=True)]
-    scale = how.pace if on_cpu else 1.0
-    step = together(events, plan, None if on_cpu else fabrics["pp"]).seconds * scale
-    worst = max(events, key=lambda one: one.busy)
-    time = _as_time(worst, step, scale, worst.known)
-    return time, [one.busy * scale for one in events]
+    events = tuple(Events(one, each) for one, each in zip(ranks, known, strict=True))
+    timeline = together(events, plan)
+    return Ran(_as_time(max(events, key=lambda one: one.busy), timeline.seconds), timeline, events)
 
 
 class Events:
     """Seconds of the events of one rank."""
 
-    def __init__(self, rank: RankTrace, known: Machine, talk: Seconds, slower: Seconds | None) -> None:
-        self.rank, self.known, self.talk, self.slower = rank, known, talk, slower
+    def __init__(self, rank: RankTrace, speeds: Speeds) -> None:
+        self.rank, self.speeds = rank, speeds
         self.parts: dict[object, tuple[Timeline, list[Task]]] = {}
         ops = rank.trace.programs[STEP].ops
         self.seconds = [self._of((event.kind, event.stage), ops[start:end]) for event, start, end in rank.events]
@@ -113,8 +107,7 @@ class Events:
         if key not in self.parts:
             ops = tuple(op for op in ops if op.name not in (SEND, RECEIVE))
             trace = replace(self.rank.trace, programs={"event": Program("event", ops)}, schedule={"steady_step": (("event", 1),)})
-            around = what == "update"
-            tasks = list(tasks_of(trace, (("event", 1),), self.known, self.talk, self.slower, around=around))
+            tasks = list(tasks_of(trace, (("event", 1),), self.speeds, around=what == "update"))
             self.parts[key] = simulate(tasks, steps=2, drag=drags(tasks)), tasks
         return self.parts[key][0].seconds
 
@@ -133,7 +126,7 @@ def _messages(ops: Sequence[Op]) -> int:
     return sum(message(op) for op in ops if op.name == SEND)
 
 
-def together(events: Sequence[Events], plan: Plan, link: Fabric | None) -> Timeline:
+def together(events: Sequence[Events], plan: Plan) -> Timeline:
     """All ranks at once: an event begins when its rank is free and what it waits for has arrived."""
     tasks: list[Task] = []
     done: dict[Event, int] = {}
@@ -156,9 +149,8 @@ def together(events: Sequence[Events], plan: Plan, link: Fabric | None) -> Timel
                 target = _target(event, last)
                 size = one.sent[places[number]]
                 if target is not None and size and where[target] != one.rank.rank:
-                    seconds = collective(P2P, size, link).seconds if link is not None else plan_cpu.message_seconds(size)
                     lane = f"{one.rank.rank} to {where[target]}"
-                    tasks.append(Task("send", lane, seconds, (finished,)))
+                    tasks.append(Task("send", lane, one.speeds.send(size) * one.speeds.pace, (finished,)))
                     finished = len(tasks) - 1
                 done[event] = finished
                 places[number] += 1
@@ -187,25 +179,25 @@ def _target(event: Event, last: int) -> int | None:
     return event.stage - 1 if event.kind in "BI" and event.stage else None
 
 
-def _as_time(worst: Events, step: float, scale: float, known: Machine) -> Time:
+def _as_time(worst: Events, step: float) -> Time:
     """The busiest rank's seconds, and what it waits for."""
     breakdown: dict[str, float] = {}
     phases: dict[str, float] = {}
     binds: dict[str, float] = {}
     device = host = exposed = 0.0
     for timeline, tasks, times in worst.times():
-        part = as_time(timeline, tasks, known)
+        part = as_time(timeline, tasks, worst.speeds)
         for name, value in part.breakdown.items():
-            breakdown[name] = breakdown.get(name, 0.0) + value * times * scale
+            breakdown[name] = breakdown.get(name, 0.0) + value * times
         for name, value in part.phases.items():
-            phases[name] = phases.get(name, 0.0) + value * times * scale
+            phases[name] = phases.get(name, 0.0) + value * times
         binds[part.binds] = binds.get(part.binds, 0.0) + part.step_seconds * times
-        device += part.device_seconds * times * scale
-        host += part.host_seconds * times * scale
-        exposed += part.exposed_communication_seconds * times * scale
+        device += part.device_seconds * times
+        host += part.host_seconds * times
+        exposed += part.exposed_communication_seconds * times
     breakdown[WAITING] = max(0.0, step - sum(breakdown.values()))
     bound = max(binds, key=lambda name: binds[name])
-    low, high = known.band.get(bound) or known.band.get("", (0.7, 1.5))
+    low, high = worst.speeds.band(bound)
     return Time(
         step_seconds=step, low_seconds=step * low, high_seconds=step * high, breakdown=breakdown, phases=phases,
         binds=bound, provenance=ASSUMED, device_seconds=device, host_seconds=host,

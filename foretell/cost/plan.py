@@ -12,7 +12,7 @@ A plan is costed from traces of one device; nothing is traced here, so that thou
       ▼ arrange     pipeline: the schedule's events, micro-batches in flight         pipeline
       one trace for each rank of the pipeline
       ├─► memory: replayed through the caching allocator; the worst rank decides     memory
-      └─► time: every op on its stream; with a pipeline, ranks wait for each other   plan_time, pipeline
+      └─► time: every op on its stream; with a pipeline, ranks wait for each other   speeds, plan_time, pipeline
 
 Every arrow is a function Trace → Trace, in the order in which `runtime` applies the same things to the real model.
 Ranks along dp_replicate, dp_shard and tp hold the same number of bytes, but for uneven rows: rank 0 has the largest
@@ -26,8 +26,8 @@ for several devices is "assumed" until links are measured.
 Mesh axes lie as in `plan.types.AXES`: tp innermost, so its groups are side by side; pp outermost. Which links a group
 uses follows from that (`collectives.fabric` with a stride).
 
-A CPU is costed from the trace of the CPU step: bytes are live bytes (there is no caching allocator) plus a process,
-against RAM that all ranks share; seconds come from the CPU's profile, with cores shared by the ranks (plan_cpu).
+A CPU is a machine with other values: its tensors are live bytes (there is no caching allocator) plus a process, against
+RAM that all ranks share (memory); its seconds come from its profile, with cores shared by the ranks (speeds).
 """
 
 from __future__ import annotations
@@ -35,36 +35,38 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from foretell.cost import activations, offload, plan_cpu
+from foretell.cost import activations, offload
 from foretell.cost.compiling import compiled
 from foretell.cost.expert import experts_of, experts_sharded
 from foretell.cost.machine import machine
 from foretell.cost.plan_blocks import KEEP, blocks_of, compose
 from foretell.cost.plan_parts import (
     Collective,
-    Options,
     PlanCost,
     RankCost,
     collectives,
+    flops_of,
     memory_of,
-    model_flops,
     notes_of,
-    profile_for,
     throughput,
 )
-from foretell.cost.plan_steps import repeated
+from foretell.cost.plan_steps import all_of
 from foretell.cost.plan_time import moved_time, plan_time
-from foretell.cost.prediction import Time
+from foretell.cost.prediction import Memory, Time
 from foretell.cost.sharded import shard
+from foretell.cost.speeds import Options, alone, profile_for, speeds_of
+from foretell.cost.streams import Timeline
 from foretell.cost.unlike import slowest_seen, smallest_seen
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan.blocks import expand
 from foretell.plan.precision import MIXED
+from foretell.plan.recipe import default_plan, mode_of
 from foretell.plan.types import AWAY, FLOAT8, MASTER, Plan
+from foretell.trace.recipe import Recipe
 from foretell.trace.types import Trace
 
-__all__ = ["KEEP", "Collective", "Options", "PlanCost", "RankCost", "collectives", "predict_plan"]
+__all__ = ["KEEP", "Collective", "Options", "PlanCost", "RankCost", "collectives", "predict_plan", "predict_step"]
 
 
 def predict_plan(
@@ -85,18 +87,26 @@ def predict_plan(
 
         found = predict_pipeline(mixed, plan, cluster, how)
         return found if plan.compile == "none" else _quickened(found, mixed, cluster, how)
-    whole = repeated(mixed, plan.accumulate)
+    whole = all_of(mixed, plan.accumulate)
     local = sharded(compiled(whole, plan.compile), plan)
     beside = activations.host_bytes(local, plan) if activations.moves(plan) else 0
     if beside:
         local = activations.away(local, plan, activations.rates(profile_for(cluster, how.profile_of), plan))
-    time, rank = _moved(local, plan, cluster, how) if plan.offloads else _cost(local, plan, cluster, how)
+    time, timeline, rank = (_moved if plan.offloads else _cost)(local, plan, cluster, how)
     rank = replace(rank, memory=replace(rank.memory, host_bytes=rank.memory.host_bytes + beside))
     unit, per_step = throughput(mixed, plan)
+    flops, again = flops_of(whole, plan)
     return PlanCost(
-        plan=plan, ranks=(rank,), time=time, unit=unit, per_step=per_step,
-        model_flops=model_flops(mixed, plan), notes=tuple(notes_of(local, plan)),
+        plan=plan, ranks=(rank,), time=time, unit=unit, per_step=per_step, model_flops=flops, again_flops=again,
+        notes=tuple(notes_of(local, plan)), programs=(local,), timeline=timeline,
     )  # fmt: skip
+
+
+def predict_step(trace: Trace, recipe: Recipe, cluster: Cluster, options: Options | None = None, *, micro_batch: int = 1) -> PlanCost:
+    """What a recipe's own plan costs, from one trace of it; `trace` has one micro-batch, or all of them where it says so."""
+    blocks = blocks_of(trace)
+    plan = default_plan(recipe, {}, cluster.device.name, micro_batch=micro_batch, blocks=blocks)
+    return predict_plan({mode_of(recipe) if blocks else KEEP: trace}, plan, cluster, options)
 
 
 def _quickened(found: PlanCost, mixed: Trace, cluster: Cluster, how: Options) -> PlanCost:
@@ -104,10 +114,7 @@ def _quickened(found: PlanCost, mixed: Trace, cluster: Cluster, how: Options) ->
     known = machine(cluster.device, profile_for(cluster, how.profile_of))
     if found.time is None or known is None or cluster.device.backend == "cpu":
         return found
-    alone = Plan(model=found.plan.model, hardware=found.plan.hardware)
-    plain, quick = (
-        plan_time(compiled(mixed, way), alone, known, cluster).step_seconds for way in ("none", "model")
-    )
+    plain, quick = (plan_time(compiled(mixed, way), alone(known))[0].step_seconds for way in ("none", "model"))
     share = min(1.0, quick / plain)
     time = found.time
     return replace(
@@ -121,40 +128,32 @@ def _quickened(found: PlanCost, mixed: Trace, cluster: Cluster, how: Options) ->
     )  # fmt: skip
 
 
-def _cost(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> tuple[Time | None, RankCost]:
-    if cluster.device.backend == "cpu":
-        outcome = plan_cpu.predict_memory(local, plan, cluster)
-        profile = profile_for(cluster, how.profile_of)
-        time = plan_cpu.predict_time(local, plan, cluster, profile, how.pace)
-    else:
-        outcome = memory_of(local, plan, smallest_seen(plan, cluster), how)
-        slow = slowest_seen(plan, cluster)
-        known = machine(slow.device, profile_for(slow, how.profile_of))
-        time = plan_time(local, plan, known, cluster) if known is not None and activations.priced(local) else None
-    rank = RankCost(
-        rank=0, stages=(0,), verdict=outcome.verdict, memory=outcome.memory, collectives=collectives(local),
-        seconds=time.step_seconds if time else None,
-    )  # fmt: skip
-    return time, rank
+def _cost(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> tuple[Time | None, Timeline | None, RankCost]:
+    outcome = memory_of(local, plan, smallest_seen(plan, cluster), how)
+    speeds = speeds_of(plan, cluster, how)
+    time, timeline = plan_time(local, speeds) if speeds is not None and activations.priced(local) else (None, None)
+    return time, timeline, _rank(local, outcome.verdict, outcome.memory, time)
 
 
-def _moved(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> tuple[Time | None, RankCost]:
+def _moved(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> tuple[Time | None, Timeline | None, RankCost]:
     """The same where optimizer states are elsewhere, and perhaps weights."""
     changed, units = offload.moved(local, plan), offload.units_of(local, plan)
     outcome = memory_of(changed, plan, smallest_seen(plan, cluster), how)
     steady = next((phase.host_bytes for phase in outcome.memory.phases if phase.name == "steady_step"), outcome.memory.host_bytes)
     memory = replace(outcome.memory, host_bytes=steady + offload.host_bytes(local, plan))
-    slow = slowest_seen(plan, cluster)
+    slow, speeds = slowest_seen(plan, cluster), speeds_of(plan, cluster, how)
     profile = profile_for(slow, how.profile_of)
-    known = machine(slow.device, profile)
     rates = offload.rates(profile, slow.device, offload.neighbours(plan.mesh, slow)) if profile is not None else None
-    priced = known is not None and rates is not None and offload.priced(units, plan, rates) and activations.priced(local)
-    time = moved_time(changed, plan, known, cluster, units, rates) if priced and known and rates else None
-    rank = RankCost(
-        rank=0, stages=(0,), verdict=outcome.verdict, memory=memory, collectives=collectives(local),
+    priced = rates is not None and offload.priced(units, plan, rates) and activations.priced(local)
+    time, timeline = moved_time(changed, plan, speeds, units, rates) if priced and speeds and rates else (None, None)
+    return time, timeline, _rank(local, outcome.verdict, memory, time)
+
+
+def _rank(local: Trace, verdict: str, memory: Memory, time: Time | None) -> RankCost:
+    return RankCost(
+        rank=0, stages=(0,), verdict=verdict, memory=memory, collectives=collectives(local),
         seconds=time.step_seconds if time else None,
     )  # fmt: skip
-    return time, rank
 
 
 def _check(plan: Plan, cluster: Cluster) -> None:

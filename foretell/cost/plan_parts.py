@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foretell.cost.context import all_ranks
+from foretell.cost.host import steady
 from foretell.cost.memory import TIGHT_SHARE, Outcome, careful_limit, predict_memory, run_order, sizes_for
-from foretell.cost.plan_time import axis_of, message
 from foretell.cost.prediction import ASSUMED, FITS, NO, TIGHT, Infeasible, Memory, Time
 from foretell.cost.sharded_units import COLLECTIVES, RECEIVE, SEND
+from foretell.cost.speeds import Options, axis_of, message
+from foretell.cost.streams import Timeline
 from foretell.cost.timeline import Replay
-from foretell.cost.whole import NEAREST, sequence_length
 from foretell.hardware import overhead
-from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster
 from foretell.plan.types import Plan
 from foretell.trace.types import Op, Trace
+
+if TYPE_CHECKING:
+    from foretell.cost.pipeline import Events
 
 TORCH = "2.11"
 """The torch whose CUDA choices and op scratch were measured."""
@@ -67,7 +70,15 @@ class PlanCost:
     """Share of the step in which ranks wait for other stages, on average."""
     model_flops: int = 0
     """Of the whole model, one step, all ranks together, without recomputation."""
+    again_flops: int = 0
+    """The same of what is computed again."""
     notes: tuple[str, ...] = ()
+    programs: tuple[Trace, ...] = field(default=(), repr=False, compare=False)
+    """What each rank of the pipeline axis runs."""
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)
+    """Of a rank's ops; with a pipeline, of the events of all its ranks. None where nothing is known of the device's speed."""
+    events: tuple[Events, ...] = field(default=(), repr=False, compare=False)
+    """With a pipeline: those of each rank."""
 
     @property
     def worst(self) -> RankCost:
@@ -114,26 +125,11 @@ class PlanCost:
         return found
 
 
-Profiles = Callable[[str], Profile | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How to cost, besides what the plan says."""
-
-    profile_of: Profiles = field(default=lambda _: None)
-    """Device name → its profile, if there is one."""
-    expandable: bool = False
-    """The caching allocator grows segments."""
-    pace: float = 1.0
-    """How much longer this CPU takes now than its profile says."""
-
-
 def memory_of(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> Outcome:
     """Bytes of one rank on its device; communication buffers only where ranks talk."""
     world = plan.mesh.world
     used = cluster if world > 1 else replace(cluster, nodes=1, devices_per_node=1, groups=(), matrix=None)
-    return predict_memory(local, used, overhead(cluster.device, TORCH), expandable=how.expandable)
+    return predict_memory(local, used, overhead(cluster.device, TORCH), expandable=how.expandable, ranks=world)
 
 
 def memory_of_all(locals_: Sequence[Trace], plan: Plan, cluster: Cluster, how: Options) -> list[Outcome]:
@@ -168,11 +164,6 @@ def memory_of_all(locals_: Sequence[Trace], plan: Plan, cluster: Cluster, how: O
     return found
 
 
-def profile_for(cluster: Cluster, profile_of: Profiles) -> Profile | None:
-    device = cluster.device
-    return profile_of(device.name) or profile_of(NEAREST.get(device.backend, ""))
-
-
 # ---------------------------------------------------------------------- what follows from a rank's trace
 
 
@@ -202,10 +193,25 @@ def throughput(trace: Trace, plan: Plan) -> tuple[str, int]:
     return ("tokens" if length else "samples"), plan.global_batch * (length or 1)
 
 
-def model_flops(trace: Trace, plan: Plan) -> int:
-    """FLOPs of a step of the model on all ranks; what is computed again does not count."""
-    once = sum(op.flops or 0 for op in trace.programs["micro_first"].ops if op.phase != "recompute")
-    return round(once * plan.accumulate * plan.mesh.data * plan.mesh.tp * all_ranks(trace, plan.mesh.cp))
+def sequence_length(trace: Trace, micro_batch: int) -> int | None:
+    """Tokens of a sample: the batch's first table of integers with a row for every sample, or None."""
+    batch = trace.meta.get("batch", [])
+    assert isinstance(batch, list)
+    for dtype, *shape in batch:
+        if str(dtype).startswith("int") and len(shape) == 2 and shape[0] == micro_batch:
+            return int(shape[1])
+    return None
+
+
+def flops_of(trace: Trace, plan: Plan) -> tuple[int, int]:
+    """FLOPs of forward and backward on all ranks, and of what is computed again; `trace` has all micro-batches of a step."""
+    found = {False: 0, True: 0}
+    for name, times in steady(trace):
+        for op in trace.programs[name].ops:
+            if op.phase != "update":
+                found[op.phase == "recompute"] += times * (op.flops or 0)
+    ranks = plan.mesh.data * plan.mesh.tp * all_ranks(trace, plan.mesh.cp)
+    return round(found[False] * ranks), round(found[True] * ranks)
 
 
 def notes_of(trace: Trace, plan: Plan) -> Iterable[str]:

@@ -13,6 +13,11 @@ _KEPT = "aten.detach.default"
 """What autograd does with the first gradient of a parameter: it keeps it."""
 
 
+def all_of(trace: Trace, accumulate: int) -> Trace:
+    """A whole step: the trace itself where it has all micro-batches already, or is no training step of its own."""
+    return repeated(trace, accumulate) if FIRST in trace.programs and NEXT not in trace.programs else trace
+
+
 def repeated(trace: Trace, accumulate: int) -> Trace:
     """The trace with so many micro-batches a step; what the later ones do is derived where it was not traced.
 

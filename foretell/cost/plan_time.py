@@ -6,110 +6,65 @@ the update. What tensor parallelism sums or gathers is on the path: the op that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from foretell.cost import activations, offload
-from foretell.cost.collectives import ALL_REDUCE, Fabric, among, collective, fabric, slowest
-from foretell.cost.host import watched_blocks, wholly_compiled
+from foretell.cost.host import steady, watched_blocks, wholly_compiled
 from foretell.cost.offload_time import Rates, Unit, marks_of, played
 from foretell.cost.prediction import ASSUMED, Time
 from foretell.cost.sharded import COLLECTIVES as TALKING
 from foretell.cost.sharded import DP_REPLICATE, DP_SHARD
+from foretell.cost.speeds import Speeds, axis_of
 from foretell.cost.streams import COLLECTIVES, COMPUTE, HOST, Task, Timeline, simulate
-from foretell.cost.time import COMPUTE_KINDS, DRAG, LONG_PROGRAM, MARKS, Machine, op_prices, synchronises
-from foretell.hardware.types import Cluster
-from foretell.plan.mesh import OWN_RANKS, groups, sharing, sharing_experts
-from foretell.plan.types import Mesh, Plan
+from foretell.cost.time import COMPUTE_KINDS, DRAG, LONG_PROGRAM, MARKS, MOST_GUESSED, guessed, op_prices, synchronises
+from foretell.plan.types import Plan
 from foretell.trace.types import Op, Trace
 
 BESIDE = (DP_SHARD, DP_REPLICATE)
 """Axes whose collectives run beside compute."""
-REDUCTION_AT_END_BYTES = 8
-"""Loss and squared norm of the gradient, summed over all ranks once a step."""
 
 
-def plan_time(local: Trace, plan: Plan, machine: Machine, cluster: Cluster) -> Time:
-    """Seconds of a steady step of one rank; all ranks do the same."""
-    tasks = _with_ends(local, plan, machine, cluster)
-    found = _timed(tasks, machine)
+def plan_time(local: Trace, speeds: Speeds) -> tuple[Time, Timeline]:
+    """Seconds of a steady step of one rank, and the timeline they come from; all ranks do the same."""
+    tasks = with_ends(local, speeds)
+    found, timeline = _timed(tasks, speeds)
     if activations.COPIES in local.meta:
-        found = activations.told(_timed(activations.with_copies(tasks, local), machine), found)
-    return found if plan.mesh.world == 1 else replace(found, provenance=ASSUMED)
+        moved, timeline = _timed(activations.with_copies(tasks, local), speeds)
+        found = activations.told(moved, found)
+    return found, timeline
 
 
-def _with_ends(local: Trace, plan: Plan, machine: Machine, cluster: Cluster) -> list[Task]:
+def with_ends(local: Trace, speeds: Speeds) -> list[Task]:
     """All tasks of a steady step, with what ranks tell each other at its end."""
-    tasks = list(tasks_of(local, local.schedule["steady_step"], machine, talk_over(fabrics_for(plan, cluster))))
-    world = plan.mesh.world
-    if world > 1:
-        both = collective(ALL_REDUCE, REDUCTION_AT_END_BYTES, fabric(cluster, world)).seconds
-        tasks.append(Task("foretell.all_reduce", COMPUTE, both, (), 0.0, "all_reduce", "", "update"))
+    tasks = list(tasks_of(local, steady(local), speeds))
+    if speeds.at_end:
+        where = HOST if speeds.machine.serial else COMPUTE
+        tasks.append(Task("foretell.all_reduce", where, speeds.at_end * speeds.pace, (), 0.0, "all_reduce", "", "update"))
     return tasks
 
 
-def _timed(tasks: Sequence[Task], machine: Machine) -> Time:
-    return as_time(simulate(tasks, steps=1 if len(tasks) > LONG_PROGRAM else 2, drag=drags(tasks)), tasks, machine)
+def _timed(tasks: Sequence[Task], speeds: Speeds) -> tuple[Time, Timeline]:
+    timeline = simulate(tasks, steps=1 if len(tasks) > LONG_PROGRAM else 2, drag=drags(tasks))
+    return as_time(timeline, tasks, speeds), timeline
 
 
-def moved_time(local: Trace, plan: Plan, machine: Machine, cluster: Cluster, units: Sequence[Unit], rates: Rates) -> Time:
-    """Seconds of a steady step whose states, or weights, come and go beside it."""
-    plain = _with_ends(local, plan, machine, cluster)
+def moved_time(local: Trace, plan: Plan, speeds: Speeds, units: Sequence[Unit], rates: Rates) -> tuple[Time, Timeline]:
+    """The same where states, or weights, come and go beside the step."""
+    plain = with_ends(local, speeds)
     own = activations.with_copies(plain, local)
     timeline = simulate(own, steps=2, drag=drags(own))
-    found = as_time(timeline, own, machine)
+    found = as_time(timeline, own, speeds)
     if activations.COPIES in local.meta:
-        found = activations.told(found, as_time(simulate(plain, steps=2, drag=drags(plain)), plain, machine))
+        found = activations.told(found, as_time(simulate(plain, steps=2, drag=drags(plain)), plain, speeds))
     late = played(marks_of(timeline, [unit.path for unit in units]), units, offload.load_of(plan), rates).waited
     found = replace(
         found, step_seconds=found.step_seconds + late, low_seconds=found.low_seconds + late, high_seconds=found.high_seconds + late
     )
     breakdown = {**found.breakdown, "waiting_for_states": late}
     breakdown["waiting_for_host"] = max(0.0, found.step_seconds - sum(v for k, v in breakdown.items() if k != "waiting_for_host"))
-    provenance = found.provenance if plan.mesh.world == 1 else ASSUMED
-    return replace(found, breakdown=breakdown, binds="link" if late > 0.25 * found.step_seconds else found.binds, provenance=provenance)
-
-
-def fabrics_of(mesh: Mesh, cluster: Cluster) -> dict[str, Fabric]:
-    """Axis → what joins the ranks of its groups; `world` joins all."""
-    found, stride = {}, 1
-    for axis in reversed(OWN_RANKS):
-        ranks = getattr(mesh, axis)
-        if ranks > 1:
-            found[axis] = fabric(cluster, ranks, stride=stride)
-        stride *= ranks
-    if mesh.cp > 1:
-        found[DP_SHARD] = fabric(cluster, mesh.dp_shard * mesh.cp, stride=mesh.tp)
-    if mesh.ep > 1:
-        found["ep"] = fabric(cluster, mesh.ep, stride=mesh.tp * mesh.cp)
-        found[f"{DP_SHARD}:{mesh.dp_shard // mesh.ep}"] = fabric(cluster, mesh.dp_shard // mesh.ep, stride=mesh.tp * mesh.cp * mesh.ep)
-    if stride > 1:
-        found["world"] = fabric(cluster, stride)
-    return found
-
-
-def fabrics_for(plan: Plan, cluster: Cluster) -> dict[str, Fabric]:
-    """The same for a plan: where devices are unlike, measured or placed, by the slowest group of each axis. Parameters
-    that are gathered again among fewer ranks have their own entry, `dp_shard:8`: those ranks are side by side."""
-    mesh, fewer = plan.mesh, 0 if isinstance(plan.reshard, bool) else plan.reshard
-    if plan.placement or cluster.groups or cluster.matrix is not None:
-        found = {
-            axis: slowest(among(cluster, map(plan.device_of, group)) for group in groups(mesh, axis))
-            for axis in OWN_RANKS if getattr(mesh, axis) > 1
-        }  # fmt: skip
-        if mesh.ep > 1:
-            found["ep"] = slowest(among(cluster, map(plan.device_of, group)) for group in sharing_experts(mesh))
-        if mesh.cp > 1:
-            found[DP_SHARD] = slowest(among(cluster, map(plan.device_of, group)) for group in sharing(mesh))
-        if mesh.world > 1:
-            found["world"] = among(cluster, map(plan.device_of, range(mesh.world)))
-        pieces = [
-            group[start : start + fewer] for group in sharing(mesh) for start in range(0, len(group), fewer or len(group))
-        ]  # fmt: skip
-        part = slowest(among(cluster, map(plan.device_of, piece)) for piece in pieces)
-    else:
-        found, part = fabrics_of(mesh, cluster), fabric(cluster, max(1, fewer), stride=mesh.tp)
-    return found | ({f"{DP_SHARD}:{fewer}": part} if fewer > 1 else {})
+    binds = "link" if late > 0.25 * found.step_seconds else found.binds
+    return replace(found, breakdown=breakdown, binds=binds), timeline
 
 
 def drags(tasks: Sequence[Task]) -> Mapping[str, float] | None:
@@ -123,41 +78,13 @@ def lane(axis: str) -> str:
     return COLLECTIVES if axis == DP_SHARD else f"{COLLECTIVES} {axis}"
 
 
-Seconds = Callable[[Op], float]
-
-
-def talk_over(fabrics: Mapping[str, Fabric]) -> Seconds:
-    """Seconds of a collective by the links of its axis."""
-
-    def seconds(op: Op) -> float:
-        axis = axis_of(op)
-        ranks = next((str(attr).removeprefix("ranks:") for attr in op.attrs if str(attr).startswith("ranks:")), "")
-        group = fabrics.get(f"{axis}:{ranks}") or fabrics.get(axis)
-        return collective(op.name.removeprefix("foretell."), message(op), group).seconds if group is not None else 0.0
-
-    return seconds
-
-
-def axis_of(op: Op) -> str:
-    """The mesh axis of a collective."""
-    return next(str(attr).removeprefix("axis:") for attr in op.attrs if str(attr).startswith("axis:"))
-
-
-def message(op: Op) -> int:
-    """The larger buffer of a collective, in bytes."""
-    return max(op.bytes_read, op.bytes_written)
-
-
-def tasks_of(
-    trace: Trace, run: Sequence[tuple[str, int]], machine: Machine, talk: Seconds, slower: Seconds | None = None, *,
-    around: bool = True,
-) -> Iterator[Task]:  # fmt: skip
-    """The tasks of a run of programs in the order the host asks for them; `slower` is a factor on an op's seconds,
-    `around` counts what the host does besides the ops."""
+def tasks_of(trace: Trace, run: Sequence[tuple[str, int]], speeds: Speeds, *, around: bool = True) -> Iterator[Task]:
+    """The tasks of a run of programs in the order the host asks for them; `around` counts what it does besides the ops."""
+    machine = speeds.machine
     prices = op_prices(trace, machine)
     besides = machine.host.around(trace, sum(times for _, times in run)) / max(1, len(run)) if around else 0.0
     watched = watched_blocks(trace)
-    maker = _Maker(machine, talk, slower, compiled=wholly_compiled(trace))
+    maker = _Maker(speeds, compiled=wholly_compiled(trace))
     for name, times in run:
         for _ in range(times):
             maker.pending = besides / times
@@ -172,8 +99,8 @@ def tasks_of(
 class _Maker:
     """Ops as tasks, with what each waits for."""
 
-    def __init__(self, machine: Machine, talk: Seconds, slower: Seconds | None, *, compiled: bool) -> None:
-        self.machine, self.talk, self.slower, self.compiled = machine, talk, slower, compiled
+    def __init__(self, speeds: Speeds, *, compiled: bool) -> None:
+        self.speeds, self.machine, self.compiled = speeds, speeds.machine, compiled
         self.pending = 0.0
         self.count = 0
         self.latest = -1
@@ -194,8 +121,8 @@ class _Maker:
         awaited = synchronises(op, self.machine)
         if not seconds and not awaited and not op.name.startswith("foretell."):
             return None
-        if self.slower is not None:
-            seconds *= self.slower(op)
+        if self.speeds.slower is not None:
+            seconds *= self.speeds.slower(op)
         where = HOST if self.machine.serial else COMPUTE
         if op.name == offload.NEED and self.copied >= 0:  # what is gathered is gathered when it is new
             return self._issue(Task(op.name, lane(DP_SHARD), 0.0, (self.copied,), 0.0, "need", op.module, op.phase))
@@ -210,7 +137,7 @@ class _Maker:
         return tuple(after)
 
     def _collective(self, op: Op) -> Task:
-        axis, kind, seconds = axis_of(op), op.name.removeprefix("foretell."), self.talk(op)
+        axis, kind, seconds = axis_of(op), op.name.removeprefix("foretell."), self.speeds.talk(op)
         if self.machine.serial:
             return self._issue(Task(op.name, HOST, seconds, (), 0.0, kind, op.module, op.phase))
         after = tuple(number for number in (self.latest, self.awaited.get(DP_SHARD, -1)) if number >= 0)
@@ -226,7 +153,8 @@ class _Maker:
         return task
 
     def _issue(self, task: Task) -> Task:
-        task = task._replace(host_seconds=self.pending)
+        pace = self.speeds.pace
+        task = task._replace(seconds=task.seconds * pace, host_seconds=self.pending * self.speeds.host * pace)
         self.pending = 0.0
         if task.resource in (COMPUTE, HOST):
             self.latest = self.count
@@ -241,11 +169,11 @@ class _Maker:
 # ---------------------------------------------------------------------- the timeline as an answer
 
 
-def as_time(timeline: Timeline, tasks: Sequence[Task], machine: Machine) -> Time:
+def as_time(timeline: Timeline, tasks: Sequence[Task], speeds: Speeds) -> Time:
     exposed = exposed_communication(timeline)
     busy = [task for task in tasks if task.resource in (COMPUTE, HOST)]
     binds = _binds(timeline, busy, exposed)
-    low, high = machine.band.get(binds) or machine.band.get("", (0.7, 1.5))
+    low, high = speeds.band(binds)
     seconds = timeline.seconds
     phases: dict[str, float] = {}
     kinds: dict[str, float] = {}
@@ -255,9 +183,10 @@ def as_time(timeline: Timeline, tasks: Sequence[Task], machine: Machine) -> Time
         kinds[kind] = kinds.get(kind, 0.0) + task.seconds
     kinds["communication"] = kinds.get("communication", 0.0) + exposed
     kinds["waiting_for_host"] = max(0.0, seconds - sum(kinds.values()))
+    unsure = not speeds.alone or guessed(tasks, speeds.machine) > MOST_GUESSED * seconds
     return Time(
         step_seconds=seconds, low_seconds=seconds * low, high_seconds=seconds * high, breakdown=kinds, phases=phases,
-        binds=binds, provenance=machine.provenance, device_seconds=sum(task.seconds for task in busy),
+        binds=binds, provenance=ASSUMED if unsure else speeds.machine.provenance, device_seconds=sum(task.seconds for task in busy),
         host_seconds=timeline.busy.get(HOST, 0.0), exposed_communication_seconds=exposed,
         waiting_for_host_seconds=timeline.host_stall_seconds,
     )  # fmt: skip

@@ -208,6 +208,8 @@ class Prediction:
     hardware: Mapping[str, Any]
     parameters: int
     memory: Memory
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """The plan that was predicted: what runs, as a plan file says it."""
     time: Time | None = None
     """None where nothing is known of the device's speed."""
     throughput: Throughput | None = None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from foretell.cost.allocator import CachingAllocator
+from foretell.cost.allocator import CachingAllocator, LiveAllocator
 from foretell.cost.scratch import extra_output_bytes
 from foretell.cost.scratch import stages as scratch_stages
 from foretell.trace.types import Op, Program, Trace
@@ -44,6 +44,8 @@ class Sizes:
 
     capability: tuple[int, int]
     cublas_workspace_bytes: int
+    live: bool = False
+    """A CPU: tensors come and go as they are, and what its kernels need beside them is not known."""
     _stages: dict[Any, tuple[Stages, int]] = field(default_factory=dict, compare=False, repr=False)
     _events: dict[int, tuple[Program, list[Event]]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -61,8 +63,8 @@ class Sizes:
         key = (op.name, tuple([ref.spec for ref in op.inputs]), tuple([ref.spec for ref in op.outputs]), op.attrs)
         found = self._stages.get(key)
         if found is None:
-            stages = scratch_stages(op, self.capability)
-            found = self._stages[key] = (stages if any(stages) else (), extra_output_bytes(op))
+            stages = () if self.live else scratch_stages(op, self.capability)
+            found = self._stages[key] = (stages if any(stages) else (), 0 if self.live else extra_output_bytes(op))
         return found
 
 
@@ -71,7 +73,9 @@ class Replay:
 
     def __init__(self, trace: Trace, sizes: Sizes, *, limit: int | None = None, expandable: bool = False) -> None:
         self.trace, self.sizes = trace, sizes
-        self.allocator = CachingAllocator(limit, expandable=expandable)
+        self.allocator: CachingAllocator | LiveAllocator = (
+            LiveAllocator() if sizes.live else CachingAllocator(limit, expandable=expandable)
+        )
         self.blocks: dict[int, int] = {}
         self._workspaces: set[str] = set()
         self._workspace_bytes = 0
@@ -104,7 +108,7 @@ class Replay:
             extra = 0
             if position < last and position < count - 1:
                 self._scratch(op, stages[position])
-        if op.name in GEMMS:
+        if op.name in GEMMS and not self.sizes.live:
             self._workspace(op)
         if held:
             if self._at_peak is not None:
@@ -130,7 +134,7 @@ class Replay:
 
     def _allocate(self, number: int, extra: int) -> None:
         storage = self.trace.storages[number]
-        if storage.host:
+        if storage.host and not self.sizes.live:
             return
         stale = self.blocks.pop(number, None)
         if stale is not None:
@@ -158,6 +162,15 @@ class Replay:
         if self._workspace_bytes:
             found[(WORKSPACE, "")] = self._workspace_bytes
         return found
+
+
+def peak_live(trace: Trace, schedules: Iterable[str]) -> int:
+    """Most bytes of tensors alive at once: what a run on a CPU holds."""
+    replay = Replay(trace, Sizes((0, 0), 0, live=True))
+    replay.start()
+    for name in schedules:
+        replay.run(name)
+    return replay.allocator.peak_allocated
 
 
 class Reached(Exception):

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 MIXED = {"bf16-mixed": ("bf16-autocast", "fsdp-bf16"), FP16: ("fp16-autocast", "fsdp-fp16")}
 """fp32 weights and compute in 16 bits → the recipe's precision on one device, and sharded."""
 _MIXED_OF = {"bfloat16": "bf16-mixed", "float16": FP16, "float32": "fp32"}
-_OF_PLANS = {"fp32": "float32", "bf16-mixed": "bfloat16", FP16: "float16", "bf16": "bfloat16", MASTER: "bfloat16", FLOAT8: "bfloat16"}
+_OF_PLANS = {
+    "fp32": "float32", "bf16-mixed": "bfloat16", FP16: "float16", "bf16": "bfloat16", "fp16": "float16", MASTER: "bfloat16",
+    FLOAT8: "bfloat16",
+}  # fmt: skip
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

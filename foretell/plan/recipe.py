@@ -86,16 +86,29 @@ def plan_of(
     Ranks that the recipe shards over become the mesh, unless `more` has another.
     """
     _refuse_what_no_plan_has(recipe)
-    mode = {recompute: mode for mode, recompute in _RECOMPUTES.items()}[recipe.recompute]
-    if mode != "keep" and blocks is None:
+    if recipe.recompute != "none" and blocks is None:
         raise UserError(f"recompute {recipe.recompute} needs the model's blocks", "give their paths")
-    everywhere = stack.compress(dict.fromkeys(blocks or (), Residency(mode=mode)))
+    about = model_of(source, blocks=blocks, shapes=shapes)
+    return default_plan(recipe, about, hardware, micro_batch=source.micro_batch, blocks=blocks or (), **more)
+
+
+def default_plan(
+    recipe: Recipe, model: Mapping[str, Any], hardware: str, *, micro_batch: int = 1, blocks: Sequence[str] = (), **more: Any
+) -> Plan:
+    """The plan that a recipe stands for: fully_shard over as many ranks as it has. What is trained (adapters, frozen
+    parameters), and whether, is not in it."""
+    mode = mode_of(recipe)
     given = {
-        "mesh": Mesh(dp_shard=recipe.shards), "micro_batch": source.micro_batch, "accumulate": recipe.accumulate,
-        "precision": in_plan(recipe.precision), "optimizer": recipe.optimizer, "clip": recipe.clip,
-        "blocks": everywhere, "compile": recipe.compile,
+        "mesh": Mesh(dp_shard=recipe.shards), "micro_batch": micro_batch, "accumulate": recipe.accumulate,
+        "precision": in_plan(recipe.precision) or recipe.precision, "optimizer": recipe.optimizer, "clip": recipe.clip,
+        "blocks": stack.compress(dict.fromkeys(blocks, Residency(mode=mode))), "compile": recipe.compile,
     }  # fmt: skip
-    return Plan(model=model_of(source, blocks=blocks, shapes=shapes), hardware=hardware, **{**given, **more})
+    return Plan(model=model, hardware=hardware, **{**given, **more})
+
+
+def mode_of(recipe: Recipe) -> str:
+    """What a plan calls a recipe's recompute."""
+    return {recompute: mode for mode, recompute in _RECOMPUTES.items()}[recipe.recompute]
 
 
 def _refuse_what_no_plan_has(recipe: Recipe) -> None:

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from foretell.cost.compiling import compiled
 from foretell.cost.memory import predict_memory, run_order, sizes_for, smallest_limit
+from foretell.cost.plan import Options, PlanCost, predict_step
 from foretell.cost.plan_parts import TORCH
 from foretell.cost.prediction import NO
-from foretell.cost.whole import NEAREST, speed
-from foretell.cost.wishes import Wishes
+from foretell.cost.speeds import NEAREST
 from foretell.errors import ForetellError, UserError
 from foretell.hardware import overhead
 from foretell.hardware.profile import Profile, find_profile
@@ -218,7 +217,7 @@ def _pacers(asked: Asked) -> dict[str, float]:
     found: dict[str, float] = {}
     for model, (text, _) in zip(PACERS, trace_all(requests), strict=True):
         trace = loads(text)
-        time = speed(trace, trace, recipe, asked.cluster, 2, asked.profile, Wishes()).time
+        time = predict_step(trace, recipe, asked.cluster, Options(profile_of=asked.profile), micro_batch=2).time
         found |= {model: time.step_seconds} if time is not None else {}
     return found
 
@@ -232,11 +231,10 @@ def predict(config: Config, counted: Trace, asked: Asked) -> Forecast:
 
 
 def _on_gpu(config: Config, counted: Trace, asked: Asked) -> Forecast:
-    cluster, trace = asked.cluster, compiled(counted, config.compile)
+    cluster = asked.cluster
     extra = overhead(cluster.device, TORCH)
-    outcome = predict_memory(trace, cluster, extra)
-    time = speed(trace, counted, config.recipe(), cluster, config.micro_batch, asked.profile, Wishes()).time
-    memory = outcome.memory
+    cost = _cost(config, counted, asked)
+    time, memory, trace = cost.time, cost.worst.memory, cost.programs[0]
     bands: dict[str, tuple[float, float]] = {name: memory.bands[f"{name}_bytes"] for name in ("allocated", "reserved", "device")}
     if time is not None:
         bands["seconds"] = (time.low_seconds, time.high_seconds)
@@ -250,24 +248,25 @@ def _on_gpu(config: Config, counted: Trace, asked: Asked) -> Forecast:
     return Forecast(
         config=config,
         bytes={"allocated": memory.allocated_bytes, "reserved": memory.reserved_bytes, "device": memory.device_bytes},
-        bands=bands, seconds=time.step_seconds if time else None, verdict=outcome.verdict, limit_bytes=limit,
+        bands=bands, seconds=time.step_seconds if time else None, verdict=cost.verdict, limit_bytes=limit,
         limit_verdict=verdict,
     )  # fmt: skip
 
 
-def _on_cpu(config: Config, counted: Trace, asked: Asked) -> Forecast:
-    from foretell.cost.plan_cpu import predict_memory as live
-    from foretell.plan.types import Plan
+def _cost(config: Config, counted: Trace, asked: Asked) -> PlanCost:
+    return predict_step(counted, config.recipe(), asked.cluster, Options(profile_of=asked.profile), micro_batch=config.micro_batch)
 
-    outcome = live(counted, Plan(model={}, hardware="auto"), asked.cluster)
-    time = speed(counted, counted, config.recipe(), asked.cluster, config.micro_batch, asked.profile, Wishes()).time
-    bands: dict[str, tuple[float, float]] = {"allocated": outcome.memory.bands["allocated_bytes"]}
+
+def _on_cpu(config: Config, counted: Trace, asked: Asked) -> Forecast:
+    cost = _cost(config, counted, asked)
+    time, memory = cost.time, cost.worst.memory
+    bands: dict[str, tuple[float, float]] = {"allocated": memory.bands["allocated_bytes"]}
     if time is not None:
         low, high = (factor * time.step_seconds for factor in PACED_BAND)
         bands["seconds"] = (min(low, time.low_seconds), max(high, time.high_seconds))
     return Forecast(
-        config=config, bytes={"allocated": outcome.memory.allocated_bytes}, bands=bands,
-        seconds=time.step_seconds if time else None, verdict=outcome.verdict,
+        config=config, bytes={"allocated": memory.allocated_bytes}, bands=bands,
+        seconds=time.step_seconds if time else None, verdict=cost.verdict,
     )  # fmt: skip
 
 

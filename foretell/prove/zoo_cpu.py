@@ -65,7 +65,7 @@ def prepare(_rank: int, _world: int) -> None:
 
 def look(_rank: int, _world: int, source: Source, phases: tuple[str, ...], pacers: Pacers) -> Seen:
     """Trace, predict and really run: one phase, or several in turn over the same weights."""
-    from foretell.trace.live import peak_live
+    from foretell.cost.timeline import peak_live
 
     sources = [with_phase(source, phase) for phase in phases] or [source]
     known = _machine() if pacers else None

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from foretell.cost.memory import CAREFUL_RAM_SHARE as CAREFUL_SHARE
+from foretell.cost.memory import PROCESS_BYTES
 from foretell.cost.plan import KEEP, Options, PlanCost, predict_plan
-from foretell.cost.plan_cpu import CAREFUL_SHARE, PROCESS_BYTES
 from foretell.errors import ForetellError
 from foretell.hardware.types import Cluster
 from foretell.plan.recipe import model_of

@@ -14,19 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foretell.cost import energy as watts
-from foretell.cost import plan_cpu
-from foretell.cost.compiling import compiled
 from foretell.cost.machine import machine
-from foretell.cost.pipeline import Events, together
-from foretell.cost.pipeline_rank import rank_traces
-from foretell.cost.plan import Options, PlanCost, composed, modes_of, predict_plan, sharded
+from foretell.cost.pipeline import Events
+from foretell.cost.plan import Options, PlanCost, modes_of, predict_plan
 from foretell.cost.plan_blocks import Unlike, blocks_of
-from foretell.cost.plan_parts import profile_for
-from foretell.cost.plan_steps import repeated
-from foretell.cost.plan_time import drags, fabrics_of, talk_over, tasks_of
 from foretell.cost.prediction import Cost, Energy, Throughput
-from foretell.cost.streams import COLLECTIVES, Timeline, simulate
-from foretell.cost.time import LONG_PROGRAM, Machine
+from foretell.cost.speeds import profile_for
+from foretell.cost.streams import COLLECTIVES, Timeline
+from foretell.cost.time import Machine
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.prices import price_per_hour
@@ -137,16 +132,15 @@ def _modes(plan: Plan) -> tuple[str, ...]:
     """Residencies to trace: those of the blocks, and `keep` where they differ."""
     known = known_blocks(plan)
     modes = set(modes_of(plan, known).values()) if known else {one.mode for one in plan.blocks.values()}
-    return tuple(sorted(modes | {"keep"})) if len(modes) != 1 else tuple(modes)
+    return tuple(modes) if known and len(modes) == 1 else tuple(sorted(modes | {"keep"}))
 
 
 def of_traces(traces: Mapping[str, Trace], plan: Plan, cluster: Cluster, how: Options) -> Detail:
     """The same from traces of one device, as `cost.plan.predict_plan` takes them."""
     cost = predict_plan(traces, plan, cluster, how)
     known = machine(cluster.device, profile_for(cluster, how.profile_of))
-    mixed = composed(traces, plan)
-    blocks = blocks_of(mixed)
-    seen = _piped(mixed, plan, cluster, known, cost) if plan.mesh.pp > 1 else _flat(mixed, plan, cluster, known)
+    blocks = blocks_of(next(iter(traces.values())))
+    seen = _seen(cost)
     scale = cost.time.step_seconds / seen.timeline.seconds if cost.time and seen.timeline and seen.timeline.seconds else 1.0
     curve = memory_curve(seen.local, cluster, blocks, known, rank=seen.rank).over(cost.time.step_seconds if cost.time else None)
     seconds: dict[str, dict[str, float]] = {}
@@ -163,7 +157,7 @@ def of_traces(traces: Mapping[str, Trace], plan: Plan, cluster: Cluster, how: Op
 
 
 def _stretched(timeline: Timeline, scale: float) -> Timeline:
-    """As long as the step is predicted to take: pace and torch.compile are factors on the whole."""
+    """As long as the step is predicted to take: states that move, and torch.compile in a pipeline, are told of the whole."""
     start, finish = ([moment * scale for moment in moments] for moments in (timeline.start, timeline.finish))
     return replace(timeline, start=start, finish=finish, seconds=timeline.seconds * scale)
 
@@ -181,32 +175,15 @@ class _Seen:
     slots: tuple[Slot, ...] = ()
 
 
-def _piped(mixed: Trace, plan: Plan, cluster: Cluster, known: Machine | None, cost: PlanCost) -> _Seen:
-    on_cpu = cluster.device.backend == "cpu"
-    ranks = rank_traces(mixed, plan, holds_sends=not on_cpu)
-    worst = max(cost.ranks, key=lambda one: one.memory.device_bytes).rank
-    local = next(one.trace for one in ranks if one.rank == worst)
-    if known is None:
-        return _Seen(rank=worst, local=local)
-    fabrics = fabrics_of(plan.mesh, cluster)
-    talk = plan_cpu.talk if on_cpu else talk_over(fabrics)
-    slower = plan_cpu.slower(plan, cluster) if on_cpu else None
-    events = [Events(one, known, talk, slower) for one in ranks]
-    timeline = together(events, plan, None if on_cpu else fabrics["pp"])
-    parts = tuple((part, times) for one in events for part, _, times in one.times())
-    return _Seen(rank=worst, local=local, timeline=timeline, parts=parts, slots=tuple(_slots(events, timeline)))
-
-
-def _flat(mixed: Trace, plan: Plan, cluster: Cluster, known: Machine | None) -> _Seen:
-    """The step of one rank, all of which do the same."""
-    local = sharded(compiled(repeated(mixed, plan.accumulate), plan.compile), plan)
-    if known is None:
-        return _Seen(rank=0, local=local)
-    on_cpu = cluster.device.backend == "cpu"
-    talk = plan_cpu.talk if on_cpu else talk_over(fabrics_of(plan.mesh, cluster))
-    tasks = list(tasks_of(local, local.schedule["steady_step"], known, talk, plan_cpu.slower(plan, cluster) if on_cpu else None))
-    timeline = simulate(tasks, steps=1 if on_cpu or len(tasks) > LONG_PROGRAM else 2, drag=None if on_cpu else drags(tasks))
-    return _Seen(rank=0, local=local, timeline=timeline, parts=((timeline, 1),))
+def _seen(cost: PlanCost) -> _Seen:
+    """Of the rank that needs most memory."""
+    place = max(range(len(cost.ranks)), key=lambda number: cost.ranks[number].memory.device_bytes)
+    rank, timeline = cost.ranks[place].rank, cost.timeline
+    if not cost.events:
+        return _Seen(rank=rank, local=cost.programs[place], timeline=timeline, parts=((timeline, 1),) if timeline else ())
+    assert timeline is not None
+    parts = tuple((part, times) for one in cost.events for part, _, times in one.times())
+    return _Seen(rank=rank, local=cost.programs[place], timeline=timeline, parts=parts, slots=tuple(_slots(cost.events, timeline)))
 
 
 def _slots(events: Sequence[Events], timeline: Timeline) -> Iterator[Slot]:

@@ -7,13 +7,13 @@ shown is a step of a long run. On a CPU, which has no such allocator, it is the 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from foretell.cost.allocator import SMALL_SEGMENT, CachingAllocator
+from foretell.cost.allocator import SMALL_SEGMENT
 from foretell.cost.memory import CATEGORY, sizes_for
 from foretell.cost.plan_parts import TORCH
 from foretell.cost.prediction import CATEGORIES
@@ -124,25 +124,6 @@ class _Blocks(dict[int, int]):
         return super().pop(number, *default)
 
 
-class _Recorder(CachingAllocator):
-    """The allocator, telling of every block that comes and goes."""
-
-    tell: Callable[[bool, int, int], None] | None = None
-
-    def malloc(self, nbytes: int, stream: int = 0) -> int:
-        before = self.allocated
-        handle = super().malloc(nbytes, stream)
-        if self.tell is not None and handle:
-            self.tell(True, handle, self.allocated - before)
-        return handle
-
-    def free(self, handle: int) -> None:
-        before = self.allocated
-        super().free(handle)
-        if self.tell is not None and handle:
-            self.tell(False, handle, before - self.allocated)
-
-
 def memory_curve(
     trace: Trace, cluster: Cluster, blocks: Sequence[str], known: Machine | None, *, rank: int = 0
 ) -> MemoryCurve:
@@ -150,11 +131,7 @@ def memory_curve(
     clock = _Clock(trace, known)
     moments = _Moments(clock)
     watch = _Watch(trace)
-    if cluster.device.backend == "cpu":
-        alive = _live(trace, watch, moments)
-    else:
-        alive = _replayed(trace, cluster, watch, moments)
-    return moments.curve(trace, blocks, rank, alive)
+    return moments.curve(trace, blocks, rank, _replayed(trace, cluster, watch, moments))
 
 
 class _Clock:
@@ -251,13 +228,10 @@ def block_named(module: str, blocks: Collection[str]) -> str:
     return next((name for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in blocks), AROUND)
 
 
-# ---------------------------------------------------------------------- a GPU
-
-
 def _replayed(trace: Trace, cluster: Cluster, watch: _Watch, moments: _Moments) -> dict[int, None]:
     """Replay a first step, a steady one, and watch the next; who is alive at its peak."""
     replay = Replay(trace, sizes_for(cluster, overhead(cluster.device, TORCH)))
-    allocator = replay.allocator = _Recorder()
+    allocator = replay.allocator
     replay.blocks = _Blocks(watch)
     peak: dict[int, None] = {}
     now: list[Op] = []
@@ -266,11 +240,11 @@ def _replayed(trace: Trace, cluster: Cluster, watch: _Watch, moments: _Moments) 
         if name in trace.schedule:
             replay.run(name)
     whose = {handle: number for number, handle in replay.blocks.items()}
-    for address, block in allocator._live.items():
+    for address, nbytes in allocator.held().items():
         number = whose.get(address)
         storage = trace.storages[number] if number is not None else None
         what, module = (storage.role, storage.module) if storage is not None else (REST, "")
-        moments.before.append(Event(True, address, block.size, 0.0, what, module))
+        moments.before.append(Event(True, address, nbytes, 0.0, what, module))
 
     def look(op: Op | None, buffers: tuple[int, ...]) -> None:
         if op is not None and moments.look(op, watch.totals, sum(buffers), allocator.allocated):
@@ -296,63 +270,6 @@ def _replayed(trace: Trace, cluster: Cluster, watch: _Watch, moments: _Moments) 
     settled(None, ())
     moments.segments = tuple((address, size) for address, size, _ in allocator.segments())
     return peak
-
-
-# ---------------------------------------------------------------------- a CPU
-
-
-def _live(trace: Trace, watch: _Watch, moments: _Moments) -> dict[int, None]:
-    """Live bytes of a steady step, after a first one; addresses are made up."""
-    alive: dict[int, int] = {}
-    peak: dict[int, None] = {}
-    total = address = 0
-
-    def come(number: int) -> None:
-        nonlocal total, address
-        if number not in alive and not trace.storages[number].host:
-            alive[number], size = address, trace.storages[number].nbytes
-            address += size + -size % 512
-            total += size
-            watch.add(number, 1)
-
-    def go(number: int) -> None:
-        nonlocal total
-        if number in alive:
-            del alive[number]
-            total -= trace.storages[number].nbytes
-            watch.add(number, -1)
-
-    def event(comes: bool, number: int, op: Op) -> Event:
-        return Event(comes, alive[number], trace.storages[number].nbytes, moments.clock.now(op), op.name, op.module)
-
-    for number in trace.resident:
-        come(number)
-    for op in _ops(trace, "first_step"):
-        for number in op.allocates:
-            come(number)
-        for number in op.frees:
-            go(number)
-    for number, where in alive.items():
-        storage = trace.storages[number]
-        moments.before.append(Event(True, where, storage.nbytes, 0.0, storage.role, storage.module))
-    for op in _ops(trace, RUN):
-        for number in op.allocates:
-            if number not in alive and not trace.storages[number].host:
-                come(number)
-                moments.events.append(event(True, number, op))
-        if moments.look(op, watch.totals, 0, total):
-            peak = dict.fromkeys(alive)
-        for number in op.frees:
-            if number in alive:
-                moments.events.append(event(False, number, op))
-                go(number)
-    return peak
-
-
-def _ops(trace: Trace, run: str) -> Iterator[Op]:
-    for name, times in trace.schedule.get(run, ()):
-        for _ in range(times):
-            yield from trace.programs[name].ops
 
 
 # ---------------------------------------------------------------------- a file for PyTorch's own viewer

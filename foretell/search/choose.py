@@ -21,9 +21,9 @@ from typing import Any
 
 from foretell.cost.plan import KEEP, Options, PlanCost, predict_plan
 from foretell.cost.plan_blocks import blocks_of
+from foretell.cost.plan_parts import sequence_length
 from foretell.cost.prediction import TIGHT, Infeasible
 from foretell.cost.sharded import block_of
-from foretell.cost.whole import sequence_length
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan import legal

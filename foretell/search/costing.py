@@ -15,8 +15,8 @@ from typing import Any
 from foretell.cost.machine import machine
 from foretell.cost.plan import KEEP, Options, PlanCost, predict_plan
 from foretell.cost.plan_batch import Unlike
-from foretell.cost.plan_parts import profile_for
 from foretell.cost.prediction import ASSUMED, FITS, TIGHT
+from foretell.cost.speeds import profile_for
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan import legal

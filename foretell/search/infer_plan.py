@@ -9,9 +9,10 @@ from foretell.cost.collectives import P2P, among, collective
 from foretell.cost.host import steady
 from foretell.cost.machine import machine
 from foretell.cost.plan_blocks import blocks_of
-from foretell.cost.plan_parts import TORCH, profile_for
+from foretell.cost.plan_parts import TORCH
 from foretell.cost.prediction import ASSUMED, MEASURED
 from foretell.cost.sharded import block_of
+from foretell.cost.speeds import profile_for
 from foretell.cost.time import Machine, op_prices
 from foretell.errors import UserError
 from foretell.hardware import overhead

@@ -18,8 +18,8 @@ from typing import Any
 from foretell.cost.collectives import ALL_REDUCE, Fabric, collective, fabric
 from foretell.cost.energy import Load
 from foretell.cost.memory import CONTEXT_BAND_BYTES, RESERVED_BAND
-from foretell.cost.plan_time import REDUCTION_AT_END_BYTES as AT_END
-from foretell.cost.plan_time import fabrics_for, fabrics_of
+from foretell.cost.speeds import REDUCTION_AT_END_BYTES as AT_END
+from foretell.cost.speeds import fabrics_for, fabrics_of
 from foretell.cost.time import Machine
 from foretell.hardware.types import Cluster
 from foretell.plan.blocks import compress

@@ -15,10 +15,10 @@ from typing import Any
 from foretell.cost.machine import machine
 from foretell.cost.memory import sizes_for
 from foretell.cost.plan_batch import Unlike
-from foretell.cost.plan_parts import TORCH, Options, profile_for
+from foretell.cost.plan_parts import TORCH, sequence_length
 from foretell.cost.sharded_units import Way
+from foretell.cost.speeds import Options, profile_for
 from foretell.cost.time import Machine
-from foretell.cost.whole import sequence_length
 from foretell.errors import UserError
 from foretell.hardware import overhead
 from foretell.hardware.types import Cluster, Overhead

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from foretell.cost.machine import machine
-from foretell.cost.plan_parts import Options, profile_for
+from foretell.cost.speeds import Options, profile_for
 from foretell.hardware.types import Cluster
 from foretell.plan.precision import default, in_plan, in_recipe
 from foretell.plan.recipe import model_of

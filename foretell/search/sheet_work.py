@@ -10,9 +10,9 @@ from foretell.cost.energy import DENSE_FLOPS_PER_BYTE as DENSE
 from foretell.cost.energy import GATHERS
 from foretell.cost.features import FREE, Shape
 from foretell.cost.host import AGAIN, WATCHED
-from foretell.cost.plan_time import axis_of, message
 from foretell.cost.shapes import short
 from foretell.cost.sharded_units import COLLECTIVES
+from foretell.cost.speeds import axis_of, message
 from foretell.cost.time import COMPUTE_KINDS, MARKS, Machine, op_prices, shape_of
 from foretell.cost.timeline import GEMMS, Sizes
 from foretell.search.sheet_compile import Faster

@@ -23,9 +23,9 @@ from foretell.cost import offload
 from foretell.cost.offload_time import Unit
 from foretell.cost.plan import KEEP, Options, PlanCost, modes_of, predict_plan, sharded
 from foretell.cost.plan_blocks import Unlike, blocks_of
-from foretell.cost.plan_parts import profile_for
 from foretell.cost.plan_steps import repeated
 from foretell.cost.prediction import TIGHT
+from foretell.cost.speeds import profile_for
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan import legal, paths

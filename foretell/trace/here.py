@@ -20,7 +20,6 @@ from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.step import Step
 from foretell.trace.types import Trace
-from foretell.units import human_bytes
 
 
 def trace_as_cpu(source: Source, recipe: Recipe) -> Trace:
@@ -143,19 +142,3 @@ def _copies_first(events: Sequence[Any], position: int) -> bool:
 
 def _end(event: Any) -> int:
     return int(event.start_ns() + event.duration_ns())
-
-
-def compare_on_cpu(source: Source, recipe: Recipe) -> tuple[int, int, tuple[str, ...], Trace]:
-    """Predicted and measured peak bytes, what to print, and the trace."""
-    from foretell.trace.live import peak_live
-
-    trace = trace_as_cpu(source, recipe)
-    predicted = peak_live(trace, tuple(trace.schedule))
-    measured, whole = measure_on_cpu(source, recipe)
-    lines = (
-        f"traced {source.model}: {sum(len(program.ops) for program in trace.programs.values())} ops on fake tensors",
-        f"predicted peak in tensors  {human_bytes(predicted)}",
-        f"measured peak in tensors   {human_bytes(measured)}  ({100 * (predicted / measured - 1):+.1f} %)",
-        *([f"CPU kernels took {human_bytes(whole - measured)} more for themselves"] if whole > measured else []),
-    )
-    return predicted, measured, lines, trace

@@ -13,13 +13,16 @@ import pytest
 from foretell.cost import host
 from foretell.cost.calibrate import _serial, in_step
 from foretell.cost.machine import machine
+from foretell.cost.plan import Options, predict_step
 from foretell.cost.whole import Speed, speed
 from foretell.cost.wishes import Amount, Wishes
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
+from foretell.trace.recipe import Recipe
 from foretell.trace.types import PARAMETER, Op, Program, Ref, Storage, TensorSpec, Trace
 
+HOW = Options(profile_of=find_profile)
 ROWS = [
     json.loads(line)
     for line in (Path(__file__).parents[2] / "benchmarks" / "results" / "time.jsonl").read_text().splitlines()
@@ -63,9 +66,9 @@ def test_a_cpu_whose_ops_take_longer_in_a_step_is_found_out() -> None:
 
 
 def _answer(trace: Trace, hardware: str = "H200", **wishes: Any) -> Speed:
-    from foretell.trace.recipe import Recipe
-
-    return speed(trace, trace, Recipe(), parse(hardware), 8, find_profile, Wishes(**wishes))
+    cluster = parse(hardware)
+    cost = predict_step(trace, Recipe(shards=cluster.count), cluster, HOW, micro_batch=8)
+    return speed(cost, cluster, HOW, Wishes(**wishes))
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +158,6 @@ def test_saved_predictions_are_those_of_this_code(name: str) -> None:
     given = row["config"]
     source = Source(**{key: given[key] for key in ("model", "micro_batch", "seq", "image")})
     trace = capture(lambda: load(source), Recipe())
-    answer = speed(trace, trace, Recipe(), parse("H200"), given["micro_batch"], find_profile, Wishes())
-    assert answer.time is not None
-    assert answer.time.step_seconds == pytest.approx(row["predicted"]["seconds"], rel=0.02)
+    time = predict_step(trace, Recipe(), parse("H200"), HOW, micro_batch=given["micro_batch"]).time
+    assert time is not None
+    assert time.step_seconds == pytest.approx(row["predicted"]["seconds"], rel=0.02)

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from foretell.cost.timeline import peak_live
 from foretell.errors import ModelError
 from foretell.trace.capture import capture
 from foretell.trace.cuda_attention import choose
 from foretell.trace.here import measure_on_cpu, trace_as_cpu
-from foretell.trace.live import peak_live
 from foretell.trace.load import Source, load
 from foretell.trace.module import capture_module
 from foretell.trace.recipe import Recipe

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from foretell.cli.plan import climbed
+from foretell.cost.memory import PROCESS_BYTES
 from foretell.cost.plan import Options
-from foretell.cost.plan_cpu import PROCESS_BYTES
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile

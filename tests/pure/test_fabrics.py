@@ -9,7 +9,7 @@ import pytest
 
 from foretell.cost.collectives import ALL_GATHER, among, collective, fabric
 from foretell.cost.plan import Options, PlanCost, predict_plan
-from foretell.cost.plan_time import fabrics_for, fabrics_of, talk_over
+from foretell.cost.speeds import fabrics_for, fabrics_of, talk_over
 from foretell.hardware import find, parse
 from foretell.hardware.profile import find_profile
 from foretell.plan.recipe import recipe_of, source_of

@@ -24,11 +24,12 @@ from foretell.prove.fuzz.table_moves import BY_NAME, KINDS, OPERATORS
 from foretell.prove.fuzz.types import Failure, Operator, Verdict
 from foretell.runtime.apply import apply
 from foretell.trace.capture import capture
-from foretell.trace.here import compare_on_cpu, measure_on_cpu, trace_as_cpu
+from foretell.trace.here import measure_on_cpu, trace_as_cpu
 from foretell.trace.load import Source
 from foretell.trace.recipe import Recipe
 from foretell.trace.step import Workload
 from foretell.trace.types import Trace
+from tests.pure.on_cpu import compare_on_cpu
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -262,7 +263,7 @@ def loss(output, batch): return output
 @pytest.mark.parametrize("name", FOUND)
 def test_what_models_found_is_exact_now(name: str, tmp_path: Path) -> None:
     (tmp_path / "found.py").write_text(FILE.format(FOUND[name]))
-    predicted, measured, _, _ = compare_on_cpu(Source(model=f"{tmp_path}/found.py:build"), Recipe(precision="fp32", optimizer="sgd"))
+    predicted, measured, _ = compare_on_cpu(Source(model=f"{tmp_path}/found.py:build"), Recipe(precision="fp32", optimizer="sgd"))
     assert predicted == pytest.approx(measured, abs=64)
 
 

@@ -24,6 +24,7 @@ from foretell.cost.plan import Options, predict_plan, sharded
 from foretell.cost.plan_batch import Unlike, rebatch
 from foretell.cost.plan_blocks import blocks_of, compose
 from foretell.cost.plan_steps import repeated
+from foretell.cost.timeline import peak_live
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
@@ -34,7 +35,6 @@ from foretell.plan.types import Mesh, Pipeline, Plan, Residency, Split
 from foretell.trace import step as steps
 from foretell.trace import types
 from foretell.trace.capture import capture
-from foretell.trace.live import peak_live
 from foretell.trace.recipe import Recipe
 from foretell.trace.step import Workload
 from tests.pure import dry
@@ -313,7 +313,7 @@ def rank_with(rank: int, order: Sequence[Event], seconds: Mapping[str, float], s
     events = [(event, 0, 0) for event in order]
     return SimpleNamespace(
         rank=SimpleNamespace(rank=rank, events=events), seconds=[seconds[event.kind] for event in order],
-        sent=[sent] * len(order), update=0.0,
+        sent=[sent] * len(order), update=0.0, speeds=None,
     )  # fmt: skip
 
 
@@ -324,7 +324,7 @@ def test_the_bubble_is_that_of_the_formula(schedule: str, ranks: int, count: int
     asked = plan(mesh=Mesh(pp=ranks), accumulate=count, pipeline=Pipeline(schedule=schedule, cuts=("x",) * (ranks - 1)))
     every = orders(schedule, ranks, ranks, count)
     events = [rank_with(rank, order, {"F": 1.0, "B": 2.0}, 0) for rank, order in enumerate(every)]
-    assert together(events, asked, None).seconds == pytest.approx(3.0 * (count + ranks - 1))
+    assert together(events, asked).seconds == pytest.approx(3.0 * (count + ranks - 1))
 
 
 def test_a_loop_and_a_split_backward_have_smaller_bubbles() -> None:
@@ -336,7 +336,7 @@ def test_a_loop_and_a_split_backward_have_smaller_bubbles() -> None:
         seconds = {"F": 1.0 / held, "B": 2.0 / held, "I": 1.0 / held, "W": 1.0 / held}
         every = orders(schedule, ranks, ranks * held, count)
         events = [rank_with(rank, order, seconds, 0) for rank, order in enumerate(every)]
-        found[schedule] = together(events, asked, None).seconds - 3.0 * count
+        found[schedule] = together(events, asked).seconds - 3.0 * count
     assert found["1f1b"] == pytest.approx(3.0 * (ranks - 1))
     assert found["interleaved-1f1b"] == pytest.approx(found["1f1b"] / 2)
     assert found["zero-bubble-v"] < found["interleaved-1f1b"] / 2

@@ -20,10 +20,12 @@ from foretell.cost.host import COUNTS, START, HostModel, call_seconds, matrix_se
 from foretell.cost.laws import by_laws, laws_of
 from foretell.cost.movers import mover
 from foretell.cost.ops import OpModel
+from foretell.cost.plan_time import plan_time
 from foretell.cost.prediction import ASSUMED, MEASURED
 from foretell.cost.rare import FAMILY, GUESS, KINDS, unmeasured
 from foretell.cost.shapes import short
-from foretell.cost.time import Machine, predict_time, synchronises, unmeasured_ops
+from foretell.cost.speeds import alone
+from foretell.cost.time import Machine, synchronises, unmeasured_ops
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.probe import journal as journals
@@ -200,7 +202,7 @@ def test_an_old_profile_still_answers_and_says_what_it_assumes() -> None:
     new_machine, old_machine = machines.machine(H200.device, profile), machines.machine(H200.device, old)
     assert new_machine is not None and old_machine is not None
     assert unmeasured_ops(svd_trace(), old_machine) == ("_linalg_svd",) and unmeasured_ops(svd_trace(), new_machine) == ()
-    before, after = (predict_time(svd_trace(), known, H200)[0] for known in (old_machine, new_machine))
+    before, after = (plan_time(svd_trace(), alone(known))[0] for known in (old_machine, new_machine))
     assert before.provenance == ASSUMED and after.provenance == MEASURED
     assert after.step_seconds == pytest.approx(68.9e-3, rel=0.4), "64 matrices of 64 × 64, as measured"
     assert 1 / 5 < before.step_seconds / after.step_seconds < 5, "a guess, and no wild one"
@@ -225,7 +227,7 @@ def test_the_host_waits_for_what_it_must_know() -> None:
     trace = Trace({"p": Program("p", (*work, count, *rest))}, {"steady_step": (("p", 1),)}, {}, ())
     waiting_one, going_on = plain_machine({}), plain_machine({"nonzero": False})
     assert synchronises(count, waiting_one) and not synchronises(count, going_on)
-    long, short_ = (predict_time(trace, known, H200)[0] for known in (waiting_one, going_on))
+    long, short_ = (plan_time(trace, alone(known))[0] for known in (waiting_one, going_on))
     device = sum(seconds for _, seconds in ((op, waiting_one.ops.seconds([_shape(op)])[_shape(op)]) for op in work))
     assert long.step_seconds == pytest.approx(device + 400 * 20e-6, rel=0.05)
     assert short_.step_seconds < 0.8 * long.step_seconds

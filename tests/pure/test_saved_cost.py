@@ -9,6 +9,7 @@ import torch
 
 from foretell.cost import activations
 from foretell.cost.plan import Options, PlanCost, predict_plan
+from foretell.cost.timeline import peak_live
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
@@ -18,7 +19,6 @@ from foretell.plan.types import Plan, Residency
 from foretell.runtime.offload.saved import Saved
 from foretell.trace import here
 from foretell.trace.capture import capture
-from foretell.trace.live import peak_live
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.step import Workload

@@ -6,8 +6,11 @@ import pytest
 
 from foretell.cost.host import COUNTS, HostModel
 from foretell.cost.ops import OpModel
-from foretell.cost.time import Machine, predict_time
+from foretell.cost.plan_time import plan_time
+from foretell.cost.speeds import Speeds, alone, fabrics_of, talk_over
+from foretell.cost.time import Machine
 from foretell.hardware import parse
+from foretell.plan.types import Mesh
 from foretell.trace.types import Op, Program, Ref, TensorSpec, Trace
 
 BIG, SMALL = TensorSpec((8192, 8192), "bfloat16"), TensorSpec((8, 8), "bfloat16")
@@ -31,7 +34,7 @@ def trace(spec: TensorSpec, products: int, times: int = 1) -> Trace:
 def test_a_device_bound_step_is_the_sum_of_its_ops() -> None:
     known = machine()
     one = next(iter(known.ops.seconds([_shape(BIG)]).values()))
-    time, _ = predict_time(trace(BIG, 5, times=3), known, H200)
+    time, _ = plan_time(trace(BIG, 5, times=3), alone(known))
     assert time.step_seconds == pytest.approx(15 * one, rel=1e-3)
     assert time.binds == "compute" and time.breakdown["gemm"] == pytest.approx(15 * one)
     assert 2 * 8192**3 / H200.device.peak("bfloat16") <= one
@@ -44,20 +47,20 @@ def _shape(spec: TensorSpec) -> object:
 
 
 def test_a_small_model_waits_for_its_host() -> None:
-    time, _ = predict_time(trace(SMALL, 1000), machine(host_seconds=50e-6), H200)
+    time, _ = plan_time(trace(SMALL, 1000), alone(machine(host_seconds=50e-6)))
     assert time.step_seconds == pytest.approx(1000 * 50e-6, rel=0.01)
     assert time.binds == "host" and time.waiting_for_host_seconds > 0.9 * time.step_seconds
 
 
 def test_the_breakdown_adds_up_to_the_step() -> None:
     for spec, host in ((BIG, 1e-6), (SMALL, 30e-6)):
-        time, _ = predict_time(trace(spec, 200), machine(host), H200)
+        time, _ = plan_time(trace(spec, 200), alone(machine(host)))
         assert sum(time.breakdown.values()) == pytest.approx(time.step_seconds, rel=1e-6)
 
 
 def test_ops_take_longer_inside_a_step() -> None:
-    plain, _ = predict_time(trace(BIG, 10), machine(), H200)
-    longer, _ = predict_time(trace(BIG, 10), machine(in_step=1.1), H200)
+    plain, _ = plan_time(trace(BIG, 10), alone(machine()))
+    longer, _ = plan_time(trace(BIG, 10), alone(machine(in_step=1.1)))
     assert longer.step_seconds == pytest.approx(1.1 * plain.step_seconds, rel=1e-6)
 
 
@@ -65,7 +68,8 @@ def gathered(prefetched: bool) -> Trace:
     """Two blocks whose parameters come from other ranks; the first is copied out, which frees the way for the second gather,
     before the first compute or after it."""
     ref, flat = Ref(0, BIG), TensorSpec((1 << 28,), "bfloat16")
-    gather = Op("foretell.all_gather", (Ref(1, TensorSpec((1 << 25,), "bfloat16")),), (Ref(2, flat),), "", "forward", 0)
+    part = TensorSpec((1 << 25,), "bfloat16")
+    gather = Op("foretell.all_gather", (Ref(1, part),), (Ref(2, flat),), "", "forward", 0, attrs=("axis:dp_shard", "ranks:8"))
     out = Op("foretell.all_gather_copy_out", (Ref(2, SMALL),), (Ref(3, SMALL),), "", "forward", 0)
     work = [Op("aten.mm.default", (ref, ref), (ref,), "", "forward", 2 * 8192**3) for _ in range(10)]
     first = [gather, out, *work, gather, out] if prefetched else [gather, *work, out, gather, out]
@@ -73,9 +77,9 @@ def gathered(prefetched: bool) -> Trace:
 
 
 def test_a_prefetched_gather_hides_behind_compute_and_a_late_one_does_not() -> None:
-    eight = parse("H200:8")
-    early, _ = predict_time(gathered(True), machine(), eight)
-    late, _ = predict_time(gathered(False), machine(), eight)
+    eight = Speeds(machine=machine(), talk=talk_over(fabrics_of(Mesh(dp_shard=8), parse("H200:8"))), alone=False)
+    early, _ = plan_time(gathered(True), eight)
+    late, _ = plan_time(gathered(False), eight)
     assert early.step_seconds < late.step_seconds
     assert early.exposed_communication_seconds < late.exposed_communication_seconds
     assert late.provenance == "assumed"
@@ -84,6 +88,6 @@ def test_a_prefetched_gather_hides_behind_compute_and_a_late_one_does_not() -> N
 def test_the_band_is_the_one_of_what_binds() -> None:
     known = machine(host_seconds=50e-6)
     known = Machine(ops=known.ops, host=known.host, band={"host": (0.8, 1.3), "": (0.9, 1.1)})
-    time, _ = predict_time(trace(SMALL, 500), known, H200)
+    time, _ = plan_time(trace(SMALL, 500), alone(known))
     assert time.low_seconds == pytest.approx(0.8 * time.step_seconds)
     assert time.high_seconds == pytest.approx(1.3 * time.step_seconds)

@@ -66,7 +66,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def pids_in(path: Path, seconds: float = 60.0) -> list[int]:
+def pids_in(path: Path, seconds: float = 180.0) -> list[int]:
     until = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < until, "the worker never began"

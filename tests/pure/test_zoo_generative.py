@@ -14,19 +14,21 @@ from torch import Tensor
 
 from foretell.api import predict
 from foretell.cost.machine import machine
-from foretell.cost.time import predict_time
+from foretell.cost.plan_time import plan_time
+from foretell.cost.speeds import alone
+from foretell.cost.timeline import peak_live
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
 from foretell.trace.capture import capture
 from foretell.trace.fold import fold
-from foretell.trace.here import compare_on_cpu, measure_on_cpu, trace_as_cpu
-from foretell.trace.live import peak_live
+from foretell.trace.here import measure_on_cpu, trace_as_cpu
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.step import Step, Workload, call_model, compute_loss, recompute_block
 from foretell.trace.types import BUFFER, GRADIENT, OPTIMIZER, PARAMETER, Program, Trace
 from foretell.zoo import allshowers, asd, get, hummingbird, interprior, lamarr
 from foretell.zoo.listing.generative import ENTRIES
+from tests.pure.on_cpu import compare_on_cpu
 
 FP32 = Recipe(precision="fp32")
 INFER = Recipe(precision="fp32", mode="infer")
@@ -64,7 +66,7 @@ def workload(name: str, phase: str | None = None, **sizes: Any) -> Workload:
 
 @cache
 def compared(name: str, phase: str | None) -> tuple[int, int, Trace]:
-    predicted, measured, _, trace = compare_on_cpu(source(name, phase), FP32)
+    predicted, measured, trace = compare_on_cpu(source(name, phase), FP32)
     return predicted, measured, trace
 
 
@@ -202,7 +204,7 @@ def test_protein_few_steps_are_twenty_times_cheaper() -> None:
 
 @pytest.mark.parametrize("phase", ["sample_teacher", "sample"])
 def test_protein_sampler_memory(phase: str) -> None:
-    predicted, measured, _, _ = compare_on_cpu(source("protein-sid-tiny", phase, steps=2, layers=1), INFER)
+    predicted, measured, _ = compare_on_cpu(source("protein-sid-tiny", phase, steps=2, layers=1), INFER)
     assert predicted == pytest.approx(measured, rel=0.05)
     assert predicted == peak_live(traced("protein-sid-tiny", phase, INFER, steps=3, layers=1), ("evaluation",))
 
@@ -350,7 +352,7 @@ def test_video_pruned_cost_is_known_before_pruning() -> None:
     cluster = parse("H200")
     known = machine(cluster.device, find_profile(cluster.device.name))
     assert known is not None
-    said, found = (predict_time(trace, known, cluster)[0].step_seconds for trace in (left(full), cut))
+    said, found = (plan_time(trace, alone(known))[0].step_seconds for trace in (left(full), cut))
     assert said == pytest.approx(found, rel=0.25)
 
 
@@ -456,7 +458,7 @@ def test_hands_noise_is_the_same_when_computed_again(phase: str, how: str) -> No
 
 def test_hands_recompute_holds_less() -> None:
     plain = compared("interprior-tiny", "link")[0]
-    predicted, measured, _, _ = compare_on_cpu(source("interprior-tiny", "link"), Recipe(precision="fp32", recompute="full"))
+    predicted, measured, _ = compare_on_cpu(source("interprior-tiny", "link"), Recipe(precision="fp32", recompute="full"))
     assert predicted == pytest.approx(measured, rel=0.05)
     assert predicted < plain
 
@@ -538,7 +540,7 @@ def test_lamarr_padding_has_no_influence() -> None:
 def test_lamarr_chain_costs_follow_particles() -> None:
     found = {}
     for particles in (64, 128):
-        predicted, measured, _, trace = compare_on_cpu(source("lamarr-tiny", "simulate", seq=particles), INFER)
+        predicted, measured, trace = compare_on_cpu(source("lamarr-tiny", "simulate", seq=particles), INFER)
         assert predicted == pytest.approx(measured, rel=0.05)
         assert trace.ops_without_flop_rule == ()
         resident = sum(storage.nbytes for storage in trace.storages.values() if storage.role in (PARAMETER, BUFFER))

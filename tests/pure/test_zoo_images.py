@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from foretell import api, zoo
 from foretell.cost.plan import KEEP, Options, predict_plan
 from foretell.cost.remedies import Outlook
+from foretell.cost.timeline import peak_live
 from foretell.errors import ModelError, UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
@@ -25,14 +26,14 @@ from foretell.plan.tensor import derive, refusal
 from foretell.plan.types import Plan
 from foretell.trace.capture import capture
 from foretell.trace.dataflow import record
-from foretell.trace.here import compare_on_cpu, measure_on_cpu
-from foretell.trace.live import peak_live
+from foretell.trace.here import measure_on_cpu
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.step import Workload, call_model, compute_loss
 from foretell.trace.types import ACTIVATION, GRADIENT, OPTIMIZER, PARAMETER, Op, Trace
 from foretell.zoo import context_split, geo, kmax, pansharpen, pyra, strip_mlp, wildlife
 from foretell.zoo.listing import vision
+from tests.pure.on_cpu import compare_on_cpu
 
 FP32 = Recipe(precision="fp32")
 ALONE, CAM = (("exclusive", 1.0),), (("method", "cam"),)
@@ -75,7 +76,7 @@ def made(name: str, micro_batch: int = 2, **more: Any) -> Workload:
 
 @functools.cache
 def on_cpu(name: str, more: tuple[tuple[str, Any], ...]) -> tuple[int, int, Trace]:
-    predicted, measured, _, trace = compare_on_cpu(source(name, **dict(more)), FP32)
+    predicted, measured, trace = compare_on_cpu(source(name, **dict(more)), FP32)
     return predicted, measured, trace
 
 

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell import zoo
+from foretell.cost.timeline import peak_live
 from foretell.trace import adapt, types
 from foretell.trace.capture import capture
-from foretell.trace.here import compare_on_cpu, measure_on_cpu
-from foretell.trace.live import peak_live
+from foretell.trace.here import measure_on_cpu
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.zoo import e2llm, grpo_roc, longlora, monocoder, qlora, replay_seq
+from tests.pure.on_cpu import compare_on_cpu
 
 MODULES = ("longlora", "e2llm", "hmt", "qlora", "monocoder", "grpo_roc", "replay_seq")
 NAMES = [entry.name for entry in zoo.ENTRIES.values() if entry.module in MODULES]
@@ -82,7 +83,7 @@ def traced(
 def compared(name: str, phase: str = "") -> tuple[int, int, types.Trace]:
     """Predicted and measured bytes of a micro-batch of 2, and the trace."""
     source = Source(model=name, micro_batch=2, overrides=phased(phase))
-    predicted, measured, _, trace = compare_on_cpu(source, Recipe(precision="fp32"))
+    predicted, measured, trace = compare_on_cpu(source, Recipe(precision="fp32"))
     return predicted, measured, trace
 
 

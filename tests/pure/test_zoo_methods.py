@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from foretell import api, zoo
+from foretell.cost.timeline import peak_live
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.plan.recipe import plan_of, refuse_other_model
@@ -24,8 +25,7 @@ from foretell.trace.capture import capture
 from foretell.trace.child import request
 from foretell.trace.deep import Doubt, extended
 from foretell.trace.file import loads
-from foretell.trace.here import _peaks, compare_on_cpu, trace_as_cpu
-from foretell.trace.live import peak_live
+from foretell.trace.here import _peaks, trace_as_cpu
 from foretell.trace.load import Source, load
 from foretell.trace.module import capture_module
 from foretell.trace.recipe import Recipe
@@ -34,6 +34,7 @@ from foretell.trace.turns import in_turn
 from foretell.trace.types import Trace
 from foretell.zoo import perforated, resnet
 from foretell.zoo.listing.methods import ENTRIES
+from tests.pure.on_cpu import compare_on_cpu
 
 SMALL = [entry.name for entry in ENTRIES if entry.small]
 LOCAL = ["ff-tiny", "cafo-tiny", "mf-tiny"]
@@ -102,7 +103,7 @@ def test_it_trains_all_that_it_says_and_nothing_else(name: str, phase: str) -> N
 
 @pytest.mark.parametrize(("name", "phase"), CASES)
 def test_memory_is_as_measured_and_every_op_has_a_rule(name: str, phase: str) -> None:
-    predicted, measured, _, trace = compare_on_cpu(source_of(name, phase=phase), FP32)
+    predicted, measured, trace = compare_on_cpu(source_of(name, phase=phase), FP32)
     assert measured > 4e6
     assert predicted == pytest.approx(measured, rel=0.05)
     assert trace.ops_without_flop_rule == ()

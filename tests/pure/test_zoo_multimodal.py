@@ -13,19 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from foretell import api, zoo
+from foretell.cost.timeline import peak_live
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
 from foretell.search.infer_plan import plan_from
 from foretell.trace import types
 from foretell.trace.capture import capture
-from foretell.trace.here import compare_on_cpu, measure_on_cpu, trace_as_cpu
-from foretell.trace.live import peak_live
+from foretell.trace.here import measure_on_cpu, trace_as_cpu
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.step import compute_loss
 from foretell.trace.types import Trace
 from foretell.zoo import minicpm_v, open_qwen2vl, piip, tinygpt_v
 from foretell.zoo.listing.multimodal import ENTRIES
+from tests.pure.on_cpu import compare_on_cpu
 
 TINY = [entry.name for entry in ENTRIES if entry.small]
 
@@ -51,7 +52,7 @@ def source_of(name: str, phase: str = "", **overrides: Any) -> Source:
 @functools.cache
 def compared(name: str, phase: str = "", **overrides: Any) -> tuple[int, int, Trace]:
     """Predicted and measured peak bytes of a step on this CPU, and its trace."""
-    predicted, measured, _, trace = compare_on_cpu(source_of(name, phase, **overrides), Recipe(precision="fp32"))
+    predicted, measured, trace = compare_on_cpu(source_of(name, phase, **overrides), Recipe(precision="fp32"))
     return predicted, measured, trace
 
 

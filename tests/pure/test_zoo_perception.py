@@ -14,19 +14,21 @@ from torch import Tensor, nn
 from foretell import zoo
 from foretell.cost.features import describe
 from foretell.cost.machine import machine
+from foretell.cost.plan_time import plan_time
 from foretell.cost.shapes import Shape
-from foretell.cost.time import predict_time
+from foretell.cost.speeds import alone
+from foretell.cost.timeline import peak_live
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
 from foretell.trace.capture import capture
-from foretell.trace.here import compare_on_cpu, measure_on_cpu, trace_as_cpu
-from foretell.trace.live import peak_live
+from foretell.trace.here import measure_on_cpu, trace_as_cpu
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.step import Workload, compute_loss
 from foretell.trace.types import OPTIMIZER, Op, Trace
 from foretell.zoo import boxes, gauss_rbf, mamba_yolo, rpcanet
 from foretell.zoo.listing.perception import ENTRIES
+from tests.pure.on_cpu import compare_on_cpu
 
 PLAIN = Recipe(precision="fp32")
 CASES = [
@@ -52,7 +54,7 @@ def source(name: str, phase: str = "", micro_batch: int = 2, **overrides: Any) -
 
 @functools.cache
 def compared(name: str, phase: str) -> tuple[int, int, Trace]:
-    predicted, measured, _, trace = compare_on_cpu(source(name, phase), PLAIN)
+    predicted, measured, trace = compare_on_cpu(source(name, phase), PLAIN)
     return predicted, measured, trace
 
 
@@ -347,7 +349,7 @@ def test_a_scan_costs_its_steps_in_a_row_and_not_its_flops() -> None:
 
         trace = capture(build, PLAIN)
         steps = [op.name for op in ops(trace)].count("aten.addcmul_.default")
-        found[chunk] = steps, predict_time(trace, known, parse("H200"))[0].step_seconds, steady_flops(trace)
+        found[chunk] = steps, plan_time(trace, alone(known))[0].step_seconds, steady_flops(trace)
     assert found[0][0] == 11 + 11 and found[144][0] == 143
     assert found[144][1] > 2 * found[0][1] and found[144][2] < found[0][2]
 

@@ -18,13 +18,14 @@ from foretell.cost.plan import composed, predict_plan
 from foretell.hardware import parse
 from foretell.plan.types import Plan, Residency
 from foretell.trace.capture import capture
-from foretell.trace.here import compare_on_cpu, trace_as_cpu
+from foretell.trace.here import trace_as_cpu
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.step import Workload, call_model, compute_loss
 from foretell.trace.types import GRADIENT, OPTIMIZER, Trace
 from foretell.zoo import dnmp, get, icontrol3d, polar_mae, pronerf, pvd, scenesplat, splatnet
 from foretell.zoo.listing.scenes import ENTRIES
+from tests.pure.on_cpu import compare_on_cpu
 
 FP32 = Recipe(precision="fp32")
 
@@ -74,7 +75,7 @@ def compared(name: str, phase: str = "", recompute: str = "none", seq: int | Non
 @cache
 def _compared(name: str, phase: str, recompute: str, seq: int | None, overrides: tuple[tuple[str, int], ...]) -> tuple[int, int, Trace]:
     given = source(name, phase, seq=seq, **dict(overrides))
-    predicted, measured, _, trace = compare_on_cpu(given, Recipe(precision="fp32", recompute=recompute))
+    predicted, measured, trace = compare_on_cpu(given, Recipe(precision="fp32", recompute=recompute))
     return predicted, measured, trace
 
 

@@ -15,18 +15,19 @@ from foretell.cost.features import describe
 from foretell.cost.machine import machine
 from foretell.cost.plan import predict_plan
 from foretell.cost.time import op_prices, shape_of
+from foretell.cost.timeline import peak_live
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
 from foretell.plan.types import Plan, Residency
 from foretell.trace.capture import capture
-from foretell.trace.here import compare_on_cpu, trace_as_cpu
-from foretell.trace.live import peak_live
+from foretell.trace.here import trace_as_cpu
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.step import Workload, call_model, compute_loss
 from foretell.trace.types import Op, Trace
 from foretell.zoo import gcn_branch, neuroback, pde, pic_step, sg_reg
 from foretell.zoo.listing.science import ENTRIES
+from tests.pure.on_cpu import compare_on_cpu
 
 SMALL = [entry.name for entry in ENTRIES if entry.small]
 H200 = parse("H200").device
@@ -52,7 +53,7 @@ def on_cuda(name: str, micro_batch: int = 2, **overrides: Any) -> Trace:
 @functools.cache
 def compared(name: str, recompute: str = "none") -> tuple[int, int, Trace]:
     """Predicted and measured bytes of a step on this CPU."""
-    predicted, measured, _, trace = compare_on_cpu(Source(model=name, micro_batch=2), replace(FP32, recompute=recompute))
+    predicted, measured, trace = compare_on_cpu(Source(model=name, micro_batch=2), replace(FP32, recompute=recompute))
     return predicted, measured, trace
 
 

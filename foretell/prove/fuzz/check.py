@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foretell.cost.timeline import peak_live
 from foretell.errors import ForetellError
 from foretell.plan.types import Mesh, Plan, Residency
 from foretell.prove.fuzz.generate import draw
@@ -30,7 +31,6 @@ from foretell.runtime.ranks import Ranks
 from foretell.trace.blocks import find_blocks
 from foretell.trace.capture import capture
 from foretell.trace.here import measure_on_cpu, trace_as_cpu
-from foretell.trace.live import peak_live
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.types import Trace
