@@ -19,12 +19,6 @@ def best_interval(cost_seconds: float, mtbf_seconds: float) -> float:
     return math.sqrt(2 * cost_seconds * mtbf_seconds) * (1 + math.sqrt(share) / 3 + share / 9) - cost_seconds
 
 
-def lost_share(interval_seconds: float, cost_seconds: float, mtbf_seconds: float) -> float:
-    """Share of the time that saving and failing take, failures coming at random (exponentially), restart left out."""
-    cycle = interval_seconds + cost_seconds
-    return 1 - interval_seconds / (mtbf_seconds * math.expm1(cycle / mtbf_seconds))
-
-
 def steps_between(cost_seconds: float, mtbf_seconds: float, step_seconds: float, total: int) -> int:
     """The interval in steps: at least one, at most the run."""
     if step_seconds <= 0:

@@ -296,16 +296,6 @@ class Cluster:
         counts = Counter(self.domain_of(rank) for rank in set(ranks))
         return len(counts), max(counts.values(), default=0)
 
-    def link_between(self, ranks: Iterable[int]) -> Link | None:
-        """The slowest link a group of ranks must use; None for one device or where it is unknown."""
-        members = sorted(set(ranks))
-        level = self.level(members)
-        if level == "device":
-            return None
-        groups = {self.domain_of(rank)[0] for rank in members}
-        inside = self.groups[groups.pop()] if self.groups and len(groups) == 1 else self
-        return inside.intra if level == "intra" else inside.inter
-
     def capped(self, amount: str, asked: str) -> Cluster:
         """The same cluster with no more than `amount` of memory used on each device."""
         device = self.device

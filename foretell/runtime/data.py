@@ -362,12 +362,6 @@ def own_samples(begin: Callable[[], Any], *, seed: int, owner: str) -> Samples |
     )
 
 
-def first_batch(samples: Samples, micro_batch: int) -> Batch:
-    """The first samples as one batch: its shapes stand for all."""
-    numbers = np.arange(micro_batch, dtype=np.int64)
-    return samples.take(numbers % samples.count if samples.count else numbers, np.zeros_like(numbers))
-
-
 def _sample_error(owner: str, which: str, error: BaseException) -> ModelError:
     return ModelError(f"{which} of {owner} raised {blame.words(error)}", "mend it, or leave that sample out", blame.trail(error))
 

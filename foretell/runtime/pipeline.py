@@ -307,13 +307,6 @@ class Stages:
             if copies:
                 self._reduce_tie(copies, sorted({rank_of_stage(self.plan, index) for index in stages}))
 
-    def share_loss(self, losses: Sequence[Tensor]) -> Tensor:
-        """The mean of the last stage's losses, on every rank of the pipeline."""
-        mean = torch.stack(list(losses)).mean() if losses else torch.zeros((), device=self.ranks.device)
-        mean = mean.detach().float()
-        self.wire.broadcast(mean, self._rank(self.count - 1))
-        return mean
-
     # --- what crosses
 
     def know(self, batch: Batch, forms: tuple[tuple[Form, ...], ...]) -> None:

@@ -9,7 +9,6 @@ piece; `Applied.whole` and `Applied.stored` go between that order and the model'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,10 +56,6 @@ class Applied:
     def stored(self, name: str, tensor: Tensor) -> Tensor:
         """The other way: a whole tensor in the model's own order → in the order its parts are stored."""
         return reordered(tensor, self.places.get(name), self.team.size, stored=True)
-
-    def local_loss_context(self) -> AbstractContextManager[Any]:
-        """Around forward, loss and backward. Nothing is needed: split logits know how to become a loss."""
-        return nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-from foretell.cost.machine import machine
-from foretell.cost.speeds import Options, profile_for
-from foretell.hardware.types import Cluster
-from foretell.plan.precision import default, in_plan, in_recipe
-from foretell.plan.recipe import model_of
+from foretell.plan.precision import in_plan
 from foretell.plan.types import Mesh, Plan
-from foretell.search.sheet import Sheet
 from foretell.search.sheet_modes import KEEP
 from foretell.search.sheet_ops import Source as Pieces
 from foretell.search.traces import PAIR, Traces
-from foretell.trace.load import Source
 
 
 class Sources:
@@ -47,28 +40,3 @@ class Sources:
         self.traces.prepare([(plan, KEEP) for plan in plans])
         small, large = (self.traces.of(plan, [KEEP])[KEEP] for plan in plans)
         return Pieces(small, large, PAIR)
-
-
-def sheet_for(
-    source: Source, cluster: Cluster, *, optimizer: str = "adamw-fused", clip: float | None = 1.0,
-    precision: str | None = None, options: Options | None = None, hints: Mapping[str, float] | None = None,
-    traces: Traces | None = None, cache: bool = True, progress: Callable[[str], None] = lambda _: None,
-) -> Sheet:  # fmt: skip
-    """What a model costs on a cluster's device, kind of block by kind of block."""
-    device = cluster.device
-    on_cpu = device.backend == "cpu"
-    if traces is None:
-        capability = None if on_cpu else device.compute_capability or (9, 0)
-        traces = Traces(capability=capability, hints=dict(hints or {}), cache=cache, progress=progress)
-    first = in_recipe(precision or default(cluster), cluster.count > 1)
-    base = Plan(model=model_of(source), hardware=device.name, optimizer=optimizer, clip=clip)
-    how = options or Options()
-    sources = Sources(traces, base)
-    sheet = Sheet(
-        sources, machine(device, profile_for(cluster, how.profile_of)), cluster,
-        optimizer=optimizer, clip=clip, first=first,
-    )  # fmt: skip
-    shapes: Any = traces.facts.shapes or None
-    sheet.about = model_of(source, blocks=sheet.blocks, shapes=shapes)
-    sheet.traces, sheet.half_of = traces, sources.shorter(sheet.length)
-    return sheet

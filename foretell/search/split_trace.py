@@ -29,9 +29,10 @@ from foretell.errors import ForetellError, UserError
 from foretell.plan.context import Shared, share
 from foretell.plan.tensor import Derived, derive, refusal
 from foretell.plan.tensor_types import Setting
-from foretell.runtime import context_special, expert, expert_exchange, tensor, tensor_values
+from foretell.runtime import expert, tensor, tensor_values
 from foretell.runtime.context import Context, context_of
 from foretell.runtime.context_ways import ContextTeam
+from foretell.runtime.rehearsal import Rehearsal, rehearsing
 from foretell.runtime.tensor_ways import Team
 from foretell.trace import capture as capturing
 from foretell.trace import cuda_attention, deep
@@ -133,6 +134,7 @@ def capture_split(
     with _group(axes, at * ranks) as mesh, no_collection(), _on_fakes(recorder), recorder, ExitStack() as stack:
         if capability:
             stack.enter_context(cuda_choices(recorder, capability))
+        stack.enter_context(rehearsing(_rehearsal(recorder)))
         with no_initialisation():
             workload = build()
         if derived is not None:
@@ -141,14 +143,13 @@ def capture_split(
         if shared is not None:
             team = ContextTeam(mesh["cp"], Setting(context, sequence=False, context=True))
             recorder.groups[team.name] = ("cp", context)
-            stack.enter_context(_positions(context_of(workload.batch, shared, team), recorder))
+            workload = _on_positions(workload, context_of(workload.batch, shared, team))
         stacks: tuple[expert.Experts, ...] = ()
         if experts > 1:
             stacks = expert.find(workload.model, experts, trial=False)
             _refuse_routed(stacks)
             spread = expert.apply(workload.model, stacks, mesh["ep"], plain=True)
             recorder.groups[spread.crew.name] = ("ep", experts)
-            stack.enter_context(mock.patch.object(expert_exchange.Stacked, "_agree", lambda *_: None))
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
         resident = capturing._resident(recorder, step.workload)
         with recorder.modules(workload.model), real_masks():
@@ -173,28 +174,21 @@ def _refuse_routed(stacks: Sequence[expert.Experts]) -> None:
             )
 
 
-@contextmanager
-def _positions(shared: Context, recorder: Recorder) -> Iterator[None]:
-    """Steps take this rank's positions of the batch, and attend from the last ones with the kernel that CUDA would."""
-    plain = step_of.compute_loss
+def _rehearsal(recorder: Recorder) -> Rehearsal:
+    """Attention from the last positions with the kernel that CUDA would take."""
 
-    def compute_loss(workload: Workload) -> Tensor:
-        return shared.finish(plain(Workload(workload.model, shared.open(workload.batch), workload.loss)))
+    def lower_right(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> Tensor | None:
+        assert recorder.capability is not None
+        dropout, grouped, scale = options["dropout_p"], options["enable_gqa"], options["scale"]
+        able = cuda_attention._flash(query, key, value, None, dropout, False, grouped, recorder.capability, True)
+        return cuda_attention._run_flash(query, key, value, dropout, True, scale) if able else None
 
-    def lower_right(_: int, __: int, options: Mapping[str, Any]) -> Callable[..., Tensor | None]:
-        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-            assert recorder.capability is not None
-            dropout, grouped, scale = options["dropout_p"], options["enable_gqa"], options["scale"]
-            able = cuda_attention._flash(query, key, value, None, dropout, False, grouped, recorder.capability, True)
-            return cuda_attention._run_flash(query, key, value, dropout, True, scale) if able else None
+    return Rehearsal(lower_right if recorder.capability is not None else None)
 
-        return run
 
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(step_of, "compute_loss", compute_loss))
-        stack.enter_context(mock.patch.object(context_special, "_lower_right", lower_right))
-        stack.enter_context(mock.patch.object(context_special, "_has_kernel", lambda _: recorder.capability is not None))
-        yield
+def _on_positions(workload: Workload, shared: Context) -> Workload:
+    """Steps take this rank's positions of the batch."""
+    return replace(workload, around=lambda one: shared.finish(step_of.compute_loss(replace(one, batch=shared.open(one.batch)))))
 
 
 def _derived(
@@ -260,21 +254,15 @@ def _bare(values: Any) -> Iterator[None]:
 
 @contextmanager
 def _on_fakes(recorder: Recorder) -> Iterator[None]:
-    """Ranks draw no seeds, lists of DTensors are lists as on CUDA, and what DTensor computes of shapes is no op."""
+    """Lists of DTensors are lists as on CUDA, and what DTensor computes of shapes is no op."""
     inner = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def unseen(*args: Any, **kwargs: Any) -> Any:
         with recorder.muted():
             return inner(*args, **kwargs)
 
-    @contextmanager
-    def no_seed(team: Team, device: torch.device) -> Iterator[None]:
-        yield
-
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen))
-        stack.enter_context(mock.patch.object(Team, "own_random", no_seed))
-        stack.enter_context(mock.patch.object(tensor_values, "_part", lambda part: part))  # the recorder sees through
         for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
             stack.enter_context(mock.patch(f"{module}._foreach_supported_types", FOREACH))
         yield

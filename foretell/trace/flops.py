@@ -64,10 +64,6 @@ def flops(name: str, inputs: Specs, outputs: Specs, attrs: Attrs) -> int | None:
     return None if rule is None else rule(inputs, outputs, attrs)
 
 
-def has_rule(name: str) -> bool:
-    return _rule(name) is not None
-
-
 def _rule(name: str) -> Rule | None:
     """`aten.add_.Tensor` → that of add.Tensor, or else of add. Ops outside ATen keep their namespace."""
     namespace, _, rest = name.partition(".")

@@ -55,6 +55,8 @@ class Workload:
     losses: Losses | None = None
     """Scalars of its layers one after another, each run backward before the next is computed, where there is no global
     backward: a generator of (model, batch). `loss` must be their sum, with the same gradients: plans run that."""
+    around: Callable[[Workload], Tensor] | None = None
+    """How the loss of this workload is computed instead, from the same one without this: where ranks share a batch."""
 
     def summed(self) -> Workload:
         """The same with one backward."""
@@ -194,6 +196,8 @@ def each_loss(workload: Workload, guard: Callable[[], AbstractContextManager[Any
 
 def compute_loss(workload: Workload) -> Tensor:
     """A scalar to call backward on: the user's loss, the output's `.loss`, or the output itself if it is one."""
+    if workload.around is not None:
+        return workload.around(replace(workload, around=None))
     output = call_model(workload.model, workload.batch)
     if workload.loss is not None:
         loss = workload.loss(output, workload.batch)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from foretell.errors import ModelError, UserError
 from foretell.runtime import corpus as corpora
 from foretell.runtime.corpus import Corpus, Windows, read_corpus, text_form
-from foretell.runtime.data import Example, Feed, Own, Share, Stream, first_batch, own_samples, shuffled
+from foretell.runtime.data import Example, Feed, Own, Share, Stream, own_samples, shuffled
 
 CPU = torch.device("cpu")
 
@@ -281,10 +281,10 @@ def test_what_data_returns_is_taken_as_it_is_or_refused() -> None:
         own_samples(list, seed=0, owner="d")
     pairs = own_samples(lambda: [(torch.zeros(3), 1), (torch.ones(3), 2)], seed=0, owner="d")
     assert pairs is not None
-    batch = first_batch(pairs, 3)
+    batch = pairs.take(np.arange(3), np.zeros(3, dtype=np.int64))
     assert isinstance(batch, tuple) and batch[0].shape == (3, 3) and batch[1].tolist() == [1, 2, 1]
     with pytest.raises(ModelError, match=r"do not stack into a batch.*same shape"):
-        first_batch(own_samples(lambda: [torch.zeros(2), torch.zeros(3)], seed=0, owner="d"), 2)
+        own_samples(lambda: [torch.zeros(2), torch.zeros(3)], seed=0, owner="d").take(np.arange(2), np.zeros(2, dtype=np.int64))
 
 
 def test_the_example_comes_again_and_says_so() -> None:

@@ -22,7 +22,6 @@ from foretell.errors import UserError
 from foretell.runtime.offload import stage as stages
 from foretell.runtime.offload.arena import ALIGN, Arena, bytes_for
 from foretell.runtime.offload.disk import Shelf
-from foretell.runtime.offload.disk_rate import rate
 from foretell.runtime.offload.folder import free, in_memory
 from foretell.runtime.offload.stage import Stage
 from foretell.units import MIB
@@ -198,9 +197,7 @@ def test_a_file_that_was_cut_short_is_an_error_and_no_endless_loop(tmp_path: Pat
             store.read(0, torch.empty(8 * ALIGN, dtype=torch.uint8)).result(LIMIT)
 
 
-def test_a_disk_is_measured_and_told_to_be_slow_only_when_it_is(tmp_path: Path) -> None:
-    read, write = rate(tmp_path, 32 * MIB, 0.6)
-    assert 1e5 < read < 1e12 and 1e5 < write < 1e12
+def test_a_disk_is_told_to_be_slow_only_when_it_is(tmp_path: Path) -> None:
     with shelf(tmp_path, 4 * MIB, piece=MIB) as store:
         data = torch.ones(MIB)
         assert store.slower(1e18, 1e18, least=0) is None  # nothing was moved

@@ -217,8 +217,6 @@ def test_levels_agree_with_brute_force(text: str, size: int) -> None:
         domains, most = cluster.spread(ranks)
         places = [rank // size for rank in ranks]
         assert (domains, most) == (len(set(places)), max(map(places.count, places)))
-        expected = {"device": None, "intra": cluster.intra, "inter": cluster.inter}[cluster.level(ranks)]
-        assert cluster.link_between(ranks) == expected
 
 
 def test_ranks_outside_are_refused() -> None:
@@ -235,8 +233,8 @@ def test_unlike_groups_side_by_side() -> None:
     assert (cluster.count, cluster.nodes, cluster.device.name) == (20, 3, "A100-SXM-40GB")
     assert cluster.level(range(8)) == "intra" and cluster.level([7, 8]) == "inter"
     assert cluster.level(range(16, 20)) == "intra" and cluster.level([15, 16]) == "inter"
-    names = [found.name for found in map(cluster.link_between, ([0, 7], [7, 8], [16, 19], [0, 19])) if found]
-    assert names == ["NVLink4", "IB400", "NVLink3", "IB200"]
+    links = [link for group in cluster.groups for link in (group.intra, group.inter)]
+    assert [link.name for link in links if link] == ["NVLink4", "IB400", "NVLink3", "IB200"]
     # between groups at the slower group's rate; the island of A100 has two cards for four devices
     assert cluster.per_device_network_bytes_per_second == 2 * 25e9 / 4
     capped = cluster.capped("20GiB", "here")
@@ -318,7 +316,7 @@ def test_groups_in_a_file(tmp_path: Path) -> None:
     )
     cluster = load(path)
     assert (cluster.count, [group.device.name for group in cluster.groups]) == (24, ["H100-SXM-80GB", "A100-SXM-80GB"])
-    between, inside = cluster.link_between([7, 8]), cluster.link_between([8, 16])
+    between, inside = cluster.inter, cluster.groups[1].inter
     assert between and inside and (between.name, inside.name) == ("Eth100", "IB200")
 
 

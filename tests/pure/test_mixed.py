@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import combinations, pairwise, permutations, product
+from itertools import combinations, pairwise, permutations
 
 import pytest
 
@@ -12,7 +12,7 @@ from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.plan import legal
 from foretell.plan.types import Mesh, Pipeline, Plan
-from foretell.search.mixed import Bytes, Island, Shared, islands, one_f_one_b, share, share_best, share_micro_batches
+from foretell.search.mixed import Bytes, Island, Shared, islands, one_f_one_b, share, share_best
 from foretell.units import GIB
 
 SPEED = {"H100-SXM-80GB": 1.0, "A100-SXM-80GB": 0.4, "V100-SXM-16GB": 0.15}
@@ -115,22 +115,3 @@ def test_three_hundred_unlike_layers_on_64_mixed_devices() -> None:
     slow = [stage.last - stage.first for stage in shared.stages if stage.device.startswith("V100")]
     assert sum(quick) / len(quick) > 3 * sum(slow) / len(slow)
     assert isinstance(shared, Shared)
-
-
-@pytest.mark.parametrize("seconds", [(1.0, 1.0), (1.0, 2.5), (1.0, 2.0, 7.0), (3.0, 1.0, 1.0)])
-def test_unlike_data_ranks_equal_every_share(seconds: tuple[float, ...]) -> None:
-    for total in range(len(seconds), 12):
-        found = share_micro_batches(seconds, total)
-        every = [
-            max(share * each for share, each in zip(shares, seconds, strict=True))
-            for shares in product(range(1, total + 1), repeat=len(seconds)) if sum(shares) == total
-        ]  # fmt: skip
-        assert found.seconds == min(every) and sum(found.micro_batches) == total
-        assert bool(found.refused) == (len(set(found.micro_batches)) > 1)
-
-
-def test_data_ranks_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(UserError, match="3 micro-batches for 4"):
-        share_micro_batches([1.0] * 4, 3)
-    with pytest.raises(UserError, match="no time"):
-        share_micro_batches([0.0], 3)
