@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import importlib.util
@@ -272,4 +273,22 @@ def _forget() -> None:
         from torch.distributed.tensor import debug
 
         debug._clear_sharding_prop_cache()
+        for module in [sys.modules[name] for name in sys.modules if name.startswith("torch.distributed.tensor.")]:
+            _empty(module)
     gc.collect()
+
+
+_CACHED = type(functools.cache(lambda: None))
+
+
+def _empty(module: Any) -> None:
+    """Empty the caches of a module's functions and methods, and its dictionaries of plans: they hold meshes, and a mesh its
+    process groups, whose threads wake up a hundred times a second."""
+    values = list(vars(module).values())
+    methods = [method for kind in values if isinstance(kind, type) for method in vars(kind).values()]
+    for value in (*values, *(getattr(method, "__func__", method) for method in methods)):
+        if isinstance(value, _CACHED):
+            value.cache_clear()
+    for name, value in vars(module).items():
+        if name.endswith("_cache") and isinstance(value, dict):
+            value.clear()

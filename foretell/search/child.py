@@ -13,6 +13,8 @@ from typing import Any
 from foretell.trace import child as single
 from foretell.trace.process import TIME_LIMIT, Progress, serve
 
+PRELOAD = (*single.PRELOAD, "foretell.search.shares", "foretell.search.split_trace")
+
 
 def trace_all(
     requests: Sequence[Mapping[str, Any]], progress: Progress = lambda _: None, *, time_limit: float = TIME_LIMIT

@@ -55,10 +55,12 @@ class Traces:
 
     def of(self, plan: Plan, modes: Iterable[str]) -> dict[str, Trace]:
         """Traces of one rank's step at the plan's micro-batch, one for each residency asked for."""
-        return {mode: self._one(plan, mode) for mode in modes}
+        wanted = list(modes)
+        self.prepare([(plan, mode) for mode in wanted])
+        return {mode: self._one(plan, mode) for mode in wanted}
 
     def prepare(self, plans: Iterable[tuple[Plan, str]]) -> None:
-        """Trace what these plans and residencies need, all in one process."""
+        """Trace what these plans and residencies need, side by side."""
         wanted: dict[str, dict[str, Any]] = {}
         for plan, mode in plans:
             for asked in self._needed(plan, mode):

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from foretell import errors
@@ -17,6 +19,11 @@ from foretell.trace.load import Source
 from foretell.trace.process import TIME_LIMIT, Ended, Progress, ask, serve
 from foretell.trace.recipe import Recipe
 from foretell.units import human_seconds
+
+WORKERS = 2
+"""Processes that trace side by side: each may need a gigabyte or two."""
+PRELOAD = ("foretell.trace.cache", "foretell.trace.deep", "foretell.trace.file", "foretell.trace.load")
+"""What a process that traces will import."""
 
 
 def request(
@@ -41,12 +48,28 @@ def ask_all(
     """The text that answers each request and the rest of the reply; the first failure is raised."""
     files = [file for asked in requests for file in user_code.files_of(asked["source"])]
     user_code.before(files)
-    found = ask(module, requests, time_limit=time_limit, progress=progress, imports_from_here=bool(files))
-    if isinstance(found, Ended):
-        raise _died(requests[len(found.answers)], found, time_limit)
-    if "error" in found[-1]:
-        raise _as_error(found[-1]["error"])
-    return [(reply.pop("text"), reply) for reply in found]
+
+    def asked_of(place: int) -> list[tuple[str, dict[str, Any]]]:
+        mine = requests[place::workers]
+        found = ask(module, mine, time_limit=time_limit, progress=progress, imports_from_here=bool(files), live=live)
+        if isinstance(found, Ended):
+            raise _died(mine[len(found.answers)], found, time_limit)
+        if "error" in found[-1]:
+            raise _as_error(found[-1]["error"])
+        return [(reply.pop("text"), reply) for reply in found]
+
+    live: list[Callable[[], None]] = []
+    workers = max(1, min(len(requests), WORKERS, os.cpu_count() or 1))
+    if workers == 1:
+        return asked_of(0)
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            answers = [iter(found) for found in pool.map(asked_of, range(workers))]
+        except BaseException:  # one failed, or Ctrl-C: the others need not go on
+            for end in live:
+                end()
+            raise
+    return [next(answers[place % workers]) for place in range(len(requests))]
 
 
 def _died(asked: Mapping[str, Any], ended: Ended, time_limit: float) -> ForetellError:

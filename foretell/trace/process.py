@@ -1,10 +1,11 @@
 """The user's code in a process of its own, which never outlives foretell and ends at a time limit. Nothing is on disk.
 
-    foretell ── requests: a line on stdin, which then stays open ──►  supervisor ── fork ──►  worker: imports and runs
+    foretell ── requests: a line on stdin, which then stays open ──►  supervisor ── fork ──►  worker: runs the user's code
              ◄── answers: a JSON line each, on a pipe ────────────────────────────────────────┘
 
-All of them but foretell are one process group. The supervisor runs no code of the user's: when its stdin closes, however
-foretell ended, it kills the group. foretell kills it when it has what it asked for, or when the time is up.
+The supervisor is forked from a process that has imported torch (`trace.server`). It and the worker are one process group.
+It runs no code of the user's: when its stdin closes, however foretell ended, it kills the group. foretell kills it when it
+has what it asked for, or when the time is up.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from foretell.trace.server import Forked, environment, forked, import_paths
 
 TIME_LIMIT = 600.0
 """Seconds that tracing one step may take, unless asked otherwise."""
@@ -51,13 +54,15 @@ def package_parent() -> str:
 
 def ask(
     module: str, requests: Sequence[Mapping[str, Any]], *, time_limit: float = TIME_LIMIT,
-    progress: Progress = lambda _: None, imports_from_here: bool = False,
+    progress: Progress = lambda _: None, imports_from_here: bool = False, live: list[Callable[[], None]] | None = None,
 ) -> list[Message] | Ended:  # fmt: skip
     """Answers of `python -m MODULE` to requests, in order; the last may hold an error. Each has `time_limit` seconds.
 
-    `imports_from_here`: modules of the current folder can be imported, after all others.
+    `imports_from_here`: modules of the current folder can be imported, after all others. `live` is given what ends it early.
     """
     worker = _Worker(module, requests, [os.getcwd()] if imports_from_here else [])
+    if live is not None:
+        live.append(worker.kill)
     try:
         return worker.answers(len(requests), time_limit, progress)
     finally:
@@ -143,9 +148,12 @@ class _Worker:
     def _said(self) -> str:
         return self.tail.decode(errors="replace")
 
-    def end(self) -> None:
+    def kill(self) -> None:
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        self.kill()
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -154,16 +162,19 @@ class _Worker:
         self.process.wait()
 
 
-def _started(module: str, replies: int, more: Sequence[str]) -> subprocess.Popen[bytes]:
-    """`python -m MODULE` in a session of its own, with the pipe it answers on."""
-    paths = [package_parent(), os.environ.get("PYTHONPATH")]
-    environment = {
-        **os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }  # fmt: skip
+def _started(module: str, replies: int, more: Sequence[str]) -> subprocess.Popen[bytes] | Forked:
+    """`python -m MODULE` in a session of its own, with the pipe it answers on: forked, or where that fails started."""
+    try:
+        return forked(module, replies, more)
+    except OSError:
+        return spawned(module, replies, more)
+
+
+def spawned(module: str, replies: int, more: Sequence[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, str(replies), *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env=environment, pass_fds=(replies,), start_new_session=True, bufsize=0,
+        stderr=subprocess.STDOUT, env={**environment(), "PYTHONPATH": os.pathsep.join(import_paths())}, pass_fds=(replies,),
+        start_new_session=True, bufsize=0,
     )  # fmt: skip
 
 

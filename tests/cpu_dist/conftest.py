@@ -1,19 +1,27 @@
 """Gloo ranks for tests: `ranks(n).run(function, *args)` calls `function(rank, world, *args)` on n processes.
 
-The processes are started once per test session and shared by all tests of it.
+The processes are started once and shared by the tests of this folder; before tests of another one they end: even idle,
+gloo's threads wake up a hundred times a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from foretell.runtime.pool import Pool, World
 
+HERE = Path(__file__).parent
+POOL = Pool(largest=16, preload=["pytest", "numpy", "transformers.models.qwen2.modeling_qwen2"])
+
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], World]]:
-    pool = Pool(largest=16, preload=["pytest", "numpy", "transformers.models.qwen2.modeling_qwen2"])
-    yield pool.ranks
-    pool.close()
+def ranks() -> Callable[[int], World]:
+    return POOL.ranks
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or HERE not in nextitem.path.parents:
+        POOL.close()

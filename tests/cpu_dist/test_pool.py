@@ -28,6 +28,10 @@ def total(rank: int, world: int, scale: float) -> tuple[int, float]:
     return os.getpid(), value.item()
 
 
+def threads(rank: int, world: int) -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
 def matrix(rank: int, world: int, shape: tuple[int, ...], axis: str, others: int) -> torch.Tensor:
     """A product split over one axis of a mesh: wrong as soon as it reduces over the wrong group."""
     for _ in range(others):
@@ -114,3 +118,14 @@ def test_no_rank_outlives_the_process_that_asked(tmp_path: Path) -> None:
     while alive := [path for path in noted if Path(f"/proc/{path.read_text()}").exists()]:
         assert time.monotonic() < until, f"{alive} still run"
         time.sleep(0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted where the kernel shows them")
+def test_calls_leave_no_threads_behind(ranks: Callable[[int], World]) -> None:
+    """Every process group has three, which wake up a hundred times a second."""
+    world = ranks(4)
+    world.run(matrix, (2, 2), "a", 0)
+    before = world.run(threads)
+    for axis, shape in (("a", (2, 2)), ("b", (2, 2)), ("a", (4, 1)), ("b", (1, 4))):
+        world.run(matrix, shape, axis, 1)
+    assert world.run(threads) == before

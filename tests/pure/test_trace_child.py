@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from foretell import api
 from foretell.cli import main
 from foretell.errors import ModelError, UserError
-from foretell.trace import process
+from foretell.trace import process, server
 from foretell.trace.process import Ended, ask
 from foretell.units import human_seconds, parse_duration
 from tests import forks
@@ -43,13 +44,16 @@ def work(requests, reply):
             {HELD}
         reply({{"text": "x" * asked.get("size", 1)}})
 
-if __name__ == "__main__":
+def main():
     serve(work)
+
+if __name__ == "__main__":
+    main()
 """
 
 
 @pytest.fixture(autouse=True)
-def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A module to ask that imports no torch, and a folder for temporary files that must stay empty."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "worker_of_test.py").write_text(MODULE)
@@ -57,6 +61,10 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "modules"), str(ROOT)]))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setattr(process, "_started", forks.real)
+    monkeypatch.setattr(server, "_known", [])
+    yield
+    for one in server._known:
+        one.close()
 
 
 def alive(pid: int) -> bool:
