@@ -10,10 +10,13 @@ from foretell.cost.host import steady
 from foretell.cost.machine import machine
 from foretell.cost.plan_blocks import blocks_of
 from foretell.cost.plan_parts import TORCH
+from foretell.cost.plan_time import tasks_of
 from foretell.cost.prediction import ASSUMED, MEASURED
 from foretell.cost.sharded import block_of
-from foretell.cost.speeds import profile_for
-from foretell.cost.time import Machine, op_prices
+from foretell.cost.speeds import alone, profile_for
+from foretell.cost.streams import simulate
+from foretell.cost.time import Machine
+from foretell.cost.timeline import peak_live
 from foretell.errors import UserError
 from foretell.hardware import overhead
 from foretell.hardware.profile import Profile
@@ -25,7 +28,7 @@ from foretell.trace.load import check as check_source
 from foretell.trace.process import TIME_LIMIT
 from foretell.trace.recipe import Recipe
 from foretell.trace.stored import traced
-from foretell.trace.types import BUFFER, INPUT, PARAMETER, Op, Trace
+from foretell.trace.types import BUFFER, INPUT, PARAMETER, Op, Program, Trace
 
 DEPTH = 2
 """Names of modules that make a unit where a model has no repeated blocks: `layer1.0` of `layer1.0.conv1`."""
@@ -138,13 +141,11 @@ def _inside(op: Op, block: str) -> bool:
 
 
 def unit_seconds(trace: Trace, runs: Sequence[Sequence[Op]], known: Machine) -> list[float]:
-    """Seconds of each run of ops: on a CPU all one after the other, else the longer of device and host."""
-    prices = op_prices(trace, known)
+    """Seconds of each run of ops, one request after another."""
     found = []
     for ops in runs:
-        device = sum(prices[id(op)][1] for op in ops)
-        host = sum(known.host.issues(ops))
-        found.append(device + host if known.serial else max(device, host))
+        unit = replace(trace, programs={"unit": Program("unit", tuple(ops))}, schedule={"evaluation": (("unit", 1),)})
+        found.append(simulate(list(tasks_of(unit, steady(unit), alone(known), around=False)), steps=2).seconds)
     return found
 
 
@@ -181,16 +182,13 @@ def units_of(trace: Trace, runs: Sequence[tuple[str, Sequence[Op]]], seconds: Se
 
 def _live(trace: Trace, runs: Sequence[tuple[str, Sequence[Op]]], index: int) -> int:
     """The most bytes of activations alive while a unit runs: what it got, and what it makes less what it lets go."""
-    inside = {number for op in runs[index][1] for number in op.allocates}
-    came = {ref.storage for op in runs[index][1] for ref in op.inputs} - inside
-    now = most = sum(
-        trace.storages[number].nbytes for number in came if trace.storages[number].role not in (PARAMETER, BUFFER)
-    )
-    for op in runs[index][1]:
-        now += sum(trace.storages[number].nbytes for number in op.allocates)
-        most = max(most, now)
-        now -= sum(trace.storages[number].nbytes for number in op.frees if number in inside)
-    return most
+    ops = runs[index][1]
+    inside = {number for op in ops for number in op.allocates}
+    came = dict.fromkeys(ref.storage for op in ops for ref in op.inputs if ref.storage not in inside)
+    kept = tuple(number for number in came if trace.storages[number].role not in (PARAMETER, BUFFER))
+    own = tuple(replace(op, frees=tuple(number for number in op.frees if number in inside)) for op in ops)
+    unit = replace(trace, programs={"unit": Program("unit", own)}, schedule={"evaluation": (("unit", 1),)}, resident=kept)
+    return peak_live(unit, ["evaluation"])
 
 
 def _input_bytes(trace: Trace) -> int:

@@ -184,7 +184,8 @@ def test_the_command_names_a_stopped_rank_and_ends_with_one_error(tmp_path: Path
     told, said = child.communicate(timeout=150)
     assert child.returncode == 1 and told == "", said
     (line,) = [line for line in said.splitlines() if "error" in line or "Traceback" in line or "bug" in line]
-    assert "rank 0 is stopped (SIGSTOP to process " in line and "the last checkpoint is of step 4" in line
+    assert "rank 0 is stopped (SIGSTOP to process " in line
+    assert any(f"the last checkpoint is of step {step};" in line for step in (2, 4))  # the second may have been under way
     assert f"foretell run {out} --resume" in line
     pid = int(line.partition("to process ")[2].partition(")")[0])
     assert not proc.lives(pid)

@@ -281,7 +281,7 @@ def test_what_data_returns_is_taken_as_it_is_or_refused() -> None:
         own_samples(list, seed=0, owner="d")
     pairs = own_samples(lambda: [(torch.zeros(3), 1), (torch.ones(3), 2)], seed=0, owner="d")
     assert pairs is not None
-    batch = pairs.take(np.arange(3), np.zeros(3, dtype=np.int64))
+    batch = pairs.take(np.array([0, 1, 0]), np.zeros(3, dtype=np.int64))
     assert isinstance(batch, tuple) and batch[0].shape == (3, 3) and batch[1].tolist() == [1, 2, 1]
     with pytest.raises(ModelError, match=r"do not stack into a batch.*same shape"):
         own_samples(lambda: [torch.zeros(2), torch.zeros(3)], seed=0, owner="d").take(np.arange(2), np.zeros(2, dtype=np.int64))
