@@ -29,6 +29,14 @@ class Mismatch(ValueError):
         super().__init__(f"{field} {problem}" if field else f"it {problem}")
 
 
+def json_of(text: str | bytes, **options: Any) -> Any:
+    """What a text says in JSON; one that is nested too deep to be read is a ValueError as any other fault is."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
 def decode(kind: type[Kind], data: Any, where: str, remedy: str) -> Kind:
     """A value of `kind`, which is a dataclass or a type as in an annotation; `where` names the file in errors."""
     try:

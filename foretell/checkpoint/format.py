@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from foretell.checkpoint import about
 from foretell.checkpoint.boxes import Box, Shape, whole
+from foretell.decode import json_of
 from foretell.errors import FileFormatError, UserError
 from foretell.units import DTYPE_BYTES
 
@@ -208,7 +209,7 @@ _KEPT = ("kind", "version", "generation", "rank", "step", "boxes", "own", "extra
 
 
 def _loads(text: str | bytes) -> dict[str, Any]:
-    found = json.loads(text, object_pairs_hook=about.once)
+    found = json_of(text, object_pairs_hook=about.once)
     if not isinstance(found, dict) or not about.is_shallow(found):
         raise ValueError("it is no object, or nested too deep")
     return found

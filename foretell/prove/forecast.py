@@ -18,6 +18,7 @@ from foretell.cost.plan import Options, PlanCost, predict_step
 from foretell.cost.plan_parts import TORCH
 from foretell.cost.prediction import NO
 from foretell.cost.speeds import NEAREST
+from foretell.decode import json_of
 from foretell.errors import ForetellError, UserError
 from foretell.hardware import overhead
 from foretell.hardware.profile import Profile, find_profile
@@ -283,7 +284,7 @@ class _Journal:
             return
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                kept = json.loads(line)
+                kept = json_of(line)
                 if kept["key"] == key:
                     row = Forecast.from_json(kept["row"])
                     self.rows[row.config.index] = row

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from foretell.decode import json_of
 from foretell.errors import UserError
 from foretell.units import human_bytes, relative_error
 
@@ -123,7 +124,7 @@ def read(path: Path) -> dict[tuple[str, str, str], Row]:
         raise UserError(f"--keep {path} cannot be read: {error}", "name a file of rows, or a new one") from None
     for line in text.splitlines():
         try:
-            row = Row.from_json(json.loads(line))
+            row = Row.from_json(json_of(line))
         except (ValueError, TypeError, AttributeError):
             continue
         found[row.key] = row

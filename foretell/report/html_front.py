@@ -36,6 +36,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from foretell.decode import json_of
 from foretell.errors import FileFormatError, UserError
 from foretell.files import write_atomically
 
@@ -159,7 +160,7 @@ def write(front: Front, plan: str | Path) -> Path:
 def read(path: Path) -> Front | None:
     """The front in a file; None where there is no such file."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json_of(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

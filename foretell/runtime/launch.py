@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from foretell.decode import json_of
 from foretell.errors import UserError
 from foretell.hardware.this_machine import physical_cores
 from foretell.plan.legal import launch as command_for
@@ -254,7 +255,7 @@ class _Outlook:
                 text += part
         *lines, self._texts[rank] = text.split(b"\n")
         with contextlib.suppress(ValueError):
-            return Report.from_json(json.loads(lines[-1])) if lines else None
+            return Report.from_json(json_of(lines[-1])) if lines else None
         return None
 
     def close(self) -> None:

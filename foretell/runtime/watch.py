@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from foretell.decode import json_of
 from foretell.runtime import proc
 from foretell.runtime.control import Control, is_collective
 from foretell.runtime.judge import FRESH_SECONDS, TIMEOUT_SECONDS, Judge, Limits, Verdict, blamed
@@ -348,12 +349,12 @@ def _collectives() -> int:
 
 def _report(text: bytes) -> Report | None:
     with contextlib.suppress(ValueError):
-        return Report.from_json(json.loads(text))
+        return Report.from_json(json_of(text))
     return None
 
 
 def _said(text: bytes) -> Said | None:
     with contextlib.suppress(ValueError, TypeError):
-        found = json.loads(text)
+        found = json_of(text)
         return Said(**{**found, "ends": tuple(found.get("ends", ()))})
     return None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from foretell import __version__
-from foretell.decode import value_of
+from foretell.decode import json_of, value_of
 from foretell.errors import UserError
 from foretell.files import one_line, write_atomically
 
@@ -121,7 +121,7 @@ def _checked(content: bytes, kind: str, key: str) -> dict[str, Any]:
     seal, _, rest = content.partition(b"\n")
     if seal + b"\n" != _seal(rest, kind, key):
         raise ValueError("its checksum is not that of its content")
-    entry: dict[str, Any] = json.loads(rest)
+    entry: dict[str, Any] = json_of(rest)
     return entry
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from foretell.trace.types import Trace
+from foretell.trace.types import ROLES, Trace
 from foretell.units import DTYPE_BYTES
 
 MOST = 50_000_000
@@ -150,6 +150,8 @@ def whole(trace: Trace) -> Trace:
     specs = {ref.spec for op in trace.ops() for ref in (*op.inputs, *op.outputs)}
     unknown = sorted({spec.dtype for spec in specs} - DTYPE_BYTES.keys())
     _refuse(not unknown, f"there is no dtype {', '.join(unknown)}")
+    roles = sorted({storage.role for storage in trace.storages.values()} - ROLES)
+    _refuse(not roles, f"no storage is for {', '.join(roles)}")
     return trace
 
 

@@ -10,7 +10,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import json
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foretell.decode import json_of
 from foretell.errors import MissingPackage, UnknownName, UserError, near_names
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _read_config(name: str) -> dict[str, Any]:
             "foretell downloads nothing: give a model type (hf:llama) or a local config.json",
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json_of(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}", "give the config.json of a transformers model") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):

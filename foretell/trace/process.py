@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foretell.decode import json_of
 from foretell.trace.server import Forked, environment, forked, import_paths
 
 TIME_LIMIT = 600.0
@@ -130,7 +131,7 @@ class _Worker:
         messages = []
         for line in lines:
             with contextlib.suppress(ValueError):
-                messages.append(json.loads(line))
+                messages.append(json_of(line))
         return [message for message in messages if isinstance(message, dict)]
 
     def _dump(self, ready: selectors.BaseSelector) -> None:

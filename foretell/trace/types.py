@@ -19,6 +19,8 @@ SCHEMA_VERSION = 1
 PARAMETER, GRADIENT, OPTIMIZER, BUFFER, INPUT = "parameter", "gradient", "optimizer", "buffer", "input"
 ACTIVATION, LOGITS, TEMPORARY = "activation", "logits", "temporary"
 GATHERED, COMMUNICATION = "gathered", "communication"
+ROLES = frozenset({PARAMETER, GRADIENT, OPTIMIZER, BUFFER, INPUT, ACTIVATION, LOGITS, TEMPORARY, GATHERED, COMMUNICATION})
+"""What a storage is for."""
 NO_GRAD = "no_grad"
 """Attribute of an op of a CPU's forward that autograd does not write down: the host has less to do for it."""
 
