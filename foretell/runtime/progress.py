@@ -26,6 +26,9 @@ FAILED = "failed"
 """A collective failed on this rank: it had waited."""
 MOVING, WAITING, DEVICE, BUSY, ASLEEP = "moving", "waiting", "device", "busy", "asleep"
 """Kinds: comes on; waits for other ranks; for its device; computes; does none of these."""
+LOOK_SECONDS = 3.0
+"""For so long the training loop must have begun nothing new before its frames are looked at: a frame that is looked at keeps what
+it holds for longer, which was a hundred megabytes of a small model's step."""
 STILL_SECONDS = 1.5
 """Less than this is no standstill."""
 GAP_SECONDS = 5.0
@@ -118,10 +121,11 @@ class Monitor:
     """Looks at the thread that made it, from another one."""
 
     def __init__(
-        self, progress: Progress, *, collectives: Callable[[], int] = lambda: 0, device_works: Callable[[], bool] = lambda: False
-    ) -> None:
+        self, progress: Progress, *, collectives: Callable[[], int] = lambda: 0, device_works: Callable[[], bool] = lambda: False,
+        look_s: float = LOOK_SECONDS,
+    ) -> None:  # fmt: skip
         """`device_works` tells whether the device still has something to do; asked only while this rank stands still."""
-        self.progress, self.collectives, self.device_works = progress, collectives, device_works
+        self.progress, self.collectives, self.device_works, self.look_s = progress, collectives, device_works, look_s
         self.thread = threading.get_ident()
         self.idle = Idle(os.getpid())
         self._beat = 0
@@ -139,9 +143,9 @@ class Monitor:
             self.idle.forget()
         self._looked, self._beat = now, self._beat + 1
         progress, started = self.progress, self.collectives()
-        frame = self._frame()
         if progress.count != self._count:
             self._count, self._same = progress.count, now
+        frame = self._frame() if now - self._same >= self.look_s else None
         seen = (progress.count, started, _signature(frame))
         if seen != self._seen:
             if self._slept:

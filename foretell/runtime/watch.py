@@ -28,7 +28,7 @@ from foretell.runtime import proc
 from foretell.runtime.control import Control, is_collective
 from foretell.runtime.judge import FRESH_SECONDS, TIMEOUT_SECONDS, Judge, Limits, Verdict, blamed
 from foretell.runtime.launch import launcher_lives, tell_launcher
-from foretell.runtime.progress import DATA, FAILED, GAP_SECONDS, STEP, Monitor, Progress, Report
+from foretell.runtime.progress import DATA, FAILED, GAP_SECONDS, LOOK_SECONDS, STEP, Monitor, Progress, Report
 from foretell.runtime.signals import Stopped, exit_status
 
 BEAT_SECONDS = 1.0
@@ -71,7 +71,8 @@ class Watch:
         self.ranks, self.tell, self.left, self.grace_s = control.ranks, tell, left, grace_s
         self.limits = replace(Limits.usual(TIMEOUT_SECONDS), **seconds)
         self.progress = Progress()
-        self.monitor = Monitor(self.progress, collectives=_collectives, device_works=self._device_works)
+        look_s = min(LOOK_SECONDS, self.limits.hang_s / 2, self.limits.say_s / 2)
+        self.monitor = Monitor(self.progress, collectives=_collectives, device_works=self._device_works, look_s=look_s)
         self.said: Said | None = None
         self.salvage: Callable[[int], None] = lambda _: None
         """Called with a number of updates where another rank asks to save that; the main thread is stuck, or on its way out."""
