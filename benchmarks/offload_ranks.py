@@ -60,7 +60,7 @@ def say(case: str, options: argparse.Namespace, known: Any) -> dict[str, Any]:
 
     plan = plan_of(case, options).with_(model=model_of(source(options)))
     mode = next((one.mode for one in plan.blocks.values()), "keep")
-    plan_time.talk_over = lambda fabrics: lambda op: 0.0  # messages go nowhere
+    plan_time.comm_time_over = lambda fabrics: lambda op: 0.0  # messages go nowhere
     found = predict_plan(known.of(plan, [mode]), plan, parse("8xH200"), Options(profile_of=find_profile))
     memory = found.worst.memory
     return {"seconds": found.time.step_seconds if found.time else None, "allocated": memory.allocated_bytes, "reserved": memory.reserved_bytes,

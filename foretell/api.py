@@ -195,7 +195,7 @@ def _fit_source(
         return known
     trace, files, notes = _traced_in_turn(asked, recipe, cache, time_limit)
     answer = predict(
-        trace, recipe, cluster, about, on=on, notes=tuple(notes), expandable_segments=expandable, wishes=wishes
+        trace, recipe, cluster, about, on=on, source=source, notes=tuple(notes), expandable_segments=expandable, wishes=wishes
     )
     if cache:
         store.write("answers", key, {"answer": answer.to_json()}, files)
@@ -272,29 +272,31 @@ def predict(
     about: Mapping[str, Any],
     *,
     on: str = "",
+    source: Source | None = None,
     notes: tuple[str, ...] = (),
     expandable_segments: bool = False,
     wishes: Wishes | None = None,
 ) -> Prediction:
-    """The answer for a trace on hardware, by the plan that its recipe stands for."""
+    """The answer for a trace on hardware, by the plan that its recipe stands for; where `source` names the model, that is shown."""
     with no_collection():
-        return _predict(trace, recipe, cluster, about, on or cluster.device.name, notes, expandable_segments, wishes or Wishes())
+        return _predict(trace, recipe, cluster, about, on or cluster.device.name, source, notes, expandable_segments, wishes or Wishes())
 
 
 def _predict(
-    trace: Trace, recipe: Recipe, cluster: Cluster, about: Mapping[str, Any], on: str, notes: tuple[str, ...],
-    expandable_segments: bool, wishes: Wishes,
+    trace: Trace, recipe: Recipe, cluster: Cluster, about: Mapping[str, Any], on: str, source: Source | None,
+    notes: tuple[str, ...], expandable_segments: bool, wishes: Wishes,
 ) -> Prediction:  # fmt: skip
     from foretell.cost.plan import Options, predict_plan
     from foretell.cost.plan_blocks import KEEP, blocks_of
     from foretell.cost.whole import speed
     from foretell.plan.file import to_json
-    from foretell.plan.recipe import default_plan, mode_of
+    from foretell.plan.recipe import default_plan, in_no_plan, mode_of, model_of
 
     if recipe.compile != "none" and "backwards" in trace.meta:
         raise UserError("layers that run backward one by one are not what torch.compile takes", "leave --compile away")
     blocks = blocks_of(trace)
-    plan = default_plan(recipe, {"model": about.get("source", "")}, on, micro_batch=int(about.get("micro_batch") or 1), blocks=blocks)
+    named = model_of(source, blocks=blocks) if source is not None else {}
+    plan = default_plan(recipe, named, on, micro_batch=int(about.get("micro_batch") or 1), blocks=blocks)
     how = Options(profile_of=find_profile, expandable=expandable_segments)
     cost = predict_plan({mode_of(recipe) if blocks else KEEP: trace}, plan, cluster, how)
     found = speed(cost, cluster, how, wishes)
@@ -311,7 +313,7 @@ def _predict(
     assert isinstance(parameters, int)
     return Prediction(
         verdict=cost.verdict,
-        plan=to_json(plan),
+        plan=to_json(plan) if source is not None and not in_no_plan(recipe) else {},
         model={
             **about, "recipe": recipe.to_json(), "blocks": trace.meta.get("blocks", []),
             "trainable": trace.meta.get("trainable"), "ops": sum(len(p.ops) for p in local.programs.values()),
@@ -358,6 +360,7 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool) -> tuple[st
     lines = [f"{how}, {precision}, {recipe.optimizer}, recompute {recipe.recompute}, {_count(recipe.accumulate, 'micro-batch')} a step"]
     if recipe.mode == "infer":
         lines = [f"{how}, inference, one forward, {precision}"]
+        lines += [f"each of the {cluster.count} devices runs a copy of the model; numbers are of one of them"] if cluster.count > 1 else []
     if recipe.shards > 1:
         _, fsdp, dtype = recipe.precision.rpartition("fsdp-")
         policy = f", {dtype} MixedPrecisionPolicy with gradients reduced in fp32" if fsdp else ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foretell.cost.plan_time import with_ends
+from foretell.cost.plan_time import step_tasks
 from foretell.cost.speeds import alone
 from foretell.cost.time import Machine
 from foretell.trace.types import Trace
@@ -56,7 +56,7 @@ class Pace:
 def said(trace: Trace, machine: Machine) -> Said:
     """What a profile says of a steady step on a machine whose host computes itself."""
     ops = host = 0.0
-    for task in with_ends(trace, alone(machine)):
+    for task in step_tasks(trace, alone(machine)):
         ops, host = ops + task.seconds, host + task.host_seconds
     return Said(ops, host)
 

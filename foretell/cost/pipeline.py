@@ -61,7 +61,7 @@ def predict_pipeline(whole: Trace, plan: Plan, cluster: Cluster, how: Options) -
     return PlanCost(
         plan=plan, ranks=tuple(costs), time=found.time if found else None, unit=unit, per_step=per_step,
         bubble=1 - sum(one.busy for one in found.events) / len(ranks) / found.time.step_seconds if found else 0.0,
-        model_flops=flops, again_flops=again, notes=tuple(notes_of(whole, plan)),
+        model_flops=flops, recompute_flops=again, notes=tuple(notes_of(whole, plan)),
         programs=tuple(one.trace for one in ranks), timeline=found.timeline if found else None, events=found.events if found else (),
     )  # fmt: skip
 
@@ -150,7 +150,7 @@ def together(events: Sequence[Events], plan: Plan) -> Timeline:
                 size = one.sent[places[number]]
                 if target is not None and size and where[target] != one.rank.rank:
                     lane = f"{one.rank.rank} to {where[target]}"
-                    tasks.append(Task("send", lane, one.speeds.send(size) * one.speeds.pace, (finished,)))
+                    tasks.append(Task("send", lane, one.speeds.p2p_time(size) * one.speeds.slowdown, (finished,)))
                     finished = len(tasks) - 1
                 done[event] = finished
                 places[number] += 1

@@ -50,7 +50,7 @@ from foretell.cost.plan_parts import (
     notes_of,
     throughput,
 )
-from foretell.cost.plan_steps import all_of
+from foretell.cost.plan_steps import whole_step
 from foretell.cost.plan_time import moved_time, plan_time
 from foretell.cost.prediction import Memory, Time
 from foretell.cost.sharded import shard
@@ -87,7 +87,7 @@ def predict_plan(
 
         found = predict_pipeline(mixed, plan, cluster, how)
         return found if plan.compile == "none" else _quickened(found, mixed, cluster, how)
-    whole = all_of(mixed, plan.accumulate)
+    whole = whole_step(mixed, plan.accumulate)
     local = sharded(compiled(whole, plan.compile), plan)
     beside = activations.host_bytes(local, plan) if activations.moves(plan) else 0
     if beside:
@@ -97,7 +97,7 @@ def predict_plan(
     unit, per_step = throughput(mixed, plan)
     flops, again = flops_of(whole, plan)
     return PlanCost(
-        plan=plan, ranks=(rank,), time=time, unit=unit, per_step=per_step, model_flops=flops, again_flops=again,
+        plan=plan, ranks=(rank,), time=time, unit=unit, per_step=per_step, model_flops=flops, recompute_flops=again,
         notes=tuple(notes_of(local, plan)), programs=(local,), timeline=timeline,
     )  # fmt: skip
 

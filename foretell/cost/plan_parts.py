@@ -70,7 +70,7 @@ class PlanCost:
     """Share of the step in which ranks wait for other stages, on average."""
     model_flops: int = 0
     """Of the whole model, one step, all ranks together, without recomputation."""
-    again_flops: int = 0
+    recompute_flops: int = 0
     """The same of what is computed again."""
     notes: tuple[str, ...] = ()
     programs: tuple[Trace, ...] = field(default=(), repr=False, compare=False)

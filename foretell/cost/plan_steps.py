@@ -13,7 +13,7 @@ _KEPT = "aten.detach.default"
 """What autograd does with the first gradient of a parameter: it keeps it."""
 
 
-def all_of(trace: Trace, accumulate: int) -> Trace:
+def whole_step(trace: Trace, accumulate: int) -> Trace:
     """A whole step: the trace itself where it has all micro-batches already, or is no training step of its own."""
     return repeated(trace, accumulate) if FIRST in trace.programs and NEXT not in trace.programs else trace
 

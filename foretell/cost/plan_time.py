@@ -27,7 +27,7 @@ BESIDE = (DP_SHARD, DP_REPLICATE)
 
 def plan_time(local: Trace, speeds: Speeds) -> tuple[Time, Timeline]:
     """Seconds of a steady step of one rank, and the timeline they come from; all ranks do the same."""
-    tasks = with_ends(local, speeds)
+    tasks = step_tasks(local, speeds)
     found, timeline = _timed(tasks, speeds)
     if activations.COPIES in local.meta:
         moved, timeline = _timed(activations.with_copies(tasks, local), speeds)
@@ -35,12 +35,12 @@ def plan_time(local: Trace, speeds: Speeds) -> tuple[Time, Timeline]:
     return found, timeline
 
 
-def with_ends(local: Trace, speeds: Speeds) -> list[Task]:
+def step_tasks(local: Trace, speeds: Speeds) -> list[Task]:
     """All tasks of a steady step, with what ranks tell each other at its end."""
     tasks = list(tasks_of(local, steady(local), speeds))
-    if speeds.at_end:
+    if speeds.sync_time:
         where = HOST if speeds.machine.serial else COMPUTE
-        tasks.append(Task("foretell.all_reduce", where, speeds.at_end * speeds.pace, (), 0.0, "all_reduce", "", "update"))
+        tasks.append(Task("foretell.all_reduce", where, speeds.sync_time * speeds.slowdown, (), 0.0, "all_reduce", "", "update"))
     return tasks
 
 
@@ -51,7 +51,7 @@ def _timed(tasks: Sequence[Task], speeds: Speeds) -> tuple[Time, Timeline]:
 
 def moved_time(local: Trace, plan: Plan, speeds: Speeds, units: Sequence[Unit], rates: Rates) -> tuple[Time, Timeline]:
     """The same where states, or weights, come and go beside the step."""
-    plain = with_ends(local, speeds)
+    plain = step_tasks(local, speeds)
     own = activations.with_copies(plain, local)
     timeline = simulate(own, steps=2, drag=drags(own))
     found = as_time(timeline, own, speeds)
@@ -121,8 +121,8 @@ class _Maker:
         awaited = synchronises(op, self.machine)
         if not seconds and not awaited and not op.name.startswith("foretell."):
             return None
-        if self.speeds.slower is not None:
-            seconds *= self.speeds.slower(op)
+        if self.speeds.op_slowdown is not None:
+            seconds *= self.speeds.op_slowdown(op)
         where = HOST if self.machine.serial else COMPUTE
         if op.name == offload.NEED and self.copied >= 0:  # what is gathered is gathered when it is new
             return self._issue(Task(op.name, lane(DP_SHARD), 0.0, (self.copied,), 0.0, "need", op.module, op.phase))
@@ -137,7 +137,7 @@ class _Maker:
         return tuple(after)
 
     def _collective(self, op: Op) -> Task:
-        axis, kind, seconds = axis_of(op), op.name.removeprefix("foretell."), self.speeds.talk(op)
+        axis, kind, seconds = axis_of(op), op.name.removeprefix("foretell."), self.speeds.comm_time(op)
         if self.machine.serial:
             return self._issue(Task(op.name, HOST, seconds, (), 0.0, kind, op.module, op.phase))
         after = tuple(number for number in (self.latest, self.awaited.get(DP_SHARD, -1)) if number >= 0)
@@ -153,8 +153,8 @@ class _Maker:
         return task
 
     def _issue(self, task: Task) -> Task:
-        pace = self.speeds.pace
-        task = task._replace(seconds=task.seconds * pace, host_seconds=self.pending * self.speeds.host * pace)
+        factor = self.speeds.slowdown
+        task = task._replace(seconds=task.seconds * factor, host_seconds=self.pending * self.speeds.host_slowdown * factor)
         self.pending = 0.0
         if task.resource in (COMPUTE, HOST):
             self.latest = self.count

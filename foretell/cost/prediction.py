@@ -209,7 +209,8 @@ class Prediction:
     parameters: int
     memory: Memory
     plan: Mapping[str, Any] = field(default_factory=dict)
-    """The plan that was predicted: what runs, as a plan file says it."""
+    """The plan that was predicted, as a plan file says it; empty where a plan cannot say it (inference, LoRA, frozen parameters) or
+    the model has no name."""
     time: Time | None = None
     """None where nothing is known of the device's speed."""
     throughput: Throughput | None = None

@@ -49,17 +49,17 @@ class Speeds:
     """How long a rank takes for its ops and messages."""
 
     machine: Machine
-    talk: Seconds = lambda _: 0.0
-    """A collective."""
-    send: Callable[[int], float] = lambda _: 0.0
-    """A message of so many bytes from rank to rank of a pipeline."""
-    at_end: float = 0.0
-    """What ranks tell each other at the end of a step."""
-    slower: Seconds | None = None
+    comm_time: Seconds = lambda _: 0.0
+    """Of a collective."""
+    p2p_time: Callable[[int], float] = lambda _: 0.0
+    """Of a message of so many bytes between two ranks of a pipeline."""
+    sync_time: float = 0.0
+    """Of the reduction of loss and gradient norm over all ranks, once a step."""
+    op_slowdown: Seconds | None = None
     """Factor on the seconds of an op; None: 1."""
-    host: float = 1.0
+    host_slowdown: float = 1.0
     """Factor on the seconds of the host."""
-    pace: float = 1.0
+    slowdown: float = 1.0
     """Factor on everything."""
     shared_band: tuple[float, float] | None = None
     """Factors between which steps are expected, where they are not the machine's own."""
@@ -96,9 +96,9 @@ def _on_gpu(plan: Plan, cluster: Cluster, known: Machine) -> Speeds:
     fabrics = fabrics_for(plan, cluster)
     link = fabrics.get("pp")
     return Speeds(
-        machine=known, talk=talk_over(fabrics), alone=False,
-        send=lambda nbytes: collective(P2P, nbytes, link).seconds if link is not None else 0.0,
-        at_end=collective(ALL_REDUCE, REDUCTION_AT_END_BYTES, fabric(cluster, world)).seconds,
+        machine=known, comm_time=comm_time_over(fabrics), alone=False,
+        p2p_time=lambda nbytes: collective(P2P, nbytes, link).seconds if link is not None else 0.0,
+        sync_time=collective(ALL_REDUCE, REDUCTION_AT_END_BYTES, fabric(cluster, world)).seconds,
     )  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def fabrics_for(plan: Plan, cluster: Cluster) -> dict[str, Fabric]:
     return found | ({f"{DP_SHARD}:{fewer}": part} if fewer > 1 else {})
 
 
-def talk_over(fabrics: Mapping[str, Fabric]) -> Seconds:
+def comm_time_over(fabrics: Mapping[str, Fabric]) -> Seconds:
     """Seconds of a collective by the links of its axis."""
 
     def seconds(op: Op) -> float:
@@ -191,10 +191,10 @@ of all_to_all is assumed to be a gather's."""
 def _on_cpu(plan: Plan, cluster: Cluster, known: Machine, pace: float) -> Speeds:
     ranks, cores = plan.mesh.world, cluster.device.sm_count
     if ranks == 1:
-        return Speeds(machine=known, pace=pace)
+        return Speeds(machine=known, slowdown=pace)
     return Speeds(
-        machine=known, talk=by_gloo, send=lambda nbytes: MESSAGE_SECONDS + nbytes / BYTES_PER_SECOND["send"],
-        at_end=MESSAGE_SECONDS, slower=_shared(ranks, cores), host=max(1.0, ranks / cores), pace=pace,
+        machine=known, comm_time=by_gloo, p2p_time=lambda nbytes: MESSAGE_SECONDS + nbytes / BYTES_PER_SECOND["send"],
+        sync_time=MESSAGE_SECONDS, op_slowdown=_shared(ranks, cores), host_slowdown=max(1.0, ranks / cores), slowdown=pace,
         shared_band=SHARED_BAND, alone=False,
     )  # fmt: skip
 

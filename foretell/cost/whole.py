@@ -44,7 +44,7 @@ def speed(cost: PlanCost, cluster: Cluster, how: Options, wishes: Wishes | None 
     throughput = Throughput(unit=cost.unit, per_step=cost.per_step, per_second=rate, per_second_per_device=rate / ranks)
     dtype = computes_in(plan.precision)
     peak = device.peak(dtype)
-    model, all_ = (flops / ranks / time.step_seconds / peak for flops in (cost.model_flops, cost.model_flops + cost.again_flops))
+    model, all_ = (flops / ranks / time.step_seconds / peak for flops in (cost.model_flops, cost.model_flops + cost.recompute_flops))
     mfu = Mfu(
         value=model, hfu=all_, flops_per_step=cost.model_flops, peak_flops_per_second=peak, peak_dtype=dtype, convention=CONVENTION
     )

@@ -111,15 +111,19 @@ def mode_of(recipe: Recipe) -> str:
     return {recompute: mode for mode, recompute in _RECOMPUTES.items()}[recipe.recompute]
 
 
+def in_no_plan(recipe: Recipe) -> str:
+    """What a recipe asks for that a plan cannot say; empty where a plan says all of it, and `run` would run that."""
+    precision = in_plan(recipe.precision)
+    asked = {
+        "inference": recipe.mode != "train", "LoRA adapters": recipe.lora is not None, "frozen parameters": bool(recipe.freeze),
+        recipe.precision: precision is None or in_recipe(precision, recipe.shards > 1) != recipe.precision,
+    }  # fmt: skip
+    return next((what for what, given in asked.items() if given), "")
+
+
 def _refuse_what_no_plan_has(recipe: Recipe) -> None:
-    for asked, what in (
-        (recipe.mode != "train", "inference"), (recipe.lora is not None, "LoRA adapters"),
-        (bool(recipe.freeze), "frozen parameters"), (in_plan(recipe.precision) is None, recipe.precision),
-    ):  # fmt: skip
-        if asked:
-            raise UserError(
-                f"a plan cannot say {what} yet", "leave it out, or use `foretell fit` for the prediction alone"
-            )
+    if what := in_no_plan(recipe):
+        raise UserError(f"a plan cannot say {what} yet", "leave it out, or use `foretell fit` for the prediction alone")
 
 
 def model_of(source: Source, *, blocks: Sequence[str] | None = None, shapes: Shapes | None = None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretell.plan.tensor_types import PARTIAL, Shard
-from foretell.runtime import rehearsal
+from foretell.runtime import dry_run
 
 if TYPE_CHECKING:
     from foretell.runtime.context_ways import ContextTeam
@@ -45,13 +45,13 @@ def attention(
 
 def _has_kernel(device: torch.device) -> bool:
     """Whether attention from the last rows alone needs no mask on this device."""
-    return device.type == "cuda" or (rehearsal.now is not None and rehearsal.now.lower_right is not None)
+    return device.type == "cuda" or (dry_run.active is not None and dry_run.active.lower_right is not None)
 
 
 def _lower_right(rows: int, columns: int, options: Any) -> Callable[..., Tensor | None]:
     """Causal attention of the last rows of a square, with kernels that need no mask."""
-    if rehearsal.now is not None and (rehearsed := rehearsal.now.lower_right) is not None:
-        return lambda query, key, value: rehearsed(query, key, value, options)
+    if dry_run.active is not None and (attend := dry_run.active.lower_right) is not None:
+        return lambda query, key, value: attend(query, key, value, options)
     from torch.nn.attention.bias import CausalBias, causal_lower_right
 
     return lambda query, key, value: CausalBias._dispatch(

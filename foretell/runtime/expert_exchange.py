@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from foretell.errors import InternalError, UserError
-from foretell.runtime import rehearsal
+from foretell.runtime import dry_run
 
 _ops = torch.ops._c10d_functional
 
@@ -104,7 +104,7 @@ class Stacked:
         return torch.ops.aten._unsafe_view(crew.swap(back), (self.experts, rows, made.shape[-1]))
 
     def _agree(self, rows: int, device: torch.device) -> None:
-        if rehearsal.now is not None:
+        if dry_run.active is not None:
             return
         training = torch.is_grad_enabled()
         known = self.rows.get(training)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from foretell.errors import UserError
 from foretell.plan.tensor_rules import base_name, decide, writes
 from foretell.plan.tensor_types import PARTIAL, Cut, Operand, Place, Refuse, Result, global_shape
-from foretell.runtime import rehearsal
+from foretell.runtime import dry_run
 from foretell.runtime.tensor_special import SPECIAL
 from foretell.runtime.tensor_ways import Team
 from foretell.trace.dataflow import OPENED, call_name, opened
@@ -140,7 +140,7 @@ def inside(x: Tensor, team: Team) -> Tensor:
 
 def _part(x: Tensor) -> Tensor:
     """The tensor to compute with."""
-    if rehearsal.now is not None:
+    if dry_run.active is not None:
         return x  # who traces sees through
     kind = type(x)
     if kind is SplitTensor or not issubclass(kind, SplitTensor):

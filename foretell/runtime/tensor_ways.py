@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from foretell.plan.tensor_types import Partial, Place, Setting, Shard
-from foretell.runtime import rehearsal
+from foretell.runtime import dry_run
 
 _ops = torch.ops._c10d_functional
 _wait = _ops.wait_tensor
@@ -75,7 +75,7 @@ class Team:
     @contextmanager
     def own_random(self, device: torch.device) -> Iterator[None]:
         """Random numbers of this rank's own; afterwards all ranks draw the same again."""
-        if rehearsal.now is not None:
+        if dry_run.active is not None:
             yield
             return
         seed = int(torch.randint(2**62, ()).item())

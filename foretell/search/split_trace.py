@@ -32,7 +32,7 @@ from foretell.plan.tensor_types import Setting
 from foretell.runtime import expert, tensor, tensor_values
 from foretell.runtime.context import Context, context_of
 from foretell.runtime.context_ways import ContextTeam
-from foretell.runtime.rehearsal import Rehearsal, rehearsing
+from foretell.runtime.dry_run import DryRun, dry_running
 from foretell.runtime.tensor_ways import Team
 from foretell.trace import capture as capturing
 from foretell.trace import cuda_attention, deep
@@ -134,7 +134,7 @@ def capture_split(
     with _group(axes, at * ranks) as mesh, no_collection(), _on_fakes(recorder), recorder, ExitStack() as stack:
         if capability:
             stack.enter_context(cuda_choices(recorder, capability))
-        stack.enter_context(rehearsing(_rehearsal(recorder)))
+        stack.enter_context(dry_running(_dry_run(recorder)))
         with no_initialisation():
             workload = build()
         if derived is not None:
@@ -174,7 +174,7 @@ def _refuse_routed(stacks: Sequence[expert.Experts]) -> None:
             )
 
 
-def _rehearsal(recorder: Recorder) -> Rehearsal:
+def _dry_run(recorder: Recorder) -> DryRun:
     """Attention from the last positions with the kernel that CUDA would take."""
 
     def lower_right(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> Tensor | None:
@@ -183,7 +183,7 @@ def _rehearsal(recorder: Recorder) -> Rehearsal:
         able = cuda_attention._flash(query, key, value, None, dropout, False, grouped, recorder.capability, True)
         return cuda_attention._run_flash(query, key, value, dropout, True, scale) if able else None
 
-    return Rehearsal(lower_right if recorder.capability is not None else None)
+    return DryRun(lower_right if recorder.capability is not None else None)
 
 
 def _on_positions(workload: Workload, shared: Context) -> Workload:

@@ -43,11 +43,11 @@ class Forked:
     """What `trace.process` uses of a Popen."""
 
     def __init__(self, server: socket.socket, module: str, replies: int, more: Sequence[str]) -> None:
+        call = {"module": module, "words": list(more), "cwd": os.getcwd(), "env": environment(), "paths": import_paths()}
+        text = json.dumps(call).encode()
         taken, given = os.pipe()
         heard, said = os.pipe()
         self.stdin, self.stdout = io.FileIO(given, "wb"), io.FileIO(heard, "rb")
-        call = {"module": module, "words": list(more), "cwd": os.getcwd(), "env": environment(), "paths": import_paths()}
-        text = json.dumps(call).encode()
         try:
             socket.send_fds(server, [len(text).to_bytes(_COUNT, "big")], [taken, said, replies])
             server.sendall(text)

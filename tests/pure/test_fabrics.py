@@ -9,7 +9,7 @@ import pytest
 
 from foretell.cost.collectives import ALL_GATHER, among, collective, fabric
 from foretell.cost.plan import Options, PlanCost, predict_plan
-from foretell.cost.speeds import fabrics_for, fabrics_of, talk_over
+from foretell.cost.speeds import comm_time_over, fabrics_for, fabrics_of
 from foretell.hardware import find, parse
 from foretell.hardware.profile import find_profile
 from foretell.plan.recipe import recipe_of, source_of
@@ -78,7 +78,7 @@ def test_three_levels_of_sharding_use_three_kinds_of_links() -> None:
     three = plan(Mesh(dp_replicate=2, dp_shard=32), reshard=8)
     found = fabrics_for(three, cluster)
     assert (found["dp_replicate"].domains, found["dp_shard"].domains, found["dp_shard:8"].domains) == (2, 4, 1)
-    talk = talk_over(found)
+    talk = comm_time_over(found)
     first, again = talk(gather(256 * MIB, 32)), talk(gather(256 * MIB, 8))
     assert again < first
     assert first == collective(ALL_GATHER, 256 * MIB, fabric(cluster, 32)).seconds

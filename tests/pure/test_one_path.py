@@ -96,7 +96,20 @@ def test_fit_says_what_the_plan_says(name: str, here: None) -> None:
     assert answer.mfu is not None and answer.mfu.flops_per_step == known.model_flops
     assert answer.throughput is not None and answer.throughput.per_step == known.per_step
     shown = plans.from_json(dict(answer.plan))
+    assert {**plan.model, "blocks": shown.model["blocks"]} == shown.model
     assert replace(shown, model=plan.model) == plan
+
+
+@pytest.mark.parametrize(
+    ("on", "asked"),
+    [
+        ("H200", {"infer": True}), ("H200", {"lora": 4}), ("H200", {"freeze": ("blocks.0",)}), ("H200", {"precision": "fsdp-bf16"}),
+        ("H100:2", {"precision": "bf16-autocast"}),
+    ],
+)  # fmt: skip
+def test_fit_shows_no_plan_where_running_one_would_be_something_else(on: str, asked: dict[str, Any], here: None) -> None:
+    given = {"hardware": on, "seq": 64, "overrides": {"layers": 2}, "advice_seconds": 0}
+    assert not api.fit("gpt2", **given, **asked).plan and api.fit("gpt2", **given).plan
 
 
 @pytest.mark.parametrize("name", ["plain", "accumulated", "fsdp", "tp in fsdp", "pp, 1f1b", "cp", "states on the host", "recompute some"])

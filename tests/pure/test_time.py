@@ -7,7 +7,7 @@ import pytest
 from foretell.cost.host import COUNTS, HostModel
 from foretell.cost.ops import OpModel
 from foretell.cost.plan_time import plan_time
-from foretell.cost.speeds import Speeds, alone, fabrics_of, talk_over
+from foretell.cost.speeds import Speeds, alone, comm_time_over, fabrics_of
 from foretell.cost.time import Machine
 from foretell.hardware import parse
 from foretell.plan.types import Mesh
@@ -77,7 +77,7 @@ def gathered(prefetched: bool) -> Trace:
 
 
 def test_a_prefetched_gather_hides_behind_compute_and_a_late_one_does_not() -> None:
-    eight = Speeds(machine=machine(), talk=talk_over(fabrics_of(Mesh(dp_shard=8), parse("H200:8"))), alone=False)
+    eight = Speeds(machine=machine(), comm_time=comm_time_over(fabrics_of(Mesh(dp_shard=8), parse("H200:8"))), alone=False)
     early, _ = plan_time(gathered(True), eight)
     late, _ = plan_time(gathered(False), eight)
     assert early.step_seconds < late.step_seconds

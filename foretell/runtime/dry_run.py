@@ -1,7 +1,8 @@
-"""A step that is traced on fake tensors, not run: no numbers are drawn, nothing is agreed upon, and kernels are CUDA's.
+"""Whether a step is traced on fake tensors and not run: then no seed is drawn, ranks agree on nothing, and attention takes
+the kernel that CUDA would.
 
-What runs asks here; `search.split_trace` opens a rehearsal. A module's value and no context variable, so that torch.compile
-can read it.
+`search.split_trace` opens a dry run; what runs on ranks asks here. A module's value and no context variable, so that
+torch.compile can read it.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ Attention = Callable[[Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor | None]
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """What is different from a run."""
+class DryRun:
+    """What a dry run does in another way than a run."""
 
     lower_right: Attention | None = None
     """Causal attention of the last rows without a mask, as CUDA would compute it; None: as this device does."""
 
 
-now: Rehearsal | None = None
+active: DryRun | None = None
 
 
 @contextmanager
-def rehearsing(how: Rehearsal) -> Iterator[None]:
-    global now
-    before, now = now, how
+def dry_running(how: DryRun) -> Iterator[None]:
+    global active
+    before, active = active, how
     try:
         yield
     finally:
-        now = before
+        active = before
