@@ -72,26 +72,6 @@ def _traced(mode: str) -> str:
     return "keep" if mode in AWAY else mode
 
 
-def plan_of(
-    source: Source,
-    recipe: Recipe,
-    *,
-    hardware: str,
-    blocks: Sequence[str] | None = None,
-    shapes: Shapes | None = None,
-    **more: Any,
-) -> Plan:
-    """A plan that runs a recipe; `blocks` and `shapes` are those of the model, `more` are further fields of the plan.
-
-    Ranks that the recipe shards over become the mesh, unless `more` has another.
-    """
-    _refuse_what_no_plan_has(recipe)
-    if recipe.recompute != "none" and blocks is None:
-        raise UserError(f"recompute {recipe.recompute} needs the model's blocks", "give their paths")
-    about = model_of(source, blocks=blocks, shapes=shapes)
-    return default_plan(recipe, about, hardware, micro_batch=source.micro_batch, blocks=blocks or (), **more)
-
-
 def default_plan(
     recipe: Recipe, model: Mapping[str, Any], hardware: str, *, micro_batch: int = 1, blocks: Sequence[str] = (), **more: Any
 ) -> Plan:
@@ -119,11 +99,6 @@ def in_no_plan(recipe: Recipe) -> str:
         recipe.precision: precision is None or in_recipe(precision, recipe.shards > 1) != recipe.precision,
     }  # fmt: skip
     return next((what for what, given in asked.items() if given), "")
-
-
-def _refuse_what_no_plan_has(recipe: Recipe) -> None:
-    if what := in_no_plan(recipe):
-        raise UserError(f"a plan cannot say {what} yet", "leave it out, or use `foretell fit` for the prediction alone")
 
 
 def model_of(source: Source, *, blocks: Sequence[str] | None = None, shapes: Shapes | None = None) -> dict[str, Any]:

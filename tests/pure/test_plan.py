@@ -229,7 +229,8 @@ def test_a_plan_gives_the_source_and_recipe_it_was_made_from() -> None:
     wanted = Recipe(
         recompute="full", accumulate=2, clip=0.5, precision="fsdp-bf16", shards=8, optimizer="sgd", compile="model"
     )
-    made = recipe.plan_of(source, wanted, hardware="8xH100", blocks=TWELVE, shapes=SHAPES)
+    about = recipe.model_of(source, blocks=TWELVE, shapes=SHAPES)
+    made = recipe.default_plan(wanted, about, "8xH100", micro_batch=source.micro_batch, blocks=TWELVE)
     assert made.blocks == {"blocks.0-11": RECOMPUTE} and made.mesh == Mesh(dp_shard=8) and made.compile == "model"
     assert recipe.source_of(made) == source and recipe.recipe_of(made) == wanted
     again = file.from_json(json.loads(json.dumps(file.to_json(made))))
@@ -265,16 +266,20 @@ def test_blocks_that_differ_have_no_one_recipe() -> None:
 
 def test_fp16_recipes_are_plans_with_scaled_gradients() -> None:
     for asked in (Recipe(precision="fp16-autocast"), Recipe(precision="fsdp-fp16", shards=4)):
-        made = recipe.plan_of(Source(model="gpt2"), asked, hardware="T4:4")
+        made = recipe.default_plan(asked, {"model": "gpt2"}, "T4:4")
+        assert not recipe.in_no_plan(asked)
         assert made.precision == "fp16-mixed" and recipe.recipe_of(made).precision == asked.precision
 
 
-@pytest.mark.parametrize("asked", [Recipe(mode="infer"), Recipe(lora=8), Recipe(freeze=("tokens",))])
-def test_what_no_plan_can_say_is_refused(asked: Recipe) -> None:
-    with pytest.raises(UserError, match="cannot say"):
-        recipe.plan_of(Source(model="gpt2"), asked, hardware="H100")
-    with pytest.raises(UserError, match="blocks"):
-        recipe.plan_of(Source(model="gpt2"), Recipe(recompute="full"), hardware="H100")
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        (Recipe(mode="infer"), "inference"), (Recipe(lora=8), "LoRA adapters"), (Recipe(freeze=("tokens",)), "frozen parameters"),
+        (Recipe(precision="bf16-autocast", shards=2), "bf16-autocast"), (Recipe(precision="fsdp-bf16"), "fsdp-bf16"), (Recipe(), ""),
+    ],
+)  # fmt: skip
+def test_what_no_plan_can_say_is_known(asked: Recipe, what: str) -> None:
+    assert recipe.in_no_plan(asked) == what
 
 
 def test_the_same_model_has_no_differences() -> None:

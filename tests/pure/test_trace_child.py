@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +90,47 @@ def gone(pids: list[int], seconds: float = 10.0) -> bool:
     return not any(map(alive, pids))
 
 
+def servers_of(parent: int) -> list[int]:
+    """Children of a process that fork its tracing processes."""
+    found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(pid) for pid in found if b"foretell.trace.server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_server_that_was_killed_or_left_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of nothing, in the middle of a request, and where none can be started at all."""
+    assert ask("worker_of_test", [{"do": "a"}]) == [{"text": "x"}]
+    first = server._known[0].process
+    assert ask("worker_of_test", [{"do": "a"}]) == [{"text": "x"}] and server._known[0].process is first
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    assert ask("worker_of_test", [{"do": "a"}]) == [{"text": "x"}] and server._known[0].process is not first
+    server._known.pop().close()
+    monkeypatch.setattr(process, "forked", refused)
+    assert ask("worker_of_test", [{"do": "a"}]) == [{"text": "x"}] and not server._known
+
+
+def refused(*_: object) -> None:
+    raise OSError("no more processes")
+
+
+def test_requests_side_by_side_share_a_server_and_leave_nothing_open() -> None:
+    """Each in a process of its own."""
+    before = set(os.listdir("/proc/self/fd"))
+    answers: list[object] = [None] * 4
+
+    def asking(place: int) -> None:
+        answers[place] = ask("worker_of_test", [{"do": "a", "size": 1000 + place}])
+
+    threads = [threading.Thread(target=asking, args=(place,)) for place in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(one[0]["text"]) for one in answers] == [1000, 1001, 1002, 1003]  # type: ignore[index]
+    assert len(server._known) == 1 and server._known[0].process.poll() is None, "it does not end with the thread that began it"
+    assert len(set(os.listdir("/proc/self/fd")) - before) <= 1, "the server's own socket"
+
+
 def test_answers_come_in_order_and_whole_whatever_their_size() -> None:
     heard: list[str] = []
     found = ask("worker_of_test", [{"do": "a"}, {"do": "b", "size": 3_000_000}], progress=heard.append)
@@ -141,7 +183,8 @@ def test_a_fit_that_is_killed_leaves_no_child_and_no_folder(tmp_path: Path) -> N
     command = [sys.executable, "-m", "foretell", "fit", f"{model}:build", "--on", "H100", "--no-cache"]
     parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     try:
-        found = pids_in(pids)
+        found = [*pids_in(pids), *servers_of(parent.pid)]
+        assert len(found) == 2
         parent.kill()
         assert gone(found)
     finally:
