@@ -61,7 +61,7 @@ def _connected(path: str) -> socket.socket:
 
 
 def main() -> None:
-    process._end_with(os.getppid())
+    process.end_with(os.getppid())
     base = server.prepare(MODULE)
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(sys.argv[1])

@@ -14,9 +14,9 @@ from typing import Any
 
 from foretell import errors
 from foretell.errors import ForetellError, InternalError, ModelError, UserError
-from foretell.trace import user_code
+from foretell.trace import server, user_code
 from foretell.trace.load import Source
-from foretell.trace.process import TIME_LIMIT, Ended, Progress, ask, serve
+from foretell.trace.process import TIME_LIMIT, Ended, Progress, Stop, ask, here, serve
 from foretell.trace.recipe import Recipe
 from foretell.units import human_seconds
 
@@ -51,14 +51,16 @@ def ask_all(
 
     def asked_of(place: int) -> list[tuple[str, dict[str, Any]]]:
         mine = requests[place::workers]
-        found = ask(module, mine, time_limit=time_limit, progress=progress, imports_from_here=bool(files), live=live)
+        found = ask(module, mine, time_limit=time_limit, progress=progress, imports_from_here=bool(files), stop=stop)
         if isinstance(found, Ended):
             raise _died(mine[len(found.answers)], found, time_limit)
         if "error" in found[-1]:
             raise _as_error(found[-1]["error"])
         return [(reply.pop("text"), reply) for reply in found]
 
-    live: list[Callable[[], None]] = []
+    here()
+    server.ready(module)
+    stop = Stop()
     workers = max(1, min(len(requests), WORKERS, os.cpu_count() or 1))
     if workers == 1:
         return asked_of(0)
@@ -66,8 +68,7 @@ def ask_all(
         try:
             answers = [iter(found) for found in pool.map(asked_of, range(workers))]
         except BaseException:  # one failed, or Ctrl-C: the others need not go on
-            for end in live:
-                end()
+            stop.now()
             raise
     return [next(answers[place % workers]) for place in range(len(requests))]
 

@@ -17,6 +17,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from foretell.decode import json_of
+from foretell.errors import UserError
+from foretell.trace import server
 from foretell.trace.server import Forked, environment, forked, import_paths
 
 TIME_LIMIT = 600.0
@@ -55,19 +58,47 @@ def package_parent() -> str:
 
 def ask(
     module: str, requests: Sequence[Mapping[str, Any]], *, time_limit: float = TIME_LIMIT,
-    progress: Progress = lambda _: None, imports_from_here: bool = False, live: list[Callable[[], None]] | None = None,
+    progress: Progress = lambda _: None, imports_from_here: bool = False, stop: Stop | None = None,
 ) -> list[Message] | Ended:  # fmt: skip
     """Answers of `python -m MODULE` to requests, in order; the last may hold an error. Each has `time_limit` seconds.
 
-    `imports_from_here`: modules of the current folder can be imported, after all others. `live` is given what ends it early.
+    `imports_from_here`: modules of the current folder can be imported, after all others. `stop` ends it early.
     """
-    worker = _Worker(module, requests, [os.getcwd()] if imports_from_here else [])
-    if live is not None:
-        live.append(worker.kill)
+    worker = _Worker(module, requests, [here()] if imports_from_here else [])
+    if stop is not None:
+        stop.add(worker.kill)
     try:
         return worker.answers(len(requests), time_limit, progress)
     finally:
         worker.end()
+
+
+class Stop:
+    """Ends workers of several threads, those too that are only just starting."""
+
+    def __init__(self) -> None:
+        self._ends: list[Callable[[], None]] = []
+        self._lock, self._now = threading.Lock(), False
+
+    def add(self, end: Callable[[], None]) -> None:
+        with self._lock:
+            self._ends.append(end)
+            if self._now:
+                end()
+
+    def now(self) -> None:
+        with self._lock:
+            self._now = True
+            server.stop()
+            for end in self._ends:
+                end()
+
+
+def here() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current folder is gone", "cd to one that exists") from None
 
 
 class _Worker:
@@ -197,7 +228,7 @@ def serve(work: Callable[[list[Any], Callable[[Message], None]], None]) -> None:
     worker = os.fork()
     if worker:
         _supervise(worker, replies)
-    _end_with(supervisor)
+    end_with(supervisor)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     import faulthandler
@@ -232,7 +263,7 @@ def _supervise(worker: int, replies: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Where the kernel can: be killed when the parent ends, even if that was killed itself."""
     if sys.platform == "linux":
         import ctypes

@@ -91,6 +91,21 @@ class Server:
 
 _known: list[Server] = []
 _turns = threading.Lock()
+_stopped = threading.Event()
+
+
+def ready(module: str) -> None:
+    """Start this process' server from the thread that asks: it ends with that thread at the latest."""
+    _stopped.clear()
+    with contextlib.suppress(OSError), _turns:
+        _own(module)
+
+
+def stop() -> None:
+    """Whoever waits for the server need not wait any longer, and gets none until `ready`."""
+    _stopped.set()
+    for server in _known:
+        server.process.kill()
 
 
 def forked(module: str, replies: int, more: Sequence[str]) -> Forked:
@@ -101,13 +116,15 @@ def forked(module: str, replies: int, more: Sequence[str]) -> Forked:
 
 def _forked(module: str, replies: int, more: Sequence[str]) -> Forked:
     for _ in range(2):
+        if _stopped.is_set():
+            break
         server = _own(module)
         try:
             return Forked(server.socket, module, replies, more)
         except OSError:  # it ended: nobody asked for long, or somebody killed it
             _known.clear()
             server.close()
-    raise ConnectionError("the process that forks tracing processes ends at once")
+    raise ConnectionError("the process that forks tracing processes was ended, or ends at once")
 
 
 def _own(module: str) -> Server:
@@ -193,6 +210,9 @@ def prepare(module: str) -> list[str]:
 
 
 def main() -> None:
+    from foretell.trace.process import end_with
+
+    end_with(os.getppid())
     with socket.socket(fileno=int(sys.argv[2])) as connection:
         base = prepare(sys.argv[1])
         connection.settimeout(IDLE_SECONDS)

@@ -116,6 +116,7 @@ def refused(*_: object) -> None:
 def test_requests_side_by_side_share_a_server_and_leave_nothing_open() -> None:
     """Each in a process of its own."""
     before = set(os.listdir("/proc/self/fd"))
+    server.ready("worker_of_test")
     answers: list[object] = [None] * 4
 
     def asking(place: int) -> None:
@@ -127,8 +128,19 @@ def test_requests_side_by_side_share_a_server_and_leave_nothing_open() -> None:
     for thread in threads:
         thread.join()
     assert [len(one[0]["text"]) for one in answers] == [1000, 1001, 1002, 1003]  # type: ignore[index]
-    assert len(server._known) == 1 and server._known[0].process.poll() is None, "it does not end with the thread that began it"
+    assert len(server._known) == 1 and server._known[0].process.poll() is None, "it does not end with a thread that asks"
     assert len(set(os.listdir("/proc/self/fd")) - before) <= 1, "the server's own socket"
+
+
+def test_stopping_ends_workers_that_are_only_just_starting(tmp_path: Path) -> None:
+    """As Ctrl-C does while the server still imports torch: nobody waits for it, and nothing is left."""
+    stop, found = process.Stop(), list[object]()
+    thread = threading.Thread(target=lambda: found.append(ask("worker_of_test", [{"do": "hang", "pids": str(tmp_path / "p")}], stop=stop)))
+    stop.now()
+    began = time.monotonic()
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive() and time.monotonic() - began < 20 and isinstance(found[0], Ended)
 
 
 def test_answers_come_in_order_and_whole_whatever_their_size() -> None:

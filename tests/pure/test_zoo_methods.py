@@ -17,7 +17,7 @@ from foretell import api, zoo
 from foretell.cost.timeline import peak_live
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.plan.recipe import plan_of, refuse_other_model
+from foretell.plan.recipe import default_plan, model_of, refuse_other_model
 from foretell.search import child as search_child
 from foretell.trace import child as trace_child
 from foretell.trace import types
@@ -310,7 +310,7 @@ def test_a_frozen_phase_loses_its_gradients_and_states() -> None:
 def test_a_grown_model_is_traced_anew_and_no_old_plan_takes_it() -> None:
     made = small()
     old = shapes(made.model)
-    plan = plan_of(source_of("perforated-tiny"), Recipe(), hardware="H100", shapes=old)
+    plan = default_plan(Recipe(), model_of(source_of("perforated-tiny"), shapes=old), "H100")
     refuse_other_model(plan, old)
     perforated.grow(made.model)
     with pytest.raises(UserError, match="another model"):
