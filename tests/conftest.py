@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +17,11 @@ TESTS = Path(__file__).parent
 def pytest_configure(config: pytest.Config) -> None:
     """Workers collect the same files, each from another one on: what one has compiled the others read.
 
-    Where there are workers, tracing processes are forked from one server.
+    Where there are workers, tracing processes are forked from one server. Some tests hang up on what they start: nohup's
+    ignoring is not handed on.
     """
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
     worker = getattr(config, "workerinput", None)
     if worker is not None:
         forks.install()

@@ -48,7 +48,7 @@ Choices where the real allocator depends on its surroundings:
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 MIB = 1 << 20
 MIN_BLOCK = 512
@@ -296,6 +296,12 @@ class CachingAllocator:
         """Handle → bytes of every block in use."""
         return {address: block.size for address, block in self._live.items()}
 
+    def state(self, names: Mapping[int, int]) -> object:
+        """All that decides what the next requests get: equal states answer equal requests alike. `names`: name → handle."""
+        free = {which: list(pool.keys) for which, pool in self._pools.items()}
+        unmapped = [(block.address, block.size) for pool in self._pools.values() for block in pool.unmapped]
+        return free, unmapped, self.held(), self.reserved, dict(names)
+
     def segments(self) -> list[tuple[int, int, int]]:
         """(address, size, allocated bytes inside) of every segment by address; if expandable, of every mapped range."""
         found: list[tuple[int, int, int]] = []
@@ -444,6 +450,10 @@ class LiveAllocator:
 
     def held(self) -> dict[int, int]:
         return dict(self._sizes)
+
+    def state(self, names: Mapping[int, int]) -> object:
+        """As `CachingAllocator.state`: there is no cache, so it does not matter where something is."""
+        return self.allocated, set(names)
 
     def segments(self) -> list[tuple[int, int, int]]:
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -40,13 +41,10 @@ def repeated(trace: Trace, accumulate: int) -> Trace:
 
 
 def _with_batches(trace: Trace, accumulate: int) -> Trace:
-    storages, resident = dict(trace.storages), list(trace.resident)
-    for number in trace.resident:
-        if storages[number].role == types.INPUT:
-            for _ in range(accumulate - 1):
-                resident.append(max(storages) + 1)
-                storages[resident[-1]] = storages[number]
-    return replace(trace, storages=storages, resident=tuple(resident))
+    inputs = [number for number in trace.resident if trace.storages[number].role == types.INPUT]
+    copies = [trace.storages[number] for number in inputs for _ in range(accumulate - 1)]
+    more = dict(enumerate(copies, max(trace.storages) + 1))
+    return replace(trace, storages={**trace.storages, **more}, resident=(*trace.resident, *more))
 
 
 def _with_next(trace: Trace) -> Trace:
@@ -59,19 +57,21 @@ def adding(ops: Sequence[Op], storages: dict[int, Storage]) -> list[Op]:
     """The same ops on gradients of their own, each added to the one that is there, and then gone."""
     born = {number for op in ops for number in op.allocates}
     gone = {number for op in ops for number in op.frees}
-    twins: dict[int, int] = {}
-    for number in sorted(born - gone):
-        if storages[number].role == types.GRADIENT:
-            twins[number] = max(storages) + 1
-            storages[twins[number]] = storages[number]._replace(role=types.TEMPORARY)
+    mine = [number for number in sorted(born - gone) if storages[number].role == types.GRADIENT]
+    twins = dict(zip(mine, itertools.count(max(storages, default=-1) + 1)))
+    storages.update((twin, storages[number]._replace(role=types.TEMPORARY)) for number, twin in twins.items())
     last = {ref.storage: position for position, op in enumerate(ops) for ref in (*op.inputs, *op.outputs) if ref.storage in twins}
+    dies: dict[int, list[int]] = {}
+    for number, twin in twins.items():
+        if number in last:
+            dies.setdefault(last[number], []).append(twin)
 
     def own(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
         return tuple(Ref(twins.get(ref.storage, ref.storage), ref.spec) for ref in refs)
 
     done: list[Op] = []
     for position, op in enumerate(ops):
-        dying = tuple(twins[number] for number in twins if last.get(number) == position)
+        dying = dies.get(position, ())
         if op.name == _KEPT and op.phase == "backward" and op.inputs and op.inputs[0].storage in twins:
             there = op.inputs[0]
             done.append(

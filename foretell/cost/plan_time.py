@@ -86,10 +86,11 @@ def tasks_of(trace: Trace, run: Sequence[tuple[str, int]], speeds: Speeds, *, ar
     watched = watched_blocks(trace)
     maker = _Maker(speeds, compiled=wholly_compiled(trace))
     for name, times in run:
+        ops = trace.programs[name].ops
+        issues = list(machine.host.issues(ops, compiled=maker.compiled, watched=watched))
         for _ in range(times):
             maker.pending = besides / times
-            ops = trace.programs[name].ops
-            for op, asking in zip(ops, machine.host.issues(ops, compiled=maker.compiled, watched=watched), strict=True):
+            for op, asking in zip(ops, issues, strict=True):
                 maker.pending += asking
                 task = maker.task(op, prices)
                 if task is not None:

@@ -80,10 +80,15 @@ class Replay:
         self._workspaces: set[str] = set()
         self._workspace_bytes = 0
         self._at_peak: Callable[[Op | None, tuple[int, ...]], None] | None = None
+        self._repeated: Callable[[int], None] | None = lambda _: None
 
-    def watch(self, look: Callable[[Op | None, tuple[int, ...]], None]) -> None:
-        """Call `look(op, scratch)` wherever memory may be at its highest."""
-        self._at_peak = look
+    def watch(self, look: Callable[[Op | None, tuple[int, ...]], None], repeated: Callable[[int], None] | None = None) -> None:
+        """Call `look(op, scratch)` wherever memory may be at its highest.
+
+        A program that leaves memory as it found it is not run again and again: `repeated` is told how many more times it ran
+        (0: it begins). Without, every run is looked at.
+        """
+        self._at_peak, self._repeated = look, repeated
 
     def start(self) -> None:
         """Bring in what lives before the step."""
@@ -94,9 +99,18 @@ class Replay:
         """Run a named schedule of the trace, such as `first_step`."""
         for program, times in self.trace.schedule[name]:
             events = self.sizes.events(self.trace.programs[program])
-            for _ in range(times):
+            repeated = self._repeated if self.allocator.tell is None and times > 2 else None
+            state: object = None
+            for done in range(1, times + 1):
+                if repeated is not None:
+                    repeated(0)
                 for op, stages, extra in events:
                     self._step(op, stages, extra)
+                if repeated is not None and done < times:
+                    before, state = state, (self.allocator.state(self.blocks), self._workspace_bytes)
+                    if state == before:
+                        repeated(times - done)
+                        break
 
     def _step(self, op: Op, stages: Stages, extra: int) -> None:
         count, last = len(op.allocates), len(stages) - 1
@@ -194,7 +208,7 @@ def holders_at(trace: Trace, sizes: Sizes, schedules: Iterable[str], allocated: 
             found.append((holders, op))
             raise Reached
 
-    replay.watch(look)
+    replay.watch(look, lambda _: None)
     try:
         replay.start()
         for name in schedules:
@@ -246,10 +260,16 @@ class Curve:
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
         self.points: list[tuple[int, int]] = []
-        replay.watch(self._look)
+        self._begin = 0
+        replay.watch(self._look, self._repeated)
 
     def _look(self, op: Op | None, buffers: tuple[int, ...]) -> None:
         self.points.append((self.replay.allocator.allocated, self.replay.allocator.reserved))
+
+    def _repeated(self, times: int) -> None:
+        if times:
+            self.points += self.points[self._begin :] * times
+        self._begin = len(self.points)
 
     def take(self) -> tuple[tuple[int, int], ...]:
         """The curve since the last call."""
