@@ -12,6 +12,7 @@ was born in (autocast's copies of weights go at the end of forward, unless a blo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -38,7 +39,8 @@ def compose(traces: Mapping[str, Trace], modes: Mapping[str, str]) -> Trace:
         return traces[chosen[blocks[0]]]
     used = {mode: traces[mode] for mode in dict.fromkeys((KEEP, *chosen.values()))}
     storages = dict(plain.storages)
-    names = {mode: _Names(plain, trace, storages) for mode, trace in used.items()}
+    fresh = itertools.count(max(storages, default=-1) + 1)
+    names = {mode: _Names(plain, trace, storages, fresh) for mode, trace in used.items()}
     programs = dict(plain.programs)
     for name in plain.programs:
         if name in ("micro_first", "micro_next"):
@@ -125,11 +127,11 @@ def _held(
 class _Names:
     """What the storages of one trace are called in the mixture: as their twin in the plain trace, or anew."""
 
-    def __init__(self, plain: Trace, trace: Trace, storages: dict[int, Storage]) -> None:
+    def __init__(self, plain: Trace, trace: Trace, storages: dict[int, Storage], fresh: Iterator[int]) -> None:
         if len(plain.resident) != len(trace.resident):
             raise Unlike("the traces do not begin with the same tensors")
         self.known = dict(zip(trace.resident, plain.resident, strict=True))
-        self.old, self.storages = trace.storages, storages
+        self.old, self.storages, self.fresh = trace.storages, storages, fresh
 
     def learn(self, mine: Sequence[Op], theirs: Sequence[Op]) -> None:
         for one, two in zip(_telling(mine), _telling(theirs), strict=False):
@@ -139,11 +141,11 @@ class _Names:
                 self.known.setdefault(other, plain)
 
     def renamed(self, op: Op) -> Op:
-        return replace(
-            op, inputs=tuple(Ref(self._name(ref.storage), ref.spec) for ref in op.inputs),
-            outputs=tuple(Ref(self._name(ref.storage), ref.spec) for ref in op.outputs),
-            allocates=tuple(self._name(number) for number in op.allocates),
-            frees=tuple(self._name(number) for number in op.frees),
+        name = self._name
+        return Op(
+            op.name, tuple([Ref(name(ref.storage), ref.spec) for ref in op.inputs]),
+            tuple([Ref(name(ref.storage), ref.spec) for ref in op.outputs]), op.module, op.phase, op.flops,
+            tuple(map(name, op.allocates)), tuple(map(name, op.frees)), op.attrs,
         )  # fmt: skip
 
     def deaths(self, stretches: Sequence[Stretch]) -> dict[int, tuple[int, int]]:
@@ -158,7 +160,7 @@ class _Names:
     def _name(self, number: int) -> int:
         found = self.known.get(number)
         if found is None:
-            found = self.known[number] = max(self.storages) + 1
+            found = self.known[number] = next(self.fresh)
             self.storages[found] = self.old[number]
         return found
 
@@ -187,17 +189,23 @@ def _once(
     last: dict[int, int] = {}
     used: dict[int, int] = {}
     for position, op in enumerate(ops):
-        last.update((number, position) for number in op.frees)
-        used.update((number, position) for number in (*op.allocates, *(ref.storage for ref in (*op.inputs, *op.outputs))))
+        for number in op.frees:
+            last[number] = position
+        for number in op.allocates:
+            used[number] = position
+        for ref in (*op.inputs, *op.outputs):
+            used[ref.storage] = position
     for number, position in usual.items():
         last.setdefault(number, position)
     dying: dict[int, list[int]] = {}
     for number, position in last.items():
         if number not in staying:
             dying.setdefault(max(position, used.get(number, position), held.get(number, 0)), []).append(number)
-    return tuple(replace(op, frees=_in_order(op.frees, dying.get(position, ()))) for position, op in enumerate(ops))
+    return tuple(_dying(op, dying.get(position, ())) for position, op in enumerate(ops))
 
 
-def _in_order(before: tuple[int, ...], dying: Sequence[int]) -> tuple[int, ...]:
-    kept = [number for number in before if number in dying]
-    return (*kept, *(number for number in dying if number not in kept))
+def _dying(op: Op, numbers: Sequence[int]) -> Op:
+    """The op that frees these, in the order in which it did where it did."""
+    kept = [number for number in op.frees if number in numbers]
+    frees = (*kept, *(number for number in numbers if number not in kept))
+    return op if frees == op.frees else replace(op, frees=frees)
