@@ -131,7 +131,7 @@ def _cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield "ep", "H100:4", {"mesh": Mesh(dp_shard=4, ep=2), "model": MOE}
     away = {"states": {"blocks.0-3": "host", "rest": "host"}, "micro_batch": 2}
     yield "states on the host", "H200", away
-    yield "states on the host, by the CPU", "H200", {**away, "cpu_share": 0.5, "state_format": "bf16"}
+    yield "states on the host, by the CPU", "H200", {**away, "cpu_share": 0.5, "state_format": "bf16", "precision": "bf16-master"}
     yield "states and weights on the host", "H200", {**away, "weights": {"blocks.0-3": "host"}, "precision": "bf16-master"}
     yield "split masters", "H200", {"precision": "bf16-master", "state_format": "split", **away}
     yield "activations on the host", "H200", {"blocks": everywhere("host"), "micro_batch": 4}

@@ -12,11 +12,12 @@ import pytest
 from foretell import api
 from foretell.cli import main
 from foretell.cost.plan import PlanCost
+from foretell.hardware import parse as hardware
 from foretell.plan import file as plans
 from foretell.plan.recipe import recipe_of
 from foretell.plan.types import SCHEDULES, Mesh, Plan
 from foretell.prove import forecast
-from foretell.report import html_detail
+from foretell.report import comparison, html_detail
 from foretell.search import traces as traces_of_search
 from foretell.trace import stored
 from tests.pure import golden
@@ -112,16 +113,32 @@ def test_fit_shows_no_plan_where_running_one_would_be_something_else(on: str, as
     assert not api.fit("gpt2", **given, **asked).plan and api.fit("gpt2", **given).plan
 
 
-@pytest.mark.parametrize("name", ["plain", "accumulated", "fsdp", "tp in fsdp", "pp, 1f1b", "cp", "states on the host", "recompute some"])
+@pytest.mark.parametrize("name", golden.CASES)
 def test_files_and_commands_say_the_same(name: str, here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`show` and `export` from the file; `report` from the traces."""
+    """`show`, `export` and `compare` from the file; `report` predicts it anew. `verify` and `eject` say no such numbers."""
     case, known = golden.CASES[name], cost(name)
     said = numbers(known)
     path = tmp_path / "plan.json"
     plans.write(case.plan.with_(predicted=said), path)
     assert main(["show", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["predicted"] == said
+    assert main(["export", str(path), "--to", "slurm", "--out", str(tmp_path / "job")]) == 0
+    assert plans.read(tmp_path / "job" / "plan.json").predicted == said
+    lines = compared(plans.read(path), known)
+    assert lines["step"] == said["step_seconds"] and lines["throughput"] == said[f"{known.unit}_per_second"]
+    shown = {"allocated": "allocated_bytes", "reserved": "reserved_bytes", "device": "memory_bytes", "process": "memory_bytes"}
+    assert all(lines[line] == said[field] for line, field in shown.items() if line in lines)
     assert numbers(html_detail.of_plan(case.plan).cost) == said
+
+
+def compared(plan: Plan, known: PlanCost) -> dict[str, float | None]:
+    """Line → what `compare` holds a run of the plan against."""
+    device = hardware(plan.hardware).device
+    ran = {
+        "hardware": {"kind": device.backend, "device": device.name}, "unit": known.unit, "per_step": known.per_step, "per_second": 1.0,
+        "step_seconds": 1.0, "first_loss": 1.0, "last_loss": 1.0, "steps": 1, "skipped_steps": 0, "versions": {}, "command": "", "started": "", "phases": {}, "series": [],
+    }  # fmt: skip
+    return {line.name: line.predicted for line in comparison.compare(plan, ran).lines}
 
 
 @pytest.mark.parametrize("name", ["plain", "plain, larger", "plain, A100", "compiled", "accumulated"])
