@@ -136,7 +136,8 @@ def compared(plan: Plan, known: PlanCost) -> dict[str, float | None]:
     device = hardware(plan.hardware).device
     ran = {
         "hardware": {"kind": device.backend, "device": device.name}, "unit": known.unit, "per_step": known.per_step, "per_second": 1.0,
-        "step_seconds": 1.0, "first_loss": 1.0, "last_loss": 1.0, "steps": 1, "skipped_steps": 0, "versions": {}, "command": "", "started": "", "phases": {}, "series": [],
+        "step_seconds": 1.0, "first_loss": 1.0, "last_loss": 1.0, "steps": 1, "skipped_steps": 0, "versions": {}, "command": "",
+        "started": "", "phases": {},
     }  # fmt: skip
     return {line.name: line.predicted for line in comparison.compare(plan, ran).lines}
 
