@@ -5,104 +5,121 @@
     python benchmarks/published.py --json OUT.json    predictions, sources, overall, skipped
     python benchmarks/published.py --rows             also one line a run
     python benchmarks/published.py --left-out         each source again without the constants it alone informs
+    python benchmarks/published.py --calibrate        with --left-out: bands from the rows that were left out
     python benchmarks/published.py --save             also writes benchmarks/results/published.jsonl
 
-`published_rows` reads rows; `foretell.cost.transformer*` counts and prices a step. Constants are data by device
-(`cost.analytic`), by link (`cost.collectives`) and by software stack (`cost.stack`): none belongs to a row, a model or
-a source. Rows are scored when they are eligible as the notes to the table say; others are predicted where a
-framework's defaults can fill the gaps, and marked.
+Each row becomes a model of the zoo with its dimensions, a plan and a cluster, and is predicted as any plan is: short stacks
+are traced (`published_traces`), lowered, priced and simulated (`foretell.cost.foreign`). What differs between software
+stacks is data with a source (`foretell/lower/foreign/stacks`): at most three fitted constants each, none of which belongs
+to a row, a model or a source. Plans for other software say "not runnable here". Rows are scored when they are eligible as
+the notes to the table say; others are predicted where a framework's defaults can fill the gaps, and marked.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import json
 import statistics
 import sys
+import time
 from collections.abc import Iterable, Iterator
-from math import sqrt
+from math import log, sqrt
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+import published_bands as bands  # noqa: E402
 import published_rows as rows  # noqa: E402
+from published_plans import plan_of  # noqa: E402
+from published_traces import Traces, Untraceable, asked, depths_of  # noqa: E402
 
-from foretell.cost import analytic, transformer_memory, transformer_time  # noqa: E402
+from foretell.cost import analytic  # noqa: E402
+from foretell.cost.foreign import predict_foreign  # noqa: E402
+from foretell.cost.foreign_memory import foreign_memory  # noqa: E402
+from foretell.cost.speeds import Options  # noqa: E402
+from foretell.errors import ForetellError  # noqa: E402
+from foretell.hardware.profile import find_profile  # noqa: E402
 
 RUNS = HERE / "data" / "published_runs.csv"
+WIDTHS = HERE / "data" / "published_bands.json"
 RESULTS = HERE / "results" / "published.jsonl"
 LEFT_OUT = RESULTS.with_name("published_left_out.jsonl")
 SCHEMA_VERSION = 1
 NOT_SCORED = {"bsv100": "the same run took 129, 125 and 225 s on three days"}
-FITTED = ("foundry", "llmc", "titan2408", "titan2412", "torchao", "bsa100", "bs1b3")
+FITTED = ("foundry", "titan2412", "torchao", "bsa100", "bloom", "bs1b3", "sc21", "seqsel")
+"""Sources that inform a constant."""
 GROUPS = {"sc21": ("sc21",), "seqsel": ("seqsel",), "titan": ("titan",), "foundry": ("foundry",)}
 """Sources with a bar of their own, by the start of their name."""
-
-PLAIN, SPLIT, RARE, GUESSED = 0.09, 0.10, 0.15, 0.30
-"""Half-widths of the 90 % band: data parallel alone; tensor, pipeline or context parallel; devices or stacks that few
-published runs speak of; rows with cells that were filled in. Chosen by hand with all rows in view."""
 COMMON = ("ampere", "hopper", "volta")
 
 
 # ---------------------------------------------------------------- rows
 
 
-def predict(row: rows.Row) -> dict[str, Any]:
-    """One object: what was published, what is predicted, and between what."""
-    step = transformer_time.step(row.run, row.cluster)
-    guess = rows.predicted(row, step.seconds)
-    wide = band(row)
-    found: dict[str, Any] = {
-        "id": row.id, "source": row.source, "quantity": row.quantity, "published": row.published,
-        "predicted": short(guess), "low": short(guess / (1 + wide)), "high": short(guess * (1 + wide)),
-        "error_percent": round(100 * (guess / row.published - 1), 2), "eligible": row.eligible,
-        "scored": row.eligible and row.source not in NOT_SCORED, "fitted": fitted(row.id), "stack": row.run.stack.name,
-        "assumed": list(row.assumed), "step_seconds": short(step.seconds), "bubble": round(step.bubble, 4),
-        "unhidden_traffic_seconds": short(step.gradients),
-    }  # fmt: skip
-    if row.memory:
-        unit = 2**30 if row.run.stack.reports == "reserved" else 1e9
-        held = transformer_memory.reported(row.run, row.cluster.device) / unit
-        found["memory"] = {
-            "published": row.memory, "predicted": round(held, 2), "sense": row.run.stack.reports,
-            "error_percent": round(100 * (held / row.memory - 1), 2),
+class Predictor:
+    """Rows to objects, with traces shared."""
+
+    def __init__(self, widths: dict[str, float], told: Any = lambda _: None) -> None:
+        self.traces, self.widths = Traces(told), widths
+        self.options = Options(profile_of=functools.cache(find_profile))
+
+    def predict(self, row: rows.Row) -> dict[str, Any]:
+        """One object: what was published, what is predicted, and between what."""
+        run = row.run
+        device = row.cluster.device
+        traces = {depth: self.traces.of(asked(run, device, depth)) for depth in depths_of(run)}
+        how = plan_of(run, device.name)
+        step = predict_foreign(traces, how, row.cluster, self.options)
+        guess, kind = rows.predicted(row, step.seconds), kind_of(row)
+        wide = bands.width(self.widths, kind)
+        found: dict[str, Any] = {
+            "id": row.id, "source": row.source, "quantity": row.quantity, "published": row.published,
+            "predicted": short(guess), "low": short(guess / wide), "high": short(guess * wide),
+            "error_percent": round(100 * (guess / row.published - 1), 2), "eligible": row.eligible,
+            "scored": row.eligible and row.source not in NOT_SCORED, "fitted": row.source.startswith(FITTED),
+            "evidence": kind, "stack": run.stack.name, "runnable": run.stack.native, "mark": how.mark,
+            "assumed": list(row.assumed), "step_seconds": short(step.seconds), "bubble": round(step.bubble, 4),
+            "unhidden_traffic_seconds": short(step.exposed_seconds),
         }  # fmt: skip
-    return found
+        if row.memory:
+            unit = 2**30 if run.stack.reports == "reserved" else 1e9
+            held = foreign_memory(traces, how, row.cluster, self.options).reported(run.stack.reports) / unit
+            found["memory"] = {
+                "published": row.memory, "predicted": round(held, 2), "sense": run.stack.reports,
+                "error_percent": round(100 * (held / row.memory - 1), 2),
+            }  # fmt: skip
+        return found
+
+    def compare(self, cells: Iterable[rows.Cells]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Predictions, and rows left out with the reason."""
+        found, skipped = [], []
+        for row in cells:
+            try:
+                found.append(self.predict(rows.read_row(row)))
+            except (rows.LeftOut, Untraceable, ForetellError) as why:
+                skipped.append({"id": row.get("id", ""), "reason": str(why), "eligible": rows.eligible(row)})
+        return found, skipped
 
 
-def band(row: rows.Row) -> float:
-    """Half-width of the band, as a part of the prediction."""
-    if row.assumed:
-        return GUESSED
-    run, device = row.run, row.cluster.device
-    if analytic.family(device) not in COMMON or run.offload.lower() not in ("none", "") or run.experts:
-        return RARE
-    return SPLIT if max(run.tp, run.pp, run.cp) > 1 else PLAIN
+def kind_of(row: rows.Row) -> str:
+    """What kind of evidence there is for rows like this one."""
+    run = row.run
+    rare = analytic.family(row.cluster.device) not in COMMON or run.offload.lower() not in ("none", "")
+    return bands.kind_of(
+        assumed=bool(row.assumed), rare=rare or bool(run.experts) or bool(run.float8), split=max(run.tp, run.pp, run.cp) > 1
+    )
 
 
-def compare(cells: Iterable[rows.Cells]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Predictions, and rows left out with the reason."""
-    found, skipped = [], []
-    for row in cells:
-        try:
-            found.append(predict(rows.read_row(row)))
-        except rows.LeftOut as why:
-            skipped.append({"id": row.get("id", ""), "reason": str(why), "eligible": rows.eligible(row)})
-    return found, skipped
+def known_widths() -> dict[str, float]:
+    return dict(json.loads(WIDTHS.read_text(encoding="utf-8"))["widths"]) if WIDTHS.exists() else {}
 
 
 def short(value: float) -> float:
     return float(f"{value:.5g}")
-
-
-def fitted(name: str) -> bool:
-    """Whether constants were scored on the row: those of these sources whose number is even. The form of the model was
-    chosen with all rows in view, so that odd rows are no blind test."""
-    number = name.rsplit("-", 1)[-1]
-    return name.split("-")[0] in FITTED and number.isdigit() and int(number) % 2 == 0
 
 
 # ---------------------------------------------------------------- scores
@@ -127,12 +144,10 @@ def score(found: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of one source."""
     errors = [one["error_percent"] for one in found]
     worst = max(found, key=lambda one: abs(one["error_percent"]))
-    held = [one for one in found if not one["fitted"]]
     remembered = [one["memory"] for one in found if "memory" in one]
     tau = kendall([one["published"] for one in found], [one["predicted"] for one in found]) if len(found) > 1 else None
     return {
         "rows": len(found), "eligible": sum(one["eligible"] for one in found), "mape_percent": round(mape(found), 2),
-        "mape_percent_not_fitted": round(mape(held), 2) if held else None,
         "bias_percent": round(sum(errors) / len(errors), 2), "kendall_tau": None if tau is None else round(tau, 3),
         "worst": {"id": worst["id"], "error_percent": worst["error_percent"]},
         "band_coverage_percent": round(100 * covered(found), 1),
@@ -155,11 +170,10 @@ def overall(found: list[dict[str, Any]], skipped: list[dict[str, Any]]) -> dict[
     remembered = [one["memory"] for one in scored if "memory" in one]
     missed = sum(one["eligible"] for one in skipped)
     eligible = sum(one["eligible"] for one in found)
-    held = [one for one in scored if not one["fitted"]]
     return {
         "rows": len(scored), "sources": len(means), "eligible": eligible + missed, "predicted_eligible": eligible,
         "mape_percent_mean_over_sources": round(statistics.fmean(means), 2) if means else None,
-        "mape_percent": round(mape(scored), 2), "mape_percent_not_fitted": round(mape(held), 2),
+        "mape_percent": round(mape(scored), 2),
         "median_error_percent": round(statistics.median([abs(one["error_percent"]) for one in scored]), 2)
         if scored else None,
         "band_coverage_percent": round(100 * covered(scored), 1),
@@ -176,14 +190,13 @@ def overall(found: list[dict[str, Any]], skipped: list[dict[str, Any]]) -> dict[
 
 
 def table(found: list[dict[str, Any]]) -> Iterator[str]:
-    yield "source      rows  eligible    MAPE  not fitted    bias    tau  in band  memory  worst"
+    yield "source      rows  eligible    MAPE    bias    tau  in band  memory  worst"
     for name, mine in by_source(found).items():
         one = score(mine)
         tau = "    –" if one["kendall_tau"] is None else f"{one['kendall_tau']:5.2f}"
-        unseen = "     –" if one["mape_percent_not_fitted"] is None else f"{one['mape_percent_not_fitted']:5.1f}%"
         memory = "     –" if one["memory"] is None else f"{one['memory']['mape_percent']:5.1f}%"
         yield (
-            f"{name:10} {one['rows']:5} {one['eligible']:9} {one['mape_percent']:6.1f}%  {unseen:>10} "
+            f"{name:10} {one['rows']:5} {one['eligible']:9} {one['mape_percent']:6.1f}% "
             f"{one['bias_percent']:+6.1f}%  {tau}  {one['band_coverage_percent']:6.0f}%  {memory}  "
             f"{one['worst']['id']} {one['worst']['error_percent']:+.0f}%"
         )
@@ -193,8 +206,7 @@ def summary(whole: dict[str, Any]) -> Iterator[str]:
     yield (
         f"eligible   {whole['predicted_eligible']} of {whole['eligible']} predicted; scored {whole['rows']} rows of "
         f"{whole['sources']} sources: mean over sources {whole['mape_percent_mean_over_sources']} %, median "
-        f"{whole['median_error_percent']} %, over rows {whole['mape_percent']} % (not fitted "
-        f"{whole['mape_percent_not_fitted']} %)"
+        f"{whole['median_error_percent']} %, over rows {whole['mape_percent']} %"
     )
     yield "           " + ", ".join(f"{name} {value} %" for name, value in whole["groups"].items())
     yield (
@@ -208,25 +220,39 @@ def read(path: Path) -> list[dict[str, str]]:
         return [{key: value or "" for key, value in row.items() if key} for row in csv.DictReader(file)]
 
 
-def left_out(cells: list[dict[str, str]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each source scored without the constants that it alone informs; those that share all of theirs as they are."""
+def left_out(predictor: Predictor, cells: list[dict[str, str]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All rows once more, each source without the constants that it alone informs, in bands that the others give."""
     import published_left_out
 
-    scored = by_source([one for one in found if one["scored"]])
-    rows_out = {name: {"source": name, "rows": len(mine), "mape_percent": mape(mine), "without": ""} for name, mine in scored.items()}
+    again = {one["id"]: {**one, "without": ""} for one in found}
     for name, (why, without) in published_left_out.SOURCES.items():
         mine = [row for row in cells if rows.source_of(row).startswith(name)]
         with without():
-            again = by_source([one for one in compare(mine)[0] if one["scored"]])
-        rows_out |= {one: {"source": one, "rows": len(some), "mape_percent": mape(some), "without": why} for one, some in again.items()}
-    return [{**one, "mape_percent": round(one["mape_percent"], 2)} for one in rows_out.values()]
-
-
-def told_left_out(each: list[dict[str, Any]]) -> Iterator[str]:
+            again |= {one["id"]: {**one, "without": why} for one in predictor.compare(mine)[0]}
+    each = list(again.values())
+    wide = bands.left_out_widths(scores_of(each))
     for one in each:
-        yield f"{one['source']:10} {one['rows']:5} rows  MAPE {one['mape_percent']:5.1f} %  without {one['without'] or 'nothing'}"
-    mean = statistics.fmean(one["mape_percent"] for one in each)
-    yield f"mean over sources, each without what it alone informs: {mean:.2f} %"
+        width = bands.width(wide.get(one["source"], bands.widths(scores_of(each))), one["evidence"])
+        one |= {"low": short(one["predicted"] / width), "high": short(one["predicted"] * width)}
+    return each
+
+
+def scores_of(found: list[dict[str, Any]]) -> list[tuple[str, str, float]]:
+    """What bands are calibrated on: source, kind of evidence, |log error|."""
+    known = [one for one in found if one["source"] not in NOT_SCORED]
+    return [(one["source"], one["evidence"], abs(log(one["predicted"] / one["published"]))) for one in known]
+
+
+def told_left_out(each: list[dict[str, Any]], skipped: list[dict[str, Any]]) -> Iterator[str]:
+    scored = [one for one in each if one["scored"]]
+    for name, mine in by_source(scored).items():
+        without = mine[0]["without"] or "nothing"
+        yield f"{name:10} {len(mine):5} rows  MAPE {mape(mine):5.1f} %  in band {100 * covered(mine):4.0f} %  without {without}"
+    whole = overall(each, skipped)
+    yield (
+        f"each source left out: mean over sources {whole['mape_percent_mean_over_sources']} %, median "
+        f"{whole['median_error_percent']} %, 90 % band holds {whole['band_coverage_percent']} %"
+    )
 
 
 def main() -> int:
@@ -235,16 +261,21 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write predictions and scores here")
     parser.add_argument("--rows", action="store_true", help="one line a run")
     parser.add_argument("--left-out", action="store_true", help="score sources without the constants they alone inform")
+    parser.add_argument("--calibrate", action="store_true", help=f"with --left-out: write {WIDTHS.name}")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}; with --left-out {LEFT_OUT.name} too")
-    asked = parser.parse_args()
-    if not asked.csv.exists():
-        parser.error(f"{asked.csv} is not there; give the table with --csv")
-    cells = read(asked.csv)
+    given = parser.parse_args()
+    if not given.csv.exists():
+        parser.error(f"{given.csv} is not there; give the table with --csv")
+    cells = read(given.csv)
     if not cells or "id" not in cells[0]:
-        parser.error(f"{asked.csv} has no rows with a column 'id'; give a table of the same columns")
-    found, skipped = compare(cells)
+        parser.error(f"{given.csv} has no rows with a column 'id'; give a table of the same columns")
+    started = time.perf_counter()
+    predictor = Predictor(known_widths(), told=lambda text: print(f"\r{text}", end="", file=sys.stderr, flush=True))
+    found, skipped = predictor.compare(cells)
     whole = overall(found, skipped)
-    for one in found if asked.rows else ():
+    whole["seconds"], whole["traces"] = round(time.perf_counter() - started, 1), len(predictor.traces.used)
+    whole["new_traces"] = predictor.traces.made
+    for one in found if given.rows else ():
         print(f"{one['id']:22} {one['quantity']:22} {one['published']:10.5g} {one['predicted']:10.5g} "
               f"{one['error_percent']:+7.1f}%")  # fmt: skip
     print("\n".join([*table(found), *summary(whole)]))
@@ -253,17 +284,20 @@ def main() -> int:
         reasons[one["reason"]] = reasons.get(one["reason"], 0) + 1
     for why, count in sorted(reasons.items(), key=lambda item: -item[1]):
         print(f"  left out {count:4}: {why}")
-    each = left_out(cells, found) if asked.left_out else []
+    print(f"{len(found)} rows in {whole['seconds']} s from {whole['traces']} traces, {whole['new_traces']} of them new")
+    each = left_out(predictor, cells, found) if given.left_out else []
     if each:
-        print("\n".join(told_left_out(each)))
-    if asked.json:
+        print("\n".join(told_left_out(each, skipped)))
+    if each and given.calibrate:
+        WIDTHS.write_text(json.dumps(bands.told(bands.widths(scores_of(each))), indent=1) + "\n", encoding="utf-8")
+    if given.json:
         scores = {name: score(mine) for name, mine in by_source(found).items()}
         body = {"schema_version": SCHEMA_VERSION, "predictions": found, "sources": scores, "overall": whole,
                 "skipped": skipped}  # fmt: skip
-        asked.json.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    if asked.save:
+        given.json.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    if given.save:
         RESULTS.write_text("".join(json.dumps(one) + "\n" for one in found), encoding="utf-8")
-    if asked.save and each:
+    if given.save and each:
         LEFT_OUT.write_text("".join(json.dumps(one) + "\n" for one in each), encoding="utf-8")
     return 0
 

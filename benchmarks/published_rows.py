@@ -18,12 +18,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from foretell.cost import analytic
-from foretell.cost.stack import STACKS, Stack, with_float8
-from foretell.cost.transformer import HARDWARE, MODEL, MODEL_CAUSAL, WEIGHTS, Training, step_flops
-from foretell.cost.transformer_pipeline import GPIPE, ONE_BY_ONE, ZB_V, schedule_of
+from foretell.cost.stage_schedule import GPIPE, ONE_BY_ONE, ZB_V, schedule_of
 from foretell.errors import UnknownName
 from foretell.hardware import catalog, links
 from foretell.hardware.types import Cluster, Device
+from foretell.lower.foreign.stacks import Stack, stack
 
 NEEDED = (
     "layers", "hidden", "heads", "vocab", "seq_len", "gpu", "gpus", "tp", "pp", "micro_batch", "global_batch",
@@ -31,10 +30,55 @@ NEEDED = (
 )  # fmt: skip
 CANNOT_DO_WITHOUT = ("layers", "hidden", "heads", "seq_len", "gpu", "gpus", "global_batch")
 STEP, TOKENS, TFLOPS = "step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu"
-DTYPES = {"fp32": "float32", "tf32": "tf32", "fp16": "float16"}
 MEGATRON_VOCABULARY, LLAMA_2_VOCABULARY = 51200, 32000
 
 Cells = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The model by its dimensions, the mesh, and how it was run."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    """0: a single layer was measured."""
+    seq: int
+    gated: bool
+    micro: int
+    micros: int
+    world: int
+    per_node: int
+    stack: Stack
+    experts: int = 0
+    topk: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    chunks: int = 1
+    """Model parts of a pipeline rank."""
+    schedule: str = "1f1b"
+    sequence_parallel: bool = False
+    shard: str = "none"
+    """none, zero1, zero2 or zero3, over the data ranks."""
+    shard_group: int = 0
+    precision: str = "bf16"
+    float8: str = ""
+    """Recipe of 8-bit products; empty without."""
+    narrow_gathers: bool = False
+    """Shards travel in 8 bits."""
+    recompute: str = "none"
+    offload: str = "none"
+    hides_tensor: bool = False
+    """Tensor-parallel traffic runs beside products (asynchronous tensor parallelism)."""
+
+    @property
+    def dp(self) -> int:
+        return max(1, self.world // (self.tp * self.pp * self.cp))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +89,7 @@ class Row:
     source: str
     quantity: str
     published: float
-    run: Training
+    run: Run
     cluster: Cluster
     convention: str
     memory: float | None
@@ -100,8 +144,7 @@ def read_row(cells: Cells) -> Row:
     quantity = measured(cells)
     if not quantity:
         raise LeftOut("neither step time, tokens per second nor TFLOP/s")
-    stack = stack_of(cells)
-    run, assumed = _training(cells, stack)
+    run, assumed = _run(cells, stack_of(cells))
     cluster = cluster_of(cells, run)
     return Row(
         id=cells["id"], source=source_of(cells), quantity=quantity, published=number(cells[quantity]) or 0.0, run=run,
@@ -123,7 +166,7 @@ def predicted(row: Row, seconds: float) -> float:
 # ---------------------------------------------------------------- shape and plan
 
 
-def _training(cells: Cells, stack: Stack) -> tuple[Training, tuple[str, ...]]:
+def _run(cells: Cells, stack: Stack) -> tuple[Run, tuple[str, ...]]:
     assumed: list[str] = []
 
     def otherwise(name: str, value: object) -> str:
@@ -147,7 +190,8 @@ def _training(cells: Cells, stack: Stack) -> tuple[Training, tuple[str, ...]]:
     schedule, chunks = _schedule(cells, layers, pp)
     recompute = otherwise("activation_recompute", "full" if "DeepSpeed" in stack.framework else "none").lower()
     precision = otherwise("precision", "bf16").lower()
-    run = Training(
+    recipe, narrow = float8_of(cells)
+    run = Run(
         layers=layers, hidden=hidden, heads=heads, kv_heads=count(cells, "kv_heads", heads),
         ffn=_ffn(cells, layers, hidden, int(vocab), gated), vocab=int(vocab), seq=seq,
         gated=gated, micro=micro, micros=max(1, round(batch / dp / micro)), world=world,
@@ -155,7 +199,8 @@ def _training(cells: Cells, stack: Stack) -> tuple[Training, tuple[str, ...]]:
         topk=max(1, count(cells, "topk", 1)), tp=tp, pp=pp, cp=cp, ep=max(1, count(cells, "ep", 1)), chunks=chunks,
         schedule=schedule, sequence_parallel=_sequence_parallel(cells, stack), shard=_shard(cells),
         shard_group=count(cells, "shard_group"), precision=precision, recompute=_recompute(recompute),
-        offload=cells.get("offload", "") or "none",
+        offload=cells.get("offload", "") or "none", float8=recipe, narrow_gathers=narrow,
+        hides_tensor=bool(re.search(r"async[ -]?tp", f"{cells.get('compile', '')} {cells.get('notes', '')}", re.IGNORECASE)),
     )  # fmt: skip
     return run, tuple(assumed)
 
@@ -178,7 +223,7 @@ def _sequence_parallel(cells: Cells, stack: Stack) -> bool:
     text = cells.get("sequence_parallel", "").strip().lower()
     if text:
         return text in ("yes", "true", "1", "on")
-    return stack.framework in ("torchtitan", "Megatron-Core", "MegaScale", "InternEvo")
+    return stack.sequence
 
 
 def _schedule(cells: Cells, layers: int, pp: int) -> tuple[str, int]:
@@ -225,62 +270,53 @@ def _hidden(cells: Cells, layers: int, hidden: int, heads: int, vocab: int) -> i
 
 
 def stack_of(cells: Cells) -> Stack:
-    """The software a row names: framework, compiled or not, recipe of 8-bit products."""
+    """The software a row names: framework, compiled or not."""
     name, how, notes = cells.get("stack", "").lower(), cells.get("compile", ""), cells.get("notes", "")
-    precision = cells.get("precision", "").lower()
-    stack = _named_stack(name, how, notes, precision)
+    found = _named_stack(name, how, notes, cells.get("precision", "").lower())
     if re.search(r"no flash", how, re.IGNORECASE):
-        stack = replace(stack, attention="math")
-    elif stack.attention == "math" and re.search(r"flash", how, re.IGNORECASE):
-        stack = replace(stack, attention="flash-2" if "2" in how else "flash-1")
-    stack = replace(stack, dtype=DTYPES.get(precision, "bfloat16" if precision else stack.dtype))
-    if re.search(r"async[ -]?tp", f"{how} {notes}", re.IGNORECASE):
-        stack = replace(stack, tensor_hidden=(0.5, 0.5))
-    if precision not in ("fp8", "mxfp8", "nvfp4"):
-        return stack
+        return replace(found, spelled=True)
+    if found.spelled and re.search(r"flash", how, re.IGNORECASE):
+        return replace(found, spelled=False, kernel="flash-2" if "2" in how else "flash-1")
+    return found
+
+
+def float8_of(cells: Cells) -> tuple[str, bool]:
+    """Recipe of 8-bit products, and whether shards travel in 8 bits; empty without."""
+    how, name = cells.get("compile", ""), cells.get("stack", "").lower()
+    if cells.get("precision", "").lower() not in ("fp8", "mxfp8", "nvfp4"):
+        return "", False
     recipes = ("rowwise_with_gw_hp", "rowwise", "mxfp8", "tensorwise")
     usual = "tensorwise" if "titan" in name else "delayed"
-    return with_float8(
-        stack, next((recipe for recipe in recipes if recipe in how), usual), gathered="float8 all-gather" in how
-    )
+    return next((recipe for recipe in recipes if recipe in how), usual), "float8 all-gather" in how
 
 
 def _named_stack(name: str, how: str, notes: str, precision: str) -> Stack:
     compiled = "torch.compile" in how
     if "foundry" in name:
-        return STACKS["llm-foundry-0.1" if "mixed_precision PURE" in notes else "llm-foundry-0.3"]
+        return stack("llm-foundry-0.1" if "mixed_precision PURE" in notes else "llm-foundry-0.3")
     if "titan" in name:
         newest = "torchtitan-2025" if "torchao" in name else "torchtitan-compile"
-        stack = STACKS[newest if compiled or precision == "fp8" else "torchtitan"]
-        return replace(stack, selective="layers") if "selective layer" in notes else stack
+        found = stack(newest if compiled or precision == "fp8" else "torchtitan")
+        return replace(found, selective="layers") if "selective layer" in notes else found
     if "megatron-deepspeed" in name or ("megatron" in name and "Megatron-DeepSpeed" in notes):
         return _megatron_deepspeed(notes)
     if any(word in name for word in ("bridge", "nemo", "automodel", "megatron-core", "primus")):
-        return STACKS["megatron-core"]
+        return stack("megatron-core")
     for word in ("megascale", "megatron-lm", "internevo", "deepspeed"):
         if word in name:
-            return STACKS[word]
-    return STACKS.get(name) or STACKS["pytorch-compile" if compiled else "pytorch"]
-
-
-HOSTS_MENDED = 25
-"""Day of February 2022 on which BLOOM's authors note that PCIe and NUMA of their nodes were set right."""
-FAR_HOST = 1.6
-"""How much longer the host took before that day; set on a coarse grid over every second run of the diary."""
+            return stack(word)
+    if name in ("llm.c", "nanogpt", "nanochat"):
+        return stack(name)
+    return stack("pytorch-compile" if compiled else "pytorch")
 
 
 def _megatron_deepspeed(notes: str) -> Stack:
-    """By what the notes say of BLOOM's diary: blocking launches all along, a bf16 optimiser from 28 February on."""
+    """By what the notes say of BLOOM's diary: blocking launches all along, a bf16 optimizer from 28 February on."""
     if "Rebalancing" in notes or "bf16 optimizer" in notes:
-        return STACKS["megatron-deepspeed-bf16"]
-    day = re.search(r"\b02-([0-9]{2})\b", notes)
-    first = "iteration 2 of a run" in notes
-    if day is None and not first:
-        return STACKS["megatron-deepspeed"]
-    stack = STACKS["megatron-deepspeed-blocking"]
-    if day is not None and int(day.group(1)) >= HOSTS_MENDED:
-        return stack
-    return replace(stack, stall_seconds=stack.stall_seconds * FAR_HOST, tensor_wait=stack.tensor_wait * FAR_HOST)
+        return stack("megatron-deepspeed-bf16")
+    if re.search(r"\b02-[0-9]{2}\b", notes) or "iteration 2 of a run" in notes:
+        return stack("megatron-deepspeed-blocking")
+    return stack("megatron-deepspeed")
 
 
 MARKS = (
@@ -312,7 +348,7 @@ def device_of(cells: Cells) -> Device:
     raise LeftOut(f"unknown device '{name}'")
 
 
-def cluster_of(cells: Cells, run: Training) -> Cluster:
+def cluster_of(cells: Cells, run: Run) -> Cluster:
     device = device_of(cells)
     network = network_of(cells.get("inter_node_link", ""), device, run.per_node)
     return _cluster(device.name, _plain(device), run.world, run.per_node, network)
@@ -367,6 +403,27 @@ def _known(cards: int, kind: str, rate: int) -> str | None:
 
 
 # ---------------------------------------------------------------- FLOP conventions
+
+MODEL, MODEL_CAUSAL, HARDWARE, WEIGHTS = "model", "model-causal", "hardware", "weights"
+
+
+def step_flops(run: Run, convention: str) -> float:
+    """FLOPs of a step over all devices, as tables count them.
+
+    model: products three times, attention over the full square. model-causal: attention over half of it.
+    hardware: with full recomputation the forward of the layers once more. weights: six a parameter and token.
+    """
+    tokens = float(run.dp * run.micros * run.micro * run.seq)
+    h, kv = run.hidden, run.hidden // run.heads * run.kv_heads
+    ffn = run.ffn * (run.topk if run.experts else 1)
+    layer = 2 * (h * (2 * h + 2 * kv) + (3 if run.gated or run.experts else 2) * h * ffn)
+    scores = 4 * run.seq * h * (0.5 if convention == MODEL_CAUSAL else 1.0)
+    head = 2 * h * run.vocab
+    if convention == WEIGHTS:
+        return 3 * tokens * (run.layers * layer + head)
+    passes = 4 if convention == HARDWARE and run.recompute == "full" else 3
+    return tokens * (passes * run.layers * (layer + scores) + 3 * head)
+
 
 _HARDWARE = ("sc21", "mlm-2022", "bsv100", "bsa100", "bloom", "dsazure", "mtnlg", "internevo", "bs1b3")
 _CAUSAL = ("bridge", "stas", "automodel")

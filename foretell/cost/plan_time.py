@@ -122,6 +122,8 @@ class _Maker:
         awaited = synchronises(op, self.machine)
         if not seconds and not awaited and not op.name.startswith("foretell."):
             return None
+        if self.speeds.reprice is not None:
+            seconds = self.speeds.reprice(op, family, seconds)
         if self.speeds.op_slowdown is not None:
             seconds *= self.speeds.op_slowdown(op)
         where = HOST if self.machine.serial else COMPUTE

@@ -57,6 +57,8 @@ class Speeds:
     """Of the reduction of loss and gradient norm over all ranks, once a step."""
     op_slowdown: Seconds | None = None
     """Factor on the seconds of an op; None: 1."""
+    reprice: Callable[[Op, str, float], float] | None = None
+    """Op, its family and its seconds → its seconds in other software; None: as they are."""
     host_slowdown: float = 1.0
     """Factor on the seconds of the host."""
     slowdown: float = 1.0

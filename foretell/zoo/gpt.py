@@ -15,18 +15,29 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+    def __init__(self, dim: int, heads: int, dropout: float, fused: bool = True) -> None:
         super().__init__()
         self.heads = heads
         self.dropout = dropout
+        self.fused = fused
         self.qkv = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, c = x.shape
         q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(x).split(c, dim=-1))
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        mix = F.scaled_dot_product_attention if self.fused else spelled_out
+        y = mix(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(b, t, c))
+
+
+def spelled_out(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, is_causal: bool) -> Tensor:
+    """Attention as two products with a softmax between them, as models wrote it before fused kernels; it keeps all scores."""
+    scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(q.shape[-1]))
+    if is_causal:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~mask, -math.inf)
+    return F.dropout(F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), dropout_p) @ v
 
 
 class MLP(nn.Module):
@@ -41,10 +52,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+    def __init__(self, dim: int, heads: int, dropout: float, fused: bool = True) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim)
-        self.attention = Attention(dim, heads, dropout)
+        self.attention = Attention(dim, heads, dropout, fused)
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = MLP(dim)
         self.dropout = nn.Dropout(dropout)
@@ -55,14 +66,16 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, vocab_size: int, context: int, layers: int, dim: int, heads: int, dropout: float) -> None:
+    def __init__(
+        self, vocab_size: int, context: int, layers: int, dim: int, heads: int, dropout: float, fused: bool
+    ) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.context = context
         self.tokens = nn.Embedding(vocab_size, dim)
         self.positions = nn.Embedding(context, dim)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(dim, heads, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dim, heads, dropout, fused) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
         self.reset_parameters()
 
@@ -90,8 +103,9 @@ def build(
     dim: int = 768,
     heads: int = 12,
     dropout: float = 0.0,
+    fused_attention: bool = True,
 ) -> GPT:
-    return GPT(vocab_size, context, layers, dim, heads, dropout)
+    return GPT(vocab_size, context, layers, dim, heads, dropout, fused_attention)
 
 
 def batch(model: GPT, micro_batch: int, seq: int | None = None, image: int | None = None) -> dict[str, Tensor]:

@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "foretell"
 
 ROOMS = (
-    "errors", "units", "files", "decode", "decode", "zoo", "trace", "hardware", "plan", "cost", "kernels", "checkpoint", "runtime", "search",
+    "errors", "units", "files", "decode", "decode", "zoo", "trace", "hardware", "plan", "lower", "cost", "kernels", "checkpoint", "runtime", "search",
     "prove", "tune", "serve", "report", "eject", "export", "api", "cli",
 )  # fmt: skip
 """Top to bottom: a room imports itself and rooms before it."""
 
-PURE = ("errors", "units", "files", "decode", "trace.types", "trace.recipe", "cost", "hardware", "plan")
+PURE = ("errors", "units", "files", "decode", "trace.types", "trace.recipe", "cost", "hardware", "plan", "lower")
 """Modules, and rooms with all their modules, that must import without torch."""
 
 MAX_FILE_LINES = 600
