@@ -58,12 +58,12 @@ def plan_for(way: str, blocks: list[str], options: argparse.Namespace, part: int
 
 def say(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     """What is predicted of every way, and how many blocks `part` moves."""
-    from foretell.cost.plan import Options, predict_plan
-    from foretell.cost.plan_blocks import blocks_of
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
+    from foretell.lower.blocks import blocks_of
     from foretell.plan.recipe import model_of
     from foretell.search.traces import Traces
+    from foretell.simulate.plan import Options, predict_plan
 
     about = model_of(sources(options)[shape])
     known = Traces(capability=(9, 0))

@@ -185,8 +185,8 @@ def verdicts(config: dict[str, Any]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     from memory import parts
 
-    from foretell.cost.memory import predict_memory, run_order, sizes_for, smallest_limit
     from foretell.hardware import overhead, parse
+    from foretell.simulate.memory.memory import predict_memory, run_order, sizes_for, smallest_limit
     from foretell.trace.capture import capture
     from foretell.trace.load import load
 

@@ -50,10 +50,10 @@ def measure(out: Path) -> None:
 
 
 def predict(out: Path) -> None:
-    from foretell.cost.features import Shape
-    from foretell.cost.ops import OpModel
     from foretell.hardware import parse
     from foretell.hardware.profile import OpRow, find_profile
+    from foretell.price.kernels.features import Shape
+    from foretell.price.kernels.ops import OpModel
 
     device = parse("H200").device
     profile = find_profile(device.name)

@@ -84,9 +84,9 @@ def predict(config: dict[str, Any]) -> dict[str, Any]:
     import warnings
 
     warnings.simplefilter("ignore")
-    from foretell.cost.compiling import compiled
-    from foretell.cost.memory import predict_memory
     from foretell.hardware import overhead, parse
+    from foretell.lower.compiling import compiled
+    from foretell.simulate.memory.memory import predict_memory
     from foretell.trace.capture import capture
     from foretell.trace.load import load
 

@@ -52,11 +52,11 @@ def source(options: argparse.Namespace) -> Any:
 
 
 def say(case: str, options: argparse.Namespace, known: Any) -> dict[str, Any]:
-    from foretell.cost import plan_time
-    from foretell.cost.plan import Options, predict_plan
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
     from foretell.plan.recipe import model_of
+    from foretell.simulate.plan import Options, predict_plan
+    from foretell.simulate.time import step as plan_time
 
     plan = plan_of(case, options).with_(model=model_of(source(options)))
     mode = next((one.mode for one in plan.blocks.values()), "keep")

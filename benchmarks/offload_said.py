@@ -60,10 +60,10 @@ def chosen(rows: list[dict[str, Any]], runs: list[int]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    from foretell.cost.plan import Options, predict_plan
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
     from foretell.search.traces import Traces
+    from foretell.simulate.plan import Options, predict_plan
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, nargs="*", default=[])

@@ -54,12 +54,12 @@ class Oracle:
     """Predicts plans of one case and chooses among all; traces are shared."""
 
     def __init__(self, case: Any) -> None:
-        from foretell.cost.plan import Options
-        from foretell.cost.plan_parts import TORCH
         from foretell.hardware import overhead, parse
         from foretell.hardware.probe.machine import cpu_name
         from foretell.hardware.profile import find_profile
         from foretell.search.traces import Traces
+        from foretell.simulate.parts import TORCH
+        from foretell.simulate.plan import Options
 
         self.case = case
         on_cpu = case.device == "cpu"
@@ -75,7 +75,7 @@ class Oracle:
         """Every plan of the case, and the one chosen first if it is none of them."""
         from plans_cases import key_of, plans_of
 
-        from foretell.cost.plan_blocks import blocks_of
+        from foretell.lower.blocks import blocks_of
         from foretell.plan.recipe import model_of
         from foretell.plan.types import Plan
 
@@ -103,9 +103,9 @@ class Oracle:
         return best.plan.with_(model=about, predicted={}, notes=()) if best else None
 
     def predict(self, plan: Any) -> dict[str, Any]:
-        from foretell.cost.plan import predict_plan
-        from foretell.cost.plan_blocks import blocks_of
+        from foretell.lower.blocks import blocks_of
         from foretell.plan.blocks import expand
+        from foretell.simulate.plan import predict_plan
 
         keep = self.traces.of(plan, ["keep"])
         modes = {residency.mode for residency in expand(plan.blocks, blocks_of(keep["keep"])).values()}

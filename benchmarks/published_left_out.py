@@ -12,9 +12,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from foretell.cost import analytic, collectives, machine  # noqa: E402
-from foretell.cost import time as seconds_of  # noqa: E402
 from foretell.lower.foreign.stacks import Stack, stacks  # noqa: E402
+from foretell.price import analytic, collectives, machine  # noqa: E402
+from foretell.price import time as seconds_of  # noqa: E402
 
 Without = Callable[[], AbstractContextManager[None]]
 

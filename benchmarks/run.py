@@ -41,11 +41,11 @@ def source_of(size: dict[str, Any]) -> Any:
 
 def plan_of(name: str) -> Any:
     """The plan that foretell's chooser makes for this batch, without clipping, as the loop by hand."""
-    from foretell.cost.plan import Options
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
     from foretell.plan import file
     from foretell.search.choose import Wishes, choose
+    from foretell.simulate.plan import Options
 
     kept = HERE / "configs" / f"run-{name}.json"
     if kept.exists():

@@ -46,12 +46,12 @@ LLAMA2_WORDS = 32000
 
 def measure(name: str) -> dict[str, Any]:
     """One case, twice: the first run makes the traces."""
-    from foretell.cost.plan import Options
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
     from foretell.search.explain import told
     from foretell.search.find import find
     from foretell.search.space_wishes import Wishes
+    from foretell.simulate.plan import Options
     from foretell.trace.load import Source
 
     model, seq, hardware, batch, bar = CASES[name]
@@ -133,7 +133,6 @@ def run_of(row: dict[str, str]) -> Run:
 
 def against(run: Run) -> dict[str, Any]:
     """Their plan and the one found, under the same quick cost."""
-    from foretell.cost.plan import Options
     from foretell.errors import UserError
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
@@ -145,6 +144,7 @@ def against(run: Run) -> dict[str, Any]:
     from foretell.search.space_price import SheetPricer
     from foretell.search.space_wishes import Wishes
     from foretell.search.traces import Traces
+    from foretell.simulate.plan import Options
     from foretell.trace.load import Source
 
     cluster = with_memory(parse(run.hardware), run.memory) if run.memory > 1 else parse(run.hardware)

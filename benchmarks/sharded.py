@@ -55,7 +55,7 @@ def parts(case: dict[str, Any], precision: str, shards: int = 1) -> tuple[Any, A
 
 
 def sharded_trace(case: dict[str, Any]) -> Any:
-    from foretell.cost.sharded import shard
+    from foretell.lower.fsdp.sharded import shard
     from foretell.trace.capture import capture
     from foretell.trace.load import load
 
@@ -68,8 +68,8 @@ def predict(case: dict[str, Any]) -> dict[str, Any]:
     import warnings
 
     warnings.simplefilter("ignore")
-    from foretell.cost.memory import predict_memory
     from foretell.hardware import overhead, parse
+    from foretell.simulate.memory.memory import predict_memory
 
     cluster = parse(f"H200:{min(case['world'], 8)}")
     try:
@@ -170,8 +170,8 @@ def draw(case: dict[str, Any]) -> dict[str, Any]:
     import warnings
 
     warnings.simplefilter("ignore")
-    from foretell.cost.memory import predict_memory
     from foretell.hardware import overhead, parse
+    from foretell.simulate.memory.memory import predict_memory
 
     count = case.pop("draws")
     cluster = parse(f"H200:{min(case['world'], 8)}")

@@ -22,12 +22,12 @@ CASES = {"gpt2": ("H100", 1.0), "llama3-8b": ("H100:8", 4.0), "llama3-405b": ("8
 
 def seconds_of_seconds(trace: Any, recipe: Any, cluster: Any) -> tuple[float, float]:
     """How long the prediction of step time alone takes from a trace at hand: the first time, and again."""
-    from foretell.cost import machine
-    from foretell.cost.plan_time import plan_time
-    from foretell.cost.sharded import shard
-    from foretell.cost.speeds import Options, speeds_of
     from foretell.hardware.profile import find_profile
+    from foretell.lower.fsdp.sharded import shard
     from foretell.plan.recipe import default_plan
+    from foretell.price import machine
+    from foretell.price.speeds import Options, speeds_of
+    from foretell.simulate.time.step import plan_time
     from foretell.trace.collection import no_collection
 
     profile = find_profile("H200-SXM-141GB")
@@ -48,7 +48,7 @@ def seconds_of_seconds(trace: Any, recipe: Any, cluster: Any) -> tuple[float, fl
 def one(model: str) -> None:
     import torch
 
-    import foretell.cost.whole  # noqa: F401  imports are not counted
+    import foretell.simulate.whole  # noqa: F401  imports are not counted
     from foretell import api
     from foretell.hardware import parse
     from foretell.trace.capture import capture

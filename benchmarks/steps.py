@@ -144,10 +144,10 @@ def predict_seconds(config: dict[str, Any]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     from memory import parts
 
-    from foretell.cost.plan import Options, predict_step
-    from foretell.cost.whole import speed
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
+    from foretell.simulate.plan import Options, predict_step
+    from foretell.simulate.whole import speed
     from foretell.trace.capture import capture
     from foretell.trace.load import load
 
@@ -176,9 +176,9 @@ def predict_seconds(config: dict[str, Any]) -> dict[str, Any]:
 
 def roofline(trace: Any, device: Any) -> float:
     """What FLOPs over peak or bytes over bandwidth, op by op, would say."""
-    from foretell.cost.features import FREE
-    from foretell.cost.host import steady
-    from foretell.cost.shapes import short
+    from foretell.price.host import steady
+    from foretell.price.kernels.features import FREE
+    from foretell.price.kernels.shapes import short
 
     total = 0.0
     for name, times in steady(trace):

@@ -108,9 +108,9 @@ def predict(config: dict[str, Any]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     from steps import roofline
 
-    from foretell.cost.plan import Options, predict_step
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
+    from foretell.simulate.plan import Options, predict_step
 
     begun = time.perf_counter()
     try:

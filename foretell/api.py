@@ -9,9 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from foretell.cost.prediction import FITS, Prediction
-from foretell.cost.remedies import outlook
-from foretell.cost.wishes import Amount, Wishes
 from foretell.decode import value_of
 from foretell.errors import ModelError, UserError
 from foretell.hardware import Cluster, overhead, parse
@@ -19,6 +16,9 @@ from foretell.hardware.prices import user_figures
 from foretell.hardware.profile import find_profile, profile_stamp
 from foretell.plan.legal import too_old_to_compile
 from foretell.plan.precision import default_recipe, low, missing, refuse_recipe
+from foretell.quantities import FITS, Prediction
+from foretell.simulate.memory.remedies import outlook
+from foretell.simulate.wishes import Amount, Wishes
 from foretell.trace import cache as store
 from foretell.trace.child import request
 from foretell.trace.collection import no_collection
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from foretell.cost.time import Machine
     from foretell.hardware.profile import Measured, Profile
     from foretell.hardware.types import Device
     from foretell.plan.types import Plan
+    from foretell.price.time import Machine
     from foretell.prove.zoo_rows import Row
     from foretell.search.choose import Choice
     from foretell.trace.types import Trace
@@ -286,11 +286,11 @@ def _predict(
     trace: Trace, recipe: Recipe, cluster: Cluster, about: Mapping[str, Any], on: str, source: Source | None,
     notes: tuple[str, ...], expandable_segments: bool, wishes: Wishes,
 ) -> Prediction:  # fmt: skip
-    from foretell.cost.plan import Options, predict_plan
-    from foretell.cost.plan_blocks import KEEP, blocks_of
-    from foretell.cost.whole import speed
+    from foretell.lower.blocks import KEEP, blocks_of
     from foretell.plan.file import to_json
     from foretell.plan.recipe import default_plan, in_no_plan, mode_of, model_of
+    from foretell.simulate.plan import Options, predict_plan
+    from foretell.simulate.whole import speed
 
     if recipe.compile != "none" and "backwards" in trace.meta:
         raise UserError("layers that run backward one by one are not what torch.compile takes", "leave --compile away")
@@ -389,9 +389,9 @@ def check(name: str) -> Check:
 
     A module with phases is checked in each, and in all of them in turn; bytes and seconds are those of the first.
     """
-    from foretell.cost.pace import Pace
     from foretell.prove import zoo as checks
     from foretell.prove.zoo_rows import FAIL
+    from foretell.simulate.pace import Pace
     from foretell.units import human_bytes
 
     rows = tuple(checks.check(checks.asked_of([checks.small(name)])))
@@ -414,8 +414,8 @@ def check(name: str) -> Check:
 
 def _machine_here() -> Machine | None:
     """This CPU as its own profile describes it, or that of one like it."""
-    from foretell.cost.machine import machine
     from foretell.hardware.probe.machine import cpu_name, device_of
+    from foretell.price.machine import machine
 
     device = device_of("cpu")
     return machine(device, find_profile(device.name, reported_as=cpu_name()))
@@ -423,8 +423,8 @@ def _machine_here() -> Machine | None:
 
 def _pace(sources: Sequence[Source], recipe: Recipe, known: Machine, steps: int = 13, most: float = float("inf")) -> float:
     """How many times as long as its profile says this CPU takes now, by really running steps of these models."""
-    from foretell.cost.plan_time import plan_time
-    from foretell.cost.speeds import alone
+    from foretell.price.speeds import alone
+    from foretell.simulate.time.step import plan_time
     from foretell.trace.here import seconds_on_cpu, trace_as_cpu
 
     said = sum(plan_time(trace_as_cpu(source, recipe), alone(known))[0].step_seconds for source in sources)
@@ -499,10 +499,10 @@ def demo_pace() -> tuple[float, str] | None:
 
 def demo_plan() -> DemoPlan:
     """Trace the demo's model, cost plans for this machine, and choose."""
-    from foretell.cost.plan import Options
     from foretell.hardware.probe.machine import cpu_name
     from foretell.search.choose import Wishes as Asked
     from foretell.search.choose import choose
+    from foretell.simulate.plan import Options
 
     cluster = parse("auto")
     on_cpu = cluster.device.backend == "cpu"
@@ -555,8 +555,8 @@ def probe_machine(
 
 def fit_profile(measured: Measured, device: Device) -> Profile:
     """The profile of what was measured: ops, host, the step around them, watts."""
-    from foretell.cost.calibrate import calibrate
     from foretell.hardware.probe.steps import parts
+    from foretell.price.calibrate import calibrate
     from foretell.trace.capture import capture
     from foretell.trace.load import load
 

@@ -17,7 +17,7 @@ from foretell.errors import ForetellError, InternalError, UserError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from foretell.cost.prediction import Prediction
+    from foretell.quantities import Prediction
 
 YES, NO_OR_FAILED, BAD_INPUT, BUG, INTERRUPTED = 0, 1, 2, 70, 130
 

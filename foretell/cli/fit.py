@@ -155,8 +155,8 @@ def check(model: str, on: str, options: dict[str, Any]) -> None:
 
 def check_run(options: dict[str, Any]) -> None:
     """Raise what is wrong with a whole run, its region and price, and where its timeline is to go."""
-    from foretell.cost.wishes import Amount
     from foretell.hardware import carbon_g_per_kwh
+    from foretell.simulate.wishes import Amount
 
     Amount.of(**{name: options[name] for name in ("tokens", "samples", "epochs", "dataset_size")})
     if options["dataset_size"] is not None and options["epochs"] is None:

@@ -13,11 +13,11 @@ from foretell.errors import UserError
 from foretell.units import GIB, MIB, gib
 
 if TYPE_CHECKING:
-    from foretell.cost.plan import PlanCost
     from foretell.hardware.types import Cluster
     from foretell.plan.types import Plan
     from foretell.search.choose import Candidate, Choice
     from foretell.search.space_wishes import Wishes
+    from foretell.simulate.plan import PlanCost
 
 SHOWN = 6
 """Plans that lost and are told of."""
@@ -117,10 +117,10 @@ def seconds_of(text: str | None) -> float | None:
 
 
 def _choose(source: Any, on: str, wishes: Wishes, cache: bool, how: dict[str, Any], doing: Doing) -> Choice:
-    from foretell.cost.plan import Options
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
     from foretell.search.choose import choose
+    from foretell.simulate.plan import Options
 
     cluster, hardware = capped(parse(on), on, wishes.hbm)
     if on == "auto" and how["exact"] is None:

@@ -99,9 +99,9 @@ class Profile(About):
     launch: Mapping[str, float] = field(default_factory=dict)
     """device_seconds from one empty kernel's start to the next's; host_seconds to ask for one."""
     ops: Mapping[str, Any] = field(default_factory=dict)
-    """Fitted by `cost.ops`."""
+    """Fitted by `price.kernels.ops`."""
     host: Mapping[str, Any] = field(default_factory=dict)
-    """Fitted by `cost.host`."""
+    """Fitted by `price.host`."""
     fitted: Mapping[str, Any] = field(default_factory=dict)
     """What else was fitted by `cost`: the power model, the factor of ops inside a step."""
     power: tuple[Mapping[str, Any], ...] = ()

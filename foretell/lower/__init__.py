@@ -1,6 +1,15 @@
-"""A plan applied to a trace: the program of a rank.
+"""A plan applied to a trace: the program that each kind of rank runs. Trace in, trace out; plain data, no torch.
 
-    foreign/    training software that is predicted and not run: its differences as data, its data parallelism as rules
+    traces of one device, one for each kind of recompute
+      ▼ blocks      every block its own recompute
+      ▼ steps       so many micro-batches a step
+      ▼ compiling   blocks or the whole model under torch.compile
+      ▼ pipeline/   the stages of each rank and its schedule
+      ▼ fsdp/       what fully_shard gathers, scatters and sums around them
+      the program of a rank
 
-Lowering of what PyTorch itself runs is still in `cost/` (sharded, pipeline, tensor, context, expert).
+`foreign/` has what other training software does and PyTorch does not: predicted, not run.
+Beside them: `batch` (a trace at another micro-batch), `tensor`, `context` and `expert` (what ranks that share a layer, a
+sequence or experts need besides). Each follows what `runtime` does to the real model, in the same order; tests hold the two
+equal by dry runs of PyTorch's own APIs. Start with `blocks`, then `fsdp`.
 """

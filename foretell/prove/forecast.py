@@ -13,19 +13,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from foretell.cost.memory import predict_memory, run_order, sizes_for, smallest_limit
-from foretell.cost.plan import Options, PlanCost, predict_step
-from foretell.cost.plan_parts import TORCH
-from foretell.cost.prediction import NO
-from foretell.cost.speeds import NEAREST
 from foretell.decode import json_of
 from foretell.errors import ForetellError, UserError
 from foretell.hardware import overhead
 from foretell.hardware.profile import Profile, find_profile
 from foretell.hardware.types import Cluster
+from foretell.price.speeds import NEAREST
 from foretell.prove import seal
 from foretell.prove.draw import draw
 from foretell.prove.types import Config, Forecast, Sealed
+from foretell.quantities import NO
+from foretell.simulate.memory.memory import predict_memory, run_order, sizes_for, smallest_limit
+from foretell.simulate.parts import TORCH
+from foretell.simulate.plan import Options, PlanCost, predict_step
 from foretell.trace.child import request
 from foretell.trace.load import Source
 from foretell.trace.recipe import Recipe

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foretell.cost.prediction import NO
 from foretell.prove.types import Forecast, Sealed
+from foretell.quantities import NO
 from foretell.units import human_bytes, relative_error
 
 QUANTITIES = ("allocated", "reserved", "device", "seconds")

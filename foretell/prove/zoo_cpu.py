@@ -12,18 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from foretell.cost.features import launches
-from foretell.cost.pace import Pace, Said, pace_of, said
-from foretell.cost.plan import Options
 from foretell.hardware import Cluster
 from foretell.hardware.profile import find_profile
+from foretell.price.kernels.features import launches
 from foretell.prove.zoo_plan import HereTraces, Planned, planned
+from foretell.simulate.pace import Pace, Said, pace_of, said
+from foretell.simulate.plan import Options
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.types import Op, Trace
 
 if TYPE_CHECKING:
-    from foretell.cost.time import Machine
+    from foretell.price.time import Machine
     from foretell.trace.step import Step
 
 Pacers = Mapping[str, tuple[Said, float]]
@@ -65,7 +65,7 @@ def prepare(_rank: int, _world: int) -> None:
 
 def look(_rank: int, _world: int, source: Source, phases: tuple[str, ...], pacers: Pacers) -> Seen:
     """Trace, predict and really run: one phase, or several in turn over the same weights."""
-    from foretell.cost.timeline import peak_live
+    from foretell.simulate.memory.replay import peak_live
 
     sources = [with_phase(source, phase) for phase in phases] or [source]
     known = _machine() if pacers else None
@@ -257,8 +257,8 @@ def _device() -> Any:
 @functools.cache
 def _machine() -> Machine | None:
     """One thread of this CPU, as a profile of one thread describes it or a CPU like it; the own one of all threads else."""
-    from foretell.cost.machine import machine
     from foretell.hardware.probe.machine import cpu_name
+    from foretell.price.machine import machine
 
     name, reported = _device().name, cpu_name()
     return machine(_device(), find_profile(name, reported_as=reported, threads=1) or find_profile(name, reported_as=reported))

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foretell.cost.plan import Options
-from foretell.cost.plan_parts import TORCH
 from foretell.errors import ForetellError
 from foretell.hardware import overhead
 from foretell.hardware.types import Cluster
@@ -26,6 +24,8 @@ from foretell.prove.zoo_plan import CARE, STEPS, first_line
 from foretell.prove.zoo_rows import GPU_MEMORY_BAR, NONE, OK, TIME_BAR, Row
 from foretell.runtime import verify
 from foretell.search.choose import Wishes, choose, told
+from foretell.simulate.parts import TORCH
+from foretell.simulate.plan import Options
 from foretell.trace.load import Source
 
 SAMPLES = 256

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foretell.cost.memory import CAREFUL_RAM_SHARE as CAREFUL_SHARE
-from foretell.cost.memory import PROCESS_BYTES
-from foretell.cost.plan import KEEP, Options, PlanCost, predict_plan
 from foretell.errors import ForetellError
 from foretell.hardware.types import Cluster
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Mesh, Plan
 from foretell.search.choose import Choice, Wishes, choose
 from foretell.search.traces import Traces
+from foretell.simulate.memory.memory import CAREFUL_RAM_SHARE as CAREFUL_SHARE
+from foretell.simulate.memory.memory import PROCESS_BYTES
+from foretell.simulate.plan import KEEP, Options, PlanCost, predict_plan
 from foretell.trace.load import Source
 from foretell.trace.types import GRADIENT, OPTIMIZER, PARAMETER, Trace
 from foretell.units import human_bytes

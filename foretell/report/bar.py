@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foretell.cost.prediction import CATEGORIES, Memory, Time
+from foretell.quantities import CATEGORIES, Memory, Time
 from foretell.units import GIB, MIB
 
 _LOOKS = {

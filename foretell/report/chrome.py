@@ -9,8 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from foretell.cost.streams import COLLECTIVES, COMPUTE, D2H, H2D, HOST, Timeline
 from foretell.errors import UserError
+from foretell.quantities import COLLECTIVES, COMPUTE, D2H, H2D, HOST
+from foretell.simulate.time.streams import Timeline
 
 _ORDER = (HOST, COMPUTE, COLLECTIVES, H2D, D2H)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from foretell.cost.prediction import FITS, NO, TIGHT, UNKNOWN, Prediction, Remedy
+from foretell.quantities import FITS, NO, TIGHT, UNKNOWN, Prediction, Remedy
 
 SHOWN = 4
 """Remedies that a screen has room for."""

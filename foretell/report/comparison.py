@@ -38,7 +38,7 @@ SCHEMA_VERSION = 1
 FILE, SCHEMA = "comparison.json", "comparison.schema.json"
 SECONDS, BYTES = "seconds", "bytes"
 ALLOCATED_BAND, RESERVED_BAND = 0.01, 0.03
-"""Shares within which a GPU's peaks are expected, where the plan says nothing else; those of `cost.memory`."""
+"""Shares within which a GPU's peaks are expected, where the plan says nothing else; those of `simulate.memory.memory`."""
 PROCESS_BYTES = (300 * MIB, 500 * MIB)
 """What a process on a CPU holds besides its tensors, from and to: six models on a Xeon with torch 2.13 held 328 to 485."""
 PROCESS_SHARE = 0.15

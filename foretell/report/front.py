@@ -11,12 +11,12 @@ from foretell.report.words import seconds
 from foretell.units import gib, human_bytes
 
 if TYPE_CHECKING:
-    from foretell.cost.plan import PlanCost
     from foretell.search.explain import WhatIf
     from foretell.search.find import Finalist, Found
     from foretell.search.found import Reason
     from foretell.search.law import Advice
     from foretell.search.relax import Relaxation
+    from foretell.simulate.plan import PlanCost
 
 SHOWN = 6
 """Plans that lost and are told of."""

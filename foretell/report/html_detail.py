@@ -13,23 +13,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from foretell.cost import energy as watts
-from foretell.cost.machine import machine
-from foretell.cost.pipeline import Events
-from foretell.cost.plan import Options, PlanCost, modes_of, predict_plan
-from foretell.cost.plan_blocks import Unlike, blocks_of
-from foretell.cost.prediction import Cost, Energy, Throughput
-from foretell.cost.speeds import profile_for
-from foretell.cost.streams import COLLECTIVES, Timeline
-from foretell.cost.time import Machine
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.prices import price_per_hour
 from foretell.hardware.profile import Profile, find_profile
 from foretell.hardware.types import Cluster
+from foretell.lower.blocks import Unlike, blocks_of
 from foretell.plan.recipe import known_blocks
 from foretell.plan.types import Plan
+from foretell.price import energy as watts
+from foretell.price.machine import machine
+from foretell.price.speeds import profile_for
+from foretell.price.time import Machine
+from foretell.quantities import COLLECTIVES, Cost, Energy, Throughput
 from foretell.report.html_memory import AROUND, MemoryCurve, block_named, memory_curve
+from foretell.simulate.pipeline import Events
+from foretell.simulate.plan import Options, PlanCost, modes_of, predict_plan
+from foretell.simulate.time.streams import Timeline
 from foretell.trace.process import TIME_LIMIT
 from foretell.trace.types import Trace
 
@@ -136,7 +136,7 @@ def _modes(plan: Plan) -> tuple[str, ...]:
 
 
 def of_traces(traces: Mapping[str, Trace], plan: Plan, cluster: Cluster, how: Options) -> Detail:
-    """The same from traces of one device, as `cost.plan.predict_plan` takes them."""
+    """The same from traces of one device, as `simulate.plan.predict_plan` takes them."""
     cost = predict_plan(traces, plan, cluster, how)
     known = machine(cluster.device, profile_for(cluster, how.profile_of))
     blocks = blocks_of(next(iter(traces.values())))

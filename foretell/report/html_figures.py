@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from foretell.cost.prediction import CATEGORIES, Memory
 from foretell.plan import paths
+from foretell.quantities import CATEGORIES, Memory
 from foretell.report import words
 from foretell.report.comparison import BYTES, SECONDS, Comparison, Line
 from foretell.report.html import Cell, Chart, Figure, Section, Table

@@ -13,16 +13,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from foretell.cost.allocator import SMALL_SEGMENT
-from foretell.cost.memory import CATEGORY, sizes_for
-from foretell.cost.plan_parts import TORCH
-from foretell.cost.prediction import CATEGORIES
-from foretell.cost.time import Machine, op_prices
-from foretell.cost.timeline import Replay
 from foretell.errors import UserError
 from foretell.files import write_atomically
 from foretell.hardware import overhead
 from foretell.hardware.types import Cluster
+from foretell.price.time import Machine, op_prices
+from foretell.quantities import CATEGORIES
+from foretell.simulate.memory.allocator import SMALL_SEGMENT
+from foretell.simulate.memory.memory import CATEGORY, sizes_for
+from foretell.simulate.memory.replay import Replay
+from foretell.simulate.parts import TORCH
 from foretell.trace.types import Op, Trace
 
 POINTS = 240

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from foretell.cost.prediction import SCHEMA_VERSION, Prediction
+from foretell.quantities import SCHEMA_VERSION, Prediction
 
 FILE = "prediction.schema.json"
 

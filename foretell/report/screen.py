@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from foretell.cost.prediction import FITS, NO, TIGHT, Holder, Prediction, Remedy
+from foretell.quantities import FITS, NO, TIGHT, Holder, Prediction, Remedy
 from foretell.report import bar, command, seconds
 from foretell.units import GIB, gib, human_bytes, human_count
 

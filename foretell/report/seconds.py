@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from foretell.cost.prediction import ASSUMED, MEASURED, NO, Cost, Energy, Prediction, Run, Time
+from foretell.quantities import ASSUMED, MEASURED, NO, Cost, Energy, Prediction, Run, Time
 from foretell.report import bar, command, words
 from foretell.units import human_count
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from foretell.cost.corrections import COMPUTE, HOST, MEMORY, kind_of
 from foretell.plan.types import Plan
+from foretell.price.corrections import COMPUTE, HOST, MEMORY, kind_of
 from foretell.runtime import ranks as members
 from foretell.runtime.apply import apply
 from foretell.runtime.prepare import build

@@ -1,6 +1,6 @@
 """What to do about a step that does not fit, or hardly does: every way is predicted before it is told.
 
-    guesses (cost.remedies) ─► ways that may be enough (advice_ways), what costs the user least first
+    guesses (simulate.memory.remedies) ─► ways that may be enough (advice_ways), what costs the user least first
       ─► each predicted by `attempt`, the path of the answer itself ─► told with its verdict
 
 Classes of ways: the same mathematics on the same devices, other numerics there, more devices, a plan that moves states
@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from foretell.cost.prediction import FITS, NO, TIGHT, Prediction, Remedy
-from foretell.cost.remedies import Outlook
 from foretell.errors import ForetellError
 from foretell.hardware.larger import larger
+from foretell.quantities import FITS, NO, TIGHT, Prediction, Remedy
 from foretell.search import advice_ways as ways
 from foretell.search.advice_ways import Asked, Way
+from foretell.simulate.memory.remedies import Outlook
 
 EACH = 3
 """Ways of one class that are predicted until one fits; of more devices, for each number of them."""

@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from foretell.cost.plan import Options
-from foretell.cost.prediction import Prediction, Remedy
 from foretell.hardware.profile import find_profile
 from foretell.plan.types import COMPILES
+from foretell.quantities import Prediction, Remedy
 from foretell.search.advice_ways import Asked
 from foretell.search.caps import host_of
 from foretell.search.costing import Costing, Question, Unsuited
 from foretell.search.moved import ANY_HOST, thriftiest
 from foretell.search.space_wishes import Wishes
 from foretell.search.traces import Traces
+from foretell.simulate.plan import Options
 from foretell.trace.load import Source
 from foretell.trace.recipe import Recipe
 from foretell.units import GIB

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foretell.cost.remedies import Outlook
 from foretell.hardware.types import Cluster
+from foretell.simulate.memory.remedies import Outlook
 from foretell.trace.recipe import Recipe
 
 RANK = 16

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foretell.cost.plan import PlanCost
-from foretell.cost.prediction import FITS, TIGHT, Infeasible
 from foretell.errors import UserError
 from foretell.plan.blocks import expand
 from foretell.plan.recipe import known_blocks
 from foretell.plan.types import FP16, Plan
+from foretell.quantities import FITS, TIGHT, Infeasible
 from foretell.search.found import Found, Reason
 from foretell.search.law import Advice
 from foretell.search.reasons import sentence
 from foretell.search.relax import Relaxation
+from foretell.simulate.plan import PlanCost
 from foretell.units import human_bytes
 
 ALIKE = 0.01

@@ -19,18 +19,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from foretell.cost.plan import KEEP, Options, PlanCost, predict_plan
-from foretell.cost.plan_blocks import blocks_of
-from foretell.cost.plan_parts import sequence_length
-from foretell.cost.prediction import TIGHT, Infeasible
-from foretell.cost.sharded import block_of
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
+from foretell.lower.blocks import blocks_of
+from foretell.lower.fsdp.sharded import block_of
 from foretell.plan import legal
 from foretell.plan.blocks import compress, cuts_by_cost
 from foretell.plan.precision import default
 from foretell.plan.recipe import model_of
 from foretell.plan.types import MASTER, Mesh, Pipeline, Plan, Residency
+from foretell.quantities import TIGHT, Infeasible
 from foretell.search.choice import ALIKE, explained, kind_of
 from foretell.search.choice import Candidate as Candidate
 from foretell.search.choice import Choice as Choice
@@ -46,6 +44,8 @@ from foretell.search.sheet_modes import MODES, modes_of
 from foretell.search.space_wishes import Wishes as Wishes
 from foretell.search.space_wishes import check as check_wishes
 from foretell.search.traces import Traces
+from foretell.simulate.parts import sequence_length
+from foretell.simulate.plan import KEEP, Options, PlanCost, predict_plan
 from foretell.trace.load import Source
 from foretell.trace.load import check as check_source
 from foretell.trace.process import TIME_LIMIT

@@ -12,17 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from foretell.cost.machine import machine
-from foretell.cost.plan import KEEP, Options, PlanCost, predict_plan
-from foretell.cost.plan_batch import Unlike
-from foretell.cost.prediction import ASSUMED, FITS, TIGHT
-from foretell.cost.speeds import profile_for
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
+from foretell.lower.batch import Unlike
 from foretell.plan import legal
 from foretell.plan.precision import default, in_recipe
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Plan
+from foretell.price.machine import machine
+from foretell.price.speeds import profile_for
+from foretell.quantities import ASSUMED, FITS, TIGHT
 from foretell.search import explain, polish
 from foretell.search.found import Finalist
 from foretell.search.front import TIGHT as CLEAR
@@ -35,6 +34,7 @@ from foretell.search.space_fill import Filled, fill
 from foretell.search.space_price import SheetPricer
 from foretell.search.space_wishes import Wishes
 from foretell.search.traces import Traces
+from foretell.simulate.plan import KEEP, Options, PlanCost, predict_plan
 from foretell.trace.load import Source
 
 EXACT_OPS = 15_000

@@ -14,13 +14,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from foretell.cost.plan import Options, PlanCost
-from foretell.cost.plan_batch import Unlike
-from foretell.cost.prediction import NO, TIGHT
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
+from foretell.lower.batch import Unlike
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Plan
+from foretell.quantities import NO, TIGHT
 from foretell.search import costing, explain, reasons, space_wishes
 from foretell.search.costing import Costing
 from foretell.search.costing import Unsuited as Unsuited
@@ -39,6 +38,7 @@ from foretell.search.space_fill import Filled
 from foretell.search.space_share import context_degrees, expert_degrees
 from foretell.search.space_wishes import Wishes
 from foretell.search.traces import Traces
+from foretell.simulate.plan import Options, PlanCost
 from foretell.trace.load import Source
 
 FINALISTS = 4

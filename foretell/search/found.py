@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foretell.cost.plan import PlanCost
-from foretell.cost.prediction import FITS, TIGHT, Infeasible
 from foretell.plan.types import Plan
+from foretell.quantities import FITS, TIGHT, Infeasible
 from foretell.search import explain
 from foretell.search.front import Point
 from foretell.search.law import Advice
 from foretell.search.polish import Placed
 from foretell.search.relax import Relaxation, alternatives, needs
+from foretell.simulate.plan import PlanCost
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from foretell.cost.collectives import P2P, among, collective
-from foretell.cost.host import steady
-from foretell.cost.machine import machine
-from foretell.cost.plan_blocks import blocks_of
-from foretell.cost.plan_parts import TORCH
-from foretell.cost.plan_time import tasks_of
-from foretell.cost.prediction import ASSUMED, MEASURED
-from foretell.cost.sharded import block_of
-from foretell.cost.speeds import alone, profile_for
-from foretell.cost.streams import simulate
-from foretell.cost.time import Machine
-from foretell.cost.timeline import peak_live
 from foretell.errors import UserError
 from foretell.hardware import overhead
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster, Device
+from foretell.lower.blocks import blocks_of
+from foretell.lower.fsdp.sharded import block_of
+from foretell.price.collectives import P2P, among, collective
+from foretell.price.host import steady
+from foretell.price.machine import machine
+from foretell.price.speeds import alone, profile_for
+from foretell.price.time import Machine
+from foretell.quantities import ASSUMED, MEASURED
 from foretell.search.infer import Place, Split, Unit, split_front
+from foretell.simulate.memory.replay import peak_live
+from foretell.simulate.parts import TORCH
+from foretell.simulate.time.step import tasks_of
+from foretell.simulate.time.streams import simulate
 from foretell.trace.child import request
 from foretell.trace.load import Source
 from foretell.trace.load import check as check_source

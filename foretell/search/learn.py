@@ -1,4 +1,4 @@
-"""Correct the profile of a machine by a run on it; see `cost.corrections` for what is learned and when."""
+"""Correct the profile of a machine by a run on it; see `price.corrections` for what is learned and when."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from foretell.cost import corrections
-from foretell.cost.plan import Options, modes_of, predict_plan
-from foretell.cost.plan_blocks import KEEP, blocks_of
-from foretell.cost.prediction import Time
 from foretell.hardware import parse
 from foretell.hardware.profile import Profile, find_profile, own_path, save
 from foretell.hardware.this_machine import physical_cores
 from foretell.hardware.types import Cluster
+from foretell.lower.blocks import KEEP, blocks_of
 from foretell.plan.types import Plan
+from foretell.price import corrections
+from foretell.quantities import Time
 from foretell.search.traces import Traces
+from foretell.simulate.plan import Options, modes_of, predict_plan
 
 
 @dataclass(frozen=True, kw_only=True)

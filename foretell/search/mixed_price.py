@@ -3,7 +3,7 @@
     one sheet for each kind of device ─► events of every stage from the sheet of its slowest device
                                       ─► bytes of every stage against the room of its smallest device
 
-`cost.plan` costs a plan by the same two rules. Bytes are told as though every device were the smallest: what a larger
+`simulate.plan` costs a plan by the same two rules. Bytes are told as though every device were the smallest: what a larger
 one has more is taken off, so that one limit holds for all stages. `shown` gives them as they are.
 
 `fill_by_speed` cuts a pipeline with `mixed.share_best`: every order of the groups, and blocks shared by how long each
@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from foretell.cost.unlike import slowest_at, smallest_at
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster, Device
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import Mesh, Plan
+from foretell.price.unlike import slowest_at, smallest_at
 from foretell.search.mixed import Bytes, Shared, islands, share_best
 from foretell.search.quick import Composer, Layout, Quick, composer
 from foretell.search.quick_memory import Bytes as Held

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import exp
 
-from foretell.cost.collectives import ALL_REDUCE, BROADCAST, P2P, reached
-from foretell.cost.plan_parts import Collective
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan.mesh import OWN_RANKS, groups
 from foretell.plan.types import Mesh, Plan
+from foretell.price.collectives import ALL_REDUCE, BROADCAST, P2P, reached
+from foretell.simulate.parts import Collective
 
 EXACT, SEARCHED, AS_IT_IS = "exact", "searched", "as it is"
 MOST_FOR_EXACT = 16

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from foretell.cost.collectives import ALL_GATHER, ALL_REDUCE, P2P, REDUCE_SCATTER
-from foretell.cost.plan import PlanCost
 from foretell.hardware.types import Cluster
 from foretell.plan.types import Plan
+from foretell.price.collectives import ALL_GATHER, ALL_REDUCE, P2P, REDUCE_SCATTER
 from foretell.search.place import Traffic, place_plan, traffic_of
 from foretell.search.quick import Layout
 from foretell.search.sheet import Works
+from foretell.simulate.plan import PlanCost
 
 GAIN = 0.002
 """Share of a step that another order of devices must gain: less is not worth a plan that says so."""

@@ -4,7 +4,7 @@
                                    ─► pipeline: events of all ranks (quick_pipeline)
                                    ─► Quick
 
-It follows `cost.plan.predict_plan` in what it counts and leaves the order of single ops aside. Tests hold the one
+It follows `simulate.plan.predict_plan` in what it counts and leaves the order of single ops aside. Tests hold the one
 against the other; the best few of a search are costed by `predict_plan` itself.
 """
 
@@ -15,20 +15,20 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from foretell.cost.collectives import ALL_REDUCE, Fabric, collective, fabric
-from foretell.cost.energy import Load
-from foretell.cost.memory import CONTEXT_BAND_BYTES, RESERVED_BAND
-from foretell.cost.speeds import REDUCTION_AT_END_BYTES as AT_END
-from foretell.cost.speeds import fabrics_for, fabrics_of
-from foretell.cost.time import Machine
 from foretell.hardware.types import Cluster
 from foretell.plan.blocks import compress
 from foretell.plan.precision import in_recipe
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency
+from foretell.price.collectives import ALL_REDUCE, Fabric, collective, fabric
+from foretell.price.energy import Load
+from foretell.price.speeds import REDUCTION_AT_END_BYTES as AT_END
+from foretell.price.speeds import fabrics_for, fabrics_of
+from foretell.price.time import Machine
 from foretell.search.quick_memory import Bytes, Keeper
 from foretell.search.quick_reserve import shortened, slack
 from foretell.search.quick_stage import Seconds, Stage, Timer, Way, keys_of
 from foretell.search.sheet import Sheet, Works
+from foretell.simulate.memory.memory import CONTEXT_BAND_BYTES, RESERVED_BAND
 from foretell.trace.types import Op
 
 CAREFUL = 1.02

@@ -1,6 +1,6 @@
 """The quick cost of a pipeline: seconds of each stage's events, laid out in the schedule's order; bytes in flight.
 
-Events wait for each other as in `cost.pipeline`. With many micro-batches the schedule repeats itself: a few rounds are
+Events wait for each other as in `simulate.pipeline`. With many micro-batches the schedule repeats itself: a few rounds are
 walked, and each further micro-batch takes as long as the slowest rank needs for one.
 """
 
@@ -12,8 +12,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from foretell.cost.pipeline_order import orders
 from foretell.errors import UserError
+from foretell.lower.pipeline.order import orders
 from foretell.plan.blocks import V_SHAPED
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import LOOPED

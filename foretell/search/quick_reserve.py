@@ -2,7 +2,7 @@
 
 Between steps, state of the optimizer and whole parameters take parts of large blocks that logits had, and the next logits
 need new ones. That depends on sizes and order, not on how many blocks there are: two of each run stand for all, and what
-they reserve beyond the sum of their own pools is taken for the whole stack. The replay is that of `cost.timeline`, with
+they reserve beyond the sum of their own pools is taken for the whole stack. The replay is that of `simulate.memory.replay`, with
 what fully_shard allocates around each block.
 """
 
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foretell.cost.allocator import CachingAllocator
-from foretell.cost.sharded_units import GATHER_STREAM, REDUCE_STREAM
-from foretell.cost.timeline import GEMMS
+from foretell.lower.fsdp.units import GATHER_STREAM, REDUCE_STREAM
 from foretell.search.quick_memory import Flight, Keeper
 from foretell.search.quick_stage import Stage, Way
 from foretell.search.sheet import Works
 from foretell.search.sheet_modes import KEEP, in_mode
 from foretell.search.sheet_ops import AFTER, BEFORE
+from foretell.simulate.memory.allocator import CachingAllocator
+from foretell.simulate.memory.replay import GEMMS
 from foretell.trace import types
 from foretell.trace.types import Op, Program, TensorSpec
 from foretell.units import DTYPE_BYTES

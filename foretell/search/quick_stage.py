@@ -1,6 +1,6 @@
 """One rank's part of a step, put together from a sheet: seconds of forward and backward, bytes at their highest.
 
-Gathers and scatters of fully_shard are laid beside compute block by block, as `cost.plan_time` lays them op by op:
+Gathers and scatters of fully_shard are laid beside compute block by block, as `simulate.time.step` lays them op by op:
 
     forward    │ gather │ copy │ block 0 │ gather │ copy │ block 1 │ …            a gather waits for the block before
     backward   │ copy │ block 1 ──────────│ copy │ block 0 ──────│ …              gathers and scatters beside compute,
@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from foretell.cost.streams import COLLECTIVES
-from foretell.cost.time import DRAG
+from foretell.price.time import DRAG
+from foretell.quantities import COLLECTIVES
 from foretell.search.sheet import Unit, Works
 from foretell.search.sheet_ops import AFTER, BEFORE
 from foretell.search.sheet_work import Half, Message, Work

@@ -12,17 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from foretell.cost.machine import machine
-from foretell.cost.memory import sizes_for
-from foretell.cost.plan_batch import Unlike
-from foretell.cost.plan_parts import TORCH, sequence_length
-from foretell.cost.sharded_units import Way
-from foretell.cost.speeds import Options, profile_for
-from foretell.cost.time import Machine
 from foretell.errors import UserError
 from foretell.hardware import overhead
 from foretell.hardware.types import Cluster, Overhead
+from foretell.lower.batch import Unlike
+from foretell.lower.fsdp.units import Way
 from foretell.plan.precision import MIXED
+from foretell.price.machine import machine
+from foretell.price.speeds import Options, profile_for
+from foretell.price.time import Machine
 from foretell.search.sheet_compile import Compiled, judged
 from foretell.search.sheet_context import Context
 from foretell.search.sheet_expert import spread
@@ -39,6 +37,8 @@ from foretell.search.sheet_work import (
     rounded,
     scaled,
 )
+from foretell.simulate.memory.memory import sizes_for
+from foretell.simulate.parts import TORCH, sequence_length
 from foretell.trace.types import Op, Ref, TensorSpec, Trace
 from foretell.units import DTYPE_BYTES
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from foretell.cost.compiling import compiled
-from foretell.cost.host import wholly_compiled
-from foretell.cost.time import Machine, op_prices
+from foretell.lower.compiling import compiled
+from foretell.price.host import wholly_compiled
+from foretell.price.time import Machine, op_prices
 from foretell.search.sheet_ops import kinds_of, owners
 from foretell.trace.types import Op, Program, Ref, Trace
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from foretell.cost.plan_batch import rebatch
 from foretell.errors import UserError
+from foretell.lower.batch import rebatch
 from foretell.search.sheet_ops import AFTER, Material, Piece, Source, of_mini, settled
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Ref, Storage, TensorSpec, Trace

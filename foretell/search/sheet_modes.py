@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 
-from foretell.cost.plan_blocks import blocks_of
+from foretell.lower.blocks import blocks_of
 from foretell.search.sheet_ops import Piece, owners
 from foretell.trace import types
 from foretell.trace.types import Op, Storage, Trace

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from foretell.cost.plan_batch import Unlike, rebatch
-from foretell.cost.plan_blocks import blocks_of
-from foretell.cost.sharded import block_of, wide_of
-from foretell.cost.sharded_units import Storages, Way, units_of
+from foretell.lower.batch import Unlike, rebatch
+from foretell.lower.blocks import blocks_of
+from foretell.lower.fsdp.sharded import block_of, wide_of
+from foretell.lower.fsdp.units import Storages, Way, units_of
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Storage, TensorSpec, Trace
 

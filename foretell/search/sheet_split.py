@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from foretell.cost.features import FREE
-from foretell.cost.shapes import short
-from foretell.cost.tensor import SPLIT_STREAM
 from foretell.errors import UserError
+from foretell.lower.tensor import SPLIT_STREAM
+from foretell.price.kernels.features import FREE
+from foretell.price.kernels.shapes import short
 from foretell.search.sheet_ops import AFTER, BEFORE, Material, Piece, Weights, settled
 from foretell.trace import types
 from foretell.trace.types import Op, Ref, Storage, TensorSpec

@@ -6,17 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from foretell.cost.energy import DENSE_FLOPS_PER_BYTE as DENSE
-from foretell.cost.energy import GATHERS
-from foretell.cost.features import FREE, Shape
-from foretell.cost.host import AGAIN, WATCHED
-from foretell.cost.shapes import short
-from foretell.cost.sharded_units import COLLECTIVES
-from foretell.cost.speeds import axis_of, message
-from foretell.cost.time import COMPUTE_KINDS, MARKS, Machine, op_prices, shape_of
-from foretell.cost.timeline import GEMMS, Sizes
+from foretell.lower.fsdp.units import COLLECTIVES
+from foretell.price.energy import DENSE_FLOPS_PER_BYTE as DENSE
+from foretell.price.energy import GATHERS
+from foretell.price.host import AGAIN, WATCHED
+from foretell.price.kernels.features import FREE, Shape
+from foretell.price.kernels.shapes import short
+from foretell.price.speeds import axis_of, message
+from foretell.price.time import COMPUTE_KINDS, MARKS, Machine, op_prices, shape_of
 from foretell.search.sheet_compile import Faster
 from foretell.search.sheet_modes import Phases
+from foretell.simulate.memory.replay import GEMMS, Sizes
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Ref, Storage, Trace
 

@@ -19,26 +19,26 @@ from dataclasses import dataclass, field, fields, replace
 from math import log2
 from typing import Any
 
-from foretell.cost import offload
-from foretell.cost.offload_time import Unit
-from foretell.cost.plan import KEEP, Options, PlanCost, modes_of, predict_plan, sharded
-from foretell.cost.plan_blocks import Unlike, blocks_of
-from foretell.cost.plan_steps import repeated
-from foretell.cost.prediction import TIGHT
-from foretell.cost.speeds import profile_for
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
+from foretell.lower.blocks import Unlike, blocks_of
+from foretell.lower.steps import repeated
 from foretell.plan import legal, paths
 from foretell.plan.blocks import compress
 from foretell.plan.precision import moving_states
 from foretell.plan.recipe import model_of
 from foretell.plan.states import DISK, HOST, bytes_of, form_of, width_of_weights
 from foretell.plan.types import AWAY, MODES, REST, TIERS, Mesh, Plan, Residency
+from foretell.price.speeds import profile_for
+from foretell.quantities import TIGHT
 from foretell.search import sheet_modes
 from foretell.search.caps import host_of, unknown_host
 from foretell.search.costing import Question
 from foretell.search.space_wishes import Wishes
 from foretell.search.spill_found import Spilled, Tried, fewest
+from foretell.simulate.offload import states as offload
+from foretell.simulate.offload.timing import Unit
+from foretell.simulate.plan import KEEP, Options, PlanCost, modes_of, predict_plan, sharded
 from foretell.trace.types import Trace
 from foretell.units import gib
 

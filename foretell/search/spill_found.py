@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from foretell.cost.plan import PlanCost
-from foretell.cost.prediction import Infeasible
 from foretell.plan.types import AWAY, Plan
+from foretell.quantities import Infeasible
+from foretell.simulate.plan import PlanCost
 
 
 @dataclass(frozen=True, kw_only=True)

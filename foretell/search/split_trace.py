@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from foretell.cost.context import WORK, work_of_all
-from foretell.cost.expert import EXPERTS
-from foretell.cost.tensor import SPLIT_STREAM
 from foretell.errors import ForetellError, UserError
+from foretell.lower.context import WORK, work_of_all
+from foretell.lower.expert import EXPERTS
+from foretell.lower.tensor import SPLIT_STREAM
 from foretell.plan.context import Shared, share
 from foretell.plan.tensor import Derived, derive, refusal
 from foretell.plan.tensor_types import Setting

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from foretell.cost.pipeline_order import orders
+from foretell.lower.pipeline.order import orders
 from foretell.search.residency import Treatment, Ways, hull, least, of_alike
 
 Price = Callable[[int, int, int], float]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from foretell.cost.plan_batch import Unlike, rebatch
+from foretell.lower.batch import Unlike, rebatch
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Plan
 from foretell.search.shares import Shares

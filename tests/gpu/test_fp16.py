@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from foretell.cost.plan import predict_plan
 from foretell.hardware import parse
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Plan
@@ -20,6 +19,7 @@ from foretell.runtime import save, scaler
 from foretell.runtime.apply import Job, apply, placed
 from foretell.runtime.ranks import start
 from foretell.runtime.run import run
+from foretell.simulate.plan import predict_plan
 from foretell.trace.capture import capture
 from foretell.trace.load import load
 from foretell.trace.step import Workload, build_optimizer, compute_loss

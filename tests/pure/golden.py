@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foretell.cost.plan import Options, PlanCost, predict_plan
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
 from foretell.hardware.types import Cluster
 from foretell.plan.blocks import even_cuts
 from foretell.plan.types import AWAY, Mesh, Pipeline, Plan, Residency, Split
 from foretell.search.traces import Traces, question
+from foretell.simulate.plan import Options, PlanCost, predict_plan
 
 KEPT = Path(__file__).resolve().parents[1] / "data" / "golden.json.gz"
 GPT = {"model": "gpt2", "overrides": {"layers": 4}, "seq": 256}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretell.cost.timeline import peak_live
+from foretell.simulate.memory.replay import peak_live
 from foretell.trace.here import measure_on_cpu, trace_as_cpu
 from foretell.trace.load import Source
 from foretell.trace.recipe import Recipe

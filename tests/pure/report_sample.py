@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from foretell import zoo
-from foretell.cost.plan import Options
-from foretell.cost.plan_blocks import blocks_of
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
+from foretell.lower.blocks import blocks_of
 from foretell.plan import file as plans
 from foretell.plan.blocks import even_cuts
 from foretell.plan.recipe import recipe_of
@@ -21,6 +20,7 @@ from foretell.plan.types import Mesh, Pipeline, Plan, Residency
 from foretell.report import html_front
 from foretell.report.html_detail import Detail, of_traces
 from foretell.report.html_front import Dropped, Front, Point
+from foretell.simulate.plan import Options
 from foretell.trace.capture import capture
 from foretell.trace.recipe import Recipe
 from foretell.trace.step import Workload

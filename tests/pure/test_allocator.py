@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretell.cost import allocator as module
-from foretell.cost.allocator import CachingAllocator, OutOfMemory
+from foretell.simulate.memory import allocator as module
+from foretell.simulate.memory.allocator import CachingAllocator, OutOfMemory
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -322,7 +322,7 @@ def test_expandable_address_space_is_an_eighth_larger_than_the_limit() -> None:
 
 
 def test_module_needs_no_torch() -> None:
-    code = "import sys, foretell.cost.allocator; sys.exit('torch' in sys.modules)"
+    code = "import sys, foretell.simulate.memory.allocator; sys.exit('torch' in sys.modules)"
     root = Path(module.__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=root).returncode == 0
 

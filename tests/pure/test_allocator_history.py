@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from foretell.cost.allocator import CachingAllocator
+from foretell.simulate.memory.allocator import CachingAllocator
 
 HISTORIES = sorted((Path(__file__).parents[1] / "data" / "histories").glob("*.json.gz"))
 UNEXPLAINED_BYTES = {"t5.json.gz": 64 << 20}

@@ -13,8 +13,8 @@ from torch import nn
 
 import foretell
 from foretell import api
-from foretell.cost.prediction import NO, Prediction
 from foretell.errors import ModelError, UnknownName, UserError
+from foretell.quantities import NO, Prediction
 
 MINE = """
 import torch

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from foretell.cost import host
-from foretell.cost.calibrate import _serial, in_step
-from foretell.cost.machine import machine
-from foretell.cost.plan import Options, predict_step
-from foretell.cost.whole import Speed, speed
-from foretell.cost.wishes import Amount, Wishes
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
+from foretell.price import host
+from foretell.price.calibrate import _serial, in_step
+from foretell.price.machine import machine
+from foretell.simulate.plan import Options, predict_step
+from foretell.simulate.whole import Speed, speed
+from foretell.simulate.wishes import Amount, Wishes
 from foretell.trace.recipe import Recipe
 from foretell.trace.types import PARAMETER, Op, Program, Ref, Storage, TensorSpec, Trace
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foretell.cost.timeline import peak_live
 from foretell.errors import ModelError
+from foretell.simulate.memory.replay import peak_live
 from foretell.trace.capture import capture
 from foretell.trace.cuda_attention import choose
 from foretell.trace.here import measure_on_cpu, trace_as_cpu

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from foretell.cli.plan import climbed
-from foretell.cost.memory import PROCESS_BYTES
-from foretell.cost.plan import Options
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
@@ -23,6 +21,8 @@ from foretell.plan.types import Mesh, Plan
 from foretell.search import choose as chooser
 from foretell.search.choose import Candidate, Choice, Wishes, _Search, told, why_slower, work_of
 from foretell.search.traces import Facts, Traces
+from foretell.simulate.memory.memory import PROCESS_BYTES
+from foretell.simulate.plan import Options
 from foretell.trace.capture import capture
 from foretell.trace.load import Source, load
 from foretell.trace.types import Trace

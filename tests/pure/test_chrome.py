@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from foretell.cost.streams import COLLECTIVES, COMPUTE, HOST, Task, simulate
 from foretell.errors import UserError
+from foretell.quantities import COLLECTIVES, COMPUTE, HOST, Task
 from foretell.report import chrome
+from foretell.simulate.time.streams import simulate
 
 TASKS = [
     Task("all_gather", COLLECTIVES, 2e-3, kind="all_gather", module="blocks.0", phase="forward"),

@@ -30,7 +30,7 @@ ASKED = ("fit", "gpt2", "--on", "H100")
 
 STAND_IN = """
 import os, sys, types
-from foretell.cost.prediction import Memory, Prediction, Remedy, Throughput, Time
+from foretell.quantities import Memory, Prediction, Remedy, Throughput, Time
 G = 1024**3
 TIME = Time(step_seconds=0.142, low_seconds=0.131, high_seconds=0.155, breakdown={"gemm": 0.142}, phases={"forward": 0.1},
             binds="compute", provenance="measured", device_seconds=0.142, host_seconds=0.02)

@@ -6,7 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from foretell.cost.collectives import (
+from foretell.hardware import catalog
+from foretell.hardware.types import Cluster, Link
+from foretell.price.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -19,8 +21,6 @@ from foretell.cost.collectives import (
     copy,
     fabric,
 )
-from foretell.hardware import catalog
-from foretell.hardware.types import Cluster, Link
 
 MIB, GIB = 2**20, 2**30
 

@@ -17,10 +17,6 @@ import jsonschema
 import pytest
 
 from foretell.cli import main
-from foretell.cost import corrections
-from foretell.cost.corrections import Run, kind_of, learn, teach
-from foretell.cost.plan import Options, predict_plan
-from foretell.cost.prediction import Time
 from foretell.errors import FileFormatError, UserError
 from foretell.hardware import parse
 from foretell.hardware import profile as profiles
@@ -28,10 +24,14 @@ from foretell.hardware.profile import Profile, find_profile, load
 from foretell.plan import file as plans
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Plan
+from foretell.price import corrections
+from foretell.price.corrections import Run, kind_of, learn, teach
+from foretell.quantities import Time
 from foretell.report import comparison, html_figures
 from foretell.report.comparison import Comparison, compare, render
 from foretell.runtime import log
 from foretell.runtime.measure import Reading
+from foretell.simulate.plan import Options, predict_plan
 from foretell.trace.types import Trace
 
 ROOT = Path(__file__).resolve().parents[2]

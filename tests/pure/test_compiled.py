@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foretell.cost.memory import predict_memory
 from foretell.hardware import overhead, parse
+from foretell.simulate.memory.memory import predict_memory
 from foretell.trace import types
 from foretell.trace.capture import capture
 from foretell.trace.compiled import compile_trace, launches

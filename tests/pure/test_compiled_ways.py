@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from foretell.cost.compiling import compiled
-from foretell.cost.memory import predict_memory
 from foretell.hardware import overhead, parse
+from foretell.lower.compiling import compiled
+from foretell.simulate.memory.memory import predict_memory
 from foretell.trace.compiled_blocks import ENTER, LEAVE
 from foretell.trace.compiled_emit import FUSED
 from foretell.trace.compiled_graphs import POOL, REPLAY, REPLAYED

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from foretell.cost.context import all_ranks, flops_of, work_of_all
-from foretell.cost.pipeline_rank import rank_traces
-from foretell.cost.plan import Options, predict_plan, sharded
-from foretell.cost.plan_blocks import blocks_of
-from foretell.cost.plan_steps import repeated
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
+from foretell.lower.blocks import blocks_of
+from foretell.lower.context import all_ranks, flops_of, work_of_all
+from foretell.lower.pipeline.rank import rank_traces
+from foretell.lower.steps import repeated
 from foretell.plan.blocks import even_cuts
 from foretell.plan.mesh import rank_at
 from foretell.plan.recipe import recipe_of
 from foretell.plan.types import Mesh, Pipeline, Plan, Split
 from foretell.search.split_trace import capture_split
+from foretell.simulate.plan import Options, predict_plan, sharded
 from foretell.trace.capture import capture
 from foretell.trace.step import Workload
 from foretell.trace.types import Trace

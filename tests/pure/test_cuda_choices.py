@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from foretell.cost.timeline import Replay, Sizes
+from foretell.simulate.memory.replay import Replay, Sizes
 from foretell.trace.capture import capture
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foretell.cost.scratch import stages
-from foretell.cost.timeline import Replay, Sizes
+from foretell.price.kernels.scratch import stages
+from foretell.simulate.memory.replay import Replay, Sizes
 from foretell.trace.capture import capture
 from foretell.trace.cuda_rnn import DROPOUT_STATE_BYTES
 from foretell.trace.load import Source, load

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from foretell.cost.energy import Load, PowerModel, cost, energy, learn, load_of, usual, whole_run
-from foretell.cost.prediction import ASSUMED, MEASURED, Throughput, Time
 from foretell.hardware import parse
+from foretell.price.energy import Load, PowerModel, cost, energy, learn, load_of, usual, whole_run
+from foretell.quantities import ASSUMED, MEASURED, Throughput, Time
 from foretell.trace.types import Op, Program, Ref, TensorSpec, Trace
 
 STEP = Time(

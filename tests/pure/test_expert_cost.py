@@ -9,16 +9,16 @@ from unittest import mock
 
 import pytest
 
-from foretell.cost.plan import Options, predict_plan, sharded
-from foretell.cost.plan_parts import collectives
-from foretell.cost.plan_steps import repeated
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
+from foretell.lower.steps import repeated
 from foretell.plan.recipe import recipe_of
 from foretell.plan.types import Mesh, Plan, Residency
 from foretell.runtime.expert_exchange import Stacked
 from foretell.search.split_trace import capture_split
+from foretell.simulate.parts import collectives
+from foretell.simulate.plan import Options, predict_plan, sharded
 from foretell.trace.capture import capture
 from foretell.trace.step import Workload
 from foretell.trace.types import Trace

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from foretell.cost.collectives import ALL_GATHER, among, collective, fabric
-from foretell.cost.plan import Options, PlanCost, predict_plan
-from foretell.cost.speeds import comm_time_over, fabrics_for, fabrics_of
 from foretell.hardware import find, parse
 from foretell.hardware.profile import find_profile
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Mesh, Pipeline, Plan
+from foretell.price.collectives import ALL_GATHER, among, collective, fabric
+from foretell.price.speeds import comm_time_over, fabrics_for, fabrics_of
+from foretell.simulate.plan import Options, PlanCost, predict_plan
 from foretell.trace.capture import capture
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from foretell.cli import main
-from foretell.cost.plan import KEEP, Options, predict_plan
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
@@ -27,6 +26,7 @@ from foretell.search.front import Point
 from foretell.search.rehearse import rehearse
 from foretell.search.space_wishes import Wishes
 from foretell.search.traces import Facts, Traces
+from foretell.simulate.plan import KEEP, Options, predict_plan
 from foretell.trace.capture import capture
 from foretell.trace.load import Source, load
 from foretell.trace.types import Trace

@@ -8,11 +8,6 @@ from typing import Any
 
 import pytest
 
-from foretell.cost import analytic
-from foretell.cost.foreign import line, predict_foreign
-from foretell.cost.foreign_memory import foreign_memory, in_flight
-from foretell.cost.plan import predict_plan
-from foretell.cost.speeds import Options
 from foretell.hardware import catalog, links
 from foretell.hardware.profile import find_profile
 from foretell.hardware.types import Cluster
@@ -20,6 +15,11 @@ from foretell.lower.foreign import float8, zero
 from foretell.lower.foreign.plan import ForeignPlan
 from foretell.lower.foreign.stacks import MOST_FITTED, Stack, stack, stacks
 from foretell.plan.types import Mesh, Plan
+from foretell.price import analytic
+from foretell.price.speeds import Options
+from foretell.simulate.foreign.memory import foreign_memory, in_flight
+from foretell.simulate.foreign.step import line, predict_foreign
+from foretell.simulate.plan import predict_plan
 from foretell.trace.capture import capture
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe

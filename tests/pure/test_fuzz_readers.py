@@ -25,12 +25,12 @@ import pytest
 from foretell import zoo
 from foretell.checkpoint import format as layout
 from foretell.cli import common, main
-from foretell.cost import machine
 from foretell.errors import UserError
 from foretell.hardware import files as hardware_files
 from foretell.hardware import parse
 from foretell.hardware.probe import journal
 from foretell.plan import file as plans
+from foretell.price import machine
 from foretell.prove import seal
 from foretell.prove.types import Config, Forecast, Sealed
 from foretell.report import comparison, html_detail, html_front

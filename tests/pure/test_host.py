@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from foretell.cost.host import COUNTS, START, HostModel, call_seconds, counts, learn, turn_seconds
 from foretell.hardware.profile import OpRow
+from foretell.price.host import COUNTS, START, HostModel, call_seconds, counts, learn, turn_seconds
 from foretell.trace.types import NO_GRAD, PARAMETER, Op, Program, Ref, Storage, TensorSpec, Trace
 
 SPEC = TensorSpec((4, 4), "float32")

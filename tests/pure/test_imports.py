@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "foretell"
 
 ROOMS = (
-    "errors", "units", "files", "decode", "decode", "zoo", "trace", "hardware", "plan", "lower", "cost", "kernels", "checkpoint", "runtime", "search",
-    "prove", "tune", "serve", "report", "eject", "export", "api", "cli",
+    "errors", "units", "files", "decode", "quantities", "zoo", "trace", "hardware", "plan", "lower", "price", "simulate", "kernels", "checkpoint",
+    "runtime", "search", "prove", "tune", "serve", "report", "eject", "export", "api", "cli",
 )  # fmt: skip
 """Top to bottom: a room imports itself and rooms before it."""
 
-PURE = ("errors", "units", "files", "decode", "trace.types", "trace.recipe", "cost", "hardware", "plan", "lower")
+PURE = ("errors", "units", "files", "decode", "trace.types", "trace.recipe", "quantities", "hardware", "plan", "lower", "price", "simulate")
 """Modules, and rooms with all their modules, that must import without torch."""
 
 MAX_FILE_LINES = 600
@@ -41,7 +41,7 @@ def module_of(path: Path) -> str:
 
 
 def room_of(module: str) -> str:
-    """`foretell.cost.memory` → cost; the package itself → empty."""
+    """`foretell.simulate.plan` → cost; the package itself → empty."""
     room = module.split(".")[1] if "." in module else ""
     return "cli" if room == "__main__" else room
 
@@ -138,25 +138,25 @@ def test_rooms_import_only_rooms_above_them() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        ("foretell.cost.memory", "from foretell.report import table", "cost imports report"),
-        ("foretell.cost.memory", "import foretell.cli.main", "cost imports cli"),
-        ("foretell.cost.memory", "import os, foretell.api as api", "cost imports api"),
-        ("foretell.cost.memory", "from foretell import search", "cost imports search"),
-        ("foretell.cost.memory", "from foretell import fit", "cost imports api"),
-        ("foretell.cost.memory", "import foretell", "cost imports api"),
-        ("foretell.cost.memory", "from ..report import table", "cost imports report"),
-        ("foretell.cost.memory", "from .. import runtime", "cost imports runtime"),
-        ("foretell.trace.step", "def f():\n    from foretell.cost import memory", "trace imports cost"),
+        ("foretell.simulate.plan", "from foretell.report import table", "simulate imports report"),
+        ("foretell.simulate.plan", "import foretell.cli.main", "simulate imports cli"),
+        ("foretell.simulate.plan", "import os, foretell.api as api", "simulate imports api"),
+        ("foretell.simulate.plan", "from foretell import search", "simulate imports search"),
+        ("foretell.simulate.plan", "from foretell import fit", "simulate imports api"),
+        ("foretell.simulate.plan", "import foretell", "simulate imports api"),
+        ("foretell.simulate.plan", "from ..report import table", "simulate imports report"),
+        ("foretell.simulate.plan", "from .. import runtime", "simulate imports runtime"),
+        ("foretell.trace.step", "def f():\n    from foretell.price import machine", "trace imports price"),
         ("foretell.trace.step", "if TYPE_CHECKING:\n    from foretell.plan import Plan", "trace imports plan"),
-        ("foretell.trace.step", "import importlib\nimportlib.import_module('foretell.cost')", "trace imports cost"),
-        ("foretell.trace.step", "import_module(f'foretell.cost.{name}')", "trace imports cost"),
+        ("foretell.trace.step", "import importlib\nimportlib.import_module('foretell.simulate')", "trace imports simulate"),
+        ("foretell.trace.step", "import_module(f'foretell.lower.{name}')", "trace imports lower"),
         ("foretell.errors", "from foretell.units import gib", "errors imports units"),
         ("foretell.zoo.gpt", "from foretell.errors import UserError", "zoo imports errors"),
         ("foretell.zoo.gpt", "from foretell.units import gib", "zoo imports units"),
-        ("foretell.cost.memory", "from foretell.attic.old import x", "'attic', which is no room"),
+        ("foretell.simulate.plan", "from foretell.attic.old import x", "'attic', which is no room"),
         ("foretell.attic", "x = 1", "'attic' is no room"),
         ("foretell", "from foretell.api import fit", "imports api before anyone asked"),
-        ("foretell", "def __getattr__(name):\n    from foretell.cost import memory", "may import api alone"),
+        ("foretell", "def __getattr__(name):\n    from foretell.simulate import memory", "may import api alone"),
     ],
 )
 def test_a_planted_violation_is_found(module: str, source: str, complaint: str) -> None:
@@ -168,9 +168,9 @@ def test_a_planted_violation_is_found(module: str, source: str, complaint: str) 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("foretell.cost.memory", "from foretell.trace.types import Trace\nfrom foretell.cost import allocator"),
-        ("foretell.cost.memory", "from . import allocator\nfrom ..errors import UserError"),
-        ("foretell.cost.memory", "import torch, foretellish\nfrom cli import main"),
+        ("foretell.simulate.plan", "from foretell.trace.types import Trace\nfrom foretell.simulate import memory"),
+        ("foretell.simulate.plan", "from . import allocator\nfrom ..errors import UserError"),
+        ("foretell.simulate.plan", "import torch, foretellish\nfrom cli import main"),
         ("foretell.trace.load", "from foretell import zoo"),
         ("foretell.trace.load", "from foretell import __version__"),
         ("foretell.zoo.dit", "from foretell.zoo.vit import Mlp"),
@@ -186,8 +186,8 @@ def test_what_is_allowed_is_not_found(module: str, source: str) -> None:
 
 
 def test_relative_imports_of_a_package_start_at_the_package() -> None:
-    assert violations("from .allocator import Block", "foretell.cost", package=True) == []
-    assert violations("from ..report import table", "foretell.cost", package=True) != []
+    assert violations("from .allocator import Block", "foretell.simulate", package=True) == []
+    assert violations("from ..report import table", "foretell.simulate", package=True) != []
 
 
 # ---------------------------------------------------------------- without torch
@@ -228,7 +228,7 @@ def pure_modules() -> list[str]:
 
 
 def test_pure_modules_are_found() -> None:
-    assert {"foretell.errors", "foretell.units", "foretell.trace.types", "foretell.cost"} <= set(pure_modules())
+    assert {"foretell.errors", "foretell.units", "foretell.trace.types", "foretell.price", "foretell.simulate"} <= set(pure_modules())
 
 
 @pytest.fixture(scope="module")

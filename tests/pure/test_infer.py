@@ -150,9 +150,9 @@ def test_a_slower_network_keeps_the_model_on_one_device() -> None:
 
 
 def test_seconds_of_units_are_those_of_their_ops() -> None:
-    from foretell.cost.machine import machine
-    from foretell.cost.time import op_prices
     from foretell.hardware import find
+    from foretell.price.machine import machine
+    from foretell.price.time import op_prices
 
     trace = traced()
     known = machine(find("H200"), find_profile("H200-SXM-141GB"))

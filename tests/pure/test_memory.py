@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from foretell.cost.memory import Outcome, fits_in, predict_memory, run_order, sizes_for, smallest_limit
-from foretell.cost.prediction import CATEGORIES, FITS, NO, TIGHT
-from foretell.cost.timeline import CUBLASLT_WORKSPACE_BYTES, Replay, Sizes, holders_at
 from foretell.hardware import Cluster, overhead, parse
+from foretell.quantities import CATEGORIES, FITS, NO, TIGHT
+from foretell.simulate.memory.memory import Outcome, fits_in, predict_memory, run_order, sizes_for, smallest_limit
+from foretell.simulate.memory.replay import CUBLASLT_WORKSPACE_BYTES, Replay, Sizes, holders_at
 from foretell.trace.capture import capture
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe

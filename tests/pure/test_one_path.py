@@ -11,7 +11,6 @@ import pytest
 
 from foretell import api
 from foretell.cli import main
-from foretell.cost.plan import PlanCost
 from foretell.hardware import parse as hardware
 from foretell.plan import file as plans
 from foretell.plan.recipe import recipe_of
@@ -19,6 +18,7 @@ from foretell.plan.types import SCHEDULES, Mesh, Plan
 from foretell.prove import forecast
 from foretell.report import comparison, html_detail
 from foretell.search import traces as traces_of_search
+from foretell.simulate.plan import PlanCost
 from foretell.trace import stored
 from tests.pure import golden
 

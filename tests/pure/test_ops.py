@@ -11,12 +11,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from foretell.cost.features import Shape, describe
-from foretell.cost.laws import by_laws, laws_of
-from foretell.cost.ops import LEAST_ROWS, OpModel, learn, short
-from foretell.cost.shapes import Described
 from foretell.hardware import parse
 from foretell.hardware.profile import OpRow
+from foretell.price.kernels.features import Shape, describe
+from foretell.price.kernels.laws import by_laws, laws_of
+from foretell.price.kernels.ops import LEAST_ROWS, OpModel, learn, short
+from foretell.price.kernels.shapes import Described
 from foretell.trace.types import TensorSpec
 
 DEVICE = parse("H200").device

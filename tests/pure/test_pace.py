@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from foretell.cost.host import START, HostModel
-from foretell.cost.lines import lines
-from foretell.cost.pace import Pace, Said, pace_of, said
-from foretell.cost.shapes import Shape
 from foretell.hardware import parse
 from foretell.hardware.probe.ops import order
 from foretell.hardware.profile import find_profile
+from foretell.price.host import START, HostModel
+from foretell.price.kernels.lines import lines
+from foretell.price.kernels.shapes import Shape
 from foretell.prove import zoo_cpu
+from foretell.simulate.pace import Pace, Said, pace_of, said
 from foretell.trace import file
 from foretell.trace.here import trace_as_cpu
 from foretell.trace.load import Source
@@ -155,7 +155,7 @@ def test_the_mark_is_kept_in_a_file_and_a_file_without_it_is_as_before() -> None
     assert file.loads(file.dumps(older)).programs == older.programs
     profile = find_profile("CPU", threads=1)
     assert profile is not None
-    from foretell.cost.machine import machine
+    from foretell.price.machine import machine
 
     known = machine(parse("CPU").device, profile)
     assert known is not None

@@ -17,21 +17,21 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from foretell import zoo
-from foretell.cost.pipeline import together
-from foretell.cost.pipeline_order import Event, orders
-from foretell.cost.pipeline_rank import rank_traces
-from foretell.cost.plan import Options, predict_plan, sharded
-from foretell.cost.plan_batch import Unlike, rebatch
-from foretell.cost.plan_blocks import blocks_of, compose
-from foretell.cost.plan_steps import repeated
-from foretell.cost.timeline import peak_live
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
+from foretell.lower.batch import Unlike, rebatch
+from foretell.lower.blocks import blocks_of, compose
+from foretell.lower.pipeline.order import Event, orders
+from foretell.lower.pipeline.rank import rank_traces
+from foretell.lower.steps import repeated
 from foretell.plan.blocks import even_cuts
 from foretell.plan.mesh import rank_at
 from foretell.plan.recipe import recipe_of
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency, Split
+from foretell.simulate.memory.replay import peak_live
+from foretell.simulate.pipeline import together
+from foretell.simulate.plan import Options, predict_plan, sharded
 from foretell.trace import step as steps
 from foretell.trace import types
 from foretell.trace.capture import capture

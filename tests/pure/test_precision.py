@@ -10,14 +10,13 @@ import pytest
 
 from foretell import api
 from foretell.cli import plan as cli
-from foretell.cost.pipeline_rank import rank_traces
-from foretell.cost.plan import predict_plan, sharded
-from foretell.cost.plan_steps import repeated
 from foretell.errors import UserError
 from foretell.export import export
 from foretell.export.read import read
 from foretell.hardware import Cluster, parse
 from foretell.hardware.catalog import devices
+from foretell.lower.pipeline.rank import rank_traces
+from foretell.lower.steps import repeated
 from foretell.plan import file, legal, precision
 from foretell.plan.mesh import rank_at
 from foretell.plan.recipe import recipe_of
@@ -28,6 +27,7 @@ from foretell.search.choose import as_choice
 from foretell.search.explain import told as explained
 from foretell.search.space_wishes import Wishes
 from foretell.search.space_wishes import check as check_wishes
+from foretell.simulate.plan import predict_plan, sharded
 from foretell.trace.recipe import COMPUTES, PRECISIONS, Recipe
 from foretell.trace.types import Trace
 from tests.pure import dry

@@ -13,7 +13,6 @@ import torch
 
 from foretell import zoo
 from foretell.cli import main
-from foretell.cost.timeline import peak_live
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.probe import steps
@@ -23,6 +22,7 @@ from foretell.prove.dice import Dice
 from foretell.prove.draw import FAMILIES, draw
 from foretell.prove.forecast import PACERS, _Picked
 from foretell.prove.types import Config, Forecast, Sealed
+from foretell.simulate.memory.replay import peak_live
 from foretell.trace.here import measure_on_cpu
 from foretell.trace.load import check, load
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from foretell.cost import analytic
 from foretell.hardware import catalog
+from foretell.price import analytic
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from foretell import zoo
-from foretell.cost.plan import Options, PlanCost, predict_plan
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
@@ -23,6 +22,7 @@ from foretell.hardware.types import Cluster
 from foretell.plan.types import Mesh
 from foretell.search.quick import Layout, Quick, plan_of, quick, recipe_for
 from foretell.search.sheet import Sheet, sheet_of
+from foretell.simulate.plan import Options, PlanCost, predict_plan
 from foretell.trace.capture import capture
 from foretell.trace.recipe import Recipe
 from foretell.trace.step import Workload

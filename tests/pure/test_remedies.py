@@ -15,15 +15,15 @@ import pytest
 
 from foretell import api
 from foretell.cli import main
-from foretell.cost.memory import predict_memory
-from foretell.cost.prediction import FITS, NO, TIGHT, Memory, Prediction, Remedy
-from foretell.cost.remedies import Outlook, outlook
 from foretell.errors import ModelError, UserError
 from foretell.hardware import overhead, parse
 from foretell.hardware.larger import larger
+from foretell.quantities import FITS, NO, TIGHT, Memory, Prediction, Remedy
 from foretell.report import command, screen
 from foretell.search import advice, advice_ways, child
 from foretell.search.advice_ways import Asked
+from foretell.simulate.memory.memory import predict_memory
+from foretell.simulate.memory.remedies import Outlook, outlook
 from foretell.trace import child as single
 from foretell.trace import stored
 from foretell.trace.capture import capture

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from foretell.cost.allocator import CachingAllocator, OutOfMemory
-from foretell.cost.timeline import Curve, Replay, Sizes, holders_at
+from foretell.simulate.memory.allocator import CachingAllocator, OutOfMemory
+from foretell.simulate.memory.replay import Curve, Replay, Sizes, holders_at
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Ref, Storage, TensorSpec, Trace
 

@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from foretell.cost import activations
-from foretell.cost.plan import Options, PlanCost, predict_plan
-from foretell.cost.timeline import peak_live
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
@@ -17,6 +14,9 @@ from foretell.plan.blocks import compress
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Plan, Residency
 from foretell.runtime.offload.saved import Saved
+from foretell.simulate.memory.replay import peak_live
+from foretell.simulate.offload import activations
+from foretell.simulate.plan import Options, PlanCost, predict_plan
 from foretell.trace import here
 from foretell.trace.capture import capture
 from foretell.trace.load import Source, load

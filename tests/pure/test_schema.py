@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from foretell.cost.prediction import (
+from foretell.quantities import (
     CATEGORIES,
     FITS,
     NO,

@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from foretell.cost.scratch import _RULES, extra_output_bytes, scratch
-from foretell.cost.scratch_data import CONTIGUOUS_INPUTS, device, reduction_staging
+from foretell.price.kernels.scratch import _RULES, extra_output_bytes, scratch
+from foretell.price.kernels.scratch_data import CONTIGUOUS_INPUTS, device, reduction_staging
 from foretell.trace.types import Op, Ref, TensorSpec
 
 MIB = 1 << 20
@@ -251,7 +251,7 @@ def test_every_rule_says_where_it_comes_from() -> None:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, foretell.cost.scratch; sys.exit('torch' in sys.modules)"
+    code = "import sys, foretell.price.kernels.scratch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

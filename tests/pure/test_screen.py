@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from foretell.cost.prediction import CATEGORIES as CATEGORY_NAMES
-from foretell.cost.prediction import (
+from foretell.quantities import CATEGORIES as CATEGORY_NAMES
+from foretell.quantities import (
     FITS,
     NO,
     TIGHT,

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise, product
 
 import pytest
 
-from foretell.cost.pipeline_order import orders
+from foretell.lower.pipeline.order import orders
 from foretell.plan.legal import micro_batches_allowed
 from foretell.search.residency import KEPT, Way, at_least
 from foretell.search.stages import Stack, _Pricing, cut, in_flight, joint, rank_of

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foretell.cost.plan import Options
 from foretell.errors import ModelError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
 from foretell.search.choose import Wishes, choose
 from foretell.search.sheet_modes import KEEP, MODES, RECOMPUTE, SELECTIVE, modes_of
+from foretell.simulate.plan import Options
 from foretell.trace.capture import capture
 from foretell.trace.load import Source
 from foretell.trace.recipe import Recipe

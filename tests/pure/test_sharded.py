@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foretell import zoo
-from foretell.cost.sharded import MODEL_END, shard
-from foretell.cost.timeline import Replay, Sizes
+from foretell.lower.fsdp.sharded import MODEL_END, shard
+from foretell.simulate.memory.replay import Replay, Sizes
 from foretell.trace import types
 from foretell.trace.blocks import find_blocks
 from foretell.trace.capture import _add_in_place, capture

@@ -11,10 +11,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from foretell.cost.memory import Outcome, careful_limit, fits_in, predict_memory, run_order, sizes_for
-from foretell.cost.prediction import NO, TIGHT
-from foretell.cost.sharded import shard
 from foretell.hardware import overhead, parse
+from foretell.lower.fsdp.sharded import shard
+from foretell.quantities import NO, TIGHT
+from foretell.simulate.memory.memory import Outcome, careful_limit, fits_in, predict_memory, run_order, sizes_for
 from foretell.trace.capture import capture
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe

@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 
 from foretell.cli import main
-from foretell.cost.features import FREE
-from foretell.cost.plan import Options, PlanCost, predict_plan
-from foretell.cost.shapes import short
-from foretell.cost.sharded_units import COLLECTIVES
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
+from foretell.lower.fsdp.units import COLLECTIVES
 from foretell.plan import legal
 from foretell.plan.recipe import model_of, recipe_of, source_of
 from foretell.plan.types import Mesh, Pipeline, Plan
+from foretell.price.kernels.features import FREE
+from foretell.price.kernels.shapes import short
 from foretell.search.find import Finder, Found, find
 from foretell.search.quick import Layout, Quick, plan_of, quick
 from foretell.search.shares import Shares, shares_of
@@ -31,6 +30,7 @@ from foretell.search.sheet_ops import cut
 from foretell.search.space_wishes import Wishes
 from foretell.search.split_trace import capture_split
 from foretell.search.traces import Facts, Traces
+from foretell.simulate.plan import Options, PlanCost, predict_plan
 from foretell.trace.capture import capture
 from foretell.trace.load import Source, load
 from foretell.trace.types import Op, Trace

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from foretell import zoo
-from foretell.cost.features import FREE
-from foretell.cost.machine import machine
-from foretell.cost.shapes import short
-from foretell.cost.sharded_units import COLLECTIVES
-from foretell.cost.time import op_prices
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
+from foretell.lower.fsdp.units import COLLECTIVES
+from foretell.price.kernels.features import FREE
+from foretell.price.kernels.shapes import short
+from foretell.price.machine import machine
+from foretell.price.time import op_prices
 from foretell.search.sheet import sheet_of
 from foretell.search.sheet_compile import judged, shortened
 from foretell.search.sheet_modes import in_mode

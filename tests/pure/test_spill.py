@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 
-from foretell.cost import offload
-from foretell.cost.offload_time import Load, Mark, Marks, Rates, Unit, played
-from foretell.cost.plan import Options
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.probe import updates
@@ -32,6 +29,9 @@ from foretell.search.spill import Spill, meshes, spill
 from foretell.search.spill_found import Spilled, fewest
 from foretell.search.spill_words import helps, lines
 from foretell.search.traces import Facts, Traces
+from foretell.simulate.offload import states as offload
+from foretell.simulate.offload.timing import Load, Mark, Marks, Rates, Unit, played
+from foretell.simulate.plan import Options
 from foretell.trace.capture import capture
 from foretell.trace.load import Source, load
 from foretell.trace.types import Trace

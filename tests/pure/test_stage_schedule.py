@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretell.cost.stage_schedule import (
+from foretell.simulate.foreign.schedule import (
     GPIPE,
     ONE_BY_ONE,
     ZB_1P,

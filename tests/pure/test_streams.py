@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from foretell.cost.streams import COLLECTIVES, COMPUTE, D2H, H2D, HOST, Task, Timeline, simulate
+from foretell.quantities import COLLECTIVES, COMPUTE, D2H, H2D, HOST, Task
+from foretell.simulate.time.streams import Timeline, simulate
 
 
 def work(name: str, seconds: float, *after: int, on: str = COMPUTE, host: float = 0.0, wait: bool = False) -> Task:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from foretell.cost.host import COUNTS, HostModel
-from foretell.cost.ops import OpModel
-from foretell.cost.plan_time import plan_time
-from foretell.cost.speeds import Speeds, alone, comm_time_over, fabrics_of
-from foretell.cost.time import Machine
 from foretell.hardware import parse
 from foretell.plan.types import Mesh
+from foretell.price.host import COUNTS, HostModel
+from foretell.price.kernels.ops import OpModel
+from foretell.price.speeds import Speeds, alone, comm_time_over, fabrics_of
+from foretell.price.time import Machine
+from foretell.simulate.time.step import plan_time
 from foretell.trace.types import Op, Program, Ref, TensorSpec, Trace
 
 BIG, SMALL = TensorSpec((8192, 8192), "bfloat16"), TensorSpec((8, 8), "bfloat16")
@@ -41,7 +41,7 @@ def test_a_device_bound_step_is_the_sum_of_its_ops() -> None:
 
 
 def _shape(spec: TensorSpec) -> object:
-    from foretell.cost.features import Shape
+    from foretell.price.kernels.features import Shape
 
     return Shape("aten.mm.default", (spec, spec), (spec,), ())
 

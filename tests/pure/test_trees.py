@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from foretell.cost.trees import CHUNK, Floats, Trees, fit, out_of_fold
 from foretell.errors import FileFormatError, InternalError
+from foretell.price.kernels.trees import CHUNK, Floats, Trees, fit, out_of_fold
 
 EXACT: dict[str, Any] = {
     "rate": 1.0,

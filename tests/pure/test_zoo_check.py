@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from foretell import zoo
-from foretell.cost.pace import Pace, Said
-from foretell.cost.plan import Options
 from foretell.errors import UnknownName, UserError
 from foretell.hardware import parse
 from foretell.prove import zoo as checks
@@ -22,6 +20,8 @@ from foretell.prove import zoo_cpu, zoo_plan, zoo_rows
 from foretell.prove.zoo_rows import FAIL, NO, OK, PASS, REASON, Row
 from foretell.runtime import shard, verify
 from foretell.runtime.pool import Pool
+from foretell.simulate.pace import Pace, Said
+from foretell.simulate.plan import Options
 from foretell.trace.here import trace_as_cpu
 from foretell.trace.load import Source
 from foretell.zoo import mf
@@ -162,9 +162,9 @@ def test_ops_without_rules_are_named() -> None:
 
 
 def test_a_cap_leaves_just_the_room_it_says() -> None:
-    from foretell.cost.plan import predict_plan
     from foretell.plan.recipe import model_of
     from foretell.plan.types import Plan
+    from foretell.simulate.plan import predict_plan
 
     source = Source(model="gauss_rbf-tiny", micro_batch=2)
     trace = trace_as_cpu(source, zoo_cpu.RECIPE)

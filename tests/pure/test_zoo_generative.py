@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from foretell.api import predict
-from foretell.cost.machine import machine
-from foretell.cost.plan_time import plan_time
-from foretell.cost.speeds import alone
-from foretell.cost.timeline import peak_live
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
+from foretell.price.machine import machine
+from foretell.price.speeds import alone
+from foretell.simulate.memory.replay import peak_live
+from foretell.simulate.time.step import plan_time
 from foretell.trace.capture import capture
 from foretell.trace.fold import fold
 from foretell.trace.here import measure_on_cpu, trace_as_cpu

@@ -13,9 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from foretell import api, zoo
-from foretell.cost.plan import KEEP, Options, predict_plan
-from foretell.cost.remedies import Outlook
-from foretell.cost.timeline import peak_live
 from foretell.errors import ModelError, UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
@@ -24,6 +21,9 @@ from foretell.plan.context import share
 from foretell.plan.recipe import recipe_of
 from foretell.plan.tensor import derive, refusal
 from foretell.plan.types import Plan
+from foretell.simulate.memory.remedies import Outlook
+from foretell.simulate.memory.replay import peak_live
+from foretell.simulate.plan import KEEP, Options, predict_plan
 from foretell.trace.capture import capture
 from foretell.trace.dataflow import record
 from foretell.trace.here import measure_on_cpu

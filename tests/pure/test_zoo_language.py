@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell import zoo
-from foretell.cost.timeline import peak_live
+from foretell.simulate.memory.replay import peak_live
 from foretell.trace import adapt, types
 from foretell.trace.capture import capture
 from foretell.trace.here import measure_on_cpu

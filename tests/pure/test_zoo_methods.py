@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from foretell import api, zoo
-from foretell.cost.timeline import peak_live
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.plan.recipe import default_plan, model_of, refuse_other_model
 from foretell.search import child as search_child
+from foretell.simulate.memory.replay import peak_live
 from foretell.trace import child as trace_child
 from foretell.trace import types
 from foretell.trace.capture import capture

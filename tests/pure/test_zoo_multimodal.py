@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from foretell import api, zoo
-from foretell.cost.timeline import peak_live
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
 from foretell.search.infer_plan import plan_from
+from foretell.simulate.memory.replay import peak_live
 from foretell.trace import types
 from foretell.trace.capture import capture
 from foretell.trace.here import measure_on_cpu, trace_as_cpu

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from foretell import zoo
-from foretell.cost.features import describe
-from foretell.cost.machine import machine
-from foretell.cost.plan_time import plan_time
-from foretell.cost.shapes import Shape
-from foretell.cost.speeds import alone
-from foretell.cost.timeline import peak_live
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
+from foretell.price.kernels.features import describe
+from foretell.price.kernels.shapes import Shape
+from foretell.price.machine import machine
+from foretell.price.speeds import alone
+from foretell.simulate.memory.replay import peak_live
+from foretell.simulate.time.step import plan_time
 from foretell.trace.capture import capture
 from foretell.trace.here import measure_on_cpu, trace_as_cpu
 from foretell.trace.load import Source, load

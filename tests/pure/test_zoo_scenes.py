@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foretell.cost.movers import kind_of
-from foretell.cost.plan import composed, predict_plan
 from foretell.hardware import parse
 from foretell.plan.types import Plan, Residency
+from foretell.price.kernels.movers import kind_of
+from foretell.simulate.plan import composed, predict_plan
 from foretell.trace.capture import capture
 from foretell.trace.here import trace_as_cpu
 from foretell.trace.load import Source, load

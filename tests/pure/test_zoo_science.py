@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from foretell import zoo
-from foretell.cost.features import describe
-from foretell.cost.machine import machine
-from foretell.cost.plan import predict_plan
-from foretell.cost.time import op_prices, shape_of
-from foretell.cost.timeline import peak_live
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
 from foretell.plan.types import Plan, Residency
+from foretell.price.kernels.features import describe
+from foretell.price.machine import machine
+from foretell.price.time import op_prices, shape_of
+from foretell.simulate.memory.replay import peak_live
+from foretell.simulate.plan import predict_plan
 from foretell.trace.capture import capture
 from foretell.trace.here import trace_as_cpu
 from foretell.trace.load import Source, load

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _PARENT = """
 import contextlib, io, json, os, sys
 import rich.console, rich.text
-import foretell.cli, foretell.cost.prediction, foretell.report.screen
+import foretell.cli, foretell.quantities, foretell.report.screen
 from tests import forks
 
 forks.install()

@@ -25,7 +25,7 @@ class ForeignPlan:
     group: int = 0
     """Ranks that share one set of states where that is less than all data ranks; 0: all."""
     schedule: str = "1f1b"
-    """Of the pipeline, as `cost.stage_schedule` names them."""
+    """Of the pipeline, as `simulate.foreign.schedule` names them."""
     chunks: int = 1
     """Model parts of a pipeline rank."""
     recompute: str = "none"

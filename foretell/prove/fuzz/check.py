@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretell.cost.timeline import peak_live
 from foretell.errors import ForetellError
 from foretell.plan.types import Mesh, Plan, Residency
 from foretell.prove.fuzz.generate import draw
@@ -28,6 +27,7 @@ from foretell.prove.fuzz.render import Broken, render
 from foretell.prove.fuzz.types import Failure, Model, Verdict
 from foretell.runtime.apply import apply
 from foretell.runtime.ranks import Ranks
+from foretell.simulate.memory.replay import peak_live
 from foretell.trace.blocks import find_blocks
 from foretell.trace.capture import capture
 from foretell.trace.here import measure_on_cpu, trace_as_cpu

@@ -1,0 +1,341 @@
+"""Seconds of a collective or a copy: by what it does, how large it is, and what joins the devices.
+
+    seconds = latency(algorithm, protocol, ranks, nodes) + bytes on the wire / rate the library reaches
+
+The forms follow what NCCL publishes about its own choice: a ring, a tree, or reduction in the switch (NVLS), each
+with up to three protocols: LL (low latency, half the bandwidth), LL128 (NVLink alone) and Simple. Small messages
+take the one with the least latency, large ones the one with the most bandwidth, so that efficiency grows with
+size as it does in practice. Across nodes one ring visits every node once in and once out over all network cards:
+its rate is the lower of what a device and what the cards of a node carry.
+
+The cheapest algorithm is taken and named. Rates of links are nominal; `REACHED` says which part of them a library
+reaches, with where that is known from. Nothing here was measured on several devices by this project: the answer
+says "assumed" unless the cluster brings a measured matrix of rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil, log2
+from typing import NamedTuple
+
+from foretell.hardware.types import Cluster, Link
+from foretell.quantities import ASSUMED, MEASURED
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
+ALL_TO_ALL, BROADCAST, P2P = "all_to_all", "broadcast", "p2p"
+OPERATIONS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, P2P)
+
+
+class Part(NamedTuple):
+    """A fraction of a nominal rate, and where it is known from."""
+
+    fraction: float
+    source: str
+
+
+REACHED: Mapping[str, Part] = {
+    "NVLink5": Part(0.80, "NCCL's topology table counts 40.1 of 50 GB/s for each of its links"),
+    "NVLink4": Part(0.82, "NCCL's topology table counts 20.6 of 25 GB/s a link; its authors expect 370 of 450 GB/s"),
+    "nvlink": Part(
+        0.80, "NCCL's topology table counts 20 of 25 GB/s a link on V100 and A100; tests on A100 show 200 to 235"
+    ),
+    "xgmi": Part(0.70, "assumed; public tests on eight MI300X reach 310 to 330 of 448 GB/s"),
+    "c2c": Part(0.80, "assumed as NVLink"),
+    "pcie": Part(0.60, "assumed; NCCL counts 12 of 15.75 GB/s for gen 3, and eight cards on two bridges reach less"),
+    "memory": Part(0.30, "assumed: staged through host memory"),
+    "infiniband": Part(
+        0.96, "NCCL's authors expect 46 to 48 of 50 GB/s a card; four 25 GB/s cards were seen to reach 96"
+    ),
+    "roce": Part(0.92, "assumed a little below InfiniBand"),
+    "slingshot": Part(0.85, "assumed"),
+    "efa": Part(0.80, "assumed"),
+    "OPA100": Part(0.40, "set on published runs of one machine, between 0.25 and 0.6; its users measured far less"),
+    "omnipath": Part(0.60, "assumed; BigScience measured far less on theirs"),
+    "ethernet": Part(0.80, "assumed: sockets"),
+}
+"""By name of a link, else by its kind: the part of the nominal rate a large ring reaches."""
+
+SWITCH_REDUCES: Mapping[str, Part] = {
+    "NVLink4": Part(
+        0.61, "NCCL's authors: about 275 GB/s of buffer (480 of bus) for a large all-reduce over eight H100"
+    ),
+    "NVLink5": Part(0.53, "public tests: 830 to 840 GB/s of bus over eight B200, which is 477 of buffer"),
+}
+"""Buffer bytes per second of an all-reduce in the switch, over the nominal rate of the link."""
+
+
+class Protocol(NamedTuple):
+    """Part of the ring's rate, and seconds of start-up and of one hop, as in NCCL's tuning tables (microseconds)."""
+
+    name: str
+    fraction: float
+    base: float
+    ring_hop: Mapping[str, float]
+    tree_hop: Mapping[str, float]
+
+
+PROTOCOLS = (
+    Protocol("LL", 0.5, 6.6, {"nvlink": 0.6, "pcie": 1.0, "net": 2.7}, {"nvlink": 0.6, "pcie": 1.0, "net": 5.0}),
+    Protocol("LL128", 0.92, 14.0, {"nvlink": 1.9, "pcie": 2.5, "net": 4.0}, {"nvlink": 1.25, "pcie": 1.9, "net": 8.5}),
+    Protocol("Simple", 1.0, 8.4, {"nvlink": 3.4, "pcie": 5.7, "net": 14.0}, {"nvlink": 4.0, "pcie": 4.0, "net": 14.0}),
+)
+LL_CEILING = 0.30
+"""LL carries no more than this part of a link's nominal rate (NCCL: 88 of 300, 141 of 450 GB/s) ..."""
+LL_NETWORK_CEILING = 35e9
+"""... and this many bytes per second once it crosses nodes."""
+NET_OVERHEAD = 1.0
+"""Microseconds the host adds to a network step; three times that for Simple."""
+LARGE = 64 * 2**20
+"""Bytes by which fabrics are compared."""
+NVLS_START = 60.0
+"""Microseconds before a reduction in the switch runs at full rate: NCCL counts 25, and a public table of eight
+GPUs (121 us for 16 MiB, 195 us for 32 MiB) asks for about 35 more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """What joins the ranks of one group."""
+
+    local: int
+    """Ranks of the group inside one domain: a node, or a rack that one switch joins."""
+    domains: int
+    intra: Link | None
+    inter: Link | None
+    network_bytes_per_second: float
+    """Nominal, one direction, of the cards that the group's ranks in one domain have for themselves."""
+    measured_intra: float | None = None
+    measured_inter: float | None = None
+    """Bytes per second of one device, where a matrix of rates was measured."""
+
+    @property
+    def ranks(self) -> int:
+        return self.local * self.domains
+
+    @property
+    def provenance(self) -> str:
+        known = self.measured_intra if self.local > 1 else 0.0
+        across = self.measured_inter if self.domains > 1 else 0.0
+        return ASSUMED if known is None or across is None else MEASURED
+
+    def inside(self) -> float:
+        """Bytes per second a ring carries through one device inside a domain."""
+        if self.measured_intra is not None:
+            return self.measured_intra
+        return reached(self.intra) if self.intra else float("inf")
+
+    def across(self) -> float:
+        """Bytes per second the group's cards of one domain carry, one direction."""
+        if self.measured_inter is not None:
+            return self.measured_inter * self.local
+        if self.inter is None:
+            return float("inf")
+        return self.network_bytes_per_second * _part(self.inter).fraction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """How long a collective or copy takes, alone on its links."""
+
+    seconds: float
+    algorithm: str
+    """ring, tree, nvls, nvls-tree, direct, copy or none."""
+    protocol: str
+    bus_bytes_per_second: float
+    """Bytes each link would carry in a ring of this size, over the seconds: nccl-tests' busbw."""
+    provenance: str
+
+
+def fabric(cluster: Cluster, ranks: int | None = None, *, stride: int = 1) -> Fabric:
+    """A group of `ranks` devices, `stride` apart, numbered node by node; every other device works in a like group.
+
+    8 of 64 with stride 1: one node. 8 of 64 with stride 8: one device of every node, sharing the cards with seven
+    other such groups.
+    """
+    size = cluster.count if ranks is None else ranks
+    if cluster.groups:
+        whole = size * stride
+        starts = range(0, cluster.count - whole + 1, whole)
+        return slowest(
+            among(cluster, range(start + offset, start + whole, stride)) for start in starts for offset in range(stride)
+        )
+    domain = cluster.devices_per_domain or cluster.devices_per_node
+    local = max(1, min(size, domain // min(stride, domain)))
+    share = cluster.per_device_network_bytes_per_second or 0.0
+    inside, across = _measured(cluster, domain)
+    return Fabric(
+        local=local, domains=ceil(size / local), intra=cluster.intra, inter=cluster.inter,
+        network_bytes_per_second=share * local, measured_intra=inside, measured_inter=across,
+    )  # fmt: skip
+
+
+def among(cluster: Cluster, devices: Iterable[int]) -> Fabric:
+    """What joins these devices, wherever they are: the slowest links inside domains, and what lies between domains."""
+    members = sorted(set(devices))
+    where = {device: cluster.domain_of(device) for device in members}
+    domains = len(set(where.values()))
+    parts = {index: cluster.parts[index] for index, _ in where.values()}
+    across = next(iter(parts.values())) if len(parts) == 1 else cluster
+    share = across.per_device_network_bytes_per_second or 0.0
+    local = ceil(len(members) / max(1, domains))
+    inside = min((part.intra for part in parts.values() if part.intra is not None), key=reached, default=None)
+    near = far = None
+    if cluster.matrix is not None:
+        rates = [(where[a] == where[b], cluster.matrix[a][b]) for a in members for b in members if a != b]
+        near = min((rate for same, rate in rates if same), default=None)
+        far = min((rate for same, rate in rates if not same), default=None)
+        if near is not None and inside is not None:
+            near *= inside.bytes_per_second / inside.between_two
+    return Fabric(
+        local=local, domains=domains, intra=inside, inter=across.inter, network_bytes_per_second=share * local,
+        measured_intra=near, measured_inter=far,
+    )  # fmt: skip
+
+
+def slowest(fabrics: Iterable[Fabric]) -> Fabric:
+    """The one on which a large all-reduce takes longest: every rank waits for that group."""
+    distinct = {
+        (one.local, one.domains, one.intra and one.intra.name, one.inter and one.inter.name, one.network_bytes_per_second,
+         one.measured_intra, one.measured_inter): one
+        for one in fabrics
+    }  # fmt: skip
+    return max(distinct.values(), key=lambda group: collective(ALL_REDUCE, LARGE, group).seconds)
+
+
+def collective(operation: str, nbytes: float, group: Fabric) -> Transfer:
+    """The quickest way of one collective. `nbytes` is the larger buffer of one rank: what all_gather makes, what
+    reduce_scatter takes; the message for p2p."""
+    if operation not in OPERATIONS:
+        raise ValueError(f"'{operation}' is no collective; known: {', '.join(OPERATIONS)}")
+    if group.ranks < 2 or nbytes <= 0:
+        return Transfer(
+            seconds=0.0, algorithm="none", protocol="", bus_bytes_per_second=0.0, provenance=group.provenance
+        )
+    if operation == P2P:
+        ways = iter([_one_message(nbytes, group)])
+    elif operation == ALL_TO_ALL:
+        ways = iter([_all_to_all(nbytes, group)])
+    else:
+        ways = _ways(operation, nbytes, group)
+    seconds, algorithm, protocol = min(ways)
+    bus = nbytes * _wire(operation, group.ranks) / seconds
+    return Transfer(
+        seconds=seconds, algorithm=algorithm, protocol=protocol, bus_bytes_per_second=bus, provenance=group.provenance
+    )
+
+
+def copy(nbytes: float, link: Link, *, duplex: bool = False, pinned: bool = True) -> Transfer:
+    """One copy between host and device, or over any one link; `duplex`: while another runs the other way."""
+    fraction = COPIES["duplex" if duplex else "alone"].fraction
+    rate = link.bytes_per_second * fraction
+    if not pinned:
+        rate = min(rate, PAGEABLE_BYTES_PER_SECOND)
+    seconds = (COPY_START + nbytes / rate) if nbytes > 0 else 0.0
+    return Transfer(
+        seconds=seconds, algorithm="copy", protocol="pinned" if pinned else "pageable",
+        bus_bytes_per_second=nbytes / seconds if seconds else 0.0, provenance=ASSUMED,
+    )  # fmt: skip
+
+
+COPIES: Mapping[str, Part] = {
+    "alone": Part(0.84, "measured on one H200: 53.2 and 53.4 of 63.0 GB/s; assumed for other links"),
+    "duplex": Part(0.77, "measured on one H200: 48 and 51 of 63.0 GB/s each way at once; assumed for other links"),
+}
+PAGEABLE_BYTES_PER_SECOND = 5e9
+"""Assumed: unpinned memory goes through one more copy on the host, measured at 9.6 GB/s read and written."""
+COPY_START = 8e-6
+"""Assumed: seconds before the first byte of a copy moves."""
+
+
+def reached(link: Link) -> float:
+    """Bytes per second a large ring reaches on a link."""
+    return link.bytes_per_second * _part(link).fraction
+
+
+def _part(link: Link) -> Part:
+    return REACHED.get(link.name) or REACHED.get(link.kind) or Part(0.6, "assumed: an unknown kind of link")
+
+
+def _wire(operation: str, ranks: int) -> float:
+    """Bytes through each link of a ring, over the buffer's bytes."""
+    if operation in (BROADCAST, P2P):
+        return 1.0
+    return (2.0 if operation == ALL_REDUCE else 1.0) * (ranks - 1) / ranks
+
+
+def _ways(operation: str, nbytes: float, group: Fabric) -> Iterator[tuple[float, str, str]]:
+    inside, across = group.inside(), group.across()
+    rate = min(inside if group.local > 1 else float("inf"), across if group.domains > 1 else float("inf"))
+    hardware = "nvlink" if group.intra is not None and group.intra.kind in ("nvlink", "xgmi", "c2c") else "pcie"
+    ceiling = LL_CEILING * group.intra.bytes_per_second if group.intra is not None else float("inf")
+    if group.domains > 1:
+        ceiling = min(ceiling, LL_NETWORK_CEILING)
+    for protocol in PROTOCOLS:
+        if protocol.name == "LL128" and hardware == "pcie":
+            continue
+        carried = rate * protocol.fraction
+        if protocol.name == "LL":
+            carried = min(carried, ceiling)
+        wire = nbytes * _wire(operation, group.ranks)
+        yield _ring_latency(operation, protocol, group, hardware) + wire / carried, "ring", protocol.name
+        if operation == ALL_REDUCE:
+            hops = (group.local - 1) * protocol.tree_hop[hardware] + log2(group.domains) * protocol.tree_hop["net"]
+            yield (protocol.base + 2 * hops) * 1e-6 + 2 * nbytes / (0.92 * carried), "tree", protocol.name
+    if operation == ALL_REDUCE and group.local > 2 and group.intra is not None and group.intra.multicast:
+        yield _in_the_switch(nbytes, group, group.intra, across)
+
+
+def _ring_latency(operation: str, protocol: Protocol, group: Fabric, hardware: str) -> float:
+    steps = {ALL_REDUCE: 2 * (group.ranks - 1), BROADCAST: group.ranks}.get(operation, group.ranks - 1)
+    between = 0 if group.domains == 1 else (2 if operation == ALL_REDUCE else 1) * (group.domains - 1)
+    hop = protocol.ring_hop[hardware]
+    if group.domains > 1:
+        hop = max(hop, NET_OVERHEAD * (3 if protocol.name == "Simple" else 1))
+    network = group.inter.latency_seconds * 1e6 if group.inter is not None else 0.0
+    far = max(protocol.ring_hop["net"], network)
+    return (protocol.base + (steps - between) * hop + between * far) * 1e-6
+
+
+def _in_the_switch(nbytes: float, group: Fabric, link: Link, across: float) -> tuple[float, str, str]:
+    """Reduce and copy in the switch of each domain; between domains a tree over all cards."""
+    part = SWITCH_REDUCES.get(link.name, SWITCH_REDUCES["NVLink5"])
+    rate = link.bytes_per_second * part.fraction
+    if group.measured_intra is not None:
+        rate *= group.measured_intra / reached(link)
+    start = NVLS_START
+    if group.domains > 1:
+        rate = min(rate, across / 2)
+        start += 2 * log2(group.domains) * PROTOCOLS[-1].tree_hop["net"]
+    return start * 1e-6 + nbytes / rate, "nvls" if group.domains == 1 else "nvls-tree", "Simple"
+
+
+def _all_to_all(nbytes: float, group: Fabric) -> tuple[float, str, str]:
+    """Every rank sends a piece to every other: pieces for the own domain and for others travel side by side."""
+    inside = nbytes * (group.local - 1) / group.ranks / group.inside()
+    outside = nbytes * (group.ranks - group.local) / group.ranks / (group.across() / group.local)
+    hop = PROTOCOLS[-1].ring_hop["net" if group.domains > 1 else "nvlink"]
+    start = PROTOCOLS[-1].base + hop + 0.4 * (group.ranks - 1)
+    return start * 1e-6 + max(inside, outside), "direct", "Simple"
+
+
+def _one_message(nbytes: float, group: Fabric) -> tuple[float, str, str]:
+    if group.domains > 1:
+        rate, latency = group.across() / group.local, group.inter.latency_seconds if group.inter else 0.0
+    else:
+        link = group.intra
+        rate = group.inside() * (link.between_two / link.bytes_per_second if link else 1.0)
+        latency = link.latency_seconds if link else 0.0
+    return PROTOCOLS[-1].base * 1e-6 + latency + nbytes / rate, "direct", "Simple"
+
+
+def _measured(cluster: Cluster, domain: int) -> tuple[float | None, float | None]:
+    """The slowest measured rates inside a domain and across, of one device; None where there is no matrix."""
+    if cluster.matrix is None:
+        return None, None
+    pairs = [(a, b, rate) for a, row in enumerate(cluster.matrix) for b, rate in enumerate(row) if a != b]
+    inside = min((rate for a, b, rate in pairs if a // domain == b // domain), default=None)
+    across = min((rate for a, b, rate in pairs if a // domain != b // domain), default=None)
+    if inside is not None and cluster.intra is not None:
+        inside *= cluster.intra.bytes_per_second / cluster.intra.between_two
+    return inside, across

@@ -1,0 +1,185 @@
+"""Seconds of single ops on a device, from what was measured there.
+
+Each family has two estimators: laws, sums of physical terms fitted per op, and boosted trees that learn from features
+what the laws leave over. Held-out error decides which is used; both errors are kept in the fitted data. The rows are
+dealt into folds; each fold's laws and trees see the other folds alone, give the held-out errors, and together answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from foretell.hardware.types import Device
+from foretell.price.kernels.features import Described, Shape, describe
+from foretell.price.kernels.laws import Floats, Law, by_laws, laws_of
+from foretell.price.kernels.shapes import short
+from foretell.price.kernels.trees import Trees, fit
+
+if TYPE_CHECKING:
+    from foretell.hardware.profile import OpRow
+
+__all__ = ["Family", "OpModel", "learn", "short"]
+
+FOLDS = 5
+LEAST_ROWS = 40
+"""With fewer rows a family has laws alone."""
+LONG_SECONDS = 20e-6
+SETTINGS: dict[str, Any] = {"depth": 5, "trees": 120, "rate": 0.1, "feature_share": 0.4, "row_share": 0.6, "min_leaf": 2, "digits": 4}
+MANY_ROWS = 3000
+MANY: dict[str, Any] = {"depth": 6, "trees": 240, "rate": 0.1, "feature_share": 0.35, "row_share": 0.5}
+"""Of families with more rows than that."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one fold's rows taught."""
+
+    laws: Mapping[str, Law]
+    trees: Trees | None
+
+    def logs(self, described: Sequence[Described]) -> Floats:
+        """log(seconds)."""
+        found: Floats = np.log(by_laws(described, self.laws))
+        if self.trees is None:
+            return found
+        return found + self.trees.predict(matrix(described, found, self.trees.features))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "laws": {key: dict(law) for key, law in self.laws.items()},
+            "trees": self.trees.to_dict() if self.trees is not None else None,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Part:
+        return cls(data["laws"], Trees.from_dict(data["trees"]) if data["trees"] is not None else None)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What was learned of one family of ops."""
+
+    parts: tuple[Part, ...]
+    accuracy: Mapping[str, float]
+    """Held-out errors: rows, plain_median, plain_mean, plain_p90, trees_median, ..., r2."""
+
+    def refine(self, described: Sequence[Described]) -> list[float]:
+        """Seconds of ops of this family."""
+        found: Floats = np.exp(sum(part.logs(described) for part in self.parts) / len(self.parts))
+        return [float(value) for value in found]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "parts": [part.to_dict() for part in self.parts],
+            "accuracy": {name: round(value, 5) for name, value in self.accuracy.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Family:
+        return cls(tuple(Part.from_dict(one) for one in data["parts"]), dict(data["accuracy"]))
+
+
+@dataclass(frozen=True)
+class OpModel:
+    """Seconds of any op on one device."""
+
+    device: Device
+    families: Mapping[str, Family]
+    _known: dict[Shape, float] = field(default_factory=dict, compare=False, repr=False)
+
+    def seconds(self, shapes: Iterable[Shape]) -> dict[Shape, float]:
+        """Device seconds of each op; 0 for ops that launch nothing."""
+        asked = dict.fromkeys(shapes)
+        waiting: dict[str, list[tuple[Shape, Described]]] = {}
+        for shape in asked:
+            if shape in self._known:
+                continue
+            described = describe(shape, self.device)
+            if described is None:
+                self._known[shape] = 0.0
+            elif described.family not in self.families:
+                self._known[shape] = described.base
+            else:
+                waiting.setdefault(described.family, []).append((shape, described))
+        for family, pairs in waiting.items():
+            found = self.families[family].refine([d for _, d in pairs])
+            self._known.update((shape, value) for (shape, _), value in zip(pairs, found, strict=True))
+        return {shape: self._known[shape] for shape in asked}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: family.to_dict() for name, family in self.families.items()}
+
+    @classmethod
+    def from_dict(cls, device: Device, data: Mapping[str, Any]) -> OpModel:
+        return cls(device, {name: Family.from_dict(one) for name, one in data.items()})
+
+
+def matrix(described: Sequence[Described], logs: Floats, features: Sequence[str]) -> Floats:
+    """Features as rows, in the order the trees want them: an op's own, its law's seconds, and what its law adds to a
+    plain estimate."""
+    rows = []
+    for d, found in zip(described, logs.tolist(), strict=True):
+        get = d.values.get
+        rows.append([get(name, 0.0) for name in features[:-2]] + [found, found - math.log(d.base)])
+    return np.array(rows, dtype=np.float64).reshape(len(rows), len(features))
+
+
+# ---------------------------------------------------------------- learning
+
+
+def learn(rows: Sequence[OpRow], device: Device, *, groups: Sequence[object] | None = None, seed: int = 0) -> OpModel:
+    """Fit every family to measured rows; `groups` says which rows were measured together and must be held out together."""
+    sorted_rows: dict[str, list[tuple[Described, float, object]]] = {}
+    for position, row in enumerate(rows):
+        described = describe(Shape(row.name, row.inputs, row.outputs, row.attrs), device)
+        if described is not None and row.seconds > 0:
+            group = groups[position] if groups is not None else position
+            sorted_rows.setdefault(described.family, []).append((described, row.seconds, group))
+    return OpModel(device, {name: _family(found, seed) for name, found in sorted(sorted_rows.items())})
+
+
+def _family(rows: list[tuple[Described, float, object]], seed: int) -> Family:
+    described = [d for d, _, _ in rows]
+    seconds = np.array([s for _, s, _ in rows])
+    group = np.unique([repr(g) for _, _, g in rows], return_inverse=True)[1]
+    folds = min(FOLDS, int(group.max()) + 1)
+    if folds < 2:
+        whole = Part(laws_of(described, seconds), None)
+        return Family((whole,), {"rows": float(len(rows))})
+    fold = (np.random.default_rng(seed).permutation(int(group.max()) + 1) % folds)[group]
+    settings = {**SETTINGS, **(MANY if len(rows) > MANY_ROWS else {})}
+    features = (*sorted(rows[0][0].values), "law", "added")
+    plain, held, parts = np.empty(len(rows)), np.empty(len(rows)), []
+    for number in range(folds):
+        seen = np.flatnonzero(fold != number)
+        laws = laws_of([described[i] for i in seen], seconds[seen])
+        logs = np.log(by_laws(described, laws))
+        left, trees = np.log(seconds) - logs, None
+        out = fold == number
+        plain[out] = held[out] = left[out]
+        if len(rows) >= LEAST_ROWS:
+            x = matrix(described, logs, features)
+            weights = 1 + 2 * np.minimum(1, seconds[seen] / LONG_SECONDS)
+            trees = fit(x[seen], left[seen], features, seed=seed + number, weights=weights, **settings)
+            held[out] = left[out] - trees.predict(x[out])
+        parts.append(Part(laws, trees))
+    accuracy = {"rows": float(len(rows)), **_errors("plain", plain, seconds)}
+    if parts[0].trees is not None:
+        accuracy |= _errors("trees", held, seconds)
+    if accuracy.get("trees_mean", math.inf) >= accuracy["plain_mean"]:
+        parts, held = [Part(part.laws, None) for part in parts], plain
+    accuracy["r2"] = float(1 - np.var(held) / np.var(np.log(seconds))) if np.ptp(seconds) else 0.0
+    return Family(tuple(parts), accuracy)
+
+
+def _errors(which: str, left: Floats, seconds: Floats) -> dict[str, float]:
+    error = np.abs(np.exp(-left) - 1)
+    return {
+        f"{which}_median": float(np.median(error)), f"{which}_mean": float(error.mean()),
+        f"{which}_p90": float(np.quantile(error, 0.9)), f"{which}_by_time": float((error * seconds).sum() / seconds.sum()),
+    }  # fmt: skip

@@ -1,0 +1,486 @@
+"""Memory an op takes for itself while it runs, besides its outputs: workspaces, staging buffers, contiguous copies.
+
+    scratch(op, capability)  →  sizes in bytes of the buffers that live at the same time, at the op's own peak
+
+Every rule says where its number comes from. Most follow the launcher's source and are exact; convolutions follow
+measurements (cuDNN 9.19 on an H200), because cuDNN chooses among engines by rules it does not tell. Where
+measurements scatter, a rule leans to the upper side. An op without a rule needs nothing.
+
+What shapes do not say comes in ``op.attrs``; without it, a rule assumes contiguous tensors and the costlier case:
+
+* convolutions: the numbers the op was called with, and a last True or False: channels_last, of the input;
+* reductions: the reduced dimensions, then keepdim; sorts and rolls: their integers; index_put: accumulate;
+* any op: ``"strided:2"`` says that input 2 is not contiguous, so that kernels which need it contiguous copy it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import ceil, prod
+
+from foretell.price.kernels import scratch_rnn
+from foretell.price.kernels.scratch_data import (
+    CONTIGUOUS_INPUTS,
+    Convolution,
+    Device,
+    device,
+    reduction_staging,
+    round_up,
+)
+from foretell.trace.types import Op, TensorSpec
+from foretell.units import DTYPE_BYTES
+
+Buffers = tuple[int, ...]
+Rule = Callable[[Op, Device], Buffers]
+
+
+def scratch(op: Op, capability: tuple[int, int]) -> Buffers:
+    """Sizes of the temporaries that are alive together when the op needs most; empty for most ops."""
+    return max(stages(op, capability), key=sum, default=())
+
+
+def stages(op: Op, capability: tuple[int, int]) -> tuple[Buffers, ...]:
+    """The temporaries of an op in turn: with several, the n-th comes and goes after the n-th output was made."""
+    rule = _RULES.get(op.name)
+    if rule is None:
+        found: tuple[Buffers, ...] = ((),)
+    elif rule is _convolution_backward:
+        found = _convolution_backward_stages(op, device(capability))
+    elif rule is _recurrent_backward:
+        found = scratch_rnn.backward(op)
+    else:
+        found = (rule(op, device(capability)),)
+    copies = _copies(op)
+    return tuple(tuple(size for size in (*copies, *stage) if size > 0) for stage in found)
+
+
+def extra_output_bytes(op: Op) -> int:
+    """How much larger the outputs' storages are on the device than their shapes say."""
+    if op.name == "aten._scaled_dot_product_efficient_attention.default" and len(op.outputs) > 1:
+        shape = op.outputs[1].spec.shape  # logsumexp; its rows are padded to 32, which fake tensors know already
+        return 4 * prod(shape[:-1]) * (-shape[-1] % 32) if shape else 0
+    if op.name in ("aten._unique2.default", "aten.unique_dim.default") and op.inputs and op.outputs:
+        return max(0, op.inputs[0].spec.nbytes - op.outputs[0].spec.nbytes)  # cut from a tensor of the input's size
+    return 0
+
+
+def _specs(op: Op) -> tuple[TensorSpec, ...]:
+    return tuple(ref.spec for ref in op.inputs)
+
+
+def _strided(op: Op) -> set[int]:
+    return {int(mark[8:]) for mark in op.attrs if isinstance(mark, str) and mark.startswith("strided:")}
+
+
+def _copies(op: Op) -> Buffers:
+    """Kernels that call .contiguous() on their inputs copy those that are not."""
+    needed = CONTIGUOUS_INPUTS.get(op.name, ())
+    return tuple(op.inputs[i].spec.nbytes for i in sorted(_strided(op)) if i in needed and i < len(op.inputs))
+
+
+def _sort_temporary(count: int, element: int) -> int:
+    """cub's radix sort: the alternate buffers (element bytes each), tile look-back (1 KiB per tile) and histograms."""
+    return count * element + 1024 * ceil(count / 4500) + 20 * 1024
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def _cudnn_attention(op: Op, _: Device) -> Buffers:
+    """Forward: cuDNN asks for 16 bytes or so."""
+    return (16,)
+
+
+def _cudnn_attention_backward(op: Op, _: Device) -> Buffers:
+    """One workspace: fp32 dq, the row sums of dO*O, and dk, dv per query head where query heads share keys."""
+    query, key, value = _specs(op)[1:4]
+    batch, heads, rows, size = query.shape
+    workspace = 4 * batch * heads * rows * (size + 1) + 16
+    if key.shape[1] != heads:
+        workspace += batch * heads * key.shape[2] * (size + value.shape[3]) * DTYPE_BYTES[key.dtype]
+    return (workspace,)
+
+
+def _flash(op: Op, dev: Device) -> Buffers:
+    """Partial outputs and row sums where keys are split over blocks, as num_splits_heuristic of flash_api decides."""
+    query, key = _specs(op)[:2]
+    dropout = next((value for value in op.attrs if isinstance(value, float)), 0.0)
+    batch, heads, rows, size = query.shape
+    blocks = batch * heads * ceil(rows / 64)
+    columns = ceil(key.shape[2] / (256 if size <= 64 else 128 if size <= 128 else 64))
+    splits = 1 if dropout else _flash_splits(blocks, dev.multiprocessors * 2, columns)
+    if splits == 1:
+        return ()
+    total = 4 * splits * batch * heads * rows
+    return (total, total * _head(size))
+
+
+def _flash_splits(blocks: int, slots: int, columns: int) -> int:
+    if blocks >= 0.8 * slots:
+        return 1
+    able = [n for n in range(1, min(128, slots, columns) + 1) if n == 1 or ceil(columns / n) != ceil(columns / (n - 1))]
+    waves = {n: blocks * n / slots for n in able}
+    efficiency = {n: wave / ceil(wave) for n, wave in waves.items()}
+    return min(n for n in able if efficiency[n] >= 0.85 * max(efficiency.values()))
+
+
+def _head(size: int) -> int:
+    return round_up(size, 32) if size <= 128 else round_up(size, 64)
+
+
+def _flash_backward(op: Op, _: Device) -> Buffers:
+    """flash_api: softmax_d and fp32 dq_accum, rows padded to 128, head to 32; dk, dv per query head if keys are shared.
+
+    Heads below 32 were measured with two more tensors of the size of dO.
+    """
+    grad, query, key = _specs(op)[:3]
+    batch, heads, rows, size = query.shape
+    softmax = 4 * batch * heads * round_up(rows, 128)
+    shared = batch * heads * key.shape[2] * size * DTYPE_BYTES[key.dtype] if key.shape[1] != heads else 0
+    small = grad.nbytes if size < 32 else 0
+    return (small, small, softmax, softmax * _head(size), shared, shared)
+
+
+def _efficient(op: Op, _: Device) -> Buffers:
+    """Forward: an fp32 accumulator where the output is narrower and the head exceeds what registers hold (128)."""
+    value = op.inputs[2].spec
+    wide = value.shape[-1] > 128 and value.dtype != "float32"
+    return (4 * op.outputs[0].spec.numel,) if wide and op.outputs else ()
+
+
+def _efficient_backward(op: Op, _: Device) -> Buffers:
+    """cutlass: dq in fp32 tiles, each with a 16-byte lock, and delta. In fp32 delta is computed outside, from dO*O."""
+    specs = _specs(op)
+    grad, query, key, value = specs[:4]
+    batch, heads, rows, size = query.shape
+    delta = 4 * batch * heads * rows
+    block = 64 if size <= 64 else 128
+    tiles = ceil(rows / block) * (1 if 96 < size <= 128 else ceil(size / 64))
+    width = 128 if 96 < size <= 128 else 64
+    workspace = batch * heads * tiles * (4 * block * width + 16)
+    if size > 128 and query.dtype != "float32":
+        wide = round_up(size, 128) + round_up(value.shape[3], 128)
+        workspace += 4 * batch * heads * round_up(key.shape[2], 64) * wide
+    if query.dtype == "float32" and grad.nbytes + delta > workspace:
+        return (grad.nbytes, delta, delta)
+    return (delta, workspace)
+
+
+# -- reductions, norms and losses --------------------------------------------------------------------------------------
+
+
+def _reduction(accumulator: int = 0) -> Rule:
+    def rule(op: Op, dev: Device) -> Buffers:
+        """Reduce.cuh: partial results of the blocks that share an output, and their semaphores."""
+        source, result = op.inputs[0].spec, op.outputs[0].spec
+        wide = accumulator or max(4, DTYPE_BYTES[source.dtype])
+        found = []
+        for dims in _reduced_dims(op, source.shape, result.shape):
+            found.append(reduction_staging(source, dims, wide, dev))
+            if 0 in _strided(op):  # what stays may vary fastest, as channels do in channels_last
+                kept = prod(size for i, size in enumerate(source.shape) if i not in dims)
+                rows = TensorSpec((source.numel // max(1, kept), kept), source.dtype)
+                found.append(reduction_staging(rows, frozenset((0,)), wide, dev))
+        return max(found, key=sum, default=())
+
+    return rule
+
+
+def _reduced_dims(op: Op, source: Sequence[int], result: Sequence[int]) -> Iterable[frozenset[int]]:
+    """The dimensions that went; if attrs do not name them and shapes leave a doubt, every set it can have been."""
+    named = [value for value in op.attrs if isinstance(value, int) and not isinstance(value, bool)]
+    if named:
+        return [frozenset(value % len(source) for value in named)] if source else []
+    if len(source) == len(result):
+        return [frozenset(i for i, (n, m) in enumerate(zip(source, result, strict=True)) if n != m)]
+    kept: list[tuple[int, ...]] = [()]  # which dimensions the result's dimensions can be, in order
+    for size in result:
+        kept = [(*at, i) for at in kept for i in range(at[-1] + 1 if at else 0, len(source)) if source[i] == size][:64]
+    return [frozenset(range(len(source))) - frozenset(at) for at in kept]
+
+
+def _layer_norm_backward(gradients: int) -> Rule:
+    def rule(op: Op, dev: Device) -> Buffers:
+        """Tall and narrow: partial weight gradients per 32 rows, then a sum over them (layer_norm_kernel.cu)."""
+        specs = _specs(op)
+        columns = max((out.spec.numel for out in op.outputs[1:]), default=0)
+        if not columns or len(op.outputs) < 2:
+            return ()
+        rows = specs[1].numel // columns
+        if rows <= 64 * 1024 or columns // 32 >= dev.multiprocessors // 2:
+            return ()
+        partial = TensorSpec((ceil(rows / 32), columns), op.outputs[1].spec.dtype)
+        found = reduction_staging(partial, frozenset((0,)), 4, dev)
+        return (*(partial.nbytes for _ in range(min(gradients, len(op.outputs) - 1))), 512, *found)
+
+    return rule
+
+
+def _group_norm(op: Op, _: Device) -> Buffers:
+    """Scale and shift per sample and channel, in fp32."""
+    shape = op.inputs[0].spec.shape
+    one = 4 * shape[0] * shape[1]
+    return (one, one)
+
+
+def _group_norm_backward(op: Op, _: Device) -> Buffers:
+    """ds, db and c1 per sample and channel, c2 and c3 per sample and group, in fp32."""
+    shape, groups = op.inputs[1].spec.shape, op.inputs[2].spec.numel
+    one = 4 * shape[0] * shape[1]
+    return (one, one, one, 4 * groups, 4 * groups)
+
+
+def _softmax_backward(op: Op, _: Device) -> Buffers:
+    """The product of gradient and output."""
+    return (op.inputs[0].spec.nbytes,)
+
+
+def _safe_softmax(op: Op, _: Device) -> Buffers:
+    """Which elements, and then which rows, are all -inf, as booleans; a zero."""
+    spec = op.inputs[0].spec
+    return (spec.numel, spec.numel // max(1, spec.shape[-1] if spec.shape else 1), 512)
+
+
+def _input_copy(op: Op, _: Device) -> Buffers:
+    """One tensor like the first input: c2r FFT overwrites its input, logsumexp and losses hold the elementwise part."""
+    return (op.inputs[0].spec.nbytes,)
+
+
+def _loss(op: Op, _: Device) -> Buffers:
+    """A reduced loss holds the elementwise losses first."""
+    return (max(spec.nbytes for spec in _specs(op)),) if not op.outputs[0].spec.shape else ()
+
+
+def _logits_loss(op: Op, _: Device) -> Buffers:
+    """log(sigmoid) of the logits and the elementwise losses, of which only their mean is an output."""
+    one = _specs(op)[0].nbytes
+    return (one, one) if not op.outputs[0].spec.shape else (one,)
+
+
+def _foreach_norm(op: Op, _: Device) -> Buffers:
+    """Partial norms: one per 65536 elements of the largest tensor, for every tensor."""
+    chunks = max((ceil(spec.numel / 65536) for spec in _specs(op)), default=0)
+    return (len(op.inputs) * chunks * (8 if op.inputs and op.inputs[0].spec.dtype == "float64" else 4),)
+
+
+def _complex_product(op: Op, _: Device) -> Buffers:
+    """Complex matrix products: operands that are lazily conjugated or permuted are made real copies first."""
+    return tuple(spec.nbytes for spec in _specs(op)[-2:] if spec.dtype.startswith("complex"))
+
+
+def _roll(op: Op, _: Device) -> Buffers:
+    """Rolling several dimensions goes one by one, through one intermediate tensor."""
+    return (op.inputs[0].spec.nbytes,) if sum(type(value) is int for value in op.attrs) != 2 else ()
+
+
+# -- sorting and indexing ----------------------------------------------------------------------------------------------
+
+
+def _embedding_backward(op: Op, _: Device) -> Buffers:
+    """Embedding.cu: indices are sorted above 3072, then rows are summed by 10 in fp32 and scattered.
+
+    The partial sums are allocated for the most segments there can be: n / 10 + min(n, table rows).
+    """
+    grad, indices = _specs(op)[:2]
+    count, (rows, columns) = indices.numel, op.outputs[0].spec.shape
+    if count <= 3072:
+        return ()
+    index = DTYPE_BYTES[indices.dtype]
+    segments = min(count, rows)
+    partial = count // 10 + segments
+    sorting = (index * count, index * count, index * count, _sort_temporary(count, 2 * index))
+    summing = (
+        index * count, index * count, index * count, 8, 8, index * segments, index * segments, index * partial,
+        max(4, DTYPE_BYTES[grad.dtype]) * partial * columns,
+    )  # fmt: skip
+    return max(sorting, summing, key=sum)
+
+
+def _sort(op: Op, _: Device) -> Buffers:
+    """Up to 4096 in a row: an arange. Longer: row numbers, and cub's buffers for keys and values."""
+    spec = op.inputs[0].spec
+    row = _row(op, spec)
+    element = DTYPE_BYTES[spec.dtype]
+    if row <= 4096:
+        return (8 * row,)
+    if row == spec.numel:
+        return (8 * row, _sort_temporary(row, element + 8))
+    return (8 * spec.numel, 8 * spec.numel, element * spec.numel, _sort_temporary(spec.numel, element + 8))
+
+
+def _row(op: Op, spec: TensorSpec) -> int:
+    """Length of the dimension worked along: the one in attrs, or else the last."""
+    dim = next((value for value in op.attrs if isinstance(value, int) and not isinstance(value, bool)), -1)
+    return spec.shape[dim] if spec.shape and -len(spec.shape) <= dim < len(spec.shape) else 1
+
+
+def _topk(op: Op, dev: Device) -> Buffers:
+    """Long rows: digit counts (512 B) per block and cumulative ones (1 KiB) per row (TensorTopK.cu, several blocks)."""
+    spec, result = op.inputs[0].spec, op.outputs[0].spec
+    pairs = zip(spec.shape, result.shape, strict=True)
+    row = next((n for n, m in pairs if n != m), spec.shape[-1] if spec.shape else 1)
+    rows = spec.numel // max(1, row)
+    limits = ((20, 20000), (40, 10000), (80, 8000), (200, 5000), (800, 3000), (4000, 800))
+    if row < next((least for most, least in limits if rows <= most), 400):
+        return ()
+    items = min(64, max(4, ceil(spec.numel / (256 * 6 * dev.multiprocessors))))
+    return (520 * rows * ceil(row / (256 * items)) + 1056 * rows + 4096,)
+
+
+def _cumulative(op: Op, _: Device) -> Buffers:
+    """A scan of one row keeps 16 bytes per tile; another dtype than the output's is cast first."""
+    spec, result = op.inputs[0].spec, op.outputs[0].spec
+    cast = result.nbytes if spec.dtype != result.dtype else 0
+    single = spec.numel == max(spec.shape, default=1)
+    return (cast, spec.numel // 190 + 1024 if single else 0)
+
+
+def _index_put(op: Op, _: Device) -> Buffers:
+    """Accumulating: linear indices, their sorted order and origin, an arange, and cub's sort buffers."""
+    flags = [value for value in op.attrs if isinstance(value, bool)]
+    accumulate = flags[0] if flags else op.phase == "backward"
+    indices = [spec for spec in _specs(op)[1:-1] if spec.dtype in _INTEGERS]
+    count = prod(_broadcast(indices)) if indices else max((spec.numel for spec in _specs(op)[1:-1]), default=0)
+    if not accumulate or not count:
+        return _index_copies(indices)
+    values = op.inputs[-1].spec.nbytes if len(op.inputs) - 1 in _strided(op) else 0
+    return (8 * count, 8 * count, 8 * count, 8 * count, _sort_temporary(count, 16), values)
+
+
+_INTEGERS = ("int64", "int32")
+
+
+def _broadcast(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
+    """The shape that shapes take together."""
+    rank = max((len(spec.shape) for spec in specs), default=0)
+    padded = [(1,) * (rank - len(spec.shape)) + tuple(spec.shape) for spec in specs]
+    return tuple(max(sizes) if min(sizes) else 0 for sizes in zip(*padded, strict=True))
+
+
+def _index_copies(indices: Sequence[TensorSpec]) -> Buffers:
+    """TensorAdvancedIndexing: int32 becomes int64; several of unlike shapes are all laid out at their common one."""
+    shape = _broadcast(indices)
+    alike = all(tuple(spec.shape) == shape for spec in indices)
+    found = []
+    for spec in indices:
+        if spec.dtype == "int32":
+            found.append(8 * spec.numel)
+        if not alike and tuple(spec.shape) != shape:
+            found.append(8 * prod(shape))
+    return tuple(found)
+
+
+def _nonzero(op: Op, _: Device) -> Buffers:
+    """Counts of cub's select, a few bytes per tile."""
+    return (op.inputs[0].spec.numel // 400 + 1536,)
+
+
+def _masked(op: Op, dev: Device) -> Buffers:
+    """A boolean index becomes its nonzero positions, int64 per dimension of the mask; integers as they are read."""
+    masks = [spec for spec in _specs(op)[1:] if spec.dtype in ("bool", "uint8")]
+    if not masks or not op.outputs[0].spec.shape:
+        return _index_copies([spec for spec in _specs(op)[1:] if spec.dtype in _INTEGERS])
+    return (8 * op.outputs[0].spec.shape[0] * len(masks[0].shape), masks[0].numel // 400 + 1536)
+
+
+def _unique(op: Op, _: Device) -> Buffers:
+    """cub's sort of the values; with inverse indices the sort carries positions, and a scan of differences follows."""
+    spec = op.inputs[0].spec
+    element = DTYPE_BYTES[spec.dtype]
+    inverse = len(op.outputs) > 1 and op.outputs[1].spec.numel > 1
+    more = (8 * spec.numel, 8 * spec.numel, 8 * spec.numel) if inverse else ()
+    return (*more, _sort_temporary(spec.numel, element + (8 if inverse else 0)))
+
+
+def _multinomial(op: Op, _: Device) -> Buffers:
+    """One sample: an exponential variable per weight; the checks of the weights."""
+    return (op.inputs[0].spec.nbytes, 512, 512)
+
+
+# -- convolution -------------------------------------------------------------------------------------------------------
+
+
+def _convolution(op: Op, _: Device) -> Buffers:
+    """cuDNN, forward: copies in its own layout (NHWC) of input, output and weight; workspace where it splits sums."""
+    strided = _strided(op)
+    c = Convolution(_specs(op)[0], _specs(op)[1], op.outputs[0].spec, op.attrs, False, weight_last=1 in strided)
+    return (c.source.nbytes if 0 in strided and not c.channels_last else 0, _with_alignment(c, c.data_pass()))
+
+
+def _convolution_backward(op: Op, dev: Device) -> Buffers:
+    """cuDNN, backward: the largest of its stages, which come one after the other."""
+    return max(_convolution_backward_stages(op, dev), key=sum)
+
+
+def _convolution_backward_stages(op: Op, dev: Device) -> tuple[Buffers, ...]:
+    """Workspace of the input's gradient, then of the weight's, then the reduction of the bias's."""
+    strided = _strided(op)
+    result, source, weight = _specs(op)[:3]
+    c = Convolution(source, weight, result, op.attrs, True, weight_last=2 in strided)
+    copies = () if c.channels_last else tuple(spec.nbytes for i, spec in enumerate((result, source)) if i in strided)
+    found: list[Buffers] = []
+    if c.mask[0]:
+        found.append((*copies, _with_alignment(c, c.data_pass())))
+    if c.mask[1]:
+        found.append((*copies, _with_alignment(c, c.weight_pass())))
+    if c.mask[2]:
+        batch, channels = result.shape[:2]
+        plane = prod(result.shape[2:])
+        rows = c.channels_last or 0 in strided  # channels vary fastest, which needs the larger staging
+        spec = TensorSpec((batch * plane, channels) if rows else (batch, channels, plane), result.dtype)
+        found.append(reduction_staging(spec, frozenset((0,) if rows else (0, 2)), 4, dev))
+    return tuple(found) or ((),)
+
+
+def _with_alignment(c: Convolution, workspace: int) -> int:
+    """cuDNN asks for a little more than its buffers, to align them: 16 bytes for images, else 147 were seen."""
+    return workspace + (16 if c.few else 147) if workspace else 0
+
+
+# -- recurrent layers --------------------------------------------------------------------------------------------------
+
+
+def _recurrent(op: Op, _: Device) -> Buffers:
+    """cuDNN, forward: the input with time first, and the workspace."""
+    return scratch_rnn.forward(op)
+
+
+def _recurrent_backward(op: Op, _: Device) -> Buffers:
+    """cuDNN, backward: the larger of its two stages, the gradients of input and states, then those of the weights."""
+    return max(scratch_rnn.backward(op), key=sum)
+
+
+_PAIR, _WELFORD = 16, 16
+_RULES: dict[str, Rule] = {
+    "aten._scaled_dot_product_cudnn_attention.default": _cudnn_attention,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_attention_backward,
+    "aten._scaled_dot_product_flash_attention.default": _flash,
+    "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
+    "aten._scaled_dot_product_efficient_attention.default": _efficient,
+    "aten._scaled_dot_product_efficient_attention_backward.default": _efficient_backward,
+    "aten.native_layer_norm_backward.default": _layer_norm_backward(2),
+    "aten._fused_rms_norm_backward.default": _layer_norm_backward(1),
+    "aten.native_group_norm.default": _group_norm, "aten.native_group_norm_backward.default": _group_norm_backward,
+    "aten._softmax_backward_data.default": _softmax_backward, "aten._safe_softmax.default": _safe_softmax,
+    "aten.logsumexp.default": _input_copy, "aten._fft_c2r.default": _input_copy,
+    "aten.mse_loss.default": _loss, "aten.smooth_l1_loss.default": _loss, "aten.huber_loss.default": _loss,
+    "aten.binary_cross_entropy.default": _loss, "aten.binary_cross_entropy_with_logits.default": _logits_loss,
+    "aten._foreach_norm.Scalar": _foreach_norm, "aten.roll.default": _roll,
+    "aten.bmm.default": _complex_product, "aten.mm.default": _complex_product,
+    "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten.sort.default": _sort, "aten.sort.stable": _sort, "aten.argsort.default": _sort, "aten.topk.default": _topk,
+    "aten.cumsum.default": _cumulative, "aten.cumprod.default": _cumulative,
+    "aten.index_put.default": _index_put, "aten.index_put_.default": _index_put,
+    "aten._index_put_impl_.default": _index_put, "aten._unsafe_index_put.default": _index_put,
+    "aten.nonzero.default": _nonzero, "aten.index.Tensor": _masked, "aten.masked_select.default": _masked,
+    "aten._unique2.default": _unique, "aten.multinomial.default": _multinomial,
+    "aten.convolution.default": _convolution, "aten.convolution_backward.default": _convolution_backward,
+    "aten._cudnn_rnn.default": _recurrent, "aten._cudnn_rnn_backward.default": _recurrent_backward,
+    **dict.fromkeys(
+        ("aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default", "aten.prod.default",
+         "aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default", "aten.any.dim",
+         "aten.linalg_vector_norm.default", "aten.norm.Scalar", "aten.norm.ScalarOpt_dim"), _reduction()),
+    **dict.fromkeys(("aten.max.dim", "aten.min.dim", "aten.argmax.default", "aten.argmin.default"), _reduction(_PAIR)),
+    **dict.fromkeys(("aten.var.correction", "aten.std.correction", "aten.var_mean.correction",
+                     "aten.std_mean.correction"), _reduction(_WELFORD)),
+}  # fmt: skip

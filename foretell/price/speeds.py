@@ -1,0 +1,221 @@
+"""What prices the tasks of a rank: the machine it is on, the links that join it to others, the cores it shares.
+
+A GPU and a CPU differ in these values alone. Ranks on one CPU share its cores: a rank with fewer threads takes longer for
+ops that would have used all of them, and as long as before for those too small to be spread; gloo's messages pass through
+memory on the same cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from foretell.hardware.profile import Profile
+from foretell.hardware.types import Cluster
+from foretell.lower.fsdp.sharded import DP_SHARD
+from foretell.plan.mesh import OWN_RANKS, groups, sharing, sharing_experts
+from foretell.plan.types import Mesh, Plan
+from foretell.price.collectives import ALL_REDUCE, P2P, Fabric, among, collective, fabric, slowest
+from foretell.price.machine import machine
+from foretell.price.time import Machine
+from foretell.price.unlike import slowest_seen
+from foretell.trace.types import Op
+
+NEAREST = {"cuda": "H200-SXM-141GB", "rocm": "H200-SXM-141GB", "mps": "H200-SXM-141GB", "cpu": "CPU"}
+"""Backend → the device whose profile is carried over to those that have none."""
+REDUCTION_AT_END_BYTES = 8
+"""Loss and squared norm of the gradient, summed over all ranks once a step."""
+UNKNOWN_BAND = (0.7, 1.5)
+"""Factors on a prediction between which steps are expected where no profile says."""
+
+Profiles = Callable[[str], Profile | None]
+Seconds = Callable[[Op], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to predict, besides what the plan says."""
+
+    profile_of: Profiles = field(default=lambda _: None)
+    """Device name → its profile, if there is one."""
+    expandable: bool = False
+    """The caching allocator grows segments."""
+    pace: float = 1.0
+    """How much longer this CPU takes now than its profile says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """How long a rank takes for its ops and messages."""
+
+    machine: Machine
+    comm_time: Seconds = lambda _: 0.0
+    """Of a collective."""
+    p2p_time: Callable[[int], float] = lambda _: 0.0
+    """Of a message of so many bytes between two ranks of a pipeline."""
+    sync_time: float = 0.0
+    """Of the reduction of loss and gradient norm over all ranks, once a step."""
+    op_slowdown: Seconds | None = None
+    """Factor on the seconds of an op; None: 1."""
+    reprice: Callable[[Op, str, float], float] | None = None
+    """Op, its family and its seconds → its seconds in other software; None: as they are."""
+    host_slowdown: float = 1.0
+    """Factor on the seconds of the host."""
+    slowdown: float = 1.0
+    """Factor on everything."""
+    shared_band: tuple[float, float] | None = None
+    """Factors between which steps are expected, where they are not the machine's own."""
+    alone: bool = True
+    """One rank: nothing of a link is assumed."""
+
+    def band(self, binds: str) -> tuple[float, float]:
+        return self.shared_band or self.machine.band.get(binds) or self.machine.band.get("", UNKNOWN_BAND)
+
+
+def profile_for(cluster: Cluster, profile_of: Profiles) -> Profile | None:
+    device = cluster.device
+    return profile_of(device.name) or profile_of(NEAREST.get(device.backend, ""))
+
+
+def speeds_of(plan: Plan, cluster: Cluster, how: Options, stage: int | None = None) -> Speeds | None:
+    """Of a rank of a plan, or of a place of its pipeline; None where nothing is known of the device's speed."""
+    seen = slowest_seen(plan, cluster, stage)
+    known = machine(seen.device, profile_for(seen, how.profile_of))
+    if known is None:
+        return None
+    return _on_cpu(plan, cluster, known, how.pace) if cluster.device.backend == "cpu" else _on_gpu(plan, cluster, known)
+
+
+def alone(known: Machine) -> Speeds:
+    """Of one rank that talks to nobody."""
+    return Speeds(machine=known)
+
+
+def _on_gpu(plan: Plan, cluster: Cluster, known: Machine) -> Speeds:
+    world = plan.mesh.world
+    if world == 1:
+        return Speeds(machine=known)
+    fabrics = fabrics_for(plan, cluster)
+    link = fabrics.get("pp")
+    return Speeds(
+        machine=known, comm_time=comm_time_over(fabrics), alone=False,
+        p2p_time=lambda nbytes: collective(P2P, nbytes, link).seconds if link is not None else 0.0,
+        sync_time=collective(ALL_REDUCE, REDUCTION_AT_END_BYTES, fabric(cluster, world)).seconds,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- links
+
+
+def fabrics_of(mesh: Mesh, cluster: Cluster) -> dict[str, Fabric]:
+    """Axis → what joins the ranks of its groups; `world` joins all."""
+    found, stride = {}, 1
+    for axis in reversed(OWN_RANKS):
+        ranks = getattr(mesh, axis)
+        if ranks > 1:
+            found[axis] = fabric(cluster, ranks, stride=stride)
+        stride *= ranks
+    if mesh.cp > 1:
+        found[DP_SHARD] = fabric(cluster, mesh.dp_shard * mesh.cp, stride=mesh.tp)
+    if mesh.ep > 1:
+        found["ep"] = fabric(cluster, mesh.ep, stride=mesh.tp * mesh.cp)
+        found[f"{DP_SHARD}:{mesh.dp_shard // mesh.ep}"] = fabric(cluster, mesh.dp_shard // mesh.ep, stride=mesh.tp * mesh.cp * mesh.ep)
+    if stride > 1:
+        found["world"] = fabric(cluster, stride)
+    return found
+
+
+def fabrics_for(plan: Plan, cluster: Cluster) -> dict[str, Fabric]:
+    """The same for a plan: where devices are unlike, measured or placed, by the slowest group of each axis. Parameters
+    that are gathered again among fewer ranks have their own entry, `dp_shard:8`: those ranks are side by side."""
+    mesh, fewer = plan.mesh, 0 if isinstance(plan.reshard, bool) else plan.reshard
+    if plan.placement or cluster.groups or cluster.matrix is not None:
+        found = {
+            axis: slowest(among(cluster, map(plan.device_of, group)) for group in groups(mesh, axis))
+            for axis in OWN_RANKS if getattr(mesh, axis) > 1
+        }  # fmt: skip
+        if mesh.ep > 1:
+            found["ep"] = slowest(among(cluster, map(plan.device_of, group)) for group in sharing_experts(mesh))
+        if mesh.cp > 1:
+            found[DP_SHARD] = slowest(among(cluster, map(plan.device_of, group)) for group in sharing(mesh))
+        if mesh.world > 1:
+            found["world"] = among(cluster, map(plan.device_of, range(mesh.world)))
+        pieces = [
+            group[start : start + fewer] for group in sharing(mesh) for start in range(0, len(group), fewer or len(group))
+        ]  # fmt: skip
+        part = slowest(among(cluster, map(plan.device_of, piece)) for piece in pieces)
+    else:
+        found, part = fabrics_of(mesh, cluster), fabric(cluster, max(1, fewer), stride=mesh.tp)
+    return found | ({f"{DP_SHARD}:{fewer}": part} if fewer > 1 else {})
+
+
+def comm_time_over(fabrics: Mapping[str, Fabric]) -> Seconds:
+    """Seconds of a collective by the links of its axis."""
+
+    def seconds(op: Op) -> float:
+        axis = axis_of(op)
+        ranks = next((str(attr).removeprefix("ranks:") for attr in op.attrs if str(attr).startswith("ranks:")), "")
+        group = fabrics.get(f"{axis}:{ranks}") or fabrics.get(axis)
+        return collective(op.name.removeprefix("foretell."), message(op), group).seconds if group is not None else 0.0
+
+    return seconds
+
+
+def axis_of(op: Op) -> str:
+    """The mesh axis of a collective."""
+    return next(str(attr).removeprefix("axis:") for attr in op.attrs if str(attr).startswith("axis:"))
+
+
+def message(op: Op) -> int:
+    """The larger buffer of a collective, in bytes."""
+    return max(op.bytes_read, op.bytes_written)
+
+
+# ---------------------------------------------------------------------- the cores of one machine
+
+GRAIN = 32768
+"""Elements below which torch does not spread an op over threads."""
+SPREAD = 0.9
+"""How much of another thread's time an op that is spread over it gains. Assumed: a 10M GPT's step took 0.33 s on two
+threads of an idle Xeon and 0.77 s on one thread of a busy one."""
+SHARED_BAND = (0.6, 1.6)
+"""Between which factors of the prediction steps of several ranks on one CPU are expected: assumed."""
+MESSAGE_SECONDS = 1.5e-3
+"""Of any collective over gloo inside a step, before its bytes. Measured with two ranks on two cores of a Xeon: alone a
+small one takes 0.2 to 0.5 ms, in a step 3 to 5 ms with 0.8 MB, since gloo's threads wait for the cores that compute."""
+BYTES_PER_SECOND: Mapping[str, float] = {
+    "all_gather": 0.6e9, "reduce_scatter": 0.5e9, "all_reduce": 0.5e9, "all_to_all": 0.6e9, "send": 0.8e9,
+}  # fmt: skip
+"""Of the larger buffer, inside a step. Measured there: 125 MB took 0.25 s of a 10M GPT's step; alone 0.8 to 1.6e9. That
+of all_to_all is assumed to be a gather's."""
+
+
+def _on_cpu(plan: Plan, cluster: Cluster, known: Machine, pace: float) -> Speeds:
+    ranks, cores = plan.mesh.world, cluster.device.sm_count
+    if ranks == 1:
+        return Speeds(machine=known, slowdown=pace)
+    return Speeds(
+        machine=known, comm_time=by_gloo, p2p_time=lambda nbytes: MESSAGE_SECONDS + nbytes / BYTES_PER_SECOND["send"],
+        sync_time=MESSAGE_SECONDS, op_slowdown=_shared(ranks, cores), host_slowdown=max(1.0, ranks / cores), slowdown=pace,
+        shared_band=SHARED_BAND, alone=False,
+    )  # fmt: skip
+
+
+def _shared(ranks: int, cores: int) -> Seconds:
+    """How much longer an op takes on a rank's share of the cores than on all of them."""
+
+    def factor(op: Op) -> float:
+        spread = max((ref.spec.numel for ref in (*op.inputs, *op.outputs)), default=0) >= GRAIN
+        return _gain(cores) / _gain(cores / ranks) if spread else max(1.0, ranks / cores)
+
+    return factor
+
+
+def _gain(threads: float) -> float:
+    """How many times faster than on one thread an op that can be spread runs; below one thread, its share of a core."""
+    return 1 + SPREAD * (threads - 1) if threads >= 1 else threads
+
+
+def by_gloo(op: Op) -> float:
+    """Seconds of a collective on one machine."""
+    return MESSAGE_SECONDS + message(op) / BYTES_PER_SECOND[op.name.removeprefix("foretell.")]

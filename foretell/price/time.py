@@ -1,0 +1,100 @@
+"""What is known of one device and its host, and the seconds of each op of a step on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from foretell.price.energy import PowerModel
+from foretell.price.host import HostModel, steady
+from foretell.price.kernels.features import Shape, describe
+from foretell.price.kernels.ops import OpModel
+from foretell.price.kernels.rare import ASKED, FAMILY, called, unmeasured, waits
+from foretell.price.kernels.shapes import short
+from foretell.quantities import COLLECTIVES, MEASURED, Task
+from foretell.trace.compiled_blocks import ENTER, LEAVE
+from foretell.trace.compiled_graphs import REPLAY, REPLAYED
+from foretell.trace.types import Op, Trace
+
+MARKS = frozenset({"foretell.begin", "foretell.model_end", "foretell.reshard", ENTER, LEAVE, REPLAY, REPLAYED})
+"""Ops that only mark a place."""
+COMPUTE_KINDS = frozenset({"gemm", "attention", "convolution", "recurrent"})
+LONG_PROGRAM = 20_000
+"""Ops above which one step is simulated instead of two: the device is far behind the host there anyway."""
+MOST_GUESSED = 0.05
+"""Share of a step in ops that were never measured above which the whole counts as assumed."""
+CLOSER = 1.0e-6
+"""Seconds between two kernels that a CUDA graph saves; from replayed steps on an H200."""
+DRAG = {COLLECTIVES: 0.85}
+"""How much longer compute takes while a collective runs beside it; from published FSDP runs, see `stack`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What is known of one device and its host."""
+
+    ops: OpModel
+    host: HostModel
+    in_step: Mapping[str, float] = field(default_factory=dict)
+    """compute, memory → how much longer such ops take inside a step than alone: clocks are lower, caches cold."""
+    provenance: str = MEASURED
+    slower: Mapping[str, float] = field(default_factory=dict)
+    """Family of ops → factor on its seconds, where efficiencies come from another device."""
+    serial: bool = False
+    """The host itself computes, op by op: a CPU."""
+    band: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """What binds → the factors between which nine of ten steps fall."""
+    power: PowerModel | None = None
+    notes: tuple[str, ...] = ()
+    """Sentences on where these figures come from."""
+
+
+def shape_of(op: Op) -> Shape:
+    return Shape(op.name, tuple([ref.spec for ref in op.inputs]), tuple([ref.spec for ref in op.outputs]), op.attrs)
+
+
+def guessed(tasks: Sequence[Task], machine: Machine) -> float:
+    """Seconds of a step in ops that the machine's profile was measured without."""
+    return sum(task.seconds for task in tasks if task.kind == FAMILY) if FAMILY not in machine.ops.families else 0.0
+
+
+def unmeasured_ops(trace: Trace, machine: Machine) -> tuple[str, ...]:
+    """Names of a step's ops that the machine's profile was measured without."""
+    every = {shape_of(op) for name, _ in steady(trace) for op in trace.programs[name].ops if short(op.name) in ASKED}
+    return unmeasured(every, machine.ops.families)
+
+
+def synchronises(op: Op, machine: Machine) -> bool:
+    """Whether the host waits for an op's result: as its profile has seen it, or else as such ops are known to be."""
+    name = short(op.name)
+    if name not in ASKED:
+        return False
+    shape = shape_of(op)
+    return machine.host.waits.get(called(name, shape), waits(name, shape))
+
+
+def op_prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
+    """Of every op of a steady step: its family and its device seconds."""
+    known: dict[Shape, tuple[str, float]] = {}
+    found: dict[int, Shape] = {}
+    for name, _ in steady(trace):
+        for op in trace.programs[name].ops:
+            found[id(op)] = shape_of(op)
+    distinct = dict.fromkeys(found.values())
+    seconds = machine.ops.seconds(distinct)
+    for shape in distinct:
+        described = describe(shape, machine.ops.device)
+        family = described.family if described else ""
+        around = machine.in_step.get("compute" if family in COMPUTE_KINDS else "memory", 1.0)
+        known[shape] = (family, seconds[shape] * around * machine.slower.get(family, 1.0))
+    prices = {number: known[shape] for number, shape in found.items()}
+    for name, _ in steady(trace):
+        replaying = False
+        for op in trace.programs[name].ops:
+            replaying = op.name != REPLAYED and (replaying or op.name == REPLAY)
+            if replaying and prices[id(op)][1]:
+                family, alone = prices[id(op)]
+                prices[id(op)] = (family, max(alone - CLOSER, alone / 3))
+            if op.name == "aten.copy_.default" and len(op.inputs) > 1 and op.inputs[0] == op.inputs[1]:
+                prices[id(op)] = ("", 0.0)  # onto itself, as `x[a:] += y` asks for: torch returns at once
+    return prices

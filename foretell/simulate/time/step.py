@@ -1,0 +1,215 @@
+"""How long a rank's step takes under a plan: its ops on one stream, collectives of each mesh axis on another.
+
+What fully_shard gathers and scatters runs beside compute: a gather must be there before its copy-out, a scatter before
+the update. What tensor parallelism sums or gathers is on the path: the op that comes next waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from foretell.lower.fsdp.sharded import COLLECTIVES as TALKING
+from foretell.lower.fsdp.sharded import DP_REPLICATE, DP_SHARD
+from foretell.plan.types import Plan
+from foretell.price.host import steady, watched_blocks, wholly_compiled
+from foretell.price.speeds import Speeds, axis_of
+from foretell.price.time import COMPUTE_KINDS, DRAG, LONG_PROGRAM, MARKS, MOST_GUESSED, guessed, op_prices, synchronises
+from foretell.quantities import ASSUMED, COLLECTIVES, COMPUTE, HOST, Task, Time
+from foretell.simulate.offload import activations
+from foretell.simulate.offload import states as offload
+from foretell.simulate.offload.timing import Rates, Unit, marks_of, played
+from foretell.simulate.time.streams import Timeline, simulate
+from foretell.trace.types import Op, Trace
+
+BESIDE = (DP_SHARD, DP_REPLICATE)
+"""Axes whose collectives run beside compute."""
+
+
+def plan_time(local: Trace, speeds: Speeds) -> tuple[Time, Timeline]:
+    """Seconds of a steady step of one rank, and the timeline they come from; all ranks do the same."""
+    tasks = step_tasks(local, speeds)
+    found, timeline = _timed(tasks, speeds)
+    if activations.COPIES in local.meta:
+        moved, timeline = _timed(activations.with_copies(tasks, local), speeds)
+        found = activations.told(moved, found)
+    return found, timeline
+
+
+def step_tasks(local: Trace, speeds: Speeds) -> list[Task]:
+    """All tasks of a steady step, with what ranks tell each other at its end."""
+    tasks = list(tasks_of(local, steady(local), speeds))
+    if speeds.sync_time:
+        where = HOST if speeds.machine.serial else COMPUTE
+        tasks.append(Task("foretell.all_reduce", where, speeds.sync_time * speeds.slowdown, (), 0.0, "all_reduce", "", "update"))
+    return tasks
+
+
+def _timed(tasks: Sequence[Task], speeds: Speeds) -> tuple[Time, Timeline]:
+    timeline = simulate(tasks, steps=1 if len(tasks) > LONG_PROGRAM else 2, drag=drags(tasks))
+    return as_time(timeline, tasks, speeds), timeline
+
+
+def moved_time(local: Trace, plan: Plan, speeds: Speeds, units: Sequence[Unit], rates: Rates) -> tuple[Time, Timeline]:
+    """The same where states, or weights, come and go beside the step."""
+    plain = step_tasks(local, speeds)
+    own = activations.with_copies(plain, local)
+    timeline = simulate(own, steps=2, drag=drags(own))
+    found = as_time(timeline, own, speeds)
+    if activations.COPIES in local.meta:
+        found = activations.told(found, as_time(simulate(plain, steps=2, drag=drags(plain)), plain, speeds))
+    late = played(marks_of(timeline, [unit.path for unit in units]), units, offload.load_of(plan), rates).waited
+    found = replace(
+        found, step_seconds=found.step_seconds + late, low_seconds=found.low_seconds + late, high_seconds=found.high_seconds + late
+    )
+    breakdown = {**found.breakdown, "waiting_for_states": late}
+    breakdown["waiting_for_host"] = max(0.0, found.step_seconds - sum(v for k, v in breakdown.items() if k != "waiting_for_host"))
+    binds = "link" if late > 0.25 * found.step_seconds else found.binds
+    return replace(found, breakdown=breakdown, binds=binds), timeline
+
+
+def drags(tasks: Sequence[Task]) -> Mapping[str, float] | None:
+    """How much compute slows down while a collective runs beside it."""
+    beside = {task.resource for task in tasks} & {lane(axis) for axis in BESIDE}
+    return dict.fromkeys(beside, DRAG[COLLECTIVES]) or None
+
+
+def lane(axis: str) -> str:
+    """The stream on which an axis' collectives run one after the other."""
+    return COLLECTIVES if axis == DP_SHARD else f"{COLLECTIVES} {axis}"
+
+
+def tasks_of(trace: Trace, run: Sequence[tuple[str, int]], speeds: Speeds, *, around: bool = True) -> Iterator[Task]:
+    """The tasks of a run of programs in the order the host asks for them; `around` counts what it does besides the ops."""
+    machine = speeds.machine
+    prices = op_prices(trace, machine)
+    besides = machine.host.around(trace, sum(times for _, times in run)) / max(1, len(run)) if around else 0.0
+    watched = watched_blocks(trace)
+    maker = _Maker(speeds, compiled=wholly_compiled(trace))
+    for name, times in run:
+        ops = trace.programs[name].ops
+        issues = list(machine.host.issues(ops, compiled=maker.compiled, watched=watched))
+        for _ in range(times):
+            maker.pending = besides / times
+            for op, asking in zip(ops, issues, strict=True):
+                maker.pending += asking
+                task = maker.task(op, prices)
+                if task is not None:
+                    yield task
+
+
+class _Maker:
+    """Ops as tasks, with what each waits for."""
+
+    def __init__(self, speeds: Speeds, *, compiled: bool) -> None:
+        self.speeds, self.machine, self.compiled = speeds, speeds.machine, compiled
+        self.pending = 0.0
+        self.count = 0
+        self.latest = -1
+        """The last task on the compute stream."""
+        self.awaited: dict[str, int] = {}
+        """Axis → the collective that nothing has waited for yet."""
+        self.gathered = self.copied = -1
+        """The last gather over data ranks, and the copying out of it: the next one waits for that and not for compute."""
+
+    def task(self, op: Op, prices: Mapping[int, tuple[str, float]]) -> Task | None:
+        if op.name in MARKS:
+            return None
+        if op.name.endswith("_wait"):
+            return None
+        if op.name in TALKING:
+            return self._collective(op)
+        family, seconds = prices[id(op)]
+        awaited = synchronises(op, self.machine)
+        if not seconds and not awaited and not op.name.startswith("foretell."):
+            return None
+        if self.speeds.reprice is not None:
+            seconds = self.speeds.reprice(op, family, seconds)
+        if self.speeds.op_slowdown is not None:
+            seconds *= self.speeds.op_slowdown(op)
+        where = HOST if self.machine.serial else COMPUTE
+        if op.name == offload.NEED and self.copied >= 0:  # what is gathered is gathered when it is new
+            return self._issue(Task(op.name, lane(DP_SHARD), 0.0, (self.copied,), 0.0, "need", op.module, op.phase))
+        return self._issue(
+            Task(op.name, where, seconds, self._after(op), 0.0, family, op.module, op.phase, awaited)
+        )
+
+    def _after(self, op: Op) -> tuple[int, ...]:
+        after = [self.awaited.pop(axis) for axis in list(self.awaited) if axis not in BESIDE or op.phase == "update"]
+        if op.name.endswith("copy_out") and self.gathered >= 0:
+            after.append(self.gathered)
+        return tuple(after)
+
+    def _collective(self, op: Op) -> Task:
+        axis, kind, seconds = axis_of(op), op.name.removeprefix("foretell."), self.speeds.comm_time(op)
+        if self.machine.serial:
+            return self._issue(Task(op.name, HOST, seconds, (), 0.0, kind, op.module, op.phase))
+        after = tuple(number for number in (self.latest, self.awaited.get(DP_SHARD, -1)) if number >= 0)
+        if kind == "all_gather" or axis not in BESIDE:
+            after = after[:1] if self.latest >= 0 else ()
+        if kind == "all_gather" and axis in BESIDE and self.copied >= 0:
+            after = (self.copied,)
+        task = self._issue(Task(op.name, lane(axis), seconds, after, 0.0, kind, op.module, op.phase))
+        if kind == "all_gather" and axis in BESIDE:
+            self.gathered = self.count - 1
+        else:
+            self.awaited[axis] = self.count - 1
+        return task
+
+    def _issue(self, task: Task) -> Task:
+        factor = self.speeds.slowdown
+        task = task._replace(seconds=task.seconds * factor, host_seconds=self.pending * self.speeds.host_slowdown * factor)
+        self.pending = 0.0
+        if task.resource in (COMPUTE, HOST):
+            self.latest = self.count
+        if task.name.endswith("copy_out"):
+            self.copied = self.count
+        elif task.phase == "update":
+            self.copied = -1  # the first gather of a step is of new weights
+        self.count += 1
+        return task
+
+
+# ---------------------------------------------------------------------- the timeline as an answer
+
+
+def as_time(timeline: Timeline, tasks: Sequence[Task], speeds: Speeds) -> Time:
+    exposed = exposed_communication(timeline)
+    busy = [task for task in tasks if task.resource in (COMPUTE, HOST)]
+    binds = _binds(timeline, busy, exposed)
+    low, high = speeds.band(binds)
+    seconds = timeline.seconds
+    phases: dict[str, float] = {}
+    kinds: dict[str, float] = {}
+    for task in busy:
+        phases[task.phase] = phases.get(task.phase, 0.0) + task.seconds
+        kind = task.kind if task.kind in COMPUTE_KINDS else "communication" if task.name in TALKING else "memory"
+        kinds[kind] = kinds.get(kind, 0.0) + task.seconds
+    kinds["communication"] = kinds.get("communication", 0.0) + exposed
+    kinds["waiting_for_host"] = max(0.0, seconds - sum(kinds.values()))
+    unsure = not speeds.alone or guessed(tasks, speeds.machine) > MOST_GUESSED * seconds
+    return Time(
+        step_seconds=seconds, low_seconds=seconds * low, high_seconds=seconds * high, breakdown=kinds, phases=phases,
+        binds=binds, provenance=ASSUMED if unsure else speeds.machine.provenance, device_seconds=sum(task.seconds for task in busy),
+        host_seconds=timeline.busy.get(HOST, 0.0), exposed_communication_seconds=exposed,
+        waiting_for_host_seconds=timeline.host_stall_seconds,
+    )  # fmt: skip
+
+
+def exposed_communication(timeline: Timeline) -> float:
+    """Seconds in which some collective ran and compute did not; lanes that overlap each other count once at most."""
+    total = sum(seconds for name, seconds in timeline.exposed.items() if name.startswith(COLLECTIVES))
+    return min(total, max(0.0, timeline.seconds - timeline.busy.get(COMPUTE, 0.0)))
+
+
+def _binds(timeline: Timeline, busy: Sequence[Task], exposed: float) -> str:
+    serial = any(task.resource == HOST for task in busy)
+    if not serial and timeline.host_stall_seconds > 0.25 * timeline.seconds:
+        return "host"
+    if exposed > 0.25 * timeline.seconds:
+        return "network"
+    product = sum(task.seconds for task in busy if task.kind in COMPUTE_KINDS)
+    moved = sum(task.seconds for task in busy) - product
+    if serial and timeline.seconds > 2 * (product + moved):
+        return "host"
+    return "compute" if product >= moved else "memory bandwidth"

@@ -1,0 +1,83 @@
+"""Everything about speed at once: seconds, throughput, utilisation, joules, money, and the whole run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foretell.errors import UserError
+from foretell.hardware.footprint import footprint
+from foretell.hardware.prices import carbon_g_per_kwh, carbon_of, price_per_hour, pue
+from foretell.hardware.types import Cluster
+from foretell.plan.precision import computes_in
+from foretell.price import energy as watts
+from foretell.price.machine import machine
+from foretell.price.speeds import Options, profile_for
+from foretell.price.time import unmeasured_ops
+from foretell.quantities import Cost, Energy, Mfu, Run, Throughput, Time
+from foretell.simulate.parts import PlanCost, sequence_length
+from foretell.simulate.wishes import Amount, Wishes
+
+CONVENTION = "2 FLOPs a multiply-add, forward and backward counted op by op from the trace; causal attention at half; recomputation only in hfu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """All that follows from the timeline of a step; empty where nothing is known of the device's speed."""
+
+    time: Time | None = None
+    throughput: Throughput | None = None
+    mfu: Mfu | None = None
+    energy: Energy | None = None
+    cost: Cost | None = None
+    run: Run | None = None
+    notes: tuple[str, ...] = ()
+
+
+def speed(cost: PlanCost, cluster: Cluster, how: Options, wishes: Wishes | None = None) -> Speed:
+    """What follows from a plan's seconds, for all of its ranks together."""
+    asked, device, time, plan = wishes or Wishes(), cluster.device, cost.time, cost.plan
+    known = machine(device, profile_for(cluster, how.profile_of))
+    if known is None or time is None:
+        return Speed(notes=(f"no speed: nothing was measured on a {device.backend} device yet; run `foretell probe` there",))
+    ranks, local = plan.mesh.world, cost.programs[0]
+    rate = cost.per_step / time.step_seconds
+    throughput = Throughput(unit=cost.unit, per_step=cost.per_step, per_second=rate, per_second_per_device=rate / ranks)
+    dtype = computes_in(plan.precision)
+    peak = device.peak(dtype)
+    model, all_ = (flops / ranks / time.step_seconds / peak for flops in (cost.model_flops, cost.model_flops + cost.recompute_flops))
+    mfu = Mfu(
+        value=model, hfu=all_, flops_per_step=cost.model_flops, peak_flops_per_second=peak, peak_dtype=dtype, convention=CONVENTION
+    )
+    notes = list(known.notes)
+    if guessed := unmeasured_ops(local, known):
+        notes.append(f"seconds of {', '.join(guessed)} are assumed: the profile was measured without them; `foretell probe --full` measures them")
+    joules = None
+    if known.power is not None:
+        load = watts.load_of(local, device, time.step_seconds, time.device_seconds)
+        carbon = carbon_g_per_kwh(asked.region) if asked.region else carbon_of(cluster)
+        joules = watts.energy(time, load, known.power, ranks, carbon, pue()[0])
+    price, source = (asked.price, "given by the user") if asked.price is not None else price_per_hour(device)
+    money = watts.cost(time, throughput, price, source, ranks) if price is not None else None
+    length = sequence_length(local, plan.micro_batch)
+    return Speed(
+        time=time, throughput=throughput, mfu=mfu, energy=joules, cost=money, notes=tuple(notes),
+        run=_run(asked.amount, throughput, time, cluster, ranks, joules, money, length),
+    )  # fmt: skip
+
+
+def _run(
+    amount: Amount | None, throughput: Throughput, time: Time, cluster: Cluster, ranks: int, joules: Energy | None,
+    money: Cost | None, length: int | None,
+) -> Run | None:  # fmt: skip
+    if amount is None:
+        return None
+    if amount.unit == "tokens" and throughput.unit != "tokens":
+        raise UserError("the run is given in tokens, but this model's batch has none", "give it in --samples or --epochs")
+    per_step = throughput.per_step
+    if amount.unit == "samples" and throughput.unit == "tokens":
+        per_step //= length or 1
+    made = footprint(cluster.device)
+    return watts.whole_run(
+        amount.number, amount.unit, per_step, time, ranks, energy=joules, cost=money,
+        embodied_kg_per_device=made.embodied_kg_co2 if made else None, lifetime_years=made.lifetime_years if made else 5.0,
+    )  # fmt: skip
