@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from foretell.errors import UserError
-from foretell.lower.pipeline.order import orders
+from foretell.lower.pipeline.order import Event, in_turn, needs, orders
 from foretell.plan.blocks import V_SHAPED
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import LOOPED
@@ -69,33 +69,22 @@ def rank_of(schedule: str, ranks: int, stage: int) -> int:
 def order_of(schedule: str, ranks: int, stages: int, micro_batches: int) -> Order:
     """All events of a schedule in an order that can be walked."""
     every = orders(schedule, ranks, stages, micro_batches)
-    known: dict[tuple[str, int, int], int] = {}
+    known: dict[Event, int] = {}
     steps: list[tuple[int, int, int, int]] = []
     variants: dict[Variant, int] = {}
     counts: list[int] = []
     lanes: dict[tuple[int, int], int] = {}
-    places, last = [0] * ranks, stages - 1
     state = _State(schedule, stages, micro_batches)
-    while any(place < len(one) for place, one in zip(places, every, strict=True)):
-        moved = False
-        for rank, mine in enumerate(every):
-            while places[rank] < len(mine):
-                kind, stage, micro = mine[places[rank]]
-                need = _need(kind, stage, micro, last)
-                if need is not None and need not in known:
-                    break
-                number = variants.setdefault(state.next(kind, stage), len(variants))
-                counts += [0] * (number == len(counts))
-                counts[number] += 1
-                needs = known[need] if need is not None else -1
-                apart = needs >= 0 and steps[needs][0] != rank
-                lane = lanes.setdefault((steps[needs][0], rank), len(lanes)) if apart else -1
-                steps.append((rank, number, needs, lane))
-                known[kind, stage, micro] = len(steps) - 1
-                places[rank] += 1
-                moved = True
-        if not moved:
-            raise UserError(f"the schedule {schedule} waits for itself with {micro_batches} micro-batches", "take more of them")
+    for rank, event in in_turn(every, stages - 1):
+        need = needs(event, stages - 1)
+        number = variants.setdefault(state.next(event.kind, event.stage), len(variants))
+        counts += [0] * (number == len(counts))
+        counts[number] += 1
+        waits = known[need] if need is not None else -1
+        apart = waits >= 0 and steps[waits][0] != rank
+        lane = lanes.setdefault((steps[waits][0], rank), len(lanes)) if apart else -1
+        known[event] = len(steps)
+        steps.append((rank, number, waits, lane))
     in_flight = tuple(_in_flight(mine) for mine in every)
     return Order(tuple(steps), tuple(variants), tuple(counts), len(lanes), in_flight, micro_batches)
 
@@ -124,14 +113,6 @@ class _State:
         self.added[stage] = self.added[stage] or makes
         self.left[stage] -= makes
         return Variant(stage, code, begins and self.looped, adds, makes and not self.left[stage])
-
-
-def _need(kind: str, stage: int, micro: int, last: int) -> tuple[str, int, int] | None:
-    if kind == "F":
-        return ("F", stage - 1, micro) if stage else None
-    if kind == "W":
-        return ("I", stage, micro)
-    return (kind, stage + 1, micro) if stage < last else ("F", stage, micro)
 
 
 def _in_flight(mine: Sequence[tuple[str, int, int]]) -> tuple[tuple[int, ...], ...]:
@@ -263,10 +244,10 @@ class Pipe:
         free, lanes = [0.0] * self.ranks, [0.0] * order.lanes
         ends: list[float] = []
         push = ends.append
-        for rank, number, needs, lane in order.steps:
+        for rank, number, waits, lane in order.steps:
             start = free[rank]
-            if needs >= 0:
-                arrived = ends[needs]
+            if waits >= 0:
+                arrived = ends[waits]
                 if lane >= 0:
                     if lanes[lane] > arrived:
                         arrived = lanes[lane]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from foretell.hardware.types import Cluster
 from foretell.lower.fsdp.units import RECEIVE, SEND
-from foretell.lower.pipeline.order import Event
+from foretell.lower.pipeline.order import Event, in_turn, needs, target
 from foretell.lower.pipeline.rank import STEP, RankTrace, rank_traces
 from foretell.lower.steps import repeated
 from foretell.plan.types import Plan
@@ -134,49 +134,21 @@ def together(events: Sequence[Events], plan: Plan) -> Timeline:
     places = [0] * len(events)
     assert plan.pipeline is not None
     last = plan.pipeline.stages - 1
-    where = {event.stage: one.rank.rank for one in events for event, _, _ in one.rank.events}
-    while any(place < len(one.rank.events) for place, one in zip(places, events, strict=True)):
-        moved = False
-        for number, one in enumerate(events):
-            while places[number] < len(one.rank.events):
-                event = one.rank.events[places[number]][0]
-                needs = _needs(event, last)
-                if any(need not in done for need in needs):
-                    break
-                after = tuple(done[need] for need in needs)
-                tasks.append(Task(event.kind, f"rank {one.rank.rank}", one.seconds[places[number]], after))
-                finished = len(tasks) - 1
-                target = _target(event, last)
-                size = one.sent[places[number]]
-                if target is not None and size and where[target] != one.rank.rank:
-                    lane = f"{one.rank.rank} to {where[target]}"
-                    tasks.append(Task("send", lane, one.speeds.p2p_time(size) * one.speeds.slowdown, (finished,)))
-                    finished = len(tasks) - 1
-                done[event] = finished
-                places[number] += 1
-                moved = True
-        if not moved:
-            raise ValueError(f"the schedule {plan.pipeline.schedule} waits for itself")
+    orders = [[event for event, _, _ in one.rank.events] for one in events]
+    where = {event.stage: events[number].rank.rank for number, mine in enumerate(orders) for event in mine}
+    for number, event in in_turn(orders, last):
+        one, place, need = events[number], places[number], needs(event, last)
+        after = () if need is None else (done[need],)
+        tasks.append(Task(event.kind, f"rank {one.rank.rank}", one.seconds[place], after))
+        to, size = target(event, last), one.sent[place]
+        if to is not None and size and where[to] != one.rank.rank:
+            lane = f"{one.rank.rank} to {where[to]}"
+            tasks.append(Task("send", lane, one.speeds.p2p_time(size) * one.speeds.slowdown, (len(tasks) - 1,)))
+        done[event] = len(tasks) - 1
+        places[number] += 1
     for one in events:
         tasks.append(Task("update", f"rank {one.rank.rank}", one.update))
     return simulate(tasks)
-
-
-def _needs(event: Event, last: int) -> tuple[Event, ...]:
-    """Events that must have ended, and sent, before this one."""
-    kind, stage, micro = event
-    if kind == "F":
-        return (Event("F", stage - 1, micro),) if stage else ()
-    if kind == "W":
-        return (Event("I", stage, micro),)
-    return (Event(kind, stage + 1, micro),) if stage < last else (Event("F", stage, micro),)
-
-
-def _target(event: Event, last: int) -> int | None:
-    """The stage that an event sends to."""
-    if event.kind == "F":
-        return event.stage + 1 if event.stage < last else None
-    return event.stage - 1 if event.kind in "BI" and event.stage else None
 
 
 def _as_time(worst: Events, step: float) -> Time:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from foretell.errors import UserError
+from foretell.lower.pipeline.order import Event, in_turn, needs, orders
 from foretell.simulate.foreign.schedule import (
     GPIPE,
     ONE_BY_ONE,
@@ -80,3 +82,19 @@ def test_layers_are_cut_as_the_frameworks_cut_them() -> None:
 )
 def test_names_of_schedules(text: str, name: str) -> None:
     assert schedule_of(text) == name
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zero-bubble-v"])
+def test_events_come_after_what_they_need_and_none_is_left(schedule: str) -> None:
+    ranks = 3
+    stages = ranks if schedule in ("gpipe", "1f1b") else 2 * ranks
+    every = orders(schedule, ranks, stages, 6)
+    walked = list(in_turn(every, stages - 1))
+    seen: set[Event] = set()
+    for _, event in walked:
+        need = needs(event, stages - 1)
+        assert need is None or need in seen
+        seen.add(event)
+    assert [tuple(event for one, event in walked if one == rank) for rank in range(ranks)] == list(every)
+    with pytest.raises(UserError, match="waits for itself"):
+        list(in_turn([mine[::-1] for mine in every], stages - 1))

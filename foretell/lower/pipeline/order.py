@@ -9,8 +9,10 @@ backwards likewise from the last stage. The V has two stages a rank, the second 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+from foretell.errors import UserError
 
 
 class Event(NamedTuple):
@@ -35,6 +37,42 @@ def orders(schedule: str, ranks: int, stages: int, micro_batches: int) -> tuple[
         return tuple(tuple(_there_and_back(rank, ranks, micro_batches)) for rank in range(ranks))
     split = schedule == "zero-bubble"
     return tuple(tuple(_in_rounds(rank, ranks, stages // ranks, micro_batches, split)) for rank in range(ranks))
+
+
+def needs(event: Event, last: int) -> Event | None:
+    """The event that must have ended, and sent, before this one; `last` is the last stage."""
+    kind, stage, micro = event
+    if kind == "F":
+        return Event("F", stage - 1, micro) if stage else None
+    if kind == "W":
+        return Event("I", stage, micro)
+    return Event(kind, stage + 1, micro) if stage < last else Event("F", stage, micro)
+
+
+def target(event: Event, last: int) -> int | None:
+    """The stage that an event sends to."""
+    if event.kind == "F":
+        return event.stage + 1 if event.stage < last else None
+    return event.stage - 1 if event.kind in "BI" and event.stage else None
+
+
+def in_turn(every: Sequence[Sequence[Event]], last: int) -> Iterator[tuple[int, Event]]:
+    """Rank and event of all ranks' orders, each after the one that it needs."""
+    done: set[Event] = set()
+    places = [0] * len(every)
+    while any(place < len(mine) for place, mine in zip(places, every, strict=True)):
+        before = len(done)
+        for rank, mine in enumerate(every):
+            while places[rank] < len(mine):
+                event = mine[places[rank]]
+                need = needs(event, last)
+                if need is not None and need not in done:
+                    break
+                yield rank, event
+                done.add(event)
+                places[rank] += 1
+        if len(done) == before:
+            raise UserError("the schedule waits for itself with so few micro-batches", "take more of them")
 
 
 def _all_forward(rank: int, count: int) -> Iterator[Event]:

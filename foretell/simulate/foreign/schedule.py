@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-from foretell.lower.pipeline.order import Event, orders
+from foretell.lower.pipeline.order import Event, in_turn, needs, orders
 
 GPIPE, ONE_BY_ONE, ZB_1P, ZB_2P, ZB_V = "gpipe", "1f1b", "zb-1p", "zb-2p", "zb-v"
 _FILLED = 3
@@ -98,45 +98,15 @@ def _of_rank(stages: Sequence[Stage], rank: int, ranks: int) -> float:
 
 def _ordered(stages: Sequence[Stage], messages: Sequence[float], order: Sequence[Sequence[Event]]) -> float:
     """Every rank runs its events in its own order, each once its input has come."""
-    done: dict[tuple[str, int, int], float] = {}
+    done: dict[Event, float] = {}
     free = [0.0] * len(order)
-    position = [0] * len(order)
     last = len(stages) - 1
-    moved = True
-    while moved:
-        moved = False
-        for rank, events in enumerate(order):
-            while position[rank] < len(events):
-                event = events[position[rank]]
-                ready = _ready(event, done, messages, last)
-                if ready is None:
-                    break
-                stage = stages[event.stage]
-                long = {"F": stage.forward, "I": stage.inputs, "W": stage.weights}.get(
-                    event.kind, stage.inputs + stage.weights
-                )
-                free[rank] = max(free[rank], ready) + long
-                kind = "B" if event.kind == "I" else event.kind
-                done[kind, event.stage, event.micro] = free[rank]
-                position[rank] += 1
-                moved = True
+    for rank, event in in_turn(order, last):
+        need, stage = needs(event, last), stages[event.stage]
+        ready = 0.0 if need is None else done[need] + (0.0 if need.stage == event.stage else messages[min(need.stage, event.stage)])
+        long = {"F": stage.forward, "I": stage.inputs, "W": stage.weights}.get(event.kind, stage.inputs + stage.weights)
+        done[event] = free[rank] = max(free[rank], ready) + long
     return max(free)
-
-
-def _ready(event: Event, done: dict[tuple[str, int, int], float], messages: Sequence[float], last: int) -> float | None:
-    """When the input of an event is there; None while what makes it has not run."""
-    kind, stage, micro = event
-    if kind == "W":
-        return done.get(("B", stage, micro))
-    if kind == "F":
-        if stage == 0:
-            return 0.0
-        before = done.get(("F", stage - 1, micro))
-        return None if before is None else before + messages[stage - 1]
-    before = done.get(("F", stage, micro)) if stage == last else done.get(("B", stage + 1, micro))
-    if before is None:
-        return None
-    return before + (0.0 if stage == last else messages[stage])
 
 
 def _greedy(stages: Sequence[Stage], messages: Sequence[float], micros: int) -> float:
