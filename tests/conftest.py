@@ -17,11 +17,12 @@ TESTS = Path(__file__).parent
 def pytest_configure(config: pytest.Config) -> None:
     """Workers collect the same files, each from another one on: what one has compiled the others read.
 
-    Where there are workers, tracing processes are forked from one server. Some tests hang up on what they start: nohup's
-    ignoring is not handed on.
+    Where there are workers, tracing processes are forked from one server. Some tests hang up on what they start, or
+    interrupt it: what nohup and `&` ignore is not handed on.
     """
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, lambda *_: None)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     worker = getattr(config, "workerinput", None)
     if worker is not None:
         forks.install()

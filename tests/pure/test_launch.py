@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -133,7 +134,10 @@ def started(rank: str, ways: str, **more: Any) -> tuple[subprocess.Popen[str], l
 def _line(child: subprocess.Popen[str], begin: str) -> str:
     stream: IO[str] | None = child.stdout
     assert stream is not None
+    limit = threading.Timer(60, child.kill)  # nothing to read is a failure, not a wait
+    limit.start()
     line = stream.readline()
+    limit.cancel()
     assert line.startswith(begin), line + stream.read()
     return line
 
