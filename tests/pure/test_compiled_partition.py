@@ -26,7 +26,7 @@ from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder
 
 LONGER = pytest.mark.slow(reason="compiled by torch, as the GPT is")
-MODELS = ("gpt-tiny", *(pytest.param(name, marks=LONGER) for name in ("llama-tiny", "t5-tiny", "bert-tiny")), "convnext-micro")
+MODELS = ("gpt-tiny", *(pytest.param(name, marks=LONGER) for name in ("llama-tiny", "t5-tiny", "bert-tiny", "convnext-micro")))
 Kept = Counter[tuple[int, str]]
 """How many kept tensors have how many elements of which dtype."""
 

@@ -14,12 +14,9 @@ from foretell.trace.compiled_blocks import ENTER, LEAVE
 from foretell.trace.compiled_emit import FUSED
 from foretell.trace.compiled_graphs import POOL, REPLAY, REPLAYED
 from foretell.trace.types import Trace
-from tests.pure.test_compiled import MODELS, mistakes, traced
+from tests.pure.test_compiled import ALIKE, MODELS, SOME, mistakes, traced
 
 WAYS = ("blocks", "graphs")
-SOME = ("gpt-tiny", "t5-tiny", "convnext-micro", "unet-tiny", "scaling-mlp-tiny")
-"""Those whose gradients cross blocks in different ways."""
-ALIKE = pytest.mark.slow(reason="its gradients cross blocks as those of another model do")
 
 
 @functools.cache

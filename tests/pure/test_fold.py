@@ -310,6 +310,7 @@ def test_a_new_field_has_to_be_folded_too() -> None:
 # ---------------------------------------------------------------- speed
 
 
+@pytest.mark.slow(reason="size alone; what folds is in the tests above")
 def test_forty_thousand_ops_fold_and_unfold() -> None:
     ops = [replace(op, name=f"{op.name}{part}") for number in range(134) for part in range(100)
            for op in layer(number, 100 * number + part, 50_000 + 200 * number + 2 * part)]  # fmt: skip

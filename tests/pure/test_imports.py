@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import subprocess
@@ -87,9 +88,14 @@ def _imports(tree: ast.Module, module: str, package: bool) -> Iterator[tuple[int
             if parts[0] != "foretell" or parts[1:] == ["__version__"]:
                 continue
             room = room_of(name)
-            is_room = room in ROOMS or any((PACKAGE / end).exists() for end in (room, f"{room}.py"))
+            is_room = room in ROOMS or _is_there(room)
             # What the package offers without being a room, it has from api.
             yield node.lineno, room if room and (is_room or len(parts) > 2) else "api"
+
+
+@functools.cache
+def _is_there(room: str) -> bool:
+    return any((PACKAGE / end).exists() for end in (room, f"{room}.py"))
 
 
 def _imported_names(node: ast.AST, module: str, package: bool) -> list[str]:

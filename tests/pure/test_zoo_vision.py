@@ -129,7 +129,10 @@ def test_small_variant_learns_one_batch(name: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", SMALL)
+FULL_SIZE = pytest.mark.slow(reason="its small preset is traced in every other test here")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "vit" else FULL_SIZE) for name in SMALL])
 def test_full_size_traces_on_fake_tensors(name: str) -> None:
     module = zoo(name)
     with FakeTensorMode():
