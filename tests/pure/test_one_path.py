@@ -1,4 +1,4 @@
-"""Every command says the same of the same plan, and says what it said before: 54 plans of every kind, in tests/pure/golden.py."""
+"""Every command says the same of the same plan, and says what it said before: 52 plans of every kind, in tests/pure/golden.py."""
 
 from __future__ import annotations
 
