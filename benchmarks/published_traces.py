@@ -28,7 +28,7 @@ from foretell.trace.types import Trace  # noqa: E402
 
 DEPTHS = (2, 4)
 """Layers of the short stacks: two where blocks are gathered one by one beside compute, else one, whose last block stands for all."""
-VOCABULARY_MULTIPLE = 128
+VOCABULARY_MULTIPLE, NARROW_HEAD = 128, 64
 MOST_AT_HAND = 80
 """Traces in memory; others are read again from the cache on disk."""
 
@@ -52,7 +52,7 @@ def mode_of(run: Run) -> str:
 def asked(run: Run, device: Device, depth: int, *, mode: str | None = None) -> dict[str, Any]:
     """One request: nothing in it that the trace does not depend on."""
     half = "bfloat16" in device.peak_flops_per_second
-    alone = run.world == 1 and run.stack.native
+    alone = run.stack.native and (run.world == 1 or (run.shard == "none" and run.world == run.dp))  # autocast; DDP has it too
     precision = ("bf16-autocast" if half else "fp16-autocast") if alone else "fsdp-bf16" if half else "fsdp-fp16"
     recipe = Recipe(
         optimizer=run.stack.optimizer, precision=precision, recompute=mode_of(run) if mode is None else mode, clip=1.0,
@@ -72,18 +72,27 @@ def model_of(run: Run, depth: int) -> dict[str, Any]:
     step = VOCABULARY_MULTIPLE * run.tp
     vocab = max(step, -(-run.vocab // step) * step)
     seq = run.seq
-    common = {"layers": depth, "dim": run.hidden, "heads": run.heads, "vocab_size": vocab}
+    heads, kv_heads = heads_of(run)
+    common = {"layers": depth, "dim": run.hidden, "heads": heads, "vocab_size": vocab}
     if run.experts:  # ranks that share positions or layers are taken to share the tokens
         seq = max(1, seq // (run.tp * run.cp))
         local = max(run.experts // run.ep, run.topk)
-        over = {**common, "context": seq, "kv_heads": run.kv_heads, "ffn": run.ffn, "experts": local, "top_k": run.topk,
+        over = {**common, "context": seq, "kv_heads": kv_heads, "ffn": run.ffn, "experts": local, "top_k": run.topk,
                 "capacity_factor": 1.0}  # fmt: skip
         return {"model": "mixtral-8x7b", "overrides": over, "seq": seq}
     if run.gated:
-        over = {**common, "context": seq, "kv_heads": run.kv_heads, "ffn": run.ffn}
+        over = {**common, "context": seq, "kv_heads": kv_heads, "ffn": run.ffn}
         return {"model": "llama3-8b", "overrides": over, "seq": seq}
     over = {**common, "context": seq, "dropout": run.stack.dropout, "fused_attention": not run.stack.spelled}
     return {"model": "gpt2", "overrides": over, "seq": seq}
+
+
+def heads_of(run: Run) -> tuple[int, int]:
+    """Heads whose width is the hidden size over their number; where a model's is not, as many of 64 channels as fit."""
+    if run.hidden % run.heads == 0 and run.hidden // run.heads % 2 == 0:
+        return run.heads, run.kv_heads
+    heads = max(1, run.hidden // NARROW_HEAD)
+    return heads, max(count for count in range(1, min(run.kv_heads, heads) + 1) if heads % count == 0)
 
 
 class Traces:

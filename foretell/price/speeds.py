@@ -61,6 +61,8 @@ class Speeds:
     """Op, its family and its seconds → its seconds in other software; None: as they are."""
     host_slowdown: float = 1.0
     """Factor on the seconds of the host."""
+    drag: float = 1.0
+    """Factor on how much compute slows down while a collective runs beside it, for other software."""
     slowdown: float = 1.0
     """Factor on everything."""
     shared_band: tuple[float, float] | None = None

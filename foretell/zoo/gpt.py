@@ -26,18 +26,18 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, t, c = x.shape
         q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(x).split(c, dim=-1))
-        mix = F.scaled_dot_product_attention if self.fused else spelled_out
+        mix = F.scaled_dot_product_attention if self.fused else self._spelled_out
         y = mix(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(b, t, c))
 
-
-def spelled_out(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, is_causal: bool) -> Tensor:
-    """Attention as two products with a softmax between them, as models wrote it before fused kernels; it keeps all scores."""
-    scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(q.shape[-1]))
-    if is_causal:
-        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~mask, -math.inf)
-    return F.dropout(F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), dropout_p) @ v
+    @staticmethod
+    def _spelled_out(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, is_causal: bool) -> Tensor:
+        """Attention as two products with a softmax between them, as models wrote it before fused kernels; it keeps all scores."""
+        scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(q.shape[-1]))
+        if is_causal:
+            mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+            scores = scores.masked_fill(~mask, -math.inf)
+        return F.dropout(F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), dropout_p) @ v
 
 
 class MLP(nn.Module):

@@ -157,3 +157,15 @@ def test_every_stack_has_a_source_a_known_kernel_and_few_fitted_constants(name: 
 def test_an_unknown_stack_is_refused_with_the_known_ones() -> None:
     with pytest.raises(Exception, match="megatron-lm"):
         stack("megatron")
+
+
+def test_spelled_out_attention_computes_the_same() -> None:
+    import torch
+
+    from foretell.zoo import gpt
+
+    torch.manual_seed(0)
+    fused, spelled = gpt.Attention(32, 4, 0.0), gpt.Attention(32, 4, 0.0, fused=False)
+    spelled.load_state_dict(fused.state_dict())
+    x = torch.randn(2, 16, 32)
+    assert torch.allclose(fused(x), spelled(x), atol=1e-5)

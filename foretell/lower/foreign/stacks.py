@@ -40,6 +40,8 @@ class Stack:
     tied: bool = True
     compile: str = "none"
     """How far memory-bound kernels are fused, by torch.compile or by hand: none, blocks, model."""
+    loss: float = 1.0
+    """Factor on the seconds of the loss where it is compiled or written as one kernel."""
     fused_keys: int = 0
     """Longest row of scores that a fused softmax takes; 0: any."""
     optimizer: str = "adamw-fused"

@@ -12,6 +12,7 @@ from dataclasses import replace
 from foretell.lower.foreign.plan import REPLICAS, ForeignPlan
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Ref, TensorSpec, Trace
+from foretell.units import DTYPE_BYTES
 
 DATA, DATA_BESIDE = "dp", "dp_replicate"
 """Axis whose collectives stop compute; axis whose collectives run beside it."""
@@ -31,7 +32,7 @@ def message(name: str, nbytes: int, ranks: int, axis: str, phase: str, module: s
 
 def reducing(ops: Sequence[Op], trace: Trace, how: ForeignPlan) -> Iterator[Op]:
     """The ops of a micro-batch's backward, each block's gradients reduced over data ranks as soon as they are there."""
-    waiting = 0
+    waiting, size = 0, how.stack.reduce_bytes
     block = ""
     for op in ops:
         mine = ".".join(op.module.split(".")[:2]) if op.module.startswith("blocks.") else ""
@@ -40,7 +41,7 @@ def reducing(ops: Sequence[Op], trace: Trace, how: ForeignPlan) -> Iterator[Op]:
             waiting = 0
         block = mine
         yield op
-        waiting += sum(gradient_elements(op, trace)) * how.stack.reduce_bytes
+        waiting += sum(gradient_elements(op, trace)) * size if op.allocates else 0
     if waiting:
         yield message(reduction(how), waiting, how.dp, DATA_BESIDE, "backward", block)
 
@@ -50,7 +51,15 @@ def gradient_elements(op: Op, trace: Trace) -> Iterator[int]:
     for number in op.allocates:
         storage = trace.storages[number]
         if storage.role == types.GRADIENT:
-            yield storage.nbytes // 2
+            yield storage.nbytes // width(trace)
+
+
+def width(trace: Trace) -> int:
+    """Bytes of an element of the parameters: 4 under autocast, 2 where they are computed with as they are."""
+    return max(
+        (DTYPE_BYTES[ref.spec.dtype] for op in trace.programs["update"].ops for ref in op.inputs
+         if ref.storage in trace.storages and trace.storages[ref.storage].role == types.PARAMETER), default=2,
+    )  # fmt: skip
 
 
 def updating(trace: Trace) -> Trace:
@@ -67,8 +76,9 @@ def _widened(ref: Ref) -> Ref:
 
 
 def parameters(trace: Trace) -> tuple[int, int]:
-    """Elements of one block's parameters and of those outside the blocks, on a rank of a 16-bit trace."""
+    """Elements of one block's parameters and of those outside the blocks, on a rank."""
+    size = width(trace)
     held = [trace.storages[number] for number in trace.resident if trace.storages[number].role == types.PARAMETER]
     inside = [one for one in held if one.module.startswith("blocks.")]
     blocks = {".".join(one.module.split(".")[:2]) for one in inside}
-    return sum(one.nbytes for one in inside) // 2 // max(1, len(blocks)), sum(one.nbytes for one in held if one not in inside) // 2
+    return sum(one.nbytes for one in inside) // size // max(1, len(blocks)), sum(one.nbytes for one in held if one not in inside) // size

@@ -33,6 +33,7 @@ from foretell.trace.types import Op, Program, Trace
 _DATA_SHARD = "dp_shard"
 _BLOCK = "blocks."
 _LATE = ("backward", "recompute")
+_LOSS = ("aten._log_softmax", "aten.nll_loss", "aten._to_copy")
 PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 
 
@@ -85,7 +86,9 @@ def _speeds(how: ForeignPlan, cluster: Cluster, options: Options) -> Speeds:
             seconds /= 2
         return seconds * shown if axis == "tp" else seconds
 
-    return replace(found, comm_time=comm_time, reprice=repriced(how, cluster.device))
+    data = fabrics.get(_DATA_SHARD) or fabrics.get(zero.DATA_BESIDE)
+    drag = NETWORK_DRAG if data is not None and data.local == 1 else 1.0
+    return replace(found, comm_time=comm_time, reprice=repriced(how, cluster.device), drag=drag)
 
 
 def repriced(how: ForeignPlan, device: Device) -> Callable[[Op, str, float], float]:
@@ -106,10 +109,14 @@ def repriced(how: ForeignPlan, device: Device) -> Callable[[Op, str, float], flo
         elif family == "gemm":
             found = found / narrow if float8.MARK in op.attrs else found
         elif op.phase != "update":
-            found *= moved
+            found *= stack.loss if _of_loss(op) else moved
         return found + waits
 
     return seconds
+
+
+def _of_loss(op: Op) -> bool:
+    return not op.module and op.name.startswith(_LOSS)
 
 
 def _narrow_rate(how: ForeignPlan, device: Device) -> float:
@@ -163,7 +170,7 @@ def _whole_step(trace: Trace, micros: int, how: ForeignPlan, speeds: Speeds) -> 
     reduce = "float32" if how.stack.reduce_bytes == 4 else None
     local = shard(fused, mesh.dp_shard * mesh.cp, replicate=mesh.dp_replicate, reshard=how.data == ZERO3, reduce=reduce)
     tasks = step_tasks(local, speeds)
-    seconds = simulate(tasks, steps=2, drag=drags(tasks)).seconds
+    seconds = simulate(tasks, steps=2, drag=_drags(tasks, speeds)).seconds
     return seconds + micros * sum(recomputed(fused, how, speeds).values()) * len(_blocks(trace))
 
 
@@ -227,7 +234,17 @@ def _seconds(trace: Trace, ops: Sequence[Op], speeds: Speeds, *, around: bool = 
     """Some ops of a trace by themselves, one after the other."""
     piece = replace(trace, programs={"piece": Program("piece", tuple(ops))}, schedule={"steady_step": (("piece", 1),)})
     tasks: list[Task] = list(tasks_of(piece, (("piece", 1),), speeds, around=around))
-    return simulate(tasks, steps=2, drag=drags(tasks)).seconds if tasks else 0.0
+    return simulate(tasks, steps=2, drag=_drags(tasks, speeds)).seconds if tasks else 0.0
+
+
+NETWORK_DRAG = 0.2
+"""Part of the drag on compute that is left where every rank of a ring is on a node of its own: it moves a tenth of the bytes
+per second through a device's memory, over fewer cores; assumed."""
+
+
+def _drags(tasks: Sequence[Task], speeds: Speeds) -> Mapping[str, float] | None:
+    found = drags(tasks)
+    return {name: value * speeds.drag for name, value in found.items()} if found else found
 
 
 @dataclass(frozen=True, kw_only=True)
