@@ -26,7 +26,7 @@ MOST_GUESSED = 0.05
 CLOSER = 1.0e-6
 """Seconds between two kernels that a CUDA graph saves; from replayed steps on an H200."""
 DRAG = {COLLECTIVES: 0.85}
-"""How much longer compute takes while a collective runs beside it; from published FSDP runs, see `stack`."""
+"""How much longer compute takes while a collective runs beside it; from published FSDP runs (docs/published.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
