@@ -42,7 +42,7 @@ FAMILIES: Mapping[str, Family] = {
     "blackwell": Family(0.75, 0.65, 256, 0.85, 3e-6, "assumed near Hopper; public tests reach 1.6 to 1.75 of 2.25 PFLOP/s"),
     "ampere": Family(
         0.74, 0.66, 128, 0.86, 3e-6,
-        "fitted on published runs on A100 of five sources, in steps of 0.02; single large bf16 products reach 250 to 270 of 312 TFLOP/s",
+        "set on published runs on A100, of 0.74 and 0.78 the better; single large bf16 products reach 250 to 270 of 312 TFLOP/s",
     ),
     "volta": Family(
         0.68, 0.68, 128, 0.86, 4e-6,
