@@ -75,8 +75,8 @@ def read(path: Path) -> tuple[Sealed, str]:
 
 
 RESTS_ON = (
-    "errors.py", "units.py", "zoo", "trace", "hardware", "plan", "cost", "prove/dice.py", "prove/draw.py", "prove/forecast.py",
-    "prove/types.py",
+    "errors.py", "units.py", "quantities.py", "zoo", "trace", "hardware", "plan", "lower", "price", "simulate",
+    "prove/dice.py", "prove/draw.py", "prove/forecast.py", "prove/types.py",
 )  # fmt: skip
 """Rooms and files that decide what is predicted."""
 

@@ -570,3 +570,17 @@ def test_torchvision() -> None:
             step(workload)
             assert workload.batch["x"].shape == (2, 3, side, side)
     assert "resnet50" in fail(Source(model="torchvision:resnet5"), UnknownName).remedy
+
+
+def test_building_a_transformers_model_leaves_torch_as_it_was() -> None:
+    """transformers has a `linspace` of its own meanwhile, and torch notes the functions that make tensors when it first needs them."""
+    pytest.importorskip("transformers.initialization")
+    code = (
+        "import torch\nfrom foretell.trace import hub\n"
+        "with hub._without_initialisation():\n    pass\n"
+        "from transformers.initialization import meta_device_safe_creation_ops as own\n"
+        "with own(), torch.device('meta'):\n    torch.zeros(1)\n"
+        "with torch.device('meta'):\n    print(torch.linspace(0, 1, 2).device)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2])
+    assert done.stdout.strip() == "meta", done.stderr

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import foretell
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.probe import updates
@@ -365,7 +366,7 @@ def test_the_host_updates_as_torch_does(monkeypatch: pytest.MonkeyPatch, tmp_pat
     (row,) = updates.updates("cpu", "quick")
     assert row["name"] == "adamw" and row["elements"] == 5000 and row["seconds"] > 0
     path = tmp_path / "H200-SXM-141GB.json"
-    path.write_text(Path(str(offload.__file__)).parents[1].joinpath("hardware", "profiles", path.name).read_text())
+    path.write_text(Path(foretell.__file__).parent.joinpath("hardware", "profiles", path.name).read_text())
     for _ in range(2):  # rows that are there are replaced
         updates.attach(path, (row,))
     assert [one["name"] for one in json.loads(path.read_text())["copies"]].count("adamw") == 1
