@@ -34,6 +34,6 @@ def plan_of(run: Run, device: str) -> ForeignPlan:
     return ForeignPlan(
         plan=plan, stack=run.stack, layers=run.layers, layer_alone=not run.vocab, data=run.shard, group=run.shard_group, schedule=run.schedule,
         chunks=run.chunks, recompute=run.recompute, float8=run.float8, narrow_gathers=run.narrow_gathers,
-        hides_tensor=run.hides_tensor, experts=run.experts, topk=run.topk, ep=run.ep,
+        hides_tensor=run.hides_tensor, topk=run.topk, ep=run.ep,
         tokens=run.micro * run.seq // run.cp // (run.tp if run.experts else 1), hidden=run.hidden,
     )  # fmt: skip

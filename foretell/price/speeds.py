@@ -62,7 +62,7 @@ class Speeds:
     host_slowdown: float = 1.0
     """Factor on the seconds of the host."""
     drag: float = 1.0
-    """Factor on how much compute slows down while a collective runs beside it, for other software."""
+    """Factor on how much compute slows down while a collective runs beside it."""
     slowdown: float = 1.0
     """Factor on everything."""
     shared_band: tuple[float, float] | None = None

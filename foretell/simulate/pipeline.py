@@ -108,7 +108,7 @@ class Events:
             ops = tuple(op for op in ops if op.name not in (SEND, RECEIVE))
             trace = replace(self.rank.trace, programs={"event": Program("event", ops)}, schedule={"steady_step": (("event", 1),)})
             tasks = list(tasks_of(trace, (("event", 1),), self.speeds, around=what == "update"))
-            self.parts[key] = simulate(tasks, steps=2, drag=drags(tasks)), tasks
+            self.parts[key] = simulate(tasks, steps=2, drag=drags(tasks, self.speeds)), tasks
         return self.parts[key][0].seconds
 
     def times(self) -> list[tuple[Timeline, list[Task], int]]:

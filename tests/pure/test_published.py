@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import sys
 from dataclasses import replace
-from math import log
+from math import isfinite, log
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +46,12 @@ MPT_7B = {
     "step_time_s": "", "tokens_per_s_per_gpu": "10643", "notes": "", "model": "MPT-7b", "params_b": "6.66",
     "tflops_per_gpu": "", "peak_memory_gib": "", "vpp": "", "schedule": "", "sequence_parallel": "", "topk": "",
 }  # fmt: skip
+
+
+@functools.cache
+def predictor() -> Any:
+    """With traces shared by all tests."""
+    return published.Predictor(published.known_widths())
 
 
 def run_of(**change: str) -> Any:
@@ -115,14 +122,11 @@ def test_a_hidden_size_that_its_row_contradicts_is_mended() -> None:
         {"peak_memory_gib": "about 40"}, {"micro_batch": "a few"}, {"global_batch": "1"},
     ],
 )  # fmt: skip
-def test_odd_cells_make_a_plan_or_say_why_not(odd: dict[str, str]) -> None:
-    try:
-        row = rows.read_row({**MPT_7B, **odd})
-    except rows.LeftOut:
-        return
-    plan = plans.plan_of(row.run, row.cluster.device.name)
-    assert plan.plan.mesh.world <= max(row.run.world, 1) or row.run.world < row.run.tp * row.run.pp * row.run.cp
-    assert traces.asked(row.run, row.cluster.device, 2)["source"]["overrides"]["layers"] == 2
+def test_odd_cells_never_crash(odd: dict[str, str]) -> None:
+    found, skipped = predictor().compare([{**MPT_7B, **odd}])
+    assert len(found) + len(skipped) == 1
+    for one in found:
+        assert isfinite(one["predicted"]) and 0 < one["low"] < one["predicted"] < one["high"]
 
 
 # ---------------------------------------------------------------- the work of a step
@@ -138,9 +142,6 @@ def test_flop_conventions_are_the_papers() -> None:
     assert rows.step_flops(run, rows.MODEL) == pytest.approx(plain, rel=1e-9)
     assert rows.step_flops(run, rows.MODEL) - rows.step_flops(run, rows.MODEL_CAUSAL) == pytest.approx(6 * b * s * layers * h * s, rel=1e-9)
     assert rows.step_flops(run, rows.WEIGHTS) == pytest.approx(6 * b * s * (12 * layers * h**2 + vocab * h), rel=1e-9)
-
-
-# ---------------------------------------------------------------- traffic
 
 
 # ---------------------------------------------------------------- prices
@@ -227,24 +228,23 @@ def test_the_saved_table_meets_the_bars_it_is_said_to_meet() -> None:
     whole = published.overall(each, [])
     assert len(saved(published.RESULTS)) == len(each) > 480
     assert whole["rows"] > 300
-    assert whole["mape_percent_mean_over_sources"] <= MEAN_LEFT_OUT
-    assert whole["median_error_percent"] <= MEDIAN_LEFT_OUT
-    assert 85 <= whole["band_coverage_percent"] <= 97
+    assert whole["median_error_percent"] <= 6.0
+    assert 85 <= whole["band_coverage_percent"] <= 95
 
 
-MEAN_LEFT_OUT, MEDIAN_LEFT_OUT = 14.0, 6.0
+@pytest.mark.xfail(strict=True, reason="13.9 %: torchao's MI300X and power-limited B200, BLOOM's blocking launches; docs/published.md")
+def test_the_mean_over_sources_meets_its_bar() -> None:
+    assert published.overall(saved(published.LEFT_OUT), [])["mape_percent_mean_over_sources"] <= 12.0
 
 
 def test_saved_rows_are_what_the_code_says_now() -> None:
     """One row of each way to run: fully sharded, replicas, tensor and pipeline parallel."""
     known = {one["id"]: one for one in saved(published.RESULTS)}
     cells = {row["id"]: row for row in published.read(published.RUNS)}
-    predictor = published.Predictor(published.known_widths())
     for name in ("foundry-039", "llmc-2", "sc21-t1-05", "zb-04"):
-        if name in known:
-            now = predictor.predict(rows.read_row(cells[name]))
-            assert now["predicted"] == pytest.approx(known[name]["predicted"], rel=1e-3), name
-            assert now["runnable"] is False and now["mark"].startswith("not runnable here")
+        now = predictor().predict(rows.read_row(cells[name]))
+        assert now["predicted"] == pytest.approx(known[name]["predicted"], rel=1e-3), name
+        assert now["runnable"] is False and now["mark"].startswith("not runnable here")
 
 
 def test_bands_are_conformal() -> None:

@@ -35,7 +35,6 @@ class ForeignPlan:
     narrow_gathers: bool = False
     """Shards travel in 8 bits."""
     hides_tensor: bool = False
-    experts: int = 0
     topk: int = 1
     ep: int = 1
     """Ranks that share the experts; their traffic is counted from the tokens."""

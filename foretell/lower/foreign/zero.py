@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from foretell.lower.foreign.plan import REPLICAS, ForeignPlan
+from foretell.lower.foreign.plan import REPLICAS, ZERO3, ForeignPlan
+from foretell.lower.fsdp.sharded import shard
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Ref, TensorSpec, Trace
 from foretell.units import DTYPE_BYTES
@@ -17,6 +18,18 @@ from foretell.units import DTYPE_BYTES
 DATA, DATA_BESIDE = "dp", "dp_replicate"
 """Axis whose collectives stop compute; axis whose collectives run beside it."""
 _WIDE = {"bfloat16": "float32", "float16": "float32"}
+
+
+def block_of(module: str) -> str:
+    """The block that a module lies in; empty for what is in none. Models of published runs have one stack of `blocks`."""
+    return ".".join(module.split(".")[:2]) if module.startswith("blocks.") else ""
+
+
+def sharded(trace: Trace, how: ForeignPlan) -> Trace:
+    """The program of a rank whose parameters are sharded by unit: FSDP's own, in this software's dtype of reduction."""
+    mesh = how.plan.mesh
+    reduce = "float32" if how.stack.reduce_bytes == 4 else None
+    return shard(trace, mesh.dp_shard * mesh.cp, replicate=mesh.dp_replicate, reshard=how.data == ZERO3, reduce=reduce)
 
 
 def reduction(how: ForeignPlan) -> str:
@@ -35,7 +48,7 @@ def reducing(ops: Sequence[Op], trace: Trace, how: ForeignPlan) -> Iterator[Op]:
     waiting, size = 0, how.stack.reduce_bytes
     block = ""
     for op in ops:
-        mine = ".".join(op.module.split(".")[:2]) if op.module.startswith("blocks.") else ""
+        mine = block_of(op.module)
         if mine != block and waiting:
             yield message(reduction(how), waiting, how.dp, DATA_BESIDE, "backward", block)
             waiting = 0
@@ -79,6 +92,6 @@ def parameters(trace: Trace) -> tuple[int, int]:
     """Elements of one block's parameters and of those outside the blocks, on a rank."""
     size = width(trace)
     held = [trace.storages[number] for number in trace.resident if trace.storages[number].role == types.PARAMETER]
-    inside = [one for one in held if one.module.startswith("blocks.")]
-    blocks = {".".join(one.module.split(".")[:2]) for one in inside}
+    inside = [one for one in held if block_of(one.module)]
+    blocks = {block_of(one.module) for one in inside}
     return sum(one.nbytes for one in inside) // size // max(1, len(blocks)), sum(one.nbytes for one in held if one not in inside) // size

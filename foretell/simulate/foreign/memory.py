@@ -14,7 +14,6 @@ from foretell.hardware.types import Cluster
 from foretell.lower.foreign import zero
 from foretell.lower.foreign.plan import REPLICAS, ZERO2, ZERO3, ForeignPlan
 from foretell.lower.foreign.stacks import ALTERNATE, ATTENTION, LAYERS
-from foretell.lower.fsdp.sharded import shard
 from foretell.lower.steps import FIRST, repeated
 from foretell.price.speeds import Options
 from foretell.simulate.foreign.schedule import GPIPE, ZB_1P, ZB_2P, ZB_V, partition
@@ -56,14 +55,10 @@ _SLACK = 0.03
 
 
 def _replayed(traces: Mapping[int, Trace], how: ForeignPlan, cluster: Cluster, options: Options) -> StepMemory:
-    mesh = how.plan.mesh
     micros = min(2, how.plan.accumulate)
     found = {}
     for depth, trace in traces.items():
-        local = shard(
-            repeated(trace, micros), mesh.dp_shard * mesh.cp, replicate=mesh.dp_replicate, reshard=how.data == ZERO3,
-            reduce="float32" if how.stack.reduce_bytes == 4 else None,
-        )  # fmt: skip
+        local = zero.sharded(repeated(trace, micros), how)
         found[depth] = memory_of(local, how.plan, cluster, options).memory
     allocated, reserved, device = (
         line({depth: float(getattr(one, name)) for depth, one in found.items()}, how.layers)

@@ -17,13 +17,12 @@ from foretell.errors import UserError
 from foretell.hardware.types import Cluster, Device
 from foretell.lower.compiling import compiled
 from foretell.lower.foreign import float8, zero
-from foretell.lower.foreign.plan import REPLICAS, ZERO3, ForeignPlan
+from foretell.lower.foreign.plan import REPLICAS, ForeignPlan
 from foretell.lower.foreign.stacks import ALTERNATE, ATTENTION, EARLY, LAYERS
-from foretell.lower.fsdp.sharded import shard
 from foretell.lower.steps import FIRST, NEXT, repeated
 from foretell.price import analytic
 from foretell.price.collectives import ALL_TO_ALL, P2P, Fabric, collective, fabric
-from foretell.price.speeds import Options, Speeds, axis_of, comm_time_over, fabrics_of, message, speeds_of
+from foretell.price.speeds import Options, Speeds, axis_of, comm_time_over, fabrics_of, speeds_of
 from foretell.quantities import Task
 from foretell.simulate.foreign.schedule import Stage, partition, run_through
 from foretell.simulate.time.step import drags, step_tasks, tasks_of
@@ -31,7 +30,6 @@ from foretell.simulate.time.streams import simulate
 from foretell.trace.types import Op, Program, Trace
 
 _DATA_SHARD = "dp_shard"
-_BLOCK = "blocks."
 _LATE = ("backward", "recompute")
 _LOSS = ("aten._log_softmax", "aten.nll_loss", "aten._to_copy")
 PRODUCTS = ("aten.mm.default", "aten.addmm.default")
@@ -165,12 +163,9 @@ def line(points: Mapping[int, float], place: int) -> float:
 
 
 def _whole_step(trace: Trace, micros: int, how: ForeignPlan, speeds: Speeds) -> float:
-    mesh = how.plan.mesh
     fused = _ready(trace, micros, how)
-    reduce = "float32" if how.stack.reduce_bytes == 4 else None
-    local = shard(fused, mesh.dp_shard * mesh.cp, replicate=mesh.dp_replicate, reshard=how.data == ZERO3, reduce=reduce)
-    tasks = step_tasks(local, speeds)
-    seconds = simulate(tasks, steps=2, drag=_drags(tasks, speeds)).seconds
+    tasks = step_tasks(zero.sharded(fused, how), speeds)
+    seconds = simulate(tasks, steps=2, drag=drags(tasks, speeds)).seconds
     return seconds + micros * sum(recomputed(fused, how, speeds).values()) * len(_blocks(trace))
 
 
@@ -203,17 +198,13 @@ def _longest_row(trace: Trace) -> int:
 
 
 def _blocks(trace: Trace) -> list[str]:
-    return sorted({block_of(op) for op in trace.programs[FIRST].ops} - {""})
-
-
-def block_of(op: Op) -> str:
-    return ".".join(op.module.split(".")[:2]) if op.module.startswith(_BLOCK) else ""
+    return sorted({zero.block_of(op.module) for op in trace.programs[FIRST].ops} - {""})
 
 
 def recomputed(trace: Trace, how: ForeignPlan, speeds: Speeds) -> dict[str, float]:
     """Seconds in which one block's backward computes again what the trace does not show."""
     stack, block = how.stack, _blocks(trace)[-1]
-    forward = [op for op in trace.programs[FIRST].ops if op.phase == "forward" and block_of(op) == block]
+    forward = [op for op in trace.programs[FIRST].ops if op.phase == "forward" and zero.block_of(op.module) == block]
     if how.recompute == "full" and stack.whole_blocks:
         last = [op for op in forward if op.module.endswith(("mlp.down", "experts"))]
         return {"last product": _seconds(trace, last, speeds)}
@@ -234,17 +225,12 @@ def _seconds(trace: Trace, ops: Sequence[Op], speeds: Speeds, *, around: bool = 
     """Some ops of a trace by themselves, one after the other."""
     piece = replace(trace, programs={"piece": Program("piece", tuple(ops))}, schedule={"steady_step": (("piece", 1),)})
     tasks: list[Task] = list(tasks_of(piece, (("piece", 1),), speeds, around=around))
-    return simulate(tasks, steps=2, drag=_drags(tasks, speeds)).seconds if tasks else 0.0
+    return simulate(tasks, steps=2, drag=drags(tasks, speeds)).seconds if tasks else 0.0
 
 
 NETWORK_DRAG = 0.2
 """Part of the drag on compute that is left where every rank of a ring is on a node of its own: it moves a tenth of the bytes
 per second through a device's memory, over fewer cores; assumed."""
-
-
-def _drags(tasks: Sequence[Task], speeds: Speeds) -> Mapping[str, float] | None:
-    found = drags(tasks)
-    return {name: value * speeds.drag for name, value in found.items()} if found else found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,11 +275,11 @@ def _pieces(trace: Trace, how: ForeignPlan, cluster: Cluster, speeds: Speeds) ->
 def _parts(ops: Sequence[Op]) -> tuple[tuple[list[Op], list[Op]], ...]:
     """Forward and backward of what comes before the blocks, of the last block, and of what comes after."""
     passes = [op for op in ops if op.phase == "forward"], [op for op in ops if op.phase in _LATE]
-    last = max((block_of(op) for op in ops if block_of(op)), default="")
+    last = max((zero.block_of(op.module) for op in ops if zero.block_of(op.module)), default="")
     found = []
     for one in passes:
-        inside = [number for number, op in enumerate(one) if block_of(op)] or [0]
-        found.append((one[: inside[0]], [op for op in one if block_of(op) == last], one[inside[-1] + 1 :]))
+        inside = [number for number, op in enumerate(one) if zero.block_of(op.module)] or [0]
+        found.append((one[: inside[0]], [op for op in one if zero.block_of(op.module) == last], one[inside[-1] + 1 :]))
     forward, backward = found
     return (forward[0], backward[2]), (forward[1], backward[1]), (forward[2], backward[0])
 
@@ -379,5 +365,3 @@ def _send(how: ForeignPlan, cluster: Cluster) -> float:
     group: Fabric = fabric(cluster, mesh.pp, stride=mesh.tp * mesh.cp * mesh.data)
     return collective(P2P, nbytes, group).seconds
 
-
-__all__ = ["StepCost", "message", "predict_foreign", "repriced"]

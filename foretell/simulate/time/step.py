@@ -46,7 +46,7 @@ def step_tasks(local: Trace, speeds: Speeds) -> list[Task]:
 
 
 def _timed(tasks: Sequence[Task], speeds: Speeds) -> tuple[Time, Timeline]:
-    timeline = simulate(tasks, steps=1 if len(tasks) > LONG_PROGRAM else 2, drag=drags(tasks))
+    timeline = simulate(tasks, steps=1 if len(tasks) > LONG_PROGRAM else 2, drag=drags(tasks, speeds))
     return as_time(timeline, tasks, speeds), timeline
 
 
@@ -54,10 +54,10 @@ def moved_time(local: Trace, plan: Plan, speeds: Speeds, units: Sequence[Unit], 
     """The same where states, or weights, come and go beside the step."""
     plain = step_tasks(local, speeds)
     own = activations.with_copies(plain, local)
-    timeline = simulate(own, steps=2, drag=drags(own))
+    timeline = simulate(own, steps=2, drag=drags(own, speeds))
     found = as_time(timeline, own, speeds)
     if activations.COPIES in local.meta:
-        found = activations.told(found, as_time(simulate(plain, steps=2, drag=drags(plain)), plain, speeds))
+        found = activations.told(found, as_time(simulate(plain, steps=2, drag=drags(plain, speeds)), plain, speeds))
     late = played(marks_of(timeline, [unit.path for unit in units]), units, offload.load_of(plan), rates).waited
     found = replace(
         found, step_seconds=found.step_seconds + late, low_seconds=found.low_seconds + late, high_seconds=found.high_seconds + late
@@ -68,10 +68,10 @@ def moved_time(local: Trace, plan: Plan, speeds: Speeds, units: Sequence[Unit], 
     return replace(found, breakdown=breakdown, binds=binds), timeline
 
 
-def drags(tasks: Sequence[Task]) -> Mapping[str, float] | None:
+def drags(tasks: Sequence[Task], speeds: Speeds) -> Mapping[str, float] | None:
     """How much compute slows down while a collective runs beside it."""
     beside = {task.resource for task in tasks} & {lane(axis) for axis in BESIDE}
-    return dict.fromkeys(beside, DRAG[COLLECTIVES]) or None
+    return dict.fromkeys(beside, DRAG[COLLECTIVES] * speeds.drag) or None
 
 
 def lane(axis: str) -> str:
