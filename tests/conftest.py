@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from tests import forks
 
 TESTS = Path(__file__).parent
+CACHE = "FORETELL_CACHE"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,6 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     worker = getattr(config, "workerinput", None)
+    if worker is None and CACHE not in os.environ:  # what was probed or traced on this machine is no matter of the tests
+        folder = tempfile.TemporaryDirectory(prefix="foretell-tests-")
+        config.add_cleanup(folder.cleanup)
+        os.environ[CACHE] = folder.name
     if worker is not None:
         forks.install()
     elif getattr(config.option, "numprocesses", None):
@@ -61,7 +68,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache that belongs to this test alone, named by FORETELL_CACHE."""
     path = tmp_path / "cache"
     path.mkdir()
-    monkeypatch.setenv("FORETELL_CACHE", str(path))
+    monkeypatch.setenv(CACHE, str(path))
     return path
 
 
