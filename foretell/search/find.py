@@ -116,7 +116,7 @@ class Finder(Costing):
         sizes += [given] if given and given > 1 and given not in TENSOR else []
         allowed = [1]
         for size in sizes:
-            reason = sheet.offered(self.recipe(cluster, cluster.count > size), size)
+            reason = sheet.offered(self.recipe(cluster, cluster.count > 1), size)
             if reason is None:
                 allowed.append(size)
             elif given == size:

@@ -61,7 +61,7 @@ class MixedPricer:
     _shared: dict[object, Shared | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for device in self.cluster.devices:
+        for device in self.cluster.devices if not self.each else ():
             seen = replace(self.cluster, device=device)
             self.each[device.name] = SheetPricer(self.sheet_of(seen), seen, reserve=self.reserve)
 
@@ -85,6 +85,9 @@ class MixedPricer:
         return self._kinds[key]
 
     # ------------------------------------------------------------------ what a search asks
+
+    def optimist(self) -> MixedPricer:
+        return replace(self, each={name: one.optimist() for name, one in self.each.items()}, _kinds={}, _shared={})
 
     def quick(self, layout: Layout) -> Quick:
         kinds = self.kinds(layout)

@@ -89,22 +89,23 @@ class Quick:
         return self.margin_bytes >= 0
 
 
-def quick(layout: Layout, sheet: Sheet, cluster: Cluster, *, reserve: bool = True) -> Quick:
+def quick(layout: Layout, sheet: Sheet, cluster: Cluster, *, reserve: bool = True, recipe: str | None = None) -> Quick:
     """What a layout costs on a cluster; raises a UserError where the model cannot be split so.
 
     Without `reserve`, `memory_bytes` leaves out what the caching allocator holds beside (a few percent, up to a third where
-    logits are most of it) and the answer comes sooner: what does not fit then does not fit at all.
+    logits are most of it) and the answer comes sooner: what does not fit then does not fit at all. `recipe`: the precision
+    under which its traces were made, if not the layout's own.
     """
-    works = works_of(layout, sheet)
+    works = works_of(layout, sheet, recipe)
     mine = composer(sheet, cluster, layout.mesh, layout.placement)
     mine.reserves = reserve
     return mine.cost(layout, works)
 
 
-def works_of(layout: Layout, sheet: Sheet) -> Works:
+def works_of(layout: Layout, sheet: Sheet, recipe: str | None = None) -> Works:
     """What the pieces cost at the layout's micro-batch and splits; a UserError where the model cannot be split so."""
     mesh = layout.mesh
-    found = sheet.works(recipe_for(layout), layout.micro_batch, mesh.tp, layout.precision, cp=mesh.cp, ep=mesh.ep)
+    found = sheet.works(recipe or recipe_for(layout), layout.micro_batch, mesh.tp, layout.precision, cp=mesh.cp, ep=mesh.ep)
     return found.compiling(layout.compile)
 
 

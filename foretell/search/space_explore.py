@@ -70,6 +70,7 @@ class Explorer:
     progress: Progress = lambda _: None
     filler: Filler | None = None
     """What makes a layout whole; None: `space_fill.fill`."""
+    optimist: Pricer | None = None
     found: Explored = field(default_factory=Explored)
     full: dict[tuple[Mesh, str], int] = field(default_factory=dict)
     """Mesh and schedule → micro-batch that did not fit."""
@@ -109,7 +110,7 @@ class Explorer:
         for group in self._groups([frame for frame in frames if frame is not None]):
             ordered = sorted(group, key=lambda frame: (self._scaled(self.pricer.rough(frame), frame), frame.micro_batch))
             best = float("inf")
-            for frame in sorted(ordered, key=lambda frame: frame.interleave > 1 or frame.schedule in SPLIT_BACKWARD):
+            for frame in sorted(ordered, key=lambda frame: (_apart(frame), _looped(frame))):
                 if self._ruled_out(frame) or self._hopeless(frame, best):
                     self.found.unfit += best == float("inf")
                     continue
@@ -131,18 +132,33 @@ class Explorer:
             self.floors[_core(frame), frame.schedule] = point.seconds - less
 
     def _hopeless(self, frame: Layout, best: float) -> bool:
-        """Whether a layout cannot come near the best: by its products, or by what a simpler schedule took without waiting."""
+        """Whether a layout cannot come near the best: by its products, or by what a simpler schedule took without waiting.
+
+        One that needs traces of its own is left where it cannot win.
+        """
         if self._scaled(self.pricer.ideal(frame), frame) > best * (1 + BEYOND):
             return True
+        if _apart(frame) and best < float("inf"):
+            return self._loses(frame, best)
         whole = self.floors.get((_core(replace(frame, mesh=_all_shards(frame.mesh))), frame.schedule))
         if whole is not None and self._scaled(whole, frame) > best * (1 + BEYOND):
             return True
-        if not (frame.interleave > 1 or frame.schedule in SPLIT_BACKWARD):
+        if not _looped(frame):
             return False
         floor = self.floors.get(_core(frame))
         if floor is None:  # the simple schedule did not fit, or could not win: no more than one a rank is held there
             return frame.schedule != self.wishes.schedule
         return self._scaled(floor, frame) > best * (1 + BEYOND_LOOPED)
+
+    def _loses(self, frame: Layout, best: float) -> bool:
+        """Whether a layout cannot win, or does not fit, even by an optimist."""
+        if self.optimist is None:
+            self.optimist = self.pricer.optimist()
+        try:
+            filled = (self.filler or fill)(frame, self.optimist, float("inf"), 0.0)
+        except UserError:
+            return False  # it says why when it is costed
+        return filled is not None and (not filled.fits or self._scaled(filled.quick.seconds, frame) > best)
 
     def _first_way(self, frame: Layout, compile: str) -> Layout | None:
         ways = list(space.compiles(self.room, frame))
@@ -227,6 +243,16 @@ class Explorer:
 def _all_shards(mesh: Mesh) -> Mesh:
     """The same without replicas."""
     return replace(mesh, dp_replicate=1, dp_shard=mesh.data)
+
+
+def _apart(frame: Layout) -> bool:
+    """Whether ranks share no parameters: they then compute otherwise, and need traces that the others do not."""
+    return frame.mesh.world > 1 and frame.mesh.spread == 1
+
+
+def _looped(frame: Layout) -> bool:
+    """Whether a schedule waits less than the simple ones, and holds more."""
+    return frame.interleave > 1 or frame.schedule in SPLIT_BACKWARD
 
 
 def _core(frame: Layout) -> object:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from foretell.hardware.types import Cluster
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import Mesh
+from foretell.price.collectives import collective
+from foretell.price.speeds import fabrics_of
 from foretell.search.quick import Layout, Quick, composer, quick, recipe_for, works_of
 from foretell.search.residency import KEPT, Way, Ways
 from foretell.search.sheet import Sheet, Works
@@ -26,6 +28,8 @@ class SheetPricer:
     cluster: Cluster
     reserve: bool = False
     """Whether costs have what the caching allocator reserves beside: a few percent of memory, and more time to find."""
+    recipe: str | None = None
+    """The precision of the traces, if not each layout's own."""
     _bare: dict[object, float] = field(default_factory=dict)
     _stacks: dict[object, Stack] = field(default_factory=dict)
 
@@ -34,10 +38,14 @@ class SheetPricer:
         return self.sheet.blocks
 
     def works(self, layout: Layout) -> Works:
-        return works_of(layout, self.sheet)
+        return works_of(layout, self.sheet, self.recipe)
 
     def quick(self, layout: Layout) -> Quick:
-        return quick(layout, self.sheet, self.cluster, reserve=self.reserve)
+        return quick(layout, self.sheet, self.cluster, reserve=self.reserve, recipe=self.recipe)
+
+    def optimist(self) -> SheetPricer:
+        """What layouts cost by the traces that are there anyway: ranks that share parameters cast none and hold fewer bytes."""
+        return replace(self, reserve=False, recipe=self.sheet.first, _bare={}, _stacks={})
 
     def limit(self, layout: Layout) -> float:
         mine = composer(self.sheet, self.cluster, layout.mesh)
@@ -47,7 +55,7 @@ class SheetPricer:
         """Bytes and seconds of blocks for one micro-batch; the same for layouts that differ elsewhere."""
         mesh = layout.mesh
         shared = (mesh.tp, mesh.cp, mesh.ep, mesh.dp_shard, mesh.spread > 1)
-        key = (treated, recipe_for(layout), layout.micro_batch, shared, layout.compile)
+        key = (treated, self.recipe or recipe_for(layout), layout.micro_batch, shared, layout.compile)
         if key not in self._stacks:
             self._stacks[key] = self._made(layout, treated)
         return self._stacks[key]
@@ -57,7 +65,8 @@ class SheetPricer:
         return self._even(layout, PAIR[0])
 
     def ideal(self, layout: Layout) -> float:
-        """Products and the rest on the device, evenly over the stages; and the waiting at both ends of a pipeline.
+        """Products and the rest on the device, evenly over the stages; messages of split layers, which nothing runs beside; and
+        the waiting at both ends of a pipeline.
 
         A larger micro-batch takes less for each sample: the largest stands for all above those that were traced.
         """
@@ -71,8 +80,13 @@ class SheetPricer:
             like = replace(layout, mesh=Mesh(tp=mesh.tp, cp=mesh.cp, ep=mesh.ep, dp_shard=data), micro_batch=micro_batch)
             works = self.works(like)
             names: list[str | int] = [BEFORE, AFTER, *self.sheet.kinds]
-            pieces = [works.work(name) for name in names]
-            self._bare[key] = sum(work.forward.seconds + work.backward.seconds for work in pieces) / micro_batch
+            halves = [half for work in map(works.work, names) for half in (work.forward, work.backward)]
+            fabrics = fabrics_of(mesh, self.cluster) if self.cluster.matrix is None else {}  # else by where ranks are put
+            sent = sum(
+                collective(one.kind, one.nbytes, fabrics[one.axis]).seconds * one.times
+                for half in halves for one in half.messages if one.axis in fabrics
+            )  # fmt: skip
+            self._bare[key] = (sum(half.seconds for half in halves) + sent) / micro_batch
         each = self._bare[key] * layout.micro_batch / layout.mesh.pp
         waits = 0.0 if layout.schedule in SPLIT_BACKWARD else (layout.mesh.pp - 1) / layout.interleave
         return each * (layout.accumulate + waits)

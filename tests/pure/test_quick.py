@@ -22,6 +22,7 @@ from foretell.hardware.types import Cluster
 from foretell.plan.types import Mesh
 from foretell.search.quick import Layout, Quick, plan_of, quick, recipe_for
 from foretell.search.sheet import Sheet, sheet_of
+from foretell.search.space_price import SheetPricer
 from foretell.simulate.plan import Options, PlanCost, predict_plan
 from foretell.trace.capture import capture
 from foretell.trace.recipe import Recipe
@@ -133,6 +134,18 @@ def test_seconds_and_bytes_follow_the_exact_cost(name: str, plans: list[Layout],
         size = exact.worst.memory.device_bytes
         assert -0.02 * size < found.memory_bytes - size < 0.12 * size, told(name, asked, found, exact)
         assert found.low < found.seconds < found.high and found.joules and len(found.stage_memory) == asked.mesh.pp
+
+
+def test_an_optimist_is_no_slower_and_holds_no_more() -> None:
+    """Ranks that share no parameters, by the traces of those that do: what loses so need not be traced."""
+    plans = [one for one in PIPED if one.mesh.spread == 1] + [layout(Mesh(tp=2)), layout(Mesh(tp=2), 2, 3), layout(Mesh(tp=2), mode="recompute")]
+    for name, hardware in (("gpt2", "H100:8"), ("llama3-1b", "H100:8")):
+        pricer = SheetPricer(sheet(name, hardware), cluster(hardware))
+        for asked in plans:
+            cuts = {3: (1, 2, 3)}.get(len(asked.cuts), (2,) if asked.cuts else ())
+            asked = replace(asked, modes=asked.modes[: LAYERS[name]], cuts=cuts)
+            light, own = pricer.optimist().quick(asked), pricer.quick(asked)
+            assert light.seconds <= own.seconds and light.memory_bytes <= own.memory_bytes, asked
 
 
 def test_a_split_model_follows_its_own_trace() -> None:
