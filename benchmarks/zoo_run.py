@@ -249,7 +249,9 @@ def wait(cuda: bool) -> None:
         torch.cuda.synchronize()
 
 
-def timed(one: Callable[[], None], cuda: bool) -> dict[str, Any]:
+def timed(
+    one: Callable[[], None], cuda: bool, least_steps: int = TIMED_STEPS, least_seconds: float = TIMED_SECONDS
+) -> dict[str, Any]:
     """Seconds of steps as a training loop runs them: the host may run ahead, the last step is waited for."""
     import torch
 
@@ -260,7 +262,7 @@ def timed(one: Callable[[], None], cuda: bool) -> dict[str, Any]:
     asked = time.perf_counter() - before
     wait(cuda)
     first = time.perf_counter() - before
-    count = max(10 if first > 0.3 else TIMED_STEPS, min(200, math.ceil(TIMED_SECONDS / first)))
+    count = max(10 if first > 0.3 else least_steps, min(200, math.ceil(least_seconds / first)))
     begun = time.perf_counter()
     if cuda:
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
