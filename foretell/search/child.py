@@ -13,7 +13,7 @@ from typing import Any
 from foretell.trace import child as single
 from foretell.trace.process import TIME_LIMIT, Progress, serve
 
-PRELOAD = (*single.PRELOAD, "foretell.search.shares", "foretell.search.split_trace")
+PRELOAD = (*single.PRELOAD, "torch._dynamo.config", "foretell.search.shares", "foretell.search.split_trace")
 
 
 def trace_all(

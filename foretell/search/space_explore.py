@@ -138,17 +138,16 @@ class Explorer:
         """
         if self._scaled(self.pricer.ideal(frame), frame) > best * (1 + BEYOND):
             return True
-        if _apart(frame) and best < float("inf"):
-            return self._loses(frame, best)
         whole = self.floors.get((_core(replace(frame, mesh=_all_shards(frame.mesh))), frame.schedule))
         if whole is not None and self._scaled(whole, frame) > best * (1 + BEYOND):
             return True
-        if not _looped(frame):
-            return False
-        floor = self.floors.get(_core(frame))
-        if floor is None:  # the simple schedule did not fit, or could not win: no more than one a rank is held there
-            return frame.schedule != self.wishes.schedule
-        return self._scaled(floor, frame) > best * (1 + BEYOND_LOOPED)
+        if _looped(frame):
+            floor = self.floors.get(_core(frame))
+            if floor is None:  # the simple schedule did not fit, or could not win: no more than one a rank is held there
+                return frame.schedule != self.wishes.schedule
+            if self._scaled(floor, frame) > best * (1 + BEYOND_LOOPED):
+                return True
+        return _apart(frame) and best < float("inf") and self._loses(frame, best)
 
     def _loses(self, frame: Layout, best: float) -> bool:
         """Whether a layout cannot win, or does not fit, even by an optimist."""
@@ -158,7 +157,12 @@ class Explorer:
             filled = (self.filler or fill)(frame, self.optimist, float("inf"), 0.0)
         except UserError:
             return False  # it says why when it is costed
-        return filled is not None and (not filled.fits or self._scaled(filled.quick.seconds, frame) > best)
+        if filled is None:
+            return False
+        if not filled.fits:
+            key = frame.mesh, self._tight_key(frame)
+            self.full[key] = min(self.full.get(key, 1 << 62), frame.micro_batch)
+        return not filled.fits or self._scaled(filled.quick.seconds, frame) > best
 
     def _first_way(self, frame: Layout, compile: str) -> Layout | None:
         ways = list(space.compiles(self.room, frame))

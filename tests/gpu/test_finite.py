@@ -16,16 +16,24 @@ pytestmark = pytest.mark.gpu
 SETTINGS = {"lr": 1e-2, "schedule": "constant", "warmup": 0, "save_every": 1, "keep": 20, "steps": 10}
 
 
+def compilable(model: str) -> str:
+    """Without the lines of its forward that look at the batch to fail on purpose; samples that are not numbers stay."""
+    changed = model.replace('if os.environ.get("RAISE_AT") in [str(int(one)) for one in number]:', "if False:")
+    changed = changed.replace('os.environ.get("POISON_AT") in [str(int(one)) for one in number]', "False")
+    assert changed.count("for one in number") == 0 and "NAN_AT" in changed
+    return changed
+
+
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach"])
 @pytest.mark.parametrize("compiled", ["none", "model", "graphs"])
 def test_a_sample_that_is_not_a_number_leaves_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, compiled: str
 ) -> None:
     every_line(monkeypatch)
-    (tmp_path / "mine.py").write_text(MODEL if compiled == "none" else MODEL.replace("if os.environ.get", "if None and os.environ.get"))
+    (tmp_path / "mine.py").write_text(MODEL if compiled == "none" else compilable(MODEL))
     plan = Plan(
-        model={"model": str(tmp_path / "mine.py")}, hardware="auto", micro_batch=2, accumulate=2, precision="fp32",
-        optimizer=optimizer, compile=compiled,
+        model={"model": str(tmp_path / "mine.py")}, hardware="auto", precision="fp32", optimizer=optimizer, compile=compiled,
+        micro_batch=4 if compiled == "graphs" else 2, accumulate=1 if compiled == "graphs" else 2,
     )  # fmt: skip
     run(plan, SETTINGS, screen=Quiet(), out=tmp_path / "good", device="cuda")
     monkeypatch.setenv("NAN_AT", str(sample_of(5)))
