@@ -17,9 +17,13 @@ SETTINGS = {"lr": 1e-2, "schedule": "constant", "warmup": 0, "save_every": 1, "k
 
 
 def compilable(model: str) -> str:
-    """Without the lines of its forward that look at the batch to fail on purpose; samples that are not numbers stay."""
+    """Without the lines of its forward that look at the batch to fail on purpose; samples that are not numbers stay.
+
+    A buffer is written in place: one that is put in its place would be an output of a CUDA graph, which the next replay overwrites.
+    """
     changed = model.replace('if os.environ.get("RAISE_AT") in [str(int(one)) for one in number]:', "if False:")
     changed = changed.replace('os.environ.get("POISON_AT") in [str(int(one)) for one in number]', "False")
+    changed = changed.replace("self.calls = self.calls + 1", "self.calls.add_(1)")
     assert changed.count("for one in number") == 0 and "NAN_AT" in changed
     return changed
 
