@@ -122,6 +122,9 @@ def main() -> None:
     left = [row for row in measured() if (row[0], name_of(row[1])) not in known]
     print(f"{len(left)} rows to predict", flush=True)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+
+    torch.set_num_threads(1)
     unseen.warm_up()
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         for row, predicted in zip(left, pool.imap(unseen.predict, [config for _, config, _ in left]), strict=True):

@@ -162,10 +162,14 @@ def _too_much(predicted: dict[str, Any]) -> bool:
 
 
 def warm_up() -> None:
-    """Import what rows need before they fork; nothing here touches CUDA."""
+    """Import what rows need before they fork; nothing here touches CUDA, and no threads are started that a fork would lose."""
     import importlib
 
+    import torch
+
     from foretell.trace.hub import mend_torchvision
+
+    torch.set_num_threads(1)
 
     mend_torchvision()
     for name in ("torch", "transformers", "timm", "torchvision.models", "torch._dynamo", "pynvml"):
