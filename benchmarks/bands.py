@@ -2,11 +2,12 @@
 
     python benchmarks/bands.py            how many measured steps the bands hold, how wide they are, their interval score
     python benchmarks/bands.py --write    calibrate on all rows and write foretell/price/bands.json
-    python benchmarks/bands.py --sealed rows.jsonl   the same table for measured rows of sealed/unseen-h200.jsonl
+    python benchmarks/bands.py --sealed   bands calibrated without the rows of sealed/unseen-h200.jsonl, judged by those rows
 
 A band is conformal: quantiles of log(measured / predicted) over rows of families that were left out, in units of a scale with few
 constants. Every family counts alike, and a new one takes one share more, which lies beyond all others (hierarchical conformal
-prediction). Rows of an H200 are those of data/band_rows.jsonl (benchmarks/bands_rows.py); devices of the catalogue and several
+prediction). Rows of an H200 are those of data/band_rows.jsonl (benchmarks/bands_rows.py) and, since they were judged, those of
+results/unseen.jsonl; devices of the catalogue and several
 ranks rest on published runs, grouped by source; CPUs on rows of the zoo and on gloo plans.
 """
 
@@ -30,7 +31,7 @@ from unseen_draw import HINTS  # noqa: E402
 
 from foretell.price import bands  # noqa: E402
 
-ROWS = HERE / "data" / "band_rows.jsonl"
+ROWS, UNSEEN = HERE / "data" / "band_rows.jsonl", HERE / "results" / "unseen.jsonl"
 SLOPES = (0.0, 0.5, 1.0, 2.0, 3.0)
 """Tried for every feature of the scale."""
 FEATURES: Mapping[str, tuple[str, ...]] = {
@@ -145,7 +146,7 @@ def row_of(family: str, config: Mapping[str, Any], predicted: Mapping[str, Any],
     seen = bands.Evidence(
         compiled=config["mode"] != "eager", data_dependent=bool(predicted.get("sized")), fp32=config["precision"] == "fp32",
         guessed_share=predicted.get("guessed_seconds", 0.0) / whole, host_share=predicted["waiting_for_host_seconds"] / whole,
-        irregular_share=predicted.get("families", {}).get("rare", 0.0) / whole,
+        irregular_share=predicted["families"].get("rare", 0.0) / whole,
     )  # fmt: skip
     return Row(
         kind=seen.kind, family=family, residual=math.log(seconds / whole), features=seen.features, host_bound=seen.host_share > bands.HOST_BOUND,
@@ -183,7 +184,7 @@ SIZED = (*HINTS, "hf:longformer")
 """Models of the sealed forecast whose sizes depend on data; its rows do not say so."""
 
 
-def sealed_rows(measured: Path) -> list[Row]:
+def sealed_rows(measured: Path = UNSEEN) -> list[Row]:
     """Rows of the sealed forecast that were measured; families that no row above has."""
     from bands_rows import family_of
     from unseen import SEALED
@@ -199,8 +200,8 @@ def sealed_rows(measured: Path) -> list[Row]:
     return kept
 
 
-def every_row() -> list[Row]:
-    return [*h200_rows(), *published_rows(), *cpu_rows()]
+def every_row(*, unseen: bool = True) -> list[Row]:
+    return [*h200_rows(), *(sealed_rows() if unseen else ()), *published_rows(), *cpu_rows()]
 
 
 # ---------------------------------------------------------------------------------------------- the test
@@ -248,7 +249,7 @@ def table(judged: Sequence[Judged]) -> None:
 
 ON_H200 = ("device-bound", "host-bound", "compiled", "data-dependent", "guessed")
 SOURCES = {
-    **dict.fromkeys(("device-bound", "host-bound", "compiled"), "steps of one H200 (benchmarks/data/band_rows.jsonl), by family of model"),
+    **dict.fromkeys(("device-bound", "host-bound", "compiled"), "steps of H200s (benchmarks/data/band_rows.jsonl, benchmarks/results/unseen.jsonl), by family of model"),
     **dict.fromkeys(ASSUMED, "assumed: no rows of this kind; 1.5 times as wide as all eager steps of the H200 together"),
     "catalogue": "published runs on A100 and H100 (benchmarks/results/published_left_out.jsonl), by source; nearly all of many ranks",
     "unfamiliar": "published runs on other devices, in float8 or with experts (the same file), by source; the widest seen",
@@ -273,11 +274,12 @@ def shipped(rows: Sequence[Row]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="calibrate on all rows and write the file that foretell reads")
-    parser.add_argument("--sealed", type=Path, help="measured rows of the sealed forecast; judged by the bands that are shipped")
+    parser.add_argument("--sealed", action="store_true", help="what the sealed rows say of bands that were calibrated without them")
     options = parser.parse_args()
     if options.sealed:
-        rows = sealed_rows(options.sealed)
-        table([(row, logs(bands.known()[row.kind], row)) for row in rows])
+        rows, others = sealed_rows(), every_row(unseen=False)
+        known = {kind: calibrated(others, kind) for kind in ON_H200}
+        table([(row, logs(known[row.kind], row)) for row in rows])
         errors = [abs(math.exp(-row.residual) - 1) for row in rows]
         print(f"step time: median error {100 * statistics.median(errors):.1f} %, 9 of 10 below "
               f"{100 * statistics.quantiles(errors, n=10, method='inclusive')[8]:.1f} %")  # fmt: skip
