@@ -249,7 +249,10 @@ def table(judged: Sequence[Judged]) -> None:
 
 ON_H200 = ("device-bound", "host-bound", "compiled", "data-dependent", "guessed")
 SOURCES = {
-    **dict.fromkeys(("device-bound", "host-bound", "compiled"), "steps of H200s (benchmarks/data/band_rows.jsonl, benchmarks/results/unseen.jsonl), by family of model"),
+    **dict.fromkeys(
+        ("device-bound", "host-bound", "compiled"),
+        "steps of H200s (benchmarks/data/band_rows.jsonl, benchmarks/results/unseen.jsonl), by family of model",
+    ),
     **dict.fromkeys(ASSUMED, "assumed: no rows of this kind; 1.5 times as wide as all eager steps of the H200 together"),
     "catalogue": "published runs on A100 and H100 (benchmarks/results/published_left_out.jsonl), by source; nearly all of many ranks",
     "unfamiliar": "published runs on other devices, in float8 or with experts (the same file), by source; the widest seen",

@@ -105,7 +105,9 @@ def evidence_of(local: Any, cluster: Any, how: Any) -> dict[str, Any]:
         families[task.kind] = families.get(task.kind, 0.0) + task.seconds
     return {
         "families": _rounded(families), "guessed_seconds": guessed(tasks, device), "unmeasured_ops": list(unmeasured_ops(local, device)),
-        "awaited": sum(task.synchronises for task in tasks), "sized": sum(task.synchronises and short(task.name) in SIZED for task in tasks), "kernels": sum(task.seconds > 0 for task in tasks),
+        "awaited": sum(task.synchronises for task in tasks),
+        "sized": sum(task.synchronises and short(task.name) in SIZED for task in tasks),
+        "kernels": sum(task.seconds > 0 for task in tasks),
     }  # fmt: skip
 
 

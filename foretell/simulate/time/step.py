@@ -186,12 +186,12 @@ class _Maker:
 # ---------------------------------------------------------------------- the timeline as an answer
 
 
-def as_time(timeline: Timeline, tasks: Sequence[Task], speeds: Speeds, kind: Evidence | None = None) -> Time:
+def as_time(timeline: Timeline, tasks: Sequence[Task], speeds: Speeds, about: Evidence | None = None) -> Time:
     exposed = exposed_communication(timeline)
     busy = [task for task in tasks if task.resource in (COMPUTE, HOST)]
     binds = _binds(timeline, busy, exposed)
     seconds, unmeasured = timeline.seconds, guessed(tasks, speeds.machine)
-    low, high = speeds.band(_evidence(timeline, tasks, unmeasured, kind or Evidence()))
+    low, high = speeds.band(_evidence(timeline, tasks, unmeasured, about or Evidence()))
     phases: dict[str, float] = {}
     kinds: dict[str, float] = {}
     for task in busy:
