@@ -2,18 +2,18 @@
 
     python benchmarks/bands.py            how many measured steps the bands hold, how wide they are, their interval score
     python benchmarks/bands.py --write    calibrate on all rows and write foretell/price/bands.json
-    python benchmarks/bands.py --sealed rows.jsonl   the same table for measured rows of sealed/unseen-h200.jsonl
+    python benchmarks/bands.py --sealed   bands calibrated without the rows of sealed/unseen-h200.jsonl, judged by those rows
 
 A band is conformal: quantiles of log(measured / predicted) over rows of families that were left out, in units of a scale with few
 constants. Every family counts alike, and a new one takes one share more, which lies beyond all others (hierarchical conformal
-prediction). Rows of an H200 are those of data/band_rows.jsonl (benchmarks/bands_rows.py); devices of the catalogue and several
+prediction). Rows of an H200 are those of data/band_rows.jsonl (benchmarks/bands_rows.py) and, since they were judged, those of
+results/unseen.jsonl; devices of the catalogue and several
 ranks rest on published runs, grouped by source; CPUs on rows of the zoo and on gloo plans.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import json
 import math
@@ -27,17 +27,26 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
+from unseen_draw import HINTS  # noqa: E402
+
 from foretell.price import bands  # noqa: E402
 
-ROWS = HERE / "data" / "band_rows.jsonl"
+ROWS, UNSEEN = HERE / "data" / "band_rows.jsonl", HERE / "results" / "unseen.jsonl"
 SLOPES = (0.0, 0.5, 1.0, 2.0, 3.0)
 """Tried for every feature of the scale."""
 FEATURES: Mapping[str, tuple[str, ...]] = {
-    "host-bound": ("host",), "device-bound": ("host",), "compiled": ("host",), "data-dependent": ("host",),
+    "device-bound": ("host", "irregular", "fp32"), "host-bound": ("irregular", "fp32"), "compiled": ("host",),
 }  # fmt: skip
-FEWEST = 10
-"""Families below which a kind has no two quantiles of its own: its rows are taken together with those of kinds like it."""
-POOLED = {"data-dependent": ("host-bound", "device-bound"), "guessed": ("host-bound", "device-bound", "data-dependent", "compiled")}
+"""Kind → what its scale may grow with."""
+ASSUMED = {"data-dependent": 1.5, "guessed": 1.5}
+"""Kinds of which there are no rows: so many times as wide as all eager rows together. Assumed."""
+ENOUGH_FOR_TAILS = 20
+"""Families from which on the two sides of a band may differ."""
+MOST_UNEVEN = 3.0
+"""How many times as far one side may reach as the other."""
+EAGER = ("device-bound", "host-bound")
+LIKE: Mapping[str, tuple[str, ...]] = {"ranks": ("catalogue",), **dict.fromkeys(ASSUMED, EAGER)}
+"""Kinds that are calibrated on the rows of others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +67,13 @@ class Row:
 # ---------------------------------------------------------------------------------------------- quantiles
 
 
-def quantile(scores: Sequence[tuple[str, float]], level: float) -> float:
-    """The smallest score that `level` of the weight stays at or below. A family's rows share one part of K + 1; the part
-    of the family to come lies beyond all of them, so that with too few families there is no such score: infinity."""
+def quantile(scores: Sequence[tuple[str, float]], level: float, to_come: int = 1) -> float:
+    """The smallest score that `level` of the weight stays at or below. The rows of each of K families share one part of K + 1; the
+    part of the family `to_come` lies beyond all of them, so that with too few families there is no such score: infinity."""
     counts: dict[str, int] = {}
     for family, _ in scores:
         counts[family] = counts.get(family, 0) + 1
-    reached, parts = 0.0, len(counts) + 1
+    reached, parts = 0.0, len(counts) + to_come
     for family, score in sorted(scores, key=lambda pair: pair[1]):
         reached += 1 / (counts[family] * parts)
         if reached >= level - 1e-12:
@@ -73,33 +82,33 @@ def quantile(scores: Sequence[tuple[str, float]], level: float) -> float:
 
 
 def bounds(rows: Sequence[Row], slopes: Mapping[str, float], level: float = bands.LEVEL) -> tuple[float, float]:
-    """Lower and upper quantile in units of the scale: one each where families are enough for both tails, else one for the size."""
+    """Lower and upper end in units of the scale. Which side reaches how far is the rows' own tails, where families are enough to
+    show them; how far both reach is one conformal quantile."""
     scores = [(row.family, row.residual / bands.scale_of(slopes, row.features)) for row in rows]
-    tail = 1 - (1 - level) / 2
-    low, high = -quantile([(family, -score) for family, score in scores], tail), quantile(scores, tail)
-    if math.isinf(low) or math.isinf(high):
-        size = quantile([(family, abs(score)) for family, score in scores], level)
-        if math.isinf(size):
-            size = max(abs(score) for _, score in scores)
-        return -size, size
-    return low, high
+    below, above = 1.0, 1.0
+    if len({family for family, _ in scores}) >= ENOUGH_FOR_TAILS:
+        tail = 1 - (1 - level) / 2
+        below, above = quantile([(family, -score) for family, score in scores], tail, 0), quantile(scores, tail, 0)
+        below, above = max(below, above / MOST_UNEVEN), max(above, below / MOST_UNEVEN)
+    sizes = [(family, max(score / above, -score / below)) for family, score in scores]
+    size = quantile(sizes, level)
+    size = max(size for _, size in sizes) if math.isinf(size) else size
+    return -below * size, above * size
 
 
 def calibrated(rows: Sequence[Row], kind: str) -> bands.Band:
-    """The band of a kind from its rows, or from those of like kinds too where it has few families."""
-    mine = [row for row in rows if row.kind == kind]
-    if len({row.family for row in mine}) < FEWEST and kind in POOLED:
-        mine = [row for row in rows if row.kind == kind or row.kind in POOLED[kind]]
-    names = FEATURES.get(kind, ())
+    """The band of a kind: of all scales that are tried, the one with the best interval score."""
+    mine = [row for row in rows if row.kind in LIKE.get(kind, (kind,))]
+    names, families = FEATURES.get(kind, ()), len({row.family for row in mine})
     best: tuple[float, bands.Band] | None = None
     for values in itertools.product(SLOPES, repeat=len(names)):
         slopes = {name: value for name, value in zip(names, values, strict=True) if value}
-        low, high = bounds(mine, slopes)
-        one = bands.Band(low=low, high=high, slopes=slopes, rows=len(mine), families=len({row.family for row in mine}))
-        score = by_family(mine, lambda row, one=one: interval_score(row.residual, logs(one, row)))  # type: ignore[misc]
+        low, high = (ASSUMED.get(kind, 1.0) * end for end in bounds(mine, slopes))
+        one = bands.Band(low=low, high=high, slopes=slopes, rows=len(mine), families=families)
+        score = sum(weight * interval_score(row.residual, logs(one, row)) for row, weight in weighted(mine))
         if best is None or score < best[0] - 1e-9:
             best = (score, one)
-    assert best is not None
+    assert best is not None, f"no rows of {kind}"
     return best[1]
 
 
@@ -114,12 +123,12 @@ def interval_score(value: float, interval: tuple[float, float], level: float = b
     return high - low + 2 / (1 - level) * (max(0.0, low - value) + max(0.0, value - high))
 
 
-def by_family(rows: Sequence[Row], figure: Any) -> float:
-    """Mean over families of the mean over their rows."""
-    found: dict[str, list[float]] = {}
+def weighted(rows: Sequence[Row]) -> list[tuple[Row, float]]:
+    """Rows with weights by which every family counts alike."""
+    counts: dict[str, int] = {}
     for row in rows:
-        found.setdefault(row.family, []).append(figure(row))
-    return statistics.fmean(statistics.fmean(values) for values in found.values())
+        counts[row.family] = counts.get(row.family, 0) + 1
+    return [(row, 1 / (counts[row.family] * len(counts))) for row in rows]
 
 
 # ---------------------------------------------------------------------------------------------- rows
@@ -129,34 +138,31 @@ def h200_rows(path: Path = ROWS) -> Iterator[Row]:
     """Steps of one H200, predicted by its own profile."""
     for row in map(json.loads, path.read_text().splitlines()):
         if "error" not in row:
-            yield row_of(row["family"], row["mode"], row["predicted"], row["measured"], f"{row['from']} {row['name']}")
+            yield row_of(row["family"], row, row["predicted"], row["measured"], f"{row['from']} {row['name']}")
 
 
-def row_of(family: str, mode: str, predicted: Mapping[str, Any], seconds: float, name: str = "") -> Row:
+def row_of(family: str, config: Mapping[str, Any], predicted: Mapping[str, Any], seconds: float, name: str = "") -> Row:
     whole = predicted["seconds"]
     seen = bands.Evidence(
-        compiled=mode != "eager", data_dependent=bool(predicted["awaited"]), guessed_share=predicted["guessed_seconds"] / whole,
-        host_share=predicted["waiting_for_host_seconds"] / whole,
+        compiled=config["mode"] != "eager", data_dependent=bool(predicted.get("sized")), fp32=config["precision"] == "fp32",
+        guessed_share=predicted.get("guessed_seconds", 0.0) / whole, host_share=predicted["waiting_for_host_seconds"] / whole,
+        irregular_share=predicted["families"].get("rare", 0.0) / whole,
     )  # fmt: skip
-    before = (math.log(predicted["low"] / whole), math.log(predicted["high"] / whole))
     return Row(
-        kind=seen.kind, family=family, residual=math.log(seconds / whole), features={"host": seen.host_share}, before=before,
-        host_bound=seen.host_share > bands.HOST_BOUND, name=name,
+        kind=seen.kind, family=family, residual=math.log(seconds / whole), features=seen.features, host_bound=seen.host_share > bands.HOST_BOUND,
+        before=(math.log(predicted["low"] / whole), math.log(predicted["high"] / whole)), name=name,
     )  # fmt: skip
 
 
 def published_rows() -> Iterator[Row]:
     """Published runs, the constants that a source alone informs taken away, by source; time, so a rate counts the other way round."""
-    with (HERE / "data" / "published_runs.csv").open(newline="") as stream:
-        cells = {row["id"]: row for row in csv.DictReader(stream)}
     for row in map(json.loads, (HERE / "results" / "published_left_out.jsonl").read_text().splitlines()):
         if row["scored"]:
             sign = 1 if row["quantity"] == "step_time_s" else -1
-            ranks = int(cells[row["id"]]["gpus"] or 1)
             before = (math.log(row["low"] / row["predicted"]), math.log(row["high"] / row["predicted"]))
             yield Row(
-                kind="ranks" if ranks > 1 else "catalogue", family=row["source"], residual=sign * math.log(row["published"] / row["predicted"]),
-                before=before if sign > 0 else (-before[1], -before[0]), name=row["id"],
+                kind="unfamiliar" if row["evidence"] == "rare" else "catalogue", family=row["source"], name=row["id"],
+                residual=sign * math.log(row["published"] / row["predicted"]), before=before if sign > 0 else (-before[1], -before[0]),
             )  # fmt: skip
 
 
@@ -174,7 +180,11 @@ def cpu_rows() -> Iterator[Row]:
             )  # fmt: skip
 
 
-def sealed_rows(measured: Path) -> list[Row]:
+SIZED = (*HINTS, "hf:longformer")
+"""Models of the sealed forecast whose sizes depend on data; its rows do not say so."""
+
+
+def sealed_rows(measured: Path = UNSEEN) -> list[Row]:
     """Rows of the sealed forecast that were measured; families that no row above has."""
     from bands_rows import family_of
     from unseen import SEALED
@@ -183,14 +193,15 @@ def sealed_rows(measured: Path) -> list[Row]:
     seal_of(SEALED)
     found, kept = measured_of(SEALED, measured), []
     for row in rows_of(SEALED):
-        seconds = found.get(row["key"], {}).get("measured", {}).get("seconds")
+        seconds, model = found.get(row["key"], {}).get("measured", {}).get("seconds"), row["config"]["model"]
         if seconds and "seconds" in row["predicted"]:
-            kept.append(row_of(family_of(row["config"]["model"]), row["config"]["mode"], row["predicted"], seconds, row["name"]))
+            predicted = {**row["predicted"], "sized": model in SIZED}
+            kept.append(row_of(family_of(model), row["config"], predicted, seconds, row["name"]))
     return kept
 
 
-def every_row() -> list[Row]:
-    return [*h200_rows(), *published_rows(), *cpu_rows()]
+def every_row(*, unseen: bool = True) -> list[Row]:
+    return [*h200_rows(), *(sealed_rows() if unseen else ()), *published_rows(), *cpu_rows()]
 
 
 # ---------------------------------------------------------------------------------------------- the test
@@ -238,9 +249,14 @@ def table(judged: Sequence[Judged]) -> None:
 
 ON_H200 = ("device-bound", "host-bound", "compiled", "data-dependent", "guessed")
 SOURCES = {
-    **dict.fromkeys(ON_H200, "steps of one H200 (benchmarks/data/band_rows.jsonl), by family of model"),
-    "catalogue": "published runs on devices without a profile (benchmarks/results/published_left_out.jsonl), by source; all of many ranks",
-    "ranks": "published runs of several ranks (benchmarks/results/published_left_out.jsonl), by source",
+    **dict.fromkeys(
+        ("device-bound", "host-bound", "compiled"),
+        "steps of H200s (benchmarks/data/band_rows.jsonl, benchmarks/results/unseen.jsonl), by family of model",
+    ),
+    **dict.fromkeys(ASSUMED, "assumed: no rows of this kind; 1.5 times as wide as all eager steps of the H200 together"),
+    "catalogue": "published runs on A100 and H100 (benchmarks/results/published_left_out.jsonl), by source; nearly all of many ranks",
+    "unfamiliar": "published runs on other devices, in float8 or with experts (the same file), by source; the widest seen",
+    "ranks": "no measured runs of several ranks on a device with a profile: published runs, as for the catalogue",
     "cpu": "small models of the zoo on one Xeon (foretell/zoo/measured.jsonl), by module, at the pace of models run beside them",
     "cpu ranks": "plans on two gloo ranks of one Xeon (benchmarks/results/plans.jsonl), by case",
 }
@@ -261,11 +277,12 @@ def shipped(rows: Sequence[Row]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="calibrate on all rows and write the file that foretell reads")
-    parser.add_argument("--sealed", type=Path, help="measured rows of the sealed forecast; judged by the bands that are shipped")
+    parser.add_argument("--sealed", action="store_true", help="what the sealed rows say of bands that were calibrated without them")
     options = parser.parse_args()
     if options.sealed:
-        rows = sealed_rows(options.sealed)
-        table([(row, logs(bands.known()[row.kind], row)) for row in rows])
+        rows, others = sealed_rows(), every_row(unseen=False)
+        known = {kind: calibrated(others, kind) for kind in ON_H200}
+        table([(row, logs(known[row.kind], row)) for row in rows])
         errors = [abs(math.exp(-row.residual) - 1) for row in rows]
         print(f"step time: median error {100 * statistics.median(errors):.1f} %, 9 of 10 below "
               f"{100 * statistics.quantiles(errors, n=10, method='inclusive')[8]:.1f} %")  # fmt: skip

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import re
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-from memory import DEFAULTS, append, key_of, name_of  # noqa: E402
+from memory import DEFAULTS, append, in_child, name_of  # noqa: E402
 from zoo import rows_of  # noqa: E402
 
 ROWS = HERE / "data" / "band_rows.jsonl"
@@ -90,7 +89,7 @@ def _plans() -> Iterator[Measured]:
 
 KEPT = (
     "seconds", "low", "high", "binds", "device_seconds", "host_seconds", "waiting_for_host_seconds", "families", "guessed_seconds",
-    "awaited", "kernels", "ops",
+    "awaited", "sized", "kernels", "ops",
 )  # fmt: skip
 
 
@@ -122,12 +121,15 @@ def main() -> None:
     left = [row for row in measured() if (row[0], name_of(row[1])) not in known]
     print(f"{len(left)} rows to predict", flush=True)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+
+    torch.set_num_threads(1)
     unseen.warm_up()
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        for row, predicted in zip(left, pool.imap(unseen.predict, [config for _, config, _ in left]), strict=True):
-            append(options.out, compact(*row, predicted))
-            said = predicted.get("error") or f"{row[2] / predicted['seconds'] - 1:+.1%}"
-            print(f"{row[0]} {name_of(row[1])}: {said}", flush=True)
+    for source, config, seconds in left:
+        predicted = in_child(unseen.predict, config, timeout=240)
+        append(options.out, compact(source, config, seconds, predicted))
+        said = predicted.get("error") or f"{seconds / predicted['seconds'] - 1:+.1%}"
+        print(f"{source} {name_of(config)}: {said}", flush=True)
 
 
 if __name__ == "__main__":

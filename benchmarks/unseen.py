@@ -90,6 +90,8 @@ def hinted_trace(config: dict[str, Any]) -> Any:
 
 def evidence_of(local: Any, cluster: Any, how: Any) -> dict[str, Any]:
     """Seconds of a step's ops by family, those whose family the profile has not measured, and how many the host waits for."""
+    from foretell.price.kernels.rare import SIZED
+    from foretell.price.kernels.shapes import short
     from foretell.price.machine import machine as known
     from foretell.price.speeds import alone, profile_for
     from foretell.price.time import guessed, unmeasured_ops
@@ -103,7 +105,9 @@ def evidence_of(local: Any, cluster: Any, how: Any) -> dict[str, Any]:
         families[task.kind] = families.get(task.kind, 0.0) + task.seconds
     return {
         "families": _rounded(families), "guessed_seconds": guessed(tasks, device), "unmeasured_ops": list(unmeasured_ops(local, device)),
-        "awaited": sum(task.synchronises for task in tasks), "kernels": sum(task.seconds > 0 for task in tasks),
+        "awaited": sum(task.synchronises for task in tasks),
+        "sized": sum(task.synchronises and short(task.name) in SIZED for task in tasks),
+        "kernels": sum(task.seconds > 0 for task in tasks),
     }  # fmt: skip
 
 
@@ -162,10 +166,14 @@ def _too_much(predicted: dict[str, Any]) -> bool:
 
 
 def warm_up() -> None:
-    """Import what rows need before they fork; nothing here touches CUDA."""
+    """Import what rows need before they fork; nothing here touches CUDA, and no threads are started that a fork would lose."""
     import importlib
 
+    import torch
+
     from foretell.trace.hub import mend_torchvision
+
+    torch.set_num_threads(1)
 
     mend_torchvision()
     for name in ("torch", "transformers", "timm", "torchvision.models", "torch._dynamo", "pynvml"):

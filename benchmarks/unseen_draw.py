@@ -84,15 +84,18 @@ _DECODERS = (
     _lm("gemma2", kv="num_key_value_heads", head="head_dim", fixed={"vocab_size": 64000}),
     _lm("olmo2", kv="num_key_value_heads"), _lm("starcoder2", kv="num_key_value_heads", fixed={"use_cache": False}),
     _lm("cohere", kv="num_key_value_heads", fixed={"vocab_size": 64000}), _lm("mpt", ("n_layers", "d_model", "n_heads", ""), largest=7),
-    _lm("codegen", ("n_layer", "n_embd", "n_head", ""), fixed={"rotary_dim": 32}), _lm("xglm", ("num_layers", "d_model", "attention_heads", "ffn_dim"), fixed={"vocab_size": 65536}, largest=6),
+    _lm("codegen", ("n_layer", "n_embd", "n_head", ""), fixed={"rotary_dim": 32}),
+    _lm("xglm", ("num_layers", "d_model", "attention_heads", "ffn_dim"), fixed={"vocab_size": 65536}, largest=6),
     _lm("qwen3", kv="num_key_value_heads", head="head_dim", fixed={"vocab_size": 65536}, recomputes=True),
     _lm("glm", kv="num_key_value_heads", head="head_dim", fixed={"vocab_size": 65536, "pad_token_id": 0}),
     _lm("nemotron", kv="num_key_value_heads", fixed={"vocab_size": 65536}), _lm("persimmon", fixed={"vocab_size": 65536}),
     _lm("biogpt", largest=6), _lm("gemma3_text", kv="num_key_value_heads", head="head_dim", fixed={"vocab_size": 64000}),
-    _lm("gpt_neo", ("num_layers", "hidden_size", "num_heads", ""), fixed={"attention_types": [[["global"], 8]], "num_layers": 8}, largest=0, picks={"hidden_size": (512, 768, 1024), "num_heads": (8, 16)}),
+    _lm("gpt_neo", ("num_layers", "hidden_size", "num_heads", ""),
+        fixed={"attention_types": [[["global"], 8]], "num_layers": 8}, largest=0, picks={"hidden_size": (512, 768, 1024), "num_heads": (8, 16)}),
 )  # fmt: skip
 _EXPERTS = (
-    _lm("qwen3_moe", kv="num_key_value_heads", fixed={"vocab_size": 32000, "num_experts_per_tok": 2}, picks={"num_experts": (8, 16), "moe_intermediate_size": (512, 768)}, largest=6),
+    _lm("qwen3_moe", kv="num_key_value_heads", fixed={"vocab_size": 32000, "num_experts_per_tok": 2},
+        picks={"num_experts": (8, 16), "moe_intermediate_size": (512, 768)}, largest=6),
     _lm("olmoe", kv="num_key_value_heads", fixed={"num_experts_per_tok": 2}, picks={"num_experts": (8, 16)}, largest=5),
     _lm("granitemoe", kv="num_key_value_heads", fixed={"num_experts_per_tok": 2}, picks={"num_local_experts": (8, 16)}, largest=5),
     _lm("phimoe", kv="num_key_value_heads", fixed={"vocab_size": 32000}, picks={"num_local_experts": (4, 8)}, largest=5),
@@ -104,22 +107,29 @@ _EXPERTS = (
 _ENCODERS = (
     _encoder("roberta", recomputes=True), _encoder("albert", recomputes=True), _encoder("electra"), _encoder("deberta-v2"),
     _encoder("distilbert", ("n_layers", "dim", "n_heads", "hidden_dim")), _encoder("mpnet"),
-    _encoder("xlnet", ("n_layer", "d_model", "n_head", "d_inner")), _encoder("fnet", ("num_hidden_layers", "hidden_size", "", "intermediate_size"), fixed={"use_tpu_fourier_optimizations": False}, autocast=False),
+    _encoder("xlnet", ("n_layer", "d_model", "n_head", "d_inner")),
+    _encoder("fnet", ("num_hidden_layers", "hidden_size", "", "intermediate_size"), fixed={"use_tpu_fourier_optimizations": False}, autocast=False),
     _encoder("convbert", largest=5), _encoder("mobilebert", None, largest=0), _encoder("squeezebert", None, largest=0),
     _encoder("nystromformer", fixed={"segment_means_seq_len": 64}, seq=(128, 192, 256, 384)), _encoder("modernbert", fixed={"vocab_size": 50368}),
     _encoder("funnel", None, picks={"d_model": (512, 768)}), _encoder("esm", fixed={"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}),
-    _encoder("roformer"), _encoder("longformer", seq=(512, 1024, 2048), batch=(1, 12), largest=4), _encoder("big_bird", seq=(1024,), batch=(2, 8), largest=4),
+    _encoder("roformer"), _encoder("longformer", seq=(512, 1024, 2048), batch=(1, 12), largest=4),
+    _encoder("big_bird", seq=(1024,), batch=(2, 8), largest=4),
     _encoder("canine", seq=(512, 1024), largest=5), _encoder("perceiver", None, seq=(512, 1024), batch=(2, 16)),
 )  # fmt: skip
 _PAIRS = (
-    _lm("bart", None, seq=_SHORT, batch=(4, 32), picks={"d_model": (512, 768, 1024)}), _lm("pegasus", None, seq=_SHORT, batch=(2, 16), picks={"d_model": (512, 1024)}, fixed={"vocab_size": 32000}),
-    _lm("marian", None, seq=_SHORT, batch=(4, 32), picks={"d_model": (512, 1024)}), _lm("m2m_100", None, seq=_SHORT, batch=(2, 16), fixed={"vocab_size": 64000}),
-    _lm("blenderbot", None, seq=(64, 128), batch=(4, 32), fixed={"d_model": 1024, "encoder_attention_heads": 16, "decoder_attention_heads": 16, "decoder_layers": 8}),
+    _lm("bart", None, seq=_SHORT, batch=(4, 32), picks={"d_model": (512, 768, 1024)}),
+    _lm("pegasus", None, seq=_SHORT, batch=(2, 16), picks={"d_model": (512, 1024)}, fixed={"vocab_size": 32000}),
+    _lm("marian", None, seq=_SHORT, batch=(4, 32), picks={"d_model": (512, 1024)}),
+    _lm("m2m_100", None, seq=_SHORT, batch=(2, 16), fixed={"vocab_size": 64000}),
+    _lm("blenderbot", None, seq=(64, 128), batch=(4, 32),
+        fixed={"d_model": 1024, "encoder_attention_heads": 16, "decoder_attention_heads": 16, "decoder_layers": 8}),
     _lm("prophetnet", None, seq=(128, 256), batch=(2, 16)),
 )  # fmt: skip
 _SENSES = (
-    _picture("hf:beit", fixed={}), _picture("hf:dinov2", image=(112, 168, 224)), _picture("hf:cvt"), _picture("hf:levit", 32, 256), _picture("hf:poolformer"),
-    _picture("hf:segformer", 2, 16, (256, 384, 512)), _picture("hf:focalnet"), _picture("hf:pvt"), _picture("hf:hiera", 8, 64), _picture("hf:mobilevit", 16, 128),
+    _picture("hf:beit", fixed={}), _picture("hf:dinov2", image=(112, 168, 224)), _picture("hf:cvt"), _picture("hf:levit", 32, 256),
+    _picture("hf:poolformer"),
+    _picture("hf:segformer", 2, 16, (256, 384, 512)), _picture("hf:focalnet"), _picture("hf:pvt"), _picture("hf:hiera", 8, 64),
+    _picture("hf:mobilevit", 16, 128),
     _picture("hf:clip", 16, 128), _picture("hf:siglip", 16, 128), _picture("hf:videomae", 2, 12), _picture("hf:timesformer", 1, 6),
     Family(model="hf:wav2vec2", batch=(1, 8), seq=(80_000, 160_000)), Family(model="hf:hubert", batch=(1, 8), seq=(80_000, 160_000)),
     Family(model="hf:wavlm", batch=(1, 8), seq=(80_000, 160_000)), Family(model="hf:whisper", batch=(2, 16), seq=(64, 192)),
@@ -131,7 +141,8 @@ _TIMM = tuple(
         ("cait_s24_224", 8, 64), ("gmlp_s16_224", 16, 192), ("resmlp_24_224", 16, 192), ("volo_d1_224", 8, 96), ("twins_svt_base", 8, 96),
         ("pit_s_224", 16, 192), ("edgenext_small", 16, 128), ("ghostnet_100", 16, 256), ("repvgg_b1", 16, 128), ("dm_nfnet_f0", 8, 64),
         ("hrnet_w18", 8, 64), ("dla60", 16, 128), ("rexnet_150", 16, 128), ("convmixer_768_32", 4, 32), ("crossvit_small_240", 16, 96),
-        ("sequencer2d_s", 8, 64), ("efficientvit_b1", 16, 192), ("res2net50_26w_4s", 16, 96), ("gcvit_tiny", 8, 64), ("inception_next_tiny", 16, 128),
+        ("sequencer2d_s", 8, 64), ("efficientvit_b1", 16, 192), ("res2net50_26w_4s", 16, 96), ("gcvit_tiny", 8, 64), ("inception_next_tiny", 16,
+            128),
     )
 )  # fmt: skip
 _VISION = tuple(

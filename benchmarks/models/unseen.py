@@ -90,10 +90,15 @@ def critic(micro_batch: int, image: int = 64) -> Built:
 class _Vae(nn.Module):
     def __init__(self, side: int) -> None:
         super().__init__()
-        self.encode = nn.Sequential(*(nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.GroupNorm(8, b), nn.SiLU()) for a, b in ((3, 64), (64, 128), (128, 256))))
+        self.encode = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.GroupNorm(8, b), nn.SiLU()) for a, b in ((3, 64), (64, 128), (128, 256)))
+        )
         self.side, flat = side // 8, 256 * (side // 8) ** 2
         self.code, self.back = nn.Linear(flat, 2 * 128), nn.Linear(128, flat)
-        self.decode = nn.Sequential(*(nn.Sequential(nn.ConvTranspose2d(a, b, 4, 2, 1), nn.GroupNorm(8, b), nn.SiLU()) for a, b in ((256, 128), (128, 64), (64, 32))), nn.Conv2d(32, 3, 3, 1, 1))
+        ups = ((256, 128), (128, 64), (64, 32))
+        self.decode = nn.Sequential(
+            *(nn.Sequential(nn.ConvTranspose2d(a, b, 4, 2, 1), nn.GroupNorm(8, b), nn.SiLU()) for a, b in ups), nn.Conv2d(32, 3, 3, 1, 1)
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         mean, spread = self.code(self.encode(x).flatten(1)).float().chunk(2, 1)
@@ -212,7 +217,10 @@ class _Flow(nn.Module):
 
     def __init__(self, dim: int, width: int, layers: int) -> None:
         super().__init__()
-        self.nets = nn.ModuleList(nn.Sequential(nn.Linear(dim // 2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, dim)) for _ in range(layers))
+        self.nets = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim // 2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, dim))
+            for _ in range(layers)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         total = torch.zeros(x.shape[0], device=x.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from foretell.errors import FileFormatError
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Device
+from foretell.price import bands
 from foretell.price.analytic import DEVICES, FAMILIES, family
 from foretell.price.energy import PowerModel, usual
 from foretell.price.host import START, HostModel
@@ -12,13 +13,8 @@ from foretell.price.kernels.ops import OpModel
 from foretell.price.time import COMPUTE_KINDS, Machine
 from foretell.quantities import ASSUMED, MEASURED
 
-BANDS = {
-    "compute": (0.87, 1.20), "memory bandwidth": (0.86, 1.20), "host": (0.78, 1.48), "network": (0.75, 1.35),
-    "": (0.80, 1.3),
-}  # fmt: skip
-"""What binds → between which factors of the prediction nine of ten measured steps fell (benchmarks/results/time.jsonl)."""
-CARRIED = {"compute": (0.75, 1.35), "host": (0.6, 1.7), "": (0.7, 1.45)}
-"""The same where efficiencies come from another device: assumed."""
+FAMILIAR = ("ampere", "hopper")
+"""Generations whose efficiencies published runs of several sources confirm."""
 
 
 def _slower(device: Device) -> dict[str, float]:
@@ -59,7 +55,18 @@ def _made(device: Device, profile: Profile) -> Machine:
         f"no profile of {device.name}: its rates are the catalogue's, efficiency and host are carried over "
         f"from {profile.device}; `foretell probe` on the machine itself measures them",
     )  # fmt: skip
+    known_by = _known_by(device, own)
     return Machine(
         ops=OpModel.from_dict(device, profile.ops), host=host, in_step=in_step, power=power,
-        provenance=MEASURED if own else ASSUMED, serial=device.backend == "cpu", slower=slower, band=BANDS if own else CARRIED, notes=notes,
+        provenance=MEASURED if own else ASSUMED, serial=device.backend == "cpu", slower=slower, notes=notes, known_by=known_by,
+        band=bands.by_bottleneck(known_by),
     )  # fmt: skip
+
+
+def _known_by(device: Device, own: bool) -> str:
+    """What the bands of a device's step times rest on."""
+    if device.backend == "cpu":
+        return bands.CPU if own else bands.UNFAMILIAR
+    if own:
+        return bands.OWN
+    return bands.CATALOGUE if family(device) in FAMILIAR else bands.UNFAMILIAR

@@ -8,13 +8,14 @@ memory on the same cores.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster
 from foretell.lower.fsdp.sharded import DP_SHARD
 from foretell.plan.mesh import OWN_RANKS, groups, sharing, sharing_experts
 from foretell.plan.types import Mesh, Plan
+from foretell.price.bands import Evidence, factors
 from foretell.price.collectives import ALL_REDUCE, P2P, Fabric, among, collective, fabric, slowest
 from foretell.price.machine import machine
 from foretell.price.time import Machine
@@ -25,8 +26,6 @@ NEAREST = {"cuda": "H200-SXM-141GB", "rocm": "H200-SXM-141GB", "mps": "H200-SXM-
 """Backend → the device whose profile is carried over to those that have none."""
 REDUCTION_AT_END_BYTES = 8
 """Loss and squared norm of the gradient, summed over all ranks once a step."""
-UNKNOWN_BAND = (0.7, 1.5)
-"""Factors on a prediction between which steps are expected where no profile says."""
 
 Profiles = Callable[[str], Profile | None]
 Seconds = Callable[[Op], float]
@@ -65,13 +64,12 @@ class Speeds:
     """Factor on how much compute slows down while a collective runs beside it."""
     slowdown: float = 1.0
     """Factor on everything."""
-    shared_band: tuple[float, float] | None = None
-    """Factors between which steps are expected, where they are not the machine's own."""
     alone: bool = True
     """One rank: nothing of a link is assumed."""
 
-    def band(self, binds: str) -> tuple[float, float]:
-        return self.shared_band or self.machine.band.get(binds) or self.machine.band.get("", UNKNOWN_BAND)
+    def band(self, seen: Evidence | None = None) -> tuple[float, float]:
+        """Factors on the predicted seconds of a step between which it is expected, by what was seen of it."""
+        return factors(replace(seen or Evidence(), device=self.machine.known_by, alone=self.alone))
 
 
 def profile_for(cluster: Cluster, profile_of: Profiles) -> Profile | None:
@@ -180,8 +178,6 @@ GRAIN = 32768
 SPREAD = 0.9
 """How much of another thread's time an op that is spread over it gains. Assumed: a 10M GPT's step took 0.33 s on two
 threads of an idle Xeon and 0.77 s on one thread of a busy one."""
-SHARED_BAND = (0.6, 1.6)
-"""Between which factors of the prediction steps of several ranks on one CPU are expected: assumed."""
 MESSAGE_SECONDS = 1.5e-3
 """Of any collective over gloo inside a step, before its bytes. Measured with two ranks on two cores of a Xeon: alone a
 small one takes 0.2 to 0.5 ms, in a step 3 to 5 ms with 0.8 MB, since gloo's threads wait for the cores that compute."""
@@ -199,7 +195,7 @@ def _on_cpu(plan: Plan, cluster: Cluster, known: Machine, pace: float) -> Speeds
     return Speeds(
         machine=known, comm_time=by_gloo, p2p_time=lambda nbytes: MESSAGE_SECONDS + nbytes / BYTES_PER_SECOND["send"],
         sync_time=MESSAGE_SECONDS, op_slowdown=_shared(ranks, cores), host_slowdown=max(1.0, ranks / cores), slowdown=pace,
-        shared_band=SHARED_BAND, alone=False,
+        alone=False,
     )  # fmt: skip
 
 

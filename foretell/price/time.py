@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from foretell.price.bands import OWN
 from foretell.price.energy import PowerModel
 from foretell.price.host import HostModel, steady
 from foretell.price.kernels.features import Shape, describe
@@ -21,8 +22,6 @@ MARKS = frozenset({"foretell.begin", "foretell.model_end", "foretell.reshard", E
 COMPUTE_KINDS = frozenset({"gemm", "attention", "convolution", "recurrent"})
 LONG_PROGRAM = 20_000
 """Ops above which one step is simulated instead of two: the device is far behind the host there anyway."""
-MOST_GUESSED = 0.05
-"""Share of a step in ops that were never measured above which the whole counts as assumed."""
 CLOSER = 1.0e-6
 """Seconds between two kernels that a CUDA graph saves; from replayed steps on an H200."""
 DRAG = {COLLECTIVES: 0.85}
@@ -43,7 +42,9 @@ class Machine:
     serial: bool = False
     """The host itself computes, op by op: a CPU."""
     band: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """What binds → the factors between which nine of ten steps fall."""
+    """What binds → the factors between which nine of ten steps fall, for estimates that know no more of a step."""
+    known_by: str = OWN
+    """What bands of step times rest on."""
     power: PowerModel | None = None
     notes: tuple[str, ...] = ()
     """Sentences on where these figures come from."""

@@ -169,7 +169,7 @@ def _as_time(worst: Events, step: float) -> Time:
         exposed += part.exposed_communication_seconds * times
     breakdown[WAITING] = max(0.0, step - sum(breakdown.values()))
     bound = max(binds, key=lambda name: binds[name])
-    low, high = worst.speeds.band(bound)
+    low, high = worst.speeds.band()
     return Time(
         step_seconds=step, low_seconds=step * low, high_seconds=step * high, breakdown=breakdown, phases=phases,
         binds=bound, provenance=ASSUMED, device_seconds=device, host_seconds=host,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from foretell.hardware import parse
 from foretell.plan.types import Mesh
+from foretell.price.bands import UNFAMILIAR, Evidence, factors
 from foretell.price.host import COUNTS, HostModel
 from foretell.price.kernels.ops import OpModel
 from foretell.price.speeds import Speeds, alone, comm_time_over, fabrics_of
@@ -85,9 +88,12 @@ def test_a_prefetched_gather_hides_behind_compute_and_a_late_one_does_not() -> N
     assert late.provenance == "assumed"
 
 
-def test_the_band_is_the_one_of_what_binds() -> None:
+def test_the_band_is_the_one_of_what_is_known_of_the_step() -> None:
     known = machine(host_seconds=50e-6)
-    known = Machine(ops=known.ops, host=known.host, band={"host": (0.8, 1.3), "": (0.9, 1.1)})
     time, _ = plan_time(trace(SMALL, 500), alone(known))
-    assert time.low_seconds == pytest.approx(0.8 * time.step_seconds)
-    assert time.high_seconds == pytest.approx(1.3 * time.step_seconds)
+    low, high = factors(Evidence(host_share=time.waiting_for_host_seconds / time.step_seconds))
+    assert time.binds == "host"
+    assert time.low_seconds == pytest.approx(low * time.step_seconds)
+    assert time.high_seconds == pytest.approx(high * time.step_seconds)
+    far, _ = plan_time(trace(SMALL, 500), alone(replace(known, known_by=UNFAMILIAR)))
+    assert far.step_seconds == time.step_seconds and far.high_seconds > time.high_seconds

@@ -61,6 +61,8 @@ _linalg_check_errors _linalg_svd _linalg_eigh linalg_eig linalg_lstsq linalg_pin
 """.split())  # fmt: skip # noqa: SIM905
 """Ops whose result, or whose check for errors, the host waits for."""
 
+SIZED = frozenset({name for name, kind in _KINDS.items() if kind == "count"} - {"bincount", "histc", "nonzero_static"}) | _MASKED
+"""Ops whose result is as large as data say, those that pick where the host waits for them."""
 ASKED = frozenset({*_KINDS, *_MASKED})
 """All that the host may wait for."""
 

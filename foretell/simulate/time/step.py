@@ -12,9 +12,13 @@ from dataclasses import replace
 from foretell.lower.fsdp.sharded import COLLECTIVES as TALKING
 from foretell.lower.fsdp.sharded import DP_REPLICATE, DP_SHARD
 from foretell.plan.types import Plan
+from foretell.price.bands import HOST_BOUND, MOST_GUESSED, Evidence
 from foretell.price.host import steady, watched_blocks, wholly_compiled
+from foretell.price.kernels.rare import FAMILY as IRREGULAR
+from foretell.price.kernels.rare import SIZED
+from foretell.price.kernels.shapes import short
 from foretell.price.speeds import Speeds, axis_of
-from foretell.price.time import COMPUTE_KINDS, DRAG, LONG_PROGRAM, MARKS, MOST_GUESSED, guessed, op_prices, synchronises
+from foretell.price.time import COMPUTE_KINDS, DRAG, LONG_PROGRAM, MARKS, guessed, op_prices, synchronises
 from foretell.quantities import ASSUMED, COLLECTIVES, COMPUTE, HOST, Task, Time
 from foretell.simulate.offload import activations
 from foretell.simulate.offload import states as offload
@@ -29,9 +33,10 @@ BESIDE = (DP_SHARD, DP_REPLICATE)
 def plan_time(local: Trace, speeds: Speeds) -> tuple[Time, Timeline]:
     """Seconds of a steady step of one rank, and the timeline they come from; all ranks do the same."""
     tasks = step_tasks(local, speeds)
-    found, timeline = _timed(tasks, speeds)
+    kind = traits(local)
+    found, timeline = _timed(tasks, speeds, kind)
     if activations.COPIES in local.meta:
-        moved, timeline = _timed(activations.with_copies(tasks, local), speeds)
+        moved, timeline = _timed(activations.with_copies(tasks, local), speeds, kind)
         found = activations.told(moved, found)
     return found, timeline
 
@@ -45,9 +50,15 @@ def step_tasks(local: Trace, speeds: Speeds) -> list[Task]:
     return tasks
 
 
-def _timed(tasks: Sequence[Task], speeds: Speeds) -> tuple[Time, Timeline]:
+def traits(local: Trace) -> Evidence:
+    """What a band depends on and tasks do not tell."""
+    recipe = local.meta.get("recipe")
+    return Evidence(compiled="compiled" in local.meta, fp32=isinstance(recipe, Mapping) and recipe.get("precision") == "fp32")
+
+
+def _timed(tasks: Sequence[Task], speeds: Speeds, kind: Evidence) -> tuple[Time, Timeline]:
     timeline = simulate(tasks, steps=1 if len(tasks) > LONG_PROGRAM else 2, drag=drags(tasks, speeds))
-    return as_time(timeline, tasks, speeds), timeline
+    return as_time(timeline, tasks, speeds, kind), timeline
 
 
 def moved_time(local: Trace, plan: Plan, speeds: Speeds, units: Sequence[Unit], rates: Rates) -> tuple[Time, Timeline]:
@@ -55,9 +66,11 @@ def moved_time(local: Trace, plan: Plan, speeds: Speeds, units: Sequence[Unit], 
     plain = step_tasks(local, speeds)
     own = activations.with_copies(plain, local)
     timeline = simulate(own, steps=2, drag=drags(own, speeds))
-    found = as_time(timeline, own, speeds)
+    kind = traits(local)
+    found = as_time(timeline, own, speeds, kind)
     if activations.COPIES in local.meta:
-        found = activations.told(found, as_time(simulate(plain, steps=2, drag=drags(plain, speeds)), plain, speeds))
+        kept = as_time(simulate(plain, steps=2, drag=drags(plain, speeds)), plain, speeds, kind)
+        found = activations.told(found, kept)
     late = played(marks_of(timeline, [unit.path for unit in units]), units, offload.load_of(plan), rates).waited
     found = replace(
         found, step_seconds=found.step_seconds + late, low_seconds=found.low_seconds + late, high_seconds=found.high_seconds + late
@@ -173,12 +186,12 @@ class _Maker:
 # ---------------------------------------------------------------------- the timeline as an answer
 
 
-def as_time(timeline: Timeline, tasks: Sequence[Task], speeds: Speeds) -> Time:
+def as_time(timeline: Timeline, tasks: Sequence[Task], speeds: Speeds, about: Evidence | None = None) -> Time:
     exposed = exposed_communication(timeline)
     busy = [task for task in tasks if task.resource in (COMPUTE, HOST)]
     binds = _binds(timeline, busy, exposed)
-    low, high = speeds.band(binds)
-    seconds = timeline.seconds
+    seconds, unmeasured = timeline.seconds, guessed(tasks, speeds.machine)
+    low, high = speeds.band(_evidence(timeline, tasks, unmeasured, about or Evidence()))
     phases: dict[str, float] = {}
     kinds: dict[str, float] = {}
     for task in busy:
@@ -187,12 +200,21 @@ def as_time(timeline: Timeline, tasks: Sequence[Task], speeds: Speeds) -> Time:
         kinds[kind] = kinds.get(kind, 0.0) + task.seconds
     kinds["communication"] = kinds.get("communication", 0.0) + exposed
     kinds["waiting_for_host"] = max(0.0, seconds - sum(kinds.values()))
-    unsure = not speeds.alone or guessed(tasks, speeds.machine) > MOST_GUESSED * seconds
+    unsure = not speeds.alone or unmeasured > MOST_GUESSED * seconds
     return Time(
         step_seconds=seconds, low_seconds=seconds * low, high_seconds=seconds * high, breakdown=kinds, phases=phases,
         binds=binds, provenance=ASSUMED if unsure else speeds.machine.provenance, device_seconds=sum(task.seconds for task in busy),
         host_seconds=timeline.busy.get(HOST, 0.0), exposed_communication_seconds=exposed,
         waiting_for_host_seconds=timeline.host_stall_seconds,
+    )  # fmt: skip
+
+
+def _evidence(timeline: Timeline, tasks: Sequence[Task], unmeasured: float, kind: Evidence) -> Evidence:
+    whole = timeline.seconds or 1.0
+    return replace(
+        kind, host_share=timeline.host_stall_seconds / whole, guessed_share=unmeasured / whole,
+        irregular_share=sum(task.seconds for task in tasks if task.kind == IRREGULAR) / whole,
+        data_dependent=any(task.synchronises and short(task.name) in SIZED for task in tasks),
     )  # fmt: skip
 
 
@@ -204,7 +226,7 @@ def exposed_communication(timeline: Timeline) -> float:
 
 def _binds(timeline: Timeline, busy: Sequence[Task], exposed: float) -> str:
     serial = any(task.resource == HOST for task in busy)
-    if not serial and timeline.host_stall_seconds > 0.25 * timeline.seconds:
+    if not serial and timeline.host_stall_seconds > HOST_BOUND * timeline.seconds:
         return "host"
     if exposed > 0.25 * timeline.seconds:
         return "network"
