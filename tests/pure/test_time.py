@@ -14,7 +14,7 @@ from foretell.price.kernels.ops import OpModel
 from foretell.price.speeds import Speeds, alone, comm_time_over, fabrics_of
 from foretell.price.time import Machine
 from foretell.simulate.time.step import plan_time
-from foretell.trace.types import Op, Program, Ref, TensorSpec, Trace
+from foretell.trace.types import Op, Program, Ref, Storage, TensorSpec, Trace
 
 BIG, SMALL = TensorSpec((8192, 8192), "bfloat16"), TensorSpec((8, 8), "bfloat16")
 H200 = parse("H200")
@@ -97,3 +97,21 @@ def test_the_band_is_the_one_of_what_is_known_of_the_step() -> None:
     assert time.high_seconds == pytest.approx(high * time.step_seconds)
     far, _ = plan_time(trace(SMALL, 500), alone(replace(known, known_by=UNFAMILIAR)))
     assert far.step_seconds == time.step_seconds and far.high_seconds > time.high_seconds
+
+
+def test_counts_of_steps_are_read_by_the_host_beside_the_device() -> None:
+    """An optimizer that is not fused reads one number for each parameter. They are in host memory: nobody waits for the device."""
+    spec = TensorSpec((4096, 4096), "bfloat16")
+    plain, count = trace(spec, 20), Ref(900, TensorSpec((), "float32"))
+    reading = Op("aten._local_scalar_dense.default", (count,), (), "", "update", 0)
+    program = next(iter(plain.programs.values()))
+    longer = replace(program, ops=(*program.ops, *[reading] * 500))
+
+    def seconds(*, host: bool) -> float:
+        storages = {**plain.storages, 900: Storage(4, "optimizer", "", host=host)}
+        read = replace(plain, programs={program.name: longer}, storages=storages)
+        return plan_time(read, alone(machine()))[0].step_seconds
+
+    alone_ = plan_time(plain, alone(machine()))[0].step_seconds
+    assert seconds(host=True) == pytest.approx(alone_)
+    assert seconds(host=False) > 1.1 * alone_

@@ -6,7 +6,7 @@ the update. What tensor parallelism sums or gathers is on the path: the op that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from foretell.lower.fsdp.sharded import COLLECTIVES as TALKING
@@ -18,7 +18,15 @@ from foretell.price.kernels.rare import FAMILY as IRREGULAR
 from foretell.price.kernels.rare import SIZED
 from foretell.price.kernels.shapes import short
 from foretell.price.speeds import Speeds, axis_of
-from foretell.price.time import COMPUTE_KINDS, DRAG, LONG_PROGRAM, MARKS, guessed, op_prices, synchronises
+from foretell.price.time import (
+    COMPUTE_KINDS,
+    DRAG,
+    LONG_PROGRAM,
+    MARKS,
+    guessed,
+    op_prices,
+    synchronises,
+)
 from foretell.quantities import ASSUMED, COLLECTIVES, COMPUTE, HOST, Task, Time
 from foretell.simulate.offload import activations
 from foretell.simulate.offload import states as offload
@@ -99,6 +107,7 @@ def tasks_of(trace: Trace, run: Sequence[tuple[str, int]], speeds: Speeds, *, ar
     besides = machine.host.around(trace, sum(times for _, times in run)) / max(1, len(run)) if around else 0.0
     watched = watched_blocks(trace)
     maker = _Maker(speeds, compiled=wholly_compiled(trace))
+    here = {number for number, storage in trace.storages.items() if storage.host and not machine.serial}
     for name, times in run:
         ops = trace.programs[name].ops
         issues = list(machine.host.issues(ops, compiled=maker.compiled, watched=watched))
@@ -106,9 +115,18 @@ def tasks_of(trace: Trace, run: Sequence[tuple[str, int]], speeds: Speeds, *, ar
             maker.pending = besides / times
             for op, asking in zip(ops, issues, strict=True):
                 maker.pending += asking
+                if here and in_host_memory(op, here):
+                    maker.pending += machine.host.weights["plain_view"] * (not op.outputs)  # a number is handed to Python
+                    continue
                 task = maker.task(op, prices)
                 if task is not None:
                     yield task
+
+
+def in_host_memory(op: Op, here: Set[int]) -> bool:
+    """Whether the host does it by itself, beside the device: an optimizer's counts of steps, read or raised."""
+    refs = (*op.inputs, *op.outputs)
+    return bool(refs) and all(ref.storage in here for ref in refs)
 
 
 class _Maker:
