@@ -32,6 +32,8 @@ from unseen_draw import HINTS  # noqa: E402
 from foretell.price import bands  # noqa: E402
 
 ROWS, UNSEEN = HERE / "data" / "band_rows.jsonl", HERE / "results" / "unseen.jsonl"
+AGAIN = HERE / "data" / "unseen_again.jsonl"
+"""The sealed configurations as predicted after they were judged (benchmarks/unseen.py --again)."""
 SLOPES = (0.0, 0.5, 1.0, 2.0, 3.0)
 """Tried for every feature of the scale."""
 FEATURES: Mapping[str, tuple[str, ...]] = {
@@ -184,15 +186,17 @@ SIZED = (*HINTS, "hf:longformer")
 """Models of the sealed forecast whose sizes depend on data; its rows do not say so."""
 
 
-def sealed_rows(measured: Path = UNSEEN) -> list[Row]:
-    """Rows of the sealed forecast that were measured; families that no row above has."""
+def sealed_rows(measured: Path = UNSEEN, again: Path | None = None) -> list[Row]:
+    """Rows of the sealed forecast that were measured; families that no row above has. `again`: as predicted since."""
     from bands_rows import family_of
     from unseen import SEALED
     from zoo import measured_of, rows_of, seal_of
 
     seal_of(SEALED)
     found, kept = measured_of(SEALED, measured), []
+    later = {row["key"]: row["predicted"] for row in map(json.loads, again.open())} if again is not None else {}
     for row in rows_of(SEALED):
+        row = {**row, "predicted": later.get(row["key"], row["predicted"])}
         seconds, model = found.get(row["key"], {}).get("measured", {}).get("seconds"), row["config"]["model"]
         if seconds and "seconds" in row["predicted"]:
             predicted = {**row["predicted"], "sized": model in SIZED}
@@ -201,7 +205,7 @@ def sealed_rows(measured: Path = UNSEEN) -> list[Row]:
 
 
 def every_row(*, unseen: bool = True) -> list[Row]:
-    return [*h200_rows(), *(sealed_rows() if unseen else ()), *published_rows(), *cpu_rows()]
+    return [*h200_rows(), *(sealed_rows(again=AGAIN) if unseen else ()), *published_rows(), *cpu_rows()]
 
 
 # ---------------------------------------------------------------------------------------------- the test
