@@ -14,6 +14,7 @@ from foretell.price.kernels.shapes import short
 from foretell.quantities import COLLECTIVES, MEASURED, Task
 from foretell.trace.compiled_blocks import ENTER, LEAVE
 from foretell.trace.compiled_graphs import REPLAY, REPLAYED
+from foretell.trace.merged import MERGED, about
 from foretell.trace.types import Op, Trace
 
 MARKS = frozenset({"foretell.begin", "foretell.model_end", "foretell.reshard", ENTER, LEAVE, REPLAY, REPLAYED})
@@ -77,9 +78,13 @@ def op_prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
     """Of every op of a steady step: its family and its device seconds."""
     known: dict[Shape, tuple[str, float]] = {}
     found: dict[int, Shape] = {}
+    together: dict[int, tuple[str, float]] = {}
     for name, _ in steady(trace):
         for op in trace.programs[name].ops:
-            found[id(op)] = shape_of(op)
+            if op.name == MERGED:
+                together[id(op)] = (about(op).family, about(op).seconds)
+            else:
+                found[id(op)] = shape_of(op)
     distinct = dict.fromkeys(found.values())
     seconds = machine.ops.seconds(distinct)
     for shape in distinct:
@@ -87,7 +92,7 @@ def op_prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
         family = described.family if described else ""
         around = machine.in_step.get("compute" if family in COMPUTE_KINDS else "memory", 1.0)
         known[shape] = (family, seconds[shape] * around * machine.slower.get(family, 1.0))
-    prices = {number: known[shape] for number, shape in found.items()}
+    prices = {number: known[shape] for number, shape in found.items()} | together
     for name, _ in steady(trace):
         replaying = False
         for op in trace.programs[name].ops:
