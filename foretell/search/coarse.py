@@ -11,6 +11,7 @@ where backward is to be run in two passes, ops for gradients of inputs, of weigh
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -47,10 +48,16 @@ class Coarse:
 
 
 def coarse(
-    phases: Phases, storages: Mapping[int, Storage], prices: Prices, work: Work, *, split: bool = False, merges: bool = True
-) -> Coarse:
-    """A piece in few ops; `work` says what its host seconds add up to. `split`: backward is run in two passes."""
+    phases: Phases, storages: Mapping[int, Storage], prices: Prices, work: Work, *, split: bool = False, merges: bool = True,
+    kept: float = 1.0,
+) -> Coarse:  # fmt: skip
+    """A piece in few ops; `work` says what its seconds add up to. `split`: backward is run in two passes; `kept`: what a
+    compiler leaves of the bytes that forward keeps."""
     again, backward, known = _renamed(phases, storages)
+    if kept != 1.0:
+        gone = {number for op in phases.forward for number in op.frees}
+        for number in (n for op in phases.forward for n in op.allocates if n not in gone):
+            known[number] = known[number]._replace(nbytes=round(known[number].nbytes * kept))
     late = (*again, *backward)
     side = _Side(known, prices)
     if merges:
@@ -67,10 +74,9 @@ def coarse(
 def _renamed(phases: Phases, storages: Mapping[int, Storage]) -> tuple[list[Op], list[Op], dict[int, Storage]]:
     """What is computed again has storages of its own, apart from those of forward."""
     known = dict(storages)
-    names: dict[int, int] = {}
-    for number in dict.fromkeys(number for op in phases.again for number in op.allocates):
-        names[number] = max(known) + 1
-        known[names[number]] = known[number]
+    made = dict.fromkeys(number for op in phases.again for number in op.allocates)
+    names = dict(zip(made, itertools.count(max(known, default=0) + 1), strict=False))
+    known |= {name: known[number] for number, name in names.items()}
     if not names:
         return list(phases.again), list(phases.backward), known
 

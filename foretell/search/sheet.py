@@ -21,7 +21,8 @@ from foretell.plan.precision import MIXED
 from foretell.price.machine import machine
 from foretell.price.speeds import Options, profile_for
 from foretell.price.time import Machine
-from foretell.search.sheet_compile import Compiled, judged
+from foretell.search.coarse import Coarse, coarse
+from foretell.search.sheet_compile import Compiled, Faster, judged
 from foretell.search.sheet_context import Context
 from foretell.search.sheet_expert import spread
 from foretell.search.sheet_modes import KEEP, MODES, RECOMPUTE, in_mode, takes_selective
@@ -37,6 +38,7 @@ from foretell.search.sheet_work import (
     rounded,
     scaled,
 )
+from foretell.search.short import Item, Origin, Stacker
 from foretell.simulate.memory.memory import sizes_for
 from foretell.simulate.parts import TORCH, sequence_length
 from foretell.trace.types import Op, Ref, TensorSpec, Trace
@@ -122,7 +124,11 @@ class Works:
     """How much longer the host takes over forward and backward than over the ops that are here, and how many ops there are."""
     trace: Trace | None = None
     """What compiling is judged by."""
+    origin: Origin = None  # type: ignore[assignment]
+    """Whose parameters and update it has."""
     _work: dict[tuple[Key, str, str], Work] = field(default_factory=dict)
+    _coarse: dict[tuple[Key, str, bool], Coarse] = field(default_factory=dict)
+    _stacker: Stacker | None = None
     _units: dict[tuple[Key, int, bool], Unit] = field(default_factory=dict)
     _updates: dict[tuple[int, bool], float] = field(default_factory=dict)
     _compiled: dict[str, Compiled] = field(default_factory=dict)
@@ -138,7 +144,7 @@ class Works:
             return self._plain
         found = self._others.get(way)
         if found is None:
-            found = self._others[way] = replace(self, way=way, _work={}, _others={})
+            found = self._others[way] = replace(self, way=way, _work={}, _coarse={}, _others={})
             found._plain = self
         return found
 
@@ -148,16 +154,40 @@ class Works:
     def work(self, key: Key, mode: str = KEEP) -> Work:
         """Seconds and bytes of a piece in a residency."""
         found = self._work.get((key, mode, ""))
-        if found is None and self._plain is not None and self.prices.machine is not None and self.trace is not None:
-            if self.way not in self._compiled:
-                self._compiled[self.way] = judged(self.trace, self.prices.machine, self.way)
-            share = self._compiled[self.way]
-            plain = self._plain.work(key, mode)
-            found = self._work[key, mode, ""] = scaled(plain, share.rest if key in (BEFORE, AFTER) else share.block)
+        if found is None and self._plain is not None:
+            found = self._work[key, mode, ""] = scaled(self._plain.work(key, mode), self._share(key))
         if found is None:
             phases = in_mode(self.material.pieces[key], mode, self.material.storages)
             found = self._work[key, mode, ""] = self.prices.work(phases, self.material.storages, host=self.host)
         return found
+
+    def coarse(self, key: Key, mode: str = KEEP, *, split: bool = False) -> Coarse:
+        """A piece in few ops; what runs before and after the blocks stays op by op, unless it is compiled."""
+        found = self._coarse.get((key, mode, split))
+        if found is None:
+            phases = in_mode(self.material.pieces[key], mode, self.material.storages)
+            around = key in (BEFORE, AFTER)
+            found = self._coarse[key, mode, split] = coarse(
+                phases, self.material.storages, self.prices, self.work(key, mode), split=split, merges=not around or self._plain is not None,
+                kept=self._share(key).kept,
+            )  # fmt: skip
+        return found
+
+    def stack(self, items: Sequence[Item], *, split: bool = False) -> Trace:
+        """The step of a short stack of blocks."""
+        if self._stacker is None:
+            self._stacker = Stacker(self.origin, self.material)
+        wanted: list[tuple[Key, str]] = [(BEFORE, KEEP), (AFTER, KEEP), *((item.kind, item.mode) for item in items)]
+        return self._stacker.trace(items, {key: self.coarse(*key, split=split) for key in dict.fromkeys(wanted)})
+
+    def _share(self, key: Key) -> Faster:
+        """What compiling leaves of a piece."""
+        if self._plain is None or self.prices.machine is None or self.trace is None:
+            return Faster()
+        if self.way not in self._compiled:
+            self._compiled[self.way] = judged(self.trace, self.prices.machine, self.way)
+        share = self._compiled[self.way]
+        return share.rest if key in (BEFORE, AFTER) else share.block
 
     def modes(self, key: Key) -> tuple[str, ...]:
         """Residencies that a piece can be in."""
@@ -335,6 +365,7 @@ class Sheet:
         self.experts: tuple[tuple[str, ...], int] = ((), 0)
         """Modules that hold stacks of experts, and how many each holds; for ranks that share them."""
         self._contexts: dict[str, Context] = {}
+        self._origins: dict[Source, Origin] = {}
 
     def on(self, cluster: Cluster, options: Options | None = None) -> Sheet:
         """The same model on another kind of device, from the same traces."""
@@ -377,11 +408,15 @@ class Sheet:
             material = self.source_of(recipe, tp).at(micro_batch)
         except KeyError:
             material, derived = split(self._whole(recipe, micro_batch, cp, ep), tp), tp > 1
+        source = self.source_of(recipe, 1 if cp * ep > 1 or derived else tp)
+        if source not in self._origins:
+            self._origins[source] = Origin(source.trace, source.first)
         whole = self.source_of(recipe, 1).first
         shared = (SHARED_HOST, SHARED_SPLIT_HOST) if cp > 1 else (SPREAD_HOST if ep > 1 else PLAIN_HOST, SPLIT_HOST)
         return Works(
             material=material, prices=self.prices, reduce="float32" if precision in MIXED else None,
             slots=whole.slots, derived=derived, host=shared[derived], trace=self.source_of(recipe, 1).trace,
+            origin=self._origins[source],
             _compiled=self._compiled.setdefault(recipe, {}), _units=self._units.setdefault((recipe, tp, ep), {}),
             _updates=self._updates.setdefault((recipe, 1 if derived else tp), {}),
         )  # fmt: skip

@@ -9,7 +9,7 @@ update is the model's own, of what these blocks hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -288,7 +288,7 @@ class _Stack:
         self._match(place, piece, ops, last)
         born = {n for op in piece.forward for n in op.allocates} | {n for op in piece.backward for n in op.allocates}
 
-        def of(number: int) -> int | None:
+        def of(number: int) -> int:
             storage = piece.storages[number]
             if number in born or storage.role in (types.PARAMETER, types.BUFFER, types.GRADIENT):
                 return self.own(place, number) if self.origin.owner.get(number, item.kind) != ROOT else self.root(number, piece.storages)
@@ -296,16 +296,14 @@ class _Stack:
                 return known[number]
             if number in self.born_before or storage.role == types.INPUT:
                 return self.root(number, piece.storages)
-            return None
+            return self.own(place, number)  # of a piece that is not here
 
         for op in ops:
             self.out.append(_renamed(op, of, self.module(place, op.module)))
         if half:
-            handed = [of(n) for n in piece.outgoing]
-        else:
-            outputs = self.material.pieces[item.kind].outputs
-            handed = [of(n) for op in piece.forward for n in op.allocates if n in outputs]
-        return [n for n in handed if n is not None] or last
+            return [of(n) for n in piece.outgoing] or last
+        outputs = self.material.pieces[item.kind].outputs
+        return [of(n) for op in piece.forward for n in op.allocates if n in outputs] or last
 
     def _match(self, place: int, piece: Coarse, ops: Sequence[Op], last: Sequence[int]) -> None:
         """What a block reads of its neighbour: of the same size, in order."""
@@ -330,16 +328,15 @@ class _Stack:
         born = {n for k in (BEFORE, AFTER) for op in (*self._piece(k).forward, *self._piece(k).backward) for n in op.allocates}
         free = [n for n in last if n not in known.values()]
 
-        def of(number: int) -> int | None:
+        def of(number: int) -> int:
+            nonlocal free
             storage = piece.storages[number]
             if number in born or storage.role in (*_FIXED, types.GRADIENT):
                 return self.root(number, piece.storages)
             if number not in known:
                 same = [n for n in free if self.storages[n].nbytes == storage.nbytes]
-                if not same:
-                    return None
-                known[number] = same[0]
-                free.remove(same[0])
+                known[number] = same[0] if same else self.root(number, piece.storages)
+                free = [n for n in free if n != known[number]]
             return known[number]
 
         self.out += [_renamed(op, of, op.module) for op in ops]
@@ -383,11 +380,8 @@ class _Stack:
                 yield Ref(number, spec)
 
 
-def _renamed(op: Op, of: Mapping[int, int] | object, module: str) -> Op:
-    assert callable(of)
-
-    def refs(found: Iterable[Ref]) -> tuple[Ref, ...]:
-        return tuple([Ref(n, ref.spec) for ref in found if (n := of(ref.storage)) is not None])
-
-    numbers = [tuple([n for number in found if (n := of(number)) is not None]) for found in (op.allocates, op.frees)]
-    return Op(op.name, refs(op.inputs), refs(op.outputs), module, op.phase, op.flops, numbers[0], numbers[1], op.attrs)
+def _renamed(op: Op, of: Callable[[int], int], module: str) -> Op:
+    return Op(
+        op.name, tuple([Ref(of(ref.storage), ref.spec) for ref in op.inputs]), tuple([Ref(of(ref.storage), ref.spec) for ref in op.outputs]),
+        module, op.phase, op.flops, tuple(map(of, op.allocates)), tuple(map(of, op.frees)), op.attrs,
+    )  # fmt: skip
