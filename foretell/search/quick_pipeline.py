@@ -187,7 +187,7 @@ class Pipe:
         stage_seconds = tuple(one + more * per + update for one, per, update in zip(busy, each, updates, strict=True))
         worst = max(range(self.ranks), key=lambda rank: stage_seconds[rank])
         return self.composer.answer(
-            seconds=total, ops=[self._ops(rank) for rank in range(self.ranks)], worst=worst, busy=stage_seconds[worst] - updates[worst],
+            seconds=total, ops=[self.ops(rank) for rank in range(self.ranks)], worst=worst, busy=stage_seconds[worst] - updates[worst],
             waited={}, update=updates[worst], updates=updates, bubble=max(0.0, total - stage_seconds[worst]),
             memories=[self.memory(rank, order) for rank in range(self.ranks)], stage_seconds=stage_seconds,
         )  # fmt: skip
@@ -225,7 +225,8 @@ class Pipe:
         seconds = [taken[one] if one >= 0 else message if one == -1 else updates[-2 - one] for one in order.which]
         return order.course.seconds(seconds), busy
 
-    def _ops(self, rank: int) -> Ops:
+    def ops(self, rank: int) -> Ops:
+        """Sums over the ops of a rank."""
         runs = [run for index in self.held(rank) for run in self.stages[index].runs]
         mine = [self.stages[index] for index in self.held(rank)]
         first, last = any(one.first for one in mine), any(one.last for one in mine)

@@ -24,8 +24,6 @@ class SheetPricer:
 
     sheet: Sheet
     cluster: Cluster
-    reserve: bool = False
-    """Whether costs have what the caching allocator reserves beside: a few percent of memory, and more time to find."""
     _bare: dict[object, float] = field(default_factory=dict)
     _stacks: dict[object, Stack] = field(default_factory=dict)
 
@@ -37,7 +35,7 @@ class SheetPricer:
         return works_of(layout, self.sheet)
 
     def quick(self, layout: Layout) -> Quick:
-        return quick(layout, self.sheet, self.cluster, reserve=self.reserve)
+        return quick(layout, self.sheet, self.cluster)
 
     def limit(self, layout: Layout) -> float:
         mine = composer(self.sheet, self.cluster, layout.mesh)
@@ -94,11 +92,8 @@ class SheetPricer:
 
     def _piece(self, works: Works, key: str | int, layout: Layout) -> tuple[float, float, float]:
         work, mesh = works.work(key), layout.mesh
-        unit = works.unit(key, mesh.dp_shard * mesh.cp, data=mesh.spread > 1)
-        return (
-            work.forward.seconds + work.backward.seconds, float(max(0, work.forward.net)),
-            float(unit.kept + unit.state + unit.gradient),
-        )  # fmt: skip
+        state = works.state(key, mesh.dp_shard * mesh.cp, data=mesh.spread > 1)
+        return work.forward.seconds + work.backward.seconds, float(max(0, work.forward.net)), float(state)
 
     def _ways(self, works: Works, kind: int) -> Ways:
         keep = works.work(kind)
