@@ -17,7 +17,7 @@ from foretell.trace.compiled_graphs import REPLAY, REPLAYED
 from foretell.trace.merged import MERGED, about
 from foretell.trace.types import Op, Trace
 
-MARKS = frozenset({"foretell.begin", "foretell.model_end", "foretell.reshard", ENTER, LEAVE, REPLAY, REPLAYED})
+MARKS = frozenset({"foretell.begin", "foretell.model_end", "foretell.reshard", "foretell.link", ENTER, LEAVE, REPLAY, REPLAYED})
 """Ops that only mark a place."""
 COMPUTE_KINDS = frozenset({"gemm", "attention", "convolution", "recurrent"})
 LONG_PROGRAM = 20_000

@@ -27,7 +27,9 @@ from foretell.trace.types import Op, Ref, Storage, TensorSpec
 TOLERANCE = 0.01
 """Share of the bytes that a piece makes."""
 SMALL = 1 << 20
-"""Tensors up to this size that come and go together are one: the allocator has a pool of its own for them."""
+"""The allocator has a pool of its own for tensors up to this size."""
+BUNDLED = 64 << 20
+"""Tensors up to this size that come and go together are one."""
 DETACH = "aten.detach.default"
 _BIASED = "aten.addmm.default"
 _INPUT, _WEIGHT, _BOTH = "input", "weight", "both"
@@ -266,7 +268,7 @@ class _Side:
             groups: dict[int, list[int]] = {}
             for number in op.allocates:
                 storage = self.storages[number]
-                if number in dies and storage.nbytes <= SMALL and storage.role != types.GRADIENT and not storage.host and op.name == MERGED:
+                if number in dies and storage.nbytes <= BUNDLED and storage.role != types.GRADIENT and not storage.host and op.name == MERGED:
                     groups.setdefault(dies[number], []).append(number)
             for numbers in groups.values():
                 if len(numbers) > 1:

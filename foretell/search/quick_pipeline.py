@@ -21,7 +21,7 @@ from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import LOOPED
 from foretell.quantities import Task
 from foretell.search.depth import Peak, Stage, together
-from foretell.search.quick_stage import FEW, Stages
+from foretell.search.quick_stage import FEW, FEW_SPLIT
 from foretell.search.sheet import Works
 from foretell.search.stages import rank_of
 from foretell.simulate.time.streams import Course
@@ -239,7 +239,7 @@ class Pipe:
         """What a rank holds."""
         mine = [(index, self.stages[index]) for index in self.held(rank)]
         every = order.turns[rank]
-        few = min(self.layout.accumulate, FEW)
+        few = min(self.layout.accumulate, FEW_SPLIT if self.schedule in SPLIT_BACKWARD else FEW)
         short = tuple(event for event in every if event.micro < few)
         last = self.where[self.count - 1]
         found = self.made.peak(rank if rank in (0, last) else -1, _numbered(mine, self.count), _renumbered(short, mine, self.count), (self.where[0], last))

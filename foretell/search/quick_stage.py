@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from foretell.lower.pipeline.cut import some
-from foretell.lower.pipeline.order import Event, Order
+from foretell.lower.pipeline.order import Order
 from foretell.lower.pipeline.part import GRADIENT_RECEIVED, GRADIENT_SENT, HELD, INPUT, RECEIVED, Part
 from foretell.lower.pipeline.rank import STEP, RankTrace, arranged
 from foretell.plan.legal import SPLIT_BACKWARD
@@ -16,7 +16,7 @@ from foretell.search.depth import Peak, Stage, deepened, extended, name_of, repl
 from foretell.search.quick_step import freed
 from foretell.search.sheet import Works
 from foretell.search.sheet_work import rounded
-from foretell.search.short import Item
+from foretell.search.short import LINK, Item
 from foretell.simulate.time.step import drags, tasks_of
 from foretell.simulate.time.streams import simulate
 from foretell.trace.types import Op, Program, Trace
@@ -30,8 +30,8 @@ SPLIT = (
     ("I", "I F"), ("W", "W F"), ("F", ""), ("I", ""), ("W", "W last"),
 )  # fmt: skip
 """The same where gradients of inputs and of weights come apart."""
-FEW = 3
-"""Micro-batches of a rank that are replayed."""
+FEW, FEW_SPLIT = 3, 5
+"""Micro-batches of a rank that are replayed; and where backward comes in two passes."""
 
 
 @dataclass
@@ -46,6 +46,7 @@ class Stages:
     _ranks: dict[object, tuple[RankTrace, dict[int, str]]] = field(default_factory=dict)
     _peaks: dict[object, Peak] = field(default_factory=dict)
     _sizes: dict[object, Mapping[str, float]] = field(default_factory=dict)
+    _kept: dict[Stage, tuple[dict[str, float], list[dict[str, float]]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.plan.pipeline is not None
@@ -54,20 +55,19 @@ class Stages:
     # ------------------------------------------------------------------ lowering
 
     def parts(self, stages: Sequence[tuple[int, Stage]], accumulate: int) -> tuple[Trace, list[Part], list[list[str]]]:
-        """Some walked stages on one rank, by their numbers, between single blocks that stand for those of other ranks."""
+        """Some walked stages on one rank, by their numbers, between links that stand for those of other ranks."""
         items: list[Item] = []
         lists: list[list[str]] = []
         mine, lasts = [], []
 
-        def stub(like: Stage, end: int) -> None:
-            kind, mode, _ = like.runs[end]
-            items.append(Item(kind, mode, name_of(len(items))))
+        def link() -> None:
+            items.append(Item(LINK, "keep", name_of(len(items))))
             lists.append([items[-1].name])
 
         before = -1
         for number, stage in stages:
             if number > 0 and before != number - 1:
-                stub(stage, 0)
+                link()
             mine.append(len(lists))
             lasts.append(stage.lasts(len(items)))
             own = stage.items(len(items))
@@ -75,7 +75,7 @@ class Stages:
             lists.append([item.name for item in own])
             before = number
         if not stages[-1][1].last:
-            stub(stages[-1][1], -1)
+            link()
         trace = self.works.stack(items, split=self.split)
         plan = replace(self.plan, accumulate=accumulate)
         found = some(trace, lists, mine)
@@ -125,21 +125,15 @@ class Stages:
     def sizes(self, stage: Stage) -> Mapping[str, float]:
         """Bytes of a stage for each micro-batch: kept from forward, left between two passes of backward, received, ..."""
         if stage not in self._sizes:
-            self._sizes[stage] = extended(stage, self._kept)
+            walked = stage.walked
+            if walked not in self._kept:
+                _, (part,), (lasts,) = self.parts([(0 if stage.first else 1, walked)], 1)
+                self._kept[walked] = _kept(part, lasts)
+            found, each = self._kept[walked]
+            self._sizes[stage] = {
+                name: value + sum(left * one[name] for left, one in zip(stage.left, each, strict=True)) for name, value in found.items()
+            }
         return self._sizes[stage]
-
-    def _kept(self, stage: Stage) -> Mapping[str, float]:
-        key = ("sizes", stage)
-        if key not in self._timed:
-            _, (part,), _ = self.parts([(0 if stage.first else 1, stage)], 1)
-            across = {n for op in part.programs.get("I", ((), ()))[0] for n in op.allocates}
-            found = dict.fromkeys((HELD, "left", INPUT, RECEIVED, GRADIENT_RECEIVED, GRADIENT_SENT), 0.0)
-            for number, kind in part.kinds.items():
-                name = "left" if number in across and kind == HELD else kind
-                if name in found:
-                    found[name] += rounded(part.storages[number].nbytes)
-            self._timed[key] = found
-        return self._timed[key]
 
     def peak(self, rank: int, stages: Sequence[tuple[int, Stage]], order: Order, ties: Sequence[int]) -> Peak:
         """Of a rank with these stages that runs these events; `ties` are the ranks of the first and the last stage."""
@@ -170,4 +164,19 @@ class Stages:
         return self._ranks[key]
 
 
-__all__ = ["FEW", "Event", "Stages"]
+def _kept(part: Part, lasts: Sequence[str]) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Bytes for each micro-batch: of a stage, and of the last block of each of its runs alone."""
+    across = {n for op in part.programs.get("I", ((), ()))[0] for n in op.allocates}
+    names = (HELD, "left", INPUT, RECEIVED, GRADIENT_RECEIVED, GRADIENT_SENT)
+    found, each = dict.fromkeys(names, 0.0), [dict.fromkeys(names, 0.0) for _ in lasts]
+    for number, kind in part.kinds.items():
+        name, storage = "left" if number in across and kind == HELD else kind, part.storages[number]
+        if name in found:
+            found[name] += rounded(storage.nbytes)
+            for last, mine in zip(lasts, each, strict=True):
+                if name in (HELD, "left") and (storage.module == last or storage.module.startswith(f"{last}.")):
+                    mine[name] += rounded(storage.nbytes)
+    return found, each
+
+
+__all__ = ["FEW", "FEW_SPLIT", "Stages"]

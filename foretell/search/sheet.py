@@ -37,7 +37,7 @@ from foretell.search.sheet_work import (
     rounded,
     scaled,
 )
-from foretell.search.short import Item, Origin, Stacker
+from foretell.search.short import LINK, Item, Origin, Stacker
 from foretell.simulate.memory.memory import sizes_for
 from foretell.simulate.parts import TORCH, sequence_length
 from foretell.trace.types import TensorSpec, Trace
@@ -112,7 +112,7 @@ class Works:
         """The step of a short stack of blocks."""
         if self._stacker is None:
             self._stacker = Stacker(self.origin, self.material)
-        wanted: list[tuple[Key, str]] = [(BEFORE, KEEP), (AFTER, KEEP), *((item.kind, item.mode) for item in items)]
+        wanted: list[tuple[Key, str]] = [(BEFORE, KEEP), (AFTER, KEEP), *((item.kind, item.mode) for item in items if item.kind != LINK)]
         return self._stacker.trace(items, {key: self.coarse(*key, split=split) for key in dict.fromkeys(wanted)})
 
     def _share(self, key: Key) -> Faster:

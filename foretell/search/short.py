@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from foretell.lower.expert import EXPERTS
 from foretell.lower.fsdp.units import Storages, Way, unit_of, units_of
@@ -25,8 +25,14 @@ from foretell.units import DTYPE_BYTES
 
 Key = str | int
 ROOT = "root"
+_MAKING = ("aten.zeros.", "aten.zeros_like.")
+_MADE = "aten.zeros_like.default"
 _OWNED = (types.PARAMETER, types.BUFFER, types.GRADIENT, types.OPTIMIZER)
 _FIXED = (types.PARAMETER, types.BUFFER, types.INPUT)
+
+
+LINK = -1
+"""A block of no kind: it hands on what it is given. It stands for all that other ranks have at its place."""
 
 
 class Item(NamedTuple):
@@ -83,7 +89,7 @@ class Origin:
                 else:
                     self.owner[number] = found
         self.resident = tuple(number for number in trace.resident if number not in self.other)
-        self.programs = {name: tuple(self._lines(program.ops)) for name, program in trace.programs.items() if name != FIRST}
+        self.programs = {name: tuple(self._joined(self._lines(program.ops))) for name, program in trace.programs.items() if name != FIRST}
         units = units_of(trace, Way(ranks=2), Storages(trace.storages))
         self.units = {kind: units[name] for kind, name in self.names.items()} | {ROOT: units[""]}
 
@@ -106,6 +112,30 @@ class Origin:
             if (op.inputs and not refs[0]) or (op.allocates and not numbers[0]):
                 continue
             yield _Line(op, refs[0], refs[1], numbers[0], numbers[1])
+
+    @staticmethod
+    def _joined(lines: Iterable[_Line]) -> Iterator[_Line]:
+        """State that is made tensor by tensor, for one block at once."""
+        waiting: list[_Line] = []
+        for line in lines:
+            owner = line.allocates[0][0] if line.op.name.startswith(_MAKING) and line.allocates else None
+            if waiting and owner != waiting[0].allocates[0][0]:
+                yield _together(waiting)
+                waiting = []
+            if owner is None:
+                yield line
+            else:
+                waiting.append(line)
+        if waiting:
+            yield _together(waiting)
+
+
+def _together(lines: Sequence[_Line]) -> _Line:
+    def every(name: str) -> tuple[Any, ...]:
+        return tuple(one for line in lines for one in getattr(line, name))
+
+    op = replace(lines[0].op, name=_MADE) if len(lines) > 1 else lines[0].op
+    return _Line(op, every("inputs"), every("outputs"), every("allocates"), every("frees"))
 
 
 # ---------------------------------------------------------------------- split weights
@@ -250,7 +280,9 @@ class _Stack:
         found = []
         for path in paths:
             for place, item in enumerate(self.items):
-                like = self.origin.names[item.kind]
+                like = self.origin.names.get(item.kind, "")
+                if not like:
+                    continue
                 if path == like or str(path).startswith(f"{like}."):
                     found.append(self.module(place, str(path)))
         return found
@@ -264,7 +296,10 @@ class _Stack:
         for place in range(len(self.items)):
             last = self._run(place, 0, last)
         self._run_root(AFTER, after.forward, after, last)
-        dying = [self.names[place][n] for place, item in enumerate(self.items) for n in self._piece(item.kind, item.mode).lingering if n in self.names[place]]
+        dying = [
+            self.names[place][n] for place, item in enumerate(self.items) if item.kind != LINK
+            for n in self._piece(item.kind, item.mode).lingering if n in self.names[place]
+        ]  # fmt: skip
         if dying:
             self.out[-1] = replace(self.out[-1], frees=(*self.out[-1].frees, *dying))
         self._run_root(AFTER, after.backward, after, last)
@@ -282,6 +317,8 @@ class _Stack:
     def _run(self, place: int, half: int, last: list[int]) -> list[int]:
         """A block's forward or backward on storages of its own; what it hands on."""
         item = self.items[place]
+        if item.kind == LINK:
+            return self._link(item, half, last)
         piece = self._piece(item.kind, item.mode)
         ops = piece.backward if half else piece.forward
         known = self.early[place]
@@ -304,6 +341,18 @@ class _Stack:
             return [of(n) for n in piece.outgoing] or last
         outputs = self.material.pieces[item.kind].outputs
         return [of(n) for op in piece.forward for n in op.allocates if n in outputs] or last
+
+    def _link(self, item: Item, half: int, last: Sequence[int]) -> list[int]:
+        specs = self.material.boundary
+        phase = "backward" if half else "forward"
+        made: list[int] = []
+        for number in last[: len(specs)]:
+            self.storages[self.next] = self.storages[number]._replace(role=types.ACTIVATION, module=item.name)
+            made.append(self.next)
+            self.next += 1
+        inputs, outputs = (tuple(Ref(n, spec) for n, spec in zip(found, specs, strict=False)) for found in (last, made))
+        self.out.append(Op("foretell.link", inputs, outputs, item.name, phase, 0, tuple(made)))
+        return made
 
     def _match(self, place: int, piece: Coarse, ops: Sequence[Op], last: Sequence[int]) -> None:
         """What a block reads of its neighbour: of the same size, in order."""
