@@ -48,6 +48,8 @@ class Machine:
     power: PowerModel | None = None
     notes: tuple[str, ...] = ()
     """Sentences on where these figures come from."""
+    known: dict[Shape, tuple[str, float]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Family and seconds of shapes that were priced before."""
 
 
 def shape_of(op: Op) -> Shape:
@@ -76,7 +78,7 @@ def synchronises(op: Op, machine: Machine) -> bool:
 
 def op_prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
     """Of every op of a steady step: its family and its device seconds."""
-    known: dict[Shape, tuple[str, float]] = {}
+    known = machine.known
     found: dict[int, Shape] = {}
     together: dict[int, tuple[str, float]] = {}
     for name, _ in steady(trace):
@@ -85,7 +87,7 @@ def op_prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
                 together[id(op)] = (about(op).family, about(op).seconds)
             else:
                 found[id(op)] = shape_of(op)
-    distinct = dict.fromkeys(found.values())
+    distinct = [shape for shape in dict.fromkeys(found.values()) if shape not in known]
     seconds = machine.ops.seconds(distinct)
     for shape in distinct:
         described = describe(shape, machine.ops.device)

@@ -1,6 +1,6 @@
 """What plans for one question cost: sheets and quick costs first, then op by op; and their last changes.
 
-    layout ─► quick cost ─► a plan (`finalist`) ─► op by op (`costed`)
+    layout ─► quick cost ─► with what the allocator reserves (`settled`) ─► a plan (`finalist`) ─► op by op (`costed`)
            ─► cuts and places of ranks, where devices or links are unlike (`polished`)
 """
 
@@ -110,13 +110,13 @@ class Costing(Question):
 
     # ------------------------------------------------------------------ quick costs
 
-    def pricer(self, cluster: Cluster) -> SheetPricer | MixedPricer:
+    def pricer(self, cluster: Cluster, *, reserve: bool = False) -> SheetPricer | MixedPricer:
         """What layouts cost; of unlike devices, each place of a pipeline by its own."""
         if not cluster.groups:
-            return SheetPricer(self.sheet(cluster), cluster)
-        key = repr(cluster)
+            return SheetPricer(self.sheet(cluster), cluster, reserve=reserve)
+        key = (repr(cluster), reserve)
         if key not in self.pricers:
-            self.pricers[key] = MixedPricer(cluster, self.sheet)
+            self.pricers[key] = MixedPricer(cluster, self.sheet, reserve)
         return self.pricers[key]
 
     def filled(self, layout: Layout, pricer: SheetPricer | MixedPricer, most: float, roomy: float) -> Filled | None:
@@ -124,6 +124,18 @@ class Costing(Question):
         if isinstance(pricer, MixedPricer):
             return fill_by_speed(layout, pricer, most, roomy)
         return fill(replace(layout, cuts=(), modes=()), pricer, most, roomy)
+
+    def settled(self, point: Point) -> Point | None:
+        """A candidate with what the caching allocator reserves; filled anew where it does not fit so."""
+        pricer = self.pricer(self.cluster, reserve=True)
+        full, capacity = pricer.quick(point.layout), self.cluster.device.memory_bytes
+        most = min(capacity * (1 - self.wishes.margin), pricer.limit(point.layout))
+        filled: Filled | None = Filled(layout=point.layout, quick=full)
+        if not full.fits or full.memory_bytes > most:
+            filled = self.filled(point.layout, pricer, most, capacity * (1 - CLEAR))
+        if filled is None or not filled.fits:
+            return None
+        return point_of(filled, self.cluster, self.sheet(self.cluster).length or 1)
 
     # ------------------------------------------------------------------ plans
 
@@ -216,7 +228,7 @@ class Costing(Question):
 
     def _moved(self, one: Finalist, until: float) -> Finalist:
         """Cuts a block further: by the quick cost, then op by op where the plan was costed so."""
-        pricer, sheet = self.pricer(self.cluster), self.sheet(self.cluster)
+        pricer, sheet = self.pricer(self.cluster, reserve=True), self.sheet(self.cluster)
         capacity = self.cluster.device.memory_bytes
         most = min(capacity * (1 - self.wishes.margin), pricer.limit(one.point.layout))
         roomy = most if one.point.tight else min(most, capacity * (1 - CLEAR))
@@ -244,7 +256,7 @@ class Costing(Question):
         return known[best]
 
     def of_layout(self, layout: Layout) -> Finalist:
-        seen = self.pricer(self.cluster).quick(layout)
+        seen = self.pricer(self.cluster, reserve=True).quick(layout)
         return self.finalist(point_of(Filled(layout=layout, quick=seen), self.cluster, self.sheet(self.cluster).length or 1))
 
     def _placed(self, one: Finalist) -> Finalist:

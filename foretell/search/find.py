@@ -43,6 +43,10 @@ from foretell.trace.load import Source
 
 FINALISTS = 4
 """Kinds of plans that are costed exactly, as long as that is quick."""
+SETTLED = 5
+"""Kinds of plans whose memory is replayed through the caching allocator, at least."""
+SETTLE_SECONDS = 1.5
+"""After which one of them is enough."""
 REFILLS = 3
 """Times that a candidate which is short when costed op by op is filled anew."""
 CAREFUL_BYTES = 64 << 20
@@ -51,6 +55,8 @@ TRIED = 8
 """Plans that are costed exactly until one fits."""
 EXACT_SECONDS = 4.0
 """After which no further plan is costed exactly, the best one aside."""
+FRONT_SECONDS = 1.0
+"""After which no further point of the front is replayed through the caching allocator, and left out."""
 AGAIN_SECONDS = 3.0
 """For each search of a what-if."""
 SURE_SECONDS = 10.0
@@ -125,19 +131,19 @@ class Finder(Costing):
 
     # ------------------------------------------------------------------ searching
 
-    def explore(self, cluster: Cluster, wishes: Wishes, patience: float = float("inf")) -> Explored:
-        """Layouts that fit; where none does, ranks may share positions too."""
+    def explore(self, cluster: Cluster, wishes: Wishes, patience: float = float("inf"), *, reserve: bool = False) -> Explored:
+        """Layouts that fit; where none does, ranks may share positions too. `reserve`: with what the allocator reserves."""
         room = self.room(cluster, wishes)
-        found = self._explored(room, patience)
+        found = self._explored(room, patience, reserve)
         if found.points or found.stopped:
             return found
         more = self.room(cluster, wishes, hard=True)
-        other = self._explored(more, patience) if more.context != room.context else found
+        other = self._explored(more, patience, reserve) if more.context != room.context else found
         return other if other.points else found
 
-    def _explored(self, room: Room, patience: float) -> Explored:
+    def _explored(self, room: Room, patience: float, reserve: bool) -> Explored:
         cluster = room.cluster
-        pricer = self.pricer(cluster)
+        pricer = self.pricer(cluster, reserve=reserve)
         return Explorer(
             room=room, pricer=pricer, tokens_per_sample=self.sheet(cluster).length or 1, patience=patience,
             progress=self.progress,
@@ -178,6 +184,9 @@ class Finder(Costing):
         if best is None:
             return replace(self._nothing(explored, began, relax), law=law)
         finalists, dropped = self._finalists(explored)
+        if not finalists and not explored.stopped:  # all were short with what the caching allocator reserves: count that in
+            explored = self.explore(self.cluster, self.wishes, patience, reserve=True)
+            finalists, dropped = self._finalists(explored)
         if not finalists:
             return replace(self._nothing(explored, began, relax, dropped), dropped=tuple(dropped), law=law)
         law = replace(law, used=finalists[0].plan.global_batch) if law is not None else None
@@ -211,7 +220,13 @@ class Finder(Costing):
         points = [p for p in explored.points if p.layout not in gone and p.layout not in known]
         points += [_quickly(one.point) for one in finalists]
         best = next(point for point in points if point.layout == finalists[0].point.layout)
-        shown = [known.get(point.layout) or self.finalist(point) for point in front(points, self.wishes, best)]
+        shown, began = [], time.monotonic()
+        for point in front(points, self.wishes, best):
+            if time.monotonic() - began > FRONT_SECONDS and point.layout not in known:
+                continue
+            sure = point if point.layout in known or explored.stopped == "interrupted" else self.settled(point)
+            if sure is not None:
+                shown.append(known.get(sure.layout) or self.finalist(sure))
         once = {one.point.layout: one for one in shown}
         return tuple(sorted(once.values(), key=lambda one: _quickly(one.point).each()[0]))
 
@@ -236,7 +251,7 @@ class Finder(Costing):
         dropped: list[Finalist] = []
         began = time.monotonic()
         stopped = bool(explored.stopped)
-        for number, point in enumerate(self._of_each_kind(explored)):
+        for number, point in enumerate(self._settled_all(explored)):
             late = self.exact is not True and time.monotonic() - began > EXACT_SECONDS
             enough = len(found) >= (1 if late else FINALISTS)
             one = self.finalist(point)
@@ -267,7 +282,7 @@ class Finder(Costing):
 
     def _refilled(self, one: Finalist, dropped: list[Finalist]) -> Finalist:
         """A candidate that was filled to the brim by its quick cost and then is short: filled anew, with that much less."""
-        pricer = self.pricer(self.cluster)
+        pricer = self.pricer(self.cluster, reserve=True)
         for _ in range(REFILLS):
             if one.cost is None or one.cost.fits:
                 break
@@ -286,11 +301,24 @@ class Finder(Costing):
         pair = (best.point, one.point) if exact else (_quickly(best.point), _quickly(one.point))
         return explain.why_lost(*pair, self.wishes.objective)
 
-    def _of_each_kind(self, explored: Explored) -> list[Point]:
-        """The best of each kind, the best of all first."""
-        found = [point for point in distinct(explored.points, self.wishes)]
-        chosen = best_of(found, self.wishes)
-        return [point for point in (chosen, *(one for one in found if one is not chosen)) if point is not None]
+    def _settled_all(self, explored: Explored) -> list[Point]:
+        """The best of each kind with what the caching allocator reserves, the best first.
+
+        That can only make a plan slower or larger: once the best so far beats what is next, only runners-up follow.
+        """
+        settled: list[Point] = []
+        best, began = (float("inf"), float("inf")), time.monotonic()
+        for point in distinct(explored.points, self.wishes):
+            late = time.monotonic() - began > SETTLE_SECONDS
+            if len(settled) >= (1 if late else SETTLED) and (late or score(point, self.wishes) >= best):
+                break
+            found = point if explored.stopped == "interrupted" else self.settled(point)
+            if found is not None and not complaint(found, self.wishes):
+                settled.append(found)
+                best = min(best, score(found, self.wishes))
+        chosen = best_of(settled, self.wishes)
+        settled.sort(key=lambda point: score(point, self.wishes))
+        return [point for point in (chosen, *(one for one in settled if one is not chosen)) if point is not None]
 
     def _best_exact(self, found: Sequence[Finalist]) -> Finalist:
         """Of those costed exactly the best; the first where none was."""

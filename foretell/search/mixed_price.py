@@ -51,6 +51,7 @@ class MixedPricer:
     cluster: Cluster
     sheet_of: Callable[[Cluster], Sheet]
     """A cluster → the sheet of its `device`."""
+    reserve: bool = False
     each: dict[str, SheetPricer] = field(default_factory=dict)
     """Device → prices as though all were like it."""
     least: float = float("inf")
@@ -61,7 +62,7 @@ class MixedPricer:
     def __post_init__(self) -> None:
         for device in self.cluster.devices:
             seen = replace(self.cluster, device=device)
-            self.each[device.name] = SheetPricer(self.sheet_of(seen), seen)
+            self.each[device.name] = SheetPricer(self.sheet_of(seen), seen, reserve=self.reserve)
 
     @property
     def main(self) -> SheetPricer:
@@ -130,7 +131,7 @@ class MixedPricer:
         pipes = {name: self._pipe(name, layout, modes) for name in {*kinds.slowest, *kinds.smallest}}
         timed, held = ([pipes[name] for name in names] for names in (kinds.slowest, kinds.smallest))
         main = self.main
-        return _Unlike(self._composer(main, layout), layout, main.works(layout), modes, timed, held).cost()
+        return _Unlike(self._composer(main, layout), layout, main.works(layout), modes, timed, held).cost(self.reserve)
 
     def _pipe(self, name: str, layout: Layout, modes: Sequence[str]) -> Pipe:
         one = self.each[name]
@@ -195,8 +196,8 @@ class _Unlike(Pipe):
         super().__init__(main, layout, works, modes)
         self.timed, self.kept = timed, kept
 
-    def cost(self) -> Quick:
-        found = super().cost()
+    def cost(self, reserve: bool = True) -> Quick:
+        found = super().cost(reserve)
         return replace(found, joules=self._joules(found.seconds))
 
     def _joules(self, seconds: float) -> float | None:
@@ -218,9 +219,9 @@ class _Unlike(Pipe):
     def ops(self, rank: int) -> Ops:
         return self.timed[rank].ops(rank)
 
-    def memory(self, rank: int, order: Order) -> Peak:
+    def memory(self, rank: int, order: Order, reserve: bool) -> Peak:
         mine = self.kept[rank]
-        found, more = mine.memory(rank, order), mine.composer.careful - self.composer.careful
+        found, more = mine.memory(rank, order, reserve), mine.composer.careful - self.composer.careful
         return Peak(found.reserved - more, found.allocated - more) if more else found
 
 

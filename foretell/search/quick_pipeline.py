@@ -141,9 +141,9 @@ def _largest(rows: Iterable[tuple[tuple[int, int, int], ...]]) -> tuple[tuple[tu
 # ---------------------------------------------------------------------- one layout
 
 
-def pipeline_cost(composer: Composer, layout: Layout, works: Works, modes: Sequence[str]) -> Quick:
+def pipeline_cost(composer: Composer, layout: Layout, works: Works, modes: Sequence[str], *, reserve: bool = True) -> Quick:
     """What a layout with pipeline stages costs."""
-    return Pipe(composer, layout, works, modes).cost()
+    return Pipe(composer, layout, works, modes).cost(reserve)
 
 
 class Pipe:
@@ -174,7 +174,7 @@ class Pipe:
         plain, quick = (self.composer.ops(works, modes) for works in (self.works, compiled))
         return min(1.0, quick.device / plain.device) if plain.device else 1.0
 
-    def cost(self) -> Quick:
+    def cost(self, reserve: bool = True) -> Quick:
         micro = self.layout.accumulate
         walked = self._walked(micro)
         order = order_of(self.schedule, self.ranks, self.count, walked)
@@ -189,7 +189,7 @@ class Pipe:
         return self.composer.answer(
             seconds=total, ops=[self.ops(rank) for rank in range(self.ranks)], worst=worst, busy=stage_seconds[worst] - updates[worst],
             waited={}, update=updates[worst], updates=updates, bubble=max(0.0, total - stage_seconds[worst]),
-            memories=[self.memory(rank, order) for rank in range(self.ranks)], stage_seconds=stage_seconds,
+            memories=[self.memory(rank, order, reserve) for rank in range(self.ranks)], stage_seconds=stage_seconds,
         )  # fmt: skip
 
     def held(self, rank: int) -> list[int]:
@@ -235,20 +235,29 @@ class Pipe:
 
     # ------------------------------------------------------------------ memory
 
-    def memory(self, rank: int, order: Order) -> Peak:
-        """What a rank holds."""
+    def memory(self, rank: int, order: Order, reserve: bool) -> Peak:
+        """What a rank holds: replayed with few micro-batches, or as its events add up."""
         mine = [(index, self.stages[index]) for index in self.held(rank)]
         every = order.turns[rank]
-        few = min(self.layout.accumulate, FEW_SPLIT if self.schedule in SPLIT_BACKWARD else FEW)
-        short = tuple(event for event in every if event.micro < few)
-        last = self.where[self.count - 1]
-        found = self.made.peak(rank if rank in (0, last) else -1, _numbered(mine, self.count), _renumbered(short, mine, self.count), (self.where[0], last))
         sizes = {index: self.made.sizes(stage) for index, stage in mine}
-        more = self._most(in_flight(every), sizes) - self._most(in_flight(short), sizes)
+        most = self._most(in_flight(every), sizes)
         if self.schedule == "gpipe":
-            more += (self.layout.accumulate - order.micro_batches) * sum(one[HELD] for one in sizes.values())
-        more += (self.layout.accumulate - few) * sum(self._stays(index, sizes[index], rank) for index, _ in mine)
-        return Peak(found.reserved + round(more), found.allocated + round(more))
+            most += (self.layout.accumulate - order.micro_batches) * sum(one[HELD] for one in sizes.values())
+        stays = sum(self._stays(index, sizes[index], rank) for index, _ in mine)
+        if not reserve:
+            beside = max(one["event"] - one[HELD] for one in sizes.values())
+            lasting = sum(one["lasting"] for one in sizes.values())
+            found = round(lasting + most + beside + self.layout.accumulate * stays)
+            return Peak(found, found)
+        few = min(self.layout.accumulate, FEW_SPLIT if self.schedule in SPLIT_BACKWARD else FEW)
+        short, last = tuple(event for event in every if event.micro < few), self.where[self.count - 1]
+        names = _names(mine)
+        peak = self.made.peak(
+            rank if rank in (0, last) else -1, tuple((names[index], stage) for index, stage in mine),
+            tuple(event._replace(stage=names[event.stage]) for event in short), (self.where[0], last),
+        )  # fmt: skip
+        more = round(most - self._most(in_flight(short), sizes) + (self.layout.accumulate - few) * stays)
+        return Peak(peak.reserved + more, peak.allocated + more)
 
     @staticmethod
     def _most(rows: Sequence[tuple[tuple[int, int, int], ...]], sizes: Mapping[int, Mapping[str, float]]) -> float:
@@ -262,24 +271,14 @@ class Pipe:
         return found + (sizes[GRADIENT_SENT] if apart and self.schedule != "1f1b" else 0.0)
 
 
-def _numbered(mine: Sequence[tuple[int, Stage]], count: int) -> tuple[tuple[int, Stage], ...]:
-    """Stages under numbers that say as much as a rank needs: which is the first, which follow each other."""
-    names = _short(mine, count)
-    return tuple((names[index], stage) for index, stage in mine)
-
-
-def _short(mine: Sequence[tuple[int, Stage]], count: int) -> dict[int, int]:
+def _names(mine: Sequence[tuple[int, Stage]]) -> dict[int, int]:
+    """Numbers of stages that say as much as their rank needs: which is the first, which follow each other."""
     found: dict[int, int] = {}
     place = -2
     for index, _ in mine:
         place = 0 if index == 0 else place + 1 if index - 1 in found else max(2, place + 2)
         found[index] = place
     return found
-
-
-def _renumbered(order: Iterable[Event], mine: Sequence[tuple[int, Stage]], count: int) -> Turns:
-    names = _short(mine, count)
-    return tuple(event._replace(stage=names[event.stage]) for event in order)
 
 
 def _each(events: Mapping[str, float], index: int, schedule: str) -> float:

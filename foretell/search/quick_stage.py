@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from foretell.lower.pipeline.cut import Stage as Cut
 from foretell.lower.pipeline.cut import some
 from foretell.lower.pipeline.order import Order
-from foretell.lower.pipeline.part import GRADIENT_RECEIVED, GRADIENT_SENT, HELD, INPUT, RECEIVED, Part
+from foretell.lower.pipeline.part import EACH, GRADIENT_RECEIVED, GRADIENT_SENT, HELD, INPUT, RECEIVED, Part
 from foretell.lower.pipeline.rank import STEP, RankTrace, arranged
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import Plan
 from foretell.price.speeds import Speeds
-from foretell.search.depth import Peak, Stage, deepened, extended, name_of, replayed
+from foretell.quantities import COMPUTE, HOST
+from foretell.search.depth import Peak, Stage, deepened, name_of, replayed
 from foretell.search.quick_step import freed
 from foretell.search.sheet import Works
 from foretell.search.sheet_work import rounded
 from foretell.search.short import LINK, Item
 from foretell.simulate.time.step import drags, tasks_of
-from foretell.simulate.time.streams import simulate
+from foretell.simulate.time.streams import Timeline, simulate
+from foretell.trace import types
 from foretell.trace.types import Op, Program, Trace
 
+Values = Mapping[str, float]
 WHOLE = (
     ("F", "F first"), ("F", "F F"), ("B", "B first"), ("B", "B B"), ("F", "F B"), ("B", "B F"), ("F", ""), ("B", "B last"),
 )  # fmt: skip
@@ -41,12 +45,12 @@ class Stages:
     works: Works
     plan: Plan
     speeds: Speeds | None
-    _timed: dict[object, Mapping[str, float]] = field(default_factory=dict)
-    _seconds: dict[object, Mapping[str, float]] = field(default_factory=dict)
-    _ranks: dict[object, tuple[RankTrace, dict[int, str]]] = field(default_factory=dict)
+    _timed: dict[Stage, dict[str, tuple[Values, list[Values]]]] = field(default_factory=dict)
+    _seconds: dict[Stage, dict[str, float]] = field(default_factory=dict)
+    _ranks: dict[object, tuple[RankTrace, list[str]]] = field(default_factory=dict)
     _peaks: dict[object, Peak] = field(default_factory=dict)
-    _sizes: dict[object, Mapping[str, float]] = field(default_factory=dict)
-    _kept: dict[Stage, tuple[dict[str, float], list[dict[str, float]]]] = field(default_factory=dict)
+    _sizes: dict[Stage, dict[str, float]] = field(default_factory=dict)
+    _kept: dict[Stage, tuple[Values, list[Values]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.plan.pipeline is not None
@@ -55,32 +59,38 @@ class Stages:
     # ------------------------------------------------------------------ lowering
 
     def parts(self, stages: Sequence[tuple[int, Stage]], accumulate: int) -> tuple[Trace, list[Part], list[list[str]]]:
-        """Some walked stages on one rank, by their numbers, between links that stand for those of other ranks."""
-        items: list[Item] = []
-        lists: list[list[str]] = []
-        mine, lasts = [], []
-
-        def link() -> None:
-            items.append(Item(LINK, "keep", name_of(len(items))))
-            lists.append([items[-1].name])
-
-        before = -1
-        for number, stage in stages:
-            if number > 0 and before != number - 1:
-                link()
-            mine.append(len(lists))
-            lasts.append(stage.lasts(len(items)))
-            own = stage.items(len(items))
-            items += own
-            lists.append([item.name for item in own])
-            before = number
-        if not stages[-1][1].last:
-            link()
-        trace = self.works.stack(items, split=self.split)
+        """Some walked stages on one rank, by their numbers; and the names of the last block of each of their runs."""
+        known = self.works.known
+        key = (tuple(stages), self.split)
+        if key not in known:
+            known[key] = cut_out(self.works, stages, self.split)
+        trace, found, lasts = known[key]
         plan = replace(self.plan, accumulate=accumulate)
-        found = some(trace, lists, mine)
-        parts = [Part(trace, replace(one, index=number), plan) for one, (number, _) in zip(found, stages, strict=True)]
-        return trace, parts, lasts
+        return trace, [Part(trace, replace(one, index=number), plan) for one, (number, _) in zip(found, stages, strict=True)], lasts
+
+    def _events(self, stage: Stage) -> dict[str, tuple[Values, list[Values]]]:
+        """Of every kind of event of a walked stage: when each stream has done with it, and how much later for a block more of
+        each run. And, as `bytes`, what the stage holds."""
+        if stage not in self._timed:
+            events = SPLIT if self.split else WHOLE
+            trace, (part,), (lasts,) = self.parts([(0 if stage.first else 1, stage)], sum(kind == "F" for kind, _ in events))
+            found: dict[str, tuple[Values, list[Values]]] = {}
+            seen: dict[object, tuple[Values, list[Values]]] = {}
+            run: list[Sequence[Op]] = []
+            for kind, name in events:
+                ops = part.ops(kind)
+                run.append(ops)
+                key = (kind, len(ops), sum(len(op.outputs) for op in ops))
+                if name and key not in seen:
+                    seen[key] = self._event(trace, ops, stage, lasts, around=False)
+                if name:
+                    found[name] = seen[key]
+            held = replace(trace, storages=part.storages, resident=part.resident())
+            update = part.update(trace.programs["update"].ops)
+            found["update"] = self._update(held, update, lasts)
+            self._kept[stage] = _kept(part, run, lasts, self.works)
+            self._timed[stage] = found
+        return self._timed[stage]
 
     # ------------------------------------------------------------------ time
 
@@ -88,48 +98,55 @@ class Stages:
         """Kind of event → its seconds, and those of the update: of the device, or of a host that takes longer."""
         found = self._seconds.get(stage)
         if found is None:
-            both = extended(stage, self._walked)
-            names = [name.removesuffix("|device") for name in both if name.endswith("|device")]
-            found = self._seconds[stage] = {name: max(both[f"{name}|device"], both[f"{name}|host"]) for name in names}
+            found = self._seconds[stage] = {
+                name: max((end + sum(left * one.get(stream, 0.0) for left, one in zip(stage.left, more, strict=True))
+                           for stream, end in ends.items()), default=0.0)
+                for name, (ends, more) in self._events(stage.walked).items()
+            }  # fmt: skip
         return found
 
-    def _walked(self, stage: Stage) -> Mapping[str, float]:
-        if stage not in self._timed:
-            events = SPLIT if self.split else WHOLE
-            count = sum(kind == "F" for kind, _ in events)
-            trace, (part,), _ = self.parts([(0 if stage.first else 1, stage)], count)
-            found: dict[str, float] = {}
-            seen: dict[object, tuple[float, float]] = {}
-            for kind, name in events:
-                ops = part.ops(kind)
-                key = (kind, len(ops), sum(len(op.outputs) for op in ops))
-                if name:
-                    if key not in seen:
-                        seen[key] = self._event(trace, ops, around=False)
-                    found[f"{name}|device"], found[f"{name}|host"] = seen[key]
-            held = replace(trace, storages=part.storages, resident=part.resident())
-            update = self._event(held, part.update(trace.programs["update"].ops), around=True)
-            found["update|device"], found["update|host"] = update
-            self._timed[stage] = found
-        return self._timed[stage]
-
-    def _event(self, trace: Trace, ops: Sequence[Op], *, around: bool) -> tuple[float, float]:
+    def _event(self, trace: Trace, ops: Sequence[Op], stage: Stage, lasts: Sequence[str], *, around: bool) -> tuple[Values, list[Values]]:
         if self.speeds is None or not ops:
-            return 0.0, 0.0
+            return {}, [{} for _ in lasts]
         alone = replace(trace, programs={"event": Program("event", tuple(ops))}, schedule={"steady_step": (("event", 1),)})
-        host, tasks = freed(list(tasks_of(alone, (("event", 1),), self.speeds, around=around)))
-        return simulate(tasks, steps=2, drag=drags(tasks, self.speeds)).seconds, host
+        asked = list(tasks_of(alone, (("event", 1),), self.speeds, around=around))
+        host, tasks = freed(asked)
+        timeline = simulate(tasks, steps=2, drag=drags(tasks, self.speeds))
+        ends: dict[str, float] = {}
+        for task, finish in zip(timeline.tasks, timeline.finish, strict=True):
+            ends[task.resource] = max(ends.get(task.resource, 0.0), finish)
+        more = [periods(timeline, before_last(last), last) for last in lasts]
+        for one, last in zip(more, lasts, strict=True):
+            one[HOST] = sum(task.host_seconds for task in asked if inside(task.module, last))
+        return {**ends, HOST: host}, more
+
+    def _update(self, trace: Trace, ops: Sequence[Op], lasts: Sequence[str]) -> tuple[Values, list[Values]]:
+        """An update waits for nothing: its seconds, and what they are less without a block."""
+
+        def of(kept: Sequence[Op], parameters: int) -> Values:
+            if self.speeds is None or not kept:
+                return {}
+            alone = replace(trace, programs={"event": Program("event", tuple(kept))}, schedule={"steady_step": (("event", 1),)})
+            tasks = list(tasks_of(alone, (("event", 1),), self.speeds))
+            host = sum(task.host_seconds for task in tasks) - parameters * self.speeds.machine.host.weights["parameter"]
+            return {COMPUTE: sum(task.seconds for task in tasks), HOST: host}
+
+        whole, more = of(ops, 0), []
+        for last in lasts:
+            mine = {number for number, one in trace.storages.items() if inside(one.module, last)}
+            count = sum(number in mine for number in trace.resident if trace.storages[number].role == types.PARAMETER)
+            less = of([_without(op, mine) for op in ops], count)
+            more.append({stream: value - less.get(stream, 0.0) for stream, value in whole.items()})
+        return whole, more
 
     # ------------------------------------------------------------------ memory
 
     def sizes(self, stage: Stage) -> Mapping[str, float]:
-        """Bytes of a stage for each micro-batch: kept from forward, left between two passes of backward, received, ..."""
+        """Bytes of a stage: for each micro-batch kept from forward, left between two passes of backward, received, ...;
+        `lasting` whatever runs; `event` most in an event, of one micro-batch."""
         if stage not in self._sizes:
-            walked = stage.walked
-            if walked not in self._kept:
-                _, (part,), (lasts,) = self.parts([(0 if stage.first else 1, walked)], 1)
-                self._kept[walked] = _kept(part, lasts)
-            found, each = self._kept[walked]
+            self._events(stage.walked)
+            found, each = self._kept[stage.walked]
             self._sizes[stage] = {
                 name: value + sum(left * one[name] for left, one in zip(stage.left, each, strict=True)) for name, value in found.items()
             }
@@ -140,9 +157,7 @@ class Stages:
         key = (rank, tuple(stages), order)
         if key not in self._peaks:
             found, names = self._arranged(rank, stages, order, ties)
-            times = {names[place]: left for place, (number, left) in enumerate(
-                (number, left) for number, stage in stages for left in stage.left
-            )}  # fmt: skip
+            times = dict(zip(names, (left for _, stage in stages for left in stage.left), strict=True))
             ends = [end for _, _, end in found.events]
             step = found.trace.programs[STEP].ops
             deep = deepened(found.trace, times, lambda ops: ends if ops is step else ())
@@ -151,7 +166,7 @@ class Stages:
 
     def _arranged(
         self, rank: int, stages: Sequence[tuple[int, Stage]], order: Order, ties: Sequence[int]
-    ) -> tuple[RankTrace, dict[int, str]]:
+    ) -> tuple[RankTrace, list[str]]:
         walked = tuple((number, stage.walked) for number, stage in stages)
         key = (rank, walked, order)
         if key not in self._ranks:
@@ -159,24 +174,117 @@ class Stages:
             trace, parts, lasts = self.parts(walked, count)
             plan = replace(self.plan, accumulate=count)
             tied = {n: sorted(set(ties)) for part in parts for n in part.stage.tied}
-            names = dict(enumerate(name for names in lasts for name in names))
-            self._ranks[key] = arranged(trace, rank, parts, plan, order, tied), names
+            self._ranks[key] = arranged(trace, rank, parts, plan, order, tied), [name for names in lasts for name in names]
         return self._ranks[key]
 
 
-def _kept(part: Part, lasts: Sequence[str]) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """Bytes for each micro-batch: of a stage, and of the last block of each of its runs alone."""
+def cut_out(works: Works, stages: Sequence[tuple[int, Stage]], split: bool) -> tuple[Trace, tuple[Cut, ...], list[list[str]]]:
+    """Stages of a short stack, between links that stand for those of other ranks."""
+    items: list[Item] = []
+    lists: list[list[str]] = []
+    mine, lasts = [], []
+
+    def link() -> None:
+        items.append(Item(LINK, "keep", name_of(len(items))))
+        lists.append([items[-1].name])
+
+    before = -1
+    for number, stage in stages:
+        if number > 0 and before != number - 1:
+            link()
+        mine.append(len(lists))
+        lasts.append(stage.lasts(len(items)))
+        own = stage.items(len(items))
+        items += own
+        lists.append([item.name for item in own])
+        before = number
+    if not stages[-1][1].last:
+        link()
+    trace = works.stack(items, split=split)
+    return trace, some(trace, lists, mine), lasts
+
+
+def inside(module: str, path: str) -> bool:
+    return module == path or module.startswith(f"{path}.")
+
+
+def before_last(name: str) -> str:
+    """The block before one of a short stack."""
+    return name_of(int(name.rpartition(".")[2]) - 1)
+
+
+def periods(timeline: Timeline, one: str, other: str) -> dict[str, float]:
+    """How far apart two neighbours are on each stream, in whichever order they run."""
+    ends: dict[str, dict[str, float]] = {one: {}, other: {}}
+    for task, finish in zip(timeline.tasks, timeline.finish, strict=True):
+        for name, found in ends.items():
+            if inside(task.module, name):
+                found[task.resource] = finish
+    return {stream: abs(end - ends[one][stream]) for stream, end in ends[other].items() if stream in ends[one]}
+
+
+def _without(op: Op, gone: set[int]) -> Op:
+    refs = [tuple(ref for ref in found if ref.storage not in gone) for found in (op.inputs, op.outputs)]
+    return replace(op, inputs=refs[0], outputs=refs[1])
+
+
+def _kept(part: Part, run: Sequence[Sequence[Op]], lasts: Sequence[str], works: Works) -> tuple[Values, list[Values]]:
+    """Bytes of a stage, and of the last block of each of its runs alone."""
     across = {n for op in part.programs.get("I", ((), ()))[0] for n in op.allocates}
-    names = (HELD, "left", INPUT, RECEIVED, GRADIENT_RECEIVED, GRADIENT_SENT)
+    names = (HELD, "left", INPUT, RECEIVED, GRADIENT_RECEIVED, GRADIENT_SENT, "lasting", "event")
     found, each = dict.fromkeys(names, 0.0), [dict.fromkeys(names, 0.0) for _ in lasts]
+
+    def add(name: str, number: int, times: float = 1.0) -> None:
+        storage = part.storages[number]
+        size = times * rounded(storage.nbytes)
+        found[name] += size
+        for last, mine in zip(lasts, each, strict=True):
+            if name in (HELD, "left", "lasting") and inside(storage.module, last):
+                mine[name] += size
+
     for number, kind in part.kinds.items():
-        name, storage = "left" if number in across and kind == HELD else kind, part.storages[number]
+        name = "left" if number in across and kind == HELD else kind
         if name in found:
-            found[name] += rounded(storage.nbytes)
-            for last, mine in zip(lasts, each, strict=True):
-                if name in (HELD, "left") and (storage.module == last or storage.module.startswith(f"{last}.")):
-                    mine[name] += rounded(storage.nbytes)
+            add(name, number)
+    trained = {ref.storage for op in part.update(part.trace.programs["update"].ops) for ref in op.inputs}
+    for number in part.resident():
+        if part.storages[number].role != types.INPUT:
+            add("lasting", number, 1.0 + works.slots * (number in trained))
+    alive, most = _walked(part, run, works)
+    for number in alive:
+        add("lasting", number)
+    found["event"] = most
+    for one in each:
+        one["event"] = one[HELD]  # what else an event holds is the same at any depth
     return found, each
+
+
+def _walked(part: Part, run: Sequence[Sequence[Op]], works: Works) -> tuple[set[int], float]:
+    """What stays alive between events besides what every micro-batch has of its own; and most bytes in the last events, above
+    that, with one micro-batch in flight."""
+    live, most = 0, 0
+    alive: dict[int, int] = {}
+    lasting: set[int] = set()
+    halves = len(run) - (3 if part.split else 2)
+    for place, ops in enumerate(run):
+        if place == halves:
+            lasting = {number for number in alive if part.kinds.get(number) not in EACH}
+            live = sum(size for number, size in alive.items() if number not in lasting)
+            base = sum(alive[number] for number in lasting)
+            alive = dict(alive)
+            most = -base
+            live = base
+        for op in ops:
+            for number in op.allocates:
+                live -= alive.get(number, 0)
+                alive[number] = rounded(part.storages[number].nbytes)
+                live += alive[number]
+            if place >= halves:
+                stages, extra = works.prices.sizes.scratch(op)
+                most = max(most, live + extra + max((sum(stage) for stage in stages), default=0) - base)
+            for number in op.frees:
+                live -= alive.pop(number, 0)
+    return lasting, float(most)
 
 
 __all__ = ["FEW", "FEW_SPLIT", "Stages"]

@@ -38,7 +38,10 @@ class Steps:
         key = (stage, accumulate)
         if key not in self._lowered:
             plan = replace(self.plan, accumulate=accumulate)
-            self._lowered[key] = sharded(whole_step(self.works.stack(stage.items()), accumulate), plan)
+            known = self.works.known
+            if stage not in known:
+                known[stage] = self.works.stack(stage.items())
+            self._lowered[key] = sharded(whole_step(known[stage], accumulate), plan)
         return self._lowered[key]
 
     # ------------------------------------------------------------------ time

@@ -66,6 +66,8 @@ class Works:
     _work: dict[tuple[Key, str, str], Work] = field(default_factory=dict)
     _coarse: dict[tuple[Key, str, bool], Coarse] = field(default_factory=dict)
     _stacker: Stacker | None = None
+    known: dict[Any, Any] = field(default_factory=dict)
+    """What quick costs keep between calls."""
     _compiled: dict[str, Compiled] = field(default_factory=dict)
     """Shared by all micro-batches."""
     way: str = "none"
@@ -79,7 +81,7 @@ class Works:
             return self._plain
         found = self._others.get(way)
         if found is None:
-            found = self._others[way] = replace(self, way=way, _work={}, _coarse={}, _others={})
+            found = self._others[way] = replace(self, way=way, _work={}, _coarse={}, _others={}, known={})
             found._plain = self
         return found
 

@@ -24,6 +24,8 @@ class SheetPricer:
 
     sheet: Sheet
     cluster: Cluster
+    reserve: bool = False
+    """Whether every rank is replayed through the caching allocator: a few percent of memory, and more time to find."""
     _bare: dict[object, float] = field(default_factory=dict)
     _stacks: dict[object, Stack] = field(default_factory=dict)
 
@@ -35,7 +37,7 @@ class SheetPricer:
         return works_of(layout, self.sheet)
 
     def quick(self, layout: Layout) -> Quick:
-        return quick(layout, self.sheet, self.cluster)
+        return quick(layout, self.sheet, self.cluster, reserve=self.reserve)
 
     def limit(self, layout: Layout) -> float:
         mine = composer(self.sheet, self.cluster, layout.mesh)
