@@ -264,7 +264,7 @@ class _Side:
         """Small tensors that come with one op and go with another, as one."""
         dies = {number: place for place, op in enumerate(ops) for number in op.frees}
         names: dict[int, int] = {}
-        for place, op in enumerate(ops):
+        for op in ops:
             groups: dict[int, list[int]] = {}
             for number in op.allocates:
                 storage = self.storages[number]

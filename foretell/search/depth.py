@@ -3,15 +3,15 @@
     walked     │ 0 │ 1 │ 2 │                        lowered, laid on the timeline, replayed
     all        │ 0 │ 1 │ 2 │ ····· 77 more ····· │
 
-Seconds: those of the walked stack, and for every block that was left out as much as the last walked one added to a stack
-with one block less. Bytes: whatever a walked block holds while others run (parameters, optimizer state, gradients, what
+Seconds: those of the walked stack, and for every block that was left out as much as lies between two neighbours, on each
+stream and on the host. Bytes: whatever a walked block holds while others run (parameters, optimizer state, gradients, what
 its forward keeps) has a twin as large as those of all blocks that were left out, which comes and goes with it. So every
 peak is right: before backward, at its end, at the update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from foretell.lower.fsdp.units import unit_of
@@ -19,16 +19,16 @@ from foretell.search.short import Item
 from foretell.simulate.memory.allocator import LARGE_EXACT, LARGE_ROUNDING, MIN_BLOCK
 from foretell.simulate.memory.memory import run_order
 from foretell.simulate.memory.replay import Replay, Sizes
+from foretell.simulate.time.streams import Timeline
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Storage, Trace
 
-WALKED = 2
+WALKED = 3
 """Blocks of a run that are walked one by one."""
 MOST_RUNS = 8
 """Runs that are walked in their order; if there are more, blocks of one kind and residency are taken together."""
 Run = tuple[int, str, int]
 """Kind, residency and how many in a row."""
-Values = Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,6 @@ class Stage:
     def left(self) -> tuple[int, ...]:
         """Of each run: blocks that are not walked."""
         return tuple(count - min(count, WALKED) for _, _, count in self.runs)
-
-    def less(self, place: int) -> Stage:
-        """With one block less of a run."""
-        runs = tuple((kind, mode, count - (number == place)) for number, (kind, mode, count) in enumerate(self.runs))
-        return replace(self, runs=runs)
 
     def items(self, start: int = 0) -> list[Item]:
         """Its blocks, one by one, under names of their own."""
@@ -84,17 +79,28 @@ def together(runs: Sequence[Run]) -> tuple[Run, ...]:
     return tuple((kind, mode, count) for (kind, mode), count in found.items())
 
 
-def extended(stage: Stage, values: Callable[[Stage], Values]) -> dict[str, float]:
-    """Values of a deep stage from those of the walked one, and of that with one block less."""
-    walked = stage.walked
-    base = values(walked)
-    found = dict(base)
-    for place, left in enumerate(stage.left):
-        if left:
-            less = values(walked.less(place))
-            for name, value in base.items():
-                found[name] += left * (value - less.get(name, 0.0))
-    return found
+def inside(module: str, path: str) -> bool:
+    return module == path or module.startswith(f"{path}.")
+
+
+def periods(timeline: Timeline, last: str, phases: Container[str] | None = None) -> dict[str, float]:
+    """How far apart a block and the one before it are on each stream, in whichever order they run.
+
+    `phases` are those that count, where blocks run in several."""
+    before = name_of(int(last.rpartition(".")[2]) - 1)
+    ends: dict[str, dict[str, float]] = {before: {}, last: {}}
+    for task, finish in zip(timeline.tasks, timeline.finish, strict=True):
+        if phases is None or task.phase in phases:
+            for name, found in ends.items():
+                if inside(task.module, name):
+                    found[task.resource] = finish
+    return {stream: abs(end - ends[before][stream]) for stream, end in ends[last].items() if stream in ends[before]}
+
+
+def without(op: Op, gone: Container[int]) -> Op:
+    """The op without what it does to some storages."""
+    refs = [tuple(ref for ref in found if ref.storage not in gone) for found in (op.inputs, op.outputs)]
+    return replace(op, inputs=refs[0], outputs=refs[1])
 
 
 # ---------------------------------------------------------------------- bytes
@@ -108,9 +114,9 @@ class Peak:
     allocated: int
 
 
-def replayed(trace: Trace, sizes: Sizes, *, reserve: bool = True) -> Peak:
-    """The highest points of a rank's first steps; without `reserve`, of what is alive alone, which takes less time."""
-    replay = Replay(trace, sizes if reserve else replace(sizes, live=True))
+def replayed(trace: Trace, sizes: Sizes) -> Peak:
+    """The highest points of a rank's first steps."""
+    replay = Replay(trace, sizes)
     replay.start()
     for name in run_order(trace):
         replay.run(name)

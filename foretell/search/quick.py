@@ -201,13 +201,16 @@ class Composer:
             return pipeline_cost(self, layout, works, modes, reserve=reserve)
         stage = Stage(together(runs_of(self.sheet.kinds, modes)))
         steps = self.steps(layout, works)
-        found = steps.seconds(stage, layout.accumulate)
         ops = self.ops_of(works, stage.runs).times(layout.accumulate)
+        memory = steps.peak(stage, layout.accumulate)
+        if not reserve and memory.reserved > self.careful:  # how long it would take does not matter
+            return self.bound(ops, [memory], layout)
+        found = steps.seconds(stage, layout.accumulate)
         waited = {axis: found[axis] for axis in AXES if found.get(axis, 0.0) > 0}
         seconds = found["seconds"]
         return self.answer(
             seconds=seconds, ops=[ops], worst=0, busy=found["busy"] - found["update"], waited=waited, update=found["update"],
-            updates=[found["update"]], bubble=0.0, memories=[steps.peak(stage, layout.accumulate)], stage_seconds=(seconds,),
+            updates=[found["update"]], bubble=0.0, memories=[memory], stage_seconds=(seconds,),
         )  # fmt: skip
 
     def ops(self, works: Works, modes: Sequence[str]) -> Ops:
@@ -227,6 +230,14 @@ class Composer:
         return found
 
     # ------------------------------------------------------------------ the answer
+
+    def bound(self, ops: Ops, memories: Sequence[Peak], layout: Layout) -> Quick:
+        """Of a layout that does not fit: its bytes, and seconds that it cannot go below."""
+        least = ops.device / layout.mesh.pp
+        return self.answer(
+            seconds=least, ops=[ops.times(1 / layout.mesh.pp)], worst=0, busy=least, waited={}, update=0.0, updates=[0.0], bubble=0.0,
+            memories=memories, stage_seconds=(least,) * layout.mesh.pp,
+        )  # fmt: skip
 
     def answer(
         self, *, seconds: float, ops: Sequence[Ops], worst: int, busy: float, waited: Mapping[str, float], update: float,

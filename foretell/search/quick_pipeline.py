@@ -178,6 +178,9 @@ class Pipe:
         micro = self.layout.accumulate
         walked = self._walked(micro)
         order = order_of(self.schedule, self.ranks, self.count, walked)
+        memories = [self.memory(rank, order, reserve) for rank in range(self.ranks)]
+        if not reserve and max(one.reserved for one in memories) > self.composer.careful:
+            return self.composer.bound(self._whole_ops(), memories, self.layout)
         events = [self.events(index) for index in range(self.count)]
         updates = [self.update(rank) for rank in range(self.ranks)]
         step, busy = self._timed(order, events, updates)
@@ -189,7 +192,7 @@ class Pipe:
         return self.composer.answer(
             seconds=total, ops=[self.ops(rank) for rank in range(self.ranks)], worst=worst, busy=stage_seconds[worst] - updates[worst],
             waited={}, update=updates[worst], updates=updates, bubble=max(0.0, total - stage_seconds[worst]),
-            memories=[self.memory(rank, order, reserve) for rank in range(self.ranks)], stage_seconds=stage_seconds,
+            memories=memories, stage_seconds=stage_seconds,
         )  # fmt: skip
 
     def held(self, rank: int) -> list[int]:
@@ -224,6 +227,10 @@ class Pipe:
         message = speeds.p2p_time(self.message) * speeds.slowdown if speeds is not None else 0.0
         seconds = [taken[one] if one >= 0 else message if one == -1 else updates[-2 - one] for one in order.which]
         return order.course.seconds(seconds), busy
+
+    def _whole_ops(self) -> Ops:
+        runs = [run for stage in self.stages for run in stage.runs]
+        return self.composer.ops_of(self.works, runs).times(self.layout.accumulate)
 
     def ops(self, rank: int) -> Ops:
         """Sums over the ops of a rank."""

@@ -14,13 +14,13 @@ from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import Plan
 from foretell.price.speeds import Speeds
 from foretell.quantities import COMPUTE, HOST
-from foretell.search.depth import Peak, Stage, deepened, name_of, replayed
+from foretell.search.depth import Peak, Stage, deepened, inside, name_of, periods, replayed, without
 from foretell.search.quick_step import freed
 from foretell.search.sheet import Works
 from foretell.search.sheet_work import rounded
 from foretell.search.short import LINK, Item
 from foretell.simulate.time.step import drags, tasks_of
-from foretell.simulate.time.streams import Timeline, simulate
+from foretell.simulate.time.streams import simulate
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Trace
 
@@ -45,6 +45,7 @@ class Stages:
     works: Works
     plan: Plan
     speeds: Speeds | None
+    _ran: dict[Stage, _Ran] = field(default_factory=dict)
     _timed: dict[Stage, dict[str, tuple[Values, list[Values]]]] = field(default_factory=dict)
     _seconds: dict[Stage, dict[str, float]] = field(default_factory=dict)
     _ranks: dict[object, tuple[RankTrace, list[str]]] = field(default_factory=dict)
@@ -68,27 +69,27 @@ class Stages:
         plan = replace(self.plan, accumulate=accumulate)
         return trace, [Part(trace, replace(one, index=number), plan) for one, (number, _) in zip(found, stages, strict=True)], lasts
 
-    def _events(self, stage: Stage) -> dict[str, tuple[Values, list[Values]]]:
-        """Of every kind of event of a walked stage: when each stream has done with it, and how much later for a block more of
-        each run. And, as `bytes`, what the stage holds."""
-        if stage not in self._timed:
+    def _run(self, stage: Stage) -> _Ran:
+        """A walked stage with one event of each kind."""
+        if stage not in self._ran:
             events = SPLIT if self.split else WHOLE
             trace, (part,), (lasts,) = self.parts([(0 if stage.first else 1, stage)], sum(kind == "F" for kind, _ in events))
-            found: dict[str, tuple[Values, list[Values]]] = {}
+            self._ran[stage] = _Ran(trace, part, lasts, [(kind, name, part.ops(kind)) for kind, name in events])
+        return self._ran[stage]
+
+    def _events(self, stage: Stage) -> dict[str, tuple[Values, list[Values]]]:
+        """Of every kind of event of a walked stage: when each stream has done with it, and how much later for a block more of
+        each run."""
+        if stage not in self._timed:
+            ran, found = self._run(stage), dict[str, tuple[Values, list[Values]]]()
             seen: dict[object, tuple[Values, list[Values]]] = {}
-            run: list[Sequence[Op]] = []
-            for kind, name in events:
-                ops = part.ops(kind)
-                run.append(ops)
+            for kind, name, ops in ran.events:
                 key = (kind, len(ops), sum(len(op.outputs) for op in ops))
                 if name and key not in seen:
-                    seen[key] = self._event(trace, ops, stage, lasts, around=False)
+                    seen[key] = self._event(ran.trace, ops, ran.lasts)
                 if name:
                     found[name] = seen[key]
-            held = replace(trace, storages=part.storages, resident=part.resident())
-            update = part.update(trace.programs["update"].ops)
-            found["update"] = self._update(held, update, lasts)
-            self._kept[stage] = _kept(part, run, lasts, self.works)
+            found["update"] = self._update(replace(ran.trace, storages=ran.part.storages, resident=ran.part.resident()), ran.update, ran.lasts)
             self._timed[stage] = found
         return self._timed[stage]
 
@@ -105,17 +106,17 @@ class Stages:
             }  # fmt: skip
         return found
 
-    def _event(self, trace: Trace, ops: Sequence[Op], stage: Stage, lasts: Sequence[str], *, around: bool) -> tuple[Values, list[Values]]:
+    def _event(self, trace: Trace, ops: Sequence[Op], lasts: Sequence[str]) -> tuple[Values, list[Values]]:
         if self.speeds is None or not ops:
             return {}, [{} for _ in lasts]
         alone = replace(trace, programs={"event": Program("event", tuple(ops))}, schedule={"steady_step": (("event", 1),)})
-        asked = list(tasks_of(alone, (("event", 1),), self.speeds, around=around))
+        asked = list(tasks_of(alone, (("event", 1),), self.speeds, around=False))
         host, tasks = freed(asked)
         timeline = simulate(tasks, steps=2, drag=drags(tasks, self.speeds))
         ends: dict[str, float] = {}
         for task, finish in zip(timeline.tasks, timeline.finish, strict=True):
             ends[task.resource] = max(ends.get(task.resource, 0.0), finish)
-        more = [periods(timeline, before_last(last), last) for last in lasts]
+        more = [periods(timeline, last) for last in lasts]
         for one, last in zip(more, lasts, strict=True):
             one[HOST] = sum(task.host_seconds for task in asked if inside(task.module, last))
         return {**ends, HOST: host}, more
@@ -135,7 +136,7 @@ class Stages:
         for last in lasts:
             mine = {number for number, one in trace.storages.items() if inside(one.module, last)}
             count = sum(number in mine for number in trace.resident if trace.storages[number].role == types.PARAMETER)
-            less = of([_without(op, mine) for op in ops], count)
+            less = of([without(op, mine) for op in ops], count)
             more.append({stream: value - less.get(stream, 0.0) for stream, value in whole.items()})
         return whole, more
 
@@ -145,7 +146,8 @@ class Stages:
         """Bytes of a stage: for each micro-batch kept from forward, left between two passes of backward, received, ...;
         `lasting` whatever runs; `event` most in an event, of one micro-batch."""
         if stage not in self._sizes:
-            self._events(stage.walked)
+            if stage.walked not in self._kept:
+                self._kept[stage.walked] = _kept(self._run(stage.walked), self.works)
             found, each = self._kept[stage.walked]
             self._sizes[stage] = {
                 name: value + sum(left * one[name] for left, one in zip(stage.left, each, strict=True)) for name, value in found.items()
@@ -204,32 +206,17 @@ def cut_out(works: Works, stages: Sequence[tuple[int, Stage]], split: bool) -> t
     return trace, some(trace, lists, mine), lasts
 
 
-def inside(module: str, path: str) -> bool:
-    return module == path or module.startswith(f"{path}.")
+class _Ran:
+    """A stage and one event of each kind, lowered."""
+
+    def __init__(self, trace: Trace, part: Part, lasts: list[str], events: list[tuple[str, str, list[Op]]]) -> None:
+        self.trace, self.part, self.lasts, self.events = trace, part, lasts, events
+        self.update = part.update(trace.programs["update"].ops)
 
 
-def before_last(name: str) -> str:
-    """The block before one of a short stack."""
-    return name_of(int(name.rpartition(".")[2]) - 1)
-
-
-def periods(timeline: Timeline, one: str, other: str) -> dict[str, float]:
-    """How far apart two neighbours are on each stream, in whichever order they run."""
-    ends: dict[str, dict[str, float]] = {one: {}, other: {}}
-    for task, finish in zip(timeline.tasks, timeline.finish, strict=True):
-        for name, found in ends.items():
-            if inside(task.module, name):
-                found[task.resource] = finish
-    return {stream: abs(end - ends[one][stream]) for stream, end in ends[other].items() if stream in ends[one]}
-
-
-def _without(op: Op, gone: set[int]) -> Op:
-    refs = [tuple(ref for ref in found if ref.storage not in gone) for found in (op.inputs, op.outputs)]
-    return replace(op, inputs=refs[0], outputs=refs[1])
-
-
-def _kept(part: Part, run: Sequence[Sequence[Op]], lasts: Sequence[str], works: Works) -> tuple[Values, list[Values]]:
+def _kept(ran: _Ran, works: Works) -> tuple[Values, list[Values]]:
     """Bytes of a stage, and of the last block of each of its runs alone."""
+    part, lasts = ran.part, ran.lasts
     across = {n for op in part.programs.get("I", ((), ()))[0] for n in op.allocates}
     names = (HELD, "left", INPUT, RECEIVED, GRADIENT_RECEIVED, GRADIENT_SENT, "lasting", "event")
     found, each = dict.fromkeys(names, 0.0), [dict.fromkeys(names, 0.0) for _ in lasts]
@@ -246,14 +233,15 @@ def _kept(part: Part, run: Sequence[Sequence[Op]], lasts: Sequence[str], works: 
         name = "left" if number in across and kind == HELD else kind
         if name in found:
             add(name, number)
-    trained = {ref.storage for op in part.update(part.trace.programs["update"].ops) for ref in op.inputs}
+    trained = {ref.storage for op in ran.update for ref in op.inputs}
     for number in part.resident():
         if part.storages[number].role != types.INPUT:
             add("lasting", number, 1.0 + works.slots * (number in trained))
-    alive, most = _walked(part, run, works)
+    alive, most = _walked(part, [ops for _, _, ops in ran.events], works)
     for number in alive:
         add("lasting", number)
     found["event"] = most
+    found["lasting"] += 2 * works.prices.sizes.cublas_workspace_bytes
     for one in each:
         one["event"] = one[HELD]  # what else an event holds is the same at any depth
     return found, each

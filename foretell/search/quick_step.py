@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from foretell.lower.steps import NEXT, whole_step
 from foretell.plan.types import Plan
 from foretell.price.speeds import Speeds
 from foretell.quantities import COLLECTIVES, COMPUTE, Task
-from foretell.search.depth import Peak, Stage, around_blocks, deepened, extended, replayed
+from foretell.search.depth import Peak, Stage, around_blocks, deepened, inside, periods, replayed, without
 from foretell.search.sheet import Works
 from foretell.simulate.plan import sharded
 from foretell.simulate.time.step import drags, lane, tasks_of, with_end
 from foretell.simulate.time.streams import simulate
 from foretell.trace import types
-from foretell.trace.types import Storage, Trace
+from foretell.trace.types import Op, Program, Storage, Trace
 
-FEW = 3
-"""Micro-batches of a step that are walked one by one."""
+Values = dict[str, float]
 AXES = ("dp_shard", "dp_replicate", "tp", "cp", "ep")
 
 
@@ -30,7 +29,7 @@ class Steps:
     plan: Plan
     speeds: Speeds | None
     _lowered: dict[object, Trace] = field(default_factory=dict)
-    _timed: dict[object, Mapping[str, float]] = field(default_factory=dict)
+    _timed: dict[object, tuple[Values, list[Values]]] = field(default_factory=dict)
     _peaks: dict[object, Peak] = field(default_factory=dict)
 
     def lowered(self, stage: Stage, accumulate: int) -> Trace:
@@ -47,43 +46,84 @@ class Steps:
     # ------------------------------------------------------------------ time
 
     def seconds(self, stage: Stage, accumulate: int) -> dict[str, float]:
-        """Of a step: in all, those of the update, and those that each axis is waited for."""
-        few = min(accumulate, FEW)
-        found = extended(stage, lambda walked: self._walked(walked, few, few))
+        """Of a step: of the device and of the host, those of the update, and those that each axis is waited for."""
+        walked, few = stage.walked, self._few(accumulate)
+        found, each = self._walked(walked, few, few)
+        found = {name: value + sum(left * one.get(name, 0.0) for left, one in zip(stage.left, each, strict=True)) for name, value in found.items()}
         if accumulate > few:
-            less = extended(stage, lambda walked: self._walked(walked, few, few - 1))
+            less, other = self._walked(walked, few, few - 1)
             for name in found:
-                found[name] += (accumulate - few) * (found[name] - less[name])
+                rest = less.get(name, 0.0) + sum(left * one.get(name, 0.0) for left, one in zip(stage.left, other, strict=True))
+                found[name] += (accumulate - few) * (found[name] - rest)
         return {**found, "seconds": max(found["device"], found["host"])}
 
-    def _walked(self, stage: Stage, accumulate: int, run: int) -> Mapping[str, float]:
-        """With `run` of the micro-batches of a step."""
+    def _few(self, accumulate: int) -> int:
+        """Micro-batches of a step that are walked one by one: with replicas, the first and the last differ from others."""
+        return min(accumulate, 3 if self.plan.mesh.dp_replicate > 1 else 2)
+
+    def _walked(self, stage: Stage, accumulate: int, run: int) -> tuple[Values, list[Values]]:
+        """With `run` of the micro-batches of a step; and what one block more of each run adds."""
         key = (stage, accumulate, run)
         if key not in self._timed:
-            self._timed[key] = self._simulated(self.lowered(stage, accumulate), accumulate - run)
+            self._timed[key] = self._simulated(self.lowered(stage, accumulate), stage.lasts(), accumulate - run, run)
         return self._timed[key]
 
-    def _simulated(self, local: Trace, less: int) -> Mapping[str, float]:
-        if self.speeds is None:
-            return {"device": 0.0, "host": 0.0, "busy": 0.0, "update": 0.0}
-        run = [(name, times - less if name == NEXT else times) for name, times in local.schedule["steady_step"]]
-        tasks = with_end(tasks_of(local, [(name, times) for name, times in run if times], self.speeds), self.speeds)
-        host, tasks = freed(tasks)
-        timeline = simulate(tasks, steps=2, drag=drags(tasks, self.speeds))
-        waited = {axis: timeline.exposed.get(lane(axis), 0.0) for axis in AXES if lane(axis) in timeline.exposed}
-        update = sum(task.seconds for task in tasks if task.phase == "update" and not task.resource.startswith(COLLECTIVES))
-        return {"device": timeline.seconds, "host": host, "busy": timeline.busy[COMPUTE], "update": update, **waited}
+    def _simulated(self, local: Trace, lasts: Sequence[str], less: int, run: int) -> tuple[Values, list[Values]]:
+        speeds = self.speeds
+        if speeds is None:
+            return dict.fromkeys(("device", "host", "busy", "update"), 0.0), [{} for _ in lasts]
+        steps = [(name, times - less if name == NEXT else times) for name, times in local.schedule["steady_step"]]
+        asked = with_end(tasks_of(local, [(name, times) for name, times in steps if times], speeds), speeds)
+        host, tasks = freed(asked)
+        timeline = simulate(tasks, steps=2, drag=drags(tasks, speeds))
+        waited = {axis: timeline.exposed[lane(axis)] for axis in AXES if lane(axis) in timeline.exposed}
+        update = _update(tasks)
+        found = {"device": timeline.seconds, "host": host, "busy": timeline.busy[COMPUTE], "update": update, **waited}
+        weight, more = speeds.machine.host.weights["parameter"], []
+        for last in lasts:
+            mine = {number for number, one in local.storages.items() if inside(one.module, last)}
+            trained = sum(number in mine for number in local.resident if local.storages[number].role == types.PARAMETER)
+            ahead, back = periods(timeline, last, ("forward",)), periods(timeline, last, ("backward", "recompute"))
+            rest = [without(op, mine) for name, _ in steps if name == "update" for op in local.programs[name].ops]
+            least = list(tasks_of(_only(local, rest), (("update", 1),), speeds, around=False)) if rest else []
+            own = update - _update(least) if rest else 0.0
+            asks = sum(task.host_seconds for task in asked if task.phase != "update" and inside(task.module, last))
+            busy = sum(task.seconds for task in tasks if task.resource == COMPUTE and task.phase != "update" and inside(task.module, last))
+            passes = run * (ahead.get(COMPUTE, 0.0) + max(back.values(), default=0.0))
+            more.append({
+                "device": passes + own, "host": asks + _listed(local, mine, speeds) + trained * weight * (len(steps) - 1) / len(steps),
+                "busy": min(passes, busy) + own, "update": own,
+            })  # fmt: skip
+            for axis in waited:
+                more[-1][axis] = max(0.0, passes - busy) if axis == next(iter(waited)) else 0.0
+        return found, more
 
     # ------------------------------------------------------------------ memory
 
-    def peak(self, stage: Stage, accumulate: int, *, reserve: bool = True) -> Peak:
-        key = (stage, accumulate, reserve)
+    def peak(self, stage: Stage, accumulate: int) -> Peak:
+        key = (stage, accumulate)
         if key not in self._peaks:
-            few = min(accumulate, FEW)
+            few = self._few(accumulate)
             local = self.lowered(stage.walked, few)
             deep = deepened(local, dict(zip(stage.walked.lasts(), stage.left, strict=True)), around_blocks)
-            self._peaks[key] = replayed(_fed(deep, accumulate - few), self.works.prices.sizes, reserve=reserve)
+            deep = _fed(deep, accumulate - few)
+            self._peaks[key] = replayed(deep, self.works.prices.sizes)
         return self._peaks[key]
+
+
+def _update(tasks: Sequence[Task]) -> float:
+    return sum(task.seconds for task in tasks if task.phase == "update" and not task.resource.startswith(COLLECTIVES))
+
+
+def _only(trace: Trace, ops: Sequence[Op]) -> Trace:
+    return replace(trace, programs={"update": Program("update", tuple(ops))}, schedule={"steady_step": (("update", 1),)})
+
+
+def _listed(trace: Trace, mine: set[int], speeds: Speeds) -> float:
+    """Host seconds of a block's tensors in the lists of an update."""
+    ops = trace.programs["update"].ops if "update" in trace.programs else ()
+    host = speeds.machine.host
+    return sum(host.issue(op) - host.issue(without(op, mine)) for op in ops if op.inputs)
 
 
 def freed(tasks: Sequence[Task]) -> tuple[float, list[Task]]:
