@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MOST_EVENTS = 1200
 """Events that are walked one by one."""
+Flight = tuple[tuple[int, int, int], ...]
+"""Of each stage: its number, micro-batches in flight, and those that wait for weights' gradients alone."""
 Variant = tuple[int, tuple[tuple[str, int], ...]]
 """Stage, and its kinds of events that add up to one, each with a sign."""
 
@@ -47,6 +49,8 @@ class Order:
     """How often each variant runs."""
     turns: tuple[Turns, ...]
     """Events of every rank."""
+    flights: tuple[tuple[Flight, ...], ...]
+    """Of every rank, wherever most may be held."""
     micro_batches: int
 
 
@@ -76,7 +80,7 @@ def order_of(schedule: str, ranks: int, stages: int, micro_batches: int) -> Orde
     for rank in range(ranks):
         tasks.append(Task("update", f"rank {rank}", 0.0))
         which.append(-2 - rank)
-    return Order(Course(tasks), tuple(variants), tuple(which), tuple(counts), every, micro_batches)
+    return Order(Course(tasks), tuple(variants), tuple(which), tuple(counts), every, tuple(map(in_flight, every)), micro_batches)
 
 
 class _State:
@@ -116,11 +120,10 @@ class _State:
         return more if self.left[stage] else (*more, (f"{last} last", 1), (after, -1))
 
 
-@lru_cache(maxsize=4096)
-def in_flight(mine: Turns) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """Wherever most may be held: of each stage, micro-batches in flight and those that wait for weights' gradients alone."""
+def in_flight(mine: Turns) -> tuple[Flight, ...]:
+    """Wherever most may be held."""
     counts: dict[int, list[int]] = {event.stage: [0, 0] for event in mine}
-    seen: set[tuple[tuple[int, int, int], ...]] = set()
+    seen: set[Flight] = set()
     for kind, stage, _ in mine:
         counts[stage][0] += (kind == "F") - (kind in ("B", "W"))
         counts[stage][1] += (kind == "I") - (kind == "W")
@@ -129,9 +132,9 @@ def in_flight(mine: Turns) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     return _largest(seen)
 
 
-def _largest(rows: Iterable[tuple[tuple[int, int, int], ...]]) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+def _largest(rows: Iterable[Flight]) -> tuple[Flight, ...]:
     """Those that no other one exceeds everywhere."""
-    found: list[tuple[tuple[int, int, int], ...]] = []
+    found: list[Flight] = []
     for row in sorted(set(rows), key=lambda row: -sum(a + b for _, a, b in row)):
         if not any(all(x[1] >= y[1] and x[2] >= y[2] for x, y in zip(other, row, strict=True)) for other in found):
             found.append(row)
@@ -247,7 +250,7 @@ class Pipe:
         mine = [(index, self.stages[index]) for index in self.held(rank)]
         every = order.turns[rank]
         sizes = {index: self.made.sizes(stage) for index, stage in mine}
-        most = self._most(in_flight(every), sizes)
+        most = self._most(order.flights[rank], sizes)
         if self.schedule == "gpipe":
             most += (self.layout.accumulate - order.micro_batches) * sum(one[HELD] for one in sizes.values())
         stays = sum(self._stays(index, sizes[index], rank) for index, _ in mine)
@@ -267,7 +270,7 @@ class Pipe:
         return Peak(peak.reserved + more, peak.allocated + more)
 
     @staticmethod
-    def _most(rows: Sequence[tuple[tuple[int, int, int], ...]], sizes: Mapping[int, Mapping[str, float]]) -> float:
+    def _most(rows: Sequence[Flight], sizes: Mapping[int, Mapping[str, float]]) -> float:
         return max(sum(held * sizes[stage][HELD] + left * sizes[stage]["left"] for stage, held, left in row) for row in rows)
 
     def _stays(self, index: int, sizes: Mapping[str, float], rank: int) -> float:
