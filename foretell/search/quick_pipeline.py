@@ -87,7 +87,7 @@ class _State:
     """What each stage did last: whether its parameters are whole, whether it has gradients, and how many are to come."""
 
     def __init__(self, schedule: str, stages: int, micro_batches: int) -> None:
-        self.split = schedule in SPLIT_BACKWARD
+        self.split, self.looped = schedule in SPLIT_BACKWARD, schedule in LOOPED
         self.before = [""] * stages
         self.made, self.waiting = [False] * stages, [False] * stages
         self.left = [micro_batches] * stages
@@ -96,7 +96,9 @@ class _State:
         before, split = self.before[stage], self.split and stage > 0
         if kind == "F":
             self.before[stage] = "F"
-            return ((f"F {before or 'first'}", 1),)
+            if before:
+                return ((f"F {before}", 1),)
+            return (("F B", 1), ("gather", 1)) if self.looped else (("F F", 1),)
         if kind == "I" and not split:
             return ()
         if kind == "I":
@@ -112,12 +114,12 @@ class _State:
         if split:
             self.waiting[stage] = True
             more = (("W first" if first else "W more", 1),)
-            return more if self.left[stage] else (*more, ("W last", 1), ("W more", -1))
+            return more if self.left[stage] else (*more, ("tail", 1))
         self.before[stage] = "B"
         after = f"{last} F"
         again = "W more" if last == "W" else "B B"
         more = ((f"{last} first" if first else after, 1),) if before == "F" else ((again, 1),)
-        return more if self.left[stage] else (*more, (f"{last} last", 1), (after, -1))
+        return more if self.left[stage] else (*more, ("tail", 1))
 
 
 def in_flight(mine: Turns) -> tuple[Flight, ...]:

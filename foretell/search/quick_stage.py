@@ -26,14 +26,14 @@ from foretell.trace.types import Op, Program, Trace
 
 Values = Mapping[str, float]
 WHOLE = (
-    ("F", "F first"), ("F", "F F"), ("B", "B first"), ("B", "B B"), ("F", "F B"), ("B", "B F"), ("F", ""), ("B", "B last"),
+    ("F", "F first"), ("F", "F F"), ("B", "B first"), ("B", "B B"), ("F", "F B"), ("B", "B F"), ("F", ""), ("B", "tail"),
 )  # fmt: skip
 """Events of a stage in an order that has each kind: its first forward, one after a forward or a backward, ..."""
 SPLIT = (
     ("F", "F first"), ("F", "F F"), ("I", "I first"), ("I", "I I"), ("W", "W first"), ("W", "W more"), ("F", "F B"),
-    ("I", "I F"), ("W", "W F"), ("F", ""), ("I", ""), ("W", "W last"),
+    ("I", "I F"), ("W", "W F"), ("F", ""), ("I", ""), ("W", "tail"),
 )  # fmt: skip
-"""The same where gradients of inputs and of weights come apart."""
+"""The same where gradients of inputs and of weights come apart. `tail` is what the last one does besides."""
 FEW, FEW_SPLIT = 3, 5
 """Micro-batches of a rank that are replayed; and where backward comes in two passes."""
 
@@ -75,6 +75,7 @@ class Stages:
             events = SPLIT if self.split else WHOLE
             trace, (part,), (lasts,) = self.parts([(0 if stage.first else 1, stage)], sum(kind == "F" for kind, _ in events))
             self._ran[stage] = _Ran(trace, part, lasts, [(kind, name, part.ops(kind)) for kind, name in events])
+            self._ran[stage].divide(looped=part.looped and part.weaver is not None)
         return self._ran[stage]
 
     def _events(self, stage: Stage) -> dict[str, tuple[Values, list[Values]]]:
@@ -83,12 +84,11 @@ class Stages:
         if stage not in self._timed:
             ran, found = self._run(stage), dict[str, tuple[Values, list[Values]]]()
             seen: dict[object, tuple[Values, list[Values]]] = {}
-            for kind, name, ops in ran.events:
-                key = (kind, len(ops), sum(len(op.outputs) for op in ops))
-                if name and key not in seen:
-                    seen[key] = self._event(ran.trace, ops, ran.lasts)
-                if name:
-                    found[name] = seen[key]
+            for name, ops in ran.named.items():
+                key = (name[:1], len(ops), sum(len(op.outputs) for op in ops))
+                if key not in seen:
+                    seen[key] = self._event(ran.trace, ops, ran.lasts, apart=name in ("gather", "tail"))
+                found[name] = seen[key]
             found["update"] = self._update(replace(ran.trace, storages=ran.part.storages, resident=ran.part.resident()), ran.update, ran.lasts)
             self._timed[stage] = found
         return self._timed[stage]
@@ -106,7 +106,8 @@ class Stages:
             }  # fmt: skip
         return found
 
-    def _event(self, trace: Trace, ops: Sequence[Op], lasts: Sequence[str]) -> tuple[Values, list[Values]]:
+    def _event(self, trace: Trace, ops: Sequence[Op], lasts: Sequence[str], *, apart: bool) -> tuple[Values, list[Values]]:
+        """`apart`: every stream goes its own way; else messages keep up with compute, or it waits for them."""
         if self.speeds is None or not ops:
             return {}, [{} for _ in lasts]
         alone = replace(trace, programs={"event": Program("event", tuple(ops))}, schedule={"steady_step": (("event", 1),)})
@@ -118,6 +119,8 @@ class Stages:
             ends[task.resource] = max(ends.get(task.resource, 0.0), finish)
         more = [periods(timeline, last) for last in lasts]
         for one, last in zip(more, lasts, strict=True):
+            if not apart:
+                one.update(dict.fromkeys(ends, one.get(COMPUTE, 0.0)))
             one[HOST] = sum(task.host_seconds for task in asked if inside(task.module, last))
         return {**ends, HOST: host}, more
 
@@ -211,7 +214,17 @@ class _Ran:
 
     def __init__(self, trace: Trace, part: Part, lasts: list[str], events: list[tuple[str, str, list[Op]]]) -> None:
         self.trace, self.part, self.lasts, self.events = trace, part, lasts, events
+        self.named: dict[str, list[Op]] = {}
+        """Kind of event → its ops."""
         self.update = part.update(trace.programs["update"].ops)
+
+    def divide(self, *, looped: bool) -> None:
+        """What the first and the last event do besides, on their own."""
+        self.named = {name: ops for _, name, ops in self.events if name}
+        usual = self.named["W F" if "W F" in self.named else "B F"]
+        self.named["tail"] = self.named["tail"][len(usual) :]
+        first = self.named.pop("F first")
+        self.named["gather"] = first[: len(first) - len(self.named["F B"])] if looped else []
 
 
 def _kept(ran: _Ran, works: Works) -> tuple[Values, list[Values]]:
