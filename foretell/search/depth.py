@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from foretell.lower.fsdp.units import unit_of
+from foretell.quantities import COMPUTE
 from foretell.search.short import Item
 from foretell.simulate.memory.allocator import LARGE_EXACT, LARGE_ROUNDING, MIN_BLOCK
 from foretell.simulate.memory.memory import run_order
@@ -89,12 +90,24 @@ def periods(timeline: Timeline, last: str, phases: Container[str] | None = None)
     `phases` are those that count, where blocks run in several."""
     before = name_of(int(last.rpartition(".")[2]) - 1)
     ends: dict[str, dict[str, float]] = {before: {}, last: {}}
-    for task, finish in zip(timeline.tasks, timeline.finish, strict=True):
-        if phases is None or task.phase in phases:
-            for name, found in ends.items():
-                if inside(task.module, name):
-                    found[task.resource] = finish
-    return {stream: abs(end - ends[before][stream]) for stream, end in ends[last].items() if stream in ends[before]}
+    again: dict[str, float] = {}
+    """Seconds of compute that the block has when it comes back to it; of messages the last one counts."""
+    now: dict[str, str] = {}
+    left: set[tuple[str, str]] = set()
+    for task, start, finish in zip(timeline.tasks, timeline.start, timeline.finish, strict=True):
+        if phases is not None and task.phase not in phases:
+            continue
+        stream = task.resource
+        name = before if inside(task.module, before) else last if inside(task.module, last) else ""
+        if now.get(stream, "") != name:
+            left.add((now.get(stream, ""), stream))
+            now[stream] = name
+        if name and ((name, stream) not in left or stream != COMPUTE):
+            ends[name][stream] = finish
+        elif name == last:
+            again[stream] = again.get(stream, 0.0) + finish - start
+    both = [stream for stream in ends[last] if stream in ends[before]]
+    return {stream: abs(ends[last][stream] - ends[before][stream]) + again.get(stream, 0.0) for stream in both}
 
 
 def without(op: Op, gone: Container[int]) -> Op:
