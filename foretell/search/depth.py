@@ -87,7 +87,7 @@ def inside(module: str, path: str) -> bool:
 def periods(timeline: Timeline, last: str, phases: Container[str] | None = None) -> dict[str, float]:
     """How far apart a block and the one before it are on each stream, in whichever order they run.
 
-    `phases` are those that count, where blocks run in several."""
+    `phases` are those that count, where blocks run in several and once in each."""
     before = name_of(int(last.rpartition(".")[2]) - 1)
     ends: dict[str, dict[str, float]] = {before: {}, last: {}}
     again: dict[str, float] = {}
@@ -102,7 +102,7 @@ def periods(timeline: Timeline, last: str, phases: Container[str] | None = None)
         if now.get(stream, "") != name:
             left.add((now.get(stream, ""), stream))
             now[stream] = name
-        if name and ((name, stream) not in left or stream != COMPUTE):
+        if name and ((name, stream) not in left or stream != COMPUTE or phases is not None):
             ends[name][stream] = finish
         elif name == last:
             again[stream] = again.get(stream, 0.0) + finish - start
