@@ -51,10 +51,16 @@ class Coarse:
 
 def coarse(
     phases: Phases, storages: Mapping[int, Storage], prices: Prices, work: Work, *, split: bool = False, merges: bool = True,
-    kept: float = 1.0,
+    kept: float = 1.0, apart: Sequence[str] = (),
 ) -> Coarse:  # fmt: skip
     """A piece in few ops; `work` says what its seconds add up to. `split`: backward is run in two passes; `kept`: what a
-    compiler leaves of the bytes that forward keeps."""
+    compiler leaves of the bytes that forward keeps; `apart`: modules whose ops are not merged with others."""
+
+    def within(ops: Sequence[Op], marks: Sequence[str]) -> list[str]:
+        if not apart:
+            return list(marks)
+        return [next((path for path in apart if f"{op.module}.".startswith(f"{path}.")), mark) for op, mark in zip(ops, marks, strict=True)]
+
     again, backward, known = _renamed(phases, storages)
     if kept != 1.0:
         gone = {number for op in phases.forward for number in op.frees}
@@ -63,9 +69,9 @@ def coarse(
     late = (*again, *backward)
     side = _Side(known, prices)
     if merges:
-        first = side.merged(phases.forward, work.forward.host, work.forward.seconds, [""] * len(phases.forward))
+        first = side.merged(phases.forward, work.forward.host, work.forward.seconds, within(phases.forward, [""] * len(phases.forward)))
         marks = _marks(backward, known) if split else [""] * len(backward)
-        second = side.merged(late, work.backward.host, work.backward.seconds, [*[""] * len(again), *marks])
+        second = side.merged(late, work.backward.host, work.backward.seconds, within(late, [*[""] * len(again), *marks]))
         done = side.summed([*first, *second])
     else:
         first = side.plain(phases.forward, work.forward.host)

@@ -16,6 +16,7 @@ from foretell.errors import UserError
 from foretell.hardware import overhead
 from foretell.hardware.types import Cluster, Overhead
 from foretell.lower.batch import Unlike
+from foretell.lower.expert import EXPERTS
 from foretell.lower.fsdp.units import Way
 from foretell.price.machine import machine
 from foretell.price.speeds import Options, profile_for
@@ -106,7 +107,7 @@ class Works:
             around = key in (BEFORE, AFTER)
             found = self._coarse[key, mode, split] = coarse(
                 phases, self.material.storages, self.prices, self.work(key, mode), split=split, merges=not around or self._plain is not None,
-                kept=self._share(key).kept,
+                kept=self._share(key).kept, apart=_experts(self.material),
             )  # fmt: skip
         return found
 
@@ -146,6 +147,13 @@ class Works:
                 mine = TensorSpec(way.part(spec.shape), wide.get(spec.dtype, spec.dtype))
                 found += rounded(mine.nbytes) * (2 + self.slots if trained else 1)
         return round(found)
+
+
+def _experts(material: Material) -> Sequence[str]:
+    """Modules that are gathered each by itself."""
+    found = material.meta.get(EXPERTS, ())
+    assert isinstance(found, Sequence)
+    return found
 
 
 class Sheet:
