@@ -256,7 +256,7 @@ class _Side:
     def _changes(ops: Sequence[Op], number: int) -> bool:
         """Whether some op writes to a storage that was there: views of it do not."""
         return any(
-            any(ref.storage == number for ref in op.outputs) and short(op.name) in ("add", "copy") or
+            (any(ref.storage == number for ref in op.outputs) and short(op.name) in ("add", "copy")) or
             (op.name.split(".")[1].endswith("_") and any(ref.storage == number for ref in op.outputs))
             for op in ops
         )

@@ -169,7 +169,8 @@ class Composer:
             plan = Plan(model={}, hardware="", mesh=self.mesh, placement=self.placement, reshard=reshard)
             found = on_gpu(plan, self.cluster, self.machine) if self.machine is not None else None
             self.known[key] = replace(found, comm_time=_remembered(found.comm_time)) if found is not None else None
-        return self.known[key]
+        known: Speeds | None = self.known[key]
+        return known
 
     def plan(self, layout: Layout) -> Plan:
         """What lowering asks of a plan."""
@@ -183,13 +184,15 @@ class Composer:
         key = ("stages", id(works), layout.reshard, layout.schedule)
         if key not in self.known:
             self.known[key] = Stages(works, self.plan(layout), self.speeds(layout.reshard))
-        return self.known[key]
+        found: Stages = self.known[key]
+        return found
 
     def steps(self, layout: Layout, works: Works) -> Steps:
         key = ("steps", id(works), layout.reshard)
         if key not in self.known:
             self.known[key] = Steps(works, self.plan(layout), self.speeds(layout.reshard))
-        return self.known[key]
+        found: Steps = self.known[key]
+        return found
 
     # ------------------------------------------------------------------ one layout
 

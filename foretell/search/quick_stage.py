@@ -24,7 +24,7 @@ from foretell.simulate.time.streams import simulate
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Trace
 
-Values = Mapping[str, float]
+Values = dict[str, float]
 WHOLE = (
     ("F", "F first"), ("F", "F F"), ("B", "B first"), ("B", "B B"), ("F", "F B"), ("B", "B F"), ("F", ""), ("B", "tail"),
 )  # fmt: skip

@@ -35,7 +35,7 @@ def merged(
     allocates: Sequence[int], frees: Sequence[int],
 ) -> Op:  # fmt: skip
     """One op that stands for several."""
-    attrs = (about.seconds, about.host_seconds, about.family, about.products, *about.scratch)
+    attrs: tuple[int | float | str | bool, ...] = (about.seconds, about.host_seconds, about.family, about.products, *about.scratch)
     return Op(MERGED, tuple(inputs), tuple(outputs), module, phase, flops, tuple(allocates), tuple(frees), attrs)
 
 
