@@ -210,6 +210,8 @@ class _Stack:
         self.modules: list[dict[str, str]] = [{} for _ in items]
         self.early: list[dict[int, int]] = [{} for _ in items]
         """Of each block: storage of another piece that it reads → the one that stands for it here."""
+        self.late: dict[tuple[int, int], int] = {}
+        """Block and storage of the model's update → the one here."""
         self.out: list[Op] = []
         self.places: dict[Key, list[int]] = {}
         for place, item in enumerate(items):
@@ -412,10 +414,22 @@ class _Stack:
 
     def _numbers(self, found: Sequence[tuple[Key, int]]) -> Iterator[int]:
         for key, number in found:
-            if key == ROOT:
+            storage = self.origin.trace.storages[number]
+            if storage.role not in (types.PARAMETER, types.GRADIENT, types.BUFFER, types.INPUT):
+                yield from (self._late(key, place, number, storage) for place in ((-1,) if key == ROOT else self.places.get(key, ())))
+            elif key == ROOT:
                 yield self.root(number, {})
             else:
                 yield from (self.own(place, number) for place in self.places.get(key, ()))
+
+    def _late(self, key: Key, place: int, number: int, storage: Storage) -> int:
+        """A storage of the update alone: a piece with other ops may have given its number to something else."""
+        found = self.late.get((place, number))
+        if found is None:
+            found, self.next = self.next, self.next + 1
+            self.late[place, number] = found
+            self.storages[found] = storage if key == ROOT else storage._replace(module=self.module(place, storage.module))
+        return found
 
     def _refs(self, found: Sequence[tuple[Key, Ref]], born: Sequence[tuple[Key, int]] = ()) -> Iterator[Ref]:
         shapes, made = self.stacker.shapes, {number for _, number in born}
