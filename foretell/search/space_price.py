@@ -27,7 +27,7 @@ class SheetPricer:
     sheet: Sheet
     cluster: Cluster
     reserve: bool = False
-    """Whether costs have what the caching allocator reserves beside: a few percent of memory, and more time to find."""
+    """Whether every rank is replayed through the caching allocator: a few percent of memory, and more time to find."""
     recipe: str | None = None
     """The precision of the traces, if not each layout's own."""
     _bare: dict[object, float] = field(default_factory=dict)
@@ -108,11 +108,8 @@ class SheetPricer:
 
     def _piece(self, works: Works, key: str | int, layout: Layout) -> tuple[float, float, float]:
         work, mesh = works.work(key), layout.mesh
-        unit = works.unit(key, mesh.dp_shard * mesh.cp, data=mesh.spread > 1)
-        return (
-            work.forward.seconds + work.backward.seconds, float(max(0, work.forward.net)),
-            float(unit.kept + unit.state + unit.gradient),
-        )  # fmt: skip
+        state = works.state(key, mesh.dp_shard * mesh.cp, data=mesh.spread > 1)
+        return work.forward.seconds + work.backward.seconds, float(max(0, work.forward.net)), float(state)
 
     def _ways(self, works: Works, kind: int) -> Ways:
         keep = works.work(kind)

@@ -6,7 +6,7 @@ the update. What tensor parallelism sums or gathers is on the path: the op that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from foretell.lower.fsdp.sharded import COLLECTIVES as TALKING
@@ -51,7 +51,12 @@ def plan_time(local: Trace, speeds: Speeds) -> tuple[Time, Timeline]:
 
 def step_tasks(local: Trace, speeds: Speeds) -> list[Task]:
     """All tasks of a steady step, with what ranks tell each other at its end."""
-    tasks = list(tasks_of(local, steady(local), speeds))
+    return with_end(tasks_of(local, steady(local), speeds), speeds)
+
+
+def with_end(step: Iterable[Task], speeds: Speeds) -> list[Task]:
+    """Tasks of a step, with what ranks tell each other at its end."""
+    tasks = list(step)
     if speeds.sync_time:
         where = HOST if speeds.machine.serial else COMPUTE
         tasks.append(Task("foretell.all_reduce", where, speeds.sync_time * speeds.slowdown, (), 0.0, "all_reduce", "", "update"))
