@@ -21,7 +21,7 @@ from foretell.plan.types import Mesh
 from foretell.search import space
 from foretell.search.front import TIGHT, Point, best_of, complaint, point_of, score
 from foretell.search.quick import Layout
-from foretell.search.space_fill import Filled, Pricer, fill
+from foretell.search.space_fill import Filled, Pricer, fill, least_seconds
 from foretell.search.space_wishes import Wishes
 from foretell.trace.collection import no_collection
 
@@ -147,7 +147,14 @@ class Explorer:
                 return frame.schedule != self.wishes.schedule
             if self._scaled(floor, frame) > best * (1 + BEYOND_LOOPED):
                 return True
-        return _apart(frame) and best < float("inf") and self._loses(frame, best)
+        if best == float("inf"):
+            return False
+        if self.filler is None and self._scaled(least_seconds(frame, self.pricer, self._limit(frame)), frame) > best * (1 + BEYOND):
+            return True
+        return _apart(frame) and self._loses(frame, best)
+
+    def _limit(self, frame: Layout) -> float:
+        return min(self.pricer.limit(frame), self.cluster.device.memory_bytes * (1 - self.wishes.margin))
 
     def _loses(self, frame: Layout, best: float) -> bool:
         """Whether a layout cannot win, or does not fit, even by an optimist."""

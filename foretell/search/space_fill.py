@@ -22,7 +22,7 @@ from typing import Protocol
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.search.quick import Layout, Quick
 from foretell.search.residency import KEPT, Way, Ways, least
-from foretell.search.stages import Cut, Stack, cut, in_flight, joint, rank_of
+from foretell.search.stages import FEW_KINDS, Cut, Stack, cut, in_flight, joint, rank_of
 
 TRIES = 4
 """Times that the need is corrected by what the quick cost says."""
@@ -106,6 +106,25 @@ def fill(
         return found
     tight = Filled(layout=layout, quick=kept)
     return replace(found, tight=tight) if found.fits and found.quick.seconds <= kept.seconds * (1 + WORTH_ROOM) else tight
+
+
+def least_seconds(layout: Layout, pricer: Pricer, limit: float) -> float:
+    """Seconds that no cuts and residency of a layout in `limit` bytes go below: those of its blocks, which add up, as their
+    bytes do. Infinite where none fits; 0 where that is not known."""
+    stack = _allowed(pricer.stack(layout, True), layout)
+    ends = [sum(pair) for pair in zip(stack.before, stack.after, strict=True)]
+    seconds = sum(stack.seconds) + ends[0]
+    if len(dict.fromkeys(stack.ways)) > FEW_KINDS or layout.interleave > 1:
+        return 0.0
+    if layout.mesh.pp == 1:
+        chosen = least(stack.ways, sum(stack.held) + sum(stack.state) + ends[1] + ends[2] - limit)
+        return float("inf") if chosen is None else layout.accumulate * (seconds + chosen.seconds)
+    flights = in_flight(layout.schedule or "1f1b", layout.mesh.pp, 1, layout.accumulate)
+    found = joint(stack, flights, [limit] * layout.mesh.pp)
+    if found is None:
+        return float("inf")
+    through = 0.0 if layout.schedule in SPLIT_BACKWARD else max(0.0, seconds - found.seconds)  # every other stage once
+    return layout.accumulate * found.seconds + through
 
 
 def _allowed(stack: Stack, layout: Layout) -> Stack:
