@@ -275,7 +275,9 @@ class Composer:
         if key not in self.stages:
             each = self.issue("aten.linalg_vector_norm.default") + self.issue("aten.mul_.Tensor")
             apart = works.material.parameters * each * works.derived  # norms and clips one by one
-            self.stages[key] = self.sheet.prices.host(works.material.update) + apart
+            update, counting = works.material.update, works.material.counting
+            counted = self.sheet.prices.host(counting) + sum(map(host.handing, counting))
+            self.stages[key] = self.sheet.prices.host(update) + counted + apart
         per = works.material.parameters * host.weights["parameter"] * share + programs * host.weights["program"]
         return float(self.stages[key]) * share + per * seen
 
