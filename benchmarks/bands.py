@@ -194,7 +194,7 @@ def sealed_rows(measured: Path = UNSEEN, again: Path | None = None) -> list[Row]
 
     seal_of(SEALED)
     found, kept = measured_of(SEALED, measured), []
-    later = {row["key"]: row["predicted"] for row in map(json.loads, again.open())} if again is not None else {}
+    later = {row["key"]: row["predicted"] for row in map(json.loads, again.read_text().splitlines())} if again is not None else {}
     for row in rows_of(SEALED):
         row = {**row, "predicted": later.get(row["key"], row["predicted"])}
         seconds, model = found.get(row["key"], {}).get("measured", {}).get("seconds"), row["config"]["model"]

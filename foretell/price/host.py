@@ -8,7 +8,7 @@ least zero, pulled towards plain starting values so that few references are enou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from foretell.price.kernels.shapes import Shape, short
 from foretell.trace.compiled_blocks import ENTER, LEAVE
 from foretell.trace.compiled_graphs import REPLAY, REPLAYED
 from foretell.trace.merged import MERGED, about
-from foretell.trace.types import NO_GRAD, Op, TensorSpec, Trace
+from foretell.trace.types import NO_GRAD, Op, Storage, TensorSpec, Trace
 
 COUNTS = (
     "call", "forward", "backward", "recompute", "update", "view", "backward_view", "module", "listed", "parameter", "program",
@@ -159,6 +159,10 @@ class HostModel:
         """Host seconds of a step that belong to no op: walking over parameters, entering autograd."""
         return parameters_of(trace) * self.weights["parameter"] + programs * self.weights["program"]
 
+    def handing(self, op: Op) -> float:
+        """Host seconds besides asking for an op that it does by itself: a number is handed to Python where nothing else is made."""
+        return self.weights["plain_view"] if not op.outputs else 0.0
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "weights": {name: float(f"{value:.4g}") for name, value in self.weights.items()},
@@ -181,6 +185,17 @@ def _phase(op: Op) -> str:
 
 def _view(op: Op) -> str:
     return "backward_view" if op.phase == "backward" else "plain_view" if NO_GRAD in op.attrs else "view"
+
+
+def in_host_memory(storages: Mapping[int, Storage]) -> frozenset[int]:
+    """Storages that are in host memory though the model is on a device: an optimizer's counts of steps."""
+    return frozenset(number for number, storage in storages.items() if storage.host)
+
+
+def beside_device(op: Op, here: Set[int]) -> bool:
+    """Whether the host does an op by itself, on what is `here`: no stream runs it and nobody waits for the device."""
+    refs = (*op.inputs, *op.outputs)
+    return bool(refs) and all(ref.storage in here for ref in refs)
 
 
 def wholly_compiled(trace: Trace) -> bool:

@@ -61,7 +61,6 @@ class Material:
     shared: tuple[TensorSpec, ...]
     """Parameters that both before and after use: there once, in `before`; on two stages of a pipeline twice."""
     storages: Mapping[int, Storage]
-    update: tuple[Op, ...]
     inputs: int
     """Bytes of a micro-batch."""
     buffers: int
@@ -136,7 +135,6 @@ def cut(trace: Trace) -> Material:
     resident = [trace.storages[number] for number in trace.resident]
     return Material(
         blocks=blocks, kinds=kinds, pieces=pieces, weights=weights, shared=shared, storages=_touched(trace, pieces),
-        update=trace.programs["update"].ops if "update" in trace.programs else (),
         inputs=sum(one.nbytes for one in resident if one.role == types.INPUT),
         buffers=sum(one.nbytes for one in resident if one.role == types.BUFFER),
         parameters=sum(1 for one in resident if one.role == types.PARAMETER), wide=wide_of(trace),

@@ -229,6 +229,7 @@ def serve(work: Callable[[list[Any], Callable[[Message], None]], None]) -> None:
     if worker:
         _supervise(worker, replies)
     end_with(supervisor)
+    sys.dont_write_bytecode = True  # a file that is changed within a second, to the same size, would be run as it was
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     import faulthandler

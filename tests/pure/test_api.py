@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -159,3 +160,14 @@ def test_prediction_for_this_cpu_equals_a_real_run(name: str) -> None:
     done = api.check(name)
     assert done.ok
     assert done.predicted_bytes == pytest.approx(done.measured_bytes, rel=0.01)
+
+
+def test_a_file_changed_within_a_second_is_read_anew(cache_dir: Path, tmp_path: Path) -> None:
+    """Python takes bytecode for the file it was made from where time, in seconds, and size are the same."""
+    name = write_model(tmp_path)
+    first = api.fit(name, hardware="A100", micro_batch=4)
+    before = {path: path.stat() for path in tmp_path.rglob("*.py")}
+    write_model(tmp_path, factor=2)
+    for path, stat in before.items():
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert api.fit(name, hardware="A100", micro_batch=4).parameters > first.parameters

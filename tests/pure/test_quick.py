@@ -215,3 +215,14 @@ def test_many_micro_batches_take_as_long_as_if_all_were_walked(monkeypatch: pyte
 def test_a_degree_that_the_heads_do_not_allow_is_refused() -> None:
     with pytest.raises(UserError, match="heads"):
         quick(layout(Mesh(tp=8)), sheet("gpt2", "H100:8"), cluster("H100:8"))
+
+
+def test_an_update_that_is_not_fused_costs_what_the_exact_one_does() -> None:
+    """Its counts of steps are in host memory: neither cost waits for the device."""
+    hardware, asked = "H200:8", layout(Mesh(dp_shard=8))
+    pair = {size: capture(workload("gpt2", size), Recipe(precision="fsdp-bf16", clip=1.0, optimizer="adamw")) for size in PAIR}
+    known = sheet_of({("fsdp-bf16", 1): (pair[2], pair[4])}, cluster(hardware), OPTIONS, optimizer="adamw")
+    assert len(known.material.counting) > len(known.material.update)
+    exact = predict_plan(pair[4], plan_of(asked, known, {"model": "gpt2"}, hardware), cluster(hardware), OPTIONS)
+    assert exact.time is not None
+    assert quick(asked, known, cluster(hardware)).seconds == pytest.approx(exact.time.step_seconds, rel=0.03)

@@ -6,14 +6,14 @@ the update. What tensor parallelism sums or gathers is on the path: the op that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from foretell.lower.fsdp.sharded import COLLECTIVES as TALKING
 from foretell.lower.fsdp.sharded import DP_REPLICATE, DP_SHARD
 from foretell.plan.types import Plan
 from foretell.price.bands import HOST_BOUND, MOST_GUESSED, Evidence
-from foretell.price.host import steady, watched_blocks, wholly_compiled
+from foretell.price.host import beside_device, in_host_memory, steady, watched_blocks, wholly_compiled
 from foretell.price.kernels.rare import FAMILY as IRREGULAR
 from foretell.price.kernels.rare import SIZED
 from foretell.price.kernels.shapes import short
@@ -112,7 +112,7 @@ def tasks_of(trace: Trace, run: Sequence[tuple[str, int]], speeds: Speeds, *, ar
     besides = machine.host.around(trace, sum(times for _, times in run)) / max(1, len(run)) if around else 0.0
     watched = watched_blocks(trace)
     maker = _Maker(speeds, compiled=wholly_compiled(trace))
-    here = {number for number, storage in trace.storages.items() if storage.host and not machine.serial}
+    here = in_host_memory(trace.storages) if not machine.serial else frozenset()
     for name, times in run:
         ops = trace.programs[name].ops
         issues = list(machine.host.issues(ops, compiled=maker.compiled, watched=watched))
@@ -120,18 +120,12 @@ def tasks_of(trace: Trace, run: Sequence[tuple[str, int]], speeds: Speeds, *, ar
             maker.pending = besides / times
             for op, asking in zip(ops, issues, strict=True):
                 maker.pending += asking
-                if here and in_host_memory(op, here):
-                    maker.pending += machine.host.weights["plain_view"] * (not op.outputs)  # a number is handed to Python
+                if here and beside_device(op, here):
+                    maker.pending += machine.host.handing(op)
                     continue
                 task = maker.task(op, prices)
                 if task is not None:
                     yield task
-
-
-def in_host_memory(op: Op, here: Set[int]) -> bool:
-    """Whether the host does it by itself, beside the device: an optimizer's counts of steps, read or raised."""
-    refs = (*op.inputs, *op.outputs)
-    return bool(refs) and all(ref.storage in here for ref in refs)
 
 
 class _Maker:
