@@ -212,6 +212,7 @@ class _Stack:
         """Of each block: storage of another piece that it reads → the one that stands for it here."""
         self.late: dict[tuple[int, int], int] = {}
         """Block and storage of the model's update → the one here."""
+        self.here: dict[int, tuple[int, ...]] = {}
         self.out: list[Op] = []
         self.places: dict[Key, list[int]] = {}
         for place, item in enumerate(items):
@@ -414,13 +415,20 @@ class _Stack:
 
     def _numbers(self, found: Sequence[tuple[Key, int]]) -> Iterator[int]:
         for key, number in found:
-            storage = self.origin.trace.storages[number]
-            if storage.role not in (types.PARAMETER, types.GRADIENT, types.BUFFER, types.INPUT):
-                yield from (self._late(key, place, number, storage) for place in ((-1,) if key == ROOT else self.places.get(key, ())))
-            elif key == ROOT:
-                yield self.root(number, {})
-            else:
-                yield from (self.own(place, number) for place in self.places.get(key, ()))
+            mine = self.here.get(number)
+            if mine is None:
+                mine = self.here[number] = self._all(key, number)
+            yield from mine
+
+    def _all(self, key: Key, number: int) -> tuple[int, ...]:
+        """What stands here for a storage of the model's update: of every block of its kind."""
+        storage = self.origin.trace.storages[number]
+        if storage.role not in (types.PARAMETER, types.GRADIENT, types.BUFFER, types.INPUT):
+            places = (-1,) if key == ROOT else self.places.get(key, ())
+            return tuple(self._late(key, place, number, storage) for place in places)
+        if key == ROOT:
+            return (self.root(number, {}),)
+        return tuple(self.own(place, number) for place in self.places.get(key, ()))
 
     def _late(self, key: Key, place: int, number: int, storage: Storage) -> int:
         """A storage of the update alone: a piece with other ops may have given its number to something else."""
@@ -433,14 +441,14 @@ class _Stack:
 
     def _refs(self, found: Sequence[tuple[Key, Ref]], born: Sequence[tuple[Key, int]] = ()) -> Iterator[Ref]:
         shapes, made = self.stacker.shapes, {number for _, number in born}
-        for key, ref in found:
-            spec = ref.spec
-            if shapes and (key, spec.shape) in shapes:
-                spec = TensorSpec(shapes[key, spec.shape], spec.dtype)
-            for number in self._numbers(((key, ref.storage),)):
-                if number in self.storages and ref.storage in made and self.storages[number].nbytes == ref.spec.nbytes:
-                    self.storages[number] = self.storages[number]._replace(nbytes=spec.numel * DTYPE_BYTES[spec.dtype])
-                yield Ref(number, spec)
+        for key, (number, old) in found:
+            spec = old
+            if shapes and (key, old.shape) in shapes:
+                spec = TensorSpec(shapes[key, old.shape], old.dtype)
+            for mine in self._numbers(((key, number),)):
+                if made and number in made and self.storages[mine].nbytes == old.nbytes:
+                    self.storages[mine] = self.storages[mine]._replace(nbytes=spec.numel * DTYPE_BYTES[spec.dtype])
+                yield Ref(mine, spec)
 
 
 def _renamed(op: Op, of: Callable[[int], int], module: str) -> Op:
