@@ -42,6 +42,7 @@ from foretell.search.short import LINK, Item, Origin, Stacker
 from foretell.simulate.memory.memory import sizes_for
 from foretell.simulate.parts import TORCH, sequence_length
 from foretell.trace.types import TensorSpec, Trace
+from foretell.units import DTYPE_BYTES
 
 Key = str | int
 SourceOf = Callable[[str, int], Source]
@@ -136,8 +137,11 @@ class Works:
         """Bytes that a block hands to the next."""
         return sum(spec.nbytes for spec in self.material.boundary)
 
-    def state(self, key: Key, ranks: int, *, data: bool) -> int:
-        """Bytes of a piece's parameters, gradients and optimizer state on one of the ranks that share them."""
+    def state(self, key: Key, ranks: int, *, data: bool, summed: str | None = None, whole: bool = False) -> int:
+        """Bytes of a piece's parameters, gradients and optimizer state on one of the ranks that share them.
+
+        `summed`: whole gradients are added up in that dtype and shared at the end; `whole`: parameters stay whole after forward.
+        """
         weights, wide = self.material.weights[key], self.material.wide if data else {}
         shares = ((weights.trained, True, Way(ranks=ranks)), (weights.frozen, False, Way(ranks=ranks)),
                   (weights.experts, True, Way(ranks=max(1, ranks // weights.groups), inside=True)))  # fmt: skip
@@ -145,8 +149,15 @@ class Works:
         for specs, trained, way in shares:
             for spec in specs:
                 mine = TensorSpec(way.part(spec.shape), wide.get(spec.dtype, spec.dtype))
-                found += rounded(mine.nbytes) * (2 + self.slots if trained else 1)
+                found += rounded(mine.nbytes) * (1 + (self.slots + (summed is None) if trained else 0))
+                found += rounded(spec.numel * DTYPE_BYTES[summed]) if trained and summed is not None else 0
+                found += rounded(spec.nbytes) * whole
         return round(found)
+
+    def whole(self, key: Key) -> int:
+        """Bytes of a piece's parameters as compute sees them."""
+        weights = self.material.weights[key]
+        return sum(rounded(spec.nbytes) for spec in (*weights.trained, *weights.frozen))
 
 
 def _experts(material: Material) -> Sequence[str]:

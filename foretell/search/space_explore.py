@@ -28,6 +28,8 @@ from foretell.trace.collection import no_collection
 BEYOND, BEYOND_LOOPED = 0.1, 0.0
 """Layouts are costed when their least is at most this much above the best: for runners-up that differ in kind. Of
 schedules that wait less than the simple ones, only those that might win."""
+MOST_RATIO = 1.05
+"""How many times what its blocks alone take a layout is thought to take at least, however much those took that were costed."""
 VARIED = 8
 """Layouts around which compiling and giving back are varied, besides the best of each number of devices."""
 
@@ -132,7 +134,7 @@ class Explorer:
         """What a layout took without its waiting; without messages of the data axes and what it computes again."""
         parts, least = point.quick.parts, self._least(frame)
         if least:
-            self.ratio = max(1.0, min(self.ratio or float("inf"), point.quick.seconds / least))
+            self.ratio = max(1.0, min(self.ratio or MOST_RATIO, point.quick.seconds / least))
         self.floors[_core(frame)] = point.seconds - parts.get("bubble", 0.0)
         if frame.mesh.dp_replicate == 1:
             less = sum(seconds for name, seconds in parts.items() if name.startswith("dp_") or name == "recompute")

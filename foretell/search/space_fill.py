@@ -119,12 +119,13 @@ def least_seconds(layout: Layout, pricer: Pricer, limit: float) -> float:
     if len(dict.fromkeys(stack.ways)) > FEW_KINDS:
         return 0.0
     if layout.mesh.pp == 1:
-        chosen = least(stack.ways, sum(stack.held) + sum(stack.state) + ends[1] + ends[2] - limit)
+        chosen = least(stack.ways, sum(stack.held) + sum(stack.state) + ends[1] + ends[2] + stack.beside[1] - limit)
         return float("inf") if chosen is None else layout.accumulate * (seconds + chosen.seconds)
     dearest = _looped_seconds(layout, stack, limit, pricer) if layout.interleave > 1 else None
     if dearest is None:
         flights = in_flight(layout.schedule or "1f1b", layout.mesh.pp, 1, layout.accumulate)
-        found = joint(stack, flights, [limit] * layout.mesh.pp)
+        made = _Filling(pricer, stack, replace(layout, cuts=tuple(range(1, layout.mesh.pp))), limit, 0.0)
+        found = joint(stack, flights, [limit - more for more in made.least_beside()])
         dearest = found.seconds if found is not None else float("inf")
     through = 0.0 if layout.schedule in SPLIT_BACKWARD else max(0.0, seconds - dearest)  # every other stage once
     return layout.accumulate * dearest + through / layout.interleave
@@ -137,7 +138,7 @@ def _looped_seconds(layout: Layout, stack: Stack, limit: float, pricer: Pricer) 
         return 0.0  # it is said why when it is costed
     layout = replace(layout, cuts=cuts, modes=("keep",) * len(stack.seconds))
     made = _Filling(pricer, stack, layout, limit, 0.0, given=True)
-    step = made.step([0.0] * layout.mesh.pp)
+    step = made.step(made.least_beside())
     return float("inf") if step is None else max(made.seconds(step.modes))
 
 
@@ -185,13 +186,22 @@ class _Filling:
 
     def may_keep(self) -> bool:
         """Whether the blocks alone fit with everything kept."""
-        return max(self._linear(self.layout)) <= self.limit
+        return all(linear + beside <= self.limit for linear, beside in zip(self._linear(self.layout), self.least_beside(), strict=True))
+
+    def least_beside(self) -> list[float]:
+        """What each rank holds at least beside its blocks."""
+        layout, last = self.layout, len(self.layout.cuts)
+        found = [self.stack.beside[rank == self._rank(last)] for rank in range(layout.mesh.pp)]
+        for stage in range(last + 1) if last else ():  # what comes and goes between ranks stays until the step ends
+            turned = layout.schedule != "1f1b" and stage > 0
+            found[self._rank(stage)] += ((stage > 0) + (stage < last) + turned) * layout.accumulate * self.stack.stream
+        return found
 
     def filled(self) -> Filled:
         """The fastest that fits; else the one with everything computed again, and what it lacks."""
         if self.layout.mesh.world > 1:
             known = self.__dict__.get("kept")
-            beside = self._beside(self.layout, known) if known is not None else [0.0] * self.layout.mesh.pp
+            beside = self._beside(self.layout, known) if known is not None else self.least_beside()
             for room in dict.fromkeys((min(self.limit, self.roomy or self.limit), self.limit)):
                 self.room = room
                 found, beside = self._by_blocks(beside)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from foretell.hardware.types import Cluster
 from foretell.plan.legal import SPLIT_BACKWARD
-from foretell.plan.types import Mesh
+from foretell.plan.precision import MIXED
+from foretell.plan.types import LOOPED, Mesh
 from foretell.price.collectives import Fabric, collective
 from foretell.price.speeds import fabrics_of
 from foretell.search.quick import Layout, Quick, composer, quick, recipe_for, works_of
@@ -58,7 +59,7 @@ class SheetPricer:
         """Bytes and seconds of blocks for one micro-batch; the same for layouts that differ elsewhere."""
         mesh = layout.mesh
         shared = (mesh.tp, mesh.cp, mesh.ep, mesh.dp_shard, mesh.spread > 1, self._fabrics(mesh)[0])
-        key = (treated, self.recipe or recipe_for(layout), layout.micro_batch, shared, layout.compile)
+        key = (treated, self.recipe or recipe_for(layout), layout.micro_batch, shared, layout.compile, layout.precision, self._kept(layout))
         if key not in self._stacks:
             self._stacks[key] = self._made(layout, treated)
         return self._stacks[key]
@@ -119,12 +120,37 @@ class SheetPricer:
             seconds=tuple(seconds[kind] for kind in kinds), held=tuple(held[kind] for kind in kinds),
             state=tuple(state[kind] for kind in kinds), ways=tuple(ways[kind] for kind in kinds),
             before=self._piece(works, BEFORE, layout), after=self._piece(works, AFTER, layout),
+            stream=float(works.boundary), beside=self._beside(works, layout),
         )  # fmt: skip
 
     def _piece(self, works: Works, key: str | int, layout: Layout) -> tuple[float, float, float]:
         work, mesh = works.work(key), layout.mesh
-        state = works.state(key, mesh.dp_shard * mesh.cp, data=mesh.spread > 1)
+        summed, whole = self._kept(layout)
+        state = works.state(key, mesh.dp_shard * mesh.cp, data=mesh.spread > 1, summed=summed, whole=whole)
         return self._seconds(work, mesh), float(max(0, work.forward.net)), float(state)
+
+    def _beside(self, works: Works, layout: Layout) -> tuple[float, float]:
+        """What is outside of all tensors; and beside a block that is run, or what comes after all of them, their own temporary
+        tensors and whole parameters."""
+        around = composer(self.sheet, self.cluster, layout.mesh).beside
+        shares = layout.mesh.dp_shard * layout.mesh.cp > 1 and not self._kept(layout)[1]
+
+        def of(key: str | int, units: int) -> float:
+            work = works.work(key)
+            gathered = units * works.whole(key) if shares else 0
+            return float(max(work.forward.peak - work.forward.net, work.backward.peak) + gathered)
+
+        block = max(of(kind, 2) for kind in set(self.sheet.kinds))
+        return around + block, around + max(of(AFTER, 1), block - max(0, works.work(AFTER).forward.net))
+
+    @staticmethod
+    def _kept(layout: Layout) -> tuple[str | None, bool]:
+        """The dtype in which whole gradients are added up, where they are; and whether parameters stay whole after forward."""
+        if layout.mesh.dp_shard * layout.mesh.cp == 1:
+            return None, False
+        piped = layout.mesh.pp > 1 and layout.accumulate > 1
+        dtype = "float32" if layout.precision in MIXED else "bfloat16"
+        return dtype if piped else None, layout.schedule in LOOPED or layout.reshard is False
 
     def _ways(self, works: Works, kind: int, mesh: Mesh) -> Ways:
         keep = works.work(kind)
