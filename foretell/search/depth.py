@@ -24,7 +24,7 @@ from foretell.simulate.time.streams import Timeline
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Storage, Trace
 
-WALKED = 3
+WALKED = 2
 """Blocks of a run that are walked one by one."""
 MOST_RUNS = 8
 """Runs that are walked in their order; if there are more, blocks of one kind and residency are taken together."""

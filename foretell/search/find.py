@@ -93,6 +93,8 @@ def find(
             return finder.answer(what_if=what_if, patience=patience)
     except Unlike as error:
         raise Unsuited(str(error)) from error
+    finally:
+        finder.keep_costs()
 
 
 @dataclass

@@ -18,11 +18,13 @@ from typing import Any
 
 from foretell.hardware.types import Cluster
 from foretell.plan.blocks import compress
+from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.precision import in_recipe
-from foretell.plan.types import Mesh, Pipeline, Plan, Residency
+from foretell.plan.types import LOOPED, Mesh, Pipeline, Plan, Residency
 from foretell.price.energy import Load
 from foretell.price.speeds import Seconds, Speeds, message, on_gpu
 from foretell.price.time import Machine
+from foretell.search.costs import Kept
 from foretell.search.depth import Peak, Run, Stage, together
 from foretell.search.quick_stage import Stages
 from foretell.search.quick_step import AXES, Steps
@@ -184,14 +186,19 @@ class Composer:
     def stages(self, layout: Layout, works: Works) -> Stages:
         key = ("stages", id(works), layout.reshard, layout.schedule)
         if key not in self.known:
-            self.known[key] = Stages(works, self.plan(layout), self.speeds(layout.reshard))
+            self.known[key] = Stages(works, self.plan(layout), self.speeds(layout.reshard), self.kept(layout, works))
         found: Stages = self.known[key]
         return found
+
+    def kept(self, layout: Layout, works: Works) -> Kept:
+        """What is kept of short stacks under such a plan."""
+        piped = (layout.schedule in SPLIT_BACKWARD, layout.schedule in LOOPED)
+        return Kept(self.sheet.costs, repr((works.about, works.way, self.mesh, piped, layout.precision, layout.reshard, self.placement)))
 
     def steps(self, layout: Layout, works: Works) -> Steps:
         key = ("steps", id(works), layout.reshard)
         if key not in self.known:
-            self.known[key] = Steps(works, self.plan(layout), self.speeds(layout.reshard))
+            self.known[key] = Steps(works, self.plan(layout), self.speeds(layout.reshard), self.kept(layout, works))
         found: Steps = self.known[key]
         return found
 

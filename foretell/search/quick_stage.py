@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 from foretell.lower.pipeline.cut import Stage as Cut
 from foretell.lower.pipeline.cut import some
@@ -14,6 +14,7 @@ from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import Plan
 from foretell.price.speeds import Speeds
 from foretell.quantities import COMPUTE, HOST
+from foretell.search.costs import Kept
 from foretell.search.depth import Peak, Stage, deepened, inside, name_of, periods, replayed, without
 from foretell.search.quick_step import freed
 from foretell.search.sheet import Works
@@ -45,13 +46,12 @@ class Stages:
     works: Works
     plan: Plan
     speeds: Speeds | None
+    kept: Kept
     _ran: dict[Stage, _Ran] = field(default_factory=dict)
-    _timed: dict[Stage, dict[str, tuple[Values, list[Values]]]] = field(default_factory=dict)
     _seconds: dict[Stage, dict[str, float]] = field(default_factory=dict)
     _ranks: dict[object, tuple[RankTrace, list[str]]] = field(default_factory=dict)
     _peaks: dict[object, Peak] = field(default_factory=dict)
     _sizes: dict[Stage, dict[str, float]] = field(default_factory=dict)
-    _kept: dict[Stage, tuple[Values, list[Values]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.plan.pipeline is not None
@@ -81,17 +81,19 @@ class Stages:
     def _events(self, stage: Stage) -> dict[str, tuple[Values, list[Values]]]:
         """Of every kind of event of a walked stage: when each stream has done with it, and how much later for a block more of
         each run."""
-        if stage not in self._timed:
-            ran, found = self._run(stage), dict[str, tuple[Values, list[Values]]]()
-            seen: dict[object, tuple[Values, list[Values]]] = {}
-            for name, ops in ran.named.items():
-                key = (name[:1], len(ops), sum(len(op.outputs) for op in ops))
-                if key not in seen:
-                    seen[key] = self._event(ran.trace, ops, ran.lasts, apart=name in ("gather", "tail"))
-                found[name] = seen[key]
-            found["update"] = self._update(replace(ran.trace, storages=ran.part.storages, resident=ran.part.resident()), ran.update, ran.lasts)
-            self._timed[stage] = found
-        return self._timed[stage]
+        found: dict[str, tuple[Values, list[Values]]] = self.kept.of(("events", stage), lambda: self._simulated(stage))
+        return found
+
+    def _simulated(self, stage: Stage) -> dict[str, tuple[Values, list[Values]]]:
+        ran, found = self._run(stage), dict[str, tuple[Values, list[Values]]]()
+        seen: dict[object, tuple[Values, list[Values]]] = {}
+        for name, ops in ran.named.items():
+            key = (name[:1], len(ops), sum(len(op.outputs) for op in ops))
+            if key not in seen:
+                seen[key] = self._event(ran.trace, ops, ran.lasts, apart=name in ("gather", "tail"))
+            found[name] = seen[key]
+        found["update"] = self._update(replace(ran.trace, storages=ran.part.storages, resident=ran.part.resident()), ran.update, ran.lasts)
+        return found
 
     # ------------------------------------------------------------------ time
 
@@ -149,9 +151,8 @@ class Stages:
         """Bytes of a stage: for each micro-batch kept from forward, left between two passes of backward, received, ...;
         `lasting` whatever runs; `event` most in an event, of one micro-batch."""
         if stage not in self._sizes:
-            if stage.walked not in self._kept:
-                self._kept[stage.walked] = _kept(self._run(stage.walked), self.works)
-            found, each = self._kept[stage.walked]
+            walked = stage.walked
+            found, each = self.kept.of(("sizes", walked), lambda: _kept(self._run(walked), self.works))
             self._sizes[stage] = {
                 name: value + sum(left * one[name] for left, one in zip(stage.left, each, strict=True)) for name, value in found.items()
             }
@@ -161,13 +162,16 @@ class Stages:
         """Of a rank with these stages that runs these events; `ties` are the ranks of the first and the last stage."""
         key = (rank, tuple(stages), order)
         if key not in self._peaks:
-            found, names = self._arranged(rank, stages, order, ties)
-            times = dict(zip(names, (left for _, stage in stages for left in stage.left), strict=True))
-            ends = [end for _, _, end in found.events]
-            step = found.trace.programs[STEP].ops
-            deep = deepened(found.trace, times, lambda ops: ends if ops is step else ())
-            self._peaks[key] = replayed(deep, self.works.prices.sizes)
+            self._peaks[key] = Peak(*self.kept.of(("peak", *key), lambda: self._replayed(rank, stages, order, ties)))
         return self._peaks[key]
+
+    def _replayed(self, rank: int, stages: Sequence[tuple[int, Stage]], order: Order, ties: Sequence[int]) -> tuple[int, int]:
+        found, names = self._arranged(rank, stages, order, ties)
+        times = dict(zip(names, (left for _, stage in stages for left in stage.left), strict=True))
+        ends = [end for _, _, end in found.events]
+        step = found.trace.programs[STEP].ops
+        deep = deepened(found.trace, times, lambda ops: ends if ops is step else ())
+        return astuple(replayed(deep, self.works.prices.sizes))
 
     def _arranged(
         self, rank: int, stages: Sequence[tuple[int, Stage]], order: Order, ties: Sequence[int]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 from foretell.lower.steps import NEXT, whole_step
 from foretell.plan.types import Plan
 from foretell.price.speeds import Speeds
 from foretell.quantities import COLLECTIVES, COMPUTE, Task
+from foretell.search.costs import Kept
 from foretell.search.depth import Peak, Stage, around_blocks, deepened, inside, periods, replayed, without
 from foretell.search.sheet import Works
 from foretell.simulate.plan import sharded
@@ -28,9 +29,8 @@ class Steps:
     works: Works
     plan: Plan
     speeds: Speeds | None
+    kept: Kept
     _lowered: dict[object, Trace] = field(default_factory=dict)
-    _timed: dict[object, tuple[Values, list[Values]]] = field(default_factory=dict)
-    _peaks: dict[object, Peak] = field(default_factory=dict)
 
     def lowered(self, stage: Stage, accumulate: int) -> Trace:
         """One rank's step of a walked stack."""
@@ -63,10 +63,11 @@ class Steps:
 
     def _walked(self, stage: Stage, accumulate: int, run: int) -> tuple[Values, list[Values]]:
         """With `run` of the micro-batches of a step; and what one block more of each run adds."""
-        key = (stage, accumulate, run)
-        if key not in self._timed:
-            self._timed[key] = self._simulated(self.lowered(stage, accumulate), stage.lasts(), accumulate - run, run)
-        return self._timed[key]
+        found: tuple[Values, list[Values]] = self.kept.of(
+            ("step", stage, accumulate, run),
+            lambda: self._simulated(self.lowered(stage, accumulate), stage.lasts(), accumulate - run, run),
+        )
+        return found
 
     def _simulated(self, local: Trace, lasts: Sequence[str], less: int, run: int) -> tuple[Values, list[Values]]:
         speeds = self.speeds
@@ -101,14 +102,14 @@ class Steps:
     # ------------------------------------------------------------------ memory
 
     def peak(self, stage: Stage, accumulate: int) -> Peak:
-        key = (stage, accumulate)
-        if key not in self._peaks:
-            few = self._few(accumulate)
-            local = self.lowered(stage.walked, few)
-            deep = deepened(local, dict(zip(stage.walked.lasts(), stage.left, strict=True)), around_blocks)
-            deep = _fed(deep, accumulate - few)
-            self._peaks[key] = replayed(deep, self.works.prices.sizes)
-        return self._peaks[key]
+        return Peak(*self.kept.of(("peak", stage, accumulate), lambda: self._replayed(stage, accumulate)))
+
+    def _replayed(self, stage: Stage, accumulate: int) -> tuple[int, int]:
+        few = self._few(accumulate)
+        local = self.lowered(stage.walked, few)
+        deep = deepened(local, dict(zip(stage.walked.lasts(), stage.left, strict=True)), around_blocks)
+        deep = _fed(deep, accumulate - few)
+        return astuple(replayed(deep, self.works.prices.sizes))
 
 
 def _update(tasks: Sequence[Task]) -> float:

@@ -22,6 +22,7 @@ from foretell.price.machine import machine
 from foretell.price.speeds import Options, profile_for
 from foretell.price.time import Machine
 from foretell.search.coarse import Coarse, coarse
+from foretell.search.costs import Costs
 from foretell.search.sheet_compile import Compiled, Faster, judged
 from foretell.search.sheet_context import Context
 from foretell.search.sheet_expert import spread
@@ -74,6 +75,8 @@ class Works:
     """Shared by all micro-batches."""
     way: str = "none"
     """How the model is compiled."""
+    about: tuple[object, ...] = ()
+    """Precision of its traces, micro-batch and degree of each split."""
 
     def compiling(self, way: str) -> Works:
         """The same model, compiled in another way."""
@@ -187,6 +190,8 @@ class Sheet:
         self._compiled: dict[str, dict[str, Compiled]] = {}
         self.known: dict[Any, Any] = {}
         """What quick costs keep between calls."""
+        self.costs = Costs()
+        """Of short stacks."""
         self.first = first
         self.traces: Any = None
         """Where the traces come from, if they are asked for as they are needed."""
@@ -247,7 +252,7 @@ class Sheet:
             material=material, prices=self.prices,
             slots=whole.slots, derived=derived, host=shared[derived], trace=self.source_of(recipe, 1).trace,
             origin=self._origins[source],
-            _compiled=self._compiled.setdefault(recipe, {}),
+            _compiled=self._compiled.setdefault(recipe, {}), about=(recipe, micro_batch, tp, cp, ep),
         )  # fmt: skip
 
     def _whole(self, recipe: str, micro_batch: int, cp: int, ep: int) -> Material:

@@ -222,7 +222,6 @@ def test_an_update_that_is_not_fused_costs_what_the_exact_one_does() -> None:
     hardware, asked = "H200:8", layout(Mesh(dp_shard=8))
     pair = {size: capture(workload("gpt2", size), Recipe(precision="fsdp-bf16", clip=1.0, optimizer="adamw")) for size in PAIR}
     known = sheet_of({("fsdp-bf16", 1): (pair[2], pair[4])}, cluster(hardware), OPTIONS, optimizer="adamw")
-    assert len(known.material.counting) > len(known.material.update)
     exact = predict_plan(pair[4], plan_of(asked, known, {"model": "gpt2"}, hardware), cluster(hardware), OPTIONS)
     assert exact.time is not None
     assert quick(asked, known, cluster(hardware)).seconds == pytest.approx(exact.time.step_seconds, rel=0.03)
