@@ -20,8 +20,8 @@ from typing import Protocol
 
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.search.quick import Layout, Quick
-from foretell.search.residency import KEPT, Way, Ways, least
-from foretell.search.stages import FEW_KINDS, Cut, Stack, cut, in_flight, joint, rank_of
+from foretell.search.residency import KEPT, Way, Ways, at_least, least
+from foretell.search.stages import Cut, Stack, cut, in_flight, joint, rank_of
 
 TRIES = 4
 """Times that the need is corrected by what the quick cost says."""
@@ -31,6 +31,8 @@ NEAR = 0.15
 """Share of the room that may be lacking with even cuts for others to be tried."""
 WORTH_ROOM = 0.03
 """Share of the seconds that is worth not being tight."""
+WORTH_ANOTHER = 0.003
+"""Share of the seconds that is worth another quick cost."""
 CLOSE = 0.002
 """Share of the room by which a need that was missed is raised above what was missed."""
 
@@ -116,11 +118,9 @@ def least_seconds(layout: Layout, pricer: Pricer, limit: float) -> float:
     stack = _allowed(pricer.stack(layout, True), layout)
     ends = [sum(pair) for pair in zip(stack.before, stack.after, strict=True)]
     seconds = sum(stack.seconds) + ends[0]
-    if len(dict.fromkeys(stack.ways)) > FEW_KINDS:
-        return 0.0
     if layout.mesh.pp == 1:
-        chosen = least(stack.ways, sum(stack.held) + sum(stack.state) + ends[1] + ends[2] + stack.beside[1] - limit)
-        return float("inf") if chosen is None else layout.accumulate * (seconds + chosen.seconds)
+        more = at_least(stack.ways, sum(stack.held) + sum(stack.state) + ends[1] + ends[2] + stack.beside[1] - limit)
+        return layout.accumulate * max(stack.floor, seconds + more)
     dearest = _looped_seconds(layout, stack, limit, pricer) if layout.interleave > 1 else None
     if dearest is None:
         flights = in_flight(layout.schedule or "1f1b", layout.mesh.pp, 1, layout.accumulate)
@@ -128,7 +128,7 @@ def least_seconds(layout: Layout, pricer: Pricer, limit: float) -> float:
         found = joint(stack, flights, [limit - more for more in made.least_beside()])
         dearest = found.seconds if found is not None else float("inf")
     through = 0.0 if layout.schedule in SPLIT_BACKWARD else max(0.0, seconds - dearest)  # every other stage once
-    return layout.accumulate * dearest + through / layout.interleave
+    return layout.accumulate * max(dearest, stack.floor) + through / layout.interleave
 
 
 def _looped_seconds(layout: Layout, stack: Stack, limit: float, pricer: Pricer) -> float:
@@ -229,9 +229,19 @@ class _Filling:
             if self._fine(seen, self.room):
                 if best is None or seen.seconds < best.quick.seconds:
                     best = Filled(layout=layout, quick=seen)
+                if not self._worth_another(layout, beside, seen):
+                    break
             elif best is not None:
                 break
         return best, beside
+
+    def _worth_another(self, layout: Layout, beside: Sequence[float], seen: Quick) -> bool:
+        """Whether what is now known to be beside the blocks lets enough of them be kept."""
+        step = self.step(beside)
+        if step is None or (step.cuts or layout.cuts) != layout.cuts:
+            return step is not None
+        gain = max(a - b for a, b in zip(self.seconds(layout.modes), self.seconds(step.modes), strict=True))
+        return gain * layout.accumulate > WORTH_ANOTHER * seen.seconds
 
     def _from_ends(self) -> Filled:
         """From all kept and all computed again to what is between."""
