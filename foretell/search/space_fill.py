@@ -120,7 +120,7 @@ def least_seconds(layout: Layout, pricer: Pricer, limit: float) -> float:
     seconds = sum(stack.seconds) + ends[0]
     if layout.mesh.pp == 1:
         more = at_least(stack.ways, sum(stack.held) + sum(stack.state) + ends[1] + ends[2] + stack.beside[1] - limit)
-        return layout.accumulate * max(stack.floor, seconds + more)
+        return layout.accumulate * (seconds + more)
     dearest = _looped_seconds(layout, stack, limit, pricer) if layout.interleave > 1 else None
     if dearest is None:
         flights = in_flight(layout.schedule or "1f1b", layout.mesh.pp, 1, layout.accumulate)
@@ -128,7 +128,7 @@ def least_seconds(layout: Layout, pricer: Pricer, limit: float) -> float:
         found = joint(stack, flights, [limit - more for more in made.least_beside()])
         dearest = found.seconds if found is not None else float("inf")
     through = 0.0 if layout.schedule in SPLIT_BACKWARD else max(0.0, seconds - dearest)  # every other stage once
-    return layout.accumulate * max(dearest, stack.floor) + through / layout.interleave
+    return layout.accumulate * dearest + through / layout.interleave
 
 
 def _looped_seconds(layout: Layout, stack: Stack, limit: float, pricer: Pricer) -> float:

@@ -58,7 +58,7 @@ class SheetPricer:
     def stack(self, layout: Layout, treated: bool = False) -> Stack:
         """Bytes and seconds of blocks for one micro-batch; the same for layouts that differ elsewhere."""
         mesh = layout.mesh
-        shared = (mesh.tp, mesh.cp, mesh.ep, mesh.dp_shard, mesh.spread > 1, self._fabrics(mesh)[0], mesh.dp_replicate, mesh.pp, layout.reshard)
+        shared = (mesh.tp, mesh.cp, mesh.ep, mesh.dp_shard, mesh.spread > 1, self._fabrics(mesh)[0], mesh.pp > 1)
         key = (treated, self.recipe or recipe_for(layout), layout.micro_batch, shared, layout.compile, layout.precision, self._kept(layout))
         if key not in self._stacks:
             self._stacks[key] = self._made(layout, treated)
@@ -120,7 +120,7 @@ class SheetPricer:
             seconds=tuple(seconds[kind] for kind in kinds), held=tuple(held[kind] for kind in kinds),
             state=tuple(state[kind] for kind in kinds), ways=tuple(ways[kind] for kind in kinds),
             before=self._piece(works, BEFORE, layout), after=self._piece(works, AFTER, layout),
-            floor=self._floor(works, layout), stream=float(works.boundary), beside=self._beside(works, layout),
+            stream=float(works.boundary), beside=self._beside(works, layout),
         )  # fmt: skip
 
     def _piece(self, works: Works, key: str | int, layout: Layout) -> tuple[float, float, float]:
@@ -142,21 +142,6 @@ class SheetPricer:
 
         block = max(of(kind, 2) for kind in set(self.sheet.kinds))
         return around + block, around + max(of(AFTER, 1), block - max(0, works.work(AFTER).forward.net))
-
-    def _floor(self, works: Works, layout: Layout) -> float:
-        """The host's seconds, and those of gathering and reducing where every micro-batch does: beside compute, but not less."""
-        keys: list[str | int] = [BEFORE, AFTER, *self.sheet.kinds]
-        host = sum(work.forward.host + work.backward.host for work in map(works.work, keys)) / layout.mesh.pp
-        mesh = layout.mesh
-        if mesh.pp > 1 or mesh.dp_shard * mesh.cp == 1 or self.cluster.matrix is not None or self.cluster.groups:
-            return host
-        fabric = fabrics_of(mesh, self.cluster)["dp_shard"]
-        size, wide = {kind: works.whole(kind) for kind in set(self.sheet.kinds)}, 2 if layout.precision in MIXED else 1
-        once = {
-            kind: (2 if layout.reshard is True else 1) * collective("all_gather", nbytes, fabric).seconds +
-            collective("reduce_scatter", wide * nbytes, fabric).seconds for kind, nbytes in size.items()
-        }  # fmt: skip
-        return max(host, sum(once[kind] for kind in self.sheet.kinds))
 
     @staticmethod
     def _kept(layout: Layout) -> tuple[str | None, bool]:

@@ -170,8 +170,6 @@ class Stack:
     before: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Seconds, bytes held and bytes of state of what runs before the blocks."""
     after: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    floor: float = 0.0
-    """Seconds that a micro-batch takes whatever the device computes: of the host, or of messages between data ranks."""
     stream: float = 0.0
     """Bytes of what a block hands to the next."""
     beside: tuple[float, float] = (0.0, 0.0)
