@@ -73,10 +73,10 @@ def adding(ops: Sequence[Op], storages: dict[int, Storage]) -> list[Op]:
     for position, op in enumerate(ops):
         dying = dies.get(position, ())
         if op.name == _KEPT and op.phase == "backward" and op.inputs and op.inputs[0].storage in twins:
-            there = op.inputs[0]
-            done.append(
-                replace(op, name="aten.add_.Tensor", inputs=(there, *own((there,))), outputs=(there,), frees=(*op.frees, *dying))
-            )
+            late = (*op.frees, *dying)
+            for place, there in enumerate(op.inputs, 1):  # several where the op stands for those of several gradients
+                frees = late if place == len(op.inputs) else ()
+                done.append(replace(op, name="aten.add_.Tensor", inputs=(there, *own((there,))), outputs=(there,), frees=frees))
             continue
         done.append(
             replace(

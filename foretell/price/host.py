@@ -18,6 +18,7 @@ from foretell.price.kernels.rare import called, kind_of, matrices
 from foretell.price.kernels.shapes import Shape, short
 from foretell.trace.compiled_blocks import ENTER, LEAVE
 from foretell.trace.compiled_graphs import REPLAY, REPLAYED
+from foretell.trace.merged import MERGED, about
 from foretell.trace.types import NO_GRAD, Op, Storage, TensorSpec, Trace
 
 COUNTS = (
@@ -105,6 +106,10 @@ class HostModel:
             if replaying:
                 replaying = op.name != REPLAYED
                 yield 0.0
+                continue
+            if op.name == MERGED:
+                where = op.module if op.phase in _ENTERING else where
+                yield about(op).host_seconds
                 continue
             inside = marked or (compiled and op.phase != "update")
             entered = not inside and op.phase in _ENTERING and op.module != where

@@ -83,7 +83,7 @@ def speeds_of(plan: Plan, cluster: Cluster, how: Options, stage: int | None = No
     known = machine(seen.device, profile_for(seen, how.profile_of))
     if known is None:
         return None
-    return _on_cpu(plan, cluster, known, how.pace) if cluster.device.backend == "cpu" else _on_gpu(plan, cluster, known)
+    return _on_cpu(plan, cluster, known, how.pace) if cluster.device.backend == "cpu" else on_gpu(plan, cluster, known)
 
 
 def alone(known: Machine) -> Speeds:
@@ -91,7 +91,8 @@ def alone(known: Machine) -> Speeds:
     return Speeds(machine=known)
 
 
-def _on_gpu(plan: Plan, cluster: Cluster, known: Machine) -> Speeds:
+def on_gpu(plan: Plan, cluster: Cluster, known: Machine) -> Speeds:
+    """Of a rank on devices that are not the host itself."""
     world = plan.mesh.world
     if world == 1:
         return Speeds(machine=known)

@@ -15,9 +15,10 @@ from foretell.price.kernels.shapes import short
 from foretell.quantities import COLLECTIVES, MEASURED, Task
 from foretell.trace.compiled_blocks import ENTER, LEAVE
 from foretell.trace.compiled_graphs import REPLAY, REPLAYED
+from foretell.trace.merged import MERGED, about
 from foretell.trace.types import Op, Trace
 
-MARKS = frozenset({"foretell.begin", "foretell.model_end", "foretell.reshard", ENTER, LEAVE, REPLAY, REPLAYED})
+MARKS = frozenset({"foretell.begin", "foretell.model_end", "foretell.reshard", "foretell.link", ENTER, LEAVE, REPLAY, REPLAYED})
 """Ops that only mark a place."""
 COMPUTE_KINDS = frozenset({"gemm", "attention", "convolution", "recurrent"})
 LONG_PROGRAM = 20_000
@@ -48,6 +49,8 @@ class Machine:
     power: PowerModel | None = None
     notes: tuple[str, ...] = ()
     """Sentences on where these figures come from."""
+    known: dict[Shape, tuple[str, float]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Family and seconds of shapes that were priced before."""
 
 
 def shape_of(op: Op) -> Shape:
@@ -76,19 +79,23 @@ def synchronises(op: Op, machine: Machine) -> bool:
 
 def op_prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
     """Of every op of a steady step: its family and its device seconds."""
-    known: dict[Shape, tuple[str, float]] = {}
+    known = machine.known
     found: dict[int, Shape] = {}
+    together: dict[int, tuple[str, float]] = {}
     for name, _ in steady(trace):
         for op in trace.programs[name].ops:
-            found[id(op)] = shape_of(op)
-    distinct = dict.fromkeys(found.values())
+            if op.name == MERGED:
+                together[id(op)] = (about(op).family, about(op).seconds)
+            else:
+                found[id(op)] = shape_of(op)
+    distinct = [shape for shape in dict.fromkeys(found.values()) if shape not in known]
     seconds = machine.ops.seconds(distinct)
     for shape in distinct:
         described = describe(shape, machine.ops.device)
         family = described.family if described else ""
         around = machine.in_step.get("compute" if family in COMPUTE_KINDS else "memory", 1.0)
         known[shape] = (family, seconds[shape] * around * machine.slower.get(family, 1.0))
-    prices = {number: known[shape] for number, shape in found.items()}
+    prices = {number: known[shape] for number, shape in found.items()} | together
     for name, _ in steady(trace):
         replaying = False
         for op in trace.programs[name].ops:

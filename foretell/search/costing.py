@@ -23,6 +23,7 @@ from foretell.price.machine import machine
 from foretell.price.speeds import profile_for
 from foretell.quantities import ASSUMED, FITS, TIGHT
 from foretell.search import explain, polish
+from foretell.search.costs import Costs, kept
 from foretell.search.found import Finalist
 from foretell.search.front import TIGHT as CLEAR
 from foretell.search.front import Point, point_of
@@ -90,10 +91,24 @@ class Costing(Question):
             except Unlike as error:
                 raise Unsuited(str(error)) from error
             self.sheets[key].half_of = self.sources.shorter(self.sheets[key].length)
+            self.sheets[key].costs = self._kept_costs(cluster)
             if not self.about:
                 shapes = self.traces.facts.shapes
                 self.about = model_of(self.source, blocks=self.sheets[key].blocks, shapes=shapes or None)
         return self.sheets[key]
+
+    def _kept_costs(self, cluster: Cluster) -> Costs:
+        """What is on disk of short stacks; nothing where nothing is to be kept."""
+        traces = self.traces
+        if not traces.cache or traces.own:
+            return Costs()
+        source = {**vars(self.source), "overrides": dict(self.source.overrides)}
+        asked = {"source": source, "hints": dict(traces.hints), "optimizer": self.wishes.optimizer, "clip": self.wishes.clip}
+        return kept({**asked, "capability": traces.capability}, cluster, profile_for(cluster, self.options.profile_of), traces.files)
+
+    def keep_costs(self) -> None:
+        for sheet in self.sheets.values():
+            sheet.costs.keep()
 
     def recipe(self, cluster: Cluster, data: bool) -> str:
         return in_recipe(self.wishes.precision or default(cluster), data)

@@ -39,6 +39,7 @@ from foretell.search.space_share import context_degrees, expert_degrees
 from foretell.search.space_wishes import Wishes
 from foretell.search.traces import Traces
 from foretell.simulate.plan import Options, PlanCost
+from foretell.trace.collection import no_collection
 from foretell.trace.load import Source
 
 FINALISTS = 4
@@ -88,9 +89,12 @@ def find(
     space_wishes.check(asked, cluster)
     finder = Finder(source, cluster, hardware, asked, how, known, progress, exact, by_law)
     try:
-        return finder.answer(what_if=what_if, patience=patience)
+        with no_collection():
+            return finder.answer(what_if=what_if, patience=patience)
     except Unlike as error:
         raise Unsuited(str(error)) from error
+    finally:
+        finder.keep_costs()
 
 
 @dataclass

@@ -12,7 +12,7 @@ takes on each kind of device. It keeps the better of that and the cuts that like
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from foretell.errors import UserError
@@ -20,11 +20,10 @@ from foretell.hardware.types import Cluster, Device
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import Mesh, Plan
 from foretell.price.unlike import slowest_at, smallest_at
+from foretell.search.depth import Peak
 from foretell.search.mixed import Bytes, Shared, islands, share_best
-from foretell.search.quick import Composer, Layout, Quick, composer
-from foretell.search.quick_memory import Bytes as Held
-from foretell.search.quick_pipeline import Events, Order, Pipe
-from foretell.search.quick_stage import Seconds
+from foretell.search.quick import Composer, Layout, Ops, Quick, composer
+from foretell.search.quick_pipeline import Order, Pipe
 from foretell.search.sheet import Sheet, Works
 from foretell.search.space_fill import Filled, fill
 from foretell.search.space_price import SheetPricer
@@ -135,16 +134,14 @@ class MixedPricer:
         pipes = {name: self._pipe(name, layout, modes) for name in {*kinds.slowest, *kinds.smallest}}
         timed, held = ([pipes[name] for name in names] for names in (kinds.slowest, kinds.smallest))
         main = self.main
-        return _Unlike(self._composer(main, layout), layout, main.works(layout), modes, timed, held).cost()
+        return _Unlike(self._composer(main, layout), layout, main.works(layout), modes, timed, held).cost(self.reserve)
 
     def _pipe(self, name: str, layout: Layout, modes: Sequence[str]) -> Pipe:
         one = self.each[name]
         return Pipe(self._composer(one, layout), layout, one.works(layout), modes)
 
     def _composer(self, one: SheetPricer, layout: Layout) -> Composer:
-        found = composer(one.sheet, one.cluster, layout.mesh, layout.placement)
-        found.reserves = self.reserve
-        return found
+        return composer(one.sheet, one.cluster, layout.mesh, layout.placement)
 
     def _room(self, name: str, layout: Layout) -> int:
         """Bytes that a rank on such a device may reserve."""
@@ -202,36 +199,33 @@ class _Unlike(Pipe):
         super().__init__(main, layout, works, modes)
         self.timed, self.kept = timed, kept
 
-    def cost(self) -> Quick:
-        found = super().cost()
+    def cost(self, reserve: bool = True) -> Quick:
+        found = super().cost(reserve)
         return replace(found, joules=self._joules(found.seconds))
 
     def _joules(self, seconds: float) -> float | None:
         """Of all devices: each place of the pipeline draws what its own devices draw."""
         total = 0.0
         for rank, pipe in enumerate(self.timed):
-            events, micro = [self.events(index) for index in self.held(rank)], self.layout.accumulate
-            load = Seconds(
-                device=micro * sum(one.forward.device + one.backward.device for one in events),
-                flops=micro * sum(one.forward.flops + one.backward.flops for one in events),
-                moved=micro * sum(one.forward.moved + one.backward.moved for one in events),
-            )  # fmt: skip
-            drawn = pipe.composer.joules_of([(load, self.update(rank))], seconds)
+            drawn = pipe.composer.joules_of([(pipe.ops(rank), self.update(rank))], seconds)
             if drawn is None:
                 return None
             total += drawn / self.ranks
         return total
 
-    def events(self, index: int) -> Events:
+    def events(self, index: int) -> Mapping[str, float]:
         return self.timed[self.where[index]].events(index)
 
     def update(self, rank: int) -> float:
         return self.timed[rank].update(rank)
 
-    def memory(self, rank: int, order: Order) -> Held:
+    def ops(self, rank: int) -> Ops:
+        return self.timed[rank].ops(rank)
+
+    def memory(self, rank: int, order: Order, reserve: bool) -> Peak:
         mine = self.kept[rank]
-        found, more = mine.memory(rank, order), mine.composer.careful - self.composer.careful
-        return replace(found, reserved=found.reserved - more, least=found.least - more) if more else found
+        found, more = mine.memory(rank, order, reserve), mine.composer.careful - self.composer.careful
+        return Peak(found.reserved - more, found.allocated - more) if more else found
 
 
 def _seconds(stack: Stack, main: Stack, mode: str) -> list[float]:

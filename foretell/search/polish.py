@@ -13,11 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from foretell.hardware.types import Cluster
+from foretell.lower.fsdp.units import Storages, Way, units_of
+from foretell.plan.precision import MIXED
 from foretell.plan.types import Plan
 from foretell.price.collectives import ALL_GATHER, ALL_REDUCE, P2P, REDUCE_SCATTER
+from foretell.search.depth import name_of
 from foretell.search.place import Traffic, place_plan, traffic_of
 from foretell.search.quick import Layout
 from foretell.search.sheet import Works
+from foretell.search.short import Item
 from foretell.simulate.plan import PlanCost
 
 GAIN = 0.002
@@ -113,19 +117,33 @@ def messages_of(cost: PlanCost) -> tuple[Traffic, ...]:
 def estimated(layout: Layout, works: Works, kinds: Sequence[int]) -> tuple[Traffic, ...]:
     """The same where a plan was not costed op by op: from the bytes of its blocks, shared evenly by the stages."""
     mesh, micro = layout.mesh, layout.accumulate
-    shards, data = mesh.dp_shard * mesh.cp, mesh.data * mesh.cp > 1
-    units = [works.unit(kind, shards, data=data) for kind in kinds]
+    data = mesh.data * mesh.cp > 1
+    units = _units(layout, works, kinds) if data else []
     here, whole = len(kinds) / mesh.pp, float(works.boundary * mesh.tp)
     found = [Traffic(axis=axis, operation=ALL_GATHER, nbytes=whole, times=2 * TALKS * here * micro) for axis in ("tp", "cp")]
     found.append(Traffic(axis="pp", operation=P2P, nbytes=whole, times=2.0 * micro))
     if data and units:
         gathers = micro * (1 if layout.reshard is False else 2)
         sums = micro if mesh.pp == 1 else 1
-        gathered, reduced, summed = (
-            sum(sizes) / len(units)
-            for sizes in zip(*((one.gather_output, one.reduce_input, one.partial) for one in units), strict=True)
-        )
+        gathered, reduced, summed = (sum(sizes) / len(units) for sizes in zip(*units, strict=True))
         found.append(Traffic(axis="dp_shard", operation=ALL_GATHER, nbytes=gathered, times=gathers * here))
         found.append(Traffic(axis="dp_shard", operation=REDUCE_SCATTER, nbytes=reduced, times=sums * here))
         found.append(Traffic(axis="dp_replicate", operation=ALL_REDUCE, nbytes=summed, times=here))
     return tuple(found)
+
+
+def _units(layout: Layout, works: Works, kinds: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Bytes that each block gathers, scatters, and sums over replicas."""
+    mesh = layout.mesh
+    way = Way(
+        ranks=mesh.dp_shard * mesh.cp, replicate=mesh.dp_replicate, wide=works.material.wide,
+        reduce="float32" if layout.precision in MIXED else None,
+    )  # fmt: skip
+    found: dict[int, tuple[int, int, int]] = {}
+    for kind in dict.fromkeys(kinds):
+        trace = works.stack([Item(kind, "keep", name_of(0))])
+        storages = Storages(trace.storages)
+        unit = units_of(trace, way, storages)[name_of(0)]
+        gathered, reduced, summed = (storages.all[n].nbytes for n in (unit.gather_output, unit.reduce_input, unit.partial))
+        found[kind] = gathered, reduced, summed
+    return [found[kind] for kind in kinds]

@@ -1,38 +1,37 @@
-"""The quick cost of a plan: what a sheet says of its blocks, put together by rule. Plain numbers, no torch.
+"""The quick cost of a plan: the same lowering, timeline and allocator as any plan's, on a short stack of merged ops.
 
-    Layout ─► runs of alike blocks ─► seconds of a micro-batch, bytes of a rank (quick_stage, quick_memory)
-                                   ─► pipeline: events of all ranks (quick_pipeline)
+    Layout ─► runs of alike blocks ─► a few of each, their ops merged: a trace (short, coarse)
+                                   ─► lowered, laid on the timeline, replayed; made deep (quick_step, depth)
+                                   ─► pipeline: so for each kind of stage and rank (quick_stage, quick_pipeline)
                                    ─► Quick
 
-It follows `simulate.plan.predict_plan` in what it counts and leaves the order of single ops aside. Tests hold the one
-against the other; the best few of a search are costed by `predict_plan` itself.
+Only how fine the trace is differs from `simulate.plan.predict_plan`. Tests hold the one against the other; the best few of
+a search are costed by `predict_plan` itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 from foretell.hardware.types import Cluster
 from foretell.plan.blocks import compress
+from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.precision import in_recipe
-from foretell.plan.types import Mesh, Pipeline, Plan, Residency
-from foretell.price.collectives import ALL_REDUCE, Fabric, collective, fabric
+from foretell.plan.types import LOOPED, Mesh, Pipeline, Plan, Residency
 from foretell.price.energy import Load
-from foretell.price.speeds import REDUCTION_AT_END_BYTES as AT_END
-from foretell.price.speeds import fabrics_for, fabrics_of
+from foretell.price.speeds import Seconds, Speeds, message, on_gpu
 from foretell.price.time import Machine
-from foretell.search.quick_memory import Bytes, Keeper
-from foretell.search.quick_reserve import shortened, slack
-from foretell.search.quick_stage import Seconds, Stage, Timer, Way, keys_of
+from foretell.search.costs import Kept
+from foretell.search.depth import Peak, Run, Stage, together
+from foretell.search.quick_stage import Stages
+from foretell.search.quick_step import AXES, Steps
 from foretell.search.sheet import Sheet, Works
+from foretell.search.sheet_ops import AFTER, BEFORE
 from foretell.simulate.memory.memory import CONTEXT_BAND_BYTES, RESERVED_BAND
 from foretell.trace.types import Op
-
-CAREFUL = 1.02
-"""Where nothing is sharded, or stages follow each other, reserved bytes come out up to 4 % low or 10 % high."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +91,11 @@ class Quick:
 def quick(layout: Layout, sheet: Sheet, cluster: Cluster, *, reserve: bool = True, recipe: str | None = None) -> Quick:
     """What a layout costs on a cluster; raises a UserError where the model cannot be split so.
 
-    Without `reserve`, `memory_bytes` leaves out what the caching allocator holds beside (a few percent, up to a third where
-    logits are most of it) and the answer comes sooner: what does not fit then does not fit at all. `recipe`: the precision
-    under which its traces were made, if not the layout's own.
+    Without `reserve`, ranks of a pipeline are not replayed through the caching allocator, and `memory_bytes` are those alive
+    at once in the same events: a few percent less, and the answer comes sooner. `recipe`: the precision under which its traces
+    were made, if not the layout's own.
     """
-    works = works_of(layout, sheet, recipe)
-    mine = composer(sheet, cluster, layout.mesh, layout.placement)
-    mine.reserves = reserve
-    return mine.cost(layout, works)
+    return composer(sheet, cluster, layout.mesh, layout.placement).cost(layout, works_of(layout, sheet, recipe), reserve=reserve)
 
 
 def works_of(layout: Layout, sheet: Sheet, recipe: str | None = None) -> Works:
@@ -127,11 +123,6 @@ def plan_of(layout: Layout, sheet: Sheet, about: Mapping[str, Any], hardware: st
     )  # fmt: skip
 
 
-def way_of(layout: Layout) -> Way:
-    """How parameters are shared by ranks: those along dp_shard and cp hold them together."""
-    return Way(layout.mesh.dp_shard * layout.mesh.cp, layout.mesh.dp_replicate, layout.reshard)
-
-
 # ---------------------------------------------------------------------- composing
 
 
@@ -143,170 +134,148 @@ def composer(sheet: Sheet, cluster: Cluster, mesh: Mesh, placement: tuple[int, .
     return found
 
 
+@dataclass(frozen=True)
+class Ops:
+    """Sums over the ops of a rank, without what lowering adds."""
+
+    device: float = 0.0
+    product: float = 0.0
+    attention: float = 0.0
+    again: float = 0.0
+    flops: float = 0.0
+    moved: float = 0.0
+
+    def times(self, count: float) -> Ops:
+        return Ops(*(count * value for value in astuple(self)))
+
+    def plus(self, other: Ops) -> Ops:
+        return Ops(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
 class Composer:
     """Quick costs of one mesh on one cluster."""
 
     def __init__(self, sheet: Sheet, cluster: Cluster, mesh: Mesh, placement: tuple[int, ...] = ()) -> None:
         self.sheet, self.cluster, self.mesh = sheet, cluster, mesh
+        self.placement = placement
         self.machine: Machine | None = sheet.machine
-        unlike = placement or cluster.groups or cluster.matrix is not None
-        alone = Plan(model={}, hardware="", mesh=mesh, placement=placement)
-        self.fabrics = fabrics_for(alone, cluster) if unlike else fabrics_of(mesh, cluster)
-        self.talks: dict[tuple[str, str, float], float] = {}
-        self.issues: dict[str, float] = {}
-        self.stages: dict[Any, Any] = {}
-        self.reserves = True
-        self.ids: dict[Stage, Stage] = {}
-        world = fabric(cluster, mesh.world) if mesh.world > 1 else None
-        self.at_end = collective(ALL_REDUCE, AT_END, world).seconds if world is not None else 0.0
+        self.known: dict[Any, Any] = {}
         nccl = sheet.extra.nccl_for(cluster) if mesh.world > 1 else 0
         self.beside = sheet.extra.context_bytes + nccl
         share = RESERVED_BAND if mesh.world > 1 else RESERVED_BAND / 2
         self.careful = int((cluster.device.memory_bytes - self.beside - CONTEXT_BAND_BYTES // 4) * (1 - share))
 
-    def talk(self, axis: str, kind: str, nbytes: float) -> float:
-        key = (axis, kind, nbytes)
-        found = self.talks.get(key)
-        if found is None:
-            group: Fabric | None = self.fabrics.get(axis)
-            if ":" in axis and group is None:  # parameters that fewer ranks gather again
-                group = fabric(self.cluster, int(axis.partition(":")[2]), stride=self.mesh.tp)
-            found = self.talks[key] = collective(kind, nbytes, group).seconds if group is not None else 0.0
+    def speeds(self, reshard: bool | int = True) -> Speeds | None:
+        """What prices a rank's tasks; each message is priced once."""
+        key = ("speeds", 0 if isinstance(reshard, bool) else reshard)
+        if key not in self.known:
+            plan = Plan(model={}, hardware="", mesh=self.mesh, placement=self.placement, reshard=reshard)
+            found = on_gpu(plan, self.cluster, self.machine) if self.machine is not None else None
+            self.known[key] = replace(found, comm_time=_remembered(found.comm_time)) if found is not None else None
+        known: Speeds | None = self.known[key]
+        return known
+
+    def plan(self, layout: Layout) -> Plan:
+        """What lowering asks of a plan."""
+        pipeline = Pipeline(schedule=layout.schedule or "1f1b", cuts=("",) * len(layout.cuts)) if layout.mesh.pp > 1 else None
+        return Plan(
+            model={}, hardware="", mesh=self.mesh, pipeline=pipeline, precision=layout.precision, reshard=layout.reshard,
+            placement=self.placement,
+        )  # fmt: skip
+
+    def stages(self, layout: Layout, works: Works) -> Stages:
+        key = ("stages", id(works), layout.reshard, layout.schedule)
+        if key not in self.known:
+            self.known[key] = Stages(works, self.plan(layout), self.speeds(layout.reshard), self.kept(layout, works))
+        found: Stages = self.known[key]
         return found
 
-    def issue(self, name: str) -> float:
-        """Host seconds of one op that sharding adds."""
-        found = self.issues.get(name)
-        if found is None:
-            op = Op(name, (), (), "", "backward", 0)
-            found = self.issues[name] = self.machine.host.issue(op) if self.machine is not None else 0.0
+    def kept(self, layout: Layout, works: Works) -> Kept:
+        """What is kept of short stacks under such a plan."""
+        piped = (layout.schedule in SPLIT_BACKWARD, layout.schedule in LOOPED)
+        return Kept(self.sheet.costs, repr((works.about, works.way, self.mesh, piped, layout.precision, layout.reshard, self.placement)))
+
+    def steps(self, layout: Layout, works: Works) -> Steps:
+        key = ("steps", id(works), layout.reshard)
+        if key not in self.known:
+            self.known[key] = Steps(works, self.plan(layout), self.speeds(layout.reshard), self.kept(layout, works))
+        found: Steps = self.known[key]
         return found
 
     # ------------------------------------------------------------------ one layout
 
-    def cost(self, layout: Layout, works: Works) -> Quick:
+    def cost(self, layout: Layout, works: Works, *, reserve: bool = True) -> Quick:
         modes = layout.modes or ("keep",) * len(self.sheet.blocks)
         if layout.mesh.pp > 1:
             from foretell.search.quick_pipeline import pipeline_cost
 
-            return pipeline_cost(self, layout, works, modes)
-        stage = Stage(runs_of(self.sheet.kinds, modes))
-        way = way_of(layout)
-        key = (stage, layout.reshard, id(works), layout.accumulate > 1)
-        found = self.stages.get(key)
-        if found is None:
-            found = self.stages[key] = self._micro(stage, way, works, layout)
-        micro, last = found
-        held = self._memory(stage, way, works, layout.accumulate)
-        total = Seconds()
-        total.plus(micro, layout.accumulate - 1)
-        total.plus(last)
-        if not way.data and layout.accumulate > 1:
-            self._added(total, works, stage, layout.accumulate - 1)
-        update = self.update(works, [(stage, "root")], way)
-        programs = 3 + (layout.accumulate > 1) * (1 + (way.replicas > 1))
-        host = total.host + self.around(works, layout.accumulate + 2, 1.0, (programs - 1) / programs)
-        device = total.total + update + self.at_end
-        seconds = device + host if self.machine is not None and self.machine.serial else max(device, host)
+            return pipeline_cost(self, layout, works, modes, reserve=reserve)
+        stage = Stage(together(runs_of(self.sheet.kinds, modes)))
+        steps = self.steps(layout, works)
+        ops = self.ops_of(works, stage.runs).times(layout.accumulate)
+        memory = steps.peak(stage, layout.accumulate)
+        if not reserve and memory.reserved > self.careful:  # how long it would take does not matter
+            return self.bound(ops, [memory], layout)
+        found = steps.seconds(stage, layout.accumulate)
+        waited = {axis: found[axis] for axis in AXES if found.get(axis, 0.0) > 0}
+        seconds = found["seconds"]
         return self.answer(
-            seconds=seconds, total=total, update=update, host=host, bubble=0.0, memories=[held],
-            stage_seconds=(seconds,), loads=[(total, update)],
+            seconds=seconds, ops=[ops], worst=0, busy=found["busy"] - found["update"], waited=waited, update=found["update"],
+            updates=[found["update"]], bubble=0.0, memories=[memory], stage_seconds=(seconds,),
         )  # fmt: skip
 
-    def _micro(self, stage: Stage, way: Way, works: Works, layout: Layout) -> tuple[Seconds, Seconds]:
-        timer = Timer(works, way, self.talk, self.issue)
-        last = timer.forward(stage, "root")
-        every = replace(last, waited=dict(last.waited))
-        last.plus(timer.backward(stage, "root"))
-        if layout.accumulate == 1 or way.replicas == 1:
-            return last, last
-        every.plus(timer.backward(stage, "root", sums=False))
-        return every, last
+    def ops(self, works: Works, modes: Sequence[str]) -> Ops:
+        return self.ops_of(works, runs_of(self.sheet.kinds, modes))
 
-    def _added(self, total: Seconds, works: Works, stage: Stage, times: int) -> None:
-        """Whole gradients of later micro-batches are added to those that are there."""
-        units = [(works.unit(key, 1, data=False), count) for key, count in keys_of(stage)]
-        seconds = times * sum(unit.adding * count for unit, count in units)
-        total.total += seconds
-        total.device += seconds
-        more = self.issue("aten.add_.Tensor") - self.issue("aten.detach.default")
-        total.host += times * more * sum(unit.trained * count for unit, count in units)
-
-    def _memory(self, stage: Stage, way: Way, works: Works, accumulate: int) -> Bytes:
-        key = ("memory", stage, way.reshard, id(works), accumulate, self.reserves)
-        found = self.stages.get(key)
-        if found is None:
-            found = Keeper(works, way, accumulate).alone(stage)
-            slack = self.slack(works, way, stage, "root", accumulate) if self.reserves else 0
-            share = 1.0 if way.shards > 1 else CAREFUL
-            found = self.stages[key] = replace(found, reserved=round(found.reserved * share) + slack)
+    def ops_of(self, works: Works, runs: Iterable[Run], *, first: bool = True, last: bool = True) -> Ops:
+        """Sums over the ops of some blocks, and of what is before and after them, for one micro-batch."""
+        wanted: list[tuple[str | int, str, int]] = [(kind, mode, count) for kind, mode, count in runs]
+        wanted += [(BEFORE, "keep", 1)] * first + [(AFTER, "keep", 1)] * last
+        found = Ops()
+        for key, mode, count in wanted:
+            work = works.work(key, mode)
+            sums = (getattr(work.forward, name) + getattr(work.backward, name) for name in ("seconds", "product", "attention"))
+            device, product, attention = sums
+            flops, moved = (getattr(work.forward, name) + getattr(work.backward, name) for name in ("flops", "moved"))
+            found = found.plus(Ops(device, product, attention, work.again, flops, moved).times(count))
         return found
-
-    def slack(self, works: Works, way: Way, stage: Stage, root: str, accumulate: int, *, piped: bool = False) -> int:
-        """Bytes that the caching allocator reserves beside; the same for stacks of any depth."""
-        key = ("slack", shortened(stage), root, way.reshard, id(works), accumulate > 1, piped)
-        found = self.sheet.known.get((key, way.shards, way.data))
-        if found is None:
-            found = self.sheet.known[key, way.shards, way.data] = slack(works, way, stage, root, accumulate, piped=piped)
-        return int(found)
-
-    def update(self, works: Works, stages: Sequence[tuple[Stage, str]], way: Way) -> float:
-        """Seconds of the update of what some stages hold."""
-        mine = sum(works.unit(key, 1, data=False).whole_gradient * n for stage, root in stages for key, n in keys_of(stage, root))
-        every = self._every(works)
-        return works.update(mine / every / way.shards, data=way.data) if every else 0.0
-
-    def _every(self, works: Works) -> int:
-        found = self.stages.get(("every", id(works)))
-        if found is None:
-            whole = Stage(runs_of(self.sheet.kinds, ("keep",) * len(self.sheet.kinds)))
-            found = sum(works.unit(key, 1, data=False).whole_gradient * n for key, n in keys_of(whole))
-            self.stages["every", id(works)] = found
-        return int(found)
-
-    def around(self, works: Works, programs: int, share: float, seen: float = 1.0) -> float:
-        """Host seconds that belong to no op of forward or backward: the update, walking over parameters.
-
-        `seen`: the part of the latter that falls before some op of the step."""
-        if self.machine is None:
-            return 0.0
-        host = self.machine.host
-        key = ("around", id(works))
-        if key not in self.stages:
-            each = self.issue("aten.linalg_vector_norm.default") + self.issue("aten.mul_.Tensor")
-            apart = works.material.parameters * each * works.derived  # norms and clips one by one
-            update, counting = works.material.update, works.material.counting
-            counted = self.sheet.prices.host(counting) + sum(map(host.handing, counting))
-            self.stages[key] = self.sheet.prices.host(update) + counted + apart
-        per = works.material.parameters * host.weights["parameter"] * share + programs * host.weights["program"]
-        return float(self.stages[key]) * share + per * seen
 
     # ------------------------------------------------------------------ the answer
 
+    def bound(self, ops: Ops, memories: Sequence[Peak], layout: Layout) -> Quick:
+        """Of a layout that does not fit: its bytes, and seconds that it cannot go below."""
+        least = ops.device / layout.mesh.pp
+        return self.answer(
+            seconds=least, ops=[ops.times(1 / layout.mesh.pp)], worst=0, busy=least, waited={}, update=0.0, updates=[0.0], bubble=0.0,
+            memories=memories, stage_seconds=(least,) * layout.mesh.pp,
+        )  # fmt: skip
+
     def answer(
-        self, *, seconds: float, total: Seconds, update: float, host: float, bubble: float, memories: Sequence[Bytes],
-        stage_seconds: tuple[float, ...], loads: Sequence[tuple[Seconds, float]],
+        self, *, seconds: float, ops: Sequence[Ops], worst: int, busy: float, waited: Mapping[str, float], update: float,
+        updates: Sequence[float], bubble: float, memories: Sequence[Peak], stage_seconds: tuple[float, ...],
     ) -> Quick:  # fmt: skip
+        """`busy`: seconds in which the busiest rank computes, its update aside."""
+        mine = ops[worst]
         parts = {
-            "compute": total.product, "attention": total.attention,
-            "memory": max(0.0, total.device - total.product - total.attention), "recompute": total.again,
-            **{f"{axis} communication": value for axis, value in total.waited.items()},
+            "compute": mine.product, "attention": mine.attention,
+            "memory": max(0.0, busy - mine.product - mine.attention), "recompute": mine.again,
+            **{f"{axis} communication": value for axis, value in waited.items()},
             "update": update, "bubble": bubble,
         }  # fmt: skip
         known = sum(value for name, value in parts.items() if name != "recompute")
         parts["host"] = max(0.0, seconds - known)
         binds = _binds(parts, seconds)
         low, high = (1.0, 1.0) if self.machine is None else self.machine.band.get(binds) or self.machine.band.get("", (0.7, 1.5))
-        worst = max(memories, key=lambda one: one.reserved)
-        least = max(one.least for one in memories)
+        most = max(memories, key=lambda one: one.reserved)
+        least = max(one.allocated for one in memories)
         return Quick(
-            seconds=seconds, low=seconds * low, high=seconds * high, memory_bytes=worst.reserved + self.beside,
-            margin_bytes=self.careful - worst.reserved, best_margin_bytes=self.careful - least,
+            seconds=seconds, low=seconds * low, high=seconds * high, memory_bytes=most.reserved + self.beside,
+            margin_bytes=self.careful - most.reserved, best_margin_bytes=self.careful - least,
             stage_memory=tuple(one.reserved + self.beside for one in memories),
-            stage_seconds=stage_seconds, joules=self.joules_of(loads, seconds), parts=parts, binds=binds,
+            stage_seconds=stage_seconds, joules=self.joules_of(list(zip(ops, updates, strict=True)), seconds), parts=parts, binds=binds,
         )  # fmt: skip
 
-    def joules_of(self, loads: Sequence[tuple[Seconds, float]], seconds: float) -> float | None:
+    def joules_of(self, loads: Sequence[tuple[Ops, float]], seconds: float) -> float | None:
         if self.machine is None or self.machine.power is None or not seconds:
             return None
         bandwidth = self.cluster.device.memory_bandwidth_bytes_per_second
@@ -318,6 +287,19 @@ class Composer:
             )  # fmt: skip
             watts += self.machine.power.watts(load) / len(loads)
         return watts * seconds * self.mesh.world
+
+
+def _remembered(comm_time: Seconds) -> Seconds:
+    """The same, worked out once for each message."""
+    known: dict[object, float] = {}
+
+    def seconds(op: Op) -> float:
+        key = (op.name, op.attrs, message(op))
+        if key not in known:
+            known[key] = comm_time(op)
+        return known[key]
+
+    return seconds
 
 
 def _binds(parts: Mapping[str, float], seconds: float) -> str:

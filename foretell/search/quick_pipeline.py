@@ -1,186 +1,203 @@
-"""The quick cost of a pipeline: seconds of each stage's events, laid out in the schedule's order; bytes in flight.
+"""The quick cost of a pipeline: its stages' events laid out in the schedule's order, its ranks replayed with few micro-batches.
 
 Events wait for each other as in `simulate.pipeline`. With many micro-batches the schedule repeats itself: a few rounds are
-walked, and each further micro-batch takes as long as the slowest rank needs for one.
+walked, and each further micro-batch takes as long as the slowest rank needs for one. A rank is replayed with the first few
+micro-batches of its own order; what more of them would keep at its highest point is added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from foretell.errors import UserError
-from foretell.lower.pipeline.order import Event, in_turn, needs, orders
-from foretell.plan.blocks import V_SHAPED
+from foretell.lower.pipeline.order import Event, in_turn, needs, orders, target
+from foretell.lower.pipeline.order import Order as Turns
+from foretell.lower.pipeline.part import GRADIENT_RECEIVED, GRADIENT_SENT, HELD, INPUT, RECEIVED
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import LOOPED
-from foretell.search.quick_memory import Bytes, Flight, Keeper, flights
-from foretell.search.quick_stage import Seconds, Stage, Timer, keys_of
+from foretell.quantities import Task
+from foretell.search.depth import Peak, Stage, together
+from foretell.search.quick_stage import FEW, FEW_SPLIT
 from foretell.search.sheet import Works
-from foretell.search.sheet_ops import AFTER, BEFORE
+from foretell.search.stages import rank_of
+from foretell.simulate.time.streams import Course
 
 if TYPE_CHECKING:
-    from foretell.search.quick import Composer, Layout, Quick
+    from foretell.search.quick import Composer, Layout, Ops, Quick
 
 MOST_EVENTS = 1200
 """Events that are walked one by one."""
-F, F_WHOLE, B, B_WHOLE, W = range(5)
-"""Kinds of events: a forward that gathers its parameters or finds them whole, a backward likewise, weights' gradients."""
-
-
-class Variant(NamedTuple):
-    """Events of one stage that take equally long."""
-
-    stage: int
-    kind: int
-    begins: bool
-    """The stage's first event."""
-    adds: bool
-    """A backward that finds gradients there."""
-    ends: bool
-    """The stage's last backward."""
+Flight = tuple[tuple[int, int, int], ...]
+"""Of each stage: its number, micro-batches in flight, and those that wait for weights' gradients alone."""
+Variant = tuple[int, tuple[tuple[str, int], ...]]
+"""Stage, and its kinds of events that add up to one, each with a sign."""
 
 
 @dataclass(frozen=True)
 class Order:
     """A schedule, ready to be timed."""
 
-    steps: tuple[tuple[int, int, int, int], ...]
-    """Rank, variant, position of the event it waits for (-1: none), lane on which that one's result comes (-1: none);
-    every event after those it waits for."""
+    course: Course
     variants: tuple[Variant, ...]
+    which: tuple[int, ...]
+    """Of every task: its variant; -1: a message, -2 and below: the update of rank 0, 1, ..."""
     counts: tuple[int, ...]
     """How often each variant runs."""
-    lanes: int
-    flights: tuple[tuple[tuple[int, ...], ...], ...]
-    """By rank: micro-batches in flight of each of its stages, where they are most."""
+    turns: tuple[Turns, ...]
+    """Events of every rank."""
+    flights: tuple[tuple[Flight, ...], ...]
+    """Of every rank, wherever most may be held."""
     micro_batches: int
-
-
-def rank_of(schedule: str, ranks: int, stage: int) -> int:
-    turn, place = divmod(stage, ranks)
-    return ranks - 1 - place if schedule in V_SHAPED and turn % 2 else place
 
 
 @lru_cache(maxsize=256)
 def order_of(schedule: str, ranks: int, stages: int, micro_batches: int) -> Order:
     """All events of a schedule in an order that can be walked."""
     every = orders(schedule, ranks, stages, micro_batches)
-    known: dict[Event, int] = {}
-    steps: list[tuple[int, int, int, int]] = []
+    tasks: list[Task] = []
+    which: list[int] = []
     variants: dict[Variant, int] = {}
     counts: list[int] = []
-    lanes: dict[tuple[int, int], int] = {}
+    done: dict[Event, int] = {}
     state = _State(schedule, stages, micro_batches)
     for rank, event in in_turn(every, stages - 1):
         need = needs(event, stages - 1)
-        number = variants.setdefault(state.next(event.kind, event.stage), len(variants))
+        number = variants.setdefault((event.stage, state.next(event.kind, event.stage)), len(variants))
         counts += [0] * (number == len(counts))
         counts[number] += 1
-        waits = known[need] if need is not None else -1
-        apart = waits >= 0 and steps[waits][0] != rank
-        lane = lanes.setdefault((steps[waits][0], rank), len(lanes)) if apart else -1
-        known[event] = len(steps)
-        steps.append((rank, number, waits, lane))
-    in_flight = tuple(_in_flight(mine) for mine in every)
-    return Order(tuple(steps), tuple(variants), tuple(counts), len(lanes), in_flight, micro_batches)
+        tasks.append(Task(event.kind, f"rank {rank}", 0.0, () if need is None else (done[need],)))
+        which.append(number)
+        to = target(event, stages - 1)
+        there = rank_of(schedule, ranks, to) if to is not None else rank
+        if there != rank:
+            tasks.append(Task("send", f"{rank} to {there}", 0.0, (len(tasks) - 1,)))
+            which.append(-1)
+        done[event] = len(tasks) - 1
+    for rank in range(ranks):
+        tasks.append(Task("update", f"rank {rank}", 0.0))
+        which.append(-2 - rank)
+    return Order(Course(tasks), tuple(variants), tuple(which), tuple(counts), every, tuple(map(in_flight, every)), micro_batches)
 
 
 class _State:
-    """What each stage did last: whether its parameters are whole, whether it has gradients."""
+    """What each stage did last: whether its parameters are whole, whether it has gradients, and how many are to come."""
 
     def __init__(self, schedule: str, stages: int, micro_batches: int) -> None:
-        self.looped, self.split = schedule in LOOPED, schedule in SPLIT_BACKWARD
+        self.split, self.looped = schedule in SPLIT_BACKWARD, schedule in LOOPED
         self.before = [""] * stages
-        self.added = [False] * stages
+        self.made, self.waiting = [False] * stages, [False] * stages
         self.left = [micro_batches] * stages
 
-    def next(self, kind: str, stage: int) -> Variant:
-        before = self.before[stage]
-        begins, makes = not before, kind == "W" or (kind == "B")
-        if kind == "W":
-            code = W
-        elif kind == "F":
-            code = F_WHOLE if before == "B" or (begins and self.looped) else F
+    def next(self, kind: str, stage: int) -> tuple[tuple[str, int], ...]:
+        before, split = self.before[stage], self.split and stage > 0
+        if kind == "F":
             self.before[stage] = "F"
-        else:
-            code = B if before == "F" else B_WHOLE
-            self.before[stage] = "B"
-        adds = makes and self.added[stage]
-        self.added[stage] = self.added[stage] or makes
-        self.left[stage] -= makes
-        return Variant(stage, code, begins and self.looped, adds, makes and not self.left[stage])
+            if before:
+                return ((f"F {before}", 1),)
+            return (("F B", 1), ("gather", 1)) if self.looped else (("F F", 1),)
+        if kind == "I" and not split:
+            return ()
+        if kind == "I":
+            fresh, self.before[stage] = not self.waiting[stage], "B"
+            self.waiting[stage] = False
+            if before == "F":
+                return (("I first" if fresh else "I F", 1),)
+            return (("I I", 1),) if fresh else (("I I", 1), ("I F", 1), ("I first", -1))
+        last = "W" if kind == "W" else "B"
+        first, self.made[stage] = not self.made[stage], True
+        self.left[stage] -= 1
+        more: tuple[tuple[str, int], ...]
+        if split:
+            self.waiting[stage] = True
+            more = (("W first" if first else "W more", 1),)
+            return more if self.left[stage] else (*more, ("tail", 1))
+        self.before[stage] = "B"
+        after = f"{last} F"
+        again = "W more" if last == "W" else "B B"
+        more = ((f"{last} first" if first else after, 1),) if before == "F" else ((again, 1),)
+        return more if self.left[stage] else (*more, ("tail", 1))
 
 
-def _in_flight(mine: Sequence[tuple[str, int, int]]) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches of each of a rank's stages that are in flight, and that wait for weights' gradients alone."""
-    held = sorted({stage for _, stage, _ in mine})
-    counts, waiting = dict.fromkeys(held, 0), dict.fromkeys(held, 0)
-    seen: set[tuple[int, ...]] = set()
+def in_flight(mine: Turns) -> tuple[Flight, ...]:
+    """Wherever most may be held."""
+    counts: dict[int, list[int]] = {event.stage: [0, 0] for event in mine}
+    seen: set[Flight] = set()
     for kind, stage, _ in mine:
-        counts[stage] += (kind == "F") - (kind in ("B", "W"))
-        waiting[stage] += (kind == "I") - (kind == "W")
+        counts[stage][0] += (kind == "F") - (kind in ("B", "W"))
+        counts[stage][1] += (kind == "I") - (kind == "W")
         if kind in ("F", "I"):
-            seen.add((*(counts[one] for one in held), *(waiting[one] for one in held)))
-    return flights(seen)
+            seen.add(tuple((one, *found) for one, found in sorted(counts.items())))  # type: ignore[misc]
+    return _largest(seen)
+
+
+def _largest(rows: Iterable[Flight]) -> tuple[Flight, ...]:
+    """Those that no other one exceeds everywhere."""
+    found: list[Flight] = []
+    for row in sorted(set(rows), key=lambda row: -sum(a + b for _, a, b in row)):
+        if not any(all(x[1] >= y[1] and x[2] >= y[2] for x, y in zip(other, row, strict=True)) for other in found):
+            found.append(row)
+    return tuple(found)
 
 
 # ---------------------------------------------------------------------- one layout
 
 
-def pipeline_cost(composer: Composer, layout: Layout, works: Works, modes: Sequence[str]) -> Quick:
+def pipeline_cost(composer: Composer, layout: Layout, works: Works, modes: Sequence[str], *, reserve: bool = True) -> Quick:
     """What a layout with pipeline stages costs."""
-    return Pipe(composer, layout, works, modes).cost()
+    return Pipe(composer, layout, works, modes).cost(reserve)
 
 
 class Pipe:
+    """A layout with pipeline stages."""
+
     def __init__(self, composer: Composer, layout: Layout, works: Works, modes: Sequence[str]) -> None:
-        from foretell.search.quick import runs_of, way_of
+        from foretell.search.quick import runs_of
 
         self.composer, self.layout = composer, layout
-        self.plain = works.compiling("none")
-        self.works = self.plain if layout.compile == "none" else self.plain.compiling("model")
+        self.works = works.compiling("none")
+        self.faster = 1.0 if layout.compile == "none" else self._share(self.works.compiling("model"), modes)
         self.schedule = layout.schedule or "1f1b"
         self.ranks, self.count = layout.mesh.pp, len(layout.cuts) + 1
         if self.count % self.ranks or (self.count > self.ranks and self.schedule not in LOOPED):
             raise UserError(f"{self.count} stages do not share {self.ranks} ranks under {self.schedule}", "give other cuts")
-        edges = (0, *layout.cuts, len(modes))
-        kinds = composer.sheet.kinds
-        made = [
-            Stage(runs_of(kinds[a:b], modes[a:b]), first=not i, last=i == self.count - 1)
+        kinds, edges = composer.sheet.kinds, (0, *layout.cuts, len(modes))
+        self.stages = [
+            Stage(together(runs_of(kinds[a:b], modes[a:b])), first=not i, last=i == self.count - 1)
             for i, (a, b) in enumerate(pairwise(edges))
         ]
-        self.stages = [composer.ids.setdefault(stage, stage) for stage in made]
         self.where = [rank_of(self.schedule, self.ranks, stage) for stage in range(self.count)]
-        self.way = way_of(layout)
-        self.split = self.schedule in SPLIT_BACKWARD
-        self.whole = works.boundary * (layout.mesh.tp if works.material.meta.get("split_stream") else 1)
+        self.made = composer.stages(layout, self.works)
+        whole = self.works.material.meta.get("split_stream")
+        self.message = self.works.boundary * (layout.mesh.tp if whole else 1)
 
-    def root(self, stage: Stage) -> str:
-        return BEFORE if stage.first else ("tail" if self.composer.sheet.tied else AFTER) if stage.last else "none"
+    def _share(self, compiled: Works, modes: Sequence[str]) -> float:
+        """How much quicker a compiled step is, on one device."""
+        plain, quick = (self.composer.ops(works, modes) for works in (self.works, compiled))
+        return min(1.0, quick.device / plain.device) if plain.device else 1.0
 
-    def cost(self) -> Quick:
+    def cost(self, reserve: bool = True) -> Quick:
         micro = self.layout.accumulate
         walked = self._walked(micro)
         order = order_of(self.schedule, self.ranks, self.count, walked)
+        memories = [self.memory(rank, order, reserve) for rank in range(self.ranks)]
+        if not reserve and max(one.reserved for one in memories) > self.composer.careful:
+            return self.composer.bound(self._whole_ops(), memories, self.layout)
         events = [self.events(index) for index in range(self.count)]
-        step, busy = self._timed(order, events)
-        held = [self.held(rank) for rank in range(self.ranks)]
-        each = [sum(events[index].each for index in mine) for mine in held]
         updates = [self.update(rank) for rank in range(self.ranks)]
+        step, busy = self._timed(order, events, updates)
+        each = [sum(_each(events[index], index, self.schedule) for index in self.held(rank)) for rank in range(self.ranks)]
         more = micro - walked
-        total = step + more * max(each) + max(updates)
-        stage_seconds = tuple(
-            one + more * per + update for one, per, update in zip(busy, each, updates, strict=True)
-        )  # fmt: skip
+        total = step + more * max(each)
+        stage_seconds = tuple(one + more * per + update for one, per, update in zip(busy, each, updates, strict=True))
         worst = max(range(self.ranks), key=lambda rank: stage_seconds[rank])
         return self.composer.answer(
-            seconds=total, total=self._sum(held[worst], events), update=updates[worst], host=0.0,
-            bubble=max(0.0, total - stage_seconds[worst]), memories=[self.memory(rank, order) for rank in range(self.ranks)],
-            stage_seconds=stage_seconds, loads=self._loads(events, updates),
+            seconds=total, ops=[self.ops(rank) for rank in range(self.ranks)], worst=worst, busy=stage_seconds[worst] - updates[worst],
+            waited={}, update=updates[worst], updates=updates, bubble=max(0.0, total - stage_seconds[worst]),
+            memories=memories, stage_seconds=stage_seconds,
         )  # fmt: skip
 
     def held(self, rank: int) -> list[int]:
@@ -190,152 +207,95 @@ class Pipe:
     def _walked(self, micro: int) -> int:
         """Micro-batches that are walked one by one."""
         least = 2 * self.ranks + (self.ranks if self.schedule in LOOPED else 0)
-        fits = MOST_EVENTS // (self.count * (3 if self.split else 2))
+        fits = MOST_EVENTS // (self.count * (3 if self.schedule in SPLIT_BACKWARD else 2))
         walked = max(least, fits // self.ranks * self.ranks)
         return micro if micro <= walked else walked + (micro % self.ranks if walked + micro % self.ranks <= micro else 0)
 
     # ------------------------------------------------------------------ time
 
-    def events(self, index: int) -> Events:
+    def events(self, index: int) -> Mapping[str, float]:
         """Seconds of a stage's events."""
-        stage = self.stages[index]
-        key = ("events", id(stage), self.way.reshard, self.split, id(self.works), self.schedule in LOOPED)
-        found = self.composer.stages.get(key)
-        if found is None:
-            found = self.composer.stages[key] = self._timed_stage(stage)
-        return found
-
-    def _timed_stage(self, stage: Stage) -> Events:
-        timer = Timer(self.works, self.way, self.composer.talk, self.composer.issue)
-        root, data = self.root(stage), self.way.data
-        forward = timer.forward(stage, root)
-        plain = timer.forward(stage, root, gathers=False) if data else forward
-        backward = timer.backward(stage, root, reduces=not data)
-        ready = timer.backward(stage, root, gathers=False, reduces=not data) if data else backward
-        after = timer.reduce_all(stage, root) if data else Seconds()
-        adding = 0.0 if data else sum(timer.unit(key).adding * n for key, n in keys_of(stage, root))
-        crossing = self._crossing(stage)
-        gather_all = sum(timer.gather(timer.unit(key)) * n + timer.unit(key).copy_out * n for key, n in keys_of(stage, root)) if data else 0.0
-        alone, both = self._weights(stage)
-        return Events(forward, plain, backward, ready, after, adding, crossing, gather_all, alone, both, self.split, stage.first)
-
-    def _weights(self, stage: Stage) -> tuple[float, float]:
-        pieces = [(self.works.work(kind, mode), count) for kind, mode, count in stage.runs]
-        pieces += [(self.works.work(AFTER), 1)] if stage.last else []
-        pieces += [(self.works.work(BEFORE), 1)] if stage.first else []
-        return sum(w.weights_seconds * n for w, n in pieces), sum(w.both_seconds * n for w, n in pieces)
-
-    def _crossing(self, stage: Stage) -> tuple[float, float]:
-        """Seconds in which a split stage gathers what it sends, forward and backward."""
-        if self.layout.mesh.tp == 1 or not self.works.material.meta.get("split_stream"):
-            return 0.0, 0.0
-        seconds = self.composer.talk("tp", "all_gather", self.whole)
-        return (0.0 if stage.last else seconds), (0.0 if stage.first else seconds)
-
-    def _timed(self, order: Order, events: Sequence[Events]) -> tuple[float, list[float]]:
-        """The end of the last event, and the seconds each rank is busy."""
-        taken, busy = [], [0.0] * self.ranks
-        for one, count in zip(order.variants, order.counts, strict=True):
-            event = events[one.stage]
-            seconds = event.seconds[one.kind] + event.gather_all * one.begins + event.adding * one.adds
-            taken.append(seconds + event.after.total * one.ends)
-            busy[self.where[one.stage]] += count * taken[-1]
-        message = self.composer.talk("pp", "p2p", self.whole)
-        free, lanes = [0.0] * self.ranks, [0.0] * order.lanes
-        ends: list[float] = []
-        push = ends.append
-        for rank, number, waits, lane in order.steps:
-            start = free[rank]
-            if waits >= 0:
-                arrived = ends[waits]
-                if lane >= 0:
-                    if lanes[lane] > arrived:
-                        arrived = lanes[lane]
-                    arrived += message
-                    lanes[lane] = arrived
-                if arrived > start:
-                    start = arrived
-            start += taken[number]
-            free[rank] = start
-            push(start)
-        return max(free), busy
+        found = self.made.seconds(self.stages[index])
+        return found if self.faster == 1.0 else {name: value * self.faster for name, value in found.items()}
 
     def update(self, rank: int) -> float:
         """Seconds of the update of what a rank holds."""
-        composer, mine = self.composer, [self.stages[index] for index in self.held(rank)]
-        key = ("update", *map(id, mine), id(self.works))
-        found = composer.stages.get(key)
-        if found is None:
-            device = composer.update(self.works, [(stage, self.root(stage)) for stage in mine], self.way)
-            units = [one for stage in mine for one in keys_of(stage, self.root(stage))]
-            tensors = sum(self.works.unit(key, 1, data=False).tensors * n for key, n in units)
-            share = min(1.0, tensors / max(1, self.works.material.parameters))
-            found = composer.stages[key] = max(device, composer.around(self.works, 1, share))
-        return float(found)
+        return sum(self.events(index)["update"] for index in self.held(rank))
 
-    def _sum(self, mine: Sequence[int], events: Sequence[Events]) -> Seconds:
-        found = Seconds()
-        for index in mine:
-            found.plus(events[index].forward, self.layout.accumulate)
-            found.plus(events[index].backward, self.layout.accumulate)
-            found.plus(events[index].after)
-        return found
+    def _timed(self, order: Order, events: Sequence[Mapping[str, float]], updates: Sequence[float]) -> tuple[float, list[float]]:
+        """The end of the step, and the seconds each rank is busy with events."""
+        taken, busy = [], [0.0] * self.ranks
+        for (stage, parts), count in zip(order.variants, order.counts, strict=True):
+            taken.append(max(0.0, sum(sign * events[stage][name] for name, sign in parts)))
+            busy[self.where[stage]] += count * taken[-1]
+        speeds = self.composer.speeds(self.layout.reshard)
+        message = speeds.p2p_time(self.message) * speeds.slowdown if speeds is not None else 0.0
+        seconds = [taken[one] if one >= 0 else message if one == -1 else updates[-2 - one] for one in order.which]
+        return order.course.seconds(seconds), busy
 
-    def _loads(self, events: Sequence[Events], updates: Sequence[float]) -> list[tuple[Seconds, float]]:
-        """What one rank does on average."""
-        share = self.layout.accumulate / self.ranks
-        mean = Seconds(
-            device=share * sum(one.forward.device + one.backward.device for one in events),
-            flops=share * sum(one.forward.flops + one.backward.flops for one in events),
-            moved=share * sum(one.forward.moved + one.backward.moved for one in events),
-        )  # fmt: skip
-        return [(mean, sum(updates) / self.ranks)]
+    def _whole_ops(self) -> Ops:
+        runs = [run for stage in self.stages for run in stage.runs]
+        return self.composer.ops_of(self.works, runs).times(self.layout.accumulate)
+
+    def ops(self, rank: int) -> Ops:
+        """Sums over the ops of a rank."""
+        runs = [run for index in self.held(rank) for run in self.stages[index].runs]
+        mine = [self.stages[index] for index in self.held(rank)]
+        first, last = any(one.first for one in mine), any(one.last for one in mine)
+        found = self.composer.ops_of(self.works, runs, first=first, last=last)
+        return found.times(self.layout.accumulate)
 
     # ------------------------------------------------------------------ memory
 
-    def memory(self, rank: int, order: Order) -> Bytes:
-        """What a rank holds."""
-        mine = [(index, stage) for index, stage in enumerate(self.stages) if self.where[index] == rank]
-        stages = tuple(stage for _, stage in mine)
-        micro = self.layout.accumulate
-        inputs = sum((index > 0) + (index < self.count - 1) for index, _ in mine)
-        held = sum(1 for index, _ in mine if index and self.where[index - 1] != rank) if self.schedule != "1f1b" else 0
-        profiles = order.flights[rank]
+    def memory(self, rank: int, order: Order, reserve: bool) -> Peak:
+        """What a rank holds: replayed with few micro-batches, or as its events add up."""
+        mine = [(index, self.stages[index]) for index in self.held(rank)]
+        every = order.turns[rank]
+        sizes = {index: self.made.sizes(stage) for index, stage in mine}
+        most = self._most(order.flights[rank], sizes)
         if self.schedule == "gpipe":
-            profiles = ((micro, 0),)
-        flight = Flight(
-            profiles, micro, self.whole * micro * (inputs + held), self.schedule in LOOPED,
-            self.whole if self.whole != self.works.boundary else 0,
+            most += (self.layout.accumulate - order.micro_batches) * sum(one[HELD] for one in sizes.values())
+        stays = sum(self._stays(index, sizes[index], rank) for index, _ in mine)
+        if not reserve:
+            beside = max(one["event"] - one[HELD] for one in sizes.values())
+            lasting = sum(one["lasting"] for one in sizes.values())
+            found = round(lasting + most + beside + self.layout.accumulate * stays)
+            return Peak(found, found)
+        few = min(self.layout.accumulate, FEW_SPLIT if self.schedule in SPLIT_BACKWARD else FEW)
+        short, last = tuple(event for event in every if event.micro < few), self.where[self.count - 1]
+        names = _names(mine)
+        peak = self.made.peak(
+            rank if rank in (0, last) else -1, tuple((names[index], stage) for index, stage in mine),
+            tuple(event._replace(stage=names[event.stage]) for event in short), (self.where[0], last),
         )  # fmt: skip
-        key = ("piped", *map(id, stages), flight, self.way.reshard, id(self.plain), self.composer.reserves)
-        found = self.composer.stages.get(key)
-        if found is None:
-            keeper = Keeper(self.plain, self.way, micro)
-            found = keeper.piped([(stage, self.root(stage)) for stage in stages], flight)
-            beside = [  # with many micro-batches in flight, what one of them leaves serves the next
-                self.composer.slack(self.plain, self.way, stage, self.root(stage), 2, piped=True) // max(1, max(row[place] for row in profiles))
-                for place, stage in enumerate(stages) if self.composer.reserves and (stage.first or stage.last)
-            ]  # fmt: skip
-            found = replace(found, reserved=round(found.reserved * 1.02) + max(beside, default=0))
-            self.composer.stages[key] = found
-        return found
+        more = round(most - self._most(in_flight(short), sizes) + (self.layout.accumulate - few) * stays)
+        return Peak(peak.reserved + more, peak.allocated + more)
+
+    @staticmethod
+    def _most(rows: Sequence[Flight], sizes: Mapping[int, Mapping[str, float]]) -> float:
+        return max(sum(held * sizes[stage][HELD] + left * sizes[stage]["left"] for stage, held, left in row) for row in rows)
+
+    def _stays(self, index: int, sizes: Mapping[str, float], rank: int) -> float:
+        """Bytes of every micro-batch of a step that stay until its end."""
+        found = sizes[INPUT] if index == self.held(rank)[0] else 0.0
+        found += sizes[RECEIVED] + sizes[GRADIENT_RECEIVED]
+        apart = index > 0 and self.where[index - 1] != rank
+        return found + (sizes[GRADIENT_SENT] if apart and self.schedule != "1f1b" else 0.0)
 
 
-class Events:
-    """Seconds of the events of one stage, each bound by the device or by its host."""
+def _names(mine: Sequence[tuple[int, Stage]]) -> dict[int, int]:
+    """Numbers of stages that say as much as their rank needs: which is the first, which follow each other."""
+    found: dict[int, int] = {}
+    place = -2
+    for index, _ in mine:
+        place = 0 if index == 0 else place + 1 if index - 1 in found else max(2, place + 2)
+        found[index] = place
+    return found
 
-    def __init__(
-        self, forward: Seconds, plain: Seconds, backward: Seconds, ready: Seconds, after: Seconds, adding: float,
-        crossing: tuple[float, float], gather_all: float, alone: float, both: float, split: bool, first: bool,
-    ) -> None:  # fmt: skip
-        self.forward, self.backward, self.after = forward, backward, after
-        self.adding, self.gather_all = adding, gather_all
-        sizes = [max(one.total, one.host) for one in (forward, plain, backward, ready)]
-        sizes = [size + crossing[place > 1] for place, size in enumerate(sizes)]
-        later = 0.0
-        if split:
-            later = sizes[2] if first else alone + both
-            sizes[2:] = [0.0, 0.0] if first else [max(0.0, size - alone) for size in sizes[2:]]
-        self.seconds = (*sizes, later)
-        self.each = sizes[1] + sizes[2] + later + adding
-        """A micro-batch in the middle of the schedule: forward after backward finds its parameters whole."""
+
+def _each(events: Mapping[str, float], index: int, schedule: str) -> float:
+    """A micro-batch in the middle of the schedule: forward after backward finds its parameters whole."""
+    if schedule not in SPLIT_BACKWARD:
+        return events["F B"] + events["B F"]
+    return events["F B"] + (events["I F"] + events["W more"] if index else events["W F"])
+

@@ -1,363 +1,295 @@
-"""One rank's part of a step, put together from a sheet: seconds of forward and backward, bytes at their highest.
-
-Gathers and scatters of fully_shard are laid beside compute block by block, as `simulate.time.step` lays them op by op:
-
-    forward    │ gather │ copy │ block 0 │ gather │ copy │ block 1 │ …            a gather waits for the block before
-    backward   │ copy │ block 1 ──────────│ copy │ block 0 ──────│ …              gathers and scatters beside compute,
-    links             │ gather 0 ──│ scatter 1 ──│ …                              which is slower meanwhile
-
-A run of alike blocks is walked for a few of them; the others take as long as the last.
-"""
+"""One stage of a pipeline, quickly: seconds of its events and bytes it keeps, from its lowering on a short stack."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 
-from foretell.price.time import DRAG
-from foretell.quantities import COLLECTIVES
-from foretell.search.sheet import Unit, Works
-from foretell.search.sheet_ops import AFTER, BEFORE
-from foretell.search.sheet_work import Half, Message, Work
+from foretell.lower.pipeline.cut import Stage as Cut
+from foretell.lower.pipeline.cut import some
+from foretell.lower.pipeline.order import Order
+from foretell.lower.pipeline.part import EACH, GRADIENT_RECEIVED, GRADIENT_SENT, HELD, INPUT, RECEIVED, Part
+from foretell.lower.pipeline.rank import STEP, RankTrace, arranged
+from foretell.plan.legal import SPLIT_BACKWARD
+from foretell.plan.types import Plan
+from foretell.price.speeds import Speeds
+from foretell.quantities import COMPUTE, HOST
+from foretell.search.costs import Kept
+from foretell.search.depth import Peak, Stage, deepened, inside, name_of, periods, replayed, without
+from foretell.search.quick_step import freed
+from foretell.search.sheet import Works
+from foretell.search.sheet_work import rounded
+from foretell.search.short import LINK, Item
+from foretell.simulate.time.step import drags, tasks_of
+from foretell.simulate.time.streams import simulate
+from foretell.trace import types
+from foretell.trace.types import Op, Program, Trace
 
-WALKED = 4
-"""Blocks of a run that are walked one by one."""
-SLOWER = DRAG[COLLECTIVES]
-Talk = Callable[[str, str, float], float]
-"""Axis, operation and bytes → seconds."""
-Run = tuple[int, str, int]
-"""Kind, residency and how many in a row."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """How parameters are shared by ranks."""
-
-    shards: int
-    replicas: int
-    reshard: bool | int
-
-    @property
-    def data(self) -> bool:
-        return self.shards * self.replicas > 1
-
-
-@dataclass(frozen=True)
-class Stage:
-    """The blocks of one stage, as runs of alike ones; and whether it has what is before and after the blocks."""
-
-    runs: tuple[Run, ...]
-    first: bool = True
-    last: bool = True
-
-
-def keys_of(stage: Stage, root: str = "root") -> list[tuple[int | str, int]]:
-    """The units of a stage: the root's, and one for each block of a run."""
-    return [(root, 1), *((kind, count) for kind, _, count in stage.runs)]
+Values = dict[str, float]
+WHOLE = (
+    ("F", "F first"), ("F", "F F"), ("B", "B first"), ("B", "B B"), ("F", "F B"), ("B", "B F"), ("F", ""), ("B", "tail"),
+)  # fmt: skip
+"""Events of a stage in an order that has each kind: its first forward, one after a forward or a backward, ..."""
+SPLIT = (
+    ("F", "F first"), ("F", "F F"), ("I", "I first"), ("I", "I I"), ("W", "W first"), ("W", "W more"), ("F", "F B"),
+    ("I", "I F"), ("W", "W F"), ("F", ""), ("I", ""), ("W", "tail"),
+)  # fmt: skip
+"""The same where gradients of inputs and of weights come apart. `tail` is what the last one does besides."""
+FEW, FEW_SPLIT = 3, 5
+"""Micro-batches of a rank that are replayed; and where backward comes in two passes."""
 
 
 @dataclass
-class Seconds:
-    """Of one micro-batch, or of one event of a pipeline."""
+class Stages:
+    """Stages of one model at one micro-batch, under one plan but for cuts and number of micro-batches."""
 
-    total: float = 0.0
-    """On the device, with messages that are waited for."""
-    host: float = 0.0
-    product: float = 0.0
-    attention: float = 0.0
-    device: float = 0.0
-    """All ops, undisturbed."""
-    again: float = 0.0
-    waited: dict[str, float] = field(default_factory=dict)
-    """Axis → seconds compute waits for its messages."""
-    flops: float = 0.0
-    moved: float = 0.0
+    works: Works
+    plan: Plan
+    speeds: Speeds | None
+    kept: Kept
+    _ran: dict[Stage, _Ran] = field(default_factory=dict)
+    _seconds: dict[Stage, dict[str, float]] = field(default_factory=dict)
+    _ranks: dict[object, tuple[RankTrace, list[str]]] = field(default_factory=dict)
+    _peaks: dict[object, Peak] = field(default_factory=dict)
+    _sizes: dict[Stage, dict[str, float]] = field(default_factory=dict)
 
-    def wait(self, axis: str, seconds: float) -> None:
-        if seconds > 0:
-            self.waited[axis] = self.waited.get(axis, 0.0) + seconds
+    def __post_init__(self) -> None:
+        assert self.plan.pipeline is not None
+        self.split = self.plan.pipeline.schedule in SPLIT_BACKWARD
 
-    def add(self, half: Half, times: int = 1) -> None:
-        self.host += half.host * times
-        self.product += half.product * times
-        self.attention += half.attention * times
-        self.device += half.seconds * times
-        self.flops += half.flops * times
-        self.moved += half.moved * times
+    # ------------------------------------------------------------------ lowering
 
-    def plus(self, other: Seconds, times: float = 1.0) -> None:
-        for name in ("total", "host", "product", "attention", "device", "again", "flops", "moved"):
-            setattr(self, name, getattr(self, name) + times * getattr(other, name))
-        for axis, seconds in other.waited.items():
-            self.wait(axis, seconds * times)
+    def parts(self, stages: Sequence[tuple[int, Stage]], accumulate: int) -> tuple[Trace, list[Part], list[list[str]]]:
+        """Some walked stages on one rank, by their numbers; and the names of the last block of each of their runs."""
+        known = self.works.known
+        key = (tuple(stages), self.split)
+        if key not in known:
+            known[key] = cut_out(self.works, stages, self.split)
+        trace, found, lasts = known[key]
+        plan = replace(self.plan, accumulate=accumulate)
+        return trace, [Part(trace, replace(one, index=number), plan) for one, (number, _) in zip(found, stages, strict=True)], lasts
 
+    def _run(self, stage: Stage) -> _Ran:
+        """A walked stage with one event of each kind."""
+        if stage not in self._ran:
+            events = SPLIT if self.split else WHOLE
+            trace, (part,), (lasts,) = self.parts([(0 if stage.first else 1, stage)], sum(kind == "F" for kind, _ in events))
+            self._ran[stage] = _Ran(trace, part, lasts, [(kind, name, part.ops(kind)) for kind, name in events])
+            self._ran[stage].divide(looped=part.looped and part.weaver is not None)
+        return self._ran[stage]
 
-_NOWHERE = Seconds()
-"""For sums that are not kept."""
-
-
-# ---------------------------------------------------------------------- time
-
-
-class Clock:
-    """Compute, and one lane for each data axis beside it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.free = {"dp_shard": 0.0, "dp_replicate": 0.0}
-
-    def compute(self, seconds: float) -> None:
-        """Run, slower while messages travel."""
-        left, now = seconds, self.now
-        for end in sorted(self.free.values()):
-            if end <= now or left <= 0:
-                continue
-            slow = 1.0 + SLOWER * sum(other >= end for other in self.free.values())
-            window = end - now
-            if left * slow <= window:
-                now, left = now + left * slow, 0.0
-            else:
-                now, left = end, left - window / slow
-        self.now = now + left
-
-    def send(self, axis: str, seconds: float, after: float = 0.0) -> float:
-        """Put a message on a lane; when it has arrived."""
-        if not seconds:
-            return max(self.now, after)
-        start = max(self.free[axis], self.now, after)
-        self.free[axis] = start + seconds
-        return start + seconds
-
-
-class Timer:
-    """Seconds of the events of one stage."""
-
-    def __init__(self, works: Works, way: Way, talk: Talk, issue: Callable[[str], float]) -> None:
-        self.works, self.way, self.talk, self.issue = works, way, talk, issue
-
-    def unit(self, key: int | str) -> Unit:
-        return self.works.unit(key, self.way.shards, data=self.way.data)
-
-    def messages(self, sent: Sequence[Message], found: Seconds) -> float:
-        if not sent:
-            return 0.0
-        total = 0.0
-        for one in sent:
-            seconds = self.talk(one.axis, one.kind, one.nbytes) * one.times
-            found.wait(one.axis, seconds)
-            total += seconds
-        return total
-
-    def gather(self, unit: Unit, *, again: bool = False) -> float:
-        """Seconds to gather a unit; `again`: in backward, where fewer ranks may hold it together since forward."""
-        if self.way.shards == 1 or not unit.tensors:
-            return 0.0
-        fewer = again and not isinstance(self.way.reshard, bool) and self.way.reshard > 1
-        seconds = self.talk(f"dp_shard:{self.way.reshard}" if fewer else "dp_shard", "all_gather", unit.rest.gather_output)
-        mine = unit.experts
-        return seconds + (self.talk(f"dp_shard:{mine.ranks}", "all_gather", mine.gather_output) if mine is not None else 0.0)
-
-    def scatter(self, unit: Unit) -> float:
-        """Seconds to scatter a unit's gradients."""
-        if self.way.shards == 1:
-            return 0.0
-        mine = unit.experts
-        seconds = self.talk("dp_shard", "reduce_scatter", unit.rest.reduce_input)
-        return seconds + (self.talk(f"dp_shard:{mine.ranks}", "reduce_scatter", mine.reduce_input) if mine is not None else 0.0)
-
-    def forward(self, stage: Stage, root: str, *, gathers: bool = True) -> Seconds:
-        """One forward of a stage. `gathers`: its parameters are not whole yet."""
-        found = Seconds()
-        if self.way.data and gathers:
-            self._gathering(stage, root, found)
-            return found
-        if stage.first:
-            self._plain(self.works.work(BEFORE).forward, 1, found)
-        for kind, mode, count in stage.runs:
-            self._plain(self.works.work(kind, mode).forward, count, found)
-        if stage.last:
-            self._plain(self.works.work(AFTER).forward, 1, found)
+    def _events(self, stage: Stage) -> dict[str, tuple[Values, list[Values]]]:
+        """Of every kind of event of a walked stage: when each stream has done with it, and how much later for a block more of
+        each run."""
+        found: dict[str, tuple[Values, list[Values]]] = self.kept.of(("events", stage), lambda: self._simulated(stage))
         return found
 
-    def _gathering(self, stage: Stage, root: str, found: Seconds) -> None:
-        """Forward with parameters in shards: the next unit is gathered while one computes."""
-        clock = Clock()
-        units = [self.unit(kind) for kind, _, _ in stage.runs]
-        ready = self._whole(self.unit(root), clock.send("dp_shard", self.gather(self.unit(root))), units[:1], clock, found)
-        if stage.first:
-            self._ahead(self.works.work(BEFORE).forward, clock, found)
-        for place, (kind, mode, count) in enumerate(stage.runs):
-            unit, half = units[place], self.works.work(kind, mode).forward
-            for number in range(min(count, WALKED)):
-                before, waits = clock.now, found.waited.get("dp_shard", 0.0)
-                following = [unit] if number < count - 1 else units[place + 1 : place + 2]
-                ready = self._whole(unit, ready, following, clock, found)
-                self._ahead(half, clock, found)
-            more, step = max(0, count - WALKED), clock.now - before
-            clock.now, ready = clock.now + more * step, ready + more * step
-            clock.free["dp_shard"] += more * step
-            found.wait("dp_shard", more * (found.waited.get("dp_shard", 0.0) - waits))
-            for one in half.messages:
-                found.wait(one.axis, more * self.talk(one.axis, one.kind, one.nbytes) * one.times)
-            found.add(half, more)
-            found.device += more * unit.copy_out
-            found.host += more * self._issued(unit) + count * self.issue("foretell.reshard")
-        if stage.last:
-            self._ahead(self.works.work(AFTER).forward, clock, found)
-        found.total = clock.now
-
-    def _whole(self, unit: Unit, ready: float, following: Sequence[Unit], clock: Clock, found: Seconds) -> float:
-        """Waited for and copied out, and the next one asked for: when that will be there."""
-        found.wait("dp_shard", ready - clock.now)
-        clock.now = max(clock.now, ready)
-        clock.compute(unit.copy_out)
-        found.device += unit.copy_out
-        found.host += self._issued(unit)
-        return clock.send("dp_shard", self.gather(following[0])) if following else clock.now
-
-    def _ahead(self, half: Half, clock: Clock, found: Seconds) -> None:
-        found.add(half)
-        clock.compute(half.seconds)
-        clock.now += self.messages(half.messages, found)
-
-    def _plain(self, half: Half, count: int, found: Seconds) -> None:
-        found.add(half, count)
-        sent = self.messages(half.messages, _NOWHERE) if half.messages else 0.0
-        found.total += count * (half.seconds + sent)
-        for one in half.messages:
-            found.wait(one.axis, count * self.talk(one.axis, one.kind, one.nbytes) * one.times)
-
-    def _issued(self, unit: Unit) -> float:
-        """Host seconds of making a unit whole: one gather, or casts and copies of each parameter."""
-        if not unit.tensors:
-            return 0.0
-        one = self.issue("foretell.all_gather") + self.issue("foretell.all_gather_copy_out")
-        cast = self.issue("aten._to_copy.default") if self.works.material.wide else 0.0
-        each, waits = cast + self.issue("aten.copy_.default"), self.issue("foretell.all_gather_wait")
-        if self.way.shards == 1:
-            return waits + unit.tensors * each
-        mine = unit.experts
-        return one + (0.0 if mine is None else one if mine.ranks > 1 else waits + mine.tensors * each)
-
-    def backward(self, stage: Stage, root: str, *, gathers: bool = True, reduces: bool = True, sums: bool = True) -> Seconds:
-        """One backward of a stage. `reduces`: gradients are scattered; `sums`: and summed over replicas."""
-        found, clock = Seconds(), Clock()
-        data = self.way.data
-        gathers = gathers and data and self.way.reshard is not False
-        order: list[tuple[Work, Unit | None]] = []
-        jumps: dict[int, int] = {}
-        for kind, mode, count in reversed(stage.runs):
-            work, unit = self.works.work(kind, mode), self.unit(kind) if data else None
-            order += [(work, unit)] * min(count, WALKED)
-            if count > WALKED:
-                jumps[len(order) - 1] = count - WALKED
-        ready = self._prefetched(order, 0, clock) if gathers else 0.0
-        if stage.last:
-            self._run(self.works.work(AFTER), clock, found)
-        for place, (work, unit) in enumerate(order):
-            before, lanes = clock.now, dict(clock.free)
-            if unit is not None and gathers:
-                found.wait("dp_shard", ready - clock.now)
-                clock.now = max(clock.now, ready)
-                clock.compute(unit.copy_out)
-                ready = self._prefetched(order, place + 1, clock)
-            waits = found.waited.get("dp_shard", 0.0)
-            again = found.again
-            self._run(work, clock, found)
-            if unit is not None:
-                self._ended(unit, clock, found, gathers, reduces, sums)
-            if place in jumps:
-                more = jumps[place]
-                step = clock.now - before
-                clock.now += more * step
-                ready += more * step if ready else 0.0
-                for axis in clock.free:
-                    clock.free[axis] += more * max(0.0, clock.free[axis] - lanes[axis]) if clock.free[axis] > lanes[axis] else 0.0
-                self._repeat(work, unit, more, found, gathers, reduces, found.again - again)
-                found.wait("dp_shard", more * (found.waited.get("dp_shard", 0.0) - waits))
-        if stage.first:
-            self._run(self.works.work(BEFORE), clock, found)
-        if data:
-            self._ended(self.unit(root), clock, found, gathers=False, reduces=reduces, sums=sums)
-        end = max(clock.now, *clock.free.values()) if reduces else clock.now
-        for axis, free in clock.free.items():
-            found.wait(axis, (free - clock.now) if reduces else 0.0)
-        found.total = end
+    def _simulated(self, stage: Stage) -> dict[str, tuple[Values, list[Values]]]:
+        ran, found = self._run(stage), dict[str, tuple[Values, list[Values]]]()
+        seen: dict[object, tuple[Values, list[Values]]] = {}
+        for name, ops in ran.named.items():
+            key = (name[:1], len(ops), sum(len(op.outputs) for op in ops))
+            if key not in seen:
+                seen[key] = self._event(ran.trace, ops, ran.lasts, apart=name in ("gather", "tail"))
+            found[name] = seen[key]
+        found["update"] = self._update(replace(ran.trace, storages=ran.part.storages, resident=ran.part.resident()), ran.update, ran.lasts)
         return found
 
-    def _prefetched(self, order: Sequence[tuple[Work, Unit | None]], place: int, clock: Clock) -> float:
-        if place >= len(order):
-            return 0.0
-        unit = order[place][1]
-        assert unit is not None
-        seconds = self.gather(unit, again=True)
-        return clock.send("dp_shard", seconds) if seconds else 0.0
+    # ------------------------------------------------------------------ time
 
-    def _run(self, work: Work, clock: Clock, found: Seconds) -> None:
-        half = work.backward
-        found.add(half)
-        found.again += work.again
-        clock.compute(half.seconds)
-        clock.now += self.messages(half.messages, found)
-
-    def _ended(self, unit: Unit, clock: Clock, found: Seconds, gathers: bool, reduces: bool, sums: bool) -> None:
-        """A unit's gradients are copied together and sent; in a pipeline they are added up until the last one."""
-        if not unit.tensors:
-            return
-        found.host += self.issue("foretell.reshard") * _messages(unit) + self._issued(unit) * gathers
-        found.device += unit.copy_out * gathers
-        if not reduces:
-            clock.compute(unit.adding)
-            found.device += unit.adding
-            found.host += unit.trained * self.issue("aten.add_.Tensor")
-            return
-        if not unit.trained:
-            return
-        clock.compute(unit.copy_in)
-        found.device += unit.copy_in
-        scattered = self.issue("foretell.reduce_scatter_copy_in") + self.issue("foretell.reduce_scatter")
-        found.host += _messages(unit) * (scattered + self.issue("foretell.all_reduce") * (self.way.replicas > 1 and sums))
-        done = clock.now
-        if self.way.shards > 1:
-            done = clock.send("dp_shard", self.scatter(unit))
-        if self.way.replicas > 1 and sums:
-            clock.send("dp_replicate", self.talk("dp_replicate", "all_reduce", unit.partial), done)
-
-    def _repeat(
-        self, work: Work, unit: Unit | None, more: int, found: Seconds, gathers: bool, reduces: bool, again: float
-    ) -> None:
-        """What is counted of blocks that were not walked."""
-        found.add(work.backward, more)
-        found.again += more * again
-        for m in work.backward.messages:
-            found.wait(m.axis, more * self.talk(m.axis, m.kind, m.nbytes) * m.times)
-        if unit is not None:
-            shadow = Seconds()
-            self._ended(unit, Clock(), shadow, gathers, reduces, True)
-            found.host += more * shadow.host
-            found.device += more * shadow.device
-
-    def reduce_all(self, stage: Stage, root: str) -> Seconds:
-        """After a stage's last backward in a pipeline: all of it is scattered, one unit after the other."""
-        found, clock = Seconds(), Clock()
-        for key, count in keys_of(stage, root):
-            for _ in range(min(count, WALKED)):
-                self._ended(self.unit(key), clock, found, gathers=False, reduces=True, sums=True)
-            if count > WALKED:
-                unit, left = self.unit(key), count - WALKED
-                each = max(unit.copy_in, self.scatter(unit))
-                if self.way.replicas > 1:
-                    each = max(each, self.talk("dp_replicate", "all_reduce", unit.partial))
-                clock.now += left * unit.copy_in
-                for axis in clock.free:
-                    clock.free[axis] = clock.free[axis] + left * each if clock.free[axis] else 0.0
-                found.host += left * (self.issue("foretell.reduce_scatter_copy_in") + self.issue("foretell.reduce_scatter"))
-                found.device += left * unit.copy_in
-        found.total = max(clock.now, *clock.free.values())
-        found.wait("dp_shard", found.total - found.device)
+    def seconds(self, stage: Stage) -> Mapping[str, float]:
+        """Kind of event → its seconds, and those of the update: of the device, or of a host that takes longer."""
+        found = self._seconds.get(stage)
+        if found is None:
+            found = self._seconds[stage] = {
+                name: max((end + sum(left * one.get(stream, 0.0) for left, one in zip(stage.left, more, strict=True))
+                           for stream, end in ends.items()), default=0.0)
+                for name, (ends, more) in self._events(stage.walked).items()
+            }  # fmt: skip
         return found
 
+    def _event(self, trace: Trace, ops: Sequence[Op], lasts: Sequence[str], *, apart: bool) -> tuple[Values, list[Values]]:
+        """`apart`: every stream goes its own way; else messages keep up with compute, or it waits for them."""
+        if self.speeds is None or not ops:
+            return {}, [{} for _ in lasts]
+        alone = replace(trace, programs={"event": Program("event", tuple(ops))}, schedule={"steady_step": (("event", 1),)})
+        asked = list(tasks_of(alone, (("event", 1),), self.speeds, around=False))
+        host, tasks = freed(asked)
+        timeline = simulate(tasks, steps=2, drag=drags(tasks, self.speeds))
+        ends: dict[str, float] = {}
+        for task, finish in zip(timeline.tasks, timeline.finish, strict=True):
+            ends[task.resource] = max(ends.get(task.resource, 0.0), finish)
+        more = [periods(timeline, last) for last in lasts]
+        for one, last in zip(more, lasts, strict=True):
+            if not apart:
+                one.update(dict.fromkeys(ends, one.get(COMPUTE, 0.0)))
+            one[HOST] = sum(task.host_seconds for task in asked if inside(task.module, last))
+        return {**ends, HOST: host}, more
 
-def _messages(unit: Unit) -> int:
-    """Gathers that make a unit whole: experts have one of their own."""
-    return 1 if unit.experts is None else 2
+    def _update(self, trace: Trace, ops: Sequence[Op], lasts: Sequence[str]) -> tuple[Values, list[Values]]:
+        """An update waits for nothing: its seconds, and what they are less without a block."""
+
+        def of(kept: Sequence[Op], parameters: int) -> Values:
+            if self.speeds is None or not kept:
+                return {}
+            alone = replace(trace, programs={"event": Program("event", tuple(kept))}, schedule={"steady_step": (("event", 1),)})
+            tasks = list(tasks_of(alone, (("event", 1),), self.speeds))
+            host = sum(task.host_seconds for task in tasks) - parameters * self.speeds.machine.host.weights["parameter"]
+            return {COMPUTE: sum(task.seconds for task in tasks), HOST: host}
+
+        whole, more = of(ops, 0), []
+        for last in lasts:
+            mine = {number for number, one in trace.storages.items() if inside(one.module, last)}
+            count = sum(number in mine for number in trace.resident if trace.storages[number].role == types.PARAMETER)
+            less = of([without(op, mine) for op in ops], count)
+            more.append({stream: value - less.get(stream, 0.0) for stream, value in whole.items()})
+        return whole, more
+
+    # ------------------------------------------------------------------ memory
+
+    def sizes(self, stage: Stage) -> Mapping[str, float]:
+        """Bytes of a stage: for each micro-batch kept from forward, left between two passes of backward, received, ...;
+        `lasting` whatever runs; `event` most in an event, of one micro-batch."""
+        if stage not in self._sizes:
+            walked = stage.walked
+            found, each = self.kept.of(("sizes", walked), lambda: _kept(self._run(walked), self.works))
+            self._sizes[stage] = {
+                name: value + sum(left * one[name] for left, one in zip(stage.left, each, strict=True)) for name, value in found.items()
+            }
+        return self._sizes[stage]
+
+    def peak(self, rank: int, stages: Sequence[tuple[int, Stage]], order: Order, ties: Sequence[int]) -> Peak:
+        """Of a rank with these stages that runs these events; `ties` are the ranks of the first and the last stage."""
+        key = (rank, tuple(stages), order)
+        if key not in self._peaks:
+            self._peaks[key] = Peak(*self.kept.of(("peak", *key), lambda: self._replayed(rank, stages, order, ties)))
+        return self._peaks[key]
+
+    def _replayed(self, rank: int, stages: Sequence[tuple[int, Stage]], order: Order, ties: Sequence[int]) -> tuple[int, int]:
+        found, names = self._arranged(rank, stages, order, ties)
+        times = dict(zip(names, (left for _, stage in stages for left in stage.left), strict=True))
+        ends = [end for _, _, end in found.events]
+        step = found.trace.programs[STEP].ops
+        deep = deepened(found.trace, times, lambda ops: ends if ops is step else ())
+        return astuple(replayed(deep, self.works.prices.sizes))
+
+    def _arranged(
+        self, rank: int, stages: Sequence[tuple[int, Stage]], order: Order, ties: Sequence[int]
+    ) -> tuple[RankTrace, list[str]]:
+        walked = tuple((number, stage.walked) for number, stage in stages)
+        key = (rank, walked, order)
+        if key not in self._ranks:
+            count = 1 + max(event.micro for event in order)
+            trace, parts, lasts = self.parts(walked, count)
+            plan = replace(self.plan, accumulate=count)
+            tied = {n: sorted(set(ties)) for part in parts for n in part.stage.tied}
+            self._ranks[key] = arranged(trace, rank, parts, plan, order, tied), [name for names in lasts for name in names]
+        return self._ranks[key]
+
+
+def cut_out(works: Works, stages: Sequence[tuple[int, Stage]], split: bool) -> tuple[Trace, tuple[Cut, ...], list[list[str]]]:
+    """Stages of a short stack, between links that stand for those of other ranks."""
+    items: list[Item] = []
+    lists: list[list[str]] = []
+    mine, lasts = [], []
+
+    def link() -> None:
+        items.append(Item(LINK, "keep", name_of(len(items))))
+        lists.append([items[-1].name])
+
+    before = -1
+    for number, stage in stages:
+        if number > 0 and before != number - 1:
+            link()
+        mine.append(len(lists))
+        lasts.append(stage.lasts(len(items)))
+        own = stage.items(len(items))
+        items += own
+        lists.append([item.name for item in own])
+        before = number
+    if not stages[-1][1].last:
+        link()
+    trace = works.stack(items, split=split)
+    return trace, some(trace, lists, mine), lasts
+
+
+class _Ran:
+    """A stage and one event of each kind, lowered."""
+
+    def __init__(self, trace: Trace, part: Part, lasts: list[str], events: list[tuple[str, str, list[Op]]]) -> None:
+        self.trace, self.part, self.lasts, self.events = trace, part, lasts, events
+        self.named: dict[str, list[Op]] = {}
+        """Kind of event → its ops."""
+        self.update = part.update(trace.programs["update"].ops)
+
+    def divide(self, *, looped: bool) -> None:
+        """What the first and the last event do besides, on their own."""
+        self.named = {name: ops for _, name, ops in self.events if name}
+        usual = self.named["W F" if "W F" in self.named else "B F"]
+        self.named["tail"] = self.named["tail"][len(usual) :]
+        first = self.named.pop("F first")
+        self.named["gather"] = first[: len(first) - len(self.named["F B"])] if looped else []
+
+
+def _kept(ran: _Ran, works: Works) -> tuple[Values, list[Values]]:
+    """Bytes of a stage, and of the last block of each of its runs alone."""
+    part, lasts = ran.part, ran.lasts
+    across = {n for op in part.programs.get("I", ((), ()))[0] for n in op.allocates}
+    names = (HELD, "left", INPUT, RECEIVED, GRADIENT_RECEIVED, GRADIENT_SENT, "lasting", "event")
+    found, each = dict.fromkeys(names, 0.0), [dict.fromkeys(names, 0.0) for _ in lasts]
+
+    def add(name: str, number: int, times: float = 1.0) -> None:
+        storage = part.storages[number]
+        size = times * rounded(storage.nbytes)
+        found[name] += size
+        for last, mine in zip(lasts, each, strict=True):
+            if name in (HELD, "left", "lasting") and inside(storage.module, last):
+                mine[name] += size
+
+    for number, kind in part.kinds.items():
+        name = "left" if number in across and kind == HELD else kind
+        if name in found:
+            add(name, number)
+    trained = {ref.storage for op in ran.update for ref in op.inputs}
+    for number in part.resident():
+        if part.storages[number].role != types.INPUT:
+            add("lasting", number, 1.0 + works.slots * (number in trained))
+    alive, most = _walked(part, [ops for _, _, ops in ran.events], works)
+    for number in alive:
+        add("lasting", number)
+    found["event"] = most
+    found["lasting"] += 2 * works.prices.sizes.cublas_workspace_bytes
+    for one in each:
+        one["event"] = one[HELD]  # what else an event holds is the same at any depth
+    return found, each
+
+
+def _walked(part: Part, run: Sequence[Sequence[Op]], works: Works) -> tuple[set[int], float]:
+    """What stays alive between events besides what every micro-batch has of its own; and most bytes in the last events, above
+    that, with one micro-batch in flight."""
+    live, most = 0, 0
+    alive: dict[int, int] = {}
+    lasting: set[int] = set()
+    halves = len(run) - (3 if part.split else 2)
+    for place, ops in enumerate(run):
+        if place == halves:
+            lasting = {number for number in alive if part.kinds.get(number) not in EACH}
+            live = sum(size for number, size in alive.items() if number not in lasting)
+            base = sum(alive[number] for number in lasting)
+            alive = dict(alive)
+            most = -base
+            live = base
+        for op in ops:
+            for number in op.allocates:
+                live -= alive.get(number, 0)
+                alive[number] = rounded(part.storages[number].nbytes)
+                live += alive[number]
+            if place >= halves:
+                stages, extra = works.prices.sizes.scratch(op)
+                most = max(most, live + extra + max((sum(stage) for stage in stages), default=0) - base)
+            for number in op.frees:
+                live -= alive.pop(number, 0)
+    return lasting, float(most)
+
+
+__all__ = ["FEW", "FEW_SPLIT", "Stages"]

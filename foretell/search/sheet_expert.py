@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from foretell.errors import UserError
+from foretell.lower.expert import EXPERTS
 from foretell.search.sheet_ops import Material, Piece, Weights, settled
 from foretell.trace import types
 from foretell.trace.types import Op, Ref, Storage, TensorSpec
@@ -55,7 +56,7 @@ class _Spread:
             self.weights = set()
             pieces[key] = self._piece(piece)
             weights[key] = self._own(old.weights[key])
-        return replace(old, pieces=pieces, weights=weights, storages=self.storages, meta={**old.meta, "ep": self.ranks})
+        return replace(old, pieces=pieces, weights=weights, storages=self.storages, meta={**old.meta, "ep": self.ranks, EXPERTS: list(self.paths)})
 
     def _own(self, old: Weights) -> Weights:
         def experts(spec: TensorSpec) -> bool:

@@ -15,7 +15,6 @@ from foretell.lower.batch import Unlike, rebatch
 from foretell.lower.blocks import blocks_of
 from foretell.lower.fsdp.sharded import block_of, wide_of
 from foretell.lower.fsdp.units import Storages, Way, units_of
-from foretell.price.host import beside_device, in_host_memory
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Storage, TensorSpec, Trace
 
@@ -62,9 +61,6 @@ class Material:
     shared: tuple[TensorSpec, ...]
     """Parameters that both before and after use: there once, in `before`; on two stages of a pipeline twice."""
     storages: Mapping[int, Storage]
-    update: tuple[Op, ...]
-    counting: tuple[Op, ...]
-    """Of the update: what the host does by itself."""
     inputs: int
     """Bytes of a micro-batch."""
     buffers: int
@@ -137,10 +133,8 @@ def cut(trace: Trace) -> Material:
         pieces[key] = Piece(forward, tuple(op for op in mine if op.phase in _LATE), outputs)
     weights, shared = _weights(trace, pieces, names)
     resident = [trace.storages[number] for number in trace.resident]
-    update, here = trace.programs["update"].ops if "update" in trace.programs else (), in_host_memory(trace.storages)
     return Material(
         blocks=blocks, kinds=kinds, pieces=pieces, weights=weights, shared=shared, storages=_touched(trace, pieces),
-        update=tuple(op for op in update if not beside_device(op, here)), counting=tuple(op for op in update if beside_device(op, here)),
         inputs=sum(one.nbytes for one in resident if one.role == types.INPUT),
         buffers=sum(one.nbytes for one in resident if one.role == types.BUFFER),
         parameters=sum(1 for one in resident if one.role == types.PARAMETER), wide=wide_of(trace),

@@ -206,7 +206,7 @@ class Prices:
         born = {number for op in ops for number in op.allocates}
         gone = {number for op in ops for number in op.frees}
         outgoing = (born - gone - gradients) | {r.storage for op in ops for r in op.outputs if r.storage not in born}
-        first, second = _leading_to(ops, outgoing, born), _leading_to(ops, gradients, born)
+        first, second = leading_to(ops, outgoing, born), leading_to(ops, gradients, born)
         alone = both = 0.0
         made: set[int] = set()
         read: set[int] = set()
@@ -268,7 +268,7 @@ def _saved(phases: Phases, storages: Mapping[int, Storage]) -> int:
     return sum(ref.storage in mine for op in phases.backward if short(op.name) not in FREE for ref in op.inputs)
 
 
-def _leading_to(ops: Sequence[Op], wanted: Iterable[int], born: set[int]) -> set[int]:
+def leading_to(ops: Sequence[Op], wanted: Iterable[int], born: set[int]) -> set[int]:
     """Positions of ops on the way to some storages."""
     needed, found = set(wanted), set()
     for position in range(len(ops) - 1, -1, -1):

@@ -21,13 +21,15 @@ from foretell.plan.types import Mesh
 from foretell.search import space
 from foretell.search.front import TIGHT, Point, best_of, complaint, point_of, score
 from foretell.search.quick import Layout
-from foretell.search.space_fill import Filled, Pricer, fill
+from foretell.search.space_fill import Filled, Pricer, fill, least_seconds
 from foretell.search.space_wishes import Wishes
 from foretell.trace.collection import no_collection
 
 BEYOND, BEYOND_LOOPED = 0.1, 0.0
 """Layouts are costed when their least is at most this much above the best: for runners-up that differ in kind. Of
 schedules that wait less than the simple ones, only those that might win."""
+MOST_RATIO = 1.05
+"""How many times what its blocks alone take a layout is thought to take at least, however much those took that were costed."""
 VARIED = 8
 """Layouts around which compiling and giving back are varied, besides the best of each number of devices."""
 
@@ -74,6 +76,11 @@ class Explorer:
     found: Explored = field(default_factory=Explored)
     full: dict[tuple[Mesh, str], int] = field(default_factory=dict)
     """Mesh and schedule → micro-batch that did not fit."""
+    leasts: dict[Layout, float] = field(default_factory=dict)
+    ratio: float = 0.0
+    """How many times that at least the layouts took that were costed; 0: none was."""
+    heavy: set[object] = field(default_factory=set)
+    """Layouts that do not fit with every block kept under the schedule that holds least."""
     floors: dict[object, float] = field(default_factory=dict)
     """Mesh and batch → seconds of the simple schedule, without its waiting; with the schedule, those of shards alone."""
 
@@ -125,7 +132,9 @@ class Explorer:
 
     def _learn(self, frame: Layout, point: Point) -> None:
         """What a layout took without its waiting; without messages of the data axes and what it computes again."""
-        parts = point.quick.parts
+        parts, least = point.quick.parts, self._least(frame)
+        if least:
+            self.ratio = max(1.0, min(self.ratio or MOST_RATIO, point.quick.seconds / least))
         self.floors[_core(frame)] = point.seconds - parts.get("bubble", 0.0)
         if frame.mesh.dp_replicate == 1:
             less = sum(seconds for name, seconds in parts.items() if name.startswith("dp_") or name == "recompute")
@@ -147,7 +156,23 @@ class Explorer:
                 return frame.schedule != self.wishes.schedule
             if self._scaled(floor, frame) > best * (1 + BEYOND_LOOPED):
                 return True
-        return _apart(frame) and best < float("inf") and self._loses(frame, best)
+        if best == float("inf"):
+            return False
+        least = self._least(frame) * (1.0 if _looped(frame) else max(1.0, self.ratio))
+        if self._scaled(least, frame) > best * (1 + (BEYOND_LOOPED if _looped(frame) else BEYOND)):
+            return True
+        return _apart(frame) and self._loses(frame, best)
+
+    def _least(self, frame: Layout) -> float:
+        """By what its blocks alone take and hold."""
+        if self.filler is not None:
+            return 0.0
+        if frame not in self.leasts:
+            self.leasts[frame] = least_seconds(frame, self.pricer, self._limit(frame))
+        return self.leasts[frame]
+
+    def _limit(self, frame: Layout) -> float:
+        return min(self.pricer.limit(frame), self.cluster.device.memory_bytes * (1 - self.wishes.margin))
 
     def _loses(self, frame: Layout, best: float) -> bool:
         """Whether a layout cannot win, or does not fit, even by an optimist."""
@@ -198,6 +223,8 @@ class Explorer:
         if filled is None:
             self.found.left[f"the model cannot be cut into {frame.mesh.pp * frame.interleave} stages"] += 1
             return None
+        if frame.schedule == "1f1b" and filled.tight is None and set(filled.layout.modes) != {"keep"}:
+            self.heavy.add(_core(frame))
         self.found.costed += 1
         if self.found.costed % 64 == 0:
             self.progress(f"{self.found.costed} of {self.found.there} layouts costed")
@@ -218,7 +245,10 @@ class Explorer:
         return point
 
     def _ruled_out(self, frame: Layout) -> bool:
-        """Whether a smaller micro-batch did not fit, or more shards, or one stage a rank: these hold less."""
+        """Whether a smaller micro-batch did not fit, or more shards, or one stage a rank, or all kept where all must be: these
+        hold less."""
+        if frame.schedule in SPLIT_BACKWARD and _core(frame) in self.heavy:
+            return True
         keys = [self._tight_key(frame)]
         if frame.mesh.pp > 1 and frame.schedule not in ("1f1b", "gpipe"):
             keys.append(self._tight_key(replace(frame, schedule="1f1b", interleave=1, reshard=True)))

@@ -1,11 +1,10 @@
 """A layout made whole: where its stages begin and which blocks are computed again, so that it fits in least time.
 
-    keep every block ── fits? ─► done
-      │ no: so many bytes too many on each rank
-      ▼ recompute every block ── does not fit either? ─► so many bytes are missing
-      │ fits: how many bytes a recomputed byte really frees is then known
-      ▼ cuts and residency that free what is needed, and no more (`stages.joint`, `residency.least`)
-      ▼ quick cost again; what the estimate of bytes missed is added to the need, a few times
+    bytes of the blocks, which add up ── all kept they may fit? ─► quick cost: they do ─► done
+      ▼ no: cuts and residency that free what is needed, and no more (`stages.joint`, `residency.least`)
+      ▼ quick cost: what each rank holds beside its blocks is then known
+      ▼ cuts and residency again, and so on, until it fits and no block more can be kept
+      ▼ nothing found: everything computed again ── does not fit either? ─► so many bytes are missing
 
 The exact parts see a model in which bytes add up block by block. The quick cost knows more, so its answer is what
 counts: a layout that it does not call fitting is not one.
@@ -15,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Protocol
 
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.search.quick import Layout, Quick
-from foretell.search.residency import KEPT, Way, Ways, least
+from foretell.search.residency import KEPT, Way, Ways, at_least, least
 from foretell.search.stages import Cut, Stack, cut, in_flight, joint, rank_of
 
 TRIES = 4
@@ -32,6 +31,8 @@ NEAR = 0.15
 """Share of the room that may be lacking with even cuts for others to be tried."""
 WORTH_ROOM = 0.03
 """Share of the seconds that is worth not being tight."""
+WORTH_ANOTHER = 0.003
+"""Share of the seconds that is worth another quick cost."""
 CLOSE = 0.002
 """Share of the room by which a need that was missed is raised above what was missed."""
 
@@ -96,16 +97,49 @@ def fill(
             return None
         layout = replace(layout, cuts=cuts)
     layout = replace(layout, modes=("keep",) * len(pricer.blocks))
-    kept = pricer.quick(layout)
+    limit = min(pricer.limit(layout), most)
+    made = _Filling(pricer, _allowed(pricer.stack(layout, True), layout), layout, limit, roomy, given)
+    if layout.mesh.world > 1 and not made.may_keep():
+        return made.filled()
+    kept = made.kept
     fits = kept.fits and kept.memory_bytes <= most
     if fits and kept.memory_bytes <= (roomy or most):
         return Filled(layout=layout, quick=kept)
-    limit = min(pricer.limit(layout), most)
-    found = _Filling(pricer, _allowed(pricer.stack(layout, True), layout), layout, kept, limit, roomy, given).found()
+    found = made.filled()
     if not fits:
         return found
     tight = Filled(layout=layout, quick=kept)
     return replace(found, tight=tight) if found.fits and found.quick.seconds <= kept.seconds * (1 + WORTH_ROOM) else tight
+
+
+def least_seconds(layout: Layout, pricer: Pricer, limit: float) -> float:
+    """Seconds that no cuts and residency of a layout in `limit` bytes go below: those of its blocks, which add up, as their
+    bytes do. Infinite where none fits; 0 where that is not known."""
+    stack = _allowed(pricer.stack(layout, True), layout)
+    ends = [sum(pair) for pair in zip(stack.before, stack.after, strict=True)]
+    seconds = sum(stack.seconds) + ends[0]
+    if layout.mesh.pp == 1:
+        more = at_least(stack.ways, sum(stack.held) + sum(stack.state) + ends[1] + ends[2] + stack.beside[1] - limit)
+        return layout.accumulate * (seconds + more)
+    dearest = _looped_seconds(layout, stack, limit, pricer) if layout.interleave > 1 else None
+    if dearest is None:
+        flights = in_flight(layout.schedule or "1f1b", layout.mesh.pp, 1, layout.accumulate)
+        made = _Filling(pricer, stack, replace(layout, cuts=tuple(range(1, layout.mesh.pp))), limit, 0.0)
+        found = joint(stack, flights, [limit - more for more in made.least_beside()])
+        dearest = found.seconds if found is not None else float("inf")
+    through = 0.0 if layout.schedule in SPLIT_BACKWARD else max(0.0, seconds - dearest)  # every other stage once
+    return layout.accumulate * dearest + through / layout.interleave
+
+
+def _looped_seconds(layout: Layout, stack: Stack, limit: float, pricer: Pricer) -> float:
+    """Of the dearest rank with several stages, cut evenly, for one micro-batch; infinite where none fits."""
+    cuts = _even_cuts(stack, layout.mesh.pp * layout.interleave)
+    if cuts is None:
+        return 0.0  # it is said why when it is costed
+    layout = replace(layout, cuts=cuts, modes=("keep",) * len(stack.seconds))
+    made = _Filling(pricer, stack, layout, limit, 0.0, given=True)
+    step = made.step(made.least_beside())
+    return float("inf") if step is None else max(made.seconds(step.modes))
 
 
 def _allowed(stack: Stack, layout: Layout) -> Stack:
@@ -137,14 +171,80 @@ class _Filling:
     pricer: Pricer
     stack: Stack
     layout: Layout
-    kept: Quick
     limit: float
     roomy: float
     given: bool = False
     """Whether cuts must stay as they are."""
 
-    def found(self) -> Filled:
+    def __post_init__(self) -> None:
+        self.room = self.limit
+
+    @cached_property
+    def kept(self) -> Quick:
+        """The cost with every block kept."""
+        return self.pricer.quick(self.layout)
+
+    def may_keep(self) -> bool:
+        """Whether the blocks alone fit with everything kept."""
+        return all(linear + beside <= self.limit for linear, beside in zip(self._linear(self.layout), self.least_beside(), strict=True))
+
+    def least_beside(self) -> list[float]:
+        """What each rank holds at least beside its blocks."""
+        layout, last = self.layout, len(self.layout.cuts)
+        found = [self.stack.beside[rank == self._rank(last)] for rank in range(layout.mesh.pp)]
+        for stage in range(last + 1) if last else ():  # what comes and goes between ranks stays until the step ends
+            turned = layout.schedule != "1f1b" and stage > 0
+            found[self._rank(stage)] += ((stage > 0) + (stage < last) + turned) * layout.accumulate * self.stack.stream
+        return found
+
+    def filled(self) -> Filled:
         """The fastest that fits; else the one with everything computed again, and what it lacks."""
+        if self.layout.mesh.world > 1:
+            known = self.__dict__.get("kept")
+            beside = self._beside(self.layout, known) if known is not None else self.least_beside()
+            for room in dict.fromkeys((min(self.limit, self.roomy or self.limit), self.limit)):
+                self.room = room
+                found, beside = self._by_blocks(beside)
+                if found is not None:
+                    return found
+        return self._from_ends()
+
+    def _by_blocks(self, beside: list[float]) -> tuple[Filled | None, list[float]]:
+        """Cuts and residency by the bytes of blocks and what is beside them, which every quick cost says anew; and that."""
+        best: Filled | None = None
+        tried, layout = set[Layout](), self.layout
+        for _ in range(TRIES):
+            step = self.step(beside)
+            if step is None:
+                break
+            layout = replace(self.layout, cuts=step.cuts or self.layout.cuts, modes=step.modes)
+            if layout in tried:
+                if best is not None:
+                    break
+                beside = [more + CLOSE * self.room for more in beside]
+                continue
+            tried.add(layout)
+            seen = self.pricer.quick(layout)
+            beside = self._beside(layout, seen)
+            if self._fine(seen, self.room):
+                if best is None or seen.seconds < best.quick.seconds:
+                    best = Filled(layout=layout, quick=seen)
+                if not self._worth_another(layout, beside, seen):
+                    break
+            elif best is not None:
+                break
+        return best, beside
+
+    def _worth_another(self, layout: Layout, beside: Sequence[float], seen: Quick) -> bool:
+        """Whether what is now known to be beside the blocks lets enough of them be kept."""
+        step = self.step(beside)
+        if step is None or (step.cuts or layout.cuts) != layout.cuts:
+            return step is not None
+        gain = max(a - b for a, b in zip(self.seconds(layout.modes), self.seconds(step.modes), strict=True))
+        return gain * layout.accumulate > WORTH_ANOTHER * seen.seconds
+
+    def _from_ends(self) -> Filled:
+        """From all kept and all computed again to what is between."""
         again = self._all_again()
         self.room = self.limit
         if self._fine(again.quick, min(self.limit, self.roomy or self.limit)):
@@ -162,7 +262,7 @@ class _Filling:
         """The same without selective recomputation."""
         ways = tuple(tuple(way for way in of if way.mode != "selective") for of in self.stack.ways)
         other = replace(self, stack=replace(self.stack, ways=ways))
-        other.room = self.room
+        other.room, other.kept = self.room, self.kept
         return other
 
     def _between(self, again: Filled) -> Filled:
@@ -189,10 +289,14 @@ class _Filling:
 
     def _missing(self, seen: Quick) -> list[float]:
         """Bytes too many on each rank; below zero where there is room."""
-        missing = [bytes_ - self.room for bytes_ in seen.stage_memory]
-        worst = max(range(len(missing)), key=missing.__getitem__)
-        missing[worst] = max(missing[worst], -float(seen.margin_bytes))
-        return missing
+        return [bytes_ - self.room for bytes_ in self._bytes(seen)]
+
+    def _bytes(self, seen: Quick) -> list[float]:
+        """Of each rank; of the worst as many as its margin says."""
+        found = [float(bytes_) for bytes_ in seen.stage_memory]
+        worst = max(range(len(found)), key=found.__getitem__)
+        found[worst] = max(found[worst], self.room - float(seen.margin_bytes))
+        return found
 
     @staticmethod
     def _fine(seen: Quick, room: float) -> bool:
@@ -213,13 +317,25 @@ class _Filling:
             found[rank] += flight * next((way.saves for way in self.stack.ways[block] if way.mode == modes[block]), 0.0)
         return found
 
+    def seconds(self, modes: Sequence[str]) -> list[float]:
+        """Of each rank for one micro-batch, by its blocks."""
+        found = [0.0] * self.layout.mesh.pp
+        found[0] += self.stack.before[0]
+        found[self._rank(len(self.layout.cuts))] += self.stack.after[0]
+        for rank, block, _ in self._mine():
+            found[rank] += self.stack.seconds[block] + next((way.seconds for way in self.stack.ways[block] if way.mode == modes[block]), 0.0)
+        return found
+
+    def _rank(self, stage: int) -> int:
+        layout = self.layout
+        return rank_of(layout.schedule or "", layout.mesh.pp, stage) if layout.mesh.pp > 1 else 0
+
     def _mine(self) -> Iterator[tuple[int, int, int]]:
         """Rank, block and micro-batches in flight of every block."""
         layout, flights = self.layout, self._flights()
         for stage, (start, end) in enumerate(self._spans(layout.cuts)):
-            rank = rank_of(layout.schedule or "", layout.mesh.pp, stage) if layout.mesh.pp > 1 else 0
             for block in range(start, end):
-                yield rank, block, flights[stage]
+                yield self._rank(stage), block, flights[stage]
 
     @property
     def _alone(self) -> bool:
@@ -237,23 +353,34 @@ class _Filling:
 
     # ------------------------------------------------------------------ steps
 
+    def step(self, beside: Sequence[float]) -> Cut | None:
+        """Cuts and residency for what each rank holds beside its blocks."""
+        room = self.room * (1 - CLOSE)
+        if self._alone:
+            return joint(self.stack, self._flights(), [room - more for more in beside])
+        return self._treated([linear + more - room for linear, more in zip(self._linear(self.layout), beside, strict=True)])
+
+    def _beside(self, layout: Layout, seen: Quick) -> list[float]:
+        """What each rank holds beside its blocks."""
+        return [bytes_ - linear for bytes_, linear in zip(self._bytes(seen), self._linear(layout), strict=True)]
+
     def _joint(self, layout: Layout, seen: Quick, worth: Sequence[float]) -> Cut | None:
         """Cuts and residency together; what the quick cost sees beside the blocks is taken from each stage's room."""
-        flights = self._flights()
-        rooms = []
-        for stage, (start, end) in enumerate(self._spans(layout.cuts)):
-            linear = self._linear(stage, start, end, layout.modes, flights[stage])
-            rooms.append(self.room * (1 - CLOSE) - (seen.stage_memory[stage] - linear))
-        return joint(self.stack, flights, rooms, worth)
+        rooms = [self.room * (1 - CLOSE) - more for more in self._beside(layout, seen)]
+        return joint(self.stack, self._flights(), rooms, worth)
 
-    def _linear(self, stage: int, start: int, end: int, modes: Sequence[str], flight: int) -> float:
-        stack, last = self.stack, stage == self.layout.mesh.pp - 1
-        ends = [stack.before] * (stage == 0) + [stack.after] * last
-        held, state = (sum(part[p] for part in ends) for p in (1, 2))
-        for block in range(start, end):
-            saves = next((way.saves for way in stack.ways[block] if way.mode == modes[block]), 0.0)
-            held, state = held + stack.held[block] - saves, state + stack.state[block]
-        return state + held * flight
+    def _linear(self, layout: Layout) -> list[float]:
+        """Bytes of each rank's blocks, and of what is before and after them."""
+        stack, flights = self.stack, self._flights()
+        found, spans = [0.0] * layout.mesh.pp, self._spans(layout.cuts)
+        for stage, (start, end) in enumerate(spans):
+            ends = [stack.before] * (stage == 0) + [stack.after] * (stage == len(spans) - 1)
+            held, state = (sum(part[p] for part in ends) for p in (1, 2))
+            for block in range(start, end):
+                saves = next((way.saves for way in stack.ways[block] if way.mode == layout.modes[block]), 0.0)
+                held, state = held + stack.held[block] - saves, state + stack.state[block]
+            found[self._rank(stage)] += state + held * flights[stage]
+        return found
 
     def _treated(self, needs: Sequence[float]) -> Cut | None:
         """The residency of every rank for given needs; cuts stay."""
@@ -276,7 +403,7 @@ class _Filling:
         """Everything computed again."""
         layout = replace(self.layout, modes=self._most())
         seen = self.pricer.quick(layout) if layout.modes != self.layout.modes else self.kept
-        if seen.margin_bytes < self.kept.margin_bytes:  # computing again only costs here
+        if self.may_keep() and seen.margin_bytes < self.kept.margin_bytes:  # computing again only costs here
             layout, seen = self.layout, self.kept
         return Filled(layout=layout, quick=seen)
 

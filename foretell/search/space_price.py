@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from foretell.hardware.types import Cluster
 from foretell.plan.legal import SPLIT_BACKWARD
-from foretell.plan.types import Mesh
-from foretell.price.collectives import collective
+from foretell.plan.precision import MIXED
+from foretell.plan.types import LOOPED, Mesh
+from foretell.price.collectives import Fabric, collective
 from foretell.price.speeds import fabrics_of
 from foretell.search.quick import Layout, Quick, composer, quick, recipe_for, works_of
 from foretell.search.residency import KEPT, Way, Ways
 from foretell.search.sheet import Sheet, Works
 from foretell.search.sheet_ops import AFTER, BEFORE
+from foretell.search.sheet_work import Half, Work
 from foretell.search.stages import Stack
 from foretell.search.traces import PAIR
 
@@ -27,11 +30,12 @@ class SheetPricer:
     sheet: Sheet
     cluster: Cluster
     reserve: bool = False
-    """Whether costs have what the caching allocator reserves beside: a few percent of memory, and more time to find."""
+    """Whether every rank is replayed through the caching allocator: a few percent of memory, and more time to find."""
     recipe: str | None = None
     """The precision of the traces, if not each layout's own."""
     _bare: dict[object, float] = field(default_factory=dict)
     _stacks: dict[object, Stack] = field(default_factory=dict)
+    _wires: dict[Mesh, tuple[str, dict[str, Fabric]]] = field(default_factory=dict)
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -54,8 +58,8 @@ class SheetPricer:
     def stack(self, layout: Layout, treated: bool = False) -> Stack:
         """Bytes and seconds of blocks for one micro-batch; the same for layouts that differ elsewhere."""
         mesh = layout.mesh
-        shared = (mesh.tp, mesh.cp, mesh.ep, mesh.dp_shard, mesh.spread > 1)
-        key = (treated, self.recipe or recipe_for(layout), layout.micro_batch, shared, layout.compile)
+        shared = (mesh.tp, mesh.cp, mesh.ep, mesh.dp_shard, mesh.spread > 1, self._fabrics(mesh)[0], mesh.pp > 1)
+        key = (treated, self.recipe or recipe_for(layout), layout.micro_batch, shared, layout.compile, layout.precision, self._kept(layout))
         if key not in self._stacks:
             self._stacks[key] = self._made(layout, treated)
         return self._stacks[key]
@@ -81,15 +85,27 @@ class SheetPricer:
             works = self.works(like)
             names: list[str | int] = [BEFORE, AFTER, *self.sheet.kinds]
             halves = [half for work in map(works.work, names) for half in (work.forward, work.backward)]
-            fabrics = fabrics_of(mesh, self.cluster) if self.cluster.matrix is None else {}  # else by where ranks are put
-            sent = sum(
-                collective(one.kind, one.nbytes, fabrics[one.axis]).seconds * one.times
-                for half in halves for one in half.messages if one.axis in fabrics
-            )  # fmt: skip
-            self._bare[key] = (sum(half.seconds for half in halves) + sent) / micro_batch
+            self._bare[key] = (sum(half.seconds for half in halves) + self._sent(halves, mesh)) / micro_batch
         each = self._bare[key] * layout.micro_batch / layout.mesh.pp
         waits = 0.0 if layout.schedule in SPLIT_BACKWARD else (layout.mesh.pp - 1) / layout.interleave
         return each * (layout.accumulate + waits)
+
+    def _fabrics(self, mesh: Mesh) -> tuple[str, dict[str, Fabric]]:
+        """What split layers talk over, in words and by axis."""
+        if mesh.tp * mesh.cp * mesh.ep == 1 or self.cluster.matrix is not None:  # where ranks are put is not known yet
+            return "", {}
+        if mesh not in self._wires:
+            found = {axis: fabric for axis, fabric in fabrics_of(mesh, self.cluster).items() if axis in ("tp", "cp", "ep")}
+            self._wires[mesh] = repr(found), found
+        return self._wires[mesh]
+
+    def _sent(self, halves: Iterable[Half], mesh: Mesh) -> float:
+        """Seconds of the messages of split layers, which nothing runs beside."""
+        fabrics = self._fabrics(mesh)[1]
+        return sum(
+            collective(one.kind, one.nbytes, fabrics[one.axis]).seconds * one.times
+            for half in halves for one in half.messages if one.axis in fabrics
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ making
 
@@ -99,28 +115,52 @@ class SheetPricer:
         ways: dict[int, Ways] = {}
         for kind in dict.fromkeys(kinds):
             seconds[kind], held[kind], state[kind] = self._piece(works, kind, layout)
-            ways[kind] = self._ways(works, kind) if treated else (KEPT,)
+            ways[kind] = self._ways(works, kind, layout.mesh) if treated else (KEPT,)
         return Stack(
             seconds=tuple(seconds[kind] for kind in kinds), held=tuple(held[kind] for kind in kinds),
             state=tuple(state[kind] for kind in kinds), ways=tuple(ways[kind] for kind in kinds),
             before=self._piece(works, BEFORE, layout), after=self._piece(works, AFTER, layout),
+            stream=float(works.boundary), beside=self._beside(works, layout),
         )  # fmt: skip
 
     def _piece(self, works: Works, key: str | int, layout: Layout) -> tuple[float, float, float]:
         work, mesh = works.work(key), layout.mesh
-        unit = works.unit(key, mesh.dp_shard * mesh.cp, data=mesh.spread > 1)
-        return (
-            work.forward.seconds + work.backward.seconds, float(max(0, work.forward.net)),
-            float(unit.kept + unit.state + unit.gradient),
-        )  # fmt: skip
+        summed, whole = self._kept(layout)
+        state = works.state(key, mesh.dp_shard * mesh.cp, data=mesh.spread > 1, summed=summed, whole=whole)
+        return self._seconds(work, mesh), float(max(0, work.forward.net)), float(state)
 
-    def _ways(self, works: Works, kind: int) -> Ways:
+    def _beside(self, works: Works, layout: Layout) -> tuple[float, float]:
+        """What is outside of all tensors; and beside a block that is run, or what comes after all of them, their own temporary
+        tensors and whole parameters."""
+        around = composer(self.sheet, self.cluster, layout.mesh).beside
+        shares = layout.mesh.dp_shard * layout.mesh.cp > 1 and not self._kept(layout)[1]
+
+        def of(key: str | int, units: int) -> float:
+            work = works.work(key)
+            gathered = units * works.whole(key) if shares else 0
+            return float(max(work.forward.peak - work.forward.net, work.backward.peak) + gathered)
+
+        block = max(of(kind, 2) for kind in set(self.sheet.kinds))
+        return around + block, around + max(of(AFTER, 1), block - max(0, works.work(AFTER).forward.net))
+
+    @staticmethod
+    def _kept(layout: Layout) -> tuple[str | None, bool]:
+        """The dtype in which whole gradients are added up, where they are; and whether parameters stay whole after forward."""
+        if layout.mesh.dp_shard * layout.mesh.cp == 1:
+            return None, False
+        piped = layout.mesh.pp > 1 and layout.accumulate > 1
+        dtype = "float32" if layout.precision in MIXED else "bfloat16"
+        return dtype if piped else None, layout.schedule in LOOPED or layout.reshard is False
+
+    def _ways(self, works: Works, kind: int, mesh: Mesh) -> Ways:
         keep = works.work(kind)
-        found = [KEPT]
+        kept, found = self._seconds(keep, mesh), [KEPT]
         for mode in works.modes(kind)[1:]:
             work = works.work(kind, mode)
             saves = float(keep.forward.net - (work.forward.net - work.lingering))
-            more = work.forward.seconds + work.backward.seconds - keep.forward.seconds - keep.backward.seconds
             if saves > 0:
-                found.append(Way(saves, max(0.0, more), mode))
+                found.append(Way(saves, max(0.0, self._seconds(work, mesh) - kept), mode))
         return tuple(found)
+
+    def _seconds(self, work: Work, mesh: Mesh) -> float:
+        return work.forward.seconds + work.backward.seconds + self._sent((work.forward, work.backward), mesh)

@@ -170,6 +170,10 @@ class Stack:
     before: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Seconds, bytes held and bytes of state of what runs before the blocks."""
     after: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    stream: float = 0.0
+    """Bytes of what a block hands to the next."""
+    beside: tuple[float, float] = (0.0, 0.0)
+    """Bytes that a rank holds at least beside all that: any rank, and the one with what runs after the blocks."""
 
     @property
     def kinds(self) -> int:

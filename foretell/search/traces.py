@@ -50,6 +50,8 @@ class Traces:
     _known: dict[str, Trace] = field(default_factory=dict)
     _crooked: set[str] = field(default_factory=set)
     """Questions whose larger micro-batches cannot be derived."""
+    files: dict[str, str] = field(default_factory=dict)
+    """User file that some trace depends on → its hash."""
     facts: Facts = Facts({}, ())
     """Of the model's parameters, once something of it was traced."""
 
@@ -158,6 +160,7 @@ class Traces:
     def _take(self, asked: Mapping[str, Any], found: stored.Stored) -> None:
         trace, entry = found
         self._known[store.key_of({"trace": asked})] = trace
+        self.files.update(entry.files)
         self.notes.extend(note for note in entry.notes if note not in self.notes)
         if entry.shapes is not None:
             self.facts = Facts(entry.shapes, entry.tied)

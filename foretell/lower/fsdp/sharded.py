@@ -140,10 +140,15 @@ def on_shards(ops: Sequence[Op], units: Mapping[str, Unit], way: Way, storages: 
     place = {whole: kept for unit in units.values() for whole, kept in unit.shards.items()}
     place |= {number: unit.gradient for unit in units.values() for number in unit.gradients}
 
+    smaller: dict[TensorSpec, TensorSpec] = {}
+
     def kept(ref: Ref) -> Ref:
-        shape, dtype = ref.spec
-        smaller = way.part(shape) if shape and shape in shapes else shape
-        return Ref(place.get(ref.storage, ref.storage), TensorSpec(smaller, way.kept(dtype)))
+        number, spec = ref
+        part = smaller.get(spec)
+        if part is None:
+            shape, dtype = spec
+            part = smaller[spec] = TensorSpec(way.part(shape) if shape and shape in shapes else shape, way.kept(dtype))
+        return Ref(place.get(number, number), part)
 
     done: list[Op] = []
     for op in ops:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from foretell.lower.fsdp.units import (
     ADD,
@@ -22,6 +23,7 @@ from foretell.trace import types
 from foretell.trace.types import Op, Ref, Storage, TensorSpec
 from foretell.units import DTYPE_BYTES
 
+T = TypeVar("T")
 _BACKWARD = ("backward", "recompute")
 _BEFORE_GATHER = ("foretell.begin", "aten._to_copy.default")
 """What may come before a unit's parameters are gathered: the casts of its inputs."""
@@ -50,6 +52,8 @@ class Weaver:
         self.held_reduce: int | None = None
         self.held_sums: list[int] = []
         """What is summed over replicas, held until backward has ended."""
+        self.lists: dict[tuple[str, str], Any] = {}
+        """What is the same each time a unit is gathered or reduced."""
 
     def weave(self, ops: Sequence[Op]) -> tuple[Op, ...]:
         start = next((i for i, op in enumerate(ops) if op.phase in _BACKWARD), len(ops))
@@ -152,7 +156,7 @@ class Weaver:
         self._reshard(unit, *held)
         if not unit.trained or path in self.order:
             return
-        flat = sum(piece.rows(self.way).numel for piece in unit.trained)
+        flat = self._once(unit, "flat", lambda: sum(piece.rows(self.way).numel for piece in unit.trained))
         dtypes = {piece.spec.dtype for piece in unit.trained}
         dtype = dtypes.pop() if len(dtypes) == 1 else "bfloat16"
         summed, whole = self.way.summed(dtype), self.way.kept(dtype)
@@ -204,10 +208,10 @@ class Weaver:
         if self.way.ranks == 1:
             return
         if unit.path in self.spread:
-            inputs = [Ref(unit.parts[piece.storage], self._part(piece)) for piece in unit.parameters]
+            inputs = self._once(unit, "parts", lambda: tuple(Ref(unit.parts[one.storage], self._part(one)) for one in unit.parameters))
             source, ranks = unit.part_input, int(self.way.reshard)
         else:
-            inputs = [Ref(unit.shards[piece.storage], piece.rows(self.way)) for piece in unit.parameters]
+            inputs = self._once(unit, "shards", lambda: tuple(Ref(unit.shards[p.storage], p.rows(self.way)) for p in unit.parameters))
             source, ranks = unit.gather_input, self.way.ranks
         self._emit(
             "foretell.all_gather", unit.path if where is None else where, inputs, (self._gathered(unit),),
@@ -223,9 +227,10 @@ class Weaver:
         if unit.path in self.spread:
             parts = tuple(unit.parts[piece.storage] for piece in unit.parameters)
             self.spread.discard(unit.path)
+        whole = self._once(unit, "whole", lambda: tuple(Ref(piece.storage, piece.spec) for piece in unit.parameters))
         self._emit(
-            "foretell.all_gather_copy_out", unit.path, (self._gathered(unit),), unit.parameters,
-            allocates=tuple(piece.storage for piece in unit.parameters), frees=(*parts, *frees),
+            "foretell.all_gather_copy_out", unit.path, (self._gathered(unit),), whole,
+            allocates=tuple(ref.storage for ref in whole), frees=(*parts, *frees),
         )  # fmt: skip
 
     def _copy(self, unit: Unit) -> None:
@@ -237,7 +242,8 @@ class Weaver:
                 low = Ref(cast, piece.spec)
                 self._emit("aten._to_copy.default", unit.path, (source,), (low,), allocates=(cast,), frees=before)
                 source, before = low, (cast,)
-            self._emit("aten.copy_.default", unit.path, (piece, source), (piece,), allocates=(piece.storage,))
+            whole = Ref(piece.storage, piece.spec)
+            self._emit("aten.copy_.default", unit.path, (whole, source), (whole,), allocates=(piece.storage,))
         if before:
             self._emit("foretell.all_gather_wait", unit.path, frees=before)
 
@@ -256,6 +262,16 @@ class Weaver:
 
     def _gathered(self, unit: Unit) -> Ref:
         """The result of a unit's all-gather, as one flat tensor."""
+        return self._once(unit, "gathered", lambda: self._flat(unit))
+
+    def _once(self, unit: Unit, what: str, made: Callable[[], T]) -> T:
+        key = (unit.path, what)
+        if key not in self.lists:
+            self.lists[key] = made()
+        found: T = self.lists[key]
+        return found
+
+    def _flat(self, unit: Unit) -> Ref:
         counts = [(self.way.ranks * piece.rows(self.way).numel, piece.spec.dtype) for piece in unit.parameters]
         if len({dtype for _, dtype in counts}) == 1:
             return Ref(unit.gather_output, TensorSpec((sum(count for count, _ in counts),), counts[0][1]))
@@ -272,8 +288,8 @@ class Weaver:
         self,
         name: str,
         module: str,
-        inputs: Iterable[Ref | Piece] = (),
-        outputs: Iterable[Ref | Piece] = (),
+        inputs: Iterable[Ref] = (),
+        outputs: Iterable[Ref] = (),
         *,
         allocates: tuple[int, ...] = (),
         frees: tuple[int, ...] = (),
@@ -281,10 +297,9 @@ class Weaver:
         ranks: int = 0,
     ) -> None:
         """`axis` and `ranks` say who takes part in a collective."""
-        read, made = (tuple(Ref(ref.storage, ref.spec) for ref in refs) for refs in (inputs, outputs))
         members = ranks or (self.way.replicate if axis == DP_REPLICATE else self.way.ranks)
         attrs = (f"axis:{axis}", f"ranks:{members}") if name in COLLECTIVES else ()
-        self.out.append(Op(name, read, made, module, self.phase, 0, allocates, frees, attrs))
+        self.out.append(Op(name, tuple(inputs), tuple(outputs), module, self.phase, 0, allocates, frees, attrs))
 
 
 def _model_end(ops: Sequence[Op], old: Mapping[int, Storage]) -> int:

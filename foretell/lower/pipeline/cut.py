@@ -54,6 +54,12 @@ def cut(trace: Trace, stages: Sequence[Sequence[str]]) -> tuple[Stage, ...]:
     return tuple(work.stage(index) for index in range(len(stages)))
 
 
+def some(trace: Trace, stages: Sequence[Sequence[str]], wanted: Iterable[int]) -> tuple[Stage, ...]:
+    """The same of some of the stages."""
+    work = _Cut(trace, stages)
+    return tuple(work.stage(index) for index in wanted)
+
+
 @dataclass
 class _Cut:
     trace: Trace

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from foretell.trace import types
+from foretell.trace.merged import MERGED
 from foretell.trace.types import Op, Ref, Storage
 
 
@@ -33,7 +34,7 @@ def unshared(
         inputs, allocates = now(op.inputs), op.allocates
         frees = [twins.get(number, number) for number in op.frees]
         target = op.outputs[0].storage if op.outputs else -1
-        if op.name == "aten.add.Tensor" and target in last and target not in op.allocates and held(target, position):
+        if op.name in ("aten.add.Tensor", MERGED) and target in last and target not in op.allocates and held(target, position):
             before = twins.get(target, target)
             frees += [before] if before != target or target in born else []
             twins[target] = max(storages) + 1

@@ -44,6 +44,7 @@ class Part:
         self.made = {n for op in backward for n in op.allocates if self.storages[n].role == types.GRADIENT}
         self.elsewhere: set[int] = set()
         """What ops of the update make that belong to other stages."""
+        self.owned: dict[int, bool] = {}
         self.weaver = self._sharded(trace, plan)
         self.programs = self._events(backward)
         self.begun: set[str] = set()
@@ -152,23 +153,29 @@ class Part:
         return done
 
     def _mine(self, refs: Sequence[Ref]) -> tuple[Ref, ...]:
-        return tuple(Ref(number, ref.spec) for ref in refs for number in self._owned((ref.storage,)))
+        owns, named = self._owns, self.stage.aliases.get
+        return tuple([Ref(named(number, number), spec) for number, spec in refs if owns(number)])
 
     def _owned(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        found: list[int] = []
-        for number in numbers:
-            storage = self.storages[number]
-            number = self.stage.aliases.get(number, number)
-            if storage.role == types.GRADIENT or self.trace.storages.get(number, storage).role == types.GRADIENT:
-                mine = number in self.made or self._scattered(number)
-            elif storage.role in (types.PARAMETER, types.GATHERED):
-                mine = self.kinds.get(number) == RESIDENT
-            elif storage.role == types.OPTIMIZER:
-                mine = storage.module in self.stage.owners
-            else:
-                mine = number not in self.elsewhere
-            found += [number] if mine else []
-        return tuple(dict.fromkeys(found))
+        named = self.stage.aliases.get
+        return tuple(dict.fromkeys([named(number, number) for number in numbers if self._owns(number)]))
+
+    def _owns(self, number: int) -> bool:
+        """Whether a storage of the update is this stage's."""
+        found = self.owned.get(number)
+        if found is not None:
+            return found
+        storage, named = self.storages[number], self.stage.aliases.get(number, number)
+        if storage.role == types.GRADIENT or self.trace.storages.get(named, storage).role == types.GRADIENT:
+            found = named in self.made or self._scattered(named)
+        elif storage.role in (types.PARAMETER, types.GATHERED):
+            found = self.kinds.get(named) == RESIDENT
+        elif storage.role == types.OPTIMIZER:
+            found = storage.module in self.stage.owners
+        else:
+            return named not in self.elsewhere  # that grows
+        self.owned[number] = found
+        return found
 
     def _scattered(self, number: int) -> bool:
         return self.weaver is not None and any(unit.gradient == number for unit in self.weaver.units.values() if unit.trained)

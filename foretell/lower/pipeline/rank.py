@@ -65,6 +65,13 @@ def rank_traces(trace: Trace, plan: Plan, *, holds_sends: bool = False) -> tuple
     return tuple(found)
 
 
+def arranged(
+    trace: Trace, rank: int, parts: Sequence[Part], plan: Plan, order: Order, ties: Mapping[int, Sequence[int]]
+) -> RankTrace:
+    """The step of one rank that runs its stages' events in some order; `ties`: parameter that several ranks hold → those."""
+    return _Rank(trace, rank, parts, plan, True, ties).arranged(order)
+
+
 @dataclass
 class _Rank:
     trace: Trace

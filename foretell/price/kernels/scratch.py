@@ -27,6 +27,7 @@ from foretell.price.kernels.scratch_data import (
     reduction_staging,
     round_up,
 )
+from foretell.trace.merged import MERGED, about
 from foretell.trace.types import Op, TensorSpec
 from foretell.units import DTYPE_BYTES
 
@@ -41,6 +42,8 @@ def scratch(op: Op, capability: tuple[int, int]) -> Buffers:
 
 def stages(op: Op, capability: tuple[int, int]) -> tuple[Buffers, ...]:
     """The temporaries of an op in turn: with several, the n-th comes and goes after the n-th output was made."""
+    if op.name == MERGED:
+        return (about(op).scratch,)
     rule = _RULES.get(op.name)
     if rule is None:
         found: tuple[Buffers, ...] = ((),)

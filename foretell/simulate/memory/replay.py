@@ -12,6 +12,7 @@ from typing import Any
 from foretell.price.kernels.scratch import extra_output_bytes
 from foretell.price.kernels.scratch import stages as scratch_stages
 from foretell.simulate.memory.allocator import CachingAllocator, LiveAllocator
+from foretell.trace.merged import BIASED_PRODUCT, MERGED, NO_PRODUCT, PRODUCT, about
 from foretell.trace.types import Op, Program, Trace
 
 WORKSPACE = "workspace"
@@ -26,6 +27,8 @@ GEMMS = frozenset(
 """Ops that make cuBLAS allocate its workspace, once for every thread that calls it."""
 
 
+_BIASED = "aten.addmm.default"
+_CALLS = GEMMS | {MERGED}
 CUBLASLT_WORKSPACE_BYTES = 1 << 20
 """Taken once, at the first product with a bias: torch 2.11 on an H200."""
 
@@ -53,12 +56,12 @@ class Sizes:
         """The ops of a program that touch memory, with their scratch; worked out once for all replays."""
         known = self._events.get(id(program))
         if known is None or known[0] is not program:
-            found = [(op, *self._scratch(op)) for op in program.ops]
-            kept = [event for event in found if event[0].allocates or event[0].frees or event[1] or event[0].name in GEMMS]
+            found = [(op, *self.scratch(op)) for op in program.ops]
+            kept = [event for event in found if event[0].allocates or event[0].frees or event[1] or event[0].name in _CALLS]
             known = self._events[id(program)] = (program, kept)
         return known[1]
 
-    def _scratch(self, op: Op) -> tuple[Stages, int]:
+    def scratch(self, op: Op) -> tuple[Stages, int]:
         """Stages of scratch (none: empty) and extra output bytes, the same for ops of equal name, shapes and attributes."""
         key = (op.name, tuple([ref.spec for ref in op.inputs]), tuple([ref.spec for ref in op.outputs]), op.attrs)
         found = self._stages.get(key)
@@ -122,7 +125,7 @@ class Replay:
             extra = 0
             if position < last and position < count - 1:
                 self._scratch(op, stages[position])
-        if op.name in GEMMS and not self.sizes.live:
+        if op.name in _CALLS and not self.sizes.live:
             self._workspace(op)
         if held:
             if self._at_peak is not None:
@@ -156,12 +159,15 @@ class Replay:
         self.blocks[number] = self.allocator.malloc(storage.nbytes + extra, storage.stream)
 
     def _workspace(self, op: Op) -> None:
+        products = about(op).products if op.name == MERGED else BIASED_PRODUCT if op.name == _BIASED else PRODUCT
+        if products == NO_PRODUCT:
+            return
         thread = "backward" if op.phase in ("backward", "recompute") else "main"
         if thread not in self._workspaces:
             self._workspaces.add(thread)
             self.allocator.malloc(self.sizes.cublas_workspace_bytes)
             self._workspace_bytes += self.sizes.cublas_workspace_bytes
-        if op.name == "aten.addmm.default" and "lt" not in self._workspaces:
+        if products == BIASED_PRODUCT and "lt" not in self._workspaces:
             self._workspaces.add("lt")
             self.allocator.malloc(CUBLASLT_WORKSPACE_BYTES)
             self._workspace_bytes += CUBLASLT_WORKSPACE_BYTES

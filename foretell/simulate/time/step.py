@@ -6,7 +6,7 @@ the update. What tensor parallelism sums or gathers is on the path: the op that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from foretell.lower.fsdp.sharded import COLLECTIVES as TALKING
@@ -51,7 +51,12 @@ def plan_time(local: Trace, speeds: Speeds) -> tuple[Time, Timeline]:
 
 def step_tasks(local: Trace, speeds: Speeds) -> list[Task]:
     """All tasks of a steady step, with what ranks tell each other at its end."""
-    tasks = list(tasks_of(local, steady(local), speeds))
+    return with_end(tasks_of(local, steady(local), speeds), speeds)
+
+
+def with_end(step: Iterable[Task], speeds: Speeds) -> list[Task]:
+    """Tasks of a step, with what ranks tell each other at its end."""
+    tasks = list(step)
     if speeds.sync_time:
         where = HOST if speeds.machine.serial else COMPUTE
         tasks.append(Task("foretell.all_reduce", where, speeds.sync_time * speeds.slowdown, (), 0.0, "all_reduce", "", "update"))
@@ -128,6 +133,7 @@ class _Maker:
 
     def __init__(self, speeds: Speeds, *, compiled: bool) -> None:
         self.speeds, self.machine, self.compiled = speeds, speeds.machine, compiled
+        self.made: dict[int, Task | None] = {}
         self.pending = 0.0
         self.count = 0
         self.latest = -1
@@ -138,12 +144,27 @@ class _Maker:
         """The last gather over data ranks, and the copying out of it: the next one waits for that and not for compute."""
 
     def task(self, op: Op, prices: Mapping[int, tuple[str, float]]) -> Task | None:
-        if op.name in MARKS:
-            return None
-        if op.name.endswith("_wait"):
+        """The next task; None where the device has nothing to do."""
+        if id(op) not in self.made:
+            self.made[id(op)] = self._made(op, prices)
+        made = self.made[id(op)]
+        if made is None:
             return None
         if op.name in TALKING:
-            return self._collective(op)
+            return self._collective(op, made)
+        if op.name == offload.NEED and self.copied >= 0:  # what is gathered is gathered when it is new
+            return self._issue(Task(op.name, lane(DP_SHARD), 0.0, (), 0.0, "need", op.module, op.phase), (self.copied,))
+        return self._issue(made, self._after(op))
+
+    def _made(self, op: Op, prices: Mapping[int, tuple[str, float]]) -> Task | None:
+        """What is the same each time an op is run."""
+        if op.name in MARKS or op.name.endswith("_wait"):
+            return None
+        factor = self.speeds.slowdown
+        if op.name in TALKING:
+            where = HOST if self.machine.serial else lane(axis_of(op))
+            seconds = self.speeds.comm_time(op) * factor
+            return Task(op.name, where, seconds, (), 0.0, op.name.removeprefix("foretell."), op.module, op.phase)
         family, seconds = prices[id(op)]
         awaited = synchronises(op, self.machine)
         if not seconds and not awaited and not op.name.startswith("foretell."):
@@ -153,11 +174,7 @@ class _Maker:
         if self.speeds.op_slowdown is not None:
             seconds *= self.speeds.op_slowdown(op)
         where = HOST if self.machine.serial else COMPUTE
-        if op.name == offload.NEED and self.copied >= 0:  # what is gathered is gathered when it is new
-            return self._issue(Task(op.name, lane(DP_SHARD), 0.0, (self.copied,), 0.0, "need", op.module, op.phase))
-        return self._issue(
-            Task(op.name, where, seconds, self._after(op), 0.0, family, op.module, op.phase, awaited)
-        )
+        return Task(op.name, where, seconds * factor, (), 0.0, family, op.module, op.phase, awaited)
 
     def _after(self, op: Op) -> tuple[int, ...]:
         after = [self.awaited.pop(axis) for axis in list(self.awaited) if axis not in BESIDE or op.phase == "update"]
@@ -165,31 +182,32 @@ class _Maker:
             after.append(self.gathered)
         return tuple(after)
 
-    def _collective(self, op: Op) -> Task:
-        axis, kind, seconds = axis_of(op), op.name.removeprefix("foretell."), self.speeds.comm_time(op)
+    def _collective(self, op: Op, made: Task) -> Task:
         if self.machine.serial:
-            return self._issue(Task(op.name, HOST, seconds, (), 0.0, kind, op.module, op.phase))
+            return self._issue(made, ())
+        axis, gathers = axis_of(op), made.kind == "all_gather"
         after = tuple(number for number in (self.latest, self.awaited.get(DP_SHARD, -1)) if number >= 0)
-        if kind == "all_gather" or axis not in BESIDE:
+        if gathers or axis not in BESIDE:
             after = after[:1] if self.latest >= 0 else ()
-        if kind == "all_gather" and axis in BESIDE and self.copied >= 0:
+        if gathers and axis in BESIDE and self.copied >= 0:
             after = (self.copied,)
-        task = self._issue(Task(op.name, lane(axis), seconds, after, 0.0, kind, op.module, op.phase))
-        if kind == "all_gather" and axis in BESIDE:
+        task = self._issue(made, after)
+        if gathers and axis in BESIDE:
             self.gathered = self.count - 1
         else:
             self.awaited[axis] = self.count - 1
         return task
 
-    def _issue(self, task: Task) -> Task:
-        factor = self.speeds.slowdown
-        task = task._replace(seconds=task.seconds * factor, host_seconds=self.pending * self.speeds.host_slowdown * factor)
+    def _issue(self, made: Task, after: tuple[int, ...]) -> Task:
+        name, where, seconds, _, _, kind, module, phase, awaited = made
+        asking = self.pending * self.speeds.host_slowdown * self.speeds.slowdown
+        task = Task(name, where, seconds, after, asking, kind, module, phase, awaited)
         self.pending = 0.0
-        if task.resource in (COMPUTE, HOST):
+        if where in (COMPUTE, HOST):
             self.latest = self.count
-        if task.name.endswith("copy_out"):
+        if name.endswith("copy_out"):
             self.copied = self.count
-        elif task.phase == "update":
+        elif phase == "update":
             self.copied = -1  # the first gather of a step is of new weights
         self.count += 1
         return task

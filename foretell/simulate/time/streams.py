@@ -80,6 +80,16 @@ def simulate(
     return run.timeline(result, durations)
 
 
+class Course:
+    """The same tasks with other seconds each time: when the last of them ends."""
+
+    def __init__(self, tasks: Sequence[Task], *, queue: int = LAUNCH_QUEUE) -> None:
+        self._run = _Run(tasks, queue)
+
+    def seconds(self, durations: Sequence[float]) -> float:
+        return self._run.steps(durations, 1).end
+
+
 class _Result(NamedTuple):
     start: list[float]
     finish: list[float]
