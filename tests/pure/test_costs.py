@@ -1,0 +1,114 @@
+"""Costs of short stacks on disk: a search with them answers as one without, and wrong ones are made anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretell.hardware import parse
+from foretell.price.speeds import profile_for
+from foretell.search.costs import KIND, Costs, Kept, kept
+from foretell.search.find import Found, find
+from foretell.search.space_wishes import Wishes
+from foretell.trace import cache as store
+from foretell.trace.load import Source
+from tests.pure.test_find import OPTIONS, Here
+
+
+@pytest.fixture(autouse=True)
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FORETELL_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def search(*, cache: bool = True, **wishes: Any) -> Found:
+    asked, traces = Wishes(**{"global_batch": 64, "fixed": {"dp_shard": 2}, **wishes}), Here(capability=(9, 0), cache=cache)
+    return find(Source(model="gpt-tiny"), parse("H100:4"), "H100:4", asked, options=OPTIONS, traces=traces, exact=False)
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted((folder / KIND).glob("*.json"))
+
+
+def same(one: Found, other: Found) -> bool:
+    assert one.best is not None and other.best is not None
+    return [(p.point.layout, p.point.quick) for p in (one.best, *one.runners_up)] == [
+        (p.point.layout, p.point.quick) for p in (other.best, *other.runners_up)
+    ]
+
+
+def test_a_search_with_kept_costs_answers_as_one_without(empty: Path) -> None:
+    fresh = search(cache=False)
+    assert not entries(empty)
+    first = search()
+    (entry,) = entries(empty)
+    written = entry.stat().st_mtime_ns
+    again = search()
+    assert same(first, fresh) and same(again, fresh)
+    assert entry.stat().st_mtime_ns == written  # nothing was made that was not there
+
+
+def test_other_questions_add_to_an_entry(empty: Path) -> None:
+    search()
+    (entry,) = entries(empty)
+    before = entry.stat().st_size
+    more, alone = search(global_batch=256), search(global_batch=256, cache=False)
+    assert entries(empty) == [entry] and entry.stat().st_size > before and same(more, alone)
+
+
+def test_a_damaged_entry_is_dropped(empty: Path) -> None:
+    def here() -> Costs:
+        return kept({"source": "z"}, parse("H100"), None, {})
+
+    costs = here()
+    costs.of("key", lambda: 1)
+    costs.keep()
+    (entry,) = entries(empty)
+    content = entry.read_bytes()
+    for wrong in (content[: len(content) // 2], content.replace(b'"costs"', b'"costz"', 1), b"", b"[]"):
+        entry.write_bytes(wrong)
+        with pytest.warns(UserWarning, match="damaged"):
+            assert not here().known
+        assert not entry.exists()
+    sealed = b'{"costs": [1, 2], "files": {}}'
+    entry.write_bytes(store._seal(sealed, KIND, entry.stem) + sealed)
+    with pytest.warns(UserWarning, match="no table"):
+        assert not here().known
+
+
+def test_other_devices_and_profiles_have_entries_of_their_own(empty: Path) -> None:
+    cluster, asked = parse("H100:4"), {"source": "a model"}
+    profile = profile_for(parse("H200"), OPTIONS.profile_of)
+    assert profile is not None
+    one = kept(asked, cluster, profile, {})
+    other = parse("H100:8")
+    smaller = replace(cluster, device=replace(cluster.device, memory_bytes=1 << 30))
+    later = replace(profile, date="2001-01-01")
+    names = {one.name, kept(asked, other, profile, {}).name, kept(asked, smaller, profile, {}).name,
+             kept(asked, cluster, later, {}).name, kept(asked, cluster, None, {}).name, kept({"source": "b"}, cluster, profile, {}).name}  # fmt: skip
+    assert len(names) == 6 and kept(asked, cluster, profile, {}).name == one.name
+
+
+def test_numbers_come_back_as_they_were(empty: Path) -> None:
+    made = {"F": [{"compute": 0.1 + 0.2, "host": 1e-17}, [{}]]}
+    costs = kept({"source": "x"}, parse("H100"), None, {})
+    assert Kept(costs, "plan").of(("events", 1), lambda: made) == made
+    costs.keep()
+    back = kept({"source": "x"}, parse("H100"), None, {})
+    assert Kept(back, "plan").of(("events", 1), lambda: pytest.fail("it is kept")) == made
+    assert Kept(back, "another").of(("events", 1), lambda: 3) == 3
+    assert Costs().of("a", lambda: 1) == 1
+
+
+def test_costs_of_a_file_that_changed_are_not_taken(empty: Path) -> None:
+    model = empty / "model.py"
+    model.write_text("one")
+    costs = kept({"source": "y"}, parse("H100"), None, store.file_hashes([str(model)]))
+    costs.of("key", lambda: 1)
+    costs.keep()
+    assert kept({"source": "y"}, parse("H100"), None, {}).known
+    model.write_text("two")
+    assert not kept({"source": "y"}, parse("H100"), None, {}).known
