@@ -6,6 +6,7 @@
       ▼ compiling   blocks or the whole model under torch.compile
       ▼ pipeline/   the stages of each rank and its schedule
       ▼ fsdp/       what fully_shard gathers, scatters and sums around them
+      ▼ offload/    what leaves the device, and when: states, weights, activations
       the program of a rank
 
 `foreign/` has what other training software does and PyTorch does not: predicted, not run.

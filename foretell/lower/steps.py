@@ -85,3 +85,35 @@ def adding(ops: Sequence[Op], storages: dict[int, Storage]) -> list[Op]:
             )
         )  # fmt: skip
     return done
+
+
+def with_evaluation(trace: Trace) -> Trace:
+    """The trace with one more schedule, `evaluation`: its forward without gradients, derived rather than traced.
+
+    What autograd would keep dies at its last use in forward; the rest dies where it died.
+    """
+    if "micro_first" not in trace.programs or "evaluation" in trace.schedule:
+        return trace
+    ops = [op for op in trace.programs["micro_first"].ops if op.phase == "forward"]
+    born = {number for op in ops for number in op.allocates}
+    freed = {number for op in ops for number in op.frees}
+    last: dict[int, int] = {}
+    for position, op in enumerate(ops):
+        for number in (*op.allocates, *(ref.storage for ref in op.inputs), *(ref.storage for ref in op.outputs)):
+            if number in born and number not in freed:
+                last[number] = position
+    dying: dict[int, list[int]] = {}
+    for number, position in last.items():
+        dying.setdefault(position, []).append(number)
+    program = Program(
+        "evaluation",
+        tuple(
+            replace(op, frees=(*(n for n in op.frees if n in born), *dying.get(position, ())))
+            for position, op in enumerate(ops)
+        ),
+    )
+    return replace(
+        trace,
+        programs={**trace.programs, "evaluation": program},
+        schedule={**trace.schedule, "evaluation": (("evaluation", 1),)},
+    )

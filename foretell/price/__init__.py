@@ -5,5 +5,6 @@
     launch ─► host                                           ─┘
 
 `machine` is what is known of a device and its host: a measured profile, or the catalogue's figures carried over by `analytic`.
+`offload` has the speed of what lives elsewhere.
 `calibrate` fits a profile from probed rows, `corrections` learns from a run, `energy` has watts and money. Start with `machine`.
 """

@@ -13,14 +13,17 @@ from dataclasses import dataclass, field, replace
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster
 from foretell.lower.fsdp.sharded import DP_SHARD
+from foretell.lower.offload.activations import COPIES, moves
 from foretell.plan.mesh import OWN_RANKS, groups, sharing, sharing_experts
 from foretell.plan.types import Mesh, Plan
+from foretell.price import offload
 from foretell.price.bands import Evidence, factors
 from foretell.price.collectives import ALL_REDUCE, P2P, Fabric, among, collective, fabric, slowest
 from foretell.price.machine import machine
+from foretell.price.offload import CopyRates
 from foretell.price.time import Machine
 from foretell.price.unlike import slowest_seen
-from foretell.trace.types import Op
+from foretell.trace.types import Op, Trace
 
 NEAREST = {"cuda": "H200-SXM-141GB", "rocm": "H200-SXM-141GB", "mps": "H200-SXM-141GB", "cpu": "CPU"}
 """Backend → the device whose profile is carried over to those that have none."""
@@ -66,6 +69,12 @@ class Speeds:
     """Factor on everything."""
     alone: bool = True
     """One rank: nothing of a link is assumed."""
+    copies: CopyRates | None = None
+    """Of activations that are moved; None where nothing is, or its speed is not known."""
+
+    def copies_priced(self, trace: Trace) -> bool:
+        """Whether the copies of a step have a measured speed, or there are none."""
+        return COPIES not in trace.meta or self.copies is not None
 
     def band(self, seen: Evidence | None = None) -> tuple[float, float]:
         """Factors on the predicted seconds of a step between which it is expected, by what was seen of it."""
@@ -83,7 +92,10 @@ def speeds_of(plan: Plan, cluster: Cluster, how: Options, stage: int | None = No
     known = machine(seen.device, profile_for(seen, how.profile_of))
     if known is None:
         return None
-    return _on_cpu(plan, cluster, known, how.pace) if cluster.device.backend == "cpu" else on_gpu(plan, cluster, known)
+    if cluster.device.backend == "cpu":
+        return _on_cpu(plan, cluster, known, how.pace)
+    found = on_gpu(plan, cluster, known)
+    return replace(found, copies=offload.copy_rates(profile_for(seen, how.profile_of), plan)) if moves(plan) else found
 
 
 def alone(known: Machine) -> Speeds:

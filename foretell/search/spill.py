@@ -22,6 +22,7 @@ from typing import Any
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.lower.blocks import Unlike, blocks_of
+from foretell.lower.offload.states import AT_HAND, Unit, disk_bytes, host_bytes, units_of
 from foretell.lower.steps import repeated
 from foretell.plan import legal, paths
 from foretell.plan.blocks import compress
@@ -29,6 +30,7 @@ from foretell.plan.precision import moving_states
 from foretell.plan.recipe import model_of
 from foretell.plan.states import DISK, HOST, bytes_of, form_of, width_of_weights
 from foretell.plan.types import AWAY, MODES, REST, TIERS, Mesh, Plan, Residency
+from foretell.price import offload
 from foretell.price.speeds import profile_for
 from foretell.quantities import TIGHT
 from foretell.search import sheet_modes
@@ -36,8 +38,6 @@ from foretell.search.caps import host_of, unknown_host
 from foretell.search.costing import Question
 from foretell.search.space_wishes import Wishes
 from foretell.search.spill_found import Spilled, Tried, fewest
-from foretell.simulate.offload import states as offload
-from foretell.simulate.offload.timing import Unit
 from foretell.simulate.plan import KEEP, Options, PlanCost, modes_of, predict_plan, sharded
 from foretell.trace.types import Trace
 from foretell.units import gib
@@ -264,11 +264,11 @@ class Spill(Question):
         return Plan(model={}, hardware=self.hardware, mesh=self.mesh, **self._fixed())
 
     def _units(self, plan: Plan, mode: str) -> tuple[Unit, ...]:
-        return offload.units_of(self._rank(self._trace(plan, _traced(mode))), plan)
+        return units_of(self._rank(self._trace(plan, _traced(mode))), plan)
 
     def _counted(self, plan: Plan, cost: PlanCost, trace: Trace) -> Tried:
         mine = self._rank(trace)
-        on_host, on_disk = offload.host_bytes(mine, plan), offload.disk_bytes(mine, plan)
+        on_host, on_disk = host_bytes(mine, plan), disk_bytes(mine, plan)
         over, needed, room = "", cost.worst.memory.host_bytes * self.neighbours, self.host or 0
         if (on_host or AWAY[0] in {one.mode for one in plan.blocks.values()}) and needed > room:
             over = f"{gib(needed)} of host memory, and {gib(room)} may be used"
@@ -344,7 +344,7 @@ class Spill(Question):
             return None
         each = 2 * width_of_weights(everything.plan)  # and gradients
         held = [unit.elements * each for unit in self._units(everything.plan, cell[2]) if unit.path]
-        guess = offload.AT_HAND + round(everything.short / max(1, max(held, default=1)))
+        guess = AT_HAND + round(everything.short / max(1, max(held, default=1)))
         count = fewest(len(self.blocks), lambda number: self.bytes(self.plan(cell, self.most, weights=number)).fits, guess)
         if count is None:
             return None

@@ -41,17 +41,17 @@ from foretell.lower.blocks import KEEP, blocks_of, compose
 from foretell.lower.compiling import compiled
 from foretell.lower.expert import experts_of, experts_sharded
 from foretell.lower.fsdp.sharded import shard
+from foretell.lower.offload import activations, states
 from foretell.lower.steps import whole_step
 from foretell.plan.blocks import expand
 from foretell.plan.precision import MIXED
 from foretell.plan.recipe import default_plan, mode_of
 from foretell.plan.types import AWAY, FLOAT8, MASTER, Plan
+from foretell.price import offload
 from foretell.price.machine import machine
 from foretell.price.speeds import Options, alone, profile_for, speeds_of
 from foretell.price.unlike import slowest_seen, smallest_seen
 from foretell.quantities import Memory, Time
-from foretell.simulate.offload import activations
-from foretell.simulate.offload import states as offload
 from foretell.simulate.parts import (
     Collective,
     PlanCost,
@@ -92,7 +92,7 @@ def predict_plan(
     local = sharded(compiled(whole, plan.compile), plan)
     beside = activations.host_bytes(local, plan) if activations.moves(plan) else 0
     if beside:
-        local = activations.away(local, plan, activations.rates(profile_for(cluster, how.profile_of), plan))
+        local = activations.away(local, plan)
     time, timeline, rank = (_moved if plan.offloads else _cost)(local, plan, cluster, how)
     rank = replace(rank, memory=replace(rank.memory, host_bytes=rank.memory.host_bytes + beside))
     unit, per_step = throughput(mixed, plan)
@@ -132,20 +132,20 @@ def _quickened(found: PlanCost, mixed: Trace, cluster: Cluster, how: Options) ->
 def _cost(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> tuple[Time | None, Timeline | None, RankCost]:
     outcome = memory_of(local, plan, smallest_seen(plan, cluster), how)
     speeds = speeds_of(plan, cluster, how)
-    time, timeline = plan_time(local, speeds) if speeds is not None and activations.priced(local) else (None, None)
+    time, timeline = plan_time(local, speeds) if speeds is not None and speeds.copies_priced(local) else (None, None)
     return time, timeline, _rank(local, outcome.verdict, outcome.memory, time)
 
 
 def _moved(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> tuple[Time | None, Timeline | None, RankCost]:
     """The same where optimizer states are elsewhere, and perhaps weights."""
-    changed, units = offload.moved(local, plan), offload.units_of(local, plan)
+    changed, units = states.moved(local, plan), states.units_of(local, plan)
     outcome = memory_of(changed, plan, smallest_seen(plan, cluster), how)
     steady = next((phase.host_bytes for phase in outcome.memory.phases if phase.name == "steady_step"), outcome.memory.host_bytes)
-    memory = replace(outcome.memory, host_bytes=steady + offload.host_bytes(local, plan))
+    memory = replace(outcome.memory, host_bytes=steady + states.host_bytes(local, plan))
     slow, speeds = slowest_seen(plan, cluster), speeds_of(plan, cluster, how)
     profile = profile_for(slow, how.profile_of)
     rates = offload.rates(profile, slow.device, offload.neighbours(plan.mesh, slow)) if profile is not None else None
-    priced = rates is not None and offload.priced(units, plan, rates) and activations.priced(local)
+    priced = rates is not None and offload.priced(units, plan, rates) and speeds is not None and speeds.copies_priced(local)
     time, timeline = moved_time(changed, plan, speeds, units, rates) if priced and speeds and rates else (None, None)
     return time, timeline, _rank(local, outcome.verdict, memory, time)
 

@@ -13,10 +13,10 @@ from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
 from foretell.lower.blocks import blocks_of
+from foretell.lower.offload import states as offload
 from foretell.plan.recipe import model_of
 from foretell.plan.types import MASTER, Plan, Residency
 from foretell.search.traces import Traces
-from foretell.simulate.offload import states as offload
 from foretell.simulate.plan import Options, PlanCost, predict_plan
 from foretell.trace.load import Source
 from foretell.trace.types import Trace

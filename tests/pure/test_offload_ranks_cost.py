@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from foretell.lower.offload import states as offload
 from foretell.lower.steps import repeated
 from foretell.plan.types import MASTER, Mesh
-from foretell.simulate.offload import states as offload
 from foretell.simulate.plan import sharded
 from tests.pure import dry
 from tests.pure.test_plan_cost import SCALARS, messages, peaks, plan, traced, workload

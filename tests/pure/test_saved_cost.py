@@ -10,12 +10,13 @@ import torch
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
+from foretell.lower.offload import activations
 from foretell.plan.blocks import compress
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Plan, Residency
+from foretell.price import offload
 from foretell.runtime.offload.saved import Saved
 from foretell.simulate.memory.replay import peak_live
-from foretell.simulate.offload import activations
 from foretell.simulate.plan import Options, PlanCost, predict_plan
 from foretell.trace import here
 from foretell.trace.capture import capture
@@ -68,7 +69,7 @@ def test_what_moves_and_what_is_left_is_what_a_run_shows(name: str, kept: int, m
     said = sum(trace.storages[number].nbytes for found in activations.groups_of(trace, plan).values() for number in found)
     assert runs[0].moved.down == 3 * said > 0
     assert activations.host_bytes(trace, plan) == runs[0].hosts.needed
-    moved = activations.away(trace, plan, None, watched=False)
+    moved = activations.away(trace, plan, watched=False)
     predicted = peak_live(moved, ("first_step", "steady_step"))
     assert predicted == pytest.approx(measured, rel=0.02)
     if kept < 4:
@@ -95,7 +96,7 @@ def test_seconds_are_those_of_the_link_where_it_is_slow_and_nothing_where_it_is_
     nbytes = sum(large["keep"].storages[number].nbytes for found in activations.groups_of(large["keep"], asked).values() for number in found)
     found = {}
     for rate in (1e9, 1e15):
-        monkeypatch.setattr(activations, "rates", lambda *_, rate=rate: activations.Rates(rate, rate))
+        monkeypatch.setattr(offload, "copy_rates", lambda *_, rate=rate: offload.CopyRates(rate, rate))
         found[rate] = predicted(large, blocks).time
     assert kept is not None and found[1e9] is not None and found[1e15] is not None
     assert found[1e15].step_seconds == pytest.approx(kept.step_seconds, rel=0.25)  # what the host does for them is left

@@ -18,9 +18,12 @@ from foretell.hardware import parse
 from foretell.hardware.probe import updates
 from foretell.hardware.profile import Profile, find_profile
 from foretell.hardware.types import Cluster
+from foretell.lower.offload.states import Unit
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.states import CHUNK
 from foretell.plan.types import MASTER, Mesh, Plan
+from foretell.price import offload
+from foretell.price.offload import Load, Rates
 from foretell.search.caps import host_of, size_of
 from foretell.search.choice import Choice
 from foretell.search.costing import Question
@@ -30,8 +33,7 @@ from foretell.search.spill import Spill, meshes, spill
 from foretell.search.spill_found import Spilled, fewest
 from foretell.search.spill_words import helps, lines
 from foretell.search.traces import Facts, Traces
-from foretell.simulate.offload import states as offload
-from foretell.simulate.offload.timing import Load, Mark, Marks, Rates, Unit, played
+from foretell.simulate.offload.timing import Mark, Marks, played
 from foretell.simulate.plan import Options
 from foretell.trace.capture import capture
 from foretell.trace.load import Source, load

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from foretell.hardware.types import Cluster, Overhead
+from foretell.lower.offload.states import MOVED
+from foretell.lower.steps import with_evaluation
 from foretell.price.host import steady
 from foretell.quantities import ASSUMED, COUNTED, FITS, NO, TIGHT, Holder, Memory, Phase
 from foretell.simulate.memory.allocator import OutOfMemory
-from foretell.simulate.memory.replay import SCRATCH, WORKSPACE, Curve, Replay, Sizes, holders_at, with_evaluation
+from foretell.simulate.memory.replay import SCRATCH, WORKSPACE, Curve, Replay, Sizes, holders_at
 from foretell.trace import types
 from foretell.units import GIB, MIB
 
@@ -35,8 +37,6 @@ CAREFUL_RAM_SHARE = 0.05
 SPEAKS = frozenset(f"foretell.{name}" for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"))
 """Ops whose buffers gloo's threads hold."""
 
-MOVED = "moved"
-"""In a trace's meta: optimizer states are elsewhere (simulate.offload)."""
 _FITTED = ("aten.convolution.default", "aten._cudnn_rnn.default")
 _UNMEASURED = ("tp", "cp", "ep", "stages", "compiled")
 """In the meta of a rank's trace: ways to split, or to run, that no device was run against near its limit."""

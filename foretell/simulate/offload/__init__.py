@@ -1,2 +1,2 @@
-"""What lives elsewhere: `states` (optimizer states and weights on the host or a disk), `activations`, and `timing`, which plays
-their copies beside a step. They lower and simulate at once, since what is moved when depends on how fast it goes."""
+"""What comes and goes beside a step: `copies` puts those of activations on its timeline, `timing` plays those of states and
+weights beside it, step after step until steps are alike."""

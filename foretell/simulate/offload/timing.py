@@ -14,102 +14,18 @@ offered the one that is needed first is taken (as `runtime.offload.pump` does).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
+from foretell.lower.offload.states import NEED, Unit
 from foretell.plan.states import CHUNK, DEVICE, HOST, SLOTS
+from foretell.price.offload import Load, Rates
 from foretell.quantities import COMPUTE, D2H, H2D
 from foretell.simulate.time.streams import Timeline
 
-NEED = "foretell.need"
-"""Where a unit waits for its update; gradients of the update before die there."""
-TOUCHED = 34
-"""Bytes of device memory that an update moves for each element: states there and back, the gradient, and fp32 copies."""
 STEPS = 8
 """Played at most, until two are alike."""
 ALIKE = 1e-3
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What is updated together."""
-
-    path: str
-    elements: int
-    tier: str = DEVICE
-    """Where its states are."""
-    gradients: tuple[int, ...] = ()
-    weights: str = DEVICE
-    """Where its weights are between uses."""
-
-    @property
-    def away(self) -> bool:
-        return self.tier != DEVICE
-
-    @property
-    def on_host(self) -> bool:
-        return self.tier == HOST
-
-    @property
-    def streamed(self) -> bool:
-        return self.weights != DEVICE
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """Of moving and updating states."""
-
-    up: float
-    down: float
-    """Bytes a second each way while both are busy."""
-    device: float
-    """Bytes of device memory a second."""
-    cpu: float | None = None
-    """Elements that the CPU updates a second, alone; None where nobody measured it."""
-    cpu_beside: float | None = None
-    """The same while states move both ways."""
-    link_beside: float | None = None
-    """Bytes a second each way while the CPU updates."""
-    disk: float | None = None
-    """Bytes a second that are read from the disk and written again."""
-
-    def together(self, bytes_each: float, share: float) -> Rates:
-        """The rates of a step whose CPU updates a share: each is slowed for as long as the other works."""
-        if not share or self.cpu is None:
-            return self
-        beside = self.cpu_beside or self.cpu
-        slowed = min(self.up, self.link_beside or self.up)
-        link, cpu = min(self.up, self.down), self.cpu
-        for _ in range(8):
-            moving, updating = (1 - share) * bytes_each / link, share / cpu
-            link = _mean(slowed, min(self.up, self.down), min(1.0, updating / moving) if moving else 0.0)
-            cpu = _mean(beside, self.cpu, min(1.0, moving / updating))
-        return replace(self, up=link, down=link, cpu=cpu)
-
-    def balance(self, bytes_each: float) -> float:
-        """The CPU's share with which it and the link are done together; 0 where its speed is not known."""
-        beside = self.cpu_beside or self.cpu
-        if not beside:
-            return 0.0
-        link = bytes_each / min(self.up, self.down, self.link_beside or self.up)
-        return link / (link + 1 / beside)
-
-
-def _mean(slow: float, fast: float, share: float) -> float:
-    return slow * share + fast * (1 - share)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """Bytes that each element of a unit takes along."""
-
-    states: float
-    weight: int
-    cpu_share: float = 0.0
-    early: bool = False
-    """Nothing is clipped: units are updated as backward leaves them."""
-    touched: int = TOUCHED
-    """Bytes of device memory that an update moves."""
 
 
 # ---------------------------------------------------------------------- what compute does, undisturbed

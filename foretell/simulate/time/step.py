@@ -11,12 +11,15 @@ from dataclasses import replace
 
 from foretell.lower.fsdp.sharded import COLLECTIVES as TALKING
 from foretell.lower.fsdp.sharded import DP_REPLICATE, DP_SHARD
+from foretell.lower.offload.activations import COPIES
+from foretell.lower.offload.states import NEED, Unit
 from foretell.plan.types import Plan
 from foretell.price.bands import HOST_BOUND, MOST_GUESSED, Evidence
 from foretell.price.host import beside_device, in_host_memory, steady, watched_blocks, wholly_compiled
 from foretell.price.kernels.rare import FAMILY as IRREGULAR
 from foretell.price.kernels.rare import SIZED
 from foretell.price.kernels.shapes import short
+from foretell.price.offload import Rates, load_of
 from foretell.price.speeds import Speeds, axis_of
 from foretell.price.time import (
     COMPUTE_KINDS,
@@ -28,9 +31,8 @@ from foretell.price.time import (
     synchronises,
 )
 from foretell.quantities import ASSUMED, COLLECTIVES, COMPUTE, HOST, Task, Time
-from foretell.simulate.offload import activations
-from foretell.simulate.offload import states as offload
-from foretell.simulate.offload.timing import Rates, Unit, marks_of, played
+from foretell.simulate.offload.copies import told, with_copies
+from foretell.simulate.offload.timing import marks_of, played
 from foretell.simulate.time.streams import Timeline, simulate
 from foretell.trace.types import Op, Trace
 
@@ -43,9 +45,9 @@ def plan_time(local: Trace, speeds: Speeds) -> tuple[Time, Timeline]:
     tasks = step_tasks(local, speeds)
     kind = traits(local)
     found, timeline = _timed(tasks, speeds, kind)
-    if activations.COPIES in local.meta:
-        moved, timeline = _timed(activations.with_copies(tasks, local), speeds, kind)
-        found = activations.told(moved, found)
+    if COPIES in local.meta:
+        moved, timeline = _timed(with_copies(tasks, local, speeds.copies), speeds, kind)
+        found = told(moved, found)
     return found, timeline
 
 
@@ -77,14 +79,14 @@ def _timed(tasks: Sequence[Task], speeds: Speeds, kind: Evidence) -> tuple[Time,
 def moved_time(local: Trace, plan: Plan, speeds: Speeds, units: Sequence[Unit], rates: Rates) -> tuple[Time, Timeline]:
     """The same where states, or weights, come and go beside the step."""
     plain = step_tasks(local, speeds)
-    own = activations.with_copies(plain, local)
+    own = with_copies(plain, local, speeds.copies)
     timeline = simulate(own, steps=2, drag=drags(own, speeds))
     kind = traits(local)
     found = as_time(timeline, own, speeds, kind)
-    if activations.COPIES in local.meta:
+    if COPIES in local.meta:
         kept = as_time(simulate(plain, steps=2, drag=drags(plain, speeds)), plain, speeds, kind)
-        found = activations.told(found, kept)
-    late = played(marks_of(timeline, [unit.path for unit in units]), units, offload.load_of(plan), rates).waited
+        found = told(found, kept)
+    late = played(marks_of(timeline, [unit.path for unit in units]), units, load_of(plan), rates).waited
     found = replace(
         found, step_seconds=found.step_seconds + late, low_seconds=found.low_seconds + late, high_seconds=found.high_seconds + late
     )
@@ -152,7 +154,7 @@ class _Maker:
             return None
         if op.name in TALKING:
             return self._collective(op, made)
-        if op.name == offload.NEED and self.copied >= 0:  # what is gathered is gathered when it is new
+        if op.name == NEED and self.copied >= 0:  # what is gathered is gathered when it is new
             return self._issue(Task(op.name, lane(DP_SHARD), 0.0, (), 0.0, "need", op.module, op.phase), (self.copied,))
         return self._issue(made, self._after(op))
 

@@ -10,39 +10,54 @@ with that before and that after it, and their gradients go down once backward ha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from foretell.hardware.profile import Profile
-from foretell.hardware.types import Cluster, Device
 from foretell.lower.blocks import blocks_of
 from foretell.lower.fsdp.units import REDUCE_STREAM
 from foretell.plan import states
 from foretell.plan.states import ALIGN, CHUNK, DEVICE, HOST, SLOTS, bytes_of, form_of, streamed, tiers, width_of_weights
-from foretell.plan.types import MASTER, Mesh, Plan
-from foretell.price.kernels.shapes import short
-from foretell.simulate.memory.memory import MOVED
-from foretell.simulate.offload import timing as offload_time
-from foretell.simulate.offload.timing import NEED as NEED
-from foretell.simulate.offload.timing import Load, Rates, Unit
+from foretell.plan.types import MASTER, Plan
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Storage, Trace
 
+MOVED = "moved"
+"""In a trace's meta: part of what it needs is elsewhere."""
+NEED = "foretell.need"
+"""Where a unit waits for its update; gradients of the update before die there."""
 SHARDS = "shards"
 """In what is known of a trace: over how many ranks its parameters are spread."""
 FETCH = "foretell.fetch"
 """Where gradients that went down come up again, to be added to."""
-REACHED = 0.8
-"""Of a device's memory bandwidth by an update."""
 SCRATCH = {"split": 1, "half": 2, "int8": 2, "split-int8": 3}
 """Form → arrays of fp32, as long as a chunk, that an update needs besides its gradient."""
-TOUCHED = {"split": 68, "int8": 368, "split-int8": 422}
-"""Form → bytes of device memory that an update moves for each element, counted over its element-wise kernels; others have one. Of
-8-bit codes 1.6 times what was counted (230 and 264): fitted to the steps of two rows of an H200; that their roots take so long is assumed."""
-DISK_ROWS = ("disk-read", "disk-write", "disk-both")
 AT_HAND = 2
 """Blocks on the device of those whose weights are elsewhere: one computes, another comes where one has gone."""
 ENDS_NORM = ("_foreach_mul_", "_record_function_enter_new", "zeros", "_foreach_add_", "_fused_adamw_", "_fused_adam_")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is updated together."""
+
+    path: str
+    elements: int
+    tier: str = DEVICE
+    """Where its states are."""
+    gradients: tuple[int, ...] = ()
+    weights: str = DEVICE
+    """Where its weights are between uses."""
+
+    @property
+    def away(self) -> bool:
+        return self.tier != DEVICE
+
+    @property
+    def on_host(self) -> bool:
+        return self.tier == HOST
+
+    @property
+    def streamed(self) -> bool:
+        return self.weights != DEVICE
 
 
 def units_of(trace: Trace, plan: Plan) -> tuple[Unit, ...]:
@@ -146,7 +161,7 @@ def _kept(units: Sequence[Unit], plan: Plan, storages: dict[int, Storage]) -> li
 
 def _until_norm(ops: Sequence[Op]) -> tuple[Op, ...]:
     """The norm of the gradients; what it made dies with it."""
-    end = next((at for at, op in enumerate(ops) if short(op.name) in ENDS_NORM), len(ops))
+    end = next((at for at, op in enumerate(ops) if op.name.split(".")[1] in ENDS_NORM), len(ops))
     kept = list(ops[:end])
     made = {number for op in kept for number in op.allocates} - {number for op in kept for number in op.frees}
     if kept and made:
@@ -187,62 +202,3 @@ def _left(ops: Sequence[Op], leaving: Mapping[str, Unit], blocks: Sequence[str])
         at = last.get(before, len(ops) - 1) if before in leaving else len(ops) - 1
         found[at] = replace(found[at], frees=(*found[at].frees, *unit.gradients))
     return tuple(found)
-
-
-# ---------------------------------------------------------------------- seconds
-
-
-def neighbours(mesh: Mesh, cluster: Cluster) -> int:
-    """Ranks that share a machine: its cores, and its memory."""
-    return min(mesh.world, cluster.devices_per_node)
-
-
-def rates(profile: Profile, device: Device, ranks: int = 1) -> Rates | None:
-    """From what the probe measured; None where it did not measure copies both ways at once. So many ranks share a machine's
-    cores; each is taken to have its link for itself."""
-    rows = {name: _largest(profile, name) for name in ("duplex", "duplex-beside", "adamw", "adamw-beside", *DISK_ROWS)}
-    both = rows["duplex"]
-    if both is None:
-        return None
-    each = both["bytes"] / 2 / both["seconds"]
-    slowed = rows["duplex-beside"]
-    cpu, beside = ((row["elements"] / row["seconds"] / ranks if row else None) for row in (rows["adamw"], rows["adamw-beside"]))
-    return Rates(
-        up=each, down=each, device=REACHED * device.memory_bandwidth_bytes_per_second, cpu=cpu, cpu_beside=beside,
-        link_beside=slowed["bytes"] / 2 / slowed["seconds"] if slowed else None,
-        disk=_disk(*(rows[name] for name in DISK_ROWS)),
-    )  # fmt: skip
-
-
-def _disk(read: Mapping[str, Any] | None, write: Mapping[str, Any] | None, both: Mapping[str, Any] | None) -> float | None:
-    """Bytes a second that are read and written again: at once as that was measured, else in turn."""
-    if both is not None:
-        return float(both["bytes"] / 2 / both["seconds"])
-    return 1 / (read["seconds"] / read["bytes"] + write["seconds"] / write["bytes"]) if read and write else None
-
-
-def _largest(profile: Profile, name: str) -> Mapping[str, Any] | None:
-    return max((copy for copy in profile.copies if copy["name"] == name), key=lambda copy: copy["bytes"], default=None)
-
-
-def priced(units: Sequence[Unit], plan: Plan, how: Rates) -> bool:
-    """Whether all that the plan moves and updates has a measured speed."""
-    on_disk = any(unit.away and not unit.on_host for unit in units)
-    return (not plan.cpu_share or how.cpu is not None) and (not on_disk or how.disk is not None)
-
-
-def load_of(plan: Plan) -> Load:
-    """What an element takes along."""
-    width = width_of_weights(plan)
-    form = form_of(plan)
-    touched = TOUCHED.get(form, offload_time.TOUCHED)
-    return Load(states=bytes_of(form, width), weight=width, cpu_share=plan.cpu_share, early=plan.clip is None, touched=touched)
-
-
-def beside(units: Sequence[Unit], plan: Plan, how: Rates) -> float:
-    """Seconds a step that the link is busy, the busier way."""
-    load = load_of(plan)
-    through = sum(unit.elements for unit in units if unit.away) * (1 - load.cpu_share) * load.states
-    new = sum(unit.elements for unit in units if unit.away) * load.cpu_share * load.weight
-    gone = sum(unit.elements for unit in units if unit.streamed) * load.weight
-    return (through + new + gone * 3 * plan.accumulate) / min(how.up, how.down)

@@ -14,14 +14,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from foretell.hardware.profile import Profile
 from foretell.lower.blocks import blocks_of
 from foretell.lower.fsdp.sharded import block_of
+from foretell.lower.offload.states import MOVED
+from foretell.lower.steps import with_evaluation
 from foretell.plan.blocks import expand
 from foretell.plan.types import AWAY, Plan
-from foretell.quantities import D2H, H2D, Task, Time
-from foretell.simulate.memory.memory import MOVED
-from foretell.simulate.memory.replay import with_evaluation
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Ref, Storage, Trace
 
@@ -29,7 +27,7 @@ LEAST = 2**20
 """Bytes of a storage that is moved."""
 DOWN, LAND, UP, WAIT = "foretell.down", "foretell.land", "foretell.up", "foretell.wait"
 COPIES = "activation_copies"
-"""In a trace's meta: bytes a second down and up; None where nothing is known of them."""
+"""In a trace's meta: some of its marks are copies."""
 AHEAD = 1.25
 """Of what a block saves, how much is up in backward (`runtime.offload.saved`)."""
 PAGE = 4096
@@ -37,31 +35,8 @@ _STAYS = frozenset({types.PARAMETER, types.BUFFER, types.INPUT, types.GRADIENT, 
 _CASTS = ("aten._to_copy.default",)
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Bytes a second of one way at a time."""
-
-    down: float
-    up: float
-
-
 def moves(plan: Plan) -> bool:
     return any(residency.mode in AWAY for residency in plan.blocks.values())
-
-
-def rates(profile: Profile | None, plan: Plan) -> Rates | None:
-    """From what the probe measured of the link, and of the disk where the plan needs it; None where it did not."""
-    modes = {residency.mode for residency in plan.blocks.values()}
-    names = [("d2h-pinned", "h2d-pinned"), *([("disk-write", "disk-read")] if "disk" in modes else [])]
-    found = [(_rate(profile, down), _rate(profile, up)) for down, up in names]
-    downs, ups = [down for down, _ in found if down], [up for _, up in found if up]
-    return Rates(min(downs), min(ups)) if len(downs) == len(ups) == len(names) else None
-
-
-def _rate(profile: Profile | None, name: str) -> float | None:
-    rows = [copy for copy in profile.copies if copy["name"] == name] if profile is not None else []
-    largest = max(rows, key=lambda copy: copy["bytes"], default=None)
-    return largest["bytes"] / largest["seconds"] if largest else None
 
 
 # ---------------------------------------------------------------------- which storages, and when
@@ -99,7 +74,7 @@ def host_bytes(trace: Trace, plan: Plan) -> int:
     return sum(size for block, size in sizes.items() if modes[block] == "host") + 2 * passing
 
 
-def away(trace: Trace, plan: Plan, how: Rates | None, *, watched: bool = True) -> Trace:
+def away(trace: Trace, plan: Plan, *, watched: bool = True) -> Trace:
     """The trace of the same step with the activations of these blocks moved. `watched`: the run knows what is in memory, as it does
     where a device has an allocator of its own."""
     trace = with_evaluation(trace)  # which saves nothing
@@ -111,7 +86,7 @@ def away(trace: Trace, plan: Plan, how: Rates | None, *, watched: bool = True) -
             _forward(plot, saved, trace, _modes(trace, plan), storages)
             _Up(plot, saved, trace, _modes(trace, plan), watched).run()
             programs[name] = Program(name, tuple(_written(plot)))
-    return replace(trace, programs=programs, storages=storages, meta={**trace.meta, MOVED: True, COPIES: how})
+    return replace(trace, programs=programs, storages=storages, meta={**trace.meta, MOVED: True, COPIES: True})
 
 
 def _modes(trace: Trace, plan: Plan) -> dict[str, str]:
@@ -313,43 +288,3 @@ def _written(plot: _Plot) -> Iterable[Op]:
         yield op
         yield from marks[:-1]
         yield replace(marks[-1], frees=dies)
-
-
-# ---------------------------------------------------------------------- seconds
-
-
-def priced(trace: Trace) -> bool:
-    """Whether the copies of a step have a measured speed, or there are none."""
-    return COPIES not in trace.meta or trace.meta[COPIES] is not None
-
-
-def with_copies(tasks: Sequence[Task], trace: Trace) -> list[Task]:
-    """The tasks of a step with the copies that its marks stand for."""
-    how = trace.meta.get(COPIES)
-    if not isinstance(how, Rates):
-        return list(tasks)
-    found: list[Task] = []
-    place: list[int] = []
-    down: dict[str, int] = {}
-    up: dict[str, int] = {}
-    for task in tasks:
-        name, _, number = task.name.partition(":")
-        waits = {LAND: down, WAIT: up}.get(name, {})
-        after = (*(place[before] for before in task.after), *([waits[number]] if number in waits else []))
-        place.append(len(found))
-        found.append(task._replace(after=after))
-        if name in (DOWN, UP):
-            seconds = trace.storages[int(number)].nbytes / (how.down if name == DOWN else how.up)
-            known = (down if name == DOWN else up)
-            before = (place[-1], *([down[number]] if name == UP and number in down else []))
-            known[number] = len(found)
-            found.append(Task(name, D2H if name == DOWN else H2D, seconds, before, 0.0, "copy", task.module, task.phase))
-    return found
-
-
-def told(time: Time, without: Time) -> Time:
-    """The time of a step with copies, beside that of the same step if they took no time."""
-    late = max(0.0, time.step_seconds - without.step_seconds)
-    breakdown = {**time.breakdown, "waiting_for_copies": late}
-    breakdown["waiting_for_host"] = max(0.0, time.breakdown.get("waiting_for_host", 0.0) - late)
-    return replace(time, breakdown=breakdown, binds="link" if late > 0.25 * time.step_seconds else time.binds)
