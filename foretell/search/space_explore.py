@@ -168,18 +168,23 @@ class Explorer:
         if self.filler is not None:
             return 0.0
         if frame not in self.leasts:
-            self.leasts[frame] = least_seconds(frame, self.pricer, self._limit(frame))
+            pricer = self._optimist if _apart(frame) else self.pricer  # nothing is traced for a bound
+            self.leasts[frame] = least_seconds(frame, pricer, self._limit(frame))
         return self.leasts[frame]
+
+    @property
+    def _optimist(self) -> Pricer:
+        if self.optimist is None:
+            self.optimist = self.pricer.optimist()
+        return self.optimist
 
     def _limit(self, frame: Layout) -> float:
         return min(self.pricer.limit(frame), self.cluster.device.memory_bytes * (1 - self.wishes.margin))
 
     def _loses(self, frame: Layout, best: float) -> bool:
         """Whether a layout cannot win, or does not fit, even by an optimist."""
-        if self.optimist is None:
-            self.optimist = self.pricer.optimist()
         try:
-            filled = (self.filler or fill)(frame, self.optimist, float("inf"), 0.0)
+            filled = (self.filler or fill)(frame, self._optimist, float("inf"), 0.0)
         except UserError:
             return False  # it says why when it is costed
         if filled is None:
