@@ -12,13 +12,11 @@ from foretell.plan.types import FP16, Plan
 from foretell.quantities import FITS, TIGHT, Infeasible
 from foretell.search.found import Found, Reason
 from foretell.search.law import Advice
+from foretell.search.preferences import ALIKE
 from foretell.search.reasons import sentence
 from foretell.search.relax import Relaxation
 from foretell.simulate.plan import PlanCost
 from foretell.units import human_bytes
-
-ALIKE = 0.01
-"""Plans whose speeds are within this share of each other count as alike, and the simplest is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)

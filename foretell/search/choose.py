@@ -29,9 +29,9 @@ from foretell.plan.precision import default
 from foretell.plan.recipe import model_of
 from foretell.plan.types import MASTER, Mesh, Pipeline, Plan, Residency
 from foretell.quantities import TIGHT, Infeasible
-from foretell.search.choice import ALIKE, explained, kind_of
 from foretell.search.choice import Candidate as Candidate
 from foretell.search.choice import Choice as Choice
+from foretell.search.choice import explained, kind_of
 from foretell.search.choice import told as told
 from foretell.search.choice import why_slower as why_slower
 from foretell.search.costing import Progress, Question
@@ -39,6 +39,7 @@ from foretell.search.find import Finalist, Found, Unsuited, find
 from foretell.search.law import Advice, advice
 from foretell.search.law import check as check_law
 from foretell.search.moved import or_moved, spilled
+from foretell.search.preferences import ALIKE, FILL, LARGEST_MICRO_BATCH, LESS_IF_TIGHT, WORTH
 from foretell.search.reasons import of_candidates
 from foretell.search.sheet_modes import MODES, modes_of
 from foretell.search.space_wishes import Wishes as Wishes
@@ -53,17 +54,10 @@ from foretell.trace.types import Trace
 
 LIMIT = 50
 """Plans that are costed."""
-LARGEST_MICRO_BATCH = 512
 ALIKE_ON_CPU = 0.05
 """A CPU's speed comes and goes by more than one percent."""
 WAITS = 0.1
 """Share of the step that data parallelism may wait for its messages before other axes are tried."""
-FILL = 4
-"""Micro-batches for each rank of a pipeline, where the batch is free: a fifth of the step is then bubble at most."""
-WORTH = 0.03
-"""A doubled micro-batch must gain this much; less is not worth a larger batch."""
-LESS_IF_TIGHT = 0.03
-"""A plan that may run out of memory must be this much faster to be preferred."""
 
 
 def choose(

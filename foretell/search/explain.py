@@ -12,7 +12,8 @@ from typing import Any
 
 from foretell.hardware import parse
 from foretell.hardware.types import Cluster, Link
-from foretell.search.front import ALIKE, Point
+from foretell.search.front import Point
+from foretell.search.preferences import ALIKE
 from foretell.search.quick import Layout
 from foretell.search.space_wishes import Wishes
 from foretell.units import GIB, gib

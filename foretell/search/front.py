@@ -10,17 +10,12 @@ from typing import Any
 from foretell.errors import UserError
 from foretell.hardware import price_per_hour
 from foretell.hardware.types import Cluster
+from foretell.search.preferences import ALIKE, LESS_IF_TIGHT, WORTH
 from foretell.search.quick import Layout, Quick
 from foretell.search.space_fill import Filled
 from foretell.search.space_wishes import Wishes
 from foretell.simulate.memory.memory import TIGHT_SHARE
 
-ALIKE = 0.01
-"""Candidates whose scores are within this share of each other count as alike, and the simplest is taken."""
-WORTH = 0.03
-"""A doubled batch, where it is free, must gain this much; less is not worth a larger one."""
-LESS_IF_TIGHT = 0.03
-"""A plan that may run out of memory must be this much better to be preferred."""
 TIGHT = TIGHT_SHARE * 1.02
 """Share of the device below which what is left counts as tight: a little more than `simulate.memory.memory` says."""
 MOST_POINTS = 12

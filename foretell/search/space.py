@@ -18,12 +18,10 @@ from foretell.hardware.types import Cluster
 from foretell.plan.legal import SPLIT_BACKWARD, micro_batches_allowed, too_old_to_compile
 from foretell.plan.precision import worth_trying
 from foretell.plan.types import Mesh
+from foretell.search.preferences import FILL, LARGEST_MICRO_BATCH
 from foretell.search.quick import Layout
 from foretell.search.space_wishes import Wishes
 
-LARGEST_MICRO_BATCH = 512
-FILL = 4
-"""Micro-batches for each rank of a pipeline, where the batch is free: a fifth of the step is then bubble at most."""
 FEW = 8
 """Devices up to which plans that leave some idle are tried, whatever is asked for."""
 MOST_STAGES = 64

@@ -36,19 +36,13 @@ from foretell.quantities import TIGHT
 from foretell.search import sheet_modes
 from foretell.search.caps import host_of, unknown_host
 from foretell.search.costing import Question
+from foretell.search.preferences import LARGEST_MICRO_BATCH, LESS_IF_MOVED, LESS_IF_TIGHT, WORTH
 from foretell.search.space_wishes import Wishes
 from foretell.search.spill_found import Spilled, Tried, fewest
 from foretell.simulate.plan import KEEP, Options, PlanCost, modes_of, predict_plan, sharded
 from foretell.trace.types import Trace
 from foretell.units import gib
 
-LARGEST_MICRO_BATCH = 512
-WORTH = 0.03
-"""A doubled batch must gain this much, where the batch is free."""
-LESS_IF_TIGHT = 0.03
-"""A plan that may run out of memory must be this much faster to be preferred."""
-LESS_IF_MOVED = 0.05
-"""And so must one that moves anything, where another moves nothing."""
 NEAR = (-0.1, -0.05, 0.05, 0.1)
 """Around the share of updates that keeps CPU and link busy equally long."""
 LIMIT = 240

@@ -1,0 +1,13 @@
+"""What every search prefers: the same for plans searched by blocks, tried one by one, or with part of the model elsewhere."""
+
+LARGEST_MICRO_BATCH = 512
+FILL = 4
+"""Micro-batches for each rank of a pipeline, where the batch is free: a fifth of the step is then bubble at most."""
+ALIKE = 0.01
+"""Plans whose scores are within this share of each other count as alike, and the simplest is taken."""
+WORTH = 0.03
+"""A doubled batch, where it is free, must gain this much; less is not worth a larger one."""
+LESS_IF_TIGHT = 0.03
+"""A plan that may run out of memory must be this much better to be preferred."""
+LESS_IF_MOVED = 0.05
+"""And so must one that moves anything, where another moves nothing."""
