@@ -46,18 +46,18 @@ FINALISTS = 4
 """Kinds of plans that are costed exactly, as long as that is quick."""
 SETTLED = 5
 """Kinds of plans whose memory is replayed through the caching allocator, at least."""
-SETTLE_SECONDS = 1.5
-"""After which one of them is enough."""
+SETTLE_SECONDS = 4.0
+"""Of this process, tracing aside, after which one of them is enough: a first search comes to the same plan as later ones."""
 REFILLS = 3
 """Times that a candidate which is short when costed op by op is filled anew."""
 CAREFUL_BYTES = 64 << 20
 """And so much less still, since the two costs differ."""
 TRIED = 8
 """Plans that are costed exactly until one fits."""
-EXACT_SECONDS = 4.0
-"""After which no further plan is costed exactly, the best one aside."""
-FRONT_SECONDS = 1.0
-"""After which no further point of the front is replayed through the caching allocator, and left out."""
+EXACT_SECONDS = 8.0
+"""Of this process after which no further plan is costed exactly, the best one aside."""
+FRONT_SECONDS = 2.0
+"""Of this process after which no further point of the front is replayed through the caching allocator, and left out."""
 AGAIN_SECONDS = 3.0
 """For each search of a what-if."""
 SURE_SECONDS = 10.0
@@ -224,9 +224,9 @@ class Finder(Costing):
         points = [p for p in explored.points if p.layout not in gone and p.layout not in known]
         points += [_quickly(one.point) for one in finalists]
         best = next(point for point in points if point.layout == finalists[0].point.layout)
-        shown, began = [], time.monotonic()
+        shown, began = [], time.process_time()
         for point in front(points, self.wishes, best):
-            if time.monotonic() - began > FRONT_SECONDS and point.layout not in known:
+            if time.process_time() - began > FRONT_SECONDS and point.layout not in known:
                 continue
             sure = point if point.layout in known or explored.stopped == "interrupted" else self.settled(point)
             if sure is not None:
@@ -253,10 +253,10 @@ class Finder(Costing):
         """The best of each kind, the first of them costed exactly; and those that then do not fit."""
         found: list[Finalist] = []
         dropped: list[Finalist] = []
-        began = time.monotonic()
+        began = time.process_time()
         stopped = bool(explored.stopped)
         for number, point in enumerate(self._settled_all(explored)):
-            late = self.exact is not True and time.monotonic() - began > EXACT_SECONDS
+            late = self.exact is not True and time.process_time() - began > EXACT_SECONDS
             enough = len(found) >= (1 if late else FINALISTS)
             one = self.finalist(point)
             if not stopped and not enough and number < TRIED:
@@ -311,9 +311,9 @@ class Finder(Costing):
         That can only make a plan slower or larger: once the best so far beats what is next, only runners-up follow.
         """
         settled: list[Point] = []
-        best, began = (float("inf"), float("inf")), time.monotonic()
+        best, began = (float("inf"), float("inf")), time.process_time()
         for point in distinct(explored.points, self.wishes):
-            late = time.monotonic() - began > SETTLE_SECONDS
+            late = time.process_time() - began > SETTLE_SECONDS
             if len(settled) >= (1 if late else SETTLED) and (late or score(point, self.wishes) >= best):
                 break
             found = point if explored.stopped == "interrupted" else self.settled(point)
