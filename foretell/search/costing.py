@@ -184,15 +184,15 @@ class Costing(Question):
         wrong = legal.complaints(one.plan, facts)
         return replace(one, why=str(wrong[0])) if wrong else one
 
-    def costed(self, one: Finalist, *, always: bool = False) -> Finalist:
-        """The same costed op by op, where its traces are there or may be made; with a reason where it is not legal."""
+    def costed(self, one: Finalist, *, always: bool = False, traces: bool = True) -> Finalist:
+        """The same costed op by op, where its traces are there or may be made (`traces`); with a reason where it is not legal."""
         plan, one = one.plan, self.checked(one)
         if one.why:
             return one
         modes = sorted({KEEP, *one.point.layout.modes}) if one.point.layout.modes else [KEEP]
         if len(set(one.point.layout.modes)) == 1:
             modes = list(set(one.point.layout.modes))
-        if self.exact is False or (not always and not self._soon(one, modes)):
+        if self.exact is False or (not always and not self._soon(one, modes, traces)):
             return one
         self.progress(f"costing op by op: {explain.told(one.point.layout)}")
         try:
@@ -213,11 +213,11 @@ class Costing(Question):
         money = {f"{name}_per_step": value for name, value in (("dollars", point.dollars), ("joules", point.joules)) if value}
         return replace(one, point=point, cost=cost, plan=one.plan.with_(predicted={**cost.predicted(), **money}))
 
-    def _soon(self, one: Finalist, modes: Sequence[str]) -> bool:
-        """Whether traces are there already, and replaying them takes a moment."""
+    def _soon(self, one: Finalist, modes: Sequence[str], traces: bool) -> bool:
+        """Whether replaying a plan takes a moment, and its traces are there, or are quickly made."""
         layout = one.point.layout
         there = all(self.traces.at_hand(one.plan, mode) for mode in modes)
-        return self._small(layout) and (there or layout.mesh.tp * layout.mesh.cp * layout.mesh.ep == 1)
+        return self._small(layout) and (there or (traces and layout.mesh.tp * layout.mesh.cp * layout.mesh.ep == 1))
 
     def _small(self, layout: Layout) -> bool:
         pieces = self.sheet(self.cluster).material

@@ -261,7 +261,7 @@ class Finder(Costing):
             one = self.finalist(point)
             if not stopped and not enough and number < TRIED:
                 try:
-                    one = self._refilled(self.costed(one, always=not found and self.exact is True), dropped)
+                    one = self._refilled(self.costed(one, always=not found and self.exact is True, traces=not found), dropped)
                 except KeyboardInterrupt:
                     stopped = True
             if one.why and one.cost is None:  # not legal, or the model cannot be split so
