@@ -10,6 +10,7 @@ A profile file is JSON (`.json`, or `.json.gz`). The rows stay in a journal besi
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import json
 import re
@@ -196,6 +197,12 @@ def save(profile: Profile, path: str | Path) -> Path:
 def load(path: str | Path, *, device: str | None = None, torch_version: str | None = None) -> Profile:
     """Read a profile; refuse one of another device or of another minor version of torch."""
     profile = from_dict(_read(Path(path)), str(path))
+    refuse_other(profile, path, device=device, torch_version=torch_version)
+    return profile
+
+
+def refuse_other(profile: Profile, path: str | Path, *, device: str | None, torch_version: str | None) -> None:
+    """An error that names both sides, where a profile is not of what is asked for."""
     if device is not None and profile.device != device:
         raise UserError(
             f"'{path}' is a profile of {profile.device} ({profile.reported_as}), and {device} is asked for",
@@ -203,7 +210,6 @@ def load(path: str | Path, *, device: str | None = None, torch_version: str | No
         )
     if torch_version is not None and minor(profile.torch) != minor(torch_version):
         raise UserError(f"'{path}' was measured with torch {profile.torch}, and this is torch {torch_version}", _REMEDY)
-    return profile
 
 
 def from_dict(data: Any, path: str) -> Profile:
@@ -392,10 +398,18 @@ def _named(paths: Iterable[Path], device_name: str) -> list[Path]:
 def _readable(path: Path, device_name: str, torch_version: str | None, own: bool) -> Profile | None:
     """None where the file cannot be used, or would only hide a better one."""
     try:
-        profile = load(path, device=device_name, torch_version=torch_version)
-    except UserError:
+        status = path.stat()
+        profile = _once(path, status.st_size, status.st_mtime_ns)
+        refuse_other(profile, path, device=device_name, torch_version=torch_version)
+    except (UserError, OSError):
         return None
     return profile if profile.ops or not own else None
+
+
+@functools.lru_cache(maxsize=8)
+def _once(path: Path, _size: int, _changed: int) -> Profile:
+    """Megabytes of JSON, read once for as long as the file is the same: a prediction asks again and again."""
+    return load(path)
 
 
 def minor(version: str) -> str:

@@ -74,11 +74,11 @@ def case(name: str, model: str, mesh: Mesh = Mesh(), slow: str = "", **more: Any
 
 CASES = [
     # data
-    case("shards kept by two ranks", "gpt", Mesh(dp_shard=4), clip=0.1, reshard=2),
-    case("hybrid", "gpt", Mesh(dp_replicate=2, dp_shard=2), **BOTH, recompute={"*": SELECTIVE}, states=HOST),
+    case("shards kept by two ranks", "short gpt", Mesh(dp_shard=4), clip=0.1, reshard=2),
+    case("hybrid", "short gpt", Mesh(dp_replicate=2, dp_shard=2), **BOTH, recompute={"*": SELECTIVE}, states=HOST),
     case("compiled replicas", "gpt", Mesh(dp_replicate=2), compile="blocks", slow="compiled with tensor below"),
-    case("compiled shards", "gpt", Mesh(dp_shard=2), **BOTH, compile="blocks", recompute={"0-1": FULL}, states=HOST),
-    case("unet", "unet", Mesh(dp_replicate=2, dp_shard=2), **BOTH, optimizer="momentum"),
+    case("compiled shards", "short gpt", Mesh(dp_shard=2), **BOTH, compile="blocks", recompute={"0": FULL}, states=HOST),
+    case("unet", "unet", Mesh(dp_shard=2), **BOTH, optimizer="momentum"),
     case("ssm", "ssm", Mesh(dp_shard=3), accumulate=2, reshard=False, precision="bf16-mixed", states=HOST),
     # tensor
     case("tensor", "short gpt", Mesh(tp=4), clip=0.1),

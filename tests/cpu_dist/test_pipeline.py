@@ -35,9 +35,10 @@ HF = {
 }  # fmt: skip
 MODELS = {
     "gpt": Source(model="gpt-tiny", overrides=TEXT, micro_batch=2),
+    "short gpt": Source(model="gpt-tiny", overrides={**TEXT, "layers": 2}, micro_batch=2),
     "llama": Source(model="llama-tiny", overrides={**TEXT, "kv_heads": 2, "ffn": 64}, micro_batch=2),
     "hf": Source(model="hf:llama", overrides=HF, micro_batch=2, seq=16),
-    "vit": Source(model="vit-tiny", overrides={"dim": 32, "image": 16}, micro_batch=2),
+    "vit": Source(model="vit-tiny", overrides={"depth": 2, "dim": 32, "image": 16}, micro_batch=2),
     "t5": Source(model="t5-tiny", overrides={"dim": 32, "vocab_size": 64}, micro_batch=2, seq=16),
 }
 
@@ -72,17 +73,17 @@ def blocks(*numbers: int, at: str = "blocks") -> tuple[str, ...]:
 
 
 CASES = [
-    Case("gpt", "gpipe", blocks(2)),
+    Case("short gpt", "gpipe", blocks(1)),
     Case("gpt", "1f1b", blocks(1, 2, 3), pp=4, count=6, slow="two ranks of it below"),
     Case("gpt", "zero-bubble-v", blocks(1, 2, 3)),  # the tied weight is on one rank twice
-    Case("gpt", "1f1b", blocks(2), shard=2, count=2),
-    Case("gpt", "zero-bubble", blocks(2), shard=2, count=2),
+    Case("short gpt", "1f1b", blocks(1), shard=2, count=2),
+    Case("short gpt", "zero-bubble", blocks(1), shard=2, count=2),
     Case("llama", "1f1b", blocks(3)),
     Case("llama", "interleaved-1f1b", blocks(1, 2, 3)),
     Case("llama", "1f1b", blocks(2), tp=2, slow="in test_equivalence.py with foretell's own split"),
     Case("hf", "1f1b", blocks(1, at="model.layers"), count=3),
     Case("hf", "zero-bubble", blocks(1, 2, 3, at="model.layers"), slow="the model and the schedule are there without each other"),
-    Case("vit", "zero-bubble", blocks(2)),
+    Case("vit", "zero-bubble", blocks(1)),
     Case("t5", "1f1b", ("encoder.blocks.1", "decoder.blocks.0", "decoder.blocks.1"), pp=4,
          slow="cut in both stacks by the test of evaluation"),
     Case("t5", "zero-bubble", ("decoder.blocks.1",)),
@@ -290,7 +291,7 @@ def noted(rank: int, world: int, source: Source, plan: Plan, batches: list[Batch
 @pytest.mark.parametrize(
     "case",
     params(
-        Case("gpt", "1f1b", blocks(2), shard=2, count=3),
+        Case("short gpt", "1f1b", blocks(1), shard=2, count=3),
         Case("llama", "interleaved-1f1b", blocks(1, 2, 3), slow="one loop and one split backward are enough"),
         Case("gpt", "zero-bubble-v", blocks(1, 2, 3)),
         Case("t5", "zero-bubble", ("decoder.blocks.1",), slow="one loop and one split backward are enough"),

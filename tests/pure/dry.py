@@ -198,10 +198,15 @@ def run(build: Callable[[], Workload], plan: Plan, rank: int = 0) -> Seen:
         if plan.offloads:  # nobody else to ask
             stack.enter_context(mock.patch("foretell.runtime.offload.shards.agreed", return_value=None))
         workload = build()
-        batches = [workload.batch, *(build().batch for _ in range(plan.accumulate - 1))]
+        batches = [workload.batch, *(_like(workload.batch) for _ in range(plan.accumulate - 1))]
         job = apply(workload, plan, ranks)
         del workload
         return _two_steps(job, batches, watch)
+
+
+def _like(batch: Any) -> Any:
+    """Another micro-batch: storages of its own, and nothing else of it matters."""
+    return torch.utils._pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, batch)
 
 
 def _alone(stack: ExitStack, plan: Plan) -> None:

@@ -24,8 +24,10 @@ GOLDEN = sorted((Path(__file__).parents[1] / "data" / "oplists").glob("*.json.gz
 LONG = {
     "convnext-bf16-autocast", "convnext-fp32", "dit-bf16-autocast", "dit-fp32", "gpt2-bf16-autocast-2-1.0", "raftmlp-bf16-autocast",
     "raftmlp-fp32", "ssm-bf16-autocast", "t5-fp32", "tnt-bf16-autocast", "tnt-fp32",
+    "bert-fp32", "gpt2drop-fp32", "scaling_mlp-fp32", "unet-fp32", "vit-fp32",
 }  # fmt: skip
-"""Thousands of ops each; what CUDA chooses for them is chosen in a shorter recording too, but for `ssm`'s scan."""
+"""Thousands of ops each, or the same model in bf16 beside it; what CUDA chooses for them is chosen in a shorter recording too,
+but for `ssm`'s scan. fp32 is `gpt2` and `resnet`."""
 H200 = Sizes((9, 0), 32 << 20)
 
 RESERVED_BOUND = {"tnt-bf16-autocast": 0.13}
@@ -68,7 +70,7 @@ def test_golden_data_is_there() -> None:
 
 def cases() -> list[Any]:
     names = [(path, path.name.removesuffix(".json.gz")) for path in GOLDEN]
-    slow = pytest.mark.slow(reason="thousands of ops, of the kinds that shorter recordings have")
+    slow = pytest.mark.slow(reason="ops of the kinds that shorter recordings have")
     return [pytest.param(path, id=name, marks=slow if name in LONG else ()) for path, name in names]
 
 

@@ -46,6 +46,9 @@ NORMS = 1024
 """The same of an update: one norm for each parameter, of this rank or of all."""
 
 
+FEW: dict[str, dict[str, int]] = {"gpt-tiny": {"layers": 2}, "llama-tiny": {"layers": 2}, "vit-tiny": {"depth": 2}}
+"""Two blocks: a third one holds and sends what the second does."""
+
 recorded = functools.cache(capture)
 """A trace that several tests take: each is made once."""
 
@@ -122,6 +125,11 @@ def agrees(seen: dry.Seen, local: types.Trace, *, above: float = 0.0) -> None:
 # ------------------------------------------------------------------ traces of other steps
 
 
+def three(name: str) -> dict[str, int]:
+    """A block of every residency; models of two stacks have four anyway."""
+    return dict.fromkeys(FEW.get(name, {}), 3)
+
+
 def mixed(name: str, recipe: Recipe, modes: Mapping[str, str]) -> types.Trace:
     """The step traced with every block in its own mode."""
 
@@ -132,7 +140,7 @@ def mixed(name: str, recipe: Recipe, modes: Mapping[str, str]) -> types.Trace:
                 steps.recompute_block(model.get_submodule(path), kind, observer)
 
     with mock.patch.object(steps, "apply_recompute", apply):
-        return capture(workload(name), replace(recipe, recompute="full"))
+        return capture(workload(name, **three(name)), replace(recipe, recompute="full"))
 
 
 OTHER = pytest.mark.slow(reason="the same composition of another model, or in another precision")
@@ -150,7 +158,7 @@ OTHER = pytest.mark.slow(reason="the same composition of another model, or in an
 def test_blocks_of_different_residency_need_what_their_own_trace_says(name: str, precision: str) -> None:
     recipe = Recipe(precision=precision)
     whole = {
-        mode: recorded(workload(name), replace(recipe, recompute=how))
+        mode: recorded(workload(name, **three(name)), replace(recipe, recompute=how))
         for mode, how in (("keep", "none"), ("recompute", "full"), ("selective", "selective"))
     }
     for pattern in (("keep", "recompute"), ("selective", "recompute", "keep")):
@@ -162,26 +170,28 @@ def test_blocks_of_different_residency_need_what_their_own_trace_says(name: str,
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "vit-tiny", "mixtral-tiny"])
 def test_later_micro_batches_add_to_the_gradients_as_traced_ones_do(name: str) -> None:
-    derived = repeated(recorded(workload(name, 1), Recipe(recompute="full")), 3)
-    truth = repeated(recorded(workload(name, 1), Recipe(recompute="full", accumulate=3)), 3)
+    build = workload(name, 1, **FEW.get(name, {}))
+    derived = repeated(recorded(build, Recipe(recompute="full")), 3)
+    truth = repeated(recorded(build, Recipe(recompute="full", accumulate=3)), 3)
     assert peak_live(derived, RUNS) == peak_live(truth, RUNS)
     inputs = [storage.nbytes for storage in truth.storages.values() if storage.role == types.INPUT]
-    once = recorded(workload(name, 1), Recipe(recompute="full", accumulate=3))
+    once = recorded(build, Recipe(recompute="full", accumulate=3))
     added = sum(inputs) - sum(s.nbytes for s in once.storages.values() if s.role == types.INPUT)
     assert peak_live(truth, RUNS) == peak_live(once, RUNS) + added  # all micro-batches are there from the start
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "t5-tiny", "resnet-tiny", "mixtral-tiny"])
 def test_a_micro_batch_of_twelve_follows_from_two_and_four(name: str) -> None:
-    two, four, twelve = (recorded(workload(name, size), Recipe()) for size in (2, 4, 12))
+    two, four, twelve = (recorded(workload(name, size, **FEW.get(name, {})), Recipe()) for size in (2, 4, 12))
     said = rebatch(two, four, (2, 4), 12)
     assert said.programs == twelve.programs and said.meta["batch"] == twelve.meta["batch"]
     assert {n: s.nbytes for n, s in said.storages.items()} == {n: s.nbytes for n, s in twelve.storages.items()}
 
 
 def test_traces_of_other_models_are_not_put_together() -> None:
+    gpt, llama = (recorded(workload(name, size, **FEW[name]), Recipe()) for name, size in (("gpt-tiny", 2), ("llama-tiny", 4)))
     with pytest.raises(Unlike):
-        rebatch(recorded(workload("gpt-tiny", 2), Recipe()), recorded(workload("llama-tiny", 4), Recipe()), (2, 4), 8)
+        rebatch(gpt, llama, (2, 4), 8)
 
 
 # ------------------------------------------------------------------ data parallelism
@@ -205,14 +215,14 @@ def test_traces_of_other_models_are_not_put_together() -> None:
 )
 def test_every_byte_and_message_of_data_parallelism(mesh: Mesh, more: dict[str, Any]) -> None:
     asked = plan(mesh=mesh, **more)
-    build = workload("gpt-tiny", layers=3)
+    build = workload("gpt-tiny", layers=2)
     agrees(dry.run(build, asked), sharded(repeated(traced(build, asked), asked.accumulate), asked))
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "vit-tiny"])
 def test_other_models_under_hybrid_sharding(name: str) -> None:
     asked = plan(name, mesh=Mesh(dp_replicate=2, dp_shard=4), accumulate=2)
-    build = workload(name)
+    build = workload(name, **FEW[name])
     agrees(dry.run(build, asked), sharded(repeated(traced(build, asked), 2), asked))
 
 
@@ -271,15 +281,24 @@ ABOVE = {"zero-bubble": 0.06, "zero-bubble-v": 0.02}
 """Where backward comes in two halves: some tensors are taken to live until the second half that die in the first."""
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zero-bubble-v"])
+LOOPS = pytest.mark.slow(reason="every schedule runs with shards, and this mesh with other schedules")
+
+
 @pytest.mark.parametrize(
-    ("mesh", "more"),
+    ("mesh", "more", "schedule"),
     [
-        (Mesh(pp=2), {"precision": "fp32"}),
-        (Mesh(pp=2, dp_shard=4), {"reshard": False}),
-        (Mesh(pp=2, dp_replicate=2, dp_shard=2), {"reshard": False, "precision": "fp32"}),
+        pytest.param(mesh, more, schedule, id=f"{name}-{schedule}", marks=LOOPS if schedule in slow else ())
+        for name, mesh, more, slow in (
+            ("pp", Mesh(pp=2), {"precision": "fp32"}, ("interleaved-1f1b", "zero-bubble")),
+            ("shards", Mesh(pp=2, dp_shard=4), {"reshard": False}, ()),
+            (
+                "replicas", Mesh(pp=2, dp_replicate=2, dp_shard=2), {"reshard": False, "precision": "fp32"},
+                ("gpipe", "interleaved-1f1b", "zero-bubble"),
+            ),
+        )
+        for schedule in ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zero-bubble-v")
     ],
-)
+)  # fmt: skip
 def test_every_byte_and_message_of_every_rank_of_a_pipeline(schedule: str, mesh: Mesh, more: dict[str, Any]) -> None:
     build = workload("gpt-tiny", layers=2 if schedule in ("gpipe", "1f1b") else 4)  # a block for every stage
     asked, trace = piped(plan(mesh=mesh, accumulate=4, **more), build, schedule)
@@ -292,7 +311,7 @@ def test_every_byte_and_message_of_every_rank_of_a_pipeline(schedule: str, mesh:
 )
 def test_parameters_given_back_between_the_micro_batches_of_a_pipeline(schedule: str) -> None:
     """A loop with two stages a rank comes out 9 KB of 15 MB too high."""
-    build = workload("llama-tiny")
+    build = workload("llama-tiny", **(FEW["llama-tiny"] if schedule == "1f1b" else {}))
     asked, trace = piped(plan("llama-tiny", mesh=Mesh(pp=2, dp_shard=2), accumulate=4), build, schedule)
     for rank in rank_traces(trace, asked):
         above = 0.001 if schedule == "interleaved-1f1b" else 0.0
@@ -300,10 +319,10 @@ def test_parameters_given_back_between_the_micro_batches_of_a_pipeline(schedule:
 
 
 def test_uneven_stages_and_a_stage_in_the_middle() -> None:
-    build = workload("gpt-tiny", layers=5)
+    build = workload("gpt-tiny", layers=4)
     asked = plan(mesh=Mesh(pp=3), accumulate=4, precision="fp32")
     trace = traced(build, asked)
-    asked = asked.with_(pipeline=Pipeline(schedule="1f1b", cuts=("blocks.1", "blocks.4")))
+    asked = asked.with_(pipeline=Pipeline(schedule="1f1b", cuts=("blocks.1", "blocks.3")))
     for rank in rank_traces(trace, asked):
         agrees(dry.run(build, asked, rank.rank), rank.trace)
 
@@ -365,13 +384,13 @@ def split(build: Callable[[], Workload], asked: Plan) -> types.Trace:
     ],
 )
 def test_every_byte_and_message_of_a_split_model(name: str, mesh: Mesh, more: dict[str, Any]) -> None:
-    asked, build = plan(name, mesh=mesh, **more), workload(name)
+    asked, build = plan(name, mesh=mesh, **more), workload(name, **FEW[name])
     agrees(dry.run(build, asked), sharded(repeated(split(build, asked), asked.accumulate), asked))
 
 
 def test_a_split_model_in_a_pipeline() -> None:
     """Activations that are whole between blocks cross as they are: every byte and message."""
-    build = workload("llama-tiny")
+    build = workload("llama-tiny", **FEW["llama-tiny"])
     asked = plan("llama-tiny", mesh=Mesh(tp=2, pp=2), accumulate=4, precision="fp32", split=Split(sequence=False))
     trace = split(build, asked)
     asked = asked.with_(pipeline=Pipeline(schedule="1f1b", cuts=even_cuts(blocks_of(trace), 2)))

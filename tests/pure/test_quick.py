@@ -107,6 +107,9 @@ PIPED = [
 SPLIT = [layout(Mesh(tp=2, dp_shard=4)), layout(Mesh(tp=2, dp_shard=4), 4, mode="recompute")]
 
 
+OTHER = pytest.mark.slow(reason="another model of the same plans")
+
+
 def told(name: str, asked: Layout, found: Quick, exact: PlanCost) -> str:
     assert exact.time is not None
     seconds, size = exact.time.step_seconds, exact.worst.memory.device_bytes
@@ -119,9 +122,9 @@ def told(name: str, asked: Layout, found: Quick, exact: PlanCost) -> str:
         pytest.param("gpt2", PLAIN, 0.04, -0.02, 0.12, id="one-gpt2"),
         pytest.param("gpt2", SHARDED, 0.03, -0.01, 0.05, id="sharded-gpt2"),
         pytest.param("gpt2", PIPED, 0.03, -0.02, 0.05, id="piped-gpt2"),
-        pytest.param("llama3-1b", PLAIN, 0.03, -0.02, 0.05, id="one-llama3-1b", marks=pytest.mark.slow(reason="another model of the same plans")),
-        pytest.param("llama3-1b", SHARDED, 0.03, -0.01, 0.05, id="sharded-llama3-1b"),
-        pytest.param("llama3-1b", PIPED, 0.03, -0.12, 0.13, id="piped-llama3-1b", marks=pytest.mark.slow(reason="another model of the same plans")),
+        pytest.param("llama3-1b", PLAIN, 0.03, -0.02, 0.05, id="one-llama3-1b", marks=OTHER),
+        pytest.param("llama3-1b", SHARDED, 0.03, -0.01, 0.05, id="sharded-llama3-1b", marks=OTHER),
+        pytest.param("llama3-1b", PIPED, 0.03, -0.12, 0.13, id="piped-llama3-1b", marks=OTHER),
     ],
 )
 def test_seconds_and_bytes_follow_the_exact_cost(name: str, plans: list[Layout], slack: float, low: float, high: float) -> None:

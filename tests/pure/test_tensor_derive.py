@@ -317,9 +317,17 @@ def dry_mesh() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("sequence", [True, False])
+BOTH_WAYS = ("gpt-tiny", "llama-tiny", "mixtral-tiny")
+WHOLE = pytest.mark.slow(reason="a sequence left whole is held for three models, and this model with one that is split")
+
+
 @pytest.mark.parametrize(
-    "model", ["gpt-tiny", "llama-tiny", "vit-tiny", "bert-tiny", "t5-tiny", "mixtral-tiny", "dit-tiny"]
+    ("model", "sequence"),
+    [
+        pytest.param(model, sequence, id=f"{model}-{sequence}", marks=() if sequence or model in BOTH_WAYS else WHOLE)
+        for model in ("gpt-tiny", "llama-tiny", "vit-tiny", "bert-tiny", "t5-tiny", "mixtral-tiny", "dit-tiny")
+        for sequence in (True, False)
+    ],
 )
 def test_exchanges_are_those_of_a_dry_run(model: str, sequence: bool, dry_mesh: Any) -> None:
     sizes = {"seq": None if model in ("vit-tiny", "dit-tiny") else 16 if model != "t5-tiny" else 64}

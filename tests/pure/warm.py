@@ -21,6 +21,7 @@ _PARENT = """
 import contextlib, io, json, os, sys
 import rich.console, rich.text
 import foretell.cli, foretell.quantities, foretell.report.screen
+from foretell.hardware.profile import find_profile
 from tests import forks
 
 forks.install()
@@ -28,6 +29,7 @@ forks.install()
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
     for words in (["fit", "nope", "--on", "H100"], ["fit", "gpt2", "--on", "H10", "--json"]):
         assert foretell.cli.main(words) == 2  # whatever a command imports is there then
+find_profile("H200-SXM-141GB")  # and what predictions read
 
 def become(call):
     os.environ.clear()
