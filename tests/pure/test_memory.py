@@ -119,7 +119,7 @@ def test_peak_of_a_real_step_lies_between_brute_force_without_and_with_all_scrat
             for op in trace.programs[program].ops * times:
                 alive |= {number for number in op.allocates if not trace.storages[number].host}
                 live = sum(-(-trace.storages[number].nbytes // 512) * 512 for number in alive)
-                stages, extra = SIZES._scratch(op)
+                stages, extra = SIZES.scratch(op)
                 scratch = sum(-(-size // 512) * 512 for stage in stages for size in stage) + extra + 512
                 rests = MIB * sum(trace.storages[number].nbytes > MIB for number in alive)
                 least, most = max(least, live), max(most, live + scratch + rests)
