@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -189,9 +190,7 @@ class Costing(Question):
         plan, one = one.plan, self.checked(one)
         if one.why:
             return one
-        modes = sorted({KEEP, *one.point.layout.modes}) if one.point.layout.modes else [KEEP]
-        if len(set(one.point.layout.modes)) == 1:
-            modes = list(set(one.point.layout.modes))
+        modes = self._modes(one)
         if self.exact is False or (not always and not self._soon(one, modes, traces)):
             return one
         self.progress(f"costing op by op: {explain.told(one.point.layout)}")
@@ -212,6 +211,18 @@ class Costing(Question):
             )  # fmt: skip
         money = {f"{name}_per_step": value for name, value in (("dollars", point.dollars), ("joules", point.joules)) if value}
         return replace(one, point=point, cost=cost, plan=one.plan.with_(predicted={**cost.predicted(), **money}))
+
+    @staticmethod
+    def _modes(one: Finalist) -> list[str]:
+        """Residencies whose traces a plan is costed from."""
+        found = set(one.point.layout.modes) or {KEEP}
+        return sorted(found if len(found) == 1 else {KEEP, *found})
+
+    def prepare(self, finalists: Sequence[Finalist]) -> None:
+        """Make what these are costed op by op from, all at once, where that is soon done."""
+        wanted = [(one.plan, mode) for one in finalists if self._soon(one, self._modes(one), True) for mode in self._modes(one)]
+        with contextlib.suppress(UserError):  # it is said when one is costed
+            self.traces.prepare(wanted)
 
     def _soon(self, one: Finalist, modes: Sequence[str], traces: bool) -> bool:
         """Whether replaying a plan takes a moment, and its traces are there, or are quickly made."""

@@ -52,6 +52,8 @@ REFILLS = 3
 """Times that a candidate which is short when costed op by op is filled anew."""
 CAREFUL_BYTES = 64 << 20
 """And so much less still, since the two costs differ."""
+NEAR = 0.03
+"""Share by which quick costs may be off: so near the best, plans are traced for to be costed exactly."""
 TRIED = 8
 """Plans that are costed exactly until one fits."""
 EXACT_SECONDS = 8.0
@@ -255,7 +257,11 @@ class Finder(Costing):
         dropped: list[Finalist] = []
         began = time.process_time()
         stopped = bool(explored.stopped)
-        for number, point in enumerate(self._settled_all(explored)):
+        points = self._settled_all(explored)
+        if self.exact is not False and not stopped:
+            near = [point for point in points[:FINALISTS] if score(point, self.wishes)[0] <= score(points[0], self.wishes)[0] * (1 + NEAR)]
+            self.prepare([self.finalist(point) for point in near])
+        for number, point in enumerate(points):
             late = self.exact is not True and time.process_time() - began > EXACT_SECONDS
             enough = len(found) >= (1 if late else FINALISTS)
             one = self.finalist(point)
