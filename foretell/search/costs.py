@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Any
 
+from foretell.decode import value_of
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster
 from foretell.trace import cache as store
@@ -19,30 +21,46 @@ from foretell.trace import cache as store
 KIND = "costs"
 MOST = 20_000
 """Costs that an entry holds; with more it begins anew."""
+Values = dict[str, float]
+Deep = tuple[Values, list[Values]]
+"""Of a walked stack, and of one block more of each of its runs."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """Key → costs."""
+
+    steps: dict[str, Deep] = field(default_factory=dict)
+    events: dict[str, dict[str, Deep]] = field(default_factory=dict)
+    sizes: dict[str, Deep] = field(default_factory=dict)
+    peaks: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.steps) + len(self.events) + len(self.sizes) + len(self.peaks)
 
 
 @dataclass
 class Costs:
-    """Costs by key; in memory alone where nothing says where to keep them."""
+    """Costs of one model; in memory alone where nothing says where to keep them."""
 
     name: str = ""
     """Of the entry."""
     files: Mapping[str, str] = field(default_factory=dict)
     """User file → its hash."""
-    known: dict[str, Any] = field(default_factory=dict)
+    known: Known = field(default_factory=Known)
     fresh: bool = False
     """Whether some are not on disk."""
 
-    def of(self, key: object, made: Callable[[], Any]) -> Any:
-        """What was kept, or is made now: of dicts, lists and numbers."""
-        name = repr(key)
-        if name not in self.known:
-            self.known[name], self.fresh = made(), True
-        return self.known[name]
+    def of(self, table: str, key: object, made: Callable[[], Any]) -> Any:
+        """What a table of `Known` has, or is made now."""
+        name, found = repr(key), getattr(self.known, table)
+        if name not in found:
+            found[name], self.fresh = made(), True
+        return found[name]
 
     def keep(self) -> None:
         if self.name and self.fresh:
-            store.write(KIND, self.name, {"costs": self.known if len(self.known) <= MOST else {}}, self.files)
+            store.write(KIND, self.name, asdict(self.known if len(self.known) <= MOST else Known()), self.files)
             self.fresh = False
 
 
@@ -53,19 +71,27 @@ class Kept:
     costs: Costs
     plan: str
 
-    def of(self, key: object, made: Callable[[], Any]) -> Any:
-        return self.costs.of((self.plan, key), made)
+    def of(self, table: str, key: object, made: Callable[[], Any]) -> Any:
+        return self.costs.of(table, (self.plan, key), made)
 
 
 def kept(question: Mapping[str, Any], cluster: Cluster, profile: Profile | None, files: Mapping[str, str]) -> Costs:
     """The costs of a model, by what its traces are asked for, on a cluster."""
     stamp = hashlib.sha256(pickle.dumps(profile)).hexdigest()
     name = store.key_of({KIND: question, "cluster": repr(cluster), "profile": stamp})
-    return Costs(name, files, store.read(KIND, name, _parsed) or {})
+    return Costs(name, files, store.read(KIND, name, _parsed) or Known())
 
 
-def _parsed(entry: Mapping[str, Any]) -> dict[str, Any]:
-    found = entry["costs"]
-    if not isinstance(found, dict):
-        raise TypeError("costs are no table")
+def _parsed(entry: Mapping[str, Any]) -> Known:
+    found: Known = value_of(Known, entry)
+    if not all(map(isfinite, _numbers(asdict(found)))):
+        raise ValueError("a cost is no finite number")
     return found
+
+
+def _numbers(value: Any) -> Iterable[float]:
+    if isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(one)
+    else:
+        yield value

@@ -81,7 +81,7 @@ class Stages:
     def _events(self, stage: Stage) -> dict[str, tuple[Values, list[Values]]]:
         """Of every kind of event of a walked stage: when each stream has done with it, and how much later for a block more of
         each run."""
-        found: dict[str, tuple[Values, list[Values]]] = self.kept.of(("events", stage), lambda: self._simulated(stage))
+        found: dict[str, tuple[Values, list[Values]]] = self.kept.of("events", stage, lambda: self._simulated(stage))
         return found
 
     def _simulated(self, stage: Stage) -> dict[str, tuple[Values, list[Values]]]:
@@ -152,7 +152,7 @@ class Stages:
         `lasting` whatever runs; `event` most in an event, of one micro-batch."""
         if stage not in self._sizes:
             walked = stage.walked
-            found, each = self.kept.of(("sizes", walked), lambda: _kept(self._run(walked), self.works))
+            found, each = self.kept.of("sizes", walked, lambda: _kept(self._run(walked), self.works))
             self._sizes[stage] = {
                 name: value + sum(left * one[name] for left, one in zip(stage.left, each, strict=True)) for name, value in found.items()
             }
@@ -162,7 +162,7 @@ class Stages:
         """Of a rank with these stages that runs these events; `ties` are the ranks of the first and the last stage."""
         key = (rank, tuple(stages), order)
         if key not in self._peaks:
-            self._peaks[key] = Peak(*self.kept.of(("peak", *key), lambda: self._replayed(rank, stages, order, ties)))
+            self._peaks[key] = Peak(*self.kept.of("peaks", key, lambda: self._replayed(rank, stages, order, ties)))
         return self._peaks[key]
 
     def _replayed(self, rank: int, stages: Sequence[tuple[int, Stage]], order: Order, ties: Sequence[int]) -> tuple[int, int]:

@@ -64,7 +64,7 @@ class Steps:
     def _walked(self, stage: Stage, accumulate: int, run: int) -> tuple[Values, list[Values]]:
         """With `run` of the micro-batches of a step; and what one block more of each run adds."""
         found: tuple[Values, list[Values]] = self.kept.of(
-            ("step", stage, accumulate, run),
+            "steps", (stage, accumulate, run),
             lambda: self._simulated(self.lowered(stage, accumulate), stage.lasts(), accumulate - run, run),
         )
         return found
@@ -102,7 +102,7 @@ class Steps:
     # ------------------------------------------------------------------ memory
 
     def peak(self, stage: Stage, accumulate: int) -> Peak:
-        return Peak(*self.kept.of(("peak", stage, accumulate), lambda: self._replayed(stage, accumulate)))
+        return Peak(*self.kept.of("peaks", (stage, accumulate), lambda: self._replayed(stage, accumulate)))
 
     def _replayed(self, stage: Stage, accumulate: int) -> tuple[int, int]:
         few = self._few(accumulate)

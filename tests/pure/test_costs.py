@@ -64,19 +64,22 @@ def test_a_damaged_entry_is_dropped(empty: Path) -> None:
         return kept({"source": "z"}, parse("H100"), None, {})
 
     costs = here()
-    costs.of("key", lambda: 1)
+    costs.of("peaks", "key", lambda: (1, 2))
     costs.keep()
     (entry,) = entries(empty)
     content = entry.read_bytes()
-    for wrong in (content[: len(content) // 2], content.replace(b'"costs"', b'"costz"', 1), b"", b"[]"):
+    for wrong in (content[: len(content) // 2], content.replace(b'"peaks"', b'"peakz"', 1), b"", b"[]"):
         entry.write_bytes(wrong)
         with pytest.warns(UserWarning, match="damaged"):
-            assert not here().known
+            assert not len(here().known)
         assert not entry.exists()
-    sealed = b'{"costs": [1, 2], "files": {}}'
-    entry.write_bytes(store._seal(sealed, KIND, entry.stem) + sealed)
-    with pytest.warns(UserWarning, match="no table"):
-        assert not here().known
+    forged = ('[1]', '{"a": "b"}', '{"a": [1]}', '{"a": [1, NaN]}', '{"a": [1, 1e999]}')
+    wrong_steps = ('{"a": [{"device": "long"}, []]}', '{"a": [{"device": Infinity}, []]}', '{"a": [[], {}]}')
+    for table, text in (*(("peaks", one) for one in forged), *(("steps", one) for one in wrong_steps), ("events", '{"a": {"F": 3}}')):
+        sealed = f'{{"{table}": {text}, "files": {{}}}}'.encode()
+        entry.write_bytes(store._seal(sealed, KIND, entry.stem) + sealed)
+        with pytest.warns(UserWarning, match="damaged"):
+            assert not len(here().known), text
 
 
 def test_other_devices_and_profiles_have_entries_of_their_own(empty: Path) -> None:
@@ -93,22 +96,22 @@ def test_other_devices_and_profiles_have_entries_of_their_own(empty: Path) -> No
 
 
 def test_numbers_come_back_as_they_were(empty: Path) -> None:
-    made = {"F": [{"compute": 0.1 + 0.2, "host": 1e-17}, [{}]]}
+    made = {"F": ({"compute": 0.1 + 0.2, "host": 1e-17}, [{}])}
     costs = kept({"source": "x"}, parse("H100"), None, {})
-    assert Kept(costs, "plan").of(("events", 1), lambda: made) == made
+    assert Kept(costs, "plan").of("events", 1, lambda: made) == made
     costs.keep()
     back = kept({"source": "x"}, parse("H100"), None, {})
-    assert Kept(back, "plan").of(("events", 1), lambda: pytest.fail("it is kept")) == made
-    assert Kept(back, "another").of(("events", 1), lambda: 3) == 3
-    assert Costs().of("a", lambda: 1) == 1
+    assert Kept(back, "plan").of("events", 1, lambda: pytest.fail("it is kept")) == made
+    assert Kept(back, "another").of("events", 1, lambda: {}) == {}
+    assert Costs().of("peaks", "a", lambda: (1, 2)) == (1, 2)
 
 
 def test_costs_of_a_file_that_changed_are_not_taken(empty: Path) -> None:
     model = empty / "model.py"
     model.write_text("one")
     costs = kept({"source": "y"}, parse("H100"), None, store.file_hashes([str(model)]))
-    costs.of("key", lambda: 1)
+    costs.of("peaks", "key", lambda: (1, 2))
     costs.keep()
-    assert kept({"source": "y"}, parse("H100"), None, {}).known
+    assert len(kept({"source": "y"}, parse("H100"), None, {}).known) == 1
     model.write_text("two")
-    assert not kept({"source": "y"}, parse("H100"), None, {}).known
+    assert not len(kept({"source": "y"}, parse("H100"), None, {}).known)
