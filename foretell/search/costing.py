@@ -220,7 +220,8 @@ class Costing(Question):
 
     def prepare(self, finalists: Sequence[Finalist]) -> None:
         """Make what these are costed op by op from, all at once, where that is soon done."""
-        wanted = [(one.plan, mode) for one in finalists if self._soon(one, self._modes(one), True) for mode in self._modes(one)]
+        soon = [one for one in finalists if not self.checked(one).why and self._soon(one, self._modes(one), True)]
+        wanted = [(one.plan, mode) for one in soon for mode in self._modes(one)]
         with contextlib.suppress(UserError):  # it is said when one is costed
             self.traces.prepare(wanted)
 

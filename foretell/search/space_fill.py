@@ -105,7 +105,7 @@ def fill(
     fits = kept.fits and kept.memory_bytes <= most
     if fits and kept.memory_bytes <= (roomy or most):
         return Filled(layout=layout, quick=kept)
-    found = made.filled()
+    found = made.filled(kept)
     if not fits:
         return found
     tight = Filled(layout=layout, quick=kept)
@@ -197,10 +197,9 @@ class _Filling:
             found[self._rank(stage)] += ((stage > 0) + (stage < last) + turned) * layout.accumulate * self.stack.stream
         return found
 
-    def filled(self) -> Filled:
-        """The fastest that fits; else the one with everything computed again, and what it lacks."""
+    def filled(self, known: Quick | None = None) -> Filled:
+        """The fastest that fits; else the one with everything computed again, and what it lacks. `known`: all kept, if costed."""
         if self.layout.mesh.world > 1:
-            known = self.__dict__.get("kept")
             beside = self._beside(self.layout, known) if known is not None else self.least_beside()
             for room in dict.fromkeys((min(self.limit, self.roomy or self.limit), self.limit)):
                 self.room = room
