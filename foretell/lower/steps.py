@@ -67,6 +67,8 @@ def adding(ops: Sequence[Op], storages: dict[int, Storage]) -> list[Op]:
             dies.setdefault(last[number], []).append(twin)
 
     def own(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
+        if not any(ref.storage in twins for ref in refs):
+            return refs
         return tuple(Ref(twins.get(ref.storage, ref.storage), ref.spec) for ref in refs)
 
     done: list[Op] = []
@@ -78,12 +80,12 @@ def adding(ops: Sequence[Op], storages: dict[int, Storage]) -> list[Op]:
                 frees = late if place == len(op.inputs) else ()
                 done.append(replace(op, name="aten.add_.Tensor", inputs=(there, *own((there,))), outputs=(there,), frees=frees))
             continue
-        done.append(
-            replace(
-                op, inputs=own(op.inputs), outputs=own(op.outputs),
-                allocates=tuple(twins.get(number, number) for number in op.allocates), frees=(*op.frees, *dying),
-            )
-        )  # fmt: skip
+        inputs, outputs = own(op.inputs), own(op.outputs)
+        if inputs is op.inputs and outputs is op.outputs and not dying and twins.keys().isdisjoint(op.allocates):
+            done.append(op)
+            continue
+        allocates = tuple(twins.get(number, number) for number in op.allocates)
+        done.append(replace(op, inputs=inputs, outputs=outputs, allocates=allocates, frees=(*op.frees, *dying)))
     return done
 
 

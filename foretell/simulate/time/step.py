@@ -6,6 +6,8 @@ the update. What tensor parallelism sums or gathers is on the path: the op that 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -33,7 +35,8 @@ from foretell.price.time import (
 from foretell.quantities import ASSUMED, COLLECTIVES, COMPUTE, HOST, Task, Time
 from foretell.simulate.offload.copies import told, with_copies
 from foretell.simulate.offload.timing import marks_of, played
-from foretell.simulate.time.streams import Timeline, simulate
+from foretell.simulate.time.laps import KEPT, Laps
+from foretell.simulate.time.streams import LAUNCH_QUEUE, Timeline, simulate
 from foretell.trace.types import Op, Trace
 
 BESIDE = (DP_SHARD, DP_REPLICATE)
@@ -42,13 +45,27 @@ BESIDE = (DP_SHARD, DP_REPLICATE)
 
 def plan_time(local: Trace, speeds: Speeds) -> tuple[Time, Timeline]:
     """Seconds of a steady step of one rank, and the timeline they come from; all ranks do the same."""
-    tasks = step_tasks(local, speeds)
     kind = traits(local)
-    found, timeline = _timed(tasks, speeds, kind)
-    if COPIES in local.meta:
-        moved, timeline = _timed(with_copies(tasks, local, speeds.copies), speeds, kind)
-        found = told(moved, found)
-    return found, timeline
+    if COPIES not in local.meta:
+        return _timed(*folded_tasks(local, speeds), speeds, kind)
+    tasks = step_tasks(local, speeds)
+    kept, _ = _timed(tasks, None, speeds, kind)
+    moved, timeline = _timed(with_copies(tasks, local, speeds.copies), None, speeds, kind)
+    return told(moved, kept), timeline
+
+
+def folded_tasks(local: Trace, speeds: Speeds) -> tuple[list[Task], Laps | None]:
+    """The tasks of a steady step with a few rounds of the micro-batch it repeats, and where these are; or with all of them."""
+    run = steady(local)
+    repeated = [(name, times) for name, times in run if times > 1]
+    if len(repeated) != 1:
+        return step_tasks(local, speeds), None
+    (name, count), = repeated
+    kept = KEPT + math.ceil(2 * LAUNCH_QUEUE / max(1, len(local.programs[name].ops)))
+    begun: list[int] = []
+    tasks = with_end(tasks_of(local, run, speeds, most=kept, begun=begun), speeds)
+    apart = {after - before for before, after in itertools.pairwise(begun)}
+    return tasks, Laps(begun[0], apart.pop(), kept, count) if len(apart) == 1 and kept < count else None
 
 
 def step_tasks(local: Trace, speeds: Speeds) -> list[Task]:
@@ -71,9 +88,9 @@ def traits(local: Trace) -> Evidence:
     return Evidence(compiled="compiled" in local.meta, fp32=isinstance(recipe, Mapping) and recipe.get("precision") == "fp32")
 
 
-def _timed(tasks: Sequence[Task], speeds: Speeds, kind: Evidence) -> tuple[Time, Timeline]:
-    timeline = simulate(tasks, steps=1 if len(tasks) > LONG_PROGRAM else 2, drag=drags(tasks, speeds))
-    return as_time(timeline, tasks, speeds, kind), timeline
+def _timed(tasks: Sequence[Task], laps: Laps | None, speeds: Speeds, kind: Evidence) -> tuple[Time, Timeline]:
+    timeline = simulate(tasks, steps=1 if len(tasks) > LONG_PROGRAM else 2, drag=drags(tasks, speeds), laps=laps)
+    return as_time(timeline, timeline.tasks, speeds, kind), timeline
 
 
 def moved_time(local: Trace, plan: Plan, speeds: Speeds, units: Sequence[Unit], rates: Rates) -> tuple[Time, Timeline]:
@@ -107,8 +124,14 @@ def lane(axis: str) -> str:
     return COLLECTIVES if axis == DP_SHARD else f"{COLLECTIVES} {axis}"
 
 
-def tasks_of(trace: Trace, run: Sequence[tuple[str, int]], speeds: Speeds, *, around: bool = True) -> Iterator[Task]:
-    """The tasks of a run of programs in the order the host asks for them; `around` counts what it does besides the ops."""
+def tasks_of(
+    trace: Trace, run: Sequence[tuple[str, int]], speeds: Speeds, *, around: bool = True, most: int | None = None,
+    begun: list[int] | None = None,
+) -> Iterator[Task]:  # fmt: skip
+    """The tasks of a run of programs in the order the host asks for them; `around` counts what it does besides the ops.
+
+    Of a program that is repeated at most `most` rounds are made; where each began is added to `begun`.
+    """
     machine = speeds.machine
     prices = op_prices(trace, machine)
     besides = machine.host.around(trace, sum(times for _, times in run)) / max(1, len(run)) if around else 0.0
@@ -118,7 +141,9 @@ def tasks_of(trace: Trace, run: Sequence[tuple[str, int]], speeds: Speeds, *, ar
     for name, times in run:
         ops = trace.programs[name].ops
         issues = list(machine.host.issues(ops, compiled=maker.compiled, watched=watched))
-        for _ in range(times):
+        for _ in range(times if most is None else min(times, most)):
+            if begun is not None and times > 1:
+                begun.append(maker.count)
             maker.pending = besides / times
             for op, asking in zip(ops, issues, strict=True):
                 maker.pending += asking

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from foretell.quantities import COLLECTIVES, COMPUTE, HOST, Task
+from foretell.simulate.time.laps import Laps
 
 LAUNCH_QUEUE = 1024
 """Kernels that CUDA takes ahead of the device before a launch waits; a figure seen in public, assumed."""
@@ -64,8 +65,9 @@ def simulate(
     queue: int = LAUNCH_QUEUE,
     steps: int = 1,
     drag: Mapping[str, float] | None = None,
+    laps: Laps | None = None,
 ) -> Timeline:
-    """Run the tasks `steps` times in a row and describe the last time.
+    """Run the tasks `steps` times in a row and describe the last time; with `laps`, that of all rounds they stand for.
 
     With more than one step the host is as far ahead as it is in a long run. `drag` says how much compute slows
     down while another resource is busy (0.1: a tenth longer), since collectives take cores and memory bandwidth;
@@ -77,7 +79,12 @@ def simulate(
     for _ in range(2 if drag else 0):
         durations = run.dragged(result, drag or {})
         result = run.steps(durations, steps)
-    return run.timeline(result, durations)
+    if laps is None:
+        return run.timeline(result, durations)
+    whole, seconds = laps.unfold(tasks), laps.alike(result.start, result.finish, result.issued)
+    if seconds is None:
+        return simulate(whole, queue=queue, steps=steps, drag=drag)
+    return _Run(whole, queue, checked=True).timeline(result.unfold(laps, seconds), laps.repeat(durations))
 
 
 class Course:
@@ -99,16 +106,29 @@ class _Result(NamedTuple):
     """What the issue of a task waited for: a task's finish (its position), its start (position + count), or nothing
     but the issue before (`_NOTHING`)."""
     issued: list[float]
-    stall: float
-    host_busy: float
+    stalls: list[float]
+    """By task: compute was free and its inputs were ready, but it was not issued."""
     begin: float
     end: float
+
+    def unfold(self, laps: Laps, seconds: float) -> _Result:
+        """The same of all rounds."""
+        count, more = len(self.start), laps.extra * laps.length
+        issues = laps.positions([cause - count if cause >= count else cause for cause in self.issue_cause])
+        whole = len(issues)
+        started = laps.repeat([cause >= count for cause in self.issue_cause])
+        assert whole == count + more, "every round has as many tasks"
+        return _Result(
+            laps.repeat(self.start, seconds), laps.repeat(self.finish, seconds), laps.positions(self.cause),
+            [cause + whole if late else cause for cause, late in zip(issues, started, strict=True)],
+            laps.repeat(self.issued, seconds), laps.repeat(self.stalls), self.begin, self.end + laps.extra * seconds,
+        )  # fmt: skip
 
 
 class _Run:
     """The list of tasks in a form a plain loop walks quickly."""
 
-    def __init__(self, tasks: Sequence[Task], queue: int) -> None:
+    def __init__(self, tasks: Sequence[Task], queue: int, *, checked: bool = False) -> None:
         if queue < 1:
             raise ValueError("the queue holds at least one task")
         self.tasks = tasks
@@ -118,7 +138,11 @@ class _Run:
             names.setdefault(name, len(names))
         self.where = [names[task.resource] for task in tasks]
         self.names = list(names)
-        for position, (name, _, seconds, after, host_seconds, *_) in enumerate(tasks):
+        if not checked:
+            self._check()
+
+    def _check(self) -> None:
+        for position, (name, _, seconds, after, host_seconds, *_) in enumerate(self.tasks):
             if after and not (min(after) >= 0 and max(after) < position):
                 raise ValueError(f"task {position} ({name}) comes after one that is not issued before it")
             if seconds < 0 or host_seconds < 0:
@@ -128,7 +152,7 @@ class _Run:
         host, end = 0.0, 0.0
         free = [0.0] * len(self.names)
         starts: list[list[float]] = [[] for _ in self.names]
-        result = _Result([], [], [], [], [], 0.0, 0.0, 0.0, 0.0)
+        result = _Result([], [], [], [], [], [], 0.0, 0.0)
         for _ in range(max(steps, 1)):
             result = self._once(durations, host, free, starts, end)
             host, end = result.issued[-1] if result.issued else host, max(end, result.end)
@@ -144,7 +168,7 @@ class _Run:
         cause, issue_cause = [_NOTHING] * count, [_NOTHING] * count
         last = [_NOTHING] * len(free)
         lines: list[list[int]] = [[] for _ in free]
-        stall = host_busy = 0.0
+        stalls = [0.0] * count
         end, synced = begin, _NOTHING
         for position, (_, _, _, after, host_seconds, _, _, _, synchronises) in enumerate(self.tasks):
             resource = where[position]
@@ -155,29 +179,25 @@ class _Run:
                 if len(lines[resource]) >= queue:
                     issue_cause[position] = lines[resource][-queue] + count
             host += host_seconds
-            host_busy += host_seconds
             ready, why = free[resource], last[resource]
             for before in after:
                 if finish[before] > ready:
                     ready, why = finish[before], before
             if host > ready:
                 if resource == 0 and host > begin:
-                    stall += host - max(ready, begin)
+                    stalls[position] = host - max(ready, begin)
                 ready, why = host, _HOST
             done = ready + durations[position]
             start[position], finish[position], cause[position] = ready, done, why
             free[resource], last[resource] = done, position
             begins.append(ready)
             lines[resource].append(position)
-            if resource == 1:
-                host_busy += durations[position]
-                host, synced = done, position
-            elif synchronises and done > host:
+            if resource == 1 or (synchronises and done > host):
                 host, synced = done, position
             issued[position] = host
             if done > end:
                 end = done
-        return _Result(start, finish, cause, issue_cause, issued, stall, host_busy, begin, end)
+        return _Result(start, finish, cause, issue_cause, issued, stalls, begin, end)
 
     def dragged(self, result: _Result, drag: Mapping[str, float]) -> list[float]:
         """Durations with compute stretched by its overlap with the resources that drag."""
@@ -209,7 +229,7 @@ class _Run:
         busy = dict.fromkeys(self.names, 0.0)
         for resource, seconds in zip(self.where, durations, strict=True):
             busy[self.names[resource]] += seconds
-        busy[HOST] = result.host_busy
+        busy[HOST] += sum(task.host_seconds for task in self.tasks)
         origin = result.begin
         return Timeline(
             tasks=self.tasks,
@@ -218,7 +238,7 @@ class _Run:
             seconds=result.end - origin,
             busy=busy,
             exposed=self._exposed(result),
-            host_stall_seconds=result.stall,
+            host_stall_seconds=sum(result.stalls),
             critical=self._critical(result, durations),
         )
 
