@@ -25,7 +25,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-from memory import DEFAULTS, append, done_keys, key_of, machine, name_of, parts  # noqa: E402
+from memory import DEFAULTS, append, done_keys, in_child, key_of, machine, name_of, parts  # noqa: E402
 from unseen_draw import HINTS  # noqa: E402
 from zoo import GIB, measured_of, rows_of, said, seal_of, write_sealed  # noqa: E402
 
@@ -40,6 +40,8 @@ MOST_SECONDS, MOST_BYTES = 0.4, 100 * GIB
 LONGEST = {"eager": 100, "compiled": 280}
 """Seconds after which a process that hangs is killed."""
 TIMED_STEPS, TIMED_SECONDS = 20, 0.8
+PREDICTION_SECONDS = 300
+"""After which a forecast of one row is given up."""
 
 
 # ---------------------------------------------------------------------------------------------- the forecast
@@ -132,13 +134,13 @@ def predicted_rows(configs: list[dict[str, Any]], journal: Path | None = None) -
     warm_up()
     found = {row["key"]: row for row in rows_of(journal) if row["code_sha256"] == about["code_sha256"]} if journal else {}
     left = [config for config in configs if key_of(config) not in found]
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        for config, answer in zip(left, pool.imap(predict, left), strict=True):
-            row = {"key": key_of(config), "name": name_of(config), "config": config, "predicted": answer, **about}
-            found[row["key"]] = row
-            if journal:
-                append(journal, row)
-            print(said(config, answer), flush=True)
+    for config in left:
+        answer = in_child(predict, config, timeout=PREDICTION_SECONDS)
+        row = {"key": key_of(config), "name": name_of(config), "config": config, "predicted": answer, **about}
+        found[row["key"]] = row
+        if journal:
+            append(journal, row)
+        print(said(config, answer), flush=True)
     return [found[key_of(config)] for config in configs]
 
 
