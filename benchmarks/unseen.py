@@ -144,14 +144,12 @@ def predicted_rows(configs: list[dict[str, Any]], journal: Path | None = None) -
     return [found[key_of(config)] for config in configs]
 
 
-def forecast(path: Path, limit: int, journal: Path | None) -> None:
-    """Draw, predict and seal; rows that are predicted to be too long or too large are passed over."""
-    from unseen_draw import rows as drawn
-
+def forecast(path: Path, limit: int, journal: Path | None, drawn: Any, marked: Any = list) -> None:
+    """Draw, predict and seal; rows that are predicted to be too long or too large are passed over. `marked` may add to rows."""
     if path.exists():
         sys.exit(f"{path} is there already: a forecast is sealed once")
     configs = [{**DEFAULTS, **config} for config in drawn()][: limit or None]
-    rows = predicted_rows(configs, journal)
+    rows = marked(predicted_rows(configs, journal))
     kept = [row for row in rows if not _too_much(row["predicted"])]
     for row in rows:
         if row not in kept:
@@ -390,7 +388,9 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=0, help="so many rows at most")
     options = parser.parse_args()
     if options.forecast:
-        forecast(options.forecast_file, options.limit, options.journal)
+        from unseen_draw import rows as drawn
+
+        forecast(options.forecast_file, options.limit, options.journal, drawn)
     elif options.again:
         rows = predicted_rows([row["config"] for row in rows_of(options.forecast_file)])
         options.again.write_text("".join(json.dumps(row) + "\n" for row in rows))

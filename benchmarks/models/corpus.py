@@ -20,7 +20,12 @@ class _Cell(nn.Module):
 
     def __init__(self, dim: int, vocab: int) -> None:
         super().__init__()
-        self.embed, self.into, self.again, self.head = nn.Embedding(vocab, dim), nn.Linear(dim, 4 * dim), nn.Linear(dim, 4 * dim), nn.Linear(dim, vocab)
+        self.embed, self.into, self.again, self.head = (
+            nn.Embedding(vocab, dim),
+            nn.Linear(dim, 4 * dim),
+            nn.Linear(dim, 4 * dim),
+            nn.Linear(dim, vocab),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         given = self.into(self.embed(x))
@@ -65,7 +70,11 @@ class _Sampler(nn.Module):
 
     def __init__(self, dim: int, width: int, steps: int) -> None:
         super().__init__()
-        self.net, self.time, self.steps = mlp(dim + 64, width, width, width, dim, act=nn.SiLU), nn.Embedding(steps, 64), steps
+        self.net, self.time, self.steps = (
+            mlp(dim + 64, width, width, width, dim, act=nn.SiLU),
+            nn.Embedding(steps, 64),
+            steps,
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for t in reversed(range(self.steps)):
@@ -85,7 +94,12 @@ class _Ode(nn.Module):
 
     def __init__(self, dim: int, width: int, steps: int) -> None:
         super().__init__()
-        self.first, self.field, self.head, self.steps = nn.Linear(64, dim), mlp(dim, width, width, dim, act=nn.Tanh), nn.Linear(dim, 10), steps
+        self.first, self.field, self.head, self.steps = (
+            nn.Linear(64, dim),
+            mlp(dim, width, width, dim, act=nn.Tanh),
+            nn.Linear(dim, 10),
+            steps,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x, h = self.first(x), 1.0 / self.steps
@@ -108,7 +122,12 @@ class _Equilibrium(nn.Module):
     def __init__(self, channels: int, rounds: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, channels, 3, 2, 1)
-        self.body = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.GroupNorm(8, channels), nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1))
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.GroupNorm(8, channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+        )
         self.norm, self.head, self.rounds = nn.GroupNorm(8, channels), nn.Linear(channels, 10), rounds
 
     def step(self, z: Tensor, x: Tensor) -> Tensor:
@@ -153,7 +172,11 @@ class _Crf(nn.Module):
 
     def __init__(self, dim: int, tags: int) -> None:
         super().__init__()
-        self.embed, self.lstm, self.head = nn.Embedding(20_000, dim), nn.LSTM(dim, dim, batch_first=True, bidirectional=True), nn.Linear(2 * dim, tags)
+        self.embed, self.lstm, self.head = (
+            nn.Embedding(20_000, dim),
+            nn.LSTM(dim, dim, batch_first=True, bidirectional=True),
+            nn.Linear(2 * dim, tags),
+        )
         self.moves = nn.Parameter(torch.zeros(tags, tags))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -166,7 +189,10 @@ class _Crf(nn.Module):
 
 
 def chain_crf(micro_batch: int, seq: int = 48, dim: int = 256, tags: int = 20) -> Built:
-    return _Crf(dim, tags), {"x": torch.randint(20_000, (micro_batch, seq)), "y": torch.randint(tags, (micro_batch, seq))}
+    return _Crf(dim, tags), {
+        "x": torch.randint(20_000, (micro_batch, seq)),
+        "y": torch.randint(tags, (micro_batch, seq)),
+    }
 
 
 class _Turing(nn.Module):
@@ -185,14 +211,19 @@ class _Turing(nn.Module):
             state = self.cell(torch.cat([part, read], 1), state).float()
             near = F.cosine_similarity(memory, self.key(state).float().unsqueeze(1), dim=2)
             share = torch.softmax(5 * near, 1).unsqueeze(2)
-            memory = memory * (1 - share * torch.sigmoid(self.erase(state)).unsqueeze(1)) + share * self.add(state).unsqueeze(1)
+            memory = memory * (1 - share * torch.sigmoid(self.erase(state)).unsqueeze(1)) + share * self.add(
+                state
+            ).unsqueeze(1)
             read = (share * memory).sum(1)
             found.append(self.head(state))
         return torch.stack(found, 1)
 
 
 def turing_machine(micro_batch: int, seq: int = 24, dim: int = 64, slots: int = 128) -> Built:
-    return WithLoss(_Turing(dim, slots), "numbers"), {"x": torch.randn(micro_batch, seq, 32), "y": torch.randn(micro_batch, seq, 32)}
+    return WithLoss(_Turing(dim, slots), "numbers"), {
+        "x": torch.randn(micro_batch, seq, 32),
+        "y": torch.randn(micro_batch, seq, 32),
+    }
 
 
 class _Springs(nn.Module):
@@ -250,7 +281,12 @@ class _Spelled(nn.Module):
         super().__init__()
         self.source, self.target = nn.Embedding(8000, dim), nn.Embedding(8000, dim)
         self.encode, self.cell = nn.GRU(dim, dim, batch_first=True), nn.GRUCell(2 * dim, dim)
-        self.key, self.query, self.score, self.head = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, 1), nn.Linear(2 * dim, 8000)
+        self.key, self.query, self.score, self.head = (
+            nn.Linear(dim, dim),
+            nn.Linear(dim, dim),
+            nn.Linear(dim, 1),
+            nn.Linear(2 * dim, 8000),
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         memory, last = self.encode(self.source(x))
@@ -306,7 +342,10 @@ def spiking_net(micro_batch: int, image: int = 32, channels: int = 64, steps: in
 class _Lista(nn.Module):
     def __init__(self, dim: int, code: int, rounds: int) -> None:
         super().__init__()
-        self.into, self.again = nn.Linear(dim, code, bias=False), nn.ModuleList(nn.Linear(code, code, bias=False) for _ in range(rounds))
+        self.into, self.again = (
+            nn.Linear(dim, code, bias=False),
+            nn.ModuleList(nn.Linear(code, code, bias=False) for _ in range(rounds)),
+        )
         self.limit, self.back = nn.Parameter(torch.full((rounds, code), 0.1)), nn.Linear(code, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -329,7 +368,11 @@ class _World(nn.Module):
     def __init__(self, dim: int, latent: int) -> None:
         super().__init__()
         self.see, self.cell = mlp(64, dim, dim, act=nn.ELU), nn.GRUCell(latent + 6, dim)
-        self.prior, self.post, self.back = mlp(dim, dim, 2 * latent, act=nn.ELU), mlp(2 * dim, dim, 2 * latent, act=nn.ELU), mlp(dim + latent, dim, 64, act=nn.ELU)
+        self.prior, self.post, self.back = (
+            mlp(dim, dim, 2 * latent, act=nn.ELU),
+            mlp(2 * dim, dim, 2 * latent, act=nn.ELU),
+            mlp(dim + latent, dim, 64, act=nn.ELU),
+        )
         self.dim, self.latent = dim, latent
 
     def forward(self, x: Tensor, act: Tensor) -> Tensor:
@@ -376,7 +419,12 @@ class _Maml(nn.Module):
 
 
 def maml(micro_batch: int, width: int = 256, steps: int = 5) -> Built:
-    batch = {"x": torch.randn(micro_batch, 32), "y": torch.randn(micro_batch, 1), "more": torch.randn(micro_batch, 32), "goal": torch.randn(micro_batch, 1)}
+    batch = {
+        "x": torch.randn(micro_batch, 32),
+        "y": torch.randn(micro_batch, 1),
+        "more": torch.randn(micro_batch, 32),
+        "goal": torch.randn(micro_batch, 1),
+    }
     return _Maml(width, steps), batch
 
 
@@ -385,7 +433,11 @@ class _Adam(nn.Module):
 
     def __init__(self, dim: int, steps: int) -> None:
         super().__init__()
-        self.start, self.rates, self.steps = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.full((dim,), -2.0)), steps
+        self.start, self.rates, self.steps = (
+            nn.Parameter(torch.zeros(dim)),
+            nn.Parameter(torch.full((dim,), -2.0)),
+            steps,
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         found = self.start.expand(x.shape[0], -1)

@@ -5,6 +5,8 @@ Every function returns a model and one batch.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from model_parts import Built, WithLoss, feed, labelled, mlp
@@ -27,8 +29,10 @@ class _Near(nn.Module):
 
     def __init__(self, widths: tuple[int, ...], near: int) -> None:
         super().__init__()
-        pairs = list(zip(widths, widths[1:], strict=False))
-        self.convs = nn.ModuleList(nn.Sequential(nn.Conv2d(2 * a, b, 1, bias=False), nn.BatchNorm2d(b), nn.LeakyReLU(0.2)) for a, b in pairs)
+        pairs = list(itertools.pairwise(widths))
+        self.convs = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(2 * a, b, 1, bias=False), nn.BatchNorm2d(b), nn.LeakyReLU(0.2)) for a, b in pairs
+        )
         self.head, self.near = mlp(sum(widths[1:]), 256, 40), near
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,7 +42,9 @@ class _Near(nn.Module):
             size = (flat**2).sum(-1)
             apart = size.unsqueeze(2) + size.unsqueeze(1) - 2 * flat @ x
             where = apart.topk(self.near, dim=-1, largest=False)[1]
-            beside = torch.gather(x.unsqueeze(2).expand(-1, -1, x.shape[2], -1), 3, where.unsqueeze(1).expand(-1, x.shape[1], -1, -1))
+            beside = torch.gather(
+                x.unsqueeze(2).expand(-1, -1, x.shape[2], -1), 3, where.unsqueeze(1).expand(-1, x.shape[1], -1, -1)
+            )
             here = x.unsqueeze(3).expand_as(beside)
             x = conv(torch.cat([beside - here, here], 1)).amax(3)
             found.append(x)
@@ -66,7 +72,11 @@ class _Grouped(nn.Module):
 class _Points(nn.Module):
     def __init__(self, near: int) -> None:
         super().__init__()
-        self.first, self.second, self.head = _Grouped(3, 128, 256, near), _Grouped(128, 256, 64, near), mlp(256, 256, 40)
+        self.first, self.second, self.head = (
+            _Grouped(3, 128, 256, near),
+            _Grouped(128, 256, 64, near),
+            mlp(256, 256, 40),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.second(*self.first(x, x))[1].amax(1))
@@ -81,7 +91,10 @@ class _Equivariant(nn.Module):
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
         self.first = nn.Embedding(20, dim)
-        self.edge, self.node, self.move = (nn.ModuleList(mlp(*sizes, act=nn.SiLU) for _ in range(layers)) for sizes in ((2 * dim + 1, dim, dim), (2 * dim, dim, dim), (dim, dim, 1)))
+        self.edge, self.node, self.move = (
+            nn.ModuleList(mlp(*sizes, act=nn.SiLU) for _ in range(layers))
+            for sizes in ((2 * dim + 1, dim, dim), (2 * dim, dim, dim), (dim, dim, 1))
+        )
         self.head = mlp(dim, dim, 1, act=nn.SiLU)
 
     def forward(self, kind: Tensor, at: Tensor, edges: Tensor, y: Tensor) -> Tensor:
@@ -96,7 +109,12 @@ class _Equivariant(nn.Module):
 
 def equivariant_graph(micro_batch: int, nodes: int = 2000, dim: int = 128, layers: int = 4) -> Built:
     nodes = nodes * micro_batch
-    return _Equivariant(dim, layers), {"kind": torch.randint(20, (nodes,)), "at": torch.randn(nodes, 3), "edges": _edges(nodes, 12), "y": torch.randn(nodes)}
+    return _Equivariant(dim, layers), {
+        "kind": torch.randint(20, (nodes,)),
+        "at": torch.randn(nodes, 3),
+        "edges": _edges(nodes, 12),
+        "y": torch.randn(nodes),
+    }
 
 
 class _Filtered(nn.Module):
@@ -106,7 +124,10 @@ class _Filtered(nn.Module):
         super().__init__()
         self.first = nn.Embedding(100, dim)
         self.filters = nn.ModuleList(mlp(50, dim, dim, act=nn.Softplus) for _ in range(layers))
-        self.into, self.out = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers)), nn.ModuleList(mlp(dim, dim, dim, act=nn.Softplus) for _ in range(layers))
+        self.into, self.out = (
+            nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers)),
+            nn.ModuleList(mlp(dim, dim, dim, act=nn.Softplus) for _ in range(layers)),
+        )
         self.register_buffer("grid", torch.linspace(0, 5, 50))
         self.head = mlp(dim, dim // 2, 1, act=nn.Softplus)
 
@@ -122,7 +143,12 @@ class _Filtered(nn.Module):
 
 def continuous_filters(micro_batch: int, nodes: int = 32, dim: int = 128, layers: int = 4) -> Built:
     count = nodes * micro_batch
-    return _Filtered(dim, layers), {"kind": torch.randint(100, (count,)), "at": torch.rand(count, 3), "edges": _edges(count, 16), "y": torch.randn(micro_batch)}
+    return _Filtered(dim, layers), {
+        "kind": torch.randint(100, (count,)),
+        "at": torch.rand(count, 3),
+        "edges": _edges(count, 16),
+        "y": torch.randn(micro_batch),
+    }
 
 
 class _Passing(nn.Module):
@@ -130,7 +156,11 @@ class _Passing(nn.Module):
 
     def __init__(self, dim: int, rounds: int) -> None:
         super().__init__()
-        self.first, self.relation, self.cell = nn.Linear(64, dim), nn.Parameter(torch.randn(4, dim, dim) * 0.05), nn.GRUCell(dim, dim)
+        self.first, self.relation, self.cell = (
+            nn.Linear(64, dim),
+            nn.Parameter(torch.randn(4, dim, dim) * 0.05),
+            nn.GRUCell(dim, dim),
+        )
         self.head, self.rounds = nn.Linear(dim, 16), rounds
 
     def forward(self, x: Tensor, edges: Tensor, y: Tensor) -> Tensor:
@@ -151,7 +181,10 @@ def relation_graph(micro_batch: int, nodes: int = 4000, dim: int = 128, rounds: 
 class _Mesh(nn.Module):
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
-        self.node, self.edge = nn.Sequential(*mlp(12, dim, dim), nn.LayerNorm(dim)), nn.Sequential(*mlp(7, dim, dim), nn.LayerNorm(dim))
+        self.node, self.edge = (
+            nn.Sequential(*mlp(12, dim, dim), nn.LayerNorm(dim)),
+            nn.Sequential(*mlp(7, dim, dim), nn.LayerNorm(dim)),
+        )
         self.edges = nn.ModuleList(nn.Sequential(*mlp(3 * dim, dim, dim), nn.LayerNorm(dim)) for _ in range(layers))
         self.nodes = nn.ModuleList(nn.Sequential(*mlp(2 * dim, dim, dim), nn.LayerNorm(dim)) for _ in range(layers))
         self.head = mlp(dim, dim, 3)
@@ -166,7 +199,12 @@ class _Mesh(nn.Module):
 
 def mesh_graph(micro_batch: int, nodes: int = 2000, dim: int = 128, layers: int = 6) -> Built:
     nodes = nodes * micro_batch
-    return _Mesh(dim, layers), {"x": torch.randn(nodes, 12), "links": torch.randn(6 * nodes, 7), "edges": _edges(nodes, 6), "y": torch.randn(nodes, 3)}
+    return _Mesh(dim, layers), {
+        "x": torch.randn(nodes, 12),
+        "links": torch.randn(6 * nodes, 7),
+        "edges": _edges(nodes, 6),
+        "y": torch.randn(nodes, 3),
+    }
 
 
 class _Light(nn.Module):
@@ -196,7 +234,11 @@ class _Pooled(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.first, self.convs, self.scores = nn.Linear(32, dim), nn.ModuleList(nn.Linear(dim, dim) for _ in range(3)), nn.ModuleList(nn.Linear(dim, 1) for _ in range(3))
+        self.first, self.convs, self.scores = (
+            nn.Linear(32, dim),
+            nn.ModuleList(nn.Linear(dim, dim) for _ in range(3)),
+            nn.ModuleList(nn.Linear(dim, 1) for _ in range(3)),
+        )
         self.head = nn.Linear(2 * dim, 10)
 
     def forward(self, x: Tensor, links: Tensor, y: Tensor) -> Tensor:
@@ -245,7 +287,10 @@ class _Twins(nn.Module):
 
     def __init__(self, width: int, pairs: bool) -> None:
         super().__init__()
-        self.net, self.pairs = nn.Sequential(mlp(768, 2048, 2048), nn.BatchNorm1d(2048), nn.ReLU(), nn.Linear(2048, width)), pairs
+        self.net, self.pairs = (
+            nn.Sequential(mlp(768, 2048, 2048), nn.BatchNorm1d(2048), nn.ReLU(), nn.Linear(2048, width)),
+            pairs,
+        )
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         a, b = self.net(x).float(), self.net(z).float()
@@ -258,7 +303,9 @@ class _Twins(nn.Module):
             return F.cross_entropy(near, goal)
         a, b = ((one - one.mean(0)) / (one.std(0) + 1e-5) for one in (a, b))
         cross = a.T @ b / x.shape[0]
-        return (torch.diagonal(cross) - 1).pow(2).sum() + 5e-3 * (cross.pow(2).sum() - torch.diagonal(cross).pow(2).sum())
+        return (torch.diagonal(cross) - 1).pow(2).sum() + 5e-3 * (
+            cross.pow(2).sum() - torch.diagonal(cross).pow(2).sum()
+        )
 
 
 def barlow_twins(micro_batch: int, width: int = 2048) -> Built:
@@ -322,7 +369,10 @@ class _Towers(nn.Module):
 
 
 def two_towers(micro_batch: int, rows: int = 500_000, dim: int = 64, most: int = 30) -> Built:
-    return _Towers(rows, dim), {"users": torch.randint(rows, (micro_batch, most)), "items": torch.randint(rows, (micro_batch, most // 3))}
+    return _Towers(rows, dim), {
+        "users": torch.randint(rows, (micro_batch, most)),
+        "items": torch.randint(rows, (micro_batch, most // 3)),
+    }
 
 
 class _History(nn.Module):
@@ -330,17 +380,27 @@ class _History(nn.Module):
 
     def __init__(self, rows: int, dim: int) -> None:
         super().__init__()
-        self.items, self.look, self.tower = nn.Embedding(rows, dim), mlp(4 * dim, 80, 40, 1, act=nn.PReLU), mlp(2 * dim, 200, 80, 1, act=nn.PReLU)
+        self.items, self.look, self.tower = (
+            nn.Embedding(rows, dim),
+            mlp(4 * dim, 80, 40, 1, act=nn.PReLU),
+            mlp(2 * dim, 200, 80, 1, act=nn.PReLU),
+        )
 
     def forward(self, past: Tensor, item: Tensor, y: Tensor) -> Tensor:
         past, item = self.items(past), self.items(item)
         wide = item.unsqueeze(1).expand_as(past)
         share = self.look(torch.cat([past, wide, past - wide, past * wide], -1))
-        return F.binary_cross_entropy_with_logits(self.tower(torch.cat([(share * past).sum(1), item], 1)).float().flatten(), y.float())
+        return F.binary_cross_entropy_with_logits(
+            self.tower(torch.cat([(share * past).sum(1), item], 1)).float().flatten(), y.float()
+        )
 
 
 def user_history(micro_batch: int, seq: int = 50, rows: int = 300_000, dim: int = 48) -> Built:
-    return _History(rows, dim), {"past": torch.randint(rows, (micro_batch, seq)), "item": torch.randint(rows, (micro_batch,)), "y": torch.rand(micro_batch)}
+    return _History(rows, dim), {
+        "past": torch.randint(rows, (micro_batch, seq)),
+        "item": torch.randint(rows, (micro_batch,)),
+        "y": torch.rand(micro_batch),
+    }
 
 
 class _Sequential(nn.Module):
@@ -349,7 +409,10 @@ class _Sequential(nn.Module):
     def __init__(self, rows: int, dim: int, seq: int, layers: int) -> None:
         super().__init__()
         self.items, self.place = nn.Embedding(rows, dim), nn.Parameter(torch.zeros(seq, dim))
-        self.norms, self.attend = nn.ModuleList(nn.LayerNorm(dim) for _ in range(layers)), nn.ModuleList(nn.Linear(dim, 3 * dim) for _ in range(layers))
+        self.norms, self.attend = (
+            nn.ModuleList(nn.LayerNorm(dim) for _ in range(layers)),
+            nn.ModuleList(nn.Linear(dim, 3 * dim) for _ in range(layers)),
+        )
         self.feeds = nn.ModuleList(feed(dim, 2) for _ in range(layers))
 
     def forward(self, past: Tensor, good: Tensor, bad: Tensor) -> Tensor:
@@ -363,7 +426,11 @@ class _Sequential(nn.Module):
 
 
 def next_item(micro_batch: int, seq: int = 100, rows: int = 100_000, dim: int = 64, layers: int = 3) -> Built:
-    batch = {"past": torch.randint(rows, (micro_batch, seq)), "good": torch.randint(rows, (micro_batch, seq)), "bad": torch.randint(rows, (micro_batch, seq, 8))}
+    batch = {
+        "past": torch.randint(rows, (micro_batch, seq)),
+        "good": torch.randint(rows, (micro_batch, seq)),
+        "bad": torch.randint(rows, (micro_batch, seq, 8)),
+    }
     return _Sequential(rows, dim, seq, layers), batch
 
 
@@ -371,7 +438,9 @@ class _Crossed(nn.Module):
     def __init__(self, fields: int, dim: int, layers: int) -> None:
         super().__init__()
         self.table, wide = nn.Embedding(400_000, dim), fields * dim
-        self.low, self.high = (nn.ModuleList(nn.Linear(a, b) for _ in range(layers)) for a, b in ((wide, 128), (128, wide)))
+        self.low, self.high = (
+            nn.ModuleList(nn.Linear(a, b) for _ in range(layers)) for a, b in ((wide, 128), (128, wide))
+        )
         self.deep, self.head = mlp(wide, 768, 768), nn.Linear(wide + 768, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -382,7 +451,10 @@ class _Crossed(nn.Module):
 
 
 def deep_and_cross(micro_batch: int, fields: int = 26, dim: int = 32, layers: int = 3) -> Built:
-    return WithLoss(_Crossed(fields, dim, layers), "yes or no"), {"x": torch.randint(400_000, (micro_batch, fields)), "y": torch.rand(micro_batch)}
+    return WithLoss(_Crossed(fields, dim, layers), "yes or no"), {
+        "x": torch.randint(400_000, (micro_batch, fields)),
+        "y": torch.rand(micro_batch),
+    }
 
 
 class _Triples(nn.Module):
@@ -399,7 +471,11 @@ class _Triples(nn.Module):
 
 def knowledge_graph(micro_batch: int, rows: int = 200_000, dim: int = 128, wrong: int = 32) -> Built:
     ids = {name: torch.randint(rows, (micro_batch,)) for name in ("head", "tail")}
-    return _Triples(rows, dim), {**ids, "link": torch.randint(500, (micro_batch,)), "wrong": torch.randint(rows, (micro_batch, wrong))}
+    return _Triples(rows, dim), {
+        **ids,
+        "link": torch.randint(500, (micro_batch,)),
+        "wrong": torch.randint(rows, (micro_batch, wrong)),
+    }
 
 
 class _Skip(nn.Module):
@@ -409,8 +485,14 @@ class _Skip(nn.Module):
 
     def forward(self, word: Tensor, near: Tensor, far: Tensor) -> Tensor:
         x = self.into(word).unsqueeze(2)
-        return (F.softplus(-torch.bmm(self.out(near), x)).mean() + F.softplus(torch.bmm(self.out(far), x)).mean()).float()
+        return (
+            F.softplus(-torch.bmm(self.out(near), x)).mean() + F.softplus(torch.bmm(self.out(far), x)).mean()
+        ).float()
 
 
 def skip_gram(micro_batch: int, rows: int = 300_000, dim: int = 128) -> Built:
-    return _Skip(rows, dim), {"word": torch.randint(rows, (micro_batch,)), "near": torch.randint(rows, (micro_batch, 8)), "far": torch.randint(rows, (micro_batch, 40))}
+    return _Skip(rows, dim), {
+        "word": torch.randint(rows, (micro_batch,)),
+        "near": torch.randint(rows, (micro_batch, 8)),
+        "far": torch.randint(rows, (micro_batch, 40)),
+    }

@@ -5,18 +5,12 @@ Every function returns a model and one batch.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
-from model_parts import Built, Lambda, Residual, WithLoss, labelled, mlp
+from model_parts import Built, Residual, WithLoss, conv, labelled, mlp, pictures
 from torch import Tensor, nn
-
-
-def _conv(inner: int, outer: int, size: int = 3, stride: int = 1, groups: int = 1) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(inner, outer, size, stride, size // 2, groups=groups, bias=False), nn.BatchNorm2d(outer), nn.ReLU(inplace=True))
-
-
-def _pictures(micro_batch: int, image: int, channels: int = 3) -> Tensor:
-    return torch.rand(micro_batch, channels, image, image)
 
 
 class _Volumes(nn.Module):
@@ -51,14 +45,21 @@ class _Volumes(nn.Module):
 
 
 def volume_unet(micro_batch: int, image: int = 64, base: int = 24, depth: int = 4) -> Built:
-    return _Volumes(base, depth), {"x": torch.rand(micro_batch, 1, image, image, image), "y": torch.randint(4, (micro_batch, image, image, image))}
+    return _Volumes(base, depth), {
+        "x": torch.rand(micro_batch, 1, image, image, image),
+        "y": torch.randint(4, (micro_batch, image, image, image)),
+    }
 
 
 class _Heart(nn.Module):
     def __init__(self, inner: int, outer: int, stride: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv1d(inner, outer, 9, stride, 4, bias=False), nn.BatchNorm1d(outer), nn.ReLU(), nn.Conv1d(outer, outer, 9, 1, 4, bias=False), nn.BatchNorm1d(outer)
+            nn.Conv1d(inner, outer, 9, stride, 4, bias=False),
+            nn.BatchNorm1d(outer),
+            nn.ReLU(),
+            nn.Conv1d(outer, outer, 9, 1, 4, bias=False),
+            nn.BatchNorm1d(outer),
         )
         self.skip = nn.Conv1d(inner, outer, 1, stride)
 
@@ -68,7 +69,13 @@ class _Heart(nn.Module):
 
 def heart_resnet(micro_batch: int, seq: int = 4096, base: int = 64) -> Built:
     """A residual network over twelve-lead signals."""
-    net = nn.Sequential(_Heart(12, base, 2), *(_Heart(base * 2**n, base * 2 ** (n + 1), 2) for n in range(3)), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(8 * base, 20))
+    net = nn.Sequential(
+        _Heart(12, base, 2),
+        *(_Heart(base * 2**n, base * 2 ** (n + 1), 2) for n in range(3)),
+        nn.AdaptiveAvgPool1d(1),
+        nn.Flatten(),
+        nn.Linear(8 * base, 20),
+    )
     return WithLoss(net), labelled(torch.randn(micro_batch, 12, seq), 20)
 
 
@@ -77,9 +84,13 @@ class _Apart(nn.Module):
 
     def __init__(self, wide: int, layers: int) -> None:
         super().__init__()
-        self.into, self.out = nn.Conv1d(1, wide, 16, 8, 4, bias=False), nn.ConvTranspose1d(wide, 1, 16, 8, 4, bias=False)
+        self.into, self.out = (
+            nn.Conv1d(1, wide, 16, 8, 4, bias=False),
+            nn.ConvTranspose1d(wide, 1, 16, 8, 4, bias=False),
+        )
         self.blocks = nn.Sequential(*(Residual(
-            nn.Conv1d(wide, 2 * wide, 1), nn.PReLU(), nn.GroupNorm(1, 2 * wide), nn.Conv1d(2 * wide, 2 * wide, 3, padding=2 ** (n % 8), dilation=2 ** (n % 8), groups=2 * wide),
+            nn.Conv1d(wide, 2 * wide, 1), nn.PReLU(), nn.GroupNorm(1, 2 * wide),
+            nn.Conv1d(2 * wide, 2 * wide, 3, padding=2 ** (n % 8), dilation=2 ** (n % 8), groups=2 * wide),
             nn.PReLU(), nn.GroupNorm(1, 2 * wide), nn.Conv1d(2 * wide, wide, 1)) for n in range(layers)))  # fmt: skip
         self.masks = nn.Conv1d(wide, 2 * wide, 1)
 
@@ -101,8 +112,14 @@ class _Waves(nn.Module):
     def __init__(self, base: int, depth: int) -> None:
         super().__init__()
         wide = [2, *(base * 2**n for n in range(depth))]
-        self.downs = nn.ModuleList(nn.Sequential(nn.Conv1d(a, b, 8, 4, 2), nn.ReLU(), nn.Conv1d(b, 2 * b, 1), nn.GLU(1)) for a, b in zip(wide, wide[1:], strict=False))
-        self.ups = nn.ModuleList(nn.Sequential(nn.Conv1d(b, 2 * b, 1), nn.GLU(1), nn.ConvTranspose1d(b, a, 8, 4, 2)) for a, b in reversed(list(zip(wide, wide[1:], strict=False))))
+        self.downs = nn.ModuleList(
+            nn.Sequential(nn.Conv1d(a, b, 8, 4, 2), nn.ReLU(), nn.Conv1d(b, 2 * b, 1), nn.GLU(1))
+            for a, b in itertools.pairwise(wide)
+        )
+        self.ups = nn.ModuleList(
+            nn.Sequential(nn.Conv1d(b, 2 * b, 1), nn.GLU(1), nn.ConvTranspose1d(b, a, 8, 4, 2))
+            for a, b in reversed(list(itertools.pairwise(wide)))
+        )
         self.lstm = nn.LSTM(wide[-1], wide[-1] // 2, 2, bidirectional=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,19 +134,31 @@ class _Waves(nn.Module):
 
 
 def wave_unet(micro_batch: int, seq: int = 16_384, base: int = 48, depth: int = 4) -> Built:
-    return WithLoss(_Waves(base, depth), "numbers"), {"x": torch.randn(micro_batch, 2, seq), "y": torch.randn(micro_batch, 2, seq)}
+    return WithLoss(_Waves(base, depth), "numbers"), {
+        "x": torch.randn(micro_batch, 2, seq),
+        "y": torch.randn(micro_batch, 2, seq),
+    }
 
 
 class _Vocoder(nn.Module):
     def __init__(self, base: int) -> None:
         super().__init__()
         self.first, self.last = nn.Conv1d(80, base, 7, padding=3), nn.Conv1d(base // 16, 1, 7, padding=3)
-        self.ups = nn.ModuleList(nn.ConvTranspose1d(base // 2**n, base // 2 ** (n + 1), 2 * k, k, k // 2) for n, k in enumerate((8, 8, 2, 2)))
-        self.mixes = nn.ModuleList(nn.ModuleList(self.mix(base // 2 ** (n + 1), k) for k in (3, 7, 11)) for n in range(4))
+        self.ups = nn.ModuleList(
+            nn.ConvTranspose1d(base // 2**n, base // 2 ** (n + 1), 2 * k, k, k // 2) for n, k in enumerate((8, 8, 2, 2))
+        )
+        self.mixes = nn.ModuleList(
+            nn.ModuleList(self.mix(base // 2 ** (n + 1), k) for k in (3, 7, 11)) for n in range(4)
+        )
 
     @staticmethod
     def mix(wide: int, size: int) -> nn.Sequential:
-        return nn.Sequential(*(Residual(nn.LeakyReLU(0.1), nn.Conv1d(wide, wide, size, padding=d * (size // 2), dilation=d)) for d in (1, 3, 5)))
+        return nn.Sequential(
+            *(
+                Residual(nn.LeakyReLU(0.1), nn.Conv1d(wide, wide, size, padding=d * (size // 2), dilation=d))
+                for d in (1, 3, 5)
+            )
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -141,7 +170,10 @@ class _Vocoder(nn.Module):
 
 def vocoder(micro_batch: int, seq: int = 32, base: int = 256) -> Built:
     """HiFi-GAN's generator."""
-    return WithLoss(_Vocoder(base), "numbers"), {"x": torch.randn(micro_batch, 80, seq), "y": torch.randn(micro_batch, 1, 256 * seq)}
+    return WithLoss(_Vocoder(base), "numbers"), {
+        "x": torch.randn(micro_batch, 80, seq),
+        "y": torch.randn(micro_batch, 1, 256 * seq),
+    }
 
 
 class _Codec(nn.Module):
@@ -150,15 +182,31 @@ class _Codec(nn.Module):
     def __init__(self, base: int, books: int) -> None:
         super().__init__()
         wide = [base, 2 * base, 4 * base, 8 * base]
-        self.down = nn.Sequential(nn.Conv1d(1, base, 7, padding=3), *(nn.Sequential(Residual(nn.ELU(), nn.Conv1d(a, a, 3, padding=1)), nn.ELU(), nn.Conv1d(a, b, 8, 4, 2)) for a, b in zip(wide, wide[1:], strict=False)))
-        self.up = nn.Sequential(*(nn.Sequential(nn.ELU(), nn.ConvTranspose1d(b, a, 8, 4, 2), Residual(nn.ELU(), nn.Conv1d(a, a, 3, padding=1))) for a, b in reversed(list(zip(wide, wide[1:], strict=False)))), nn.Conv1d(base, 1, 7, padding=3))
+        self.down = nn.Sequential(
+            nn.Conv1d(1, base, 7, padding=3),
+            *(
+                nn.Sequential(Residual(nn.ELU(), nn.Conv1d(a, a, 3, padding=1)), nn.ELU(), nn.Conv1d(a, b, 8, 4, 2))
+                for a, b in itertools.pairwise(wide)
+            ),
+        )
+        self.up = nn.Sequential(
+            *(
+                nn.Sequential(
+                    nn.ELU(), nn.ConvTranspose1d(b, a, 8, 4, 2), Residual(nn.ELU(), nn.Conv1d(a, a, 3, padding=1))
+                )
+                for a, b in reversed(list(itertools.pairwise(wide)))
+            ),
+            nn.Conv1d(base, 1, 7, padding=3),
+        )
         self.books = nn.ModuleList(nn.Embedding(1024, 8 * base) for _ in range(books))
 
     def forward(self, x: Tensor) -> Tensor:
         code = self.down(x).transpose(1, 2).float()
         left, total, cost = code, torch.zeros_like(code), torch.zeros((), device=x.device)
         for book in self.books:
-            apart = (left**2).sum(-1, keepdim=True) - 2 * left @ book.weight.float().T + (book.weight.float() ** 2).sum(-1)
+            apart = (
+                (left**2).sum(-1, keepdim=True) - 2 * left @ book.weight.float().T + (book.weight.float() ** 2).sum(-1)
+            )
             chosen = book(apart.argmin(-1)).float()
             cost = cost + F.mse_loss(left.detach(), chosen) + 0.25 * F.mse_loss(left, chosen.detach())
             left, total = left - chosen.detach(), total + chosen
@@ -175,11 +223,19 @@ class _Noise(nn.Module):
 
     def __init__(self, base: int) -> None:
         super().__init__()
-        self.time, self.first, self.last = mlp(base, 4 * base, 4 * base, act=nn.SiLU), nn.Conv2d(3, base, 3, padding=1), nn.Conv2d(base, 3, 3, padding=1)
+        self.time, self.first, self.last = (
+            mlp(base, 4 * base, 4 * base, act=nn.SiLU),
+            nn.Conv2d(3, base, 3, padding=1),
+            nn.Conv2d(base, 3, 3, padding=1),
+        )
         wide = (base, 2 * base, 4 * base)
-        self.downs = nn.ModuleList(_Timed(a, b, base, n > 0) for n, (a, b) in enumerate(zip((base, *wide), wide, strict=False)))
+        self.downs = nn.ModuleList(
+            _Timed(a, b, base, n > 0) for n, (a, b) in enumerate(zip((base, *wide), wide, strict=False))
+        )
         self.middle = _Timed(4 * base, 4 * base, base, True)
-        self.ups = nn.ModuleList(_Timed(a + b, b, base, b > base) for a, b in ((4 * base, 4 * base), (4 * base, 2 * base), (2 * base, base)))
+        self.ups = nn.ModuleList(
+            _Timed(a + b, b, base, b > base) for a, b in ((4 * base, 4 * base), (4 * base, 2 * base), (2 * base, base))
+        )
         self.register_buffer("waves", torch.exp(torch.linspace(0, -9, base // 2)))
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
@@ -199,9 +255,16 @@ class _Noise(nn.Module):
 class _Timed(nn.Module):
     def __init__(self, inner: int, outer: int, base: int, looks: bool) -> None:
         super().__init__()
-        self.a, self.b = nn.Sequential(nn.GroupNorm(8, inner), nn.SiLU(), nn.Conv2d(inner, outer, 3, padding=1)), nn.Sequential(nn.GroupNorm(8, outer), nn.SiLU(), nn.Conv2d(outer, outer, 3, padding=1))
+        self.a, self.b = (
+            nn.Sequential(nn.GroupNorm(8, inner), nn.SiLU(), nn.Conv2d(inner, outer, 3, padding=1)),
+            nn.Sequential(nn.GroupNorm(8, outer), nn.SiLU(), nn.Conv2d(outer, outer, 3, padding=1)),
+        )
         self.time, self.skip = nn.Linear(4 * base, outer), nn.Conv2d(inner, outer, 1)
-        self.norm, self.qkv, self.out = (nn.GroupNorm(8, outer), nn.Conv2d(outer, 3 * outer, 1), nn.Conv2d(outer, outer, 1)) if looks else (None, None, None)
+        self.norm, self.qkv, self.out = (
+            (nn.GroupNorm(8, outer), nn.Conv2d(outer, 3 * outer, 1), nn.Conv2d(outer, outer, 1))
+            if looks
+            else (None, None, None)
+        )
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         x = self.skip(x) + self.b(self.a(x) + self.time(time)[:, :, None, None])
@@ -212,7 +275,11 @@ class _Timed(nn.Module):
 
 
 def noise_unet(micro_batch: int, image: int = 32, base: int = 64) -> Built:
-    return _Noise(base), {"x": _pictures(micro_batch, image), "t": torch.randint(1000, (micro_batch,)), "y": _pictures(micro_batch, image)}
+    return _Noise(base), {
+        "x": pictures(micro_batch, image),
+        "t": torch.randint(1000, (micro_batch,)),
+        "y": pictures(micro_batch, image),
+    }
 
 
 class _Cycle(nn.Module):
@@ -221,21 +288,37 @@ class _Cycle(nn.Module):
     def __init__(self, base: int, blocks: int) -> None:
         super().__init__()
         self.there, self.back = (nn.Sequential(
-            nn.Conv2d(3, base, 7, padding=3), nn.InstanceNorm2d(base), nn.ReLU(), nn.Conv2d(base, 2 * base, 3, 2, 1), nn.InstanceNorm2d(2 * base), nn.ReLU(),
-            *(Residual(nn.Conv2d(2 * base, 2 * base, 3, padding=1), nn.InstanceNorm2d(2 * base), nn.ReLU(), nn.Conv2d(2 * base, 2 * base, 3, padding=1)) for _ in range(blocks)),
+            nn.Conv2d(3, base, 7, padding=3), nn.InstanceNorm2d(base), nn.ReLU(),
+            nn.Conv2d(base, 2 * base, 3, 2, 1), nn.InstanceNorm2d(2 * base), nn.ReLU(),
+            *(Residual(nn.Conv2d(2 * base, 2 * base, 3, padding=1), nn.InstanceNorm2d(2 * base), nn.ReLU(),
+              nn.Conv2d(2 * base, 2 * base, 3, padding=1)) for _ in range(blocks)),
             nn.ConvTranspose2d(2 * base, base, 4, 2, 1), nn.ReLU(), nn.Conv2d(base, 3, 7, padding=3), nn.Tanh()) for _ in range(2))  # fmt: skip
-        self.left, self.right = (nn.Sequential(nn.Conv2d(3, base, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(base, 2 * base, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(2 * base, 1, 4)) for _ in range(2))
+        self.left, self.right = (
+            nn.Sequential(
+                nn.Conv2d(3, base, 4, 2, 1),
+                nn.LeakyReLU(0.2),
+                nn.Conv2d(base, 2 * base, 4, 2, 1),
+                nn.LeakyReLU(0.2),
+                nn.Conv2d(2 * base, 1, 4),
+            )
+            for _ in range(2)
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         a, b = self.there(x), self.back(y)
         again = F.l1_loss(self.back(a), x) + F.l1_loss(self.there(b), y)
         fooled = (self.right(a) - 1).pow(2).mean() + (self.left(b) - 1).pow(2).mean()
-        seen = (self.right(y) - 1).pow(2).mean() + self.right(a.detach()).pow(2).mean() + (self.left(x) - 1).pow(2).mean() + self.left(b.detach()).pow(2).mean()
+        seen = (
+            (self.right(y) - 1).pow(2).mean()
+            + self.right(a.detach()).pow(2).mean()
+            + (self.left(x) - 1).pow(2).mean()
+            + self.left(b.detach()).pow(2).mean()
+        )
         return (10 * again + fooled + seen).float()
 
 
 def cycle_pair(micro_batch: int, image: int = 128, base: int = 48, blocks: int = 6) -> Built:
-    return _Cycle(base, blocks), {"x": _pictures(micro_batch, image), "y": _pictures(micro_batch, image)}
+    return _Cycle(base, blocks), {"x": pictures(micro_batch, image), "y": pictures(micro_batch, image)}
 
 
 class _Style(nn.Module):
@@ -244,7 +327,10 @@ class _Style(nn.Module):
     def __init__(self, wide: int, layers: int) -> None:
         super().__init__()
         self.map, self.start = mlp(128, 256, 256, 256, act=nn.LeakyReLU), nn.Parameter(torch.randn(1, wide, 8, 8))
-        self.styles, self.weights = nn.ModuleList(nn.Linear(256, wide) for _ in range(layers)), nn.ParameterList(nn.Parameter(torch.randn(wide, wide, 3, 3)) for _ in range(layers))
+        self.styles, self.weights = (
+            nn.ModuleList(nn.Linear(256, wide) for _ in range(layers)),
+            nn.ParameterList(nn.Parameter(torch.randn(wide, wide, 3, 3)) for _ in range(layers)),
+        )
         self.last = nn.Conv2d(wide, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -254,207 +340,60 @@ class _Style(nn.Module):
             own = weight.unsqueeze(0) * scale(style)[:, None, :, None, None]
             own = own * torch.rsqrt(own.pow(2).sum((2, 3, 4), keepdim=True) + 1e-6)
             h = h if k % 2 else F.interpolate(h, scale_factor=2.0, mode="bilinear", align_corners=False)
-            h = F.conv2d(h.reshape(1, -1, *h.shape[2:]), own.flatten(0, 1), padding=1, groups=n).view(n, -1, *h.shape[2:])
+            h = F.conv2d(h.reshape(1, -1, *h.shape[2:]), own.flatten(0, 1), padding=1, groups=n).view(
+                n, -1, *h.shape[2:]
+            )
             h = F.leaky_relu(h + 0.1 * torch.randn_like(h[:, :1]), 0.2)
         return self.last(h)
 
 
 def style_generator(micro_batch: int, wide: int = 128, layers: int = 6) -> Built:
     side = 8 * 2 ** ((layers + 1) // 2)
-    return WithLoss(_Style(wide, layers), "numbers"), {"x": torch.randn(micro_batch, 128), "y": torch.rand(micro_batch, 3, side, side)}
+    return WithLoss(_Style(wide, layers), "numbers"), {
+        "x": torch.randn(micro_batch, 128),
+        "y": torch.rand(micro_batch, 3, side, side),
+    }
 
 
 def nhwc_resnet(micro_batch: int, image: int = 128, base: int = 64) -> Built:
     """Residual blocks whose tensors have channels last."""
-    parts: list[nn.Module] = [_conv(3, base, 7, 2)]
+    parts: list[nn.Module] = [conv(3, base, 7, 2)]
     for n in range(3):
         a, b = base * 2**n, base * 2 ** (n + 1)
-        parts += [Residual(_conv(a, a), nn.Conv2d(a, a, 3, padding=1, bias=False), nn.BatchNorm2d(a)), nn.ReLU(), _conv(a, b, 3, 2)]
-    net = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * base, 100)).to(memory_format=torch.channels_last)
-    return WithLoss(net), labelled(_pictures(micro_batch, image).to(memory_format=torch.channels_last), 100)
+        parts += [
+            Residual(conv(a, a), nn.Conv2d(a, a, 3, padding=1, bias=False), nn.BatchNorm2d(a)),
+            nn.ReLU(),
+            conv(a, b, 3, 2),
+        ]
+    net = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * base, 100)).to(
+        memory_format=torch.channels_last
+    )
+    return WithLoss(net), labelled(pictures(micro_batch, image).to(memory_format=torch.channels_last), 100)
 
 
 def nhwc_mobile(micro_batch: int, image: int = 160, base: int = 32) -> Built:
     """Depthwise convolutions, channels last."""
-    parts: list[nn.Module] = [_conv(3, base, 3, 2)]
+    parts: list[nn.Module] = [conv(3, base, 3, 2)]
     for n, stride in enumerate((1, 2, 1, 2, 1, 2)):
         a, b = base * 2 ** (n // 2), base * 2 ** ((n + 1) // 2)
-        parts += [_conv(a, a, 5, stride, a), _conv(a, b, 1)]
-    net = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * base, 100)).to(memory_format=torch.channels_last)
-    return WithLoss(net), labelled(_pictures(micro_batch, image).to(memory_format=torch.channels_last), 100)
+        parts += [conv(a, a, 5, stride, a), conv(a, b, 1)]
+    net = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * base, 100)).to(
+        memory_format=torch.channels_last
+    )
+    return WithLoss(net), labelled(pictures(micro_batch, image).to(memory_format=torch.channels_last), 100)
 
 
 def separable_net(micro_batch: int, image: int = 160, wide: int = 192, layers: int = 8) -> Built:
     """Large depthwise kernels between pointwise convolutions."""
-    blocks = (Residual(nn.Conv2d(wide, wide, 9, padding=4, groups=wide), nn.BatchNorm2d(wide), nn.Conv2d(wide, 2 * wide, 1), nn.GELU(), nn.Conv2d(2 * wide, wide, 1)) for _ in range(layers))
+    blocks = (
+        Residual(
+            nn.Conv2d(wide, wide, 9, padding=4, groups=wide),
+            nn.BatchNorm2d(wide),
+            nn.Conv2d(wide, 2 * wide, 1),
+            nn.GELU(),
+            nn.Conv2d(2 * wide, wide, 1),
+        )
+        for _ in range(layers)
+    )
     net = nn.Sequential(nn.Conv2d(3, wide, 8, 8), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(wide, 100))
-    return WithLoss(net), labelled(_pictures(micro_batch, image), 100)
-
-
-class _Detector(nn.Module):
-    """A pyramid, heads shared by its levels, focal loss and boxes."""
-
-    def __init__(self, base: int, classes: int) -> None:
-        super().__init__()
-        self.downs = nn.ModuleList((nn.Sequential(_conv(3, base, 7, 4), _conv(base, 2 * base, 3, 2)), _conv(2 * base, 4 * base, 3, 2), _conv(4 * base, 8 * base, 3, 2)))
-        self.sides = nn.ModuleList(nn.Conv2d(base * k, 128, 1) for k in (2, 4, 8))
-        self.kinds, self.boxes = (nn.Sequential(*(nn.Sequential(nn.Conv2d(128, 128, 3, padding=1), nn.GroupNorm(8, 128), nn.ReLU()) for _ in range(3)), nn.Conv2d(128, 9 * k, 3, padding=1)) for k in (classes, 4))
-
-    def forward(self, x: Tensor, kind: Tensor, box: Tensor) -> Tensor:
-        levels: list[Tensor] = []
-        for down, side in zip(self.downs, self.sides, strict=True):
-            x = down(x)
-            levels.append(side(x))
-        for n in (1, 0):
-            levels[n] = levels[n] + F.interpolate(levels[n + 1], scale_factor=2.0, mode="nearest")
-        scores = torch.cat([self.kinds(level).permute(0, 2, 3, 1).reshape(x.shape[0], -1, kind.shape[-1]) for level in levels], 1).float()
-        found = torch.cat([self.boxes(level).permute(0, 2, 3, 1).reshape(x.shape[0], -1, 4) for level in levels], 1).float()
-        hit = torch.sigmoid(scores)
-        focal = F.binary_cross_entropy_with_logits(scores, kind.float(), reduction="none") * torch.where(kind > 0, 0.25 * (1 - hit) ** 2, 0.75 * hit**2)
-        return focal.sum() / 100 + F.smooth_l1_loss(found, box.float())
-
-
-def focal_detector(micro_batch: int, image: int = 256, base: int = 48, classes: int = 20) -> Built:
-    count = 9 * sum((image // k) ** 2 for k in (8, 16, 32))
-    return _Detector(base, classes), {"x": _pictures(micro_batch, image), "kind": (torch.rand(micro_batch, count, classes) < 0.01).float(), "box": torch.randn(micro_batch, count, 4)}
-
-
-class _Centres(nn.Module):
-    def __init__(self, base: int) -> None:
-        super().__init__()
-        self.net = nn.Sequential(_conv(3, base, 7, 2), _conv(base, 2 * base, 3, 2), *(Residual(_conv(2 * base, 2 * base)) for _ in range(4)))
-        self.heat, self.size = (nn.Sequential(_conv(2 * base, 64), nn.Conv2d(64, k, 1)) for k in (20, 2))
-
-    def forward(self, x: Tensor, heat: Tensor, where: Tensor, size: Tensor) -> Tensor:
-        x = self.net(x)
-        found, wide = torch.sigmoid(self.heat(x).float()).clamp(1e-4, 1 - 1e-4), self.size(x).flatten(2)
-        loss = torch.where(heat > 0.99, (1 - found) ** 2 * found.log(), (1 - heat) ** 4 * found**2 * (1 - found).log())
-        taken = wide.gather(2, where.unsqueeze(1).expand(-1, 2, -1))
-        return F.l1_loss(taken.float(), size.float()) - loss.sum() / 100
-
-
-def centre_points(micro_batch: int, image: int = 256, base: int = 48) -> Built:
-    side = image // 4
-    return _Centres(base), {"x": _pictures(micro_batch, image), "heat": torch.rand(micro_batch, 20, side, side), "where": torch.randint(side * side, (micro_batch, 50)), "size": torch.rand(micro_batch, 2, 50)}
-
-
-class _Flow(nn.Module):
-    """All pairs of two pictures' features, looked up around a flow that a recurrent unit moves."""
-
-    def __init__(self, wide: int, rounds: int) -> None:
-        super().__init__()
-        self.net = nn.Sequential(_conv(3, 64, 7, 2), _conv(64, 96, 3, 2), _conv(96, wide, 3, 2))
-        self.gates, self.new, self.move, self.rounds = nn.Conv2d(wide + 11, 2 * wide, 3, padding=1), nn.Conv2d(wide + 11, wide, 3, padding=1), nn.Conv2d(wide, 2, 3, padding=1), rounds
-
-    def forward(self, x: Tensor, z: Tensor, y: Tensor) -> Tensor:
-        a, b = self.net(x), self.net(z)
-        n, c, h, w = a.shape
-        pairs = (a.flatten(2).transpose(1, 2) @ b.flatten(2) / c**0.5).view(n * h * w, 1, h, w).float()
-        rows, columns = torch.meshgrid(torch.arange(h, device=x.device), torch.arange(w, device=x.device), indexing="ij")
-        grid = torch.stack([columns, rows], -1).float()
-        reach = torch.tensor([[i, j] for i in (-1, 0, 1) for j in (-1, 0, 1)], device=x.device, dtype=torch.float32)
-        flow, state, loss = torch.zeros(n, h, w, 2, device=x.device), torch.tanh(a), 0.0
-        for _ in range(self.rounds):
-            at = (grid + flow).reshape(n * h * w, 1, 1, 2) + reach.view(1, 3, 3, 2)
-            seen = F.grid_sample(pairs, 2 * at / max(h, w) - 1, align_corners=True).view(n, h, w, 9).permute(0, 3, 1, 2)
-            both = torch.cat([seen.to(state.dtype), flow.permute(0, 3, 1, 2).to(state.dtype)], 1)
-            keep, open_ = torch.sigmoid(self.gates(torch.cat([state, both], 1))).chunk(2, 1)
-            state = (1 - keep) * state + keep * torch.tanh(self.new(torch.cat([open_ * state, both], 1)))
-            flow = flow.detach() + self.move(state).permute(0, 2, 3, 1).float()
-            loss = loss + (flow - y).abs().mean()
-        return loss
-
-
-def optical_flow(micro_batch: int, image: int = 192, wide: int = 96, rounds: int = 6) -> Built:
-    side = image // 8
-    return _Flow(wide, rounds), {"x": _pictures(micro_batch, image), "z": _pictures(micro_batch, image), "y": torch.randn(micro_batch, side, side, 2)}
-
-
-class _Turned(nn.Module):
-    def __init__(self, base: int) -> None:
-        super().__init__()
-        self.look = nn.Sequential(nn.Conv2d(3, 32, 7, 2), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(32, 32, 5), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 6))
-        self.net = nn.Sequential(_conv(3, base), _conv(base, 2 * base, 3, 2), _conv(2 * base, 4 * base, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * base, 43))
-
-    def forward(self, x: Tensor) -> Tensor:
-        turn = self.look(x).view(-1, 2, 3).float()
-        return self.net(F.grid_sample(x.float(), F.affine_grid(turn, list(x.shape), align_corners=False), align_corners=False))
-
-
-def spatial_transformer(micro_batch: int, image: int = 64, base: int = 64) -> Built:
-    return WithLoss(_Turned(base)), labelled(_pictures(micro_batch, image), 43)
-
-
-class _Capsules(nn.Module):
-    def __init__(self, rounds: int) -> None:
-        super().__init__()
-        self.first, self.second, self.rounds = nn.Conv2d(1, 128, 9), nn.Conv2d(128, 128, 9, 2), rounds
-        self.votes = nn.Parameter(0.02 * torch.randn(10, 16 * 36, 8, 16))
-
-    @staticmethod
-    def squash(x: Tensor) -> Tensor:
-        size = (x**2).sum(-1, keepdim=True)
-        return x * size / (1 + size) / (size + 1e-6).sqrt()
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        parts = self.squash(self.second(F.relu(self.first(x))).reshape(x.shape[0], -1, 8).float())
-        votes = torch.einsum("bnd,knde->bkne", parts, self.votes)
-        logits = torch.zeros(votes.shape[:3], device=x.device)
-        for n in range(self.rounds):
-            found = self.squash((torch.softmax(logits, 1).unsqueeze(-1) * votes).sum(2))
-            logits = logits + (votes * found.unsqueeze(2)).sum(-1) if n < self.rounds - 1 else logits
-        size, goal = found.norm(dim=-1), F.one_hot(y, 10).float()
-        return (goal * F.relu(0.9 - size) ** 2 + 0.5 * (1 - goal) * F.relu(size - 0.1) ** 2).sum(1).mean()
-
-
-def capsule_net(micro_batch: int, rounds: int = 3) -> Built:
-    return _Capsules(rounds), labelled(torch.rand(micro_batch, 1, 28, 28), 10)
-
-
-class _Rain(nn.Module):
-    """A convolutional LSTM over frames."""
-
-    def __init__(self, wide: int) -> None:
-        super().__init__()
-        self.first, self.gates, self.last, self.wide = nn.Conv2d(1, wide, 3, 2, 1), nn.Conv2d(2 * wide, 4 * wide, 5, padding=2), nn.ConvTranspose2d(wide, 1, 4, 2, 1), wide
-
-    def forward(self, x: Tensor) -> Tensor:
-        seen = self.first(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        h = c = torch.zeros_like(seen[:, 0])
-        found = []
-        for part in seen.unbind(1):
-            i, f, o, g = self.gates(torch.cat([part, h], 1)).chunk(4, 1)
-            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-            h = torch.sigmoid(o) * torch.tanh(c)
-            found.append(h)
-        return self.last(torch.stack(found, 1).flatten(0, 1)).unflatten(0, x.shape[:2])
-
-
-def conv_lstm(micro_batch: int, image: int = 64, wide: int = 64, frames: int = 10) -> Built:
-    return WithLoss(_Rain(wide), "numbers"), {name: torch.rand(micro_batch, frames, 1, image, image) for name in "xy"}
-
-
-class _Student(nn.Module):
-    def __init__(self, base: int) -> None:
-        super().__init__()
-        self.teacher, self.student = (nn.Sequential(_conv(3, k, 3, 2), *(_conv(k, k) for _ in range(4)), _conv(k, 2 * k, 3, 2), *(_conv(2 * k, 2 * k) for _ in range(4)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * k, 100)) for k in (3 * base, base))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            told = self.teacher(x).float()
-        found = self.student(x).float()
-        return F.cross_entropy(found, y) + F.kl_div(F.log_softmax(found / 4, 1), F.softmax(told / 4, 1), reduction="batchmean")
-
-
-def distilled_net(micro_batch: int, image: int = 96, base: int = 48) -> Built:
-    return _Student(base), labelled(_pictures(micro_batch, image), 100)
-
-
-def local_patches(micro_batch: int, image: int = 64, wide: int = 64) -> Built:
-    """Convolutions written as unfold and a product, and pooling by sorted values."""
-    def local(x: Tensor) -> Tensor:
-        return F.unfold(x, 3, padding=1).view(x.shape[0], -1, *x.shape[2:])
-
-    net = nn.Sequential(nn.Conv2d(3, wide, 3, 2, 1), *(nn.Sequential(Lambda(local), nn.Conv2d(9 * wide, wide, 1), nn.BatchNorm2d(wide), nn.ReLU()) for _ in range(4)),
-                        Lambda(lambda x: x.flatten(2).sort(dim=2)[0][..., -64:].mean(2)), nn.Linear(wide, 100))  # fmt: skip
-    return WithLoss(net), labelled(_pictures(micro_batch, image), 100)
+    return WithLoss(net), labelled(pictures(micro_batch, image), 100)

@@ -1,12 +1,9 @@
-"""Models of the corpus that are sequences, attention in its variants, experts and large products; gradients inside a loss; layers of
-torch_geometric and torchvision's models that are no classifiers.
+"""Models of the corpus that are sequences, attention in its variants, experts, tables and large products.
 
 Every function returns a model and one batch.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +16,12 @@ class _Attention(nn.Module):
 
     def __init__(self, dim: int, heads: int, kind: str, seq: int) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out, self.feed = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim), feed(dim)
+        self.norm, self.qkv, self.out, self.feed = (
+            nn.LayerNorm(dim),
+            nn.Linear(dim, 3 * dim),
+            nn.Linear(dim, dim),
+            feed(dim),
+        )
         self.heads, self.kind = heads, kind
         at = torch.arange(seq)
         if kind == "window":
@@ -55,7 +57,9 @@ class _Attention(nn.Module):
 
 
 def _attending(kind: str, micro_batch: int, seq: int, dim: int, layers: int) -> Built:
-    return WithLoss(Tokens(16_000, dim, [_Attention(dim, dim // 64, kind, seq) for _ in range(layers)])), tokens(16_000, micro_batch, seq)
+    return WithLoss(Tokens(16_000, dim, [_Attention(dim, dim // 64, kind, seq) for _ in range(layers)])), tokens(
+        16_000, micro_batch, seq
+    )
 
 
 def window_attention(micro_batch: int, seq: int = 512, dim: int = 512, layers: int = 4) -> Built:
@@ -91,7 +95,11 @@ class _Latents(nn.Module):
         self.first, self.latents = nn.Linear(64, dim), nn.Parameter(torch.randn(latents, dim))
         self.reads = nn.ModuleList(nn.MultiheadAttention(dim, dim // 64, batch_first=True) for _ in range(layers))
         self.thinks = nn.ModuleList(nn.MultiheadAttention(dim, dim // 64, batch_first=True) for _ in range(layers))
-        self.norms, self.feeds, self.head = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2 * layers)), nn.ModuleList(feed(dim) for _ in range(layers)), nn.Linear(dim, 50)
+        self.norms, self.feeds, self.head = (
+            nn.ModuleList(nn.LayerNorm(dim) for _ in range(2 * layers)),
+            nn.ModuleList(feed(dim) for _ in range(layers)),
+            nn.Linear(dim, 50),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x, z = self.first(x), self.latents.expand(x.shape[0], -1, -1)
@@ -110,7 +118,11 @@ class _Induced(nn.Module):
     def __init__(self, dim: int, points: int) -> None:
         super().__init__()
         self.points = nn.Parameter(torch.randn(points, dim))
-        self.a, self.b, self.feed = nn.MultiheadAttention(dim, 4, batch_first=True), nn.MultiheadAttention(dim, 4, batch_first=True), feed(dim, 2)
+        self.a, self.b, self.feed = (
+            nn.MultiheadAttention(dim, 4, batch_first=True),
+            nn.MultiheadAttention(dim, 4, batch_first=True),
+            feed(dim, 2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(self.points.expand(x.shape[0], -1, -1), x, x, need_weights=False)[0]
@@ -118,7 +130,9 @@ class _Induced(nn.Module):
 
 
 def set_transformer(micro_batch: int, seq: int = 500, dim: int = 128, layers: int = 4) -> Built:
-    net = nn.Sequential(nn.Linear(3, dim), *(_Induced(dim, 32) for _ in range(layers)), Lambda(lambda x: x.mean(1)), nn.Linear(dim, 40))
+    net = nn.Sequential(
+        nn.Linear(3, dim), *(_Induced(dim, 32) for _ in range(layers)), Lambda(lambda x: x.mean(1)), nn.Linear(dim, 40)
+    )
     return WithLoss(net), labelled(torch.randn(micro_batch, seq, 3), 40)
 
 
@@ -127,7 +141,11 @@ class _Columns(nn.Module):
 
     def __init__(self, columns: int, dim: int, layers: int) -> None:
         super().__init__()
-        self.weight, self.bias, self.kinds = nn.Parameter(torch.randn(columns, dim)), nn.Parameter(torch.zeros(columns, dim)), nn.Embedding(1000, dim)
+        self.weight, self.bias, self.kinds = (
+            nn.Parameter(torch.randn(columns, dim)),
+            nn.Parameter(torch.zeros(columns, dim)),
+            nn.Embedding(1000, dim),
+        )
         layer = nn.TransformerEncoderLayer(dim, 8, 2 * dim, 0.1, batch_first=True, norm_first=True)
         self.body, self.head = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False), nn.Linear(dim, 2)
 
@@ -137,7 +155,10 @@ class _Columns(nn.Module):
 
 
 def column_transformer(micro_batch: int, columns: int = 24, dim: int = 192, layers: int = 3) -> Built:
-    return _Columns(columns, dim, layers), {**labelled(torch.randn(micro_batch, columns), 2), "kind": torch.randint(1000, (micro_batch, 10))}
+    return _Columns(columns, dim, layers), {
+        **labelled(torch.randn(micro_batch, columns), 2),
+        "kind": torch.randint(1000, (micro_batch, 10)),
+    }
 
 
 class _Sparsemax(nn.Module):
@@ -145,8 +166,15 @@ class _Sparsemax(nn.Module):
 
     def __init__(self, columns: int, wide: int, steps: int) -> None:
         super().__init__()
-        self.masks = nn.ModuleList(nn.Sequential(nn.Linear(wide, columns), nn.BatchNorm1d(columns)) for _ in range(steps))
-        self.steps = nn.ModuleList(nn.Sequential(nn.Linear(columns, 2 * wide), nn.BatchNorm1d(2 * wide), nn.GLU(), nn.Linear(wide, 2 * wide), nn.GLU()) for _ in range(steps))
+        self.masks = nn.ModuleList(
+            nn.Sequential(nn.Linear(wide, columns), nn.BatchNorm1d(columns)) for _ in range(steps)
+        )
+        self.steps = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(columns, 2 * wide), nn.BatchNorm1d(2 * wide), nn.GLU(), nn.Linear(wide, 2 * wide), nn.GLU()
+            )
+            for _ in range(steps)
+        )
         self.first, self.head = nn.Linear(columns, wide), nn.Linear(wide, 7)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -175,18 +203,26 @@ class _SoftExperts(nn.Module):
     def __init__(self, dim: int, experts: int, slots: int) -> None:
         super().__init__()
         self.norm, self.route = nn.LayerNorm(dim), nn.Linear(dim, experts * slots)
-        self.up, self.down, self.experts = nn.Parameter(0.02 * torch.randn(experts, dim, 4 * dim)), nn.Parameter(0.02 * torch.randn(experts, 4 * dim, dim)), experts
+        self.up, self.down, self.experts = (
+            nn.Parameter(0.02 * torch.randn(experts, dim, 4 * dim)),
+            nn.Parameter(0.02 * torch.randn(experts, 4 * dim, dim)),
+            experts,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         scores = self.route(h)
         slots = torch.einsum("bts,btd->bsd", scores.softmax(1).to(h.dtype), h).unflatten(1, (self.experts, -1))
-        done = torch.einsum("besf,efd->besd", F.gelu(torch.einsum("besd,edf->besf", slots, self.up)), self.down).flatten(1, 2)
+        done = torch.einsum(
+            "besf,efd->besd", F.gelu(torch.einsum("besd,edf->besf", slots, self.up)), self.down
+        ).flatten(1, 2)
         return x + torch.einsum("bts,bsd->btd", scores.softmax(2).to(done.dtype), done)
 
 
 def soft_experts(micro_batch: int, seq: int = 256, dim: int = 384, layers: int = 3) -> Built:
-    blocks: list[nn.Module] = [each for _ in range(layers) for each in (_Attention(dim, dim // 64, "window", seq), _SoftExperts(dim, 16, 16))]
+    blocks: list[nn.Module] = [
+        each for _ in range(layers) for each in (_Attention(dim, dim // 64, "window", seq), _SoftExperts(dim, 16, 16))
+    ]
     return WithLoss(Tokens(16_000, dim, blocks)), tokens(16_000, micro_batch, seq)
 
 
@@ -196,7 +232,11 @@ class _Capacity(nn.Module):
     def __init__(self, dim: int, experts: int) -> None:
         super().__init__()
         self.norm, self.route = nn.LayerNorm(dim), nn.Linear(dim, experts)
-        self.up, self.down, self.experts = nn.Parameter(0.02 * torch.randn(experts, dim, 2 * dim)), nn.Parameter(0.02 * torch.randn(experts, 2 * dim, dim)), experts
+        self.up, self.down, self.experts = (
+            nn.Parameter(0.02 * torch.randn(experts, dim, 2 * dim)),
+            nn.Parameter(0.02 * torch.randn(experts, 2 * dim, dim)),
+            experts,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         flat = self.norm(x).flatten(0, 1)
@@ -205,14 +245,20 @@ class _Capacity(nn.Module):
         place = ((one.cumsum(0) - 1) * one).sum(1)
         room = 5 * flat.shape[0] // (2 * self.experts)
         where = torch.where(place < room, chosen.flatten() * room + place, self.experts * room)
-        bins = torch.zeros(self.experts * room + 1, flat.shape[1], device=x.device, dtype=flat.dtype).index_copy(0, where, flat.repeat_interleave(2, 0))
-        done = torch.bmm(F.silu(torch.bmm(bins[:-1].view(self.experts, room, -1), self.up.to(bins.dtype))), self.down.to(bins.dtype)).flatten(0, 1)
+        bins = torch.zeros(self.experts * room + 1, flat.shape[1], device=x.device, dtype=flat.dtype).index_copy(
+            0, where, flat.repeat_interleave(2, 0)
+        )
+        done = torch.bmm(
+            F.silu(torch.bmm(bins[:-1].view(self.experts, room, -1), self.up.to(bins.dtype))), self.down.to(bins.dtype)
+        ).flatten(0, 1)
         done = torch.cat([done, torch.zeros_like(done[:1])])[where] * weight.flatten().unsqueeze(1).to(done.dtype)
         return x + done.view(-1, 2, x.shape[-1]).sum(1).view_as(x).to(x.dtype)
 
 
 def capacity_experts(micro_batch: int, seq: int = 256, dim: int = 384, layers: int = 3) -> Built:
-    blocks: list[nn.Module] = [each for _ in range(layers) for each in (_Attention(dim, dim // 64, "window", seq), _Capacity(dim, 8))]
+    blocks: list[nn.Module] = [
+        each for _ in range(layers) for each in (_Attention(dim, dim // 64, "window", seq), _Capacity(dim, 8))
+    ]
     return WithLoss(Tokens(16_000, dim, blocks)), tokens(16_000, micro_batch, seq)
 
 
@@ -222,7 +268,11 @@ def capacity_experts(micro_batch: int, seq: int = 256, dim: int = 384, layers: i
 class _Words(nn.Module):
     def __init__(self, dim: int, layers: int, vocab: int) -> None:
         super().__init__()
-        self.embed, self.lstm, self.head = nn.Embedding(vocab, dim), nn.LSTM(dim, dim, layers, batch_first=True, dropout=0.2), nn.Linear(dim, vocab)
+        self.embed, self.lstm, self.head = (
+            nn.Embedding(vocab, dim),
+            nn.LSTM(dim, dim, layers, batch_first=True, dropout=0.2),
+            nn.Linear(dim, vocab),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.lstm(self.embed(x))[0])
@@ -237,7 +287,14 @@ class _Speech(nn.Module):
 
     def __init__(self, wide: int) -> None:
         super().__init__()
-        self.convs = nn.Sequential(nn.Conv2d(1, 32, (11, 11), (2, 2), 5), nn.BatchNorm2d(32), nn.Hardtanh(0, 20), nn.Conv2d(32, 32, (11, 11), (2, 1), 5), nn.BatchNorm2d(32), nn.Hardtanh(0, 20))
+        self.convs = nn.Sequential(
+            nn.Conv2d(1, 32, (11, 11), (2, 2), 5),
+            nn.BatchNorm2d(32),
+            nn.Hardtanh(0, 20),
+            nn.Conv2d(32, 32, (11, 11), (2, 1), 5),
+            nn.BatchNorm2d(32),
+            nn.Hardtanh(0, 20),
+        )
         self.gru, self.head = nn.GRU(32 * 20, wide, 3, bidirectional=True, batch_first=True), nn.Linear(2 * wide, 32)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -246,7 +303,10 @@ class _Speech(nn.Module):
 
 
 def speech_gru(micro_batch: int, seq: int = 400, wide: int = 512) -> Built:
-    return WithLoss(_Speech(wide)), {"x": torch.randn(micro_batch, 1, 80, seq), "y": torch.randint(32, (micro_batch, seq // 2))}
+    return WithLoss(_Speech(wide)), {
+        "x": torch.randn(micro_batch, 1, 80, seq),
+        "y": torch.randint(32, (micro_batch, seq // 2)),
+    }
 
 
 def text_cnn(micro_batch: int, seq: int = 200, dim: int = 300, wide: int = 256) -> Built:
@@ -258,18 +318,35 @@ def text_cnn(micro_batch: int, seq: int = 200, dim: int = 300, wide: int = 256) 
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.embed(x).transpose(1, 2)
-            return self.head(F.dropout(torch.cat([F.relu(conv(h)).amax(2) for conv in self.convs], 1), 0.5, self.training))
+            return self.head(
+                F.dropout(torch.cat([F.relu(conv(h)).amax(2) for conv in self.convs], 1), 0.5, self.training)
+            )
 
     return WithLoss(Net()), labelled(torch.randint(50_000, (micro_batch, seq)), 20)
 
 
 def time_mixer(micro_batch: int, seq: int = 512, channels: int = 64, layers: int = 6) -> Built:
     def block() -> nn.Module:
-        over = Residual(nn.LayerNorm(channels), Lambda(lambda x: x.transpose(1, 2)), nn.Linear(seq, seq), nn.ReLU(), nn.Dropout(0.1), Lambda(lambda x: x.transpose(1, 2)))
-        return nn.Sequential(over, Residual(nn.LayerNorm(channels), nn.Linear(channels, 4 * channels), nn.ReLU(), nn.Linear(4 * channels, channels)))
+        over = Residual(
+            nn.LayerNorm(channels),
+            Lambda(lambda x: x.transpose(1, 2)),
+            nn.Linear(seq, seq),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            Lambda(lambda x: x.transpose(1, 2)),
+        )
+        return nn.Sequential(
+            over,
+            Residual(
+                nn.LayerNorm(channels), nn.Linear(channels, 4 * channels), nn.ReLU(), nn.Linear(4 * channels, channels)
+            ),
+        )
 
     net = nn.Sequential(*(block() for _ in range(layers)), Lambda(lambda x: x.transpose(1, 2)), nn.Linear(seq, 96))
-    return WithLoss(net, "numbers"), {"x": torch.randn(micro_batch, seq, channels), "y": torch.randn(micro_batch, channels, 96)}
+    return WithLoss(net, "numbers"), {
+        "x": torch.randn(micro_batch, seq, channels),
+        "y": torch.randn(micro_batch, channels, 96),
+    }
 
 
 class _Basis(nn.Module):
@@ -287,19 +364,29 @@ class _Basis(nn.Module):
 
 def basis_forecast(micro_batch: int, seq: int = 168, wide: int = 512, blocks: int = 12) -> Built:
     """N-BEATS."""
-    return WithLoss(_Basis(seq, wide, blocks), "numbers"), {"x": torch.randn(micro_batch, seq), "y": torch.randn(micro_batch, 24)}
+    return WithLoss(_Basis(seq, wide, blocks), "numbers"), {
+        "x": torch.randn(micro_batch, seq),
+        "y": torch.randn(micro_batch, 24),
+    }
 
 
 def wide_products(micro_batch: int, width: int = 8192, layers: int = 3) -> Built:
     """Square products, as large as power allows."""
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU()) for _ in range(layers)), nn.Linear(width, 1000))
+    net = nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU()) for _ in range(layers)), nn.Linear(width, 1000)
+    )
     return WithLoss(net), labelled(torch.randn(micro_batch, width), 1000)
 
 
 class _Gated(nn.Module):
     def __init__(self, dim: int, inner: int) -> None:
         super().__init__()
-        self.norm, self.a, self.b, self.c = nn.RMSNorm(dim), nn.Linear(dim, inner, bias=False), nn.Linear(dim, inner, bias=False), nn.Linear(inner, dim, bias=False)
+        self.norm, self.a, self.b, self.c = (
+            nn.RMSNorm(dim),
+            nn.Linear(dim, inner, bias=False),
+            nn.Linear(dim, inner, bias=False),
+            nn.Linear(inner, dim, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
@@ -324,7 +411,10 @@ class _Monarch(nn.Module):
 
 
 def block_products(micro_batch: int, blocks: int = 32, size: int = 64, layers: int = 6) -> Built:
-    net = nn.Sequential(*(Residual(nn.LayerNorm(blocks * size), _Monarch(blocks, size)) for _ in range(layers)), nn.Linear(blocks * size, 100))
+    net = nn.Sequential(
+        *(Residual(nn.LayerNorm(blocks * size), _Monarch(blocks, size)) for _ in range(layers)),
+        nn.Linear(blocks * size, 100),
+    )
     return WithLoss(net), labelled(torch.randn(micro_batch, blocks * size), 100)
 
 
@@ -343,164 +433,8 @@ class _Hyper(nn.Module):
 
 
 def hyper_network(micro_batch: int, seq: int = 64, wide: int = 64) -> Built:
-    return _Hyper(wide), {"x": torch.randn(micro_batch, seq, 32), "task": torch.randn(micro_batch, 64), "y": torch.randint(10, (micro_batch, seq))}
-
-
-# ---------------------------------------------------------------------- fields, and gradients inside the loss
-
-
-class _Rays(nn.Module):
-    """Colour and density along rays, added up."""
-
-    def __init__(self, wide: int, hashed: bool) -> None:
-        super().__init__()
-        self.hashed = hashed
-        self.tables = nn.ModuleList(nn.Embedding(2**17, 2) for _ in range(12)) if hashed else None
-        self.net, self.colour = mlp(24 if hashed else 63, wide, wide, wide, wide), mlp(wide + 3, wide // 2, 3)
-        self.dense = nn.Linear(wide, 1)
-        self.register_buffer("primes", torch.tensor([1, 2_654_435_761, 805_459_861]))
-
-    def known(self, x: Tensor) -> Tensor:
-        if self.tables is None:
-            angles = torch.cat([x * 2.0**n for n in range(10)], -1)
-            return torch.cat([x, angles.sin(), angles.cos()], -1)
-        found = []
-        for n, table in enumerate(self.tables):
-            scaled = x * 16 * 1.4**n
-            low = scaled.floor()
-            part = (scaled - low).prod(-1, keepdim=True)
-            cells = [((low.long() + k) * self.primes).sum(-1) % 2**17 for k in (0, 1)]
-            found.append(table(cells[0]) * (1 - part) + table(cells[1]) * part)
-        return torch.cat(found, -1)
-
-    def forward(self, x: Tensor, way: Tensor, y: Tensor) -> Tensor:
-        far = torch.linspace(0.1, 4, 64, device=x.device)
-        points = x.unsqueeze(1) + way.unsqueeze(1) * far.view(1, -1, 1)
-        h = self.net(self.known(points))
-        clear = torch.exp(-F.softplus(self.dense(h).float().squeeze(-1)) * 0.06)
-        light = torch.cumprod(torch.cat([torch.ones_like(clear[:, :1]), clear[:, :-1]], 1), 1) * (1 - clear)
-        colour = torch.sigmoid(self.colour(torch.cat([h, way.unsqueeze(1).expand_as(points).to(h.dtype)], -1)).float())
-        return F.mse_loss((light.unsqueeze(-1) * colour).sum(1), y)
-
-
-def radiance_field(micro_batch: int, wide: int = 256) -> Built:
-    return _Rays(wide, False), {name: torch.rand(micro_batch, 3) for name in ("x", "way", "y")}
-
-
-def hashed_field(micro_batch: int, wide: int = 64) -> Built:
-    return _Rays(wide, True), {name: torch.rand(micro_batch, 3) for name in ("x", "way", "y")}
-
-
-class _Heat(nn.Module):
-    """A solution whose derivatives are in the loss."""
-
-    def __init__(self, wide: int, layers: int) -> None:
-        super().__init__()
-        self.net = mlp(2, *(wide for _ in range(layers)), 1, act=nn.Tanh)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        u = self.net(x)
-        (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)
-        return (first[:, 1] + u.squeeze(1) * first[:, 0] - 0.01 * second[:, 0]).pow(2).mean().float()
-
-
-def heat_equation(micro_batch: int, wide: int = 256, layers: int = 5) -> Built:
-    return _Heat(wide, layers), {"x": torch.rand(micro_batch, 2)}
-
-
-class _Penalty(nn.Module):
-    def __init__(self, base: int) -> None:
-        super().__init__()
-        self.make = nn.Sequential(nn.Linear(64, 4 * base * 64), nn.ReLU(), nn.Unflatten(1, (4 * base, 8, 8)), nn.ConvTranspose2d(4 * base, base, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(base, 3, 4, 2, 1), nn.Tanh())
-        self.judge = nn.Sequential(nn.Conv2d(3, base, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(base, 2 * base, 4, 2, 1), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(2 * base * 64, 1))
-
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        made = self.make(z)
-        between = (0.5 * x + 0.5 * made.detach().to(x.dtype)).requires_grad_()
-        (slope,) = torch.autograd.grad(self.judge(between).sum(), between, create_graph=True)
-        penalty = (slope.flatten(1).norm(dim=1) - 1).pow(2).mean()
-        return (self.judge(made.detach()).mean() - self.judge(x).mean() - self.judge(made).mean() + 10 * penalty).float()
-
-
-def gradient_penalty(micro_batch: int, base: int = 64) -> Built:
-    return _Penalty(base), {"x": torch.rand(micro_batch, 3, 32, 32), "z": torch.randn(micro_batch, 64)}
-
-
-# ---------------------------------------------------------------------- libraries' layers that take no classifier's batch
-
-
-def _graph(kind: str, micro_batch: int, nodes: int, dim: int, **more: Any) -> Built:
-    """Three layers of torch_geometric over one random graph."""
-    from torch_geometric import nn as layers
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            made = getattr(layers, kind)
-            wrap = (lambda a, b: mlp(a, b, b)) if kind == "GINConv" else None
-            self.convs = nn.ModuleList(made(wrap(a, b)) if wrap else made(a, b, **more) for a, b in ((128, dim), (dim, dim), (dim, dim)))
-            self.head = nn.Linear(dim, 32)
-
-        def forward(self, x: Tensor, edges: Tensor, y: Tensor) -> Tensor:
-            for conv in self.convs:
-                x = F.relu(conv(x, edges))
-            return F.cross_entropy(self.head(x).float(), y)
-
-    nodes = nodes * micro_batch
-    return Net(), {"x": torch.randn(nodes, 128), "edges": torch.randint(nodes, (2, 10 * nodes)), "y": torch.randint(32, (nodes,))}
-
-
-def pyg_gin(micro_batch: int, nodes: int = 5000, dim: int = 128) -> Built:
-    return _graph("GINConv", micro_batch, nodes, dim)
-
-
-def pyg_sage(micro_batch: int, nodes: int = 5000, dim: int = 128) -> Built:
-    return _graph("SAGEConv", micro_batch, nodes, dim)
-
-
-def pyg_transformer(micro_batch: int, nodes: int = 5000, dim: int = 128) -> Built:
-    return _graph("TransformerConv", micro_batch, nodes, dim, heads=4, concat=False)
-
-
-class _Mapped(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.net(x)["out"].float(), y)
-
-
-def _segmented(name: str, micro_batch: int, image: int) -> Built:
-    from torchvision.models import get_model
-
-    net = get_model(name, weights=None, weights_backbone=None, num_classes=21)
-    return _Mapped(net), {"x": torch.rand(micro_batch, 3, image, image), "y": torch.randint(21, (micro_batch, image, image))}
-
-
-def deeplab_mobile(micro_batch: int, image: int = 224) -> Built:
-    return _segmented("deeplabv3_mobilenet_v3_large", micro_batch, image)
-
-
-def fcn_resnet(micro_batch: int, image: int = 224) -> Built:
-    return _segmented("fcn_resnet50", micro_batch, image)
-
-
-def _video(name: str, micro_batch: int, image: int) -> Built:
-    from torchvision.models import get_model
-
-    return WithLoss(get_model(name, weights=None, num_classes=101)), labelled(torch.rand(micro_batch, 3, 16, image, image), 101)
-
-
-def video_r3d(micro_batch: int, image: int = 112) -> Built:
-    return _video("r3d_18", micro_batch, image)
-
-
-def video_mc3(micro_batch: int, image: int = 112) -> Built:
-    return _video("mc3_18", micro_batch, image)
-
-
-def video_swin(micro_batch: int, image: int = 112) -> Built:
-    return _video("swin3d_t", micro_batch, image)
+    return _Hyper(wide), {
+        "x": torch.randn(micro_batch, seq, 32),
+        "task": torch.randn(micro_batch, 64),
+        "y": torch.randint(10, (micro_batch, seq)),
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -22,7 +23,11 @@ class WithLoss(nn.Module):
         found = self.net(x).float()
         if self.kind == "classes":
             return F.cross_entropy(found.flatten(0, -2), y.flatten())
-        return F.mse_loss(found, y.float()) if self.kind == "numbers" else F.binary_cross_entropy_with_logits(found.flatten(), y.float().flatten())
+        return (
+            F.mse_loss(found, y.float())
+            if self.kind == "numbers"
+            else F.binary_cross_entropy_with_logits(found.flatten(), y.float().flatten())
+        )
 
 
 class Lambda(nn.Module):
@@ -61,7 +66,7 @@ class Tokens(nn.Module):
 
 def mlp(*widths: int, act: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     parts: list[nn.Module] = []
-    for a, b in zip(widths, widths[1:], strict=False):
+    for a, b in itertools.pairwise(widths):
         parts += [nn.Linear(a, b), act()]
     return nn.Sequential(*parts[:-1])
 
@@ -76,3 +81,15 @@ def tokens(vocab: int, micro_batch: int, seq: int) -> dict[str, Tensor]:
 
 def labelled(x: Tensor, classes: int) -> dict[str, Tensor]:
     return {"x": x, "y": torch.randint(classes, x.shape[:1])}
+
+
+def conv(inner: int, outer: int, size: int = 3, stride: int = 1, groups: int = 1) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(inner, outer, size, stride, size // 2, groups=groups, bias=False),
+        nn.BatchNorm2d(outer),
+        nn.ReLU(inplace=True),
+    )
+
+
+def pictures(micro_batch: int, image: int, channels: int = 3) -> Tensor:
+    return torch.rand(micro_batch, channels, image, image)
