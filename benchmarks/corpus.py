@@ -160,16 +160,16 @@ def measure(
     left = by_workers(eager[: limit or None], out, about, device, begun, seconds)
     over = seconds - (time.monotonic() - begun) - COMPILING
     if left or tiny or over <= 0 or len(eager) == len(rows):
-        print(f"{left} eager and {len(rows) - len(eager)} compiled rows left", flush=True)
+        print(f"{left} eager and {sum(row['config']['mode'] != 'eager' for row in rows)} compiled rows left", flush=True)
         return
     unseen.measure(path, out, device, over, done, limit, only)
 
 
 def _warm_up() -> None:
-    """What own models import, before anything forks."""
+    """What rows import besides, before anything forks."""
     import importlib
 
-    for name in ("torch_geometric.nn", "bands_rows", "cases", "zoo_run"):
+    for name in ("cases", "zoo_run"):
         try:
             importlib.import_module(name)
         except ImportError:
