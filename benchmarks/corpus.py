@@ -203,6 +203,8 @@ def by_workers(
                     if not good:
                         worker.stop()
                         workers[workers.index(worker)] = Worker(worker.slot, slots, device)
+                        for other in workers:  # they may have waited for the device that this one held
+                            other.begun = time.monotonic()
     finally:
         for worker in workers:
             worker.stop()
