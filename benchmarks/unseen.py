@@ -25,7 +25,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-from memory import DEFAULTS, append, done_keys, key_of, machine, name_of, parts  # noqa: E402
+from memory import DEFAULTS, append, done_keys, in_child, key_of, machine, name_of, parts  # noqa: E402
 from unseen_draw import HINTS  # noqa: E402
 from zoo import GIB, measured_of, rows_of, said, seal_of, write_sealed  # noqa: E402
 
@@ -40,6 +40,8 @@ MOST_SECONDS, MOST_BYTES = 0.4, 100 * GIB
 LONGEST = {"eager": 100, "compiled": 280}
 """Seconds after which a process that hangs is killed."""
 TIMED_STEPS, TIMED_SECONDS = 20, 0.8
+PREDICTION_SECONDS = 300
+"""After which a forecast of one row is given up."""
 
 
 # ---------------------------------------------------------------------------------------------- the forecast
@@ -132,24 +134,22 @@ def predicted_rows(configs: list[dict[str, Any]], journal: Path | None = None) -
     warm_up()
     found = {row["key"]: row for row in rows_of(journal) if row["code_sha256"] == about["code_sha256"]} if journal else {}
     left = [config for config in configs if key_of(config) not in found]
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        for config, answer in zip(left, pool.imap(predict, left), strict=True):
-            row = {"key": key_of(config), "name": name_of(config), "config": config, "predicted": answer, **about}
-            found[row["key"]] = row
-            if journal:
-                append(journal, row)
-            print(said(config, answer), flush=True)
+    for config in left:
+        answer = in_child(predict, config, timeout=PREDICTION_SECONDS)
+        row = {"key": key_of(config), "name": name_of(config), "config": config, "predicted": answer, **about}
+        found[row["key"]] = row
+        if journal:
+            append(journal, row)
+        print(said(config, answer), flush=True)
     return [found[key_of(config)] for config in configs]
 
 
-def forecast(path: Path, limit: int, journal: Path | None) -> None:
-    """Draw, predict and seal; rows that are predicted to be too long or too large are passed over."""
-    from unseen_draw import rows as drawn
-
+def forecast(path: Path, limit: int, journal: Path | None, drawn: Any, marked: Any = list) -> None:
+    """Draw, predict and seal; rows that are predicted to be too long or too large are passed over. `marked` may add to rows."""
     if path.exists():
         sys.exit(f"{path} is there already: a forecast is sealed once")
     configs = [{**DEFAULTS, **config} for config in drawn()][: limit or None]
-    rows = predicted_rows(configs, journal)
+    rows = marked(predicted_rows(configs, journal))
     kept = [row for row in rows if not _too_much(row["predicted"])]
     for row in rows:
         if row not in kept:
@@ -388,7 +388,9 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=0, help="so many rows at most")
     options = parser.parse_args()
     if options.forecast:
-        forecast(options.forecast_file, options.limit, options.journal)
+        from unseen_draw import rows as drawn
+
+        forecast(options.forecast_file, options.limit, options.journal, drawn)
     elif options.again:
         rows = predicted_rows([row["config"] for row in rows_of(options.forecast_file)])
         options.again.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -47,11 +47,14 @@ class Family:
     """Setting that takes the width of a head."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     picks: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    stacks: tuple[tuple[int, int, int], ...] = STACKS
     largest: int = len(STACKS)
     """How many of the stacks are not too large."""
     recomputes: bool = False
     autocast: bool = True
     """Runs in bf16, by autocast or as a whole; otherwise fp32."""
+    precisions: Mapping[str, float] | None = None
+    """Shares of precisions where they are not the usual ones."""
 
 
 _HF = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
@@ -180,7 +183,7 @@ def draw(family: Family, seed: str, number: int) -> dict[str, Any]:
     over: dict[str, Any] = {**family.fixed, **{name: dice.pick(values) for name, values in family.picks.items()}}
     seq = dice.pick(family.seq) if family.seq else None
     if family.names and family.largest:
-        layers, width, heads = STACKS[dice.whole(0, family.largest - 1)]
+        layers, width, heads = family.stacks[dice.whole(0, family.largest - 1)]
         given = zip(family.names, (layers, width, heads, dice.pick((2, 3, 4)) * width), strict=True)
         over |= {name: value for name, value in given if name}
         over |= {family.kv: dice.pick((heads, heads // 2))} if family.kv else {}
@@ -190,6 +193,6 @@ def draw(family: Family, seed: str, number: int) -> dict[str, Any]:
     return {
         "model": family.model, "overrides": over, "micro_batch": round(dice.times(*family.batch)), "seq": seq,
         "image": dice.pick(family.image) if family.image else None,
-        "optimizer": dice.weighted(OPTIMIZERS), "precision": dice.weighted(PRECISIONS) if family.autocast else "fp32",
+        "optimizer": dice.weighted(OPTIMIZERS), "precision": dice.weighted(family.precisions or PRECISIONS) if family.autocast else "fp32",
         "recompute": dice.weighted(RECOMPUTE) if family.recomputes else "none",
     }  # fmt: skip
