@@ -25,7 +25,7 @@ from foretell.price.energy import Load
 from foretell.price.speeds import Seconds, Speeds, message, on_gpu
 from foretell.price.time import Machine
 from foretell.search.costs import Kept
-from foretell.search.depth import Peak, Run, Stage, together
+from foretell.search.depth import Peak, Run, stage_of
 from foretell.search.quick_stage import Stages
 from foretell.search.quick_step import AXES, Steps
 from foretell.search.sheet import Sheet, Works
@@ -210,9 +210,9 @@ class Composer:
             from foretell.search.quick_pipeline import pipeline_cost
 
             return pipeline_cost(self, layout, works, modes, reserve=reserve)
-        stage = Stage(together(runs_of(self.sheet.kinds, modes)))
+        stage = stage_of(runs_of(self.sheet.kinds, modes), works.taken)
         steps = self.steps(layout, works)
-        ops = self.ops_of(works, stage.runs).times(layout.accumulate)
+        ops = self.ops_of(works, stage.every).times(layout.accumulate)
         memory = steps.peak(stage, layout.accumulate)
         if not reserve and memory.reserved > self.careful:  # how long it would take does not matter
             return self.bound(ops, [memory], layout)

@@ -20,7 +20,7 @@ from foretell.lower.pipeline.part import GRADIENT_RECEIVED, GRADIENT_SENT, HELD,
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import LOOPED
 from foretell.quantities import Task
-from foretell.search.depth import Peak, Stage, together
+from foretell.search.depth import Peak, Stage, stage_of
 from foretell.search.quick_stage import FEW, FEW_SPLIT
 from foretell.search.sheet import Works
 from foretell.search.stages import rank_of
@@ -166,7 +166,7 @@ class Pipe:
             raise UserError(f"{self.count} stages do not share {self.ranks} ranks under {self.schedule}", "give other cuts")
         kinds, edges = composer.sheet.kinds, (0, *layout.cuts, len(modes))
         self.stages = [
-            Stage(together(runs_of(kinds[a:b], modes[a:b])), first=not i, last=i == self.count - 1)
+            stage_of(runs_of(kinds[a:b], modes[a:b]), self.works.taken, first=not i, last=i == self.count - 1)
             for i, (a, b) in enumerate(pairwise(edges))
         ]
         self.where = [rank_of(self.schedule, self.ranks, stage) for stage in range(self.count)]
@@ -234,12 +234,12 @@ class Pipe:
         return order.course.seconds(seconds), busy
 
     def _whole_ops(self) -> Ops:
-        runs = [run for stage in self.stages for run in stage.runs]
+        runs = [run for stage in self.stages for run in stage.every]
         return self.composer.ops_of(self.works, runs).times(self.layout.accumulate)
 
     def ops(self, rank: int) -> Ops:
         """Sums over the ops of a rank."""
-        runs = [run for index in self.held(rank) for run in self.stages[index].runs]
+        runs = [run for index in self.held(rank) for run in self.stages[index].every]
         mine = [self.stages[index] for index in self.held(rank)]
         first, last = any(one.first for one in mine), any(one.last for one in mine)
         found = self.composer.ops_of(self.works, runs, first=first, last=last)

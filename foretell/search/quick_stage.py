@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 
@@ -15,7 +16,21 @@ from foretell.plan.types import Plan
 from foretell.price.speeds import Speeds
 from foretell.quantities import COMPUTE, HOST
 from foretell.search.costs import Kept
-from foretell.search.depth import Peak, Stage, deepened, inside, name_of, periods, replayed, without
+from foretell.search.depth import (
+    More,
+    Peak,
+    Run,
+    Stage,
+    between,
+    deepened,
+    inside,
+    more_of,
+    name_of,
+    of_pair,
+    periods,
+    replayed,
+    without,
+)
 from foretell.search.quick_step import freed
 from foretell.search.sheet import Works
 from foretell.search.sheet_work import rounded
@@ -101,11 +116,13 @@ class Stages:
         """Kind of event → its seconds, and those of the update: of the device, or of a host that takes longer."""
         found = self._seconds.get(stage)
         if found is None:
-            found = self._seconds[stage] = {
-                name: max((end + sum(left * one.get(stream, 0.0) for left, one in zip(stage.left, more, strict=True))
-                           for stream, end in ends.items()), default=0.0)
-                for name, (ends, more) in self._events(stage.walked).items()
-            }  # fmt: skip
+            found = self._seconds[stage] = {}
+            short = stage.walked if stage.ends is None else replace(stage.walked, runs=of_pair(stage.ends))
+            steps = [] if stage.ends is None else [(times, self._events(two)) for two, times in stage.steps(between)]
+            for name, (ends, each) in self._events(short).items():
+                more = [(times, events[name][1][1]) for times, events in steps] or list(zip(stage.left, each, strict=True))
+                deep = (end + sum(times * one.get(stream, 0.0) for times, one in more) for stream, end in ends.items())
+                found[name] = max(deep, default=0.0)
         return found
 
     def _event(self, trace: Trace, ops: Sequence[Op], lasts: Sequence[str], *, apart: bool) -> tuple[Values, list[Values]]:
@@ -151,12 +168,19 @@ class Stages:
         """Bytes of a stage: for each micro-batch kept from forward, left between two passes of backward, received, ...;
         `lasting` whatever runs; `event` most in an event, of one micro-batch."""
         if stage not in self._sizes:
-            walked = stage.walked
-            found, each = self.kept.of("sizes", walked, lambda: _kept(self._run(walked), self.works))
-            self._sizes[stage] = {
-                name: value + sum(left * one[name] for left, one in zip(stage.left, each, strict=True)) for name, value in found.items()
-            }
+            found, each = self._walked_sizes(stage.walked)
+            more = list(zip(stage.left, each, strict=True))
+            more += [(one[2], self._walked_sizes(stage.alone(one))[1][0]) for runs in stage.others for one in runs]
+            self._sizes[stage] = {name: value + sum(times * one[name] for times, one in more) for name, value in found.items()}
         return self._sizes[stage]
+
+    def _walked_sizes(self, stage: Stage) -> tuple[Values, list[Values]]:
+        found: tuple[Values, list[Values]] = self.kept.of("sizes", stage, lambda: _kept(self._run(stage), self.works))
+        return found
+
+    def _held(self, stage: Stage, run: Run) -> More:
+        one = self._walked_sizes(stage.alone(run))[1][0]
+        return one["lasting"], one[HELD] + one["left"]
 
     def peak(self, rank: int, stages: Sequence[tuple[int, Stage]], order: Order, ties: Sequence[int]) -> Peak:
         """Of a rank with these stages that runs these events; `ties` are the ranks of the first and the last stage."""
@@ -167,7 +191,8 @@ class Stages:
 
     def _replayed(self, rank: int, stages: Sequence[tuple[int, Stage]], order: Order, ties: Sequence[int]) -> tuple[int, int]:
         found, names = self._arranged(rank, stages, order, ties)
-        times = dict(zip(names, (left for _, stage in stages for left in stage.left), strict=True))
+        more = (one for _, stage in stages for one in more_of(stage, functools.partial(self._held, stage)))
+        times = dict(zip(names, more, strict=True))
         ends = [end for _, _, end in found.events]
         step = found.trace.programs[STEP].ops
         deep = deepened(found.trace, times, lambda ops: ends if ops is step else ())

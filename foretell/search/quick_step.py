@@ -10,7 +10,20 @@ from foretell.plan.types import Plan
 from foretell.price.speeds import Speeds
 from foretell.quantities import COLLECTIVES, COMPUTE, Task
 from foretell.search.costs import Kept
-from foretell.search.depth import Peak, Stage, around_blocks, deepened, inside, periods, replayed, without
+from foretell.search.depth import (
+    More,
+    Peak,
+    Stage,
+    around_blocks,
+    deepened,
+    held_bytes,
+    inside,
+    more_of,
+    of_pair,
+    periods,
+    replayed,
+    without,
+)
 from foretell.search.sheet import Works
 from foretell.simulate.plan import sharded
 from foretell.simulate.time.step import drags, lane, tasks_of, with_end
@@ -47,15 +60,22 @@ class Steps:
 
     def seconds(self, stage: Stage, accumulate: int) -> dict[str, float]:
         """Of a step: of the device and of the host, those of the update, and those that each axis is waited for."""
-        walked, few = stage.walked, self._few(accumulate)
-        found, each = self._walked(walked, few, few)
-        found = {name: value + sum(left * one.get(name, 0.0) for left, one in zip(stage.left, each, strict=True)) for name, value in found.items()}
+        few = self._few(accumulate)
+        found = self._deep(stage, few, few)
         if accumulate > few:
-            less, other = self._walked(walked, few, few - 1)
-            for name in found:
-                rest = less.get(name, 0.0) + sum(left * one.get(name, 0.0) for left, one in zip(stage.left, other, strict=True))
-                found[name] += (accumulate - few) * (found[name] - rest)
+            less = self._deep(stage, few, few - 1)
+            found = {name: value + (accumulate - few) * (value - less.get(name, 0.0)) for name, value in found.items()}
         return {**found, "seconds": max(found["device"], found["host"])}
+
+    def _deep(self, stage: Stage, accumulate: int, run: int) -> Values:
+        """With `run` of the micro-batches of a step."""
+        if stage.ends is None:
+            found, each = self._walked(stage.walked, accumulate, run)
+            more = list(zip(stage.left, each, strict=True))
+        else:
+            found, _ = self._walked(replace(stage.walked, runs=of_pair(stage.ends)), accumulate, run)
+            more = [(times, self._walked(two, accumulate, run)[1][-1]) for two, times in stage.steps(of_pair)]
+        return {name: value + sum(times * one.get(name, 0.0) for times, one in more) for name, value in found.items()}
 
     def _few(self, accumulate: int) -> int:
         """Micro-batches of a step that are walked one by one: with replicas, the first and the last differ from others."""
@@ -107,9 +127,20 @@ class Steps:
     def _replayed(self, stage: Stage, accumulate: int) -> tuple[int, int]:
         few = self._few(accumulate)
         local = self.lowered(stage.walked, few)
-        deep = deepened(local, dict(zip(stage.walked.lasts(), stage.left, strict=True)), around_blocks)
+        more = more_of(stage, lambda run: self._held(stage.alone(run), few))
+        deep = deepened(local, dict(zip(stage.walked.lasts(), more, strict=True)), around_blocks)
         deep = _fed(deep, accumulate - few)
         return astuple(replayed(deep, self.works.prices.sizes))
+
+
+    def _held(self, stage: Stage, accumulate: int) -> More:
+        def made() -> tuple[Values, list[Values]]:
+            (path,) = stage.lasts()
+            lasting, kept = held_bytes(self.lowered(stage, accumulate), path, around_blocks)
+            return {}, [{"lasting": lasting, "kept": kept}]
+
+        (found,) = self.kept.of("sizes", (stage, accumulate), made)[1]
+        return found["lasting"], found["kept"]
 
 
 def _update(tasks: Sequence[Task]) -> float:

@@ -103,6 +103,11 @@ class Works:
             found = self._work[key, mode, ""] = self.prices.work(phases, self.material.storages, host=self.host)
         return found
 
+    def taken(self, key: Key, mode: str) -> int:
+        """How large a piece is: most bytes while it runs, and its gradients."""
+        work = self.work(key, mode)
+        return max(work.forward.peak, work.backward.peak) + work.gradients
+
     def coarse(self, key: Key, mode: str = KEEP, *, split: bool = False) -> Coarse:
         """A piece in few ops; what runs before and after the blocks stays op by op, unless it is compiled."""
         found = self._coarse.get((key, mode, split))
