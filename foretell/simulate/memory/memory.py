@@ -165,10 +165,14 @@ def fits_in(
 ) -> bool:
     """Whether the run gets through with this much memory for the allocator, its retries included."""
     replay = Replay(trace, sizes, limit=limit, expandable=expandable)
+    state: object = None
     try:
         replay.start()
-        for name in schedules:
+        for number, name in enumerate(schedules):
             replay.run(name)
+            before, state = state, replay.state()
+            if state == before and {name} >= {*schedules[number:]}:  # it has come back to where it was, and would again
+                break
     except OutOfMemory:
         return False
     return True

@@ -110,10 +110,14 @@ class Replay:
                 for op, stages, extra in events:
                     self._step(op, stages, extra)
                 if repeated is not None and done < times:
-                    before, state = state, (self.allocator.state(self.blocks), self._workspace_bytes)
+                    before, state = state, self.state()
                     if state == before:
                         repeated(times - done)
                         break
+
+    def state(self) -> object:
+        """All that decides what comes next: where it is equal, equal programs do the same."""
+        return self.allocator.state(self.blocks), self._workspace_bytes
 
     def _step(self, op: Op, stages: Stages, extra: int) -> None:
         count, last = len(op.allocates), len(stages) - 1
