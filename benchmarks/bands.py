@@ -2,13 +2,13 @@
 
     python benchmarks/bands.py            how many measured steps the bands hold, how wide they are, their interval score
     python benchmarks/bands.py --write    calibrate on all rows and write foretell/price/bands.json
-    python benchmarks/bands.py --sealed   bands calibrated without the rows of sealed/unseen-h200.jsonl, judged by those rows
+    python benchmarks/bands.py --sealed   judged by the sealed half of the corpus (benchmarks/corpus.py), which nothing is calibrated on
 
 A band is conformal: quantiles of log(measured / predicted) over rows of families that were left out, in units of a scale with few
 constants. Every family counts alike, and a new one takes one share more, which lies beyond all others (hierarchical conformal
-prediction). Rows of an H200 are those of data/band_rows.jsonl (benchmarks/bands_rows.py) and, since they were judged, those of
-results/unseen.jsonl; devices of the catalogue and several
-ranks rest on published runs, grouped by source; CPUs on rows of the zoo and on gloo plans.
+prediction). Rows of an H200 are those of data/band_rows.jsonl (benchmarks/bands_rows.py), those of results/unseen.jsonl since they
+were judged, and the half of results/corpus.jsonl that is for fitting; devices of the catalogue and several ranks rest on published
+runs, grouped by source; CPUs on rows of the zoo and on gloo plans.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from unseen_draw import HINTS  # noqa: E402
 
 from foretell.price import bands  # noqa: E402
 
-ROWS, UNSEEN = HERE / "data" / "band_rows.jsonl", HERE / "results" / "unseen.jsonl"
+ROWS, UNSEEN, CORPUS = HERE / "data" / "band_rows.jsonl", HERE / "results" / "unseen.jsonl", HERE / "results" / "corpus.jsonl"
 AGAIN = HERE / "data" / "unseen_again.jsonl"
 """The sealed configurations as predicted after they were judged (benchmarks/unseen.py --again)."""
 SLOPES = (0.0, 0.5, 1.0, 2.0, 3.0)
@@ -186,7 +186,7 @@ SIZED = (*HINTS, "hf:longformer")
 """Models of the sealed forecast whose sizes depend on data; its rows do not say so."""
 
 
-def sealed_rows(measured: Path = UNSEEN, again: Path | None = None) -> list[Row]:
+def unseen_rows(measured: Path = UNSEEN, again: Path | None = None) -> list[Row]:
     """Rows of the sealed forecast that were measured; families that no row above has. `again`: as predicted since."""
     from bands_rows import family_of
     from unseen import SEALED
@@ -204,8 +204,23 @@ def sealed_rows(measured: Path = UNSEEN, again: Path | None = None) -> list[Row]
     return kept
 
 
-def every_row(*, unseen: bool = True) -> list[Row]:
-    return [*h200_rows(), *(sealed_rows(again=AGAIN) if unseen else ()), *published_rows(), *cpu_rows()]
+def corpus_rows(half: str) -> list[Row]:
+    """Steps of the corpus that were measured, of the families of one half."""
+    from corpus import SEALED
+    from zoo import measured_of, rows_of, seal_of
+
+    seal_of(SEALED)
+    found = measured_of(SEALED, CORPUS)
+    kept = []
+    for row in rows_of(SEALED):
+        seconds = found.get(row["key"], {}).get("measured", {}).get("seconds")
+        if row["half"] == half and seconds and "seconds" in row["predicted"]:
+            kept.append(row_of(row["family"], row["config"], row["predicted"], seconds, row["name"]))
+    return kept
+
+
+def every_row() -> list[Row]:
+    return [*h200_rows(), *unseen_rows(again=AGAIN), *corpus_rows("fit"), *published_rows(), *cpu_rows()]
 
 
 # ---------------------------------------------------------------------------------------------- the test
@@ -255,7 +270,7 @@ ON_H200 = ("device-bound", "host-bound", "compiled", "data-dependent", "guessed"
 SOURCES = {
     **dict.fromkeys(
         ("device-bound", "host-bound", "compiled"),
-        "steps of H200s (benchmarks/data/band_rows.jsonl, benchmarks/results/unseen.jsonl), by family of model",
+        "steps of H200s (benchmarks/data/band_rows.jsonl, benchmarks/results/unseen.jsonl and corpus.jsonl), by family of model",
     ),
     **dict.fromkeys(ASSUMED, "assumed: no rows of this kind; 1.5 times as wide as all eager steps of the H200 together"),
     "catalogue": "published runs on A100 and H100 (benchmarks/results/published_left_out.jsonl), by source; nearly all of many ranks",
@@ -284,7 +299,7 @@ def main() -> None:
     parser.add_argument("--sealed", action="store_true", help="what the sealed rows say of bands that were calibrated without them")
     options = parser.parse_args()
     if options.sealed:
-        rows, others = sealed_rows(), every_row(unseen=False)
+        rows, others = corpus_rows("sealed"), every_row()
         known = {kind: calibrated(others, kind) for kind in ON_H200}
         table([(row, logs(known[row.kind], row)) for row in rows])
         errors = [abs(math.exp(-row.residual) - 1) for row in rows]
