@@ -62,7 +62,7 @@ def pytest_collection_finish() -> None:
     """Modules and tests stay to the end: collections of garbage need not look at them, nor at every trace that a module
     keeps for its tests time and again."""
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    forks.collect_seldom()
 
 
 @pytest.fixture
