@@ -59,8 +59,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: collections of garbage need not look at them."""
+    """Modules and tests stay to the end: collections of garbage need not look at them, nor at every trace that a module
+    keeps for its tests time and again."""
     gc.freeze()
+    forks.collect_seldom()
 
 
 @pytest.fixture

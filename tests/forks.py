@@ -7,6 +7,7 @@ how such a process itself starts or ends is what a test is about, `real` has a s
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import socket
 import subprocess
@@ -22,6 +23,11 @@ ROOT = Path(__file__).resolve().parents[1]
 NAME = "FORETELL_TEST_FORKS"
 MODULE = "foretell.search.child"
 real = process._started
+
+
+def collect_seldom() -> None:
+    """In this process and those that are forked from it. Nothing here lives long enough to fill the memory with garbage."""
+    gc.set_threshold(50_000, 20, 50)
 
 
 def serve_forks() -> None:
@@ -63,6 +69,7 @@ def _connected(path: str) -> socket.socket:
 def main() -> None:
     process.end_with(os.getppid())
     base = server.prepare(MODULE)
+    collect_seldom()
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(sys.argv[1])
         door.listen(64)

@@ -77,7 +77,14 @@ def _hang(rank: int, world: int, out: str, plan: Plan, how: str) -> tuple[str, i
     return done.status, done.step
 
 
-@pytest.mark.parametrize(("rank", "how"), [(0, "stops"), (1, "stops"), (0, "sleeps"), (1, "sleeps")])
+@pytest.mark.parametrize(
+    ("rank", "how"),
+    [
+        (0, "stops"), (1, "sleeps"),
+        pytest.param(1, "stops", marks=pytest.mark.slow(reason="rank 0, which serves the store, is stopped here; rank 1 sleeps")),
+        pytest.param(0, "sleeps", marks=pytest.mark.slow(reason="rank 1 sleeps here; rank 0 is stopped, which is harder to tell")),
+    ],
+)  # fmt: skip
 def test_a_rank_that_hangs_is_named_and_nobody_is_left(ranks: Any, tmp_path: Path, plan: Plan, rank: int, how: str) -> None:
     """As under torchrun: no launcher of ours watches, and rank 0 serves the store that all talk through."""
     out = tmp_path / "run"

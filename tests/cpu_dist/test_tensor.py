@@ -1,4 +1,4 @@
-"""Split models on gloo ranks compute what one process computes: losses over ten steps, every gradient of the first."""
+"""Split models on gloo ranks compute what one process computes: losses over five steps, every gradient of the first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Case:
     tp: int = 2
     split: Split | None = None
     compile: str = "none"
-    steps: int = 10
+    steps: int = 5
 
     @property
     def source(self) -> Source:

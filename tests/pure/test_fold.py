@@ -80,7 +80,14 @@ def of(ops: list[Op], storages: dict[int, Storage] | None = None, resident: tupl
 # ---------------------------------------------------------------- models
 
 
-@pytest.mark.parametrize(("model", "choices"), REAL, ids=[f"{model}-{'-'.join(map(str, kw))}" for model, kw in REAL])
+ALIKE = pytest.mark.slow(reason="its ops and layers repeat as those of another model do")
+LONG = ("bert-tiny", "vit-tiny", "dit-tiny", "tnt-tiny", "raftmlp-tiny", "fno-tiny")
+
+
+@pytest.mark.parametrize(
+    ("model", "choices"),
+    [pytest.param(model, kw, id=f"{model}-{'-'.join(map(str, kw))}", marks=ALIKE if model in LONG else ()) for model, kw in REAL],
+)
 def test_a_model_comes_back(model: str, choices: dict[str, Any]) -> None:
     assert_comes_back(traced(model, choices))
 

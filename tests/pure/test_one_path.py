@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,17 @@ def fits(name: str) -> bool:
 FITTING = [name for name in golden.CASES if fits(name)]
 
 
+KINDS = {json.dumps([golden.CASES[name].plan.mesh.ep > 1, getattr(golden.CASES[name].plan.pipeline, "schedule", "")]): name for name in golden.CASES}
+ASKED = {*list(golden.CASES)[::2], *KINDS.values()}
+"""Every second plan, and one of each schedule and with experts."""
+
+
+def asked_of(names: Iterable[str]) -> list[Any]:
+    """The others are slow; each has a prediction of its own in any case."""
+    slow = pytest.mark.slow(reason="a command reads plans of a kind alike, and there are others of each kind")
+    return [pytest.param(name, marks=() if name in ASKED else slow) for name in names]
+
+
 @pytest.mark.parametrize("name", golden.CASES)
 def test_a_prediction_moves_only_when_it_is_meant_to(name: str) -> None:
     found = json.loads(json.dumps(golden.told(cost(name))))
@@ -54,7 +66,11 @@ def test_a_prediction_moves_only_when_it_is_meant_to(name: str) -> None:
 
 def test_there_are_enough_of_every_kind() -> None:
     assert len(golden.CASES) >= 40 and len(FITTING) >= 16 and set(KEPT) == set(golden.CASES)
-    plans_ = [case.plan for case in golden.CASES.values()]
+    for plans_ in ([case.plan for case in golden.CASES.values()], [golden.CASES[name].plan for name in ASKED]):
+        enough(plans_)
+
+
+def enough(plans_: list[Plan]) -> None:
     for axis in ("dp_shard", "dp_replicate", "tp", "pp", "cp", "ep"):
         assert any(getattr(plan.mesh, axis) > 1 for plan in plans_), axis
     assert {plan.pipeline.schedule for plan in plans_ if plan.pipeline} == set(SCHEDULES)
@@ -77,7 +93,7 @@ def numbers(cost: PlanCost) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", FITTING)
+@pytest.mark.parametrize("name", asked_of(FITTING))
 def test_fit_says_what_the_plan_says(name: str, here: None) -> None:
     case = golden.CASES[name]
     plan, known = case.plan, cost(name)
@@ -113,7 +129,7 @@ def test_fit_shows_no_plan_where_running_one_would_be_something_else(on: str, as
     assert not api.fit("gpt2", **given, **asked).plan and api.fit("gpt2", **given).plan
 
 
-@pytest.mark.parametrize("name", golden.CASES)
+@pytest.mark.parametrize("name", asked_of(golden.CASES))
 def test_files_and_commands_say_the_same(name: str, here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`show`, `export` and `compare` from the file; `report` predicts it anew. `verify` and `eject` say no such numbers."""
     case, known = golden.CASES[name], cost(name)

@@ -289,11 +289,11 @@ LOOPS = pytest.mark.slow(reason="every schedule runs with shards, and this mesh 
     [
         pytest.param(mesh, more, schedule, id=f"{name}-{schedule}", marks=LOOPS if schedule in slow else ())
         for name, mesh, more, slow in (
-            ("pp", Mesh(pp=2), {"precision": "fp32"}, ("interleaved-1f1b", "zero-bubble")),
+            ("pp", Mesh(pp=2), {"precision": "fp32"}, ("interleaved-1f1b", "zero-bubble", "zero-bubble-v")),
             ("shards", Mesh(pp=2, dp_shard=4), {"reshard": False}, ()),
             (
                 "replicas", Mesh(pp=2, dp_replicate=2, dp_shard=2), {"reshard": False, "precision": "fp32"},
-                ("gpipe", "interleaved-1f1b", "zero-bubble"),
+                ("gpipe", "interleaved-1f1b", "zero-bubble", "zero-bubble-v"),
             ),
         )
         for schedule in ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zero-bubble-v")

@@ -139,17 +139,20 @@ def measured() -> journals.Measured:
     return journals.gather(PROFILES / "H200-SXM-141GB.rows.jsonl.gz")
 
 
+@functools.cache
+def described() -> list[tuple[Any, Any, tuple[str, int]]]:
+    """Every row that launches something, what it is in numbers, and its case."""
+    shapes = [Shape(row.name, row.inputs, row.outputs, row.attrs) for row in measured().rows]
+    found = zip(measured().rows, (describe(shape, H200.device) for shape in shapes), measured().groups, strict=True)
+    return [one for one in found if one[1] is not None]
+
+
 def held_out(family: str, names: tuple[str, ...] = ()) -> tuple[list[Any], np.ndarray, np.ndarray, np.ndarray]:
     """Rows of every fifth case, their measured seconds, and what laws of the other cases say."""
-    rows, groups = measured().rows, measured().groups
-    kept = []
-    for row, group in zip(rows, groups, strict=True):
-        described = describe(Shape(row.name, row.inputs, row.outputs, row.attrs), H200.device)
-        if described is not None and described.family == family and (not names or short(row.name) in names):
-            kept.append((row, described, group))
+    kept = [one for one in described() if one[1].family == family and (not names or short(one[0].name) in names)]
     out = np.array([hash_of(group) % 5 == 0 for _, _, group in kept])
     seconds = np.array([row.seconds for row, _, _ in kept])
-    said = [described for _, described, _ in kept]
+    said = [told for _, told, _ in kept]
     laws = laws_of([d for d, o in zip(said, out, strict=True) if not o], seconds[~out])
     tested = [(row, d) for (row, d, _), o in zip(kept, out, strict=True) if o]
     return [row for row, _ in tested], seconds[out], by_laws([d for _, d in tested], laws), np.array([d.base for _, d in tested])

@@ -80,8 +80,18 @@ def test_an_empty_trace_comes_back() -> None:
     assert_same(file.loads(file.dumps(Trace({}, {}, {}, ()))), Trace({}, {}, {}, ()))
 
 
-@pytest.mark.parametrize("model", ["gpt-tiny", "mixtral-tiny", "resnet-tiny", "t5-tiny", "unet-tiny"])
-@pytest.mark.parametrize("choices", [{"accumulate": 2, "clip": 1.0, "optimizer": "adamw"}, {"mode": "infer"}])
+TRAINED: dict[str, Any] = {"accumulate": 2, "clip": 1.0, "optimizer": "adamw"}
+FOLDED = pytest.mark.slow(reason="what a file holds of it is what test_fold.py folds and unfolds")
+
+
+@pytest.mark.parametrize(
+    ("model", "choices"),
+    [
+        ("gpt-tiny", TRAINED), ("mixtral-tiny", TRAINED), ("unet-tiny", {"mode": "infer"}), ("t5-tiny", {"mode": "infer"}),
+        *(pytest.param(model, TRAINED, marks=FOLDED) for model in ("resnet-tiny", "t5-tiny", "unet-tiny")),
+        *(pytest.param(model, {"mode": "infer"}, marks=FOLDED) for model in ("gpt-tiny", "mixtral-tiny", "resnet-tiny")),
+    ],
+)  # fmt: skip
 def test_a_model_comes_back(model: str, choices: dict[str, Any]) -> None:
     trace = traced(model, choices)
     assert_same(file.loads(file.dumps(trace)), trace)

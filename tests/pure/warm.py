@@ -25,6 +25,7 @@ from foretell.hardware.profile import find_profile
 from tests import forks
 
 forks.install()
+forks.collect_seldom()
 
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
     for words in (["fit", "nope", "--on", "H100"], ["fit", "gpt2", "--on", "H10", "--json"]):
