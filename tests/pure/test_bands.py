@@ -113,6 +113,7 @@ def test_less_evidence_makes_wider_bands() -> None:
     assert width(own) < width(Evidence(device=CATALOGUE)) < width(Evidence(device=UNFAMILIAR))
     assert width(own) < width(Evidence(alone=False))
     assert width(own) < width(Evidence(host_share=0.2)) and width(own) < width(Evidence(host_share=0.6))
-    assert width(own) < width(Evidence(irregular_share=0.3)) and width(own) < width(Evidence(fp32=True))
+    assert width(own) < width(Evidence(irregular_share=0.3))
+    assert width(own) <= width(Evidence(fp32=True)) and width(Evidence(host_share=0.6)) < width(Evidence(host_share=0.6, fp32=True))
     assert width(own) < width(Evidence(data_dependent=True)) and width(own) < width(Evidence(guessed_share=0.5))
     assert width(Evidence(device=CPU)) < width(Evidence(device=CPU, alone=False))
