@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -198,7 +200,8 @@ class Feed:
                 _Keyed(self.samples), batch_sampler=_Sampler(plan), num_workers=workers, collate_fn=_collated_or_failed,
                 generator=torch.Generator().manual_seed(self.seed),
             )  # fmt: skip
-            batches = iter(loader)
+            with _calm():
+                batches = iter(loader)
             while True:
                 yield self._made(batches)
 
@@ -223,6 +226,19 @@ class Feed:
         if isinstance(made, _Failed):
             raise ModelError(made.problem, made.remedy, made.detail)
         return made  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _calm() -> Iterator[None]:
+    """PyTorch has the end of a loader's process raise in whatever runs, an update too, which then is half done and lost. Without
+    that, the next batch tells of it, some seconds later and between two steps."""
+    here = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGCHLD) if here else None
+    try:
+        yield
+    finally:
+        if here and signal.getsignal(signal.SIGCHLD) is not before:
+            signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
 
 
 class _Sampler:
