@@ -39,7 +39,7 @@ from foretell.search.traces import Traces
 from foretell.simulate.plan import KEEP, Options, PlanCost, predict_plan
 from foretell.trace.load import Source
 
-EXACT_OPS, BEST_OPS = 15_000, 60_000
+EXACT_OPS, BEST_OPS = 15_000, 20_000
 """Ops of a step, of all ranks of a pipeline, above which a plan is costed exactly only when asked for: about a second; and of the
 best one, of which nothing else may say whether it fits."""
 POLISH_SECONDS = 0.6
