@@ -65,7 +65,11 @@ def folded_tasks(local: Trace, speeds: Speeds) -> tuple[list[Task], Laps | None]
     begun: list[int] = []
     tasks = with_end(tasks_of(local, run, speeds, most=kept, begun=begun), speeds)
     apart = {after - before for before, after in itertools.pairwise(begun)}
-    return tasks, Laps(begun[0], apart.pop(), kept, count) if len(apart) == 1 and kept < count else None
+    if kept >= count:
+        return tasks, None
+    if len(apart) != 1 or 0 in apart:  # rounds of other lengths stand for nothing
+        return step_tasks(local, speeds), None
+    return tasks, Laps(begun[0], apart.pop(), kept, count)
 
 
 def step_tasks(local: Trace, speeds: Speeds) -> list[Task]:
