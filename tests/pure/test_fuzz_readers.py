@@ -45,7 +45,7 @@ from tests.pure.checkpoint_cases import save, saved_in, some_tensors
 
 CASES = int(os.environ.get("FORETELL_FUZZ_CASES", "0"))
 SEED = os.environ.get("FORETELL_FUZZ_SEED", "0")
-USUAL, USUAL_COSTLY = 6, 2
+USUAL, USUAL_COSTLY = 10, 2
 """Spoiled files for each reader in the suite; fewer where a step is predicted of each."""
 LIMIT_SECONDS = 60.0
 """After which a case hangs; generous, since other work may run beside it."""

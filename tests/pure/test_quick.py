@@ -269,3 +269,6 @@ def test_blocks_of_many_kinds_are_walked_two_by_two(asked: Layout) -> None:
     assert found.seconds == pytest.approx(exact.time.step_seconds, rel=0.03), told("uneven", asked, found, exact)
     size = exact.worst.memory.device_bytes
     assert -0.1 * size < found.memory_bytes - size < 0.1 * size, told("uneven", asked, found, exact)
+    if asked.mesh.pp == 1 and not -0.01 * size < found.memory_bytes - size < 0.05 * size:
+        pytest.xfail(f"bytes are outside -1 to +5 %: {found.memory_bytes / size - 1:+.1%}")
+    assert -0.01 * size < found.memory_bytes - size < 0.05 * size, told("uneven", asked, found, exact)
