@@ -39,9 +39,8 @@ from foretell.search.traces import Traces
 from foretell.simulate.plan import KEEP, Options, PlanCost, predict_plan
 from foretell.trace.load import Source
 
-EXACT_OPS, BEST_OPS = 15_000, 20_000
-"""Ops of a step, of all ranks of a pipeline, above which a plan is costed exactly only when asked for: about a second; and of the
-best one, of which nothing else may say whether it fits."""
+EXACT_OPS = 15_000
+"""Ops of a step, of all ranks of a pipeline, above which a plan is costed exactly only when asked for: about a second."""
 POLISH_SECONDS = 0.6
 """For moving the cuts of one plan, by each kind of cost."""
 
@@ -221,8 +220,7 @@ class Costing(Question):
 
     def prepare(self, finalists: Sequence[Finalist]) -> None:
         """Make what these are costed op by op from, all at once, where that is soon done."""
-        few = [one for number, one in enumerate(finalists) if not number or self._ops(one.point.layout) <= EXACT_OPS]
-        soon = [one for one in few if not self.checked(one).why and self._soon(one, self._modes(one), True)]
+        soon = [one for one in finalists if not self.checked(one).why and self._soon(one, self._modes(one), True)]
         wanted = [(one.plan, mode) for one in soon for mode in self._modes(one)]
         with contextlib.suppress(UserError):  # it is said when one is costed
             self.traces.prepare(wanted)
@@ -231,8 +229,7 @@ class Costing(Question):
         """Whether replaying a plan takes a moment, and its traces are there, or are quickly made."""
         layout = one.point.layout
         there = all(self.traces.at_hand(one.plan, mode) for mode in modes)
-        small = self._ops(layout) <= (BEST_OPS if traces else EXACT_OPS)
-        return small and (there or (traces and layout.mesh.tp * layout.mesh.cp * layout.mesh.ep == 1))
+        return self._ops(layout) <= EXACT_OPS and (there or (traces and layout.mesh.tp * layout.mesh.cp * layout.mesh.ep == 1))
 
     def _ops(self, layout: Layout) -> int:
         """Ops of a step that are replayed one by one."""

@@ -120,7 +120,7 @@ def name_of(place: int) -> str:
     return f"stack.{place}"
 
 
-def stage_of(runs: Sequence[Run], size: Callable[[int, str], float], *, first: bool = True, last: bool = True) -> Stage:
+def stage_of(runs: Sequence[Run], size: Callable[[int, str], tuple[bool, bool, int]], *, first: bool = True, last: bool = True) -> Stage:
     """Blocks in their runs; where there are many, those of one kind and residency as one run. Where these are still many, the
     largest kind of each residency, which stands for the others."""
     if len(runs) <= MOST_RUNS:
@@ -244,7 +244,7 @@ def more_of(stage: Stage, held: Callable[[Run], More]) -> list[More]:
         mine = held(run) if others else (0.0, 0.0)
         sums = [sum(other[2] * held(other)[which] for other in others) for which in (0, 1)]
         lasting, kept = (left + (total / one if one else 0.0) for total, one in zip(sums, mine, strict=True))
-        if sums[1] and not mine[1]:  # what nothing of the run comes and goes with, lasts
+        if sums[1] and mine[0] and not mine[1]:  # what nothing of the run comes and goes with, lasts
             lasting += sums[1] / mine[0]
         found.append((lasting, kept))
     return found

@@ -132,7 +132,6 @@ class Steps:
         deep = _fed(deep, accumulate - few)
         return astuple(replayed(deep, self.works.prices.sizes))
 
-
     def _held(self, stage: Stage, accumulate: int) -> More:
         def made() -> tuple[Values, list[Values]]:
             (path,) = stage.lasts()

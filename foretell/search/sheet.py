@@ -103,10 +103,10 @@ class Works:
             found = self._work[key, mode, ""] = self.prices.work(phases, self.material.storages, host=self.host)
         return found
 
-    def taken(self, key: Key, mode: str) -> int:
-        """How large a piece is: most bytes while it runs, and its gradients."""
+    def taken(self, key: Key, mode: str) -> tuple[bool, bool, int]:
+        """How large a piece is: whether it has parameters, whether its forward keeps something, most bytes while it runs."""
         work = self.work(key, mode)
-        return max(work.forward.peak, work.backward.peak) + work.gradients
+        return work.gradients > 0, work.forward.net > 0, max(work.forward.peak, work.backward.peak) + work.gradients
 
     def coarse(self, key: Key, mode: str = KEEP, *, split: bool = False) -> Coarse:
         """A piece in few ops; what runs before and after the blocks stays op by op, unless it is compiled."""
