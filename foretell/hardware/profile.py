@@ -15,7 +15,7 @@ import gzip
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from foretell.decode import Mismatch, decode
 from foretell.errors import FileFormatError, UserError
 from foretell.files import write_atomically
+from foretell.hardware import silicon
 from foretell.trace import cache
 from foretell.trace.types import TensorSpec
 
@@ -118,6 +119,8 @@ class Profile(About):
     """Bytes per second from rank (row) to rank (column)."""
     accuracy: Mapping[str, Any] = field(default_factory=dict)
     """Held-out errors of what was fitted."""
+    elsewhere: Mapping[str, Any] = field(default_factory=dict)
+    """Kernels of this device from public tables (`silicon.Elsewhere`); all else is another device's, its `basis`."""
 
     @property
     def partial(self) -> bool:
@@ -305,7 +308,7 @@ _INSIDE: Mapping[str, Any] = {
 _TEXTS = ("device", "reported_as", "backend", "torch", "python", "host_cpu", "date", "mode")
 _KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(_TEXTS, str),
-    **dict.fromkeys(("clocks", "launch", "ops", "host", "fitted", "accuracy", "figures"), dict),
+    **dict.fromkeys(("clocks", "launch", "ops", "host", "fitted", "accuracy", "figures", "elsewhere"), dict),
     **dict.fromkeys(("missing", "notes", "power", "copies", "levels", "collectives"), list),
 }
 
@@ -355,7 +358,7 @@ def journal_path(profile_path: str | Path) -> Path:
 def find_profile(
     device_name: str, torch_version: str | None = None, *, reported_as: str | None = None, threads: int | None = None
 ) -> Profile | None:
-    """The profile of a device: the user's own, else the one that travels with foretell, else None.
+    """The profile of a device: the user's own, else the one that travels with foretell, else what was measured elsewhere, else None.
 
     Of several, one measured on `reported_as` comes before others, one of several threads before one of a single thread, and a
     newer before an older. With `torch_version`, only those measured with that minor version; with `threads`, with so many.
@@ -366,7 +369,24 @@ def find_profile(
         found = [profile for profile in found if threads is None or profile.threads == threads]
         if found:
             return max(found, key=lambda profile: (profile.reported_as == reported_as, profile.threads != 1, profile.date))
-    return None
+    return _elsewhere(device_name, torch_version)
+
+
+@functools.lru_cache(maxsize=8)
+def _elsewhere(device_name: str, torch_version: str | None) -> Profile | None:
+    """The profile of the device that public tables of this one are told relative to, with those tables."""
+    known = silicon.measured_elsewhere(device_name)
+    found = [_readable(path, known.basis, torch_version, False) for path in _shipped(known.basis)] if known else []
+    basis = next((profile for profile in found if profile is not None), None)
+    if known is None or basis is None:
+        return None
+    accuracy = {"elsewhere": {group: one["accuracy"] for group, one in known.groups.items()}}
+    told = f"kernels measured elsewhere: {known.source}, {known.date}, with {', '.join(known.stacks)}"
+    lacks = tuple(f"{what}: not in that table, carried over from {known.basis}" for what in known.lacks)
+    return replace(
+        basis, device=device_name, reported_as=device_name, date=known.date, notes=(told,), missing=lacks, clocks={}, power=(),
+        levels=(), accuracy=accuracy, elsewhere=known.to_dict(),
+    )  # fmt: skip
 
 
 def profile_stamp(device_name: str) -> str:

@@ -15,11 +15,11 @@ from typing import Any, Literal
 from foretell.errors import UserError
 from foretell.units import MIB, gib, parse_bytes
 
-Backend = Literal["cuda", "rocm", "mps", "cpu"]
+Backend = Literal["cuda", "rocm", "xpu", "mps", "cpu"]
 Provenance = Literal["measured", "assumed"]
 Level = Literal["device", "intra", "inter"]
 
-BACKENDS: tuple[Backend, ...] = ("cuda", "rocm", "mps", "cpu")
+BACKENDS: tuple[Backend, ...] = ("cuda", "rocm", "xpu", "mps", "cpu")
 PROVENANCES: tuple[Provenance, ...] = ("measured", "assumed")
 INTRA_KINDS = ("nvlink", "xgmi", "pcie", "memory")
 HOST_KINDS = ("pcie", "c2c", "xgmi", "memory")

@@ -48,6 +48,7 @@ FAMILIES: Mapping[str, Family] = {
         0.68, 0.68, 128, 0.86, 4e-6,
         "set by hand on 14 published runs on V100; public tests of large fp16 products: 85 to 95 of 125 TFLOP/s",
     ),
+    "rtx-blackwell": Family(0.76, 0.72, 128, 0.88, 3e-6, "large bf16 products reach 380 to 430 of 504 TFLOP/s on an RTX PRO 6000 (public table), warm ones 4 % less"),
     "ada": Family(0.97, 0.85, 128, 0.90, 3e-6, "public tests on RTX 4090: 155 to 170 of 165 TFLOP/s, at clocks above nominal"),
     "cdna": Family(0.50, 0.40, 256, 0.78, 5e-6, "public tests of large bf16 products on MI300X: 550 to 700 of 1,307 TFLOP/s"),
     "other": Family(0.70, 0.60, 128, 0.80, 5e-6, "assumed"),
@@ -133,8 +134,8 @@ def family(device: Device) -> str:
     major, minor = device.compute_capability or (0, 0)
     if device.backend != "cuda" or major < 7:
         return "other"
-    names = {7: "volta", 8: "ada" if minor in (6, 9) else "ampere", 9: "hopper"}
-    return names.get(major, "blackwell" if major == 10 else "ada")
+    names = {7: "volta", 8: "ada" if minor in (6, 9) else "ampere", 9: "hopper", 10: "blackwell"}
+    return names.get(major, "rtx-blackwell")
 
 
 def product_rate(device: Device, dtype: str) -> float:

@@ -9,18 +9,22 @@ size as it does in practice. Across nodes one ring visits every node once in and
 its rate is the lower of what a device and what the cards of a node carry.
 
 The cheapest algorithm is taken and named. Rates of links are nominal; `REACHED` says which part of them a library
-reaches, with where that is known from. Nothing here was measured on several devices by this project: the answer
-says "assumed" unless the cluster brings a measured matrix of rates.
+reaches, with where that is known from. Inside a node of a device whose collectives are in a public table (`hardware.wires`), the
+table answers; the formulas go on from it to more ranks and nodes than it has. Nothing here was measured on several devices by
+this project: without a table or a measured matrix of rates the answer says "assumed".
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from math import ceil, log2
 from typing import NamedTuple
 
+from foretell.hardware import wires
 from foretell.hardware.types import Cluster, Link
+from foretell.hardware.wires import Wires
 from foretell.quantities import ASSUMED, MEASURED
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
@@ -89,6 +93,8 @@ NET_OVERHEAD = 1.0
 """Microseconds the host adds to a network step; three times that for Simple."""
 LARGE = 64 * 2**20
 """Bytes by which fabrics are compared."""
+LARGEST = 512 * 2**20
+"""Bytes by which a table's rate is told."""
 NVLS_START = 60.0
 """Microseconds before a reduction in the switch runs at full rate: NCCL counts 25, and a public table of eight
 GPUs (121 us for 16 MiB, 195 us for 32 MiB) asks for about 35 more."""
@@ -108,6 +114,8 @@ class Fabric:
     measured_intra: float | None = None
     measured_inter: float | None = None
     """Bytes per second of one device, where a matrix of rates was measured."""
+    table: Wires | None = None
+    """Collectives of one node, where somebody has measured them."""
 
     @property
     def ranks(self) -> int:
@@ -115,7 +123,7 @@ class Fabric:
 
     @property
     def provenance(self) -> str:
-        known = self.measured_intra if self.local > 1 else 0.0
+        known = 0.0 if self.local == 1 or (self.table is not None and self.table.measured) else self.measured_intra
         across = self.measured_inter if self.domains > 1 else 0.0
         return ASSUMED if known is None or across is None else MEASURED
 
@@ -123,6 +131,8 @@ class Fabric:
         """Bytes per second a ring carries through one device inside a domain."""
         if self.measured_intra is not None:
             return self.measured_intra
+        if self.table is not None and (shown := _shown(self.table, self.local)):
+            return shown
         return reached(self.intra) if self.intra else float("inf")
 
     def across(self) -> float:
@@ -140,7 +150,7 @@ class Transfer:
 
     seconds: float
     algorithm: str
-    """ring, tree, nvls, nvls-tree, direct, copy or none."""
+    """ring, tree, nvls, nvls-tree, direct, copy, measured (a table), scaled (tables of such links) or none."""
     protocol: str
     bus_bytes_per_second: float
     """Bytes each link would carry in a ring of this size, over the seconds: nccl-tests' busbw."""
@@ -167,6 +177,7 @@ def fabric(cluster: Cluster, ranks: int | None = None, *, stride: int = 1) -> Fa
     return Fabric(
         local=local, domains=ceil(size / local), intra=cluster.intra, inter=cluster.inter,
         network_bytes_per_second=share * local, measured_intra=inside, measured_inter=across,
+        table=_table(cluster, cluster.intra) if inside is None else None,
     )  # fmt: skip
 
 
@@ -187,10 +198,43 @@ def among(cluster: Cluster, devices: Iterable[int]) -> Fabric:
         far = min((rate for same, rate in rates if not same), default=None)
         if near is not None and inside is not None:
             near *= inside.bytes_per_second / inside.between_two
+    slow = next((part for part in parts.values() if part.intra is inside), None)
     return Fabric(
         local=local, domains=domains, intra=inside, inter=across.inter, network_bytes_per_second=share * local,
-        measured_intra=near, measured_inter=far,
+        measured_intra=near, measured_inter=far, table=_table(slow, inside) if slow is not None and near is None else None,
     )  # fmt: skip
+
+
+SAME_WIRES: Mapping[str, tuple[str, ...]] = {
+    "NVLink3": ("A100-SXM-80GB",), "NVLink4": ("H100-SXM-80GB", "H200-SXM-141GB"), "NVLink5": ("B200", "GB200"),
+    "PCIe5x16": ("RTX-PRO-6000",),
+}  # fmt: skip
+"""Link → devices whose tables serve others that are joined so."""
+
+
+def _table(cluster: Cluster, link: Link | None, without: str = "") -> Wires | None:
+    """Collectives of a node: of these devices where they are joined as the measured ones were, of others with such a link, or of
+    links of that kind; `without` the table of one device."""
+    if link is None:
+        return None
+    for name in (cluster.device.name, *SAME_WIRES.get(link.name, ())):
+        found = wires.table(name)
+        if found is not None and link.name == found.link and name != without:
+            return found
+    return wires.like(link.kind, link.bytes_per_second, without)
+
+
+def without_table(cluster: Cluster, ranks: int, device: str) -> Fabric:
+    """A node's group as it would be told if nobody had measured that device's."""
+    return replace(fabric(cluster, ranks), table=_table(cluster, cluster.intra, device))
+
+
+@cache
+def _shown(table: Wires, ranks: int) -> float | None:
+    """Bytes per second through one device that a large all-gather of a node shows."""
+    most = min(ranks, table.most(ALL_GATHER))
+    seconds = table.seconds(ALL_GATHER, LARGEST, most) if most > 1 else None
+    return LARGEST * (most - 1) / most / seconds if seconds else None
 
 
 def slowest(fabrics: Iterable[Fabric]) -> Fabric:
@@ -212,17 +256,40 @@ def collective(operation: str, nbytes: float, group: Fabric) -> Transfer:
         return Transfer(
             seconds=0.0, algorithm="none", protocol="", bus_bytes_per_second=0.0, provenance=group.provenance
         )
+    if group.table is not None and group.domains == 1 and (found := _looked_up(operation, nbytes, group, group.table)):
+        bus = nbytes * _wire(operation, group.ranks) / found
+        return Transfer(seconds=found, algorithm="measured" if group.table.measured else "scaled", protocol="", bus_bytes_per_second=bus, provenance=group.provenance)
+    seconds, algorithm, protocol = _quickest(operation, nbytes, group)
+    bus = nbytes * _wire(operation, group.ranks) / seconds
+    return Transfer(
+        seconds=seconds, algorithm=algorithm, protocol=protocol, bus_bytes_per_second=bus, provenance=group.provenance
+    )
+
+
+def _looked_up(operation: str, nbytes: float, group: Fabric, table: Wires) -> float | None:
+    """Seconds inside a node by its table; beyond its ranks as the formulas go on from there. A message to one rank is half of
+    what two exchange with each other."""
+    if operation == P2P:
+        return table.seconds(ALL_TO_ALL, 2 * nbytes, 2)
+    found = table.seconds(operation, nbytes, group.ranks)
+    most = table.most(operation)
+    if found is None and most > 1:
+        known = table.seconds(operation, nbytes, most)
+        fewer = replace(group, local=most)
+        if known is not None:
+            return known * _quickest(operation, nbytes, group)[0] / _quickest(operation, nbytes, fewer)[0]
+    return found
+
+
+def _quickest(operation: str, nbytes: float, group: Fabric) -> tuple[float, str, str]:
+    """The best way by the formulas: seconds, algorithm and protocol."""
     if operation == P2P:
         ways = iter([_one_message(nbytes, group)])
     elif operation == ALL_TO_ALL:
         ways = iter([_all_to_all(nbytes, group)])
     else:
         ways = _ways(operation, nbytes, group)
-    seconds, algorithm, protocol = min(ways)
-    bus = nbytes * _wire(operation, group.ranks) / seconds
-    return Transfer(
-        seconds=seconds, algorithm=algorithm, protocol=protocol, bus_bytes_per_second=bus, provenance=group.provenance
-    )
+    return min(ways)
 
 
 def copy(nbytes: float, link: Link, *, duplex: bool = False, pinned: bool = True) -> Transfer:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from foretell.errors import FileFormatError
+from foretell.hardware import catalog
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Device
 from foretell.price import bands
-from foretell.price.analytic import DEVICES, FAMILIES, family
+from foretell.price.analytic import FAMILIES, family
 from foretell.price.energy import PowerModel, usual
+from foretell.price.kin import held_back
 from foretell.price.host import START, HostModel
 from foretell.price.kernels.ops import OpModel
 from foretell.price.time import COMPUTE_KINDS, Machine
@@ -17,13 +19,18 @@ FAMILIAR = ("ampere", "hopper")
 """Generations whose efficiencies published runs of several sources confirm."""
 
 
-def _slower(device: Device) -> dict[str, float]:
+def _slower(device: Device, profile: Profile) -> dict[str, float]:
     """How much longer ops take on a device than an H200's efficiencies at the catalogue's rates would say: what large
-    products and copies reach of those rates on its generation, and what its own clocks make of that."""
+    products and copies reach of those rates on its generation. Kernels measured elsewhere say so themselves."""
     reference, kin = FAMILIES["hopper"], FAMILIES[family(device)]
-    clocks = DEVICES[device.name].product if device.name in DEVICES else 1.0
-    product = reference.product / (kin.product * clocks)
-    return dict.fromkeys(COMPUTE_KINDS, product) | {"stream": reference.stream / kin.stream}
+    if device.name == profile.device or device.backend == "cpu":
+        held = 1.0
+    else:
+        held = held_back(device, catalog.find(profile.device))
+    shown = {"gemm"} if "16-bit" in profile.elsewhere.get("groups", {}) else set()
+    shown |= {"attention"} if "flash-2" in profile.elsewhere.get("groups", {}) else set()
+    compute = dict.fromkeys(COMPUTE_KINDS, held * reference.product / kin.product) | dict.fromkeys(shown, held)
+    return compute | {"stream": reference.stream / kin.stream}
 
 
 def machine(device: Device, profile: Profile | None) -> Machine | None:
@@ -45,22 +52,34 @@ _KNOWN: dict[tuple[str, ...], Machine] = {}
 
 
 def _made(device: Device, profile: Profile) -> Machine:
-    own = profile.device == device.name
+    own, told = profile.device == device.name and not profile.elsewhere, profile.elsewhere
     host = HostModel.from_dict(profile.host) if profile.host else HostModel(dict(START), {})
     in_step = dict(profile.fitted.get("in_step", {}))
     power = PowerModel.from_dict(profile.fitted["power"]) if own and "power" in profile.fitted else usual(device)
     where = f"measured on {profile.device} with torch {profile.torch}, {profile.date[:10]}"
-    slower = {} if own else _slower(device)
-    notes = (f"seconds of ops and host: {where}",) if own else (
-        f"no profile of {device.name}: its rates are the catalogue's, efficiency and host are carried over "
-        f"from {profile.device}; `foretell probe` on the machine itself measures them",
-    )  # fmt: skip
+    slower = {} if own else _slower(device, profile)
+    notes = (f"seconds of ops and host: {where}",) if own else _carried(device, profile)
     known_by = _known_by(device, own)
     return Machine(
-        ops=OpModel.from_dict(device, profile.ops), host=host, in_step=in_step, power=power,
+        ops=OpModel.from_dict(device, profile.ops, told.get("groups")), host=host, in_step=in_step, power=power,
         provenance=MEASURED if own else ASSUMED, serial=device.backend == "cpu", slower=slower, notes=notes, known_by=known_by,
         band=bands.by_bottleneck(known_by),
     )  # fmt: skip
+
+
+def _carried(device: Device, profile: Profile) -> tuple[str, ...]:
+    """Where the speed of a device comes from that was not probed."""
+    told = profile.elsewhere
+    if not told:
+        return (
+            f"no profile of {device.name}: its rates are the catalogue's, efficiency and host are carried over "
+            f"from {profile.device}; `foretell probe` on the machine itself measures them",
+        )
+    like = "" if profile.device == device.name else f" of {profile.device}, at the catalogue's rates of {device.name}"
+    return (
+        f"products{' and attention' if 'flash-2' in told['groups'] else ''}{like}: measured elsewhere ({told['source']}, {told['date']}); "
+        f"other ops and host are carried over from {told['basis']}; `foretell probe` on the machine itself measures them",
+    )
 
 
 def _known_by(device: Device, own: bool) -> str:

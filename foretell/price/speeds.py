@@ -19,14 +19,13 @@ from foretell.plan.types import Mesh, Plan
 from foretell.price import offload
 from foretell.price.bands import Evidence, factors
 from foretell.price.collectives import ALL_REDUCE, P2P, Fabric, among, collective, fabric, slowest
+from foretell.price.kin import kin_of
 from foretell.price.machine import machine
 from foretell.price.offload import CopyRates
 from foretell.price.time import Machine
 from foretell.price.unlike import slowest_seen
 from foretell.trace.types import Op, Trace
 
-NEAREST = {"cuda": "H200-SXM-141GB", "rocm": "H200-SXM-141GB", "mps": "H200-SXM-141GB", "cpu": "CPU"}
-"""Backend → the device whose profile is carried over to those that have none."""
 REDUCTION_AT_END_BYTES = 8
 """Loss and squared norm of the gradient, summed over all ranks once a step."""
 
@@ -82,8 +81,9 @@ class Speeds:
 
 
 def profile_for(cluster: Cluster, profile_of: Profiles) -> Profile | None:
-    device = cluster.device
-    return profile_of(device.name) or profile_of(NEAREST.get(device.backend, ""))
+    """Of the device, of its generation, or of its backend."""
+    names = (cluster.device.name, *kin_of(cluster.device))
+    return next((found for name in names if (found := profile_of(name)) is not None), None)
 
 
 def speeds_of(plan: Plan, cluster: Cluster, how: Options, stage: int | None = None) -> Speeds | None:

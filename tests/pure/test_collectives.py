@@ -188,7 +188,7 @@ def test_groups_of_a_cluster() -> None:
 
 
 def test_a_measured_matrix_replaces_what_is_assumed() -> None:
-    assert collective(ALL_GATHER, GIB, fabric(cluster(1))).provenance == "assumed"
+    assert collective(ALL_GATHER, GIB, fabric(cluster(8))).provenance == "assumed"
     matrix = tuple(tuple(0.0 if a == b else 200e9 for b in range(8)) for a in range(8))
     known = fabric(cluster(1, matrix=matrix))
     found = collective(ALL_GATHER, 2**36, known)

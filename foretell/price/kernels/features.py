@@ -137,15 +137,16 @@ def _attention(name: str, op: Shape, device: Device) -> Described:
     factor = 2.5 if backward else 1.0
     peak, cores = device.peak(q.dtype), device.sm_count
     rate = device.memory_bandwidth_bytes_per_second
-    scores = heads * t * s * (0.5 if causal else 1.0)
+    window, near = _window(op.attrs, s)
+    scores = heads * t * s * (0.5 if causal else 1.0) * near
     flops = scores * 2 * (size + v.shape[-1]) * factor
     moved = nbytes(op.inputs) + nbytes(op.outputs)
     blocks, rounds = (heads * across, down) if backward else (heads * down, across)
     each = TILE * TILE * 4 * padded * factor / peak * cores
     waves = blocks / cores
     terms = {
-        "one": 1e-6, "moved": moved / rate, "blocks": waves * 1e-6, "pairs": heads * pairs / cores * each,
-        "waves": math.ceil(waves) * rounds * each * (0.5 if causal else 1.0),
+        "one": 1e-6, "moved": moved / rate, "blocks": waves * 1e-6, "pairs": heads * pairs * near / cores * each,
+        "waves": math.ceil(waves) * rounds * each * (0.5 if causal else 1.0) * near,
         "scores": heads * pairs / cores * TILE * TILE * 1e-10, "exact": flops / peak,
     }  # fmt: skip
     mask = _mask(op.inputs[first + 3 :], t, s, op.inputs[0].shape)
@@ -163,9 +164,18 @@ def _attention(name: str, op: Shape, device: Device) -> Described:
         "dropout": float(any(isinstance(a, float) and a > 0 for a in op.attrs)),
         "strided": float(sum(letter in "sb" for letter in letters_of(op.attrs))),
     }  # fmt: skip
+    if any(isinstance(attr, str) and attr.startswith("kernel:") for attr in op.attrs):
+        values |= {"window": log(window), "near": near, "cached": float(DTYPE_BYTES.get(k.dtype, 2))}
     base = LAUNCH_SECONDS + max(flops / peak, moved / rate)
     key = f"{name}:{'full' if q.dtype == 'float32' else 'low'}{':masked' if mask else ''}"
     return Described("attention", key, "backward" if backward else "forward", base, terms, values)
+
+
+def _window(attrs: Sequence[object], keys: int) -> tuple[int, float]:
+    """Keys that a query sees at most, and the share of causal scores that leaves."""
+    asked = next((int(attr[7:]) for attr in attrs if isinstance(attr, str) and attr.startswith("window:")), keys)
+    seen = min(asked, keys)
+    return seen, seen / keys * (2 - seen / keys)
 
 
 def _mask(others: Sequence[TensorSpec], t: int, s: int, result: tuple[int, ...]) -> TensorSpec | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foretell.hardware.types import Device
+from foretell.price.kernels.elsewhere import Correction, foreign, group_of
 from foretell.price.kernels.features import Described, Shape, describe
 from foretell.price.kernels.laws import Floats, Law, by_laws, laws_of
 from foretell.price.kernels.shapes import short
@@ -90,6 +91,8 @@ class OpModel:
 
     device: Device
     families: Mapping[str, Family]
+    corrections: Mapping[str, Correction] = field(default_factory=dict)
+    """Group of kernels measured elsewhere → factor on what the families say."""
     _known: dict[Shape, float] = field(default_factory=dict, compare=False, repr=False)
 
     def seconds(self, shapes: Iterable[Shape]) -> dict[Shape, float]:
@@ -102,21 +105,35 @@ class OpModel:
             described = describe(shape, self.device)
             if described is None:
                 self._known[shape] = 0.0
-            elif described.family not in self.families:
-                self._known[shape] = described.base
             else:
-                waiting.setdefault(described.family, []).append((shape, described))
+                known = "" if foreign(shape) else described.family
+                waiting.setdefault(known, []).append((shape, described))
         for family, pairs in waiting.items():
-            found = self.families[family].refine([d for _, d in pairs])
+            learned = self.families.get(family)
+            found = learned.refine([d for _, d in pairs]) if learned else [d.base for _, d in pairs]
             self._known.update((shape, value) for (shape, _), value in zip(pairs, found, strict=True))
+        if self.corrections:
+            self._correct([pair for pairs in waiting.values() for pair in pairs])
         return {shape: self._known[shape] for shape in asked}
+
+    def _correct(self, pairs: Sequence[tuple[Shape, Described]]) -> None:
+        """Apply what was measured elsewhere to what was carried over."""
+        groups: dict[str, list[tuple[Shape, Described]]] = {}
+        for pair in pairs:
+            groups.setdefault(group_of(pair[0]), []).append(pair)
+        for name, some in groups.items():
+            if name in self.corrections:
+                logs = [math.log(self._known[shape]) for shape, _ in some]
+                factors = self.corrections[name].factors([d for _, d in some], logs)
+                self._known.update((shape, self._known[shape] * float(f)) for (shape, _), f in zip(some, factors, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         return {name: family.to_dict() for name, family in self.families.items()}
 
     @classmethod
-    def from_dict(cls, device: Device, data: Mapping[str, Any]) -> OpModel:
-        return cls(device, {name: Family.from_dict(one) for name, one in data.items()})
+    def from_dict(cls, device: Device, data: Mapping[str, Any], corrections: Mapping[str, Any] | None = None) -> OpModel:
+        families = {name: Family.from_dict(one) for name, one in data.items()}
+        return cls(device, families, {name: Correction.from_dict(one) for name, one in (corrections or {}).items()})
 
 
 def matrix(described: Sequence[Described], logs: Floats, features: Sequence[str]) -> Floats:
