@@ -322,7 +322,7 @@ def test_every_device_has_overheads(device: Device) -> None:
     found = overhead(device, "2.11.0+cu130")
     assert set(found.provenance) == set(found.sources) == set(FIELDS)
     assert all(source for source in found.sources.values())
-    gpu = device.backend in ("cuda", "rocm")
+    gpu = device.backend in ("cuda", "rocm", "xpu")
     assert (400 * MIB <= found.context_bytes <= 900 * MIB) if gpu else found.context_bytes == 0
     hopper_or_later = device.compute_capability is not None and device.compute_capability[0] >= 9
     if device.backend == "cuda":
