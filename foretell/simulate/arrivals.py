@@ -62,7 +62,7 @@ def arrivals(events: Sequence[Events], plan: Plan, place: int) -> Arrivals:
     ]  # fmt: skip
     position = {event: index for index, event in enumerate(sends, 1)}
     start = [0.0] + [_NONE] * len(sends)
-    free = {number: start for number in range(len(events))}
+    free = dict.fromkeys(range(len(events)), start)
     lanes: dict[tuple[int, int], Chains] = {}
     done: dict[Event, Chains] = {}
     places = [0] * len(events)

@@ -127,7 +127,7 @@ class OnCuda:
                 drawn(tensor)
                 return
             self._seed += 1
-            blocks = max(1, min(_FILL_BLOCKS, tensor.numel() // self.kernels.BLOCK))
+            blocks = max(1, min(_ALL_BLOCKS // 2, tensor.numel() // self.kernels.BLOCK))  # soon done: numbers take long to draw
             self.kernels.normal[(blocks,)](
                 tensor.detach(), tensor.numel(), self._seed, ACTIVATION, BLOCK=self.kernels.BLOCK, num_warps=self.kernels.WARPS
             )

@@ -8,7 +8,7 @@ collectives reach them through the group's name, and pipelines through send and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -79,7 +79,8 @@ def opened(script: Script, device: torch.device, rank: int, world: int) -> Itera
         yield box
     finally:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            with suppress(RuntimeError):  # there is nobody to part from
+                dist.destroy_process_group()
         _open.remove(box)
 
 

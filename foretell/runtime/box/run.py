@@ -9,6 +9,7 @@ and the memory bandwidth it takes from compute, and nothing that is hidden behin
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -88,6 +89,8 @@ class Rehearsal:
     message_seconds: float
     """That they take, one after the other, without waiting for other stages."""
     build_seconds: float
+    finite: bool = True
+    """Whether loss and gradients were numbers in every step: updates are skipped where they are not, which is quicker."""
 
     @property
     def exposed_seconds(self) -> float | None:
@@ -146,6 +149,7 @@ def _measured(steps: Steps, free: Script, built: float) -> Rehearsal:
         steps=tuple(seconds), free_steps=tuple(without), allocated_bytes=memory["allocated_bytes"],
         reserved_bytes=memory["reserved_bytes"], host_bytes=memory["host_bytes"], messages=len(messages),
         message_bytes=sum(one.nbytes for one in messages), message_seconds=sum(one.seconds for one in messages), build_seconds=built,
+        finite=steps.finite,
     )  # fmt: skip
 
 
@@ -168,7 +172,7 @@ class Steps:
         share = Share(micro_batch=plan.micro_batch, accumulate=plan.accumulate, ranks=self.ranks.data_size, rank=self.ranks.data_rank)
         self.feed = Feed(samples, share, seed=asked.seed, device=self.ranks.device)
         self.clock = measure.clock_of(self.ranks.device)
-        self.step = 0
+        self.step, self.finite = 0, True
         gc.collect()
         gc.freeze()
         measure.forget_peaks(self.ranks.device)
@@ -202,6 +206,7 @@ class Steps:
             readings += self.clock.read()
         readings += self.clock.read(all=True)
         self.job.settle()
+        self.finite &= all(math.isfinite(one.loss) and math.isfinite(one.grad_norm or 0.0) for one in readings)
         return [one.seconds for one in readings[warmup:]]
 
 
