@@ -43,6 +43,10 @@ class Options:
     """The caching allocator grows segments."""
     pace: float = 1.0
     """How much longer this CPU takes now than its profile says."""
+    message_share: float = 1.0
+    """Factor on the seconds of messages between ranks; 0: they take none."""
+    drag: float = 1.0
+    """Factor on how much compute slows down while a collective runs beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +97,21 @@ def speeds_of(plan: Plan, cluster: Cluster, how: Options, stage: int | None = No
     if known is None:
         return None
     if cluster.device.backend == "cpu":
-        return _on_cpu(plan, cluster, known, how.pace)
-    found = on_gpu(plan, cluster, known)
+        return _with_messages(_on_cpu(plan, cluster, known, how.pace), how)
+    found = _with_messages(on_gpu(plan, cluster, known), how)
     return replace(found, copies=offload.copy_rates(profile_for(seen, how.profile_of), plan)) if moves(plan) else found
+
+
+def _with_messages(found: Speeds, how: Options) -> Speeds:
+    """With messages that take a share of their time, where the options ask for that."""
+    share = how.message_share
+    if share == 1.0 and how.drag == 1.0:
+        return found
+    comm, p2p = found.comm_time, found.p2p_time
+    return replace(
+        found, comm_time=lambda op: share * comm(op), p2p_time=lambda nbytes: share * p2p(nbytes), sync_time=share * found.sync_time,
+        drag=found.drag * how.drag,
+    )  # fmt: skip
 
 
 def alone(known: Machine) -> Speeds:

@@ -35,12 +35,12 @@ def is_collective(error: BaseException) -> bool:
 
 
 class Control:
-    """What ranks tell each other; a world of one talks to itself."""
+    """What ranks tell each other; a world of one talks to itself, and so does one whose others are stand-ins."""
 
     def __init__(self, ranks: Ranks, *, timeout_s: float = TIMEOUT_SECONDS) -> None:
         self.ranks = ranks
         self.group: Any = None
-        if ranks.world > 1:
+        if ranks.world > 1 and not ranks.alone:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._asked: tuple[Any, torch.Tensor] | None = None
         self._next = 0

@@ -24,6 +24,8 @@ APART = "dp_shard_apart"
 """dp_shard is this axis and ep: along it ranks hold the same experts, along ep others."""
 SPREAD = "dp_shard_cp"
 """The axes dp_shard and cp as one, which parameters are sharded over."""
+BOX = "box"
+"""The backend of a process group in which other ranks are stand-ins (`runtime.box`)."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -38,6 +40,8 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh | None
     sizes: Mesh
+    alone: bool = False
+    """Other ranks are stand-ins: there is nobody to agree with."""
 
     @property
     def is_first(self) -> bool:
@@ -138,8 +142,9 @@ def start(plan: Plan, *, device: str = "auto", timeout_s: float = TIMEOUT_SECOND
             device_id=chosen if chosen.type == "cuda" else None,
         )
     return Ranks(
-        rank=rank, world=world, local_rank=local_rank, device=chosen, mesh=form(plan.mesh, chosen.type), sizes=plan.mesh
-    )
+        rank=rank, world=world, local_rank=local_rank, device=chosen, mesh=form(plan.mesh, chosen.type), sizes=plan.mesh,
+        alone=dist.get_backend() == BOX,
+    )  # fmt: skip
 
 
 def form(mesh: Mesh, device_type: str) -> DeviceMesh | None:
@@ -187,6 +192,11 @@ def _place() -> tuple[int, int, int]:
     if world > 1 and missing:
         raise UserError(f"{', '.join(missing)} is not set beside WORLD_SIZE={world}", "start it with torchrun")
     return rank, world, local_rank
+
+
+def device_of(name: str) -> torch.device:
+    """The device that a process without others would take."""
+    return _device(name, 0)
 
 
 def _device(name: str, local_rank: int) -> torch.device:

@@ -1,0 +1,243 @@
+"""Rehearse a plan: one of its ranks for some steps, the others stand-ins; then the same steps with messages that take no time.
+
+    open the box ─► build, apply as a run does ─► steps: seconds, peaks of memory ─► steps with free messages: what is exposed
+
+Communication is exposed as far as a step is longer than one whose messages take no time: that counts waiting for it, the cores
+and the memory bandwidth it takes from compute, and nothing that is hidden behind compute. Nothing is saved.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from foretell.errors import UserError
+from foretell.plan.mesh import coordinates
+from foretell.plan.recipe import source_of
+from foretell.plan.types import Plan
+from foretell.runtime import measure
+from foretell.runtime import ranks as members
+from foretell.runtime.apply import Job, Piped, apply
+from foretell.runtime.box.group import Box, opened
+from foretell.runtime.box.script import Message, Script
+from foretell.runtime.box.stages import boxed_stage, forms_of
+from foretell.runtime.data import Feed, Share
+from foretell.runtime.folder import Settings
+from foretell.runtime.guard import RunFailed
+from foretell.runtime.prepare import build, samples_of
+from foretell.runtime.rng import seed_all, step_seed
+from foretell.trace.capture import no_initialisation
+from foretell.trace.step import Workload
+from foretell.units import human_bytes
+
+STD = 0.02
+"""Of weights that are matrices."""
+_BLOCK = 2**22
+"""Normal numbers that are drawn on the host; larger weights repeat them."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """How to rehearse."""
+
+    rank: int = 0
+    device: str = "auto"
+    steps: int = 10
+    """Measured; of each kind."""
+    warmup: int = 4
+    """Before them."""
+    data: str | None = None
+    seed: int = 0
+    exposed: bool = True
+    """Run steps with free messages too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """One rank of a plan, measured."""
+
+    rank: int
+    world: int
+    device: str
+    step_seconds: float
+    """Median."""
+    low_seconds: float
+    high_seconds: float
+    free_seconds: float | None
+    """Of a step whose messages take no time; None where that was not run."""
+    steps: tuple[float, ...]
+    free_steps: tuple[float, ...]
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    host_bytes: int | None
+    messages: int
+    """Of a step."""
+    message_bytes: int
+    message_seconds: float
+    """That they take, one after the other, without waiting for other stages."""
+    build_seconds: float
+    finite: bool = True
+    """Whether loss and gradients were numbers in every step: updates are skipped where they are not, which is quicker."""
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        return None if self.free_seconds is None else max(0.0, self.step_seconds - self.free_seconds)
+
+    @property
+    def exposed_share(self) -> float | None:
+        exposed = self.exposed_seconds
+        return None if exposed is None else exposed / self.step_seconds
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "exposed_seconds": self.exposed_seconds, "exposed_share": self.exposed_share}
+
+
+def check_rank(plan: Plan, rank: int) -> None:
+    if not 0 <= rank < plan.mesh.world:
+        raise UserError(f"the plan has no rank {rank}", f"give one from 0 to {plan.mesh.world - 1}")
+
+
+def rehearse(plan: Plan, script: Script, free: Script, asked: Asked, *, say: Say = lambda _: None) -> Rehearsal:
+    """Run one rank of a plan in this process; `script` says what its messages take, `free` is the same where they take nothing."""
+    check_rank(plan, asked.rank)
+    device = members.device_of(asked.device)
+    inside = opened(script, device, asked.rank, plan.mesh.world) if plan.mesh.world > 1 else nullcontext()
+    with inside as box:
+        began = time.monotonic()
+        try:
+            steps = Steps(plan, asked, box)
+            built = time.monotonic() - began
+            say(f"rank {asked.rank} of {plan.mesh.world} was built in {built:.0f} s")
+            return _measured(steps, free, built)
+        except torch.OutOfMemoryError as error:
+            first = str(error).splitlines()[0]
+            raise RunFailed(f"rank {asked.rank} ran out of device memory: {first}", "use a smaller micro-batch or recompute") from error
+
+
+def _measured(steps: Steps, free: Script, built: float) -> Rehearsal:
+    asked, box, ranks = steps.asked, steps.box, steps.ranks
+    try:
+        seconds = steps.timed(asked.warmup, asked.steps)
+        memory = measure.memory(ranks.device)
+        messages: list[Message] = []
+        if box is not None:
+            with box.recorded() as messages:
+                steps.timed(0, 1)
+        without: list[float] = []
+        if box is not None and asked.exposed:
+            box.stand_ins.script = free
+            without = steps.timed(min(2, asked.warmup), asked.steps)
+    finally:
+        steps.job.close()
+    ordered = sorted(seconds)
+    return Rehearsal(
+        rank=asked.rank, world=ranks.world, device=measure.hardware(ranks)["device"], step_seconds=statistics.median(seconds),
+        low_seconds=ordered[0], high_seconds=ordered[-1], free_seconds=statistics.median(without) if without else None,
+        steps=tuple(seconds), free_steps=tuple(without), allocated_bytes=memory["allocated_bytes"],
+        reserved_bytes=memory["reserved_bytes"], host_bytes=memory["host_bytes"], messages=len(messages),
+        message_bytes=sum(one.nbytes for one in messages), message_seconds=sum(one.seconds for one in messages), build_seconds=built,
+        finite=steps.finite,
+    )  # fmt: skip
+
+
+class Steps:
+    """One rank, ready to run steps as the loop of a run does."""
+
+    def __init__(self, plan: Plan, asked: Asked, box: Box | None) -> None:
+        self.plan, self.asked, self.box = plan, asked, box
+        self.ranks = members.start(plan, device=asked.device)
+        settings = Settings(data=asked.data, seed=asked.seed, no_save=True).settled(plan)
+        with no_initialisation():
+            workload = build(plan, asked.seed)
+        on_host = plan.offloads or self.ranks.device.type == "cpu"
+        if on_host:
+            _draw(workload.model.named_parameters())
+        samples, _ = samples_of(plan, settings, workload)
+        self.job = self._applied(workload, settings)
+        if not on_host:
+            _draw(self.job.named_parameters())
+        share = Share(micro_batch=plan.micro_batch, accumulate=plan.accumulate, ranks=self.ranks.data_size, rank=self.ranks.data_rank)
+        self.feed = Feed(samples, share, seed=asked.seed, device=self.ranks.device)
+        self.clock = measure.clock_of(self.ranks.device)
+        self.step, self.finite = 0, True
+        gc.collect()
+        gc.freeze()
+        measure.forget_peaks(self.ranks.device)
+
+    def _applied(self, workload: Workload, settings: Settings) -> Job:
+        plan = self.plan
+        job = apply(workload, plan, self.ranks, learning_rate=settings.schedule_for(plan).at(0), scratch=Path.cwd())
+        if isinstance(job.runner, Piped) and self.box is not None:
+            stages = job.runner.stages
+            stages.know(job.place(workload.batch), forms_of(replace(source_of(plan), micro_batch=plan.micro_batch), plan))
+            stages.kind = boxed_stage(self.box)
+        return job
+
+    def timed(self, warmup: int, count: int) -> list[float]:
+        """Seconds of so many steps after others that are not counted. The host stays one step ahead of the device."""
+        readings = []
+        batches = self.feed.next()
+        self.clock.pause()
+        for number in range(warmup + count):
+            seed_all(step_seed(self.asked.seed, self.ranks.data_rank, self.step), self.ranks.device)
+            self.clock.begin()
+            if self.box is not None:
+                self.box.stand_ins.begin_step()
+            loss = self.job.backward(batches)
+            self.clock.middle()
+            result = self.job.update(loss)
+            self.step += 1
+            self.clock.end(self.step, result.loss, result.grad_norm, result.loss_scale)
+            if number < warmup + count - 1:
+                batches = self.feed.next()
+            readings += self.clock.read()
+        readings += self.clock.read(all=True)
+        self.job.settle()
+        self.finite &= all(math.isfinite(one.loss) and math.isfinite(one.grad_norm or 0.0) for one in readings)
+        return [one.seconds for one in readings[warmup:]]
+
+
+@torch.no_grad()
+def _draw(parameters: Any) -> None:
+    """Weights of the usual size, drawn where they are: no checkpoint is read, and none is written."""
+    chance: Tensor | None = None
+    for name, parameter in parameters:
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+        if own.dim() < 2:
+            own.fill_(0.0 if name.endswith("bias") else 1.0)
+        elif own.device.type != "cpu":
+            own.normal_(0.0, STD)
+        else:
+            chance = torch.randn(_BLOCK) * STD if chance is None else chance
+            _repeat(own, chance)
+
+
+def _repeat(own: Tensor, numbers: Tensor) -> None:
+    flat, size = own.view(-1), numbers.numel()
+    whole = flat.numel() // size * size
+    flat[:whole].view(-1, size).copy_(numbers)
+    flat[whole:].copy_(numbers[: flat.numel() - whole])
+
+
+def place_of(plan: Plan, rank: int) -> int:
+    """Where a rank lies along the pipeline."""
+    return coordinates(plan.mesh, rank)["pp"]
+
+
+def memory_words(found: Rehearsal) -> Sequence[str]:
+    """Peaks, for a person."""
+    named = (("allocated", found.allocated_bytes), ("reserved", found.reserved_bytes), ("process RAM", found.host_bytes))
+    return [f"{name} {human_bytes(value)}" for name, value in named if value is not None]

@@ -1,0 +1,114 @@
+"""What is predicted for one rank of a plan, in the form in which a box measures it, and what the box's stand-ins are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from foretell.decode import decode
+from foretell.errors import UserError
+from foretell.hardware import parse
+from foretell.hardware.profile import find_profile
+from foretell.hardware.types import Cluster
+from foretell.lower.blocks import KEEP, blocks_of
+from foretell.plan.mesh import coordinates
+from foretell.plan.types import Plan
+from foretell.price.messages import Messages, overlap_drag
+from foretell.price.time import DRAG
+from foretell.quantities import COLLECTIVES
+from foretell.runtime.box.script import Script
+from foretell.search.traces import Traces
+from foretell.simulate.arrivals import Arrivals, arrivals
+from foretell.simulate.plan import Options, PlanCost, modes_of, predict_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """Of one rank; seconds are null where nothing is known of the device's speed."""
+
+    rank: int
+    step_seconds: float | None
+    low_seconds: float | None
+    high_seconds: float | None
+    free_seconds: float | None
+    """Of the same step if messages took no time."""
+    overlap_seconds: float | None
+    """Of a step in which collectives slow compute down by the cores they have, as in a box, and not by what clusters showed."""
+    timeline_exposed_seconds: float | None
+    """In which some collective runs and compute does not, by the timeline."""
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+    verdict: str
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    free_arrivals: Arrivals = field(default_factory=Arrivals)
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        if self.step_seconds is None or self.free_seconds is None:
+            return None
+        return max(0.0, self.step_seconds - self.free_seconds)
+
+    @property
+    def exposed_share(self) -> float | None:
+        exposed = self.exposed_seconds
+        return None if exposed is None or not self.step_seconds else exposed / self.step_seconds
+
+    @property
+    def overlap_exposed_share(self) -> float | None:
+        if not self.overlap_seconds or self.free_seconds is None:
+            return None
+        return max(0.0, self.overlap_seconds - self.free_seconds) / self.overlap_seconds
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Expected:
+        return decode(cls, data, "what was predicted", "predict it again")
+
+    def told(self) -> dict[str, Any]:
+        """The numbers alone."""
+        plain = {name: value for name, value in self.to_json().items() if not name.endswith("arrivals")}
+        return {
+            **plain, "exposed_seconds": self.exposed_seconds, "exposed_share": self.exposed_share,
+            "overlap_exposed_share": self.overlap_exposed_share,
+        }  # fmt: skip
+
+
+def expect(plan: Plan, rank: int, *, traces: Traces | None = None, cluster: Cluster | None = None) -> Expected:
+    """Predict a plan three times: as it is, with free messages, and with the box's own overlap."""
+    if not 0 <= rank < plan.mesh.world:
+        raise UserError(f"the plan has no rank {rank}", f"give one from 0 to {plan.mesh.world - 1}")
+    cluster = cluster or parse(plan.hardware)
+    device = cluster.device
+    traces = traces or Traces(capability=None if device.backend == "cpu" else device.compute_capability or (9, 0))
+    kept = traces.of(plan, [KEEP])
+    kept |= traces.of(plan, sorted(set(modes_of(plan, blocks_of(kept[KEEP])).values()) - {KEEP, "host", "disk"}))
+
+    def cost(**how: Any) -> PlanCost:
+        return predict_plan(kept, plan, cluster, Options(profile_of=find_profile, **how))
+
+    usual, free = cost(), cost(message_share=0.0)
+    like_box = cost(drag=overlap_drag(device.sm_count) / DRAG[COLLECTIVES]) if device.backend != "cpu" else usual
+    place = coordinates(plan.mesh, rank)["pp"]
+    mine = next(one for one in usual.ranks if one.rank == place)
+    time = usual.time
+    piped = plan.mesh.pp > 1 and usual.events
+    return Expected(
+        rank=rank, step_seconds=time.step_seconds if time else None, low_seconds=time.low_seconds if time else None,
+        high_seconds=time.high_seconds if time else None, free_seconds=free.time.step_seconds if free.time else None,
+        overlap_seconds=like_box.time.step_seconds if like_box.time else None,
+        timeline_exposed_seconds=time.exposed_communication_seconds if time else None, allocated_bytes=mine.memory.allocated_bytes,
+        reserved_bytes=mine.memory.reserved_bytes, device_bytes=mine.memory.device_bytes, verdict=mine.verdict,
+        arrivals=arrivals(usual.events, plan, place) if piped else Arrivals(),
+        free_arrivals=arrivals(free.events, plan, place) if piped else Arrivals(),
+    )  # fmt: skip
+
+
+def scripts(plan: Plan, rank: int, expected: Expected, cluster: Cluster | None = None) -> tuple[Script, Script]:
+    """What stand-ins are told: as predicted, and where messages take no time."""
+    messages = Messages(plan, cluster or parse(plan.hardware), rank)
+    usual = Script(seconds=messages.seconds, channels=messages.channels, arrivals=expected.arrivals)
+    return usual, Script(channels=messages.channels, arrivals=expected.free_arrivals, free=True)
