@@ -276,8 +276,20 @@ class _Power:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Clocks:
+    compute: float
+    other: float
+    exponent: float
+
+    def __post_init__(self) -> None:
+        if not (0 < self.compute < 4 and 0 <= self.other < 1 and 0 < self.exponent < 8):
+            raise Mismatch("fitted.clocks", "has shares of the power limit that no device draws")
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Fitted:
     in_step: Mapping[str, float] = field(default_factory=dict)
+    clocks: _Clocks | None = None
     power: _Power | None = None
     corrections: tuple[Mapping[str, Any], ...] = ()
 

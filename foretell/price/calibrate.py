@@ -16,9 +16,12 @@ from typing import Any
 from foretell.hardware.profile import Measured
 from foretell.hardware.types import Device
 from foretell.price import energy, host
+from foretell.price.clocks import Clocks
+from foretell.price.clocks import learn as learn_clocks
 from foretell.price.kernels.ops import OpModel, learn
+from foretell.price.kernels.shapes import Shape
 from foretell.price.time import COMPUTE_KINDS, Machine, op_prices
-from foretell.trace.types import Trace
+from foretell.trace.types import TensorSpec, Trace
 
 BUSY, IDLE = 0.93, 0.6
 """Kernels' share of a step above which the device binds it, and below which the host does."""
@@ -29,6 +32,8 @@ EARLY = 0.7
 """Share of a step after which a host that has asked for all of it is early."""
 ZEROS = "-zeros"
 """Load points of numbers that no training has: they say how far watts depend on data, and nothing about steps."""
+LARGE = 4096
+"""Products of so many rows are long enough to be held without gaps."""
 PULL = 0.1
 """Weight, in steps, of the belief that ops take as long inside a step as alone."""
 
@@ -44,6 +49,7 @@ class Calibration:
     host: host.HostModel
     in_step: Mapping[str, float]
     power: energy.PowerModel | None
+    clocks: Clocks | None = None
     in_step_steps: int = 0
 
     def accuracy(self) -> dict[str, Any]:
@@ -56,7 +62,8 @@ class Calibration:
     def fitted(self) -> dict[str, Any]:
         power = {"power": self.power.to_dict()} if self.power else {}
         factors = {name: round(value, 4) for name, value in self.in_step.items()}
-        return {"in_step": factors, "in_step_steps": self.in_step_steps, **power}
+        clocks = {"clocks": self.clocks.to_dict()} if self.clocks else {}
+        return {"in_step": factors, "in_step_steps": self.in_step_steps, **power, **clocks}
 
 
 def calibrate(measured: Measured, device: Device, steps: Sequence[Step]) -> Calibration:
@@ -65,7 +72,8 @@ def calibrate(measured: Measured, device: Device, steps: Sequence[Step]) -> Cali
     calls = host.call_seconds((row.name, row.host_seconds) for row in measured.rows)
     turns = {**host.turn_seconds(measured.rows), **host.matrix_seconds(measured.rows, calls)} if device.backend != "cpu" else {}
     waits = host.waiting(measured.rows) if device.backend != "cpu" else {}
-    totals = [_op_seconds(trace, ops) for _, trace in steps]
+    clocks = _clocks(measured.power, ops) if device.backend != "cpu" else None
+    totals = [_op_seconds(trace, ops, clocks) for _, trace in steps]
     if device.backend == "cpu":
         factor, model = _serial([(trace, step["seconds"], sum(total)) for (step, trace), total in zip(steps, totals, strict=True)])
         longer = {"compute": factor, "memory": factor}
@@ -80,7 +88,7 @@ def calibrate(measured: Measured, device: Device, steps: Sequence[Step]) -> Cali
     readings = [*_load_points(measured.power, device), *_step_readings(steps, busy, device)]
     return Calibration(
         ops=ops, host=host.learn(waiting, calls, turns, waits), in_step=longer, in_step_steps=len(full),
-        power=energy.learn(readings, limit) if len(readings) >= 6 and limit else None,
+        power=energy.learn(readings, limit) if len(readings) >= 6 and limit else None, clocks=clocks,
     )  # fmt: skip
 
 
@@ -125,9 +133,25 @@ def _busy_seconds(step: Mapping[str, Any], total: tuple[float, float], longer: M
     return min(float(step["seconds"]), product * longer.get("compute", 1.0) + other * longer.get("memory", 1.0))
 
 
-def _op_seconds(trace: Trace, ops: OpModel) -> tuple[float, float]:
+HELD = "gemm-bf16-"
+"""Load points of square products, by their size."""
+
+
+def _clocks(points: Sequence[Mapping[str, Any]], ops: OpModel) -> Clocks | None:
+    """How far products slow down that are held at the power limit, by the load points of large ones."""
+    found = []
+    for point in points:
+        size = str(point["name"]).removeprefix(HELD)
+        if str(point["name"]).startswith(HELD) and size.isdecimal() and int(size) >= LARGE:
+            spec = TensorSpec((int(size), int(size)), "bfloat16")
+            shape = Shape("aten.mm.default", (spec, spec), (spec,), ("layout:cc",))
+            found.append(point["seconds"] / ops.seconds([shape])[shape])
+    return learn_clocks(median(found)) if found else None
+
+
+def _op_seconds(trace: Trace, ops: OpModel, clocks: Clocks | None = None) -> tuple[float, float]:
     """Seconds of a step's ops taken alone: products and their like, and what moves bytes."""
-    prices = op_prices(trace, Machine(ops=ops, host=host.HostModel(host.START, {})))
+    prices = op_prices(trace, Machine(ops=ops, host=host.HostModel(host.START, {}), clocks=clocks))
     product = other = 0.0
     for name, times in host.steady(trace):
         for op in trace.programs[name].ops:

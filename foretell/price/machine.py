@@ -8,6 +8,7 @@ from foretell.hardware.profile import Profile
 from foretell.hardware.types import Device
 from foretell.price import bands
 from foretell.price.analytic import FAMILIES, family
+from foretell.price.clocks import Clocks
 from foretell.price.energy import PowerModel, usual
 from foretell.price.kin import held_back
 from foretell.price.host import START, HostModel
@@ -37,7 +38,7 @@ def machine(device: Device, profile: Profile | None) -> Machine | None:
     """Speed and power of a device from a profile; None where there is none to carry over. Made once for each pair."""
     if profile is None or not profile.ops:
         return None
-    corrected = repr((profile.fitted.get("in_step"), profile.host))  # by runs: the same probe, other factors
+    corrected = repr((profile.fitted.get("in_step"), profile.fitted.get("clocks"), profile.host))  # by runs: the same probe, other factors
     key = (repr(device), profile.device, profile.date, profile.torch, profile.mode, corrected)
     if key not in _KNOWN:
         try:
@@ -55,6 +56,7 @@ def _made(device: Device, profile: Profile) -> Machine:
     own, told = profile.device == device.name and not profile.elsewhere, profile.elsewhere
     host = HostModel.from_dict(profile.host) if profile.host else HostModel(dict(START), {})
     in_step = dict(profile.fitted.get("in_step", {}))
+    held = profile.fitted.get("clocks") if family(device) == family(catalog.find(profile.device)) else None
     power = PowerModel.from_dict(profile.fitted["power"]) if own and "power" in profile.fitted else usual(device)
     where = f"measured on {profile.device} with torch {profile.torch}, {profile.date[:10]}"
     slower = {} if own else _slower(device, profile)
@@ -62,6 +64,7 @@ def _made(device: Device, profile: Profile) -> Machine:
     known_by = _known_by(device, own)
     return Machine(
         ops=OpModel.from_dict(device, profile.ops, told.get("groups")), host=host, in_step=in_step, power=power,
+        clocks=Clocks.from_dict(held) if held else None,
         provenance=MEASURED if own else ASSUMED, serial=device.backend == "cpu", slower=slower, notes=notes, known_by=known_by,
         band=bands.by_bottleneck(known_by),
     )  # fmt: skip

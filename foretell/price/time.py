@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from foretell.price.bands import OWN
+from foretell.price.clocks import Clocks, slowdowns
 from foretell.price.energy import PowerModel
 from foretell.price.host import HostModel, steady
 from foretell.price.kernels.features import Shape, describe
@@ -23,6 +24,7 @@ MARKS = frozenset({"foretell.begin", "foretell.model_end", "foretell.reshard", "
 COMPUTE_KINDS = frozenset({"gemm", "attention", "convolution", "recurrent"})
 LONG_PROGRAM = 20_000
 """Ops above which one step is simulated instead of two: the device is far behind the host there anyway."""
+HUNGRY = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
 CLOSER = 1.0e-6
 """Seconds between two kernels that a CUDA graph saves; from replayed steps on an H200."""
 DRAG = {COLLECTIVES: 0.85}
@@ -36,7 +38,9 @@ class Machine:
     ops: OpModel
     host: HostModel
     in_step: Mapping[str, float] = field(default_factory=dict)
-    """compute, memory → how much longer such ops take inside a step than alone: clocks are lower, caches cold."""
+    """compute, memory → how much longer such ops take inside a step than alone: caches are cold."""
+    clocks: Clocks | None = None
+    """How far products slow down under the power limit; None where that is not known."""
     provenance: str = MEASURED
     slower: Mapping[str, float] = field(default_factory=dict)
     """Family of ops → factor on its seconds, where efficiencies come from another device."""
@@ -96,6 +100,8 @@ def op_prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
         around = machine.in_step.get("compute" if family in COMPUTE_KINDS else "memory", 1.0)
         known[shape] = (family, seconds[shape] * around * machine.slower.get(family, 1.0))
     prices = {number: known[shape] for number, shape in found.items()} | together
+    if machine.clocks is not None:
+        _at_the_limit(trace, found, prices, machine.clocks)
     for name, _ in steady(trace):
         replaying = False
         for op in trace.programs[name].ops:
@@ -106,3 +112,19 @@ def op_prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
             if op.name == "aten.copy_.default" and len(op.inputs) > 1 and op.inputs[0] == op.inputs[1]:
                 prices[id(op)] = ("", 0.0)  # onto itself, as `x[a:] += y` asks for: torch returns at once
     return prices
+
+
+def _at_the_limit(trace: Trace, shapes: Mapping[int, Shape], prices: dict[int, tuple[str, float]], clocks: Clocks) -> None:
+    """Slow 16-bit products down where they keep the device at its power limit. Merged ops were when they were merged."""
+    ops = [op for name, _ in steady(trace) for op in trace.programs[name].ops if prices[id(op)][1]]
+    hungry = [id(op) in shapes and _hungry(shapes[id(op)], prices[id(op)][0]) for op in ops]
+    factors = slowdowns([(is_hungry, prices[id(op)][1]) for op, is_hungry in zip(ops, hungry, strict=True)], clocks)
+    for op, factor in zip(ops, factors, strict=True):
+        if factor > 1:
+            family, seconds = prices[id(op)]
+            prices[id(op)] = (family, seconds * factor)
+
+
+def _hungry(shape: Shape, family: str) -> bool:
+    """Whether an op asks for more watts than a device may draw: products and attention on matrix units, in 16 bits or less."""
+    return family in ("gemm", "attention") and "tf32" not in shape.attrs and shape.inputs[-1].dtype in HUNGRY

@@ -1,0 +1,80 @@
+"""The clock that a device holds under load: short bursts run cool, a training step runs at the power limit.
+
+A device's kernels are measured in bursts. Held for longer, matrix products ask for more watts than the board may draw; its clock
+falls until the mean over some tens of milliseconds is the limit. Ops that wait for memory ask for less, and so lend their watts to
+the products between them. With w the share of products in the seconds around an op (at burst speed), each s times as long:
+
+    w · compute · s^(1 - exponent) + (1 - w) · other  =  w · s + 1 - w          watts as shares of the limit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+
+WINDOW_SECONDS = 0.05
+"""Over which the board's power is taken to be averaged; assumed."""
+MOST = 2.0
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """What a device would draw at burst speed, as shares of its power limit."""
+
+    compute: float
+    other: float
+    exponent: float
+    """Of the power of products in their rate: more than one, since a lower clock needs less voltage."""
+
+    def slower(self, share: float) -> float:
+        """How much longer products take where they are this share of the work."""
+        if share <= 0 or share * self.compute + (1 - share) * self.other <= 1:
+            return 1.0
+        low, high = 1.0, MOST
+        for _ in range(30):
+            middle = (low + high) / 2
+            drawn = share * self.compute * middle ** (1 - self.exponent) + (1 - share) * self.other
+            low, high = (middle, high) if drawn > share * middle + 1 - share else (low, middle)
+        return low
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, float]) -> Clocks:
+        return cls(data["compute"], data["other"], data["exponent"])
+
+
+def slowdowns(work: Sequence[tuple[bool, float]], clocks: Clocks) -> list[float]:
+    """For ops in their order (a product or its like, seconds at burst speed): how much longer each takes; 1 for others."""
+    ends = [0.0, *accumulate(seconds for _, seconds in work)]
+    busy = [0.0, *accumulate(seconds if product else 0.0 for product, seconds in work)]
+    found, first, last = [], 0, 0
+    known: dict[int, float] = {}
+    for at, (product, _) in enumerate(work):
+        if not product:
+            found.append(1.0)
+            continue
+        middle = (ends[at] + ends[at + 1]) / 2
+        while ends[first + 1] < middle - WINDOW_SECONDS / 2:
+            first += 1
+        while last < len(work) and ends[last] < middle + WINDOW_SECONDS / 2:
+            last += 1
+        whole = ends[last] - ends[first]
+        share = round(100 * (busy[last] - busy[first]) / whole) if whole > 0 else 0
+        if share not in known:
+            known[share] = clocks.slower(share / 100)
+        found.append(known[share])
+    return found
+
+
+OTHER, EXPONENT = 0.5, 1.55
+"""As fitted on an H200 to products held for 26 s and inside three kinds of steps (benchmarks/results/clocks.jsonl)."""
+
+
+def learn(held: float) -> Clocks | None:
+    """From how much longer products take that are repeated and nothing else; None where they do not slow down."""
+    if held <= 1.01:
+        return None
+    return Clocks(round(held**EXPONENT, 3), OTHER, EXPONENT)
