@@ -72,7 +72,7 @@ def without_bloom() -> Iterator[None]:
 @contextmanager
 def without_foundry() -> Iterator[None]:
     """FlashAttention 1 as the FlashAttention-2 paper has it on A100, and on Hopper as much quicker as its successor is
-    there; compute slowed by collectives as titan and torchao alone would set it; H100 as an H200 at its clocks."""
+    there; compute slowed by collectives as titan and torchao alone would set it."""
     known, newer = analytic.KERNELS["flash-2"]["ampere"], analytic.KERNELS["flash-2"]["hopper"]
     older = analytic.Kernel(0.37, 0.30, "FlashAttention-2 paper: 100 to 130 of 312 TFLOP/s", 1.0)
     hopper = analytic.Kernel(
@@ -89,15 +89,8 @@ def without_foundry() -> Iterator[None]:
 def without_titan() -> Iterator[None]:
     with (
         attribute(foreign, "NETWORK_DRAG", 1.0),
-        entry(analytic.DEVICES, "H100-SXM-96GB", analytic.DEVICES["H100-SXM-80GB"]),
         changed_stacks(lambda one: fitted(ring_loss=0.0, **({"memory_bound": 1.5} if "torchtitan" in one.name else {}))(one)),
     ):
-        yield
-
-
-@contextmanager
-def without_torchao() -> Iterator[None]:
-    with entry(analytic.DEVICES, "MI300X", None), entry(analytic.DEVICES, analytic.POWER_LIMITED, None):
         yield
 
 
@@ -129,9 +122,8 @@ MEMORY_BOUND = {"sc21": 1.2, "seqsel": 1.5, "bs1b3": 1.2, "bsa100": 1.4}
 SOURCES: dict[str, tuple[str, Without]] = {
     "bsa100": ("what a blocking launch adds, the measured network; its share of Megatron's factor", without_bloom),
     "bloom": ("what a blocking launch adds, the measured network; its share of Megatron's factor", without_bloom),
-    "titan": ("the loss of ring attention, the lower drag of network rings, the 500 W factor, its share of its own factor", without_titan),
+    "titan": ("the loss of ring attention, the lower drag of network rings, its share of its own factor", without_titan),
     "foundry": ("the fitted FlashAttention 1 rates; drag as titan and torchao alone set it", without_foundry),
-    "torchao": ("the factors of MI300X and of power-limited B200", without_torchao),
     "bs1b3": ("the fitted rate of V100; its share of Megatron's factor", without_volta),
     "sc21": ("its share of Megatron's factor", without_factor("sc21")),
     "seqsel": ("its share of Megatron's factor", without_factor("seqsel")),

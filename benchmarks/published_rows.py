@@ -21,7 +21,6 @@ from foretell.errors import UnknownName
 from foretell.hardware import catalog, links
 from foretell.hardware.types import Cluster, Device
 from foretell.lower.foreign.stacks import Stack, stack
-from foretell.price import analytic
 from foretell.simulate.foreign.schedule import GPIPE, ONE_BY_ONE, ZB_V, schedule_of
 
 NEEDED = (
@@ -336,34 +335,26 @@ def marks(notes: str) -> str:
 
 def device_of(cells: Cells) -> Device:
     name = cells["gpu"].strip()
-    limited = name == "B200" and "power limited" in cells.get("notes", "")
     tries = [name, re.sub(r"\s*\(.*\)", "", name), re.sub(r"[-_ ]?[0-9]+ ?GB.*$", "", name)]
     tries += [name.split("-")[0], name.split()[0] if name.split() else name]
     for attempt in tries:
         try:
-            found = catalog.find(attempt)
+            return catalog.find(attempt)
         except UnknownName:
             continue
-        return replace(found, name=analytic.POWER_LIMITED) if limited else found
     raise LeftOut(f"unknown device '{name}'")
 
 
 def cluster_of(cells: Cells, run: Run) -> Cluster:
     device = device_of(cells)
     network = network_of(cells.get("inter_node_link", ""), device, run.per_node)
-    return _cluster(device.name, _plain(device), run.world, run.per_node, network)
-
-
-def _plain(device: Device) -> str:
-    return "B200" if device.name == analytic.POWER_LIMITED else device.name
+    return _cluster(device.name, run.world, run.per_node, network)
 
 
 @lru_cache(maxsize=256)
-def _cluster(name: str, catalogued: str, world: int, per_node: int, network: str | None) -> Cluster:
-    device = catalog.find(catalogued)
+def _cluster(name: str, world: int, per_node: int, network: str | None) -> Cluster:
     nodes = max(1, ceil(world / per_node))
-    cluster = links.with_links(Cluster(device=device, nodes=nodes, devices_per_node=per_node), network)
-    return replace(cluster, device=replace(device, name=name)) if name != catalogued else cluster
+    return links.with_links(Cluster(device=catalog.find(name), nodes=nodes, devices_per_node=per_node), network)
 
 
 def network_of(text: str, device: Device, per_node: int) -> str | None:

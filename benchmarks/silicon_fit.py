@@ -20,18 +20,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import numpy as np  # noqa: E402
-import silicon_rows as rows  # noqa: E402
+import numpy as np
+import silicon_rows as rows
 
-from foretell.hardware import catalog, silicon, wires  # noqa: E402
-from foretell.hardware.links import usual  # noqa: E402
-from foretell.hardware.profile import find_profile  # noqa: E402
-from foretell.hardware.types import Device  # noqa: E402
-from foretell.price.analytic import family  # noqa: E402
-from foretell.price.kernels import elsewhere  # noqa: E402
-from foretell.price.kernels.features import describe  # noqa: E402
-from foretell.price.kernels.ops import OpModel  # noqa: E402
-from foretell.price.kernels.shapes import Shape  # noqa: E402
+from foretell.hardware import catalog, silicon, wires
+from foretell.hardware.links import usual
+from foretell.hardware.profile import find_profile
+from foretell.hardware.types import Device
+from foretell.price.analytic import family
+from foretell.price.kernels import elsewhere
+from foretell.price.kernels.features import describe
+from foretell.price.kernels.ops import OpModel
+from foretell.price.kernels.shapes import Shape
 
 BASIS = "H200-SXM-141GB"
 SOURCE = "NVIDIA AIConfigurator (github ai-dynamo/aiconfigurator, Apache-2.0), commit 095f58a"

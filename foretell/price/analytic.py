@@ -5,7 +5,7 @@
     stream     bytes over the part of the nominal bandwidth that plain kernels reach
 
 Peaks, bandwidths and core counts come from the catalogue; what part of them is reached is data here (`FAMILIES`,
-`DEVICES`, `KERNELS`), each with its reason. A device that is not named takes the figures of its family.
+`KERNELS`), each with its reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Family(NamedTuple):
     """What large kernels reach on one generation of devices, as parts of the catalogue's figures."""
 
     product: float
-    """Of the peak of the dtype, by a large dense product, at the clocks that a long run settles on."""
+    """Of the peak of the dtype, by a large dense product in a burst."""
     product8: float
     """The same for 8-bit products, of their own peak."""
     depth: float
@@ -36,45 +36,23 @@ class Family(NamedTuple):
 
 FAMILIES: Mapping[str, Family] = {
     "hopper": Family(
-        0.76, 0.68, 128, 0.86, 3e-6,
-        "measured on one H200: 722 to 757 of 989 TFLOP/s for large bf16 products, 4.13 of 4.8 TB/s for copies",
+        0.79, 0.68, 128, 0.86, 3e-6,
+        "public table of 370 large bf16 products on an H200: half of them above 0.786; 4.13 of 4.8 TB/s for copies measured",
     ),
-    "blackwell": Family(0.75, 0.65, 256, 0.85, 3e-6, "assumed near Hopper; public tests reach 1.6 to 1.75 of 2.25 PFLOP/s"),
-    "ampere": Family(
-        0.74, 0.66, 128, 0.86, 3e-6,
-        "set on published runs on A100, of 0.74 and 0.78 the better; single large bf16 products reach 250 to 270 of 312 TFLOP/s",
-    ),
+    "blackwell": Family(0.69, 0.60, 256, 0.85, 3e-6, "public table of 365 large bf16 products on a B200: half of them above 0.688"),
+    "ampere": Family(0.86, 0.77, 128, 0.86, 3e-6, "public table of 145 large bf16 products on an A100: half of them above 0.864"),
     "volta": Family(
         0.68, 0.68, 128, 0.86, 4e-6,
         "set by hand on 14 published runs on V100; public tests of large fp16 products: 85 to 95 of 125 TFLOP/s",
     ),
-    "rtx-blackwell": Family(0.76, 0.72, 128, 0.88, 3e-6, "large bf16 products reach 380 to 430 of 504 TFLOP/s on an RTX PRO 6000 (public table), warm ones 4 % less"),
-    "ada": Family(0.97, 0.85, 128, 0.90, 3e-6, "public tests on RTX 4090: 155 to 170 of 165 TFLOP/s, at clocks above nominal"),
-    "cdna": Family(0.50, 0.40, 256, 0.78, 5e-6, "public tests of large bf16 products on MI300X: 550 to 700 of 1,307 TFLOP/s"),
+    "rtx-blackwell": Family(0.76, 0.72, 128, 0.88, 3e-6, "public table of large bf16 products on an RTX PRO 6000: 380 to 430 of 504 TFLOP/s"),
+    "ada": Family(
+        0.97, 0.85, 128, 0.90, 3e-6,
+        "public tests on RTX 4090: 155 to 170 of 165 TFLOP/s, at clocks above nominal; data-centre cards wait for power (price.kin)",
+    ),
+    "cdna": Family(0.42, 0.36, 256, 0.78, 5e-6, "public tests of large bf16 products on MI300X: 550 to 700 of 1,307 TFLOP/s; the least"),
     "other": Family(0.70, 0.60, 128, 0.80, 5e-6, "assumed"),
 }  # fmt: skip
-
-
-class Calibration(NamedTuple):
-    """A device whose clocks under load differ from its family's, as a factor on what the family reaches."""
-
-    product: float
-    source: str
-
-
-POWER_LIMITED = "B200-power-limited"
-
-DEVICES: Mapping[str, Calibration] = {
-    "H100-SXM-80GB": Calibration(
-        0.82, "fitted on every second published run: long runs settle near 610 TFLOP/s, below an H200 for a minute"
-    ),
-    "H100-SXM-96GB": Calibration(0.79, "fitted on one published run: 500 W instead of 700"),
-    "MI300X": Calibration(0.72, "fitted on two published runs of 2025"),
-    POWER_LIMITED: Calibration(
-        0.45, "fitted on two published runs whose authors say that their boards are power limited"
-    ),
-}
-"""By catalogue name. One factor for a device, whatever runs on it."""
 
 
 class Kernel(NamedTuple):
@@ -144,8 +122,7 @@ def product_rate(device: Device, dtype: str) -> float:
     part = kin.product8 if "float8" in dtype or dtype == "int8" else kin.product
     if dtype == "float32":
         part = _PLAIN
-    own = DEVICES.get(device.name)
-    return device.peak(dtype) * part * (own.product if own else 1.0)
+    return device.peak(dtype) * part
 
 
 @lru_cache(maxsize=100_000)
@@ -197,9 +174,8 @@ def attention_seconds(
     part *= queries / (queries + _SHORT)
     blocks = batch * heads * ceil(queries / _BLOCK)
     used = min(1.0, blocks / device.sm_count)
-    own = DEVICES.get(device.name)
     rate = device.peak("bfloat16" if "bfloat16" in device.peak_flops_per_second else "float16")
-    return flops / (rate * part * used * (own.product if own else 1.0)) + FAMILIES[kin].launch
+    return flops / (rate * part * used) + FAMILIES[kin].launch
 
 
 def stream_seconds(nbytes: float, device: Device, *, launches: int = 1) -> float:

@@ -10,12 +10,14 @@ from foretell.price import bands
 from foretell.price.analytic import FAMILIES, family
 from foretell.price.clocks import Clocks
 from foretell.price.energy import PowerModel, usual
-from foretell.price.kin import held_back
 from foretell.price.host import START, HostModel
 from foretell.price.kernels.ops import OpModel
+from foretell.price.kin import held_back
 from foretell.price.time import COMPUTE_KINDS, Machine
 from foretell.quantities import ASSUMED, MEASURED
 
+HOT = ("hopper", "blackwell")
+"""Generations whose large products ask for more watts than their boards may draw: as an H200's do, assumed of the others."""
 FAMILIAR = ("ampere", "hopper")
 """Generations whose efficiencies published runs of several sources confirm."""
 
@@ -56,7 +58,7 @@ def _made(device: Device, profile: Profile) -> Machine:
     own, told = profile.device == device.name and not profile.elsewhere, profile.elsewhere
     host = HostModel.from_dict(profile.host) if profile.host else HostModel(dict(START), {})
     in_step = dict(profile.fitted.get("in_step", {}))
-    held = profile.fitted.get("clocks") if family(device) == family(catalog.find(profile.device)) else None
+    held = profile.fitted.get("clocks") if own or family(device) in HOT else None
     power = PowerModel.from_dict(profile.fitted["power"]) if own and "power" in profile.fitted else usual(device)
     where = f"measured on {profile.device} with torch {profile.torch}, {profile.date[:10]}"
     slower = {} if own else _slower(device, profile)

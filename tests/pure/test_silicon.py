@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
@@ -49,7 +50,7 @@ PUBLISHED = [
 """Shares of the peak that a product of this size reaches at least in the public table, whatever the device."""
 
 
-@pytest.mark.parametrize("name, m, n, k, share", PUBLISHED)
+@pytest.mark.parametrize(("name", "m", "n", "k", "share"), PUBLISHED)
 def test_large_products_reach_what_the_table_shows(name: str, m: int, n: int, k: int, share: float) -> None:
     device = catalog.find(name)
     shape = product(m, n, k)
@@ -121,7 +122,7 @@ def test_larger_messages_take_longer_and_two_thirds_of_the_link_is_the_most(on: 
     group = fabric(parse(on))
     for operation in (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, P2P):
         taken = [collective(operation, 4.0**power, group).seconds for power in range(8, 15)]
-        assert all(later > 0.85 * earlier for earlier, later in zip(taken, taken[1:], strict=False))
+        assert all(later > 0.85 * earlier for earlier, later in itertools.pairwise(taken))
     assert group.intra is not None
     assert collective(ALL_GATHER, 2**29, group).bus_bytes_per_second < 0.8 * group.intra.bytes_per_second
 

@@ -21,8 +21,7 @@ from foretell.price.kernels.trees import Trees, fit
 
 SETTINGS: Mapping[str, Any] = {"depth": 6, "trees": 250, "rate": 0.06, "feature_share": 0.4, "row_share": 0.6, "min_leaf": 3, "digits": 4}
 LAYOUT = frozenset(
-    "left_t right_t strided inner_left inner_right aligned operands bias width half tf32 grouped eight complex batch".split()
-    + "backward flash efficient inputs dropout".split()
+    ["left_t", "right_t", "strided", "inner_left", "inner_right", "aligned", "operands", "bias", "width", "half", "tf32", "grouped", "eight", "complex", "batch", "backward", "flash", "efficient", "inputs", "dropout"]
 )
 """Features that a table of one layout and one direction cannot teach."""
 HELD_OUT = 3
