@@ -65,13 +65,16 @@ def device_of(name: str) -> Device | None:
 
 def read(path: Path, needed: tuple[str, ...]) -> list[dict[str, str]]:
     """Rows of a CSV file, compressed or not."""
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as file:
-        table = csv.DictReader(file)
-        lacking = [name for name in needed if name not in (table.fieldnames or ())]
-        if lacking:
-            raise UserError(f"'{path}' has no column {', '.join(lacking)}", "give a table with the columns that `--help` names")
-        return list(table)
+    try:
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read '{path}': {error}", "give a CSV table, plain or .gz") from None
+    table = csv.DictReader(text.splitlines())
+    lacking = [name for name in needed if name not in (table.fieldnames or ())]
+    if lacking:
+        raise UserError(f"'{path}' has no column {', '.join(lacking)}", "give a table with the columns that `--help` names")
+    return list(table)
 
 
 def products(path: Path) -> list[Kernel]:

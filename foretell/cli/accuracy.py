@@ -36,6 +36,8 @@ def _pages(profiles: Sequence[Profile], devices: Sequence[Device]) -> list[str]:
     lines: list[str] = []
     for profile in profiles:
         lines += ["", *page(profile)] if lines else page(profile)
+    if all(profile.elsewhere for profile in profiles):
+        return [*lines, "", "Errors of single kernels in %, on a third of the rows, held out: the median, and what 9 of 10 stay below."]
     return [
         *lines, "",
         "Errors of single ops in %: the median, the mean, and what 9 of 10 stay below.",
@@ -49,6 +51,8 @@ def _pages(profiles: Sequence[Profile], devices: Sequence[Device]) -> list[str]:
 def page(profile: Profile) -> list[str]:
     """What is known of one device."""
     told = as_json(profile)
+    if profile.elsewhere:
+        return _elsewhere(profile)
     lines = [f"{profile.device}  {profile.mode} probe of {profile.date[:10]}, torch {profile.torch}; {profile.reported_as}"]
     lines += _table(told["ops"]) if told["ops"] else ["no errors of single ops are recorded"]
     host, power = told["host"], told["power"]
@@ -61,7 +65,30 @@ def page(profile: Profile) -> list[str]:
     return [*lines, *(f"not measured: {what}" for what in profile.missing)]
 
 
+KERNELS = {"16-bit": "16-bit products", "8-bit": "8-bit products", "flash-2": "attention, forward"}
+
+
+def _elsewhere(profile: Profile) -> list[str]:
+    """What public tables say of a device that nobody here has probed."""
+    from foretell.hardware import wires
+
+    known = profile.elsewhere
+    lines = [f"{profile.device}  kernels measured elsewhere: {known['source']}, {known['date']}; {', '.join(known['stacks'])}"]
+    lines.append(f"{'kernels':<20}{'rows held out':>15}{'median':>8}{'90 %':>8}")
+    for group, entry in known["groups"].items():
+        errors = entry["accuracy"]
+        lines.append(f"{KERNELS.get(group, group):<20}{errors['rows']:>15,.0f}{_percent(errors['median']):>8}{_percent(errors['p90']):>8}")
+    table = wires.table(profile.device)
+    if table is not None:
+        ranks = sorted({count for by_ranks in table.curves.values() for count in by_ranks})
+        lines.append(f"collectives of {ranks[0]} to {ranks[-1]} over {table.link}: {table.library}, the same source")
+    return [*lines, f"carried over from {known['basis']}: {', '.join(known['lacks'])}"]
+
+
 def as_json(profile: Profile) -> dict[str, Any]:
+    if profile.elsewhere:
+        known = {name: value for name, value in profile.elsewhere.items() if name != "groups"}
+        return {**known, "kernels": {group: entry["accuracy"] for group, entry in profile.elsewhere["groups"].items()}}
     host = profile.host
     power = getattr(profile, "fitted", {}).get("power")
     return {

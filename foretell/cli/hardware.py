@@ -223,8 +223,20 @@ def _device_rows(device: Device) -> list[Row]:
         (units, f"{device.sm_count:,}", source("sm_count")),
         ("power", f"{device.tdp_watts:,.0f} W" if device.tdp_watts else "unknown", source("tdp_watts")),
         ("kernel start", f"{launch * 1e6:g} µs" if launch else "unknown", source("launch_overhead_seconds")),
-        ("profile", *(("yes", "measured") if profiled(device) else ("none", "times rest on the rates above"))),
+        ("profile", *_profile(device)),
     ]  # fmt: skip
+
+
+def _profile(device: Device) -> tuple[str, str]:
+    """Whether a device's kernels were measured, and by whom."""
+    from foretell.hardware.silicon import measured_elsewhere
+
+    if profiled(device):
+        return "yes", "measured"
+    known = measured_elsewhere(device.name)
+    if known is None:
+        return "none", "times rest on the rates above and on the nearest measured device"
+    return "elsewhere", f"products measured by others: {known.source}, {known.date}; `--accuracy` shows how well they are met"
 
 
 def _link_rows(cluster: Cluster) -> list[Row]:

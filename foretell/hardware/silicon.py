@@ -66,5 +66,7 @@ def _read(device: str, which: str) -> Elsewhere | None:
     if not place.is_file():
         return None
     data = json.loads(gzip.decompress(place.read_bytes()))
-    lists = {name: tuple(data[name]) for name in ("stacks", "lacks")}
-    return Elsewhere(**{name: data[name] for name in ("device", "basis", "source", "date", "groups")}, **lists)
+    return Elsewhere(
+        device=data["device"], basis=data["basis"], source=data["source"], date=data["date"], stacks=tuple(data["stacks"]),
+        lacks=tuple(data["lacks"]), groups=data["groups"],
+    )  # fmt: skip

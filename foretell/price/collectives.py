@@ -258,7 +258,8 @@ def collective(operation: str, nbytes: float, group: Fabric) -> Transfer:
         )
     if group.table is not None and group.domains == 1 and (found := _looked_up(operation, nbytes, group, group.table)):
         bus = nbytes * _wire(operation, group.ranks) / found
-        return Transfer(seconds=found, algorithm="measured" if group.table.measured else "scaled", protocol="", bus_bytes_per_second=bus, provenance=group.provenance)
+        how = "measured" if group.table.measured else "scaled"
+        return Transfer(seconds=found, algorithm=how, protocol="", bus_bytes_per_second=bus, provenance=group.provenance)
     seconds, algorithm, protocol = _quickest(operation, nbytes, group)
     bus = nbytes * _wire(operation, group.ranks) / seconds
     return Transfer(

@@ -18,7 +18,7 @@ from foretell.errors import ForetellError, UserError
 from foretell.hardware import overhead
 from foretell.hardware.profile import Profile, find_profile
 from foretell.hardware.types import Cluster
-from foretell.price.speeds import NEAREST
+from foretell.price.kin import kin_of
 from foretell.prove import seal
 from foretell.prove.draw import draw
 from foretell.prove.types import Config, Forecast, Sealed
@@ -102,7 +102,7 @@ def forecast(
 def _stamp(asked: Asked) -> dict[str, str]:
     """Which profile the seconds rest on."""
     device = asked.cluster.device
-    found = asked.profile(device.name) or asked.profile(NEAREST.get(device.backend, ""))
+    found = next((known for name in (device.name, *kin_of(device)) if (known := asked.profile(name)) is not None), None)
     if found is None:
         return {}
     content = json.dumps(found.to_dict(), sort_keys=True)

@@ -20,9 +20,10 @@ from foretell.price.kernels.shapes import Described, Shape, short
 from foretell.price.kernels.trees import Trees, fit
 
 SETTINGS: Mapping[str, Any] = {"depth": 6, "trees": 250, "rate": 0.06, "feature_share": 0.4, "row_share": 0.6, "min_leaf": 3, "digits": 4}
-LAYOUT = frozenset(
-    ["left_t", "right_t", "strided", "inner_left", "inner_right", "aligned", "operands", "bias", "width", "half", "tf32", "grouped", "eight", "complex", "batch", "backward", "flash", "efficient", "inputs", "dropout"]
-)
+LAYOUT = frozenset({
+    "left_t", "right_t", "strided", "inner_left", "inner_right", "aligned", "operands", "bias", "width", "half", "tf32", "grouped",
+    "eight", "complex", "batch", "backward", "flash", "efficient", "inputs", "dropout",
+})  # fmt: skip
 """Features that a table of one layout and one direction cannot teach."""
 HELD_OUT = 3
 """Every so many rows are held out to say how well a factor is known."""
