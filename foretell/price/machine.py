@@ -16,7 +16,7 @@ from foretell.price.kin import held_back
 from foretell.price.time import COMPUTE_KINDS, Machine
 from foretell.quantities import ASSUMED, MEASURED
 
-HOT = ("hopper", "blackwell")
+HOT = ("ampere", "hopper", "blackwell")
 """Generations whose large products ask for more watts than their boards may draw: as an H200's do, assumed of the others."""
 FAMILIAR = ("ampere", "hopper")
 """Generations whose efficiencies published runs of several sources confirm."""
