@@ -25,7 +25,7 @@ from foretell.price.energy import Load
 from foretell.price.speeds import Seconds, Speeds, message, on_gpu
 from foretell.price.time import Machine
 from foretell.search.costs import Kept
-from foretell.search.depth import Peak, Run, stage_of
+from foretell.search.depth import Depth, Peak, Run, Stage, stage_of
 from foretell.search.quick_stage import Stages
 from foretell.search.quick_step import AXES, Steps
 from foretell.search.sheet import Sheet, Works
@@ -88,14 +88,13 @@ class Quick:
         return self.margin_bytes >= 0
 
 
-def quick(layout: Layout, sheet: Sheet, cluster: Cluster, *, reserve: bool = True, recipe: str | None = None) -> Quick:
+def quick(layout: Layout, sheet: Sheet, cluster: Cluster, *, held: Depth = Depth.SHORT, recipe: str | None = None) -> Quick:
     """What a layout costs on a cluster; raises a UserError where the model cannot be split so.
 
-    Without `reserve`, ranks of a pipeline are not replayed through the caching allocator, and `memory_bytes` are those alive
-    at once in the same events: a few percent less, and the answer comes sooner. `recipe`: the precision under which its traces
-    were made, if not the layout's own.
+    `held` says how its bytes are found: those alive at once in the events of a pipeline are a few percent less than what the
+    allocator reserves, and come sooner. `recipe`: the precision under which its traces were made, if not the layout's own.
     """
-    return composer(sheet, cluster, layout.mesh, layout.placement).cost(layout, works_of(layout, sheet, recipe), reserve=reserve)
+    return composer(sheet, cluster, layout.mesh, layout.placement).cost(layout, works_of(layout, sheet, recipe), held)
 
 
 def works_of(layout: Layout, sheet: Sheet, recipe: str | None = None) -> Works:
@@ -162,7 +161,7 @@ class Composer:
         self.known: dict[Any, Any] = {}
         nccl = sheet.extra.nccl_for(cluster) if mesh.world > 1 else 0
         self.beside = sheet.extra.context_bytes + nccl
-        share = RESERVED_BAND if mesh.world > 1 else RESERVED_BAND / 2
+        share = RESERVED_BAND if mesh.world > 1 or sheet.fitted else RESERVED_BAND / 2
         self.careful = int((cluster.device.memory_bytes - self.beside - CONTEXT_BAND_BYTES // 4) * (1 - share))
 
     def speeds(self, reshard: bool | int = True) -> Speeds | None:
@@ -204,17 +203,19 @@ class Composer:
 
     # ------------------------------------------------------------------ one layout
 
-    def cost(self, layout: Layout, works: Works, *, reserve: bool = True) -> Quick:
+    def cost(self, layout: Layout, works: Works, held: Depth = Depth.SHORT) -> Quick:
         modes = layout.modes or ("keep",) * len(self.sheet.blocks)
         if layout.mesh.pp > 1:
             from foretell.search.quick_pipeline import pipeline_cost
 
-            return pipeline_cost(self, layout, works, modes, reserve=reserve)
+            return pipeline_cost(self, layout, works, modes, held)
         stage = stage_of(runs_of(self.sheet.kinds, modes), works.taken)
         steps = self.steps(layout, works)
         ops = self.ops_of(works, stage.every).times(layout.accumulate)
         memory = steps.peak(stage, layout.accumulate)
-        if not reserve and memory.reserved > self.careful:  # how long it would take does not matter
+        if held == Depth.WHOLE:
+            memory = steps.used(Stage(runs_of(self.sheet.kinds, modes), whole=True), layout.accumulate, self.cluster.device.memory_bytes, self.beside)
+        if held == Depth.ALIVE and memory.reserved > self.careful:  # how long it would take does not matter
             return self.bound(ops, [memory], layout)
         found = steps.seconds(stage, layout.accumulate)
         waited = {axis: found[axis] for axis in AXES if found.get(axis, 0.0) > 0}
