@@ -139,41 +139,42 @@ class Costing(Question):
         return self.pricers[key]
 
     def filled(self, layout: Layout, pricer: SheetPricer | MixedPricer, most: float, roomy: float) -> Filled | None:
-        """A layout made whole, with other cuts and another residency where it has some."""
-        if isinstance(pricer, MixedPricer):
-            return fill_by_speed(layout, pricer, most, roomy)
-        return fill(replace(layout, cuts=(), modes=()), pricer, most, roomy)
+        """A layout made whole, with other cuts and another residency where it has some; where devices are unlike, the better of that
+        and of its own cuts and places."""
+        if not isinstance(pricer, MixedPricer):
+            return fill(replace(layout, cuts=(), modes=()), pricer, most, roomy)
+        ways = [fill_by_speed(layout, pricer, most, roomy)]
+        if layout.cuts:
+            ways.append(fill(replace(layout, modes=()), pricer, most, roomy, layout.cuts))
+        return min((one for one in ways if one is not None), key=lambda one: (one.short, one.quick.seconds), default=None)
 
     def settled(self, point: Point) -> Point | None:
         """A candidate with what the caching allocator reserves for all its blocks under the device's limit; filled anew where it does
         not fit so, or is tight and was not meant to be."""
         capacity, short = self.cluster.device.memory_bytes, self.pricer(self.cluster, held=Depth.SHORT)
         most, roomy = min(capacity * (1 - self.wishes.margin), short.limit(point.layout)), capacity * (1 - CLEAR)
-        found, gaps = self._replayed(point.layout, most, roomy)
+        found = self._replayed(point.layout, most, roomy)
         if found is None or not found.tight or short.quick(found.layout).memory_bytes > roomy or roomy >= most:
             return found
-        other, _ = self._replayed(self._less(point.layout, roomy - gaps, roomy - gaps) or point.layout, roomy, roomy)
+        other = self._replayed(point.layout, roomy, roomy)
         return found if other is None else min(found, other, key=lambda one: score(one, self.wishes))
 
-    def _replayed(self, layout: Layout, most: float, roomy: float) -> tuple[Point | None, float]:
-        """A layout, or one that is filled with less, that fits with all its blocks replayed; None where none does. And how much more
-        than its short stack it reserves."""
-        gaps = 0.0
+    def _replayed(self, layout: Layout, most: float, roomy: float) -> Point | None:
+        """A layout, or one that is filled with less, that fits with all its blocks replayed; None where none does."""
+        short, whole = (self.pricer(self.cluster, held=held) for held in (Depth.SHORT, Depth.WHOLE))
         for _ in range(1 + REFILLS):
-            seen = self.pricer(self.cluster, held=Depth.WHOLE).quick(layout)
-            gaps = max(0.0, seen.memory_bytes - self.pricer(self.cluster, held=Depth.SHORT).quick(layout).memory_bytes)
+            seen = whole.quick(layout)
             if seen.fits and seen.memory_bytes <= most:
-                return point_of(Filled(layout=layout, quick=seen), self.cluster, self.sheet(self.cluster).length or 1), gaps
-            other = self._less(layout, most - gaps, roomy - gaps)
-            if other is None or other == layout:
+                return point_of(Filled(layout=layout, quick=seen), self.cluster, self.sheet(self.cluster).length or 1)
+            gaps = seen.memory_bytes - short.quick(layout).memory_bytes
+            if gaps < 0:  # by its short stack it would be filled with less than there is room for
+                filled = fill(replace(layout, modes=()), whole, most, roomy, layout.cuts or None)
+            else:
+                filled = self.filled(layout, short, most - gaps, roomy - gaps)
+            if filled is None or not filled.fits or filled.layout == layout:
                 break
-            layout = other
-        return None, gaps
-
-    def _less(self, layout: Layout, most: float, roomy: float) -> Layout | None:
-        """The layout filled anew with so many bytes at most, by its short stack."""
-        filled = self.filled(layout, self.pricer(self.cluster, held=Depth.SHORT), most, roomy)
-        return filled.layout if filled is not None and filled.fits else None
+            layout = filled.layout
+        return None
 
     # ------------------------------------------------------------------ plans
 

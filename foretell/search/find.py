@@ -48,7 +48,7 @@ FINALISTS = 4
 SETTLED = 5
 """Kinds of plans whose memory is replayed through the caching allocator, at least."""
 SETTLE_SECONDS = 4.0
-"""Of this process, tracing aside, after which one of them is enough: a first search comes to the same plan as later ones."""
+"""Of this process, tracing aside, after which runners-up are no longer looked for."""
 CAREFUL_BYTES = 64 << 20
 """And so much less still, since the two costs differ."""
 NEAR = 0.03
@@ -319,7 +319,7 @@ class Finder(Costing):
         best, began = (float("inf"), float("inf")), time.process_time()
         for point in distinct(explored.points, self.wishes):
             late = time.process_time() - began > SETTLE_SECONDS
-            if len(settled) >= (1 if late else SETTLED) and (late or score(point, self.wishes) >= best):
+            if len(settled) >= (1 if late else SETTLED) and score(point, self.wishes) >= best:
                 break
             found = point if explored.stopped == "interrupted" else self.settled(point)
             if found is not None and not complaint(found, self.wishes):

@@ -12,9 +12,9 @@ a search are costed by `predict_plan` itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from foretell.hardware.types import Cluster
 from foretell.plan.blocks import compress
@@ -30,6 +30,7 @@ from foretell.search.quick_stage import Stages
 from foretell.search.quick_step import AXES, Steps
 from foretell.search.sheet import Sheet, Works
 from foretell.search.sheet_ops import AFTER, BEFORE
+from foretell.search.sheet_work import Work
 from foretell.simulate.memory.memory import CONTEXT_BAND_BYTES, RESERVED_BAND
 from foretell.trace.types import Op
 
@@ -133,8 +134,7 @@ def composer(sheet: Sheet, cluster: Cluster, mesh: Mesh, placement: tuple[int, .
     return found
 
 
-@dataclass(frozen=True)
-class Ops:
+class Ops(NamedTuple):
     """Sums over the ops of a rank, without what lowering adds."""
 
     device: float = 0.0
@@ -145,10 +145,7 @@ class Ops:
     moved: float = 0.0
 
     def times(self, count: float) -> Ops:
-        return Ops(*(count * value for value in astuple(self)))
-
-    def plus(self, other: Ops) -> Ops:
-        return Ops(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Ops(*[count * value for value in self])
 
 
 class Composer:
@@ -232,14 +229,14 @@ class Composer:
         """Sums over the ops of some blocks, and of what is before and after them, for one micro-batch."""
         wanted: list[tuple[str | int, str, int]] = [(kind, mode, count) for kind, mode, count in runs]
         wanted += [(BEFORE, "keep", 1)] * first + [(AFTER, "keep", 1)] * last
-        found = Ops()
+        found = [0.0] * len(Ops._fields)
         for key, mode, count in wanted:
-            work = works.work(key, mode)
-            sums = (getattr(work.forward, name) + getattr(work.backward, name) for name in ("seconds", "product", "attention"))
-            device, product, attention = sums
-            flops, moved = (getattr(work.forward, name) + getattr(work.backward, name) for name in ("flops", "moved"))
-            found = found.plus(Ops(device, product, attention, work.again, flops, moved).times(count))
-        return found
+            one = works.known.get((Ops, key, mode))
+            if one is None:
+                one = works.known[Ops, key, mode] = _ops_of(works.work(key, mode))
+            for place, value in enumerate(one):
+                found[place] += count * value
+        return Ops(*found)
 
     # ------------------------------------------------------------------ the answer
 
@@ -288,6 +285,14 @@ class Composer:
             )  # fmt: skip
             watts += self.machine.power.watts(load) / len(loads)
         return watts * seconds * self.mesh.world
+
+
+def _ops_of(work: Work) -> Ops:
+    ahead, back = work.forward, work.backward
+    return Ops(
+        ahead.seconds + back.seconds, ahead.product + back.product, ahead.attention + back.attention, work.again,
+        ahead.flops + back.flops, ahead.moved + back.moved,
+    )  # fmt: skip
 
 
 def _remembered(comm_time: Seconds) -> Seconds:

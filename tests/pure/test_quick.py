@@ -2,8 +2,9 @@
 
 Both take the same path; the quick one sees merged ops, and a short stack (`Depth.SHORT`) or every block (`Depth.WHOLE`, as what
 is shown of a plan). Found on these plans: seconds within 3 % (3.6 % where a host is waited for and blocks are computed again),
-bytes with every block within -1 and +2 % (3 % low for 36 blocks of 12 kinds that are computed again). A short stack does not see all that fragments memory: bytes of one device that adds
-gradients up come out 10 % high, those of blocks of many kinds up to 10 % low.
+bytes with every block within -1 and +2 % (3 % low for 36 blocks of 12 kinds that are computed again). A short stack does not see
+all that fragments memory: bytes of one device that adds gradients up come out 10 % high, those of blocks of many kinds up to
+10 % low.
 """
 
 from __future__ import annotations

@@ -222,10 +222,9 @@ def used_of(trace: types.Trace, sizes: Sizes, capacity: int, beside: int, *, exp
         replay.run(name)
     reserved, allocated = replay.allocator.peak_reserved, replay.allocator.peak_allocated
     careful = careful_limit(trace, capacity, beside)
-    if 0 < careful < reserved and not _fitted(trace) and allocated <= careful:
-        if _lasts(trace, sizes, schedules, careful, capacity - beside, expandable):
-            reserved = careful
-    return reserved, allocated
+    hopes = allocated <= careful < reserved and not _fitted(trace)
+    lasts = hopes and _lasts(trace, sizes, schedules, careful, capacity - beside, expandable)
+    return careful if lasts else reserved, allocated
 
 
 def careful_limit(trace: types.Trace, capacity: int, beside: int) -> int:
