@@ -137,6 +137,7 @@ def against(run: Run) -> dict[str, Any]:
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
     from foretell.plan.types import Mesh
+    from foretell.search.depth import Depth
     from foretell.search.explain import differs, told, with_memory
     from foretell.search.find import Finder
     from foretell.search.quick import Layout
@@ -155,7 +156,7 @@ def against(run: Run) -> dict[str, Any]:
     finder = Finder(source, cluster, run.hardware, wishes, Options(profile_of=find_profile), traces, lambda _: None, False)
     mesh = Mesh(**run.mesh)
     schedule = None if mesh.pp == 1 else "interleaved-1f1b" if run.interleave > 1 else "1f1b"
-    pricer = SheetPricer(finder.sheet(cluster), cluster, reserve=True)
+    pricer = SheetPricer(finder.sheet(cluster), cluster, held=Depth.SHORT)
     bare = Layout(
         mesh=mesh, micro_batch=run.micro_batch, accumulate=run.global_batch // run.micro_batch // mesh.data, schedule=schedule,
         interleave=run.interleave if mesh.pp > 1 else 1, compile=run.compile,
@@ -168,8 +169,8 @@ def against(run: Run) -> dict[str, Any]:
         return {"id": run.id, "skipped": error.problem}
     before = time.perf_counter()
     best = None
-    for reserve in (False, True):  # as `find` does: where none holds what the allocator reserves, that is counted in
-        points = sorted(finder.explore(cluster, wishes, reserve=reserve).points, key=lambda p: p.seconds)[:8] if best is None else []
+    for held in (Depth.ALIVE, Depth.SHORT):  # as `find` does: where none holds what the allocator reserves, that is counted in
+        points = sorted(finder.explore(cluster, wishes, held=held).points, key=lambda p: p.seconds)[:8] if best is None else []
         best = min(filter(None, map(finder.settled, points)), key=lambda point: point.seconds, default=best)
     if best is None:
         return {"id": run.id, "skipped": "nothing fits", "theirs_fits": quick.fits}

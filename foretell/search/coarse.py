@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from foretell.price.kernels.shapes import short
 from foretell.price.time import COMPUTE_KINDS
 from foretell.search.sheet_modes import Phases
-from foretell.search.sheet_work import Prices, Work, leading_to, rounded
+from foretell.search.sheet_work import Prices, Work, rounded
 from foretell.simulate.memory.replay import GEMMS
 from foretell.trace import types
 from foretell.trace.merged import BIASED_PRODUCT, MERGED, NO_PRODUCT, PRODUCT, Merged, merged
@@ -32,7 +32,6 @@ BUNDLED = 64 << 20
 """Tensors up to this size that come and go together are one."""
 DETACH = "aten.detach.default"
 _BIASED = "aten.addmm.default"
-_INPUT, _WEIGHT, _BOTH = "input", "weight", "both"
 
 
 @dataclass(frozen=True)
@@ -50,16 +49,14 @@ class Coarse:
 
 
 def coarse(
-    phases: Phases, storages: Mapping[int, Storage], prices: Prices, work: Work, *, split: bool = False, merges: bool = True,
+    phases: Phases, storages: Mapping[int, Storage], prices: Prices, work: Work, *, merges: bool = True,
     kept: float = 1.0, apart: Sequence[str] = (),
 ) -> Coarse:  # fmt: skip
-    """A piece in few ops; `work` says what its seconds add up to. `split`: backward is run in two passes; `kept`: what a
-    compiler leaves of the bytes that forward keeps; `apart`: modules whose ops are not merged with others."""
+    """A piece in few ops; `work` says what its seconds add up to. `merges`: or in all of them; `kept`: what a compiler leaves of
+    the bytes that forward keeps; `apart`: modules whose ops are not merged with others."""
 
-    def within(ops: Sequence[Op], marks: Sequence[str]) -> list[str]:
-        if not apart:
-            return list(marks)
-        return [next((path for path in apart if f"{op.module}.".startswith(f"{path}.")), mark) for op, mark in zip(ops, marks, strict=True)]
+    def within(ops: Sequence[Op]) -> list[str]:
+        return [next((path for path in apart if f"{op.module}.".startswith(f"{path}.")), "") for op in ops]
 
     again, backward, known = _renamed(phases, storages)
     if kept != 1.0:
@@ -69,9 +66,8 @@ def coarse(
     late = (*again, *backward)
     side = _Side(known, prices)
     if merges:
-        first = side.merged(phases.forward, work.forward.host, work.forward.seconds, within(phases.forward, [""] * len(phases.forward)))
-        marks = _marks(backward, known) if split else [""] * len(backward)
-        second = side.merged(late, work.backward.host, work.backward.seconds, within(late, [*[""] * len(again), *marks]))
+        first = side.merged(phases.forward, work.forward.host, work.forward.seconds, within(phases.forward))
+        second = side.merged(late, work.backward.host, work.backward.seconds, within(late))
         done = side.summed([*first, *second])
     else:
         first = side.plain(phases.forward, work.forward.host)
@@ -103,22 +99,6 @@ def _outgoing(ops: Sequence[Op], storages: Mapping[int, Storage]) -> tuple[int, 
     written = [number for op in ops for number in (*op.allocates, *(ref.storage for ref in op.outputs))]
     fixed = (types.GRADIENT, types.PARAMETER, types.BUFFER, types.INPUT)
     return tuple(number for number in dict.fromkeys(written) if number not in gone and storages[number].role not in fixed)
-
-
-def _marks(ops: Sequence[Op], storages: Mapping[int, Storage]) -> list[str]:
-    """What each op of a backward is for."""
-    born = {number for op in ops for number in op.allocates}
-    gradients = {number for number in born if storages[number].role == types.GRADIENT}
-    first = leading_to(ops, _outgoing(ops, storages), born)
-    second = leading_to(ops, gradients, born)
-    found = []
-    for position, op in enumerate(ops):
-        makes = any(number in gradients for number in op.allocates)
-        if position in second and (position not in first or makes):
-            found.append(_WEIGHT if position not in first else _BOTH)
-        else:
-            found.append(_INPUT)
-    return found
 
 
 class _Group:
@@ -184,7 +164,7 @@ class _Side:
         factors = seconds / counted if counted else 1.0, rest / asked if asked else 1.0
         found: list[Op] = []
         for group in self._grouped(ops, marks):
-            single = len(group.ops) == 1 and (_alone(group.ops[0]) or group.mark == _BOTH)
+            single = len(group.ops) == 1 and _alone(group.ops[0])
             found += group.ops if single else self._one(group, known, factors)
         return found
 
@@ -197,7 +177,7 @@ class _Side:
         limit = peak + TOLERANCE * made
         group = _Group()
         for op, mark in zip(ops, marks, strict=True):
-            alone = _alone(op) or mark == _BOTH
+            alone = _alone(op)
             beside = self._beside(op)
             more = group.added(op, self._size, beside)
             if group.ops and (alone or mark != group.mark or op.phase != group.ops[0].phase or more.seems > limit):

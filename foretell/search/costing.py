@@ -1,6 +1,6 @@
 """What plans for one question cost: sheets and quick costs first, then op by op; and their last changes.
 
-    layout ─► quick cost ─► with what the allocator reserves (`settled`) ─► a plan (`finalist`) ─► op by op (`costed`)
+    layout ─► quick cost ─► with every block replayed in the allocator (`settled`) ─► a plan (`finalist`) ─► op by op (`costed`)
            ─► cuts and places of ranks, where devices or links are unlike (`polished`)
 """
 
@@ -25,9 +25,10 @@ from foretell.price.speeds import profile_for
 from foretell.quantities import ASSUMED, FITS, TIGHT
 from foretell.search import explain, polish
 from foretell.search.costs import Costs, kept
+from foretell.search.depth import Depth
 from foretell.search.found import Finalist
 from foretell.search.front import TIGHT as CLEAR
-from foretell.search.front import Point, point_of
+from foretell.search.front import Point, point_of, score
 from foretell.search.mixed_price import MixedPricer, fill_by_speed
 from foretell.search.quick import Layout, plan_of
 from foretell.search.sheet import Sheet
@@ -41,6 +42,8 @@ from foretell.trace.load import Source
 
 EXACT_OPS = 15_000
 """Ops of a step, of all ranks of a pipeline, above which a plan is costed exactly only when asked for: about a second."""
+REFILLS = 3
+"""Times that a candidate which is short when all its blocks are replayed, or when costed op by op, is filled anew."""
 POLISH_SECONDS = 0.6
 """For moving the cuts of one plan, by each kind of cost."""
 
@@ -126,32 +129,52 @@ class Costing(Question):
 
     # ------------------------------------------------------------------ quick costs
 
-    def pricer(self, cluster: Cluster, *, reserve: bool = False) -> SheetPricer | MixedPricer:
+    def pricer(self, cluster: Cluster, *, held: Depth = Depth.ALIVE) -> SheetPricer | MixedPricer:
         """What layouts cost; of unlike devices, each place of a pipeline by its own."""
         if not cluster.groups:
-            return SheetPricer(self.sheet(cluster), cluster, reserve=reserve)
-        key = (repr(cluster), reserve)
+            return SheetPricer(self.sheet(cluster), cluster, held=held)
+        key = (repr(cluster), held)
         if key not in self.pricers:
-            self.pricers[key] = MixedPricer(cluster, self.sheet, reserve)
+            self.pricers[key] = MixedPricer(cluster, self.sheet, held)
         return self.pricers[key]
 
     def filled(self, layout: Layout, pricer: SheetPricer | MixedPricer, most: float, roomy: float) -> Filled | None:
-        """A layout made whole, with other cuts and another residency where it has some."""
-        if isinstance(pricer, MixedPricer):
-            return fill_by_speed(layout, pricer, most, roomy)
-        return fill(replace(layout, cuts=(), modes=()), pricer, most, roomy)
+        """A layout made whole, with other cuts and another residency where it has some; where devices are unlike, the better of that
+        and of its own cuts and places."""
+        if not isinstance(pricer, MixedPricer):
+            return fill(replace(layout, cuts=(), modes=()), pricer, most, roomy)
+        ways = [fill_by_speed(layout, pricer, most, roomy)]
+        if layout.cuts:
+            ways.append(fill(replace(layout, modes=()), pricer, most, roomy, layout.cuts))
+        return min((one for one in ways if one is not None), key=lambda one: (one.short, one.quick.seconds), default=None)
 
     def settled(self, point: Point) -> Point | None:
-        """A candidate with what the caching allocator reserves; filled anew where it does not fit so."""
-        pricer = self.pricer(self.cluster, reserve=True)
-        full, capacity = pricer.quick(point.layout), self.cluster.device.memory_bytes
-        most = min(capacity * (1 - self.wishes.margin), pricer.limit(point.layout))
-        filled: Filled | None = Filled(layout=point.layout, quick=full)
-        if not full.fits or full.memory_bytes > most:
-            filled = self.filled(point.layout, pricer, most, capacity * (1 - CLEAR))
-        if filled is None or not filled.fits:
-            return None
-        return point_of(filled, self.cluster, self.sheet(self.cluster).length or 1)
+        """A candidate with what the caching allocator reserves for all its blocks under the device's limit; filled anew where it does
+        not fit so, or is tight and was not meant to be."""
+        capacity, short = self.cluster.device.memory_bytes, self.pricer(self.cluster, held=Depth.SHORT)
+        most, roomy = min(capacity * (1 - self.wishes.margin), short.limit(point.layout)), capacity * (1 - CLEAR)
+        found = self._replayed(point.layout, most, roomy)
+        if found is None or not found.tight or short.quick(found.layout).memory_bytes > roomy or roomy >= most:
+            return found
+        other = self._replayed(point.layout, roomy, roomy)
+        return found if other is None else min(found, other, key=lambda one: score(one, self.wishes))
+
+    def _replayed(self, layout: Layout, most: float, roomy: float) -> Point | None:
+        """A layout, or one that is filled with less, that fits with all its blocks replayed; None where none does."""
+        short, whole = (self.pricer(self.cluster, held=held) for held in (Depth.SHORT, Depth.WHOLE))
+        for _ in range(1 + REFILLS):
+            seen = whole.quick(layout)
+            if seen.fits and seen.memory_bytes <= most:
+                return point_of(Filled(layout=layout, quick=seen), self.cluster, self.sheet(self.cluster).length or 1)
+            gaps = seen.memory_bytes - short.quick(layout).memory_bytes
+            if gaps < 0:  # by its short stack it would be filled with less than there is room for
+                filled = fill(replace(layout, modes=()), whole, most, roomy, layout.cuts or None)
+            else:
+                filled = self.filled(layout, short, most - gaps, roomy - gaps)
+            if filled is None or not filled.fits or filled.layout == layout:
+                break
+            layout = filled.layout
+        return None
 
     # ------------------------------------------------------------------ plans
 
@@ -256,7 +279,7 @@ class Costing(Question):
 
     def _moved(self, one: Finalist, until: float) -> Finalist:
         """Cuts a block further: by the quick cost, then op by op where the plan was costed so."""
-        pricer, sheet = self.pricer(self.cluster, reserve=True), self.sheet(self.cluster)
+        pricer, sheet = self.pricer(self.cluster, held=Depth.SHORT), self.sheet(self.cluster)
         capacity = self.cluster.device.memory_bytes
         most = min(capacity * (1 - self.wishes.margin), pricer.limit(one.point.layout))
         roomy = most if one.point.tight else min(most, capacity * (1 - CLEAR))
@@ -279,12 +302,13 @@ class Costing(Question):
             starts += [even.layout] if even is not None and even.fits else []
         best = polish.descended(min(starts, key=quickly), blocks, busy, quickly, until)
         if one.cost is None:
-            return one if best == one.point.layout else self.of_layout(best)
+            moved = one if best == one.point.layout else self.of_layout(best)
+            return moved if moved.point.quick.fits else one
         best = polish.descended(min([*starts, best], key=exactly), blocks, busy, exactly, time.monotonic() + POLISH_SECONDS)
         return known[best]
 
     def of_layout(self, layout: Layout) -> Finalist:
-        seen = self.pricer(self.cluster, reserve=True).quick(layout)
+        seen = self.pricer(self.cluster, held=Depth.WHOLE).quick(layout)
         return self.finalist(point_of(Filled(layout=layout, quick=seen), self.cluster, self.sheet(self.cluster).length or 1))
 
     def _placed(self, one: Finalist) -> Finalist:

@@ -10,6 +10,9 @@ peak is right: before backward, at its end, at the update.
 
 Where blocks are of many kinds, every two that follow each other are walked by themselves, for seconds; for bytes the largest of
 each residency is walked, with twins as large as all others.
+
+A twin leaves fewer gaps in the allocator than the blocks it stands for. What is shown of a plan is therefore replayed with every
+block, under the device's limit (`Depth.WHOLE`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from itertools import pairwise
 
 from foretell.lower.fsdp.units import unit_of
@@ -34,6 +38,17 @@ WALKED = 2
 MOST_RUNS = 8
 """Runs that are walked in their order; if there are more, blocks of one kind and residency are taken together, and if these are
 still more, those of one residency."""
+class Depth(IntEnum):
+    """How the bytes of a rank are found."""
+
+    ALIVE = 0
+    """With a pipeline: what its events hold, added up. Else as short."""
+    SHORT = 1
+    """A short stack, replayed through the caching allocator."""
+    WHOLE = 2
+    """Every block is there, and the device's limit."""
+
+
 LASTING = (types.PARAMETER, types.BUFFER, types.OPTIMIZER, types.GRADIENT, types.GATHERED)
 More = tuple[float, float]
 """How many times what a block holds of these, and how many times what its forward keeps."""
@@ -56,10 +71,14 @@ class Stage:
     """Where runs stand for others: which blocks follow which, and how often."""
     ends: Pair | None = None
     """There: the first block and the last."""
+    whole: bool = False
+    """Every block is walked."""
 
     @property
     def walked(self) -> Stage:
         """As many blocks of each run as are walked."""
+        if self.whole:
+            return self
         return replace(self, runs=tuple((kind, mode, min(count, WALKED)) for kind, mode, count in self.runs), others=(), pairs=(), ends=None)
 
     @property
@@ -80,6 +99,8 @@ class Stage:
     @property
     def left(self) -> tuple[int, ...]:
         """Of each run: blocks that are not walked."""
+        if self.whole:
+            return (0,) * len(self.runs)
         return tuple(count - min(count, WALKED) for _, _, count in self.runs)
 
     def items(self, start: int = 0) -> list[Item]:

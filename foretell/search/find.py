@@ -23,6 +23,7 @@ from foretell.quantities import NO, TIGHT
 from foretell.search import costing, explain, reasons, space_wishes
 from foretell.search.costing import Costing
 from foretell.search.costing import Unsuited as Unsuited
+from foretell.search.depth import Depth
 from foretell.search.found import Finalist as Finalist
 from foretell.search.found import Found as Found
 from foretell.search.front import Point, best_of, complaint, front, point_of, score
@@ -47,9 +48,7 @@ FINALISTS = 4
 SETTLED = 5
 """Kinds of plans whose memory is replayed through the caching allocator, at least."""
 SETTLE_SECONDS = 4.0
-"""Of this process, tracing aside, after which one of them is enough: a first search comes to the same plan as later ones."""
-REFILLS = 3
-"""Times that a candidate which is short when costed op by op is filled anew."""
+"""Of this process, tracing aside, after which runners-up are no longer looked for."""
 CAREFUL_BYTES = 64 << 20
 """And so much less still, since the two costs differ."""
 NEAR = 0.03
@@ -137,19 +136,19 @@ class Finder(Costing):
 
     # ------------------------------------------------------------------ searching
 
-    def explore(self, cluster: Cluster, wishes: Wishes, patience: float = float("inf"), *, reserve: bool = False) -> Explored:
-        """Layouts that fit; where none does, ranks may share positions too. `reserve`: with what the allocator reserves."""
+    def explore(self, cluster: Cluster, wishes: Wishes, patience: float = float("inf"), *, held: Depth = Depth.ALIVE) -> Explored:
+        """Layouts that fit; where none does, ranks may share positions too. `held`: how bytes are found."""
         room = self.room(cluster, wishes)
-        found = self._explored(room, patience, reserve)
+        found = self._explored(room, patience, held)
         if found.points or found.stopped:
             return found
         more = self.room(cluster, wishes, hard=True)
-        other = self._explored(more, patience, reserve) if more.context != room.context else found
+        other = self._explored(more, patience, held) if more.context != room.context else found
         return other if other.points else found
 
-    def _explored(self, room: Room, patience: float, reserve: bool) -> Explored:
+    def _explored(self, room: Room, patience: float, held: Depth) -> Explored:
         cluster = room.cluster
-        pricer = self.pricer(cluster, reserve=reserve)
+        pricer = self.pricer(cluster, held=held)
         return Explorer(
             room=room, pricer=pricer, tokens_per_sample=self.sheet(cluster).length or 1, patience=patience,
             progress=self.progress,
@@ -191,7 +190,7 @@ class Finder(Costing):
             return replace(self._nothing(explored, began, relax), law=law)
         finalists, dropped = self._finalists(explored)
         if not finalists and not explored.stopped:  # all were short with what the caching allocator reserves: count that in
-            explored = self.explore(self.cluster, self.wishes, patience, reserve=True)
+            explored = self.explore(self.cluster, self.wishes, patience, held=Depth.SHORT)
             finalists, dropped = self._finalists(explored)
         if not finalists:
             return replace(self._nothing(explored, began, relax, dropped), dropped=tuple(dropped), law=law)
@@ -292,8 +291,8 @@ class Finder(Costing):
 
     def _refilled(self, one: Finalist, dropped: list[Finalist]) -> Finalist:
         """A candidate that was filled to the brim by its quick cost and then is short: filled anew, with that much less."""
-        pricer = self.pricer(self.cluster, reserve=True)
-        for _ in range(REFILLS):
+        pricer = self.pricer(self.cluster, held=Depth.SHORT)
+        for _ in range(costing.REFILLS):
             if one.cost is None or one.cost.fits:
                 break
             less = max(0, -one.cost.worst.memory.margin_bytes) + CAREFUL_BYTES
@@ -320,7 +319,7 @@ class Finder(Costing):
         best, began = (float("inf"), float("inf")), time.process_time()
         for point in distinct(explored.points, self.wishes):
             late = time.process_time() - began > SETTLE_SECONDS
-            if len(settled) >= (1 if late else SETTLED) and (late or score(point, self.wishes) >= best):
+            if len(settled) >= (1 if late else SETTLED) and score(point, self.wishes) >= best:
                 break
             found = point if explored.stopped == "interrupted" else self.settled(point)
             if found is not None and not complaint(found, self.wishes):

@@ -20,7 +20,7 @@ from foretell.hardware.types import Cluster, Device
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import Mesh, Plan
 from foretell.price.unlike import slowest_at, smallest_at
-from foretell.search.depth import Peak
+from foretell.search.depth import Depth, Peak
 from foretell.search.mixed import Bytes, Shared, islands, share_best
 from foretell.search.quick import Composer, Layout, Ops, Quick, composer
 from foretell.search.quick_pipeline import Order, Pipe
@@ -51,7 +51,7 @@ class MixedPricer:
     cluster: Cluster
     sheet_of: Callable[[Cluster], Sheet]
     """A cluster → the sheet of its `device`."""
-    reserve: bool = False
+    held: Depth = Depth.ALIVE
     each: dict[str, SheetPricer] = field(default_factory=dict)
     """Device → prices as though all were like it."""
     least: float = float("inf")
@@ -62,7 +62,7 @@ class MixedPricer:
     def __post_init__(self) -> None:
         for device in self.cluster.devices if not self.each else ():
             seen = replace(self.cluster, device=device)
-            self.each[device.name] = SheetPricer(self.sheet_of(seen), seen, reserve=self.reserve)
+            self.each[device.name] = SheetPricer(self.sheet_of(seen), seen, held=self.held)
 
     @property
     def main(self) -> SheetPricer:
@@ -134,7 +134,7 @@ class MixedPricer:
         pipes = {name: self._pipe(name, layout, modes) for name in {*kinds.slowest, *kinds.smallest}}
         timed, held = ([pipes[name] for name in names] for names in (kinds.slowest, kinds.smallest))
         main = self.main
-        return _Unlike(self._composer(main, layout), layout, main.works(layout), modes, timed, held).cost(self.reserve)
+        return _Unlike(self._composer(main, layout), layout, main.works(layout), modes, timed, held).cost(self.held)
 
     def _pipe(self, name: str, layout: Layout, modes: Sequence[str]) -> Pipe:
         one = self.each[name]
@@ -199,8 +199,8 @@ class _Unlike(Pipe):
         super().__init__(main, layout, works, modes)
         self.timed, self.kept = timed, kept
 
-    def cost(self, reserve: bool = True) -> Quick:
-        found = super().cost(reserve)
+    def cost(self, held: Depth = Depth.SHORT) -> Quick:
+        found = super().cost(held)
         return replace(found, joules=self._joules(found.seconds))
 
     def _joules(self, seconds: float) -> float | None:
@@ -222,9 +222,9 @@ class _Unlike(Pipe):
     def ops(self, rank: int) -> Ops:
         return self.timed[rank].ops(rank)
 
-    def memory(self, rank: int, order: Order, reserve: bool) -> Peak:
+    def memory(self, rank: int, order: Order, held: Depth) -> Peak:
         mine = self.kept[rank]
-        found, more = mine.memory(rank, order, reserve), mine.composer.careful - self.composer.careful
+        found, more = mine.memory(rank, order, held), mine.composer.careful - self.composer.careful
         return Peak(found.reserved - more, found.allocated - more) if more else found
 
 

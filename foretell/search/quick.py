@@ -12,9 +12,9 @@ a search are costed by `predict_plan` itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from foretell.hardware.types import Cluster
 from foretell.plan.blocks import compress
@@ -25,11 +25,12 @@ from foretell.price.energy import Load
 from foretell.price.speeds import Seconds, Speeds, message, on_gpu
 from foretell.price.time import Machine
 from foretell.search.costs import Kept
-from foretell.search.depth import Peak, Run, stage_of
+from foretell.search.depth import Depth, Peak, Run, Stage, stage_of
 from foretell.search.quick_stage import Stages
 from foretell.search.quick_step import AXES, Steps
 from foretell.search.sheet import Sheet, Works
 from foretell.search.sheet_ops import AFTER, BEFORE
+from foretell.search.sheet_work import Work
 from foretell.simulate.memory.memory import CONTEXT_BAND_BYTES, RESERVED_BAND
 from foretell.trace.types import Op
 
@@ -88,14 +89,13 @@ class Quick:
         return self.margin_bytes >= 0
 
 
-def quick(layout: Layout, sheet: Sheet, cluster: Cluster, *, reserve: bool = True, recipe: str | None = None) -> Quick:
+def quick(layout: Layout, sheet: Sheet, cluster: Cluster, *, held: Depth = Depth.SHORT, recipe: str | None = None) -> Quick:
     """What a layout costs on a cluster; raises a UserError where the model cannot be split so.
 
-    Without `reserve`, ranks of a pipeline are not replayed through the caching allocator, and `memory_bytes` are those alive
-    at once in the same events: a few percent less, and the answer comes sooner. `recipe`: the precision under which its traces
-    were made, if not the layout's own.
+    `held` says how its bytes are found: those alive at once in the events of a pipeline are a few percent less than what the
+    allocator reserves, and come sooner. `recipe`: the precision under which its traces were made, if not the layout's own.
     """
-    return composer(sheet, cluster, layout.mesh, layout.placement).cost(layout, works_of(layout, sheet, recipe), reserve=reserve)
+    return composer(sheet, cluster, layout.mesh, layout.placement).cost(layout, works_of(layout, sheet, recipe), held)
 
 
 def works_of(layout: Layout, sheet: Sheet, recipe: str | None = None) -> Works:
@@ -134,8 +134,7 @@ def composer(sheet: Sheet, cluster: Cluster, mesh: Mesh, placement: tuple[int, .
     return found
 
 
-@dataclass(frozen=True)
-class Ops:
+class Ops(NamedTuple):
     """Sums over the ops of a rank, without what lowering adds."""
 
     device: float = 0.0
@@ -146,10 +145,7 @@ class Ops:
     moved: float = 0.0
 
     def times(self, count: float) -> Ops:
-        return Ops(*(count * value for value in astuple(self)))
-
-    def plus(self, other: Ops) -> Ops:
-        return Ops(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Ops(*[count * value for value in self])
 
 
 class Composer:
@@ -162,7 +158,7 @@ class Composer:
         self.known: dict[Any, Any] = {}
         nccl = sheet.extra.nccl_for(cluster) if mesh.world > 1 else 0
         self.beside = sheet.extra.context_bytes + nccl
-        share = RESERVED_BAND if mesh.world > 1 else RESERVED_BAND / 2
+        share = RESERVED_BAND if mesh.world > 1 or sheet.fitted else RESERVED_BAND / 2
         self.careful = int((cluster.device.memory_bytes - self.beside - CONTEXT_BAND_BYTES // 4) * (1 - share))
 
     def speeds(self, reshard: bool | int = True) -> Speeds | None:
@@ -204,17 +200,19 @@ class Composer:
 
     # ------------------------------------------------------------------ one layout
 
-    def cost(self, layout: Layout, works: Works, *, reserve: bool = True) -> Quick:
+    def cost(self, layout: Layout, works: Works, held: Depth = Depth.SHORT) -> Quick:
         modes = layout.modes or ("keep",) * len(self.sheet.blocks)
         if layout.mesh.pp > 1:
             from foretell.search.quick_pipeline import pipeline_cost
 
-            return pipeline_cost(self, layout, works, modes, reserve=reserve)
+            return pipeline_cost(self, layout, works, modes, held)
         stage = stage_of(runs_of(self.sheet.kinds, modes), works.taken)
         steps = self.steps(layout, works)
         ops = self.ops_of(works, stage.every).times(layout.accumulate)
         memory = steps.peak(stage, layout.accumulate)
-        if not reserve and memory.reserved > self.careful:  # how long it would take does not matter
+        if held == Depth.WHOLE:
+            memory = steps.used(Stage(runs_of(self.sheet.kinds, modes), whole=True), layout.accumulate, self.cluster.device.memory_bytes, self.beside)
+        if held == Depth.ALIVE and memory.reserved > self.careful:  # how long it would take does not matter
             return self.bound(ops, [memory], layout)
         found = steps.seconds(stage, layout.accumulate)
         waited = {axis: found[axis] for axis in AXES if found.get(axis, 0.0) > 0}
@@ -231,14 +229,14 @@ class Composer:
         """Sums over the ops of some blocks, and of what is before and after them, for one micro-batch."""
         wanted: list[tuple[str | int, str, int]] = [(kind, mode, count) for kind, mode, count in runs]
         wanted += [(BEFORE, "keep", 1)] * first + [(AFTER, "keep", 1)] * last
-        found = Ops()
+        found = [0.0] * len(Ops._fields)
         for key, mode, count in wanted:
-            work = works.work(key, mode)
-            sums = (getattr(work.forward, name) + getattr(work.backward, name) for name in ("seconds", "product", "attention"))
-            device, product, attention = sums
-            flops, moved = (getattr(work.forward, name) + getattr(work.backward, name) for name in ("flops", "moved"))
-            found = found.plus(Ops(device, product, attention, work.again, flops, moved).times(count))
-        return found
+            one = works.known.get((Ops, key, mode))
+            if one is None:
+                one = works.known[Ops, key, mode] = _ops_of(works.work(key, mode))
+            for place, value in enumerate(one):
+                found[place] += count * value
+        return Ops(*found)
 
     # ------------------------------------------------------------------ the answer
 
@@ -287,6 +285,14 @@ class Composer:
             )  # fmt: skip
             watts += self.machine.power.watts(load) / len(loads)
         return watts * seconds * self.mesh.world
+
+
+def _ops_of(work: Work) -> Ops:
+    ahead, back = work.forward, work.backward
+    return Ops(
+        ahead.seconds + back.seconds, ahead.product + back.product, ahead.attention + back.attention, work.again,
+        ahead.flops + back.flops, ahead.moved + back.moved,
+    )  # fmt: skip
 
 
 def _remembered(comm_time: Seconds) -> Seconds:

@@ -20,7 +20,7 @@ from foretell.lower.pipeline.part import GRADIENT_RECEIVED, GRADIENT_SENT, HELD,
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import LOOPED
 from foretell.quantities import Task
-from foretell.search.depth import Peak, Stage, stage_of
+from foretell.search.depth import Depth, Peak, Stage, stage_of
 from foretell.search.quick_stage import FEW, FEW_SPLIT
 from foretell.search.sheet import Works
 from foretell.search.stages import rank_of
@@ -29,6 +29,10 @@ from foretell.simulate.time.streams import Course
 if TYPE_CHECKING:
     from foretell.search.quick import Composer, Layout, Ops, Quick
 
+UNSURE = 0.15
+"""Share by which a rank may hold more than its short stack says."""
+MOST_HELD = 32
+"""Micro-batches of a schedule that holds all of them, which are replayed with every block."""
 MOST_EVENTS = 1200
 """Events that are walked one by one."""
 Flight = tuple[tuple[int, int, int], ...]
@@ -146,9 +150,9 @@ def _largest(rows: Iterable[Flight]) -> tuple[Flight, ...]:
 # ---------------------------------------------------------------------- one layout
 
 
-def pipeline_cost(composer: Composer, layout: Layout, works: Works, modes: Sequence[str], *, reserve: bool = True) -> Quick:
+def pipeline_cost(composer: Composer, layout: Layout, works: Works, modes: Sequence[str], held: Depth = Depth.SHORT) -> Quick:
     """What a layout with pipeline stages costs."""
-    return Pipe(composer, layout, works, modes).cost(reserve)
+    return Pipe(composer, layout, works, modes).cost(held)
 
 
 class Pipe:
@@ -169,6 +173,9 @@ class Pipe:
             stage_of(runs_of(kinds[a:b], modes[a:b]), self.works.taken, first=not i, last=i == self.count - 1)
             for i, (a, b) in enumerate(pairwise(edges))
         ]
+        self.whole = [
+            Stage(runs_of(kinds[a:b], modes[a:b]), not i, i == self.count - 1, whole=True) for i, (a, b) in enumerate(pairwise(edges))
+        ]
         self.where = [rank_of(self.schedule, self.ranks, stage) for stage in range(self.count)]
         self.made = composer.stages(layout, self.works)
         whole = self.works.material.meta.get("split_stream")
@@ -179,12 +186,12 @@ class Pipe:
         plain, quick = (self.composer.ops(works, modes) for works in (self.works, compiled))
         return min(1.0, quick.device / plain.device) if plain.device else 1.0
 
-    def cost(self, reserve: bool = True) -> Quick:
+    def cost(self, held: Depth = Depth.SHORT) -> Quick:
         micro = self.layout.accumulate
         walked = self._walked(micro)
         order = order_of(self.schedule, self.ranks, self.count, walked)
-        memories = [self.memory(rank, order, reserve) for rank in range(self.ranks)]
-        if not reserve and max(one.reserved for one in memories) > self.composer.careful:
+        memories = self.memories(order, held)
+        if held == Depth.ALIVE and max(one.reserved for one in memories) > self.composer.careful:
             return self.composer.bound(self._whole_ops(), memories, self.layout)
         events = [self.events(index) for index in range(self.count)]
         updates = [self.update(rank) for rank in range(self.ranks)]
@@ -203,6 +210,12 @@ class Pipe:
     def held(self, rank: int) -> list[int]:
         """Stages of a rank."""
         return [index for index in range(self.count) if self.where[index] == rank]
+
+    def _least(self, micro: int) -> int:
+        """Micro-batches with which a schedule comes to repeat itself; one that holds all of them never does."""
+        least = 2 * self.ranks + (self.ranks if self.schedule in LOOPED else 0)
+        least = max(least, MOST_HELD) if self.schedule == "gpipe" else least
+        return micro if micro <= least else least + (micro % self.ranks if least + micro % self.ranks <= micro else 0)
 
     def _walked(self, micro: int) -> int:
         """Micro-batches that are walked one by one."""
@@ -247,7 +260,19 @@ class Pipe:
 
     # ------------------------------------------------------------------ memory
 
-    def memory(self, rank: int, order: Order, reserve: bool) -> Peak:
+    def memories(self, order: Order, held: Depth) -> list[Peak]:
+        """What each rank holds; with every block, of those that may hold most or more than there is."""
+        found = [self.memory(rank, order, min(held, Depth.SHORT)) for rank in range(self.ranks)]
+        if held < Depth.WHOLE:
+            return found
+        most = 0
+        for rank in sorted(range(self.ranks), key=lambda rank: -found[rank].reserved):
+            if found[rank].reserved * (1 + UNSURE) > min(most, self.composer.careful):
+                found[rank] = self.memory(rank, order, held)
+                most = max(most, found[rank].reserved)
+        return found
+
+    def memory(self, rank: int, order: Order, held: Depth) -> Peak:
         """What a rank holds: replayed with few micro-batches, or as its events add up."""
         mine = [(index, self.stages[index]) for index in self.held(rank)]
         every = order.turns[rank]
@@ -256,13 +281,17 @@ class Pipe:
         if self.schedule == "gpipe":
             most += (self.layout.accumulate - order.micro_batches) * sum(one[HELD] for one in sizes.values())
         stays = sum(self._stays(index, sizes[index], rank) for index, _ in mine)
-        if not reserve:
+        if held == Depth.ALIVE:
             beside = max(one["event"] - one[HELD] for one in sizes.values())
             lasting = sum(one["lasting"] for one in sizes.values())
             found = round(lasting + most + beside + self.layout.accumulate * stays)
             return Peak(found, found)
         few = min(self.layout.accumulate, FEW_SPLIT if self.schedule in SPLIT_BACKWARD else FEW)
         short, last = tuple(event for event in every if event.micro < few), self.where[self.count - 1]
+        if held == Depth.WHOLE:
+            few = self._least(self.layout.accumulate)
+            short = order_of(self.schedule, self.ranks, self.count, few).turns[rank]
+            mine = [(index, self.whole[index]) for index, _ in mine]
         names = _names(mine)
         peak = self.made.peak(
             rank if rank in (0, last) else -1, tuple((names[index], stage) for index, stage in mine),

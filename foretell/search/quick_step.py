@@ -25,6 +25,7 @@ from foretell.search.depth import (
     without,
 )
 from foretell.search.sheet import Works
+from foretell.simulate.memory.memory import used_of
 from foretell.simulate.plan import sharded
 from foretell.simulate.time.step import drags, lane, tasks_of, with_end
 from foretell.simulate.time.streams import simulate
@@ -123,6 +124,16 @@ class Steps:
 
     def peak(self, stage: Stage, accumulate: int) -> Peak:
         return Peak(*self.kept.of("peaks", (stage, accumulate), lambda: self._replayed(stage, accumulate)))
+
+    def used(self, stage: Stage, accumulate: int, capacity: int, beside: int) -> Peak:
+        """Of a stack with every block, under the limit of a device: what is reserved there, its cache given back where it must."""
+
+        def replayed() -> tuple[int, int]:
+            local = self.lowered(stage, accumulate)
+            meta = {**local.meta, **({"compiled": self.works.way} if self.works.way != "none" else {})}
+            return used_of(replace(local, meta=meta), self.works.prices.sizes, capacity, beside)
+
+        return Peak(*self.kept.of("peaks", (stage, accumulate, capacity, beside), replayed))
 
     def _replayed(self, stage: Stage, accumulate: int) -> tuple[int, int]:
         few = self._few(accumulate)

@@ -40,7 +40,7 @@ from foretell.search.sheet_work import (
     scaled,
 )
 from foretell.search.short import LINK, Item, Origin, Stacker
-from foretell.simulate.memory.memory import sizes_for
+from foretell.simulate.memory.memory import has_fitted, sizes_for
 from foretell.simulate.parts import TORCH, sequence_length
 from foretell.trace.types import TensorSpec, Trace
 from foretell.units import DTYPE_BYTES
@@ -109,13 +109,14 @@ class Works:
         return work.gradients > 0, work.forward.net > 0, max(work.forward.peak, work.backward.peak) + work.gradients
 
     def coarse(self, key: Key, mode: str = KEEP, *, split: bool = False) -> Coarse:
-        """A piece in few ops; what runs before and after the blocks stays op by op, unless it is compiled."""
+        """A piece in few ops; what runs before and after the blocks stays op by op, unless it is compiled. And so do blocks whose
+        backward is run in two passes (`split`): what lies between those decides where gaps are left in memory."""
         found = self._coarse.get((key, mode, split))
         if found is None:
             phases = in_mode(self.material.pieces[key], mode, self.material.storages)
             around = key in (BEFORE, AFTER)
             found = self._coarse[key, mode, split] = coarse(
-                phases, self.material.storages, self.prices, self.work(key, mode), split=split, merges=not around or self._plain is not None,
+                phases, self.material.storages, self.prices, self.work(key, mode), merges=not split and (not around or self._plain is not None),
                 kept=self._share(key).kept, apart=_experts(self.material),
             )  # fmt: skip
         return found
@@ -190,6 +191,7 @@ class Sheet:
         self.material = material = source_of(first, 1).first
         self.blocks, self.kinds = material.blocks, material.kinds
         self.tied = bool(material.shared)
+        self.fitted = has_fitted(source_of(first, 1).trace)
         self.length = sequence_length_of(material)
         self._works: dict[tuple[str, int, int, int, int], Works | UserError] = {}
         self._compiled: dict[str, dict[str, Compiled]] = {}

@@ -83,13 +83,14 @@ class Source:
         self.first = cut(small)
         self._large = _shortened(large, self.first) if large is not None else None
         self._small = _mini(self.first)
+        self._at: dict[int, Material] = {}
 
     @classmethod
     def from_minis(cls, first: Material, small: Trace, large: Trace | None, like: Source) -> Source:
         """From traces of the pieces alone."""
         found = cls.__new__(cls)
         found.sizes, found.trace, found.first = like.sizes, like.trace, first
-        found._small, found._large = small, large
+        found._small, found._large, found._at = small, large, {}
         return found
 
     @property
@@ -98,6 +99,12 @@ class Source:
         return self._small, self._large
 
     def at(self, micro_batch: int) -> Material:
+        """The pieces at a micro-batch; made once for all splits and devices."""
+        if micro_batch not in self._at:
+            self._at[micro_batch] = self._made(micro_batch)
+        return self._at[micro_batch]
+
+    def _made(self, micro_batch: int) -> Material:
         if micro_batch == self.sizes[0]:
             return self.first
         if self._large is None:

@@ -19,6 +19,7 @@ from foretell.lower.steps import FIRST
 from foretell.search.coarse import Coarse
 from foretell.search.sheet_expert import replace_first
 from foretell.search.sheet_ops import AFTER, BEFORE, Material, Weights
+from foretell.simulate.memory.memory import FITTED, has_fitted
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Ref, Storage, TensorSpec, Trace
 from foretell.units import DTYPE_BYTES
@@ -62,7 +63,7 @@ class Origin:
     """A model's trace, seen by the kinds of its blocks."""
 
     def __init__(self, trace: Trace, material: Material) -> None:
-        self.trace = trace
+        self.trace, self.fitted = trace, has_fitted(trace)
         members: dict[int, list[str]] = {}
         for block, kind in zip(material.blocks, material.kinds, strict=True):
             members.setdefault(kind, []).append(block)
@@ -274,6 +275,8 @@ class _Stack:
         recipe = old.meta.get("recipe", {})
         assert isinstance(recipe, Mapping)
         about = {**self.material.meta, "blocks": [item.name for item in self.items], "recipe": {**recipe, "recompute": "none"}}
+        if self.origin.fitted:
+            about[FITTED] = True
         if EXPERTS in about:
             about[EXPERTS] = self._experts(about[EXPERTS])
         return Trace(programs=programs, schedule=old.schedule, storages=self.storages, resident=tuple(resident), meta=about)

@@ -11,6 +11,7 @@ from foretell.plan.precision import MIXED
 from foretell.plan.types import LOOPED, Mesh
 from foretell.price.collectives import Fabric, collective
 from foretell.price.speeds import fabrics_of
+from foretell.search.depth import Depth
 from foretell.search.quick import Layout, Quick, composer, quick, recipe_for, works_of
 from foretell.search.residency import KEPT, Way, Ways
 from foretell.search.sheet import Sheet, Works
@@ -29,8 +30,8 @@ class SheetPricer:
 
     sheet: Sheet
     cluster: Cluster
-    reserve: bool = False
-    """Whether every rank is replayed through the caching allocator: a few percent of memory, and more time to find."""
+    held: Depth = Depth.ALIVE
+    """How bytes are found: what the caching allocator reserves is a few percent more, and takes longer to find."""
     recipe: str | None = None
     """The precision of the traces, if not each layout's own."""
     _bare: dict[object, float] = field(default_factory=dict)
@@ -45,11 +46,11 @@ class SheetPricer:
         return works_of(layout, self.sheet, self.recipe)
 
     def quick(self, layout: Layout) -> Quick:
-        return quick(layout, self.sheet, self.cluster, reserve=self.reserve, recipe=self.recipe)
+        return quick(layout, self.sheet, self.cluster, held=self.held, recipe=self.recipe)
 
     def optimist(self) -> SheetPricer:
         """What layouts cost by the traces that are there anyway: ranks that share parameters cast none and hold fewer bytes."""
-        return replace(self, reserve=False, recipe=self.sheet.first, _bare={}, _stacks={})
+        return replace(self, held=Depth.ALIVE, recipe=self.sheet.first, _bare={}, _stacks={})
 
     def limit(self, layout: Layout) -> float:
         mine = composer(self.sheet, self.cluster, layout.mesh)

@@ -1,9 +1,10 @@
 """Quick costs held against `predict_plan`, plan by plan: bytes, seconds, their order, and what fits.
 
-Both take the same path; the quick one sees merged ops and a short stack. Found on these plans: seconds within 3 % (3.6 %
-where a host is waited for and blocks are computed again), bytes of sharded plans within 1 %. What fragments memory is not
-all seen: bytes of one device that adds gradients up come out 10 % high, those of zero-bubble up to 12 % high or low, those of
-blocks of many kinds up to 10 %.
+Both take the same path; the quick one sees merged ops, and a short stack (`Depth.SHORT`) or every block (`Depth.WHOLE`, as what
+is shown of a plan). Found on these plans: seconds within 3 % (3.6 % where a host is waited for and blocks are computed again),
+bytes with every block within -1 and +2 % (3 % low for 36 blocks of 12 kinds that are computed again). A short stack does not see
+all that fragments memory: bytes of one device that adds gradients up come out 10 % high, those of blocks of many kinds up to
+10 % low.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
 from foretell.hardware.types import Cluster
 from foretell.plan.types import Mesh
+from foretell.search.depth import Depth
 from foretell.search.quick import Layout, Quick, plan_of, quick, recipe_for
 from foretell.search.sheet import Sheet, sheet_of
 from foretell.search.space_price import SheetPricer
@@ -77,9 +79,13 @@ def layout(mesh: Mesh, micro_batch: int = 4, accumulate: int = 1, mode: str = "k
     return Layout(mesh=mesh, micro_batch=micro_batch, accumulate=accumulate, modes=(mode,) * 6, **more)
 
 
+def trimmed(name: str, asked: Layout) -> Layout:
+    return replace(asked, modes=asked.modes[: LAYERS[name]])
+
+
 @functools.cache
 def both(name: str, asked: Layout, hardware: str) -> tuple[Quick, PlanCost]:
-    asked = replace(asked, modes=asked.modes[: LAYERS[name]])
+    asked = trimmed(name, asked)
     known = sheet(name, hardware)
     wanted = sorted(set(asked.modes) | ({"keep"} if len(set(asked.modes)) > 1 else set()))
     traces = {mode: traced(name, asked.micro_batch, mode, recipe_for(asked), asked.mesh.tp) for mode in wanted}
@@ -118,26 +124,30 @@ def told(name: str, asked: Layout, found: Quick, exact: PlanCost) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "plans", "slack", "low", "high"),
+    ("name", "plans", "slack", "high"),
     [
-        pytest.param("gpt2", PLAIN, 0.04, -0.02, 0.12, id="one-gpt2"),
-        pytest.param("gpt2", SHARDED, 0.03, -0.01, 0.05, id="sharded-gpt2"),
-        pytest.param("gpt2", PIPED, 0.03, -0.02, 0.05, id="piped-gpt2"),
-        pytest.param("llama3-1b", PLAIN, 0.03, -0.02, 0.05, id="one-llama3-1b", marks=OTHER),
-        pytest.param("llama3-1b", SHARDED, 0.03, -0.01, 0.05, id="sharded-llama3-1b", marks=OTHER),
-        pytest.param("llama3-1b", PIPED, 0.03, -0.12, 0.13, id="piped-llama3-1b", marks=OTHER),
+        pytest.param("gpt2", PLAIN, 0.04, 0.12, id="one-gpt2"),
+        pytest.param("gpt2", SHARDED, 0.03, 0.05, id="sharded-gpt2"),
+        pytest.param("gpt2", PIPED, 0.03, 0.05, id="piped-gpt2"),
+        pytest.param("llama3-1b", PLAIN, 0.03, 0.05, id="one-llama3-1b", marks=OTHER),
+        pytest.param("llama3-1b", SHARDED, 0.03, 0.05, id="sharded-llama3-1b", marks=OTHER),
+        pytest.param("llama3-1b", PIPED, 0.03, 0.05, id="piped-llama3-1b", marks=OTHER),
     ],
 )
-def test_seconds_and_bytes_follow_the_exact_cost(name: str, plans: list[Layout], slack: float, low: float, high: float) -> None:
+def test_seconds_and_bytes_follow_the_exact_cost(name: str, plans: list[Layout], slack: float, high: float) -> None:
+    """`high`: how many bytes too many a short stack may say; fewer than there are, at most 2 % of them."""
     if name == "llama3-1b":
         cuts = {(4,): (2,), (3,): (2,), (1, 3, 4): (1, 2, 3), (2,): (1,)}
         plans = [replace(one, cuts=cuts.get(one.cuts, ())) for one in plans]
     for asked in plans:
-        found, exact = both(name, asked, "H100:8" if asked.mesh.world > 1 else "H100")
+        hardware = "H100:8" if asked.mesh.world > 1 else "H100"
+        found, exact = both(name, asked, hardware)
         assert exact.time is not None
         assert found.seconds == pytest.approx(exact.time.step_seconds, rel=slack), told(name, asked, found, exact)
         size = exact.worst.memory.device_bytes
-        assert low * size < found.memory_bytes - size < high * size, told(name, asked, found, exact)
+        assert -0.02 * size < found.memory_bytes - size < high * size, told(name, asked, found, exact)
+        whole = quick(trimmed(name, asked), sheet(name, hardware), cluster(hardware), held=Depth.WHOLE)
+        assert -0.01 * size < whole.memory_bytes - size < 0.05 * size, told(name, asked, whole, exact)
         assert found.low < found.seconds < found.high and found.joules and len(found.stage_memory) == asked.mesh.pp
 
 
@@ -255,7 +265,7 @@ def uneven(micro_batch: int, mode: str, precision: str) -> Trace:
 )  # fmt: skip
 def test_blocks_of_many_kinds_are_walked_two_by_two(asked: Layout) -> None:
     """Twelve kinds of blocks in turn: more than are walked in their order. The gaps that they leave each other in the allocator are
-    not seen; the best plan is costed op by op."""
+    seen with every block."""
     asked = replace(asked, modes=asked.modes[:1] * 36)
     precision, hardware = recipe_for(asked), "H100:8"
     pair = tuple(uneven(size, "keep", precision) for size in PAIR)
@@ -269,6 +279,9 @@ def test_blocks_of_many_kinds_are_walked_two_by_two(asked: Layout) -> None:
     assert found.seconds == pytest.approx(exact.time.step_seconds, rel=0.03), told("uneven", asked, found, exact)
     size = exact.worst.memory.device_bytes
     assert -0.1 * size < found.memory_bytes - size < 0.1 * size, told("uneven", asked, found, exact)
-    if asked.mesh.pp == 1 and not -0.01 * size < found.memory_bytes - size < 0.05 * size:
-        pytest.xfail(f"bytes are outside -1 to +5 %: {found.memory_bytes / size - 1:+.1%}")
-    assert -0.01 * size < found.memory_bytes - size < 0.05 * size, told("uneven", asked, found, exact)
+    whole = quick(asked, known, cluster(hardware), held=Depth.WHOLE)
+    off = whole.memory_bytes / size - 1
+    assert -0.04 < off < 0.05, told("uneven", asked, whole, exact)
+    if mode == "recompute" and off < -0.01:
+        pytest.xfail(f"bytes are {off:+.1%}: which gap a tensor is put into hangs on the order of the others, also op by op")
+    assert off > -0.01, told("uneven", asked, whole, exact)

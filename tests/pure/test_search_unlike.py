@@ -17,6 +17,7 @@ from foretell.hardware.types import Cluster
 from foretell.plan import legal
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Plan
+from foretell.search.depth import Depth
 from foretell.search.find import Finder, Found, find
 from foretell.search.mixed_price import MixedPricer
 from foretell.search.polish import nearby
@@ -114,7 +115,7 @@ def off(hardware: str, pp: int) -> tuple[float, list[float]]:
     found = search(cluster, global_batch=64, fixed={"pp": pp, "dp_replicate": 1}, exact=False, micro_batch=4, compile=("none",))
     assert found.best is not None
     made, layout = finder(cluster), found.best.point.layout
-    plan, pricer = plan_of(layout, made.sheet(cluster), made.about, "x"), made.pricer(cluster, reserve=True)
+    plan, pricer = plan_of(layout, made.sheet(cluster), made.about, "x"), made.pricer(cluster, held=Depth.SHORT)
     cost = predict_plan(made.traces.of(plan, [KEEP]), plan, cluster, OPTIONS)
     assert cost.time is not None
     shown = pricer.shown(layout) if isinstance(pricer, MixedPricer) else pricer.quick(layout).stage_memory

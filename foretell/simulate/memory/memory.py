@@ -37,6 +37,8 @@ CAREFUL_RAM_SHARE = 0.05
 SPEAKS = frozenset(f"foretell.{name}" for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"))
 """Ops whose buffers gloo's threads hold."""
 
+FITTED = "fitted"
+"""In the meta of a trace whose ops are merged: some of them are such as these."""
 _FITTED = ("aten.convolution.default", "aten._cudnn_rnn.default")
 _UNMEASURED = ("tp", "cp", "ep", "stages", "compiled")
 """In the meta of a rank's trace: ways to split, or to run, that no device was run against near its limit."""
@@ -210,6 +212,21 @@ def _lasts(trace: types.Trace, sizes: Sizes, schedules: list[str], careful: int,
     return all(fits_in(trace, sizes, names, limit, expandable=expandable) for limit in limits)
 
 
+def used_of(trace: types.Trace, sizes: Sizes, capacity: int, beside: int, *, expandable: bool = False) -> tuple[int, int]:
+    """Bytes that the allocator reserves on a device, its cache given back where it must, and that are allocated; above the careful
+    limit where the run does not get through. The same as `predict_memory` decides by."""
+    schedules = run_order(trace)
+    replay = Replay(trace, sizes, expandable=expandable)
+    replay.start()
+    for name in schedules:
+        replay.run(name)
+    reserved, allocated = replay.allocator.peak_reserved, replay.allocator.peak_allocated
+    careful = careful_limit(trace, capacity, beside)
+    hopes = allocated <= careful < reserved and not _fitted(trace)
+    lasts = hopes and _lasts(trace, sizes, schedules, careful, capacity - beside, expandable)
+    return careful if lasts else reserved, allocated
+
+
 def careful_limit(trace: types.Trace, capacity: int, beside: int) -> int:
     """What the allocator may use if the prediction is to hold: the limit less what it is uncertain by.
 
@@ -226,7 +243,12 @@ def _fitted(trace: types.Trace) -> bool:
     """Whether parts of the rules are fitted, or the run is split in a way not measured near a limit; FSDP2 alone was."""
     ranks = trace.meta.get("ranks")
     split = ranks is not None and (ranks != trace.meta.get("shards") or any(name in trace.meta for name in _UNMEASURED))
-    return split or MOVED in trace.meta or any(op.name in _FITTED for op in trace.ops())
+    return split or MOVED in trace.meta or has_fitted(trace)
+
+
+def has_fitted(trace: types.Trace) -> bool:
+    """Whether some op's workspace follows a rule that was fitted; a trace of merged ops says so itself."""
+    return FITTED in trace.meta or any(op.name in _FITTED for op in trace.ops())
 
 
 def _phases(replay: Replay, schedules: list[str], beside: int) -> tuple[Phase, ...]:
