@@ -22,7 +22,7 @@ from foretell.trace.step import Workload, build_optimizer, compute_loss
 from tests.cpu_dist.train_cases import PLAN, Quiet, every_line, go, losses, write_own
 
 SOURCE = Source(
-    model="gpt-tiny", overrides={"layers": 2, "dim": 32, "heads": 4, "vocab_size": 64, "context": 16}, micro_batch=2
+    model="gpt-tiny", overrides={"layers": 2, "dim": 16, "heads": 4, "vocab_size": 32, "context": 8}, micro_batch=2
 )
 FP16 = Plan(model={}, hardware="auto", micro_batch=2, accumulate=2, precision="fp16-mixed")
 RATE = 1e-3

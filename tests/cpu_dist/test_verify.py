@@ -22,6 +22,8 @@ from foretell.runtime.ranks import start
 from foretell.trace.load import Source
 
 GPT = Source(model="gpt-tiny", overrides={"layers": 4, "dim": 16, "heads": 2, "vocab_size": 32, "context": 8})
+SMALL = {"dim": 16, "heads": 2, "kv_heads": 1, "ffn": 32, "vocab_size": 32, "context": 16}
+"""Of llama-tiny: products in bf16 take long on most CPUs."""
 OWN = """
 import os
 import torch
@@ -59,9 +61,11 @@ def planned(tmp_path: Path) -> Callable[..., str]:
     (tmp_path / "own.py").write_text(OWN)
 
     def make(model: str, **more: Any) -> str:
-        model = model if "-" in model else f"{tmp_path / 'own.py'}:{model}"
+        about: dict[str, Any] = {"model": model if "-" in model else f"{tmp_path / 'own.py'}:{model}"}
+        if model == "llama-tiny":
+            about |= {"overrides": SMALL, "seq": 16}
         path = tmp_path / "plan.json"
-        file.write(Plan(**{"model": {"model": model}, "hardware": "auto", "mesh": Mesh(dp_shard=2), **more}), path)
+        file.write(Plan(**{"model": about, "hardware": "auto", "mesh": Mesh(dp_shard=2), **more}), path)
         return str(path)
 
     return make
