@@ -27,7 +27,7 @@ demo: setup
 test: setup
 	$(QUIET) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
-# Longer ones: every case of context and expert parallel, every kind of ejected script.
+# Longer ones: further models, meshes and phases of what `make test` shows, every kind of ejected script.
 test-slow: setup
 	$(QUIET) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow
 

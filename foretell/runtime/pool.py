@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
 
@@ -225,8 +226,6 @@ def _answer(where: tuple[str, str, str], rank: int, call: dict[str, Any], load: 
 
 
 def _call(where: tuple[str, str, str], rank: int, call: dict[str, Any], load: bytes) -> Any:
-    from datetime import timedelta
-
     import torch.distributed as dist
 
     world = call["world"]
@@ -239,6 +238,7 @@ def _call(where: tuple[str, str, str], rank: int, call: dict[str, Any], load: by
     dist.init_process_group(
         "gloo", store=dist.PrefixStore(call["name"], store), rank=rank, world_size=world, timeout=limit
     )
+    _wait_for_all(dist.PrefixStore(f"{call['name']} formed", store), world, limit)
     try:
         function = _find(*where)
         args, kwargs = pickle.loads(load)
@@ -247,6 +247,13 @@ def _call(where: tuple[str, str, str], rank: int, call: dict[str, Any], load: by
         if dist.is_initialized():
             dist.destroy_process_group()
         _forget()
+
+
+def _wait_for_all(store: Any, world: int, limit: timedelta) -> None:
+    """Until every rank has connected to every other: one that is done at once would hang up on one that still connects."""
+    if store.add("ranks", 1) == world:
+        store.set("all", "1")
+    store.wait(["all"], limit)
 
 
 def _find(module: str, file: str, name: str) -> Any:

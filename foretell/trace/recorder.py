@@ -20,12 +20,12 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     unset_fake_temporarily,
 )
 
 from foretell.errors import ModelError
 from foretell.trace import types
+from foretell.trace.keys import QuickKeys
 
 _DEVICE = torch.ops.prim.device.default
 _NO_SEQUENCE = 2**64 - 1
@@ -144,7 +144,7 @@ class Row:
         self.by_engine = False
 
 
-class Recorder(FakeTensorMode):
+class Recorder(QuickKeys):
     """A fake tensor mode that writes down the ops it is asked for, program by program."""
 
     @classmethod

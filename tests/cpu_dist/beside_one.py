@@ -15,7 +15,7 @@ from foretell.runtime.pool import World
 from foretell.trace.load import Source
 
 Ranks = Callable[[int], World]
-STEPS = 5
+STEPS = 3
 """Gradients are compared at the first one; a wrong update, or a state that is lost, shows in the losses from the second on."""
 
 

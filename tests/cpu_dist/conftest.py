@@ -14,7 +14,8 @@ import pytest
 from foretell.runtime.pool import Pool, World
 
 HERE = Path(__file__).parent
-POOL = Pool(largest=16, preload=["pytest", "numpy", "transformers.models.qwen2.modeling_qwen2"])
+RUNTIME = [f"foretell.runtime.{name}" for name in ("verify", "run", "tensor", "tensor_special", "pipeline", "pipeline_part", "dry_run")]
+POOL = Pool(largest=16, preload=["pytest", "numpy", "transformers.models.qwen2.modeling_qwen2", *RUNTIME])
 
 
 @pytest.fixture(scope="session")

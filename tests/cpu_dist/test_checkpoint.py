@@ -205,8 +205,8 @@ def _flip(file: Path, at: int, bit: int) -> None:
 def test_no_flipped_bit_is_loaded_and_nothing_live_is_touched(ranks: Any, tmp_path: Path) -> None:
     """What two ranks saved, taken up by one, which reads all of it."""
     ranks(2).run(go, str(tmp_path / "a"), PLANS["fsdp2"], SETTINGS)
-    seen = flipped(tmp_path / "a", PLANS["one"], 60, 0)
-    assert sum(seen.values()) == 60 and len(seen) == 3
+    seen = flipped(tmp_path / "a", PLANS["one"], 30, 0)
+    assert sum(seen.values()) == 30 and len(seen) == 3
 
 
 # ---------------------------------------------------------------- resumed

@@ -1,6 +1,6 @@
 """Ranks that share the positions of a sample compute what one process computes, and send what was foreseen.
 
-The reference is the plain loop of `foretell.runtime.verify`: fp32 losses over five steps and every gradient of the first
+The reference is the plain loop of `foretell.runtime.verify`: fp32 losses over three steps and every gradient of the first
 are held to 1e-4.
 """
 

@@ -1,4 +1,4 @@
-"""Every way to run a model computes what one process computes: losses of five steps, gradients of the first.
+"""Every way to run a model computes what one process computes: losses of three steps, gradients of the first.
 
 The reference is a plain loop in fp32 in one process, on the same global batch. fp32 cases are held to 1e-4; what bf16
 is held to, and why, is said in foretell/runtime/verify.py.
@@ -39,7 +39,7 @@ MODELS = {
     "hf": Source(model="hf:qwen2", overrides=QWEN, micro_batch=2, seq=16),
     "vit": Source(model="vit-tiny", overrides={"depth": 3, "dim": 32, "heads": 4, "image": 16}, micro_batch=2),
     "unet": Source(model="unet-tiny", image=16, micro_batch=2),
-    "ssm": Source(model="ssm-tiny", seq=16, micro_batch=2),
+    "ssm": Source(model="ssm-tiny", overrides={"layers": 2, "dim": 16, "state": 4, "vocab_size": 64}, seq=8, micro_batch=2),
 }
 BLOCKS = {"hf": "model.layers"}
 FULL, SELECTIVE = Residency(mode="recompute"), Residency(mode="selective")

@@ -1,6 +1,6 @@
 """Data ranks that share experts compute what one process computes; every row that leaves a rank arrives at another.
 
-The reference is the plain loop of `foretell.runtime.verify`: fp32 losses over five steps and every gradient of the first
+The reference is the plain loop of `foretell.runtime.verify`: fp32 losses over three steps and every gradient of the first
 are held to 1e-4.
 """
 

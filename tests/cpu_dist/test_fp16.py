@@ -19,10 +19,10 @@ from foretell.runtime.pool import World
 from foretell.runtime.ranks import start
 from foretell.trace.load import Source
 from foretell.trace.step import Workload, build_optimizer, compute_loss
-from tests.cpu_dist.train_cases import PLAN, Quiet, every_line, go, losses, write_own
+from tests.cpu_dist.train_cases import PLAN, TINY, Quiet, every_line, go, losses, write_own
 
 SOURCE = Source(
-    model="gpt-tiny", overrides={"layers": 2, "dim": 32, "heads": 4, "vocab_size": 64, "context": 16}, micro_batch=2
+    model="gpt-tiny", overrides={"layers": 2, "dim": 16, "heads": 4, "vocab_size": 32, "context": 8}, micro_batch=2
 )
 FP16 = Plan(model={}, hardware="auto", micro_batch=2, accumulate=2, precision="fp16-mixed")
 RATE = 1e-3
@@ -185,7 +185,7 @@ def test_a_run_goes_on_after_an_overflow_and_a_resumed_one_keeps_the_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten steps are five and five, bit for bit, where the third overflowed: scale and good steps are saved."""
-    plan = PLAN.with_(precision="fp16-mixed")
+    plan = PLAN.with_(model={"model": "gpt-tiny", "overrides": {**TINY, "dim": 16, "context": 8}, "seq": 8}, precision="fp16-mixed")
     hurting(monkeypatch, {4})  # the first micro-batch of step 3
     screen = Quiet()
     go(tmp_path / "a", plan, screen=screen)

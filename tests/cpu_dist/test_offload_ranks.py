@@ -123,7 +123,7 @@ AGAIN = pytest.mark.slow(reason="two more worlds; what is moved how is in the ot
 @pytest.mark.parametrize(
     ("mesh", "more", "tied"),
     [
-        (TWO, {}, False),
+        pytest.param(TWO, {}, False, marks=AGAIN),
         (TWO, {"clip": None, "accumulate": 1, "reshard": False, "states": {"blocks.1-2": "host"}}, False),
         (TWO, {"clip": 0.1, "precision": "bf16-mixed", "blocks": {"blocks.*": Residency(mode="recompute")}}, True),
         pytest.param(Mesh(dp_replicate=2), {"clip": 0.1, "cpu_share": 0.5}, False, marks=AGAIN),

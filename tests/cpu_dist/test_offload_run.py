@@ -17,13 +17,13 @@ from foretell.plan import file as plans
 from foretell.plan.legal import Facts, check
 from foretell.plan.types import MASTER, Mesh, Plan
 
-TINY = {"layers": 3, "dim": 32, "heads": 2, "context": 32, "vocab_size": 256, "dropout": 0.1}
+TINY = {"layers": 3, "dim": 16, "heads": 2, "context": 8, "vocab_size": 256, "dropout": 0.1}
 TEXT = Path(json.__file__).parent
 """Text that every Python has: the source of its json package."""
 
 
 def plan(**more: Any) -> Plan:
-    about = {"model": "gpt-tiny", "overrides": TINY, "seq": 32}
+    about = {"model": "gpt-tiny", "overrides": TINY, "seq": 8}
     return Plan(**{"model": about, "hardware": "CPU", "micro_batch": 2, "accumulate": 2, "precision": "fp32", **more})
 
 

@@ -1,4 +1,4 @@
-"""Stages on gloo ranks compute what one process computes: losses of five steps, gradients of the first and the last.
+"""Stages on gloo ranks compute what one process computes: losses of three steps, gradients of the first and the last.
 
 Held to 1e-4, in fp32, against a plain loop over the same micro-batches. A gradient is compared tensor by tensor, and a
 parameter that no rank has a gradient for, or that is missing, fails.
@@ -27,7 +27,7 @@ from foretell.trace.blocks import find_blocks
 from foretell.trace.load import Source, load
 from foretell.trace.step import Batch, Workload, compute_loss
 
-STEPS, RATE, BOUND = 5, 0.1, 1e-4
+STEPS, RATE, BOUND = 3, 0.1, 1e-4
 TEXT = {"layers": 4, "dim": 32, "heads": 4, "vocab_size": 64, "context": 16}
 HF = {
     "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -28,8 +28,21 @@ def total(rank: int, world: int, scale: float) -> tuple[int, float]:
     return os.getpid(), value.item()
 
 
-def threads(rank: int, world: int) -> int:
-    return len(os.listdir("/proc/self/task"))
+def nothing(rank: int, world: int) -> int:
+    return rank
+
+
+def threads(rank: int, world: int, most: int | None = None) -> int:
+    """How many there are once they are as few as `most`, or, without one, once none has ended for a while: a group's own end
+    only when they are next given a core."""
+    seen = [len(os.listdir("/proc/self/task"))]
+    until = time.monotonic() + 30
+    while (len(seen) < 10 or len(set(seen[-10:])) > 1) if most is None else seen[-1] > most:
+        if time.monotonic() > until:
+            break
+        time.sleep(0.05)
+        seen.append(len(os.listdir("/proc/self/task")))
+    return seen[-1]
 
 
 def matrix(rank: int, world: int, shape: tuple[int, ...], axis: str, others: int) -> torch.Tensor:
@@ -64,6 +77,12 @@ def test_ranks_add_up_and_are_used_again(ranks: Callable[[int], World]) -> None:
     first, second = ranks(2).run(total, 1.0), ranks(3).run(total, 2.0)
     assert [value for _, value in first] == [3.0, 3.0] and [value for _, value in second] == [12.0] * 3
     assert [pid for pid, _ in first] == [pid for pid, _ in second][:2]
+
+
+def test_a_rank_with_nothing_to_do_does_not_hang_up_on_the_others(ranks: Callable[[int], World]) -> None:
+    """One that is done before another has connected to all used to fail the call, most of all on a busy machine."""
+    for _ in range(10):
+        assert ranks(4).run(nothing) == [0, 1, 2, 3]
 
 
 def test_meshes_of_one_call_are_unknown_to_the_next(ranks: Callable[[int], World]) -> None:
@@ -125,7 +144,7 @@ def test_calls_leave_no_threads_behind(ranks: Callable[[int], World]) -> None:
     """Every process group has three, which wake up a hundred times a second."""
     world = ranks(4)
     world.run(matrix, (2, 2), "a", 0)
-    before = world.run(threads)
+    before = max(world.run(threads))
     for axis, shape in (("a", (2, 2)), ("b", (2, 2)), ("a", (4, 1)), ("b", (1, 4))):
         world.run(matrix, shape, axis, 1)
-    assert world.run(threads) == before
+    assert max(world.run(threads, before)) <= before

@@ -1,4 +1,4 @@
-"""Split models on gloo ranks compute what one process computes: losses over five steps, every gradient of the first."""
+"""Split models on gloo ranks compute what one process computes: losses over three steps, every gradient of the first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Case:
     tp: int = 2
     split: Split | None = None
     compile: str = "none"
-    steps: int = 5
+    steps: int = 3
 
     @property
     def source(self) -> Source:
@@ -58,21 +58,21 @@ GPT2 = {
 PLAIN = Split(sequence=False, loss=False)
 CASES = {
     "gpt": Case("gpt-tiny", {"layers": 2}),
-    "gpt, nothing between": Case("gpt-tiny", {"layers": 2}, split=PLAIN, steps=3),
+    "gpt, nothing between": Case("gpt-tiny", {"layers": 2}, split=PLAIN),
     "gpt, four": Case("gpt-tiny", {"layers": 2}, tp=4),
-    "gpt, odd vocabulary": Case("gpt-tiny", {"layers": 2, "vocab_size": 511}, steps=3),
-    "gpt, odd heads": Case("gpt-tiny", {"layers": 2, "dim": 96, "heads": 3}, steps=3),
-    "gpt, compiled": Case("gpt-tiny", {"layers": 2}, compile="blocks", steps=3),
+    "gpt, odd vocabulary": Case("gpt-tiny", {"layers": 2, "vocab_size": 511}),
+    "gpt, odd heads": Case("gpt-tiny", {"layers": 2, "dim": 96, "heads": 3}),
+    "gpt, compiled": Case("gpt-tiny", {"layers": 2}, compile="blocks"),
     "llama, grouped heads": Case("llama-tiny", {"layers": 2}),
     "llama, rules given": Case(
         "llama-tiny", {"layers": 2}, split=Split(rules={"blocks.*.mlp.gate": "column", "blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"})
     ),
-    "llama, tied": Case("llama-tiny", {"layers": 2, "tied": True}, split=Split(loss=False), steps=3),
+    "llama, tied": Case("llama-tiny", {"layers": 2, "tied": True}, split=Split(loss=False)),
     "vit": Case("vit-tiny", seq=None),
     "bert": Case("bert-tiny"),
     "t5": Case("t5-tiny", seq=64),
     "mixtral": Case("mixtral-tiny"),
-    "dit": Case("dit-tiny", seq=None, steps=3),
+    "dit": Case("dit-tiny", seq=None),
     "hf llama": Case("hf:llama", {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2}),
     "hf gpt2": Case("hf:gpt2", GPT2),
     "hf mixtral": Case("hf:mixtral", {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4}),
@@ -81,7 +81,7 @@ CASES = {
 
 
 ALIKE = pytest.mark.slow(reason="split as another case is, only more or other layers")
-LONG = ("gpt, four", "gpt, compiled", "vit", "hf gpt2", "hf mixtral")
+LONG = ("gpt, four", "gpt, compiled", "vit", "bert", "dit", "hf gpt2", "hf mixtral")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ALIKE if name in LONG else ()) for name in CASES])

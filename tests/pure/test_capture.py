@@ -118,7 +118,8 @@ BF16 = pytest.param({"precision": "bf16"}, marks=pytest.mark.slow(reason="produc
 @pytest.mark.parametrize("options", [*EXACT, BF16], ids=lambda o: "-".join(map(str, o.values())) or "default")
 def test_peak_of_a_cpu_step_is_exact_to_the_byte(options: dict[str, Any]) -> None:
     """Short sequences: the peak is where the two gradients of the tied embedding meet."""
-    source, recipe = Source(model="gpt-tiny", micro_batch=2, seq=32), Recipe(**{"precision": "fp32", **options})
+    seq = 8 if "precision" in options else 32  # products in bf16 take long on most CPUs
+    source, recipe = Source(model="gpt-tiny", micro_batch=2, seq=seq), Recipe(**{"precision": "fp32", **options})
     assert peak_live(trace_as_cpu(source, recipe), STEPS[:2]) == measured(source, recipe)
 
 

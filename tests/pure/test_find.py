@@ -138,15 +138,15 @@ def test_what_would_fit_by_a_quick_look_alone_is_not_told(monkeypatch: pytest.Mo
 
 
 def test_limits_of_a_run_that_nothing_keeps() -> None:
-    found = search("H100", global_batch=8, tokens=1e12, deadline_seconds=60.0, exact=False)
+    found = search("H100", global_batch=2, tokens=1e12, deadline_seconds=60.0, exact=False)
     assert found.best is None and "more than allowed" in found.unmet and "a later --deadline" in found.needs
 
 
 def test_what_if_is_searched_not_guessed() -> None:
-    found = search("H100:2", global_batch=32, what_if=True, exact=False)
+    found = search("H100:2", global_batch=8, what_if=True, exact=False)
     rows = {row.change: row for row in found.what_if}
     twice = next(row for change, row in rows.items() if change.startswith("twice the devices"))
-    direct = search("H100:4", global_batch=32, exact=False)
+    direct = search("H100:4", global_batch=8, exact=False)
     assert found.best is not None and direct.best is not None and twice.faster is not None
     wanted = direct.best.point.quick.seconds / found.best.point.quick.seconds
     assert 1 + twice.faster == pytest.approx(1 / wanted, rel=0.03)

@@ -47,12 +47,18 @@ def room_of(module: str) -> str:
     return "cli" if room == "__main__" else room
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """Read once for all rules."""
+    return ast.parse(source)
+
+
 # ---------------------------------------------------------------- one-way imports
 
 
 def violations(source: str, module: str, *, package: bool = False) -> list[str]:
     """What `source`, as the text of `module`, imports against the order of the rooms."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     here = room_of(module)
     if here and here not in ROOMS:
         return [f"{module}: '{here}' is no room; give it a place in ROOMS"]
@@ -262,7 +268,7 @@ def too_long(source: str, name: str) -> list[str]:
     """The file, if it has too many lines, and its functions that have."""
     count = len(source.splitlines())
     found = [f"{name}: {count} lines, {MAX_FILE_LINES} allowed"] if count > MAX_FILE_LINES else []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:

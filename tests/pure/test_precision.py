@@ -230,7 +230,7 @@ def test_the_screen_says_why_else_there_is_no_plan() -> None:
 
 
 def test_limits_that_no_plan_keeps_are_counted() -> None:
-    found = search("H100", exact=False, tokens=1e15, deadline_seconds=60.0)
+    found = search("H100", exact=False, global_batch=2, tokens=1e15, deadline_seconds=60.0)
     first, content = told_of(as_choice(found), "H100")
     assert found.best is None and content["reasons"][0]["count"] > 1
     assert "ruled out (takes " in first and "more than allowed)" in first

@@ -209,9 +209,15 @@ def compare(
 # ------------------------------------------------------------------ tests
 
 
+ALIKE = pytest.mark.slow(reason="blocks of other layers, sharded as those of the models that run")
+
+
 @pytest.mark.parametrize(
     ("name", "depth"),
-    [("gpt-tiny", {"layers": 2}), ("llama-tiny", {"layers": 2}), ("bert-tiny", {}), ("vit-tiny", {"depth": 2})],
+    [
+        ("gpt-tiny", {"layers": 2}), pytest.param("llama-tiny", {"layers": 2}, marks=ALIKE), pytest.param("bert-tiny", {}, marks=ALIKE),
+        ("vit-tiny", {"depth": 2}),
+    ],
 )
 def test_every_byte_is_that_of_fsdp2(name: str, depth: dict[str, int]) -> None:
     """On ranks whose shares are even, and on more than some tensors have rows."""

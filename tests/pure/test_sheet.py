@@ -51,7 +51,12 @@ def shapes(ops: tuple[Op, ...]) -> list[tuple[object, ...]]:
     return [(op.name, op.phase, tuple(r.spec for r in op.inputs), tuple(r.spec for r in op.outputs), op.flops) for op in ops]
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "t5-tiny", "mixtral-tiny", "vit-tiny"])
+ALIKE = pytest.mark.slow(reason="one kind of block after another, as in gpt-tiny")
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt-tiny", "t5-tiny", "mixtral-tiny", *(pytest.param(name, marks=ALIKE) for name in ("llama-tiny", "vit-tiny"))]
+)
 def test_pieces_of_any_micro_batch_follow_from_two_traces(name: str) -> None:
     source = Source(traced(name, 2), traced(name, 4), (2, 4))
     said, truth = source.at(8), cut(traced(name, 8))

@@ -131,7 +131,7 @@ def test_memory_is_as_measured(name: str, phase: str | None) -> None:
     assert predicted > 2_000_000
 
 
-@pytest.mark.parametrize(("name", "phase"), but("hummingbird-tiny-teacher"))
+@pytest.mark.parametrize(("name", "phase"), but(*LONG))
 def test_every_op_has_a_rule(name: str, phase: str | None) -> None:
     here = seen(name, phase)
     on_cuda = capture(lambda: load(source(name, phase, **SHORTER.get(name, {}))), Recipe())
@@ -338,7 +338,7 @@ def test_video_sibling_has_half_the_size_and_the_blocks_of_the_full_one() -> Non
 
 
 def test_video_pruned_cost_is_known_before_pruning() -> None:
-    full = compared("hummingbird-tiny", "teacher")[2]
+    full = seen("hummingbird-tiny", "teacher")
     model = workload("hummingbird-tiny", "prune").model
     spared = {
         f"teacher.{side}.{level}.blocks.{number}"
