@@ -1,8 +1,4 @@
-"""Seconds of a matrix product, attention or memory-bound kernel on a device nobody has probed.
-
-    product    waves of tiles over the cores, each tile as long as its depth plus a start-up; or its bytes, if longer
-    attention  FLOPs over the part of the peak that a named kernel reaches on this generation of devices
-    stream     bytes over the part of the nominal bandwidth that plain kernels reach
+"""What kernels reach of a device's rates on each generation of devices, and seconds of attention by a named kernel.
 
 Peaks, bandwidths and core counts come from the catalogue; what part of them is reached is data here (`FAMILIES`,
 `KERNELS`), each with its reason.
@@ -11,7 +7,6 @@ Peaks, bandwidths and core counts come from the catalogue; what part of them is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
@@ -25,8 +20,6 @@ class Family(NamedTuple):
     """Of the peak of the dtype, by a large dense product in a burst."""
     product8: float
     """The same for 8-bit products, of their own peak."""
-    depth: float
-    """Start-up of a tile, as so much more depth of the product."""
     stream: float
     """Of the nominal memory bandwidth."""
     launch: float
@@ -36,22 +29,22 @@ class Family(NamedTuple):
 
 FAMILIES: Mapping[str, Family] = {
     "hopper": Family(
-        0.79, 0.68, 128, 0.86, 3e-6,
+        0.79, 0.68, 0.86, 3e-6,
         "public table of 370 large bf16 products on an H200: half of them above 0.786; 4.13 of 4.8 TB/s for copies measured",
     ),
-    "blackwell": Family(0.69, 0.60, 256, 0.85, 3e-6, "public table of 365 large bf16 products on a B200: half of them above 0.688"),
-    "ampere": Family(0.86, 0.77, 128, 0.86, 3e-6, "public table of 145 large bf16 products on an A100: half of them above 0.864"),
+    "blackwell": Family(0.69, 0.60, 0.85, 3e-6, "public table of 365 large bf16 products on a B200: half of them above 0.688"),
+    "ampere": Family(0.86, 0.77, 0.86, 3e-6, "public table of 145 large bf16 products on an A100: half of them above 0.864"),
     "volta": Family(
-        0.68, 0.68, 128, 0.86, 4e-6,
+        0.68, 0.68, 0.86, 4e-6,
         "set by hand on 14 published runs on V100; public tests of large fp16 products: 85 to 95 of 125 TFLOP/s",
     ),
-    "rtx-blackwell": Family(0.76, 0.72, 128, 0.88, 3e-6, "public table of large bf16 products on an RTX PRO 6000: 380 to 430 of 504 TFLOP/s"),
+    "rtx-blackwell": Family(0.76, 0.72, 0.88, 3e-6, "public table of large bf16 products on an RTX PRO 6000: 380 to 430 of 504 TFLOP/s"),
     "ada": Family(
-        0.97, 0.85, 128, 0.90, 3e-6,
+        0.97, 0.85, 0.90, 3e-6,
         "public tests on RTX 4090: 155 to 170 of 165 TFLOP/s, at clocks above nominal; data-centre cards wait for power (price.kin)",
     ),
-    "cdna": Family(0.42, 0.36, 256, 0.78, 5e-6, "public tests of large bf16 products on MI300X: 550 to 700 of 1,307 TFLOP/s; the least"),
-    "other": Family(0.70, 0.60, 128, 0.80, 5e-6, "assumed"),
+    "cdna": Family(0.42, 0.36, 0.78, 5e-6, "public tests of large bf16 products on MI300X: 550 to 700 of 1,307 TFLOP/s; the least"),
+    "other": Family(0.70, 0.60, 0.80, 5e-6, "assumed"),
 }  # fmt: skip
 
 
@@ -90,20 +83,9 @@ KERNELS: Mapping[str, Mapping[str, Kernel]] = {
 _NEAREST = {"flash-1": "flash-2", "flash-3": "flash-2", "cudnn": "flash-2"}
 _USUAL_KERNEL = Kernel(0.45, 0.38, "assumed")
 
-_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.78), (64, 64, 0.6))
-"""Rows, columns, and part of the best rate a tile of that size allows; assumed."""
-_SPLITS = (1, 2, 4, 8, 16)
-_ROUNDING = 0.5
-"""How much of an unfilled last wave is lost: less than all, since idle cores leave power to the others; assumed."""
-_PLAIN = 0.85
-"""Part of its peak that a float32 product without tensor cores reaches; assumed."""
 _SHORT = 256
 """Queries at which attention reaches half of its long-sequence rate; assumed."""
 _BLOCK = 128
-UNALIGNED = 0.125
-"""Part of its rate a batched 16-bit product keeps when its depth is no multiple of eight: older libraries then leave
-the tensor cores idle, and ordinary cores reach an eighth of their peak on A100."""
-
 
 def family(device: Device) -> str:
     """Generation of a device: hopper, ampere, cdna, ..."""
@@ -114,41 +96,6 @@ def family(device: Device) -> str:
         return "other"
     names = {7: "volta", 8: "ada" if minor in (6, 9) else "ampere", 9: "hopper", 10: "blackwell"}
     return names.get(major, "rtx-blackwell")
-
-
-def product_rate(device: Device, dtype: str) -> float:
-    """FLOP/s that large products sustain."""
-    kin = FAMILIES[family(device)]
-    part = kin.product8 if "float8" in dtype or dtype == "int8" else kin.product
-    if dtype == "float32":
-        part = _PLAIN
-    return device.peak(dtype) * part
-
-
-@lru_cache(maxsize=100_000)
-def _waves(m: int, n: int, k: int, batch: int, cores: int, depth: float) -> float:
-    """Depth of the product, in steps of one core working alone at full rate, that the best tiling takes."""
-    best = float("inf")
-    for rows, columns, part in _TILES:
-        tiles = ceil(m / rows) * ceil(n / columns) * batch
-        for split in _SPLITS:
-            waves = tiles * split / cores
-            filled = max(1.0, waves + _ROUNDING * (ceil(waves) - waves))
-            reduce = 0.0 if split == 1 else depth
-            best = min(best, filled * (k / split + depth + reduce) * rows * columns / part)
-    return best
-
-
-def gemm_seconds(m: int, n: int, k: int, *, batch: int = 1, dtype: str = "bfloat16", device: Device) -> float:
-    """A product of m×k by k×n, `batch` times, as one kernel."""
-    if min(m, n, k, batch) < 1:
-        return 0.0
-    kin = FAMILIES[family(device)]
-    one_core = product_rate(device, dtype) / device.sm_count
-    work = 2 * _waves(m, n, k, batch, device.sm_count, kin.depth) / one_core
-    width = {"float32": 4, "tf32": 4}.get(dtype, 1 if "float8" in dtype else 2)
-    moved = batch * (width * (m * k + k * n) + 2 * m * n)
-    return max(work, moved / (device.memory_bandwidth_bytes_per_second * kin.stream)) + kin.launch
 
 
 def attention_seconds(
@@ -176,9 +123,3 @@ def attention_seconds(
     used = min(1.0, blocks / device.sm_count)
     rate = device.peak("bfloat16" if "bfloat16" in device.peak_flops_per_second else "float16")
     return flops / (rate * part * used) + FAMILIES[kin].launch
-
-
-def stream_seconds(nbytes: float, device: Device, *, launches: int = 1) -> float:
-    """Memory-bound kernels that read and write `nbytes` together."""
-    kin = FAMILIES[family(device)]
-    return nbytes / (device.memory_bandwidth_bytes_per_second * kin.stream) + launches * kin.launch

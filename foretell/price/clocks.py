@@ -46,14 +46,15 @@ class Clocks:
         return cls(data["compute"], data["other"], data["exponent"])
 
 
-def slowdowns(work: Sequence[tuple[bool, float]], clocks: Clocks) -> list[float]:
-    """For ops in their order (a product or its like, seconds at burst speed): how much longer each takes; 1 for others."""
+def slowdowns(work: Sequence[tuple[float, float]], clocks: Clocks) -> list[float]:
+    """For ops in their order (seconds of products in them, seconds of all of them, at burst speed): how much longer the products
+    of each take; 1 where there are none."""
     ends = [0.0, *accumulate(seconds for _, seconds in work)]
-    busy = [0.0, *accumulate(seconds if product else 0.0 for product, seconds in work)]
+    busy = [0.0, *accumulate(products for products, _ in work)]
     found, first, last = [], 0, 0
     known: dict[int, float] = {}
-    for at, (product, _) in enumerate(work):
-        if not product:
+    for at, (products, _) in enumerate(work):
+        if not products:
             found.append(1.0)
             continue
         middle = (ends[at] + ends[at + 1]) / 2

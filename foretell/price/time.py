@@ -115,16 +115,19 @@ def op_prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
 
 
 def _at_the_limit(trace: Trace, shapes: Mapping[int, Shape], prices: dict[int, tuple[str, float]], clocks: Clocks) -> None:
-    """Slow 16-bit products down where they keep the device at its power limit. Merged ops were when they were merged."""
+    """Slow 16-bit products down where they keep the device at its power limit."""
     ops = [op for name, _ in steady(trace) for op in trace.programs[name].ops if prices[id(op)][1]]
-    hungry = [id(op) in shapes and _hungry(shapes[id(op)], prices[id(op)][0]) for op in ops]
-    factors = slowdowns([(is_hungry, prices[id(op)][1]) for op, is_hungry in zip(ops, hungry, strict=True)], clocks)
-    for op, factor in zip(ops, factors, strict=True):
+    hot = [
+        about(op).hungry_seconds if op.name == MERGED else prices[id(op)][1] if hungry(shapes[id(op)], prices[id(op)][0]) else 0.0
+        for op in ops
+    ]
+    factors = slowdowns([(part, prices[id(op)][1]) for op, part in zip(ops, hot, strict=True)], clocks)
+    for op, part, factor in zip(ops, hot, factors, strict=True):
         if factor > 1:
             family, seconds = prices[id(op)]
-            prices[id(op)] = (family, seconds * factor)
+            prices[id(op)] = (family, seconds + part * (factor - 1))
 
 
-def _hungry(shape: Shape, family: str) -> bool:
+def hungry(shape: Shape, family: str) -> bool:
     """Whether an op asks for more watts than a device may draw: products and attention on matrix units, in 16 bits or less."""
     return family in ("gemm", "attention") and "tf32" not in shape.attrs and shape.inputs[-1].dtype in HUNGRY

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from foretell.price.kernels.shapes import short
-from foretell.price.time import COMPUTE_KINDS
+from foretell.price.time import COMPUTE_KINDS, hungry, shape_of
 from foretell.search.sheet_modes import Phases
 from foretell.search.sheet_work import Prices, Work, rounded
 from foretell.simulate.memory.replay import GEMMS
@@ -222,9 +222,10 @@ class _Side:
         gradients = [made[n] for n in survive if self.storages[n].role == types.GRADIENT and n in made]
         kept = [op for op in ops if op.name == DETACH and op.phase == "backward" and any(op.inputs[0].storage == g.storage for g in gradients)]
         seconds = sum(known[id(op)][1] for op in ops)
+        hot = factors[0] * sum(known[id(op)][1] for op in ops if hungry(shape_of(op), known[id(op)][0]))
         host = self.prices.host(ops) - (self.prices.host(kept[:1]) if kept else 0.0)
         yield merged(
-            Merged(seconds * factors[0], host * factors[1], _family(ops, known), _products(ops), self._scratch(group.held)),
+            Merged(seconds * factors[0], host * factors[1], _family(ops, known), _products(ops), hot, self._scratch(group.held)),
             list(read.values()), outputs, ops[0].module, ops[0].phase, sum(op.flops or 0 for op in ops), survive,
             [number for op in ops for number in op.frees if number not in mine],
         )  # fmt: skip

@@ -89,6 +89,8 @@ class Prices:
 
     def __init__(self, machine: Machine | None, sizes: Sizes) -> None:
         self.machine, self.sizes = machine, sizes
+        self._cool = replace(machine, clocks=None) if machine is not None else None
+        """Prices of single ops, before what is computed around them slows them down."""
         self._known: dict[Shape, tuple[str, float]] = {}
         self._same: dict[Same, tuple[Op, str, float]] = {}
         """The same ops come back in each residency, on the same tuples of tensors."""
@@ -114,7 +116,7 @@ class Prices:
         if fresh:
             ops = tuple(map(_bare, fresh))
             run = Trace(programs={"": Program("", ops)}, schedule={"steady_step": (("", 1),)}, storages={}, resident=())
-            prices = op_prices(run, self.machine)
+            prices = op_prices(run, self._cool or self.machine)
             known.update((shape, prices[id(op)]) for shape, op in zip(fresh, ops, strict=True))
         for op in left:
             found[id(op)] = known[shapes[id(op)]]

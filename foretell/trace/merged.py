@@ -14,7 +14,7 @@ from foretell.trace.types import Op, Ref
 MERGED = "foretell.merged"
 NO_PRODUCT, PRODUCT, BIASED_PRODUCT = 0, 1, 2
 """Whether cuBLAS is called, and whether with a bias: it takes a workspace once for each."""
-_FIXED = 4
+_FIXED = 5
 
 
 class Merged(NamedTuple):
@@ -26,6 +26,8 @@ class Merged(NamedTuple):
     family: str
     """Of the ops that most of the seconds go to."""
     products: int = NO_PRODUCT
+    hungry_seconds: float = 0.0
+    """Of its ops that a power limit slows down."""
     scratch: tuple[int, ...] = ()
     """Bytes of each tensor that comes and goes inside and is there at the highest point."""
 
@@ -35,11 +37,13 @@ def merged(
     allocates: Sequence[int], frees: Sequence[int],
 ) -> Op:  # fmt: skip
     """One op that stands for several."""
-    attrs: tuple[int | float | str | bool, ...] = (about.seconds, about.host_seconds, about.family, about.products, *about.scratch)
+    attrs: tuple[int | float | str | bool, ...] = (
+        about.seconds, about.host_seconds, about.family, about.products, about.hungry_seconds, *about.scratch,
+    )  # fmt: skip
     return Op(MERGED, tuple(inputs), tuple(outputs), module, phase, flops, tuple(allocates), tuple(frees), attrs)
 
 
 def about(op: Op) -> Merged:
     """What a merged op says of itself."""
-    seconds, host, family, products = op.attrs[:_FIXED]
-    return Merged(float(seconds), float(host), str(family), int(products), tuple(map(int, op.attrs[_FIXED:])))
+    seconds, host, family, products, hungry = op.attrs[:_FIXED]
+    return Merged(float(seconds), float(host), str(family), int(products), float(hungry), tuple(map(int, op.attrs[_FIXED:])))

@@ -66,9 +66,9 @@ def test_the_limit_is_met() -> None:
 
 
 def test_watts_are_shared_within_a_window_and_no_further() -> None:
-    near = [(True, 1e-3), (False, 1e-3)] * 50
+    near = [(1e-3, 1e-3), (0.0, 1e-3)] * 50
     assert slowdowns(near, CLOCKS) == [1.0] * 100, "half of the time waits for memory"
-    far = [(True, 1e-3)] * 200 + [(False, 1e-3)] * 200
+    far = [(1e-3, 1e-3)] * 200 + [(0.0, 1e-3)] * 200
     found = slowdowns(far, CLOCKS)
     assert found[100] == pytest.approx(CLOCKS.slower(1.0)) and found[200:] == [1.0] * 200
     edge = int(1000 * WINDOW_SECONDS / 2)
