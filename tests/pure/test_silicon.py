@@ -58,24 +58,16 @@ def test_large_products_reach_what_the_table_shows(name: str, m: int, n: int, k:
     assert share < reached < 1
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "k", "tflops"),
-    [(8192, 8192, 8192, 737), (16384, 4096, 4096, 722), (16384, 11008, 4096, 757), (8192, 50304, 768, 585)],
-)
-def test_large_products_on_one_h200(m: int, n: int, k: int, tflops: float) -> None:
-    """Measured there in bursts of several milliseconds."""
-    shape = product(m, n, k)
-    assert 2 * m * n * k / model("H200-SXM-141GB").seconds([shape])[shape] / 1e12 == pytest.approx(tflops, rel=0.1)
-
-
 @pytest.mark.parametrize("device", ["A100", "H100", "H200", "B200", "V100", "MI300X", "RTX-4090"])
 def test_products_never_beat_the_peak(device: str) -> None:
+    """But for consumer cards, whose clocks go above nominal."""
+    most = 1.1 if device.startswith("RTX") else 1.0
     found = catalog.find(device)
     known = machine(found, profile_for(parse(device), find_profile))
     assert known is not None
     for m, n, k in ((64, 64, 64), (1000, 1000, 1000), (4096, 4096, 4096), (8192, 129, 513), (1, 4096, 4096)):
         shape = product(m, n, k)
-        assert 2 * m * n * k / known.ops.seconds([shape])[shape] / known.slower.get("gemm", 1.0) <= found.peak("float16")
+        assert 2 * m * n * k / known.ops.seconds([shape])[shape] / known.slower.get("gemm", 1.0) <= most * found.peak("float16")
 
 
 def test_a_factor_learned_from_one_layout_serves_the_others() -> None:
