@@ -28,7 +28,7 @@ from foretell.trace import cache
 from foretell.trace.types import TensorSpec
 
 KIND, SCHEMA = "foretell-profile", 1
-MODES = ("quick", "full")
+MODES = ("quick", "full", "share")
 _JSON = (".json", ".json.gz")
 _REMEDY = "measure it anew with `foretell probe`"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,26 +26,31 @@ CPU_LEAST_SCALE, CPU_SCALE_PER_CORE, CPU_MOST_SCALE = 0.001, 0.005, 0.05
 CPU_SHARE = 0.25
 """A CPU gets this share of the cases of single ops, and all of blocks, updates, rare ops and narrow ones: it is slow, its models are small."""
 
+SHARED: Mapping[str, float] = {"sizes": 0.5}
+"""Of the cases of a family, those that a probe to be shared has in its order: it is stopped by its time long before the end, and
+products of odd sizes would be half of what it measured."""
+
 _ALL: dict[str, tuple[Callable[[Draw], Call], int]] = {**FAMILIES, **BLOCKS, **RARE, **NARROW}
 _WHOLE = frozenset({*BLOCKS, *RARE, *NARROW, "update"})
 _APART = ("aten._local_scalar_dense",)
 """What the host waits for is timed among rare ops alone."""
 
 
-def order(kind: str, families: Collection[str] = _ALL) -> list[tuple[str, int]]:
-    """Every case of a full probe, in an order of which any beginning has each family in proportion."""
+def order(kind: str, families: Collection[str] = _ALL, mode: str = "full") -> list[tuple[str, int]]:
+    """Every case of a full probe, or of one to be shared, in an order of which any beginning has each family in proportion."""
     rng = random.Random(ORDER_SEED)
     placed = [
         ((index + rng.random()) / count, family, index)
-        for family, count in _counts(kind).items()
+        for family, count in _counts(kind, mode).items()
         for index in range(count)
     ]
     return [(family, index) for _, family, index in sorted(placed) if family in families]
 
 
-def _counts(kind: str) -> dict[str, int]:
+def _counts(kind: str, mode: str = "full") -> dict[str, int]:
     if kind == "cuda":
-        return {family: count for family, (_, count) in _ALL.items() if family not in NARROW}
+        shares = SHARED if mode == "share" else {}
+        return {family: round(count * shares.get(family, 1.0)) for family, (_, count) in _ALL.items() if family not in NARROW}
     return {
         family: count if family in _WHOLE else max(1, round(count * CPU_SHARE))
         for family, (_, count) in _ALL.items()
@@ -77,11 +82,11 @@ def run_case(family: str, index: int, kind: str, device: Device, clock: Clock) -
 
 
 def run_cases(
-    kind: str, device: Device, done: Collection[tuple[str, int]], until: float, families: Collection[str] = _ALL
+    kind: str, device: Device, done: Collection[tuple[str, int]], until: float, families: Collection[str] = _ALL, mode: str = "full"
 ) -> Iterator[tuple[str, int, float, Case | str]]:
     """Cases not yet done until `time.perf_counter()` says `until`: family, index, seconds spent, rows or why not."""
     plain, watchful = Clock(kind), Clock(kind, watchful=True)
-    for family, index in order(kind, families):
+    for family, index in order(kind, families, mode):
         if (family, index) in done:
             continue
         began = time.perf_counter()

@@ -60,8 +60,8 @@ _MIDDLE: tuple[dict[str, Any], ...] = (
 _SOURCE = ("model", "micro_batch", "seq", "overrides")
 
 
-def configs(kind: str) -> list[dict[str, Any]]:
-    """What is run, the most telling first."""
+def configs(kind: str, large: bool | None = None) -> list[dict[str, Any]]:
+    """What is run, the most telling first; `large`: whether the GPU has memory for large models, else torch is asked."""
     if kind == "cpu":
         known = [model for model in _MODELS if model not in _CHECKED]
         trained, asked = ([_config(model, precision="fp32", mode=mode) for model in known] for mode in ("train", "infer"))
@@ -73,7 +73,8 @@ def configs(kind: str) -> list[dict[str, Any]]:
         _config(_DEMO, clip=1.0, accumulate=3), _config(_DEMO, recompute="full"), _config("llama-tiny", recompute="full"),
     ]  # fmt: skip
     pairs = [[_config(model), _config(model, precision="fp32")] for model in models]
-    large = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > _BUSY_MEMORY_BYTES
+    if large is None:
+        large = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > _BUSY_MEMORY_BYTES
     busy = [_config(**given) for given in _BUSY] if large else []
     return [
         *(config for pair in pairs[:3] for config in pair),
