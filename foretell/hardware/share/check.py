@@ -49,6 +49,9 @@ COPIES_BYTES_PER_SECOND = 5e12
 _SIZES: Mapping[str, int] = {
     "float64": 8, "complex64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "complex128": 16,
 }  # fmt: skip
+_POSITIVE: Mapping[str, tuple[str, ...]] = {
+    "levels": ("working_set_bytes", "bytes_per_second"), "copies": ("bytes", "seconds"), "steps": ("seconds", "host_seconds"), "power": ("watts",),
+}  # fmt: skip
 _UNARY = ("aten.gelu.", "aten.relu.", "aten.exp.", "aten.tanh.", "aten.silu.", "aten.sigmoid.", "aten._to_copy.", "aten.neg.", "aten.sqrt.")
 """Ops that read and write every element once."""
 
@@ -118,8 +121,7 @@ def _numbers(shared: Shared) -> Iterator[str]:
             return
     if rows and sum(row.seconds <= 0 for row in rows) > MOST_ZEROS * len(rows):
         yield f"{sum(row.seconds <= 0 for row in rows)} of {len(rows)} rows take no time"
-    positive = (("levels", ("working_set_bytes", "bytes_per_second")), ("copies", ("bytes", "seconds")), ("steps", ("seconds", "host_seconds")), ("power", ("watts",)))
-    for part, names in positive:
+    for part, names in _POSITIVE.items():
         for entry in getattr(measured, part):
             for name in names:
                 if not entry[name] > 0:
@@ -153,11 +155,11 @@ def _missing(shared: Shared) -> Iterator[str]:
 
 def _references(shared: Shared, device: Device) -> Iterator[str]:
     """Reference steps are the probe's own: what a file names is traced when it is added, so it must name nothing else."""
-    from foretell.hardware.probe.steps import configs, name_of
+    from foretell.hardware.probe.steps import configs
 
-    known = {name_of(config) for config in configs("cpu" if device.backend == "cpu" else "cuda", large=True)}
+    known = configs("cpu" if device.backend == "cpu" else "cuda", large=True)
     for step in shared.measured.steps:
-        if name_of(step["config"]) not in known:
+        if step["config"] not in known:
             yield f"the reference step {str(step['config'].get('model'))!r} is none that a probe runs"
             return
 
@@ -169,7 +171,8 @@ def _too_fast(shared: Shared, device: Device) -> Iterator[str]:
             continue
         dtype, rate = found
         if rate > _most_flops(device, dtype):
-            yield f"one {row.name} in {dtype} runs at {rate / 1e12:,.4g} TFLOP/s, and {device.name} reaches {_most_flops(device, dtype) / ABOVE / 1e12:,.4g}"
+            most = _most_flops(device, dtype) / ABOVE
+            yield f"one {row.name} in {dtype} runs at {rate / 1e12:,.4g} TFLOP/s, and {device.name} reaches {most / 1e12:,.4g}"
             return
     most, cache = _most_bytes(device), device.l2_bytes or 0
     large = [level for level in shared.measured.levels if level["working_set_bytes"] > 4 * cache]
@@ -197,10 +200,12 @@ def _too_slow(shared: Shared, device: Device) -> Iterator[str]:
     share = 1.0 if device.backend != "cpu" else 0.05
     reached = max(best.values(), default=0.0)
     if reached < LEAST_OF_PEAK * share:
-        yield f"the best product reaches {100 * reached:.2g} % of the peak of {device.name}: seconds in other units, another device, or one that was in use"
+        why = "seconds in other units, another device, or one that was in use"
+        yield f"the best product reaches {100 * reached:.2g} % of the peak of {device.name}: {why}"
     fastest = max((level["bytes_per_second"] for level in shared.measured.levels), default=0.0)
     if fastest < LEAST_OF_BANDWIDTH * share * device.memory_bandwidth_bytes_per_second:
-        yield f"memory moves at most {fastest / 1e9:,.4g} GB/s of the {device.memory_bandwidth_bytes_per_second / 1e9:,.0f} that {device.name} has: other units, or a device that was in use"
+        told = f"{fastest / 1e9:,.4g} GB/s of the {device.memory_bandwidth_bytes_per_second / 1e9:,.0f} that {device.name} has"
+        yield f"memory moves at most {told}: other units, or a device that was in use"
 
 
 def _others(shared: Shared, device: Device) -> Iterator[str]:

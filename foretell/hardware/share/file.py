@@ -79,11 +79,12 @@ class Shared:
 
 def device_of(figures: Mapping[str, Any], source: str) -> Device:
     """A device from the figures of a file, each said to come from there."""
-    given = {name: figures.get(name) for name in FIGURES}
+    given: dict[str, Any] = {name: figures.get(name) for name in FIGURES}
     capability = given["compute_capability"]
     given["compute_capability"] = tuple(capability) if capability else None
-    sources = {name: f"shared probe: {source}" for name in FIGURES[4:]}
-    return Device(**{**given, "verified": True, "sources": sources, "usual_per_node": given["usual_per_node"] or 1})
+    sources = dict.fromkeys(FIGURES[4:], f"shared probe: {source}")
+    given |= {"verified": True, "sources": sources, "usual_per_node": given["usual_per_node"] or 1}
+    return Device(**given)
 
 
 # ---------------------------------------------------------------- writing
@@ -294,13 +295,14 @@ def _shared(data: Mapping[str, Any]) -> Shared:
     if unknown:
         raise Mismatch(unknown[0], "is no field of a shared probe")
     content: _Content = value_of(_Content, data)
-    strange = sorted(set(data["about"]) - {item.name for item in fields(About)} | set(content.about.figures) - set(FIGURES))
+    strange = sorted((set(data["about"]) - {item.name for item in fields(About)}) | (set(content.about.figures) - set(FIGURES)))
     if strange:
         raise Mismatch(f"about.{strange[0]}", "is no field of a shared probe")
     if not re.fullmatch(r"\d{4}-\d\d-\d\d", content.about.date):
         raise Mismatch("about.date", f"is {shown(content.about.date)} and should be a day, like 2026-11-15")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 ._()+-]{0,79}", content.about.device) or content.about.device != content.about.figures.get("name"):
-        raise Mismatch("about.device", f"is {shown(content.about.device)}, and its figures are of {shown(content.about.figures.get('name'))}")
+    name, of = content.about.device, content.about.figures.get("name")
+    if name != of or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", name):
+        raise Mismatch("about.device", f"is {shown(name)}, and its figures are of {shown(of)}")
     measured = Measured(
         about=content.about, mode=MODE, cases=unpacked(content.ops), missing=content.missing, clocks=content.clocks,
         launch=content.launch, **{name: tuple(data[name]) for name in ("steps", "levels", "copies", "power")},
@@ -310,7 +312,7 @@ def _shared(data: Mapping[str, Any]) -> Shared:
         collectives=tuple(data["collectives"]), links=content.links,
     )  # fmt: skip
     try:
-        found.device  # noqa: B018: a device that cannot be is refused by itself
+        assert found.device.name  # a device that cannot be is refused by itself
     except (UserError, TypeError) as error:
         raise Mismatch("about.figures", f"are no device's: {error}") from None
     return found

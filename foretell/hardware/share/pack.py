@@ -90,9 +90,9 @@ def unpacked(columns: Mapping[str, Any]) -> tuple[Case, ...]:
             rows = []
             for op in ops:
                 name, inputs, outputs, attrs = columns["patterns"][_index(op)]
-                sides = (tuple(specs[_index(one)] for one in side) for side in (inputs, outputs))
+                read, written = (tuple(specs[_index(one)] for one in side) for side in (inputs, outputs))
                 rows.append(OpRow(
-                    columns["names"][_index(name)], *sides, tuple(columns["attrs"][_index(attrs)]), ns[at] * NANO,
+                    columns["names"][_index(name)], read, written, tuple(columns["attrs"][_index(attrs)]), ns[at] * NANO,
                     spread[at] / 100, host[at] * NANO,
                 ))  # fmt: skip
                 at += 1
