@@ -24,7 +24,7 @@ from foretell.files import write_atomically
 from foretell.hardware.catalog import devices as catalogue
 from foretell.hardware.probe import journal, machine, ops, run
 from foretell.hardware.profile import folder
-from foretell.hardware.share.check import refuse
+from foretell.hardware.share.check import complaints
 from foretell.hardware.share.file import END, MOST_BYTES, Shared, read, shared_of, write
 
 Progress = Callable[[str, float], None]
@@ -54,12 +54,9 @@ def share(device: str, *, out: Path | None = None, resume: bool = False, force: 
     progress("checking", 0.98)
     content = write(made)
     shared = read(content, str(out))
-    try:
-        refuse(shared, str(out))
-    except UserError as error:
-        found = error.problem.partition(": ")[2]
-        again = "run it again when the machine is idle; what was measured is kept, and --resume measures what is missing"
-        raise UserError(f"nothing was written, since the measurements cannot be right: {found}", again) from None
+    found = next(complaints(shared), None)
+    if found is not None:
+        raise UserError(f"nothing was written, since the measurements cannot be right: {found}", "run it again when the machine is idle")
     _anonymous(content, shared)
     if len(content) > MOST_BYTES:
         raise InternalError(f"a shared probe of {len(content):,} bytes, and at most {MOST_BYTES:,} are allowed")

@@ -46,7 +46,7 @@ FIGURES = (
 """Of a device, what a file says."""
 _WORDS = re.compile(r"[A-Za-z0-9 ._,:;+()@%=<>'-]*")
 """The alphabet of texts: no path can be written in it."""
-_IDENTITY = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-|GPU-[0-9a-f]|([0-9a-f]{2}:){5}[0-9a-f]{2}|\b\d{1,3}(\.\d{1,3}){3}\b", re.I)
+_IDENTITY = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-|GPU-[0-9a-f]{8}|([0-9a-f]{2}:){5}[0-9a-f]{2}|\b\d{1,3}(\.\d{1,3}){3}\b", re.I)
 """UUIDs, GPU identities, addresses of network cards and of machines."""
 _STEP = ("config", "seconds", "spread", "host_seconds", "busy_seconds", "steps", "watts")
 
