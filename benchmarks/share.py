@@ -50,7 +50,7 @@ def subset(budget: float | None = None) -> Any:
             spent[name_of(entry.content["config"])] = entry.spent
     known = {name_of(step["config"]): step for step in whole.steps}
     order = [known[name_of(config)] for config in configs("cuda", large=True) if name_of(config) in known]
-    steps = list(_while(order, [spent[name_of(step["config"])] for step in order], run.STEPS_SHARE["cuda"] * budget))
+    steps = list(_while(order, [spent[name_of(step["config"])] for step in order], run.SHARED_STEPS_SHARE * budget))
     cases = {(case.family, case.number): case for case in whole.cases}
     drawn = [cases[key] for key in ops.order("cuda", mode="share") if key in cases]
     left = budget - OTHERS_SECONDS - run.POWER_SECONDS["share"] - sum(spent[name_of(step["config"])] for step in steps)

@@ -185,7 +185,7 @@ def _summary(device: Device) -> tuple[str, ...]:
         figure(device.tdp_watts, 0, "tdp_watts"),
         usual(device, device.usual_per_node).intra.name,
         "-" if price is None else f"{price:.2f}",
-        profile_source(device)[0].replace("none", "-"),
+        kind if (kind := profile_source(device)[0]) in ("own", "shared", "yes") else "-",
     )
 
 

@@ -26,9 +26,12 @@ CPU_LEAST_SCALE, CPU_SCALE_PER_CORE, CPU_MOST_SCALE = 0.001, 0.005, 0.05
 CPU_SHARE = 0.25
 """A CPU gets this share of the cases of single ops, and all of blocks, updates, rare ops and narrow ones: it is slow, its models are small."""
 
-SHARED: Mapping[str, float] = {"sizes": 0.5}
-"""Of the cases of a family, those that a probe to be shared has in its order: it is stopped by its time long before the end, and
-products of odd sizes would be half of what it measured."""
+SHARED: Mapping[str, float] = {
+    "sizes": 0.5, **dict.fromkeys(("masked", "spectra", "singular", "eigen", "functions", "orthogonal", "borders", "few_lanes"), 0.5),
+    **dict.fromkeys(("fourier", "complex_product", "update"), 2.0),
+}  # fmt: skip
+"""How much denser a family's cases come in a probe to be shared, which is stopped by its time long before the end: fewer of those
+that take long or are many, more of those that are few in all."""
 
 _ALL: dict[str, tuple[Callable[[Draw], Call], int]] = {**FAMILIES, **BLOCKS, **RARE, **NARROW}
 _WHOLE = frozenset({*BLOCKS, *RARE, *NARROW, "update"})
@@ -39,18 +42,18 @@ _APART = ("aten._local_scalar_dense",)
 def order(kind: str, families: Collection[str] = _ALL, mode: str = "full") -> list[tuple[str, int]]:
     """Every case of a full probe, or of one to be shared, in an order of which any beginning has each family in proportion."""
     rng = random.Random(ORDER_SEED)
+    denser = SHARED if mode == "share" else {}
     placed = [
-        ((index + rng.random()) / count, family, index)
-        for family, count in _counts(kind, mode).items()
+        ((index + rng.random()) / count / denser.get(family, 1.0), family, index)
+        for family, count in _counts(kind).items()
         for index in range(count)
     ]
-    return [(family, index) for _, family, index in sorted(placed) if family in families]
+    return [(family, index) for place, family, index in sorted(placed) if family in families and place <= 1]
 
 
-def _counts(kind: str, mode: str = "full") -> dict[str, int]:
+def _counts(kind: str) -> dict[str, int]:
     if kind == "cuda":
-        shares = SHARED if mode == "share" else {}
-        return {family: round(count * shares.get(family, 1.0)) for family, (_, count) in _ALL.items() if family not in NARROW}
+        return {family: count for family, (_, count) in _ALL.items() if family not in NARROW}
     return {
         family: count if family in _WHOLE else max(1, round(count * CPU_SHARE))
         for family, (_, count) in _ALL.items()

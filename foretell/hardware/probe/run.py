@@ -28,6 +28,8 @@ BUDGET_SECONDS = {
 """A probe to be shared ends within five minutes, start and ranks included."""
 STEPS_SHARE = {"cuda": 0.2, "cpu": 0.25}
 """Of the time, for reference steps."""
+SHARED_STEPS_SHARE = 0.27
+"""The same of a probe to be shared: with few steps the host is judged too quick."""
 POWER_SECONDS = {"quick": 7.0, "full": 18.0, "share": 14.0}
 """Kept for watts, at most a third of what there is."""
 LEAST_STEPS = {
@@ -200,7 +202,7 @@ class _Run:
 
     def _steps(self) -> None:
         done = {steps.name_of(entry.content["config"]) for entry in self.book.entries if entry.stage == "step"}
-        until = min(self.end, time.perf_counter() + STEPS_SHARE[self.kind] * self.budget)
+        until = min(self.end, time.perf_counter() + (SHARED_STEPS_SHARE if self.mode == "share" else STEPS_SHARE[self.kind]) * self.budget)
         least = LEAST_STEPS[self.kind, self.mode]
         for spent, row in steps.run_steps(self.kind, done, until, STEP_SECONDS[self.mode], least):
             self.book.add("step", spent, row)
