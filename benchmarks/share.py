@@ -79,12 +79,13 @@ def shared(budget: float | None = None) -> Any:
     return found
 
 
-def fit(out: Path, budget: float | None) -> None:
+def fit(out: Path, budget: float | None, given: Path | None = None) -> None:
     from foretell.api import fit_profile
     from foretell.hardware.catalog import find
     from foretell.hardware.profile import save
+    from foretell.hardware.share.file import load
 
-    measured = shared(budget).measured
+    measured = (load(given) if given else shared(budget)).measured
     began = time.perf_counter()
     save(fit_profile(measured, find(DEVICE)), out)
     print(f"{len(measured.rows):,} rows fitted in {time.perf_counter() - began:.0f} s: {out}", flush=True)
@@ -159,6 +160,7 @@ def tell(path: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", type=Path, help="write the profile of the subset here")
+    parser.add_argument("--file", type=Path, help="with --fit: a shared probe that was really measured, in place of the subset")
     parser.add_argument("--profile", type=Path, help="compare this profile with the full probe's")
     parser.add_argument("--budget", type=float, help="seconds of the shared probe; as `foretell probe --share` has it by default")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further prediction after so long")
@@ -167,7 +169,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if options.fit:
-        fit(options.fit, options.budget)
+        fit(options.fit, options.budget, options.file)
     if options.profile:
         compare(options.profile, options.out, options.seconds)
     if options.profile or options.tell:

@@ -184,10 +184,10 @@ def test_a_text_that_tells_more_is_refused(small: bytes, text: str) -> None:
 
 def test_a_host_name_in_the_file_stops_the_writing(small: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     found = file.read(changed(small, lambda data: data["about"].__setitem__("python", "gpu-box-17")), "f")
-    measuring._anonymous(small, found)
+    measuring._anonymous(found)
     monkeypatch.setattr(platform, "node", lambda: "gpu-box-17.example.org")
     with pytest.raises(Exception, match="names this machine"):
-        measuring._anonymous(file.write(found), found)
+        measuring._anonymous(found)
 
 
 # ---------------------------------------------------------------- lies and damage

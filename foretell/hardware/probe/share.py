@@ -32,6 +32,7 @@ RANKS_SECONDS = 40.0
 """That collectives between the GPUs of a machine may take; what takes longer is left out and said to be missing."""
 ALL_SECONDS = 285.0
 """After which no ranks are begun any more."""
+_MACHINES = ("x86_64", "aarch64", "arm64")
 
 
 def share(device: str, *, out: Path | None = None, resume: bool = False, force: bool = False, progress: Progress) -> tuple[Shared, Path]:
@@ -57,7 +58,7 @@ def share(device: str, *, out: Path | None = None, resume: bool = False, force: 
     found = next(complaints(shared), None)
     if found is not None:
         raise UserError(f"nothing was written, since the measurements cannot be right: {found}", "run it again when the machine is idle")
-    _anonymous(content, shared)
+    _anonymous(shared)
     if len(content) > MOST_BYTES:
         raise InternalError(f"a shared probe of {len(content):,} bytes, and at most {MOST_BYTES:,} are allowed")
     _kept(out, content)
@@ -89,24 +90,22 @@ def _kept(out: Path, content: bytes) -> None:
 # ---------------------------------------------------------------- nobody's machine
 
 
-def _anonymous(content: bytes, shared: Shared) -> None:
-    """The file's alphabet has no paths; this looks for the very names of this machine and its user as well."""
-    import gzip
-
-    text = gzip.decompress(content).decode().casefold()
+def _anonymous(shared: Shared) -> None:
+    """The file's alphabet has no paths, and its other texts are words of the probe; this looks for the names of this machine and of
+    its user among what the machine says of itself."""
     about = shared.measured.about
-    public = " ".join((about.device, about.reported_as, about.host_cpu, about.backend)).casefold()
+    text = " ".join((about.torch, about.python, about.driver or "", about.reported_as, about.host_cpu)).casefold()
     for name in _names():
-        if re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", text) and name not in public:
+        if re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", text):
             raise InternalError("the shared probe names this machine, its user or a folder of it; nothing was written")
 
 
 def _names() -> Iterator[str]:
-    """What this machine and its user are called; a name that many have, or that is a word of the file itself, tells nothing."""
+    """What this machine and its user are called; a name that is a word for processors tells nothing."""
     found = {platform.node(), platform.node().partition(".")[0], str(Path.home()), os.getcwd()}
     with contextlib.suppress(KeyError, OSError, ImportError):
         found.add(getpass.getuser())
-    common = {"", "root", "user", "ubuntu", "admin", "localhost", "cuda", "cpu", "host", "seed", "ops", "torch", "share", "/"}
+    common = {"nvidia", "amd", "intel", "arm", "cpu", "gpu", "root", "apple", "xeon", "ryzen", "epyc", "linux", *_MACHINES}
     yield from (name.casefold() for name in found if name.casefold() not in common and len(name) > 2)
 
 
