@@ -30,7 +30,7 @@ JOURNAL = HERE.parent / "foretell" / "hardware" / "profiles" / f"{NAME}.rows.jso
 OUT = HERE / "results" / "share.jsonl"
 SIZES_SECONDS = 0.009
 """Of a case of the family `sizes`: the journal does not say."""
-OTHERS_SECONDS = 12.0
+OTHERS_SECONDS = 10.0
 """Start, launches, levels, copies and disk, before steps and ops."""
 
 
@@ -38,7 +38,7 @@ def subset(budget: float | None = None) -> Any:
     """What a shared probe would have measured of the journal's rows on the H200 that most of them are of."""
     from foretell.hardware.probe import ops, run
     from foretell.hardware.probe.journal import gather, read
-    from foretell.hardware.probe.steps import configs, name_of
+    from foretell.hardware.probe.steps import _HEAVY, _config, configs, name_of
 
     budget = budget or run.BUDGET_SECONDS["cuda", "share"]
     whole = gather(JOURNAL)
@@ -47,9 +47,12 @@ def subset(budget: float | None = None) -> Any:
         if entry.stage == "ops":
             spent[tuple(entry.content["case"])] = entry.spent or SIZES_SECONDS
         elif entry.stage == "step":
-            spent[name_of(entry.content["config"])] = entry.spent
+            step = entry.content
+            wanted = max(run.LEAST_STEPS["cuda", "share"], int(run.STEP_SECONDS["share"] / step["seconds"]) + 1)
+            spent[name_of(step["config"])] = entry.spent - max(0, step["steps"] - wanted) * step["seconds"]
     known = {name_of(step["config"]): step for step in whole.steps}
-    order = [known[name_of(config)] for config in configs("cuda", large=True) if name_of(config) in known]
+    heavy = [name_of(_config(**given)) for given in _HEAVY]
+    order = [known[name] for name in map(name_of, configs("cuda", large=True)) if name in known and name not in heavy]
     steps = list(_while(order, [spent[name_of(step["config"])] for step in order], run.SHARED_STEPS_SHARE * budget))
     cases = {(case.family, case.number): case for case in whole.cases}
     drawn = [cases[key] for key in ops.order("cuda", mode="share") if key in cases]

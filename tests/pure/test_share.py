@@ -470,7 +470,7 @@ def test_files_that_contradict_each_other_are_named_and_the_band_holds_both(
 # ---------------------------------------------------------------- killed in the middle
 
 
-@pytest.mark.parametrize("where", ["fit_profile", "save", "added.write"])
+@pytest.mark.parametrize("where", ["save", "added.write"])
 def test_killed_in_the_middle_nothing_half_is_left(where: str, small: bytes, tmp_path: Path, cache_dir: Path, quick_fit: None) -> None:
     """Killed as by SIGKILL before the index is written: nothing counts, and the next addition clears it away."""
     path = put(tmp_path, "x", small)
@@ -514,6 +514,7 @@ def test_a_spoiled_index_counts_for_nothing(small: bytes, tmp_path: Path, cache_
 # ---------------------------------------------------------------- fitted for real, and measured
 
 
+@pytest.mark.slow(reason="fits a profile; test_calibrate.py has the fitting itself, and tests above all that is around it")
 def test_rows_of_a_shared_file_are_fitted_as_a_probe_is(small: bytes, tmp_path: Path, cache_dir: Path) -> None:
     done = shared.add([put(tmp_path, "x", small)])
     profile = find_profile(H200)
@@ -568,3 +569,37 @@ def test_every_file_of_the_hub_can_be_believed(path: Path) -> None:
 def test_the_hub_says_how_to_share() -> None:
     text = (HUB / "README.md").read_text()
     assert "foretell probe --share" in text and "foretell hardware add" in text
+
+
+# ---------------------------------------------------------------- several GPUs, and ones that nobody knows
+
+
+def test_several_gpus_add_what_joins_them(whole: Measured, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe of ranks gets its share of the five minutes; where it fails the file says so."""
+    one = {"op": "all_reduce", "ranks": 8, "nodes": 1, "backend": "nccl", "spread": 0.1}
+    rows = tuple({**one, "bytes": 2**20 * n, "seconds": 1e-4 * n} for n in (1, 4))
+    links = tuple(tuple(0.0 if a == b else 4e11 for b in range(8)) for a in range(8))
+    asked: list[float] = []
+
+    def probe(*_: Any, seconds: float, **__: Any) -> Measured:
+        asked.append(seconds)
+        return few(whole)
+
+    monkeypatch.setattr(measuring.machine, "choose", lambda asked: "cuda")
+    monkeypatch.setattr(measuring.machine, "refuse_busy", lambda: None)
+    monkeypatch.setattr(measuring.machine, "device_of", lambda kind: catalog.find(H200))
+    monkeypatch.setattr(measuring.run, "probe", probe)
+    monkeypatch.setattr(measuring, "_cards", lambda: 8)
+    for found, missing in (({"collectives": rows, "links": links}, ()), (None, ("ranks",))):
+        monkeypatch.setattr(measuring, "_ranks", lambda count, seconds, found=found: found)
+        made, _ = measuring.share("auto", out=tmp_path / "x.foretell.json.gz", progress=lambda doing, share: None)
+        assert made.measured.missing == missing and len(made.collectives) == (2 if found else 0)
+    assert made.links is None and asked[0] + measuring.RANKS_SECONDS <= run.BUDGET_SECONDS["cuda", "share"] + 1e-9
+
+
+def test_an_unknown_gpu_has_a_name_of_its_own() -> None:
+    from foretell.hardware.probe.unfamiliar import name_of
+
+    assert name_of("NVIDIA GeForce RTX 4060 Ti", 16 * 2**30) == "RTX-4060-Ti-16GB"
+    assert name_of("AMD Radeon PRO W7900 (gfx1100)", 48 * 2**30) == "PRO-W7900-48GB"
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name_of("NVIDIA", 2**30))

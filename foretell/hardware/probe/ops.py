@@ -27,8 +27,8 @@ CPU_SHARE = 0.25
 """A CPU gets this share of the cases of single ops, and all of blocks, updates, rare ops and narrow ones: it is slow, its models are small."""
 
 SHARED: Mapping[str, float] = {
-    "sizes": 0.5, **dict.fromkeys(("masked", "spectra", "singular", "eigen", "functions", "orthogonal", "borders", "few_lanes"), 0.5),
-    **dict.fromkeys(("fourier", "complex_product", "update"), 2.0),
+    "sizes": 0.7, **dict.fromkeys(("masked", "spectra", "singular", "eigen", "functions", "orthogonal", "borders", "few_lanes"), 0.25),
+    **dict.fromkeys(("fourier", "complex_product", "update"), 2.0), **dict.fromkeys(("linear", "batched", "norm", "unary", "binary"), 1.5),
 }  # fmt: skip
 """How much denser a family's cases come in a probe to be shared, which is stopped by its time long before the end: fewer of those
 that take long or are many, more of those that are few in all."""

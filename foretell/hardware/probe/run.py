@@ -22,7 +22,7 @@ Progress = Callable[[str, float], None]
 """Told what is being done, and which share of the whole is behind."""
 
 BUDGET_SECONDS = {
-    ("cuda", "quick"): 35.0, ("cuda", "full"): 360.0, ("cuda", "share"): 245.0,
+    ("cuda", "quick"): 35.0, ("cuda", "full"): 360.0, ("cuda", "share"): 255.0,
     ("cpu", "quick"): 15.0, ("cpu", "full"): 150.0, ("cpu", "share"): 150.0,
 }  # fmt: skip
 """A probe to be shared ends within five minutes, start and ranks included."""
@@ -204,7 +204,8 @@ class _Run:
         done = {steps.name_of(entry.content["config"]) for entry in self.book.entries if entry.stage == "step"}
         until = min(self.end, time.perf_counter() + (SHARED_STEPS_SHARE if self.mode == "share" else STEPS_SHARE[self.kind]) * self.budget)
         least = LEAST_STEPS[self.kind, self.mode]
-        for spent, row in steps.run_steps(self.kind, done, until, STEP_SECONDS[self.mode], least):
+        heavy = self.mode != "share"
+        for spent, row in steps.run_steps(self.kind, done, until, STEP_SECONDS[self.mode], least, heavy=heavy):
             self.book.add("step", spent, row)
             self._tell(f"steps of {row['config']['model']}")
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from foretell.hardware.share.file import END, MOST_BYTES, Shared, read, shared_o
 Progress = Callable[[str, float], None]
 RANKS_SECONDS = 40.0
 """That collectives between the GPUs of a machine may take; what takes longer is left out and said to be missing."""
-ALL_SECONDS = 285.0
+ALL_SECONDS = 290.0
 """After which no ranks are begun any more."""
 _MACHINES = ("x86_64", "aarch64", "arm64")
 
@@ -45,19 +46,23 @@ def share(device: str, *, out: Path | None = None, resume: bool = False, force: 
     out = out or Path(default_name(name))
     _writable(out)
     rows = folder() / f"{name}.share.rows.jsonl"
-    measured = run.probe(kind, "share", journal=rows, resume=resume, force=True, progress=progress)
+    cards = _cards() if kind == "cuda" else 1
+    budget = run.BUDGET_SECONDS[kind, "share"] - (RANKS_SECONDS if cards > 1 else 0.0)
+    measured = run.probe(kind, "share", journal=rows, seconds=budget, resume=resume, force=True, progress=progress)
     fabric: dict[str, Any] = {"collectives": (), "links": None}
-    if kind == "cuda" and _cards() > 1:
+    if cards > 1:
         progress("collectives between GPUs", 0.95)
-        fabric = _ranks(_cards(), ALL_SECONDS - (time.monotonic() - began)) or fabric
+        found = _ranks(cards, ALL_SECONDS - (time.monotonic() - began))
+        fabric = found or fabric
+        measured = measured if found else replace(measured, missing=(*measured.missing, "ranks: could not be measured"))
     known = any(one.name == measured.about.device for one in catalogue())
     made = shared_of(measured, known=known, seed=ops.ORDER_SEED, **fabric)
     progress("checking", 0.98)
     content = write(made)
     shared = read(content, str(out))
-    found = next(complaints(shared), None)
-    if found is not None:
-        raise UserError(f"nothing was written, since the measurements cannot be right: {found}", "run it again when the machine is idle")
+    wrong = next(complaints(shared), None)
+    if wrong is not None:
+        raise UserError(f"nothing was written, since the measurements cannot be right: {wrong}", "run it again when the machine is idle")
     _anonymous(shared)
     if len(content) > MOST_BYTES:
         raise InternalError(f"a shared probe of {len(content):,} bytes, and at most {MOST_BYTES:,} are allowed")

@@ -40,6 +40,8 @@ _BUSY: tuple[dict[str, Any], ...] = (
     {"model": "unet", "micro_batch": 8}, {"model": "llama3-1b", "micro_batch": 2, "seq": 2048},
 )  # fmt: skip
 """Steps that keep a large GPU busy: how much longer ops take inside a step, and at which power."""
+_HEAVY = _BUSY[-1:]
+"""Steps whose model takes as long to build as twenty others."""
 _BUSY_MEMORY_BYTES = 60e9
 """A GPU with less memory runs the small models only."""
 _MIDDLE: tuple[dict[str, Any], ...] = (
@@ -98,10 +100,12 @@ def _config(model: str, micro_batch: int = MICRO_BATCH, **recipe: Any) -> dict[s
 
 
 def run_steps(
-    kind: str, done: Collection[str], until: float, least_seconds: float, least_steps: int
+    kind: str, done: Collection[str], until: float, least_seconds: float, least_steps: int, *, heavy: bool = True
 ) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Steps of configurations whose name is not yet done: seconds spent, and what was found."""
+    """Steps of configurations whose name is not yet done: seconds spent, and what was found; `heavy`: those too that take long to build."""
     for config in configs(kind):
+        if not heavy and config in [_config(**given) for given in _HEAVY]:
+            continue
         began = time.perf_counter()
         if began >= until:
             return
