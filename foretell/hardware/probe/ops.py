@@ -26,17 +26,20 @@ CPU_LEAST_SCALE, CPU_SCALE_PER_CORE, CPU_MOST_SCALE = 0.001, 0.005, 0.05
 CPU_SHARE = 0.25
 """A CPU gets this share of the cases of single ops, and all of blocks, updates, rare ops and narrow ones: it is slow, its models are small."""
 
-SHARED: Mapping[str, float] = {
-    "sizes": 0.7, **dict.fromkeys(("masked", "spectra", "singular", "eigen", "functions", "orthogonal", "borders", "few_lanes"), 0.25),
-    **dict.fromkeys(("fourier", "complex_product", "update"), 2.0), **dict.fromkeys(("linear", "batched", "norm", "unary", "binary"), 1.5),
-}  # fmt: skip
-"""How much denser a family's cases come in a probe to be shared, which is stopped by its time long before the end: fewer of those
-that take long or are many, more of those that are few in all."""
-
 _ALL: dict[str, tuple[Callable[[Draw], Call], int]] = {**FAMILIES, **BLOCKS, **RARE, **NARROW}
 _WHOLE = frozenset({*BLOCKS, *RARE, *NARROW, "update"})
 _APART = ("aten._local_scalar_dense",)
 """What the host waits for is timed among rare ops alone."""
+
+
+_LONG = ("masked", "spectra", "singular", "eigen", "functions", "orthogonal", "borders", "few_lanes")
+_SHORT = (
+    "linear", "batched", "norm", "unary", "binary", "reduction", "indexing", "movement", "softmax", "loss", "fourier", "complex_product", "update",
+    "grouped", "images", "scores", "mixing", "routing", "messages",
+)  # fmt: skip
+SHARED: Mapping[str, float] = {**dict.fromkeys(RARE, 0.5), **dict.fromkeys(_LONG, 0.25), **dict.fromkeys(_SHORT, 2.0), "head": 0.5}
+"""How much denser a family's cases come in a probe to be shared, which is stopped by its time long before the end: more of those that
+give many rows a second, fewer of those that take long and that few steps have."""
 
 
 def order(kind: str, families: Collection[str] = _ALL, mode: str = "full") -> list[tuple[str, int]]:
