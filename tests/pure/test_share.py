@@ -126,7 +126,7 @@ def test_the_same_measurements_give_the_same_bytes(whole: Measured, small: bytes
 def test_the_same_seed_gives_the_same_cases() -> None:
     first = ops.order("cuda", mode="share")
     assert first == ops.order("cuda", mode="share") and set(first) < set(ops.order("cuda"))
-    begun = first[: len(first) // 4]
+    begun = first[: len(first) // 3]
     assert {family for family, _ in first} == {family for family, _ in begun}, "any beginning has every family"
 
 
