@@ -5,7 +5,8 @@
     python benchmarks/share.py --tell                          the medians of rows that were predicted before
 
 No GPU: the subset is taken from the journal of the full probe (foretell/hardware/profiles), case by case in the order of a shared
-probe until its time is up, by the seconds that each case took there. Steps are those of results/ that bands are calibrated on.
+probe until its time is up, by the seconds that each case took there. Steps are those of results/ that bands are calibrated on. Rows of
+results/share.jsonl that say `fresh` had no part in the choice of cases.
 """
 
 from __future__ import annotations
