@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from foretell.hardware.profile import Measured, Profile
+    from foretell.hardware.share.file import Shared
     from foretell.hardware.types import Device
     from foretell.plan.types import Plan
+    from foretell.price.shared import Addition
     from foretell.price.time import Machine
     from foretell.prove.zoo_rows import Row
     from foretell.search.choose import Choice
@@ -545,6 +547,7 @@ def probe_machine(
     from foretell.hardware.probe.machine import device_of
     from foretell.hardware.probe.run import probe
     from foretell.hardware.profile import journal_path, own_path, save
+    from foretell.price.fit import fit_profile
 
     journal = journal_path(out) if out else None
     measured = probe(device, mode, journal=journal, resume=resume, force=force, progress=progress)
@@ -555,19 +558,24 @@ def probe_machine(
 
 def fit_profile(measured: Measured, device: Device) -> Profile:
     """The profile of what was measured: ops, host, the step around them, watts."""
-    from foretell.hardware.probe.steps import parts
-    from foretell.price.calibrate import calibrate
-    from foretell.trace.capture import capture
-    from foretell.trace.load import load
+    from foretell.price import fit
 
-    capability = None if device.backend == "cpu" else device.compute_capability or (9, 0)
-    steps = []
-    with no_collection():
-        for step in measured.steps:
-            source, recipe = parts(step["config"])
-            steps.append((step, capture(partial(load, source), recipe, capability=capability)))
-        found = calibrate(measured, device, steps)
-    profile = measured.profile(
-        ops=found.ops.to_dict(), host=found.host.to_dict(), fitted=found.fitted(), accuracy=found.accuracy()
-    )
-    return replace(profile, figures=device.to_dict())
+    return fit.fit_profile(measured, device)
+
+
+def share_machine(
+    device: str, *, out: Path | None = None, resume: bool = False, force: bool = False,
+    progress: Callable[[str, float], None] = lambda doing, share: None,
+) -> tuple[Shared, Path]:  # fmt: skip
+    """Measure this machine within five minutes into one small file for others: anonymous, checked, nothing fitted. `out` is
+    named after the device unless given."""
+    from foretell.hardware.probe.share import share
+
+    return share(device, out=out, resume=resume, force=force, progress=progress)
+
+
+def add_shared(paths: Sequence[str | Path], progress: Callable[[str, float], None] = lambda doing, share: None) -> Addition:
+    """Check probes that others shared, fit them and keep them beside own profiles: predictions rest on them from then on."""
+    from foretell.price.shared import add
+
+    return add(paths, progress)

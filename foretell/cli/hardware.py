@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from foretell.cli import common
+from foretell.errors import UserError
 
 if TYPE_CHECKING:
     from foretell.hardware import Cluster, Device, Link
@@ -21,12 +23,22 @@ Row = tuple[str, str, str]
 
 
 def hardware(
-    name: str | None = typer.Argument(None, metavar="NAME", help="A device, H100:8, 2x8xH100@IB400, auto or a file."),
+    name: str | None = typer.Argument(None, metavar="NAME|add", help="A device, H100:8, 2x8xH100@IB400, auto or a file; or `add`."),
+    files: list[str] | None = typer.Argument(None, metavar="[FILE|FOLDER]...", help="With `add`: probes that others shared."),
     accuracy: bool = typer.Option(False, "--accuracy", help="How far predicted seconds of measured devices are off."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:
-    """List the devices known by name, or show one with the source of every figure."""
+    """List the devices known by name, or show one with the source of every figure.
+
+    `foretell hardware add FILE|FOLDER` takes probes that others shared (`foretell probe --share`): they are checked, fitted and kept.
+    """
+    if name == "add":
+        from foretell.cli.share import add
+
+        return add(files or [], json=json)
+    if files:
+        raise UserError(f"'{files[0]}' beside '{name}'", "give one name, or `foretell hardware add FILE`")
     if accuracy:
         return _accuracy(name, json=json)
     if name is None:
@@ -36,8 +48,9 @@ def hardware(
 
 def _list(*, json: bool) -> int:
     from foretell.hardware import devices
+    from foretell.hardware.share import added
 
-    found = devices()
+    found = (*devices(), *added.devices())
     if json:
         return common.emit_json({"devices": [_as_json(device) for device in found]})
     common.emit("\n".join(_table(found)))
@@ -71,6 +84,26 @@ def profiled(device: Device) -> bool:
     return folder.is_dir() and any(item.name.startswith(device.name) for item in folder.iterdir())
 
 
+def profile_source(device: Device) -> tuple[str, str]:
+    """Where the profile of a device comes from: in a word, and in full."""
+    from foretell.hardware import profile, silicon
+    from foretell.hardware.share import added
+
+    with contextlib.suppress(OSError):
+        start = f"{device.name}-" if device.backend == "cpu" else f"{device.name}.json"
+        if any(path.name.startswith(start) and path.name.endswith(".json") for path in profile.folder().iterdir()):
+            return "own", "measured on this machine by `foretell probe`"
+    shared = added.entry_of(device.name)
+    if shared is not None:
+        return "shared", f"{shared.words}{'; ' + shared.contradiction if shared.contradiction else ''}"
+    if profiled(device):
+        return "yes", "measured; travels with foretell"
+    told = silicon.measured_elsewhere(device.name)
+    if told is not None:
+        return "elsewhere", f"products measured by others: {told.source}, {told.date}; `--accuracy` shows how well they are met"
+    return "none", "times rest on the rates above and on the nearest measured device"
+
+
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
@@ -87,6 +120,7 @@ def _as_json(device: Device) -> dict[str, Any]:
         **device.to_dict(),
         "aliases": list(aliases(device)),
         "profiled": profiled(device),
+        "profile": dict(zip(("kind", "source"), profile_source(device), strict=True)),
         "price": {"dollars_per_hour": price, "source": source},
         "usual_links": {
             "intra": known.intra.to_dict(),
@@ -152,7 +186,7 @@ def _summary(device: Device) -> tuple[str, ...]:
         figure(device.tdp_watts, 0, "tdp_watts"),
         usual(device, device.usual_per_node).intra.name,
         "-" if price is None else f"{price:.2f}",
-        "yes" if profiled(device) else "-",
+        kind if (kind := profile_source(device)[0]) in ("own", "shared", "yes") else "-",
     )
 
 
@@ -223,20 +257,8 @@ def _device_rows(device: Device) -> list[Row]:
         (units, f"{device.sm_count:,}", source("sm_count")),
         ("power", f"{device.tdp_watts:,.0f} W" if device.tdp_watts else "unknown", source("tdp_watts")),
         ("kernel start", f"{launch * 1e6:g} µs" if launch else "unknown", source("launch_overhead_seconds")),
-        ("profile", *_profile(device)),
+        ("profile", *profile_source(device)),
     ]  # fmt: skip
-
-
-def _profile(device: Device) -> tuple[str, str]:
-    """Whether a device's kernels were measured, and by whom."""
-    from foretell.hardware.silicon import measured_elsewhere
-
-    if profiled(device):
-        return "yes", "measured"
-    known = measured_elsewhere(device.name)
-    if known is None:
-        return "none", "times rest on the rates above and on the nearest measured device"
-    return "elsewhere", f"products measured by others: {known.source}, {known.date}; `--accuracy` shows how well they are met"
 
 
 def _link_rows(cluster: Cluster) -> list[Row]:

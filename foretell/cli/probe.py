@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,16 +22,20 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float], None]
 CLUSTER_FILE = "cluster.json"
+SILENCE_SECONDS = 15.0
+"""Between two lines where there is no terminal for a bar."""
 
 
 def probe(
+    file: Path | None = typer.Argument(None, metavar="FILE", help="With --share: where to write the file; named after the device by default."),
+    share: bool = typer.Option(False, "--share", help="Within five minutes write one small anonymous file for others (docs/share.md)."),
     quick: bool = typer.Option(False, "--quick", help="About half a minute (the default)."),
     full: bool = typer.Option(False, "--full", help="Some minutes: more cases, better predictions."),
     device: str = typer.Option("auto", "--device", metavar="auto|cpu|cuda", help="What to measure."),
     out: Path | None = typer.Option(
         None, "--out", metavar="FILE", help="Where to keep the profile (or the cluster file)."
     ),
-    resume: bool = typer.Option(False, "--resume", help="Go on with a probe that was stopped."),
+    resume: bool = typer.Option(False, "--resume", help="Resume a probe that was stopped."),
     force: bool = typer.Option(False, "--force", help="Measure a GPU that somebody else is using."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
@@ -42,6 +47,9 @@ def probe(
     """
     if quick and full:
         raise UserError("--quick and --full exclude each other", "give one of them, or none for --quick")
+    if share or file is not None:
+        others = {"--quick": quick, "--full": full, "--out": out is not None}
+        return _share(file, share=share, others=others, device=device, resume=resume, force=force, json=json)
     mode = "full" if full else "quick"
     from foretell.api import probe_machine
     from foretell.hardware.probe import under_torchrun
@@ -49,7 +57,7 @@ def probe(
     if under_torchrun():
         return _ranks(device, out, force=force, json=json)
     try:
-        with _bar() as progress:
+        with bar() as progress:
             measured, profile, path = probe_machine(
                 device, mode, out=out, resume=resume, force=force, progress=progress
             )
@@ -59,15 +67,29 @@ def probe(
     return _tell(measured, profile, path, json=json)
 
 
+def _share(file: Path | None, *, share: bool, others: dict[str, bool], device: str, resume: bool, force: bool, json: bool) -> int:
+    from foretell.cli.share import share as run
+    from foretell.hardware.probe import under_torchrun
+
+    if not share:
+        raise UserError(f"'{file}' is given without --share", "give --share FILE to write a file for others, or --out FILE for the profile")
+    beside = [name for name, given in others.items() if given]
+    if beside:
+        raise UserError(f"{beside[0]} does not go with --share", "foretell probe --share FILE is all there is to it")
+    if under_torchrun():
+        raise UserError("--share under torchrun", "start it once without torchrun: it measures between the GPUs of a machine by itself")
+    return run(device, file, resume=resume, force=force, json=json)
+
+
 # --- while it runs ---------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _bar() -> Iterator[Progress]:
-    """A bar on a terminal's stderr, elsewhere nothing; what libraries print meanwhile goes to stderr as well."""
+def bar(lines: bool = False) -> Iterator[Progress]:
+    """A bar on a terminal's stderr; elsewhere a line now and then if `lines`. What libraries print meanwhile goes to stderr as well."""
     if not (sys.stderr.isatty() and common.speaks()):
         with common._stdout_aside():
-            yield lambda doing, share: None
+            yield _said_now_and_then() if lines else lambda doing, share: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -83,6 +105,19 @@ def _bar() -> Iterator[Progress]:
     with common._stdout_aside(), Bar(*columns, console=console, transient=True, redirect_stdout=False) as bar:
         task = bar.add_task("starting", total=1.0)
         yield lambda doing, share: bar.update(task, completed=share, description=doing)
+
+
+def _said_now_and_then() -> Progress:
+    """A line on stderr at the beginning and every while: minutes without a word look like a hang."""
+    last = [float("-inf")]
+
+    def progress(doing: str, share: float) -> None:
+        now = time.monotonic()
+        if now - last[0] >= SILENCE_SECONDS:
+            last[0] = now
+            common.emit(f"{100 * share:3.0f} %  {doing}", sys.stderr)
+
+    return progress
 
 
 def _stopped(mode: str, out: Path | None) -> None:
@@ -167,7 +202,7 @@ def _ranks(device: str, out: Path | None, *, force: bool, json: bool) -> int:
     from foretell.hardware.probe.ranks import probe_ranks, write
 
     try:
-        with _bar() as progress:
+        with bar() as progress:
             fabric = probe_ranks(device, force=force, progress=progress)
     except UserError as error:
         if not common.speaks():  # the others would be silent, and this one knows why

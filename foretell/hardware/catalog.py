@@ -12,6 +12,7 @@ from importlib import resources
 from typing import Any
 
 from foretell.errors import InternalError, UnknownName
+from foretell.hardware.share import added
 from foretell.hardware.types import Device
 from foretell.units import GIB, MIB, gib
 
@@ -27,9 +28,9 @@ def devices() -> tuple[Device, ...]:
 
 
 def find(name: str) -> Device:
-    """The device a name means; `UnknownName` with near names otherwise."""
+    """The device a name means, of the catalogue or of an added probe; `UnknownName` with near names otherwise."""
     known = _catalogue()[1]
-    device = known.get(normalise(name))
+    device = known.get(normalise(name)) or next((one for one in added.devices() if normalise(one.name) == normalise(name)), None)
     if device is None:
         error = UnknownName("device", name, names(), remedy="or give a .toml or .json hardware file, or 'auto'")
         error.detail = f"known devices: {', '.join(item.name for item in devices())}"
@@ -38,13 +39,13 @@ def find(name: str) -> Device:
 
 
 def find_reported(name: str) -> Device | None:
-    """The device torch calls `name` (`NVIDIA H100 80GB HBM3`), if the catalogue has it."""
-    return _catalogue()[2].get(normalise(name))
+    """The device torch calls `name` (`NVIDIA H100 80GB HBM3`), if the catalogue or an added probe has it."""
+    return _catalogue()[2].get(normalise(name)) or added.reported(name)
 
 
 def names() -> list[str]:
     """Every name worth proposing, full names first."""
-    return [item.name for item in devices()] + [alias for item in devices() for alias in aliases(item)]
+    return [item.name for item in (*devices(), *added.devices())] + [alias for item in devices() for alias in aliases(item)]
 
 
 def aliases(device: Device) -> tuple[str, ...]:

@@ -24,11 +24,12 @@ from foretell.decode import Mismatch, decode
 from foretell.errors import FileFormatError, UserError
 from foretell.files import write_atomically
 from foretell.hardware import silicon
+from foretell.hardware.share import added
 from foretell.trace import cache
 from foretell.trace.types import TensorSpec
 
 KIND, SCHEMA = "foretell-profile", 1
-MODES = ("quick", "full")
+MODES = ("quick", "full", "share")
 _JSON = (".json", ".json.gz")
 _REMEDY = "measure it anew with `foretell probe`"
 
@@ -121,6 +122,10 @@ class Profile(About):
     """Held-out errors of what was fitted."""
     elsewhere: Mapping[str, Any] = field(default_factory=dict)
     """Kernels of this device from public tables (`silicon.Elsewhere`); all else is another device's, its `basis`."""
+
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    """Of a profile that others measured (`share`): words on where it comes from, low and high factors between its files, a
+    contradiction among them, how many files."""
 
     @property
     def partial(self) -> bool:
@@ -320,7 +325,7 @@ _INSIDE: Mapping[str, Any] = {
 _TEXTS = ("device", "reported_as", "backend", "torch", "python", "host_cpu", "date", "mode")
 _KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(_TEXTS, str),
-    **dict.fromkeys(("clocks", "launch", "ops", "host", "fitted", "accuracy", "figures", "elsewhere"), dict),
+    **dict.fromkeys(("clocks", "launch", "ops", "host", "fitted", "accuracy", "figures", "elsewhere", "shared"), dict),
     **dict.fromkeys(("missing", "notes", "power", "copies", "levels", "collectives"), list),
 }
 
@@ -370,15 +375,17 @@ def journal_path(profile_path: str | Path) -> Path:
 def find_profile(
     device_name: str, torch_version: str | None = None, *, reported_as: str | None = None, threads: int | None = None
 ) -> Profile | None:
-    """The profile of a device: the user's own, else the one that travels with foretell, else what was measured elsewhere, else None.
+    """The profile of a device: the user's own, else what others shared and the user added, else the one that travels with
+    foretell, else what was measured elsewhere, else None. One of a CPU that was added counts for the same CPU alone.
 
     Of several, one measured on `reported_as` comes before others, one of several threads before one of a single thread, and a
     newer before an older. With `torch_version`, only those measured with that minor version; with `threads`, with so many.
     Passed over: files that cannot be read, and own ones without fitted ops.
     """
-    for own, paths in ((True, _own(device_name)), (False, _shipped(device_name))):
+    for own, paths in ((True, _own(device_name)), (True, added.paths_of(device_name)), (False, _shipped(device_name))):
         found = [profile for path in paths if (profile := _readable(path, device_name, torch_version, own)) is not None]
         found = [profile for profile in found if threads is None or profile.threads == threads]
+        found = [profile for profile in found if not profile.shared or profile.backend != "cpu" or profile.reported_as == reported_as]
         if found:
             return max(found, key=lambda profile: (profile.reported_as == reported_as, profile.threads != 1, profile.date))
     return _elsewhere(device_name, torch_version)
@@ -404,7 +411,7 @@ def _elsewhere(device_name: str, torch_version: str | None) -> Profile | None:
 def profile_stamp(device_name: str) -> str:
     """Changes whenever `find_profile` may answer differently; nothing is read for it."""
     found = []
-    for path in (*_own(device_name), *_shipped(device_name)):
+    for path in (*_own(device_name), *added.paths_of(device_name), *_shipped(device_name)):
         with contextlib.suppress(OSError):
             status = path.stat()
             found.append(f"{path}:{status.st_size}:{status.st_mtime_ns}")

@@ -41,7 +41,7 @@ def machine(device: Device, profile: Profile | None) -> Machine | None:
     if profile is None or not profile.ops:
         return None
     corrected = repr((profile.fitted.get("in_step"), profile.fitted.get("clocks"), profile.host))  # by runs: the same probe, other factors
-    key = (repr(device), profile.device, profile.date, profile.torch, profile.mode, corrected)
+    key = (repr(device), profile.device, profile.date, profile.torch, profile.mode, corrected, str(profile.shared.get("words")))
     if key not in _KNOWN:
         try:
             _KNOWN[key] = _made(device, profile)
@@ -63,12 +63,15 @@ def _made(device: Device, profile: Profile) -> Machine:
     where = f"measured on {profile.device} with torch {profile.torch}, {profile.date[:10]}"
     slower = {} if own else _slower(device, profile)
     notes = (f"seconds of ops and host: {where}",) if own else _carried(device, profile)
+    if own and profile.shared:
+        notes = (f"seconds of ops and host: {profile.shared['words']}", *filter(None, [profile.shared["contradiction"]]))
     known_by = _known_by(device, own)
+    spread = (float(profile.shared.get("low", 1.0)), float(profile.shared.get("high", 1.0)))
     return Machine(
         ops=OpModel.from_dict(device, profile.ops, told.get("groups")), host=host, in_step=in_step, power=power,
         clocks=Clocks.from_dict(held) if held else None,
         provenance=MEASURED if own else ASSUMED, serial=device.backend == "cpu", slower=slower, notes=notes, known_by=known_by,
-        band=bands.by_bottleneck(known_by),
+        spread=spread, band={binds: (low * spread[0], high * spread[1]) for binds, (low, high) in bands.by_bottleneck(known_by).items()},
     )  # fmt: skip
 
 

@@ -81,7 +81,8 @@ class Speeds:
 
     def band(self, seen: Evidence | None = None) -> tuple[float, float]:
         """Factors on the predicted seconds of a step between which it is expected, by what was seen of it."""
-        return factors(replace(seen or Evidence(), device=self.machine.known_by, alone=self.alone))
+        low, high = factors(replace(seen or Evidence(), device=self.machine.known_by, alone=self.alone))
+        return low * self.machine.spread[0], high * self.machine.spread[1]
 
 
 def profile_for(cluster: Cluster, profile_of: Profiles) -> Profile | None:

@@ -48,6 +48,8 @@ class Machine:
     """The host itself computes, op by op: a CPU."""
     band: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """What binds → the factors between which nine of ten steps fall, for estimates that know no more of a step."""
+    spread: tuple[float, float] = (1.0, 1.0)
+    """Factors between which several probes of the device lie: a band reaches as much further."""
     known_by: str = OWN
     """What bands of step times rest on."""
     power: PowerModel | None = None

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from foretell.errors import UserError
+from foretell.hardware.catalog import find_reported
+from foretell.hardware.probe import unfamiliar
 from foretell.hardware.profile import About
 from foretell.hardware.this_machine import _cpu, from_properties, physical_cores
 from foretell.hardware.types import Device
@@ -45,7 +47,8 @@ def device_of(kind: str) -> Device:
     """The device as the catalogue and torch describe it; `cpu` also where there is a GPU beside it."""
     if kind == "cpu":
         return _cpu("it is probed").device
-    return from_properties([torch.cuda.get_device_properties(torch.cuda.current_device())]).device
+    card = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return from_properties([card]).device if find_reported(card.name) else unfamiliar.described(card)
 
 
 def about(kind: str) -> About:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,15 +32,26 @@ _APART = ("aten._local_scalar_dense",)
 """What the host waits for is timed among rare ops alone."""
 
 
-def order(kind: str, families: Collection[str] = _ALL) -> list[tuple[str, int]]:
-    """Every case of a full probe, in an order of which any beginning has each family in proportion."""
+_LONG = ("masked", "spectra", "singular", "eigen", "functions", "orthogonal", "borders", "few_lanes")
+_SHORT = (
+    "linear", "batched", "norm", "unary", "binary", "reduction", "indexing", "movement", "softmax", "loss", "fourier", "complex_product", "update",
+    "grouped", "images", "scores", "mixing", "routing", "messages",
+)  # fmt: skip
+SHARED: Mapping[str, float] = {**dict.fromkeys(RARE, 0.5), **dict.fromkeys(_LONG, 0.25), **dict.fromkeys(_SHORT, 2.0), "head": 0.5}
+"""How much denser a family's cases come in a probe to be shared, which is stopped by its time long before the end: more of those that
+give many rows a second, fewer of those that take long and that few steps have."""
+
+
+def order(kind: str, families: Collection[str] = _ALL, mode: str = "full") -> list[tuple[str, int]]:
+    """Every case of a full probe, or of one to be shared, in an order of which any beginning has each family in proportion."""
     rng = random.Random(ORDER_SEED)
+    denser = SHARED if mode == "share" else {}
     placed = [
-        ((index + rng.random()) / count, family, index)
+        ((index + rng.random()) / count / denser.get(family, 1.0), family, index)
         for family, count in _counts(kind).items()
         for index in range(count)
     ]
-    return [(family, index) for _, family, index in sorted(placed) if family in families]
+    return [(family, index) for place, family, index in sorted(placed) if family in families and place <= 1]
 
 
 def _counts(kind: str) -> dict[str, int]:
@@ -77,11 +88,11 @@ def run_case(family: str, index: int, kind: str, device: Device, clock: Clock) -
 
 
 def run_cases(
-    kind: str, device: Device, done: Collection[tuple[str, int]], until: float, families: Collection[str] = _ALL
+    kind: str, device: Device, done: Collection[tuple[str, int]], until: float, families: Collection[str] = _ALL, mode: str = "full"
 ) -> Iterator[tuple[str, int, float, Case | str]]:
     """Cases not yet done until `time.perf_counter()` says `until`: family, index, seconds spent, rows or why not."""
     plain, watchful = Clock(kind), Clock(kind, watchful=True)
-    for family, index in order(kind, families):
+    for family, index in order(kind, families, mode):
         if (family, index) in done:
             continue
         began = time.perf_counter()

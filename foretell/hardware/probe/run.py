@@ -21,13 +21,21 @@ from foretell.hardware.types import Device
 Progress = Callable[[str, float], None]
 """Told what is being done, and which share of the whole is behind."""
 
-BUDGET_SECONDS = {("cuda", "quick"): 35.0, ("cuda", "full"): 360.0, ("cpu", "quick"): 15.0, ("cpu", "full"): 150.0}
+BUDGET_SECONDS = {
+    ("cuda", "quick"): 35.0, ("cuda", "full"): 360.0, ("cuda", "share"): 255.0,
+    ("cpu", "quick"): 15.0, ("cpu", "full"): 150.0, ("cpu", "share"): 150.0,
+}  # fmt: skip
+"""A probe to be shared ends within five minutes, start and ranks included."""
 STEPS_SHARE = {"cuda": 0.2, "cpu": 0.25}
 """Of the time, for reference steps."""
-POWER_SECONDS = {"quick": 7.0, "full": 18.0}
+SHARED_STEPS_SHARE = 0.27
+"""The same of a probe to be shared: with few steps the host is judged too quick."""
+POWER_SECONDS = {"quick": 7.0, "full": 18.0, "share": 14.0}
 """Kept for watts, at most a third of what there is."""
-LEAST_STEPS = {("cuda", "quick"): 15, ("cuda", "full"): 50, ("cpu", "quick"): 5, ("cpu", "full"): 10}
-STEP_SECONDS = {"quick": 0.2, "full": 0.6}
+LEAST_STEPS = {
+    ("cuda", "quick"): 15, ("cuda", "full"): 50, ("cuda", "share"): 20, ("cpu", "quick"): 5, ("cpu", "full"): 10, ("cpu", "share"): 8,
+}  # fmt: skip
+STEP_SECONDS = {"quick": 0.2, "full": 0.6, "share": 0.35}
 SMALL_DISK_FILE = 64 * 2**20
 LEAST_FOR_OPS = 0.4
 """Share of the budget that ops get, whatever went before took: without them a profile says nothing of speed."""
@@ -51,7 +59,7 @@ def probe(
     what it holds is not measured again. A GPU that somebody else is using is refused unless `force`.
     """
     if mode not in MODES:
-        raise UserError(f"'{mode}' is no way to probe", "give quick or full")
+        raise UserError(f"'{mode}' is no way to probe", f"give {', '.join(MODES)}")
     kind = machine.choose(device)
     if kind == "cuda" and not force:
         machine.refuse_busy()
@@ -94,6 +102,7 @@ class _Run:
     ) -> None:
         self.kind, self.mode, self.device, self.book, self.progress = kind, mode, device, book, progress
         self.asked_to_stop = asked
+        self.fully = "quick" if mode == "quick" else "full"  # what takes seconds either way
         self.budget, self.began = budget, time.perf_counter() - book.spent
         self.end = self.began + budget
 
@@ -101,7 +110,7 @@ class _Run:
         if not self._done("launch"):
             self._first()
         self._stage("launch", lambda: self._add("launch", [memory.launch(self.kind)]))
-        self._stage("levels", lambda: self._add("level", memory.levels(self.kind, self.mode)))
+        self._stage("levels", lambda: self._add("level", memory.levels(self.kind, self.fully)))
         self._stage("copies", self._copies)
         self._stage("disk", self._disk)
         self._stage("steps", self._steps)
@@ -177,9 +186,9 @@ class _Run:
         self.book.add("clocks", 0.0, found)
 
     def _copies(self) -> None:
-        self._add("copy", memory.copies(self.kind, self.mode))
+        self._add("copy", memory.copies(self.kind, self.fully))
         if self.kind == "cuda":
-            self._add("copy", updates.updates(self.kind, self.mode))
+            self._add("copy", updates.updates(self.kind, self.fully))
 
     def _disk(self) -> None:
         before = time.perf_counter()
@@ -193,9 +202,10 @@ class _Run:
 
     def _steps(self) -> None:
         done = {steps.name_of(entry.content["config"]) for entry in self.book.entries if entry.stage == "step"}
-        until = min(self.end, time.perf_counter() + STEPS_SHARE[self.kind] * self.budget)
+        until = min(self.end, time.perf_counter() + (SHARED_STEPS_SHARE if self.mode == "share" else STEPS_SHARE[self.kind]) * self.budget)
         least = LEAST_STEPS[self.kind, self.mode]
-        for spent, row in steps.run_steps(self.kind, done, until, STEP_SECONDS[self.mode], least):
+        heavy = self.mode != "share"
+        for spent, row in steps.run_steps(self.kind, done, until, STEP_SECONDS[self.mode], least, heavy=heavy):
             self.book.add("step", spent, row)
             self._tell(f"steps of {row['config']['model']}")
 
@@ -204,7 +214,7 @@ class _Run:
         kept = min(POWER_SECONDS[self.mode], self.budget / 3) if self.kind == "cuda" else 0.0
         least = time.perf_counter() + self.budget * LEAST_FOR_OPS  # on a busy machine what comes before takes longer
         self.end = max(self.end, least + kept) if not done else self.end
-        for family, index, spent, found in ops.run_cases(self.kind, self.device, done, self.end - kept):
+        for family, index, spent, found in ops.run_cases(self.kind, self.device, done, self.end - kept, mode=self.mode):
             if isinstance(found, Case):
                 self.book.add("ops", spent, {"case": [family, index], "rows": [row.to_list() for row in found.rows]})
             else:
@@ -217,7 +227,7 @@ class _Run:
         torch.cuda.empty_cache()
         found = False
         until = time.perf_counter() + POWER_SECONDS[self.mode]
-        for spent, row in power.watts(self.mode, until):
+        for spent, row in power.watts(self.fully, until):
             found = True
             self.book.add("power", spent, row)
             self._tell(f"watts: {row['name']}")

@@ -40,6 +40,8 @@ _BUSY: tuple[dict[str, Any], ...] = (
     {"model": "unet", "micro_batch": 8}, {"model": "llama3-1b", "micro_batch": 2, "seq": 2048},
 )  # fmt: skip
 """Steps that keep a large GPU busy: how much longer ops take inside a step, and at which power."""
+_HEAVY = _BUSY[-1:]
+"""Steps whose model takes as long to build as twenty others."""
 _BUSY_MEMORY_BYTES = 60e9
 """A GPU with less memory runs the small models only."""
 _MIDDLE: tuple[dict[str, Any], ...] = (
@@ -60,8 +62,8 @@ _MIDDLE: tuple[dict[str, Any], ...] = (
 _SOURCE = ("model", "micro_batch", "seq", "overrides")
 
 
-def configs(kind: str) -> list[dict[str, Any]]:
-    """What is run, the most telling first."""
+def configs(kind: str, large: bool | None = None) -> list[dict[str, Any]]:
+    """What is run, the most telling first; `large`: whether the GPU has memory for large models, else torch is asked."""
     if kind == "cpu":
         known = [model for model in _MODELS if model not in _CHECKED]
         trained, asked = ([_config(model, precision="fp32", mode=mode) for model in known] for mode in ("train", "infer"))
@@ -73,7 +75,8 @@ def configs(kind: str) -> list[dict[str, Any]]:
         _config(_DEMO, clip=1.0, accumulate=3), _config(_DEMO, recompute="full"), _config("llama-tiny", recompute="full"),
     ]  # fmt: skip
     pairs = [[_config(model), _config(model, precision="fp32")] for model in models]
-    large = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > _BUSY_MEMORY_BYTES
+    if large is None:
+        large = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > _BUSY_MEMORY_BYTES
     busy = [_config(**given) for given in _BUSY] if large else []
     return [
         *(config for pair in pairs[:3] for config in pair),
@@ -97,10 +100,12 @@ def _config(model: str, micro_batch: int = MICRO_BATCH, **recipe: Any) -> dict[s
 
 
 def run_steps(
-    kind: str, done: Collection[str], until: float, least_seconds: float, least_steps: int
+    kind: str, done: Collection[str], until: float, least_seconds: float, least_steps: int, *, heavy: bool = True
 ) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Steps of configurations whose name is not yet done: seconds spent, and what was found."""
+    """Steps of configurations whose name is not yet done: seconds spent, and what was found; `heavy`: those too that take long to build."""
     for config in configs(kind):
+        if not heavy and config in [_config(**given) for given in _HEAVY]:
+            continue
         began = time.perf_counter()
         if began >= until:
             return

@@ -38,16 +38,21 @@ def summary(measured: Measured) -> dict[str, Any]:
 def products(rows: Iterable[OpRow]) -> dict[str, float]:
     """Dtype → the best rate of any matrix product measured, in FLOP/s."""
     best: dict[str, float] = {}
-    for row in rows:
-        if not row.name.startswith(_PRODUCTS) or row.seconds <= 0 or not row.outputs:
-            continue
-        left = row.inputs[1] if "addmm" in row.name else row.inputs[0]
-        dtype = "tf32" if "tf32" in row.attrs else left.dtype
-        if dtype.startswith("complex"):
-            continue
-        rate = 2 * row.outputs[0].numel * left.shape[-1] / row.seconds
-        best[dtype] = max(best.get(dtype, 0.0), rate)
+    for found in map(product_rate, rows):
+        if found is not None:
+            best[found[0]] = max(best.get(found[0], 0.0), found[1])
     return dict(sorted(best.items(), key=lambda item: -item[1]))
+
+
+def product_rate(row: OpRow) -> tuple[str, float] | None:
+    """Dtype and FLOP/s of a matrix product; None of other ops."""
+    if not row.name.startswith(_PRODUCTS) or row.seconds <= 0 or not row.outputs:
+        return None
+    place = 1 if "addmm" in row.name else 0
+    left = row.inputs[place] if len(row.inputs) > place else None
+    if left is None or not left.shape or left.dtype.startswith("complex"):
+        return None
+    return "tf32" if "tf32" in row.attrs else left.dtype, 2 * row.outputs[0].numel * left.shape[-1] / row.seconds
 
 
 def fastest(copies: Iterable[Mapping[str, Any]]) -> dict[str, float]:
