@@ -100,7 +100,8 @@ def test_a_rank_that_hangs_is_named_and_nobody_is_left(ranks: Any, tmp_path: Pat
     assert "the last checkpoint is of step" in said and "foretell has a bug" not in said
     assert said.count(f"error: {named}") <= 1
     kept = save.complete(out / "checkpoints")
-    assert kept and kept[0].step == 4
+    assert kept and f"the last checkpoint is of step {kept[0].step};" in said
+    assert kept[0].step == 4 or (how == "stops" and kept[0].step == 2)  # the save of step 4 may have been under way in it
     if (rank, how) == (0, "stops"):
         assert ranks(2).run(ten_steps, str(out), plan, {}, True) == [("done", 8)] * 2
 

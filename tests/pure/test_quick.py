@@ -255,14 +255,11 @@ def uneven(micro_batch: int, mode: str, precision: str) -> Trace:
     return capture(build, Recipe(precision=precision, recompute=FULL[mode], clip=1.0))
 
 
-MISSED = pytest.mark.slow(reason="expected to miss the same bar for the same reason as the first")
-
-
 @pytest.mark.parametrize(
     "asked",
     [
-        layout(Mesh(dp_shard=8)), pytest.param(layout(Mesh(dp_shard=8), mode="recompute"), marks=MISSED),
-        pytest.param(layout(Mesh(dp_shard=8), 2, 4), marks=MISSED), layout(Mesh(pp=2, dp_shard=4), 4, 8, schedule="1f1b", cuts=(17,)),
+        layout(Mesh(dp_shard=8)), layout(Mesh(dp_shard=8), mode="recompute"), layout(Mesh(dp_shard=8), 2, 4),
+        layout(Mesh(pp=2, dp_shard=4), 4, 8, schedule="1f1b", cuts=(17,)),
     ],
     ids=["keep", "recompute", "accumulate", "pipeline"],
 )  # fmt: skip

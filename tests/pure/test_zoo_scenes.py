@@ -121,7 +121,7 @@ HALF = pytest.mark.slow(reason="products in bf16 take seconds on most CPUs; ever
 @pytest.mark.parametrize(
     ("name", "phase", "whole_model"),
     [
-        pytest.param(*case, whole, id="-".join(filter(None, (*case, "whole" if whole else "autocast"))), marks=() if number % 2 == whole else HALF)
+        pytest.param(*case.values, whole, id=f"{case.id}-{'whole' if whole else 'autocast'}", marks=() if number % 2 == whole else HALF)
         for number, case in enumerate(CASES)
         for whole in (False, True)
     ],
