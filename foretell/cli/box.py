@@ -123,14 +123,14 @@ def _boxed(plan: Plan, cluster: Cluster, how: dict[str, Any], device: str, doing
 
 
 def _refuse_too_large(expected: Expected, asked: Asked) -> None:
+    """Against all of this device: on a CPU one rank has what the plan's ranks would share."""
     import torch
 
+    from foretell.hardware.this_machine import usable_ram
     from foretell.report.box import too_large
 
-    there = expected.capacity_bytes
-    if asked.device == "cuda":
-        there = torch.cuda.get_device_properties(0).total_memory
-    why = too_large(asked.rank, expected.told(), expected.uses, there) if asked.device == "cuda" or expected.verdict == "no" else ""
+    there = torch.cuda.get_device_properties(0).total_memory if asked.device == "cuda" else usable_ram() or expected.capacity_bytes
+    why = too_large(asked.rank, expected.told(), expected.uses, there)
     if why:
         failed = UserError(why, "recompute blocks, a smaller micro-batch, or let `foretell plan` find one that fits")
         failed.exit_code = common.NO_OR_FAILED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from foretell.errors import UserError
-from foretell.plan.types import AXES, Mesh
+from foretell.plan.types import AXES, Mesh, Plan
 
 OWN_RANKS = tuple(axis for axis in AXES if axis != "ep")
 """Axes that have ranks of their own, outermost first: experts are spread over ranks of the data axes."""

@@ -19,7 +19,7 @@ from foretell.hardware.catalog import find_reported
 from foretell.hardware.types import Cluster
 from foretell.report import words
 from foretell.report.comparison import ASCII, BYTES, GUTTER, SECONDS, SHARE, Line, table, wrapped
-from foretell.units import gib, human_bytes
+from foretell.units import human_bytes
 
 STAND_INS = "the other ranks were stand-ins: what they send takes the modelled time and is made up, so the loss means nothing"
 """Said of every box with more than one rank."""
@@ -98,15 +98,16 @@ def unlike(cluster: Cluster, device: str, kind: str, world: int) -> tuple[str, b
 
 
 def too_large(rank: int, predicted: Mapping[str, Any], uses: Mapping[str, int], capacity: int) -> str:
-    """That a rank does not fit, and what uses the memory; empty where it does."""
-    if predicted["device_bytes"] <= capacity and predicted["verdict"] != "no":
+    """That a rank does not fit into so many bytes, and what uses them; empty where it does.
+
+    The plan's own verdict counts where this device is no larger than the one the plan is for."""
+    need = predicted["device_bytes"]
+    if need <= capacity and (predicted["verdict"] != "no" or capacity > predicted["capacity_bytes"]):
         return ""
     most = sorted(((value, name) for name, value in uses.items() if value and name != "spare"), reverse=True)[:4]
-    used = ", ".join(f"{name} {gib(value)}" for value, name in most)
-    return (
-        f"rank {rank} is predicted to need {gib(predicted['device_bytes'])} and this device has {gib(capacity)}"
-        + (f"; largest: {used}" if used else "")
-    )  # fmt: skip
+    used = ", ".join(f"{name} {human_bytes(value)}" for value, name in most)
+    found = f"rank {rank} is predicted to need {human_bytes(need)} and this device has {human_bytes(capacity)}"
+    return f"{found}; largest: {used}" if used else found
 
 
 # --- a page for people -----------------------------------------------------------------------------------------------

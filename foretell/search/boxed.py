@@ -21,7 +21,6 @@ from foretell.search.traces import Traces
 from foretell.simulate.arrivals import Arrivals, arrivals
 from foretell.simulate.plan import Options, PlanCost, modes_of, predict_plan
 
-
 _TABLES = ("arrivals", "free_arrivals", "bands", "uses")
 
 
