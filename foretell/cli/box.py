@@ -48,8 +48,10 @@ def of_run(plan: Plan, asked: dict[str, Any], device: str, *, json: bool, given:
     useless = [f"--{name.replace('_', '-')}" for name in NEITHER if given.get(name)]
     if useless:
         raise UserError(f"--box keeps nothing and trains nothing, and {useless[0]} was given", f"leave out {' and '.join(useless)}, or --box")
-    how = {name: asked[name] for name in ("steps", "data", "seed") if name in asked}
-    return rehearsed(plan, {"steps": STEPS, **how, "scratch": asked.get("scratch")}, device, json=json)
+    if asked.get("steps", STEPS) < 1:
+        raise UserError(f"--steps {asked['steps']} was asked for, and a box measures at least one", "--steps 10")
+    how: dict[str, Any] = {name: asked[name] for name in ("steps", "data", "seed", "scratch") if name in asked}
+    return rehearsed(plan, {"steps": STEPS, **how}, device, json=json)
 
 
 def rehearsed(plan: Plan, how: dict[str, Any], device: str, *, json: bool) -> int:
@@ -101,7 +103,7 @@ def _place(plan: Plan, rank: int, device: str) -> tuple[str, Cluster]:
 def _cuda() -> bool:
     import torch
 
-    return torch.cuda.is_available()
+    return bool(torch.cuda.is_available())
 
 
 # --- the work --------------------------------------------------------------------------------------------------------

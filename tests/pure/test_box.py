@@ -69,6 +69,7 @@ def test_a_plan_that_does_not_fit_says_what_uses_the_memory(tmp_path: Path) -> N
 def test_a_box_from_a_run_takes_no_option_that_keeps_something(tmp_path: Path) -> None:
     told = wrong(tmp_path, PLAN, "--box", "--out", "x", "--save-every", "5", command="run")
     assert "leave out --out and --save-every" in told
+    assert "at least one" in wrong(tmp_path, PLAN, "--box", "--steps", "0", command="run")
 
 
 # ---------------------------------------------------------------- answers
