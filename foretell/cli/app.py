@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from foretell.cli import (
+    box,
     ckpt,
     common,
     compare,
@@ -82,6 +83,7 @@ zoo_app.command("query", short_help="Code, settings and measured rows of models 
 app.command("hardware", short_help="List the devices known by name; `hardware NAME` shows one.")(reading(hardware.hardware))
 app.command("probe", short_help="Measure this machine, so that predictions rest on it.")(probe.probe)
 app.command("run", short_help="Train as a plan says, and measure it.")(run.run)
+app.command("box", short_help="Run one rank of a plan here, the others stand-ins: predicted beside measured.")(box.box)
 app.add_typer(ckpt_app, name="ckpt", short_help="Checkpoints of a run: list, verify, show, convert.")
 for _name, _command in (("list", ckpt.listing), ("verify", ckpt.verify), ("show", ckpt.show), ("convert", ckpt.convert)):
     ckpt_app.command(_name)(reading(_command))

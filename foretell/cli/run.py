@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from foretell.cli import box as boxes
 from foretell.cli import common, compare
 from foretell.errors import UserError
 
@@ -57,6 +58,7 @@ def run(
         help="On a fast disk, for states and activations that the plan keeps on disk while it runs; default: the run folder."),
     device: str = typer.Option("auto", metavar="auto|cpu|cuda", help="Where to run."),
     update_profile: bool = typer.Option(False, "--update-profile", help=compare.UPDATE_HELP),
+    box: bool = typer.Option(False, "--box", help="Train nothing: rehearse rank 0 here, the other ranks stand-ins (`foretell box`)."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:  # fmt: skip
@@ -82,6 +84,8 @@ def run(
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {device} is not known", "auto, cpu or cuda")
     wanted = file.read(plan)
+    if box:
+        return boxes.of_run(wanted, asked, device, json=json, given={**asked, "out": out, "resume": resume})
     if wanted.mesh.world > 1 and not launch.is_rank():
         return _launch(wanted, plan, asked, out, device, resume=resume)
     return _here(wanted, plan, asked, out, device, resume=resume, json=json, teaches=update_profile)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import product
 
-from foretell.plan.types import AXES, Mesh
+from foretell.errors import UserError
+from foretell.plan.types import AXES, Mesh, Plan
 
 OWN_RANKS = tuple(axis for axis in AXES if axis != "ep")
 """Axes that have ranks of their own, outermost first: experts are spread over ranks of the data axes."""
@@ -49,3 +50,11 @@ def sharing_experts(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     for group in groups(mesh, "dp_shard"):
         found += [group[start : start + mesh.ep] for start in range(0, len(group), mesh.ep)]
     return tuple(found)
+
+
+def check_rank(plan: Plan, rank: int) -> None:
+    """Refuse a rank that the plan does not have."""
+    world = plan.mesh.world
+    if not 0 <= rank < world:
+        has = "one rank, 0" if world == 1 else f"ranks 0 to {world - 1}"
+        raise UserError(f"rank {rank} was asked for and the plan has {has}", "give one of them")

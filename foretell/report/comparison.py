@@ -36,7 +36,7 @@ from foretell.units import GIB, MIB, gib, human_bytes, relative_error
 
 SCHEMA_VERSION = 1
 FILE, SCHEMA = "comparison.json", "comparison.schema.json"
-SECONDS, BYTES = "seconds", "bytes"
+SECONDS, BYTES, SHARE = "seconds", "bytes", "share"
 ALLOCATED_BAND, RESERVED_BAND = 0.01, 0.03
 """Shares within which a GPU's peaks are expected, where the plan says nothing else; those of `simulate.memory.memory`."""
 PROCESS_BYTES = (300 * MIB, 500 * MIB)
@@ -52,7 +52,7 @@ class Line:
 
     name: str
     unit: str
-    """seconds, bytes, tokens/s or samples/s."""
+    """seconds, bytes, tokens/s or samples/s; share, of a step."""
     predicted: float | None
     measured: float | None
     low: float | None = None
@@ -64,6 +64,9 @@ class Line:
 
     @property
     def error(self) -> float | None:
+        """Relative; of a share, the difference."""
+        if self.unit == SHARE:
+            return None if self.predicted is None or self.measured is None else self.predicted - self.measured
         return relative_error(self.predicted, self.measured)
 
     @property
@@ -310,37 +313,39 @@ def _said(said: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[str]
 
 # --- a page for people -----------------------------------------------------------------------------------------------
 
-_GUTTER = 12
+GUTTER = 12
 _KINDS = {"gemm": "products", "waiting_for_host": "host"}
 _WORDS = {True: ("inside", "green"), False: ("OUTSIDE", "red"), None: ("", "")}
 
 
 def render(comparison: Comparison, width: int = 80, *, ascii_only: bool = False) -> Text:
     """The comparison as a table, with where the time went, how it drifted and how to repeat it."""
-    rows = [Text(line, "bold") for line in _wrapped(f"predicted beside measured: {comparison.model}, {comparison.plan}", width, 2)]
-    rows += [*_table(comparison.lines), Text()]
+    rows = [Text(line, "bold") for line in wrapped(f"predicted beside measured: {comparison.model}, {comparison.plan}", width, 2)]
+    rows += [*table(comparison.lines), Text()]
     for line in (*_where(comparison), *_about(comparison)):
-        rows += [Text(part) for part in _wrapped(line, width, _GUTTER)]
-    rows += [Text(f"{'again':<{_GUTTER}}{comparison.command}")] if comparison.command else []
+        rows += [Text(part) for part in wrapped(line, width, GUTTER)]
+    rows += [Text(f"{'again':<{GUTTER}}{comparison.command}")] if comparison.command else []
     page = Text("\n").join(rows)
-    return Text(page.plain.translate(_ASCII)) if ascii_only else page
+    return Text(page.plain.translate(ASCII)) if ascii_only else page
 
 
-_ASCII = str.maketrans({"–": "-", "→": ">", "×": "x", "µ": "u"})
+ASCII = str.maketrans({"–": "-", "→": ">", "×": "x", "µ": "u"})
 
 
-def _wrapped(line: str, width: int, indent: int) -> list[str]:
+def wrapped(line: str, width: int, indent: int) -> list[str]:
+    """Lines of at most that width, all but the first indented."""
     return textwrap.wrap(line, max(width, 40), subsequent_indent=" " * indent, break_long_words=False, drop_whitespace=True) or [""]
 
 
-def _table(lines: Sequence[Line]) -> list[Text]:
+def table(lines: Sequence[Line]) -> list[Text]:
+    """Predicted, expected, measured and error, a row for each line."""
     cells = [("", "predicted", "expected", "measured", "error")]
     cells += [
-        (_name(line), _amount(line.predicted, line.unit), _span(line), _amount(line.measured, line.unit), _share(line.error))
+        (_name(line), _amount(line.predicted, line.unit), _span(line), _amount(line.measured, line.unit), _off(line))
         for line in lines
     ]  # fmt: skip
     wide = [max(len(row[column]) for row in cells) for column in range(5)]
-    wide[0] = max(wide[0], _GUTTER - 2)
+    wide[0] = max(wide[0], GUTTER - 2)
     shown = []
     for row, line in zip(cells, (None, *lines), strict=True):
         text = "  ".join(cell.rjust(w) if n else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, wide, strict=True)))
@@ -352,45 +357,45 @@ def _table(lines: Sequence[Line]) -> list[Text]:
 
 
 def _name(line: Line) -> str:
-    return line.unit if line.unit not in (SECONDS, BYTES) else "process RAM" if line.name == "process" else line.name
+    return line.unit if line.unit not in (SECONDS, BYTES, SHARE) else "process RAM" if line.name == "process" else line.name
 
 
 def _where(comparison: Comparison) -> Iterator[str]:
     parts = [part for part in comparison.parts if part.predicted is not None or part.measured is not None]
     if parts:
-        yield f"{'':<{_GUTTER}}{'':<22}{'predicted':>10}{'measured':>12}"
+        yield f"{'':<{GUTTER}}{'':<22}{'predicted':>10}{'measured':>12}"
     for number, part in enumerate(parts):
         label = "time" if not number else ""
         said = f"{_amount(part.predicted, SECONDS):>10}{_amount(part.measured, SECONDS):>12}"
-        yield f"{label:<{_GUTTER}}{part.name:<22}{said}" + (f"  {part.note}" if part.note else "")
+        yield f"{label:<{GUTTER}}{part.name:<22}{said}" + (f"  {part.note}" if part.note else "")
     total = sum(comparison.kinds.values())
     if total:
         shares = sorted(comparison.kinds.items(), key=lambda item: -item[1])
         named = [f"{_KINDS.get(name, name)} {words.percent(value / total)}" for name, value in shares if value >= 0.005 * total]
-        yield f"{'of which':<{_GUTTER}}{'  '.join(named)} as predicted"
+        yield f"{'of which':<{GUTTER}}{'  '.join(named)} as predicted"
     if comparison.besides:
-        yield f"{'besides':<{_GUTTER}}" + ", ".join(f"{words.seconds(s)} for one {name}" for name, s in comparison.besides.items())
+        yield f"{'besides':<{GUTTER}}" + ", ".join(f"{words.seconds(s)} for one {name}" for name, s in comparison.besides.items())
 
 
 def _about(comparison: Comparison) -> Iterator[str]:
     drift = comparison.drift
     if drift is not None:
         yield (
-            f"{'drift':<{_GUTTER}}first third {words.seconds(drift.first_seconds)}, last third {words.seconds(drift.last_seconds)} "
+            f"{'drift':<{GUTTER}}first third {words.seconds(drift.first_seconds)}, last third {words.seconds(drift.last_seconds)} "
             f"({drift.change:+.1%}); eight of ten steps {words.seconds(drift.low_seconds)} to {words.seconds(drift.high_seconds)}"
         )
     loss = comparison.loss
     if loss.get("first") is not None and loss.get("last") is not None:
         held = f", held out {loss['held_out']:.4f}" if loss.get("held_out") is not None else ""
-        yield f"{'loss':<{_GUTTER}}{loss['first']:.4f} → {loss['last']:.4f}{held}"
+        yield f"{'loss':<{GUTTER}}{loss['first']:.4f} → {loss['last']:.4f}{held}"
     hardware, versions = comparison.hardware, comparison.versions
     count = int(hardware.get("count") or 1)
     ranks = f"{count} ranks" if count > 1 else "1 rank"
     threads = f" of {hardware['threads']} threads" if hardware.get("threads") else ""
     named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "python", "foretell") if name in versions)
-    yield f"{'machine':<{_GUTTER}}{hardware.get('device', '')}, {ranks}{threads}; {named}"
+    yield f"{'machine':<{GUTTER}}{hardware.get('device', '')}, {ranks}{threads}; {named}"
     for note in comparison.notes:
-        yield f"{'note':<{_GUTTER}}{note}"
+        yield f"{'note':<{GUTTER}}{note}"
 
 
 def _amount(value: float | None, unit: str) -> str:
@@ -398,6 +403,8 @@ def _amount(value: float | None, unit: str) -> str:
         return "-"
     if unit == BYTES:
         return gib(value) if value >= GIB else human_bytes(value)
+    if unit == SHARE:
+        return f"{100 * value:.1f} %"
     return words.seconds(value) if unit == SECONDS else words.number(value)
 
 
@@ -408,5 +415,5 @@ def _span(line: Line) -> str:
     return f"{low[0] if low[1:] == high[1:] else ' '.join(low)} – {' '.join(high)}"
 
 
-def _share(error: float | None) -> str:
-    return "-" if error is None else f"{100 * error:+.1f} %"
+def _off(line: Line) -> str:
+    return "-" if line.error is None else f"{100 * line.error:+.1f} {'pt' if line.unit == SHARE else '%'}"

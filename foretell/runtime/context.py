@@ -87,12 +87,22 @@ def prepare(model: nn.Module, ranks: Ranks, batch: Batch, loss: Loss | None) -> 
     mesh = ranks.submesh(("cp",))
     if mesh is None:
         return None
+    batch = _beside(model, batch)
     flow = record(Workload(model, batch, loss))
     shared = share(flow, mesh.size())
     for function in flow.functions:
         gather_for(function)
     team = ContextTeam(mesh, Setting(mesh.size(), sequence=False, context=True))
     return context_of(batch, shared, team)
+
+
+def _beside(model: nn.Module, batch: Batch) -> Batch:
+    """The batch where the parameters are: a model that is moved as it is sharded is still on the host, and the batch is not."""
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        return batch
+    moved: Batch = pytree.tree_map(lambda x: x.to(parameter.device) if isinstance(x, Tensor) else x, batch)
+    return moved
 
 
 def context_of(batch: Batch, shared: Shared, team: ContextTeam) -> Context:

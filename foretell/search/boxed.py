@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from foretell.decode import decode
-from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
 from foretell.hardware.types import Cluster
 from foretell.lower.blocks import KEEP, blocks_of
-from foretell.plan.mesh import coordinates
+from foretell.plan.mesh import check_rank, coordinates
 from foretell.plan.types import Plan
 from foretell.price.messages import Messages, overlap_drag
 from foretell.price.time import DRAG
@@ -21,6 +20,8 @@ from foretell.runtime.box.script import Script
 from foretell.search.traces import Traces
 from foretell.simulate.arrivals import Arrivals, arrivals
 from foretell.simulate.plan import Options, PlanCost, modes_of, predict_plan
+
+_TABLES = ("arrivals", "free_arrivals", "bands", "uses")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,12 @@ class Expected:
     verdict: str
     arrivals: Arrivals = field(default_factory=Arrivals)
     free_arrivals: Arrivals = field(default_factory=Arrivals)
+    bands: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Name of some bytes above → the range they are expected in."""
+    capacity_bytes: int = 0
+    """Of the device that the plan is for."""
+    uses: Mapping[str, int] = field(default_factory=dict)
+    """What the memory is used for at the peak."""
 
     @property
     def exposed_seconds(self) -> float | None:
@@ -70,7 +77,7 @@ class Expected:
 
     def told(self) -> dict[str, Any]:
         """The numbers alone."""
-        plain = {name: value for name, value in self.to_json().items() if not name.endswith("arrivals")}
+        plain = {name: value for name, value in self.to_json().items() if name not in _TABLES}
         return {
             **plain, "exposed_seconds": self.exposed_seconds, "exposed_share": self.exposed_share,
             "overlap_exposed_share": self.overlap_exposed_share,
@@ -79,8 +86,7 @@ class Expected:
 
 def expect(plan: Plan, rank: int, *, traces: Traces | None = None, cluster: Cluster | None = None) -> Expected:
     """Predict a plan three times: as it is, with free messages, and with the box's own overlap."""
-    if not 0 <= rank < plan.mesh.world:
-        raise UserError(f"the plan has no rank {rank}", f"give one from 0 to {plan.mesh.world - 1}")
+    check_rank(plan, rank)
     cluster = cluster or parse(plan.hardware)
     device = cluster.device
     traces = traces or Traces(capability=None if device.backend == "cpu" else device.compute_capability or (9, 0))
@@ -103,7 +109,8 @@ def expect(plan: Plan, rank: int, *, traces: Traces | None = None, cluster: Clus
         timeline_exposed_seconds=time.exposed_communication_seconds if time else None, allocated_bytes=mine.memory.allocated_bytes,
         reserved_bytes=mine.memory.reserved_bytes, device_bytes=mine.memory.device_bytes, verdict=mine.verdict,
         arrivals=arrivals(usual.events, plan, place) if piped else Arrivals(),
-        free_arrivals=arrivals(free.events, plan, place) if piped else Arrivals(),
+        free_arrivals=arrivals(free.events, plan, place) if piped else Arrivals(), bands=dict(mine.memory.bands),
+        capacity_bytes=mine.memory.capacity_bytes, uses=dict(mine.memory.categories),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from foretell.errors import UserError
 from foretell.plan.blocks import expand
 from foretell.plan.recipe import known_blocks
-from foretell.plan.types import FP16, Plan
+from foretell.plan.types import AXES, FP16, Plan
 from foretell.quantities import FITS, TIGHT, Infeasible
 from foretell.search.found import Found, Reason
 from foretell.search.law import Advice
@@ -105,7 +105,7 @@ def _some(plan: Plan, mode: str) -> str:
 def told(plan: Plan) -> str:
     """A plan in a few words."""
     mesh = plan.mesh
-    axes = [f"{axis} {getattr(mesh, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "tp") if getattr(mesh, axis) > 1]
+    axes = [f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1]
     words = [" × ".join(axes) or "one device", f"micro-batch {plan.micro_batch}"]
     words += [f"accumulate {plan.accumulate}"] if plan.accumulate > 1 else []
     words += [plan.precision] if plan.precision == FP16 else []

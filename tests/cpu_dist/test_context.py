@@ -21,6 +21,8 @@ from foretell.plan.context import share
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency
 from foretell.runtime import verify
 from foretell.runtime.apply import apply
+from foretell.runtime.box.group import opened
+from foretell.runtime.box.script import Script
 from foretell.runtime.context import prepare
 from foretell.runtime.ranks import start
 from foretell.trace.dataflow import record
@@ -99,6 +101,18 @@ def test_the_messages_are_those_foreseen(model: str, ranks: Ranks) -> None:
     expected = Counter((one.kind, one.nbytes) for one in foreseen)
     assert expected["all-reduce", 4] == 2 and sum(expected.values()) >= 10
     assert ranks(2).run(send, source, plan) == [expected, expected]
+
+
+def test_a_model_that_is_not_yet_where_its_batch_is_shares_the_same_positions() -> None:
+    """A rank moves its model to the GPU as it shards it, after this; a model on `meta` is as far from its batch."""
+    plan, source = Case("llama", Mesh(cp=2)).plan, MODELS["llama"]
+    work, away = verify.build(source), verify.build(source)
+    with opened(Script(), torch.device("cpu"), 1, 2):
+        ranks = start(plan, device="cpu")
+        here = prepare(work.model, ranks, work.batch, work.loss)
+        there = prepare(away.model.to("meta"), ranks, away.batch, away.loss)
+    assert here is not None and there is not None
+    assert there.paths == here.paths and there.shared.collectives == here.shared.collectives
 
 
 # ---------------------------------------------------------------- losses and chance

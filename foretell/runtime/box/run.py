@@ -11,9 +11,10 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from foretell.errors import UserError
-from foretell.plan.mesh import coordinates
+from foretell.plan.mesh import check_rank
 from foretell.plan.recipe import source_of
 from foretell.plan.types import Plan
 from foretell.runtime import measure
@@ -39,7 +39,6 @@ from foretell.runtime.prepare import build, samples_of
 from foretell.runtime.rng import seed_all, step_seed
 from foretell.trace.capture import no_initialisation
 from foretell.trace.step import Workload
-from foretell.units import human_bytes
 
 STD = 0.02
 """Of weights that are matrices."""
@@ -61,6 +60,8 @@ class Asked:
     """Before them."""
     data: str | None = None
     seed: int = 0
+    scratch: Path | None = None
+    """A folder for what the plan keeps on disk; the present one without it. Nothing stays there."""
     exposed: bool = True
     """Run steps with free messages too."""
 
@@ -105,41 +106,47 @@ class Rehearsal:
         return {**asdict(self), "exposed_seconds": self.exposed_seconds, "exposed_share": self.exposed_share}
 
 
-def check_rank(plan: Plan, rank: int) -> None:
-    if not 0 <= rank < plan.mesh.world:
-        raise UserError(f"the plan has no rank {rank}", f"give one from 0 to {plan.mesh.world - 1}")
-
-
 def rehearse(plan: Plan, script: Script, free: Script, asked: Asked, *, say: Say = lambda _: None) -> Rehearsal:
     """Run one rank of a plan in this process; `script` says what its messages take, `free` is the same where they take nothing."""
     check_rank(plan, asked.rank)
     device = members.device_of(asked.device)
     inside = opened(script, device, asked.rank, plan.mesh.world) if plan.mesh.world > 1 else nullcontext()
-    with inside as box:
+    with inside as box, _scratch(plan, asked) as scratch:
         began = time.monotonic()
         try:
-            steps = Steps(plan, asked, box)
-            built = time.monotonic() - began
-            say(f"rank {asked.rank} of {plan.mesh.world} was built in {built:.0f} s")
-            return _measured(steps, free, built)
+            say("building the model")
+            steps = Steps(plan, asked, box, scratch, say)
+            return _measured(steps, free, time.monotonic() - began)
         except torch.OutOfMemoryError as error:
             first = str(error).splitlines()[0]
             raise RunFailed(f"rank {asked.rank} ran out of device memory: {first}", "use a smaller micro-batch or recompute") from error
+        finally:
+            gc.unfreeze()
+
+
+@contextmanager
+def _scratch(plan: Plan, asked: Asked) -> Iterator[Path | None]:
+    """A folder that goes with the box, where the plan keeps something on disk."""
+    if "disk" not in {*plan.states.values(), *plan.weights.values(), *(one.mode for one in plan.blocks.values())}:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="foretell-box-", dir=asked.scratch or Path.cwd()) as folder:
+        yield Path(folder)
 
 
 def _measured(steps: Steps, free: Script, built: float) -> Rehearsal:
     asked, box, ranks = steps.asked, steps.box, steps.ranks
     try:
-        seconds = steps.timed(asked.warmup, asked.steps)
+        seconds = steps.timed(asked.warmup, asked.steps, "step")
         memory = measure.memory(ranks.device)
         messages: list[Message] = []
         if box is not None:
             with box.recorded() as messages:
-                steps.timed(0, 1)
+                steps.timed(0, 1, "recorded step")
         without: list[float] = []
         if box is not None and asked.exposed:
             box.stand_ins.script = free
-            without = steps.timed(min(2, asked.warmup), asked.steps)
+            without = steps.timed(min(2, asked.warmup), asked.steps, "without communication, step")
     finally:
         steps.job.close()
     ordered = sorted(seconds)
@@ -156,8 +163,8 @@ def _measured(steps: Steps, free: Script, built: float) -> Rehearsal:
 class Steps:
     """One rank, ready to run steps as the loop of a run does."""
 
-    def __init__(self, plan: Plan, asked: Asked, box: Box | None) -> None:
-        self.plan, self.asked, self.box = plan, asked, box
+    def __init__(self, plan: Plan, asked: Asked, box: Box | None, scratch: Path | None = None, say: Say = lambda _: None) -> None:
+        self.plan, self.asked, self.box, self.say = plan, asked, box, say
         self.ranks = members.start(plan, device=asked.device)
         settings = Settings(data=asked.data, seed=asked.seed, no_save=True).settled(plan)
         with no_initialisation():
@@ -166,7 +173,7 @@ class Steps:
         if on_host:
             _draw(workload.model.named_parameters())
         samples, _ = samples_of(plan, settings, workload)
-        self.job = self._applied(workload, settings)
+        self.job = self._applied(workload, settings, scratch)
         if not on_host:
             _draw(self.job.named_parameters())
         share = Share(micro_batch=plan.micro_batch, accumulate=plan.accumulate, ranks=self.ranks.data_size, rank=self.ranks.data_rank)
@@ -177,21 +184,22 @@ class Steps:
         gc.freeze()
         measure.forget_peaks(self.ranks.device)
 
-    def _applied(self, workload: Workload, settings: Settings) -> Job:
+    def _applied(self, workload: Workload, settings: Settings, scratch: Path | None) -> Job:
         plan = self.plan
-        job = apply(workload, plan, self.ranks, learning_rate=settings.schedule_for(plan).at(0), scratch=Path.cwd())
+        job = apply(workload, plan, self.ranks, learning_rate=settings.schedule_for(plan).at(0), scratch=scratch)
         if isinstance(job.runner, Piped) and self.box is not None:
             stages = job.runner.stages
             stages.know(job.place(workload.batch), forms_of(replace(source_of(plan), micro_batch=plan.micro_batch), plan))
             stages.kind = boxed_stage(self.box)
         return job
 
-    def timed(self, warmup: int, count: int) -> list[float]:
+    def timed(self, warmup: int, count: int, what: str = "step") -> list[float]:
         """Seconds of so many steps after others that are not counted. The host stays one step ahead of the device."""
         readings = []
         batches = self.feed.next()
         self.clock.pause()
         for number in range(warmup + count):
+            self.say(f"{what} {number + 1} of {warmup + count}")
             seed_all(step_seed(self.asked.seed, self.ranks.data_rank, self.step), self.ranks.device)
             self.clock.begin()
             if self.box is not None:
@@ -230,14 +238,3 @@ def _repeat(own: Tensor, numbers: Tensor) -> None:
     whole = flat.numel() // size * size
     flat[:whole].view(-1, size).copy_(numbers)
     flat[whole:].copy_(numbers[: flat.numel() - whole])
-
-
-def place_of(plan: Plan, rank: int) -> int:
-    """Where a rank lies along the pipeline."""
-    return coordinates(plan.mesh, rank)["pp"]
-
-
-def memory_words(found: Rehearsal) -> Sequence[str]:
-    """Peaks, for a person."""
-    named = (("allocated", found.allocated_bytes), ("reserved", found.reserved_bytes), ("process RAM", found.host_bytes))
-    return [f"{name} {human_bytes(value)}" for name, value in named if value is not None]
