@@ -281,6 +281,10 @@ SOURCES = {
 }
 
 
+LESS_KNOWN = ("catalogue", "unfamiliar", "ranks")
+"""Kinds that are never told more surely than a device with its own profile, though their rows are of fewer kinds of models."""
+
+
 def shipped(rows: Sequence[Row]) -> dict[str, Any]:
     """What bands.json holds."""
     kinds = {}
@@ -290,6 +294,9 @@ def shipped(rows: Sequence[Row]) -> dict[str, Any]:
             "low": round(band.low, 4), "high": round(band.high, 4), "slopes": dict(band.slopes), "rows": band.rows,
             "families": band.families, "evidence": source,
         }  # fmt: skip
+    own = kinds["device-bound"]
+    for kind in LESS_KNOWN:
+        kinds[kind] |= {"low": min(kinds[kind]["low"], own["low"]), "high": max(kinds[kind]["high"], own["high"])}
     return {"level": bands.LEVEL, "calibrated": time.strftime("%Y-%m-%d"), "kinds": kinds}
 
 
