@@ -131,7 +131,7 @@ def tables(messages: Iterable[rows.Message], libraries: Mapping[str, str]) -> di
     }
     found: dict[str, Any] = {}
     for device, curves in sorted(plain.items()):
-        row = found[device] = {"library": libraries.get(device, ""), "link": usual(catalog.find(device), 8).intra.name}
+        row = found[device] = {"software": libraries.get(device, ""), "link": usual(catalog.find(device), 8).intra.name}
         for (operation, ranks), curve in sorted(curves.items()):
             whole = filled(curve, plain.get(TWINS.get(device, ""), {}).get((operation, ranks), {}))
             row.setdefault(operation, {})[str(ranks)] = [[size, float(f"{seconds:.5g}")] for size, seconds in sorted(whole.items())]

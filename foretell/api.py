@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from foretell.hardware.share.file import Shared
     from foretell.hardware.types import Device
     from foretell.plan.types import Plan
-    from foretell.price.shared import Addition
     from foretell.price.time import Machine
     from foretell.prove.zoo_rows import Row
     from foretell.search.choose import Choice
+    from foretell.search.shared import Addition
     from foretell.trace.types import Trace
 
 MEASURED_TORCH = "2.11"
@@ -547,7 +547,7 @@ def probe_machine(
     from foretell.hardware.probe.machine import device_of
     from foretell.hardware.probe.run import probe
     from foretell.hardware.profile import journal_path, own_path, save
-    from foretell.price.fit import fit_profile
+    from foretell.search.fit_profile import fit_profile
 
     journal = journal_path(out) if out else None
     measured = probe(device, mode, journal=journal, resume=resume, force=force, progress=progress)
@@ -558,9 +558,9 @@ def probe_machine(
 
 def fit_profile(measured: Measured, device: Device) -> Profile:
     """The profile of what was measured: ops, host, the step around them, watts."""
-    from foretell.price import fit
+    from foretell.search import fit_profile
 
-    return fit.fit_profile(measured, device)
+    return fit_profile.fit_profile(measured, device)
 
 
 def share_machine(
@@ -576,6 +576,6 @@ def share_machine(
 
 def add_shared(paths: Sequence[str | Path], progress: Callable[[str, float], None] = lambda doing, share: None) -> Addition:
     """Check probes that others shared, fit them and keep them beside own profiles: predictions rest on them from then on."""
-    from foretell.price.shared import add
+    from foretell.search.shared import add
 
     return add(paths, progress)

@@ -81,23 +81,25 @@ def _elsewhere(profile: Profile) -> list[str]:
     table = wires.table(profile.device)
     if table is not None:
         ranks = sorted({count for by_ranks in table.curves.values() for count in by_ranks})
-        lines.append(f"collectives of {ranks[0]} to {ranks[-1]} over {table.link}: {table.library}, the same source")
+        lines.append(f"collectives of {ranks[0]} to {ranks[-1]} over {table.link}: {table.software}, the same source")
     return [*lines, f"carried over from {known['basis']}: {', '.join(known['lacks'])}"]
 
 
 def as_json(profile: Profile) -> dict[str, Any]:
-    if profile.elsewhere:
-        known = {name: value for name, value in profile.elsewhere.items() if name != "groups"}
-        return {**known, "kernels": {group: entry["accuracy"] for group, entry in profile.elsewhere["groups"].items()}}
     host = profile.host
     power = getattr(profile, "fitted", {}).get("power")
-    return {
+    told = {
         "device": profile.device, "reported_as": profile.reported_as, "torch": profile.torch, "date": profile.date,
         "mode": profile.mode, "missing": list(profile.missing),
         "ops": {family: _errors(entry) for family, entry in sorted(profile.ops.items()) if _errors(entry)},
         "host": {"references": host["references"], "error": host["error"]} if "error" in host else None,
         "power": {"error": power["error"]} if power and "error" in power else None,
     }  # fmt: skip
+    if not profile.elsewhere:
+        return told
+    known = {name: value for name, value in profile.elsewhere.items() if name != "groups"}
+    kernels = {group: entry["accuracy"] for group, entry in profile.elsewhere["groups"].items()}
+    return {**told, "elsewhere": {**known, "kernels": kernels}}
 
 
 def _used(errors: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ class Wires:
     device: str
     link: str
     """Name of what joins the devices."""
-    library: str
+    software: str
     source: str
     date: str
     curves: Mapping[str, Mapping[int, Curve]]
@@ -40,7 +40,7 @@ class Wires:
     """Of this link itself; False where others' tables were scaled."""
 
     def __hash__(self) -> int:
-        return hash((self.device, self.library, self.date))
+        return hash((self.device, self.software, self.date, self.measured))
 
     def seconds(self, operation: str, nbytes: float, ranks: int) -> float | None:
         """Between the measured numbers of ranks; None beyond them."""
@@ -98,7 +98,7 @@ def like(kind: str, bytes_per_second: float, without: str = "") -> Wires | None:
                 middles = [math.exp(sum(math.log(seconds) for seconds in row if seconds) / len(row)) for row in taken]
                 curves.setdefault(operation, {})[ranks] = tuple((nbytes, middle) for (nbytes, _), middle in zip(curve, middles, strict=True))
     first = known[0][0]
-    return Wires(f"like {kind}", kind, first.library, first.source, first.date, curves, measured=False)
+    return Wires(f"like {kind}", kind, first.software, first.source, first.date, curves, measured=False)
 
 
 @functools.cache
@@ -113,9 +113,9 @@ def made(tables: Mapping[str, Any], source: str = "", date: str = "") -> dict[st
     for device, row in tables.items():
         curves = {
             operation: {int(ranks): tuple((size, seconds) for size, seconds in curve) for ranks, curve in by_ranks.items()}
-            for operation, by_ranks in row.items() if operation not in ("library", "link")
+            for operation, by_ranks in row.items() if operation not in ("software", "link")
         }  # fmt: skip
-        found[device] = Wires(device, row["link"], row["library"], source, date, curves)
+        found[device] = Wires(device, row["link"], row["software"], source, date, curves)
     return found
 
 

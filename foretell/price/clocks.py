@@ -9,9 +9,12 @@ the products between them. With w the share of products in the seconds around an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
 
 WINDOW_SECONDS = 0.05
 """Over which the board's power is taken to be averaged; assumed."""
@@ -48,26 +51,22 @@ class Clocks:
 
 def slowdowns(work: Sequence[tuple[float, float]], clocks: Clocks) -> list[float]:
     """For ops in their order (seconds of products in them, seconds of all of them, at burst speed): how much longer the products
-    of each take; 1 where there are none."""
-    ends = [0.0, *accumulate(seconds for _, seconds in work)]
-    busy = [0.0, *accumulate(products for products, _ in work)]
-    found, first, last = [], 0, 0
-    known: dict[int, float] = {}
-    for at, (products, _) in enumerate(work):
-        if not products:
-            found.append(1.0)
-            continue
-        middle = (ends[at] + ends[at + 1]) / 2
-        while ends[first + 1] < middle - WINDOW_SECONDS / 2:
-            first += 1
-        while last < len(work) and ends[last] < middle + WINDOW_SECONDS / 2:
-            last += 1
-        whole = ends[last] - ends[first]
-        share = round(100 * (busy[last] - busy[first]) / whole) if whole > 0 else 0
-        if share not in known:
-            known[share] = clocks.slower(share / 100)
-        found.append(known[share])
-    return found
+    of each take."""
+    if not work:
+        return []
+    products, seconds = np.array(work, dtype=np.float64).T
+    ends = np.concatenate([[0.0], seconds.cumsum()])
+    busy = np.concatenate([[0.0], products.cumsum()])
+    middle = ends[1:] - seconds / 2
+    first, last = np.maximum(middle - WINDOW_SECONDS / 2, 0.0), np.minimum(middle + WINDOW_SECONDS / 2, ends[-1])
+    share = (np.interp(last, ends, busy) - np.interp(first, ends, busy)) / np.maximum(last - first, 1e-12)
+    return [float(factor) for factor in np.interp(share, *_curve(clocks))]
+
+
+@functools.cache
+def _curve(clocks: Clocks) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    shares = np.linspace(0.0, 1.0, 201)
+    return shares, np.array([clocks.slower(share) for share in shares.tolist()])
 
 
 OTHER, EXPONENT = 0.5, 1.55

@@ -123,7 +123,8 @@ class Fabric:
 
     @property
     def provenance(self) -> str:
-        known = 0.0 if self.local == 1 or (self.table is not None and self.table.measured) else self.measured_intra
+        shown = self.table is not None and self.table.measured and self.local <= self.table.most(ALL_GATHER)
+        known = 0.0 if self.local == 1 or shown else self.measured_intra
         across = self.measured_inter if self.domains > 1 else 0.0
         return ASSUMED if known is None or across is None else MEASURED
 
@@ -220,7 +221,7 @@ def _table(cluster: Cluster, link: Link | None, without: str = "") -> Wires | No
     for name in (cluster.device.name, *SAME_WIRES.get(link.name, ())):
         found = wires.table(name)
         if found is not None and link.name == found.link and name != without:
-            return found
+            return found if name == cluster.device.name else replace(found, measured=False)
     return wires.like(link.kind, link.bytes_per_second, without)
 
 
@@ -257,9 +258,10 @@ def collective(operation: str, nbytes: float, group: Fabric) -> Transfer:
             seconds=0.0, algorithm="none", protocol="", bus_bytes_per_second=0.0, provenance=group.provenance
         )
     if group.table is not None and group.domains == 1 and (found := _looked_up(operation, nbytes, group, group.table)):
-        bus = nbytes * _wire(operation, group.ranks) / found
-        how = "measured" if group.table.measured else "scaled"
-        return Transfer(seconds=found, algorithm=how, protocol="", bus_bytes_per_second=bus, provenance=group.provenance)
+        seconds, known = found
+        bus = nbytes * _wire(operation, group.ranks) / seconds
+        how, provenance = ("measured", MEASURED) if known else ("scaled", ASSUMED)
+        return Transfer(seconds=seconds, algorithm=how, protocol="", bus_bytes_per_second=bus, provenance=provenance)
     seconds, algorithm, protocol = _quickest(operation, nbytes, group)
     bus = nbytes * _wire(operation, group.ranks) / seconds
     return Transfer(
@@ -267,19 +269,20 @@ def collective(operation: str, nbytes: float, group: Fabric) -> Transfer:
     )
 
 
-def _looked_up(operation: str, nbytes: float, group: Fabric, table: Wires) -> float | None:
-    """Seconds inside a node by its table; beyond its ranks as the formulas go on from there. A message to one rank is half of
-    what two exchange with each other."""
+def _looked_up(operation: str, nbytes: float, group: Fabric, table: Wires) -> tuple[float, bool] | None:
+    """Seconds inside a node by its table, and whether they were measured; beyond its ranks as the formulas go on from there. A
+    message to one rank is half of what two exchange with each other."""
     if operation == P2P:
-        return table.seconds(ALL_TO_ALL, 2 * nbytes, 2)
+        message = table.seconds(ALL_TO_ALL, 2 * nbytes, 2)
+        return None if message is None else (message, False)
     found = table.seconds(operation, nbytes, group.ranks)
+    if found is not None:
+        return found, table.measured
     most = table.most(operation)
-    if found is None and most > 1:
-        known = table.seconds(operation, nbytes, most)
-        fewer = replace(group, local=most)
-        if known is not None:
-            return known * _quickest(operation, nbytes, group)[0] / _quickest(operation, nbytes, fewer)[0]
-    return found
+    known = table.seconds(operation, nbytes, most) if most > 1 else None
+    if known is None:
+        return None
+    return known * _quickest(operation, nbytes, group)[0] / _quickest(operation, nbytes, replace(group, local=most))[0], False
 
 
 def _quickest(operation: str, nbytes: float, group: Fabric) -> tuple[float, str, str]:

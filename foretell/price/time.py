@@ -125,7 +125,7 @@ def _at_the_limit(trace: Trace, shapes: Mapping[int, Shape], prices: dict[int, t
     ]
     factors = slowdowns([(part, prices[id(op)][1]) for op, part in zip(ops, hot, strict=True)], clocks)
     for op, part, factor in zip(ops, hot, factors, strict=True):
-        if factor > 1:
+        if part:
             family, seconds = prices[id(op)]
             prices[id(op)] = (family, seconds + part * (factor - 1))
 

@@ -142,13 +142,23 @@ def test_questions_that_all_do_harm_still_make_a_tree() -> None:
 
 
 def test_a_threshold_lies_between_values_however_near() -> None:
-    for values in ([*1e6 + np.arange(8) / 8], [1.0, np.nextafter(1.0, 2.0)], [1e-300, 2e-300], [-1e300, 1e300]):
+    for values in ([*1e6 + np.arange(8) / 8], [1.0, 1.0 + 2e-9], [-1e250, 1e250]):
         x, y = np.array(values)[:, None], np.random.default_rng(0).normal(size=len(values))
         # As many questions as there are gaps: every value has a leaf of its own.
         model = fit(x, y, ["a"], depth=len(values) - 1, trees=1, **EXACT)
         assert model.predict(x) == pytest.approx(y, abs=1e-5)
         back = Trees.from_dict(json.loads(json.dumps(model.to_dict())))
         assert back.predict(x).tolist() == model.predict(x).tolist()
+
+
+def test_last_bits_decide_nothing() -> None:
+    """Logarithms of two CPUs differ there: nothing is learned from it, and no answer hangs on it."""
+    near = np.array([1.0, np.nextafter(1.0, 2.0)])[:, None]
+    assert np.ptp(fit(near, np.array([0.0, 1.0]), ["a"], depth=1, trees=1, **EXACT).predict(near)) == 0
+    x, y = np.log(np.arange(1.0, 60.0))[:, None], np.arange(59.0)
+    model = fit(x, y, ["a"], trees=5)
+    for other in (np.nextafter(x, -np.inf), np.nextafter(x, np.inf)):
+        assert model.predict(other).tolist() == model.predict(x).tolist()
 
 
 def test_thresholds_part_the_rows_evenly() -> None:

@@ -10,9 +10,10 @@ The index is written last and whole, so an addition that is killed leaves things
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from foretell.hardware.types import Device
 from foretell.trace import cache
 
 KIND, SCHEMA = "foretell-added", 1
+LOCK = "lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +111,22 @@ def write(found: Iterable[Added]) -> None:
 
 def clear() -> None:
     """Delete leftovers: files that the index does not name."""
-    named = {one.profile for one in entries()} | {"index.json"}
+    named = {one.profile for one in entries()} | {"index.json", LOCK}
     digests = {source.digest for one in entries() for source in one.sources}
     with contextlib.suppress(OSError):
         for path in (*folder().iterdir(), *(files_folder().iterdir() if files_folder().is_dir() else ())):
             counts = path.name in named if path.parent == folder() else path.name.split(".")[0] in digests
             if path.is_file() and not counts:
                 path.unlink()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """One addition at a time: another's leftovers are its files until its index is written. The lock goes with the process."""
+    folder().mkdir(parents=True, exist_ok=True)
+    with (folder() / LOCK).open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 def paths_of(device_name: str) -> list[Path]:

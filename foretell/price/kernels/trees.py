@@ -25,6 +25,7 @@ Ints = NDArray[np.int64]
 
 CHUNK = 1024  # rows predicted at a time, so that the arrays of one level stay small
 DIGITS = 6  # significant digits kept of a threshold
+DECIMALS = 9  # of a feature: what is nearer is the same on every CPU, whose logarithms differ in the last bit
 FAR = 3.0  # under the Huber loss a row has less say beyond so many median distances (two standard deviations)
 MAX_DEPTH = 12
 _TINY = 1e-12
@@ -43,17 +44,17 @@ class Trees:
 
     def predict(self, x: ArrayLike) -> Floats:
         """One value for every row of `x` (rows × features)."""
-        rows = np.asarray(x, dtype=np.float64)
+        rows = np.round(np.asarray(x, dtype=np.float64), DECIMALS)
         if rows.ndim != 2 or rows.shape[1] != len(self.features):
             raise InternalError(f"trees of {len(self.features)} features were given an array of shape {rows.shape}")
-        out = np.full(len(rows), self.base)
+        out, thresholds = np.full(len(rows), self.base), np.round(self.thresholds, DECIMALS)
         trees, width = self.leaves.shape
         for start in range(0, len(rows), CHUNK):
             columns = np.ascontiguousarray(rows[start : start + CHUNK].T)
             leaf = np.zeros((trees, columns.shape[1]), dtype=np.int64)
             for level in range(self.questions.shape[1]):
                 leaf += leaf
-                leaf += columns[self.questions[:, level]] > self.thresholds[:, level, None]
+                leaf += columns[self.questions[:, level]] > thresholds[:, level, None]
             leaf += np.arange(trees)[:, None] * width
             out[start : start + CHUNK] += self.leaves.ravel().take(leaf).sum(axis=0)
         return out
@@ -173,7 +174,7 @@ def out_of_fold(
 
 def _table(x: ArrayLike, y: ArrayLike, features: Sequence[str], weights: ArrayLike | None) -> Floats:
     """A row's features, its target, and its weight as a multiple of the mean."""
-    rows, targets = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    rows, targets = np.round(np.asarray(x, np.float64), DECIMALS), np.asarray(y, np.float64)
     try:
         table = np.column_stack([rows, targets, np.ones(targets.shape) if weights is None else weights])
     except ValueError as error:
@@ -275,7 +276,7 @@ def _cuts(column: Floats, bins: int) -> Floats:
     if len(values) > bins:
         at = np.flatnonzero(np.diff(counts.cumsum()[:-1] * bins // len(column), prepend=0))
     low, high = values[at], values[at + 1]
-    middle = np.array([float(f"{value:.{DIGITS}g}") for value in low + (high - low) / 2])
+    middle = np.round([float(f"{value:.{DIGITS}g}") for value in low + (high - low) / 2], DECIMALS)
     # Rounding may leave the gap between two near values; the lower value itself never does.
     return np.where((low <= middle) & (middle < high), middle, low)
 

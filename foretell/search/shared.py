@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from foretell.hardware.share.combine import combined
 from foretell.hardware.share.file import Shared
 from foretell.hardware.types import Device
 from foretell.price import bands
-from foretell.price.fit import fit_profile
+from foretell.search.fit_profile import fit_profile
 
 Progress = Callable[[str, float], None]
 MOST_FILES = 200
@@ -44,6 +44,15 @@ def add(paths: Iterable[str | Path], progress: Progress = lambda doing, share: N
         shared = file.load(path)
         refuse(shared, str(path))
         given[shared.digest] = (shared, path.read_bytes())
+    try:
+        with added.alone():
+            return _kept(given, progress)
+    except OSError as error:
+        why = f"the shared probe could not be kept in '{added.folder()}': {error.strerror}"
+        raise UserError(why, "free some space, or set FORETELL_CACHE to another folder") from None
+
+
+def _kept(given: Mapping[str, tuple[Shared, bytes]], progress: Progress) -> Addition:
     known = {source.digest for one in added.entries() for source in one.sources}
     fresh = {digest: pair for digest, pair in given.items() if digest not in known}
     groups: dict[tuple[str, ...], list[Shared]] = {}
@@ -60,9 +69,6 @@ def add(paths: Iterable[str | Path], progress: Progress = lambda doing, share: N
             found.append(entries[key])
         if found:
             added.write(entries.values())
-    except OSError as error:
-        why = f"the shared probe could not be kept in '{added.folder()}': {error.strerror}"
-        raise UserError(why, "free some space, or set FORETELL_CACHE to another folder") from None
     finally:
         added.clear()
     return Addition(added=tuple(found), again=len(given) - len(fresh))
