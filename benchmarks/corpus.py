@@ -3,6 +3,7 @@
     python benchmarks/corpus.py --forecast                 no GPU: draw rows (corpus_draw.py), predict them for an H200 and seal them
     python benchmarks/corpus.py --measure --out rows.jsonl run rows here; those that the file or --done FILE has are left out
     python benchmarks/corpus.py --measure --device cpu --tiny --out rows.jsonl   a few rows, made small, for trying it out
+    python benchmarks/corpus.py --measure --workers 1 --keys FILE --out rows.jsonl   these rows again, nothing else running beside them
     python benchmarks/corpus.py --tell --out rows.jsonl    the sealed forecast beside what was measured, both halves apart
     python benchmarks/corpus.py --again new.jsonl          predict the sealed configurations with the code as it is now
 
@@ -72,9 +73,29 @@ def freshen(cuda: bool) -> bool:
 
 def one_row(config: dict[str, Any], device: str) -> dict[str, Any]:
     try:
-        return unseen.really(config, device)
+        return unseen.really(config, device) | reading(device)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:400]}
+
+
+def reading(device: str) -> dict[str, float]:
+    """How quick this host is now: microseconds of a small op that is asked for, and of a turn of a loop in Python; the middle of nine."""
+    import torch
+
+    x = torch.zeros(8, device=device)
+    ops, turns = [], []
+    for _ in range(9):
+        begun = time.perf_counter()
+        for _ in range(100):
+            x.add_(1)
+        ops.append((time.perf_counter() - begun) / 100)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for n in range(5000):
+            x.n = n  # type: ignore[attr-defined]
+        turns.append((time.perf_counter() - begun) / 5000)
+    return {"op_us": round(sorted(ops)[4] * 1e6, 3), "turn_us": round(sorted(turns)[4] * 1e6, 4)}
 
 
 class Worker:
@@ -144,7 +165,8 @@ class Worker:
 
 
 def measure(
-    path: Path, out: Path, device: str, seconds: float, done: list[Path], limit: int, only: str, tiny: bool
+    path: Path, out: Path, device: str, seconds: float, done: list[Path], limit: int, only: str, tiny: bool, keys: Path | None = None,
+    slots: int = WORKERS,
 ) -> None:
     """Eager rows by workers, in the order of the forecast as far as memory lets them run side by side; then the compiled ones."""
     unseen.warm_up()
@@ -153,11 +175,14 @@ def measure(
     begun = time.monotonic()
     known = set().union(*(done_keys(one) for one in (out, *done)))
     rows = [row for row in rows_of(path) if row["key"] not in known and only in row["config"]["model"]]
+    if keys is not None:
+        asked = json.loads(keys.read_text())
+        rows = sorted((row for row in rows if row["key"] in asked), key=lambda row: asked.index(row["key"]))
     eager = [row for row in rows if row["config"]["mode"] == "eager"]
     if tiny:
         eager = [small(row) for row in eager if row["config"]["model"].rpartition(":")[2] in TINY]
     about = machine() | {"forecast": seal_of(path), "on": device}
-    left = by_workers(eager[: limit or None], out, about, device, begun, seconds)
+    left = by_workers(eager[: limit or None], out, about, device, begun, seconds, slots)
     over = seconds - (time.monotonic() - begun) - COMPILING
     if left or tiny or over <= 0 or len(eager) == len(rows):
         print(f"{left} eager and {sum(row['config']['mode'] != 'eager' for row in rows)} compiled rows left", flush=True)
@@ -177,10 +202,10 @@ def _warm_up() -> None:
 
 
 def by_workers(
-    rows: list[dict[str, Any]], out: Path, about: dict[str, str], device: str, begun: float, seconds: float
+    rows: list[dict[str, Any]], out: Path, about: dict[str, str], device: str, begun: float, seconds: float, slots: int = WORKERS
 ) -> int:
     """How many rows were left when time was up."""
-    slots = WORKERS if device == "cuda" else 1
+    slots = slots if device == "cuda" else 1
     workers = [Worker(slot, slots, device) for slot in range(slots)]
     rows = list(rows)
     print(f"{len(rows)} eager rows to run", flush=True)
@@ -266,6 +291,8 @@ def main() -> None:
         "--done", type=Path, action="append", default=[], help="a file of rows that need no measurement"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="processes side by side; 1: a row is built and timed alone")
+    parser.add_argument("--keys", type=Path, help="a JSON list of the keys of the rows to run, in that order")
     parser.add_argument("--model", default="", help="rows whose model has this in its name")
     parser.add_argument(
         "--limit-seconds",
@@ -298,6 +325,8 @@ def main() -> None:
             options.limit,
             options.model,
             options.tiny,
+            options.keys,
+            options.workers,
         )
     else:
         tell(options.forecast_file, options.out)

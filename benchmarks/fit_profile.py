@@ -3,6 +3,7 @@
     python benchmarks/fit_profile.py                     every journal beside a shipped profile
     python benchmarks/fit_profile.py H200-SXM-141GB      one of them
     python benchmarks/fit_profile.py path/to/X.rows.jsonl.gz
+    python benchmarks/fit_profile.py H200-SXM-141GB --families stream convolution   these families of ops alone; the rest stays
 
 Reads `X.rows.jsonl.gz`, traces its reference steps, fits ops, host and watts, and writes `X.json` beside it.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,7 +24,9 @@ from foretell.errors import UserError  # noqa: E402
 from foretell.hardware import Device  # noqa: E402
 from foretell.hardware.catalog import find  # noqa: E402
 from foretell.hardware.probe.journal import gather  # noqa: E402
-from foretell.hardware.profile import Measured, Profile, save  # noqa: E402
+from foretell.hardware.profile import Measured, OpRow, Profile, load, save  # noqa: E402
+from foretell.price.kernels.features import Shape, describe  # noqa: E402
+from foretell.price.kernels.ops import learn  # noqa: E402
 
 FOLDER = ROOT / "foretell" / "hardware" / "profiles"
 END = ".rows.jsonl.gz"
@@ -43,10 +47,27 @@ def report(profile: Profile) -> None:
     print(f"  host {profile.accuracy['host']}  power {profile.accuracy['power']}  {profile.fitted}")
 
 
+def of_families(measured: Measured, old: Profile, families: list[str]) -> Profile:
+    """The profile with the ops of some families fitted anew."""
+    device = device_of(measured)
+    kept = [(row, group) for row, group in zip(measured.rows, measured.groups, strict=True) if _family(row, device) in families]
+    fitted = learn([row for row, _ in kept], device, groups=[group for _, group in kept])
+    ops = {**old.ops, **fitted.to_dict()}
+    accuracy = {**old.accuracy["ops"], **{name: dict(family.accuracy) for name, family in fitted.families.items()}}
+    return replace(old, ops=ops, accuracy={**old.accuracy, "ops": accuracy})
+
+
+def _family(row: OpRow, device: Device) -> str:
+    described = describe(Shape(row.name, row.inputs, row.outputs, row.attrs), device)
+    return described.family if described is not None else ""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="names of shipped profiles, or paths of journals; all shipped by default")
-    given = parser.parse_args().names
+    parser.add_argument("--families", nargs="+", help="fit the ops of these families alone")
+    options = parser.parse_args()
+    given = options.names
     journals = [Path(name) if name.endswith(END) else FOLDER / f"{name}{END}" for name in given]
     for journal in journals or sorted(FOLDER.glob(f"*{END}")):
         target = journal.with_name(journal.name.removesuffix(END) + ".json")
@@ -56,7 +77,7 @@ def main() -> int:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        profile = fit_profile(measured, device_of(measured))
+        profile = of_families(measured, load(target), options.families) if options.families else fit_profile(measured, device_of(measured))
         save(profile, target)
         print(f"{target.name}: {len(measured.rows):,} rows, {time.perf_counter() - began:.0f} s, {target.stat().st_size / 1e6:.1f} MB")
         report(profile)

@@ -15,6 +15,7 @@ from foretell.hardware.probe.cases import CUDA_ONLY, FAMILIES, TAGS, Call, Draw
 from foretell.hardware.probe.clock import Clock
 from foretell.hardware.probe.harvest import Harvest
 from foretell.hardware.probe.narrow import NARROW
+from foretell.hardware.probe.pictures import PICTURES
 from foretell.hardware.probe.rare import RARE, worth
 from foretell.hardware.profile import Case
 from foretell.hardware.types import Device
@@ -26,7 +27,7 @@ CPU_LEAST_SCALE, CPU_SCALE_PER_CORE, CPU_MOST_SCALE = 0.001, 0.005, 0.05
 CPU_SHARE = 0.25
 """A CPU gets this share of the cases of single ops, and all of blocks, updates, rare ops and narrow ones: it is slow, its models are small."""
 
-_ALL: dict[str, tuple[Callable[[Draw], Call], int]] = {**FAMILIES, **BLOCKS, **RARE, **NARROW}
+_ALL: dict[str, tuple[Callable[[Draw], Call], int]] = {**FAMILIES, **BLOCKS, **RARE, **NARROW, **PICTURES}
 _WHOLE = frozenset({*BLOCKS, *RARE, *NARROW, "update"})
 _APART = ("aten._local_scalar_dense",)
 """What the host waits for is timed among rare ops alone."""
@@ -60,7 +61,7 @@ def _counts(kind: str) -> dict[str, int]:
     return {
         family: count if family in _WHOLE else max(1, round(count * CPU_SHARE))
         for family, (_, count) in _ALL.items()
-        if family not in CUDA_ONLY
+        if family not in CUDA_ONLY and family not in PICTURES
     }
 
 

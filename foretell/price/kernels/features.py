@@ -149,6 +149,9 @@ def _attention(name: str, op: Shape, device: Device) -> Described:
         "waves": math.ceil(waves) * rounds * each * (0.5 if causal else 1.0) * near,
         "scores": heads * pairs / cores * TILE * TILE * 1e-10, "exact": flops / peak,
     }  # fmt: skip
+    if backward and "efficient" in name:  # a block for each head goes over all keys
+        turns = math.ceil(heads / cores) * -(-s // 64)
+        terms |= {"heads": math.ceil(heads / cores) * down * across * each * near, "turns": turns * 1e-5, "long_turns": turns * s / 4096 * 1e-5}
     mask = _mask(op.inputs[first + 3 :], t, s, op.inputs[0].shape)
     if mask:
         terms |= {"moved": (moved - mask.nbytes) / rate, "masked": heads * t * s * DTYPE_BYTES.get(mask.dtype, 2) / rate}
@@ -246,7 +249,7 @@ def _convolution(name: str, op: Shape, device: Device) -> Described:
         "source": log(source.nbytes), "result": log(result.nbytes), "weight": log(weight.nbytes),
         "bias": float(len(op.inputs) > 2 and not backward), "turned": float(turned),
     }  # fmt: skip
-    what = "each" if one_each else "point" if point else "patch"
+    what = "each" if one_each else "bundle" if groups > 1 else "point" if point else "patch"
     kind = f"{'backward' if backward else 'forward'}:{what}:{'last' if last else 'first'}"
     base = LAUNCH_SECONDS + max(flops * len(jobs) / device.peak(rate), terms["moved"])
     key = f"{kind}:{'low' if low else 'full'}:{'steps' if near > 1.5 * places else 'all'}"

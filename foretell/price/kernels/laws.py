@@ -29,6 +29,7 @@ UNSEEN: Law = {"masked": 1.0}
 """Terms that count as their own seconds say until a row has shown otherwise: every byte of a mask is read for each head."""
 OLDER: Mapping[str, str] = {"channel": "lane"}
 """Term → what it was called in profiles that do not know it."""
+OLDER_KINDS: Mapping[str, str] = {":bundle:": ":patch:"}
 LONG_SECONDS = 20e-6
 FLOOR_SECONDS = 5e-7
 _BESIDE = UNSEEN.keys() | OLDER.keys()
@@ -68,11 +69,14 @@ def by_laws(rows: Sequence[Described], laws: Mapping[str, Law]) -> Floats:
 
 
 def _law(row: Described, laws: Mapping[str, Law]) -> Law:
-    """Of the longest beginning of a key that has one, of its kind, or of the family."""
+    """Of the longest beginning of a key that has one, of its kind, or of the family; as an older profile calls it where it has none."""
     key = row.key
     while key not in laws and ":" in key:
         key = key.rpartition(":")[0]
-    return laws.get(key) or laws.get("*" + row.kind) or laws[""]
+    found = laws.get(key) or laws.get("*" + row.kind)
+    for name, older in OLDER_KINDS.items():
+        found = found or laws.get(row.key.replace(name, older)) or laws.get("*" + row.kind.replace(name, older))
+    return found or laws[""]
 
 
 def _table(rows: Sequence[Described], terms: Sequence[str]) -> Floats:

@@ -18,6 +18,8 @@ _PICTURES = " ".join(
 )
 _SWEEPING = ("upsample_linear", "upsample_bilinear", "upsample_bicubic", "upsample_trilinear")
 """One thread goes through all pictures and channels at one place."""
+_ONE_BY_ONE = ("im2col", "upsample_nearest1d_backward", "upsample_nearest2d_backward", "upsample_nearest3d_backward")
+"""Pictures of a batch come one after another."""
 _KINDS: dict[str, str] = {
     name: kind
     for kind, names in {
@@ -107,8 +109,12 @@ def mover(name: str, op: Shape, device: Device) -> Described:
     if device.backend == "cpu":
         walked = dict(zip(("lines", "planes"), lines(kind, op), strict=True))
         terms |= {name: count * 1e-8 for name, count in walked.items()}
-    if lane:
-        terms["channel" if kind in _CHANNELS else "lane"] = lane * 1e-9
+    if kind in _CHANNELS and not _last(op, first):  # a block for each channel: what the cache does not hold comes to it at the pace of one
+        pictures, channels = first.shape[0], first.shape[1] if len(first.shape) > 1 else 1
+        terms |= {"channel": lane * 1e-9, "channel_far": lane * 1e-9 * max(0.0, 1 - 0.6 * cache / max(1.0, total))}
+        terms["pictures"] = pictures * max(1.0, channels / device.sm_count) * 1e-8
+    elif lane:
+        terms["lane"] = lane * 1e-9
     if kind in ("norm", "norm_backward", "softmax", "reduction", "order", "loss"):
         terms["rows"] = (rows * _crew(kind, op, inner, out) if kind != "order" else numel / along(op, first)) * 1e-9 * cores
         terms["odd_rows"] = rows * 1e-9 * cores if inner % 4 and (kind != "reduction" or inner >= LONG_ROW) else 0.0
@@ -122,6 +128,11 @@ def mover(name: str, op: Shape, device: Device) -> Described:
             terms["sorting"] = touched[0] * log(touched[0] + 1) * 1e-11 * cores
     if name.startswith(_SWEEPING) and device.backend != "cpu":
         terms["sweep"] = first.shape[0] * first.shape[1] * 1e-9
+        if name.endswith("_backward"):  # added to where it came from, many to one place
+            low = "_low" if DTYPE_BYTES.get(last.dtype, 4) < 4 else ""
+            terms |= {f"atoms{low}": numel * 1e-11 * cores, f"crowds{low}": numel * numel / out * 1e-12 * cores}
+    if name in _ONE_BY_ONE and device.backend != "cpu":
+        terms["pictures"] = first.shape[0] * 1e-6
     if kind == "order":
         terms["along"] = along(op, first) * 1e-9
         terms["passes"] = numel * log(along(op, first) + 1) * 1e-12 * cores
@@ -162,11 +173,16 @@ def _key(name: str, kind: str, op: Shape, first: TensorSpec, inner: int, out: in
         if length == first.numel:
             return f"{name}:one"
         return f"{name}:{'last' if length == inner else 'other'}{'' if 'sort' not in name or length <= SHORT_SORT else ':long'}"
-    if kind in _CHANNELS and letters_of(op.attrs)[:1] == "l":
+    if kind in _CHANNELS and _last(op, first):
         return f"{name}:last"
     if kind == "sorted":
         return f"{name}:{'few' if _touched(kind, op, op.outputs[0] if op.outputs else first)[0] <= FEW_INDICES else 'many'}"
     return name
+
+
+def _last(op: Shape, spec: TensorSpec) -> bool:
+    """Whether channels lie side by side, as a single one always does."""
+    return letters_of(op.attrs)[:1] == "l" or len(spec.shape) == 2 or (len(spec.shape) > 2 and spec.shape[1] == 1)
 
 
 def along(op: Shape, spec: TensorSpec) -> int:
