@@ -1,6 +1,7 @@
 """Memory levels and product rates of the GPU at hand: latency by pointer chase, bytes a second by size, FLOP/s by dtype.
 
     python benchmarks/levels.py --out FILE [--limit-seconds 120] [--device cpu]
+    python benchmarks/levels.py --out FILE --keep X.json        no measurement: puts the rows of FILE into a profile and its journal
 
 One JSON row each: `latency` (working set, seconds and cycles a hop), `level` (working set, bytes a second read and written), `rate`
 (dtype, side of the square product, FLOP/s, share of the data sheet's). The stages are those of `foretell probe --full`.
@@ -13,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import torch  # noqa: E402
 
-from foretell.hardware.probe import chase, memory  # noqa: E402
+from foretell.hardware import profile as profiles  # noqa: E402
+from foretell.hardware.probe import chase, journal, memory  # noqa: E402
 from foretell.hardware.probe.machine import device_of, nvml  # noqa: E402
 from foretell.hardware.probe.power import Meter  # noqa: E402
 from foretell.units import human_bytes  # noqa: E402
@@ -33,7 +36,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit-seconds", type=float, default=120.0, help="begin no further row after this long")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--keep", type=Path, metavar="PROFILE", help="put the latencies and rates of --out into this profile")
     asked = parser.parse_args()
+    if asked.keep:
+        keep(asked.out, asked.keep)
+        return
     end = time.monotonic() + asked.limit_seconds
     about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "torch": torch.__version__, "device": device_of(asked.device).name}
     with asked.out.open("a", encoding="utf-8") as file:
@@ -44,6 +51,24 @@ def main() -> None:
             if time.monotonic() > end:
                 print("the time is up", flush=True)
                 break
+
+
+def keep(found: Path, path: Path) -> None:
+    """Latencies and rates into a profile of the same device that has none, and into its journal; all else stays as it is."""
+    each = [json.loads(line) for line in found.read_text(encoding="utf-8").splitlines()]
+    known = profiles.load(path)
+    if {row["device"] for row in each} != {known.device}:
+        sys.exit(f"{found} has rows of {', '.join(sorted({row['device'] for row in each}))}, and {path} is a profile of {known.device}")
+    names = {"latency": ("working_set_bytes", "seconds", "spread"), "rate": ("dtype", "side", "seconds", "spread")}
+    each = [row for row in each if "failed" not in row]
+    kept = {kind: [{name: row[name] for name in wanted} for row in each if row["kind"] == kind] for kind, wanted in names.items()}
+    profiles.save(replace(known, latency=tuple(kept["latency"]), rates=tuple(kept["rate"])), path)
+    place = journal.packed_path(profiles.journal_path(path))
+    if place.exists():
+        about, entries = journal.read(place)
+        others = [entry for entry in entries if entry.stage not in names]
+        journal.write(place, about, [*others, *(journal.Entry(kind, 0.0, row) for kind, rows in kept.items() for row in rows)])
+    print(f"{len(kept['latency'])} latencies and {len(kept['rate'])} rates in {path}")
 
 
 def rows(kind: str) -> Iterator[dict[str, Any]]:
