@@ -61,6 +61,7 @@ def fit(
     dataset_size: str | None = typer.Option(None, metavar="N", help="Samples in one epoch, such as 1.28M."),
     region: str | None = typer.Option(None, metavar="NAME", help="Whose electricity counts, such as FR; default: the world's mean."),
     price: float | None = typer.Option(None, metavar="DOLLARS", help="Of one device and hour; default: a list price."),
+    footprint: bool = typer.Option(False, "--footprint", help="Devices that the whole run uses up, by MFU and lifetime, and what making them took."),
     trace_out: str | None = typer.Option(None, metavar="FILE", help="Write the predicted timeline as a Chrome trace."),
     time_limit: float = TIME_LIMIT,
     from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False,
@@ -84,15 +85,22 @@ def fit(
     if from_ is not None:
         theirs, on = take_over(from_, on, options, context)
     check(model, on, options)
+    if footprint and not any(options[name] for name in ("tokens", "samples", "epochs")):
+        raise UserError("--footprint is of a whole run, and none is given", "add --tokens, --samples or --epochs")
     doing = common.Doing(f"tracing {model}")
     prediction = common.call(lambda: _predict(model, on, {**options, "progress": doing.tell}), doing)
     if json:
         from foretell.report import schema
 
-        told = {} if theirs is None else {"from": theirs}
+        told: dict[str, Any] = {} if theirs is None else {"from": theirs}
+        told |= {"footprint": [one.to_json() for one in _used_up(prediction, on)]} if footprint else {}
         common.emit_json({**schema.answer(prediction), **told})
     else:
         common.emit_screen(prediction, [word for word in common.typed() if word not in ("--debug", "--no-cache")])
+        if footprint:
+            from foretell.report.footprint import lines
+
+            common.emit("\n".join(lines(_used_up(prediction, on), parse_device(on))))
     return common.YES if prediction.fits else common.NO_OR_FAILED
 
 
@@ -100,6 +108,25 @@ def _predict(model: str, on: str, options: dict[str, Any]) -> Any:
     from foretell import api
 
     return api.fit(model, hardware=on, **options)
+
+
+def parse_device(on: str) -> Any:
+    from foretell.hardware import parse
+
+    return parse(on).device
+
+
+def _used_up(prediction: Any, on: str) -> tuple[Any, ...]:
+    """Devices that the run uses up: as predicted first, then by MFU and lifetime. Nothing where no speed is known."""
+    from foretell.hardware import footprint
+    from foretell.price.footprint import scenarios
+
+    device, run, mfu = parse_device(on), prediction.run, prediction.mfu
+    if run is None or mfu is None:
+        return ()
+    made, flops = footprint(device), run.steps * mfu.flops_per_step
+    own = scenarios(flops, device, dtype=mfu.peak_dtype, mfus=(mfu.value,), lifetimes=(made.lifetime_years if made else 4.0,))
+    return (*own, *scenarios(flops, device, dtype=mfu.peak_dtype))
 
 
 def take_over(path: Path, on: str, options: dict[str, Any], context: typer.Context) -> tuple[dict[str, Any], str]:
