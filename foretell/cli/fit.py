@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from foretell.cli import beside as side_by_side
 from foretell.cli import common
 from foretell.errors import UserError
 
@@ -61,6 +62,7 @@ def fit(
     dataset_size: str | None = typer.Option(None, metavar="N", help="Samples in one epoch, such as 1.28M."),
     region: str | None = typer.Option(None, metavar="NAME", help="Whose electricity counts, such as FR; default: the world's mean."),
     price: float | None = typer.Option(None, metavar="DOLLARS", help="Of one device and hour; default: a list price."),
+    beside: list[str] = typer.Option([], metavar="MODEL[,KEY=VALUE]...", help=side_by_side.HELP),
     footprint: bool = typer.Option(False, "--footprint", help="Devices that the whole run uses up, by MFU and lifetime, and what making them took."),
     trace_out: str | None = typer.Option(None, metavar="FILE", help="Write the predicted timeline as a Chrome trace."),
     time_limit: float = TIME_LIMIT,
@@ -89,11 +91,13 @@ def fit(
         raise UserError("--footprint is of a whole run, and none is given", "add --tokens, --samples or --epochs")
     doing = common.Doing(f"tracing {model}")
     prediction = common.call(lambda: _predict(model, on, {**options, "progress": doing.tell}), doing)
+    both, names = side_by_side.predicted(model, on, options, beside) if beside else (None, [])
     if json:
         from foretell.report import schema
 
         told: dict[str, Any] = {} if theirs is None else {"from": theirs}
         told |= {"footprint": [one.to_json() for one in _used_up(prediction, on)]} if footprint else {}
+        told |= {"beside": both.to_json()} if both else {}
         common.emit_json({**schema.answer(prediction), **told})
     else:
         common.emit_screen(prediction, [word for word in common.typed() if word not in ("--debug", "--no-cache")])
@@ -101,7 +105,9 @@ def fit(
             from foretell.report.footprint import lines
 
             common.emit("\n".join(lines(_used_up(prediction, on), parse_device(on))))
-    return common.YES if prediction.fits else common.NO_OR_FAILED
+        if both:
+            side_by_side.show(both, names)
+    return common.YES if prediction.fits and (both is None or both.fits) else common.NO_OR_FAILED
 
 
 def _predict(model: str, on: str, options: dict[str, Any]) -> Any:
