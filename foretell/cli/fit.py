@@ -91,23 +91,31 @@ def fit(
         raise UserError("--footprint is of a whole run, and none is given", "add --tokens, --samples or --epochs")
     doing = common.Doing(f"tracing {model}")
     prediction = common.call(lambda: _predict(model, on, {**options, "progress": doing.tell}), doing)
-    both, names = side_by_side.predicted(model, on, options, beside) if beside else (None, [])
+    beside_it = side_by_side.predicted(model, on, options, beside) if beside else None
+    used_up = _used_up(prediction, on) if footprint else None
     if json:
-        from foretell.report import schema
-
-        told: dict[str, Any] = {} if theirs is None else {"from": theirs}
-        told |= {"footprint": [one.to_json() for one in _used_up(prediction, on)]} if footprint else {}
-        told |= {"beside": both.to_json()} if both else {}
-        common.emit_json({**schema.answer(prediction), **told})
+        _emit_json(prediction, {} if theirs is None else {"from": theirs}, used_up, beside_it)
     else:
-        common.emit_screen(prediction, [word for word in common.typed() if word not in ("--debug", "--no-cache")])
-        if footprint:
-            from foretell.report.footprint import lines
+        _emit(prediction, used_up, beside_it, on)
+    return common.YES if prediction.fits and (beside_it is None or beside_it[0].fits) else common.NO_OR_FAILED
 
-            common.emit("\n".join(lines(_used_up(prediction, on), parse_device(on))))
-        if both:
-            side_by_side.show(both, names)
-    return common.YES if prediction.fits and (both is None or both.fits) else common.NO_OR_FAILED
+
+def _emit_json(prediction: Any, told: dict[str, Any], used_up: Any, beside_it: Any) -> None:
+    from foretell.report import schema
+
+    more = {} if used_up is None else {"footprint": [one.to_json() for one in used_up]}
+    more |= {} if beside_it is None else {"beside": beside_it[0].to_json()}
+    common.emit_json({**schema.answer(prediction), **told, **more})
+
+
+def _emit(prediction: Any, used_up: Any, beside_it: Any, on: str) -> None:
+    common.emit_screen(prediction, [word for word in common.typed() if word not in ("--debug", "--no-cache")])
+    if used_up is not None:
+        from foretell.report.footprint import lines
+
+        common.emit("\n".join(lines(used_up, parse_device(on))))
+    if beside_it is not None:
+        side_by_side.show(*beside_it)
 
 
 def _predict(model: str, on: str, options: dict[str, Any]) -> Any:
