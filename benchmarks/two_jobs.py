@@ -263,16 +263,16 @@ def _between(pynvml: Any, first: Any, second: Any) -> dict[str, float | None]:
 def sharing_rows() -> Iterator[dict[str, Any]]:
     """Two kernels that watch the clock at the same time: how long each has the device, and what lies between."""
     context = multiprocessing.get_context("fork")
-    begin = time.monotonic() + 8.0
+    together = context.Barrier(2)
     pipes = []
     for _ in range(2):
         mine, theirs = context.Pipe()
-        process = context.Process(target=_watch, args=(theirs, begin), daemon=True)
+        process = context.Process(target=_watch, args=(theirs, together), daemon=True)
         process.start()
         pipes.append((mine, process))
     found = []
     for pipe, process in pipes:
-        if pipe.poll(40):
+        if pipe.poll(60):
             found.append(pipe.recv())
         process.join(5)
         if process.is_alive():
@@ -298,16 +298,16 @@ def slices(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> dict[
     }  # fmt: skip
 
 
-def _watch(pipe: Any, begin: float) -> None:
-    """Note every stretch in which this kernel has the device, for 0.6 s."""
+def _watch(pipe: Any, together: Any) -> None:
+    """Note every stretch in which this kernel has the device, for 0.6 s from the moment when both are ready."""
     try:
         from two_jobs_kernel import watch
 
         watch(torch.zeros(2, dtype=torch.int64, device="cuda"), 1000, 20_000)  # compiled
         torch.cuda.synchronize()
         out = torch.zeros(40_000, dtype=torch.int64, device="cuda")
-        while time.monotonic() < begin:
-            time.sleep(0.001)
+        torch.cuda.synchronize()
+        together.wait(45)
         watch(out, 600_000_000, 20_000)
         torch.cuda.synchronize()
         values = [value for value in out.tolist() if value]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,3 +193,19 @@ def test_jobs_share_one_gpu_only() -> None:
         api.beside([{"model": "gpt-tiny"}], hardware="H200:2")
     with pytest.raises(UserError, match="no option"):
         api.beside([{"model": "gpt-tiny", "colour": "red"}], hardware="H200")
+
+
+# ---------------------------------------------------------------- how slices are read from two kernels that watch the clock
+
+
+def test_slices_and_switches_are_found_again() -> None:
+    """Two processes in turn, 2 ms each, 0.1 ms between them; they begin and end at different times."""
+    spec = importlib.util.spec_from_file_location("two_jobs", Path(__file__).resolve().parents[2] / "benchmarks" / "two_jobs.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    turns = [(1_000_000 + number * 2_100_000, 3_000_000 + number * 2_100_000) for number in range(100)]
+    first, second = [(0, turns[0][1]), *turns[2::2]], turns[1:-20:2]
+    found = module.slices(first, second)
+    assert found["slice_seconds"] == pytest.approx(2e-3) and found["switch_seconds"] == pytest.approx(1e-4)
+    assert module.slices([(0, 10)], [(20, 30)])["slice_seconds"] is None

@@ -12,7 +12,7 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["hops"])
 def _chase(table, place, hops):
     at = tl.load(place)
-    for _ in range(hops):
+    for _hop in range(hops):
         at = tl.load(table + at)
     tl.store(place, at)
 
