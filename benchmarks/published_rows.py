@@ -416,7 +416,7 @@ def step_flops(run: Run, convention: str) -> float:
     return tokens * (passes * run.layers * (layer + scores) + 3 * head)
 
 
-_HARDWARE = ("sc21", "mlm-2022", "bsv100", "bsa100", "bloom", "dsazure", "mtnlg", "internevo", "bs1b3")
+_HARDWARE = ("sc21", "mlm-2022", "bsv100", "bsa100", "bloom", "dsazure", "mtnlg", "internevo", "bs1b3", "frontier")
 _CAUSAL = ("bridge", "stas", "automodel")
 
 

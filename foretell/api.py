@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from foretell.prove.zoo_rows import Row
     from foretell.search.choose import Choice
     from foretell.search.shared import Addition
+    from foretell.simulate.beside import Together
     from foretell.trace.types import Trace
 
 MEASURED_TORCH = "2.11"
@@ -328,6 +329,7 @@ def _predict(
         time=found.time,
         throughput=found.throughput,
         mfu=found.mfu,
+        utilisation=found.utilisation,
         energy=found.energy,
         cost=found.cost,
         run=found.run,
@@ -561,6 +563,13 @@ def fit_profile(measured: Measured, device: Device) -> Profile:
     from foretell.search import fit_profile
 
     return fit_profile.fit_profile(measured, device)
+
+
+def beside(jobs: Sequence[Mapping[str, Any]], *, hardware: str | Cluster, cache: bool = True) -> Together:
+    """What jobs need and take that share one GPU, each a process: every one names its `model`, and options as `fit` has them."""
+    from foretell.search.beside import beside as costed
+
+    return costed(jobs, hardware if isinstance(hardware, Cluster) else parse(hardware), cache=cache)
 
 
 def share_machine(

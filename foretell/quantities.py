@@ -144,6 +144,21 @@ class Mfu:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Utilisation:
+    """Shares between 0 and 1 of a step on one device."""
+
+    busy: float
+    """Of the time, in which kernels run: what `nvidia-smi` calls GPU utilisation."""
+    multiprocessors: float
+    """Of all multiprocessors over all of the time, that have work: by the thread blocks of each kernel, assumed."""
+    compute: float
+    """Of what the product units could do, FLOPs of the step's products."""
+    memory_bandwidth: float
+    """Of what the memory could move."""
+    provenance: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Energy:
     """Joules of one step, all devices together."""
 
@@ -215,6 +230,7 @@ class Prediction:
     """None where nothing is known of the device's speed."""
     throughput: Throughput | None = None
     mfu: Mfu | None = None
+    utilisation: Utilisation | None = None
     energy: Energy | None = None
     cost: Cost | None = None
     run: Run | None = None

@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from foretell.cli import beside as side_by_side
 from foretell.cli import common
 from foretell.errors import UserError
 
@@ -61,6 +62,8 @@ def fit(
     dataset_size: str | None = typer.Option(None, metavar="N", help="Samples in one epoch, such as 1.28M."),
     region: str | None = typer.Option(None, metavar="NAME", help="Whose electricity counts, such as FR; default: the world's mean."),
     price: float | None = typer.Option(None, metavar="DOLLARS", help="Of one device and hour; default: a list price."),
+    beside: list[str] = typer.Option([], metavar="MODEL[,KEY=VALUE]...", help=side_by_side.HELP),
+    footprint: bool = typer.Option(False, "--footprint", help="Devices that the whole run uses up, by MFU and lifetime, and what making them took."),
     trace_out: str | None = typer.Option(None, metavar="FILE", help="Write the predicted timeline as a Chrome trace."),
     time_limit: float = TIME_LIMIT,
     from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False,
@@ -84,22 +87,60 @@ def fit(
     if from_ is not None:
         theirs, on = take_over(from_, on, options, context)
     check(model, on, options)
+    if footprint and not any(options[name] for name in ("tokens", "samples", "epochs")):
+        raise UserError("--footprint is of a whole run, and none is given", "add --tokens, --samples or --epochs")
     doing = common.Doing(f"tracing {model}")
     prediction = common.call(lambda: _predict(model, on, {**options, "progress": doing.tell}), doing)
+    beside_it = side_by_side.predicted(model, on, options, beside) if beside else None
+    used_up = _used_up(prediction, on) if footprint else None
     if json:
-        from foretell.report import schema
-
-        told = {} if theirs is None else {"from": theirs}
-        common.emit_json({**schema.answer(prediction), **told})
+        _emit_json(prediction, {} if theirs is None else {"from": theirs}, used_up, beside_it)
     else:
-        common.emit_screen(prediction, [word for word in common.typed() if word not in ("--debug", "--no-cache")])
-    return common.YES if prediction.fits else common.NO_OR_FAILED
+        _emit(prediction, used_up, beside_it, on)
+    return common.YES if prediction.fits and (beside_it is None or beside_it[0].fits) else common.NO_OR_FAILED
+
+
+def _emit_json(prediction: Any, told: dict[str, Any], used_up: Any, beside_it: Any) -> None:
+    from foretell.report import schema
+
+    more = {} if used_up is None else {"footprint": [one.to_json() for one in used_up]}
+    more |= {} if beside_it is None else {"beside": beside_it[0].to_json()}
+    common.emit_json({**schema.answer(prediction), **told, **more})
+
+
+def _emit(prediction: Any, used_up: Any, beside_it: Any, on: str) -> None:
+    common.emit_screen(prediction, [word for word in common.typed() if word not in ("--debug", "--no-cache")])
+    if used_up is not None:
+        from foretell.report.footprint import lines
+
+        common.emit("\n".join(lines(used_up, parse_device(on))))
+    if beside_it is not None:
+        side_by_side.show(*beside_it)
 
 
 def _predict(model: str, on: str, options: dict[str, Any]) -> Any:
     from foretell import api
 
     return api.fit(model, hardware=on, **options)
+
+
+def parse_device(on: str) -> Any:
+    from foretell.hardware import parse
+
+    return parse(on).device
+
+
+def _used_up(prediction: Any, on: str) -> tuple[Any, ...]:
+    """Devices that the run uses up: as predicted first, then by MFU and lifetime. Nothing where no speed is known."""
+    from foretell.hardware import footprint
+    from foretell.price.footprint import scenarios
+
+    device, run, mfu = parse_device(on), prediction.run, prediction.mfu
+    if run is None or mfu is None:
+        return ()
+    made, flops = footprint(device), run.steps * mfu.flops_per_step
+    own = scenarios(flops, device, dtype=mfu.peak_dtype, mfus=(mfu.value,), lifetimes=(made.lifetime_years if made else 4.0,))
+    return (*own, *scenarios(flops, device, dtype=mfu.peak_dtype))
 
 
 def take_over(path: Path, on: str, options: dict[str, Any], context: typer.Context) -> tuple[dict[str, Any], str]:

@@ -65,6 +65,7 @@ def _show(name: str, *, json: bool) -> int:
         content = {**cluster.to_dict(), "count": cluster.count, "device": _as_json(cluster.device)}
         content["per_device_network_bytes_per_second"] = cluster.per_device_network_bytes_per_second
         content["carbon"] = _carbon(cluster)
+        content["measured"] = _measured(cluster.device)
         return common.emit_json({"assumptions": list(cluster.notes), "hardware": content})
     common.emit("\n".join(_page(cluster)))
     return common.YES
@@ -132,6 +133,17 @@ def _as_json(device: Device) -> dict[str, Any]:
         },
         "footprint": asdict(making) if making else None,
     }
+
+
+def _measured(device: Device) -> dict[str, Any]:
+    """Latency by working set and FLOP/s by dtype, where this very device's profile has them; empty in older ones."""
+    from foretell.hardware.probe.summary import dtype_rates, loads
+    from foretell.hardware.profile import find_profile
+
+    profile = find_profile(device.name) if device.backend != "cpu" or profile_source(device)[0] == "own" else None
+    if profile is None or profile.elsewhere:
+        return {"load_seconds": {}, "flops_per_second": {}}
+    return {"load_seconds": loads(profile.latency), "flops_per_second": dtype_rates(profile.rates)}
 
 
 def _carbon(cluster: Cluster) -> dict[str, Any]:
@@ -239,12 +251,14 @@ def _device_rows(device: Device) -> list[Row]:
     def source(field: str) -> str:
         return device.sources.get(field, "assumed")
 
+    measured = _measured(device)
     rates = [
         (f"peak {dtype}", f"{rate / 1e12:,.4g} TFLOP/s" if rate < 1e15 else f"{rate / 1e12:,.0f} TFLOP/s", "")
         for dtype, rate in device.peak_flops_per_second.items()
     ]
     rates[0] = (*rates[0][:2], source("peak_flops_per_second"))
     rates[1:] = [(what, much, "as above") for what, much, _ in rates[1:]]
+    rates = [(what, much, said + _reached(device, what.removeprefix("peak "), measured["flops_per_second"])) for what, much, said in rates]
     launch = device.launch_overhead_seconds
     units = {"cuda": "multiprocessors", "rocm": "compute units"}.get(device.backend, "cores")
     bandwidth = f"{device.memory_bandwidth_bytes_per_second / 1e9:,.0f} GB/s"
@@ -253,12 +267,33 @@ def _device_rows(device: Device) -> list[Row]:
         ("memory, nominal", gib(device.memory_nominal_bytes), source("memory_nominal_bytes")),
         ("memory bandwidth", bandwidth, source("memory_bandwidth_bytes_per_second")),
         *rates,
+        *_load_rows(device, measured["load_seconds"]),
         ("L2 cache", human_bytes(device.l2_bytes) if device.l2_bytes else "unknown", source("l2_bytes")),
         (units, f"{device.sm_count:,}", source("sm_count")),
         ("power", f"{device.tdp_watts:,.0f} W" if device.tdp_watts else "unknown", source("tdp_watts")),
         ("kernel start", f"{launch * 1e6:g} µs" if launch else "unknown", source("launch_overhead_seconds")),
         ("profile", *profile_source(device)),
     ]  # fmt: skip
+
+
+def _reached(device: Device, dtype: str, measured: dict[str, float]) -> str:
+    """What the best square product of the probe reached of a peak."""
+    if dtype not in measured:
+        return ""
+    return f"; measured {measured[dtype] / 1e12:,.4g} TFLOP/s, {100 * measured[dtype] / device.peak_flops_per_second[dtype]:.0f} %"
+
+
+def _load_rows(device: Device, measured: dict[int, float]) -> list[Row]:
+    """Latency of the levels, one working set of each: the smallest, the largest in the L2 cache, the largest."""
+    from foretell.units import human_bytes
+
+    if not measured:
+        return []
+    sizes = list(measured)
+    inside = [size for size in sizes if size <= 0.7 * (device.l2_bytes or 0)]
+    chosen = sorted({sizes[0], *inside[-1:], sizes[-1]})
+    each = ", ".join(f"{human_bytes(size)} {measured[size] * 1e9:,.3g} ns" for size in chosen)
+    return [("latency", f"{measured[sizes[-1]] * 1e9:,.3g} ns", f"measured by pointer chase: {each}")]
 
 
 def _link_rows(cluster: Cluster) -> list[Row]:

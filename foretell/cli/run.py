@@ -292,6 +292,9 @@ def _lines(outcome: Outcome, path: Path) -> list[str]:
                      + f"  loop {100 * found.overhead:.2f} %")  # fmt: skip
         peak = f"allocated {human_bytes(found.allocated_bytes)}, " if found.allocated_bytes else ""
         lines.append(f"memory     {peak}host {human_bytes(found.host_bytes)} a process")
+        if found.joules_per_step is not None:
+            watts = found.joules_per_step / found.step_seconds
+            lines.append(f"energy     {found.joules_per_step:,.3g} J a step, {watts:,.0f} W, by the GPU's counter")
     lines.append(f"written    {outcome.folder}")
     if outcome.saved is not None:
         lines.append(f"checkpoint {outcome.saved.path}  {human_bytes(outcome.saved.bytes)}")

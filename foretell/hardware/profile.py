@@ -114,6 +114,10 @@ class Profile(About):
     (adamw, adamw-beside: while copies go both ways) also elements."""
     levels: tuple[Mapping[str, Any], ...] = ()
     """Copies inside the device's memory: working_set_bytes, bytes_per_second read and written."""
+    latency: tuple[Mapping[str, Any], ...] = ()
+    """Pointer chases: working_set_bytes, seconds of one load that waits for the one before."""
+    rates: tuple[Mapping[str, Any], ...] = ()
+    """The best square product by dtype: dtype, side, seconds."""
     collectives: tuple[Mapping[str, Any], ...] = ()
     """op, bytes on one rank, ranks, nodes, backend, seconds."""
     links: tuple[tuple[float, ...], ...] | None = None
@@ -156,6 +160,8 @@ class Measured:
     clocks: Mapping[str, float] = field(default_factory=dict)
     launch: Mapping[str, float] = field(default_factory=dict)
     levels: tuple[Mapping[str, Any], ...] = ()
+    latency: tuple[Mapping[str, Any], ...] = ()
+    rates: tuple[Mapping[str, Any], ...] = ()
     copies: tuple[Mapping[str, Any], ...] = ()
     power: tuple[Mapping[str, Any], ...] = ()
     missing: tuple[str, ...] = ()
@@ -180,7 +186,7 @@ class Measured:
     ) -> Profile:
         """The profile of these measurements with what was fitted to them."""
         about = {item.name: getattr(self.about, item.name) for item in fields(About)}
-        shared = ("mode", "clocks", "launch", "levels", "copies", "power", "missing", "notes")
+        shared = ("mode", "clocks", "launch", "levels", "latency", "rates", "copies", "power", "missing", "notes")
         same = {name: getattr(self, name) for name in shared}
         return Profile(**about, **same, ops=ops, host=host or {}, fitted=fitted or {}, accuracy=accuracy or {})
 
@@ -317,16 +323,34 @@ class _Level:
     bytes_per_second: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Latency:
+    working_set_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rate:
+    dtype: str
+    side: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not (self.side > 0 and self.seconds > 0):
+            raise Mismatch("rates", f"has a product in {self.dtype!r} of nothing")
+
+
 _INSIDE: Mapping[str, Any] = {
     "ops": dict[str, dict[str, _Family]], "host": dict[str, _Host], "fitted": dict[str, _Fitted],
     "copies": dict[str, tuple[_Copy, ...]], "levels": dict[str, tuple[_Level, ...]],
+    "latency": dict[str, tuple[_Latency, ...]], "rates": dict[str, tuple[_Rate, ...]],
 }  # fmt: skip
 """What the rooms that fit a profile read of it: field → an object with that field of this type."""
 _TEXTS = ("device", "reported_as", "backend", "torch", "python", "host_cpu", "date", "mode")
 _KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(_TEXTS, str),
     **dict.fromkeys(("clocks", "launch", "ops", "host", "fitted", "accuracy", "figures", "elsewhere", "shared"), dict),
-    **dict.fromkeys(("missing", "notes", "power", "copies", "levels", "collectives"), list),
+    **dict.fromkeys(("missing", "notes", "power", "copies", "levels", "latency", "rates", "collectives"), list),
 }
 
 
@@ -404,7 +428,7 @@ def _elsewhere(device_name: str, torch_version: str | None) -> Profile | None:
     lacks = tuple(f"{what}: not in that table, carried over from {known.basis}" for what in known.lacks)
     return replace(
         basis, device=device_name, reported_as=device_name, date=known.date, notes=(told,), missing=lacks, clocks={}, power=(),
-        levels=(), accuracy=accuracy, elsewhere=known.to_dict(),
+        levels=(), latency=(), rates=(), accuracy=accuracy, elsewhere=known.to_dict(),
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from foretell.units import GIB, MIB, gib, human_bytes, relative_error
 
 SCHEMA_VERSION = 1
 FILE, SCHEMA = "comparison.json", "comparison.schema.json"
-SECONDS, BYTES, SHARE = "seconds", "bytes", "share"
+SECONDS, BYTES, SHARE, JOULES = "seconds", "bytes", "share", "joules"
 ALLOCATED_BAND, RESERVED_BAND = 0.01, 0.03
 """Shares within which a GPU's peaks are expected, where the plan says nothing else; those of `simulate.memory.memory`."""
 PROCESS_BYTES = (300 * MIB, 500 * MIB)
@@ -52,7 +52,7 @@ class Line:
 
     name: str
     unit: str
-    """seconds, bytes, tokens/s or samples/s; share, of a step."""
+    """seconds, bytes, joules, tokens/s or samples/s; share, of a step."""
     predicted: float | None
     measured: float | None
     low: float | None = None
@@ -183,7 +183,7 @@ def compare(plan: Plan, measured: Mapping[str, Any]) -> Comparison:
     besides = {"save": measured.get("save_seconds"), "evaluation": measured.get("eval_seconds")}
     return Comparison(
         model=str(plan.model.get("model", "")), plan=told(plan), comparable=comparable,
-        lines=(*_speed(said, measured), *_memory(said, measured, kind)), parts=tuple(_parts(said, measured)),
+        lines=(*_speed(said, measured), *_memory(said, measured, kind), *_energy(said, measured)), parts=tuple(_parts(said, measured)),
         kinds=dict(said.get("breakdown") or {}), besides={name: s for name, s in besides.items() if s is not None},
         drift=_drift(measured),
         loss={"first": measured["first_loss"], "last": measured["last_loss"], "held_out": measured.get("eval_loss")},
@@ -261,6 +261,14 @@ def _memory(said: Mapping[str, Any], measured: Mapping[str, Any], kind: str) -> 
         name="device", unit=BYTES, predicted=device, measured=there, low=low, high=high, known="assumed",
         note="with the context" if there is not None else NOT_MEASURED,
     )  # fmt: skip
+
+
+def _energy(said: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[Line]:
+    """Joules of a step on all devices, where their counters were read."""
+    found = measured.get("joules_per_step")
+    if found is not None:
+        note = "of all devices, by their own counters; the rest of the machine is not in it"
+        yield Line(name="energy", unit=JOULES, predicted=said.get("joules_per_step"), measured=found, known="measured", note=note)
 
 
 def _process_band(tensors: float | None) -> tuple[float | None, float | None]:
@@ -357,7 +365,7 @@ def table(lines: Sequence[Line]) -> list[Text]:
 
 
 def _name(line: Line) -> str:
-    return line.unit if line.unit not in (SECONDS, BYTES, SHARE) else "process RAM" if line.name == "process" else line.name
+    return line.unit if line.unit not in (SECONDS, BYTES, SHARE, JOULES) else "process RAM" if line.name == "process" else line.name
 
 
 def _where(comparison: Comparison) -> Iterator[str]:
@@ -405,6 +413,8 @@ def _amount(value: float | None, unit: str) -> str:
         return gib(value) if value >= GIB else human_bytes(value)
     if unit == SHARE:
         return f"{100 * value:.1f} %"
+    if unit == JOULES:
+        return words.joules(value)
     return words.seconds(value) if unit == SECONDS else words.number(value)
 
 

@@ -28,6 +28,7 @@ from foretell.runtime.control import Control
 from foretell.runtime.data import Feed
 from foretell.runtime.folder import MEASUREMENT, Folder, Settings
 from foretell.runtime.guard import RunFailed
+from foretell.runtime.joules import Joules
 from foretell.runtime.measure import Measurement, Reading, Tally
 from foretell.runtime.prepare import applies
 from foretell.runtime.progress import DATA, END, EVALUATION, SAVE, STEP, Progress
@@ -103,7 +104,7 @@ class Run:
         self.schedule = self.settings.schedule_for(self.plan)
         self.peak = measure.peak_flops(self.ranks.device, self.plan.precision)
         self.clock = measure.clock_of(self.ranks.device)
-        self.tally = Tally()
+        self.tally, self.joules = Tally(), Joules(self.ranks.device)
         self.step = 0
         """Updates done."""
         self.log: log.Log | None = None
@@ -296,6 +297,8 @@ class Run:
                 gc.freeze()  # what is alive now stays: later collections need not look at it again
                 if self.saver is not None and (settings.save_every or settings.mtbf):
                     self.saver.warm(save.pieces(self.job), save.own_state(self.job))
+            if self.step >= first + measure.SKIP_MOST:
+                self.joules.mark(self.step)
             stop = self.control.should_stop(self.step, bool(self.signals.asked), self.tally.last_seconds)
             if stop or self.bad is not None:
                 break
@@ -368,6 +371,7 @@ class Run:
         if saves:
             self.save(wait=False)
         self.clock.pause()
+        self.joules.pause()
 
     def _note(self, readings: list[Reading]) -> None:
         for reading in readings:
@@ -479,7 +483,8 @@ class Run:
 
     def measured(self) -> Measurement | None:
         """Sum up and write it down."""
-        peaks = {"rank": self.ranks.rank, **measure.memory(self.ranks.device)}
+        peaks = {"rank": self.ranks.rank, **measure.memory(self.ranks.device), "joules_per_step": self.joules.per_step()}
+        self.joules.close()
         found = measure.summarise(
             self.tally, self.plan, self.ranks, unit=self.unit, per_step=self.per_step,
             by_rank=self.control.gather(peaks), command=self.command, versions=versions(),

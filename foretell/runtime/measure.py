@@ -300,6 +300,7 @@ def summarise(
         save_seconds=statistics.fmean(tally.save_seconds) if tally.save_seconds else None,
         eval_seconds=statistics.fmean(tally.eval_seconds) if tally.eval_seconds else None, hardware=hardware(ranks),
         versions=dict(versions), command=command, started=tally.started, wall_seconds=time.monotonic() - tally.since,
+        joules_per_step=_sum(by_rank, "joules_per_step"),
     )  # fmt: skip
 
 
@@ -312,6 +313,12 @@ def _stretches(seconds: Sequence[float]) -> list[float]:
     count = min(STRETCHES, len(seconds))
     cuts = [round(place * len(seconds) / count) for place in range(count + 1)]
     return [statistics.median(seconds[a:b]) for a, b in pairwise(cuts)]
+
+
+def _sum(by_rank: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Over all ranks; None where one of them does not know."""
+    found = [float(said[name]) for said in by_rank if said.get(name) is not None]
+    return sum(found) if found and len(found) == len(by_rank) else None
 
 
 def _most(by_rank: Sequence[Mapping[str, Any]], name: str) -> int | None:

@@ -75,6 +75,8 @@ class Measurement:
     command: str
     started: str
     wall_seconds: float
+    joules_per_step: float | None = None
+    """Of all devices, by their own counters; None where they have none, or the run was too short for them."""
     convention: str = CONVENTION
     schema_version: int = SCHEMA_VERSION
 

@@ -10,12 +10,15 @@ from foretell.hardware.prices import carbon_g_per_kwh, carbon_of, price_per_hour
 from foretell.hardware.types import Cluster
 from foretell.plan.precision import computes_in
 from foretell.price import energy as watts
+from foretell.price.host import steady
 from foretell.price.machine import machine
+from foretell.price.occupancy import share
 from foretell.price.speeds import Options, profile_for
-from foretell.price.time import unmeasured_ops
-from foretell.quantities import Cost, Energy, Mfu, Run, Throughput, Time
+from foretell.price.time import Machine, op_prices, unmeasured_ops
+from foretell.quantities import Cost, Energy, Mfu, Run, Throughput, Time, Utilisation
 from foretell.simulate.parts import PlanCost, sequence_length
 from foretell.simulate.wishes import Amount, Wishes
+from foretell.trace.types import Trace
 
 CONVENTION = "2 FLOPs a multiply-add, forward and backward counted op by op from the trace; causal attention at half; recomputation only in hfu"
 
@@ -27,6 +30,7 @@ class Speed:
     time: Time | None = None
     throughput: Throughput | None = None
     mfu: Mfu | None = None
+    utilisation: Utilisation | None = None
     energy: Energy | None = None
     cost: Cost | None = None
     run: Run | None = None
@@ -52,8 +56,8 @@ def speed(cost: PlanCost, cluster: Cluster, how: Options, wishes: Wishes | None 
     if guessed := unmeasured_ops(local, known):
         notes.append(f"seconds of {', '.join(guessed)} are assumed: the profile was measured without them; `foretell probe --full` measures them")
     joules = None
+    load = watts.load_of(local, device, time.step_seconds, time.device_seconds)
     if known.power is not None:
-        load = watts.load_of(local, device, time.step_seconds, time.device_seconds)
         carbon = carbon_g_per_kwh(asked.region) if asked.region else carbon_of(cluster)
         joules = watts.energy(time, load, known.power, ranks, carbon, pue()[0])
     price, source = (asked.price, "given by the user") if asked.price is not None else price_per_hour(device)
@@ -61,7 +65,19 @@ def speed(cost: PlanCost, cluster: Cluster, how: Options, wishes: Wishes | None 
     length = sequence_length(local, plan.micro_batch)
     return Speed(
         time=time, throughput=throughput, mfu=mfu, energy=joules, cost=money, notes=tuple(notes),
+        utilisation=_utilisation(local, known, time, load) if device.backend != "cpu" else None,
         run=_run(asked.amount, throughput, time, cluster, ranks, joules, money, length),
+    )  # fmt: skip
+
+
+def _utilisation(local: Trace, known: Machine, time: Time, load: watts.Load) -> Utilisation:
+    """Of a step's time, of multiprocessors, of product units and of memory; each op's share weighted by its seconds."""
+    prices, worked = op_prices(local, known), 0.0
+    for name, times in steady(local):
+        worked += times * sum(prices[id(op)][1] * share(op, known.ops.device.sm_count) for op in local.programs[name].ops if id(op) in prices)
+    return Utilisation(
+        busy=load.busy, multiprocessors=min(load.busy, worked / time.step_seconds), compute=min(1.0, load.compute),
+        memory_bandwidth=min(1.0, load.memory), provenance=time.provenance,
     )  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def test_help_names_every_command_and_option() -> None:
     for option in ("--on", "--micro-batch", "--seq", "--image", "--optimizer", "--precision", "--recompute",
                    "--accumulate", "--clip", "--lora", "--nf4", "--freeze", "--infer", "--set", "--hint", "--loss",
                    "--expandable-segments", "--compile", "--tokens", "--samples", "--epochs", "--dataset-size", "--region",
-                   "--price", "--trace-out", "--time-limit", "--json", "--no-cache", "--debug"):  # fmt: skip
+                   "--price", "--footprint", "--trace-out", "--time-limit", "--json", "--no-cache", "--debug"):  # fmt: skip
         line = next(line for line in text.splitlines() if line.strip().startswith(f"{option} "))
         assert len(line.split()) > 3, f"{option} has no help"
     assert "check" in run("zoo", "--help").stdout

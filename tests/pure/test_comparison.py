@@ -150,6 +150,15 @@ def test_a_plan_for_this_machine_is_compared_wherever_it_ran() -> None:
     assert compare(PLAN.with_(hardware="gone.toml"), MEASURED).comparable
 
 
+def test_joules_stand_beside_the_prediction_where_they_were_counted() -> None:
+    assert compare(PLAN, MEASURED).line("energy") is None
+    found = compare(PLAN.with_(predicted={**PREDICTED, "joules_per_step": 60.0}), {**MEASURED, "joules_per_step": 50.0})
+    line = found.line("energy")
+    assert line is not None and line.error == pytest.approx(0.2) and line.inside is None
+    jsonschema.validate(json.loads(json.dumps(found.to_json())), comparison.schema())
+    assert "energy" in render(found, 80).plain and "50.0 J" in render(found, 80).plain
+
+
 # ---------------------------------------------------------------- files and pages
 
 

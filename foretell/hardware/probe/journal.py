@@ -3,7 +3,7 @@
 The first line says what is measured where (`About`); every other line is `[stage, seconds it took, content]`.
 Only the last line may be cut short, and is then dropped. When all is measured the file is compressed.
 
-Stages: ops {case, rows}, failed {case, why}, step, launch, level, copy, power, clocks, collective, pair,
+Stages: ops {case, rows}, failed {case, why}, step, launch, level, latency, rate, copy, power, clocks, collective, pair,
 skipped {stage, why}, note, finished {stage, mode}.
 """
 
@@ -219,6 +219,19 @@ class _Level:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Latency:
+    working_set_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rate:
+    dtype: str
+    side: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Copy:
     name: str
     bytes: float
@@ -250,8 +263,8 @@ class _Note:
 
 
 _CONTENT: Mapping[str, Any] = {
-    "ops": _Ops, "failed": _Failed, "step": _Step, "level": _Level, "copy": _Copy, "power": _Power, "skipped": _Skipped,
-    "finished": _Finished, "note": _Note, "clocks": dict[str, float], "launch": dict[str, float],
+    "ops": _Ops, "failed": _Failed, "step": _Step, "level": _Level, "latency": _Latency, "rate": _Rate, "copy": _Copy, "power": _Power,
+    "skipped": _Skipped, "finished": _Finished, "note": _Note, "clocks": dict[str, float], "launch": dict[str, float],
 }  # fmt: skip
 """Stage → what a line of it holds."""
 
@@ -268,7 +281,7 @@ def _same_machine(path: Path, known: About, here: About) -> None:
 
 
 def stages(kind: str) -> tuple[str, ...]:
-    """What a whole probe has, in order; `kind` is cpu or cuda."""
+    """What a whole probe has, in order; `kind` is cpu or cuda. Latencies and rates by dtype are besides: a quick probe has none."""
     return ("launch", "levels", "copies", "disk", "steps", "ops", *(("power", "clocks") if kind == "cuda" else ()))
 
 
@@ -299,7 +312,7 @@ def measured(about: About, entries: Iterable[Entry], mode: str, expected: Iterab
         about=about, mode=mode, missing=tuple(missing), clocks=clocks,
         cases=tuple(_case(entry) for entry in kept if entry.stage == "ops"), steps=_all(kept, "step"),
         launch=next((entry.content for entry in kept if entry.stage == "launch"), {}),
-        levels=_all(kept, "level"), copies=_all(kept, "copy"), power=_all(kept, "power"),
+        levels=_all(kept, "level"), latency=_all(kept, "latency"), rates=_all(kept, "rate"), copies=_all(kept, "copy"), power=_all(kept, "power"),
         notes=(*_failures(kept), *(entry.content["text"] for entry in kept if entry.stage == "note")),
     )  # fmt: skip
 
@@ -310,7 +323,7 @@ def _key(entry: Entry) -> tuple[Any, ...]:
         return ("ops", *content["case"])
     if entry.stage == "step":
         return (entry.stage, json.dumps(content["config"], sort_keys=True))
-    names = ("stage", "name", "bytes", "working_set_bytes", "text", "op", "source", "target")
+    names = ("stage", "name", "bytes", "working_set_bytes", "text", "op", "source", "target", "dtype")
     return (entry.stage, *(content.get(name) for name in names), *(content if entry.stage == "clocks" else ()))
 
 

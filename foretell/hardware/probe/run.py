@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from foretell.errors import UserError
+from foretell.hardware.probe import chase, machine, memory, ops, power, steps, updates
 from foretell.hardware.probe import journal as journals
-from foretell.hardware.probe import machine, memory, ops, power, steps, updates
 from foretell.hardware.probe.journal import Journal
 from foretell.hardware.profile import MODES, Case, Measured, journal_path, own_path
 from foretell.hardware.types import Device
@@ -111,6 +111,9 @@ class _Run:
             self._first()
         self._stage("launch", lambda: self._add("launch", [memory.launch(self.kind)]))
         self._stage("levels", lambda: self._add("level", memory.levels(self.kind, self.fully)))
+        if self.mode != "quick":
+            self._stage("latency", lambda: self._add("latency", chase.latencies(self.kind)))
+            self._stage("rates", lambda: self._add("rate", chase.rates(self.kind)))
         self._stage("copies", self._copies)
         self._stage("disk", self._disk)
         self._stage("steps", self._steps)

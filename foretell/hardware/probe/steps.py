@@ -128,7 +128,7 @@ def time_step(
     Where steps turn out so long that `until` has passed, three are enough.
     """
     torch.manual_seed(0)
-    one = _step(config, kind)
+    one = step_of(config, kind)
     one()
     one()
     gc.collect()
@@ -159,7 +159,8 @@ def parts(config: Mapping[str, Any]) -> tuple[Source, Recipe]:
     return source, Recipe(**{key: value for key, value in config.items() if key not in _SOURCE})
 
 
-def _step(config: dict[str, Any], kind: str) -> Any:
+def step_of(config: dict[str, Any], kind: str) -> Any:
+    """One call of what is returned is one step, on its device and asked for only: the device may still be at it."""
     source, recipe = parts(config)
     with torch.device(kind):  # weights are drawn there: a large model takes the host half a minute
         made = load(source)

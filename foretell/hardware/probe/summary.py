@@ -27,12 +27,24 @@ def summary(measured: Measured) -> dict[str, Any]:
         "product_flops_per_second": products(measured.rows),
         "memory_bytes_per_second": rates[-1] if rates else None,
         "cache_bytes_per_second": max(rates) if rates else None,
+        "load_seconds": loads(measured.latency) or None,
+        "rate_flops_per_second": dtype_rates(measured.rates) or None,
         "launch": dict(measured.launch) or None,
         "copy_bytes_per_second": copies,
         "idle_watts": next((point["watts"] for point in measured.power if point["name"] == "idle"), None),
         "most_watts": max(watts) if watts else None,
         "reference_steps": len(measured.steps),
     }
+
+
+def loads(latency: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """Working set in bytes → seconds of a load that waits for the one before, from small to large."""
+    return {int(row["working_set_bytes"]): float(row["seconds"]) for row in sorted(latency, key=lambda row: row["working_set_bytes"])}
+
+
+def dtype_rates(rates: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Dtype → FLOP/s of the best square product."""
+    return {str(row["dtype"]): 2.0 * float(row["side"]) ** 3 / float(row["seconds"]) for row in rates}
 
 
 def products(rows: Iterable[OpRow]) -> dict[str, float]:

@@ -46,11 +46,16 @@ MOST_ZEROS = 0.05
 """Share of rows that may have taken no time: what launches nothing."""
 LONGEST_SECONDS = 60.0
 COPIES_BYTES_PER_SECOND = 5e12
+HALVES = ("bfloat16", "float16")
+"""Dtypes whose peak every catalogue entry has from a data sheet; of others some name another unit's."""
+LATENCIES = (2e-10, 2e-5)
+"""Least and most seconds of a load that waits for memory."""
 _SIZES: Mapping[str, int] = {
     "float64": 8, "complex64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "complex128": 16,
 }  # fmt: skip
 _POSITIVE: Mapping[str, tuple[str, ...]] = {
     "levels": ("working_set_bytes", "bytes_per_second"), "copies": ("bytes", "seconds"), "steps": ("seconds", "host_seconds"), "power": ("watts",),
+    "latency": ("working_set_bytes", "seconds"), "rates": ("side", "seconds"),
 }  # fmt: skip
 _UNARY = ("aten.gelu.", "aten.relu.", "aten.exp.", "aten.tanh.", "aten.silu.", "aten.sigmoid.", "aten._to_copy.", "aten.neg.", "aten.sqrt.")
 """Ops that read and write every element once."""
@@ -174,6 +179,11 @@ def _too_fast(shared: Shared, device: Device) -> Iterator[str]:
             most = _most_flops(device, dtype) / ABOVE
             yield f"one {row.name} in {dtype} runs at {rate / 1e12:,.4g} TFLOP/s, and {device.name} reaches {most / 1e12:,.4g}"
             return
+    for product in (one for one in shared.measured.rates if one["dtype"] in HALVES):
+        rate, most = 2.0 * product["side"] ** 3 / product["seconds"], _most_flops(device, product["dtype"])
+        if rate > most:
+            yield f"a product in {product['dtype']} runs at {rate / 1e12:,.4g} TFLOP/s, and {device.name} reaches {most / ABOVE / 1e12:,.4g}"
+            return
     most, cache = _most_bytes(device), device.l2_bytes or 0
     large = [level for level in shared.measured.levels if level["working_set_bytes"] > 4 * cache]
     for level in large if device.backend != "cpu" else ():
@@ -217,6 +227,10 @@ def _others(shared: Shared, device: Device) -> Iterator[str]:
     for point in shared.measured.power if device.backend != "cpu" else ():
         if point["watts"] > limit:
             yield f"{point['name']} draws {point['watts']:,.4g} W, and {device.name} has {device.tdp_watts:,.0f}"
+            return
+    for load in shared.measured.latency:
+        if not LATENCIES[0] <= load["seconds"] <= LATENCIES[1]:
+            yield f"a load from {load['working_set_bytes']:,.0f} bytes takes {load['seconds']:.3g} s: seconds in other units?"
             return
     for entry in shared.collectives:
         if entry["bytes"] / entry["seconds"] > 2 * device.memory_bandwidth_bytes_per_second:

@@ -51,6 +51,8 @@ def combined(files: Sequence[Shared], band: tuple[float, float]) -> Combined:
     middle = replace(
         newest, cases=_cases(files, rows, by_ops), steps=_middles([one.measured.steps for one in files], ("config",)),
         levels=_middles([one.measured.levels for one in files], ("working_set_bytes",)),
+        latency=_middles([one.measured.latency for one in files], ("working_set_bytes",)),
+        rates=_middles([one.measured.rates for one in files], ("dtype", "side")),
         copies=_middles([one.measured.copies for one in files], ("name", "bytes")),
         power=_middles([one.measured.power for one in files], ("name",)),
         launch=_middle([one.measured.launch for one in files]), clocks=_middle([one.measured.clocks for one in files]),

@@ -38,7 +38,9 @@ UNITS: Mapping[str, str] = {
 }  # fmt: skip
 """What figures are in; a file says so itself."""
 REMEDY = "ask whoever shared it to run `foretell probe --share` again and send that file"
-STAGES = ("launch", "levels", "copies", "disk", "steps", "ops", "power", "clocks", "ranks")
+STAGES = ("launch", "levels", "latency", "rates", "copies", "disk", "steps", "ops", "power", "clocks", "ranks")
+LATER = ("latency", "rates")
+"""Parts that files of the first months do not have: one without them has no such field."""
 FIGURES = (
     "name", "vendor", "backend", "compute_capability", "memory_bytes", "memory_nominal_bytes", "memory_bandwidth_bytes_per_second",
     "peak_flops_per_second", "l2_bytes", "sm_count", "tdp_watts", "usual_per_node", "launch_overhead_seconds",
@@ -110,6 +112,7 @@ def content_of(shared: Shared) -> dict[str, Any]:
         "launch": dict(measured.launch), "levels": _plain(measured.levels), "copies": _plain(measured.copies), "power": _plain(measured.power),
         "steps": _plain(measured.steps), "collectives": _plain(shared.collectives), "ops": packed(measured.cases),
         "links": [list(row) for row in shared.links] if shared.links else None,
+        **{name: _plain(getattr(measured, name)) for name in LATER if getattr(measured, name)},
     }  # fmt: skip
 
 
@@ -229,6 +232,21 @@ class _Level:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Latency:
+    working_set_bytes: float
+    seconds: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rate:
+    dtype: str
+    side: int
+    seconds: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Copy:
     name: str
     bytes: float
@@ -285,6 +303,8 @@ class _Content:
     collectives: tuple[_Collective, ...]
     ops: Mapping[str, Any]
     links: tuple[tuple[float, ...], ...] | None = field(default=None)
+    latency: tuple[_Latency, ...] = ()
+    rates: tuple[_Rate, ...] = ()
 
 
 _ALLOWED = {"kind", "schema", "units", "digest", *(item.name for item in fields(_Content))}
@@ -306,6 +326,7 @@ def _shared(data: Mapping[str, Any]) -> Shared:
     measured = Measured(
         about=content.about, mode=MODE, cases=unpacked(content.ops), missing=content.missing, clocks=content.clocks,
         launch=content.launch, **{name: tuple(data[name]) for name in ("steps", "levels", "copies", "power")},
+        **{name: tuple(data.get(name, ())) for name in LATER},
     )  # fmt: skip
     found = Shared(
         measured=measured, known=content.known, disturbed=content.disturbed, seed=content.seed, digest=data["digest"],
