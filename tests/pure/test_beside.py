@@ -43,7 +43,7 @@ def drawn(rng: random.Random, count: int, device: float, host: float) -> list[Ta
 
 BUSY = [kernel(1e-3, 1e-5) for _ in range(20)]
 WAITING = [kernel(1e-5, 1e-4) for _ in range(100)]
-FREE = Sharing(switch_seconds=0.0)
+FREE = Sharing(slice_seconds=2e-3, switch_seconds=0.0)
 
 
 @pytest.mark.parametrize("seed", range(12))

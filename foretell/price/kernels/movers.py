@@ -109,10 +109,8 @@ def mover(name: str, op: Shape, device: Device) -> Described:
     if device.backend == "cpu":
         walked = dict(zip(("lines", "planes"), lines(kind, op), strict=True))
         terms |= {name: count * 1e-8 for name, count in walked.items()}
-    if kind in _CHANNELS and not _last(op, first):  # a block for each channel: what the cache does not hold comes to it at the pace of one
-        pictures, channels = first.shape[0], first.shape[1] if len(first.shape) > 1 else 1
-        terms |= {"channel": lane * 1e-9, "channel_far": lane * 1e-9 * max(0.0, 1 - 0.6 * cache / max(1.0, total))}
-        terms["pictures"] = pictures * max(1.0, channels / device.sm_count) * 1e-8
+    if kind in _CHANNELS and not _last(op, first):
+        terms |= _by_channel(first, lane, total, device)
     elif lane:
         terms["lane"] = lane * 1e-9
     if kind in ("norm", "norm_backward", "softmax", "reduction", "order", "loss"):
@@ -126,13 +124,8 @@ def mover(name: str, op: Shape, device: Device) -> Described:
         if kind == "sorted":
             terms["crowd"] = touched[0] / max(1.0, out / touched[1]) * 1e-9
             terms["sorting"] = touched[0] * log(touched[0] + 1) * 1e-11 * cores
-    if name.startswith(_SWEEPING) and device.backend != "cpu":
-        terms["sweep"] = first.shape[0] * first.shape[1] * 1e-9
-        if name.endswith("_backward"):  # added to where it came from, many to one place
-            low = "_low" if DTYPE_BYTES.get(last.dtype, 4) < 4 else ""
-            terms |= {f"atoms{low}": numel * 1e-11 * cores, f"crowds{low}": numel * numel / out * 1e-12 * cores}
-    if name in _ONE_BY_ONE and device.backend != "cpu":
-        terms["pictures"] = first.shape[0] * 1e-6
+    if kind in ("pool", "copy") and device.backend != "cpu":
+        terms |= _by_picture(name, first, last, cores)
     if kind == "order":
         terms["along"] = along(op, first) * 1e-9
         terms["passes"] = numel * log(along(op, first) + 1) * 1e-12 * cores
@@ -161,6 +154,27 @@ def mover(name: str, op: Shape, device: Device) -> Described:
         values |= {name: log(count + 1) for name, count in walked.items()}
     key = f"each:{name}" if each else f"kept:{name}" if kept else _key(name, kind, op, first, inner, out)
     return Described("stream", key, kind, base, terms, values)
+
+
+def _by_channel(first: TensorSpec, lane: float, total: float, device: Device) -> dict[str, float]:
+    """A block goes through one channel, picture by picture; what the cache does not hold comes to it at the pace of one block."""
+    far = max(0.0, 1 - 0.6 * float(device.l2_bytes or 1) / max(1.0, total))
+    turns = first.shape[0] * max(1.0, first.shape[1] / device.sm_count)
+    return {"channel": lane * 1e-9, "channel_far": lane * 1e-9 * far, "pictures": turns * 1e-8}
+
+
+def _by_picture(name: str, first: TensorSpec, last: TensorSpec, cores: float) -> dict[str, float]:
+    """What pictures cost besides their bytes: resized ones are gone through one after another at every place, and gradients of
+    larger ones are added many to one place."""
+    if name in _ONE_BY_ONE:
+        return {"pictures": first.shape[0] * 1e-6}
+    if not name.startswith(_SWEEPING):
+        return {}
+    terms = {"sweep": first.shape[0] * first.shape[1] * 1e-9}
+    if name.endswith("_backward"):
+        numel, low = max(1, first.numel), "_low" if DTYPE_BYTES.get(last.dtype, 4) < 4 else ""
+        terms |= {f"atoms{low}": numel * 1e-11 * cores, f"crowds{low}": numel * numel / max(1, last.numel) * 1e-12 * cores}
+    return terms
 
 
 def _key(name: str, kind: str, op: Shape, first: TensorSpec, inner: int, out: int) -> str:
