@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from foretell.trace.versions import DROPOUT_IN_CUDNN, holds
+
 if TYPE_CHECKING:
     from foretell.trace.recorder import Recorder
 
@@ -16,11 +18,11 @@ _LOW = (torch.bfloat16, torch.float16)
 
 def choose(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool,
-    capability: tuple[int, int], grad: bool,
+    capability: tuple[int, int], grad: bool, release: str,
 ) -> str:  # fmt: skip
-    """cudnn, flash, efficient or math, in the order CUDA tries them on this device."""
+    """cudnn, flash, efficient or math, in the order CUDA tries them on this device under a release of torch."""
     order: tuple[str, ...] = ("flash", "efficient", "math")
-    if capability[0] in (9, 10):
+    if capability[0] in (9, 10) and (not dropout or holds(DROPOUT_IN_CUDNN, release)):
         order = ("cudnn", *order)
     if any(t.stride(-1) != 1 for t in (query, key, value, mask) if t is not None and t.shape[-1] > 1):
         return "math"
@@ -90,7 +92,7 @@ def attention(
 ) -> Tensor:  # fmt: skip
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     assert recorder.capability is not None
-    backend = choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, recorder.capability, grad)
+    backend = choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, recorder.capability, grad, recorder.release)
     mask = _as_bias(attn_mask, query)
     if backend == "cudnn":
         return torch.ops.aten._scaled_dot_product_cudnn_attention(

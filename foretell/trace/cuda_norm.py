@@ -69,8 +69,7 @@ def rms_norm(
     recorder: Recorder, input: Tensor, normalized_shape: list[int], weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """One kernel where weight and input are of one dtype, and op by op in fp32 where they are not (torch 2.11, with autocast
-    and without; from 2.12 on autocast makes both fp32)."""
+    """One kernel where weight and input are of one dtype, and op by op in fp32 where they are not."""
     if weight is not None and weight.dtype != input.dtype:
         return _rms_norm_in_parts(input, len(normalized_shape), weight, eps)
     return _RmsNorm.apply(recorder, input, normalized_shape, weight, eps)
