@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from foretell.trace.autocast import CudaAutocast
 from foretell.trace.cuda_attention import attention
-from foretell.trace.cuda_norm import batch_norm, dropout, one_hot, rms_norm, softmax
+from foretell.trace.cuda_norm import batch_norm, dropout, log_softmax, one_hot, rms_norm, softmax
 from foretell.trace.cuda_rnn import gru, lstm, rnn_relu, rnn_tanh
 from foretell.trace.recorder import Recorder
 
@@ -33,6 +33,7 @@ CHOICES: dict[str, Choice] = {
     "rms_norm": rms_norm,
     "batch_norm": batch_norm,
     "softmax.int": softmax,
+    "log_softmax.int": log_softmax,
     "one_hot": one_hot,
     "lstm.input": lstm,
     "gru.input": gru,

@@ -57,6 +57,7 @@ def _flash(
     capability: tuple[int, int], grad: bool,
 ) -> bool:  # fmt: skip
     head = query.shape[-1]
+    little_shared = (8, 6) <= capability <= (8, 9) or capability[0] == 12
     return (
         mask is None
         and capability >= (8, 0)
@@ -65,7 +66,7 @@ def _flash(
         and head == key.shape[-1] == value.shape[-1]
         and head <= 256
         and not (causal and query.shape[-2] != key.shape[-2])
-        and not (grad and head > 192 and (8, 6) <= capability <= (8, 9))
+        and not (grad and little_shared and (192 < head <= 224 or (head > 224 and dropout)))
     )
 
 
@@ -79,6 +80,7 @@ def _efficient(
     return (
         query.dim() == 4
         and query.dtype in (*_LOW, torch.float32)
+        and (query.dtype != torch.bfloat16 or capability >= (8, 0))
         and not gqa
         and head == key.shape[-1]
         and head % alignment == 0
@@ -131,7 +133,7 @@ def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     """A boolean mask becomes an additive one of the query's dtype."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=query.dtype))
+    return torch.where(mask, 0.0, torch.scalar_tensor(-torch.inf, dtype=query.dtype))
 
 
 def _aligned(mask: Tensor) -> Tensor:

@@ -25,6 +25,13 @@ def softmax(_: Recorder, input: Tensor, dim: int, dtype: torch.dtype | None = No
     return torch.ops.aten._softmax(input if dtype is None else input.to(dtype), dim, False)
 
 
+def log_softmax(_: Recorder, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """As `softmax`."""
+    if dtype == torch.float32 and input.dtype == torch.float16:
+        return torch.ops.aten._log_softmax(input, dim, True)
+    return torch.ops.aten._log_softmax(input if dtype is None else input.to(dtype), dim, False)
+
+
 class _RmsNorm(torch.autograd.Function):
     """`_fused_rms_norm`: keeps the reciprocal deviation of every row."""
 
