@@ -1,6 +1,6 @@
 """Releases of torch: what each does in foretell's table is what its own code did, and one that is not in it says so.
 
-`tests/data/oplists/releases` holds dispatch traces of the second training step of small models, by release. No GPU: the released
+`tests/data/releases` holds dispatch traces of the second training step of small models, by release. No GPU: the released
 wheel for CUDA ran on fake CUDA tensors, with a stand-in for the CUDA runtime that names a device of compute capability 9.0
 (benchmarks/releases.py). The wheel's own code chose kernels and casts. The same way gave the lists that were recorded with 2.11
 on an H200. `sdpa_choices.json` has what each release chose for attention on devices of other capabilities, asked the same way.
@@ -33,7 +33,7 @@ from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.types import Trace
 
-RELEASES = Path(__file__).parents[1] / "data" / "oplists" / "releases"
+RELEASES = Path(__file__).parents[1] / "data" / "releases"
 KNOWN = tuple(one.version for one in versions.table()[0])
 FOLLOWS = {"aten.new_zeros.default": "aten.zeros.default"}
 """Ops that the installed torch writes another way: not foretell's choice."""
