@@ -26,7 +26,7 @@ from foretell.trace.load import Source, describe
 from foretell.trace.load import check as check_source
 from foretell.trace.process import TIME_LIMIT
 from foretell.trace.recipe import COMPUTES, Recipe
-from foretell.trace.versions import choices_of, of
+from foretell.trace.versions import choices_of, doubt, of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -371,7 +371,7 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool, release: st
     if recipe.shards > 1 and recipe.compile != "none":
         lines.append("torch.compile and sharding together follow the rules of each; the two were never measured together")
     lines.append(f"allocator: {'expandable segments' if expandable else 'default'}; {choices_of(release)}")
-    return tuple(lines)
+    return (*filter(None, [doubt(release)]), *lines)  # first: a screen may have no room for the others
 
 
 def _why_not_bf16(recipe: Recipe, cluster: Cluster) -> list[str]:

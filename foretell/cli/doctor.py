@@ -103,9 +103,9 @@ def _text(value: str | bytes) -> str:
 
 def _torch(version: str | None, gpus: bool) -> dict[str, Any]:
     """Which torch, built for what; it is imported only where a GPU might be seen."""
-    from foretell.trace.versions import choices_of
+    from foretell.trace.versions import choices_of, doubt
 
-    checked = choices_of(version) if version else ""
+    checked = doubt(version) or choices_of(version) if version else ""
     found: dict[str, Any] = {"version": version, "checked": checked, "cuda_build": None, "hip_build": None, "cuda_available": False}
     spec = importlib.util.find_spec("torch")
     if version is None or spec is None or spec.origin is None:

@@ -91,8 +91,8 @@ def checked(version: str) -> bool:
 
 
 def doubt(version: str) -> str:
-    """A sentence for an answer that rests on a release that was not checked; empty for one that was."""
-    if checked(version):
+    """A sentence for an answer that rests on a release that was not checked; empty for one that was, or that is not said."""
+    if not version or checked(version):
         return ""
     first, *_, last = known = [one.version for one in table()[0]]
     found = minor(version)
@@ -103,8 +103,10 @@ def doubt(version: str) -> str:
 
 def choices_of(version: str) -> str:
     """Whose choices an answer rests on, and how well they are known."""
+    if not version:
+        return "CUDA choices of the torch that traced it"
     known = release(version)
-    how = {"recorded": "recorded on a GPU", "dry run": "checked by dry runs, not on a GPU"}[known.how] if known else doubt(version)
+    how = {"recorded": "recorded on a GPU", "dry run": "checked by dry runs, not on a GPU"}[known.how] if known else "not checked"
     return f"CUDA choices of torch {known.version if known else version}, {how}"
 
 

@@ -335,7 +335,7 @@ def _holders(owners: Mapping[tuple[str, str], int], limit: int = 12) -> tuple[Ho
 
 
 def _provenance(trace: types.Trace, overhead: Overhead) -> dict[str, str]:
-    unsure = f"; {note}" if (note := doubt(of(trace.meta))) and of(trace.meta) else ""
+    unsure = f"; {note}" if (note := doubt(of(trace.meta))) else ""
     context = overhead.provenance.get("context_bytes", ASSUMED)
     return {
         "allocated_bytes": f"{COUNTED}: storages of the traced step, op scratch by rules measured on an H200{unsure}",
