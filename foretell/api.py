@@ -26,6 +26,7 @@ from foretell.trace.load import Source, describe
 from foretell.trace.load import check as check_source
 from foretell.trace.process import TIME_LIMIT
 from foretell.trace.recipe import COMPUTES, Recipe
+from foretell.trace.versions import choices_of, doubt, of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from foretell.simulate.beside import Together
     from foretell.trace.types import Trace
 
-MEASURED_TORCH = "2.11"
-"""The torch whose CUDA choices and op scratch were measured."""
 ADVICE_SECONDS = 10.0
 """After which `fit` begins no further prediction of ways to make a step fit."""
 
@@ -292,6 +291,7 @@ def _predict(
     from foretell.lower.blocks import KEEP, blocks_of
     from foretell.plan.file import to_json
     from foretell.plan.recipe import default_plan, in_no_plan, mode_of, model_of
+    from foretell.simulate.parts import TORCH
     from foretell.simulate.plan import Options, predict_plan
     from foretell.simulate.whole import speed
 
@@ -311,7 +311,7 @@ def _predict(
         write(cost.timeline, wishes.trace_out)
     memory, guess = cost.worst.memory, None
     if cost.verdict != FITS:
-        guess = outlook(cost.programs[0], memory, cluster, overhead(cluster.device, MEASURED_TORCH), expandable=expandable_segments)
+        guess = outlook(cost.programs[0], memory, cluster, overhead(cluster.device, TORCH), expandable=expandable_segments)
     local, parameters = cost.programs[0], trace.meta["parameters"]
     assert isinstance(parameters, int)
     return Prediction(
@@ -333,7 +333,7 @@ def _predict(
         energy=found.energy,
         cost=found.cost,
         run=found.run,
-        assumptions=(*_assumptions(recipe, cluster, expandable_segments), *cluster.notes, *notes, *found.notes, *_said(local)),
+        assumptions=(*_assumptions(recipe, cluster, expandable_segments, of(trace.meta)), *cluster.notes, *notes, *found.notes, *_said(local)),
         versions=store.versions(),
     )  # fmt: skip
 
@@ -350,7 +350,7 @@ def _said(trace: Trace) -> tuple[str, ...]:
     return (*lines, f"no FLOP rule for {', '.join(missing)}: they count as unknown") if missing else lines
 
 
-def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool) -> tuple[str, ...]:
+def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool, release: str) -> tuple[str, ...]:
     """What the user did not say and the answer rests on."""
     precision = {
         "fp32": "fp32 throughout", "bf16-autocast": "fp32 weights with bf16 autocast",
@@ -372,8 +372,8 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool) -> tuple[st
     lines += _why_not_bf16(recipe, cluster)
     if recipe.shards > 1 and recipe.compile != "none":
         lines.append("torch.compile and sharding together follow the rules of each; the two were never measured together")
-    lines.append(f"allocator: {'expandable segments' if expandable else 'default'}; CUDA choices of torch {MEASURED_TORCH}")
-    return tuple(lines)
+    lines.append(f"allocator: {'expandable segments' if expandable else 'default'}; {choices_of(release)}")
+    return (*filter(None, [doubt(release)]), *lines)  # first: a screen may have no room for the others
 
 
 def _why_not_bf16(recipe: Recipe, cluster: Cluster) -> list[str]:

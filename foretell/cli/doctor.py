@@ -103,7 +103,10 @@ def _text(value: str | bytes) -> str:
 
 def _torch(version: str | None, gpus: bool) -> dict[str, Any]:
     """Which torch, built for what; it is imported only where a GPU might be seen."""
-    found: dict[str, Any] = {"version": version, "cuda_build": None, "hip_build": None, "cuda_available": False}
+    from foretell.trace.versions import choices_of, doubt
+
+    checked = doubt(version) or choices_of(version) if version else ""
+    found: dict[str, Any] = {"version": version, "checked": checked, "cuda_build": None, "hip_build": None, "cuda_available": False}
     spec = importlib.util.find_spec("torch")
     if version is None or spec is None or spec.origin is None:
         return found
@@ -189,6 +192,7 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
     lines = [
         f"foretell  {__version__}, Python {found['python']}, {found['platform']}",
         f"torch     {torch['version']}, built for {built}, {sees}" if torch["version"] else "torch     not installed",
+        *([f"          {torch['checked']}"] if torch["checked"] else []),
         *([f"          does not import: {torch['broken']}"] if "broken" in torch else []),
         f"packages  {', '.join(others)}",
         *(f"GPU       {card}" for card in cards or [f"none: {found['no_gpu_because']}"]),

@@ -49,6 +49,8 @@ class Evidence:
     """Of the step: ops whose seconds neither FLOPs nor bytes tell (price/kernels/rare.py)."""
     guessed_share: float = 0.0
     """Of the step: ops that the device's profile was measured without."""
+    widening: float = 1.0
+    """How much further the band reaches: above one for a release of torch that was not checked (trace/versions.py)."""
 
     @property
     def kind(self) -> str:
@@ -104,7 +106,8 @@ def known() -> Mapping[str, Band]:
 
 def factors(seen: Evidence) -> tuple[float, float]:
     """Between which factors of its predicted seconds a step is expected."""
-    return known()[seen.kind].factors(seen.features)
+    low, high = known()[seen.kind].factors(seen.features)
+    return low**seen.widening, high**seen.widening
 
 
 def by_bottleneck(device: str) -> dict[str, tuple[float, float]]:

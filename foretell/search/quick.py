@@ -159,7 +159,8 @@ class Composer:
         nccl = sheet.extra.nccl_for(cluster) if mesh.world > 1 else 0
         self.beside = sheet.extra.context_bytes + nccl
         share = RESERVED_BAND if mesh.world > 1 or sheet.fitted else RESERVED_BAND / 2
-        self.careful = int((cluster.device.memory_bytes - self.beside - CONTEXT_BAND_BYTES // 4) * (1 - share))
+        wider = sheet.widening
+        self.careful = int((cluster.device.memory_bytes - self.beside - CONTEXT_BAND_BYTES // 4 * wider) * (1 - share * wider))
 
     def speeds(self, reshard: bool | int = True) -> Speeds | None:
         """What prices a rank's tasks; each message is priced once."""
@@ -264,6 +265,7 @@ class Composer:
         parts["host"] = max(0.0, seconds - known)
         binds = _binds(parts, seconds)
         low, high = (1.0, 1.0) if self.machine is None else self.machine.band.get(binds) or self.machine.band.get("", (0.7, 1.5))
+        low, high = low**self.sheet.widening, high**self.sheet.widening
         most = max(memories, key=lambda one: one.reserved)
         least = max(one.allocated for one in memories)
         return Quick(

@@ -133,7 +133,7 @@ def capture_split(
     axes = {"cp": context, "ep": experts, "tp": ranks}
     with _group(axes, at * ranks) as mesh, no_collection(), _on_fakes(recorder), recorder, ExitStack() as stack:
         if capability:
-            stack.enter_context(cuda_choices(recorder, capability))
+            stack.enter_context(cuda_choices(recorder, capability, torch.__version__))
         stack.enter_context(dry_running(_dry_run(recorder)))
         with no_initialisation():
             workload = build()
@@ -154,7 +154,7 @@ def capture_split(
         resident = capturing._resident(recorder, step.workload)
         with recorder.modules(workload.model), real_masks():
             roles = capturing._train(recorder, step, resident)
-    trace = capturing._finish(recorder, step, roles, capability)
+    trace = capturing._finish(recorder, step, roles, capability, torch.__version__)
     meta = {**trace.meta, "ranks": ranks * context * experts}
     if derived is not None:
         meta |= {"tp": ranks, SPLIT_STREAM: bool(derived.sequence)}

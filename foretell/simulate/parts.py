@@ -14,16 +14,17 @@ from foretell.plan.types import Plan
 from foretell.price.host import steady
 from foretell.price.speeds import Options, axis_of, message
 from foretell.quantities import ASSUMED, FITS, NO, TIGHT, Infeasible, Memory, Time
-from foretell.simulate.memory.memory import TIGHT_SHARE, Outcome, careful_limit, predict_memory, run_order, sizes_for
+from foretell.simulate.memory.memory import Outcome, careful_limit, predict_memory, run_order, sizes_for, tight_share
 from foretell.simulate.memory.replay import Replay
 from foretell.simulate.time.streams import Timeline
 from foretell.trace.types import Op, Trace
+from foretell.trace.versions import doubt, of, widening
 
 if TYPE_CHECKING:
     from foretell.simulate.pipeline import Events
 
 TORCH = "2.11"
-"""The torch whose CUDA choices and op scratch were measured."""
+"""The torch with which op scratch and what a device holds beside the model were measured."""
 _WORST = (FITS, TIGHT, NO)
 
 
@@ -129,7 +130,8 @@ def memory_of(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> Outco
     """Bytes of one rank on its device; communication buffers only where ranks talk."""
     world = plan.mesh.world
     used = cluster if world > 1 else replace(cluster, nodes=1, devices_per_node=1, groups=(), matrix=None)
-    return predict_memory(local, used, overhead(cluster.device, TORCH), expandable=how.expandable, ranks=world)
+    extra = overhead(cluster.device, of(local.meta) or TORCH)
+    return predict_memory(local, used, extra, expandable=how.expandable, ranks=world)
 
 
 def memory_of_all(locals_: Sequence[Trace], plan: Plan, cluster: Cluster, how: Options) -> list[Outcome]:
@@ -155,7 +157,7 @@ def memory_of_all(locals_: Sequence[Trace], plan: Plan, cluster: Cluster, how: O
             found.append(memory_of(locals_[number], plan, cluster, how))
         else:
             device = reserved + beside
-            verdict = TIGHT if capacity - device < TIGHT_SHARE * capacity else FITS
+            verdict = TIGHT if capacity - device < tight_share(locals_[number]) * capacity else FITS
             memory = replace(
                 full.memory, allocated_bytes=allocated, reserved_bytes=reserved, device_bytes=device,
                 margin_bytes=capacity - device, bands={}, categories={}, holders=(), phases=(),
@@ -215,6 +217,8 @@ def flops_of(trace: Trace, plan: Plan) -> tuple[int, int]:
 
 
 def notes_of(trace: Trace, plan: Plan) -> Iterable[str]:
+    if widening(trace.meta) > 1:
+        yield doubt(of(trace.meta))
     if plan.mesh.world > 1:
         yield f"collectives over {plan.mesh.world} ranks are {ASSUMED}: no link was measured"
     if plan.compile != "none" and plan.mesh.spread > 1:

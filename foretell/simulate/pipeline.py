@@ -19,6 +19,7 @@ from foretell.lower.pipeline.order import Event, in_turn, needs, target
 from foretell.lower.pipeline.rank import STEP, RankTrace, rank_traces
 from foretell.lower.steps import repeated
 from foretell.plan.types import Plan
+from foretell.price.bands import Evidence
 from foretell.price.speeds import Options, Speeds, message, speeds_of
 from foretell.price.unlike import smallest_seen
 from foretell.quantities import ASSUMED, Task, Time
@@ -35,6 +36,7 @@ from foretell.simulate.parts import (
 from foretell.simulate.time.step import as_time, drags, tasks_of
 from foretell.simulate.time.streams import Timeline, simulate
 from foretell.trace.types import Op, Program, Trace
+from foretell.trace.versions import widening
 
 WAITING = "waiting_for_ranks"
 
@@ -169,7 +171,7 @@ def _as_time(worst: Events, step: float) -> Time:
         exposed += part.exposed_communication_seconds * times
     breakdown[WAITING] = max(0.0, step - sum(breakdown.values()))
     bound = max(binds, key=lambda name: binds[name])
-    low, high = worst.speeds.band()
+    low, high = worst.speeds.band(Evidence(widening=widening(worst.rank.trace.meta)))
     return Time(
         step_seconds=step, low_seconds=step * low, high_seconds=step * high, breakdown=breakdown, phases=phases,
         binds=bound, provenance=ASSUMED, device_seconds=device, host_seconds=host,

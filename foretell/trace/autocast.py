@@ -1,8 +1,8 @@
 """CUDA's autocast on CPU fake tensors: which ops run in the lower precision, which in fp32.
 
 PyTorch decides per device; the CPU's lists are shorter than CUDA's. The lists below are what CUDA does
-(torch 2.11–2.13, the op reference of torch.amp), registered as Python kernels for the CPU's autocast key
-where the CPU's own lists differ. A check on a real GPU holds the op lists equal.
+(the op reference of torch.amp, and ATen/autocast_mode.h of torch 2.11 to 2.15), registered as Python kernels for the CPU's
+autocast key where the CPU's own lists differ. A check on a real GPU holds the op lists equal.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from foretell.trace.versions import RMS_NORM_IN_FP32, holds
 
 LOWER = (
     "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input",
@@ -33,7 +35,7 @@ FP32 = (
     "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
     "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
 )  # fmt: skip
-"""Inputs are cast up to fp32."""
+"""Inputs are cast up to fp32; from torch 2.12 on those of `rms_norm` too."""
 
 FP32_BY_DTYPE = (
     "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
@@ -95,19 +97,25 @@ def _apply(function: Any, values: Any) -> Any:
 
 
 class CudaAutocast:
-    """Installs the lists for as long as it is open: `with CudaAutocast() as casts: ...`.
+    """Installs the lists of a release of torch for as long as it is open: `with CudaAutocast("2.13.0") as casts: ...`.
 
     `casts.forget()` empties the weight cache; call it where an autocast context ends.
     """
+
+    def __init__(self, release: str) -> None:
+        self._upper = (*FP32, "rms_norm") if holds(RMS_NORM_IN_FP32, release) else FP32
 
     def __enter__(self) -> CudaAutocast:
         self._casts = _Casts()
         self._library = torch.library.Library("aten", "IMPL")
         self._guard = torch._C._ExcludeDispatchKeyGuard
         self._keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-        for name in _cpu_only():
+        known = {*LOWER, *self._upper, *FP32_BY_DTYPE, *PROMOTE}
+        for name in _on_cpu():
+            if name in known:
+                continue
             self._library.impl(name, torch.library.fallthrough_kernel, _KEY, allow_override=True)
-        for names, make in ((LOWER, self._lower), (FP32, self._fp32), (FP32_BY_DTYPE, self._by_dtype), (PROMOTE, self._promote)):
+        for names, make in ((LOWER, self._lower), (self._upper, self._fp32), (FP32_BY_DTYPE, self._by_dtype), (PROMOTE, self._promote)):
             for name in names:
                 overload = _overload(name)
                 if overload is not None:
@@ -160,12 +168,11 @@ class CudaAutocast:
 
 
 @functools.cache
-def _cpu_only() -> tuple[str, ...]:
-    """Ops that the CPU's autocast touches and CUDA's leaves alone."""
-    known = {*LOWER, *FP32, *FP32_BY_DTYPE, *PROMOTE}
+def _on_cpu() -> tuple[str, ...]:
+    """Ops that the CPU's autocast touches; those that CUDA's leaves alone must be left alone here."""
     names = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return tuple(name for name in names if name not in known and has_kernel(f"aten::{name}", _KEY))
+    return tuple(name for name in names if has_kernel(f"aten::{name}", _KEY))
 
 
 def _overload(name: str) -> Any | None:

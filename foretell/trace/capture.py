@@ -33,14 +33,18 @@ def capture(
     *,
     capability: tuple[int, int] | None = (9, 0),
     hints: Mapping[str, float] | None = None,
+    release: str | None = None,
 ) -> types.Trace:
     """Trace the step that `build` and `recipe` describe, as a device of this compute capability runs it.
+
+    Choices of CUDA are those of the installed torch, or of another `release` (trace/versions.py); ops are always the
+    installed one's.
 
     `build` is called under a fake tensor mode: the factory functions it uses allocate nothing. Without a
     capability the step is traced as this machine's CPU runs it.
     """
-    recorder = Recorder(hints)
-    choices = cuda_choices(recorder, capability) if capability else cpu_choices(recorder)
+    recorder, release = Recorder(hints), release or torch.__version__
+    choices = cuda_choices(recorder, capability, release) if capability else cpu_choices(recorder)
     with no_collection(), recorder, plain_formulas(), choices:
         with no_initialisation():
             workload = build()
@@ -53,7 +57,7 @@ def capture(
                 roles = _Roles(recorder, step, resident)
             else:
                 roles = _train(recorder, step, resident)
-    return _finish(recorder, step, roles, capability)
+    return _finish(recorder, step, roles, capability, release)
 
 
 @contextmanager
@@ -185,7 +189,7 @@ def _order_births(recorder: Recorder, roles: _Roles) -> None:
                 row.allocates.sort(key=lambda number, reserve=reserve: number == reserve)  # type: ignore[misc]
 
 
-def _finish(recorder: Recorder, step: Step, roles: _Roles, capability: tuple[int, int] | None) -> types.Trace:
+def _finish(recorder: Recorder, step: Step, roles: _Roles, capability: tuple[int, int] | None, release: str) -> types.Trace:
     _add_in_place(recorder)
     _order_births(recorder, roles)
     known: dict[Any, int | None] = {}
@@ -208,7 +212,7 @@ def _finish(recorder: Recorder, step: Step, roles: _Roles, capability: tuple[int
         schedule=runs,
         storages=_storages(recorder, roles, _logits_width(recorder)),
         resident=tuple(roles.resident),
-        meta=_meta(recorder, step, capability),
+        meta=_meta(recorder, step, capability, release),
     )
 
 
@@ -257,7 +261,7 @@ def _is_logits(row: Row, number: int, width: int | None) -> bool:
     return any(len(shape) > 1 and shape[-1] == width for shape in shapes)
 
 
-def _meta(recorder: Recorder, step: Step, capability: tuple[int, int] | None) -> dict[str, object]:
+def _meta(recorder: Recorder, step: Step, capability: tuple[int, int] | None, release: str) -> dict[str, object]:
     parameters = list(step.model.parameters())
     return {
         "parameters": sum(parameter.numel() for parameter in parameters),
@@ -268,5 +272,5 @@ def _meta(recorder: Recorder, step: Step, capability: tuple[int, int] | None) ->
         "capability": list(capability or ()),
         "assumed": sorted(recorder.assumed),
         **({"backwards": step.backwards} if step.backwards > 1 else {}),
-        "versions": {"torch": torch.__version__.split("+")[0], "python": platform.python_version()},
+        "versions": {"torch": release.split("+")[0], "python": platform.python_version()},
     }

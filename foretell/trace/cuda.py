@@ -3,7 +3,7 @@
 PyTorch picks kernels by device: attention backends, dropout with a stored mask, fused norms, cuDNN's
 recurrent layers and batch norm, foreach optimizers. On fake CPU tensors it would pick the CPU's. While
 `cuda_choices` is open, CUDA's are made instead. The entries are held against a real GPU: op lists of the zoo
-equal a dispatch trace of the CUDA step. Recurrent layers included.
+equal a dispatch trace of the CUDA step. Recurrent layers included. What differs between releases of torch is in `versions.toml`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from foretell.trace.autocast import CudaAutocast
 from foretell.trace.cuda_attention import attention
-from foretell.trace.cuda_norm import batch_norm, dropout, one_hot, rms_norm, softmax
+from foretell.trace.cuda_norm import batch_norm, dropout, log_softmax, one_hot, rms_norm, softmax
 from foretell.trace.cuda_rnn import gru, lstm, rnn_relu, rnn_tanh
 from foretell.trace.recorder import Recorder
 
@@ -33,6 +33,7 @@ CHOICES: dict[str, Choice] = {
     "rms_norm": rms_norm,
     "batch_norm": batch_norm,
     "softmax.int": softmax,
+    "log_softmax.int": log_softmax,
     "one_hot": one_hot,
     "lstm.input": lstm,
     "gru.input": gru,
@@ -43,17 +44,17 @@ CHOICES: dict[str, Choice] = {
 
 
 @contextmanager
-def cuda_choices(recorder: Recorder, capability: tuple[int, int]) -> Iterator[None]:
-    """Make CUDA's choices, for a device of this compute capability, until the end of the block."""
+def cuda_choices(recorder: Recorder, capability: tuple[int, int], release: str) -> Iterator[None]:
+    """Make the choices of CUDA under a release of torch, for a device of this compute capability, until the end of the block."""
     library = torch.library.Library("aten", "IMPL")
-    recorder.capability = capability
+    recorder.capability, recorder.release = capability, release
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.callback(library._destroy)
         for name, choice in CHOICES.items():
             library.impl(name, _bind(choice, recorder), "CompositeImplicitAutograd", allow_override=True)
-        casts = stack.enter_context(CudaAutocast())
+        casts = stack.enter_context(CudaAutocast(release))
         stack.enter_context(mock.patch.object(torch, "clear_autocast_cache", _forgetting(casts)))
         for user in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
             stack.enter_context(mock.patch(f"{user}._get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"]))

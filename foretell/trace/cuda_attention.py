@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from foretell.trace.versions import DROPOUT_IN_CUDNN, holds
+
 if TYPE_CHECKING:
     from foretell.trace.recorder import Recorder
 
@@ -16,11 +18,11 @@ _LOW = (torch.bfloat16, torch.float16)
 
 def choose(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool,
-    capability: tuple[int, int], grad: bool,
+    capability: tuple[int, int], grad: bool, release: str,
 ) -> str:  # fmt: skip
-    """cudnn, flash, efficient or math, in the order CUDA tries them on this device."""
+    """cudnn, flash, efficient or math, in the order CUDA tries them on this device under a release of torch."""
     order: tuple[str, ...] = ("flash", "efficient", "math")
-    if capability[0] in (9, 10):
+    if capability[0] in (9, 10) and (not dropout or holds(DROPOUT_IN_CUDNN, release)):
         order = ("cudnn", *order)
     if any(t.stride(-1) != 1 for t in (query, key, value, mask) if t is not None and t.shape[-1] > 1):
         return "math"
@@ -55,6 +57,7 @@ def _flash(
     capability: tuple[int, int], grad: bool,
 ) -> bool:  # fmt: skip
     head = query.shape[-1]
+    little_shared = (8, 6) <= capability <= (8, 9) or capability[0] == 12
     return (
         mask is None
         and capability >= (8, 0)
@@ -63,7 +66,7 @@ def _flash(
         and head == key.shape[-1] == value.shape[-1]
         and head <= 256
         and not (causal and query.shape[-2] != key.shape[-2])
-        and not (grad and head > 192 and (8, 6) <= capability <= (8, 9))
+        and not (grad and little_shared and (192 < head <= 224 or (head > 224 and dropout)))
     )
 
 
@@ -77,6 +80,7 @@ def _efficient(
     return (
         query.dim() == 4
         and query.dtype in (*_LOW, torch.float32)
+        and (query.dtype != torch.bfloat16 or capability >= (8, 0))
         and not gqa
         and head == key.shape[-1]
         and head % alignment == 0
@@ -90,7 +94,7 @@ def attention(
 ) -> Tensor:  # fmt: skip
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     assert recorder.capability is not None
-    backend = choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, recorder.capability, grad)
+    backend = choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, recorder.capability, grad, recorder.release)
     mask = _as_bias(attn_mask, query)
     if backend == "cudnn":
         return torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -129,7 +133,7 @@ def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     """A boolean mask becomes an additive one of the query's dtype."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=query.dtype))
+    return torch.where(mask, 0.0, torch.scalar_tensor(-torch.inf, dtype=query.dtype))
 
 
 def _aligned(mask: Tensor) -> Tensor:

@@ -25,6 +25,13 @@ def softmax(_: Recorder, input: Tensor, dim: int, dtype: torch.dtype | None = No
     return torch.ops.aten._softmax(input if dtype is None else input.to(dtype), dim, False)
 
 
+def log_softmax(_: Recorder, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """As `softmax`."""
+    if dtype == torch.float32 and input.dtype == torch.float16:
+        return torch.ops.aten._log_softmax(input, dim, True)
+    return torch.ops.aten._log_softmax(input if dtype is None else input.to(dtype), dim, False)
+
+
 class _RmsNorm(torch.autograd.Function):
     """`_fused_rms_norm`: keeps the reciprocal deviation of every row."""
 
@@ -69,8 +76,7 @@ def rms_norm(
     recorder: Recorder, input: Tensor, normalized_shape: list[int], weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """One kernel where weight and input are of one dtype, and op by op in fp32 where they are not (torch 2.11, with autocast
-    and without; from 2.12 on autocast makes both fp32)."""
+    """One kernel where weight and input are of one dtype, and op by op in fp32 where they are not."""
     if weight is not None and weight.dtype != input.dtype:
         return _rms_norm_in_parts(input, len(normalized_shape), weight, eps)
     return _RmsNorm.apply(recorder, input, normalized_shape, weight, eps)

@@ -173,6 +173,12 @@ class Recorder(QuickKeys):
         self._stack: list[str] = []
         self._module_of: dict[int, str] = {}
         self.capability: tuple[int, int] | None = None
+        self.release = ""
+        """Of torch: the one whose choices are made."""
+
+    def __deepcopy__(self, _: Any) -> Recorder:
+        """Layers that are copied (`nn.TransformerEncoder` copies its own) stay under this mode: fake tensors know theirs."""
+        return self
 
     # ------------------------------------------------------------------ where we are in the step
 

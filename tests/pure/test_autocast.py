@@ -18,9 +18,9 @@ from foretell.trace.recorder import Recorder
 
 
 @contextmanager
-def as_cuda() -> Iterator[None]:
+def as_cuda(release: str = torch.__version__) -> Iterator[None]:
     recorder = Recorder()
-    with recorder, cuda_choices(recorder, (9, 0)), torch.autocast("cpu", torch.bfloat16):
+    with recorder, cuda_choices(recorder, (9, 0), release), torch.autocast("cpu", torch.bfloat16):
         yield
 
 
@@ -91,7 +91,7 @@ def test_autocast_results_are_those_torch_documents_for_cuda(table: dict, dtype:
 
 def test_autocast_remembers_a_weight_until_its_context_ends() -> None:
     model, recorder = nn.Linear(8, 8, bias=False), Recorder()
-    with recorder, cuda_choices(recorder, (9, 0)):
+    with recorder, cuda_choices(recorder, (9, 0), torch.__version__):
         weight, x = nn.Parameter(torch.empty(8, 8)), torch.empty(4, 8)
         with recorder.program("run"):
             for _ in range(2):
@@ -165,7 +165,7 @@ def test_an_rms_norm_of_unlike_dtypes_runs_op_by_op(dtype: torch.dtype) -> None:
 
     plain, result = ran()
     recorder = Recorder()
-    with recorder, cuda_choices(recorder, (9, 0)):
+    with recorder, cuda_choices(recorder, (9, 0), torch.__version__):
         inside, kept = ran()
     if dtype is torch.bfloat16:
         assert inside == plain and "aten.rsqrt.default" in inside and kept == result == torch.bfloat16

@@ -79,7 +79,7 @@ def test_attention_choices_equal_those_of_an_h200() -> None:
         shape = (1, 1, queries, keys) if kind == "bcast" else (2, 8, queries, keys)
         kinds = {"bool": torch.bool, "float": torch.float32, "same": dtype, "bcast": dtype}
         mask = torch.empty(shape, dtype=kinds[kind], device="meta") if kind else None
-        ours = choose(query, key, key, mask, dropout, causal, gqa, (9, 0), grad)
+        ours = choose(query, key, key, mask, dropout, causal, gqa, (9, 0), grad, grid["torch"])
         count += 1
         if ours != real:
             wrong[ours, real, name, head] += 1
@@ -91,14 +91,15 @@ def test_attention_choice_elsewhere_than_on_hopper() -> None:
     """PyTorch tries cuDNN first on Hopper and data centre Blackwell only, with heads over 128 on Hopper alone."""
 
     def chosen(head: int, capability: tuple[int, int], value: int | None = None, **more: Any) -> str:
-        query = torch.empty(2, 8, 64, head, dtype=torch.bfloat16, device="meta")
-        values = torch.empty(2, 8, 64, value or head, dtype=torch.bfloat16, device="meta")
-        return choose(query, query, values, more.get("mask"), 0.0, False, False, capability, more.get("grad", True))
+        dtype = more.get("dtype", torch.bfloat16)
+        query = torch.empty(2, 8, 64, head, dtype=dtype, device="meta")
+        values = torch.empty(2, 8, 64, value or head, dtype=dtype, device="meta")
+        return choose(query, query, values, more.get("mask"), 0.0, False, False, capability, more.get("grad", True), torch.__version__)
 
     assert [chosen(64, c) for c in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))] == ["flash", "flash", "cudnn", "cudnn", "flash"]
     assert [chosen(256, c) for c in ((8, 0), (9, 0), (10, 0))] == ["flash", "cudnn", "flash"]
     assert [chosen(192, c, 128) for c in ((8, 0), (9, 0), (10, 0))] == ["efficient", "cudnn", "cudnn"]
-    assert chosen(64, (7, 5)) == "efficient"
+    assert chosen(64, (7, 5), dtype=torch.float16) == "efficient" and chosen(64, (7, 5)) == "math"
     mask = torch.empty(2, 8, 64, 64, dtype=torch.bfloat16, device="meta")
     assert chosen(64, (8, 0), mask=mask) == "efficient"
 

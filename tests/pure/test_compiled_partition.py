@@ -70,7 +70,7 @@ def theirs(name: str) -> Kept:
         found.extend(backward.graph.find_nodes(op="placeholder"))
         return forward, backward
 
-    with FakeTensorMode(allow_non_fake_inputs=True), cuda.cuda_choices(Recorder(), (9, 0)):
+    with FakeTensorMode(allow_non_fake_inputs=True), cuda.cuda_choices(Recorder(), (9, 0), torch.__version__):
         with no_initialisation():
             workload = load(Source(model=name, micro_batch=2))
         model = workload.model.train()

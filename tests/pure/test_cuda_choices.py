@@ -43,7 +43,7 @@ def read(path: Path) -> dict:
 
 def traced(golden: dict) -> Trace:
     source = Source(model=golden["model"], **golden["source"])
-    return capture(lambda: load(source), Recipe(**golden["recipe"]))
+    return capture(lambda: load(source), Recipe(**golden["recipe"]), release=golden["torch"])
 
 
 def steady_ops(trace: Trace) -> list[tuple]:

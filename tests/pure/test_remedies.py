@@ -24,6 +24,7 @@ from foretell.search import advice, advice_ways, child
 from foretell.search.advice_ways import Asked
 from foretell.simulate.memory.memory import predict_memory
 from foretell.simulate.memory.remedies import Outlook, outlook
+from foretell.simulate.parts import TORCH
 from foretell.trace import child as single
 from foretell.trace import stored
 from foretell.trace.capture import capture
@@ -52,7 +53,7 @@ def traced(case: str, micro_batch: int, options: tuple[tuple[str, Any], ...]) ->
 
 def needed(case: str, *, micro_batch: int = 0, expandable: bool = False, **options: Any) -> tuple[int, Outlook]:
     """Device bytes on a device that is large enough, and the guess for other options."""
-    trace, extra = traced(case, micro_batch or CASES[case][1], tuple(options.items())), overhead(H100.device, api.MEASURED_TORCH)
+    trace, extra = traced(case, micro_batch or CASES[case][1], tuple(options.items())), overhead(H100.device, TORCH)
     memory = predict_memory(trace, H100, extra, expandable=expandable).memory
     return memory.device_bytes, outlook(trace, memory, H100, extra, expandable=expandable)
 

@@ -14,6 +14,7 @@ from foretell.quantities import ASSUMED, COUNTED, FITS, NO, TIGHT, Holder, Memor
 from foretell.simulate.memory.allocator import OutOfMemory
 from foretell.simulate.memory.replay import SCRATCH, WORKSPACE, Curve, Replay, Sizes, holders_at
 from foretell.trace import types
+from foretell.trace.versions import doubt, of, widening
 from foretell.units import GIB, MIB
 
 HOST_BASE_BYTES = int(1.6 * GIB)
@@ -88,11 +89,11 @@ def predict_memory(
         capacity_bytes=capacity,
         margin_bytes=capacity - device_bytes,
         host_bytes=host,
-        bands=_bands(allocated, reserved, device_bytes, host),
+        bands=_bands(allocated, reserved, device_bytes, host, widening(trace.meta)),
         categories=_categories(owners, allocated),
         holders=_holders(owners),
         phases=phases,
-        provenance=_provenance(overhead),
+        provenance=_provenance(trace, overhead),
     )
     return Outcome(verdict, memory)
 
@@ -193,7 +194,7 @@ def _verdict(
     careful = careful_limit(trace, capacity, beside)
     if reserved <= careful:
         device = reserved + beside
-        return (TIGHT if capacity - device < TIGHT_SHARE * capacity else FITS), device
+        return (TIGHT if capacity - device < tight_share(trace) * capacity else FITS), device
     least = reserved
     if not _fitted(trace):
         if careful > 0 and _lasts(trace, sizes, schedules, careful, capacity - beside, expandable):
@@ -232,11 +233,17 @@ def careful_limit(trace: types.Trace, capacity: int, beside: int) -> int:
 
     Half of the band of reserved memory; all of it where parts of the rules are fitted rather than known (workspaces of
     convolutions and recurrent layers) or several ranks' streams are involved; twice where states are moved, which
-    reserved up to 5 % more than was said.
+    reserved up to 5 % more than was said. All that twice under a release of torch that was not checked.
     """
     whole = "ranks" in trace.meta or _fitted(trace)
     share = 2 * RESERVED_BAND if MOVED in trace.meta else RESERVED_BAND if whole else RESERVED_BAND / 2
-    return int((capacity - beside - CONTEXT_BAND_BYTES // 4) * (1 - share))
+    wider = widening(trace.meta)
+    return int((capacity - beside - CONTEXT_BAND_BYTES // 4 * wider) * (1 - share * wider))
+
+
+def tight_share(trace: types.Trace) -> float:
+    """Share of capacity below which what is to spare is called tight."""
+    return TIGHT_SHARE * widening(trace.meta)
 
 
 def _fitted(trace: types.Trace) -> bool:
@@ -295,9 +302,9 @@ def _phases(replay: Replay, schedules: list[str], beside: int) -> tuple[Phase, .
     return tuple(found)
 
 
-def _bands(allocated: int, reserved: int, device: int, host: int) -> dict[str, tuple[int, int]]:
+def _bands(allocated: int, reserved: int, device: int, host: int, wider: float) -> dict[str, tuple[int, int]]:
     def around(value: int, share: float, beside: int = 0) -> tuple[int, int]:
-        return int(value * (1 - share)) - beside, int(value * (1 + share)) + beside
+        return int(value * (1 - share * wider) - beside * wider), int(value * (1 + share * wider) + beside * wider)
 
     return {
         "allocated_bytes": around(allocated, ALLOCATED_BAND),
@@ -327,10 +334,11 @@ def _holders(owners: Mapping[tuple[str, str], int], limit: int = 12) -> tuple[Ho
     return tuple(Holder(name=name or category, category=category, bytes=nbytes) for (name, category), nbytes in top)
 
 
-def _provenance(overhead: Overhead) -> dict[str, str]:
+def _provenance(trace: types.Trace, overhead: Overhead) -> dict[str, str]:
+    unsure = f"; {note}" if (note := doubt(of(trace.meta))) else ""
     context = overhead.provenance.get("context_bytes", ASSUMED)
     return {
-        "allocated_bytes": f"{COUNTED}: storages of the traced step, op scratch by rules measured on an H200",
+        "allocated_bytes": f"{COUNTED}: storages of the traced step, op scratch by rules measured on an H200{unsure}",
         "reserved_bytes": f"{COUNTED}: the trace replayed through a simulation of PyTorch's caching allocator",
         "device_bytes": f"{context}: reserved plus CUDA context and libraries ({overhead.sources.get('context_bytes', '')})",
         "capacity_bytes": "what torch reports as total memory of the device",

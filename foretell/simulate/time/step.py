@@ -38,6 +38,7 @@ from foretell.simulate.offload.timing import marks_of, played
 from foretell.simulate.time.laps import KEPT, Laps
 from foretell.simulate.time.streams import LAUNCH_QUEUE, Timeline, simulate
 from foretell.trace.types import Op, Trace
+from foretell.trace.versions import widening
 
 BESIDE = (DP_SHARD, DP_REPLICATE)
 """Axes whose collectives run beside compute."""
@@ -89,7 +90,8 @@ def with_end(step: Iterable[Task], speeds: Speeds) -> list[Task]:
 def traits(local: Trace) -> Evidence:
     """What a band depends on and tasks do not tell."""
     recipe = local.meta.get("recipe")
-    return Evidence(compiled="compiled" in local.meta, fp32=isinstance(recipe, Mapping) and recipe.get("precision") == "fp32")
+    fp32 = isinstance(recipe, Mapping) and recipe.get("precision") == "fp32"
+    return Evidence(compiled="compiled" in local.meta, fp32=fp32, widening=widening(local.meta))
 
 
 def _timed(tasks: Sequence[Task], laps: Laps | None, speeds: Speeds, kind: Evidence) -> tuple[Time, Timeline]:
