@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,15 +30,13 @@ from foretell.search.found import Finalist
 from foretell.search.front import TIGHT as CLEAR
 from foretell.search.front import Point, point_of, score
 from foretell.search.mixed_price import MixedPricer, fill_by_speed
+from foretell.search.question import Question
 from foretell.search.quick import Layout, plan_of
 from foretell.search.sheet import Sheet
 from foretell.search.sheet_source import Sources
 from foretell.search.space_fill import Filled, fill
 from foretell.search.space_price import SheetPricer
-from foretell.search.space_wishes import Wishes
-from foretell.search.traces import Traces
-from foretell.simulate.plan import KEEP, Options, PlanCost, predict_plan
-from foretell.trace.load import Source
+from foretell.simulate.plan import KEEP, PlanCost, predict_plan
 
 EXACT_OPS = 15_000
 """Ops of a step, of all ranks of a pipeline, above which a plan is costed exactly only when asked for: about a second."""
@@ -47,24 +45,9 @@ REFILLS = 3
 POLISH_SECONDS = 0.6
 """For moving the cuts of one plan, by each kind of cost."""
 
-Progress = Callable[[str], None]
-
 
 class Unsuited(Exception):
     """The model or the device cannot be costed by a sheet; says why."""
-
-
-@dataclass
-class Question:
-    """What is asked, and with what any way to search answers it."""
-
-    source: Source
-    cluster: Cluster
-    hardware: str
-    wishes: Wishes
-    options: Options
-    traces: Traces
-    progress: Progress
 
 
 @dataclass
@@ -72,10 +55,9 @@ class Costing(Question):
     """One question, and what costing plans for it needs."""
 
     exact: bool | None = None
-    by_law: bool = False
     pricers: dict[object, MixedPricer] = field(default_factory=dict)
     sheets: dict[str, Sheet] = field(default_factory=dict)
-    about: Mapping[str, Any] = field(default_factory=dict)
+    named: Mapping[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     # ------------------------------------------------------------------ sheets
@@ -96,9 +78,7 @@ class Costing(Question):
                 raise Unsuited(str(error)) from error
             self.sheets[key].half_of = self.sources.shorter(self.sheets[key].length)
             self.sheets[key].costs = self._kept_costs(cluster)
-            if not self.about:
-                shapes = self.traces.facts.shapes
-                self.about = model_of(self.source, blocks=self.sheets[key].blocks, shapes=shapes or None)
+            self.named = self.named or self.about(self.sheets[key].blocks)
         return self.sheets[key]
 
     def _kept_costs(self, cluster: Cluster) -> Costs:
@@ -180,7 +160,7 @@ class Costing(Question):
 
     def finalist(self, point: Point) -> Finalist:
         """A candidate as a plan."""
-        plan = plan_of(point.layout, self.sheet(self.cluster), self.about, self.hardware)
+        plan = plan_of(point.layout, self.sheet(self.cluster), self.named, self.hardware)
         return Finalist(point=point, plan=plan.with_(predicted=self.predicted(point)))
 
     def predicted(self, point: Point) -> dict[str, Any]:
@@ -201,11 +181,7 @@ class Costing(Question):
 
     def checked(self, one: Finalist) -> Finalist:
         """The same, with a reason where it is not legal."""
-        facts = replace(
-            legal.with_hardware(legal.Facts(blocks=self.sheet(self.cluster).blocks, tied=self.traces.facts.tied), self.cluster),
-            global_batch=self.wishes.global_batch,
-        )  # fmt: skip
-        wrong = legal.complaints(one.plan, facts)
+        wrong = legal.complaints(one.plan, self.facts(self.sheet(self.cluster).blocks))
         return replace(one, why=str(wrong[0])) if wrong else one
 
     def costed(self, one: Finalist, *, always: bool = False, traces: bool = True) -> Finalist:

@@ -5,6 +5,10 @@ FILL = 4
 """Micro-batches for each rank of a pipeline, where the batch is free: a fifth of the step is then bubble at most."""
 ALIKE = 0.01
 """Plans whose scores are within this share of each other count as alike, and the simplest is taken."""
+ALIKE_ON_CPU = 0.05
+"""A CPU's speed comes and goes by more than one percent."""
+MOST_PLANS = 240
+"""Plans that one search costs op by op, those that are shown of a search by quick costs aside."""
 WORTH = 0.03
 """A doubled batch, where it is free, must gain this much; less is not worth a larger one."""
 LESS_IF_TIGHT = 0.03

@@ -5,22 +5,21 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from foretell.search.found import Finalist, Reason
+from foretell.search.found import Candidate, Reason
 from foretell.search.front import complaint
 from foretell.search.space_wishes import Wishes
 from foretell.units import gib
 
 if TYPE_CHECKING:
-    from foretell.search.choice import Candidate
     from foretell.search.space_explore import Explored
 
 _NUMBERS = re.compile(r"[0-9][0-9.,]*")
 _REMEDY = "; try: "
 
 
-def of_search(explored: Explored, dropped: Iterable[Finalist], wishes: Wishes, capacity: int) -> tuple[Reason, ...]:
+def of_search(explored: Explored, dropped: Iterable[Candidate], wishes: Wishes, capacity: int) -> tuple[Reason, ...]:
     """Of layouts by their quick costs, and of those that were looked at more closely."""
     found = []
     if explored.unfit and explored.nearest is not None:
@@ -40,7 +39,7 @@ def sentence(reasons: Sequence[Reason]) -> str:
     return "; ".join(f"{one.count:,} {one.why}" for one in reasons)
 
 
-def _closely(plans: Iterable[Any]) -> list[Reason]:
+def _closely(plans: Iterable[Candidate]) -> list[Reason]:
     """Those whose bytes were counted op by op and are too many, together; the others by what was said of them."""
     some = list(plans)
     short = [one.cost.worst.memory for one in some if one.cost is not None and not one.cost.fits]
