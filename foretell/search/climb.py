@@ -64,6 +64,8 @@ class Climb(Question):
                 raise UserError(f"--{axis} {degree}: here plans are tried one by one, and none has {axis}", f"leave --{axis} out")
         law = self._lawful() if self.wishes.tokens is not None else None
         ended = engine.search(self, patience=patience, most=MOST_PLANS)
+        if ended == "interrupted" and self._best() is None:
+            raise KeyboardInterrupt
         self.remarks += [f"the search was ended early: {ended}"] if ended else []
         return _with_law(self.choice(), law)
 

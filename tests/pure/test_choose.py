@@ -142,6 +142,25 @@ def test_no_more_plans_than_the_limit_are_costed(monkeypatch: pytest.MonkeyPatch
     assert found.costed == 3 and found.notes[-1] == "the search was ended early: 3 plans were costed"
 
 
+def test_patience_and_ctrl_c_leave_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = search("gpt-tiny", "H200").answer(patience=1e-9)
+    assert found.best is None and found.costed == 0 and found.notes == ("the search was ended early: 0 seconds were over",)
+    exactly, asked = climb.predict_plan, []
+
+    def interrupted(*given: Any) -> Any:
+        asked.append(given)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return exactly(*given)
+
+    monkeypatch.setattr(climb, "predict_plan", interrupted)
+    found = search("gpt-tiny", "H200").answer()
+    assert found.best is not None and found.best.plan.micro_batch <= 2 and "interrupted" in found.notes[-1]
+    del asked[:1]  # so that the next one is the third: nothing is known by then
+    with pytest.raises(KeyboardInterrupt):
+        search("gpt-tiny", "H200").answer()
+
+
 def test_work_is_found_block_by_block() -> None:
     trace = capture(lambda: load(Source(model="gpt-tiny", micro_batch=2)), recipe_of(found_base(search("gpt-tiny", "H100"))))
     work = work_of(trace)
