@@ -8,7 +8,7 @@ spaces of one search (`engine`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
@@ -20,7 +20,7 @@ from foretell.search.climb import Climb
 from foretell.search.find import Found, Unsuited, found_for
 from foretell.search.found import Candidate as Candidate
 from foretell.search.moved import or_moved, spilled
-from foretell.search.question import Progress, Question, ask
+from foretell.search.question import Progress, ask
 from foretell.search.space_wishes import Wishes as Wishes
 from foretell.search.traces import Traces
 from foretell.simulate.plan import Options
@@ -57,12 +57,8 @@ def choose(
             return found if found.best is not None else or_moved(found, question, patience)
         except Unsuited as error:
             remarks = (f"plans were tried one by one: {error}",)
-    found = climb_of(question).answer(patience)
+    found = question.into(Climb).answer(patience)
     return replace(found, notes=(*found.notes, *remarks))
-
-
-def climb_of(question: Question) -> Climb:
-    return Climb(**{one.name: getattr(question, one.name) for one in fields(Question)})
 
 
 def as_choice(found: Found) -> Choice:

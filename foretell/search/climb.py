@@ -29,10 +29,11 @@ from foretell.search import engine
 from foretell.search.choice import Choice, explained, kind_of, told, why_slower
 from foretell.search.found import Candidate
 from foretell.search.law import Advice
-from foretell.search.preferences import ALIKE, ALIKE_ON_CPU, FILL, LARGEST_MICRO_BATCH, LESS_IF_TIGHT, MOST_PLANS, WORTH
+from foretell.search.preferences import ALIKE, ALIKE_ON_CPU, LESS_IF_TIGHT, MOST_PLANS, WORTH
 from foretell.search.question import Question
 from foretell.search.reasons import of_candidates
 from foretell.search.sheet_modes import MODES, modes_of
+from foretell.search.space import micro_batches
 from foretell.simulate.parts import sequence_length
 from foretell.simulate.plan import KEEP, predict_plan
 from foretell.trace.types import Trace
@@ -126,19 +127,11 @@ class Climb(Question):
         time = best.cost.time
         return best.plan.mesh.data < self.cluster.count or time.exposed_communication_seconds > WAITS * time.step_seconds
 
-    def batches(self, mesh: Mesh) -> Iterator[tuple[int, int]]:
-        """Micro-batches and how many of them make a step, smallest first; a pipeline wants several."""
-        wanted, fixed = self.wishes.global_batch, self.wishes.micro_batch
-        each = LARGEST_MICRO_BATCH if wanted is None else wanted // mesh.data
-        if wanted is not None and each * mesh.data != wanted:
-            return
-        micro = fixed or (max(1, self.source.micro_batch) if wanted is None else 1)
-        while micro <= (fixed or min(each, LARGEST_MICRO_BATCH)):
-            if wanted is None:
-                yield micro, 1 if mesh.pp == 1 else FILL * mesh.pp
-            elif each % micro == 0 and each // micro >= mesh.pp:
-                yield micro, each // micro
-            micro *= 2
+    def batches(self, mesh: Mesh) -> list[tuple[int, int]]:
+        """Micro-batches and how many of them make a step, from the source's own where the batch is free."""
+        if self.wishes.global_batch is None:
+            return micro_batches(self.wishes, mesh, max(1, self.source.micro_batch))
+        return [(micro, many) for micro, many in micro_batches(self.wishes, mesh) if many >= mesh.pp]
 
     def compiles(self, mesh: Mesh) -> tuple[str, ...]:
         if self.wishes.compile:
@@ -157,7 +150,7 @@ class Climb(Question):
             precision=self.wishes.precision or default(self.cluster),
             optimizer=self.wishes.optimizer, clip=self.wishes.clip, pipeline=self._pipeline(mesh),
         )  # fmt: skip
-        batches = list(self.batches(mesh))
+        batches = self.batches(mesh)
         if not batches:
             if not self.named:
                 self._learn(self.traces.of(base, [KEEP])[KEEP])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foretell.errors import UserError
@@ -79,7 +79,7 @@ def find(
 
 def found_for(question: Question, *, exact: bool | None, what_if: bool = False, patience: float = float("inf")) -> Found:
     """The same for a question."""
-    finder = Finder(**{one.name: getattr(question, one.name) for one in fields(Question)}, exact=exact)
+    finder = question.into(Finder, exact=exact)
     try:
         with no_collection():
             return finder.answer(what_if=what_if, patience=patience)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import log2
 from typing import Any
 
 from foretell.errors import UserError
 from foretell.hardware import price_per_hour
 from foretell.hardware.types import Cluster
 from foretell.search import engine
-from foretell.search.preferences import ALIKE, LESS_IF_TIGHT, WORTH
+from foretell.search.preferences import ALIKE, weighed
 from foretell.search.quick import Layout, Quick
 from foretell.search.space_fill import Filled
 from foretell.search.space_wishes import Wishes
@@ -76,10 +75,7 @@ def score(point: Point, wishes: Wishes) -> tuple[float, float]:
     """What to make least: first the first, then the second."""
     unit = point.per_step
     seconds = point.seconds / unit if wishes.objective != "latency" else point.seconds
-    if wishes.global_batch is None:
-        seconds *= (1 + WORTH) ** log2(max(1, point.layout.global_batch))
-    if point.tight:
-        seconds *= 1 + LESS_IF_TIGHT
+    seconds = weighed(seconds, batch=point.layout.global_batch if wishes.global_batch is None else 1, tight=point.tight)
     if wishes.objective == "smallest":
         return float(point.devices), seconds
     if wishes.objective == "cost":

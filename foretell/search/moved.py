@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from foretell.errors import UserError
 from foretell.plan.precision import default, missing, moving_states
@@ -44,8 +44,7 @@ def or_moved(found: Choice, question: Question, patience: float = float("inf")) 
 
 def thriftiest(question: Question) -> Tried | None:
     """The plan that needs least of a device, of those that move what can be moved; None where nothing may be."""
-    mine = {one.name: getattr(question, one.name) for one in fields(Question)}
-    found = [Spill(**mine, mesh=mesh).thriftiest() for mesh in meshes(question.cluster, question.wishes)]
+    found = [question.into(Spill, mesh=mesh).thriftiest() for mesh in meshes(question.cluster, question.wishes)]
     return min(found, key=lambda one: (not one.fits, one.short), default=None)
 
 

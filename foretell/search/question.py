@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from foretell.hardware.types import Cluster
 from foretell.plan import legal
@@ -17,6 +17,7 @@ from foretell.simulate.plan import Options
 from foretell.trace.load import Source
 from foretell.trace.process import TIME_LIMIT
 
+K = TypeVar("K")
 Progress = Callable[[str], None]
 
 
@@ -34,6 +35,10 @@ class Question:
     progress: Progress
     by_law: bool = field(default=False, kw_only=True)
     """Whether, where no batch is asked for, the Step Law's is taken."""
+
+    def into(self, kind: Callable[..., K], **more: Any) -> K:
+        """The question with what one way to search it needs besides."""
+        return kind(**{one.name: getattr(self, one.name) for one in fields(Question)}, **more)
 
     @property
     def on_cpu(self) -> bool:

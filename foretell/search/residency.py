@@ -5,8 +5,8 @@
 
 Alike blocks are counted, not named: of n of them only how many are treated each way matters. Partial answers grow
 block by block; one is dropped when another saves as much in less time, or when even the best mix of what is left
-(ways taken in parts, a bound from below) cannot beat an answer that is known. `by_milp` solves the same as a mixed
-integer program where scipy is installed; tests hold one against the other, and both against trying everything.
+(ways taken in parts, a bound from below) cannot beat an answer that is known. Tests hold it against a mixed integer program
+and against trying everything.
 
 A way is bytes and seconds: moving activations to the host or to a disk will be further ways.
 """
@@ -230,30 +230,3 @@ def _rounded(groups: Sequence[tuple[Ways, int]], need: float) -> float:
         times = min(count, -int(-need // saves))
         need, total = need - times * saves, total + times * seconds
     return total
-
-
-# ---------------------------------------------------------------------- a second way
-
-
-def by_milp(blocks: Sequence[Ways], need: float) -> Treatment | None:
-    """The same by scipy's HiGHS: one yes-or-no variable for each block and way. Raises ImportError without scipy."""
-    import numpy as np
-    from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-    ways = [_useful(block) for block in blocks]
-    columns = [(number, way) for number, found in enumerate(ways) for way in found]
-    once = np.array([[float(number == row) for number, _ in columns] for row in range(len(ways))])
-    scale = max(need, 1.0)
-    saving = np.array([[way.saves / scale for _, way in columns]])
-    answer = milp(
-        c=np.array([way.seconds for _, way in columns]), integrality=np.ones(len(columns)), bounds=Bounds(0, 1),
-        constraints=[LinearConstraint(once, 1, 1), LinearConstraint(saving, need / scale, np.inf)],
-        options={"mip_rel_gap": 0.0},
-    )  # fmt: skip
-    if answer.x is None:
-        return None
-    taken = [way for (_, way), x in zip(columns, answer.x, strict=True) if x > 0.5]
-    return Treatment(
-        modes=tuple(way.mode for way in taken), saves=sum(way.saves for way in taken),
-        seconds=sum(way.seconds for way in taken),
-    )  # fmt: skip

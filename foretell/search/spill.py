@@ -16,8 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from math import log2
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from foretell.errors import UserError
@@ -36,8 +35,9 @@ from foretell.price.speeds import profile_for
 from foretell.quantities import TIGHT
 from foretell.search import engine, sheet_modes
 from foretell.search.caps import host_of, unknown_host
-from foretell.search.preferences import LARGEST_MICRO_BATCH, LESS_IF_MOVED, LESS_IF_TIGHT, MOST_PLANS, WORTH
+from foretell.search.preferences import MOST_PLANS, weighed
 from foretell.search.question import Question
+from foretell.search.space import micro_batches
 from foretell.search.space_wishes import Wishes
 from foretell.search.spill_found import Spilled, Tried, fewest
 from foretell.simulate.plan import KEEP, Options, PlanCost, modes_of, predict_plan, sharded
@@ -158,12 +158,10 @@ class Spill(Question):
     def batches(self) -> list[tuple[int, int]]:
         """Micro-batches and how many of them make a step, smallest first; two before one, since larger ones are derived
         from two and four anyway."""
-        wanted, given, data = self.wishes.global_batch, self.wishes.micro_batch, self.mesh.data
-        sizes = [given] if given is not None else [2**power for power in range(LARGEST_MICRO_BATCH.bit_length())]
-        found = [(size, wanted // data // size if wanted else 1) for size in sizes if not wanted or wanted % (data * size) == 0]
+        found, given, data = micro_batches(self.wishes, self.mesh), self.wishes.micro_batch, self.mesh.data
         if not found:
             told = f" in micro-batches of {given}" if given is not None else ""
-            problem = f"{wanted} samples cannot be shared by {data} devices{told}"
+            problem = f"{self.wishes.global_batch} samples cannot be shared by {data} devices{told}"
             raise UserError(problem, f"a --global-batch that is a multiple of {data * (given or 1)}")
         return found[1:] or found
 
@@ -367,13 +365,9 @@ class Spill(Question):
         """What to make least: seconds a sample; `bound`: of anything with this micro-batch and residency."""
         time, plan = one.cost.time, one.plan
         seconds = time.step_seconds if time is not None else 1 + one.moved_bytes / 2**40 + len(plan.blocks)
-        seconds /= plan.global_batch
-        if self.wishes.global_batch is None:
-            seconds *= (1 + WORTH) ** log2(plan.global_batch)
-        if bound:
-            return seconds
-        seconds *= 1 + LESS_IF_TIGHT if one.cost.verdict == TIGHT else 1
-        return seconds * (1 + LESS_IF_MOVED if one.moves else 1)
+        free = plan.global_batch if self.wishes.global_batch is None else 1
+        tight, moved = (False, False) if bound else (one.cost.verdict == TIGHT, one.moves)
+        return weighed(seconds / plan.global_batch, batch=free, tight=tight, moved=moved)
 
     def _best(self) -> Tried | None:
         return min((one for one in self.found if one.fits), key=self.score, default=None)
@@ -473,8 +467,7 @@ def meshes(cluster: Cluster, wishes: Wishes) -> list[Mesh]:
 
 def spill(question: Question, patience: float = float("inf")) -> Spilled:
     """The best plan, with what does not fit on a device elsewhere."""
-    mine = {one.name: getattr(question, one.name) for one in fields(Question)}
-    searches = [Spill(**mine, mesh=mesh) for mesh in meshes(question.cluster, question.wishes)]
+    searches = [question.into(Spill, mesh=mesh) for mesh in meshes(question.cluster, question.wishes)]
     found = [(search, search.answer(patience)) for search in searches]
     assert found, "nobody asks where nothing may be moved"
     fits = [(search.score(one.best), number) for number, (search, one) in enumerate(found) if one.best is not None]

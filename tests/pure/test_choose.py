@@ -19,7 +19,7 @@ from foretell.plan import file, legal
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Mesh, Plan
 from foretell.search import choose as chooser
-from foretell.search import climb, engine, question
+from foretell.search import climb, engine, question, space
 from foretell.search.choose import Candidate, Choice, Wishes, told, why_slower
 from foretell.search.climb import Climb, work_of
 from foretell.search.traces import Facts, Traces
@@ -65,7 +65,7 @@ def chosen(model: str, hardware: str, **wishes: Any) -> Choice:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(climb, "LARGEST_MICRO_BATCH", 16)
+    monkeypatch.setattr(space, "LARGEST_MICRO_BATCH", 16)
 
 
 def test_the_best_fits_is_the_fastest_of_all_and_is_a_legal_plan(tmp_path: Path) -> None:

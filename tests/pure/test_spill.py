@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +220,7 @@ def shared(part: float | None = None, **wishes: Any) -> tuple[Question, Spill]:
     asked = replace(asked, source=Source(model="gpt2", overrides={"layers": 8, "dim": 1024, "heads": 8, "vocab_size": 512}, seq=64))
 
     def made() -> Spill:
-        found = Spill(**{one.name: getattr(asked, one.name) for one in fields(Question)}, mesh=Mesh(dp_shard=2))
+        found = asked.into(Spill, mesh=Mesh(dp_shard=2))
         found._begin((4, 1))
         return found
 
