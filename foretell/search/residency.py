@@ -222,11 +222,15 @@ def _bound(groups: Sequence[tuple[Ways, int]]) -> tuple[Any, Any]:
 
 def _rounded(groups: Sequence[tuple[Ways, int]], need: float) -> float:
     """Seconds of an answer that is easily found: the cheapest bytes first, block by block."""
-    steps = sorted(((t / s, s, t, count) for ways, count in groups for s, t in _hull(ways)), key=lambda step: step[0])
-    total = 0.0
-    for _, saves, seconds, count in steps:
+    steps = sorted(((t / s, s, t, count, g) for g, (ways, count) in enumerate(groups) for s, t in _hull(ways)), key=lambda step: step[0])
+    total, touched = 0.0, set[int]()
+    for _, saves, seconds, count, group in steps:
+        touched.add(group)
+        times = min(count, int(need // saves))
+        need, total = need - times * saves, total + times * seconds
         if need <= 0:
             break
-        times = min(count, -int(-need // saves))
-        need, total = need - times * saves, total + times * seconds
+        if times < count:  # the rest by one block more of these, or by one that was not touched
+            fresh = [way.seconds for g, (ways, _) in enumerate(groups) if g not in touched for way in ways if way.saves >= need]
+            return total + min([seconds, *fresh])
     return total

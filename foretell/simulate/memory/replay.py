@@ -138,6 +138,22 @@ class Replay:
         return self.allocator.state(self.blocks), self._workspace_bytes
 
     def _step(self, op: Op, stages: Stages, extra: int) -> None:
+        if stages or op.name in _CALLS:
+            self._with_scratch(op, stages, extra)
+        else:
+            for number in op.allocates:
+                self._allocate(number, extra)
+                extra = 0
+            if self._at_peak is not None:
+                self._at_peak(op, ())
+        blocks, free = self.blocks, self.allocator.free
+        for number in op.frees:
+            handle = blocks.pop(number, None)
+            if handle is not None:
+                free(handle)
+
+    def _with_scratch(self, op: Op, stages: Stages, extra: int) -> None:
+        """What an op makes and what it needs beside that, or products, which have a workspace."""
         count, last = len(op.allocates), len(stages) - 1
         held: list[int] = []
         for position, number in enumerate(op.allocates):
@@ -159,10 +175,6 @@ class Replay:
                 self._scratch(op, stage)
         elif self._at_peak is not None:
             self._at_peak(op, ())
-        for number in op.frees:
-            handle = self.blocks.pop(number, None)
-            if handle is not None:
-                self.allocator.free(handle)
 
     def _scratch(self, op: Op, buffers: tuple[int, ...]) -> None:
         handles = [self.allocator.malloc(size) for size in buffers]
