@@ -40,7 +40,7 @@ def by_plan(
         return None
     question = _question(asked, source, cache)
     try:
-        Costing(**vars(question)).sheet(question.cluster)  # without one, plans are tried one by one, and none moves anything
+        question.into(Costing).sheet(question.cluster)  # without one, plans are tried one by one, and none moves anything
     except Unsuited:
         return None
     found = thriftiest(replace(question, wishes=replace(question.wishes, host=ANY_HOST)))

@@ -43,7 +43,7 @@ EXACT_OPS = 15_000
 REFILLS = 3
 """Times that a candidate which is short when all its blocks are replayed, or when costed op by op, is filled anew."""
 POLISH_SECONDS = 0.6
-"""For moving the cuts of one plan, by each kind of cost."""
+"""Of this process, for moving the cuts of one plan, by each kind of cost."""
 
 
 class Unsuited(Exception):
@@ -251,7 +251,7 @@ class Costing(Question):
         layout = one.point.layout
         if self.cluster.groups and layout.mesh.pp > 1 and layout.interleave == 1:
             one = self._moved(one, until)
-        return self._placed(one) if first or time.monotonic() < until else one
+        return self._placed(one) if first or time.process_time() < until else one
 
     def _moved(self, one: Finalist, until: float) -> Finalist:
         """Cuts a block further: by the quick cost, then op by op where the plan was costed so."""
@@ -273,14 +273,14 @@ class Costing(Question):
 
         busy, blocks = one.point.quick.stage_seconds, len(sheet.blocks)
         starts = [one.point.layout]
-        if time.monotonic() < until:
+        if time.process_time() < until:
             even = fill(replace(one.point.layout, cuts=(), modes=(), placement=()), pricer, most, roomy)
             starts += [even.layout] if even is not None and even.fits else []
         best = polish.descended(min(starts, key=quickly), blocks, busy, quickly, until)
         if one.cost is None:
             moved = one if best == one.point.layout else self.of_layout(best)
             return moved if moved.point.quick.fits else one
-        best = polish.descended(min([*starts, best], key=exactly), blocks, busy, exactly, time.monotonic() + POLISH_SECONDS)
+        best = polish.descended(min([*starts, best], key=exactly), blocks, busy, exactly, time.process_time() + POLISH_SECONDS)
         return known[best]
 
     def of_layout(self, layout: Layout) -> Finalist:

@@ -41,6 +41,7 @@ from foretell.search.space_wishes import Wishes
 from foretell.simulate.plan import PlanCost
 from foretell.trace.collection import no_collection
 from foretell.trace.load import Source
+from foretell.units import human_bytes
 
 FINALISTS = 4
 """Kinds of plans that are costed exactly, as long as that is quick."""
@@ -256,7 +257,7 @@ class Finder(Costing):
         if not found:
             return [], dropped
         if not stopped:
-            until = time.monotonic() + costing.POLISH_SECONDS
+            until = time.process_time() + costing.POLISH_SECONDS
             polished = [self.polished(one, until, first=not number) for number, one in enumerate(found[:FINALISTS])]
             changed = any(one is not other for one, other in zip(polished, found, strict=False))
             found = [*polished, *found[FINALISTS:]]
@@ -373,8 +374,6 @@ def _same_block(group: Sequence[str], blocks: Sequence[str]) -> bool:
 
 
 def _short(cost: PlanCost) -> str:
-    from foretell.units import human_bytes
-
     return f"{human_bytes(-cost.worst.memory.margin_bytes)} short on a device when costed op by op"
 
 

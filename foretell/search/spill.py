@@ -35,6 +35,7 @@ from foretell.price.speeds import profile_for
 from foretell.quantities import TIGHT
 from foretell.search import engine, sheet_modes
 from foretell.search.caps import host_of, unknown_host
+from foretell.search.choice import told
 from foretell.search.preferences import MOST_PLANS, weighed
 from foretell.search.question import Question
 from foretell.search.space import micro_batches
@@ -241,7 +242,7 @@ class Spill(Question):
         return len(self.known.keys() | self.weighed.keys())
 
     def _predicted(self, plan: Plan, how: Options) -> tuple[dict[str, Trace], PlanCost]:
-        self.progress(f"costing plan {self.costed + 1}: micro-batch {plan.micro_batch}, {words_of(plan)}")
+        self.progress(f"costing plan {self.costed + 1}: {told(plan)}")
         modes = {_traced(mode) for mode in modes_of(plan, self.blocks).values()} or {KEEP}
         traces = {mode: self._trace(plan, mode) for mode in (modes if len(modes) == 1 else {KEEP, *modes})}
         return traces, predict_plan(traces, plan, self.cluster, how)
@@ -444,12 +445,6 @@ class Spill(Question):
             best=None, nearest=nearest, tried=tuple(tried), infeasible=infeasible, host=self.host, costed=self.costed,
             notes=tuple(self.traces.notes),
         )  # fmt: skip
-
-
-def words_of(plan: Plan) -> str:
-    """What of a plan is where, in a few words."""
-    words = [f"states of {', '.join(plan.states)} away"] if plan.states else ["nothing away"]
-    return ", ".join([*words, *sorted({one.mode for one in plan.blocks.values()})])
 
 
 def meshes(cluster: Cluster, wishes: Wishes) -> list[Mesh]:
