@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -80,6 +81,9 @@ def test_repetitions_are_skipped_and_the_curve_has_them() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_holders_of_a_moment_are_those_that_a_replay_up_to_it_finds(seed: int) -> None:
     trace, sizes = drawn(seed, 5), Sizes((9, 0), 8 * MIB)
+    twice = Program("again", trace.programs["again"].ops * 2)  # ops may be in a program more than once
+    named = {number: storage._replace(module=f"m{number}") for number, storage in trace.storages.items()}
+    trace = replace(trace, programs={**trace.programs, "again": twice}, storages=named)
     replay = Replay(trace, sizes)
     curve, names = Curve(replay), ["first_step", "steady_step", "steady_step"]
     replay.start()

@@ -79,6 +79,8 @@ class Moment(NamedTuple):
     allocated: int
     rounds: int
     """Programs begun."""
+    place: int
+    """Of the op in the last of them; one op may be there twice."""
     op: Op | None
     buffers: tuple[int, ...]
     alive: int
@@ -99,6 +101,7 @@ class Replay:
         self._workspace_bytes = 0
         self.rounds: list[list[Event]] = []
         """What was run, program by program."""
+        self._place = 0
         self._at_peak: Callable[[Op | None, tuple[int, ...]], None] | None = None
         self._repeated: Callable[[int], None] | None = lambda _: None
 
@@ -125,7 +128,7 @@ class Replay:
                 if repeated is not None:
                     repeated(0)
                 self.rounds.append(events)
-                for op, stages, extra in events:
+                for self._place, (op, stages, extra) in enumerate(events):
                     self._step(op, stages, extra)
                 if repeated is not None and done < times:
                     before, state = state, self.state()
@@ -222,15 +225,15 @@ class Replay:
 
     def moment(self, op: Op | None, buffers: tuple[int, ...]) -> Moment:
         """Where a look is, to come back to."""
-        return Moment(self.allocator.allocated, len(self.rounds), op, buffers, len(self.blocks), self._workspace_bytes)
+        return Moment(self.allocator.allocated, len(self.rounds), self._place, op, buffers, len(self.blocks), self._workspace_bytes)
 
     def holders_then(self, moment: Moment) -> Holders:
         """Who was alive at a moment of this run: what came and went is followed again, without an allocator."""
         storages = self.trace.storages
         alive = {number: None for number in self.trace.resident if self.sizes.live or not storages[number].host}
         for begun, events in enumerate(self.rounds[: moment.rounds], 1):
-            for op, _, _ in events:
-                here = op is moment.op and begun == moment.rounds
+            for place, (op, _, _) in enumerate(events):
+                here = place == moment.place and begun == moment.rounds
                 for number in op.allocates:
                     if here and len(alive) == moment.alive:
                         break
