@@ -13,8 +13,9 @@ from foretell.plan.types import COMPILES
 from foretell.quantities import Prediction, Remedy
 from foretell.search.advice_ways import Asked
 from foretell.search.caps import host_of
-from foretell.search.costing import Costing, Question, Unsuited
+from foretell.search.costing import Costing, Unsuited
 from foretell.search.moved import ANY_HOST, thriftiest
+from foretell.search.question import Question
 from foretell.search.space_wishes import Wishes
 from foretell.search.traces import Traces
 from foretell.simulate.plan import Options
@@ -39,7 +40,7 @@ def by_plan(
         return None
     question = _question(asked, source, cache)
     try:
-        Costing(**vars(question)).sheet(question.cluster)  # without one, plans are tried one by one, and none moves anything
+        question.into(Costing).sheet(question.cluster)  # without one, plans are tried one by one, and none moves anything
     except Unsuited:
         return None
     found = thriftiest(replace(question, wishes=replace(question.wishes, host=ANY_HOST)))

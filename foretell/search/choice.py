@@ -9,31 +9,14 @@ from foretell.errors import UserError
 from foretell.plan.blocks import expand
 from foretell.plan.recipe import known_blocks
 from foretell.plan.types import AXES, FP16, Plan
-from foretell.quantities import FITS, TIGHT, Infeasible
-from foretell.search.found import Found, Reason
+from foretell.quantities import TIGHT, Infeasible
+from foretell.search.found import Candidate, Found, Reason
 from foretell.search.law import Advice
 from foretell.search.preferences import ALIKE
 from foretell.search.reasons import sentence
 from foretell.search.relax import Relaxation
 from foretell.simulate.plan import PlanCost
 from foretell.units import human_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A plan that was considered."""
-
-    plan: Plan
-    cost: PlanCost | None = None
-    """None where it is not legal or was ruled out before."""
-    why: str = ""
-    """Why it is not the best."""
-
-    @property
-    def fits(self) -> bool:
-        if self.cost is None:
-            return self.plan.predicted.get("verdict") in (FITS, TIGHT)
-        return self.cost.fits
 
 
 @dataclass(frozen=True, kw_only=True)

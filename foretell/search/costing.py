@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,24 +30,20 @@ from foretell.search.found import Finalist
 from foretell.search.front import TIGHT as CLEAR
 from foretell.search.front import Point, point_of, score
 from foretell.search.mixed_price import MixedPricer, fill_by_speed
+from foretell.search.question import Question
 from foretell.search.quick import Layout, plan_of
 from foretell.search.sheet import Sheet
 from foretell.search.sheet_source import Sources
 from foretell.search.space_fill import Filled, fill
 from foretell.search.space_price import SheetPricer
-from foretell.search.space_wishes import Wishes
-from foretell.search.traces import Traces
-from foretell.simulate.plan import KEEP, Options, PlanCost, predict_plan
-from foretell.trace.load import Source
+from foretell.simulate.plan import KEEP, PlanCost, predict_plan
 
 EXACT_OPS = 15_000
 """Ops of a step, of all ranks of a pipeline, above which a plan is costed exactly only when asked for: about a second."""
 REFILLS = 3
 """Times that a candidate which is short when all its blocks are replayed, or when costed op by op, is filled anew."""
 POLISH_SECONDS = 0.6
-"""For moving the cuts of one plan, by each kind of cost."""
-
-Progress = Callable[[str], None]
+"""Of this process, for moving the cuts of one plan, by each kind of cost."""
 
 
 class Unsuited(Exception):
@@ -55,27 +51,13 @@ class Unsuited(Exception):
 
 
 @dataclass
-class Question:
-    """What is asked, and with what any way to search answers it."""
-
-    source: Source
-    cluster: Cluster
-    hardware: str
-    wishes: Wishes
-    options: Options
-    traces: Traces
-    progress: Progress
-
-
-@dataclass
 class Costing(Question):
     """One question, and what costing plans for it needs."""
 
     exact: bool | None = None
-    by_law: bool = False
     pricers: dict[object, MixedPricer] = field(default_factory=dict)
     sheets: dict[str, Sheet] = field(default_factory=dict)
-    about: Mapping[str, Any] = field(default_factory=dict)
+    named: Mapping[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     # ------------------------------------------------------------------ sheets
@@ -96,9 +78,7 @@ class Costing(Question):
                 raise Unsuited(str(error)) from error
             self.sheets[key].half_of = self.sources.shorter(self.sheets[key].length)
             self.sheets[key].costs = self._kept_costs(cluster)
-            if not self.about:
-                shapes = self.traces.facts.shapes
-                self.about = model_of(self.source, blocks=self.sheets[key].blocks, shapes=shapes or None)
+            self.named = self.named or self.about(self.sheets[key].blocks)
         return self.sheets[key]
 
     def _kept_costs(self, cluster: Cluster) -> Costs:
@@ -180,7 +160,7 @@ class Costing(Question):
 
     def finalist(self, point: Point) -> Finalist:
         """A candidate as a plan."""
-        plan = plan_of(point.layout, self.sheet(self.cluster), self.about, self.hardware)
+        plan = plan_of(point.layout, self.sheet(self.cluster), self.named, self.hardware)
         return Finalist(point=point, plan=plan.with_(predicted=self.predicted(point)))
 
     def predicted(self, point: Point) -> dict[str, Any]:
@@ -201,11 +181,7 @@ class Costing(Question):
 
     def checked(self, one: Finalist) -> Finalist:
         """The same, with a reason where it is not legal."""
-        facts = replace(
-            legal.with_hardware(legal.Facts(blocks=self.sheet(self.cluster).blocks, tied=self.traces.facts.tied), self.cluster),
-            global_batch=self.wishes.global_batch,
-        )  # fmt: skip
-        wrong = legal.complaints(one.plan, facts)
+        wrong = legal.complaints(one.plan, self.facts(self.sheet(self.cluster).blocks))
         return replace(one, why=str(wrong[0])) if wrong else one
 
     def costed(self, one: Finalist, *, always: bool = False, traces: bool = True) -> Finalist:
@@ -275,7 +251,7 @@ class Costing(Question):
         layout = one.point.layout
         if self.cluster.groups and layout.mesh.pp > 1 and layout.interleave == 1:
             one = self._moved(one, until)
-        return self._placed(one) if first or time.monotonic() < until else one
+        return self._placed(one) if first or time.process_time() < until else one
 
     def _moved(self, one: Finalist, until: float) -> Finalist:
         """Cuts a block further: by the quick cost, then op by op where the plan was costed so."""
@@ -297,14 +273,14 @@ class Costing(Question):
 
         busy, blocks = one.point.quick.stage_seconds, len(sheet.blocks)
         starts = [one.point.layout]
-        if time.monotonic() < until:
+        if time.process_time() < until:
             even = fill(replace(one.point.layout, cuts=(), modes=(), placement=()), pricer, most, roomy)
             starts += [even.layout] if even is not None and even.fits else []
         best = polish.descended(min(starts, key=quickly), blocks, busy, quickly, until)
         if one.cost is None:
             moved = one if best == one.point.layout else self.of_layout(best)
             return moved if moved.point.quick.fits else one
-        best = polish.descended(min([*starts, best], key=exactly), blocks, busy, exactly, time.monotonic() + POLISH_SECONDS)
+        best = polish.descended(min([*starts, best], key=exactly), blocks, busy, exactly, time.process_time() + POLISH_SECONDS)
         return known[best]
 
     def of_layout(self, layout: Layout) -> Finalist:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
@@ -27,21 +28,20 @@ from foretell.search.depth import Depth
 from foretell.search.found import Finalist as Finalist
 from foretell.search.found import Found as Found
 from foretell.search.front import Point, best_of, complaint, front, point_of, score
-from foretell.search.law import Advice, advice
-from foretell.search.law import check as check_law
+from foretell.search.law import Advice
 from foretell.search.mixed_price import fill_by_speed
+from foretell.search.question import Question, ask
 from foretell.search.relax import relaxations
 from foretell.search.shares import Shares
-from foretell.search.sheet import Sheet
 from foretell.search.space import Room
 from foretell.search.space_explore import Explored, Explorer, distinct
 from foretell.search.space_fill import Filled
 from foretell.search.space_share import context_degrees, expert_degrees
 from foretell.search.space_wishes import Wishes
-from foretell.search.traces import Traces
-from foretell.simulate.plan import Options, PlanCost
+from foretell.simulate.plan import PlanCost
 from foretell.trace.collection import no_collection
 from foretell.trace.load import Source
+from foretell.units import human_bytes
 
 FINALISTS = 4
 """Kinds of plans that are costed exactly, as long as that is quick."""
@@ -66,29 +66,21 @@ SURE_SECONDS = 10.0
 RUNNERS_UP = 8
 TENSOR = (2, 4, 8, 16, 32, 64)
 
-Progress = Callable[[str], None]
-
 
 def find(
-    source: Source, cluster: Cluster, hardware: str, wishes: Wishes | None = None, *, options: Options | None = None,
-    hints: Mapping[str, float] | None = None, cache: bool = True, progress: Progress = lambda _: None,
-    exact: bool | None = None, what_if: bool = False, patience: float = float("inf"), traces: Traces | None = None,
-    by_law: bool = False,
+    source: Source, cluster: Cluster, hardware: str, wishes: Wishes | None = None, *, exact: bool | None = None,
+    what_if: bool = False, patience: float = float("inf"), **how: Any,
 ) -> Found:  # fmt: skip
     """Search; `exact` says whether finalists are costed op by op: None where that is quick, True always, False never.
 
-    `by_law`: where no batch is asked for, the Step Law's for `wishes.tokens` is taken.
+    `how` is as for `question.ask`.
     """
-    how = options or Options()
-    how = replace(how, profile_of=functools.cache(how.profile_of))
-    device = cluster.device
-    known = traces or Traces(
-        capability=device.compute_capability or (9, 0), hints=dict(hints or {}), cache=cache, progress=progress
-    )
-    asked = wishes or Wishes()
-    check_law(by_law, asked.tokens)
-    space_wishes.check(asked, cluster)
-    finder = Finder(source, cluster, hardware, asked, how, known, progress, exact, by_law)
+    return found_for(ask(source, cluster, hardware, wishes, **how), exact=exact, what_if=what_if, patience=patience)
+
+
+def found_for(question: Question, *, exact: bool | None, what_if: bool = False, patience: float = float("inf")) -> Found:
+    """The same for a question."""
+    finder = question.into(Finder, exact=exact)
     try:
         with no_collection():
             return finder.answer(what_if=what_if, patience=patience)
@@ -170,7 +162,7 @@ class Finder(Costing):
         capability, traces = cluster.device.compute_capability or (9, 0), self.traces
         if capability != traces.capability:
             traces = replace(traces, capability=capability, notes=[], _known={}, _crooked=set())
-        other = Finder(self.source, cluster, hardware, wishes, self.options, traces, self.progress, self.exact, self.by_law)
+        other = Finder(self.source, cluster, hardware, wishes, self.options, traces, self.progress, self.exact, by_law=self.by_law)
         try:
             found = other.answer(what_if=False, patience=SURE_SECONDS, relax=False)
         except (UserError, Unsuited, Unlike):
@@ -182,7 +174,7 @@ class Finder(Costing):
     def answer(self, *, what_if: bool, patience: float, relax: bool = True) -> Found:
         began = time.monotonic()
         sheet = self.sheet(self.cluster)
-        law = self._law(sheet)
+        law = self.law(sheet.blocks, sheet.length)
         space_wishes.check(self.wishes, self.cluster, len(sheet.blocks))
         explored = self.explore(self.cluster, self.wishes, patience)
         best = best_of(explored.points, self.wishes)
@@ -204,19 +196,6 @@ class Finder(Costing):
             seconds=time.monotonic() - began, stopped=explored.stopped, notes=(*self.traces.notes, *self.notes),
             law=law,
         )  # fmt: skip
-
-    def _law(self, sheet: Sheet) -> Advice | None:
-        """What the Step Law says of the run; its batch becomes a wish where that was asked for."""
-        wishes = self.wishes
-        if wishes.tokens is None:
-            return None
-        found = advice(
-            self.traces.facts.shapes, sheet.blocks, wishes.tokens, sheet.length, devices=self.cluster.count,
-            fixed=wishes.fixed, micro_batch=wishes.micro_batch, global_batch=wishes.global_batch, followed=self.by_law,
-        )  # fmt: skip
-        if found is not None and found.followed:
-            self.wishes = replace(wishes, global_batch=found.chosen)
-        return found
 
     def _front(self, explored: Explored, finalists: Sequence[Finalist], dropped: Sequence[Finalist]) -> tuple[Finalist, ...]:
         """The front by quick costs; what is known exactly is told so."""
@@ -278,7 +257,7 @@ class Finder(Costing):
         if not found:
             return [], dropped
         if not stopped:
-            until = time.monotonic() + costing.POLISH_SECONDS
+            until = time.process_time() + costing.POLISH_SECONDS
             polished = [self.polished(one, until, first=not number) for number, one in enumerate(found[:FINALISTS])]
             changed = any(one is not other for one, other in zip(polished, found, strict=False))
             found = [*polished, *found[FINALISTS:]]
@@ -395,8 +374,6 @@ def _same_block(group: Sequence[str], blocks: Sequence[str]) -> bool:
 
 
 def _short(cost: PlanCost) -> str:
-    from foretell.units import human_bytes
-
     return f"{human_bytes(-cost.worst.memory.margin_bytes)} short on a device when costed op by op"
 
 

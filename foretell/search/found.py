@@ -15,16 +15,27 @@ from foretell.simulate.plan import PlanCost
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finalist:
-    """A plan that was considered to the end."""
+class Candidate:
+    """A plan that was considered."""
 
-    point: Point
     plan: Plan
-    """With what is predicted of it."""
     cost: PlanCost | None = None
-    """None where it was not costed op by op."""
+    """None where it is not legal or was ruled out before."""
     why: str = ""
     """Why it is not the best."""
+
+    @property
+    def fits(self) -> bool:
+        if self.cost is None:
+            return self.plan.predicted.get("verdict") in (FITS, TIGHT)
+        return self.cost.fits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finalist(Candidate):
+    """One of a search by quick costs, considered to the end; its cost is None where it was not costed op by op."""
+
+    point: Point
     placed: Placed | None = None
     """Where ranks are on other devices than those of their numbers, and what that gains."""
 

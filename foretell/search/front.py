@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import log2
 from typing import Any
 
 from foretell.errors import UserError
 from foretell.hardware import price_per_hour
 from foretell.hardware.types import Cluster
-from foretell.search.preferences import ALIKE, LESS_IF_TIGHT, WORTH
+from foretell.search import engine
+from foretell.search.preferences import ALIKE, weighed
 from foretell.search.quick import Layout, Quick
 from foretell.search.space_fill import Filled
 from foretell.search.space_wishes import Wishes
@@ -75,10 +75,7 @@ def score(point: Point, wishes: Wishes) -> tuple[float, float]:
     """What to make least: first the first, then the second."""
     unit = point.per_step
     seconds = point.seconds / unit if wishes.objective != "latency" else point.seconds
-    if wishes.global_batch is None:
-        seconds *= (1 + WORTH) ** log2(max(1, point.layout.global_batch))
-    if point.tight:
-        seconds *= 1 + LESS_IF_TIGHT
+    seconds = weighed(seconds, batch=point.layout.global_batch if wishes.global_batch is None else 1, tight=point.tight)
     if wishes.objective == "smallest":
         return float(point.devices), seconds
     if wishes.objective == "cost":
@@ -111,17 +108,8 @@ def complaint(point: Point, wishes: Wishes) -> str:
 
 def best_of(points: Iterable[Point], wishes: Wishes) -> Point | None:
     """The best by the objective; of those alike, the simplest."""
-    kept = [point for point in points if not complaint(point, wishes)]
-    if not kept:
-        return None
-    first = min(score(point, wishes) for point in kept)
-    return min((p for p in kept if _near(score(p, wishes), first)), key=lambda p: (effort(p.layout), score(p, wishes)))
-
-
-def _near(found: tuple[float, float], best: tuple[float, float]) -> bool:
-    if found[0] != best[0] and found[0] > best[0] * (1 + ALIKE):
-        return False
-    return not best[1] or found[1] <= best[1] * (1 + ALIKE)
+    kept = (point for point in points if not complaint(point, wishes))
+    return engine.best_of(kept, lambda point: score(point, wishes), lambda point: effort(point.layout), ALIKE)
 
 
 def effort(layout: Layout) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from foretell.errors import UserError
+from foretell.search import engine
 
 MOST_FREE = 6
 """Devices whose order is free; more than these are taken in the order of the cluster."""
@@ -94,6 +95,8 @@ class _Label(NamedTuple):
     slowest: float
     fullest: float
     parts: tuple[Part, ...]
+    used: int
+    """Devices, a bit for each."""
 
     def beaten_by(self, other: _Label) -> bool:
         return other.latency <= self.latency and other.slowest <= self.slowest and other.fullest <= self.fullest
@@ -106,13 +109,15 @@ def split_front(units: Sequence[Unit], places: Sequence[Place], link: Link, inpu
     """
     if not units or not places:
         raise UserError("there is nothing to split, or nothing to split it over", "a model and at least one device")
-    found = _Search(units, places, link, input_bytes).front()
+    found = _Splits(units, places, link, input_bytes).front()
     return tuple(
         Split(parts=one.parts, latency_seconds=one.latency, slowest_seconds=one.slowest, fullest=one.fullest) for one in found
     )
 
 
-class _Search:
+class _Splits:
+    """What is searched: a candidate is a split of the first units, grown by a device each round."""
+
     def __init__(self, units: Sequence[Unit], places: Sequence[Place], link: Link, input_bytes: int) -> None:
         self.units, self.places, self.link, self.input_bytes = units, places, link, input_bytes
         self.free = len(places) <= MOST_FREE
@@ -125,27 +130,34 @@ class _Search:
         self.sizes = [_sizes(units, start) for start in range(len(units))]
         """Start → end → bytes of weights and activations."""
         self.done: list[_Label] = []
+        self.open: dict[tuple[int, int, int], list[_Label]] = {(0, -1, 0): [_Label(0.0, 0.0, 0.0, (), 0)]}
+        """Devices used, the last of them and the next unit → splits of the units before that no other beats."""
+        self.costed = 0
 
     def front(self) -> list[_Label]:
-        """Splits of one device first, then of two, and so on: what is already beaten need not go on."""
-        total = len(self.units)
-        states: dict[tuple[int, int, int], list[_Label]] = {(0, -1, 0): [_Label(0.0, 0.0, 0.0, ())]}
-        for _ in self.places:
-            following: dict[tuple[int, int, int], list[_Label]] = {}
-            for (used, last, start), labels in states.items():
-                for device in self._next(used, last):
-                    mask = used | 1 << device
-                    for end in range(start + 1, total + 1):
-                        for label in self._grown(labels, last, device, start, end):
-                            if end == total:
-                                _keep(self.done, label)
-                            elif not any(label.beaten_by(other) for other in self.done):
-                                _keep(following.setdefault((mask, device, end), []), label)
-            states = {
-                key: [label for label in labels if not any(label.beaten_by(other) for other in self.done)]
-                for key, labels in following.items()
-            }
+        if engine.search(self):
+            raise KeyboardInterrupt
         return sorted(self.done, key=lambda label: (label.latency, label.slowest, label.fullest))
+
+    def candidates(self) -> Iterator[_Label]:
+        """Splits over one device first, then over two, and so on."""
+        for _ in self.places:
+            states, self.open = self.open, {}
+            for (used, last, start), labels in states.items():
+                fine = [label for label in labels if not self.hopeless(label)]
+                for device in self._next(used, last):
+                    for end in range(start + 1, len(self.units) + 1):
+                        yield from self._grown(fine, last, device, start, end)
+
+    def hopeless(self, one: _Label) -> bool:
+        """Whether a whole split beats it: it only gets worse as it goes on."""
+        return any(one.beaten_by(other) for other in self.done)
+
+    def cost(self, one: _Label) -> None:
+        self.costed += 1
+        last = one.parts[-1]
+        whole = last.last == len(self.units)
+        _keep(self.done if whole else self.open.setdefault((one.used, last.device, last.last), []), one)
 
     def _next(self, used: int, last: int) -> Iterator[int]:
         seen = set()
@@ -172,7 +184,7 @@ class _Search:
         for label in labels:
             yield _Label(
                 label.latency + message + seconds, max(label.slowest, message, seconds),
-                max(label.fullest, size / place.memory_bytes), (*label.parts, part),
+                max(label.fullest, size / place.memory_bytes), (*label.parts, part), label.used | 1 << device,
             )  # fmt: skip
 
 

@@ -132,7 +132,7 @@ def share(
     if count > total:
         raise UserError(f"{count} stages and {total} blocks: every stage needs one", f"at most {total} stages")
     time = {kind.device.name: _sums(seconds(kind.device.name, block) for block in range(total)) for kind in order}
-    kept, flying = _sums(block.kept for block in blocks), _sums(block.in_flight for block in blocks)
+    kept, flying = (_sums(values) for values in zip(*blocks, strict=True))
     sizes: dict[int, list[float]] = {}
     for stage in range(count):
         held = in_flight(stage, count)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 from foretell.errors import UserError
 from foretell.plan.precision import default, missing, moving_states
 from foretell.plan.types import FP16, MASTER
+from foretell.search import engine
 from foretell.search.caps import host_of, unknown_host
-from foretell.search.choice import Candidate, Choice, explained, kind_of, told, why_slower
-from foretell.search.costing import Question
+from foretell.search.choice import Choice, explained, kind_of, told, why_slower
+from foretell.search.question import Question
 from foretell.search.reasons import of_candidates
 from foretell.search.relax import Relaxation
 from foretell.search.spill import Spill, meshes, spill
@@ -22,7 +22,7 @@ ANY_HOST = 1 << 60
 """Bytes of host memory, where nobody knows how much there is."""
 
 
-def or_moved(found: Choice, question: Question) -> Choice:
+def or_moved(found: Choice, question: Question, patience: float = float("inf")) -> Choice:
     """Where nothing fits on the devices: with states in host memory, if they may be moved and there is room."""
     wishes, cluster = question.wishes, question.cluster
     limited = wishes.deadline_seconds is not None or wishes.budget is not None
@@ -34,7 +34,7 @@ def or_moved(found: Choice, question: Question) -> Choice:
         if wishes.hbm is not None:
             raise unknown_host(cluster)
         return replace(found, relaxations=(*found.relaxations, *_in_any_host(question)), tried=found.tried + 1)
-    moved = spilled(question)
+    moved = spilled(question, patience)
     if moved.best is not None:
         return moved
     again = tuple(replace(one, why=f"more with states elsewhere {one.why}") for one in moved.reasons)
@@ -44,8 +44,7 @@ def or_moved(found: Choice, question: Question) -> Choice:
 
 def thriftiest(question: Question) -> Tried | None:
     """The plan that needs least of a device, of those that move what can be moved; None where nothing may be."""
-    mine = {one.name: getattr(question, one.name) for one in fields(Question)}
-    found = [Spill(**mine, mesh=mesh).thriftiest() for mesh in meshes(question.cluster, question.wishes)]
+    found = [question.into(Spill, mesh=mesh).thriftiest() for mesh in meshes(question.cluster, question.wishes)]
     return min(found, key=lambda one: (not one.fits, one.short), default=None)
 
 
@@ -87,27 +86,25 @@ def _relaxation(best: Tried, flag: str, change: str) -> Relaxation:
     )  # fmt: skip
 
 
-def spilled(question: Question) -> Choice:
+def spilled(question: Question, patience: float = float("inf")) -> Choice:
     """The best plan with what does not fit on a device elsewhere."""
     if not meshes(question.cluster, question.wishes):
         raise UserError(
             f"--precision {MASTER} is planned for like devices that share parameters alone, and --on or a degree asks for more",
             "leave out --tp, --pp, --cp and --ep, or use bf16-mixed",
         )
-    found, wishes, cluster = spill(question), question.wishes, question.cluster
+    found, wishes, cluster = spill(question, patience), question.wishes, question.cluster
     if wishes.precision is None and moving_states(cluster) != default(cluster):
         told = f"computed in {moving_states(cluster)}: {default(cluster)} is not run with optimizer states elsewhere"
         found = replace(found, notes=(*found.notes, told))
     if found.best is None:
         helped, count = _helped(question, found)
-        dropped = tuple(Candidate(plan=one.plan, cost=one.cost, why=one.over) for one in found.tried)
+        dropped = tuple(replace(one, why=one.over) for one in found.tried)
         return Choice(best=None, dropped=tuple(map(explained, dropped)), infeasible=found.infeasible, costed=found.costed,
                       notes=found.notes, relaxations=helped, tried=count, reasons=of_candidates(dropped))  # fmt: skip
     where = lines(found)
-    tried = [Candidate(plan=one.plan.with_(predicted=one.cost.predicted()), cost=one.cost) for one in (found.best, *found.tried)]
-    best = replace(tried[0], plan=tried[0].plan.with_(notes=where))
-    losers: dict[Any, Candidate] = {}
-    for one in tried[1:]:
-        kind = (one.plan.micro_batch, kind_of(one.plan), bool(one.plan.states), bool(one.plan.weights))
-        losers.setdefault(kind, replace(one, why=why_slower(best, one)))
-    return Choice(best=best, runners_up=tuple(losers.values()), costed=found.costed, notes=found.notes, where=where)
+    best, *others = (replace(one, plan=one.plan.with_(predicted=one.cost.predicted())) for one in (found.best, *found.tried))
+    best = replace(best, plan=best.plan.with_(notes=where))
+    losers = engine.each_kind(others, lambda one: (one.plan.micro_batch, kind_of(one.plan), bool(one.plan.states), bool(one.plan.weights)))
+    slower = tuple(replace(one, why=why_slower(best, one)) for one in losers)
+    return Choice(best=best, runners_up=slower, costed=found.costed, notes=found.notes, where=where)

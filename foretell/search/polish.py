@@ -50,14 +50,14 @@ def descended(
 ) -> Layout:
     """The layout after as many moves of cuts as make it quicker; infinite seconds are what does not fit.
 
-    `until` is when to end, as `time.monotonic` has it.
+    `until` is when to end, as `time.process_time` has it.
     """
     best, least = start, seconds(start)
     moved = True
     while moved:
         moved = False
         for layout in nearby(best, blocks, busy):
-            if time.monotonic() > until:
+            if time.process_time() > until:
                 return best
             now = seconds(layout)
             if now < least:

@@ -1,13 +1,26 @@
 """What every search prefers: the same for plans searched by blocks, tried one by one, or with part of the model elsewhere."""
 
+from math import log2
+
 LARGEST_MICRO_BATCH = 512
 FILL = 4
 """Micro-batches for each rank of a pipeline, where the batch is free: a fifth of the step is then bubble at most."""
 ALIKE = 0.01
 """Plans whose scores are within this share of each other count as alike, and the simplest is taken."""
+ALIKE_ON_CPU = 0.05
+"""A CPU's speed comes and goes by more than one percent."""
+MOST_PLANS = 240
+"""Plans that one search costs op by op, those that are shown of a search by quick costs aside."""
 WORTH = 0.03
 """A doubled batch, where it is free, must gain this much; less is not worth a larger one."""
 LESS_IF_TIGHT = 0.03
 """A plan that may run out of memory must be this much better to be preferred."""
 LESS_IF_MOVED = 0.05
 """And so must one that moves anything, where another moves nothing."""
+
+
+def weighed(seconds: float, *, batch: int = 1, tight: bool = False, moved: bool = False) -> float:
+    """Seconds as a plan's score: `batch` are its samples where they are free."""
+    seconds *= (1 + WORTH) ** log2(batch)
+    seconds *= 1 + LESS_IF_TIGHT if tight else 1
+    return seconds * (1 + LESS_IF_MOVED if moved else 1)

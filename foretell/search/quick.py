@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -318,11 +319,10 @@ def _binds(parts: Mapping[str, float], seconds: float) -> str:
     return "compute" if parts["compute"] + parts["attention"] >= parts["memory"] else "memory bandwidth"
 
 
-def runs_of(kinds: Sequence[int], modes: Sequence[str]) -> tuple[tuple[int, str, int], ...]:
+@lru_cache(maxsize=4096)
+def runs_of(kinds: tuple[int, ...], modes: tuple[str, ...]) -> tuple[tuple[int, str, int], ...]:
     """Blocks as runs of alike ones."""
-    return tuple(
-        (kind, mode, sum(1 for _ in same)) for (kind, mode), same in groupby(zip(kinds, modes, strict=True))
-    )
+    return tuple((kind, mode, len(list(same))) for (kind, mode), same in groupby(zip(kinds, modes, strict=True)))
 
 
 __all__ = ["Layout", "Quick", "plan_of", "quick", "recipe_for"]

@@ -5,22 +5,21 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from foretell.search.found import Finalist, Reason
+from foretell.search.found import Candidate, Reason
 from foretell.search.front import complaint
 from foretell.search.space_wishes import Wishes
 from foretell.units import gib
 
 if TYPE_CHECKING:
-    from foretell.search.choice import Candidate
     from foretell.search.space_explore import Explored
 
 _NUMBERS = re.compile(r"[0-9][0-9.,]*")
 _REMEDY = "; try: "
 
 
-def of_search(explored: Explored, dropped: Iterable[Finalist], wishes: Wishes, capacity: int) -> tuple[Reason, ...]:
+def of_search(explored: Explored, dropped: Iterable[Candidate], wishes: Wishes, capacity: int) -> tuple[Reason, ...]:
     """Of layouts by their quick costs, and of those that were looked at more closely."""
     found = []
     if explored.unfit and explored.nearest is not None:
@@ -28,19 +27,14 @@ def of_search(explored: Explored, dropped: Iterable[Finalist], wishes: Wishes, c
     limits = [words for words in (complaint(point, wishes) for point in explored.points) if words]
     found += _grouped(limits)
     found += [_ruled_out(count, why) for why, count in explored.left.most_common()]
-    return (*found, *_closely(dropped))
-
-
-def of_candidates(dropped: Iterable[Candidate]) -> tuple[Reason, ...]:
-    """Of plans that were costed one by one."""
-    return tuple(_closely(dropped))
+    return (*found, *of_candidates(dropped))
 
 
 def sentence(reasons: Sequence[Reason]) -> str:
     return "; ".join(f"{one.count:,} {one.why}" for one in reasons)
 
 
-def _closely(plans: Iterable[Any]) -> list[Reason]:
+def of_candidates(plans: Iterable[Candidate]) -> tuple[Reason, ...]:
     """Those whose bytes were counted op by op and are too many, together; the others by what was said of them."""
     some = list(plans)
     short = [one.cost.worst.memory for one in some if one.cost is not None and not one.cost.fits]
@@ -48,7 +42,7 @@ def _closely(plans: Iterable[Any]) -> list[Reason]:
     if short:
         nearest = max(short, key=lambda memory: memory.margin_bytes)
         found.append(_unfit(len(short), nearest.capacity_bytes - nearest.margin_bytes, nearest.capacity_bytes))
-    return found + _grouped([one.why.partition(_REMEDY)[0] for one in some if one.why and (one.cost is None or one.cost.fits)])
+    return (*found, *_grouped([one.why.partition(_REMEDY)[0] for one in some if one.why and (one.cost is None or one.cost.fits)]))
 
 
 def _grouped(words: Iterable[str]) -> list[Reason]:

@@ -5,8 +5,8 @@
 
 Alike blocks are counted, not named: of n of them only how many are treated each way matters. Partial answers grow
 block by block; one is dropped when another saves as much in less time, or when even the best mix of what is left
-(ways taken in parts, a bound from below) cannot beat an answer that is known. `by_milp` solves the same as a mixed
-integer program where scipy is installed; tests hold one against the other, and both against trying everything.
+(ways taken in parts, a bound from below) cannot beat an answer that is known. Tests hold it against a mixed integer program
+and against trying everything.
 
 A way is bytes and seconds: moving activations to the host or to a disk will be further ways.
 """
@@ -222,38 +222,15 @@ def _bound(groups: Sequence[tuple[Ways, int]]) -> tuple[Any, Any]:
 
 def _rounded(groups: Sequence[tuple[Ways, int]], need: float) -> float:
     """Seconds of an answer that is easily found: the cheapest bytes first, block by block."""
-    steps = sorted(((t / s, s, t, count) for ways, count in groups for s, t in _hull(ways)), key=lambda step: step[0])
-    total = 0.0
-    for _, saves, seconds, count in steps:
+    steps = sorted(((t / s, s, t, count, g) for g, (ways, count) in enumerate(groups) for s, t in _hull(ways)), key=lambda step: step[0])
+    total, touched = 0.0, set[int]()
+    for _, saves, seconds, count, group in steps:
+        touched.add(group)
+        times = min(count, int(need // saves))
+        need, total = need - times * saves, total + times * seconds
         if need <= 0:
             break
-        times = min(count, -int(-need // saves))
-        need, total = need - times * saves, total + times * seconds
+        if times < count:  # the rest by one block more of these, or by one that was not touched
+            fresh = [way.seconds for g, (ways, _) in enumerate(groups) if g not in touched for way in ways if way.saves >= need]
+            return total + min([seconds, *fresh])
     return total
-
-
-# ---------------------------------------------------------------------- a second way
-
-
-def by_milp(blocks: Sequence[Ways], need: float) -> Treatment | None:
-    """The same by scipy's HiGHS: one yes-or-no variable for each block and way. Raises ImportError without scipy."""
-    import numpy as np
-    from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-    ways = [_useful(block) for block in blocks]
-    columns = [(number, way) for number, found in enumerate(ways) for way in found]
-    once = np.array([[float(number == row) for number, _ in columns] for row in range(len(ways))])
-    scale = max(need, 1.0)
-    saving = np.array([[way.saves / scale for _, way in columns]])
-    answer = milp(
-        c=np.array([way.seconds for _, way in columns]), integrality=np.ones(len(columns)), bounds=Bounds(0, 1),
-        constraints=[LinearConstraint(once, 1, 1), LinearConstraint(saving, need / scale, np.inf)],
-        options={"mip_rel_gap": 0.0},
-    )  # fmt: skip
-    if answer.x is None:
-        return None
-    taken = [way for (_, way), x in zip(columns, answer.x, strict=True) if x > 0.5]
-    return Treatment(
-        modes=tuple(way.mode for way in taken), saves=sum(way.saves for way in taken),
-        seconds=sum(way.seconds for way in taken),
-    )  # fmt: skip

@@ -16,7 +16,7 @@ from foretell.price.speeds import axis_of, message
 from foretell.price.time import COMPUTE_KINDS, MARKS, Machine, op_prices, shape_of
 from foretell.search.sheet_compile import Faster
 from foretell.search.sheet_modes import Phases
-from foretell.simulate.memory.replay import GEMMS, Sizes
+from foretell.simulate.memory.replay import Sizes
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Ref, Storage, Trace
 
@@ -249,12 +249,6 @@ class Prices:
             found = extra + max((sum(map(rounded, stage)) for stage in stages), default=0)
         self._scratch[op.name, id(op.inputs), id(op.outputs)] = (op, found)
         return found
-
-    def workspaces(self, pieces: Iterable[Sequence[Op]]) -> int:
-        """What products take once, in the thread of forward and in that of backward."""
-        names = {op.name for ops in pieces for op in ops}
-        lt = 1 << 20 if "aten.addmm.default" in names else 0
-        return (2 * self.sizes.cublas_workspace_bytes if names & GEMMS else 0) + lt
 
 
 def _bare(shape: Shape) -> Op:

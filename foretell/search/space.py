@@ -144,26 +144,18 @@ def divisors(number: int) -> list[int]:
 
 
 def batches(room: Room, layout: Layout) -> Iterator[Layout]:
-    """Micro-batches and how many of them make a step, smallest first; a pipeline wants several."""
-    mesh, wishes = layout.mesh, room.wishes
-    wanted = wishes.global_batch
+    for micro, accumulate in micro_batches(room.wishes, layout.mesh):
+        yield replace(layout, micro_batch=micro, accumulate=accumulate)
+
+
+def micro_batches(wishes: Wishes, mesh: Mesh, first: int = 1) -> list[tuple[int, int]]:
+    """Micro-batches and how many of them make a step, smallest first; where the batch is free, a pipeline wants several."""
+    wanted, data = wishes.global_batch, mesh.data
+    most = LARGEST_MICRO_BATCH if wanted is None else min(wanted // data, LARGEST_MICRO_BATCH)
+    sizes = _given(wishes.micro_batch, [first << power for power in range(most.bit_length()) if first << power <= most])
     if wanted is None:
-        for micro in _given(wishes.micro_batch, _doubled(LARGEST_MICRO_BATCH)):
-            yield replace(layout, micro_batch=micro, accumulate=1 if mesh.pp == 1 else FILL * mesh.pp)
-        return
-    each = wanted // mesh.data
-    if each * mesh.data != wanted:
-        return
-    for micro in _given(wishes.micro_batch, _doubled(min(each, LARGEST_MICRO_BATCH))):
-        if each % micro == 0:
-            yield replace(layout, micro_batch=micro, accumulate=each // micro)
-
-
-def _doubled(most: int) -> list[int]:
-    found = [1]
-    while found[-1] * 2 <= most:
-        found.append(found[-1] * 2)
-    return found
+        return [(size, 1 if mesh.pp == 1 else FILL * mesh.pp) for size in sizes]
+    return [(size, wanted // (data * size)) for size in sizes if wanted % (data * size) == 0]
 
 
 # ---------------------------------------------------------------------- schedules

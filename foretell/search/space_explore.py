@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,12 +18,11 @@ from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import Mesh
-from foretell.search import space
-from foretell.search.front import TIGHT, Point, best_of, complaint, point_of, score
+from foretell.search import engine, space
+from foretell.search.front import TIGHT, Point, complaint, point_of, score
 from foretell.search.quick import Layout
 from foretell.search.space_fill import Filled, Pricer, fill, least_seconds
 from foretell.search.space_wishes import Wishes
-from foretell.trace.collection import no_collection
 
 BEYOND, BEYOND_LOOPED = 0.1, 0.0
 """Layouts are costed when their least is at most this much above the best: for runners-up that differ in kind. Of
@@ -81,6 +80,10 @@ class Explorer:
     """How many times that at least the layouts took that were costed; 0: none was."""
     heavy: set[object] = field(default_factory=set)
     """Layouts that do not fit with every block kept under the schedule that holds least."""
+    best: float = float("inf")
+    """Seconds of the best layout so far, scaled as the objective has it."""
+    varying: bool = False
+    """Whether what is tried is around the best layouts, which no bound holds for."""
     floors: dict[object, float] = field(default_factory=dict)
     """Mesh and batch → seconds of the simple schedule, without its waiting; with the schedule, those of shards alone."""
 
@@ -92,23 +95,21 @@ class Explorer:
     def cluster(self) -> Cluster:
         return self.room.cluster
 
+    @property
+    def costed(self) -> int:
+        return self.found.costed
+
     def run(self) -> Explored:
         """All of it; Ctrl-C and the end of patience keep what was found."""
         began = time.monotonic()
-        try:
-            with no_collection():
-                self._frames(began)
-                self._variants(began)
-        except KeyboardInterrupt:
-            self.found.stopped = "interrupted"
-        except _Late:
-            self.found.stopped = f"{self.patience:.0f} seconds were over"
+        self.found.stopped = engine.search(self, patience=self.patience)
         self.found.seconds = time.monotonic() - began
         return self.found
 
     # ------------------------------------------------------------------ layouts
 
-    def _frames(self, began: float) -> None:
+    def candidates(self) -> Iterator[Layout]:
+        """Every layout, then compiling and giving back varied around the best of them."""
         compile = (self.wishes.compile or ("none",))[0]
         frames = [self._first_way(frame, compile) for frame in space.every(self.room)]
         self.found.there = len(frames)
@@ -116,19 +117,27 @@ class Explorer:
             self.found.left["cannot be compiled as asked"] += frames.count(None)
         for group in self._groups([frame for frame in frames if frame is not None]):
             ordered = sorted(group, key=lambda frame: (self._scaled(self.pricer.rough(frame), frame), frame.micro_batch))
-            best = float("inf")
-            for frame in sorted(ordered, key=lambda frame: (_apart(frame), _looped(frame))):
-                if self._ruled_out(frame) or self._hopeless(frame, best):
-                    self.found.unfit += best == float("inf")
-                    continue
-                point = self.consider(frame, began)
-                if point is None:
-                    continue
-                self._learn(frame, point)
-                if not complaint(point, self.wishes):
-                    best = min(best, self._scaled(point.seconds, frame))
-            if best < float("inf") and self.wishes.objective == "smallest":
-                return
+            self.best = float("inf")
+            yield from sorted(ordered, key=lambda frame: (_apart(frame), _looped(frame)))
+            if self.best < float("inf") and self.wishes.objective == "smallest":
+                break
+        self.varying = True
+        yield from self._variants()
+
+    def hopeless(self, one: Layout) -> bool:
+        if self.varying:
+            return self._ruled_out(one)
+        lost = self._ruled_out(one) or self._loses_by_bound(one, self.best)
+        self.found.unfit += lost and self.best == float("inf")
+        return lost
+
+    def cost(self, one: Layout) -> None:
+        point = self._filled(one)
+        if point is None or self.varying:
+            return
+        self._learn(one, point)
+        if not complaint(point, self.wishes):
+            self.best = min(self.best, self._scaled(point.seconds, one))
 
     def _learn(self, frame: Layout, point: Point) -> None:
         """What a layout took without its waiting; without messages of the data axes and what it computes again."""
@@ -140,7 +149,7 @@ class Explorer:
             less = sum(seconds for name, seconds in parts.items() if name.startswith("dp_") or name == "recompute")
             self.floors[_core(frame), frame.schedule] = point.seconds - less
 
-    def _hopeless(self, frame: Layout, best: float) -> bool:
+    def _loses_by_bound(self, frame: Layout, best: float) -> bool:
         """Whether a layout cannot come near the best: by its products, or by what a simpler schedule took without waiting.
 
         One that needs traces of its own is left where it cannot win.
@@ -212,12 +221,8 @@ class Explorer:
         per_sample = seconds / layout.global_batch
         return per_sample * (layout.mesh.world if self.wishes.any_size else 1)
 
-    def consider(self, frame: Layout, began: float = float("inf")) -> Point | None:
+    def _filled(self, frame: Layout) -> Point | None:
         """Fill and cost one layout; None where it does not fit."""
-        if time.monotonic() - began > self.patience:
-            raise _Late
-        if self._ruled_out(frame):
-            return None
         capacity = self.cluster.device.memory_bytes
         most = capacity * (1 - self.wishes.margin) if self.wishes.margin else float("inf")
         try:
@@ -265,18 +270,17 @@ class Explorer:
 
     # ------------------------------------------------------------------ around the best
 
-    def _variants(self, began: float) -> None:
+    def _variants(self) -> Iterator[Layout]:
         seen = {_variant(point.layout) for point in self.found.points}
         ordered = distinct(self.found.points, self.wishes)
         sizes = {point.devices: point for point in reversed(ordered)}
         chosen = {point.layout: point for point in (*ordered[:VARIED], *sizes.values())}
         for point in chosen.values():
-            bare = space.bare(point.layout)
-            for way in space.compiles(self.room, bare):
+            for way in space.compiles(self.room, space.bare(point.layout)):
                 for frame in space.reshards(self.room, way):
                     if _variant(frame) not in seen:
                         seen.add(_variant(frame))
-                        self.consider(frame, began)
+                        yield frame
 
 
 def _all_shards(mesh: Mesh) -> Mesh:
@@ -302,23 +306,12 @@ def _variant(frame: Layout) -> object:
     return frame.mesh, frame.micro_batch, frame.schedule, frame.interleave, frame.compile, frame.reshard, frame.precision
 
 
-class _Late(Exception):
-    """Patience is over."""
-
-
 def distinct(points: Sequence[Point], wishes: Wishes) -> list[Point]:
     """The best of every kind, the best first: a kind is a mesh, a precision, what is computed again, and how it is compiled."""
-    found: dict[object, Point] = {}
-    for point in sorted(points, key=lambda p: score(p, wishes)):
-        if not complaint(point, wishes):
-            found.setdefault(kind(point.layout), point)
-    return list(found.values())
+    ordered = sorted(points, key=lambda point: score(point, wishes))
+    return engine.each_kind((point for point in ordered if not complaint(point, wishes)), lambda point: kind(point.layout))
 
 
-def kind(layout: Layout) -> object:
+def kind(layout: Layout) -> Hashable:
     looped = layout.schedule if layout.mesh.pp > 1 else None
     return layout.mesh, looped, tuple(sorted(set(layout.modes) - {"keep"})), layout.compile, layout.reshard, layout.precision
-
-
-def best(found: Explored, wishes: Wishes) -> Point | None:
-    return best_of(found.points, wishes)

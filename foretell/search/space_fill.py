@@ -178,6 +178,7 @@ class _Filling:
 
     def __post_init__(self) -> None:
         self.room = self.limit
+        self._last: tuple[tuple[float, ...], Cut | None] | None = None
 
     @cached_property
     def kept(self) -> Quick:
@@ -353,7 +354,13 @@ class _Filling:
     # ------------------------------------------------------------------ steps
 
     def step(self, beside: Sequence[float]) -> Cut | None:
-        """Cuts and residency for what each rank holds beside its blocks."""
+        """Cuts and residency for what each rank holds beside its blocks; asked twice where another is worth it."""
+        key = (self.room, *beside)
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._step(beside)
+        return self._last[1]
+
+    def _step(self, beside: Sequence[float]) -> Cut | None:
         room = self.room * (1 - CLOSE)
         if self._alone:
             return joint(self.stack, self._flights(), [room - more for more in beside])

@@ -6,18 +6,18 @@
       ▼ of the best cell               blocks kept again as far as there is room, the CPU's share of the updates
 
 Gradients of the last blocks come first and their weights are needed last, so their states have most time to come and go.
-A cell cannot be quicker than with everything on the device: cells whose bound loses are left out, and nothing else is.
+A cell cannot be quicker than with everything on the device: cells whose bound loses are left out, and nothing else is (`engine`).
 Every plan is costed by `predict_plan`, whose verdict alone says that it fits. Several devices share the parameters, all of them
 or those of each machine; then only states move, and what is on the host is there once for every rank of a machine.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from math import log2
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
@@ -33,10 +33,12 @@ from foretell.plan.types import AWAY, MODES, REST, TIERS, Mesh, Plan, Residency
 from foretell.price import offload
 from foretell.price.speeds import profile_for
 from foretell.quantities import TIGHT
-from foretell.search import sheet_modes
+from foretell.search import engine, sheet_modes
 from foretell.search.caps import host_of, unknown_host
-from foretell.search.costing import Question
-from foretell.search.preferences import LARGEST_MICRO_BATCH, LESS_IF_MOVED, LESS_IF_TIGHT, WORTH
+from foretell.search.choice import told
+from foretell.search.preferences import MOST_PLANS, weighed
+from foretell.search.question import Question
+from foretell.search.space import micro_batches
 from foretell.search.space_wishes import Wishes
 from foretell.search.spill_found import Spilled, Tried, fewest
 from foretell.simulate.plan import KEEP, Options, PlanCost, modes_of, predict_plan, sharded
@@ -45,16 +47,10 @@ from foretell.units import gib
 
 NEAR = (-0.1, -0.05, 0.05, 0.1)
 """Around the share of updates that keeps CPU and link busy equally long."""
-LIMIT = 240
-"""Plans that are costed."""
 
 
 def _key(plan: Plan) -> Any:
     return plan.micro_batch, plan.accumulate, repr(plan.blocks), repr(plan.states), repr(plan.weights), plan.cpu_share
-
-
-class _Enough(Exception):
-    """So many plans were costed that the best so far is taken."""
 
 
 def _traced(mode: str) -> str:
@@ -64,6 +60,15 @@ def _traced(mode: str) -> str:
 
 Cell = tuple[int, int, str]
 """Micro-batch, how many make a step, residency of the blocks."""
+
+
+class Step(NamedTuple):
+    """Something to try."""
+
+    bound: float
+    """A score that it does not beat."""
+    made: Callable[[], Tried | None]
+    """The plan it comes to; None where none fits or it gains nothing."""
 
 
 # ---------------------------------------------------------------------- the search
@@ -80,10 +85,9 @@ class Spill(Question):
     found: list[Tried] = field(default_factory=list)
     _traces: dict[tuple[int, str], Trace] = field(default_factory=dict)
     _ranks: dict[int, Trace] = field(default_factory=dict)
-    about: Mapping[str, Any] = field(default_factory=dict)
+    named: Mapping[str, Any] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list)
-    ended: bool = False
     lacking: set[str] = field(default_factory=set)
     """Residencies that cannot be costed."""
 
@@ -97,21 +101,34 @@ class Spill(Question):
         self.neighbours = offload.neighbours(self.mesh, self.cluster)
         self.rates = offload.rates(profile, device, self.neighbours) if profile is not None else None
 
-    def answer(self) -> Spilled:
+    def answer(self, patience: float = float("inf")) -> Spilled:
         """Search."""
         self._begin(self.batches()[0])
-        try:
-            self._climb()
-            best = self._best()
-            if best is not None:
-                self._shared(self._brimful(best))
-        except _Enough:
-            self.remarks.append(f"the search was ended after {LIMIT} plans")
-        self.ended = True
+        ended = engine.search(self, patience=patience, most=MOST_PLANS)
         best = self._best()
+        if best is None and ended == "interrupted":
+            raise KeyboardInterrupt
+        self.remarks += [f"the search was ended early: {ended}"] if ended else []
         if best is None and self.host is None:
             raise unknown_host(self.cluster)
         return self._told(best) if best is not None else self._nothing()
+
+    def candidates(self) -> Iterator[Step]:
+        """Cells; then of the best one with fewer blocks treated, and with the CPU's share of the updates."""
+        yield from self._climbed()
+        for around in (self._brimful, self._shared):
+            best = self._best()
+            if best is not None:
+                yield from around(best)
+
+    def hopeless(self, one: Step) -> bool:
+        best = self._best()
+        return best is not None and one.bound >= self.score(best)
+
+    def cost(self, one: Step) -> None:
+        found = one.made()
+        if found is not None and found.fits:
+            self.found.append(found)
 
     def thriftiest(self) -> Tried:
         """The plan that needs least of a device: one sample at a time, every block recomputed, all away that can be.
@@ -122,33 +139,30 @@ class Spill(Question):
         micro = given or 1
         batch = (micro, wanted // data // micro if wanted else 1)
         self._begin(batch)
-        self.ended = True
         cell = (*batch, next(mode for mode in reversed(self.modes) if mode not in self.lacking and mode not in AWAY))
-        found = self.cost(self.plan(cell, self.most))
-        return self.cost(self.plan(cell, self.most, weights=self.streamable)) if self.streamable and not found.cost.fits else found
+        found = self.priced(self.plan(cell, self.most))
+        return self.priced(self.plan(cell, self.most, weights=self.streamable)) if self.streamable and not found.cost.fits else found
 
-    def _climb(self) -> None:
+    def _climbed(self) -> Iterator[Step]:
         """Larger and larger micro-batches, until one cannot fit or, where the batch is free, gains nothing."""
         batches, before = self.batches(), None
         possible = itertools.takewhile(lambda batch: self._possible(*batch), batches)
         for micro, accumulate in possible if self.wishes.global_batch is None else reversed(list(possible)):
-            self._cells(micro, accumulate)
+            yield from self._cells(micro, accumulate)
             best = self._best()
             if self.wishes.global_batch is None and best is before:
                 break
             before = best
         if self._best() is None and batches[0][0] == 2:  # half of that may
-            self._cells(1, 2 * batches[0][1] if self.wishes.global_batch else 1)
+            yield from self._cells(1, 2 * batches[0][1] if self.wishes.global_batch else 1)
 
     def batches(self) -> list[tuple[int, int]]:
         """Micro-batches and how many of them make a step, smallest first; two before one, since larger ones are derived
         from two and four anyway."""
-        wanted, given, data = self.wishes.global_batch, self.wishes.micro_batch, self.mesh.data
-        sizes = [given] if given is not None else [2**power for power in range(LARGEST_MICRO_BATCH.bit_length())]
-        found = [(size, wanted // data // size if wanted else 1) for size in sizes if not wanted or wanted % (data * size) == 0]
+        found, given, data = micro_batches(self.wishes, self.mesh), self.wishes.micro_batch, self.mesh.data
         if not found:
             told = f" in micro-batches of {given}" if given is not None else ""
-            problem = f"{wanted} samples cannot be shared by {data} devices{told}"
+            problem = f"{self.wishes.global_batch} samples cannot be shared by {data} devices{told}"
             raise UserError(problem, f"a --global-batch that is a multiple of {data * (given or 1)}")
         return found[1:] or found
 
@@ -158,10 +172,8 @@ class Spill(Question):
         trace = self.traces.of(base, [KEEP])[KEEP]
         self.blocks = blocks_of(trace)
         self.lacking |= {*sheet_modes.MODES} - {*sheet_modes.modes_of(trace)}
-        self.about = model_of(self.source, blocks=self.blocks, shapes=self.traces.facts.shapes or None)
-        facts = legal.with_hardware(legal.Facts(blocks=self.blocks, tied=self.traces.facts.tied), self.cluster)
-        self.facts = replace(facts, global_batch=self.wishes.global_batch)
-        legal.check(self.plan((*batch, KEEP), self.most), self.facts)
+        self.named, self.rules = self.about(self.blocks), self.facts(self.blocks)
+        legal.check(self.plan((*batch, KEEP), self.most), self.rules)
 
     def _fixed(self) -> dict[str, Any]:
         wishes = self.wishes
@@ -202,11 +214,11 @@ class Spill(Question):
         found |= {REST: tiers[REST]} if REST in tiers else {}
         streamed = paths.fold(dict.fromkeys(blocks[-weights:], HOST)) if weights else {}
         return Plan(
-            model=self.about, hardware=self.hardware, micro_batch=micro, accumulate=accumulate, states=found, cpu_share=share,
+            model=self.named, hardware=self.hardware, micro_batch=micro, accumulate=accumulate, states=found, cpu_share=share,
             mesh=self.mesh, blocks=compress(dict.fromkeys(treated, Residency(mode=mode))), weights=streamed, **self._fixed(),
         )  # fmt: skip
 
-    def cost(self, plan: Plan) -> Tried:
+    def priced(self, plan: Plan) -> Tried:
         """What it costs, op by op; asked once."""
         key = _key(plan)
         if key not in self.known:
@@ -220,7 +232,7 @@ class Spill(Question):
         if key in self.known:
             return self.known[key].cost
         if any(one.mode in AWAY for one in plan.blocks.values()):
-            return self.cost(plan).cost
+            return self.priced(plan).cost
         if key not in self.weighed:
             _, self.weighed[key] = self._predicted(plan, replace(self.options, profile_of=lambda _: None))
         return self.weighed[key]
@@ -230,9 +242,7 @@ class Spill(Question):
         return len(self.known.keys() | self.weighed.keys())
 
     def _predicted(self, plan: Plan, how: Options) -> tuple[dict[str, Trace], PlanCost]:
-        if self.costed >= LIMIT and not self.ended:
-            raise _Enough
-        self.progress(f"costing plan {self.costed + 1}: micro-batch {plan.micro_batch}, {words_of(plan)}")
+        self.progress(f"costing plan {self.costed + 1}: {told(plan)}")
         modes = {_traced(mode) for mode in modes_of(plan, self.blocks).values()} or {KEEP}
         traces = {mode: self._trace(plan, mode) for mode in (modes if len(modes) == 1 else {KEEP, *modes})}
         return traces, predict_plan(traces, plan, self.cluster, how)
@@ -269,7 +279,7 @@ class Spill(Question):
         elif on_disk > self.wishes.disk:
             over = f"{gib(on_disk)} on the disk, and {gib(self.wishes.disk)} may be used"
         else:
-            over = next(map(str, legal.complaints(plan, self.facts)), "")
+            over = next(map(str, legal.complaints(plan, self.rules)), "")
         return Tried(plan=plan, cost=cost, moved_bytes=on_host + on_disk, host_bytes=needed, over=over)
 
     # ------------------------------------------------------------------ cells
@@ -284,25 +294,22 @@ class Spill(Question):
         most = self.streamable
         return self.bytes(self.plan(cell, self.most)).fits or (most > 0 and self.bytes(self.plan(cell, self.most, weights=most)).fits)
 
-    def _cells(self, micro: int, accumulate: int) -> None:
-        """Every residency of a micro-batch whose bound does not lose."""
+    def _cells(self, micro: int, accumulate: int) -> Iterator[Step]:
+        """Every residency of a micro-batch, by its bound: everything on the device."""
         cells = [(micro, accumulate, mode) for mode in self.modes if self._costs((micro, accumulate, mode))]
         self.traces.prepare([(self.plan(cell), _traced(cell[2])) for cell in cells])
-        bounds = sorted((self.score(self.cost(self.plan(cell)), bound=True), cell) for cell in cells)
-        for bound, cell in bounds:
-            best = self._best()
-            if best is not None and bound >= self.score(best):
-                continue
-            here = self.cost(self.plan(cell))
-            settled = here if here.fits else self._settled(cell)
-            if settled is not None:
-                self.found.append(settled)
+        for bound, cell in sorted((self.score(self.priced(self.plan(cell)), bound=True), cell) for cell in cells):
+            yield Step(bound, functools.partial(self._least_moved, cell))
+
+    def _least_moved(self, cell: Cell) -> Tried | None:
+        here = self.priced(self.plan(cell))
+        return here if here.fits else self._settled(cell)
 
     def _costs(self, cell: Cell) -> bool:
         """Whether moved activations can be costed: those that cannot are left out."""
         if cell[2] in AWAY and cell[2] not in self.lacking:
             try:
-                self.cost(self.plan(cell))
+                self.priced(self.plan(cell))
             except (UserError, KeyError):
                 self.lacking.add(cell[2])
         return cell[2] not in self.lacking
@@ -311,13 +318,13 @@ class Spill(Question):
         """The plan of a cell that moves least; None where none fits."""
         if self.host is None:
             return None
-        everything = self.cost(self.plan(cell, self.most))
+        everything = self.priced(self.plan(cell, self.most))
         if not everything.cost.fits:  # moving weights besides cannot be quicker than that
             best = self._best()
             return self._streamed(cell, everything) if best is None or self.score(everything) < self.score(best) else None
         count = fewest(self.most, lambda number: self.bytes(self.plan(cell, number)).fits, self._guess(cell, everything))
         assert count is not None
-        found = self.cost(self.plan(cell, count))
+        found = self.priced(self.plan(cell, count))
         return found if found.fits else self._on_disk(cell, count)
 
     def _guess(self, cell: Cell, everything: Tried) -> int:
@@ -342,15 +349,15 @@ class Spill(Question):
         count = fewest(len(self.blocks), lambda number: self.bytes(self.plan(cell, self.most, weights=number)).fits, guess)
         if count is None:
             return None
-        found = self.cost(self.plan(cell, self.most, weights=count))
+        found = self.priced(self.plan(cell, self.most, weights=count))
         return found if found.fits else None
 
     def _on_disk(self, cell: Cell, states: int) -> Tried | None:
         """What the host has no room for on the disk: of the last blocks, which have most time."""
         if not self.wishes.disk or DISK not in TIERS or self.mesh.world > 1:
             return None
-        count = fewest(states, lambda number: "host" not in self.cost(self.plan(cell, states, on_disk=number)).over)
-        found = self.cost(self.plan(cell, states, on_disk=count)) if count is not None else None
+        count = fewest(states, lambda number: "host" not in self.priced(self.plan(cell, states, on_disk=number)).over)
+        found = self.priced(self.plan(cell, states, on_disk=count)) if count is not None else None
         return found if found is not None and found.fits else None
 
     # ------------------------------------------------------------------ the best
@@ -359,31 +366,24 @@ class Spill(Question):
         """What to make least: seconds a sample; `bound`: of anything with this micro-batch and residency."""
         time, plan = one.cost.time, one.plan
         seconds = time.step_seconds if time is not None else 1 + one.moved_bytes / 2**40 + len(plan.blocks)
-        seconds /= plan.global_batch
-        if self.wishes.global_batch is None:
-            seconds *= (1 + WORTH) ** log2(plan.global_batch)
-        if bound:
-            return seconds
-        seconds *= 1 + LESS_IF_TIGHT if one.cost.verdict == TIGHT else 1
-        return seconds * (1 + LESS_IF_MOVED if one.moves else 1)
+        free = plan.global_batch if self.wishes.global_batch is None else 1
+        tight, moved = (False, False) if bound else (one.cost.verdict == TIGHT, one.moves)
+        return weighed(seconds / plan.global_batch, batch=free, tight=tight, moved=moved)
 
     def _best(self) -> Tried | None:
         return min((one for one in self.found if one.fits), key=self.score, default=None)
 
-    def _brimful(self, best: Tried) -> Tried:
+    def _brimful(self, best: Tried) -> Iterator[Step]:
         """Blocks that need not be recomputed, as far as there is room; and with a few more states away, if that gains."""
         modes = {one.mode for one in best.plan.blocks.values()}
         if len(modes) != 1 or best.plan.weights or DISK in best.plan.states.values():
-            return best
-        cell, states = (best.plan.micro_batch, best.plan.accumulate, modes.pop()), self._away(best.plan)
-        more = 0
+            return
+        cell, states, more = (best.plan.micro_batch, best.plan.accumulate, modes.pop()), self._away(best.plan), 0
         while states + more <= self.most:
-            treated = self._least_treated(cell, states + more)
-            if treated is None or self.score(treated) >= self.score(best):
+            yield Step(0.0, functools.partial(self._least_treated, cell, states + more))
+            if self._best() is best:
                 break
-            self.found.append(treated)
-            best, more = treated, more * 2 or 1
-        return best
+            best, more = self._best() or best, more * 2 or 1
 
     def _least_treated(self, cell: Cell, states: int) -> Tried | None:
         count = len(self.blocks)
@@ -395,34 +395,34 @@ class Spill(Question):
             treated = fewest(count, lambda number: self.bytes(plan(number)).fits, count)
         except Unlike:  # no mixture of these can be vouched for
             return None
-        found = self.cost(plan(treated)) if treated is not None else None
-        return found if found is not None and found.fits else None
+        found = self.priced(plan(treated)) if treated is not None else None
+        best = self._best()
+        return found if found is not None and (best is None or self.score(found) < self.score(best)) else None
 
     def _away(self, plan: Plan) -> int:
         names = [name for pattern in plan.states if pattern != REST for name in paths.unfold(pattern)]
         return len(names) + (REST in plan.states)
 
-    def _shared(self, best: Tried) -> Tried:
-        """With the CPU updating some of the states, where its speed is known and that gains."""
+    def _shared(self, best: Tried) -> Iterator[Step]:
+        """With the CPU updating some of the states, where its speed is known."""
         plan, rates = best.plan, self.rates
         if plan.states and rates is not None and rates.cpu is None:
             self.remarks.append("updates by the CPU were not tried: nobody measured their speed on such a machine")
         whole = form_of(plan) == "master" and HOST in plan.states.values()  # as it was measured
         if not whole or rates is None or rates.cpu is None:
-            return best
+            return
         middle = rates.balance(bytes_of(form_of(plan), width_of_weights(plan)))
         shares = {round(min(1.0, max(0.0, middle + near)), 2) for near in (0.0, *NEAR)} - {0.0}
-        options = [self.cost(plan.with_(cpu_share=share)) for share in sorted(shares)]
-        self.found.extend(one for one in options if one.fits)
-        return min([best, *(one for one in options if one.fits)], key=self.score)
+        for share in sorted(shares):
+            yield Step(0.0, functools.partial(self.priced, plan.with_(cpu_share=share)))
 
     # ------------------------------------------------------------------ the answer
 
     def _told(self, best: Tried) -> Spilled:
         plan = best.plan
         bare = plan.with_(states={}, weights={}, cpu_share=0.0)
-        resident = self.cost(bare)
-        kept = self.cost(bare.with_(blocks={})) if plan.blocks else None
+        resident = self.priced(bare)
+        kept = self.priced(bare.with_(blocks={})) if plan.blocks else None
         rates = self.rates
         link = None
         if rates is not None and best.moved_bytes:
@@ -437,7 +437,7 @@ class Spill(Question):
     def _nothing(self) -> Spilled:
         cell = (*self.batches()[0], self.modes[-1])
         for weights in {0, self.streamable}:
-            self.cost(self.plan(cell, self.most, weights=weights))
+            self.priced(self.plan(cell, self.most, weights=weights))
         tried = list(self.known.values())
         nearest = min(tried, key=lambda one: (one.short, bool(one.over), one.cost.worst.memory.host_bytes))
         infeasible = nearest.cost.infeasible(self.cluster.device.name)
@@ -445,12 +445,6 @@ class Spill(Question):
             best=None, nearest=nearest, tried=tuple(tried), infeasible=infeasible, host=self.host, costed=self.costed,
             notes=tuple(self.traces.notes),
         )  # fmt: skip
-
-
-def words_of(plan: Plan) -> str:
-    """What of a plan is where, in a few words."""
-    words = [f"states of {', '.join(plan.states)} away"] if plan.states else ["nothing away"]
-    return ", ".join([*words, *sorted({one.mode for one in plan.blocks.values()})])
 
 
 def meshes(cluster: Cluster, wishes: Wishes) -> list[Mesh]:
@@ -466,11 +460,10 @@ def meshes(cluster: Cluster, wishes: Wishes) -> list[Mesh]:
     return [mesh for mesh in found if mesh.world == count and fixed.get("dp_shard", mesh.dp_shard) == mesh.dp_shard]
 
 
-def spill(question: Question) -> Spilled:
+def spill(question: Question, patience: float = float("inf")) -> Spilled:
     """The best plan, with what does not fit on a device elsewhere."""
-    mine = {one.name: getattr(question, one.name) for one in fields(Question)}
-    searches = [Spill(**mine, mesh=mesh) for mesh in meshes(question.cluster, question.wishes)]
-    found = [(search, search.answer()) for search in searches]
+    searches = [question.into(Spill, mesh=mesh) for mesh in meshes(question.cluster, question.wishes)]
+    found = [(search, search.answer(patience)) for search in searches]
     assert found, "nobody asks where nothing may be moved"
     fits = [(search.score(one.best), number) for number, (search, one) in enumerate(found) if one.best is not None]
     return found[min(fits)[1] if fits else 0][1]

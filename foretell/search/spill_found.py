@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from foretell.plan.types import AWAY, Plan
+from foretell.plan.types import AWAY
 from foretell.quantities import Infeasible
+from foretell.search.found import Candidate
 from foretell.simulate.plan import PlanCost
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
-    """A plan and what it costs."""
+class Tried(Candidate):
+    """A plan with some of its tensors elsewhere, and what it costs."""
 
-    plan: Plan
     cost: PlanCost
     moved_bytes: int = 0
     """Of states and weights that are not on the device, of one rank."""
@@ -22,7 +22,6 @@ class Tried:
     """Of host memory, of all ranks of a machine together."""
     over: str = ""
     """What other memory it needs more of than there is, or why it is not legal; the device's own memory is in the cost."""
-    why: str = ""
 
     @property
     def fits(self) -> bool:

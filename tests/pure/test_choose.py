@@ -19,7 +19,9 @@ from foretell.plan import file, legal
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Mesh, Plan
 from foretell.search import choose as chooser
-from foretell.search.choose import Candidate, Choice, Wishes, _Search, told, why_slower, work_of
+from foretell.search import climb, engine, question, space
+from foretell.search.choose import Candidate, Choice, Wishes, told, why_slower
+from foretell.search.climb import Climb, work_of
 from foretell.search.traces import Facts, Traces
 from foretell.simulate.memory.memory import PROCESS_BYTES
 from foretell.simulate.plan import Options
@@ -51,24 +53,19 @@ class Here(Traces):
         return MADE[key]
 
 
-def search(model: str, hardware: str, *, cluster: Cluster | None = None, **wishes: Any) -> _Search:
+def search(model: str, hardware: str, *, cluster: Cluster | None = None, **wishes: Any) -> Climb:
     found = cluster or parse(hardware)
     capability = None if found.device.backend == "cpu" else (9, 0)
-    return _Search(Source(model=model), found, hardware, Wishes(**wishes), OPTIONS, Here(capability=capability), lambda _: None)
+    return Climb(Source(model=model), found, hardware, Wishes(**wishes), OPTIONS, Here(capability=capability), lambda _: None)
 
 
 def chosen(model: str, hardware: str, **wishes: Any) -> Choice:
-    found = search(model, hardware, **wishes)
-    for mesh in [*found.meshes()]:
-        found.explore(mesh)
-    for mesh in found.deeper_meshes():
-        found.explore(mesh)
-    return found.choice()
+    return search(model, hardware, **wishes).answer()
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chooser, "LARGEST_MICRO_BATCH", 16)
+    monkeypatch.setattr(space, "LARGEST_MICRO_BATCH", 16)
 
 
 def test_the_best_fits_is_the_fastest_of_all_and_is_a_legal_plan(tmp_path: Path) -> None:
@@ -118,13 +115,13 @@ def test_recomputing_is_tried_only_where_keeping_does_not_fit() -> None:
     roomy = chosen("gpt-tiny", "H200")
     assert all(not one.plan.blocks for one in roomy.runners_up)
     found = search("gpt-tiny", "H100")
-    found.consider(found_base(found).with_(micro_batch=16))
+    found.cost((found_base(found).with_(micro_batch=16), "keep"))
     needs = found.found[-1].cost.worst.memory.device_bytes  # type: ignore[union-attr]
     tight = chosen("gpt-tiny", f"H100,memory={(needs >> 20) - 4}MiB", compile=("none",))
     assert any(one.plan.blocks for one in (*tight.runners_up, *filter(None, [tight.best]), *tight.dropped))
 
 
-def found_base(found: _Search) -> Plan:
+def found_base(found: Climb) -> Plan:
     return Plan(model={"model": found.source.model}, hardware=found.hardware)
 
 
@@ -133,16 +130,35 @@ def test_a_cpu_offers_one_rank_and_two() -> None:
     cluster = replace(machine, device=replace(machine.device, sm_count=2))
     found = search("gpt-tiny", "auto", cluster=cluster)
     assert [mesh.world for mesh in found.meshes()] == [1, 2, 2]
-    for mesh in found.meshes():
-        found.explore(mesh)
+    engine.search(found)
     choice = found.choice()
     assert choice.best is not None and choice.best.plan.precision == "fp32" and choice.best.plan.compile == "none"
     assert {one.plan.mesh.world for one in (choice.best, *choice.runners_up)} == {1, 2}
 
 
 def test_no_more_plans_than_the_limit_are_costed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chooser, "LIMIT", 3)
-    assert chosen("gpt-tiny", "H200").costed <= 4
+    monkeypatch.setattr(climb, "MOST_PLANS", 3)
+    found = chosen("gpt-tiny", "H200")
+    assert found.costed == 3 and found.notes[-1] == "the search was ended early: 3 plans were costed"
+
+
+def test_patience_and_ctrl_c_leave_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = search("gpt-tiny", "H200").answer(patience=1e-9)
+    assert found.best is None and found.costed == 0 and found.notes == ("the search was ended early: 0 seconds were over",)
+    exactly, asked = climb.predict_plan, []
+
+    def interrupted(*given: Any) -> Any:
+        asked.append(given)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return exactly(*given)
+
+    monkeypatch.setattr(climb, "predict_plan", interrupted)
+    found = search("gpt-tiny", "H200").answer()
+    assert found.best is not None and found.best.plan.micro_batch <= 2 and "interrupted" in found.notes[-1]
+    del asked[:1]  # so that the next one is the third: nothing is known by then
+    with pytest.raises(KeyboardInterrupt):
+        search("gpt-tiny", "H200").answer()
 
 
 def test_work_is_found_block_by_block() -> None:
@@ -164,8 +180,7 @@ def test_a_cpu_prefers_the_larger_micro_batch_among_alike() -> None:
     """Its speed comes and goes by more than what they differ in."""
     machine = parse("CPU")
     found = search("gpt-tiny", "auto", cluster=replace(machine, device=replace(machine.device, sm_count=1)), global_batch=8)
-    for mesh in found.meshes():
-        found.explore(mesh)
+    engine.search(found)
     fitting = [one for one in found.found if one.fits]
     top = max(one.cost.per_second or 0 for one in fitting if one.cost)
     alike = [one for one in fitting if one.cost and (one.cost.per_second or 0) >= 0.951 * top]
@@ -182,7 +197,7 @@ def test_a_cpu_prefers_the_larger_micro_batch_among_alike() -> None:
 
 
 def test_what_a_search_finds_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chooser, "Traces", Here)
+    monkeypatch.setattr(question, "Traces", Here)
     choice = chooser.choose(Source(model="gpt-tiny"), parse("H200"), "H200", Wishes(global_batch=8), options=OPTIONS)
     assert choice.best is not None and choice.best.cost is not None and choice.found is not None
     assert choice.plan.predicted["step_seconds"] == choice.best.cost.time.step_seconds  # type: ignore[union-attr]

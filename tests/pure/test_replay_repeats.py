@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -75,3 +76,19 @@ def test_repetitions_are_skipped_and_the_curve_has_them() -> None:
     again.run("first_step")
     assert [allocated for allocated, _ in curve.points] == looked
     assert len(steps) < len(looked), "some were not run"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_holders_of_a_moment_are_those_that_a_replay_up_to_it_finds(seed: int) -> None:
+    trace, sizes = drawn(seed, 5), Sizes((9, 0), 8 * MIB)
+    twice = Program("again", trace.programs["again"].ops * 2)  # ops may be in a program more than once
+    named = {number: storage._replace(module=f"m{number}") for number, storage in trace.storages.items()}
+    trace = replace(trace, programs={**trace.programs, "again": twice}, storages=named)
+    replay = Replay(trace, sizes)
+    curve, names = Curve(replay), ["first_step", "steady_step", "steady_step"]
+    replay.start()
+    for name in names:
+        replay.run(name)
+    assert curve.highest is not None and curve.highest.allocated == replay.allocator.peak_allocated
+    found, op = holders_at(trace, sizes, names, replay.allocator.peak_allocated)
+    assert replay.holders_then(curve.highest) == found and curve.highest.op is op

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from foretell.search.residency import KEPT, Way, Ways, at_least, by_milp, least
+from foretell.search.residency import KEPT, Treatment, Way, Ways, at_least, least
 
 
 def ways(rng: random.Random, modes: int = 3) -> Ways:
@@ -23,6 +23,29 @@ def by_hand(blocks: Sequence[Ways], need: float) -> float | None:
         sum(way.seconds for way in chosen) for chosen in product(*blocks) if sum(way.saves for way in chosen) >= need
     ]
     return min(found, default=None)
+
+
+def by_milp(blocks: Sequence[Ways], need: float) -> Treatment | None:
+    """The same by scipy's HiGHS: one yes-or-no variable for each block and way. Raises ImportError without scipy."""
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    columns = [(number, way) for number, block in enumerate(blocks) for way in block]
+    once = np.array([[float(number == row) for number, _ in columns] for row in range(len(blocks))])
+    scale = max(need, 1.0)
+    saving = np.array([[way.saves / scale for _, way in columns]])
+    answer = milp(
+        c=np.array([way.seconds for _, way in columns]), integrality=np.ones(len(columns)), bounds=Bounds(0, 1),
+        constraints=[LinearConstraint(once, 1, 1), LinearConstraint(saving, need / scale, np.inf)],
+        options={"mip_rel_gap": 0.0},
+    )  # fmt: skip
+    if answer.x is None:
+        return None
+    taken = [way for (_, way), x in zip(columns, answer.x, strict=True) if x > 0.5]
+    return Treatment(
+        modes=tuple(way.mode for way in taken), saves=sum(way.saves for way in taken),
+        seconds=sum(way.seconds for way in taken),
+    )  # fmt: skip
 
 
 def whole(blocks: Sequence[Ways]) -> float:

@@ -72,7 +72,7 @@ def search(cluster: Cluster, *, exact: bool | None = None, **wishes: Any) -> Fou
 
 
 def exactly(made: Finder, layout: Layout) -> float:
-    plan = plan_of(layout, made.sheet(made.cluster), made.about, "x")
+    plan = plan_of(layout, made.sheet(made.cluster), made.named, "x")
     cost = predict_plan(made.traces.of(plan, [KEEP]), plan, made.cluster, OPTIONS)
     assert cost.time is not None
     return cost.time.step_seconds
@@ -115,7 +115,7 @@ def off(hardware: str, pp: int) -> tuple[float, list[float]]:
     found = search(cluster, global_batch=64, fixed={"pp": pp, "dp_replicate": 1}, exact=False, micro_batch=4, compile=("none",))
     assert found.best is not None
     made, layout = finder(cluster), found.best.point.layout
-    plan, pricer = plan_of(layout, made.sheet(cluster), made.about, "x"), made.pricer(cluster, held=Depth.SHORT)
+    plan, pricer = plan_of(layout, made.sheet(cluster), made.named, "x"), made.pricer(cluster, held=Depth.SHORT)
     cost = predict_plan(made.traces.of(plan, [KEEP]), plan, cluster, OPTIONS)
     assert cost.time is not None
     shown = pricer.shown(layout) if isinstance(pricer, MixedPricer) else pricer.quick(layout).stage_memory

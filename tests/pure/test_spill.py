@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from foretell.price import offload
 from foretell.price.offload import Load, Rates
 from foretell.search.caps import host_of, size_of
 from foretell.search.choice import Choice
-from foretell.search.costing import Question
 from foretell.search.moved import or_moved, spilled
+from foretell.search.question import Question
 from foretell.search.space_wishes import Wishes, check
 from foretell.search.spill import Spill, meshes, spill
 from foretell.search.spill_found import Spilled, fewest
@@ -86,9 +86,9 @@ def smallest(mode: str, **more: Any) -> int:
     while high - low > 8 * MIB:
         middle = (low + high) // 2
         one = search(middle, options=BYTES, **more)
-        low, high = (low, middle) if one.cost(one.plan((8, 1, mode), one.most)).cost.fits else (middle, high)
+        low, high = (low, middle) if one.priced(one.plan((8, 1, mode), one.most)).cost.fits else (middle, high)
     one = search(high, options=BYTES, **more)
-    assert not one.cost(one.plan((8, 1, mode))).cost.fits
+    assert not one.priced(one.plan((8, 1, mode))).cost.fits
     return high
 
 
@@ -111,13 +111,13 @@ def test_the_fewest_is_found_from_any_guess_in_few_questions() -> None:
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
 def test_as_many_states_leave_as_trying_every_number_says(mode: str) -> None:
     whole = search(options=BYTES)
-    all_, none = (whole.cost(whole.plan((8, 1, mode), n)).cost.worst.memory.device_bytes for n in (0, whole.most))
+    all_, none = (whole.priced(whole.plan((8, 1, mode), n)).cost.worst.memory.device_bytes for n in (0, whole.most))
     assert none < all_
     wanted = set()
     for part in (0.05, 0.3, 0.5):
         one = search(int((none + (all_ - none) * part) * 1.05), options=BYTES)
         settled = one._settled((8, 1, mode))
-        fits = [one.cost(one.plan((8, 1, mode), n)).cost.fits for n in range(one.most + 1)]
+        fits = [one.priced(one.plan((8, 1, mode), n)).cost.fits for n in range(one.most + 1)]
         least = next((n for n, fine in enumerate(fits) if fine and n), None)
         assert (settled is None and least is None) or (settled is not None and one._away(settled.plan) == least)
         assert fits[1:] == sorted(fits[1:])
@@ -220,14 +220,14 @@ def shared(part: float | None = None, **wishes: Any) -> tuple[Question, Spill]:
     asked = replace(asked, source=Source(model="gpt2", overrides={"layers": 8, "dim": 1024, "heads": 8, "vocab_size": 512}, seq=64))
 
     def made() -> Spill:
-        found = Spill(**{one.name: getattr(asked, one.name) for one in fields(Question)}, mesh=Mesh(dp_shard=2))
+        found = asked.into(Spill, mesh=Mesh(dp_shard=2))
         found._begin((4, 1))
         return found
 
     if part is None:
         return asked, made()
     whole = made()
-    all_, none = (whole.cost(whole.plan((4, 1, "keep"), n)).cost.worst.memory.device_bytes for n in (0, whole.most))
+    all_, none = (whole.priced(whole.plan((4, 1, "keep"), n)).cost.worst.memory.device_bytes for n in (0, whole.most))
     assert none < 0.9 * all_
     device = asked.cluster.device.with_memory(int((none + (all_ - none) * part) * 1.06), "a cap")
     asked = replace(asked, cluster=replace(asked.cluster, device=device))
@@ -239,7 +239,7 @@ def test_states_of_ranks_leave_as_few_as_trying_every_number_says() -> None:
     for part in (0.1, 0.5):
         asked, mine = shared(part)
         settled = mine._settled((4, 1, "keep"))
-        fits = [mine.cost(mine.plan((4, 1, "keep"), n)).cost.fits for n in range(mine.most + 1)]
+        fits = [mine.priced(mine.plan((4, 1, "keep"), n)).cost.fits for n in range(mine.most + 1)]
         assert settled is not None and not fits[0] and mine._away(settled.plan) == fits.index(True)
         wanted.add(fits.index(True))
     assert len(wanted) == 2
@@ -252,10 +252,10 @@ def test_ranks_of_a_machine_share_its_memory() -> None:
     """What a rank has on the host is there once for every rank of a machine."""
     _, mine = shared()
     all_away = mine.plan((4, 1, "keep"), mine.most)
-    needs = 2 * mine.cost(all_away).cost.worst.memory.host_bytes
+    needs = 2 * mine.priced(all_away).cost.worst.memory.host_bytes
     for host, enough in ((needs, True), (needs - 1, False), (needs // 2, False)):
         _, other = shared(host=host)
-        found = other.cost(all_away)
+        found = other.priced(all_away)
         assert (found.over == "") is enough and found.host_bytes == needs
     said = helps(Spilled(best=None, nearest=found), Wishes())
     assert f"--host {-(-needs // GIB)}GiB" in [flag for flag, *_ in said]
@@ -410,9 +410,9 @@ def test_nothing_fits_and_the_host_is_unknown_asks_for_it() -> None:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from foretell.cli import main
     from foretell.plan.file import read
-    from foretell.search import choose as chooser
+    from foretell.search import question as questions
 
-    monkeypatch.setattr(chooser, "Traces", lambda **how: Here(capability=how["capability"]))
+    monkeypatch.setattr(questions, "Traces", lambda **how: Here(capability=how["capability"]))
     monkeypatch.chdir(tmp_path)
     best = squeezed().best
     assert best is not None

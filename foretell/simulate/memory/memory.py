@@ -12,7 +12,7 @@ from foretell.lower.steps import with_evaluation
 from foretell.price.host import steady
 from foretell.quantities import ASSUMED, COUNTED, FITS, NO, TIGHT, Holder, Memory, Phase
 from foretell.simulate.memory.allocator import OutOfMemory
-from foretell.simulate.memory.replay import SCRATCH, WORKSPACE, Curve, Replay, Sizes, holders_at
+from foretell.simulate.memory.replay import SCRATCH, WORKSPACE, Curve, Moment, Replay, Sizes, holders_at
 from foretell.trace import types
 from foretell.trace.versions import doubt, of, widening
 from foretell.units import GIB, MIB
@@ -74,11 +74,12 @@ def predict_memory(
     sizes = sizes_for(cluster, overhead)
     schedules = run_order(trace)
     replay = Replay(with_evaluation(trace), sizes, expandable=expandable)
-    phases = _phases(replay, schedules, overhead.context_bytes + overhead.nccl_for(cluster))
+    phases, highest = _phases(replay, schedules, overhead.context_bytes + overhead.nccl_for(cluster))
     allocated, reserved = replay.allocator.peak_allocated, replay.allocator.peak_reserved
     beside = overhead.context_bytes + overhead.nccl_for(cluster)
     capacity = cluster.device.memory_bytes
-    owners, _ = holders_at(trace, sizes, schedules, allocated)
+    reached = highest is not None and highest.allocated >= allocated
+    owners = replay.holders_then(highest) if reached and highest else holders_at(trace, sizes, schedules, allocated)[0]
     verdict, device_bytes = _verdict(trace, sizes, schedules, capacity, beside, reserved, expandable)
     reserved = min(reserved, device_bytes - beside)
     host = max(phase.host_bytes for phase in phases)
@@ -258,7 +259,8 @@ def has_fitted(trace: types.Trace) -> bool:
     return FITTED in trace.meta or any(op.name in _FITTED for op in trace.ops())
 
 
-def _phases(replay: Replay, schedules: list[str], beside: int) -> tuple[Phase, ...]:
+def _phases(replay: Replay, schedules: list[str], beside: int) -> tuple[tuple[Phase, ...], Moment | None]:
+    """The phases of a run, and where its steps first allocate most."""
     trace, allocator = replay.trace, replay.allocator
     weights = sum(
         trace.storages[number].nbytes
@@ -288,6 +290,7 @@ def _phases(replay: Replay, schedules: list[str], beside: int) -> tuple[Phase, .
             curve.points.clear()
             replay.run(name)
         note(name, HOST_BASE_BYTES)
+    highest = curve.highest
     if "evaluation" in trace.schedule and "evaluation" not in schedules:
         allocator.reset_peaks()
         replay.run("evaluation")
@@ -299,7 +302,7 @@ def _phases(replay: Replay, schedules: list[str], beside: int) -> tuple[Phase, .
     note("load", HOST_BASE_BYTES + weights + state)
     allocator.peak_allocated = max(phase.allocated_bytes for phase in found)
     allocator.peak_reserved = max(phase.reserved_bytes for phase in found)
-    return tuple(found)
+    return tuple(found), highest
 
 
 def _bands(allocated: int, reserved: int, device: int, host: int, wider: float) -> dict[str, tuple[int, int]]:

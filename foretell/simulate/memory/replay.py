@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from foretell.price.kernels.scratch import extra_output_bytes
 from foretell.price.kernels.scratch import stages as scratch_stages
@@ -37,6 +37,8 @@ SCRATCH_FIRST = frozenset({"aten._cudnn_rnn.default"})
 """Ops that make their last output while they hold their scratch: cuDNN's reserve comes after its workspace."""
 
 
+Holders = dict[tuple[str, str], int]
+"""(role, module) → bytes."""
 Stages = tuple[tuple[int, ...], ...]
 Event = tuple[Op, Stages, int]
 
@@ -71,6 +73,21 @@ class Sizes:
         return found
 
 
+class Moment(NamedTuple):
+    """A look at a replay."""
+
+    allocated: int
+    rounds: int
+    """Programs begun."""
+    place: int
+    """Of the op in the last of them; one op may be there twice."""
+    op: Op | None
+    buffers: tuple[int, ...]
+    alive: int
+    """Storages."""
+    workspace: int
+
+
 class Replay:
     """One process on one device, from start to the end of the last step it was asked for."""
 
@@ -82,6 +99,9 @@ class Replay:
         self.blocks: dict[int, int] = {}
         self._workspaces: set[str] = set()
         self._workspace_bytes = 0
+        self.rounds: list[list[Event]] = []
+        """What was run, program by program."""
+        self._place = 0
         self._at_peak: Callable[[Op | None, tuple[int, ...]], None] | None = None
         self._repeated: Callable[[int], None] | None = lambda _: None
 
@@ -107,7 +127,8 @@ class Replay:
             for done in range(1, times + 1):
                 if repeated is not None:
                     repeated(0)
-                for op, stages, extra in events:
+                self.rounds.append(events)
+                for self._place, (op, stages, extra) in enumerate(events):
                     self._step(op, stages, extra)
                 if repeated is not None and done < times:
                     before, state = state, self.state()
@@ -120,6 +141,22 @@ class Replay:
         return self.allocator.state(self.blocks), self._workspace_bytes
 
     def _step(self, op: Op, stages: Stages, extra: int) -> None:
+        if stages or op.name in _CALLS:
+            self._with_scratch(op, stages, extra)
+        else:
+            for number in op.allocates:
+                self._allocate(number, extra)
+                extra = 0
+            if self._at_peak is not None:
+                self._at_peak(op, ())
+        blocks, free = self.blocks, self.allocator.free
+        for number in op.frees:
+            handle = blocks.pop(number, None)
+            if handle is not None:
+                free(handle)
+
+    def _with_scratch(self, op: Op, stages: Stages, extra: int) -> None:
+        """What an op makes and what it needs beside that, or products, which have a workspace."""
         count, last = len(op.allocates), len(stages) - 1
         held: list[int] = []
         for position, number in enumerate(op.allocates):
@@ -141,10 +178,6 @@ class Replay:
                 self._scratch(op, stage)
         elif self._at_peak is not None:
             self._at_peak(op, ())
-        for number in op.frees:
-            handle = self.blocks.pop(number, None)
-            if handle is not None:
-                self.allocator.free(handle)
 
     def _scratch(self, op: Op, buffers: tuple[int, ...]) -> None:
         handles = [self.allocator.malloc(size) for size in buffers]
@@ -178,13 +211,42 @@ class Replay:
 
     def holders(self) -> dict[tuple[str, str], int]:
         """(role, module) → bytes alive now."""
-        found: dict[tuple[str, str], int] = {}
-        for number in self.blocks:
+        return self._held_by(self.blocks, self._workspace_bytes)
+
+    def _held_by(self, alive: Iterable[int], workspace: int) -> Holders:
+        found: Holders = {}
+        for number in alive:
             storage = self.trace.storages[number]
             key = (storage.role, storage.module)
             found[key] = found.get(key, 0) + storage.nbytes
-        if self._workspace_bytes:
-            found[(WORKSPACE, "")] = self._workspace_bytes
+        if workspace:
+            found[(WORKSPACE, "")] = workspace
+        return found
+
+    def moment(self, op: Op | None, buffers: tuple[int, ...]) -> Moment:
+        """Where a look is, to come back to."""
+        return Moment(self.allocator.allocated, len(self.rounds), self._place, op, buffers, len(self.blocks), self._workspace_bytes)
+
+    def holders_then(self, moment: Moment) -> Holders:
+        """Who was alive at a moment of this run: what came and went is followed again, without an allocator."""
+        storages = self.trace.storages
+        alive = {number: None for number in self.trace.resident if self.sizes.live or not storages[number].host}
+        for begun, events in enumerate(self.rounds[: moment.rounds], 1):
+            for place, (op, _, _) in enumerate(events):
+                here = place == moment.place and begun == moment.rounds
+                for number in op.allocates:
+                    if here and len(alive) == moment.alive:
+                        break
+                    if self.sizes.live or not storages[number].host:
+                        alive.pop(number, None)
+                        alive[number] = None
+                if here:
+                    break
+                for number in op.frees:
+                    alive.pop(number, None)
+        found = self._held_by(alive, moment.workspace)
+        if moment.buffers:
+            found[(SCRATCH, moment.op.module if moment.op else "")] = sum(moment.buffers)
         return found
 
 
@@ -199,10 +261,6 @@ def peak_live(trace: Trace, schedules: Iterable[str]) -> int:
 
 class Reached(Exception):
     """The replay came to the point that was looked for."""
-
-
-Holders = dict[tuple[str, str], int]
-"""(role, module) → bytes."""
 
 
 def holders_at(trace: Trace, sizes: Sizes, schedules: Iterable[str], allocated: int) -> tuple[Holders, Op | None]:
@@ -238,11 +296,18 @@ class Curve:
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
         self.points: list[tuple[int, int]] = []
+        self.highest: Moment | None = None
+        """Where allocated bytes were first highest."""
+        self._most = 0
         self._begin = 0
         replay.watch(self._look, self._repeated)
 
     def _look(self, op: Op | None, buffers: tuple[int, ...]) -> None:
-        self.points.append((self.replay.allocator.allocated, self.replay.allocator.reserved))
+        allocator = self.replay.allocator
+        allocated = allocator.allocated
+        if allocated > self._most:
+            self._most, self.highest = allocated, self.replay.moment(op, buffers)
+        self.points.append((allocated, allocator.reserved))
 
     def _repeated(self, times: int) -> None:
         if times:

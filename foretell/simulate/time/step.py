@@ -147,18 +147,27 @@ def tasks_of(
     for name, times in run:
         ops = trace.programs[name].ops
         issues = list(machine.host.issues(ops, compiled=maker.compiled, watched=watched))
+        beside = [machine.host.handing(op) if beside_device(op, here) else None for op in ops] if here else [None] * len(ops)
+        stood: object = None
+        made: list[Task] = []
         for _ in range(times if most is None else min(times, most)):
             if begun is not None and times > 1:
                 begun.append(maker.count)
-            maker.pending = besides / times
-            for op, asking in zip(ops, issues, strict=True):
+            before, stood = stood, maker.stands()
+            if stood == before:  # it waits for the same as the round before, so many tasks later
+                made = maker.again(made)
+                yield from made
+                continue
+            maker.pending, made = besides / times, []
+            for op, asking, handing in zip(ops, issues, beside, strict=True):
                 maker.pending += asking
-                if here and beside_device(op, here):
-                    maker.pending += machine.host.handing(op)
+                if handing is not None:
+                    maker.pending += handing
                     continue
                 task = maker.task(op, prices)
                 if task is not None:
-                    yield task
+                    made.append(task)
+            yield from made
 
 
 class _Maker:
@@ -175,6 +184,19 @@ class _Maker:
         """Axis → the collective that nothing has waited for yet."""
         self.gathered = self.copied = -1
         """The last gather over data ranks, and the copying out of it: the next one waits for that and not for compute."""
+
+    def stands(self) -> object:
+        """Everything that tasks to come may wait for, counted back from the next; what was before all is not there."""
+        at = (self.latest, self.gathered, self.copied, *self.awaited.values())
+        return tuple(self.awaited), tuple(self.count - number if number >= 0 else None for number in at)
+
+    def again(self, made: Sequence[Task]) -> list[Task]:
+        """A round that begins as the one before did and does the same."""
+        more = len(made)
+        self.latest, self.gathered, self.copied = (n + more if n >= 0 else n for n in (self.latest, self.gathered, self.copied))
+        self.awaited = {axis: number + more for axis, number in self.awaited.items()}
+        self.count += more
+        return [task._replace(after=tuple([one + more for one in task.after])) if task.after else task for task in made]
 
     def task(self, op: Op, prices: Mapping[int, tuple[str, float]]) -> Task | None:
         """The next task; None where the device has nothing to do."""
