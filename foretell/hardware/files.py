@@ -7,6 +7,7 @@
     memory = "60GiB"         # optional cap
     link = "4xIB200"         # optional, as after '@'; or `inter`, `intra`, `host_link` as names or tables
     price_per_hour = 2.5     # optional, US dollars for one device
+    nodes_per_leaf = 4       # optional: nodes to a switch, with oversubscription = 2.0 where it passes on half of what they send
     region = "FR"            # optional, for the carbon of its electricity; or carbon_g_per_kwh
 
 Unlike groups side by side are `[[groups]]`, each with such fields; `inter` beside them joins them. What `save` writes, `load`
@@ -133,6 +134,7 @@ def _equal_nodes(data: dict[str, Any], faults: _Faults) -> Cluster | None:
     counts: dict[str, Any] = {name: _count(data.get(name, 1), name, faults) for name in ("nodes", "devices_per_node")}
     given: dict[str, Any] = {name: _link(data[name], name, faults) for name in ("intra", "host_link") if name in data}
     given |= {"tiers": _tiers(data, faults), **_common(data, faults)}
+    given |= {name: data[name] for name in ("nodes_per_leaf", "oversubscription") if name in data}
     asked = _text(data.get("link"), "link", faults)
     cards, inter = _inter(data, faults)
     given_cards = cards if "inter" not in data else None
@@ -156,7 +158,7 @@ def _equal_nodes(data: dict[str, Any], faults: _Faults) -> Cluster | None:
 def _side_by_side(data: dict[str, Any], faults: _Faults) -> Cluster | None:
     """Groups; what a saved file repeats of them must agree."""
     extra = [
-        name for name in data if name in _CLUSTER_FIELDS and name not in (*_GROUPS_FIELDS, *_DERIVED) and data[name]
+        name for name in data if name in _CLUSTER_FIELDS and name not in (*_GROUPS_FIELDS, *_DERIVED) and data[name] and data[name] != 1.0
     ]
     if extra:
         faults.add(f"{_listed(extra)} beside 'groups'", "give them inside each group")

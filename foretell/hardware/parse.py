@@ -3,6 +3,7 @@
     H100            one              H100:8, 8xH100   eight on one node
     H100:16         two nodes of 8   2x8xH100-SXM     the same, said outright
     2x8xH100@IB400  with a network   2x8xA100@4xIB200      with four cards a node
+    16x8xH100,leaf=4,oversubscription=2   four nodes to a switch that passes on half of what they send
     8xA100@PCIe4x16 linked so inside a node      H100:1,memory=60GiB   with less memory
     2x8xH100+1x8xA100    unlike nodes side by side; ,join=Eth25 says what joins the two groups
     auto            this machine     path/to/cluster.toml (or .json)
@@ -13,6 +14,8 @@ Every assumption made on the way is a sentence in `Cluster.notes`.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Any
 
 from foretell.errors import UnknownName, UserError
 from foretell.hardware.catalog import find, meaning
@@ -110,15 +113,36 @@ def _positive(text: str, asked: str) -> int:
 
 
 def _with_options(cluster: Cluster, options: list[str], asked: str) -> Cluster:
-    seen = set()
+    seen: set[str] = set()
+    leaf: dict[str, Any] = {}
     for option in options:
         key, equals, value = (part.strip() for part in option.partition("="))
         key = {"mem": "memory"}.get(key.casefold(), key.casefold())
+        if key in _LEAF:
+            if key in seen:
+                raise UserError(f"'{asked}' has {key} twice", f"write it once, like 16x8xH100,{key}=4")
+            leaf[_LEAF[key]] = _number(key, value, asked)
+            seen.add(key)
+            continue
         if key != "memory":
-            raise UnknownName("option", option, ["memory", "join"], remedy=f"in '{asked}', options are memory=60GiB and join=Eth25")
+            known = "memory=60GiB, join=Eth25, leaf=4 and oversubscription=2"
+            raise UnknownName("option", option, ["memory", "join", *_LEAF], remedy=f"in '{asked}', options are {known}")
         if not equals or not value or key in seen:
             found = "twice" if key in seen else "without an amount"
             raise UserError(f"'{asked}' has memory {found}", "write it once, like H100:1,memory=60GiB")
         seen.add(key)
         cluster = cluster.capped(value, asked)
-    return cluster
+    return replace(cluster, **leaf) if leaf else cluster
+
+
+_LEAF = {"leaf": "nodes_per_leaf", "oversubscription": "oversubscription"}
+
+
+def _number(key: str, value: str, asked: str) -> float:
+    """Nodes of a leaf, or how often its switch is oversubscribed."""
+    if key == "leaf" and re.fullmatch(r"[0-9]{1,6}", value) and int(value) > 0:
+        return int(value)
+    if key != "leaf" and re.fullmatch(r"[0-9]{1,3}(\.[0-9]+)?", value) and float(value) >= 1:
+        return float(value)
+    like = "a whole number of nodes, like leaf=4" if key == "leaf" else "a number from 1, like oversubscription=2"
+    raise UserError(f"'{asked}' has {key}={value or 'nothing'}", f"write {like}")

@@ -174,6 +174,11 @@ class Cluster:
     """Where it stands, for the carbon of its electricity; a name of `catalog/carbon.toml`."""
     carbon_g_per_kwh: float | None = None
     """Grams of CO2 per kWh where the user gives it outright."""
+    nodes_per_leaf: int | None = None
+    """Nodes whose cards meet in one switch; where every card of a node has a rail of its own, the nodes that a rail's switch joins.
+    None: all of them."""
+    oversubscription: float = 1.0
+    """How many times more such a switch takes in from its nodes than it passes on to others."""
     join_cards: int | None = None
     """With `groups`: cards of a node for `inter`. None: the groups' own cards where those are of its kind, else one."""
 
@@ -412,10 +417,19 @@ def _cluster_complaints(cluster: Cluster) -> list[str]:
     names = [tier.name for tier in cluster.tiers]
     if len(set(names)) != len(names):
         found.append(f"tiers has {', '.join(names)}: each at most once")
-    found += _negative(cluster, "carbon_g_per_kwh")
+    found += _negative(cluster, "carbon_g_per_kwh") + _leaf_complaints(cluster)
     if any(group.groups for group in cluster.groups):
         found.append("groups has groups inside; list all of them side by side")
     return found + _vendor_complaints(cluster) + _join_complaints(cluster) + _matrix_complaints(cluster)
+
+
+def _leaf_complaints(cluster: Cluster) -> list[str]:
+    found, over = _not_whole(cluster, ("nodes_per_leaf",), ("nodes_per_leaf",)), cluster.oversubscription
+    if isinstance(over, bool) or not isinstance(over, int | float) or not 1 <= over < 1000:
+        return [*found, f"oversubscription is {over!r}, not a number from 1"]
+    if over > 1 and cluster.nodes_per_leaf is None:
+        found.append(f"oversubscription is {over:g}, and nodes_per_leaf does not say from how many nodes on")
+    return found
 
 
 def _vendor_complaints(cluster: Cluster) -> list[str]:

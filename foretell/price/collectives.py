@@ -116,6 +116,9 @@ class Fabric:
     """Bytes per second of one device, where a matrix of rates was measured."""
     table: Wires | None = None
     """Collectives of one node, where somebody has measured them."""
+    ring_crowding: float = 1.0
+    all_crowding: float = 1.0
+    """How many times longer a ring, or an exchange of all with all, takes through switches that pass on less than they take in."""
 
     @property
     def ranks(self) -> int:
@@ -142,7 +145,7 @@ class Fabric:
             return self.measured_inter * self.local
         if self.inter is None:
             return float("inf")
-        return self.network_bytes_per_second * _part(self.inter).fraction
+        return self.network_bytes_per_second * _part(self.inter).fraction / self.ring_crowding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,11 +178,27 @@ def fabric(cluster: Cluster, ranks: int | None = None, *, stride: int = 1) -> Fa
     local = max(1, min(size, domain // min(stride, domain)))
     share = cluster.per_device_network_bytes_per_second or 0.0
     inside, across = _measured(cluster, domain)
+    apart = max(1, stride // cluster.devices_per_node) if stride >= domain else max(1, domain // cluster.devices_per_node)
+    ring, every = crowding(cluster, ceil(size / local), apart) if across is None else (1.0, 1.0)
     return Fabric(
         local=local, domains=ceil(size / local), intra=cluster.intra, inter=cluster.inter,
         network_bytes_per_second=share * local, measured_intra=inside, measured_inter=across,
-        table=_table(cluster, cluster.intra) if inside is None else None,
+        table=_table(cluster, cluster.intra) if inside is None else None, ring_crowding=ring, all_crowding=every,
     )  # fmt: skip
+
+
+def crowding(cluster: Cluster, members: int, apart: int) -> tuple[float, float]:
+    """How many times longer a ring, and an exchange of all with all, of `members` nodes that are `apart` take when nodes between
+    them do likewise: a leaf's switch passes on what its cards send over `oversubscription`.
+
+    Of the nodes of a leaf, as many as members are apart send to another leaf in a ring; in an exchange a node sends as much to
+    every other one.
+    """
+    leaf, over = cluster.nodes_per_leaf, cluster.oversubscription
+    if leaf is None or members * apart <= leaf:
+        return 1.0, 1.0
+    near = max(1, leaf // apart)
+    return max(1.0, over * min(1.0, apart / leaf)), max(1.0, over * (members - near) / (members - 1))
 
 
 def among(cluster: Cluster, devices: Iterable[int]) -> Fabric:
@@ -200,9 +219,15 @@ def among(cluster: Cluster, devices: Iterable[int]) -> Fabric:
         if near is not None and inside is not None:
             near *= inside.bytes_per_second / inside.between_two
     slow = next((part for part in parts.values() if part.intra is inside), None)
+    ring = every = 1.0
+    if len(parts) == 1 and far is None and domains > 1:
+        places = sorted({place for _, place in where.values()})
+        each = max(1, (across.devices_per_domain or across.devices_per_node) // across.devices_per_node)
+        ring, every = crowding(across, domains, max(1, (places[-1] - places[0]) // (domains - 1)) * each)
     return Fabric(
         local=local, domains=domains, intra=inside, inter=across.inter, network_bytes_per_second=share * local,
         measured_intra=near, measured_inter=far, table=_table(slow, inside) if slow is not None and near is None else None,
+        ring_crowding=ring, all_crowding=every,
     )  # fmt: skip
 
 
@@ -242,7 +267,7 @@ def slowest(fabrics: Iterable[Fabric]) -> Fabric:
     """The one on which a large all-reduce takes longest: every rank waits for that group."""
     distinct = {
         (one.local, one.domains, one.intra and one.intra.name, one.inter and one.inter.name, one.network_bytes_per_second,
-         one.measured_intra, one.measured_inter): one
+         one.measured_intra, one.measured_inter, one.ring_crowding, one.all_crowding): one
         for one in fabrics
     }  # fmt: skip
     return max(distinct.values(), key=lambda group: collective(ALL_REDUCE, LARGE, group).seconds)
@@ -384,7 +409,7 @@ def _in_the_switch(nbytes: float, group: Fabric, link: Link, across: float) -> t
 def _all_to_all(nbytes: float, group: Fabric) -> tuple[float, str, str]:
     """Every rank sends a piece to every other: pieces for the own domain and for others travel side by side."""
     inside = nbytes * (group.local - 1) / group.ranks / group.inside()
-    outside = nbytes * (group.ranks - group.local) / group.ranks / (group.across() / group.local)
+    outside = nbytes * (group.ranks - group.local) / group.ranks / (group.across() * group.ring_crowding / group.all_crowding / group.local)
     hop = PROTOCOLS[-1].ring_hop["net" if group.domains > 1 else "nvlink"]
     start = PROTOCOLS[-1].base + hop + 0.4 * (group.ranks - 1)
     return start * 1e-6 + max(inside, outside), "direct", "Simple"
