@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from foretell.trace import types
 from foretell.trace.blocks import find_blocks
 from foretell.trace.collection import no_collection
+from foretell.trace.copies import plain_copies
 from foretell.trace.cpu import cpu_choices
 from foretell.trace.cuda import cuda_choices, real_masks
 from foretell.trace.flops import flops
@@ -41,7 +42,7 @@ def capture(
     """
     recorder = Recorder(hints)
     choices = cuda_choices(recorder, capability) if capability else cpu_choices(recorder)
-    with no_collection(), recorder, plain_formulas(), choices:
+    with no_collection(), recorder, plain_formulas(), plain_copies(), choices:
         with no_initialisation():
             workload = build()
         step = Step(workload, recipe, device_type="cpu", observer=recorder)

@@ -31,6 +31,7 @@ from foretell.trace import types
 from foretell.trace.blocks import find_blocks
 from foretell.trace.capture import capture, no_initialisation
 from foretell.trace.collection import no_collection
+from foretell.trace.copies import plain_copies
 from foretell.trace.fold import join_path, split_path
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder
@@ -73,7 +74,7 @@ def extended(
     if hints:
         raise Doubt("hints may name single blocks")
     with no_collection():
-        with Recorder() as recorder:
+        with Recorder() as recorder, plain_copies():
             with no_initialisation():
                 workload = build()
             path, depth = find_stack(workload.model)
