@@ -18,8 +18,10 @@ from foretell.trace.collection import no_collection
 from foretell.trace.copies import plain_copies
 from foretell.trace.cpu import cpu_choices
 from foretell.trace.cuda import cuda_choices, real_masks
+from foretell.trace.devices import device_is_there
 from foretell.trace.flops import flops
 from foretell.trace.formulas import plain_formulas
+from foretell.trace.load import is_users
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder, Row
 from foretell.trace.step import Step, Workload
@@ -42,7 +44,7 @@ def capture(
     """
     recorder = Recorder(hints)
     choices = cuda_choices(recorder, capability) if capability else cpu_choices(recorder)
-    with no_collection(), recorder, plain_formulas(), plain_copies(), choices:
+    with no_collection(), recorder, plain_formulas(), plain_copies(), device_is_there(capability, is_users), choices:
         with no_initialisation():
             workload = build()
         step = Step(workload, recipe, device_type="cpu", observer=recorder)

@@ -25,9 +25,11 @@ from torch._subclasses.fake_tensor import (
 
 from foretell.errors import ModelError
 from foretell.trace import types
+from foretell.trace.devices import is_elsewhere
 from foretell.trace.keys import QuickKeys
 
 _DEVICE = torch.ops.prim.device.default
+_CPU = torch.device("cpu")
 _NO_SEQUENCE = 2**64 - 1
 _ORDINARY = {"aten.all.default": True, "aten.any.default": False, "aten.sum.default ==": True}
 """Questions about a whole tensor, answered as ordinary data would: no padding, no NaN, a mask that masks nothing."""
@@ -231,6 +233,8 @@ class Recorder(QuickKeys):
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return args[0].fake_device
+        if kwargs and is_elsewhere(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
         if self._depth or self._rows is None:
             return self.dispatch(func, kinds, args, kwargs or {})
         return self._run(func, kinds, args, kwargs or {})
