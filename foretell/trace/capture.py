@@ -25,6 +25,7 @@ from foretell.trace.load import is_users
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder, Row
 from foretell.trace.step import Step, Workload
+from foretell.trace.values import value_of
 
 TRAIN_FIRST = ("micro_first", "micro_next", "update_first", "zero_grad")
 TRAIN_STEADY = ("micro_first", "micro_next", "update", "zero_grad")
@@ -44,7 +45,7 @@ def capture(
     """
     recorder = Recorder(hints)
     choices = cuda_choices(recorder, capability) if capability else cpu_choices(recorder)
-    with no_collection(), recorder, plain_formulas(), plain_copies(), device_is_there(capability, is_users), choices:
+    with no_collection(), recorder, plain_formulas(), plain_copies(), device_is_there(capability, is_users), recorder.reads(), choices:
         with no_initialisation():
             workload = build()
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
@@ -64,8 +65,15 @@ def no_initialisation() -> Iterator[None]:
     """Fake weights have no values to initialise; not trying saves a good part of building a large model."""
     with ExitStack() as stack:
         for name in ("normal_", "uniform_", "fill_", "zero_"):
-            stack.enter_context(mock.patch.object(Tensor, name, lambda tensor, *args, **kwargs: tensor))
+            stack.enter_context(mock.patch.object(Tensor, name, _not_needed(getattr(Tensor, name))))
         yield
+
+
+def _not_needed(initialise: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def unless_known(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor if value_of(tensor) is None else initialise(tensor, *args, **kwargs)
+
+    return unless_known
 
 
 def _train(recorder: Recorder, step: Step, resident: list[int]) -> _Roles:

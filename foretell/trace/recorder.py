@@ -11,28 +11,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from foretell.errors import ModelError
 from foretell.trace import types
 from foretell.trace.devices import is_elsewhere
-from foretell.trace.keys import QuickKeys
+from foretell.trace.reading import ORDINARY, Reading
+from foretell.trace.values import follow
 
 _DEVICE = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
 _NO_SEQUENCE = 2**64 - 1
-_ORDINARY = {"aten.all.default": True, "aten.any.default": False, "aten.sum.default ==": True}
-"""Questions about a whole tensor, answered as ordinary data would: no padding, no NaN, a mask that masks nothing."""
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 """Its shape rule makes the gradient of an input that wants none."""
@@ -146,7 +139,7 @@ class Row:
         self.by_engine = False
 
 
-class Recorder(QuickKeys):
+class Recorder(Reading):
     """A fake tensor mode that writes down the ops it is asked for, program by program."""
 
     @classmethod
@@ -154,22 +147,17 @@ class Recorder(QuickKeys):
         return False  # nothing is compiled here, and the wrapper that would guard against it costs time on every op
 
     def __init__(self, hints: Mapping[str, float] | None = None) -> None:
-        super().__init__()
+        super().__init__(hints)
         self.programs: dict[str, list[Row]] = {}
         self.sizes: dict[int, int] = {}
         self.born_in: dict[int, Row | None] = {}
-        self.hints = dict(hints or {})
-        self.assumed: set[str] = set()
         self.alive_at_backward: set[int] = set()
         self.moved: dict[int, int] = {}
         self._rows: list[Row] | None = None
         self._last: Row | None = None
-        self._phase = ""
-        self._depth = 0
         self._ids: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._specs: dict[tuple[Any, Any], types.TensorSpec] = {}
-        self._names: dict[Any, str] = {}
         self._paths: dict[int, str] = {}
         self._parameter_paths: dict[int, str] = {}
         self._stack: list[str] = []
@@ -235,9 +223,21 @@ class Recorder(QuickKeys):
             return args[0].fake_device
         if kwargs and is_elsewhere(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
-        if self._depth or self._rows is None:
+        if self._depth:
             return self.dispatch(func, kinds, args, kwargs or {})
+        if self._rows is None:
+            return self._unrecorded(func, kinds, args, kwargs or {})
         return self._run(func, kinds, args, kwargs or {})
+
+    def _unrecorded(self, func: Any, kinds: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """While the model is built."""
+        self._depth += 1
+        try:
+            output = self.answered(func, kinds, args, kwargs)
+        finally:
+            self._depth -= 1
+        follow(func, args, kwargs, output, False, str)
+        return output
 
     def _run(self, func: Any, kinds: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self._depth += 1
@@ -245,9 +245,7 @@ class Recorder(QuickKeys):
             if func is _GROUPED_MM:
                 output = self._grouped_mm(args, kwargs)
             else:
-                output = self.dispatch(func, kinds, args, kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            output = self._guess(func, args)
+                output = self.answered(func, kinds, args, kwargs)
         finally:
             self._depth -= 1
         mend = _MENDS.get(func)
@@ -272,6 +270,7 @@ class Recorder(QuickKeys):
         if func is _MKLDNN_RNN and self.capability is None:
             with self.muted():
                 output = (*output[:3], output[0].new_empty(_workspace_of(func, args), dtype=torch.uint8))
+        follow(func, args, kwargs, output, True, lambda: self.where(func))
         self.record(self._name(func), (args, kwargs), output, attributes(func, args))
         return output
 
@@ -290,14 +289,6 @@ class Recorder(QuickKeys):
         if self._rows is not None and not self._depth:
             self.record(name, inputs, output, attrs)
         return output
-
-    @contextmanager
-    def muted(self) -> Iterator[None]:
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
 
     def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> None:
         row = self._add_row(name)
@@ -355,12 +346,6 @@ class Recorder(QuickKeys):
             known = self._specs[key] = types.TensorSpec(tuple(int(n) for n in tensor.shape), str(tensor.dtype)[6:])
         return known
 
-    def _name(self, func: Any) -> str:
-        name = self._names.get(func)
-        if name is None:
-            name = self._names[func] = str(func)
-        return name
-
     # ------------------------------------------------------------------ storages
 
     def storage_id(self, tensor: Tensor, born: Row | None = None) -> int:
@@ -388,52 +373,18 @@ class Recorder(QuickKeys):
     def living(self) -> set[int]:
         return set(self._alive)
 
-    # ------------------------------------------------------------------ sizes that depend on data
-
-    def _guess(self, func: Any, args: Any) -> Any:
-        name, module = self._name(func), self._here()
-        if func is torch.ops.aten._local_scalar_dense.default and self._phase == "update":
-            return 0.0  # a gradient scaler asking whether anything overflowed
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            answer = self._ordinary(self.born_in.get(self.storage_id(args[0])), module)
-            if answer is not None:
-                return answer
-        hint = self._hint(name, module)
-        if hint is None:
-            raise ModelError(
-                f"{name} in module '{module or 'top level'}' depends on the values of its input, "
-                "which a trace without data does not have",
-                f"give a size hint, such as --hint '{name}=0.5' (share of elements that pass, or the value of .item())",
-            )
-        source: Tensor = args[0]
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return hint if source.is_floating_point() else int(hint)
-        with self.muted():
-            if func is torch.ops.aten.index.Tensor:
-                return func(source, _by_positions(args[1], hint))
-            count = max(1, round(source.numel() * hint))
-            if func is torch.ops.aten.nonzero.default:
-                return source.new_empty((source.dim(), count), dtype=torch.int64).t()
-            return source.new_empty((count,))
-
-    def _ordinary(self, asked: Row | None, module: str) -> bool | None:
-        """The answer of ordinary data (no padding, no NaN) to a question about a whole tensor, or None."""
+    def _ordinary(self, source: Tensor) -> bool | None:
+        asked = self.born_in.get(self.storage_id(source)) if self._rows is not None else None
         if asked is None:
             return None
         name = asked.name
         if name == "aten.eq.Scalar" and asked.inputs:
-            source = self.born_in.get(asked.inputs[0].storage)
-            name = f"{source.name} ==" if source is not None else name
-        answer = _ORDINARY.get(name)
+            born = self.born_in.get(asked.inputs[0].storage)
+            name = f"{born.name} ==" if born is not None else name
+        answer = ORDINARY.get(name)
         if answer is not None:
-            self.assumed.add(f"{name} in module '{module}' is taken to be {answer}")
+            self.assumed.add(f"{name} in module '{self._here()}' is taken to be {answer}")
         return answer
-
-    def _hint(self, name: str, module: str) -> float | None:
-        for pattern, value in self.hints.items():
-            if fnmatchcase(name, pattern) or fnmatchcase(module, pattern) or fnmatchcase(f"{name}@{module}", pattern):
-                return value
-        return None
 
 
 def attributes(func: Any, args: Any) -> tuple[Any, ...]:
@@ -494,18 +445,6 @@ def _is_swapped(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             return False
         expected *= sizes[dim]
     return True
-
-
-def _by_positions(indices: Any, share: float) -> list[Tensor | None]:
-    """Masks among indices as the positions they stand for: one index per dimension of the mask."""
-    found: list[Tensor | None] = []
-    for index in indices:
-        if index is not None and index.dtype in (torch.bool, torch.uint8):
-            count = max(1, round(index.numel() * share))
-            found.extend(index.new_empty((count,), dtype=torch.int64) for _ in range(index.dim()))
-        else:
-            found.append(index)
-    return found
 
 
 def _workspace_of(func: Any, args: Any) -> int:
