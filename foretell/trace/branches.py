@@ -13,7 +13,9 @@ import functools
 import itertools
 import linecache
 from types import FrameType
+from typing import TypeAlias
 
+Position: TypeAlias = tuple[int, int, int, int]
 _EXITS = (ast.Raise, ast.Break, ast.Return, ast.Continue)
 
 
@@ -38,40 +40,49 @@ def wanted(frame: FrameType | None, looked: dict[tuple[int, int], int]) -> tuple
 
     `looked` counts how often a frame's `while` was asked."""
     while frame is not None:
-        file, position = frame.f_code.co_filename, _position(frame)
+        file = frame.f_code.co_filename
+        position = None if _is_machinery(file) else _position(frame)
         if position is not None:
             for test, owner in _tests(file):
                 if _covers(test, position):
                     found = _answer(test, owner, position, (id(frame), test.lineno), looked)
                     return None if found is None else (found, f"{file}:{test.lineno}")
-        if "/torch/" not in file and "foretell/trace/" not in file:
+        if "/torch/" not in file and not _is_machinery(file):
             return None
         frame = frame.f_back
     return None
 
 
-def place(frame: FrameType | None, is_users: object) -> str:
-    """The user's line that asks."""
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):  # type: ignore[operator]
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+@functools.cache
+def _is_machinery(file: str) -> bool:
+    """Code between the line that asks and us."""
+    return "/foretell/trace/" in file or "/torch/_" in file or "/torch/utils/" in file or file.startswith("<")
 
 
-def _position(frame: FrameType) -> tuple[int, int, int, int] | None:
-    found = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,))
+def _position(frame: FrameType) -> Position | None:
+    """Of the expression whose truth is asked, or of the call that asks.
+
+    Some Pythons say of a conditional jump only which statement it belongs to; what came before it made the value."""
+    positions = list(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2 + 1))
+    statements = {_range(owner) for _, owner in _tests(frame.f_code.co_filename)}
+    while positions and positions[-1] in statements:
+        positions.pop()
+    found = positions[-1] if positions else (None,)
     return None if None in found else found  # type: ignore[return-value]
 
 
-def _covers(node: ast.expr, position: tuple[int, int, int, int]) -> bool:
+def _range(node: ast.AST) -> Position:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset  # type: ignore[attr-defined,no-any-return]
+
+
+def _covers(node: ast.expr, position: Position) -> bool:
     first, last, start, end = position
     inside = (node.lineno, node.col_offset) <= (first, start)
     return inside and (last, end) <= (node.end_lineno or 0, node.end_col_offset or 0)
 
 
 def _answer(
-    test: ast.expr, owner: ast.AST, position: tuple[int, int, int, int], at: tuple[int, int], looked: dict[tuple[int, int], int]
+    test: ast.expr, owner: ast.AST, position: Position, at: tuple[int, int], looked: dict[tuple[int, int], int]
 ) -> bool | None:  # fmt: skip
     if isinstance(owner, ast.Assert):
         whole = True
@@ -87,7 +98,7 @@ def _answer(
     return _of_part(test, whole, position)
 
 
-def _of_part(test: ast.expr, whole: bool, position: tuple[int, int, int, int]) -> bool | None:
+def _of_part(test: ast.expr, whole: bool, position: Position) -> bool | None:
     """What the part that is asked must be for the whole condition to be this."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _of_part(test.operand, not whole, position)
@@ -98,5 +109,4 @@ def _of_part(test: ast.expr, whole: bool, position: tuple[int, int, int, int]) -
         return whole
     if isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == "bool" and test.args:
         return whole
-    exact = (test.lineno, test.end_lineno, test.col_offset, test.end_col_offset) == position
-    return whole if exact else None
+    return whole if _range(test) == position else None

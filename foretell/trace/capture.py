@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -45,7 +46,7 @@ def capture(
     """
     recorder = Recorder(hints)
     choices = cuda_choices(recorder, capability) if capability else cpu_choices(recorder)
-    with no_collection(), recorder, plain_formulas(), plain_copies(), device_is_there(capability, is_users), recorder.reads(), choices:
+    with no_collection(), seeded(), recorder, plain_formulas(), plain_copies(), device_is_there(capability, is_users), recorder.reads(), choices:
         with no_initialisation():
             workload = build()
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
@@ -58,6 +59,19 @@ def capture(
             else:
                 roles = _train(recorder, step, resident)
     return _finish(recorder, step, roles, capability)
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """The same draws in every trace, and generators afterwards as they were: a model may be built and run by chance."""
+    state, plain = torch.get_rng_state(), random.getstate()
+    torch.manual_seed(0)
+    random.seed(0)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(plain)
 
 
 @contextmanager

@@ -11,11 +11,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -49,11 +48,26 @@ def here(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...]
 @contextmanager
 def device_is_there(capability: tuple[int, int] | None, is_users: IsUsers) -> Iterator[None]:
     """Until the end of the block, code may move things to the device and talk to it."""
-    with ExitStack() as stack:
-        for owner, name, ours in (*_tensors(), *_of_torch_cuda(capability or (9, 0), is_users), *_others()):
-            if hasattr(owner, name):
-                stack.enter_context(mock.patch.object(owner, name, ours))
+    with replaced((*_tensors(), *_of_torch_cuda(capability or (9, 0), is_users), *_others())):
         yield
+
+
+@contextmanager
+def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Attributes of objects, other ones until the end of the block; those that an object does not have are left out."""
+    before: list[tuple[Any, str, Any]] = []
+    try:
+        for owner, name, ours in changes:
+            if hasattr(owner, name):
+                before.append((owner, name, vars(owner).get(name, _NONE)))
+                setattr(owner, name, ours)
+        yield
+    finally:
+        for owner, name, plain in reversed(before):
+            delattr(owner, name) if plain is _NONE else setattr(owner, name, plain)
+
+
+_NONE = object()
 
 
 def _tensors() -> Iterator[tuple[Any, str, Any]]:

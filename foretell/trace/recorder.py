@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from foretell.trace import types
 from foretell.trace.devices import is_elsewhere
 from foretell.trace.reading import ORDINARY, Reading
-from foretell.trace.values import follow
+from foretell.trace.values import about, follow, value_of
 
 _DEVICE = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
@@ -96,6 +96,7 @@ _UNREAD = frozenset(
     )
 )  # fmt: skip
 """Ops that read no element of their inputs, so how those lie in memory costs nothing."""
+_WHOLE = ("bool", "int", "uint")
 _PYTHON = ("forward", "recompute")
 """Phases in which ops are asked for by Python, and may be written down by autograd."""
 _READS: dict[Any, bool] = {}
@@ -157,6 +158,7 @@ class Recorder(Reading):
         self._last: Row | None = None
         self._ids: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
+        self._valued: set[int] = set()
         self._specs: dict[tuple[Any, Any], types.TensorSpec] = {}
         self._paths: dict[int, str] = {}
         self._parameter_paths: dict[int, str] = {}
@@ -270,9 +272,25 @@ class Recorder(Reading):
         if func is _MKLDNN_RNN and self.capability is None:
             with self.muted():
                 output = (*output[:3], output[0].new_empty(_workspace_of(func, args), dtype=torch.uint8))
-        follow(func, args, kwargs, output, True, lambda: self.where(func))
-        self.record(self._name(func), (args, kwargs), output, attributes(func, args))
+        row = self.record(self._name(func), (args, kwargs), output, attributes(func, args))
+        if self._matters(func, row):
+            follow(func, args, kwargs, output, True, lambda: self.where(func))
+            for ref, tensor in zip((*row.inputs, *row.outputs), _tensors((args, kwargs, output)), strict=True):
+                (self._valued.discard if value_of(tensor) is None else self._valued.add)(ref.storage)
         return output
+
+    def _matters(self, func: Any, row: Row) -> bool:
+        """Whether an op may give its outputs values, or take some away."""
+        op = about(func)
+        if not op.follows:
+            return False
+        if op.writes:
+            return any(ref.storage in self._valued for ref in row.inputs)
+        if self._phase == "update":
+            return False  # nobody reads what an optimizer makes
+        if op.rule is not None and row.outputs and row.outputs[-1].spec.dtype.startswith(_WHOLE):
+            return True
+        return all(ref.storage in self._valued for ref in row.inputs)
 
     def _grouped_mm(self, args: Any, kwargs: Any) -> Any:
         """CUDA takes any float dtype here; the shape rule on fake tensors insists on bf16."""
@@ -290,7 +308,7 @@ class Recorder(Reading):
             self.record(name, inputs, output, attrs)
         return output
 
-    def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> None:
+    def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> Row:
         row = self._add_row(name)
         asked = self.capability is None and row.phase in _PYTHON and name.startswith("aten.")
         row.attrs = (*attrs, types.NO_GRAD) if asked and not _written_down(inputs) else attrs
@@ -302,6 +320,7 @@ class Recorder(Reading):
         )
         row.inputs = tuple(self._refs(inputs, None))
         row.outputs = tuple(self._refs(outputs, row))
+        return row
 
     def _is_of_zeros(self, inputs: Any) -> bool:
         born = self.born_in.get(self.storage_id(next(_tensors(inputs))))
@@ -359,6 +378,8 @@ class Recorder(Reading):
         self._ids[key] = number
         self.sizes[number] = storage.nbytes()
         self.born_in[number] = born
+        if "value" in storage.__dict__:
+            self._valued.add(number)
         if born is not None:
             born.allocates.append(number)
         self._alive[number] = weakref.ref(storage, lambda _: self._died(key, number))
