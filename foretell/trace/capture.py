@@ -22,11 +22,13 @@ from foretell.trace.cuda import cuda_choices, real_masks
 from foretell.trace.devices import device_is_there
 from foretell.trace.flops import flops
 from foretell.trace.formulas import plain_formulas
+from foretell.trace.lazy import lazy_modules
 from foretell.trace.load import is_users
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder, Row
 from foretell.trace.step import Step, Workload
 from foretell.trace.values import value_of
+from foretell.trace.wrappers import seen_through
 
 TRAIN_FIRST = ("micro_first", "micro_next", "update_first", "zero_grad")
 TRAIN_STEADY = ("micro_first", "micro_next", "update", "zero_grad")
@@ -46,7 +48,7 @@ def capture(
     """
     recorder = Recorder(hints)
     choices = cuda_choices(recorder, capability) if capability else cpu_choices(recorder)
-    with no_collection(), seeded(), recorder, plain_formulas(), plain_copies(), device_is_there(capability, is_users), recorder.reads(), choices:
+    with no_collection(), seeded(), recorder, plain_formulas(), any_code(recorder, capability), choices:
         with no_initialisation():
             workload = build()
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
@@ -59,6 +61,16 @@ def capture(
             else:
                 roles = _train(recorder, step, resident)
     return _finish(recorder, step, roles, capability)
+
+
+@contextmanager
+def any_code(recorder: Recorder, capability: tuple[int, int] | None) -> Iterator[None]:
+    """Until the end of the block, code may do on fake tensors what it does on real ones."""
+    with (
+        plain_copies(), lazy_modules(), device_is_there(capability, is_users), seen_through(recorder.assumed.add),
+        recorder.reads(),
+    ):  # fmt: skip
+        yield
 
 
 @contextmanager

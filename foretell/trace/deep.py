@@ -29,12 +29,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from foretell.trace import types
 from foretell.trace.blocks import find_blocks
-from foretell.trace.capture import capture, no_initialisation
+from foretell.trace.capture import any_code, capture, no_initialisation
 from foretell.trace.collection import no_collection
-from foretell.trace.copies import plain_copies
-from foretell.trace.devices import device_is_there
 from foretell.trace.fold import join_path, split_path
-from foretell.trace.load import is_users
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder
 from foretell.trace.step import Workload, call_model, compute_loss
@@ -76,7 +73,7 @@ def extended(
     if hints:
         raise Doubt("hints may name single blocks")
     with no_collection():
-        with Recorder() as recorder, plain_copies(), device_is_there(capability, is_users):
+        with Recorder() as recorder, any_code(recorder, capability):
             with no_initialisation():
                 workload = build()
             path, depth = find_stack(workload.model)
