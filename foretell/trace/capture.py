@@ -123,7 +123,8 @@ def _train(recorder: Recorder, step: Step, resident: list[int]) -> _Roles:
 def _resident(recorder: Recorder, workload: Workload) -> list[int]:
     """Storages that exist before the step, in the order in which `.to(device)` would make them."""
     tensors = [*_in_move_order(workload.model), *_leaves(workload.batch)]
-    return list(dict.fromkeys(recorder.storage_id(tensor) for tensor in tensors))
+    parts = [part for one in tensors for part in ((one,) if one.layout is torch.strided else recorder.parts(one))]
+    return list(dict.fromkeys(recorder.storage_id(part) for part in parts))
 
 
 def _in_move_order(module: nn.Module) -> Iterator[Tensor]:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -33,6 +34,10 @@ _ITEM = _aten._local_scalar_dense.default
 ORDINARY = {"aten.all.default": True, "aten.any.default": False, "aten.sum.default ==": True}
 """Questions about a whole tensor, answered as ordinary data would: no padding, no NaN, a mask that masks nothing."""
 _TRUE = {"_is_all_true": True, "_is_any_true": False, "equal": True, "allclose": True, "is_nonzero": False}
+_COALESCE = _aten._coalesce.default
+"""Its shape rule finds no element at all."""
+WRAPPERS = (NestedTensor,)
+"""Tensors made of others, which take their ops apart themselves."""
 _FOREIGN = ("Please convert all Tensors to FakeTensors", "Mixing fake modes")
 
 
@@ -54,6 +59,14 @@ class Reading(QuickKeys):
 
     def __deepcopy__(self, memo: Any) -> Reading:
         return self
+
+    def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:
+        """The length of a ragged dimension, which is a symbol; there are none else here."""
+        if self.shape_env is None:
+            from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+            self.shape_env = ShapeEnv()
+        return super().create_symbolic_nested_int(nt_tensor_id=nt_tensor_id)
 
     def _here(self) -> str:
         raise NotImplementedError
@@ -80,6 +93,10 @@ class Reading(QuickKeys):
     def answered(self, func: Any, kinds: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What the op gives on fake tensors, also where that depends on what is in them. To be called muted."""
         try:
+            if func is _COALESCE:
+                return self._coalesced(func, args[0])
+            if func is _ITEM and self.shape_env is not None:
+                return self._item(func, args[0])
             output = self.dispatch(func, kinds, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return self._by_values(func, args, kwargs)
@@ -97,6 +114,22 @@ class Reading(QuickKeys):
             with no_dispatch():
                 attach(output, args[0].clone())
         return output
+
+    def _coalesced(self, func: Any, source: Tensor) -> Tensor:
+        with self:
+            indices, numbers = source._indices(), source._values()
+            count, twin = indices.shape[1], known(indices)
+            if twin is not None:
+                with no_dispatch():
+                    count = torch.unique(twin, dim=1).shape[1]
+            else:
+                self._assume(f"{self.where(func)} is taken to find no place twice")
+            parts = indices.new_empty((indices.shape[0], count)), numbers.new_empty((count, *numbers.shape[1:]))
+            make = _aten._sparse_coo_tensor_with_dims_and_tensors.default
+            return make(  # type: ignore[no-any-return]
+                source.sparse_dim(), source.dense_dim(), list(source.shape), *parts, dtype=source.dtype, layout=torch.sparse_coo,
+                device=torch.device("cpu"), is_coalesced=True,
+            )  # fmt: skip
 
     def _ours(self, values: Any) -> Any:
         """Tensors that were made elsewhere, real ones and those of another trace, as this mode's own."""

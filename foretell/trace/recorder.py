@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from foretell.trace import types
 from foretell.trace.devices import is_elsewhere
-from foretell.trace.reading import ORDINARY, Reading
+from foretell.trace.reading import ORDINARY, WRAPPERS, Reading
 from foretell.trace.values import about, follow, value_of
 
 _DEVICE = torch.ops.prim.device.default
@@ -223,6 +223,8 @@ class Recorder(Reading):
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return args[0].fake_device
+        if self.shape_env is not None and any(issubclass(kind, WRAPPERS) for kind in kinds):
+            return NotImplemented
         if kwargs and is_elsewhere(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
         if self._depth:
@@ -275,8 +277,9 @@ class Recorder(Reading):
         row = self.record(self._name(func), (args, kwargs), output, attributes(func, args))
         if self._matters(func, row):
             follow(func, args, kwargs, output, True, lambda: self.where(func))
-            for ref, tensor in zip((*row.inputs, *row.outputs), _tensors((args, kwargs, output)), strict=True):
-                (self._valued.discard if value_of(tensor) is None else self._valued.add)(ref.storage)
+            for tensor in _tensors((args, kwargs, output)):
+                if tensor.layout is torch.strided:
+                    (self._valued.discard if value_of(tensor) is None else self._valued.add)(self.storage_id(tensor))
         return output
 
     def _matters(self, func: Any, row: Row) -> bool:
@@ -356,7 +359,17 @@ class Recorder(Reading):
 
     def _refs(self, values: Any, born: Row | None) -> Iterator[types.Ref]:
         for tensor in _tensors(values):
-            yield types.Ref(self.storage_id(tensor, born), self.spec(tensor))
+            for part in (tensor,) if tensor.layout is torch.strided else self.parts(tensor):
+                yield types.Ref(self.storage_id(part, born), self.spec(part))
+
+    def parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The dense tensors that a sparse one is made of: its values first."""
+        with self.muted(), self:
+            if tensor.layout is torch.sparse_coo:
+                return tensor._values(), tensor._indices()
+            rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+            first, second = (tensor.crow_indices(), tensor.col_indices()) if rows else (tensor.ccol_indices(), tensor.row_indices())
+            return tensor.values(), first, second
 
     def spec(self, tensor: Tensor) -> types.TensorSpec:
         key = (tensor.shape, tensor.dtype)
@@ -369,6 +382,8 @@ class Recorder(Reading):
 
     def storage_id(self, tensor: Tensor, born: Row | None = None) -> int:
         """The id of a tensor's storage; a storage never seen before is born in `born`."""
+        if tensor.layout is not torch.strided:
+            tensor = self.parts(tensor)[0]
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._ids.get(key)

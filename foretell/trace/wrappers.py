@@ -73,6 +73,16 @@ def _flex(tell: Tell) -> Iterator[tuple[Any, str, Any]]:
 
     yield flex, "flex_attention", flex_attention
 
+    import torch.nested._internal.sdpa as ragged
+    from torch.nn.attention import SDPBackend
+
+    def kernel(query: Tensor, *_: Any) -> SDPBackend:
+        """Of ragged sequences, on CUDA."""
+        low = query.dtype in (torch.float16, torch.bfloat16)
+        return SDPBackend.FLASH_ATTENTION if low else SDPBackend.EFFICIENT_ATTENTION
+
+    yield ragged, "_select_sdp_backend", kernel
+
 
 class _Inside(nn.Module):
     """A module in a wrapper that spreads it over devices."""
@@ -122,6 +132,7 @@ def _distributed(tell: Tell) -> Iterator[tuple[Any, str, Any]]:
     yield dist, "init_process_group", lambda *args, **kwargs: started.append(True)
     yield dist, "is_initialized", lambda: bool(started)
     yield dist, "destroy_process_group", lambda *args: started.clear()
+    yield dist, "get_backend", lambda *args: "gloo"
     yield dist, "get_rank", lambda *args: 0
     yield dist, "get_world_size", lambda *args: 1
     for name in ("barrier", "all_reduce", "broadcast", "reduce", "monitored_barrier"):

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from foretell.trace.devices import device_is_there, is_elsewhere
 from foretell.trace.load import is_users
+from foretell.trace.wrappers import seen_through
 
 
 class _OnCpu(TorchFunctionMode):
@@ -23,5 +24,5 @@ class _OnCpu(TorchFunctionMode):
 
 @contextmanager
 def here() -> Iterator[None]:
-    with device_is_there(None, is_users), _OnCpu():
+    with device_is_there(None, is_users), seen_through(str), _OnCpu():
         yield
