@@ -24,6 +24,7 @@ from foretell.trace.flops import flops
 from foretell.trace.formulas import plain_formulas
 from foretell.trace.lazy import lazy_modules
 from foretell.trace.load import is_users
+from foretell.trace.ragged import any_lengths
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder, Row
 from foretell.trace.step import Step, Workload
@@ -48,7 +49,7 @@ def capture(
     """
     recorder = Recorder(hints)
     choices = cuda_choices(recorder, capability) if capability else cpu_choices(recorder)
-    with no_collection(), seeded(), recorder, plain_formulas(), any_code(recorder, capability), choices:
+    with no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability):
         with no_initialisation():
             workload = build()
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
@@ -68,7 +69,7 @@ def any_code(recorder: Recorder, capability: tuple[int, int] | None) -> Iterator
     """Until the end of the block, code may do on fake tensors what it does on real ones."""
     with (
         plain_copies(), lazy_modules(), device_is_there(capability, is_users), seen_through(recorder.assumed.add),
-        recorder.reads(),
+        recorder.reads(), any_lengths(recorder),
     ):  # fmt: skip
         yield
 

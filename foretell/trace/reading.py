@@ -50,6 +50,7 @@ class Reading(QuickKeys):
         self.assumed: set[str] = set()
         self.patient = True
         """While the model is built, a question without an answer is an error: it is then built another way."""
+        self.before_packing: Callable[[], None] = lambda: None
         self._phase = ""
         self._depth = 0
         self._rows: list[Any] | None = None
@@ -197,7 +198,7 @@ class Reading(QuickKeys):
                 return found[0]
         if self._rows is None and self.patient and not _has_known_masks(func, args):
             raise DataDependentOutputException(func)
-        special = _SPECIAL.get(about(func).name)
+        special = SPECIAL.get(about(func).name)
         if special is not None:
             return special(self, func, args, kwargs, hint)
         name = about(func).name
@@ -380,7 +381,7 @@ def _repeat_interleave(mode: Reading, func: Any, args: Any, kwargs: Any, hint: f
 
 
 Special = Callable[[Reading, Any, Any, Any, float | None], Any]
-_SPECIAL: dict[str, Special] = {
+SPECIAL: dict[str, Special] = {
     "nonzero": _nonzero, "masked_select": _masked_select, "index": _index, "_unique2": _as_many, "unique_consecutive": _as_many,
     "unique_dim": _as_many, "unique_dim_consecutive": _as_many, "bincount": _bincount, "repeat_interleave": _repeat_interleave,
 }  # fmt: skip
