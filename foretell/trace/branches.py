@@ -46,11 +46,16 @@ def wanted(frame: FrameType | None, looked: dict[tuple[int, int], int]) -> tuple
             for test, owner in _tests(file):
                 if _covers(test, position):
                     found = _answer(test, owner, position, (id(frame), test.lineno), looked)
-                    return None if found is None else (found, f"{file}:{test.lineno}")
+                    return None if found is None else (found, f"{short(file)}:{test.lineno}")
         if "/torch/" not in file and not _is_machinery(file):
             return None
         frame = frame.f_back
     return None
+
+
+def short(file: str) -> str:
+    """A file's name, with its folder where it is one of many of that name in a package."""
+    return "/".join(file.split("/")[-2:]) if "/site-packages/" in file else file.rpartition("/")[2]
 
 
 @functools.cache

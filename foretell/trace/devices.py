@@ -210,3 +210,11 @@ def _others() -> Iterator[tuple[Any, str, Any]]:
     yield torch.autocast, "__init__", autocast
     yield torch, "Generator", _Generator
     yield torch, "get_default_device", lambda: _CPU
+    default, typed = torch.set_default_device, torch.set_default_tensor_type
+    yield torch, "set_default_device", lambda device: None if is_elsewhere(device) else default(device)
+
+    def default_type(kind: Any) -> None:
+        if isinstance(kind, str):
+            typed(kind.replace("torch.cuda.", "torch."))
+
+    yield torch, "set_default_tensor_type", default_type

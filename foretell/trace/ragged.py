@@ -103,31 +103,95 @@ def pad(
     return (whole.transpose(0, 1) if batch_first else whole), lengths
 
 
-def packed_rnn(
-    kind: str, dense: Callable[..., tuple[Tensor, ...]], recorder: Recorder, data: Tensor, batch_sizes: Tensor, hx: Any,
-    params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float, train: bool, bidirectional: bool,
+def packed_on_cuda(
+    kind: str, recorder: Recorder, data: Tensor, batch_sizes: Tensor, hx: Any, params: Sequence[Tensor], has_biases: bool,
+    num_layers: int, dropout: float, train: bool, bidirectional: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """cuDNN's op over as many steps and samples as are packed: those of one long sequence."""
-    if recorder.capability is not None:
-        recorder.assumed.add("cuDNN's reserve for packed sequences is taken to be that of one sequence as long as all of them")
-    hidden = list(hx) if kind == "lstm" else [hx]
-    first = [one.narrow(1, 0, 1) for one in hidden] if recorder.capability is not None else hidden
-    output, *last = dense(
-        recorder, data.unsqueeze(1), first if kind == "lstm" else first[0], params, has_biases, num_layers, dropout, train,
+    from foretell.trace import cuda_rnn
+
+    recorder.assumed.add("cuDNN's reserve for packed sequences is taken to be that of one sequence as long as all of them")
+    hidden = [one.narrow(1, 0, 1) for one in (hx if kind == "lstm" else [hx])]
+    output, *last = getattr(cuda_rnn, kind)(
+        recorder, data.unsqueeze(1), hidden if kind == "lstm" else hidden[0], params, has_biases, num_layers, dropout, train,
         bidirectional, False,
     )  # fmt: skip
-    samples = hidden[0].shape[1]
+    samples = (hx[0] if kind == "lstm" else hx).shape[1]
     return output.squeeze(1), *(one.expand(-1, samples, -1) for one in last)
 
 
-def _on_cpu(name: str) -> Callable[..., tuple[Tensor, ...]]:
-    op = getattr(torch.ops.aten, name).input
+def packed_on_cpu(
+    kind: str, recorder: Recorder, data: Tensor, batch_sizes: Tensor, hx: Any, params: Sequence[Tensor], has_biases: bool,
+    num_layers: int, dropout: float, train: bool, bidirectional: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Step by step over the samples that have it, as PyTorch does without a library for it."""
+    sizes = _sizes(recorder, batch_sizes, data.shape[0])
+    states = [hx] if kind != "lstm" else list(hx)
+    each = [[state.select(0, place) for state in states] for place in range(states[0].shape[0])]
+    count, ways, last = (4 if has_biases else 2), (2 if bidirectional else 1), []
+    for layer in range(num_layers):
+        outputs = []
+        for way in range(ways):
+            place = layer * ways + way
+            output, end = _along(kind, data, sizes, each[place], params[count * place : count * (place + 1)], bool(way))
+            outputs.append(output)
+            last.append(end)
+        data = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        if dropout and train and layer < num_layers - 1:
+            data = torch.dropout(data, dropout, True)
+    return data, *(torch.stack(list(ends)) for ends in zip(*last, strict=True))
 
-    def dense(recorder: Recorder, data: Tensor, hidden: Any, *rest: Any) -> Any:
-        narrow = [one.narrow(1, 0, 1) for one in hidden] if name == "lstm" else hidden.narrow(1, 0, 1)
-        return op(data, narrow, *rest)
 
-    return dense
+def _along(
+    kind: str, data: Tensor, sizes: list[int], first: list[Tensor], params: Sequence[Tensor], backwards: bool
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """One layer one way: fewer samples from step to step, or more where it goes backwards."""
+    w_in, w_hidden, *biases = params
+    b_in, b_hidden = biases if biases else (None, None)
+    given = torch.nn.functional.linear(data, w_in, b_in)
+    steps, ended, outputs = list(enumerate(sizes)), [], []
+    starts = [sum(sizes[:step]) for step in range(len(sizes))]
+    before = sizes[-1] if backwards else sizes[0]
+    state = [one.narrow(0, 0, before) for one in first]
+    for step, size in reversed(steps) if backwards else steps:
+        if size < before:
+            ended.append([one.narrow(0, size, before - size) for one in state])
+            state = [one.narrow(0, 0, size) for one in state]
+        elif size > before:
+            state = [torch.cat([one, begin.narrow(0, before, size - before)]) for one, begin in zip(state, first, strict=True)]
+        before = size
+        state = _CELLS[kind](given.narrow(0, starts[step], size), state, w_hidden, b_hidden)
+        outputs.append(state[0])
+    ended.append(state)
+    ends = [torch.cat(list(parts)) for parts in zip(*reversed(ended), strict=True)] if len(ended) > 1 else state
+    return torch.cat(outputs[::-1] if backwards else outputs), ends
+
+
+def _lstm_cell(given: Tensor, state: list[Tensor], weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    gates = torch.nn.functional.linear(state[0], weight, bias).add_(given)
+    into, keep, new, out = gates.unsafe_chunk(4, 1)
+    into, keep, new, out = into.sigmoid_(), keep.sigmoid_(), new.tanh_(), out.sigmoid_()
+    cell = (keep * state[1]).add_(into * new)
+    return [out * cell.tanh(), cell]
+
+
+def _gru_cell(given: Tensor, state: list[Tensor], weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    from_input = given.unsafe_chunk(3, 1)
+    from_hidden = torch.nn.functional.linear(state[0], weight, bias).unsafe_chunk(3, 1)
+    reset = from_hidden[0].add_(from_input[0]).sigmoid_()
+    keep = from_hidden[1].add_(from_input[1]).sigmoid_()
+    new = from_input[2].add(from_hidden[2].mul_(reset)).tanh_()
+    return [(state[0] - new).mul_(keep).add_(new)]
+
+
+def _plain_cell(given: Tensor, state: list[Tensor], weight: Tensor, bias: Tensor | None, squash: str) -> list[Tensor]:
+    return [getattr(torch, squash)(torch.nn.functional.linear(state[0], weight, bias).add_(given))]
+
+
+_CELLS: dict[str, Callable[..., list[Tensor]]] = {
+    "lstm": _lstm_cell, "gru": _gru_cell, "rnn_tanh": functools.partial(_plain_cell, squash="tanh"),
+    "rnn_relu": functools.partial(_plain_cell, squash="relu"),
+}  # fmt: skip
 
 
 @contextmanager
@@ -148,16 +212,14 @@ def any_lengths(recorder: Recorder) -> Iterator[None]:
 
 
 def _kernels(recorder: Recorder) -> Any:
-    from foretell.trace import cuda_rnn
-
     library = torch.library.Library("aten", "IMPL")
     kernels: dict[str, Callable[..., Any]] = {
         "_pack_padded_sequence_backward": functools.partial(pack_backward, recorder),
         "_pad_packed_sequence": functools.partial(pad, recorder),
     }
     for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        dense = getattr(cuda_rnn, name) if recorder.capability is not None else _on_cpu(name)
-        kernels[f"{name}.data"] = functools.partial(packed_rnn, name, dense, recorder)
+        packed = packed_on_cpu if recorder.capability is None else packed_on_cuda
+        kernels[f"{name}.data"] = functools.partial(packed, name, recorder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for op, kernel in kernels.items():

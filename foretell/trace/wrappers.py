@@ -39,6 +39,13 @@ def _compiling(tell: Tell) -> Iterator[tuple[Any, str, Any]]:
     def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         tell(COMPILED)
 
+    script = torch.jit.script
+
+    def scripted(*args: Any, **kwargs: Any) -> Any:
+        tell("TorchScript's functions are traced op by op: what it fuses and keeps for backward on its own is not")
+        return script(*args, **kwargs)
+
+    yield torch.jit, "script", scripted
     yield torch, "compile", compile
     yield nn.Module, "compile", compile_module
 
