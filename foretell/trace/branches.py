@@ -4,6 +4,8 @@
     if bad.any(): raise ...        not taken
     if done.all(): break           not taken: a step that goes on is the larger one
     while not converged: ...       once
+
+A question that is asked again and again in one call of a module is answered otherwise in the end: loops end.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import functools
 import itertools
 import linecache
 from types import FrameType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 Position: TypeAlias = tuple[int, int, int, int]
 _EXITS = (ast.Raise, ast.Break, ast.Return, ast.Continue)
@@ -35,22 +37,40 @@ def _tests(file: str) -> tuple[tuple[ast.expr, ast.AST], ...]:
     return tuple((node.test, node) for node in nodes if isinstance(node, (ast.If, ast.IfExp, ast.Assert, ast.While)))
 
 
-def wanted(frame: FrameType | None, looked: dict[tuple[int, int], int]) -> tuple[bool, str] | None:
-    """The answer that keeps a healthy step going, and where it is asked; None where the code does not say.
+class Asked(NamedTuple):
+    """A condition of the user's code, at the moment it is asked."""
 
-    `looked` counts how often a frame's `while` was asked."""
+    answer: bool | None
+    """What keeps a healthy step going; None where the code does not say."""
+    where: str
+    loops: bool
+    """It is that of a `while`."""
+    guards: bool
+    """It decides whether the code raises."""
+
+
+def asked(frame: FrameType | None) -> Asked | None:
+    """The condition that a truth value or a number is read for; None where it is none."""
     while frame is not None:
         file = frame.f_code.co_filename
         position = None if _is_machinery(file) else _position(frame)
         if position is not None:
             for test, owner in _tests(file):
                 if _covers(test, position):
-                    found = _answer(test, owner, position, (id(frame), test.lineno), looked)
-                    return None if found is None else (found, f"{short(file)}:{test.lineno}")
+                    whole, guards = _whole(owner)
+                    answer = None if whole is None else _of_part(test, whole, position)
+                    return Asked(answer, f"{short(file)}:{test.lineno}", isinstance(owner, ast.While), guards)
         if "/torch/" not in file and not _is_machinery(file):
             return None
         frame = frame.f_back
     return None
+
+
+def asker(frame: FrameType | None) -> FrameType | None:
+    """The frame of the code that asks, past what is between it and us."""
+    while frame is not None and ("/torch/" in frame.f_code.co_filename or _is_machinery(frame.f_code.co_filename)):
+        frame = frame.f_back
+    return frame
 
 
 def short(file: str) -> str:
@@ -86,21 +106,17 @@ def _covers(node: ast.expr, position: Position) -> bool:
     return inside and (last, end) <= (node.end_lineno or 0, node.end_col_offset or 0)
 
 
-def _answer(
-    test: ast.expr, owner: ast.AST, position: Position, at: tuple[int, int], looked: dict[tuple[int, int], int]
-) -> bool | None:  # fmt: skip
+def _whole(owner: ast.AST) -> tuple[bool | None, bool]:
+    """What the whole condition is in a healthy run, and whether code raises otherwise."""
     if isinstance(owner, ast.Assert):
-        whole = True
-    elif isinstance(owner, ast.While):
-        looked[at] = looked.get(at, 0) + 1
-        whole = looked[at] == 1
-    elif isinstance(owner, ast.If) and isinstance(owner.body[-1], _EXITS):
-        whole = False
-    elif isinstance(owner, ast.If) and owner.orelse and isinstance(owner.orelse[-1], ast.Raise):
-        whole = True
-    else:
-        return None
-    return _of_part(test, whole, position)
+        return True, True
+    if isinstance(owner, ast.While):
+        return True, False
+    if isinstance(owner, ast.If) and isinstance(owner.body[-1], _EXITS):
+        return False, isinstance(owner.body[-1], ast.Raise)
+    if isinstance(owner, ast.If) and owner.orelse and isinstance(owner.orelse[-1], ast.Raise):
+        return True, True
+    return None, False
 
 
 def _of_part(test: ast.expr, whole: bool, position: Position) -> bool | None:

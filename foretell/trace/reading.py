@@ -6,7 +6,9 @@ with (`trace.branches`), an ordinary answer. What was not known is written down 
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
@@ -25,9 +27,9 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from foretell.trace.branches import wanted
+from foretell.trace.branches import asked, asker, short
 from foretell.trace.keys import QuickKeys
-from foretell.trace.values import ASSUMED, FOLLOWED, Value, about, attach, flat, is_small, known, run, value_of
+from foretell.trace.values import ASSUMED, DRAWN, FOLLOWED, Value, about, attach, flat, is_small, known, run, value_of
 
 _aten = torch.ops.aten
 _ITEM = _aten._local_scalar_dense.default
@@ -36,6 +38,8 @@ ORDINARY = {"aten.all.default": True, "aten.any.default": False, "aten.sum.defau
 _TRUE = {"_is_all_true": True, "_is_any_true": False, "equal": True, "allclose": True, "is_nonzero": False}
 _COALESCE = _aten._coalesce.default
 """Its shape rule finds no element at all."""
+PATIENCE = 64
+"""Times that a line gets the same answer in one call of a module."""
 WRAPPERS = (NestedTensor,)
 """Tensors made of others, which take their ops apart themselves."""
 _FOREIGN = ("Please convert all Tensors to FakeTensors", "Mixing fake modes")
@@ -55,7 +59,9 @@ class Reading(QuickKeys):
         self._depth = 0
         self._rows: list[Any] | None = None
         self._names: dict[Any, str] = {}
-        self._looked: dict[tuple[int, int], int] = {}
+        self._looked: Counter[Any] = Counter()
+        self._calls: list[int] = []
+        self._numbers = itertools.count(1)
         self._taken_in = WeakIdKeyDictionary()
 
     def __deepcopy__(self, memo: Any) -> Reading:
@@ -214,7 +220,7 @@ class Reading(QuickKeys):
         if hint is not None and source.dtype is not torch.bool:
             return hint if source.is_floating_point() else int(hint)
         value = value_of(source)
-        if value is not None and value.kind != ASSUMED:
+        if value is not None and (value.kind == FOLLOWED or (value.kind == DRAWN and self._turn() <= PATIENCE)):
             self._note(value)
             return known(source).item()  # type: ignore[union-attr]
         if value is None and self._rows is None and self.patient:
@@ -224,19 +230,38 @@ class Reading(QuickKeys):
         if value is not None:
             self._note(value)
             return known(source).item()  # type: ignore[union-attr]
+        return self._number(source)
+
+    def _number(self, source: Tensor) -> float | int:
+        condition, turn = asked(sys._getframe(1)), self._turn()
+        if (condition is not None and condition.loops and turn > 1) or turn > PATIENCE:
+            other = (0.0, 1e6, 1.0)[turn % 3]
+            return other if source.is_floating_point() else int(other)
         answer: float | int = 1.0 if source.is_floating_point() else 1
         self._assume(f"the number that {self._asker()} reads is taken to be {answer}")
         return answer
+
+    def _turn(self) -> int:
+        """How often this line has asked in this call of a module."""
+        frame = asker(sys._getframe(1))
+        key = (self._calls[-1] if self._calls else 0, frame and frame.f_code, frame and frame.f_lineno)
+        self._looked[key] += 1
+        return self._looked[key]
 
     def _truth(self, func: Any, otherwise: bool | None, value: Value | None = None, source: Tensor | None = None) -> bool:
         """A truth value that code asks for: what a healthy run goes on with, or an ordinary answer."""
         ordinary = self._ordinary(source) if value is None and source is not None else None
         if ordinary is not None:
             return ordinary
-        found = wanted(sys._getframe(1), self._looked)
-        if found is not None:
-            self._assume(f"the condition at {found[1]} is taken to be {found[0]}")
-            return found[0]
+        condition, turn = asked(sys._getframe(1)), self._turn()
+        if condition is not None and condition.answer is not None:
+            answer = condition.answer
+            if not condition.guards and turn > (1 if condition.loops else PATIENCE):
+                return not answer
+            self._assume(f"the condition at {condition.where} is taken to be {answer}")
+            return answer
+        if turn > PATIENCE:
+            return not otherwise
         if value is not None and otherwise is not None:
             self._note(value)
             return otherwise
@@ -253,13 +278,8 @@ class Reading(QuickKeys):
 
     def _asker(self) -> str:
         """The line that wants to know, as `model.py:12`."""
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if "/torch/" not in file and "/foretell/trace/" not in file and not file.startswith("<"):
-                return f"{file.rpartition('/')[2]}:{frame.f_lineno}"
-            frame = frame.f_back
-        return self._here() or "the model"
+        frame = asker(sys._getframe(1))
+        return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else self._here() or "the model"
 
     def _hint(self, name: str, module: str) -> float | None:
         for pattern, value in self.hints.items():

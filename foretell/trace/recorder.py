@@ -209,9 +209,11 @@ class Recorder(Reading):
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         self._stack.append(self._paths.get(id(module), self._here()))
+        self._calls.append(next(self._numbers))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         path = self._stack.pop()
+        self._calls.pop()
         if not path and not self._stack and self._rows is not None and self._phase == "forward":
             self._add_row("foretell.model_end")
 
