@@ -49,6 +49,13 @@ _NO_CUDA = (
 _CUDA_REMEDY = "build the model on the CPU or meta device; foretell decides where it runs"
 _POSITION_TABLES = {"wpe", "positions", "position_embeddings", "embed_positions", "position_embedding"}
 _READS_VALUES = "the code reads the value of a tensor (.item(), bool(), tolist(), x[mask]): use plain Python numbers there"
+_STEP_REMEDIES = {
+    "Unsupported dtype BFloat16": "Fourier transforms take no bf16, on a GPU neither: --precision fp32, or .float() before them",
+    "not support sparse gradients": "make the embedding with sparse=False, or train with --optimizer sgd",
+    "but its data is not allocated yet": "a compiled extension reads the tensor itself: use a plain PyTorch op there",
+    "Cannot access data pointer": "a compiled extension reads the tensor itself: use a plain PyTorch op there",
+}
+"""What PyTorch says of a step, and what can be done."""
 _SMALL, _SMALL_IN_ALL = 2**20, 2**26
 """Numbers in a tensor that a constructor may read, and in all of them together."""
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -169,7 +176,8 @@ def model_error(model: str, error: BaseException, doing: str = "building", remed
 
 def step_error(model: str, error: BaseException) -> ModelError:
     """The same for an exception out of a step of a model that was built."""
-    return model_error(model, error, "one step of", "check that the batch is what forward and the loss take")
+    known = next((remedy for said, remedy in _STEP_REMEDIES.items() if said in str(error)), None)
+    return model_error(model, error, "one step of", known or "check that the batch is what forward and the loss take")
 
 
 def reject_unknown(overrides: Iterable[str], known: Iterable[str], owner: str) -> None:
@@ -233,11 +241,29 @@ def _build_or_aside(source: Source) -> Workload:
             return _as_ambient(workload)
         except Exception as error:
             last = error
+    made = _build_assuming(source) if reads else None
+    if made is not None:
+        return made
     second = model_error(source.model, last)
     if second.remedy or not reads:
         raise second from last
     told = model_error(source.model, first)
     raise ModelError(told.problem, _READS_VALUES, told.detail) from last
+
+
+def _build_assuming(source: Source) -> Workload | None:
+    """Build in the ambient mode, with an assumed answer wherever the code asks for what is not known."""
+    import torch
+
+    mode: Any = torch.empty(0).fake_mode  # type: ignore[attr-defined]
+    _notes.clear()
+    try:
+        mode.patient = False
+        return _build(source)
+    except Exception:
+        return None
+    finally:
+        mode.patient = True
 
 
 def _weights_on_meta(real_up_to: int) -> AbstractContextManager[Any]:

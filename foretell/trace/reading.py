@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -31,7 +32,9 @@ from foretell.trace.branches import asked, asker, short
 from foretell.trace.keys import QuickKeys
 from foretell.trace.values import ASSUMED, DRAWN, FOLLOWED, Value, about, attach, flat, is_small, known, run, value_of
 
+FakeTensorDeviceMismatchError = getattr(fake_tensor, "FakeTensorDeviceMismatchError", fake_tensor.UnsupportedFakeTensorException)
 _aten = torch.ops.aten
+_CPU = torch.device("cpu")
 _ITEM = _aten._local_scalar_dense.default
 ORDINARY = {"aten.all.default": True, "aten.any.default": False, "aten.sum.default ==": True}
 """Questions about a whole tensor, answered as ordinary data would: no padding, no NaN, a mask that masks nothing."""
@@ -69,10 +72,10 @@ class Reading(QuickKeys):
 
     def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:
         """The length of a ragged dimension, which is a symbol; there are none else here."""
-        if self.shape_env is None:
+        if self.shape_env is None:  # type: ignore[has-type]
             from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-            self.shape_env = ShapeEnv()
+            self.shape_env: Any = ShapeEnv()
         return super().create_symbolic_nested_int(nt_tensor_id=nt_tensor_id)
 
     def _here(self) -> str:
@@ -112,31 +115,50 @@ class Reading(QuickKeys):
             if found is None:
                 raise
             return found[0]
+        except FakeTensorDeviceMismatchError:
+            strange = [one for one in flat((args, kwargs)) if isinstance(one, FakeTensor) and one.fake_device.type == "meta"]
+            if not strange:
+                raise
+            for tensor in strange:  # made by PyTorch's own code, which looks past the device that a fake tensor shows
+                tensor.fake_device = _CPU
+            return self.dispatch(func, kinds, args, kwargs)
         except AssertionError as error:
             if not any(said in str(error) for said in _FOREIGN):
                 raise
             args, kwargs = self._ours(args), self._ours(kwargs)
             return self.dispatch(func, kinds, args, kwargs)
+        if type(output) is FakeTensor and output.layout is torch.sparse_coo and output._nnz() == 0:
+            return self._as_full(args, output)
         if func is _aten.lift_fresh.default and not isinstance(args[0], FakeTensor) and is_small(args[0]):
             with no_dispatch():
                 attach(output, args[0].clone())
         return output
 
+    def _as_full(self, args: Any, output: Tensor) -> Tensor:
+        """Shape rules make sparse tensors without elements: they have as many as the first that they are made of."""
+        source = next((one for one in flat(args) if one.layout is torch.sparse_coo and one._nnz()), None)
+        if source is None or source.dense_dim() != output.dense_dim():
+            return output
+        with self:
+            return self._sparse(output, source._nnz(), output.is_coalesced())
+
     def _coalesced(self, func: Any, source: Tensor) -> Tensor:
         with self:
-            indices, numbers = source._indices(), source._values()
-            count, twin = indices.shape[1], known(indices)
+            count, twin = source._nnz(), known(source._indices())
             if twin is not None:
                 with no_dispatch():
                     count = torch.unique(twin, dim=1).shape[1]
             else:
                 self._assume(f"{self.where(func)} is taken to find no place twice")
-            parts = indices.new_empty((indices.shape[0], count)), numbers.new_empty((count, *numbers.shape[1:]))
-            make = _aten._sparse_coo_tensor_with_dims_and_tensors.default
-            return make(  # type: ignore[no-any-return]
-                source.sparse_dim(), source.dense_dim(), list(source.shape), *parts, dtype=source.dtype, layout=torch.sparse_coo,
-                device=torch.device("cpu"), is_coalesced=True,
-            )  # fmt: skip
+            return self._sparse(source, count, True)
+
+    def _sparse(self, like: Tensor, count: int, coalesced: bool) -> Tensor:
+        indices, numbers = like._indices(), like._values()
+        parts = indices.new_empty((indices.shape[0], count)), numbers.new_empty((count, *numbers.shape[1:]))
+        return _aten._sparse_coo_tensor_with_dims_and_tensors.default(  # type: ignore[no-any-return]
+            like.sparse_dim(), like.dense_dim(), list(like.shape), *parts, dtype=like.dtype, layout=torch.sparse_coo, device=_CPU,
+            is_coalesced=coalesced,
+        )  # fmt: skip
 
     def _ours(self, values: Any) -> Any:
         """Tensors that were made elsewhere, real ones and those of another trace, as this mode's own."""
@@ -329,9 +351,29 @@ class Reading(QuickKeys):
             with no_dispatch():
                 return numbers(tensor).numpy()
 
+        def from_data(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            """`torch.tensor` of a list with tensors in it reads them, past every mode."""
+
+            def read(data: Any) -> Any:
+                if isinstance(data, (list, tuple)):
+                    return [one.tolist() if isinstance(one, Tensor) else read(one) for one in data]
+                return data
+
+            def made(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+                return make(read(data) if isinstance(data, (list, tuple)) else data, *args, **kwargs)
+
+            return made
+
+        def to_text(tensor: Any, how: str) -> str:
+            return format(tensor.item(), how) if tensor.dim() == 0 else object.__format__(tensor, how)
+
         with ExitStack() as stack:
-            for name, ours in (("tolist", to_list), ("numpy", to_numpy)):
-                stack.enter_context(mock.patch.object(FakeTensor, name, ours, create=True))
+            for owner, name, ours in (
+                (FakeTensor, "__format__", to_text),
+                (FakeTensor, "tolist", to_list), (FakeTensor, "numpy", to_numpy), (torch, "tensor", from_data(torch.tensor)),
+                (torch, "as_tensor", from_data(torch.as_tensor)),
+            ):  # fmt: skip
+                stack.enter_context(mock.patch.object(owner, name, ours, create=True))
             yield
 
 

@@ -455,14 +455,14 @@ def _layouts(func: Any, args: Any) -> tuple[str, ...]:
     tensors = [value for value in args if isinstance(value, Tensor)]
     if len(tensors) != len(args):
         tensors = list(_tensors(args))
-    if all(tensor.is_contiguous() for tensor in tensors):
+    if all(tensor.layout is not torch.strided or tensor.is_contiguous() for tensor in tensors):
         return ()
     return (f"layout:{''.join([_layout(tensor) for tensor in tensors])}",)
 
 
 def _layout(tensor: Tensor) -> str:
     """c contiguous, t last two dimensions swapped, l channels last, b expanded, s otherwise strided."""
-    if tensor.is_contiguous():
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
         return "c"
     sizes, strides = tuple(tensor.shape), tensor.stride()
     if any(stride == 0 and size > 1 for size, stride in zip(sizes, strides, strict=True)):

@@ -4,11 +4,14 @@
     torch.cond, while_loop             the branch, the loop
     flex_attention                     one fused kernel over all positions
     DistributedDataParallel, FSDP      the module inside; how many devices there are is asked outside
+    torch.save, torch.load             what was saved, without a file
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foretell.trace.devices import replaced
+from foretell.trace.devices import is_elsewhere, replaced
 
 Tell = Callable[[str], None]
 COMPILED = "torch.compile in the model's own code is left out: the step is traced as eager PyTorch runs it"
@@ -27,7 +30,7 @@ COMPILED = "torch.compile in the model's own code is left out: the step is trace
 @contextmanager
 def seen_through(tell: Tell) -> Iterator[None]:
     """Until the end of the block; `tell` is told what was taken for something else."""
-    with replaced((*_compiling(tell), *_control(), *_flex(tell), *_distributed(tell))):
+    with replaced((*_compiling(tell), *_control(), *_flex(tell), *_distributed(tell), *_files())):
         yield
 
 
@@ -42,12 +45,30 @@ def _compiling(tell: Tell) -> Iterator[tuple[Any, str, Any]]:
     script = torch.jit.script
 
     def scripted(*args: Any, **kwargs: Any) -> Any:
-        tell("TorchScript's functions are traced op by op: what it fuses and keeps for backward on its own is not")
+        if "/torch/" not in sys._getframe(1).f_code.co_filename:
+            tell("TorchScript's functions are traced op by op: what it fuses and keeps for backward on its own is not")
         return script(*args, **kwargs)
 
     yield torch.jit, "script", scripted
     yield torch, "compile", compile
     yield nn.Module, "compile", compile_module
+
+
+def _files() -> Iterator[tuple[Any, str, Any]]:
+    """Weights that are saved have no numbers: they are kept for whoever loads them, and nothing is written."""
+    kept: dict[str, Any] = {}
+    load = torch.load
+
+    def save(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        kept[str(file)] = value
+
+    def loaded(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if str(file) in kept:
+            return copy.deepcopy(kept[str(file)])
+        return load(file, "cpu" if is_elsewhere(map_location) else map_location, *args, **kwargs)
+
+    yield torch, "save", save
+    yield torch, "load", loaded
 
 
 def _control() -> Iterator[tuple[Any, str, Any]]:

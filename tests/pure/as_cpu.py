@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch.overrides import TorchFunctionMode
 
 from foretell.trace.devices import device_is_there, is_elsewhere
