@@ -122,7 +122,7 @@ def _whole(owner: ast.AST) -> tuple[bool | None, bool]:
 def _of_part(test: ast.expr, whole: bool, position: Position) -> bool | None:
     """What the part that is asked must be for the whole condition to be this."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _of_part(test.operand, not whole, position)
+        return not whole if _range(test) == position else _of_part(test.operand, not whole, position)
     if isinstance(test, ast.BoolOp):
         for part in test.values:
             if _covers(part, position):

@@ -125,8 +125,7 @@ class Reading(QuickKeys):
         except AssertionError as error:
             if not any(said in str(error) for said in _FOREIGN):
                 raise
-            args, kwargs = self._ours(args), self._ours(kwargs)
-            return self.dispatch(func, kinds, args, kwargs)
+            return self.answered(func, kinds, self._ours(args), self._ours(kwargs))
         if type(output) is FakeTensor and output.layout is torch.sparse_coo and output._nnz() == 0:
             return self._as_full(args, output)
         if func is _aten.lift_fresh.default and not isinstance(args[0], FakeTensor) and is_small(args[0]):

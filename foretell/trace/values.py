@@ -14,12 +14,14 @@ something unknown becomes unknown. Three ways to have one:
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
 _aten = torch.ops.aten
@@ -42,7 +44,10 @@ class Value:
 def value_of(tensor: Tensor) -> Value | None:
     if tensor.layout is not torch.strided:
         return None
-    found: Value | None = tensor.untyped_storage().__dict__.get("value")
+    storage = tensor.untyped_storage()
+    found: Value | None = storage.__dict__.get("value")
+    if found is None and not isinstance(tensor, FakeTensor) and storage.device.type == "cpu":
+        return Value(storage, FOLLOWED)  # a real tensor, made where no mode sees it
     return found
 
 
@@ -99,6 +104,9 @@ def _compared(outputs: list[Tensor], func: Any, args: Any) -> list[Tensor | None
     """A mask lets everything pass; a single number is taken to be 1, and nothing is taken to be equal to it."""
     output = outputs[0]
     name = func._schema.name.partition("::")[2]
+    itself = len(args) > 1 and args[0] is args[1]  # how a NaN is looked for
+    if (itself and name == "ne") or (name == "eq" and isinstance(args[1], float) and not math.isfinite(args[1])):
+        return _zeros(outputs, func, args)
     if output.numel() != 1 or name not in _COMPARES:
         return _ones(outputs, func, args)
     if name == "eq" or (name == "ne" and isinstance(args[1], Tensor)):
@@ -157,7 +165,7 @@ def _argument(func: Any, args: Any, name: str, otherwise: Any) -> Any:
 Rule = Callable[[list[Tensor], Any, Any], list[Tensor | None]]
 _TURNS = "are taken to be spread evenly"
 _RULES: dict[str, tuple[Rule, str]] = {
-    **dict.fromkeys(("isnan", "isinf", "isneginf", "isposinf", "signbit"), (_zeros, "")),
+    **dict.fromkeys(("isnan", "isinf", "isneginf", "isposinf", "signbit"), (_zeros, "is taken to find none")),
     **dict.fromkeys(("isfinite", "isreal"), (_ones, "")),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "logical_or", "isclose", "isin"),
                     (_compared, "is taken to be true everywhere")),
@@ -257,7 +265,8 @@ def follow(func: Any, args: Any, kwargs: Any, output: Any, recorded: bool, where
         kind, words = worst.kind, worst.words
     if not op.writes:
         for fake, twin in zip(outputs, flat(made), strict=True):
-            attach(fake, twin, kind, words)
+            if fake.shape == twin.shape:  # a hint may say otherwise
+                attach(fake, twin, kind, words)
     elif kind:
         for value in _written(op, args):
             if value.kind < kind:
