@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 
 from foretell.trace.step import Workload
 from foretell.trace.values import attach, is_small
@@ -52,7 +53,8 @@ def as_ambient(workload: Workload) -> Workload:
         if id(value) not in made:
             new = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
             if value.device.type == "cpu" and value.layout is torch.strided and is_small(value):
-                attach(new, value.detach())
+                with no_dispatch():
+                    attach(new, value.detach().clone())
             parameter = isinstance(value, torch.nn.Parameter)
             made[id(value)] = torch.nn.Parameter(new, value.requires_grad) if parameter else new
         return made[id(value)]
