@@ -44,7 +44,7 @@ from foretell.trace.cuda import cuda_choices, real_masks
 from foretell.trace.dataflow import record
 from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
-from foretell.trace.recorder import Recorder, _tensors
+from foretell.trace.recorder import Recorder, Row, _tensors
 from foretell.trace.step import Step, Workload
 from foretell.trace.types import Op, Program, Trace
 
@@ -228,11 +228,11 @@ class _Recorder(Recorder):
         with torch._C.DisableTorchFunctionSubclass(), _bare((args, kwargs)):
             return super().__torch_dispatch__(func, kinds, args, kwargs)
 
-    def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> None:
+    def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> Row:
         if name.startswith("_c10d_functional."):
             attrs = (f"axis:{self._members[0]}", f"ranks:{self._members[1]}")
         with torch._C.DisableTorchFunctionSubclass(), _bare((inputs, outputs)):  # kernels of CUDA are recorded past dispatch
-            super().record(name, inputs, outputs, attrs)
+            return super().record(name, inputs, outputs, attrs)
 
     def storage_id(self, tensor: Tensor, born: Any = None) -> int:
         return super().storage_id(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, born)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,13 +16,20 @@ from torch.utils._pytree import tree_leaves
 from foretell.trace import types
 from foretell.trace.blocks import find_blocks
 from foretell.trace.collection import no_collection
+from foretell.trace.copies import plain_copies
 from foretell.trace.cpu import cpu_choices
 from foretell.trace.cuda import cuda_choices, real_masks
+from foretell.trace.devices import device_is_there
 from foretell.trace.flops import flops
 from foretell.trace.formulas import plain_formulas
+from foretell.trace.lazy import lazy_modules
+from foretell.trace.load import is_users
+from foretell.trace.ragged import any_lengths
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder, Row
 from foretell.trace.step import Step, Workload
+from foretell.trace.values import value_of
+from foretell.trace.wrappers import seen_through
 
 TRAIN_FIRST = ("micro_first", "micro_next", "update_first", "zero_grad")
 TRAIN_STEADY = ("micro_first", "micro_next", "update", "zero_grad")
@@ -45,7 +53,7 @@ def capture(
     """
     recorder, release = Recorder(hints), release or torch.__version__
     choices = cuda_choices(recorder, capability, release) if capability else cpu_choices(recorder)
-    with no_collection(), recorder, plain_formulas(), choices:
+    with no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability):
         with no_initialisation():
             workload = build()
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
@@ -61,12 +69,42 @@ def capture(
 
 
 @contextmanager
+def any_code(recorder: Recorder, capability: tuple[int, int] | None) -> Iterator[None]:
+    """Until the end of the block, code may do on fake tensors what it does on real ones."""
+    with (
+        plain_copies(), lazy_modules(), device_is_there(capability, is_users), seen_through(recorder.assumed.add),
+        recorder.reads(), any_lengths(recorder),
+    ):  # fmt: skip
+        yield
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """The same draws in every trace, and generators afterwards as they were: a model may be built and run by chance."""
+    state, plain = torch.get_rng_state(), random.getstate()
+    torch.manual_seed(0)
+    random.seed(0)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(plain)
+
+
+@contextmanager
 def no_initialisation() -> Iterator[None]:
     """Fake weights have no values to initialise; not trying saves a good part of building a large model."""
     with ExitStack() as stack:
         for name in ("normal_", "uniform_", "fill_", "zero_"):
-            stack.enter_context(mock.patch.object(Tensor, name, lambda tensor, *args, **kwargs: tensor))
+            stack.enter_context(mock.patch.object(Tensor, name, _not_needed(getattr(Tensor, name))))
         yield
+
+
+def _not_needed(initialise: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def unless_known(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor if value_of(tensor) is None else initialise(tensor, *args, **kwargs)
+
+    return unless_known
 
 
 def _train(recorder: Recorder, step: Step, resident: list[int]) -> _Roles:
@@ -90,7 +128,8 @@ def _train(recorder: Recorder, step: Step, resident: list[int]) -> _Roles:
 def _resident(recorder: Recorder, workload: Workload) -> list[int]:
     """Storages that exist before the step, in the order in which `.to(device)` would make them."""
     tensors = [*_in_move_order(workload.model), *_leaves(workload.batch)]
-    return list(dict.fromkeys(recorder.storage_id(tensor) for tensor in tensors))
+    parts = [part for one in tensors for part in ((one,) if one.layout is torch.strided else recorder.parts(one))]
+    return list(dict.fromkeys(recorder.storage_id(part) for part in parts))
 
 
 def _in_move_order(module: nn.Module) -> Iterator[Tensor]:

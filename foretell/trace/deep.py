@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from foretell.trace import types
 from foretell.trace.blocks import find_blocks
-from foretell.trace.capture import capture, no_initialisation
+from foretell.trace.capture import any_code, capture, no_initialisation
 from foretell.trace.collection import no_collection
 from foretell.trace.fold import join_path, split_path
 from foretell.trace.recipe import Recipe
@@ -73,7 +73,7 @@ def extended(
     if hints:
         raise Doubt("hints may name single blocks")
     with no_collection():
-        with Recorder() as recorder:
+        with Recorder() as recorder, any_code(recorder, capability):
             with no_initialisation():
                 workload = build()
             path, depth = find_stack(workload.model)

@@ -61,13 +61,14 @@ def measure_on_cpu(source: Source, recipe: Recipe, steps: int = 2) -> tuple[int,
     if recipe.mode == "train":
         step.create_optimizer()
     resident = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
         for tensor in (
             *workload.model.parameters(),
             *workload.model.buffers(),
             *torch.utils._pytree.tree_leaves(step.workload.batch),
         )
         if isinstance(tensor, torch.Tensor)
+        for part in ((tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,))
     }
     with no_collection(), _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         for _ in range(steps if recipe.mode == "train" else 1):

@@ -17,8 +17,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from itertools import count
 from pathlib import Path
@@ -49,8 +48,13 @@ _NO_CUDA = (
 _CUDA_REMEDY = "build the model on the CPU or meta device; foretell decides where it runs"
 _POSITION_TABLES = {"wpe", "positions", "position_embeddings", "embed_positions", "position_embedding"}
 _READS_VALUES = "the code reads the value of a tensor (.item(), bool(), tolist(), x[mask]): use plain Python numbers there"
-_SMALL, _SMALL_IN_ALL = 2**20, 2**26
-"""Numbers in a tensor that a constructor may read, and in all of them together."""
+_STEP_REMEDIES = {
+    "Unsupported dtype BFloat16": "Fourier transforms take no bf16, on a GPU neither: --precision fp32, or .float() before them",
+    "not support sparse gradients": "make the embedding with sparse=False, or train with --optimizer sgd",
+    "but its data is not allocated yet": "a compiled extension reads the tensor itself: use a plain PyTorch op there",
+    "Cannot access data pointer": "a compiled extension reads the tensor itself: use a plain PyTorch op there",
+}
+"""What PyTorch says of a step, and what can be done."""
 _INSTALLED = {"site-packages", "dist-packages"}
 _numbers = count()
 _notes: list[str] = []
@@ -169,7 +173,8 @@ def model_error(model: str, error: BaseException, doing: str = "building", remed
 
 def step_error(model: str, error: BaseException) -> ModelError:
     """The same for an exception out of a step of a model that was built."""
-    return model_error(model, error, "one step of", "check that the batch is what forward and the loss take")
+    known = next((remedy for said, remedy in _STEP_REMEDIES.items() if said in str(error)), None)
+    return model_error(model, error, "one step of", known or "check that the batch is what forward and the loss take")
 
 
 def reject_unknown(overrides: Iterable[str], known: Iterable[str], owner: str) -> None:
@@ -218,6 +223,8 @@ def _build_or_aside(source: Source) -> Workload:
     import torch
     from torch._subclasses import fake_tensor
 
+    from foretell.trace.aside import SMALL, as_ambient, weights_on_meta
+
     try:
         return _build(source)
     except RuntimeError as error:
@@ -225,14 +232,17 @@ def _build_or_aside(source: Source) -> Workload:
         if not isinstance(torch.empty(0), fake_tensor.FakeTensor) or not (reads or "Couldn't swap" in str(error)):
             raise
         first = error
-    for real_up_to in (0, _SMALL):
+    for real_up_to in (0, SMALL):
         _notes.clear()
         try:
-            with fake_tensor.unset_fake_temporarily(), _weights_on_meta(real_up_to):
+            with fake_tensor.unset_fake_temporarily(), weights_on_meta(real_up_to):
                 workload = _build(source)
-            return _as_ambient(workload)
+            return as_ambient(workload)
         except Exception as error:
             last = error
+    made = _build_assuming(source) if reads else None
+    if made is not None:
+        return made
     second = model_error(source.model, last)
     if second.remedy or not reads:
         raise second from last
@@ -240,54 +250,19 @@ def _build_or_aside(source: Source) -> Workload:
     raise ModelError(told.problem, _READS_VALUES, told.detail) from last
 
 
-def _weights_on_meta(real_up_to: int) -> AbstractContextManager[Any]:
-    """Factories put tensors on the meta device, except those that make numbers to be read.
-
-    Tensors of up to `real_up_to` numbers that are not drawn are real too, as far as there are not too many: a mask may be
-    made of them (`pairs[torch.ones(n, n).triu().bool()]`), and how many it lets through is read.
-    """
+def _build_assuming(source: Source) -> Workload | None:
+    """Build in the ambient mode, with an assumed answer wherever the code asks for what is not known."""
     import torch
-    from torch.overrides import TorchFunctionMode
 
-    known = {torch.zeros, torch.ones, torch.full, torch.eye}
-    weights = {torch.empty, torch.rand, torch.randn, torch.randint, *known}
-
-    class WeightsOnMeta(TorchFunctionMode):
-        left = _SMALL_IN_ALL
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = dict(kwargs or {})
-            if func not in weights or kwargs.get("device") is not None:
-                return func(*args, **kwargs)
-            made = func(*args, **{**kwargs, "device": "meta"})
-            if func not in known or not 0 < made.numel() <= min(real_up_to, self.left):
-                return made
-            self.left -= made.numel()
-            return func(*args, **kwargs)
-
-    return WeightsOnMeta()
-
-
-def _as_ambient(workload: Workload) -> Workload:
-    """The same workload with every tensor made anew in the ambient mode; tied weights stay tied."""
-    import torch
-    from torch.utils import _pytree as pytree
-
-    made: dict[int, torch.Tensor] = {}
-
-    def renew(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) not in made:
-            new = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
-            parameter = isinstance(value, torch.nn.Parameter)
-            made[id(value)] = torch.nn.Parameter(new, value.requires_grad) if parameter else new
-        return made[id(value)]
-
-    for module in workload.model.modules():
-        for tensors in (module._parameters, module._buffers, vars(module)):
-            tensors.update({key: renew(value) for key, value in tensors.items() if isinstance(value, torch.Tensor)})
-    return replace(workload, batch=pytree.tree_map(renew, workload.batch))
+    mode: Any = torch.empty(0).fake_mode  # type: ignore[attr-defined]
+    _notes.clear()
+    try:
+        mode.patient = False
+        return _build(source)
+    except Exception:
+        return None
+    finally:
+        mode.patient = True
 
 
 def _check_built(source: Source, workload: Workload) -> None:

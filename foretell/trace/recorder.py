@@ -11,26 +11,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from foretell.errors import ModelError
 from foretell.trace import types
-from foretell.trace.keys import QuickKeys
+from foretell.trace.devices import is_elsewhere
+from foretell.trace.reading import ORDINARY, WRAPPERS, Reading
+from foretell.trace.values import about, follow, value_of
 
 _DEVICE = torch.ops.prim.device.default
+_CPU = torch.device("cpu")
 _NO_SEQUENCE = 2**64 - 1
-_ORDINARY = {"aten.all.default": True, "aten.any.default": False, "aten.sum.default ==": True}
-"""Questions about a whole tensor, answered as ordinary data would: no padding, no NaN, a mask that masks nothing."""
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 """Its shape rule makes the gradient of an input that wants none."""
@@ -101,6 +96,7 @@ _UNREAD = frozenset(
     )
 )  # fmt: skip
 """Ops that read no element of their inputs, so how those lie in memory costs nothing."""
+_WHOLE = ("bool", "int", "uint")
 _PYTHON = ("forward", "recompute")
 """Phases in which ops are asked for by Python, and may be written down by autograd."""
 _READS: dict[Any, bool] = {}
@@ -144,7 +140,7 @@ class Row:
         self.by_engine = False
 
 
-class Recorder(QuickKeys):
+class Recorder(Reading):
     """A fake tensor mode that writes down the ops it is asked for, program by program."""
 
     @classmethod
@@ -152,22 +148,18 @@ class Recorder(QuickKeys):
         return False  # nothing is compiled here, and the wrapper that would guard against it costs time on every op
 
     def __init__(self, hints: Mapping[str, float] | None = None) -> None:
-        super().__init__()
+        super().__init__(hints)
         self.programs: dict[str, list[Row]] = {}
         self.sizes: dict[int, int] = {}
         self.born_in: dict[int, Row | None] = {}
-        self.hints = dict(hints or {})
-        self.assumed: set[str] = set()
         self.alive_at_backward: set[int] = set()
         self.moved: dict[int, int] = {}
         self._rows: list[Row] | None = None
         self._last: Row | None = None
-        self._phase = ""
-        self._depth = 0
         self._ids: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
+        self._valued: set[int] = set()
         self._specs: dict[tuple[Any, Any], types.TensorSpec] = {}
-        self._names: dict[Any, str] = {}
         self._paths: dict[int, str] = {}
         self._parameter_paths: dict[int, str] = {}
         self._stack: list[str] = []
@@ -223,9 +215,11 @@ class Recorder(QuickKeys):
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         self._stack.append(self._paths.get(id(module), self._here()))
+        self._calls.append(next(self._numbers))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         path = self._stack.pop()
+        self._calls.pop()
         if not path and not self._stack and self._rows is not None and self._phase == "forward":
             self._add_row("foretell.model_end")
 
@@ -237,9 +231,25 @@ class Recorder(QuickKeys):
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return args[0].fake_device
-        if self._depth or self._rows is None:
+        if self.shape_env is not None and any(issubclass(kind, WRAPPERS) for kind in kinds):
+            return NotImplemented
+        if kwargs and is_elsewhere(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
+        if self._depth:
             return self.dispatch(func, kinds, args, kwargs or {})
+        if self._rows is None:
+            return self._unrecorded(func, kinds, args, kwargs or {})
         return self._run(func, kinds, args, kwargs or {})
+
+    def _unrecorded(self, func: Any, kinds: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """While the model is built."""
+        self._depth += 1
+        try:
+            output = self.answered(func, kinds, args, kwargs)
+        finally:
+            self._depth -= 1
+        follow(func, args, kwargs, output, False, str)
+        return output
 
     def _run(self, func: Any, kinds: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self._depth += 1
@@ -247,9 +257,7 @@ class Recorder(QuickKeys):
             if func is _GROUPED_MM:
                 output = self._grouped_mm(args, kwargs)
             else:
-                output = self.dispatch(func, kinds, args, kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            output = self._guess(func, args)
+                output = self.answered(func, kinds, args, kwargs)
         finally:
             self._depth -= 1
         mend = _MENDS.get(func)
@@ -274,8 +282,26 @@ class Recorder(QuickKeys):
         if func is _MKLDNN_RNN and self.capability is None:
             with self.muted():
                 output = (*output[:3], output[0].new_empty(_workspace_of(func, args), dtype=torch.uint8))
-        self.record(self._name(func), (args, kwargs), output, attributes(func, args))
+        row = self.record(self._name(func), (args, kwargs), output, attributes(func, args))
+        if self._matters(func, row):
+            follow(func, args, kwargs, output, True, lambda: self.where(func))
+            for tensor in _tensors((args, kwargs, output)):
+                if tensor.layout is torch.strided:
+                    (self._valued.discard if value_of(tensor) is None else self._valued.add)(self.storage_id(tensor))
         return output
+
+    def _matters(self, func: Any, row: Row) -> bool:
+        """Whether an op may give its outputs values, or take some away."""
+        op = about(func)
+        if not op.follows:
+            return False
+        if op.writes:
+            return any(ref.storage in self._valued for ref in row.inputs)
+        if self._phase == "update":
+            return False  # nobody reads what an optimizer makes
+        if op.rule is not None and row.outputs and row.outputs[-1].spec.dtype.startswith(_WHOLE):
+            return True
+        return all(ref.storage in self._valued for ref in row.inputs)
 
     def _grouped_mm(self, args: Any, kwargs: Any) -> Any:
         """CUDA takes any float dtype here; the shape rule on fake tensors insists on bf16."""
@@ -293,15 +319,7 @@ class Recorder(QuickKeys):
             self.record(name, inputs, output, attrs)
         return output
 
-    @contextmanager
-    def muted(self) -> Iterator[None]:
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-
-    def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> None:
+    def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> Row:
         row = self._add_row(name)
         asked = self.capability is None and row.phase in _PYTHON and name.startswith("aten.")
         row.attrs = (*attrs, types.NO_GRAD) if asked and not _written_down(inputs) else attrs
@@ -313,6 +331,7 @@ class Recorder(QuickKeys):
         )
         row.inputs = tuple(self._refs(inputs, None))
         row.outputs = tuple(self._refs(outputs, row))
+        return row
 
     def _is_of_zeros(self, inputs: Any) -> bool:
         born = self.born_in.get(self.storage_id(next(_tensors(inputs))))
@@ -348,7 +367,17 @@ class Recorder(QuickKeys):
 
     def _refs(self, values: Any, born: Row | None) -> Iterator[types.Ref]:
         for tensor in _tensors(values):
-            yield types.Ref(self.storage_id(tensor, born), self.spec(tensor))
+            for part in (tensor,) if tensor.layout is torch.strided else self.parts(tensor):
+                yield types.Ref(self.storage_id(part, born), self.spec(part))
+
+    def parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The dense tensors that a sparse one is made of: its values first."""
+        with self.muted(), self:
+            if tensor.layout is torch.sparse_coo:
+                return tensor._values(), tensor._indices()
+            rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+            first, second = (tensor.crow_indices(), tensor.col_indices()) if rows else (tensor.ccol_indices(), tensor.row_indices())
+            return tensor.values(), first, second
 
     def spec(self, tensor: Tensor) -> types.TensorSpec:
         key = (tensor.shape, tensor.dtype)
@@ -357,16 +386,12 @@ class Recorder(QuickKeys):
             known = self._specs[key] = types.TensorSpec(tuple(int(n) for n in tensor.shape), str(tensor.dtype)[6:])
         return known
 
-    def _name(self, func: Any) -> str:
-        name = self._names.get(func)
-        if name is None:
-            name = self._names[func] = str(func)
-        return name
-
     # ------------------------------------------------------------------ storages
 
     def storage_id(self, tensor: Tensor, born: Row | None = None) -> int:
         """The id of a tensor's storage; a storage never seen before is born in `born`."""
+        if tensor.layout is not torch.strided:
+            tensor = self.parts(tensor)[0]
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._ids.get(key)
@@ -376,6 +401,8 @@ class Recorder(QuickKeys):
         self._ids[key] = number
         self.sizes[number] = storage.nbytes()
         self.born_in[number] = born
+        if "value" in storage.__dict__:
+            self._valued.add(number)
         if born is not None:
             born.allocates.append(number)
         self._alive[number] = weakref.ref(storage, lambda _: self._died(key, number))
@@ -390,52 +417,18 @@ class Recorder(QuickKeys):
     def living(self) -> set[int]:
         return set(self._alive)
 
-    # ------------------------------------------------------------------ sizes that depend on data
-
-    def _guess(self, func: Any, args: Any) -> Any:
-        name, module = self._name(func), self._here()
-        if func is torch.ops.aten._local_scalar_dense.default and self._phase == "update":
-            return 0.0  # a gradient scaler asking whether anything overflowed
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            answer = self._ordinary(self.born_in.get(self.storage_id(args[0])), module)
-            if answer is not None:
-                return answer
-        hint = self._hint(name, module)
-        if hint is None:
-            raise ModelError(
-                f"{name} in module '{module or 'top level'}' depends on the values of its input, "
-                "which a trace without data does not have",
-                f"give a size hint, such as --hint '{name}=0.5' (share of elements that pass, or the value of .item())",
-            )
-        source: Tensor = args[0]
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return hint if source.is_floating_point() else int(hint)
-        with self.muted():
-            if func is torch.ops.aten.index.Tensor:
-                return func(source, _by_positions(args[1], hint))
-            count = max(1, round(source.numel() * hint))
-            if func is torch.ops.aten.nonzero.default:
-                return source.new_empty((source.dim(), count), dtype=torch.int64).t()
-            return source.new_empty((count,))
-
-    def _ordinary(self, asked: Row | None, module: str) -> bool | None:
-        """The answer of ordinary data (no padding, no NaN) to a question about a whole tensor, or None."""
+    def _ordinary(self, source: Tensor) -> bool | None:
+        asked = self.born_in.get(self.storage_id(source)) if self._rows is not None else None
         if asked is None:
             return None
         name = asked.name
         if name == "aten.eq.Scalar" and asked.inputs:
-            source = self.born_in.get(asked.inputs[0].storage)
-            name = f"{source.name} ==" if source is not None else name
-        answer = _ORDINARY.get(name)
+            born = self.born_in.get(asked.inputs[0].storage)
+            name = f"{born.name} ==" if born is not None else name
+        answer = ORDINARY.get(name)
         if answer is not None:
-            self.assumed.add(f"{name} in module '{module}' is taken to be {answer}")
+            self.assumed.add(f"{name} in module '{self._here()}' is taken to be {answer}")
         return answer
-
-    def _hint(self, name: str, module: str) -> float | None:
-        for pattern, value in self.hints.items():
-            if fnmatchcase(name, pattern) or fnmatchcase(module, pattern) or fnmatchcase(f"{name}@{module}", pattern):
-                return value
-        return None
 
 
 def attributes(func: Any, args: Any) -> tuple[Any, ...]:
@@ -468,14 +461,14 @@ def _layouts(func: Any, args: Any) -> tuple[str, ...]:
     tensors = [value for value in args if isinstance(value, Tensor)]
     if len(tensors) != len(args):
         tensors = list(_tensors(args))
-    if all(tensor.is_contiguous() for tensor in tensors):
+    if all(tensor.layout is not torch.strided or tensor.is_contiguous() for tensor in tensors):
         return ()
     return (f"layout:{''.join([_layout(tensor) for tensor in tensors])}",)
 
 
 def _layout(tensor: Tensor) -> str:
     """c contiguous, t last two dimensions swapped, l channels last, b expanded, s otherwise strided."""
-    if tensor.is_contiguous():
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
         return "c"
     sizes, strides = tuple(tensor.shape), tensor.stride()
     if any(stride == 0 and size > 1 for size, stride in zip(sizes, strides, strict=True)):
@@ -496,18 +489,6 @@ def _is_swapped(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             return False
         expected *= sizes[dim]
     return True
-
-
-def _by_positions(indices: Any, share: float) -> list[Tensor | None]:
-    """Masks among indices as the positions they stand for: one index per dimension of the mask."""
-    found: list[Tensor | None] = []
-    for index in indices:
-        if index is not None and index.dtype in (torch.bool, torch.uint8):
-            count = max(1, round(index.numel() * share))
-            found.extend(index.new_empty((count,), dtype=torch.int64) for _ in range(index.dim()))
-        else:
-            found.append(index)
-    return found
 
 
 def _workspace_of(func: Any, args: Any) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from foretell.errors import ModelError
@@ -100,6 +101,9 @@ class Step:
         self.observer: Observer = observer or _Silent()
         self.model = workload.model
         self.model.train(recipe.mode == "train")
+        if any(isinstance(one, UninitializedTensorMixin) for one in (*self.model.parameters(), *self.model.buffers())):
+            with torch.no_grad():  # lazy modules learn their sizes from a first batch
+                call_model(self.model, workload.batch)
         if recipe.lora is not None and recipe.precision in _SHARDED:
             adapt(self.model, recipe.lora, recipe.nf4)
         prepare_precision(self.model, recipe.precision)
@@ -374,6 +378,8 @@ def build_optimizer(name: str, parameters: list[nn.Parameter] | list[dict[str, A
     flags: dict[str, bool | None] = {
         "": {}, "fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False, "fused": False},
     }[variant]  # type: ignore[assignment]  # fmt: skip
+    if flags.get("fused") and any(isinstance(one, Tensor) and one.is_complex() for one in parameters):
+        flags = {}  # fused ones take no complex numbers
     if kind == "sgd":
         return torch.optim.SGD(parameters, lr=1e-3, **flags)
     if kind == "momentum":

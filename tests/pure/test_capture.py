@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foretell.errors import ModelError
 from foretell.simulate.memory.replay import peak_live
 from foretell.trace.capture import capture
 from foretell.trace.cuda_attention import choose
@@ -395,7 +394,8 @@ def item(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def of_data(compute: Callable, hints: dict[str, float] | None) -> Trace:
-    return capture(lambda: Workload(Outer(compute), torch.randn(16, 8)), Recipe(precision="fp32"), hints=hints)
+    """Of a batch whose numbers nobody knows."""
+    return capture(lambda: Workload(Outer(compute), torch.empty(16, 8)), Recipe(precision="fp32"), hints=hints)
 
 
 DATA = [
@@ -410,16 +410,19 @@ DATA = [
 
 @pytest.mark.parametrize(("compute", "op", "hint", "shape"), DATA, ids=lambda v: getattr(v, "__name__", ""))
 def test_sizes_that_depend_on_data(compute: Callable, op: str, hint: float, shape: tuple[int, ...]) -> None:
-    with pytest.raises(ModelError) as caught:
-        of_data(compute, None)
-    assert op in caught.value.problem and "'inner'" in caught.value.problem
-    assert f"--hint '{op}=" in caught.value.remedy
+    whole = {(4, 8): (16, 8), (32, 8): (128, 8), (32,): (128,), (3, 8): (1, 8)}[shape]
+    for hints in (None, {"another": hint}):
+        trace = of_data(compute, hints)
+        assert trace.meta["assumed"], "an answer without a hint says what it rests on"
+        assert last_sum(trace) == whole
     for pattern in (op, "inner", f"{op}@inner", "aten.*"):
-        trace = of_data(compute, {pattern: hint})
-        ops = [o for o in trace.programs["micro_first"].ops if o.phase == "forward" and o.name == "aten.sum.default"]
-        assert ops[-1].inputs[0].spec.shape == shape
-    with pytest.raises(ModelError):
-        of_data(compute, {"another": hint})
+        assert last_sum(of_data(compute, {pattern: hint})) == shape
+
+
+def last_sum(trace: Trace) -> tuple[int, ...]:
+    """Shape of what the loss is the sum of."""
+    ops = [o for o in trace.programs["micro_first"].ops if o.phase == "forward" and o.name == "aten.sum.default"]
+    return ops[-1].inputs[0].spec.shape
 
 
 def test_whole_share_of_rows_costs_what_no_mask_costs() -> None:
@@ -429,8 +432,8 @@ def test_whole_share_of_rows_costs_what_no_mask_costs() -> None:
 
 
 def test_experts_that_take_the_tokens_that_chose_them() -> None:
-    with pytest.raises(ModelError, match=r"aten\.nonzero\.default in module 'blocks\.0\.moe'"):
-        traced("mixtral-tiny", routing="loop")
+    even = traced("mixtral-tiny", routing="loop")
+    assert any("spread evenly" in line for line in even.meta["assumed"])  # type: ignore[attr-defined]
     products = {}
     for share in (0.125, 0.5):
         trace = traced("mixtral-tiny", routing="loop", nonzero=share)
@@ -452,8 +455,8 @@ def test_questions_about_a_whole_tensor_are_answered_as_usual_and_told() -> None
 
     trace = of_data(ask, None)
     assert trace.meta["assumed"] == [
-        "aten.all.default in module 'inner' is taken to be True",
-        "aten.any.default in module 'inner' is taken to be False",
+        "aten.gt.Scalar in module 'inner' is taken to be true everywhere",
+        "aten.isnan.default in module 'inner' is taken to find none",
     ]
     names = {op.name for op in trace.programs["micro_first"].ops if op.phase == "forward"}
     assert "aten.mul.Tensor" in names and "aten.add.Tensor" not in names

@@ -1,0 +1,174 @@
+"""What user code puts around a model or its parts and a trace sees through, or takes for what it becomes on the device.
+
+    torch.compile, Module.compile      the function itself: a trace is of the eager step, and compiling is a way to run it
+    torch.cond, while_loop             the branch, the loop
+    flex_attention                     one fused kernel over all positions
+    DistributedDataParallel, FSDP      the module inside; how many devices there are is asked outside
+    torch.save, torch.load             what was saved, without a file
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foretell.trace.devices import is_elsewhere, replaced
+
+Tell = Callable[[str], None]
+COMPILED = "torch.compile in the model's own code is left out: the step is traced as eager PyTorch runs it"
+
+
+@contextmanager
+def seen_through(tell: Tell) -> Iterator[None]:
+    """Until the end of the block; `tell` is told what was taken for something else."""
+    with replaced((*_compiling(tell), *_control(), *_flex(tell), *_distributed(tell), *_files())):
+        yield
+
+
+def _compiling(tell: Tell) -> Iterator[tuple[Any, str, Any]]:
+    def compile(model: Any = None, **options: Any) -> Any:
+        tell(COMPILED)
+        return (lambda function: function) if model is None else model
+
+    def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        tell(COMPILED)
+
+    script = torch.jit.script
+
+    def scripted(*args: Any, **kwargs: Any) -> Any:
+        if "/torch/" not in sys._getframe(1).f_code.co_filename:
+            tell("TorchScript's functions are traced op by op: what it fuses and keeps for backward on its own is not")
+        return script(*args, **kwargs)
+
+    yield torch.jit, "script", scripted
+    yield torch, "compile", compile
+    yield nn.Module, "compile", compile_module
+
+
+def _files() -> Iterator[tuple[Any, str, Any]]:
+    """Weights that are saved have no numbers: they are kept for whoever loads them, and nothing is written."""
+    kept: dict[str, Any] = {}
+    load = torch.load
+
+    def save(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        kept[str(file)] = value
+
+    def loaded(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if str(file) in kept:
+            return copy.deepcopy(kept[str(file)])
+        return load(file, "cpu" if is_elsewhere(map_location) else map_location, *args, **kwargs)
+
+    yield torch, "save", save
+    yield torch, "load", loaded
+
+
+def _control() -> Iterator[tuple[Any, str, Any]]:
+    def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
+        return (true_fn if pred else false_fn)(*operands)
+
+    def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried_inputs: Any, *_: Any) -> Any:
+        state = tuple(carried_inputs)
+        while cond_fn(*state):
+            state = tuple(body_fn(*state))
+        return state
+
+    import torch._higher_order_ops as higher
+
+    yield torch, "cond", cond
+    yield higher, "cond", cond
+    yield higher, "while_loop", while_loop
+
+
+def _flex(tell: Tell) -> Iterator[tuple[Any, str, Any]]:
+    def flex_attention(
+        query: Tensor, key: Tensor, value: Tensor, score_mod: Any = None, block_mask: Any = None, scale: float | None = None,
+        enable_gqa: bool = False, return_lse: bool = False, **_: Any,
+    ) -> Any:  # fmt: skip
+        tell("flex_attention is taken to be one fused kernel over all positions: no block is skipped")
+        out = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
+        return (out, out.float().sum(-1)) if return_lse else out
+
+    import torch.nn.attention.flex_attention as flex
+
+    yield flex, "flex_attention", flex_attention
+
+    import torch.nested._internal.sdpa as ragged
+    from torch.nn.attention import SDPBackend
+
+    def kernel(query: Tensor, *_: Any) -> SDPBackend:
+        """Of ragged sequences, on CUDA."""
+        low = query.dtype in (torch.float16, torch.bfloat16)
+        return SDPBackend.FLASH_ATTENTION if low else SDPBackend.EFFICIENT_ATTENTION
+
+    yield ragged, "_select_sdp_backend", kernel
+
+
+class _Inside(nn.Module):
+    """A module in a wrapper that spreads it over devices."""
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> Any:
+        return contextlib.nullcontext()
+
+
+class _Done:
+    """Work of a process group of one."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _distributed(tell: Tell) -> Iterator[tuple[Any, str, Any]]:
+    if not dist.is_available() or dist.is_initialized():
+        return
+
+    class Spread(_Inside):
+        def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            super().__init__(module)
+            tell("wrappers that spread the model over devices are left out: what is traced is the module inside, on one device")
+
+    def done(*args: Any, **kwargs: Any) -> Any:
+        return _Done() if kwargs.get("async_op") else None
+
+    started: list[bool] = []
+    import torch.distributed.fsdp as fsdp
+
+    yield nn.parallel, "DistributedDataParallel", Spread
+    yield nn.parallel.distributed, "DistributedDataParallel", Spread
+    yield nn, "DataParallel", Spread
+    yield nn.parallel, "DataParallel", Spread
+    yield fsdp, "FullyShardedDataParallel", Spread
+    yield fsdp, "fully_shard", lambda module, *args, **kwargs: module
+    yield dist, "init_process_group", lambda *args, **kwargs: started.append(True)
+    yield dist, "is_initialized", lambda: bool(started)
+    yield dist, "destroy_process_group", lambda *args: started.clear()
+    yield dist, "get_backend", lambda *args: "gloo"
+    yield dist, "get_rank", lambda *args: 0
+    yield dist, "get_world_size", lambda *args: 1
+    for name in ("barrier", "all_reduce", "broadcast", "reduce", "monitored_barrier"):
+        yield dist, name, done
+
+    def gather(outputs: list[Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        outputs[0].copy_(tensor)
+        return done(**kwargs)
+
+    yield dist, "all_gather", gather
+    yield nn.SyncBatchNorm, "convert_sync_batchnorm", classmethod(lambda cls, module, *args: module)

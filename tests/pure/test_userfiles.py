@@ -1,0 +1,114 @@
+"""Files as users write them, each traced for a GPU, and as this CPU runs it beside the step really run here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from foretell.errors import ModelError
+from foretell.simulate.memory.replay import peak_live
+from foretell.trace.capture import capture
+from foretell.trace.here import measure_on_cpu, trace_as_cpu
+from foretell.trace.load import Source, load, step_error
+from foretell.trace.recipe import Recipe
+from foretell.trace.types import Trace
+from tests.pure.as_cpu import here
+
+FOLDER = Path(__file__).resolve().parents[1] / "data" / "userfiles"
+FILES = sorted(file.stem for file in FOLDER.glob("*.py"))
+REFUSED = {
+    "other_complex": ("Unsupported dtype BFloat16", "--precision fp32"),
+    "refused_sparse": ("sparse gradients", "--optimizer sgd"),
+}
+"""What a GPU refuses too, and what is proposed."""
+BY_DATA = {
+    "capacity_moe", "copy_dino", "loop_until", "loop_seq2seq", "read_layerdrop", "read_branch", "shape_graph",
+    "shape_tokens", "shape_detect", "shape_moe", "decode_loop", "quant_vqvae", "points_net",
+}  # fmt: skip
+"""How much is done depends on what a trained model computes, or on a draw: the trace says what it takes it to be."""
+NOT_HERE = {
+    "copy_byol": "the record of this CPU's allocator does not show that what was made before it is freed",
+    "other_hooks": "the same",
+    "other_flex": "no backward on CPUs",
+    "other_nested": "other kernels on CPUs",
+    "other_script": "TorchScript keeps for backward what it likes",
+    "move_amp": "CPUs do not cast for their own autograd functions",
+    "refused_sparse": "AdamW refuses it here too",
+}
+"""Steps that this CPU does not run, or not so that they can be compared."""
+FP32 = Recipe(precision="fp32")
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    """Files set defaults for the whole process."""
+    dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    precision, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    yield
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
+def source(name: str) -> Source:
+    return Source(model=str(FOLDER / f"{name}.py"), micro_batch=4)
+
+
+def traced(name: str) -> Trace:
+    return capture(lambda: load(source(name)), Recipe())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FILES)
+def test_a_step_for_a_gpu_has_an_answer(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if name in REFUSED:
+        said, remedy = REFUSED[name]
+        with pytest.raises(RuntimeError, match=said) as caught:
+            traced(name)
+        told = step_error(str(FOLDER / f"{name}.py"), caught.value)
+        assert isinstance(told, ModelError) and remedy in told.remedy
+        return
+    trace = traced(name)
+    assert peak_live(trace, tuple(trace.schedule)) > 0
+    assert name not in BY_DATA or trace.meta["assumed"], "what depends on data is told"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in FILES if name not in NOT_HERE and name not in BY_DATA])
+def test_peak_bytes_are_those_of_the_step_run_here(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = trace_as_cpu(source(name), FP32)
+    random.seed(0)
+    np.random.seed(0)
+    with here():
+        measured = measure_on_cpu(source(name), FP32)[0]
+    assert peak_live(trace, tuple(trace.schedule)) == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_traces_are_the_same() -> None:
+    for name in ("shape_graph", "read_layerdrop", "loop_seq2seq"):
+        assert traced(name).programs == traced(name).programs
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_of_a_trace_stays_behind() -> None:
+    before = (
+        torch.cuda.is_available, torch.Tensor.to, torch.compile, torch.tensor, torch.nn.Module._apply, torch.load, torch.Generator,
+        torch.nn.parallel.DistributedDataParallel, torch.nn.UninitializedParameter.__new__,
+    )  # fmt: skip
+    state, drawn = torch.get_rng_state(), random.getstate()
+    traced("move_streams")
+    assert before == (
+        torch.cuda.is_available, torch.Tensor.to, torch.compile, torch.tensor, torch.nn.Module._apply, torch.load, torch.Generator,
+        torch.nn.parallel.DistributedDataParallel, torch.nn.UninitializedParameter.__new__,
+    )  # fmt: skip
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == drawn
+    assert "__deepcopy__" not in vars(torch._subclasses.FakeTensor)
