@@ -149,14 +149,14 @@ def _distributed(tell: Tell) -> Iterator[tuple[Any, str, Any]]:
         return _Done() if kwargs.get("async_op") else None
 
     started: list[bool] = []
-    import torch.distributed.fsdp as fsdp
-
     yield nn.parallel, "DistributedDataParallel", Spread
     yield nn.parallel.distributed, "DistributedDataParallel", Spread
     yield nn, "DataParallel", Spread
     yield nn.parallel, "DataParallel", Spread
-    yield fsdp, "FullyShardedDataParallel", Spread
-    yield fsdp, "fully_shard", lambda module, *args, **kwargs: module
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # to import it takes as long as a trace
+    if fsdp is not None:
+        yield fsdp, "FullyShardedDataParallel", Spread
+        yield fsdp, "fully_shard", lambda module, *args, **kwargs: module
     yield dist, "init_process_group", lambda *args, **kwargs: started.append(True)
     yield dist, "is_initialized", lambda: bool(started)
     yield dist, "destroy_process_group", lambda *args: started.clear()
