@@ -30,7 +30,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from foretell.trace.branches import asked, asker, short
 from foretell.trace.keys import QuickKeys
-from foretell.trace.values import ASSUMED, DRAWN, FOLLOWED, Value, about, attach, flat, is_small, known, run, value_of
+from foretell.trace.values import (
+    ASSUMED,
+    DRAWN,
+    EVENLY,
+    FOLLOWED,
+    Value,
+    about,
+    attach,
+    flat,
+    is_small,
+    known,
+    run,
+    value_of,
+)
 
 FakeTensorDeviceMismatchError = getattr(fake_tensor, "FakeTensorDeviceMismatchError", fake_tensor.UnsupportedFakeTensorException)
 _aten = torch.ops.aten
@@ -207,6 +220,15 @@ class Reading(QuickKeys):
             return type(made)(self._faked(one, worst) for one in made)
         return made
 
+    @staticmethod
+    def _is_guess(value: Value | None) -> bool:
+        """Whether it rests on masks that are taken to be true everywhere: their opposite would let nothing pass, and a step
+        that does nothing is not the one to plan for."""
+        return value is not None and value.kind == ASSUMED and not value.words.endswith(EVENLY)
+
+    def _is_nothing(self, made: Any, value: Value | None) -> bool:
+        return self._is_guess(value) and any(one.numel() == 0 for one in flat(made))
+
     def _note(self, value: Value | None) -> None:
         if value is not None and value.kind != FOLLOWED and value.words:
             words = value.words if value.kind == ASSUMED else f"what {value.words} draws is one of many possible draws"
@@ -220,7 +242,7 @@ class Reading(QuickKeys):
         hint = self._hint(self._name(func), self._here())
         if hint is None:
             found = self._really(func, args, kwargs)
-            if found is not None:
+            if found is not None and not self._is_nothing(found[0], found[1]):
                 self._note(found[1])
                 return found[0]
         if self._rows is None and self.patient and not _has_known_masks(func, args):
@@ -312,9 +334,11 @@ class Reading(QuickKeys):
         """How many elements of a mask pass."""
         value = value_of(mask)
         if hint is None and value is not None:
-            self._note(value)
             with no_dispatch():
-                return int(torch.count_nonzero(known(mask)))  # type: ignore[arg-type]
+                count = int(torch.count_nonzero(known(mask)))  # type: ignore[arg-type]
+            if count or not self._is_guess(value):
+                self._note(value)
+                return count
         if hint is None:
             self._assume(f"{self.where(func)} is taken to let everything pass; --hint '{self._name(func)}=0.5' says half of it")
             hint = 1.0

@@ -163,14 +163,14 @@ def _argument(func: Any, args: Any, name: str, otherwise: Any) -> Any:
 
 
 Rule = Callable[[list[Tensor], Any, Any], list[Tensor | None]]
-_TURNS = "are taken to be spread evenly"
+EVENLY = "are taken to be spread evenly"
 _RULES: dict[str, tuple[Rule, str]] = {
     **dict.fromkeys(("isnan", "isinf", "isneginf", "isposinf", "signbit"), (_zeros, "is taken to find none")),
     **dict.fromkeys(("isfinite", "isreal"), (_ones, "")),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "logical_or", "isclose", "isin"),
                     (_compared, "is taken to be true everywhere")),
     **dict.fromkeys(("topk", "argmax", "argmin", "max", "min", "multinomial", "median", "nanmedian", "mode", "kthvalue"),
-                    (_spread, _TURNS)),
+                    (_spread, EVENLY)),
     **dict.fromkeys(("sort", "argsort"), (_in_order, "are taken to be in order")),
     **dict.fromkeys(("searchsorted", "bucketize"), (_middle, "are taken to be in the middle")),
     "_to_copy": (_ones, "are taken to be 1"),
