@@ -160,7 +160,7 @@ class Composer:
         nccl = sheet.extra.nccl_for(cluster) if mesh.world > 1 else 0
         self.beside = sheet.extra.context_bytes + nccl
         share = RESERVED_BAND if mesh.world > 1 or sheet.fitted else RESERVED_BAND / 2
-        wider = sheet.widening
+        wider = sheet.memory_widening
         self.careful = int((cluster.device.memory_bytes - self.beside - CONTEXT_BAND_BYTES // 4 * wider) * (1 - share * wider))
 
     def speeds(self, reshard: bool | int = True) -> Speeds | None:

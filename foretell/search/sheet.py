@@ -42,6 +42,7 @@ from foretell.search.sheet_work import (
 from foretell.search.short import LINK, Item, Origin, Stacker
 from foretell.simulate.memory.memory import has_fitted, sizes_for
 from foretell.simulate.parts import TORCH, sequence_length
+from foretell.trace.doubts import memory_widening
 from foretell.trace.types import TensorSpec, Trace
 from foretell.trace.versions import widening
 from foretell.units import DTYPE_BYTES
@@ -193,7 +194,7 @@ class Sheet:
         self.blocks, self.kinds = material.blocks, material.kinds
         self.tied = bool(material.shared)
         self.fitted = has_fitted(source_of(first, 1).trace)
-        self.widening = widening(source_of(first, 1).trace.meta)
+        self.widening, self.memory_widening = (of(source_of(first, 1).trace.meta) for of in (widening, memory_widening))
         self.length = sequence_length_of(material)
         self._works: dict[tuple[str, int, int, int, int], Works | UserError] = {}
         self._compiled: dict[str, dict[str, Compiled]] = {}

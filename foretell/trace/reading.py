@@ -29,11 +29,11 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from foretell.trace.branches import asked, asker, short
+from foretell.trace.doubts import EVENLY, ONE_DRAW
 from foretell.trace.keys import QuickKeys
 from foretell.trace.values import (
     ASSUMED,
     DRAWN,
-    EVENLY,
     FOLLOWED,
     Value,
     about,
@@ -231,7 +231,7 @@ class Reading(QuickKeys):
 
     def _note(self, value: Value | None) -> None:
         if value is not None and value.kind != FOLLOWED and value.words:
-            words = value.words if value.kind == ASSUMED else f"what {value.words} draws is one of many possible draws"
+            words = value.words if value.kind == ASSUMED else f"what {value.words} draws {ONE_DRAW}"
             self.assumed.add(words)
 
     # ------------------------------------------------------------------ what depends on data

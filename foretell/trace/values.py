@@ -24,6 +24,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
+from foretell.trace.doubts import EVENLY, IN_THE_MIDDLE
+
 _aten = torch.ops.aten
 MOST_NUMBERS, MOST_WHOLE = 2**16, 2**20
 """Elements up to which values are followed: of floats, and of whole numbers and masks."""
@@ -163,7 +165,6 @@ def _argument(func: Any, args: Any, name: str, otherwise: Any) -> Any:
 
 
 Rule = Callable[[list[Tensor], Any, Any], list[Tensor | None]]
-EVENLY = "are taken to be spread evenly"
 _RULES: dict[str, tuple[Rule, str]] = {
     **dict.fromkeys(("isnan", "isinf", "isneginf", "isposinf", "signbit"), (_zeros, "is taken to find none")),
     **dict.fromkeys(("isfinite", "isreal"), (_ones, "")),
@@ -172,7 +173,7 @@ _RULES: dict[str, tuple[Rule, str]] = {
     **dict.fromkeys(("topk", "argmax", "argmin", "max", "min", "multinomial", "median", "nanmedian", "mode", "kthvalue"),
                     (_spread, EVENLY)),
     **dict.fromkeys(("sort", "argsort"), (_in_order, "are taken to be in order")),
-    **dict.fromkeys(("searchsorted", "bucketize"), (_middle, "are taken to be in the middle")),
+    **dict.fromkeys(("searchsorted", "bucketize"), (_middle, IN_THE_MIDDLE)),
     "_to_copy": (_ones, "are taken to be 1"),
 }  # fmt: skip
 """Ops that make whole numbers or masks of floats: what ordinary data gives, and how that is said."""

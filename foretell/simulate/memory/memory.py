@@ -14,7 +14,8 @@ from foretell.quantities import ASSUMED, COUNTED, FITS, NO, TIGHT, Holder, Memor
 from foretell.simulate.memory.allocator import OutOfMemory
 from foretell.simulate.memory.replay import SCRATCH, WORKSPACE, Curve, Moment, Replay, Sizes, holders_at
 from foretell.trace import types
-from foretell.trace.versions import doubt, of, widening
+from foretell.trace.doubts import memory_widening
+from foretell.trace.versions import doubt, of
 from foretell.units import GIB, MIB
 
 HOST_BASE_BYTES = int(1.6 * GIB)
@@ -90,7 +91,7 @@ def predict_memory(
         capacity_bytes=capacity,
         margin_bytes=capacity - device_bytes,
         host_bytes=host,
-        bands=_bands(allocated, reserved, device_bytes, host, widening(trace.meta)),
+        bands=_bands(allocated, reserved, device_bytes, host, memory_widening(trace.meta)),
         categories=_categories(owners, allocated),
         holders=_holders(owners),
         phases=phases,
@@ -234,17 +235,18 @@ def careful_limit(trace: types.Trace, capacity: int, beside: int) -> int:
 
     Half of the band of reserved memory; all of it where parts of the rules are fitted rather than known (workspaces of
     convolutions and recurrent layers) or several ranks' streams are involved; twice where states are moved, which
-    reserved up to 5 % more than was said. All that twice under a release of torch that was not checked.
+    reserved up to 5 % more than was said. All that twice under a release of torch that was not checked,
+    and four times where sizes hang on what data chooses.
     """
     whole = "ranks" in trace.meta or _fitted(trace)
     share = 2 * RESERVED_BAND if MOVED in trace.meta else RESERVED_BAND if whole else RESERVED_BAND / 2
-    wider = widening(trace.meta)
+    wider = memory_widening(trace.meta)
     return int((capacity - beside - CONTEXT_BAND_BYTES // 4 * wider) * (1 - share * wider))
 
 
 def tight_share(trace: types.Trace) -> float:
     """Share of capacity below which what is to spare is called tight."""
-    return TIGHT_SHARE * widening(trace.meta)
+    return TIGHT_SHARE * memory_widening(trace.meta)
 
 
 def _fitted(trace: types.Trace) -> bool:
