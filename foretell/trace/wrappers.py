@@ -2,7 +2,7 @@
 
     torch.compile, Module.compile      the function itself: a trace is of the eager step, and compiling is a way to run it
     torch.cond, while_loop             the branch, the loop
-    flex_attention                     one fused kernel over all positions
+    flex_attention                     compiled: one fused kernel over all positions; else spelled out, as PyTorch runs it then
     DistributedDataParallel, FSDP      the module inside; how many devices there are is asked outside
     torch.save, torch.load             what was saved, without a file
 """
@@ -30,17 +30,27 @@ COMPILED = "torch.compile in the model's own code is left out: the step is trace
 @contextmanager
 def seen_through(tell: Tell) -> Iterator[None]:
     """Until the end of the block; `tell` is told what was taken for something else."""
-    with replaced((*_compiling(tell), *_control(), *_flex(tell), *_distributed(tell), *_files())):
+    compiled = _Compiled()
+    with replaced((*_compiling(tell, compiled), *_control(), *_flex(tell, compiled), *_distributed(tell), *_files())):
         yield
 
 
-def _compiling(tell: Tell) -> Iterator[tuple[Any, str, Any]]:
+class _Compiled:
+    """What the code has compiled: with a module or any function of its own, attention inside it is fused too."""
+
+    code = False
+
+
+def _compiling(tell: Tell, compiled: _Compiled) -> Iterator[tuple[Any, str, Any]]:
     def compile(model: Any = None, **options: Any) -> Any:
         tell(COMPILED)
-        return (lambda function: function) if model is None else model
+        fused = getattr(model, "fused", None)
+        compiled.code |= fused is None
+        return (lambda function: function) if model is None else fused or model
 
     def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         tell(COMPILED)
+        compiled.code = True
 
     script = torch.jit.script
 
@@ -88,8 +98,8 @@ def _control() -> Iterator[tuple[Any, str, Any]]:
     yield higher, "while_loop", while_loop
 
 
-def _flex(tell: Tell) -> Iterator[tuple[Any, str, Any]]:
-    def flex_attention(
+def _flex(tell: Tell, compiled: _Compiled) -> Iterator[tuple[Any, str, Any]]:
+    def fused(
         query: Tensor, key: Tensor, value: Tensor, score_mod: Any = None, block_mask: Any = None, scale: float | None = None,
         enable_gqa: bool = False, return_lse: bool = False, **_: Any,
     ) -> Any:  # fmt: skip
@@ -97,6 +107,19 @@ def _flex(tell: Tell) -> Iterator[tuple[Any, str, Any]]:
         out = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
         return (out, out.float().sum(-1)) if return_lse else out
 
+    def flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if compiled.code:
+            return fused(query, key, value, score_mod, *args, **kwargs)
+        tell("flex_attention is not compiled: all scores are in memory, in fp32, as eager PyTorch holds them")
+        if key.shape[1] != query.shape[1]:
+            key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+        scores = (query @ key.transpose(-2, -1)).float() * (kwargs.get("scale") or query.shape[-1] ** -0.5)
+        for asked in (score_mod, kwargs.get("block_mask")):
+            scores = scores + 1 if asked is not None else scores
+        out = scores.softmax(-1).to(query.dtype) @ value
+        return (out, scores.logsumexp(-1)) if kwargs.get("return_lse") else out
+
+    flex_attention.fused = fused  # type: ignore[attr-defined]
     import torch.nn.attention.flex_attention as flex
 
     yield flex, "flex_attention", flex_attention

@@ -21,13 +21,13 @@ SCRATCH = "scratch"
 GEMMS = frozenset(
     f"aten.{name}" for name in (
         "mm.default", "addmm.default", "bmm.default", "baddbmm.default", "addbmm.default", "mv.default",
-        "addmv.default", "dot.default", "_addmm_activation.default",
+        "addmv.default", "dot.default", "_addmm_activation.default", "matmul.default", "linear.default",
     )
 )  # fmt: skip
-"""Ops that make cuBLAS allocate its workspace, once for every thread that calls it."""
+"""Ops that make cuBLAS allocate its workspace, once for every thread that calls it; the last two are of ragged tensors."""
 
 
-_BIASED = "aten.addmm.default"
+_BIASED = ("aten.addmm.default", "aten.linear.default")
 _CALLS = GEMMS | {MERGED}
 CUBLASLT_WORKSPACE_BYTES = 1 << 20
 """Taken once, at the first product with a bias: torch 2.11 on an H200."""
@@ -196,7 +196,7 @@ class Replay:
         self.blocks[number] = self.allocator.malloc(storage.nbytes + extra, storage.stream)
 
     def _workspace(self, op: Op) -> None:
-        products = about(op).products if op.name == MERGED else BIASED_PRODUCT if op.name == _BIASED else PRODUCT
+        products = about(op).products if op.name == MERGED else BIASED_PRODUCT if op.name in _BIASED else PRODUCT
         if products == NO_PRODUCT:
             return
         thread = "backward" if op.phase in ("backward", "recompute") else "main"
