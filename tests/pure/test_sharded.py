@@ -93,7 +93,7 @@ def local(tensor: Tensor) -> Tensor:
 def dry_run(build: Callable[[], Workload], recipe: Recipe, ranks: int) -> Measured:
     """Two steps of FSDP2; what the second one needs (the first makes tensors of global shape besides)."""
     recorder = DryRun()
-    with group(ranks) as mesh, recorder, cuda_choices(recorder, (9, 0)):
+    with group(ranks) as mesh, recorder, cuda_choices(recorder, (9, 0), torch.__version__):
         workload = build()
         model = workload.model
         step = Step(workload, replace(recipe, precision="fp32"), device_type="cpu", observer=recorder)
