@@ -115,7 +115,7 @@ class HostModel:
             entered = not inside and op.phase in _ENTERING and op.module != where
             if op.phase in _ENTERING:
                 where = op.module
-            seen = prefixes and op.phase == "forward" and f"{op.module}.".startswith(prefixes)
+            seen = prefixes and op.phase == "forward" and f"{op.module}.".startswith(prefixes) and not _around(op)
             asked = 2 * self.slowness * WATCHED if seen else 0.0
             yield self.issue(op, compiled=inside) + (self.weights["module"] if entered else 0.0) + asked
 
@@ -177,6 +177,11 @@ class HostModel:
         older = {"recompute": known["forward"], "module": 0.0, "plain": known["forward"], "plain_view": known.get("view", START["view"])}
         weights = {name: data["weights"].get(name, older.get(name, START[name])) for name in COUNTS}
         return cls(weights, dict(data["calls"]), data["references"], data["error"], dict(data.get("turns", {})), dict(data.get("waits", {})))
+
+
+def _around(op: Op) -> bool:
+    """What FSDP2 does before and after a block, outside of what is recomputed."""
+    return op.name.startswith("foretell.") and all(attr.startswith("axis:dp_") for attr in map(str, op.attrs) if attr.startswith("axis:"))
 
 
 def _phase(op: Op) -> str:

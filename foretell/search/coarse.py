@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from foretell.price.kernels.shapes import short
 from foretell.price.time import COMPUTE_KINDS, hungry, shape_of
 from foretell.search.sheet_modes import Phases
-from foretell.search.sheet_work import Prices, Work, rounded
-from foretell.simulate.memory.replay import GEMMS
+from foretell.search.sheet_work import DETACH, Prices, Work, rounded
+from foretell.simulate.memory.replay import BIASED, GEMMS
 from foretell.trace import types
 from foretell.trace.merged import BIASED_PRODUCT, MERGED, NO_PRODUCT, PRODUCT, Merged, merged
 from foretell.trace.types import Op, Ref, Storage, TensorSpec
@@ -30,8 +30,6 @@ SMALL = 1 << 20
 """The allocator has a pool of its own for tensors up to this size."""
 BUNDLED = 64 << 20
 """Tensors up to this size that come and go together are one."""
-DETACH = "aten.detach.default"
-_BIASED = "aten.addmm.default"
 
 
 @dataclass(frozen=True)
@@ -284,7 +282,7 @@ def _alone(op: Op) -> bool:
 
 def _products(ops: Sequence[Op]) -> int:
     names = {op.name for op in ops}
-    return BIASED_PRODUCT if _BIASED in names else PRODUCT if names & GEMMS else NO_PRODUCT
+    return BIASED_PRODUCT if names & BIASED else PRODUCT if names & GEMMS else NO_PRODUCT
 
 
 def _family(ops: Sequence[Op], known: Mapping[int, tuple[str, float]]) -> str:

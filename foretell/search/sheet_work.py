@@ -20,6 +20,7 @@ from foretell.simulate.memory.replay import Sizes
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Ref, Storage, Trace
 
+DETACH = "aten.detach.default"
 ROUND = 512
 PLAIN_HOST = (1.0, 1.0, 1.0)
 SPLIT_HOST = (1.5, 1.3, 2.0)
@@ -154,8 +155,10 @@ class Prices:
             again = self.machine.host.slowness * AGAIN
             views = (host[2] - 1) * len(phases.again) * again / host[1]
             backward = replace(backward, host=backward.host + _saved(phases, storages) * (each + late + again) + views)
-            asked = 2 * (len(phases.forward) * host[2] + phases.cached) * self.machine.host.slowness * WATCHED if phases.cached else 0.0
-            forward = replace(forward, host=forward.host + phases.cached * each + asked / host[0])
+            if phases.cached:  # what is cached is detached, instead of what autograd alone would keep
+                more = phases.cached - sum(op.name == DETACH for op in phases.forward)
+                asked = 2 * (len(phases.forward) * host[2] + more) * self.machine.host.slowness * WATCHED
+                forward = replace(forward, host=forward.host + more * each + asked / host[0])
         forward = replace(forward, host=forward.host * host[0])
         backward = replace(backward, host=backward.host * host[1])
         return Work(
@@ -259,9 +262,13 @@ def _bare(shape: Shape) -> Op:
 
 
 def _saved(phases: Phases, storages: Mapping[int, Storage]) -> int:
-    """Tensors that backward finds again: a checkpoint hands each of them over once more."""
-    mine = {ref.storage for op in phases.forward for ref in (*op.inputs, *op.outputs) if storages[ref.storage].role != types.PARAMETER}
-    return sum(ref.storage in mine for op in phases.backward if short(op.name) not in FREE for ref in op.inputs)
+    """Tensors that backward finds again and that have a gradient: a checkpoint hands each of them over once more, detached."""
+    mine = {number for number, one in storages.items() if one.role == types.PARAMETER}
+    for op in phases.forward:
+        if op.outputs and any(ref.storage in mine for ref in op.inputs):
+            mine.add(op.outputs[0].storage)  # statistics and masks, which come after it, have none
+    handed = sum(ref.storage in mine for op in phases.backward if short(op.name) not in FREE for ref in op.inputs)
+    return max(0, handed - sum(op.name == DETACH for op in phases.again))
 
 
 def leading_to(ops: Sequence[Op], wanted: Iterable[int], born: set[int]) -> set[int]:

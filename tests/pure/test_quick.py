@@ -103,7 +103,6 @@ SHARDED = [
     replace(layout(Mesh(dp_shard=8)), modes=("recompute",) * 2 + ("keep",) * 4),
 ]  # fmt: skip
 TWO_LEVELS = [layout(Mesh(dp_shard=4, dp_replicate=2), 4, 2)]
-UPDATES = pytest.mark.xfail(reason="+3.04 %: what an update takes does not grow in proportion to its list, and a short stack says it does")
 PIPED = [
     layout(Mesh(pp=2), 4, 8, schedule="1f1b", cuts=(3,)), layout(Mesh(pp=2), 4, 8, schedule="gpipe", cuts=(2,)),
     layout(Mesh(pp=2), 4, 8, schedule="interleaved-1f1b", cuts=(1, 3, 4), interleave=2),
@@ -130,7 +129,7 @@ def told(name: str, asked: Layout, found: Quick, exact: PlanCost) -> str:
     [
         pytest.param("gpt2", PLAIN, 0.04, 0.12, id="one-gpt2"),
         pytest.param("gpt2", SHARDED, 0.03, 0.05, id="sharded-gpt2"),
-        pytest.param("gpt2", TWO_LEVELS, 0.03, 0.05, id="two-levels-gpt2", marks=UPDATES),
+        pytest.param("gpt2", TWO_LEVELS, 0.03, 0.05, id="two-levels-gpt2"),
         pytest.param("gpt2", PIPED, 0.03, 0.05, id="piped-gpt2"),
         pytest.param("llama3-1b", PLAIN, 0.03, 0.05, id="one-llama3-1b", marks=OTHER),
         pytest.param("llama3-1b", SHARDED, 0.03, 0.05, id="sharded-llama3-1b", marks=OTHER),

@@ -126,8 +126,6 @@ def test_shared_positions_cost_what_a_trace_of_them_does(source: Source, asked: 
     found, exact = both(source, asked)
     assert exact.time is not None and found.memory_bytes == pytest.approx(exact.worst.memory.device_bytes, rel=0.04)
     off = found.seconds / exact.time.step_seconds - 1
-    if "selective" in asked.modes and off > 0.05:
-        pytest.xfail(f"seconds are {off:+.1%}: the host of blocks recomputed selectively is told too slow where positions are shared")
     assert abs(off) <= 0.05
 
 

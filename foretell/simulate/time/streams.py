@@ -76,8 +76,8 @@ def simulate(
     run = _Run(tasks, queue)
     durations = [task.seconds for task in tasks]
     result = run.steps(durations, steps)
-    for _ in range(2 if drag else 0):
-        durations = run.dragged(result, drag or {})
+    for stretched in (False, True) if drag else ():
+        durations = run.dragged(result, drag or {}, stretched)
         result = run.steps(durations, steps)
     if laps is None:
         return run.timeline(result, durations)
@@ -199,14 +199,19 @@ class _Run:
                 end = done
         return _Result(start, finish, cause, issue_cause, issued, stalls, begin, end)
 
-    def dragged(self, result: _Result, drag: Mapping[str, float]) -> list[float]:
-        """Durations with compute stretched by its overlap with the resources that drag."""
+    def dragged(self, result: _Result, drag: Mapping[str, float], stretched: bool) -> list[float]:
+        """Durations with compute stretched by its overlap with the resources that drag.
+
+        Where the schedule has the stretch in it already, a second of overlap did less than a second's work; so it matters not whether
+        ops are told one by one or many as one."""
         durations = [task.seconds for task in self.tasks]
+        most = [0.0] * len(durations)
         mine = [position for position, resource in enumerate(self.where) if resource == 0]
         for name, slower in drag.items():
             if name not in self.names or not slower:
                 continue
             number = self.names.index(name)
+            lost = slower / (1 + slower) if stretched else slower
             theirs = [
                 (result.start[p], result.finish[p]) for p, resource in enumerate(self.where) if resource == number
             ]
@@ -219,11 +224,10 @@ class _Run:
                 while next_one < len(theirs) and theirs[next_one][0] < end:
                     shared += min(end, theirs[next_one][1]) - max(begin, theirs[next_one][0])
                     next_one += 1
-                stretched = end - begin
-                durations[position] += (
-                    slower * shared * (self.tasks[position].seconds / stretched if stretched else 0.0)
-                )
-        return durations
+                if shared:
+                    most[position] += slower
+                    durations[position] += lost * shared
+        return [min(found, task.seconds * (1 + limit)) for found, task, limit in zip(durations, self.tasks, most, strict=True)]
 
     def timeline(self, result: _Result, durations: Sequence[float]) -> Timeline:
         busy = dict.fromkeys(self.names, 0.0)
