@@ -157,9 +157,11 @@ def _equal_nodes(data: dict[str, Any], faults: _Faults) -> Cluster | None:
 
 def _side_by_side(data: dict[str, Any], faults: _Faults) -> Cluster | None:
     """Groups; what a saved file repeats of them must agree."""
+    unsaid = {item.name: item.default for item in fields(Cluster)}
     extra = [
-        name for name in data if name in _CLUSTER_FIELDS and name not in (*_GROUPS_FIELDS, *_DERIVED) and data[name] and data[name] != 1.0
-    ]
+        name for name in data
+        if name in _CLUSTER_FIELDS and name not in (*_GROUPS_FIELDS, *_DERIVED) and data[name] and data[name] != unsaid.get(name)
+    ]  # fmt: skip
     if extra:
         faults.add(f"{_listed(extra)} beside 'groups'", "give them inside each group")
     rows = data["groups"]

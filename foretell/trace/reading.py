@@ -81,6 +81,7 @@ class Reading(QuickKeys):
         self._taken_in = WeakIdKeyDictionary()
 
     def __deepcopy__(self, memo: Any) -> Reading:
+        """Layers that are copied (`nn.TransformerEncoder` copies its own) stay under this mode: fake tensors know theirs."""
         return self
 
     def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:

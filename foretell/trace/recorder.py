@@ -168,10 +168,6 @@ class Recorder(Reading):
         self.release = ""
         """Of torch: the one whose choices are made."""
 
-    def __deepcopy__(self, _: Any) -> Recorder:
-        """Layers that are copied (`nn.TransformerEncoder` copies its own) stay under this mode: fake tensors know theirs."""
-        return self
-
     # ------------------------------------------------------------------ where we are in the step
 
     def phase(self, name: str) -> None:

@@ -27,7 +27,7 @@ GEMMS = frozenset(
 """Ops that make cuBLAS allocate its workspace, once for every thread that calls it; the last two are of ragged tensors."""
 
 
-_BIASED = ("aten.addmm.default", "aten.linear.default")
+BIASED = frozenset(("aten.addmm.default", "aten.linear.default"))
 _CALLS = GEMMS | {MERGED}
 CUBLASLT_WORKSPACE_BYTES = 1 << 20
 """Taken once, at the first product with a bias: torch 2.11 on an H200."""
@@ -196,7 +196,7 @@ class Replay:
         self.blocks[number] = self.allocator.malloc(storage.nbytes + extra, storage.stream)
 
     def _workspace(self, op: Op) -> None:
-        products = about(op).products if op.name == MERGED else BIASED_PRODUCT if op.name in _BIASED else PRODUCT
+        products = about(op).products if op.name == MERGED else BIASED_PRODUCT if op.name in BIASED else PRODUCT
         if products == NO_PRODUCT:
             return
         thread = "backward" if op.phase in ("backward", "recompute") else "main"
