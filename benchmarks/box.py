@@ -12,7 +12,6 @@ Predictions are for H200-SXM-141GB with as many devices as the plan has ranks. A
 measured: seconds of a step, exposed communication, allocated, reserved, whether it was said to fit and did; or the error.
 
 Exposed communication, predicted and measured alike, is what a step takes longer than the same step whose messages take no time.
-`overlap_seconds` is predicted with the slowdown that the stand-ins' own cores cause, where `step_seconds` has that of clusters.
 Bars: step within 8 %, exposed within 3 points of the step, allocated within 0.5 %, reserved within 3 %, no wrong "fits".
 """
 
@@ -128,8 +127,7 @@ def errors_of(row: dict[str, Any]) -> dict[str, float | None]:
         return None if a is None or b is None else a - b
 
     return {
-        "step": relative("step_seconds"), "overlap_step": relative("overlap_seconds", "step_seconds"),
-        "free_step": relative("free_seconds"), "exposed": points("exposed_share"), "overlap_exposed": points("overlap_exposed_share"),
+        "step": relative("step_seconds"), "free_step": relative("free_seconds"), "exposed": points("exposed_share"),
         "allocated": relative("allocated_bytes"), "reserved": relative("reserved_bytes"),
     }  # fmt: skip
 
@@ -141,12 +139,13 @@ def check() -> None:
     """Ask stand-ins for known times, alone and beside products, and print what they took."""
     import torch
 
-    from foretell.price.messages import CHANNEL_BYTES, MOST_CHANNELS
+    from foretell.price.messages import CHANNEL_BYTES
+    from foretell.price.overlap import CHANNELS
     from foretell.runtime.box.cuda import OnCuda
     from foretell.runtime.box.script import Script
 
     def channels(nbytes: int) -> int:
-        return max(1, min(MOST_CHANNELS, -(-nbytes // CHANNEL_BYTES)))
+        return max(1, min(CHANNELS, -(-nbytes // CHANNEL_BYTES)))
 
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -221,7 +220,7 @@ def told(row: dict[str, Any]) -> str:
     words = [f"{row['case']} rank {row['rank']}/{row['world']}: step {found['step_seconds'] * 1e3:.1f} ms"]
     for name, value in off.items():
         if value is not None:
-            bar = BARS.get(name.removeprefix("overlap_"))
+            bar = BARS.get(name)
             words.append(f"{name} {100 * value:+.1f}{'' if bar is None or abs(value) <= bar else '!'}")
     if found["exposed_share"] is not None:
         words.append(f"exposed measured {100 * found['exposed_share']:.1f} %")
@@ -233,7 +232,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     good = [row for row in newest.values() if "errors" in row]
     wrong = [row["case"] for row in newest.values() if row.get("ran") is False and row.get("fits_said") != "no"]
     lines = [f"{len(good)} of {len(newest)} ran; said to fit and ran out: {wrong or 'none'}"]
-    for name, bar in (*BARS.items(), ("overlap_step", BARS["step"]), ("overlap_exposed", BARS["exposed"]), ("free_step", BARS["step"])):
+    for name, bar in (*BARS.items(), ("free_step", BARS["step"])):
         off = sorted(abs(row["errors"][name]) for row in good if row["errors"].get(name) is not None)
         if off:
             inside, middle = sum(value <= bar for value in off), off[len(off) // 2]

@@ -14,7 +14,6 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from foretell.lower.foreign.stacks import Stack, stacks  # noqa: E402
 from foretell.price import analytic, collectives, machine  # noqa: E402
-from foretell.price import time as seconds_of  # noqa: E402
 from foretell.simulate.foreign import step as foreign  # noqa: E402
 
 Without = Callable[[], AbstractContextManager[None]]
@@ -72,16 +71,13 @@ def without_bloom() -> Iterator[None]:
 @contextmanager
 def without_foundry() -> Iterator[None]:
     """FlashAttention 1 as the FlashAttention-2 paper has it on A100, and on Hopper as much quicker as its successor is
-    there; compute slowed by collectives as titan and torchao alone would set it."""
+    there."""
     known, newer = analytic.KERNELS["flash-2"]["ampere"], analytic.KERNELS["flash-2"]["hopper"]
     older = analytic.Kernel(0.37, 0.30, "FlashAttention-2 paper: 100 to 130 of 312 TFLOP/s", 1.0)
     hopper = analytic.Kernel(
         older.forward * newer.forward / known.forward, older.backward * newer.backward / known.backward, "scaled", 1.0
     )
-    with (
-        entry(analytic.KERNELS, "flash-1", {"ampere": older, "hopper": hopper}),
-        entry(seconds_of.DRAG, "collectives", 0.6),
-    ):
+    with entry(analytic.KERNELS, "flash-1", {"ampere": older, "hopper": hopper}):
         yield
 
 

@@ -293,3 +293,5 @@ class Task(NamedTuple):
     phase: str = ""
     synchronises: bool = False
     """The host waits until it has finished (`.item()`, a pageable copy)."""
+    slower: float = 0.0
+    """How much longer it takes while a collective runs beside it: 0.2 is a fifth."""

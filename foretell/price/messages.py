@@ -13,10 +13,9 @@ from foretell.lower.fsdp.sharded import DP_SHARD
 from foretell.plan.mesh import OWN_RANKS, coordinates, rank_at
 from foretell.plan.types import Mesh, Plan
 from foretell.price.collectives import ALL_REDUCE, OPERATIONS, P2P, Fabric, among, collective
+from foretell.price.overlap import CHANNELS
 from foretell.price.speeds import BYTES_PER_SECOND, MESSAGE_SECONDS, fabrics_for
 
-MOST_CHANNELS = 16
-"""Thread blocks, each with an SM for itself, that NCCL runs a large collective on. Assumed: 16 to 24 on H100 and H200."""
 CHANNEL_BYTES = 512 * 2**10
 """Bytes below which NCCL adds no further channel. Assumed."""
 
@@ -40,7 +39,7 @@ class Messages:
         return collective(operation if operation in OPERATIONS else ALL_REDUCE, nbytes, self._fabric(ranks)).seconds
 
     def channels(self, nbytes: int) -> int:
-        return max(1, min(MOST_CHANNELS, ceil(nbytes / CHANNEL_BYTES)))
+        return max(1, min(CHANNELS, ceil(nbytes / CHANNEL_BYTES)))
 
     def axis(self, ranks: tuple[int, ...]) -> str:
         """The axis whose group of this rank these ranks are; empty where they are none."""
@@ -49,11 +48,6 @@ class Messages:
     def _fabric(self, ranks: tuple[int, ...]) -> Fabric:
         found = self.fabrics.get(self.axis(ranks)) or self.fabrics.get(self.axis(ranks).partition(":")[0])
         return found or among(self.cluster, map(self.plan.device_of, ranks))
-
-
-def overlap_drag(sm_count: int) -> float:
-    """How much longer compute takes beside a collective that has its cores and leaves it the others."""
-    return MOST_CHANNELS / max(1, sm_count - MOST_CHANNELS)
 
 
 def axes_of(plan: Plan, rank: int) -> dict[tuple[int, ...], str]:

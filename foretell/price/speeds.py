@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from foretell.hardware.profile import Profile
-from foretell.hardware.types import Cluster
+from foretell.hardware.types import Cluster, Device
 from foretell.lower.fsdp.sharded import DP_SHARD
 from foretell.lower.offload.activations import COPIES, moves
 from foretell.plan.mesh import OWN_RANKS, groups, sharing, sharing_experts
@@ -43,10 +43,8 @@ class Options:
     """The caching allocator grows segments."""
     pace: float = 1.0
     """How much longer this CPU takes now than its profile says."""
-    message_share: float = 1.0
-    """Factor on the seconds of messages between ranks; 0: they take none."""
-    drag: float = 1.0
-    """Factor on how much compute slows down while a collective runs beside it."""
+    filled: bool = False
+    """Messages between ranks take no time, but for filling what is gathered, at the speed of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,21 +96,18 @@ def speeds_of(plan: Plan, cluster: Cluster, how: Options, stage: int | None = No
     if known is None:
         return None
     if cluster.device.backend == "cpu":
-        return _with_messages(_on_cpu(plan, cluster, known, how.pace), how)
-    found = _with_messages(on_gpu(plan, cluster, known), how)
+        return _with_messages(_on_cpu(plan, cluster, known, how.pace), how, cluster.device)
+    found = _with_messages(on_gpu(plan, cluster, known), how, cluster.device)
     return replace(found, copies=offload.copy_rates(profile_for(seen, how.profile_of), plan)) if moves(plan) else found
 
 
-def _with_messages(found: Speeds, how: Options) -> Speeds:
-    """With messages that take a share of their time, where the options ask for that."""
-    share = how.message_share
-    if share == 1.0 and how.drag == 1.0:
+def _with_messages(found: Speeds, how: Options, device: Device) -> Speeds:
+    """With messages that are filled in at once, where the options ask for that."""
+    if not how.filled:
         return found
-    comm, p2p = found.comm_time, found.p2p_time
-    return replace(
-        found, comm_time=lambda op: share * comm(op), p2p_time=lambda nbytes: share * p2p(nbytes), sync_time=share * found.sync_time,
-        drag=found.drag * how.drag,
-    )  # fmt: skip
+    rate = device.memory_bandwidth_bytes_per_second
+    fill = lambda op: message(op) / rate if op.name.endswith("all_gather") else 0.0  # noqa: E731
+    return replace(found, comm_time=fill, p2p_time=lambda _: 0.0, sync_time=0.0)
 
 
 def alone(known: Machine) -> Speeds:

@@ -13,7 +13,8 @@ from foretell.price.kernels.features import Shape, describe
 from foretell.price.kernels.ops import OpModel
 from foretell.price.kernels.rare import ASKED, FAMILY, called, unmeasured, waits
 from foretell.price.kernels.shapes import short
-from foretell.quantities import COLLECTIVES, MEASURED, Task
+from foretell.price.overlap import slower
+from foretell.quantities import MEASURED, Task
 from foretell.trace.compiled_blocks import ENTER, LEAVE
 from foretell.trace.compiled_graphs import REPLAY, REPLAYED
 from foretell.trace.merged import MERGED, about
@@ -27,8 +28,6 @@ LONG_PROGRAM = 20_000
 HUNGRY = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
 CLOSER = 1.0e-6
 """Seconds between two kernels that a CUDA graph saves; from replayed steps on an H200."""
-DRAG = {COLLECTIVES: 0.85}
-"""How much longer compute takes while a collective runs beside it; from published FSDP runs (docs/published.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +56,8 @@ class Machine:
     """Sentences on where these figures come from."""
     known: dict[Shape, tuple[str, float]] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Family and seconds of shapes that were priced before."""
+    beside: dict[Shape, float] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Of the same shapes: how much longer they take beside a collective."""
 
 
 def shape_of(op: Op) -> Shape:
@@ -101,6 +102,8 @@ def op_prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
         family = described.family if described else ""
         around = machine.in_step.get("compute" if family in COMPUTE_KINDS else "memory", 1.0)
         known[shape] = (family, seconds[shape] * around * machine.slower.get(family, 1.0))
+        waves = 2 ** described.values["waves"] if described and family == "gemm" else 0.0
+        machine.beside[shape] = slower(family, waves, machine.ops.device.sm_count)
     prices = {number: known[shape] for number, shape in found.items()} | together
     if machine.clocks is not None:
         _at_the_limit(trace, found, prices, machine.clocks)

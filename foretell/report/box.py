@@ -72,7 +72,7 @@ def lines_of(
     times, sizes = Line if seconds else Shown, Line if memory else Shown
     step = times(name="step", unit=SECONDS, predicted=predicted["step_seconds"], measured=measured["step_seconds"], low=low, high=high)
     exposed = times(
-        name="exposed", unit=SHARE, predicted=predicted["overlap_exposed_share"], measured=measured["exposed_share"],
+        name="exposed", unit=SHARE, predicted=predicted["exposed_share"], measured=measured["exposed_share"],
         note="communication that compute does not hide; it has no band",
     )  # fmt: skip
     peaks = []

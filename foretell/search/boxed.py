@@ -13,9 +13,7 @@ from foretell.hardware.types import Cluster
 from foretell.lower.blocks import KEEP, blocks_of
 from foretell.plan.mesh import check_rank, coordinates
 from foretell.plan.types import Plan
-from foretell.price.messages import Messages, overlap_drag
-from foretell.price.time import DRAG
-from foretell.quantities import COLLECTIVES
+from foretell.price.messages import Messages
 from foretell.runtime.box.script import Script
 from foretell.search.traces import Traces
 from foretell.simulate.arrivals import Arrivals, arrivals
@@ -34,7 +32,6 @@ class Expected:
     high_seconds: float | None
     free_seconds: float | None
     """Of the same step if messages took no time."""
-    overlap_seconds: float | None
     """Of a step in which collectives slow compute down by the cores they have, as in a box, and not by what clusters showed."""
     timeline_exposed_seconds: float | None
     """In which some collective runs and compute does not, by the timeline."""
@@ -62,12 +59,6 @@ class Expected:
         exposed = self.exposed_seconds
         return None if exposed is None or not self.step_seconds else exposed / self.step_seconds
 
-    @property
-    def overlap_exposed_share(self) -> float | None:
-        if not self.overlap_seconds or self.free_seconds is None:
-            return None
-        return max(0.0, self.overlap_seconds - self.free_seconds) / self.overlap_seconds
-
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -78,14 +69,11 @@ class Expected:
     def told(self) -> dict[str, Any]:
         """The numbers alone."""
         plain = {name: value for name, value in self.to_json().items() if name not in _TABLES}
-        return {
-            **plain, "exposed_seconds": self.exposed_seconds, "exposed_share": self.exposed_share,
-            "overlap_exposed_share": self.overlap_exposed_share,
-        }  # fmt: skip
+        return {**plain, "exposed_seconds": self.exposed_seconds, "exposed_share": self.exposed_share}
 
 
 def expect(plan: Plan, rank: int, *, traces: Traces | None = None, cluster: Cluster | None = None) -> Expected:
-    """Predict a plan three times: as it is, with free messages, and with the box's own overlap."""
+    """Predict a plan twice: as it is, and with messages that take no time but for filling what is gathered."""
     check_rank(plan, rank)
     cluster = cluster or parse(plan.hardware)
     device = cluster.device
@@ -96,8 +84,7 @@ def expect(plan: Plan, rank: int, *, traces: Traces | None = None, cluster: Clus
     def cost(**how: Any) -> PlanCost:
         return predict_plan(kept, plan, cluster, Options(profile_of=find_profile, **how))
 
-    usual, free = cost(), cost(message_share=0.0)
-    like_box = cost(drag=overlap_drag(device.sm_count) / DRAG[COLLECTIVES]) if device.backend != "cpu" else usual
+    usual, free = cost(), cost(filled=True)
     place = coordinates(plan.mesh, rank)["pp"]
     mine = next(one for one in usual.ranks if one.rank == place)
     time = usual.time
@@ -105,7 +92,6 @@ def expect(plan: Plan, rank: int, *, traces: Traces | None = None, cluster: Clus
     return Expected(
         rank=rank, step_seconds=time.step_seconds if time else None, low_seconds=time.low_seconds if time else None,
         high_seconds=time.high_seconds if time else None, free_seconds=free.time.step_seconds if free.time else None,
-        overlap_seconds=like_box.time.step_seconds if like_box.time else None,
         timeline_exposed_seconds=time.exposed_communication_seconds if time else None, allocated_bytes=mine.memory.allocated_bytes,
         reserved_bytes=mine.memory.reserved_bytes, device_bytes=mine.memory.device_bytes, verdict=mine.verdict,
         arrivals=arrivals(usual.events, plan, place) if piped else Arrivals(),

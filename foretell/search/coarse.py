@@ -221,9 +221,10 @@ class _Side:
         kept = [op for op in ops if op.name == DETACH and op.phase == "backward" and any(op.inputs[0].storage == g.storage for g in gradients)]
         seconds = sum(known[id(op)][1] for op in ops)
         hot = factors[0] * sum(known[id(op)][1] for op in ops if hungry(shape_of(op), known[id(op)][0]))
+        beside = sum(known[id(op)][1] * self.prices.beside(op) for op in ops) / seconds if seconds else 0.0
         host = self.prices.host(ops) - (self.prices.host(kept[:1]) if kept else 0.0)
         yield merged(
-            Merged(seconds * factors[0], host * factors[1], _family(ops, known), _products(ops), hot, self._scratch(group.held)),
+            Merged(seconds * factors[0], host * factors[1], _family(ops, known), _products(ops), hot, beside, self._scratch(group.held)),
             list(read.values()), outputs, ops[0].module, ops[0].phase, sum(op.flops or 0 for op in ops), survive,
             [number for op in ops for number in op.frees if number not in mine],
         )  # fmt: skip

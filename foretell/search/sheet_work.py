@@ -12,6 +12,7 @@ from foretell.price.energy import GATHERS
 from foretell.price.host import AGAIN, WATCHED
 from foretell.price.kernels.features import FREE, Shape
 from foretell.price.kernels.shapes import short
+from foretell.price.overlap import LOST_OTHERS
 from foretell.price.speeds import axis_of, message
 from foretell.price.time import COMPUTE_KINDS, MARKS, Machine, op_prices, shape_of
 from foretell.search.sheet_compile import Faster
@@ -123,6 +124,10 @@ class Prices:
             found[id(op)] = known[shapes[id(op)]]
             self._same[op.name, id(op.inputs), id(op.outputs)] = (op, *found[id(op)])
         return found
+
+    def beside(self, op: Op) -> float:
+        """How much longer an op that was priced takes beside a collective."""
+        return self._cool.beside.get(shape_of(op), LOST_OTHERS) if self._cool is not None else 0.0
 
     def host(self, ops: Sequence[Op]) -> float:
         """Host seconds, as `HostModel.issues` counts them."""

@@ -14,7 +14,7 @@ from foretell.trace.types import Op, Ref
 MERGED = "foretell.merged"
 NO_PRODUCT, PRODUCT, BIASED_PRODUCT = 0, 1, 2
 """Whether cuBLAS is called, and whether with a bias: it takes a workspace once for each."""
-_FIXED = 5
+_FIXED = 6
 
 
 class Merged(NamedTuple):
@@ -28,6 +28,8 @@ class Merged(NamedTuple):
     products: int = NO_PRODUCT
     hungry_seconds: float = 0.0
     """Of its ops that a power limit slows down."""
+    slower: float = 0.0
+    """How much longer it takes beside a collective."""
     scratch: tuple[int, ...] = ()
     """Bytes of each tensor that comes and goes inside and is there at the highest point."""
 
@@ -38,12 +40,12 @@ def merged(
 ) -> Op:  # fmt: skip
     """One op that stands for several."""
     attrs: tuple[int | float | str | bool, ...] = (
-        about.seconds, about.host_seconds, about.family, about.products, about.hungry_seconds, *about.scratch,
+        about.seconds, about.host_seconds, about.family, about.products, about.hungry_seconds, about.slower, *about.scratch,
     )  # fmt: skip
     return Op(MERGED, tuple(inputs), tuple(outputs), module, phase, flops, tuple(allocates), tuple(frees), attrs)
 
 
 def about(op: Op) -> Merged:
     """What a merged op says of itself."""
-    seconds, host, family, products, hungry = op.attrs[:_FIXED]
-    return Merged(float(seconds), float(host), str(family), int(products), float(hungry), tuple(map(int, op.attrs[_FIXED:])))
+    seconds, host, family, products, hungry, slower = op.attrs[:_FIXED]
+    return Merged(float(seconds), float(host), str(family), int(products), float(hungry), float(slower), tuple(map(int, op.attrs[_FIXED:])))

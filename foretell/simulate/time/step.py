@@ -22,14 +22,15 @@ from foretell.price.kernels.rare import FAMILY as IRREGULAR
 from foretell.price.kernels.rare import SIZED
 from foretell.price.kernels.shapes import short
 from foretell.price.offload import Rates, load_of
+from foretell.price.overlap import LOST_OTHERS
 from foretell.price.speeds import Speeds, axis_of
 from foretell.price.time import (
     COMPUTE_KINDS,
-    DRAG,
     LONG_PROGRAM,
     MARKS,
     guessed,
     op_prices,
+    shape_of,
     synchronises,
 )
 from foretell.quantities import ASSUMED, COLLECTIVES, COMPUTE, HOST, Task, Time
@@ -37,6 +38,7 @@ from foretell.simulate.offload.copies import told, with_copies
 from foretell.simulate.offload.timing import marks_of, played
 from foretell.simulate.time.laps import KEPT, Laps
 from foretell.simulate.time.streams import LAUNCH_QUEUE, Timeline, simulate
+from foretell.trace.merged import MERGED, about
 from foretell.trace.types import Op, Trace
 from foretell.trace.versions import widening
 
@@ -120,9 +122,9 @@ def moved_time(local: Trace, plan: Plan, speeds: Speeds, units: Sequence[Unit], 
 
 
 def drags(tasks: Sequence[Task], speeds: Speeds) -> Mapping[str, float] | None:
-    """How much compute slows down while a collective runs beside it."""
+    """Lanes of collectives that compute runs beside, with the part of what that costs it (`price.overlap`) that is left there."""
     beside = {task.resource for task in tasks} & {lane(axis) for axis in BESIDE}
-    return dict.fromkeys(beside, DRAG[COLLECTIVES] * speeds.drag) or None
+    return dict.fromkeys(beside, speeds.drag) or None
 
 
 def lane(axis: str) -> str:
@@ -229,7 +231,8 @@ class _Maker:
         if self.speeds.op_slowdown is not None:
             seconds *= self.speeds.op_slowdown(op)
         where = HOST if self.machine.serial else COMPUTE
-        return Task(op.name, where, seconds * factor, (), 0.0, family, op.module, op.phase, awaited)
+        beside = about(op).slower if op.name == MERGED else self.machine.beside.get(shape_of(op), LOST_OTHERS)
+        return Task(op.name, where, seconds * factor, (), 0.0, family, op.module, op.phase, awaited, beside)
 
     def _after(self, op: Op) -> tuple[int, ...]:
         after = [self.awaited.pop(axis) for axis in list(self.awaited) if axis not in BESIDE or op.phase == "update"]
@@ -254,9 +257,9 @@ class _Maker:
         return task
 
     def _issue(self, made: Task, after: tuple[int, ...]) -> Task:
-        name, where, seconds, _, _, kind, module, phase, awaited = made
+        name, where, seconds, _, _, kind, module, phase, awaited, slower = made
         asking = self.pending * self.speeds.host_slowdown * self.speeds.slowdown
-        task = Task(name, where, seconds, after, asking, kind, module, phase, awaited)
+        task = Task(name, where, seconds, after, asking, kind, module, phase, awaited, slower)
         self.pending = 0.0
         if where in (COMPUTE, HOST):
             self.latest = self.count

@@ -69,9 +69,9 @@ def simulate(
 ) -> Timeline:
     """Run the tasks `steps` times in a row and describe the last time; with `laps`, that of all rounds they stand for.
 
-    With more than one step the host is as far ahead as it is in a long run. `drag` says how much compute slows
-    down while another resource is busy (0.1: a tenth longer), since collectives take cores and memory bandwidth;
-    it is applied to the overlap of the undisturbed schedule, then once more to the schedule that gives.
+    With more than one step the host is as far ahead as it is in a long run. `drag` names the resources beside which compute is
+    slower, since collectives take cores and memory bandwidth, and the part of `Task.slower` that counts there; it is applied to
+    the overlap of the undisturbed schedule, then once more to the schedule that gives.
     """
     run = _Run(tasks, queue)
     durations = [task.seconds for task in tasks]
@@ -170,7 +170,7 @@ class _Run:
         lines: list[list[int]] = [[] for _ in free]
         stalls = [0.0] * count
         end, synced = begin, _NOTHING
-        for position, (_, _, _, after, host_seconds, _, _, _, synchronises) in enumerate(self.tasks):
+        for position, (_, _, _, after, host_seconds, _, _, _, synchronises, _) in enumerate(self.tasks):
             resource = where[position]
             begins = starts[resource]
             issue_cause[position], synced = synced, _NOTHING
@@ -205,13 +205,12 @@ class _Run:
         Where the schedule has the stretch in it already, a second of overlap did less than a second's work; so it matters not whether
         ops are told one by one or many as one."""
         durations = [task.seconds for task in self.tasks]
-        most = [0.0] * len(durations)
+        most = [1.0] * len(durations)
         mine = [position for position, resource in enumerate(self.where) if resource == 0]
-        for name, slower in drag.items():
-            if name not in self.names or not slower:
+        for name, part in drag.items():
+            if name not in self.names or not part:
                 continue
             number = self.names.index(name)
-            lost = slower / (1 + slower) if stretched else slower
             theirs = [
                 (result.start[p], result.finish[p]) for p, resource in enumerate(self.where) if resource == number
             ]
@@ -225,9 +224,10 @@ class _Run:
                     shared += min(end, theirs[next_one][1]) - max(begin, theirs[next_one][0])
                     next_one += 1
                 if shared:
+                    slower = part * self.tasks[position].slower
                     most[position] += slower
-                    durations[position] += lost * shared
-        return [min(found, task.seconds * (1 + limit)) for found, task, limit in zip(durations, self.tasks, most, strict=True)]
+                    durations[position] += shared * (slower / (1 + slower) if stretched else slower)
+        return [min(found, task.seconds * limit) for found, task, limit in zip(durations, self.tasks, most, strict=True)]
 
     def timeline(self, result: _Result, durations: Sequence[float]) -> Timeline:
         busy = dict.fromkeys(self.names, 0.0)
