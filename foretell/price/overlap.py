@@ -12,16 +12,14 @@ from math import ceil
 
 CHANNELS = 16
 """Thread blocks, each with a core for itself, that NCCL runs a large collective on. Assumed: 16 to 24 on H100 and H200."""
-_CORES = 132
 FURTHER_WAVE = 0.7
 """Part of a wave that a product takes longer besides."""
 LOST = {"gemm": 0.2, "attention": 0.12, "convolution": 0.58}
-"""Family → how much longer beside a collective, with 16 of 132 cores."""
+"""Family → how much longer beside a collective, with 16 of 132 cores. Assumed of other devices: NCCL takes an eighth of theirs too."""
 LOST_OTHERS = 0.23
 
 
-def slower(family: str, waves: float, cores: int | None) -> float:
+def slower(family: str, waves: float) -> float:
     """How much longer an op takes while a collective runs beside it: 0.2 is a fifth. `waves`: of a product's tiles."""
-    share = CHANNELS / max(1, (cores or _CORES) - CHANNELS) * (_CORES - CHANNELS) / CHANNELS
     further = FURTHER_WAVE / max(1, ceil(waves)) if family == "gemm" else 0.0
-    return LOST.get(family, LOST_OTHERS) * share + further
+    return LOST.get(family, LOST_OTHERS) + further

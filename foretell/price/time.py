@@ -103,7 +103,7 @@ def op_prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
         around = machine.in_step.get("compute" if family in COMPUTE_KINDS else "memory", 1.0)
         known[shape] = (family, seconds[shape] * around * machine.slower.get(family, 1.0))
         waves = 2 ** described.values["waves"] if described and family == "gemm" else 0.0
-        machine.beside[shape] = slower(family, waves, machine.ops.device.sm_count)
+        machine.beside[shape] = slower(family, waves)
     prices = {number: known[shape] for number, shape in found.items()} | together
     if machine.clocks is not None:
         _at_the_limit(trace, found, prices, machine.clocks)
