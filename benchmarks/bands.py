@@ -32,8 +32,8 @@ from unseen_draw import HINTS  # noqa: E402
 from foretell.price import bands  # noqa: E402
 
 ROWS, UNSEEN, CORPUS = HERE / "data" / "band_rows.jsonl", HERE / "results" / "unseen.jsonl", HERE / "results" / "corpus.jsonl"
-AGAIN = HERE / "data" / "unseen_again.jsonl"
-"""The sealed configurations as predicted after they were judged (benchmarks/unseen.py --again)."""
+AGAIN, CORPUS_AGAIN = HERE / "data" / "unseen_again.jsonl", HERE / "data" / "corpus_again.jsonl"
+"""The sealed configurations as predicted after they were judged (`--again` of benchmarks/unseen.py and benchmarks/corpus.py)."""
 SLOPES = (0.0, 0.5, 1.0, 2.0, 3.0)
 """Tried for every feature of the scale."""
 FEATURES: Mapping[str, tuple[str, ...]] = {
@@ -194,7 +194,7 @@ def unseen_rows(measured: Path = UNSEEN, again: Path | None = None) -> list[Row]
 
     seal_of(SEALED)
     found, kept = measured_of(SEALED, measured), []
-    later = {row["key"]: row["predicted"] for row in map(json.loads, again.read_text().splitlines())} if again is not None else {}
+    later = predicted_since(again) if again is not None else {}
     for row in rows_of(SEALED):
         row = {**row, "predicted": later.get(row["key"], row["predicted"])}
         seconds, model = found.get(row["key"], {}).get("measured", {}).get("seconds"), row["config"]["model"]
@@ -204,15 +204,20 @@ def unseen_rows(measured: Path = UNSEEN, again: Path | None = None) -> list[Row]
     return kept
 
 
+def predicted_since(path: Path) -> dict[str, Any]:
+    return {row["key"]: row["predicted"] for row in map(json.loads, path.read_text().splitlines())}
+
+
 def corpus_rows(half: str) -> list[Row]:
-    """Steps of the corpus that were measured, of the families of one half."""
+    """Steps of the corpus that were measured, of the families of one half, as predicted now."""
     from corpus import SEALED
     from zoo import measured_of, rows_of, seal_of
 
     seal_of(SEALED)
-    found = measured_of(SEALED, CORPUS)
+    found, later = measured_of(SEALED, CORPUS), predicted_since(CORPUS_AGAIN)
     kept = []
     for row in rows_of(SEALED):
+        row = {**row, "predicted": later.get(row["key"], row["predicted"])}
         seconds = found.get(row["key"], {}).get("measured", {}).get("seconds")
         if row["half"] == half and seconds and "seconds" in row["predicted"]:
             kept.append(row_of(row["family"], row["config"], row["predicted"], seconds, row["name"]))

@@ -30,7 +30,7 @@ from foretell.trace.step import Workload
 from foretell.trace.types import Trace
 
 OPTIONS = Options(profile_of=functools.cache(find_profile))
-DEEP = {"gpt2": (48, 1024), "llama3-1b": (40, 1024)}
+DEEP = {"gpt2": (24, 1024), "llama3-1b": (40, 1024)}
 """Model → blocks, tokens."""
 FULL = {"keep": "none", "recompute": "full", "selective": "selective"}
 PRECISION = "fsdp-bf16"

@@ -27,7 +27,7 @@ def build():
 
 
 def batch(micro_batch):
-    return torch.randn(micro_batch, 128, 256).to(DEVICE).bfloat16()
+    return torch.randn(micro_batch, 8, 256).to(DEVICE).bfloat16()
 
 
 def loss(output, batch):

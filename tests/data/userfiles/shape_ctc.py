@@ -20,7 +20,7 @@ def build():
 
 
 def batch(micro_batch):
-    return torch.randn(micro_batch, 80, 200)
+    return torch.randn(micro_batch, 80, 64)
 
 
 def loss(output, batch):

@@ -23,5 +23,5 @@ def build():
 
 
 def batch(micro_batch):
-    lengths = torch.tensor([50 - 4 * i for i in range(micro_batch)]).clamp(min=5)
-    return {"ids": torch.randint(1, 2000, (micro_batch, 60)), "lengths": lengths, "tags": torch.randint(0, 17, (micro_batch, 60))}
+    lengths = torch.tensor([20 - 2 * i for i in range(micro_batch)]).clamp(min=5)
+    return {"ids": torch.randint(1, 2000, (micro_batch, 24)), "lengths": lengths, "tags": torch.randint(0, 17, (micro_batch, 24))}
