@@ -35,6 +35,7 @@ from foretell.search.quick_step import freed
 from foretell.search.sheet import Works
 from foretell.search.sheet_work import rounded
 from foretell.search.short import LINK, Item
+from foretell.simulate.pipeline import HALVES
 from foretell.simulate.time.step import drags, tasks_of
 from foretell.simulate.time.streams import simulate
 from foretell.trace import types
@@ -107,6 +108,7 @@ class Stages:
             if key not in seen:
                 seen[key] = self._event(ran.trace, ops, ran.lasts, apart=name in ("gather", "tail"))
             found[name] = seen[key]
+        found.update(_halved(found))
         found["update"] = self._update(replace(ran.trace, storages=ran.part.storages, resident=ran.part.resident()), ran.update, ran.lasts)
         return found
 
@@ -318,3 +320,18 @@ def _walked(part: Part, run: Sequence[Sequence[Op]], works: Works) -> tuple[set[
 
 
 __all__ = ["FEW", "FEW_SPLIT", "Stages"]
+
+
+def _halved(events: Mapping[str, tuple[Values, list[Values]]]) -> dict[str, tuple[Values, list[Values]]]:
+    """With what the host takes longer where a backward comes in two halves."""
+    pair = [next((events[name] for name in events if name.startswith(half)), None) for half in HALVES]
+    if any(one is None or not one[0] for one in pair):
+        return {}
+    ends, each = (list(part) for part in zip(*(one for one in pair if one is not None), strict=True))
+    whole, more = sum(one[HOST] for one in ends), [sum(one[HOST] for one in both) for both in zip(*each, strict=True)]
+    found = {}
+    for name, (end, blocks) in events.items():
+        share = HALVES.get(name[:1])
+        if share is not None and end:
+            found[name] = {**end, HOST: share * whole}, [{**one, HOST: share * part} for one, part in zip(blocks, more, strict=True)]
+    return found
