@@ -11,6 +11,7 @@ import hashlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import chain
 from math import fsum, isfinite
 from typing import Any
 
@@ -129,13 +130,9 @@ def _parsed(entry: Mapping[str, Any]) -> Known:
 
 def _deep(found: Sequence[Any]) -> Deep:
     values, more = found
-    return _values(values), [_values(one) for one in more]
-
-
-def _values(found: Mapping[str, Any]) -> Values:
-    if not isfinite(fsum(found.values())):
+    if not isfinite(fsum(chain(values.values(), *[one.values() for one in more]))):
         raise ValueError("a cost is no finite number")
-    return dict(found)
+    return values, more
 
 
 def _peak(found: Sequence[Any]) -> tuple[int, int]:
