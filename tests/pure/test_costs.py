@@ -105,7 +105,7 @@ def test_a_damaged_entry_is_dropped(empty: Path) -> None:
     wrong_plans = (("plans", '{"a": {}}'), ("plans", '{"a": {"ranks": 1}}'), ("plans", '[1]'))
     others = (*(("steps", one) for one in wrong_steps), ("events", '{"a": {"F": 3}}'), *wrong_plans)
     for table, text in (("peaks", '{"a": [1, 2]}'), *(("peaks", one) for one in forged), *others):
-        parts = {**{name: "{}" for name in vars(Known())}, table: text, "files": "{}"}
+        parts = {**dict.fromkeys(vars(Known()), "{}"), table: text, "files": "{}"}
         sealed = f"{{{', '.join(f'{chr(34)}{name}{chr(34)}: {part}' for name, part in parts.items())}}}".encode()
         if text == '{"a": [1, 2]}':
             entry.write_bytes(store._seal(sealed, KIND, entry.stem) + sealed)
