@@ -24,7 +24,7 @@ from foretell.price.machine import machine
 from foretell.price.speeds import profile_for
 from foretell.quantities import ASSUMED, FITS, TIGHT
 from foretell.search import explain, polish
-from foretell.search.costs import Costs, kept
+from foretell.search.costs import Costs, Exact, kept
 from foretell.search.depth import Depth
 from foretell.search.found import Finalist
 from foretell.search.front import TIGHT as CLEAR
@@ -194,10 +194,26 @@ class Costing(Question):
             return one
         self.progress(f"costing op by op: {explain.told(one.point.layout)}")
         try:
-            cost = predict_plan(self.traces.of(plan, modes), plan, self.cluster, self.options)
+            cost = self._exactly(plan, modes)
         except UserError as error:
             return replace(one, why=error.problem)
         return self._with(one, cost)
+
+    def _exactly(self, plan: Plan, modes: Sequence[str]) -> PlanCost:
+        """Op by op, or as it was found before; with the notes of the traces that are then not read."""
+
+        def made() -> Exact:
+            cost = predict_plan(self.traces.of(plan, modes), plan, self.cluster, self.options)
+            return Exact.of(cost, self.traces.notes)
+
+        found: Exact = self.sheet(self.cluster).costs.of("plans", self._asked(plan), made)
+        self.traces.notes.extend(note for note in found.told if note not in self.traces.notes)
+        return found.cost(plan)
+
+    def _asked(self, plan: Plan) -> object:
+        """What the cost of a plan depends on, besides what all costs of a model on a cluster do."""
+        how = self.options
+        return replace(plan, predicted={}, notes=()), how.expandable, how.pace, how.message_share, how.drag
 
     def _with(self, one: Finalist, cost: PlanCost) -> Finalist:
         point = one.point
@@ -220,15 +236,21 @@ class Costing(Question):
     def prepare(self, finalists: Sequence[Finalist]) -> None:
         """Make what these are costed op by op from, all at once, where that is soon done."""
         soon = [one for one in finalists if not self.checked(one).why and self._soon(one, self._modes(one), True)]
-        wanted = [(one.plan, mode) for one in soon for mode in self._modes(one)]
+        wanted = [(one.plan, mode) for one in soon if not self._known(one) for mode in self._modes(one)]
         with contextlib.suppress(UserError):  # it is said when one is costed
             self.traces.prepare(wanted)
 
     def _soon(self, one: Finalist, modes: Sequence[str], traces: bool) -> bool:
         """Whether replaying a plan takes a moment, and its traces are there, or are quickly made."""
         layout = one.point.layout
-        there = all(self.traces.at_hand(one.plan, mode) for mode in modes)
-        return self._ops(layout) <= EXACT_OPS and (there or (traces and layout.mesh.tp * layout.mesh.cp * layout.mesh.ep == 1))
+        if self._ops(layout) > EXACT_OPS:
+            return False
+        if self._known(one) or (traces and layout.mesh.tp * layout.mesh.cp * layout.mesh.ep == 1):
+            return True
+        return all(self.traces.at_hand(one.plan, mode) for mode in modes)
+
+    def _known(self, one: Finalist) -> bool:
+        return self.sheet(self.cluster).costs.knows("plans", self._asked(one.plan))
 
     def _ops(self, layout: Layout) -> int:
         """Ops of a step that are replayed one by one."""

@@ -1,4 +1,5 @@
-"""What short stacks of blocks cost, kept on disk: a search for the same model and devices lowers and simulates none again.
+"""What short stacks of blocks cost, and plans op by op, kept on disk: a search for the same model and devices lowers and simulates
+none again.
 
 An entry of the cache holds all of one model on one cluster: key → seconds, or bytes, as JSON has them. It depends on what
 the traces depend on, on the devices and on their measured profile.
@@ -9,12 +10,17 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from itertools import chain
 from math import fsum, isfinite
 from typing import Any
 
+from foretell.decode import value_of
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster
+from foretell.plan.types import Plan
+from foretell.quantities import Time
+from foretell.simulate.parts import PlanCost, RankCost
 from foretell.trace import cache as store
 
 KIND = "costs"
@@ -25,6 +31,29 @@ Deep = tuple[Values, list[Values]]
 """Of a walked stack, and of one block more of each of its runs."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Exact:
+    """What a plan costs op by op: all of `PlanCost` but the plan itself, what its ranks run and when."""
+
+    ranks: tuple[RankCost, ...]
+    time: Time | None
+    unit: str
+    per_step: int
+    bubble: float
+    model_flops: int
+    recompute_flops: int
+    notes: tuple[str, ...]
+    told: tuple[str, ...]
+    """By the traces that it was costed from, and those read before."""
+
+    @classmethod
+    def of(cls, cost: PlanCost, told: Sequence[str]) -> Exact:
+        return cls(**{one.name: getattr(cost, one.name) for one in fields(cls) if one.name != "told"}, told=tuple(told))
+
+    def cost(self, plan: Plan) -> PlanCost:
+        return PlanCost(plan=plan, **{one.name: getattr(self, one.name) for one in fields(self) if one.name != "told"})
+
+
 @dataclass(frozen=True)
 class Known:
     """Key → costs."""
@@ -33,9 +62,13 @@ class Known:
     events: dict[str, dict[str, Deep]] = field(default_factory=dict)
     sizes: dict[str, Deep] = field(default_factory=dict)
     peaks: dict[str, tuple[int, int]] = field(default_factory=dict)
+    plans: dict[str, Exact] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.steps) + len(self.events) + len(self.sizes) + len(self.peaks)
+        return sum(map(len, vars(self).values()))
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "plans": {key: asdict(one) for key, one in self.plans.items()}}
 
 
 @dataclass
@@ -57,9 +90,12 @@ class Costs:
             found[name], self.fresh = made(), True
         return found[name]
 
+    def knows(self, table: str, key: object) -> bool:
+        return repr(key) in getattr(self.known, table)
+
     def keep(self) -> None:
         if self.name and self.fresh:
-            store.write(KIND, self.name, vars(self.known if len(self.known) <= MOST else Known()), self.files)
+            store.write(KIND, self.name, (self.known if len(self.known) <= MOST else Known()).to_json(), self.files)
             self.fresh = False
 
 
@@ -88,18 +124,15 @@ def _parsed(entry: Mapping[str, Any]) -> Known:
         events={str(key): {str(name): _deep(one) for name, one in of.items()} for key, of in entry["events"].items()},
         sizes={str(key): _deep(one) for key, one in entry["sizes"].items()},
         peaks={str(key): _peak(one) for key, one in entry["peaks"].items()},
+        plans={str(key): value_of(Exact, one) for key, one in entry["plans"].items()},
     )
 
 
 def _deep(found: Sequence[Any]) -> Deep:
     values, more = found
-    return _values(values), [_values(one) for one in more]
-
-
-def _values(found: Mapping[str, Any]) -> Values:
-    if not isfinite(fsum(found.values())):
+    if not isfinite(fsum(chain(values.values(), *[one.values() for one in more]))):
         raise ValueError("a cost is no finite number")
-    return dict(found)
+    return values, more
 
 
 def _peak(found: Sequence[Any]) -> tuple[int, int]:

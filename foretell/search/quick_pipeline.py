@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from foretell.errors import UserError
@@ -159,27 +158,31 @@ class Pipe:
     """A layout with pipeline stages."""
 
     def __init__(self, composer: Composer, layout: Layout, works: Works, modes: Sequence[str]) -> None:
-        from foretell.search.quick import runs_of
-
-        self.composer, self.layout = composer, layout
+        self.composer, self.layout, self.modes = composer, layout, modes
         self.works = works.compiling("none")
         self.faster = 1.0 if layout.compile == "none" else self._share(self.works.compiling("model"), modes)
         self.schedule = layout.schedule or "1f1b"
         self.ranks, self.count = layout.mesh.pp, len(layout.cuts) + 1
         if self.count % self.ranks or (self.count > self.ranks and self.schedule not in LOOPED):
             raise UserError(f"{self.count} stages do not share {self.ranks} ranks under {self.schedule}", "give other cuts")
-        kinds, edges = composer.sheet.kinds, (0, *layout.cuts, len(modes))
-        self.stages = [
-            stage_of(runs_of(kinds[a:b], modes[a:b]), self.works.taken, first=not i, last=i == self.count - 1)
-            for i, (a, b) in enumerate(pairwise(edges))
-        ]
-        self.whole = [
-            Stage(runs_of(kinds[a:b], modes[a:b]), not i, i == self.count - 1, whole=True) for i, (a, b) in enumerate(pairwise(edges))
-        ]
+        self.edges = (0, *layout.cuts, len(modes))
         self.where = [rank_of(self.schedule, self.ranks, stage) for stage in range(self.count)]
         self.made = composer.stages(layout, self.works)
         whole = self.works.material.meta.get("split_stream")
         self.message = self.works.boundary * (layout.mesh.tp if whole else 1)
+
+    def stage(self, index: int, *, whole: bool = False) -> Stage:
+        """The blocks of a stage; `whole`: of which every one is walked. The same for all layouts that have such a stage."""
+        from foretell.search.quick import runs_of
+
+        start, end = self.edges[index : index + 2]
+        first, last = index == 0, index == self.count - 1
+        known, key = self.works.known, (Stage, start, end, self.modes[start:end], first, last, whole)
+        if key not in known:
+            runs = runs_of(self.composer.sheet.kinds[start:end], self.modes[start:end])
+            known[key] = Stage(runs, first, last, whole=True) if whole else stage_of(runs, self.works.taken, first=first, last=last)
+        found: Stage = known[key]
+        return found
 
     def _share(self, compiled: Works, modes: Sequence[str]) -> float:
         """How much quicker a compiled step is, on one device."""
@@ -228,7 +231,7 @@ class Pipe:
 
     def events(self, index: int) -> Mapping[str, float]:
         """Seconds of a stage's events."""
-        found = self.made.seconds(self.stages[index])
+        found = self.made.seconds(self.stage(index))
         return found if self.faster == 1.0 else {name: value * self.faster for name, value in found.items()}
 
     def update(self, rank: int) -> float:
@@ -247,13 +250,13 @@ class Pipe:
         return order.course.seconds(seconds), busy
 
     def _whole_ops(self) -> Ops:
-        runs = [run for stage in self.stages for run in stage.every]
+        runs = [run for index in range(self.count) for run in self.stage(index).every]
         return self.composer.ops_of(self.works, runs).times(self.layout.accumulate)
 
     def ops(self, rank: int) -> Ops:
         """Sums over the ops of a rank."""
-        runs = [run for index in self.held(rank) for run in self.stages[index].every]
-        mine = [self.stages[index] for index in self.held(rank)]
+        mine = [self.stage(index) for index in self.held(rank)]
+        runs = [run for stage in mine for run in stage.every]
         first, last = any(one.first for one in mine), any(one.last for one in mine)
         found = self.composer.ops_of(self.works, runs, first=first, last=last)
         return found.times(self.layout.accumulate)
@@ -274,7 +277,7 @@ class Pipe:
 
     def memory(self, rank: int, order: Order, held: Depth) -> Peak:
         """What a rank holds: replayed with few micro-batches, or as its events add up."""
-        mine = [(index, self.stages[index]) for index in self.held(rank)]
+        mine = [(index, self.stage(index)) for index in self.held(rank)]
         every = order.turns[rank]
         sizes = {index: self.made.sizes(stage) for index, stage in mine}
         most = self._most(order.flights[rank], sizes)
@@ -291,7 +294,7 @@ class Pipe:
         if held == Depth.WHOLE:
             few = self._least(self.layout.accumulate)
             short = order_of(self.schedule, self.ranks, self.count, few).turns[rank]
-            mine = [(index, self.whole[index]) for index, _ in mine]
+            mine = [(index, self.stage(index, whole=True)) for index, _ in mine]
         names = _names(mine)
         peak = self.made.peak(
             rank if rank in (0, last) else -1, tuple((names[index], stage) for index, stage in mine),

@@ -20,6 +20,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+FEW = 16
+"""Partial answers that are followed for a near answer."""
 SLACK = 1e-9
 """Share of the need, or of the seconds, that sums of floats may be off."""
 
@@ -155,13 +157,32 @@ def _line(ways: Ways, count: int) -> _Line:
 
 
 def _search(groups: Sequence[tuple[Ways, int]], need: float) -> list[tuple[int, ...]]:
-    """How many of each group go each way."""
+    """How many of each group go each way: first with few partial answers at a time, for a near answer that rules out most of the rest."""
     import numpy as np
 
     order = sorted(range(len(groups)), key=lambda g: -groups[g][1] * groups[g][0][-1].saves)
     options = [_options(*groups[g]) for g in order]
-    bounds = [_bound([groups[g] for g in order[place:]]) for place in range(len(order) + 1)]
+    bounds = _bounds([groups[g] for g in order])
     best = _rounded([groups[g] for g in order], need)
+    near, _ = _walked(options, bounds, need, best, most=FEW)
+    seconds, trail = _walked(options, bounds, need, min([best, *near]))
+    state = int(np.argmin(seconds))
+    chosen: list[tuple[int, ...]] = [()] * len(groups)
+    for place in reversed(range(len(order))):
+        before, option = trail[place]
+        chosen[order[place]] = tuple(map(int, options[place][2][int(option[state])]))
+        state = int(before[state])
+    return chosen
+
+
+def _walked(
+    options: Sequence[tuple[Any, Any, Any]], bounds: Sequence[tuple[Any, Any]], need: float, best: float, most: int | None = None
+) -> tuple[Any, list[tuple[Any, Any]]]:
+    """Seconds of the answers that are left, and of each group: what they follow from, and how it is divided.
+
+    `most`: so many of the partial answers are followed, those that may become the best."""
+    import numpy as np
+
     saves, seconds = np.zeros(1), np.zeros(1)
     trail: list[tuple[Any, Any]] = []
     for place, (gain, pay, _) in enumerate(options):
@@ -171,17 +192,13 @@ def _search(groups: Sequence[tuple[Ways, int]], need: float) -> list[tuple[int, 
         least_total = spent + np.interp(need - total, *rest)
         short = need - total > rest[0][-1] + SLACK * need
         alive = np.flatnonzero(~short & (least_total <= best * (1 + SLACK)))
+        if most is not None and len(alive) > most:
+            alive = alive[np.argpartition(least_total[alive], most)[:most]]
         total = np.minimum(total, need)  # beyond the need, more is no better
         keep = alive[_undominated(total[alive], spent[alive])]
         trail.append((keep // len(gain), keep % len(gain)))
         saves, seconds = total[keep], spent[keep]
-    state = int(np.argmin(seconds))
-    chosen: list[tuple[int, ...]] = [()] * len(groups)
-    for place in reversed(range(len(order))):
-        before, option = trail[place]
-        chosen[order[place]] = tuple(map(int, options[place][2][int(option[state])]))
-        state = int(before[state])
-    return chosen
+    return seconds, trail
 
 
 @lru_cache(maxsize=512)
@@ -202,22 +219,24 @@ def _undominated(gain: Any, pay: Any) -> Any:
     """Indices of answers that no other matches in bytes for fewer seconds, by rising seconds."""
     import numpy as np
 
-    order = np.lexsort((-gain, pay))
-    best = np.maximum.accumulate(gain[order])
+    order = np.argsort(pay, kind="stable")
+    sorted_gain = gain[order]
     first = np.ones(len(order), bool)
-    first[1:] = gain[order][1:] > best[:-1]
-    return order[first]
+    first[1:] = sorted_gain[1:] > np.maximum.accumulate(sorted_gain)[:-1]
+    kept = order[first]
+    last = np.ones(len(kept), bool)  # of those with the same seconds, the one with most bytes
+    last[:-1] = pay[kept[1:]] > pay[kept[:-1]]
+    return kept[last]
 
 
-def _bound(groups: Sequence[tuple[Ways, int]]) -> tuple[Any, Any]:
-    """The least seconds for any bytes when ways may be taken in parts: corners of a convex line."""
+def _bounds(groups: Sequence[tuple[Ways, int]]) -> list[tuple[Any, Any]]:
+    """Of the groups from each one on: the least seconds for any bytes when ways may be taken in parts, corners of a convex line."""
     import numpy as np
 
-    steps = sorted(
-        ((s * count, t * count) for ways, count in groups for s, t in _hull(ways)), key=lambda step: step[1] / step[0]
-    )
-    saves = np.cumsum([0.0, *(step[0] for step in steps)])
-    return saves, np.cumsum([0.0, *(step[1] for step in steps)])
+    steps = [(s * count, t * count, place) for place, (ways, count) in enumerate(groups) for s, t in _hull(ways)]
+    steps.sort(key=lambda step: step[1] / step[0])
+    saves, seconds, places = (np.array([start, *(step[part] for step in steps)]) for part, start in enumerate((0.0, 0.0, len(groups))))
+    return [(np.cumsum(saves[places >= first]), np.cumsum(seconds[places >= first])) for first in range(len(groups) + 1)]
 
 
 def _rounded(groups: Sequence[tuple[Ways, int]], need: float) -> float:

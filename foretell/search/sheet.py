@@ -101,6 +101,8 @@ class Works:
         if found is None and self._plain is not None:
             found = self._work[key, mode, ""] = scaled(self._plain.work(key, mode), self._share(key))
         if found is None:
+            if not self._work:  # many ops are priced at once in little more time than one
+                self.prices.of(ops for piece in self.material.pieces.values() for ops in (piece.forward, piece.backward))
             phases = in_mode(self.material.pieces[key], mode, self.material.storages)
             found = self._work[key, mode, ""] = self.prices.work(phases, self.material.storages, host=self.host)
         return found
@@ -210,7 +212,6 @@ class Sheet:
         self.experts: tuple[tuple[str, ...], int] = ((), 0)
         """Modules that hold stacks of experts, and how many each holds; for ranks that share them."""
         self._contexts: dict[str, Context] = {}
-        self._origins: dict[Source, Origin] = {}
 
     def on(self, cluster: Cluster, options: Options | None = None) -> Sheet:
         """The same model on another kind of device, from the same traces."""
@@ -244,26 +245,34 @@ class Sheet:
         return found
 
     def _made(self, recipe: str, micro_batch: int, tp: int, precision: str, cp: int, ep: int) -> Works:
-        from foretell.search.sheet_split import split
-
         derived = False
         try:
             if cp * ep > 1:
                 raise KeyError(tp)
             material = self.source_of(recipe, tp).at(micro_batch)
         except KeyError:
-            material, derived = split(self._whole(recipe, micro_batch, cp, ep), tp), tp > 1
+            material, derived = self._split(recipe, micro_batch, tp, cp, ep), tp > 1
         source = self.source_of(recipe, 1 if cp * ep > 1 or derived else tp)
-        if source not in self._origins:
-            self._origins[source] = Origin(source.trace, source.first)
+        if Origin not in source.known:
+            source.known[Origin] = Origin(source.trace, source.first)
         whole = self.source_of(recipe, 1).first
         shared = (SHARED_HOST, SHARED_SPLIT_HOST) if cp > 1 else (SPREAD_HOST if ep > 1 else PLAIN_HOST, SPLIT_HOST)
         return Works(
             material=material, prices=self.prices,
             slots=whole.slots, derived=derived, host=shared[derived], trace=self.source_of(recipe, 1).trace,
-            origin=self._origins[source],
+            origin=source.known[Origin],
             _compiled=self._compiled.setdefault(recipe, {}), about=(recipe, micro_batch, tp, cp, ep),
         )  # fmt: skip
+
+    def _split(self, recipe: str, micro_batch: int, tp: int, cp: int, ep: int) -> Material:
+        """With layers split over tp ranks, and samples or experts shared; the same for all devices."""
+        from foretell.search.sheet_split import split
+
+        known, key = self.source_of(recipe, 1).known, (micro_batch, tp, cp, ep, self.experts)
+        if key not in known:
+            known[key] = split(self._whole(recipe, micro_batch, cp, ep), tp)
+        found: Material = known[key]
+        return found
 
     def _whole(self, recipe: str, micro_batch: int, cp: int, ep: int) -> Material:
         """With the layers whole: samples or experts may be shared."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from foretell.lower.batch import Unlike, rebatch
 from foretell.lower.blocks import blocks_of
@@ -84,13 +85,15 @@ class Source:
         self._large = _shortened(large, self.first) if large is not None else None
         self._small = _mini(self.first)
         self._at: dict[int, Material] = {}
+        self.known: dict[Any, Any] = {}
+        """What is made of the pieces once for all devices."""
 
     @classmethod
     def from_minis(cls, first: Material, small: Trace, large: Trace | None, like: Source) -> Source:
         """From traces of the pieces alone."""
         found = cls.__new__(cls)
         found.sizes, found.trace, found.first = like.sizes, like.trace, first
-        found._small, found._large, found._at = small, large, {}
+        found._small, found._large, found._at, found.known = small, large, {}, {}
         return found
 
     @property

@@ -37,6 +37,8 @@ class SheetPricer:
     _bare: dict[object, float] = field(default_factory=dict)
     _stacks: dict[object, Stack] = field(default_factory=dict)
     _wires: dict[Mesh, tuple[str, dict[str, Fabric]]] = field(default_factory=dict)
+    _seconds_of: dict[str, dict[tuple[str, int, str], float]] = field(default_factory=dict)
+    """What split layers talk over → message → its seconds."""
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -102,11 +104,17 @@ class SheetPricer:
 
     def _sent(self, halves: Iterable[Half], mesh: Mesh) -> float:
         """Seconds of the messages of split layers, which nothing runs beside."""
-        fabrics = self._fabrics(mesh)[1]
-        return sum(
-            collective(one.kind, one.nbytes, fabrics[one.axis]).seconds * one.times
-            for half in halves for one in half.messages if one.axis in fabrics
-        )  # fmt: skip
+        words, fabrics = self._fabrics(mesh)
+        known = self._seconds_of.setdefault(words, {})
+        total = 0.0
+        for half in halves:
+            for kind, nbytes, times, axis in half.messages:
+                if axis in fabrics:
+                    seconds = known.get((kind, nbytes, axis))
+                    if seconds is None:
+                        seconds = known[kind, nbytes, axis] = collective(kind, nbytes, fabrics[axis]).seconds
+                    total += seconds * times
+        return total
 
     # ------------------------------------------------------------------ making
 

@@ -1,4 +1,4 @@
-"""Costs of short stacks on disk: a search with them answers as one without, and wrong ones are made anew."""
+"""Costs of short stacks and of plans on disk: a search with them answers as one without, and wrong ones are made anew."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import pytest
 
 from foretell.hardware import parse
 from foretell.price.speeds import profile_for
-from foretell.search.costs import KIND, Costs, Kept, kept
+from foretell.search import costing
+from foretell.search.costs import KIND, Costs, Exact, Kept, Known, kept
 from foretell.search.find import Found, find
 from foretell.search.space_wishes import Wishes
 from foretell.trace import cache as store
 from foretell.trace.load import Source
+from tests.pure import golden
 from tests.pure.test_find import OPTIONS, Here
 
 
@@ -24,9 +26,9 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def search(*, cache: bool = True, **wishes: Any) -> Found:
+def search(*, cache: bool = True, exact: bool | None = False, **wishes: Any) -> Found:
     asked, traces = Wishes(**{"global_batch": 64, "fixed": {"dp_shard": 2}, **wishes}), Here(capability=(9, 0), cache=cache)
-    return find(Source(model="gpt-tiny"), parse("H100:4"), "H100:4", asked, options=OPTIONS, traces=traces, exact=False)
+    return find(Source(model="gpt-tiny"), parse("H100:4"), "H100:4", asked, options=OPTIONS, traces=traces, exact=exact)
 
 
 def entries(folder: Path) -> list[Path]:
@@ -49,6 +51,31 @@ def test_a_search_with_kept_costs_answers_as_one_without(empty: Path) -> None:
     again = search()
     assert same(first, fresh) and same(again, fresh)
     assert entry.stat().st_mtime_ns == written  # nothing was made that was not there
+
+
+def test_a_question_asked_again_costs_no_plan_op_by_op(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(found: Found) -> list[object]:
+        return [(one.plan, one.cost, one.why) for one in (found.best, *found.runners_up, *found.dropped, *found.front) if one is not None]
+
+    alone, first = (search(cache=cache, exact=None) for cache in (False, True))
+    assert first.best is not None and first.best.cost is not None
+    monkeypatch.setattr(costing, "predict_plan", lambda *_: pytest.fail("it is kept"))
+    assert told(search(exact=None)) == told(first) == told(alone)
+    monkeypatch.undo()
+    monkeypatch.setenv("FORETELL_CACHE", str(empty))
+    costly = search(exact=None, global_batch=32)
+    assert costly.best is not None and costly.best.cost is not None and costly.best.cost.plan.global_batch == 32
+
+
+@pytest.mark.parametrize("name", ["hsdp, accumulated", "recompute some", "pp, four stages, recompute", "CPU"])
+def test_a_plan_costs_as_much_read_as_found(name: str, empty: Path) -> None:
+    cost = golden.CASES[name].cost()
+    costs = kept({"source": name}, parse("H100"), None, {})
+    costs.of("plans", cost.plan, lambda: Exact.of(cost, ["of a trace"]))
+    costs.keep()
+    back: Exact = kept({"source": name}, parse("H100"), None, {}).of("plans", cost.plan, lambda: pytest.fail("it is kept"))
+    assert back.cost(cost.plan) == cost and back.told == ("of a trace",)
+    assert back.cost(cost.plan).predicted() == cost.predicted()
 
 
 def test_other_questions_add_to_an_entry(empty: Path) -> None:
@@ -75,8 +102,15 @@ def test_a_damaged_entry_is_dropped(empty: Path) -> None:
         assert not entry.exists()
     forged = ('[1]', '{"a": "b"}', '{"a": [1]}', '{"a": [1, NaN]}', '{"a": [1, 1e999]}')
     wrong_steps = ('{"a": [{"device": "long"}, []]}', '{"a": [{"device": Infinity}, []]}', '{"a": [[], {}]}')
-    for table, text in (*(("peaks", one) for one in forged), *(("steps", one) for one in wrong_steps), ("events", '{"a": {"F": 3}}')):
-        sealed = f'{{"{table}": {text}, "files": {{}}}}'.encode()
+    wrong_plans = (("plans", '{"a": {}}'), ("plans", '{"a": {"ranks": 1}}'), ("plans", '[1]'))
+    others = (*(("steps", one) for one in wrong_steps), ("events", '{"a": {"F": 3}}'), *wrong_plans)
+    for table, text in (("peaks", '{"a": [1, 2]}'), *(("peaks", one) for one in forged), *others):
+        parts = {**dict.fromkeys(vars(Known()), "{}"), table: text, "files": "{}"}
+        sealed = f"{{{', '.join(f'{chr(34)}{name}{chr(34)}: {part}' for name, part in parts.items())}}}".encode()
+        if text == '{"a": [1, 2]}':
+            entry.write_bytes(store._seal(sealed, KIND, entry.stem) + sealed)
+            assert len(here().known) == 1
+            continue
         entry.write_bytes(store._seal(sealed, KIND, entry.stem) + sealed)
         with pytest.warns(UserWarning, match="damaged"):
             assert not len(here().known), text

@@ -178,7 +178,7 @@ def test_patience_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "seconds were over" in found.stopped
 
 
-def test_a_plan_that_does_not_fit_op_by_op_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_does_not_fit_op_by_op_is_dropped(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = costing.predict_plan
     refused: list[Plan] = []
 

@@ -95,6 +95,8 @@ class _Rank:
     """Stage → micro-batch in flight → which of the stage's places it has."""
     renamed: dict[tuple[int, int], tuple[Op, Op]] = field(default_factory=dict)
     """Op and place → the same on this rank's storages; the op itself is kept so that no other has its id."""
+    numbers: dict[tuple[int, int, int], dict[int, int]] = field(default_factory=dict)
+    """Stage, micro-batch and its place → storage of the stage → that of this rank."""
 
     # ------------------------------------------------------------------ storages
 
@@ -216,13 +218,19 @@ class _Rank:
             yield known[1]
 
     def _rename(self, part: Part, op: Op, micro: int) -> Op:
+        place = self.slots.get(part.index, {}).get(micro, micro)
+        known = self.numbers.setdefault((part.index, micro, place), {})
+
         def of(number: int) -> int:
-            return self.of(part, number, micro)
+            found = known.get(number)
+            if found is None:
+                found = known[number] = self.of(part, number, micro)
+            return found
 
         return Op(
-            op.name, tuple([Ref(of(ref.storage), ref.spec) for ref in op.inputs]),
-            tuple([Ref(of(ref.storage), ref.spec) for ref in op.outputs]), op.module, op.phase, op.flops,
-            tuple(map(of, op.allocates)), tuple(map(of, op.frees)), op.attrs,
+            op.name, tuple([Ref(of(number), spec) for number, spec in op.inputs]),
+            tuple([Ref(of(number), spec) for number, spec in op.outputs]), op.module, op.phase, op.flops,
+            tuple([of(number) for number in op.allocates]), tuple([of(number) for number in op.frees]), op.attrs,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ parameters that several stages hold
