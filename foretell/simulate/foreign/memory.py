@@ -8,16 +8,16 @@ bytes when forward ends, times the micro-batches that the schedule has in flight
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foretell.hardware.types import Cluster
 from foretell.lower.foreign import zero
 from foretell.lower.foreign.plan import REPLICAS, ZERO2, ZERO3, ForeignPlan
-from foretell.lower.foreign.stacks import ALTERNATE, ATTENTION, LAYERS
+from foretell.lower.foreign.stacks import ALTERNATE, ATTENTION, LAYERS, PRODUCTS_ALONE
 from foretell.lower.steps import FIRST, repeated
 from foretell.price.speeds import Options
 from foretell.simulate.foreign.schedule import GPIPE, ZB_1P, ZB_2P, ZB_V, partition
-from foretell.simulate.foreign.step import PRODUCTS, line
+from foretell.simulate.foreign.step import PRODUCTS, line, of_loss
 from foretell.simulate.parts import memory_of
 from foretell.trace import types
 from foretell.trace.types import Op, Trace
@@ -58,7 +58,7 @@ def _replayed(traces: Mapping[int, Trace], how: ForeignPlan, cluster: Cluster, o
     micros = min(2, how.plan.accumulate)
     found = {}
     for depth, trace in traces.items():
-        local = zero.sharded(repeated(trace, micros), how)
+        local = zero.sharded(repeated(_with_fused_loss(trace) if how.stack.fuses_loss else trace, micros), how)
         found[depth] = memory_of(local, how.plan, cluster, options).memory
     allocated, reserved, device = (
         line({depth: float(getattr(one, name)) for depth, one in found.items()}, how.layers)
@@ -141,15 +141,31 @@ def _kept(trace: Trace, how: ForeignPlan) -> tuple[float, float]:
 
 
 def _dropped(trace: Trace, how: ForeignPlan) -> float:
-    """What a block keeps in the trace and not in the software: results of every second product."""
-    if how.recompute != "selective" or how.stack.selective != ALTERNATE:
+    """What a block keeps in the trace and not in the software: results of every second product, of attention where those are not kept."""
+    if how.recompute != "selective" or how.stack.selective not in (ALTERNATE, PRODUCTS_ALONE):
         return 0.0
     last = max(op.module.split(".")[1] for op in trace.programs[FIRST].ops if op.module.startswith("blocks."))
     made = [
         op for op in trace.programs[FIRST].ops
         if op.phase == "forward" and op.name in PRODUCTS and op.module.startswith(f"blocks.{last}.")
     ]  # fmt: skip
-    return sum(op.bytes_written for op in made) / 2
+    found = sum(op.bytes_written for op in made) / 2
+    if how.stack.selective == PRODUCTS_ALONE:
+        kernels = [op for op in trace.programs[FIRST].ops if op.phase == "forward" and "attention" in op.name]
+        found += sum(op.bytes_written for op in kernels if op.module.startswith(f"blocks.{last}."))
+    return found
+
+
+def _with_fused_loss(trace: Trace) -> Trace:
+    """The trace with a compiled loss: it keeps the 16-bit logits for backward, which makes their 16-bit gradient from them."""
+    storages = dict(trace.storages)
+    for program in trace.programs.values():
+        for op in program.ops:
+            wide = bool(op.outputs) and op.outputs[0].spec.dtype == "float32"
+            for number in op.allocates if wide and of_loss(op) else ():
+                kept = storages[number].nbytes // 2 if op.name == "aten._log_softmax.default" else 0
+                storages[number] = storages[number]._replace(nbytes=kept)
+    return replace(trace, storages=storages)
 
 
 def _scores(trace: Trace) -> float:

@@ -18,11 +18,12 @@ from foretell.hardware.types import Cluster, Device
 from foretell.lower.compiling import compiled
 from foretell.lower.foreign import float8, zero
 from foretell.lower.foreign.plan import REPLICAS, ForeignPlan
-from foretell.lower.foreign.stacks import ALTERNATE, ATTENTION, EARLY, LAYERS
+from foretell.lower.foreign.stacks import ALTERNATE, ATTENTION, EARLY, LAYERS, PRODUCTS_ALONE
 from foretell.lower.steps import FIRST, NEXT, repeated
 from foretell.price import analytic
 from foretell.price.collectives import ALL_TO_ALL, P2P, Fabric, collective, fabric
 from foretell.price.speeds import Options, Speeds, axis_of, comm_time_over, fabrics_of, speeds_of
+from foretell.price.time import Reprice, drag_of
 from foretell.quantities import Task
 from foretell.simulate.foreign.schedule import Stage, partition, run_through
 from foretell.simulate.time.step import drags, step_tasks, tasks_of
@@ -82,38 +83,45 @@ def _speeds(how: ForeignPlan, cluster: Cluster, options: Options) -> Speeds:
             seconds /= 2
         if axis == "tp" and how.float8 and how.stack.narrow_tensor and op.name.endswith("all_gather"):
             seconds /= 2
+        if axis == "tp" and how.stack.hides_backward and op.phase == "backward" and op.name.endswith(("all_reduce", "reduce_scatter")):
+            seconds *= drag_of("gemm") / (1 + drag_of("gemm"))  # what the product beside it takes longer
         return seconds * shown if axis == "tp" else seconds
 
     data = fabrics.get(_DATA_SHARD) or fabrics.get(zero.DATA_BESIDE)
     drag = NETWORK_DRAG if data is not None and data.local == 1 else 1.0
-    return replace(found, comm_time=comm_time, reprice=repriced(how, cluster.device), drag=drag)
+    waits = how.stack.fit("blocking_seconds", 0.0) if how.stack.blocking else 0.0
+    return replace(found, comm_time=comm_time, reprice=repriced(how, cluster.device), drag=drag, each_longer=waits)
 
 
-def repriced(how: ForeignPlan, device: Device) -> Callable[[Op, str, float], float]:
-    """Seconds of an op in this software, from those in PyTorch."""
+def repriced(how: ForeignPlan, device: Device) -> Reprice:
+    """Seconds of an op in this software, from those in PyTorch. An attention kernel that reaches less of the peak than products do draws as
+    much less of the watts that products add."""
     stack = how.stack
-    moved, waits = stack.fit("memory_bound", 1.0), stack.fit("blocking_seconds", 0.0) if stack.blocking else 0.0
+    moved = stack.fit("memory_bound", 1.0)
     narrow = _narrow_rate(how, device)
     cp = how.plan.mesh.cp
     share = cp / (2 * cp - 1) if stack.balanced else 1.0
     ring = 1 + stack.fit("ring_loss", 0.0) * (cp - 1)
 
-    def seconds(op: Op, family: str, found: float) -> float:
+    def seconds(op: Op, family: str, found: float) -> tuple[float, float]:
+        heat = 1.0
         if not found:
-            return 0.0
+            return 0.0, heat
         if family == "attention":
+            heat = analytic.heat(stack.kernel, device, backward="backward" in op.name) if stack.kernel else heat
             found = attention_seconds(op, stack.kernel, device) if stack.kernel else found * share
             found *= ring
         elif family == "gemm":
             found = found / narrow if float8.MARK in op.attrs else found
         elif op.phase != "update":
-            found *= stack.loss if _of_loss(op) else moved
-        return found + waits
+            found *= stack.loss if of_loss(op) else moved
+        return found, heat
 
     return seconds
 
 
-def _of_loss(op: Op) -> bool:
+def of_loss(op: Op) -> bool:
+    """Whether an op is the loss's own."""
     return not op.module and op.name.startswith(_LOSS)
 
 
@@ -208,9 +216,10 @@ def recomputed(trace: Trace, how: ForeignPlan, speeds: Speeds) -> dict[str, floa
     if how.recompute == "full" and stack.whole_blocks:
         last = [op for op in forward if op.module.endswith(("mlp.down", "experts"))]
         return {"last product": _seconds(trace, last, speeds)}
-    if how.recompute == "selective" and stack.selective == ALTERNATE:
+    if how.recompute == "selective" and stack.selective in (ALTERNATE, PRODUCTS_ALONE):
         products = [op for op in forward if op.name in PRODUCTS]
-        return {"every second product": _seconds(trace, products, speeds) / 2}
+        kernels = [op for op in forward if "attention" in op.name] if stack.selective == PRODUCTS_ALONE else []
+        return {"every second product": _seconds(trace, products, speeds) / 2, "attention": _seconds(trace, kernels, speeds)}
     if how.recompute == "selective" and stack.selective == LAYERS:
         return {"every second layer": _seconds(trace, forward, speeds) / 2}
     if how.recompute == "selective" and stack.selective == ATTENTION and stack.spelled:

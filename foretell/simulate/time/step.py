@@ -25,9 +25,9 @@ from foretell.price.offload import Rates, load_of
 from foretell.price.speeds import Speeds, axis_of
 from foretell.price.time import (
     COMPUTE_KINDS,
-    DRAG,
     LONG_PROGRAM,
     MARKS,
+    drag_of,
     guessed,
     op_prices,
     synchronises,
@@ -36,7 +36,7 @@ from foretell.quantities import ASSUMED, COLLECTIVES, COMPUTE, HOST, Task, Time
 from foretell.simulate.offload.copies import told, with_copies
 from foretell.simulate.offload.timing import marks_of, played
 from foretell.simulate.time.laps import KEPT, Laps
-from foretell.simulate.time.streams import LAUNCH_QUEUE, Timeline, simulate
+from foretell.simulate.time.streams import LAUNCH_QUEUE, Drag, Timeline, simulate
 from foretell.trace.types import Op, Trace
 from foretell.trace.versions import widening
 
@@ -119,10 +119,10 @@ def moved_time(local: Trace, plan: Plan, speeds: Speeds, units: Sequence[Unit], 
     return replace(found, breakdown=breakdown, binds=binds), timeline
 
 
-def drags(tasks: Sequence[Task], speeds: Speeds) -> Mapping[str, float] | None:
-    """How much compute slows down while a collective runs beside it."""
+def drags(tasks: Sequence[Task], speeds: Speeds) -> Mapping[str, Drag] | None:
+    """How much compute slows down while a collective runs beside it, by the kind of op."""
     beside = {task.resource for task in tasks} & {lane(axis) for axis in BESIDE}
-    return dict.fromkeys(beside, DRAG[COLLECTIVES] * speeds.drag) or None
+    return dict.fromkeys(beside, lambda kind: drag_of(kind) * speeds.drag) or None
 
 
 def lane(axis: str) -> str:
@@ -139,7 +139,7 @@ def tasks_of(
     Of a program that is repeated at most `most` rounds are made; where each began is added to `begun`.
     """
     machine = speeds.machine
-    prices = op_prices(trace, machine)
+    prices = op_prices(trace, machine, speeds.reprice)
     besides = machine.host.around(trace, sum(times for _, times in run)) / max(1, len(run)) if around else 0.0
     watched = watched_blocks(trace)
     maker = _Maker(speeds, compiled=wholly_compiled(trace))
@@ -224,8 +224,7 @@ class _Maker:
         awaited = synchronises(op, self.machine)
         if not seconds and not awaited and not op.name.startswith("foretell."):
             return None
-        if self.speeds.reprice is not None:
-            seconds = self.speeds.reprice(op, family, seconds)
+        seconds += self.speeds.each_longer if seconds else 0.0
         if self.speeds.op_slowdown is not None:
             seconds *= self.speeds.op_slowdown(op)
         where = HOST if self.machine.serial else COMPUTE

@@ -11,7 +11,7 @@ until a task that synchronises has finished. A task on the resource "host" runs 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +20,9 @@ from foretell.simulate.time.laps import Laps
 
 LAUNCH_QUEUE = 1024
 """Kernels that CUDA takes ahead of the device before a launch waits; a figure seen in public, assumed."""
+
+Drag = float | Callable[[str], float]
+"""How much longer compute takes beside another resource: all of it, or by the kind of task."""
 
 _NOTHING, _HOST = -1, -2
 
@@ -64,14 +67,14 @@ def simulate(
     *,
     queue: int = LAUNCH_QUEUE,
     steps: int = 1,
-    drag: Mapping[str, float] | None = None,
+    drag: Mapping[str, Drag] | None = None,
     laps: Laps | None = None,
 ) -> Timeline:
     """Run the tasks `steps` times in a row and describe the last time; with `laps`, that of all rounds they stand for.
 
     With more than one step the host is as far ahead as it is in a long run. `drag` says how much compute slows
-    down while another resource is busy (0.1: a tenth longer), since collectives take cores and memory bandwidth;
-    it is applied to the overlap of the undisturbed schedule, then once more to the schedule that gives.
+    down while another resource is busy (0.1: a tenth longer; or a function of the kind of task), since collectives take cores and
+    memory bandwidth; it is applied to the overlap of the undisturbed schedule, then once more to the schedule that gives.
     """
     run = _Run(tasks, queue)
     durations = [task.seconds for task in tasks]
@@ -199,7 +202,7 @@ class _Run:
                 end = done
         return _Result(start, finish, cause, issue_cause, issued, stalls, begin, end)
 
-    def dragged(self, result: _Result, drag: Mapping[str, float], stretched: bool) -> list[float]:
+    def dragged(self, result: _Result, drag: Mapping[str, Drag], stretched: bool) -> list[float]:
         """Durations with compute stretched by its overlap with the resources that drag.
 
         Where the schedule has the stretch in it already, a second of overlap did less than a second's work; so it matters not whether
@@ -211,7 +214,7 @@ class _Run:
             if name not in self.names or not slower:
                 continue
             number = self.names.index(name)
-            lost = slower / (1 + slower) if stretched else slower
+            by_kind = {kind: slower(kind) if callable(slower) else slower for kind in {task.kind for task in self.tasks}}
             theirs = [
                 (result.start[p], result.finish[p]) for p, resource in enumerate(self.where) if resource == number
             ]
@@ -225,8 +228,9 @@ class _Run:
                     shared += min(end, theirs[next_one][1]) - max(begin, theirs[next_one][0])
                     next_one += 1
                 if shared:
-                    most[position] += slower
-                    durations[position] += lost * shared
+                    mine_slower = by_kind[self.tasks[position].kind]
+                    most[position] += mine_slower
+                    durations[position] += mine_slower / (1 + mine_slower if stretched else 1) * shared
         return [min(found, task.seconds * (1 + limit)) for found, task, limit in zip(durations, self.tasks, most, strict=True)]
 
     def timeline(self, result: _Result, durations: Sequence[float]) -> Timeline:
