@@ -58,6 +58,8 @@ class Stack:
     """Between tensor-parallel regions activations are split along the sequence, where a run does not say."""
     splits_messages: bool = True
     """Tensor-parallel ranks of a stage each send their part of an activation."""
+    waits_for_messages: bool = False
+    """A stage of a pipeline does nothing else while it sends and receives."""
     hidden: float = 0.0
     """Share of tensor-parallel traffic that runs beside products."""
     hides_backward: bool = False

@@ -60,10 +60,10 @@ def _replayed(traces: Mapping[int, Trace], how: ForeignPlan, cluster: Cluster, o
     for depth, trace in traces.items():
         local = zero.sharded(repeated(_with_fused_loss(trace) if how.stack.fuses_loss else trace, micros), how)
         found[depth] = memory_of(local, how.plan, cluster, options).memory
-    allocated, reserved, device = (
-        line({depth: float(getattr(one, name)) for depth, one in found.items()}, how.layers)
-        for name in ("allocated_bytes", "reserved_bytes", "device_bytes")
-    )
+    deepest = found[max(found)]
+    allocated = line({depth: float(one.allocated_bytes) for depth, one in found.items()}, how.layers)
+    further = allocated - deepest.allocated_bytes  # a further layer takes what it holds; short stacks fill holes that deep ones do not have
+    reserved, device = deepest.reserved_bytes + further, deepest.device_bytes + further
     dropped = how.layers * _dropped(traces[min(traces)], how)
     allocated, reserved, device = allocated - dropped, reserved - dropped, device - dropped
     limit = float(cluster.device.memory_bytes)

@@ -21,7 +21,7 @@ from foretell.lower.foreign.plan import REPLICAS, ForeignPlan
 from foretell.lower.foreign.stacks import ALTERNATE, ATTENTION, EARLY, LAYERS, PRODUCTS_ALONE
 from foretell.lower.steps import FIRST, NEXT, repeated
 from foretell.price import analytic
-from foretell.price.collectives import ALL_TO_ALL, P2P, Fabric, collective, fabric
+from foretell.price.collectives import ALL_TO_ALL, P2P, Fabric, collective, fabric, reached
 from foretell.price.speeds import Options, Speeds, axis_of, comm_time_over, fabrics_of, speeds_of
 from foretell.price.time import Reprice, drag_of
 from foretell.quantities import Task
@@ -88,7 +88,7 @@ def _speeds(how: ForeignPlan, cluster: Cluster, options: Options) -> Speeds:
         return seconds * shown if axis == "tp" else seconds
 
     data = fabrics.get(_DATA_SHARD) or fabrics.get(zero.DATA_BESIDE)
-    drag = NETWORK_DRAG if data is not None and data.local == 1 else 1.0
+    drag = network_drag(data) if data is not None and data.local == 1 else 1.0
     waits = how.stack.fit("blocking_seconds", 0.0) if how.stack.blocking else 0.0
     return replace(found, comm_time=comm_time, reprice=repriced(how, cluster.device), drag=drag, each_longer=waits)
 
@@ -237,9 +237,11 @@ def _seconds(trace: Trace, ops: Sequence[Op], speeds: Speeds, *, around: bool = 
     return simulate(tasks, steps=2, drag=drags(tasks, speeds)).seconds if tasks else 0.0
 
 
-NETWORK_DRAG = 0.2
-"""Part of the drag on compute that is left where every rank of a ring is on a node of its own: it moves a tenth of the bytes
-per second through a device's memory, over fewer cores; assumed."""
+def network_drag(group: Fabric) -> float:
+    """Part of the drag on compute that is left where every rank of a ring is on a node of its own: that of the bytes per second which the ring
+    moves through a device, over those of a ring inside a node."""
+    inside = reached(group.intra) if group.intra is not None else 0.0
+    return min(1.0, group.across() / inside) if inside else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,7 +359,11 @@ def _pipeline(pieces: Pieces, how: ForeignPlan, cluster: Cluster) -> StepCost:
     ranks, count = how.plan.mesh.pp, how.plan.mesh.pp * how.chunks
     layers = partition(how.layers, count)
     stages = [pieces.stage(mine, first=place == 0, last=place == count - 1) for place, mine in enumerate(layers)]
-    messages = [_send(how, cluster)] * (count - 1)
+    message = _send(how, cluster)
+    if how.stack.waits_for_messages:
+        stages = [stage._replace(forward=stage.forward + message, inputs=stage.inputs + message) for stage in stages]
+        message = 0.0
+    messages = [message] * (count - 1)
     micros = how.plan.accumulate
     through = run_through(stages, messages, micros=micros, ranks=ranks, schedule=how.schedule)
     after = max(
