@@ -113,9 +113,11 @@ def op_prices(trace: Trace, machine: Machine, reprice: Reprice | None = None) ->
         known[shape] = (family, seconds[shape] * around * machine.slower.get(family, 1.0))
     prices = {number: known[shape] for number, shape in found.items()} | together
     heat: dict[int, float] = {}
-    for op in (op for name, _ in steady(trace) for op in trace.programs[name].ops) if reprice is not None else ():
-        seconds_there, heat[id(op)] = reprice(op, *prices[id(op)])
-        prices[id(op)] = (prices[id(op)][0], seconds_there)
+    if reprice is not None:
+        for op in [op for name, _ in steady(trace) for op in trace.programs[name].ops]:
+            family, alone = prices[id(op)]
+            there, heat[id(op)] = reprice(op, family, alone)
+            prices[id(op)] = (family, there)
     if machine.clocks is not None:
         _at_the_limit(trace, found, prices, machine.clocks, heat)
     for name, _ in steady(trace):

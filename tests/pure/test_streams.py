@@ -119,6 +119,15 @@ def test_collectives_drag_compute_they_overlap() -> None:
     assert covered.finish[1] == pytest.approx(15)
 
 
+def test_kinds_may_be_dragged_differently() -> None:
+    def tasks(kind: str) -> list[Task]:
+        return [work("gather", 4, on=COLLECTIVES), work("a", 10)._replace(kind=kind)]
+
+    by_kind = {COLLECTIVES: lambda kind: {"gemm": 0.5}.get(kind, 0.0)}
+    assert simulate(tasks("gemm"), drag=by_kind).seconds == simulate(tasks("gemm"), drag={COLLECTIVES: 0.5}).seconds
+    assert simulate(tasks("stream"), drag=by_kind).seconds == simulate(tasks("stream")).seconds
+
+
 def test_nothing_takes_no_time() -> None:
     line = simulate([])
     assert line.seconds == 0 and line.critical == {} and line.bubble == 0
