@@ -77,12 +77,6 @@ OTHER, EXPONENT = 0.5, 1.55
 """As fitted on an H200 to products held for 26 s and inside three kinds of steps (benchmarks/results/clocks.jsonl)."""
 
 
-HELD: Mapping[str, float] = {"ampere": 1.079}
-"""Generation → how much longer large products take when held, where a public test says so: an A100 holds 257 and 258 TFLOP/s of normal
-random 8192 x 8192 products (thonking.ai, "Strangely, Matrix Multiplications on GPUs Run Faster When Given Predictable Data", 2024), and
-277.8 in bursts by its table."""
-
-
 def learn(held: float) -> Clocks | None:
     """From how much longer products take that are repeated and nothing else; None where they do not slow down."""
     if held <= 1.01:

@@ -8,7 +8,7 @@ from foretell.hardware.profile import Profile
 from foretell.hardware.types import Device
 from foretell.price import bands
 from foretell.price.analytic import FAMILIES, family
-from foretell.price.clocks import HELD, Clocks, learn
+from foretell.price.clocks import Clocks
 from foretell.price.energy import PowerModel, usual
 from foretell.price.host import START, HostModel
 from foretell.price.kernels.ops import OpModel
@@ -41,7 +41,7 @@ def _clocks(device: Device, profile: Profile, own: bool) -> Clocks | None:
     held = profile.fitted.get("clocks") if own or family(device) in HOT else None
     if not held:
         return None
-    known = (learn(HELD[family(device)]) if family(device) in HELD and not own else None) or Clocks.from_dict(held)
+    known = Clocks.from_dict(held)
     return known if own else known.at(max(1.0, fewer_watts(device, catalog.find(profile.device))))
 
 

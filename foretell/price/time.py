@@ -114,7 +114,7 @@ def op_prices(trace: Trace, machine: Machine, reprice: Reprice | None = None) ->
     prices = {number: known[shape] for number, shape in found.items()} | together
     heat: dict[int, float] = {}
     if reprice is not None:
-        for op in [op for name, _ in steady(trace) for op in trace.programs[name].ops]:
+        for op in {id(op): op for name, _ in steady(trace) for op in trace.programs[name].ops}.values():  # programs share ops
             family, alone = prices[id(op)]
             there, heat[id(op)] = reprice(op, family, alone)
             prices[id(op)] = (family, there)

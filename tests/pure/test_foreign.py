@@ -14,9 +14,12 @@ from foretell.hardware.types import Cluster
 from foretell.lower.foreign import float8, zero
 from foretell.lower.foreign.plan import ForeignPlan
 from foretell.lower.foreign.stacks import MOST_FITTED, Stack, stack, stacks
+from foretell.lower.steps import repeated
 from foretell.plan.types import Mesh, Plan
 from foretell.price import analytic
+from foretell.price.machine import machine
 from foretell.price.speeds import Options
+from foretell.price.time import op_prices
 from foretell.simulate.foreign.memory import foreign_memory, in_flight
 from foretell.simulate.foreign.step import line, predict_foreign
 from foretell.simulate.plan import predict_plan
@@ -97,6 +100,15 @@ def test_a_slower_attention_kernel_and_blocking_launches_cost_time() -> None:
     found = seconds(how(mesh, stack=plain))
     assert seconds(how(mesh, stack=replace(plain, kernel="flash-1"))) > found
     assert seconds(how(mesh, stack=replace(plain, blocking=True, fitted={"blocking_seconds": 1e-3}))) > 2 * found
+
+
+def test_ops_that_programs_share_are_repriced_once() -> None:
+    known = machine(catalog.find("MI300X"), find_profile("H200-SXM-141GB"))
+    assert known is not None and known.clocks is None
+    trace = repeated(traced(2), 2)
+    plain, twice = op_prices(trace, known), op_prices(trace, known, lambda op, family, seconds: (2 * seconds, 1.0))
+    assert twice.keys() == plain.keys()
+    assert all(twice[one][1] == 2 * seconds for one, (_, seconds) in plain.items() if seconds)
 
 
 def test_attention_by_a_named_kernel_draws_as_much_less_as_it_is_slower() -> None:

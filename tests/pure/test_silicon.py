@@ -123,16 +123,6 @@ def test_a_board_with_fewer_watts_falls_lower_on_the_same_law() -> None:
     assert limited.slower(0.7) > usual.slower(0.7) and known[1] is not None and known[1].slower["gemm"] == 1.0, "not held back twice"
 
 
-def test_an_a100_holds_what_a_public_test_shows() -> None:
-    """257 and 258 TFLOP/s of normal random 8192 x 8192 x 8192 products."""
-    known = machine(catalog.find("A100-SXM-80GB"), find_profile("A100-SXM-80GB"))
-    assert known is not None and known.clocks is not None
-    side = TensorSpec((8192, 8192), "bfloat16")
-    shape = Shape("aten.mm.default", (side, side), (side,), ())
-    held = 2 * 8192**3 / (known.ops.seconds([shape])[shape] * known.clocks.slower(1.0)) / 1e12
-    assert held == pytest.approx(257.5, rel=0.01)
-
-
 # ---------------------------------------------------------------- collectives
 
 

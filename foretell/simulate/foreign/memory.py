@@ -46,7 +46,7 @@ def foreign_memory(traces: Mapping[int, Trace], how: ForeignPlan, cluster: Clust
         return _replayed(traces, how, cluster, options)
     ranks = [_counted(traces, how, rank) for rank in range(how.plan.mesh.pp)]
     worst = max(ranks)
-    shown = ranks[0] * (1 + _SLACK) + BESIDE_BYTES + how.stack.buffer_bytes
+    shown = ranks[0] * (1 + _SLACK) + BESIDE_BYTES + min(how.stack.buffer_bytes, 2 * 2 * _held(traces, how, 0))
     return StepMemory(allocated=worst, reserved=min(worst * (1 + _SLACK), limit), device=min(shown, limit))
 
 
@@ -76,13 +76,19 @@ def _replayed(traces: Mapping[int, Trace], how: ForeignPlan, cluster: Cluster, o
 def _counted(traces: Mapping[int, Trace], how: ForeignPlan, rank: int) -> float:
     pp = how.plan.mesh.pp
     layers = sum(partition(how.layers, pp * how.chunks)[rank::pp])
-    first, last = rank == 0, rank == pp - 1
-    share = 1.0 if pp == 1 else (0.5 if not how.stack.tied else 1.0) * (first or last)
     trace = traces[min(traces)]
-    layer, outside = zero.parameters(trace)
     kept, before = _kept(trace, how)
-    working = max(0.0, _peak(trace) - before - 2 * kept) if last else _within(trace)
-    return _states(how) * (layers * layer + outside * share) + layers * kept * in_flight(how, rank) + working
+    working = max(0.0, _peak(trace) - before - 2 * kept) if rank == pp - 1 else _within(trace)
+    return _states(how) * _held(traces, how, rank) + layers * kept * in_flight(how, rank) + working
+
+
+def _held(traces: Mapping[int, Trace], how: ForeignPlan, rank: int) -> float:
+    """Parameters of a rank; two buckets of 16-bit gradients hold no more than theirs."""
+    pp = how.plan.mesh.pp
+    layers = sum(partition(how.layers, pp * how.chunks)[rank::pp])
+    share = 1.0 if pp == 1 else (0.5 if not how.stack.tied else 1.0) * (rank in (0, pp - 1))
+    layer, outside = zero.parameters(traces[min(traces)])
+    return layers * layer + outside * share
 
 
 def _states(how: ForeignPlan) -> float:
@@ -141,7 +147,8 @@ def _kept(trace: Trace, how: ForeignPlan) -> tuple[float, float]:
 
 
 def _dropped(trace: Trace, how: ForeignPlan) -> float:
-    """What a block keeps in the trace and not in the software: results of every second product, of attention where those are not kept."""
+    """What a block keeps in the trace and not in the software: results of every second product, of attention where those are not kept, and
+    where blocks are compiled, of the last product, which backward does not ask for."""
     if how.recompute != "selective" or how.stack.selective not in (ALTERNATE, PRODUCTS_ALONE):
         return 0.0
     last = max(op.module.split(".")[1] for op in trace.programs[FIRST].ops if op.module.startswith("blocks."))
@@ -149,7 +156,7 @@ def _dropped(trace: Trace, how: ForeignPlan) -> float:
         op for op in trace.programs[FIRST].ops
         if op.phase == "forward" and op.name in PRODUCTS and op.module.startswith(f"blocks.{last}.")
     ]  # fmt: skip
-    found = sum(op.bytes_written for op in made) / 2
+    found = float(sum(op.bytes_written for op in (made[1::2] + made[-1:] if how.stack.compile != "none" else made[1::2])))
     if how.stack.selective == PRODUCTS_ALONE:
         kernels = [op for op in trace.programs[FIRST].ops if op.phase == "forward" and "attention" in op.name]
         found += sum(op.bytes_written for op in kernels if op.module.startswith(f"blocks.{last}."))

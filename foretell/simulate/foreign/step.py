@@ -219,7 +219,7 @@ def recomputed(trace: Trace, how: ForeignPlan, speeds: Speeds) -> dict[str, floa
     if how.recompute == "selective" and stack.selective in (ALTERNATE, PRODUCTS_ALONE):
         products = [op for op in forward if op.name in PRODUCTS]
         kernels = [op for op in forward if "attention" in op.name] if stack.selective == PRODUCTS_ALONE else []
-        return {"every second product": _seconds(trace, products, speeds) / 2, "attention": _seconds(trace, kernels, speeds)}
+        return {"every second product": _seconds(trace, products[1::2], speeds), "attention": _seconds(trace, kernels, speeds)}
     if how.recompute == "selective" and stack.selective == LAYERS:
         return {"every second layer": _seconds(trace, forward, speeds) / 2}
     if how.recompute == "selective" and stack.selective == ATTENTION and stack.spelled:
