@@ -40,7 +40,7 @@ def quantile(rows: list[tuple[str, float]]) -> float:
     total, reached = len(sources) + 1, 0.0
     for source, score in sorted(rows, key=lambda row: row[1]):
         reached += 1 / sources[source]
-        if reached >= LEVEL * total:
+        if reached >= LEVEL * total - 1e-9:
             return score
     return max((score for _, score in rows), default=0.4)
 
