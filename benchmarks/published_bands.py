@@ -7,7 +7,7 @@ same kind, every source counting alike, so that a new source is as likely to be 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import ceil, exp
+from math import exp
 from typing import Any
 
 LEVEL = 0.9
@@ -37,10 +37,10 @@ def quantile(rows: list[tuple[str, float]]) -> float:
     sources: dict[str, int] = {}
     for source, _ in rows:
         sources[source] = sources.get(source, 0) + 1
-    total, reached = len(sources) + 1 / max(1, ceil(len(rows) / len(sources))), 0.0
+    total, reached = len(sources) + 1, 0.0
     for source, score in sorted(rows, key=lambda row: row[1]):
         reached += 1 / sources[source]
-        if reached >= LEVEL * total:
+        if reached >= LEVEL * total - 1e-9:
             return score
     return max((score for _, score in rows), default=0.4)
 

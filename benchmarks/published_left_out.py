@@ -14,7 +14,6 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from foretell.lower.foreign.stacks import Stack, stacks  # noqa: E402
 from foretell.price import analytic, collectives, machine  # noqa: E402
-from foretell.simulate.foreign import step as foreign  # noqa: E402
 
 Without = Callable[[], AbstractContextManager[None]]
 
@@ -69,24 +68,8 @@ def without_bloom() -> Iterator[None]:
 
 
 @contextmanager
-def without_foundry() -> Iterator[None]:
-    """FlashAttention 1 as the FlashAttention-2 paper has it on A100, and on Hopper as much quicker as its successor is
-    there."""
-    known, newer = analytic.KERNELS["flash-2"]["ampere"], analytic.KERNELS["flash-2"]["hopper"]
-    older = analytic.Kernel(0.37, 0.30, "FlashAttention-2 paper: 100 to 130 of 312 TFLOP/s", 1.0)
-    hopper = analytic.Kernel(
-        older.forward * newer.forward / known.forward, older.backward * newer.backward / known.backward, "scaled", 1.0
-    )
-    with entry(analytic.KERNELS, "flash-1", {"ampere": older, "hopper": hopper}):
-        yield
-
-
-@contextmanager
 def without_titan() -> Iterator[None]:
-    with (
-        attribute(foreign, "NETWORK_DRAG", 1.0),
-        changed_stacks(lambda one: fitted(ring_loss=0.0, **({"memory_bound": 1.5} if "torchtitan" in one.name else {}))(one)),
-    ):
+    with changed_stacks(lambda one: fitted(ring_loss=0.0, **({"memory_bound": 1.0} if "torchtitan" in one.name else {}))(one)):
         yield
 
 
@@ -118,8 +101,7 @@ MEMORY_BOUND = {"sc21": 1.2, "seqsel": 1.5, "bs1b3": 1.2, "bsa100": 1.4}
 SOURCES: dict[str, tuple[str, Without]] = {
     "bsa100": ("what a blocking launch adds, the measured network; its share of Megatron's factor", without_bloom),
     "bloom": ("what a blocking launch adds, the measured network; its share of Megatron's factor", without_bloom),
-    "titan": ("the loss of ring attention, the lower drag of network rings, its share of its own factor", without_titan),
-    "foundry": ("the fitted FlashAttention 1 rates; drag as titan and torchao alone set it", without_foundry),
+    "titan": ("the loss of ring attention, the factor on memory-bound kernels that are not compiled", without_titan),
     "bs1b3": ("the fitted rate of V100; its share of Megatron's factor", without_volta),
     "sc21": ("its share of Megatron's factor", without_factor("sc21")),
     "seqsel": ("its share of Megatron's factor", without_factor("seqsel")),

@@ -268,10 +268,16 @@ def _hidden(cells: Cells, layers: int, hidden: int, heads: int, vocab: int) -> i
 # ---------------------------------------------------------------- software
 
 
+FROM_2022 = ("seqsel", "mlm", "megascale")
+"""Sources whose Megatron-LM is of February 2022 or later, by the date of their paper or page."""
+
+
 def stack_of(cells: Cells) -> Stack:
     """The software a row names: framework, compiled or not."""
     name, how, notes = cells.get("stack", "").lower(), cells.get("compile", ""), cells.get("notes", "")
-    found = _named_stack(name, how, notes, cells.get("precision", "").lower())
+    if name == "megatron-lm" and source_of(cells) in FROM_2022:
+        name = "megatron-lm-2022"
+    found = _named_stack(name, how, notes, cells.get("precision", "").lower(), cells.get("gpu", ""), cells.get("model", ""))
     if re.search(r"no flash", how, re.IGNORECASE):
         return replace(found, spelled=True)
     if found.spelled and re.search(r"flash", how, re.IGNORECASE):
@@ -286,27 +292,33 @@ def float8_of(cells: Cells) -> tuple[str, bool]:
         return "", False
     recipes = ("rowwise_with_gw_hp", "rowwise", "mxfp8", "tensorwise")
     usual = "tensorwise" if "titan" in name else "delayed"
-    return next((recipe for recipe in recipes if recipe in how), usual), "float8 all-gather" in how
+    narrow = "float8 all-gather" in how or name == "torchtitan"  # its document on float8 and its configuration of 405B ask for it
+    return next((recipe for recipe in recipes if recipe in how), usual), narrow
 
 
-def _named_stack(name: str, how: str, notes: str, precision: str) -> Stack:
+def _named_stack(name: str, how: str, notes: str, precision: str, gpu: str, model: str) -> Stack:
     compiled = "torch.compile" in how
     if "foundry" in name:
         return stack("llm-foundry-0.1" if "mixed_precision PURE" in notes else "llm-foundry-0.3")
     if "titan" in name:
-        newest = "torchtitan-2025" if "torchao" in name else "torchtitan-compile"
-        found = stack(newest if compiled or precision == "fp8" else "torchtitan")
+        newest = _torchao_stack(gpu) if "torchao" in name else "torchtitan-compile"
+        found = stack(newest if compiled or precision == "fp8" or "405B" in model else "torchtitan")  # 405B: its configuration compiles
         return replace(found, selective="layers") if "selective layer" in notes else found
     if "megatron-deepspeed" in name or ("megatron" in name and "Megatron-DeepSpeed" in notes):
         return _megatron_deepspeed(notes)
     if any(word in name for word in ("bridge", "nemo", "automodel", "megatron-core", "primus")):
         return stack("megatron-core")
-    for word in ("megascale", "megatron-lm", "internevo", "deepspeed"):
+    for word in ("megascale", "megatron-lm-2022", "megatron-lm", "internevo", "deepspeed"):
         if word in name:
             return stack(word)
     if name in ("llm.c", "nanogpt", "nanochat"):
         return stack(name)
     return stack("pytorch-compile" if compiled else "pytorch")
+
+
+def _torchao_stack(gpu: str) -> str:
+    """Its page gives versions by device: H100 of March 2025, MI300X and B200 of August."""
+    return "torchtitan-2025-03" if gpu.startswith("H100") else "torchtitan-2025-08-cudnn" if gpu.startswith("B200") else "torchtitan-2025-08"
 
 
 def _megatron_deepspeed(notes: str) -> Stack:
@@ -333,8 +345,22 @@ def marks(notes: str) -> str:
 # ---------------------------------------------------------------- machines
 
 
+BOARDS = {("torchao", "H100-SXM-80GB"): "H100-SXM-96GB"}
+"""Source and device as its row names it → the board it was. A log by torchao's authors of the same run (torchtitan, pull request 808)
+has 47.65 GiB as 50.16 % of the device's memory, which is 95 GiB: torchtitan's H100, of 96 GB and 500 W."""
+LIMITED = {"B200": 750.0}
+"""Watts of boards that a row calls power limited: torchao's authors write of "750W limited" B200 (pytorch/ao, pull request 3566), and a
+script of the same team sets 750 W (pytorch/helion, pull request 347)."""
+
+
 def device_of(cells: Cells) -> Device:
-    name = cells["gpu"].strip()
+    """The device of a row, at its own power limit."""
+    found = _named_device(BOARDS.get((source_of(cells), cells["gpu"].strip()), cells["gpu"].strip()))
+    watts = LIMITED.get(found.name) if re.search(r"power limited", cells.get("notes", "")) else None
+    return replace(found, name=f"{found.name} at {watts:.0f} W", tdp_watts=watts) if watts else found
+
+
+def _named_device(name: str) -> Device:
     tries = [name, re.sub(r"\s*\(.*\)", "", name), re.sub(r"[-_ ]?[0-9]+ ?GB.*$", "", name)]
     tries += [name.split("-")[0], name.split()[0] if name.split() else name]
     for attempt in tries:
@@ -348,7 +374,7 @@ def device_of(cells: Cells) -> Device:
 def cluster_of(cells: Cells, run: Run) -> Cluster:
     device = device_of(cells)
     network = network_of(cells.get("inter_node_link", ""), device, run.per_node)
-    return _cluster(device.name, run.world, run.per_node, network)
+    return replace(_cluster(device.name.split(" at ")[0], run.world, run.per_node, network), device=device)
 
 
 @lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 from published_rows import Run  # noqa: E402
 
 from foretell.hardware.types import Device  # noqa: E402
-from foretell.lower.foreign.stacks import ALTERNATE, OPS  # noqa: E402
+from foretell.lower.foreign.stacks import ALTERNATE, OPS, PRODUCTS_ALONE  # noqa: E402
 from foretell.search.child import answer  # noqa: E402
 from foretell.trace import cache as store  # noqa: E402
 from foretell.trace import stored  # noqa: E402
@@ -45,7 +45,7 @@ def depths_of(run: Run) -> tuple[int, ...]:
 def mode_of(run: Run) -> str:
     """Recipe's recompute that a row's selective or full recomputation starts from."""
     if run.recompute == "selective":
-        return "selective" if run.stack.selective in (OPS, ALTERNATE) else "none"
+        return "selective" if run.stack.selective in (OPS, ALTERNATE, PRODUCTS_ALONE) else "none"
     return run.recompute
 
 

@@ -36,11 +36,17 @@ def kin_of(device: Device, without: str = "") -> tuple[str, ...]:
     return (*near, NEAREST.get(device.backend, ""))
 
 
-def held_back(device: Device, measured: Device) -> float:
-    """How much longer products take than the measured device's efficiency says, where this one has fewer watts for a FLOP."""
+def fewer_watts(device: Device, measured: Device) -> float:
+    """How many times fewer watts a device has for a FLOP of its peak than the measured one; 1 where that is not known."""
     if not device.tdp_watts or not measured.tdp_watts or device.name == measured.name:
         return 1.0
     dtype = "bfloat16" if "bfloat16" in device.peak_flops_per_second else "float16"
-    dense = device.peak(dtype) / device.tdp_watts
+    return float(device.peak(dtype) / device.tdp_watts / (measured.peak(dtype) / measured.tdp_watts))
+
+
+def held_back(device: Device, measured: Device) -> float:
+    """How much longer products take than the measured device's efficiency says, where this one has fewer watts for a FLOP."""
+    if fewer_watts(device, measured) == 1.0:
+        return 1.0
     least = MOST_GAINED if measured.name in POWER_LIMITED else 1.0
-    return float(max(least, (dense / (measured.peak(dtype) / measured.tdp_watts)) ** POWER))
+    return float(max(least, fewer_watts(device, measured) ** POWER))

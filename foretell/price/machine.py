@@ -12,7 +12,7 @@ from foretell.price.clocks import Clocks
 from foretell.price.energy import PowerModel, usual
 from foretell.price.host import START, HostModel
 from foretell.price.kernels.ops import OpModel
-from foretell.price.kin import held_back
+from foretell.price.kin import fewer_watts, held_back
 from foretell.price.time import COMPUTE_KINDS, Machine
 from foretell.quantities import ASSUMED, MEASURED
 
@@ -26,7 +26,7 @@ def _slower(device: Device, profile: Profile) -> dict[str, float]:
     """How much longer ops take on a device than an H200's efficiencies at the catalogue's rates would say: what large
     products and copies reach of those rates on its generation. Kernels measured elsewhere say so themselves."""
     reference, kin = FAMILIES["hopper"], FAMILIES[family(device)]
-    if device.name == profile.device or device.backend == "cpu":
+    if device.name == profile.device or device.backend == "cpu" or _clocks(device, profile, own=False) is not None:
         held = 1.0
     else:
         held = held_back(device, catalog.find(profile.device))
@@ -34,6 +34,15 @@ def _slower(device: Device, profile: Profile) -> dict[str, float]:
     shown |= {"attention"} if "flash-2" in profile.elsewhere.get("groups", {}) else set()
     compute = dict.fromkeys(COMPUTE_KINDS, held * reference.product / kin.product) | dict.fromkeys(shown, held)
     return compute | {"stream": reference.stream / kin.stream}
+
+
+def _clocks(device: Device, profile: Profile, own: bool) -> Clocks | None:
+    """The clock under load: as the profile has it; a board of the same generation with fewer watts for a FLOP falls as much lower."""
+    held = profile.fitted.get("clocks") if own or family(device) in HOT else None
+    if not held:
+        return None
+    known = Clocks.from_dict(held)
+    return known if own else known.at(max(1.0, fewer_watts(device, catalog.find(profile.device))))
 
 
 def machine(device: Device, profile: Profile | None) -> Machine | None:
@@ -58,7 +67,6 @@ def _made(device: Device, profile: Profile) -> Machine:
     own, told = profile.device == device.name and not profile.elsewhere, profile.elsewhere
     host = HostModel.from_dict(profile.host) if profile.host else HostModel(dict(START), {})
     in_step = dict(profile.fitted.get("in_step", {}))
-    held = profile.fitted.get("clocks") if own or family(device) in HOT else None
     power = PowerModel.from_dict(profile.fitted["power"]) if own and "power" in profile.fitted else usual(device)
     where = f"measured on {profile.device} with torch {profile.torch}, {profile.date[:10]}"
     slower = {} if own else _slower(device, profile)
@@ -69,7 +77,7 @@ def _made(device: Device, profile: Profile) -> Machine:
     spread = (float(profile.shared.get("low", 1.0)), float(profile.shared.get("high", 1.0)))
     return Machine(
         ops=OpModel.from_dict(device, profile.ops, told.get("groups")), host=host, in_step=in_step, power=power,
-        clocks=Clocks.from_dict(held) if held else None,
+        clocks=_clocks(device, profile, own),
         provenance=MEASURED if own else ASSUMED, serial=device.backend == "cpu", slower=slower, notes=notes, known_by=known_by,
         spread=spread, band={binds: (low * spread[0], high * spread[1]) for binds, (low, high) in bands.by_bottleneck(known_by).items()},
     )  # fmt: skip

@@ -22,7 +22,7 @@ from foretell.price.collectives import ALL_REDUCE, P2P, Fabric, among, collectiv
 from foretell.price.kin import kin_of
 from foretell.price.machine import machine
 from foretell.price.offload import CopyRates
-from foretell.price.time import Machine
+from foretell.price.time import Machine, Reprice
 from foretell.price.unlike import slowest_seen
 from foretell.trace.types import Op, Trace
 
@@ -60,8 +60,10 @@ class Speeds:
     """Of the reduction of loss and gradient norm over all ranks, once a step."""
     op_slowdown: Seconds | None = None
     """Factor on the seconds of an op; None: 1."""
-    reprice: Callable[[Op, str, float], float] | None = None
+    reprice: Reprice | None = None
     """Op, its family and its seconds → its seconds in other software; None: as they are."""
+    each_longer: float = 0.0
+    """Seconds that every op takes longer, such as the host's wait for it."""
     host_slowdown: float = 1.0
     """Factor on the seconds of the host."""
     drag: float = 1.0

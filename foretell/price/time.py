@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from foretell.price.bands import OWN
@@ -84,8 +84,12 @@ def synchronises(op: Op, machine: Machine) -> bool:
     return machine.host.waits.get(called(name, shape), waits(name, shape))
 
 
-def op_prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
-    """Of every op of a steady step: its family and its device seconds."""
+Reprice = Callable[[Op, str, float], tuple[float, float]]
+"""An op, its family and its seconds → its seconds in other software, and how hot it keeps the matrix units: 1 as large products do."""
+
+
+def op_prices(trace: Trace, machine: Machine, reprice: Reprice | None = None) -> dict[int, tuple[str, float]]:
+    """Of every op of a steady step: its family and its device seconds. The clock under load follows from them as `reprice` leaves them."""
     known = machine.known
     found: dict[int, Shape] = {}
     together: dict[int, tuple[str, float]] = {}
@@ -105,8 +109,14 @@ def op_prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
         waves = 2 ** described.values["waves"] if described and family == "gemm" else 0.0
         machine.beside[shape] = slower(family, waves)
     prices = {number: known[shape] for number, shape in found.items()} | together
+    heat: dict[int, float] = {}
+    if reprice is not None:
+        for op in {id(op): op for name, _ in steady(trace) for op in trace.programs[name].ops}.values():  # programs share ops
+            family, alone = prices[id(op)]
+            there, heat[id(op)] = reprice(op, family, alone)
+            prices[id(op)] = (family, there)
     if machine.clocks is not None:
-        _at_the_limit(trace, found, prices, machine.clocks)
+        _at_the_limit(trace, found, prices, machine.clocks, heat)
     for name, _ in steady(trace):
         replaying = False
         for op in trace.programs[name].ops:
@@ -119,14 +129,16 @@ def op_prices(trace: Trace, machine: Machine) -> dict[int, tuple[str, float]]:
     return prices
 
 
-def _at_the_limit(trace: Trace, shapes: Mapping[int, Shape], prices: dict[int, tuple[str, float]], clocks: Clocks) -> None:
+def _at_the_limit(
+    trace: Trace, shapes: Mapping[int, Shape], prices: dict[int, tuple[str, float]], clocks: Clocks, heat: Mapping[int, float]
+) -> None:
     """Slow 16-bit products down where they keep the device at its power limit."""
     ops = [op for name, _ in steady(trace) for op in trace.programs[name].ops if prices[id(op)][1]]
     hot = [
         about(op).hungry_seconds if op.name == MERGED else prices[id(op)][1] if hungry(shapes[id(op)], prices[id(op)][0]) else 0.0
         for op in ops
     ]
-    factors = slowdowns([(part, prices[id(op)][1]) for op, part in zip(ops, hot, strict=True)], clocks)
+    factors = slowdowns([(part * heat.get(id(op), 1.0), prices[id(op)][1]) for op, part in zip(ops, hot, strict=True)], clocks)
     for op, part, factor in zip(ops, hot, factors, strict=True):
         if part:
             family, seconds = prices[id(op)]

@@ -213,7 +213,7 @@ class Costing(Question):
     def _asked(self, plan: Plan) -> object:
         """What the cost of a plan depends on, besides what all costs of a model on a cluster do."""
         how = self.options
-        return replace(plan, predicted={}, notes=()), how.expandable, how.pace, how.message_share, how.drag
+        return replace(plan, predicted={}, notes=()), how.expandable, how.pace, how.filled
 
     def _with(self, one: Finalist, cost: PlanCost) -> Finalist:
         point = one.point

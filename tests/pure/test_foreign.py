@@ -14,9 +14,12 @@ from foretell.hardware.types import Cluster
 from foretell.lower.foreign import float8, zero
 from foretell.lower.foreign.plan import ForeignPlan
 from foretell.lower.foreign.stacks import MOST_FITTED, Stack, stack, stacks
+from foretell.lower.steps import repeated
 from foretell.plan.types import Mesh, Plan
 from foretell.price import analytic
+from foretell.price.machine import machine
 from foretell.price.speeds import Options
+from foretell.price.time import op_prices
 from foretell.simulate.foreign.memory import foreign_memory, in_flight
 from foretell.simulate.foreign.step import line, predict_foreign
 from foretell.simulate.plan import predict_plan
@@ -97,6 +100,46 @@ def test_a_slower_attention_kernel_and_blocking_launches_cost_time() -> None:
     found = seconds(how(mesh, stack=plain))
     assert seconds(how(mesh, stack=replace(plain, kernel="flash-1"))) > found
     assert seconds(how(mesh, stack=replace(plain, blocking=True, fitted={"blocking_seconds": 1e-3}))) > 2 * found
+
+
+def test_ops_that_programs_share_are_repriced_once() -> None:
+    known = machine(catalog.find("MI300X"), find_profile("H200-SXM-141GB"))
+    assert known is not None and known.clocks is None
+    trace = repeated(traced(2), 2)
+    plain, twice = op_prices(trace, known), op_prices(trace, known, lambda op, family, seconds: (2 * seconds, 1.0))
+    assert twice.keys() == plain.keys()
+    assert all(twice[one][1] == 2 * seconds for one, (_, seconds) in plain.items() if seconds)
+
+
+def test_attention_by_a_named_kernel_draws_as_much_less_as_it_is_slower() -> None:
+    a100, h100 = catalog.find("A100"), catalog.find("H100")
+    assert analytic.heat("flash-1", a100, backward=False) < analytic.heat("flash-2", a100, backward=False) < 1
+    assert analytic.heat("flash-2", h100, backward=True) < analytic.heat("cudnn", h100, backward=True) < 1
+
+
+def test_a_compiled_loss_takes_no_float32_logits() -> None:
+    mesh, plain = Mesh(dp_shard=8), stack("pytorch")
+    kept, fused = (
+        foreign_memory({depth: traced(depth) for depth in (2, 4)}, how(mesh, stack=one), cluster(), OPTIONS).allocated
+        for one in (plain, replace(plain, fuses_loss=True))
+    )
+    logits = 4 * 1024 * 8192 * 2
+    assert logits <= kept - fused <= 6 * logits, "at the peak up to three float32 tensors of their shape, less what is kept"
+
+
+def test_attention_that_is_not_kept_is_computed_again_and_takes_no_memory() -> None:
+    mesh = Mesh(dp_shard=8)
+    kept, again = (how(mesh, stack=replace(stack("torchtitan"), selective=one), recompute="selective") for one in ("alternate", "alternate-products"))
+    assert seconds(again, recompute="selective") > seconds(kept, recompute="selective")
+    traces = {depth: traced(depth, "selective") for depth in (2, 4)}
+    assert foreign_memory(traces, again, cluster(), OPTIONS).allocated < foreign_memory(traces, kept, cluster(), OPTIONS).allocated
+
+
+def test_a_stage_that_waits_for_its_messages_takes_longer() -> None:
+    old = stack("megatron-lm")
+    waits, hides = (how(Mesh(pp=4), stack=one, accumulate=8) for one in (old, replace(old, waits_for_messages=False)))
+    assert old.waits_for_messages and not stack("megatron-core").waits_for_messages
+    assert seconds(waits) > seconds(hides)
 
 
 def test_spelled_out_attention_costs_more_and_fused_softmax_less_of_it() -> None:

@@ -24,7 +24,7 @@ def _draw(seed: int, *, host: float, length: int, kept: int) -> tuple[list[Task]
     def add(number: int, share: float = 1.0) -> None:
         where, seconds, back, asking, waits = shape[number]
         after = tuple(len(tasks) - far for far in back if len(tasks) - far >= 0)
-        tasks.append(Task(f"t{number}", where, seconds * share, after, asking, synchronises=waits))
+        tasks.append(Task(f"t{number}", where, seconds * share, after, asking, synchronises=waits, slower=1.0))
 
     for number in range(length):
         add(number, 0.7)

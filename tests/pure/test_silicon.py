@@ -116,6 +116,13 @@ def test_fewer_watts_for_a_flop_hold_products_back() -> None:
     assert held_back(catalog.find("RTX-PRO-6000"), catalog.find("L40S")) < 1, "unless that one waited for power"
 
 
+def test_a_board_with_fewer_watts_falls_lower_on_the_same_law() -> None:
+    known = [machine(catalog.find(name), find_profile("H100-SXM-80GB")) for name in ("H100-SXM-80GB", "H100-SXM-96GB")]
+    usual, limited = (one.clocks for one in known if one is not None and one.clocks is not None)
+    assert limited.compute == pytest.approx(usual.compute * 700 / 500) and limited.slower(0.0) == 1.0
+    assert limited.slower(0.7) > usual.slower(0.7) and known[1] is not None and known[1].slower["gemm"] == 1.0, "not held back twice"
+
+
 # ---------------------------------------------------------------- collectives
 
 

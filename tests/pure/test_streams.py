@@ -11,7 +11,7 @@ from foretell.simulate.time.streams import Timeline, simulate
 
 
 def work(name: str, seconds: float, *after: int, on: str = COMPUTE, host: float = 0.0, wait: bool = False) -> Task:
-    return Task(name, on, seconds, after, host, synchronises=wait)
+    return Task(name, on, seconds, after, host, synchronises=wait, slower=1.0)
 
 
 # ---------------------------------------------------------------- schedules by hand
@@ -117,6 +117,14 @@ def test_collectives_drag_compute_they_overlap() -> None:
     assert pieces.seconds == pytest.approx(line.seconds)
     covered = simulate([work("gather", 100, on=COLLECTIVES), work("a", 10)], drag={COLLECTIVES: 0.5})
     assert covered.finish[1] == pytest.approx(15)
+
+
+def test_tasks_are_dragged_by_what_each_loses() -> None:
+    def tasks(slower: float) -> list[Task]:
+        return [work("gather", 4, on=COLLECTIVES), work("a", 10)._replace(slower=slower)]
+
+    assert simulate(tasks(0.5), drag={COLLECTIVES: 1.0}).seconds == simulate(tasks(1.0), drag={COLLECTIVES: 0.5}).seconds
+    assert simulate(tasks(0.0), drag={COLLECTIVES: 1.0}).seconds == simulate(tasks(1.0)).seconds
 
 
 def test_nothing_takes_no_time() -> None:

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent / "stacks"
 MOST_FITTED = 3
 EARLY, LATE = "early", "late"
 """When gradients are reduced over data ranks: while backward runs, or after the last backward."""
-OPS, ALTERNATE, LAYERS, ATTENTION = "ops", "alternate", "layers", "attention"
+OPS, ALTERNATE, PRODUCTS_ALONE, LAYERS, ATTENTION = "ops", "alternate", "alternate-products", "layers", "attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,8 @@ class Stack:
     """How far memory-bound kernels are fused, by torch.compile or by hand: none, blocks, model."""
     loss: float = 1.0
     """Factor on the seconds of the loss where it is compiled or written as one kernel."""
+    fuses_loss: bool = False
+    """The loss is compiled: neither logits in float32 nor their gradient lie in memory."""
     fused_keys: int = 0
     """Longest row of scores that a fused softmax takes; 0: any."""
     optimizer: str = "adamw-fused"
@@ -56,11 +58,16 @@ class Stack:
     """Between tensor-parallel regions activations are split along the sequence, where a run does not say."""
     splits_messages: bool = True
     """Tensor-parallel ranks of a stage each send their part of an activation."""
+    waits_for_messages: bool = False
+    """A stage of a pipeline does nothing else while it sends and receives."""
     hidden: float = 0.0
     """Share of tensor-parallel traffic that runs beside products."""
+    hides_backward: bool = False
+    """In backward tensor-parallel reductions run beside the products for the weights' gradients."""
     selective: str = OPS
-    """What selective recomputation means: ops (results of products and attention are kept), alternate (of every
-    second product, and of attention), layers (every second one is recomputed), attention (its scores alone are recomputed)."""
+    """What selective recomputation means: ops (results of products and attention are kept), alternate (of every second
+    product, and of attention), alternate-products (of every second product alone), layers (every second one is
+    recomputed), attention (its scores alone are recomputed)."""
     whole_blocks: bool = False
     """Recomputing a block runs all of it, also what backward does not need."""
     balanced: bool = True

@@ -8,16 +8,16 @@ bytes when forward ends, times the micro-batches that the schedule has in flight
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foretell.hardware.types import Cluster
 from foretell.lower.foreign import zero
 from foretell.lower.foreign.plan import REPLICAS, ZERO2, ZERO3, ForeignPlan
-from foretell.lower.foreign.stacks import ALTERNATE, ATTENTION, LAYERS
+from foretell.lower.foreign.stacks import ALTERNATE, ATTENTION, LAYERS, PRODUCTS_ALONE
 from foretell.lower.steps import FIRST, repeated
 from foretell.price.speeds import Options
 from foretell.simulate.foreign.schedule import GPIPE, ZB_1P, ZB_2P, ZB_V, partition
-from foretell.simulate.foreign.step import PRODUCTS, line
+from foretell.simulate.foreign.step import PRODUCTS, line, of_loss
 from foretell.simulate.parts import memory_of
 from foretell.trace import types
 from foretell.trace.types import Op, Trace
@@ -46,7 +46,7 @@ def foreign_memory(traces: Mapping[int, Trace], how: ForeignPlan, cluster: Clust
         return _replayed(traces, how, cluster, options)
     ranks = [_counted(traces, how, rank) for rank in range(how.plan.mesh.pp)]
     worst = max(ranks)
-    shown = ranks[0] * (1 + _SLACK) + BESIDE_BYTES + how.stack.buffer_bytes
+    shown = ranks[0] * (1 + _SLACK) + BESIDE_BYTES + min(how.stack.buffer_bytes, 2 * 2 * _held(traces, how, 0))
     return StepMemory(allocated=worst, reserved=min(worst * (1 + _SLACK), limit), device=min(shown, limit))
 
 
@@ -58,12 +58,12 @@ def _replayed(traces: Mapping[int, Trace], how: ForeignPlan, cluster: Cluster, o
     micros = min(2, how.plan.accumulate)
     found = {}
     for depth, trace in traces.items():
-        local = zero.sharded(repeated(trace, micros), how)
+        local = zero.sharded(repeated(_with_fused_loss(trace) if how.stack.fuses_loss else trace, micros), how)
         found[depth] = memory_of(local, how.plan, cluster, options).memory
-    allocated, reserved, device = (
-        line({depth: float(getattr(one, name)) for depth, one in found.items()}, how.layers)
-        for name in ("allocated_bytes", "reserved_bytes", "device_bytes")
-    )
+    deepest = found[max(found)]
+    allocated = line({depth: float(one.allocated_bytes) for depth, one in found.items()}, how.layers)
+    further = allocated - deepest.allocated_bytes  # a further layer takes what it holds; short stacks fill holes that deep ones do not have
+    reserved, device = deepest.reserved_bytes + further, deepest.device_bytes + further
     dropped = how.layers * _dropped(traces[min(traces)], how)
     allocated, reserved, device = allocated - dropped, reserved - dropped, device - dropped
     limit = float(cluster.device.memory_bytes)
@@ -76,13 +76,19 @@ def _replayed(traces: Mapping[int, Trace], how: ForeignPlan, cluster: Cluster, o
 def _counted(traces: Mapping[int, Trace], how: ForeignPlan, rank: int) -> float:
     pp = how.plan.mesh.pp
     layers = sum(partition(how.layers, pp * how.chunks)[rank::pp])
-    first, last = rank == 0, rank == pp - 1
-    share = 1.0 if pp == 1 else (0.5 if not how.stack.tied else 1.0) * (first or last)
     trace = traces[min(traces)]
-    layer, outside = zero.parameters(trace)
     kept, before = _kept(trace, how)
-    working = max(0.0, _peak(trace) - before - 2 * kept) if last else _within(trace)
-    return _states(how) * (layers * layer + outside * share) + layers * kept * in_flight(how, rank) + working
+    working = max(0.0, _peak(trace) - before - 2 * kept) if rank == pp - 1 else _within(trace)
+    return _states(how) * _held(traces, how, rank) + layers * kept * in_flight(how, rank) + working
+
+
+def _held(traces: Mapping[int, Trace], how: ForeignPlan, rank: int) -> float:
+    """Parameters of a rank; two buckets of 16-bit gradients hold no more than theirs."""
+    pp = how.plan.mesh.pp
+    layers = sum(partition(how.layers, pp * how.chunks)[rank::pp])
+    share = 1.0 if pp == 1 else (0.5 if not how.stack.tied else 1.0) * (rank in (0, pp - 1))
+    layer, outside = zero.parameters(traces[min(traces)])
+    return layers * layer + outside * share
 
 
 def _states(how: ForeignPlan) -> float:
@@ -141,15 +147,32 @@ def _kept(trace: Trace, how: ForeignPlan) -> tuple[float, float]:
 
 
 def _dropped(trace: Trace, how: ForeignPlan) -> float:
-    """What a block keeps in the trace and not in the software: results of every second product."""
-    if how.recompute != "selective" or how.stack.selective != ALTERNATE:
+    """What a block keeps in the trace and not in the software: results of every second product, of attention where those are not kept, and
+    where blocks are compiled, of the last product, which backward does not ask for."""
+    if how.recompute != "selective" or how.stack.selective not in (ALTERNATE, PRODUCTS_ALONE):
         return 0.0
     last = max(op.module.split(".")[1] for op in trace.programs[FIRST].ops if op.module.startswith("blocks."))
     made = [
         op for op in trace.programs[FIRST].ops
         if op.phase == "forward" and op.name in PRODUCTS and op.module.startswith(f"blocks.{last}.")
     ]  # fmt: skip
-    return sum(op.bytes_written for op in made) / 2
+    found = float(sum(op.bytes_written for op in (made[1::2] + made[-1:] if how.stack.compile != "none" else made[1::2])))
+    if how.stack.selective == PRODUCTS_ALONE:
+        kernels = [op for op in trace.programs[FIRST].ops if op.phase == "forward" and "attention" in op.name]
+        found += sum(op.bytes_written for op in kernels if op.module.startswith(f"blocks.{last}."))
+    return found
+
+
+def _with_fused_loss(trace: Trace) -> Trace:
+    """The trace with a compiled loss: it keeps the 16-bit logits for backward, which makes their 16-bit gradient from them."""
+    storages = dict(trace.storages)
+    for program in trace.programs.values():
+        for op in program.ops:
+            wide = bool(op.outputs) and op.outputs[0].spec.dtype == "float32"
+            for number in op.allocates if wide and of_loss(op) else ():
+                kept = storages[number].nbytes // 2 if op.name == "aten._log_softmax.default" else 0
+                storages[number] = storages[number]._replace(nbytes=kept)
+    return replace(trace, storages=storages)
 
 
 def _scores(trace: Trace) -> float:

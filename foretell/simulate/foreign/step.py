@@ -18,11 +18,13 @@ from foretell.hardware.types import Cluster, Device
 from foretell.lower.compiling import compiled
 from foretell.lower.foreign import float8, zero
 from foretell.lower.foreign.plan import REPLICAS, ForeignPlan
-from foretell.lower.foreign.stacks import ALTERNATE, ATTENTION, EARLY, LAYERS
+from foretell.lower.foreign.stacks import ALTERNATE, ATTENTION, EARLY, LAYERS, PRODUCTS_ALONE
 from foretell.lower.steps import FIRST, NEXT, repeated
 from foretell.price import analytic
-from foretell.price.collectives import ALL_TO_ALL, P2P, Fabric, collective, fabric
+from foretell.price.collectives import ALL_TO_ALL, P2P, Fabric, collective, fabric, reached
+from foretell.price.overlap import slower
 from foretell.price.speeds import Options, Speeds, axis_of, comm_time_over, fabrics_of, speeds_of
+from foretell.price.time import Reprice
 from foretell.quantities import Task
 from foretell.simulate.foreign.schedule import Stage, partition, run_through
 from foretell.simulate.time.step import drags, step_tasks, tasks_of
@@ -82,38 +84,46 @@ def _speeds(how: ForeignPlan, cluster: Cluster, options: Options) -> Speeds:
             seconds /= 2
         if axis == "tp" and how.float8 and how.stack.narrow_tensor and op.name.endswith("all_gather"):
             seconds /= 2
+        if axis == "tp" and how.stack.hides_backward and op.phase == "backward" and op.name.endswith(("all_reduce", "reduce_scatter")):
+            beside = slower("gemm", USUAL_WAVES)
+            seconds *= beside / (1 + beside)  # what the product beside it takes longer
         return seconds * shown if axis == "tp" else seconds
 
     data = fabrics.get(_DATA_SHARD) or fabrics.get(zero.DATA_BESIDE)
-    drag = NETWORK_DRAG if data is not None and data.local == 1 else 1.0
-    return replace(found, comm_time=comm_time, reprice=repriced(how, cluster.device), drag=drag)
+    drag = network_drag(data) if data is not None and data.local == 1 else 1.0
+    waits = how.stack.fit("blocking_seconds", 0.0) if how.stack.blocking else 0.0
+    return replace(found, comm_time=comm_time, reprice=repriced(how, cluster.device), drag=drag, each_longer=waits)
 
 
-def repriced(how: ForeignPlan, device: Device) -> Callable[[Op, str, float], float]:
-    """Seconds of an op in this software, from those in PyTorch."""
+def repriced(how: ForeignPlan, device: Device) -> Reprice:
+    """Seconds of an op in this software, from those in PyTorch. An attention kernel that reaches less of the peak than products do draws as
+    much less of the watts that products add."""
     stack = how.stack
-    moved, waits = stack.fit("memory_bound", 1.0), stack.fit("blocking_seconds", 0.0) if stack.blocking else 0.0
+    moved = stack.fit("memory_bound", 1.0)
     narrow = _narrow_rate(how, device)
     cp = how.plan.mesh.cp
     share = cp / (2 * cp - 1) if stack.balanced else 1.0
     ring = 1 + stack.fit("ring_loss", 0.0) * (cp - 1)
 
-    def seconds(op: Op, family: str, found: float) -> float:
+    def seconds(op: Op, family: str, found: float) -> tuple[float, float]:
+        heat = 1.0
         if not found:
-            return 0.0
+            return 0.0, heat
         if family == "attention":
+            heat = analytic.heat(stack.kernel, device, backward="backward" in op.name) if stack.kernel else heat
             found = attention_seconds(op, stack.kernel, device) if stack.kernel else found * share
             found *= ring
         elif family == "gemm":
             found = found / narrow if float8.MARK in op.attrs else found
         elif op.phase != "update":
-            found *= stack.loss if _of_loss(op) else moved
-        return found + waits
+            found *= stack.loss if of_loss(op) else moved
+        return found, heat
 
     return seconds
 
 
-def _of_loss(op: Op) -> bool:
+def of_loss(op: Op) -> bool:
+    """Whether an op is the loss's own."""
     return not op.module and op.name.startswith(_LOSS)
 
 
@@ -208,9 +218,10 @@ def recomputed(trace: Trace, how: ForeignPlan, speeds: Speeds) -> dict[str, floa
     if how.recompute == "full" and stack.whole_blocks:
         last = [op for op in forward if op.module.endswith(("mlp.down", "experts"))]
         return {"last product": _seconds(trace, last, speeds)}
-    if how.recompute == "selective" and stack.selective == ALTERNATE:
+    if how.recompute == "selective" and stack.selective in (ALTERNATE, PRODUCTS_ALONE):
         products = [op for op in forward if op.name in PRODUCTS]
-        return {"every second product": _seconds(trace, products, speeds) / 2}
+        kernels = [op for op in forward if "attention" in op.name] if stack.selective == PRODUCTS_ALONE else []
+        return {"every second product": _seconds(trace, products[1::2], speeds), "attention": _seconds(trace, kernels, speeds)}
     if how.recompute == "selective" and stack.selective == LAYERS:
         return {"every second layer": _seconds(trace, forward, speeds) / 2}
     if how.recompute == "selective" and stack.selective == ATTENTION and stack.spelled:
@@ -228,9 +239,15 @@ def _seconds(trace: Trace, ops: Sequence[Op], speeds: Speeds, *, around: bool = 
     return simulate(tasks, steps=2, drag=drags(tasks, speeds)).seconds if tasks else 0.0
 
 
-NETWORK_DRAG = 0.2
-"""Part of the drag on compute that is left where every rank of a ring is on a node of its own: it moves a tenth of the bytes
-per second through a device's memory, over fewer cores; assumed."""
+USUAL_WAVES = 8.0
+"""Of the products of large layers, which messages of a backward run beside."""
+
+
+def network_drag(group: Fabric) -> float:
+    """Part of the drag on compute that is left where every rank of a ring is on a node of its own: that of the bytes per second which the ring
+    moves through a device, over those of a ring inside a node."""
+    inside = reached(group.intra) if group.intra is not None else 0.0
+    return min(1.0, group.across() / inside) if inside else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,7 +365,11 @@ def _pipeline(pieces: Pieces, how: ForeignPlan, cluster: Cluster) -> StepCost:
     ranks, count = how.plan.mesh.pp, how.plan.mesh.pp * how.chunks
     layers = partition(how.layers, count)
     stages = [pieces.stage(mine, first=place == 0, last=place == count - 1) for place, mine in enumerate(layers)]
-    messages = [_send(how, cluster)] * (count - 1)
+    message = _send(how, cluster)
+    if how.stack.waits_for_messages:
+        stages = [stage._replace(forward=stage.forward + message, inputs=stage.inputs + message) for stage in stages]
+        message = 0.0
+    messages = [message] * (count - 1)
     micros = how.plan.accumulate
     through = run_through(stages, messages, micros=micros, ranks=ranks, schedule=how.schedule)
     after = max(

@@ -143,7 +143,7 @@ def tasks_of(
     Of a program that is repeated at most `most` rounds are made; where each began is added to `begun`.
     """
     machine = speeds.machine
-    prices = op_prices(trace, machine)
+    prices = op_prices(trace, machine, speeds.reprice)
     besides = machine.host.around(trace, sum(times for _, times in run)) / max(1, len(run)) if around else 0.0
     watched = watched_blocks(trace)
     maker = _Maker(speeds, compiled=wholly_compiled(trace))
@@ -228,8 +228,7 @@ class _Maker:
         awaited = synchronises(op, self.machine)
         if not seconds and not awaited and not op.name.startswith("foretell."):
             return None
-        if self.speeds.reprice is not None:
-            seconds = self.speeds.reprice(op, family, seconds)
+        seconds += self.speeds.each_longer if seconds else 0.0
         if self.speeds.op_slowdown is not None:
             seconds *= self.speeds.op_slowdown(op)
         where = HOST if self.machine.serial else COMPUTE

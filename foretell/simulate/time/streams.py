@@ -21,6 +21,8 @@ from foretell.simulate.time.laps import Laps
 LAUNCH_QUEUE = 1024
 """Kernels that CUDA takes ahead of the device before a launch waits; a figure seen in public, assumed."""
 
+"""How much longer compute takes beside another resource: all of it, or by the kind of task."""
+
 _NOTHING, _HOST = -1, -2
 
 
