@@ -6,7 +6,8 @@
 data/convolutions.jsonl.gz has a row for every distinct convolution, forward and backward, of 500 models of the corpus,
 each called alone (torch 2.11, cuDNN 9.19) on contiguous tensors, or channels_last ones where the layout has an l:
 [op, dtype, x, w, y, attrs, half, family, bytes above inputs and results at the peak]. A family of models is in one half
-alone; the grid of shapes that thresholds were read off by hand is a third part. Trees are grown from `fit` and the grid, each
+alone; a third part, `grid`, is what thresholds were read off by hand: a grid of shapes, and recorded steps of the zoo. Trees
+are grown from `fit` and `grid`, each
 from rows drawn with replacement: at a node, of some features, the question that saves most of what its rows lose by the
 best recipe for each side.
 """
@@ -27,8 +28,8 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from foretell.price.kernels.convolutions import TREES, features, kind, recipes, voted  # noqa: E402
 from foretell.price.kernels import scratch  # noqa: E402
+from foretell.price.kernels.convolutions import TREES, features, kind, recipes, voted  # noqa: E402
 from foretell.price.kernels.scratch_data import Convolution, device  # noqa: E402
 from foretell.trace.types import Op, Ref, TensorSpec  # noqa: E402
 
@@ -106,9 +107,9 @@ def table(rows: list[Row]) -> tuple[list[str], np.ndarray, list[str], np.ndarray
 
 
 def beside(op: Op, c: Convolution) -> tuple[int, int]:
-    """Of a backward pass: copies of inputs that are alive with the workspace, and the staging of the bias's sum, which comes after."""
+    """Copies of inputs that are alive with the workspace, and the staging of the bias's sum, which comes after."""
     if not c.backward:
-        return 0, 0
+        return c.source.nbytes if "strided:0" in op.attrs and not c.channels_last else 0, 0
     staging = scratch._bias_staging(op, c, device(CAPABILITY)) if c.mask[2] else ()
     return sum(scratch._gradient(op)[1]), sum(staging)
 
@@ -193,7 +194,8 @@ def lost(row: Row, c: Convolution, size: int) -> float:
 def kind_of(row: Row) -> str:
     c = convolution(row.op)
     shape = "depthwise" if c.depthwise else "groups" if c.groups > 1 else "1x1" if c.kernel == 1 else "full"
-    return f"{'backward' if c.backward else 'forward'}{' channels_last' if c.channels_last else ''}, {len(c.source.shape) - 2}-d, {c.source.dtype}, {shape}{', transposed' if c.transposed else ''}"
+    way = ("backward" if c.backward else "forward") + (" channels_last" if c.channels_last else "")
+    return f"{way}, {len(c.source.shape) - 2}-d, {c.source.dtype}, {shape}{', transposed' if c.transposed else ''}"
 
 
 def tell(rows: list[Row], said: list[int]) -> None:
