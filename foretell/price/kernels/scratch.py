@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import ceil, prod
 
 from foretell.price.kernels import scratch_rnn
+from foretell.price.kernels.convolutions import workspace
 from foretell.price.kernels.scratch_data import (
     CONTIGUOUS_INPUTS,
     Convolution,
@@ -407,7 +408,7 @@ def _convolution(op: Op, _: Device) -> Buffers:
     """cuDNN, forward: copies in its own layout (NHWC) of input, output and weight; workspace where it splits sums."""
     strided = _strided(op)
     c = Convolution(_specs(op)[0], _specs(op)[1], op.outputs[0].spec, op.attrs, False, weight_last=1 in strided)
-    return (c.source.nbytes if 0 in strided and not c.channels_last else 0, _with_alignment(c, c.data_pass()))
+    return (c.source.nbytes if 0 in strided and not c.channels_last else 0, _with_alignment(workspace(c)))
 
 
 def _convolution_backward(op: Op, dev: Device) -> Buffers:
@@ -416,28 +417,43 @@ def _convolution_backward(op: Op, dev: Device) -> Buffers:
 
 
 def _convolution_backward_stages(op: Op, dev: Device) -> tuple[Buffers, ...]:
-    """Workspace of the input's gradient, then of the weight's, then the reduction of the bias's."""
-    strided = _strided(op)
-    result, source, weight = _specs(op)[:3]
-    c = Convolution(source, weight, result, op.attrs, True, weight_last=2 in strided)
-    copies = () if c.channels_last else tuple(spec.nbytes for i, spec in enumerate((result, source)) if i in strided)
+    """Workspace of the input's gradient, then of the weight's, then the reduction of the bias's.
+
+    Measured was the highest point of the three, above all results: where the weight's is asked for, it has it all.
+    """
+    c, copies = _gradient(op)
     found: list[Buffers] = []
     if c.mask[0]:
-        found.append((*copies, _with_alignment(c, c.data_pass())))
+        found.append(copies if c.mask[1] else (*copies, _with_alignment(workspace(c))))
     if c.mask[1]:
-        found.append((*copies, _with_alignment(c, c.weight_pass())))
+        found.append((*copies, _with_alignment(workspace(c))))
     if c.mask[2]:
-        batch, channels = result.shape[:2]
-        plane = prod(result.shape[2:])
-        rows = c.channels_last or 0 in strided  # channels vary fastest, which needs the larger staging
-        spec = TensorSpec((batch * plane, channels) if rows else (batch, channels, plane), result.dtype)
-        found.append(reduction_staging(spec, frozenset((0,) if rows else (0, 2)), 4, dev))
+        found.append(_bias_staging(op, c, dev))
     return tuple(found) or ((),)
 
 
-def _with_alignment(c: Convolution, workspace: int) -> int:
-    """cuDNN asks for a little more than its buffers, to align them: 16 bytes for images, else 147 were seen."""
-    return workspace + (16 if c.few else 147) if workspace else 0
+def _gradient(op: Op) -> tuple[Convolution, Buffers]:
+    """The convolution of a backward op, and the copies of its inputs that come before cuDNN: all in the source's layout."""
+    strided = _strided(op)
+    result, source, weight = _specs(op)[:3]
+    c = Convolution(source, weight, result, op.attrs, True, weight_last=2 in strided)
+    if c.channels_last:
+        layout = next((mark[7:] for mark in op.attrs if isinstance(mark, str) and mark.startswith("layout:")), "")
+        return c, (result.nbytes,) if layout[:1] in ("c", "s", "t") and c.plane_out > 1 else ()
+    return c, tuple(spec.nbytes for i, spec in enumerate((result, source)) if i in strided)
+
+
+def _bias_staging(op: Op, c: Convolution, dev: Device) -> Buffers:
+    """The sum of the result's gradient over all but channels."""
+    batch, channels = c.result.shape[:2]
+    rows = c.channels_last or 0 in _strided(op)  # channels vary fastest, which needs the larger staging
+    spec = TensorSpec((batch * c.plane_out, channels) if rows else (batch, channels, c.plane_out), c.result.dtype)
+    return reduction_staging(spec, frozenset((0,) if rows else (0, 2)), 4, dev)
+
+
+def _with_alignment(size: int) -> int:
+    """cuDNN asks for a little more than its buffers, to align them: up to 147 bytes were seen."""
+    return size + 147 if size else 0
 
 
 # -- recurrent layers --------------------------------------------------------------------------------------------------

@@ -119,7 +119,8 @@ class Convolution:
 
     cuDNN's fast engines want NHWC with channels in multiples of 16 bytes. From NCHW it makes copies of input, output
     and weight: `x`, `y` and `w` below, which is nearly all there is; the rest is fp32 partial sums where it splits a
-    long sum over blocks. Which engine it takes is its secret: the thresholds are read off measurements.
+    long sum over blocks. Which engine it takes is its secret: the thresholds are read by hand off a grid of shapes, and
+    `convolutions` says where measured models speak against them.
     """
 
     def __init__(
@@ -131,7 +132,9 @@ class Convolution:
         given = [value for value in attrs if isinstance(value, int)]
         numbers, flags = given[: 4 * dims + 2], given[4 * dims + 2 :]
         known = len(numbers) == 4 * dims + 2
-        stride = max(numbers[:dims], default=1) if known else 1 + (source.shape[2:] != result.shape[2:])
+        self.stride = max(numbers[:dims], default=1) if known else 1 + (source.shape[2:] != result.shape[2:])
+        self.padding = max(numbers[dims : 2 * dims], default=0) if known else max(weight.shape[2:], default=1) // 2
+        self.dilation = max(numbers[2 * dims : 3 * dims], default=1) if known else 1
         self.transposed = known and bool(numbers[3 * dims])
         self.mask = tuple(map(bool, flags[:3])) if backward and len(flags) >= 3 else (True, True, True)
         self.channels_last = bool(flags[-1]) if len(flags) == (4 if backward else 1) else False
@@ -139,9 +142,9 @@ class Convolution:
         self.groups = numbers[-1] if known else max(1, self.channels // weight.shape[1])
         self.narrow = DTYPE_BYTES[source.dtype] < 4
         self.kernel = max(weight.shape[2:], default=1)
-        self.pointwise = self.kernel == 1 and stride == 1
+        self.pointwise = self.kernel == 1 and self.stride == 1
         self.depthwise = self.groups > 1 and self.groups in (self.channels, self.outputs)
-        self.plane = prod(source.shape[2:])
+        self.plane, self.plane_out = prod(source.shape[2:]), prod(result.shape[2:])
         self.few = self.channels <= 4
         padded = round_up(self.channels, 8 if self.narrow else 4) / self.channels
         self.x = int(source.nbytes * padded)
@@ -149,6 +152,13 @@ class Convolution:
         self.w = int(weight.nbytes * padded) if self.kernel > 1 else 0
         self.weight_copy = weight.nbytes if self.channels_last and not weight_last else 0
         self.weight32 = 4 * weight.numel
+
+    def by_hand(self) -> int:
+        """Forward: the workspace. Backward: the highest point of both passes, above the gradients that are returned."""
+        if not self.backward:
+            return self.data_pass()
+        data = self.data_pass() - (self.weight.nbytes if self.mask[1] else 0) if self.mask[0] else 0
+        return max(data, self.weight_pass() if self.mask[1] else 0)
 
     def data_pass(self) -> int:
         """Forward, or the gradient of the input: the same engines, the same copies."""
@@ -193,12 +203,16 @@ class Convolution:
         return sums + (self.weight_copy if self.channels_last else self.x + self.y + self.w)
 
     def _depthwise_weight_pass(self) -> int:
-        """In NCHW nothing; in NHWC partial sums, and for large fp32 planes something like eight copies of the input."""
+        """In NCHW nothing; in NHWC partial sums, and for 7x7 on large fp32 planes something like eight copies of the input.
+
+        7x7 with 192 channels took them on a plane of 784, with 256 not; 3x3 and 5x5 on none.
+        """
         if not self.channels_last:
             return 0
         if self.narrow:
             return 8 * self.batch * self.weight32
-        return 8 * self.source.nbytes + 13 * MIB if self.kernel >= 5 and self.plane > 1024 else 0
+        large = self.plane > 1024 or (self.plane > 512 and self.channels < 256)
+        return 8 * self.source.nbytes + 13 * MIB if self.kernel >= 7 and large else 0
 
     def _pointwise_weight_pass(self) -> int:
         """1x1: either one product per sample, fp32, summed afterwards, or copies in NHWC; mostly what is smaller."""
