@@ -28,6 +28,7 @@ from foretell.trace.compiled_emit import Emitter
 from foretell.trace.compiled_graphs import replayed
 from foretell.trace.compiled_joint import Joint, Pieces, join, pieces, touched
 from foretell.trace.compiled_rules import SAME, VIEWS, base_name
+from foretell.trace.recipe import COMPUTES
 from foretell.trace.types import Op, Program, Storage, Trace
 
 RULES = "2.11"
@@ -61,7 +62,7 @@ def compile_trace(trace: Trace, *, cuda_graphs: bool = False, block_of: BlockOf 
         saved: dict[str, int] = {}
         for name, program in trace.programs.items():
             if name in COMPILED:
-                programs[name], saved[name] = _compile(program, storages, cuda_graphs)
+                programs[name], saved[name] = _compile(program, storages, cuda_graphs, *_ways(trace))
         about["saved_bytes"] = saved
         assumed.append(ONE_GRAPH)
     used = {n for p in programs.values() for op in p.ops for n in (*op.allocates, *op.frees, *touched(op))}
@@ -83,15 +84,26 @@ def _launches(op: Op) -> bool:
     return bool(op.inputs or op.outputs) and base_name(op.name) not in _SILENT
 
 
-def _compile(program: Program, storages: dict[int, Storage], cuda_graphs: bool) -> tuple[Program, int]:
+def _ways(trace: Trace) -> tuple[str, Sequence[str]]:
+    """What autocast casts products to, if it is on; kinds of attention masks that the model builds only if compiled."""
+    recipe, masked = trace.meta.get("recipe"), trace.meta.get("masked_if_compiled", ())
+    precision = str(recipe.get("precision", "")) if isinstance(recipe, Mapping) else ""
+    assert isinstance(masked, Sequence)
+    return COMPUTES[precision] if precision.endswith("-autocast") else "", masked
+
+
+def _compile(
+    program: Program, storages: dict[int, Storage], cuda_graphs: bool, low: str, masked: Sequence[str]
+) -> tuple[Program, int]:
     """A program with the model's part compiled, and the bytes that it keeps from forward to backward."""
     parts = pieces(program.ops, storages)
-    joint = join(parts, storages)
+    joint = join(parts, storages, low, masked)
     split = _split(joint, storages)
     emitter = Emitter(storages, joint)
     forward = emitter.forward(split.forward, split.saved)
     backward = emitter.backward(split.backward)
     between = _eager(parts.between, emitter)
+    between += [Op("aten.zeros.default", (), (ref,), "", "backward", 0, (ref.storage,)) for ref in joint.zeros]
     backward = _closed(backward, parts, joint)
     if cuda_graphs:
         forward, backward = replayed(forward, storages), replayed(backward, storages)
