@@ -104,7 +104,7 @@ def _compile(
     backward = emitter.backward(split.backward)
     between = _eager(parts.between, emitter)
     between += [Op("aten.zeros.default", (), (ref,), "", "backward", 0, (ref.storage,)) for ref in joint.zeros]
-    backward = _closed(backward, parts, joint)
+    backward = _without_zeros(_closed(backward, parts, joint), joint)
     if cuda_graphs:
         forward, backward = replayed(forward, storages), replayed(backward, storages)
     head = [op for op in parts.forward[:1] if op.name == "foretell.begin"]
@@ -139,6 +139,15 @@ def _eager(ops: Sequence[Op], emitter: Emitter) -> list[Op]:
     if late and done:
         last = max((i for i, op in enumerate(done) if op.phase == "forward"), default=len(done) - 1)
         done[last] = replace(done[last], frees=(*done[last].frees, *late))
+    return done
+
+
+def _without_zeros(backward: Sequence[Op], joint: Joint) -> list[Op]:
+    """Zeros that were made for backward die with their last reader: nobody else holds them."""
+    done = list(backward)
+    for zero in joint.zeros if done else ():
+        last = max((i for i, op in enumerate(done) if zero.storage in touched(op)), default=0)
+        done[last] = replace(done[last], frees=(*done[last].frees, zero.storage))
     return done
 
 

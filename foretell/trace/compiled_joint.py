@@ -163,7 +163,6 @@ def _zeros(parts: Pieces, joint: Joint, storages: dict[int, Storage]) -> dict[Te
         number = max(storages) + 1
         storages[number] = Storage(nbytes(ref.spec), types.TEMPORARY, "")
         joint.zeros.append(Ref(number, ref.spec))
-        joint.tangents.add(number)
     return {ref.spec: ref for ref in joint.zeros}
 
 
