@@ -91,7 +91,7 @@ def estimate(config: dict[str, Any], mended: bool) -> dict[str, Any]:
         with no_initialisation():
             step = Step(load(source), recipe, device_type="cpu", observer=recorder)
         step.create_optimizer()
-        for context in (real_masks(), recorder.modules(step.model), recorder.program("step")) if recorder else ():
+        for context in (real_masks(recorder), recorder.modules(step.model), recorder.program("step")) if recorder else ():
             enter(context)
         estimator = enter(as_on_an_h200(mended))
         for seen in (contextlib.nullcontext(), estimator("operator-level-cost-model")):

@@ -152,7 +152,7 @@ def capture_split(
             recorder.groups[spread.crew.name] = ("ep", experts)
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
         resident = capturing._resident(recorder, step.workload)
-        with recorder.modules(workload.model), real_masks():
+        with recorder.modules(workload.model), real_masks(recorder):
             roles = capturing._train(recorder, step, resident)
     trace = capturing._finish(recorder, step, roles, capability, torch.__version__)
     meta = {**trace.meta, "ranks": ranks * context * experts}

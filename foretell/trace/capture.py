@@ -58,7 +58,7 @@ def capture(
             workload = build()
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
         resident = _resident(recorder, step.workload)
-        with recorder.modules(workload.model), real_masks():
+        with recorder.modules(workload.model), real_masks(recorder):
             if recipe.mode == "infer":
                 with recorder.program("forward"):
                     step.evaluate()
@@ -311,5 +311,6 @@ def _meta(recorder: Recorder, step: Step, capability: tuple[int, int] | None, re
         "capability": list(capability or ()),
         "assumed": sorted(recorder.assumed),
         **({"backwards": step.backwards} if step.backwards > 1 else {}),
+        **({"masked_if_compiled": sorted(recorder.left_out)} if recorder.left_out else {}),
         "versions": {"torch": release.split("+")[0], "python": platform.python_version()},
     }

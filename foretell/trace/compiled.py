@@ -28,6 +28,7 @@ from foretell.trace.compiled_emit import Emitter
 from foretell.trace.compiled_graphs import replayed
 from foretell.trace.compiled_joint import Joint, Pieces, join, pieces, touched
 from foretell.trace.compiled_rules import SAME, VIEWS, base_name
+from foretell.trace.recipe import COMPUTES
 from foretell.trace.types import Op, Program, Storage, Trace
 
 RULES = "2.11"
@@ -61,7 +62,7 @@ def compile_trace(trace: Trace, *, cuda_graphs: bool = False, block_of: BlockOf 
         saved: dict[str, int] = {}
         for name, program in trace.programs.items():
             if name in COMPILED:
-                programs[name], saved[name] = _compile(program, storages, cuda_graphs)
+                programs[name], saved[name] = _compile(program, storages, cuda_graphs, *_ways(trace))
         about["saved_bytes"] = saved
         assumed.append(ONE_GRAPH)
     used = {n for p in programs.values() for op in p.ops for n in (*op.allocates, *op.frees, *touched(op))}
@@ -83,16 +84,27 @@ def _launches(op: Op) -> bool:
     return bool(op.inputs or op.outputs) and base_name(op.name) not in _SILENT
 
 
-def _compile(program: Program, storages: dict[int, Storage], cuda_graphs: bool) -> tuple[Program, int]:
+def _ways(trace: Trace) -> tuple[str, Sequence[str]]:
+    """What autocast casts products to, if it is on; kinds of attention masks that the model builds only if compiled."""
+    recipe, masked = trace.meta.get("recipe"), trace.meta.get("masked_if_compiled", ())
+    precision = str(recipe.get("precision", "")) if isinstance(recipe, Mapping) else ""
+    assert isinstance(masked, Sequence)
+    return COMPUTES[precision] if precision.endswith("-autocast") else "", masked
+
+
+def _compile(
+    program: Program, storages: dict[int, Storage], cuda_graphs: bool, low: str, masked: Sequence[str]
+) -> tuple[Program, int]:
     """A program with the model's part compiled, and the bytes that it keeps from forward to backward."""
     parts = pieces(program.ops, storages)
-    joint = join(parts, storages)
+    joint = join(parts, storages, low, masked)
     split = _split(joint, storages)
     emitter = Emitter(storages, joint)
     forward = emitter.forward(split.forward, split.saved)
     backward = emitter.backward(split.backward)
     between = _eager(parts.between, emitter)
-    backward = _closed(backward, parts, joint)
+    between += [Op("aten.zeros.default", (), (ref,), "", "backward", 0, (ref.storage,)) for ref in joint.zeros]
+    backward = _without_zeros(_closed(backward, parts, joint), joint)
     if cuda_graphs:
         forward, backward = replayed(forward, storages), replayed(backward, storages)
     head = [op for op in parts.forward[:1] if op.name == "foretell.begin"]
@@ -127,6 +139,15 @@ def _eager(ops: Sequence[Op], emitter: Emitter) -> list[Op]:
     if late and done:
         last = max((i for i, op in enumerate(done) if op.phase == "forward"), default=len(done) - 1)
         done[last] = replace(done[last], frees=(*done[last].frees, *late))
+    return done
+
+
+def _without_zeros(backward: Sequence[Op], joint: Joint) -> list[Op]:
+    """Zeros that were made for backward die with their last reader: nobody else holds them."""
+    done = list(backward)
+    for zero in joint.zeros if done else ():
+        last = max((i for i, op in enumerate(done) if zero.storage in touched(op)), default=0)
+        done[last] = replace(done[last], frees=(*done[last].frees, zero.storage))
     return done
 
 

@@ -42,7 +42,8 @@ def partition(nodes: Sequence[Node], outputs: Sequence[Node], gradients: Sequenc
     """Split a graph; `free` are the indices of inputs that live on anyway (parameters and buffers)."""
     needed = _ancestors(outputs)
     late = _after_tangents(nodes)
-    saved = _saved(nodes, needed, late, gradients, free)
+    returned = {node.index for node in outputs}
+    saved = _saved(nodes, needed, late, gradients, free, returned)
     backward = _backward_order(nodes, gradients, {node.index for node in saved}, late)
     read = {given.index for node in backward for given in node.inputs} | {node.index for node in gradients}
     saved = [node for node in saved if node.index in read]
@@ -108,8 +109,10 @@ def fusible(first: Node, second: Node) -> bool:
 class _Rules:
     """Bans on computing nodes again, and what it costs to keep them."""
 
-    def __init__(self, nodes: Sequence[Node], needed: set[int], late: set[int], free: set[int]) -> None:
-        self.nodes, self.needed, self.late, self.free = nodes, needed, late, free
+    def __init__(
+        self, nodes: Sequence[Node], needed: set[int], late: set[int], free: set[int], returned: set[int]
+    ) -> None:  # fmt: skip
+        self.nodes, self.needed, self.late, self.free, self.returned = nodes, needed, late, free, returned
         self.forward = [node for node in nodes if node.index in needed and node.index not in late]
         self.order = {node.index: position for position, node in enumerate(self.forward)}
         self.distance = self._distances()
@@ -141,12 +144,14 @@ class _Rules:
         return node.size * REDUCES < sum(given.size for given in dict.fromkeys(node.inputs)) and node.op != "cat"
 
     def _materialized_in_backward(self, node: Node) -> bool:
-        """Whether backward reads it, or a view of it, from memory: then computing it again is not free."""
+        """Whether backward reads it, or a view of it, from memory, or it is returned: then computing it again is not free."""
         if node.is_view:
             return False
         stack, seen = [node], {node.index}
         while stack:
             current = stack.pop()
+            if current.index in self.returned:
+                return True
             for user in current.users:
                 if user.index not in self.order and not fusible(current, user):
                     return True
@@ -214,7 +219,7 @@ class _Rules:
             return INFINITE
         steps = max(min(self.distance[node.index], MOST_DISTANCE), 1)
         cost = int(node.size * DISTANCE_FACTOR**steps)
-        materialized = node.kind == INPUT or not all(fusible(node, user) for user in node.users)
+        materialized = node.kind == INPUT or node.index in self.returned or not all(fusible(node, user) for user in node.users)
         return cost if materialized else 2 * cost
 
 
@@ -222,10 +227,11 @@ class _Rules:
 
 
 def _saved(
-    nodes: Sequence[Node], needed: set[int], late: set[int], gradients: Sequence[Node], free: set[int]
-) -> list[Node]:
+    nodes: Sequence[Node], needed: set[int], late: set[int], gradients: Sequence[Node], free: set[int],
+    returned: set[int],
+) -> list[Node]:  # fmt: skip
     """Cut every connected piece of the graph between what cannot be computed again and backward."""
-    rules = _Rules(nodes, needed, late, free)
+    rules = _Rules(nodes, needed, late, free, returned)
     ends = {node.index for node in gradients if node.index not in late}
     inside = _reaching_backward(nodes, late, rules.banned, ends)
     kept: list[Node] = []

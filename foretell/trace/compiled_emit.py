@@ -181,7 +181,9 @@ class _Run:
         return born
 
     def _in_place(self, kernel: Kernel, buffer: Buffer, position: int) -> int | None:
-        """The storage of an input of the same size that nobody reads later, if the kernel may write over it."""
+        """The storage of an input of the same size that nobody reads later, if the kernel may write over it.
+
+        Of what forward kept, backward writes over nothing that the model returned: somebody may still look at it."""
         if kernel.fixed:
             return None
         for given, modes in kernel.reads.items():
@@ -193,6 +195,7 @@ class _Run:
                 and given.size == buffer.size
                 and given.node.spec.dtype == buffer.node.spec.dtype
                 and number not in self.lasting
+                and number not in self.emitter.joint.outputs
                 and self.until[number] == position
             ):
                 return number

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from foretell.trace import types
-from foretell.trace.compiled_graph import BACKWARD, FORWARD, RECOMPUTE, Graph, Node, Values
+from foretell.trace.compiled_graph import BACKWARD, FORWARD, RECOMPUTE, Graph, Node, Values, nbytes, words
+from foretell.trace.compiled_masks import Masks
 from foretell.trace.compiled_rules import base_name, translate, write_into
-from foretell.trace.types import Op, Ref, Storage
+from foretell.trace.types import Op, Ref, Storage, TensorSpec
 
 MODEL_END = "foretell.model_end"
 
@@ -28,6 +29,8 @@ class Pieces:
     """Gradients that are added to those of earlier micro-batches."""
     outputs: Sequence[Ref]
     """What the model returns and the loss reads."""
+    unread: Sequence[Ref] = ()
+    """What it returns with a gradient and nobody reads, as logits beside a loss."""
 
 
 def pieces(ops: Sequence[Op], storages: Mapping[int, Storage]) -> Pieces:
@@ -46,7 +49,7 @@ def pieces(ops: Sequence[Op], storages: Mapping[int, Storage]) -> Pieces:
     for op in ops[begin:]:
         old = any(storages[n].role == types.GRADIENT and n not in here for n in touched(op))
         (after if old else backward).append(op)
-    return Pieces(ops[:end], ops[end:begin], backward, after, outputs)
+    return Pieces(ops[:end], ops[end:begin], backward, after, outputs, _unread_outputs(ops[end:start], outputs, born))
 
 
 def touched(op: Op) -> list[int]:
@@ -56,12 +59,18 @@ def touched(op: Op) -> list[int]:
 def _outputs(ops: Sequence[Op], end: int, start: int, born: set[int]) -> list[Ref]:
     found: dict[int, Ref] = {}
     for op in ops[end : start + 1]:
-        for ref in op.inputs:
+        for ref in op.inputs if op.name != MODEL_END else ():
             if ref.storage in born:
                 found.setdefault(ref.storage, ref)
     if not found and start >= len(ops):
         found = _unread(ops[:end], born)
     return list(found.values())
+
+
+def _unread_outputs(ops: Sequence[Op], outputs: Sequence[Ref], born: set[int]) -> list[Ref]:
+    known = {ref.storage for ref in outputs}
+    returned = ops[0].inputs if ops and ops[0].name == MODEL_END else ()
+    return list({ref.storage: ref for ref in returned if ref.storage in born and ref.storage not in known}.values())
 
 
 def _unread(ops: Sequence[Op], born: set[int]) -> dict[int, Ref]:
@@ -109,33 +118,52 @@ class Joint:
     tangents: set[int] = field(default_factory=set)
     """Storages of the gradients that backward is given."""
     inputs: dict[int, Node] = field(default_factory=dict)
+    zeros: list[Ref] = field(default_factory=list)
+    """Gradients of outputs that nobody reads: backward is given zeros for them."""
+    low: str = ""
+    """What autocast casts products of float32 in backward to: backward is traced under the autocast of forward."""
+    masks: Masks | None = None
 
 
-def join(parts: Pieces, storages: Mapping[int, Storage]) -> Joint:
-    """Build the graph of a micro-batch, or of a forward alone."""
+def join(parts: Pieces, storages: dict[int, Storage], low: str = "", masked: Iterable[str] = ()) -> Joint:
+    """Build the graph of a micro-batch, or of a forward alone; what is `masked` (compiled_masks) is attention of these kinds."""
     graph = Graph()
     values = Values(graph)
-    joint = Joint(graph)
+    joint = Joint(graph, low=low, masks=Masks(frozenset(masked), low) if masked else None)
     for op in parts.forward:
         _take(graph, values, joint, op, FORWARD, storages)
-    for ref in parts.outputs:
+    for ref in (*parts.outputs, *parts.unread):
         joint.outputs[ref.storage] = values.read(_reader(ref))[0]
     born = {number for op in parts.between for number in op.allocates}
     graph.phase = BACKWARD
     wanted = {ref.storage for op in parts.after for ref in op.inputs}
     last: dict[int, Node] = {}
+    waiting = _zeros(parts, joint, storages)
     for op in parts.backward:
         for ref in op.inputs:
             if ref.storage in born:
                 joint.tangents.add(ref.storage)
         made = _take(graph, values, joint, op, RECOMPUTE if op.phase == RECOMPUTE else BACKWARD, storages)
         for ref, node in zip(op.outputs, made, strict=False):
+            zero = waiting.pop(ref.spec, None)
+            if zero is not None:
+                node = graph.pointwise("add", node, values.read(_reader(zero))[0])
+                values.overwrite(ref, node)
             if storages[ref.storage].role == types.GRADIENT or ref.storage in wanted:
                 last[ref.storage] = node
     joint.gradients = last
     joint.inputs = dict(values.inputs)
     graph.link([*joint.outputs.values(), *joint.gradients.values(), *joint.mutations.values()])
     return joint
+
+
+def _zeros(parts: Pieces, joint: Joint, storages: dict[int, Storage]) -> dict[TensorSpec, Ref]:
+    """Zeros for the gradient of every output that nobody reads. They are added to the first gradient that looks like it."""
+    for ref in parts.unread if parts.backward else ():
+        number = max(storages) + 1
+        storages[number] = Storage(nbytes(ref.spec), types.TEMPORARY, "")
+        joint.zeros.append(Ref(number, ref.spec))
+    return {ref.spec: ref for ref in joint.zeros}
 
 
 def _reader(ref: Ref) -> Op:
@@ -150,7 +178,7 @@ def _take(
         return []
     graph.phase, graph.module = phase, op.module
     given = values.read(op)
-    made = translate(graph, op, given)
+    made = _made(graph, joint, op, phase, given)
     new = set(op.allocates)
     result: list[Node] = []
     for ref, node in zip(op.outputs, made, strict=False):
@@ -163,6 +191,23 @@ def _take(
                 joint.mutations[ref.storage] = node
         result.append(node)
     return result
+
+
+_PRODUCTS = words("mm bmm addmm baddbmm addbmm mv")
+
+
+def _made(graph: Graph, joint: Joint, op: Op, phase: str, given: list[Node]) -> list[Node]:
+    name = base_name(op.name)
+    if joint.masks is not None:
+        masked = joint.masks.take(graph, name, op, given)
+        if masked is not None:
+            return masked
+    if not (phase == BACKWARD and joint.low and name in _PRODUCTS and op.outputs[0].spec.dtype == "float32"):
+        return translate(graph, op, given)
+    ref = op.outputs[0]
+    cast = replace(op, outputs=(Ref(ref.storage, TensorSpec(ref.spec.shape, joint.low)),))
+    made = translate(graph, cast, [graph.cast(node, joint.low) for node in given])
+    return [graph.cast(made[0], "float32")]
 
 
 def writes(op: Op) -> bool:

@@ -21,6 +21,7 @@ from foretell.trace.compiled_graph import (
     VIEW,
     Graph,
     Node,
+    promote,
     without_ones,
     words,
 )
@@ -206,7 +207,17 @@ def _part_backward(g: Graph, op: Op, given: list[Node]) -> list[Node]:
 
 def _cat(g: Graph, op: Op, given: list[Node]) -> list[Node]:
     full = [node for node in given if node.numel] or given
-    return [_clone(g, full[0])] if len(full) == 1 else [g.add("cat", POINTWISE, full, op.outputs[0].spec)]
+    if len(full) == 1:
+        return [_clone(g, full[0])]
+    return [g.add("cat", POINTWISE, full, TensorSpec(op.outputs[0].spec.shape, promote([node.spec for node in full])))]
+
+
+def _nearest(g: Graph, op: Op, given: list[Node]) -> list[Node]:
+    """Rows and columns looked up. It is taken apart before autocast sees it, so that its input is not cast to float32."""
+    source, spec = given[0], op.outputs[0].spec
+    if source.op == "cast" and spec.dtype == "float32" and source.inputs[0].spec.dtype in ("bfloat16", "float16"):
+        source = source.inputs[0]
+    return [g.add("upsample_nearest2d", POINTWISE, (source,), TensorSpec(spec.shape, source.spec.dtype))]
 
 
 # ---------------------------------------------------------------- convolutions and products
@@ -270,5 +281,6 @@ def _pad(g: Graph, node: Node, shape: tuple[int, ...]) -> Node:
 _RULES: dict[str, Rule] = {
     "embedding": _embedding, "embedding_dense_backward": _embedding_backward, "index_select": _index_select,
     "slice_backward": _part_backward, "select_backward": _part_backward, "cat": _cat, "stack": _cat,
+    "upsample_nearest2d": _nearest,
     "convolution_backward": _convolution_backward, "mm": _product, "addmm": _product,
 }  # fmt: skip

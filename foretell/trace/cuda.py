@@ -8,6 +8,7 @@ equal a dispatch trace of the CUDA step. Recurrent layers included. What differs
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -63,16 +64,38 @@ def cuda_choices(recorder: Recorder, capability: tuple[int, int], release: str) 
 
 
 @contextmanager
-def real_masks() -> Iterator[None]:
+def real_masks(recorder: Recorder) -> Iterator[None]:
     """transformers builds other attention masks for fake tensors than for real ones; let it build the real ones.
 
-    To be opened once the model is built: transformers may not be imported before.
+    Masks that it leaves out, but builds under torch.compile, are noted. To be opened once the model is built: transformers
+    may not be imported before.
     """
-    if "transformers.masking_utils" not in sys.modules:
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None:
         yield
         return
-    with mock.patch("transformers.masking_utils.is_tracing", lambda *_: False):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(masks, "is_tracing", lambda *_: False))
+        for name, kind in _LEFT_OUT.items():
+            plain = getattr(masks, name, None)
+            if plain is not None:
+                stack.enter_context(mock.patch.object(masks, name, _noting(plain, kind, recorder.left_out)))
         yield
+
+
+_LEFT_OUT = {"_ignore_causal_mask_sdpa": "causal", "_ignore_bidirectional_mask_sdpa": "full"}
+"""transformers' question whether a mask may be left out → what kind of mask."""
+
+
+def _noting(asked: Callable[..., Any], kind: str, noted: set[str]) -> Callable[..., Any]:
+    @functools.wraps(asked)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        said = asked(*args, **kwargs)
+        if said is True:
+            noted.add(kind)
+        return said
+
+    return answer
 
 
 def _forgetting(casts: CudaAutocast) -> Callable[[], None]:

@@ -167,6 +167,8 @@ class Recorder(Reading):
         self.capability: tuple[int, int] | None = None
         self.release = ""
         """Of torch: the one whose choices are made."""
+        self.left_out: set[str] = set()
+        """Kinds of attention masks, `causal` and `full`, that the model leaves out here and builds under torch.compile."""
 
     # ------------------------------------------------------------------ where we are in the step
 
@@ -213,11 +215,13 @@ class Recorder(Reading):
         self._stack.append(self._paths.get(id(module), self._here()))
         self._calls.append(next(self._numbers))
 
-    def _leave(self, module: nn.Module, *_: Any) -> None:
+    def _leave(self, module: nn.Module, _: Any, output: Any = None) -> None:
         path = self._stack.pop()
         self._calls.pop()
         if not path and not self._stack and self._rows is not None and self._phase == "forward":
-            self._add_row("foretell.model_end")
+            row = self._add_row("foretell.model_end")
+            returned = [t for t in _tensors(output) if t.requires_grad and t.layout is torch.strided]
+            row.inputs = tuple(self._refs([t for t in returned if t.untyped_storage()._cdata in self._ids], None))
 
     def _here(self) -> str:
         return self._stack[-1] if self._stack else ""

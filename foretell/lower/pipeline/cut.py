@@ -133,6 +133,8 @@ class _Cut:
         count = len(self.stages)
         self.used: list[tuple[set[int], set[int]]] = [(set(), set()) for _ in range(count)]
         for position, op in enumerate(self.ops):
+            if op.name in _MARKS:
+                continue
             uses = self.used[self.where[position]][position >= self.start]
             uses.update(ref.storage for ref in (*op.inputs, *op.outputs))
 
