@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib
 import io
 import json
 import multiprocessing
@@ -36,7 +37,7 @@ from sweep_shrink import ladder  # noqa: E402
 
 LIST = HERE / "data" / "sweep.json"
 SEED = "foretell sweep 2026-11"
-DEVICE, LIMIT, REAL_LIMIT = "H100", "180", 120
+DEVICE, LIMIT, REAL_LIMIT = "H100", "400", 300
 """Seconds that one trace, and one real step, may take."""
 _TOLD = ("taken", "stands in", "only", "draw", "left out", "built as")
 """Words of assumptions that are about the model, and not the same in every row."""
@@ -56,8 +57,6 @@ def drawn(names: Iterable[str], count: int, seed: str = SEED) -> list[str]:
 
 
 def names_of(library: str) -> list[str]:
-    import importlib
-
     if library == "hf":
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -123,7 +122,7 @@ def model_of(library: str, name: str, folder: Path) -> tuple[str, dict[str, Any]
         path = folder / name
         kept = path / "shrunk.json"
         if not kept.exists():
-            found = in_a_fork(lambda: shrunken(name, path), REAL_LIMIT)
+            found = shrunken(name, path)
             path.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(found))
         told = json.loads(kept.read_text())
@@ -149,6 +148,20 @@ def fit(model: str) -> dict[str, Any]:
     if "error" in told:
         return {**row, "error": {key: str(value)[:1500] for key, value in told["error"].items()}}
     return {**row, "assumed": [one for one in told.get("assumptions", []) if any(word in one for word in _TOLD)]}
+
+
+def trace(model: str) -> dict[str, Any]:
+    """The same question as far as the trace, without the command around it: what takes the longest and refuses the most."""
+    from foretell.trace import child
+    from foretell.trace.load import Source
+    from foretell.trace.recipe import Recipe
+
+    asked = child.request(Source(model=model), Recipe(), (9, 0), {})
+    found = child.answered(lambda: child._trace(asked))
+    if "error" in found:
+        return {"exit": 70 if found["error"]["kind"] == "InternalError" else 2, "error": {key: text[-1500:] for key, text in found["error"].items()}}
+    told = [*json.loads(found["text"])["meta"]["assumed"], *found["notes"]]
+    return {"exit": 0, "assumed": [one for one in told if any(word in one for word in _TOLD)]}
 
 
 def in_a_fork(work: Any, limit: float) -> dict[str, Any]:
@@ -212,7 +225,7 @@ def is_answer(row: dict[str, Any]) -> bool:
     return row.get("exit") in (0, 1)
 
 
-def sweep(library: str, names: list[str], out: Path, real: bool, folder: Path) -> None:
+def sweep(library: str, names: list[str], out: Path, real: bool, folder: Path, quick: bool = False) -> None:
     from foretell.trace import server
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
@@ -220,7 +233,11 @@ def sweep(library: str, names: list[str], out: Path, real: bool, folder: Path) -
     import torch
 
     torch.set_num_threads(1)
-    if not real:
+    import sweep_preload  # noqa: F401
+
+    for module in sweep_preload.PRELOAD:
+        importlib.import_module(module)
+    if not real and not quick:
         server.ready("sweep_preload")
     with out.open("a") as file:
         for name in names:
@@ -228,6 +245,9 @@ def sweep(library: str, names: list[str], out: Path, real: bool, folder: Path) -
             row: dict[str, Any] = {"library": library, "name": name, **({"shrunken": told} if told else {})}
             if "error" in told:
                 row["excluded"] = told["error"]
+            elif quick:
+                found = in_a_fork(lambda model=model: trace(model), float(LIMIT))
+                row.update(found if "exit" in found else {"exit": 139, "error": {"problem": found["error"]}})
             elif real:
                 row["really"] = in_a_fork(lambda model=model: really(model), REAL_LIMIT)
             else:
@@ -263,6 +283,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--every", type=int, default=1, help="one name of so many")
     parser.add_argument("--really", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="trace only, forked from this process")
     parser.add_argument("--tell", nargs="+", type=Path)
     parser.add_argument("--folder", type=Path, help="where shrunken configs are kept")
     asked = parser.parse_args()
@@ -281,7 +302,7 @@ def main() -> None:
     done = rows_of(asked.out)
     names = [name for name in names[:: asked.every] if f"{asked.library}:{name}" not in done]
     folder = asked.folder or Path(tempfile.gettempdir()) / "foretell-sweep"
-    sweep(asked.library, names, asked.out, asked.really, folder)
+    sweep(asked.library, names, asked.out, asked.really, folder, asked.quick)
 
 
 if __name__ == "__main__":
