@@ -85,33 +85,36 @@ def write_list() -> None:
     LIST.write_text(json.dumps(told, indent=0) + "\n")
 
 
+_UNSAID = ("transformers_version", "output_attentions", "output_hidden_states", "return_dict", "dtype", "architectures", "id2label", "label2id")
+
+
 def shrunken(kind: str, folder: Path) -> dict[str, Any]:
     """The smallest config of the ladder that transformers builds, written as config.json; which one, or transformers' error."""
     import torch
     from transformers import AutoConfig
 
-    from foretell.trace import hub
+    from foretell.trace import hub, hub_class
 
     errors: list[str] = []
     try:
-        config = AutoConfig.for_model(kind)
-        plain = json.loads(config.to_json_string(use_diff=False))
+        config = hub_class.mended(AutoConfig.for_model(kind, **hub_class.plain(kind, {})), {})
+        plain = {key: value for key, value in hub_class.decoded(json.loads(config.to_json_string(use_diff=False))).items() if key[0] != "_"}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     cls: Any = None
     for step, candidate in enumerate(ladder(plain), 1):
         try:
-            made = AutoConfig.for_model(kind, **{key: value for key, value in candidate.items() if key != "model_type"})
+            made = AutoConfig.for_model(kind, **{key: value for key, value in candidate.items() if key not in ("model_type", *_UNSAID)})
             cls = hub._model_class(made)
             with torch.device("meta"):
                 model = cls(made)
             folder.mkdir(parents=True, exist_ok=True)
-            content = {**json.loads(made.to_json_string(use_diff=False)), "model_type": kind}
+            content = {**json.loads(made.to_json_string()), "model_type": kind}
             (folder / "config.json").write_text(json.dumps(content))
             return {"step": step, "class": cls.__name__, "parameters": sum(one.numel() for one in model.parameters())}
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}"[:300])
-    return {"error": errors[-1], "class": cls.__name__ if cls is not None else None}
+    return {"error": errors[-1], "errors": errors, "class": cls.__name__ if cls is not None else None}
 
 
 # ---------------------------------------------------------------------------------------------- asking
@@ -233,7 +236,7 @@ def sweep(library: str, names: list[str], out: Path, real: bool, folder: Path, q
     import torch
 
     torch.set_num_threads(1)
-    import sweep_preload  # noqa: F401
+    import sweep_preload
 
     for module in sweep_preload.PRELOAD:
         importlib.import_module(module)

@@ -51,6 +51,7 @@ _READS_VALUES = "the code reads the value of a tensor (.item(), bool(), tolist()
 _STEP_REMEDIES = {
     "Unsupported dtype BFloat16": "Fourier transforms take no bf16, on a GPU neither: --precision fp32, or .float() before them",
     "not support sparse gradients": "make the embedding with sparse=False, or train with --optimizer sgd",
+    "Expected more than 1 value per channel": "a batch norm sees one number here, as on a GPU: --micro-batch 2",
     "but its data is not allocated yet": "a compiled extension reads the tensor itself: use a plain PyTorch op there",
     "Cannot access data pointer": "a compiled extension reads the tensor itself: use a plain PyTorch op there",
 }
