@@ -39,6 +39,8 @@ LIST = HERE / "data" / "sweep.json"
 SEED = "foretell sweep 2026-11"
 DEVICE, LIMIT, REAL_LIMIT = "H100", "400", 300
 """Seconds that one trace, and one real step, may take."""
+LARGER = 4
+"""Step of the ladder that is tried where a smaller one has no answer: widths that the rule divides may not fit each other."""
 _TOLD = ("taken", "stands in", "only", "draw", "left out", "built as")
 """Words of assumptions that are about the model, and not the same in every row."""
 LIBRARIES = ("hf", "timm", "torchvision", "geometric", "diffusers")
@@ -88,7 +90,14 @@ def write_list() -> None:
 _UNSAID = ("transformers_version", "output_attentions", "output_hidden_states", "return_dict", "dtype", "architectures", "id2label", "label2id")
 
 
-def shrunken(kind: str, folder: Path) -> dict[str, Any]:
+def _said(part: Any) -> Any:
+    """A config's dictionary without what is the same in all of them, which some types do not take back."""
+    if not isinstance(part, dict):
+        return part
+    return {key: _said(value) for key, value in part.items() if not key.startswith("_") and key not in _UNSAID}
+
+
+def shrunken(kind: str, folder: Path, after: int = 0) -> dict[str, Any]:
     """The smallest config of the ladder that transformers builds, written as config.json; which one, or transformers' error."""
     import torch
     from transformers import AutoConfig
@@ -98,13 +107,13 @@ def shrunken(kind: str, folder: Path) -> dict[str, Any]:
     errors: list[str] = []
     try:
         config = hub_class.mended(AutoConfig.for_model(kind, **hub_class.plain(kind, {})), {})
-        plain = {key: value for key, value in hub_class.decoded(json.loads(config.to_json_string(use_diff=False))).items() if key[0] != "_"}
+        plain = _said(hub_class.decoded(json.loads(config.to_json_string(use_diff=False))))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     cls: Any = None
-    for step, candidate in enumerate(ladder(plain), 1):
+    for step, candidate in list(enumerate(ladder(plain), 1))[after:]:
         try:
-            made = AutoConfig.for_model(kind, **{key: value for key, value in candidate.items() if key not in ("model_type", *_UNSAID)})
+            made = AutoConfig.for_model(kind, **{key: value for key, value in candidate.items() if key != "model_type"})
             cls = hub._model_class(made)
             with torch.device("meta"):
                 model = cls(made)
@@ -229,7 +238,7 @@ def is_answer(row: dict[str, Any]) -> bool:
 
 
 def sweep(library: str, names: list[str], out: Path, real: bool, folder: Path, quick: bool = False) -> None:
-    from foretell.trace import server
+    from foretell.trace import hub_vision, server
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
     warnings.simplefilter("ignore")
@@ -238,6 +247,7 @@ def sweep(library: str, names: list[str], out: Path, real: bool, folder: Path, q
     torch.set_num_threads(1)
     import sweep_preload
 
+    hub_vision.mend_torchvision()
     for module in sweep_preload.PRELOAD:
         importlib.import_module(module)
     if not real and not quick:
@@ -249,14 +259,27 @@ def sweep(library: str, names: list[str], out: Path, real: bool, folder: Path, q
             if "error" in told:
                 row["excluded"] = told["error"]
             elif quick:
-                found = in_a_fork(lambda model=model: trace(model), float(LIMIT))
-                row.update(found if "exit" in found else {"exit": 139, "error": {"problem": found["error"]}})
+                row.update(_traced(model))
+                if library == "hf" and row["exit"] not in (0, 1, 139) and told["step"] < LARGER:
+                    larger = shrunken(name, folder / name, LARGER - 1)
+                    again = _traced(model) if "error" not in larger else {}
+                    if again.get("exit") == 0:
+                        row.update(again, shrunken=larger)
+                        row.pop("error", None)
+                        (folder / name / "shrunk.json").write_text(json.dumps(larger))
+                    else:
+                        shrunken(name, folder / name, told["step"] - 1)
             elif real:
                 row["really"] = in_a_fork(lambda model=model: really(model), REAL_LIMIT)
             else:
                 row.update(fit(model))
             file.write(json.dumps(row) + "\n")
             file.flush()
+
+
+def _traced(model: str) -> dict[str, Any]:
+    found = in_a_fork(lambda: trace(model), float(LIMIT))
+    return found if "exit" in found else {"exit": 139, "error": {"problem": found["error"]}}
 
 
 def tell(path: Path, real: Path | None) -> None:

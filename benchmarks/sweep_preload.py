@@ -3,9 +3,12 @@
 import contextlib
 import importlib
 
+from foretell.trace.hub_vision import mend_torchvision
+
 PRELOAD = (
     "foretell.trace.cache", "foretell.trace.deep", "foretell.trace.file", "foretell.trace.load",
 )  # fmt: skip
+mend_torchvision()
 for _name in ("transformers", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", "transformers.masking_utils",
               "transformers.loss.loss_utils", "transformers.generation", "timm", "torchvision", "diffusers", "torch_geometric"):  # fmt: skip
     with contextlib.suppress(Exception):

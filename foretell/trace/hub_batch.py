@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 SEQ, LABELS, BESIDE = 1024, 64, 64
 """Tokens of a text, letters of a transcript, and words beside a picture, where nothing says otherwise."""
-_PICTURES = ("pixel_values", "pixel_values_images")
+_PICTURES = ("pixel_values", "pixel_values_images", "image", "images")
 _FILMS = ("pixel_values_videos",)
 _SOUNDS = ("input_features", "input_values", "audio_values")
 _KINDS: tuple[tuple[tuple[str, ...], str, Any, tuple[str, ...], int], ...] = (
@@ -31,6 +32,11 @@ _KINDS: tuple[tuple[tuple[str, ...], str, Any, tuple[str, ...], int], ...] = (
     (_SOUNDS, "get_audio_features", media.sound_layouts, ("audio_token_id", "audio_token_index", "speech_token_id"), 3),
 )
 """Inputs, what makes features of them, how they are laid out, the token that stands for them, and its number in `mm_token_type_ids`."""
+_PLAIN = (
+    "ForImageClassification", "ForVideoClassification", "ForSemanticSegmentation", "ForCTC", "ForAudioClassification",
+    "WhisperForConditionalGeneration",
+)  # fmt: skip
+"""Classes whose input is laid out as the config tells: they are not asked."""
 _WITHOUT_LABELS = (
     "Detection", "UniversalSegmentation", "InstanceSegmentation", "ForSegmentation", "Depth", "Keypoint", "Pose", "Matting", "ForImageToImage",
     "SuperResolution", "Speech", "Spectrogram", "Waveform", "ForCTC", "Recognition", "ForRNNT", "ForTDT", "Retrieval", "Pointmap",
@@ -73,14 +79,19 @@ class _Maker:
         return [name for name, one in self.takes.items() if one.default is inspect.Parameter.empty and one.kind not in plain]
 
     def made(self) -> dict[str, Any]:
-        standing = self._media()
+        standing, others = self._media()
         if "input_ids" in self.takes and (self.main in ("input_ids", *_PICTURES, *_FILMS) or standing or self._must_write()):
             self.batch["input_ids"] = self._words(standing)
             self._beside_words(standing)
         for name in [*self.required(), *(name for name in _ALWAYS if name in self.takes)]:
-            if name not in self.batch and name in _NAMED:
+            if name not in self.batch and name in _NAMED and name not in (one for one, _ in others):
                 self.batch[name] = _NAMED[name](self)
+        for name, layouts in others:
+            self.batch.update(self._laid_out(name, layouts))
         missing = [name for name in self.required() if name not in self.batch]
+        if self.takes.keys() == {"input"} and not self.batch:
+            name = type(self.model).__name__
+            raise UserError(f"{name} of transformers has no forward of its own", "it is used by other models: ask for one of those")
         if missing or not self.batch:
             what = "', '".join(missing or [self.main])
             raise UserError(
@@ -94,44 +105,50 @@ class _Maker:
 
     # ------------------------------------------------------------------ pictures, films, sound
 
-    def _media(self) -> list[tuple[int, int, int]]:
-        """Put them into the batch; (token, how many for each sample, kind) of those that stand in the text."""
+    def _media(self) -> tuple[list[tuple[int, int, int]], list[tuple[str, Any]]]:
+        """Those that stand in the text are put into the batch: (token, how many for each sample, kind); the others with their layouts."""
         standing: list[tuple[int, int, int]] = []
+        others: list[tuple[str, Any]] = []
         for names, features, layouts, tokens, kind in _KINDS:
             name = next((one for one in names if one in self.takes), None)
             if name is None or (kind == 2 and self.main != name and any(one in self.batch for one in _PICTURES)):
                 continue
             token = next((value for one in tokens if isinstance(value := self._setting(one), int)), None)
             ask = media.asked(self.model, features)
-            if ask is not None and token is not None:
-                found = media.first_that_runs(ask, layouts(self.source, self.model, name, self.takes))
-                if found is not None:
-                    self.batch.update(found[0])
-                    standing.append((token, media.count(found[1]) // self.n, kind))
-            elif name == self.main or name in self.required() or "return_loss" in self.takes or self._is_one_stream(name):
-                self.batch.update(self._laid_out(layouts(self.source, self.model, name, self.takes), name))
-        return [one for one in standing if one[1]]
+            if ask is None or token is None or self._is_written(name):
+                others.append((name, layouts))
+                continue
+            found = media.first_that_runs(ask, layouts(self.source, self.model, name, self.takes))
+            if found is not None:
+                self.batch.update(found[0])
+                standing.append((token, media.count(found[1]) // self.n, kind))
+        return [one for one in standing if one[1]], others
+
+    def _is_written(self, name: str) -> bool:
+        """Whether the text is what the model writes of it, and not what it goes into."""
+        return name == self.main and "input_ids" not in self.takes
 
     def _setting(self, name: str) -> Any:
         return media.first(self.config, name) if media.first(self.config, name) is not None else media.first(self.text, name)
 
-    def _is_one_stream(self, name: str) -> bool:
-        """Whether pictures and words go through the same layers, without tokens that stand for pictures."""
-        return name in _PICTURES and self.main == "input_ids" and not hasattr(self.config, "text_config")
-
-    def _laid_out(self, layouts: Any, name: str) -> dict[str, Any]:
-        """The likeliest; where the config leaves it open, the first that the model takes."""
+    def _laid_out(self, name: str, layouts: Any) -> dict[str, Any]:
+        """As the config tells; where it leaves that open, the first that the model takes beside the rest of the batch."""
         usual = self._usual(name)
-        if usual is not None:
+        if usual is not None and self._is_plain():
             return {name: usual}
-        layouts = list(layouts)
-        if self.required() == [name] or self.required() == []:
-            found = media.first_that_runs(self.model.forward, layouts) if len(layouts) > 1 else None
-            return dict(found[0]) if found is not None else dict(layouts[0])
-        return dict(layouts[0])
+        possible = itertools.chain([{name: usual}] if usual is not None else [], layouts(self.source, self.model, name, self.takes))
+        found = media.first_that_runs(self.model.forward, ({**self.batch, **layout} for layout in possible))
+        if found is not None:
+            return {key: value for key, value in found[0].items() if key not in self.batch}
+        if name != self.main and name not in self.required():
+            return {}
+        return {name: usual} if usual is not None else dict(next(iter(layouts(self.source, self.model, name, self.takes))))
+
+    def _is_plain(self) -> bool:
+        return type(self.model).__name__.endswith(_PLAIN)
 
     def _usual(self, name: str) -> Tensor | None:
-        """Families whose layout the config tells: no question is needed."""
+        """What most families take."""
         import torch
 
         config, n, source = self.config, self.n, self.source
@@ -164,7 +181,8 @@ class _Maker:
         least = sum(count + 1 for _, count, _ in standing)
         words, special = self.vocabulary, {token for token, _, _ in standing}
         if not standing:
-            return torch.randint(0, words, (self.n, self.length()))
+            books = media.first(self.config, "num_codebooks") if "CsmF" in type(self.model).__name__ else None
+            return torch.randint(0, words, (self.n, self.length(), *([books] if books else [])))
         ids = torch.randint(0, words, (self.n, self.length(least)))
         plain = next(one for one in range(words) if one not in special and one > 2)
         for token in self._special_tokens():

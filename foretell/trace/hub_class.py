@@ -40,8 +40,11 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 """Parts of types that are made of two other types, as their first checkpoints had them."""
+_SERIES = ("autoformer", "informer", "time_series_transformer")
 _NEEDED: dict[str, dict[str, Any]] = {
-    kind: {"prediction_length": 24, "context_length": 48, "num_time_features": 2} for kind in ("autoformer", "informer", "time_series_transformer")
+    **{kind: {"prediction_length": 24, "context_length": 48, "num_time_features": 2} for kind in _SERIES},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6},
+    "emu3": {"pad_token_id": 151643},
 }
 """Settings without which a type cannot be run and which it has no default for."""
 
@@ -58,6 +61,9 @@ def mended(config: Any, given: dict[str, Any]) -> Any:
         part = getattr(config, name, None)
         if text is not None and hasattr(part, "out_hidden_size") and "out_hidden_size" not in (given.get(name) or {}):
             part.out_hidden_size = text.hidden_size
+    for name in ("image_token_id", "image_token_index", "video_token_id", "video_token_index"):
+        if text is not None and has_media(config) and hasattr(config, name) and getattr(config, name) is None:
+            setattr(config, name, text.vocab_size - (1 if name.startswith("image") else 2))
     return config
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 Layout = dict[str, Any]
 SAMPLES, IMAGE, GRID_IMAGE, FRAMES = 160_000, 224, 448, 16
 """Ten seconds of sound at 16 kHz; pixels of a side, where the config names none, and where any size may be given; frames of a film."""
+_SIDES = (448, 512, 384, 336, 1024, 1536)
+"""Of pictures, where the config's own is not taken."""
 _TILES = (3, 5, 2, 1, 4)
 """Crops that families cut a picture into."""
 
@@ -29,17 +32,17 @@ def _answering() -> Iterator[None]:
     import torch
 
     mode: Any = getattr(torch.empty(0), "fake_mode", None)
-    before = getattr(mode, "patient", None)
-    if before is None:
-        yield
-        return
-    assumed = set(mode.assumed)
-    mode.patient = False
+    before, log = getattr(mode, "patient", None), logging.getLogger("torch._subclasses.fake_tensor")
+    level, assumed = log.level, set(getattr(mode, "assumed", ()))
+    log.setLevel(logging.CRITICAL)  # a layout that is refused is no news
     try:
+        if before is not None:
+            mode.patient = False
         yield
     finally:
-        mode.patient = before
-        mode.assumed = assumed
+        log.setLevel(level)
+        if before is not None:
+            mode.patient, mode.assumed = before, assumed
 
 
 def tried(function: Callable[..., Any], layout: Layout) -> Any:
@@ -148,13 +151,15 @@ def picture_layouts(source: Source, model: Any, name: str, takes: Iterable[str])
     if "image_position_ids" in takes or "pixel_position_ids" in takes:
         yield _placed(n, vision, name, channels, patch, takes)
         return
-    more: Layout = {"image_sizes": torch.tensor([[high, wide]] * n)} if "image_sizes" in takes else {}
     tiled = ("image_sizes" in takes and bool(getattr(config, "image_grid_pinpoints", None))) or "pixel_attention_mask" in takes
-    for count in (1, 0) if "pixel_attention_mask" in takes else (*_TILES, 0) if tiled else (0, 1, *_TILES):
-        shape = (n, count, channels, high, wide) if count else (n, channels, high, wide)
-        yield {name: torch.randn(shape), **more}
-        if more:
-            yield {name: torch.randn(shape)}
+    counts = (1, 0) if "pixel_attention_mask" in takes else (*_TILES, 0) if tiled else (0, 1, *_TILES)
+    for tall, broad in dict.fromkeys([(high, wide), *((side, side) for side in _SIDES if source.image is None)]):
+        more: Layout = {"image_sizes": torch.tensor([[tall, broad]] * n)} if "image_sizes" in takes else {}
+        for count in counts if (tall, broad) == (high, wide) else counts[:2]:
+            shape = (n, count, channels, tall, broad) if count else (n, channels, tall, broad)
+            yield {name: torch.randn(shape), **more}
+            if more:
+                yield {name: torch.randn(shape)}
 
 
 def _number(value: Any) -> int | None:
@@ -238,16 +243,28 @@ def sound_layouts(source: Source, model: Any, name: str, takes: Iterable[str]) -
         for shape in ((n, samples), (n, channels, samples), (n, samples // 160, bins or 80), (n, bins or 80, samples // 160)):
             yield {name: torch.randn(shape)}
         return
+    bins = bins if isinstance(bins, int) else _heard(model)
     places = first(part, "max_source_positions")
     frames = [2 * places] if places else []
     frames += [first(part, "max_length", "spectrogram_length") or 1024, 3000, 1000]
     for count in frames:
-        for shape in ((n, bins or 128, count), (n, count, bins or 128)) if places else ((n, count, bins or 128), (n, bins or 128, count)):
+        flat, up = (n, count, bins), (n, bins, count)
+        for shape in (up, flat, (n, 1, count, bins)) if places else (flat, up, (n, 1, count, bins)):
             for masked in (True, False):
                 mask = torch.ones(n, count, dtype=torch.int64)
                 masks = {one: mask for one in takes if one in _MASKS and masked}
                 if masks or not masked:
                     yield {name: torch.randn(shape), **masks}
+
+
+def _heard(model: Any) -> int:
+    """Bins of a spectrogram, by the first layer that could take one."""
+    from torch import nn
+
+    for module in model.modules():
+        if isinstance(module, nn.Conv1d) and module.in_channels > 1:
+            return int(module.in_channels)
+    return 128
 
 
 _MASKS = ("feature_attention_mask", "input_features_mask", "audio_attention_mask", "audio_mel_mask")
