@@ -72,7 +72,6 @@ def _declare() -> None:
             library.define(operator)
     library.define("_cuda_version() -> int")
     library.impl("_cuda_version", lambda: -1, "CompositeExplicitAutograd")
-    library.impl("roi_align", _roi_align_in_fp32, "AutocastCPU")
     _stubs.append(library)
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         del sys.modules[name]
@@ -86,15 +85,6 @@ def _declare() -> None:
         extension._has_ops = lambda: True  # type: ignore[attr-defined]
     finally:
         del sys.modules["torchvision"]
-
-
-def _roi_align_in_fp32(input: Tensor, rois: Tensor, *how: Any) -> Tensor:
-    """Under autocast it computes in fp32 and gives back what came in, as torchvision's own does."""
-    import torch
-
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-        made: Tensor = torch.ops.torchvision.roi_align(input.float(), rois.float(), *how)
-        return made.to(input.dtype)
 
 
 # --- timm ------------------------------------------------------------------------------------------------------------

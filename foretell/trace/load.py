@@ -159,9 +159,7 @@ def _interpreter_folders() -> set[Path]:
 
 def model_error(model: str, error: BaseException, doing: str = "building", remedy: str = "") -> ModelError:
     """The user's exception as ours: what failed, the frames of theirs that led to it, and what it came from."""
-    chain = [error]
-    while (link := chain[-1].__cause__ or chain[-1].__context__) is not None and link not in chain:
-        chain.append(link)
+    chain = _chain(error)
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     lines = traceback.format_list(theirs) + traceback.format_exception_only(error)
     if error.__cause__ is not None:
@@ -170,6 +168,14 @@ def model_error(model: str, error: BaseException, doing: str = "building", remed
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     problem = f"{doing} {model} failed: {type(error).__name__}: {message}"
     return ModelError(problem, _CUDA_REMEDY if cuda else remedy, "".join(lines).rstrip())
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An exception and what it came from."""
+    chain = [error]
+    while (link := chain[-1].__cause__ or chain[-1].__context__) is not None and link not in chain:
+        chain.append(link)
+    return chain
 
 
 def step_error(model: str, error: BaseException) -> ModelError:
@@ -427,7 +433,7 @@ def _import_mended(path: Path) -> ModuleType:
     try:
         return _import_file(path)
     except Exception as error:
-        if "torchvision::" not in f"{error} {error.__cause__} {error.__context__}":
+        if not any("torchvision::" in str(link) for link in _chain(error)):
             raise
         from foretell.trace import hub
 
