@@ -79,6 +79,9 @@ def names_of(library: str) -> list[str]:
 def write_list() -> None:
     from importlib.metadata import version
 
+    from foretell.trace.hub_vision import mend_torchvision
+
+    mend_torchvision()
     packages = {"hf": "transformers", "timm": "timm", "torchvision": "torchvision", "geometric": "torch_geometric", "diffusers": "diffusers"}
     told = json.loads(LIST.read_text()) if LIST.exists() else {}
     for library, package in packages.items():

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Layers of torch_geometric and models of diffusers as a user's file would build them: `sweep_files.py:geometric_GCNConv`.
 
 Each function returns (model, batch, loss). Graphs have 200 nodes and 1,000 edges; diffusion models two layers and narrow ones.
@@ -136,8 +137,11 @@ class _Chained(nn.Module):
         return self.parts[1](self.parts[0](first), *rest)
 
 
-NOT_HERE = ("CuGraphSAGEConv", "CuGraphGATConv", "CuGraphRGCNConv", "FusedGATConv")
-"""Need compiled packages of their own (pylibcugraph, dgNN)."""
+NOT_HERE = (
+    "CuGraphSAGEConv", "CuGraphGATConv", "CuGraphRGCNConv", "FusedGATConv", "DynamicEdgeConv", "GravNetConv", "SplineConv", "XConv", "PANConv",
+    "MessagePassing",
+)  # fmt: skip
+"""Need compiled packages of their own (pylibcugraph, dgNN, pyg-lib, torch-sparse); the last is the base of all others."""
 
 
 def GEOMETRIC() -> list[str]:

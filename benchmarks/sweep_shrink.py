@@ -39,6 +39,11 @@ _IS_CHOSEN = re.compile(r"^(num_experts_per_tok|top_k|moe_topk|moe_k|num_experts
 _NO_LAYERS = re.compile(r"initial|first_k|skip|nextn|mtp|prediction|share|freeze|unfrozen|window_layers|conv_layers|feat_extract|feature")
 
 
+_STACKS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_BY_LAYER: dict[str, Any] = {"per_layer_config": None, "num_kv_shared_layers": 0, "attention_types": [[["global", "local"], 1]]}
+"""Settings by the number of a layer, without which a short stack does."""
+
+
 def ladder(plain: dict[str, Any]) -> list[dict[str, Any]]:
     """Configs to try, the smallest first."""
     return [
@@ -66,11 +71,27 @@ def _main_widths(part: dict[str, Any]) -> list[int]:
 def _part(part: dict[str, Any], factor: int, all_of_it: bool) -> dict[str, Any]:
     made: dict[str, Any] = {}
     kept = _kept_layers(part)
+    stages = max([LAYERS, *(len(part[key]) for key in ("out_features", "out_indices", "_out_indices") if isinstance(part.get(key), list))])
+    deep = next((part[key] for key in _STACKS if type(part.get(key)) is int), None)
     for key, value in part.items():
         if isinstance(value, dict) and ("model_type" in value or key.endswith(("config", "_configs"))):
             made[key] = _part(value, factor, all_of_it)
         else:
             made[key] = _value(key, value, factor, all_of_it, kept)
+            if key in _STACKS and type(value) is int:
+                made[key] = min(value, stages)
+            if key in _BY_LAYER:
+                made[key] = _BY_LAYER[key]
+                if made[key] is None:
+                    made.pop(key)
+            elif isinstance(value, list) and deep is not None and deep > LAYERS and len(value) == deep:
+                made[key] = [value[at] for at in kept]
+            elif key == "out_features" and isinstance(value, list) and any(str(one).startswith("stage") for one in value):
+                made[key] = [f"stage{at}" for at in range(stages - len(value) + 1, stages + 1)]
+            elif key == "out_indices" and isinstance(value, list) and deep is not None:
+                made[key] = list(range(stages - len(value) + 1, stages + 1))
+    if isinstance(part.get("stage_names"), list):
+        made.pop("stage_names")
     _mend_heads(part, made, factor)
     if all_of_it:
         _mend_words(made)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -243,11 +244,11 @@ def sound_layouts(source: Source, model: Any, name: str, takes: Iterable[str]) -
         for shape in ((n, samples), (n, channels, samples), (n, samples // 160, bins or 80), (n, bins or 80, samples // 160)):
             yield {name: torch.randn(shape)}
         return
-    bins = bins if isinstance(bins, int) else _heard(model)
+    widths = list(dict.fromkeys([*([bins] if isinstance(bins, int) else []), *_heard(model)]))
     places = first(part, "max_source_positions")
     frames = [2 * places] if places else []
     frames += [first(part, "max_length", "spectrogram_length") or 1024, 3000, 1000]
-    for count in frames:
+    for count, bins in itertools.product(frames, widths):
         flat, up = (n, count, bins), (n, bins, count)
         for shape in (up, flat, (n, 1, count, bins)) if places else (flat, up, (n, 1, count, bins)):
             for masked in (True, False):
@@ -257,14 +258,17 @@ def sound_layouts(source: Source, model: Any, name: str, takes: Iterable[str]) -
                     yield {name: torch.randn(shape), **masks}
 
 
-def _heard(model: Any) -> int:
-    """Bins of a spectrogram, by the first layer that could take one."""
+def _heard(model: Any) -> Iterator[int]:
+    """Bins of a spectrogram, by the first layers that could take one."""
     from torch import nn
 
+    kinds: list[Any] = [nn.Conv1d, nn.Linear]
     for module in model.modules():
-        if isinstance(module, nn.Conv1d) and module.in_channels > 1:
-            return int(module.in_channels)
-    return 128
+        kind = next((one for one in kinds if isinstance(module, one)), None)
+        if kind is not None and (wide := module.weight.shape[1]) > 1:
+            kinds.remove(kind)
+            yield int(wide)
+    yield 128
 
 
 _MASKS = ("feature_attention_mask", "input_features_mask", "audio_attention_mask", "audio_mel_mask")
