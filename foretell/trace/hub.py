@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretell.decode import json_of
-from foretell.errors import MissingPackage, UnknownName, UserError, near_names
+from foretell.errors import MissingPackage, ModelError, UnknownName, UserError, near_names
 from foretell.trace.hub_batch import batch_of, notes_on
 from foretell.trace.hub_class import decoded, mended, plain
 from foretell.trace.hub_class import model_class as _model_class
@@ -66,8 +66,28 @@ def _is_path(name: str) -> bool:
     return "/" in name or "\\" in name or name.endswith(".json") or Path(name).exists()
 
 
+def _known_ids() -> dict[str, dict[str, Any]]:
+    """Sizes of models that are known by their public name."""
+    text = (Path(__file__).parent / "hub_ids.json").read_text(encoding="utf-8")
+    known: dict[str, dict[str, Any]] = json_of(text)["models"]
+    return {name: {**known[like], **one} if (like := one.pop("same_as", None)) else one for name, one in known.items()}
+
+
+def _of_id(name: str) -> dict[str, Any] | None:
+    """What is known of a public name such as meta-llama/Llama-3.1-8B; None for what is none."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) or name.endswith(".json") or Path(name).exists() or Path(name).parent.exists():
+        return None
+    known = _known_ids()
+    if name not in known:
+        raise UnknownName("model by its public name", name, known, "foretell downloads nothing: give hf:PATH of a folder with its config.json")
+    return {key: value for key, value in known[name].items() if key != "parameters"}
+
+
 def _read_config(name: str) -> dict[str, Any]:
-    """A config.json, named itself or by its folder."""
+    """A config.json, named itself or by its folder; or what is known of a public name."""
+    known = _of_id(name)
+    if known is not None:
+        return known
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not path.is_file():
         raise UserError(
@@ -109,12 +129,17 @@ def _load_hf(source: Source, name: str, notes: list[str]) -> Workload:
     with _without_initialisation() as skipped:
         try:
             model = cls(config)
-        except Exception:
+        except Exception as error:
             if not skipped:
-                raise
+                raise _unbuilt(source, name, error) from error
             model = None
     if model is None:  # its constructor uses what the initialisers return
-        model = cls(config)
+        try:
+            model = cls(config)
+        except RuntimeError:
+            raise
+        except Exception as error:
+            raise _unbuilt(source, name, error) from error
     elif skipped:
         model.tie_weights()  # skipped together with the initialisation
     if any("layerdrop" in key for key in config.to_dict()):
@@ -126,6 +151,14 @@ def _load_hf(source: Source, name: str, notes: list[str]) -> Workload:
     batch = batch_of(source, model, notes)
     notes.extend(notes_on(model, batch))
     return Workload(model, batch, own_loss)
+
+
+def _unbuilt(source: Source, name: str, error: Exception) -> Exception:
+    """transformers' own error; where its defaults do not build, with what to do."""
+    if _is_path(name) or source.overrides or isinstance(error, RuntimeError):
+        return error
+    problem = f"transformers cannot build {source.model} from its defaults: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return ModelError(problem, "give the config.json of a checkpoint: hf:PATH/config.json")
 
 
 def _config(source: Source, name: str) -> Any:

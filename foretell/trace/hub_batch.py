@@ -118,8 +118,11 @@ class _Maker:
             if ask is None or token is None or self._is_written(name):
                 others.append((name, layouts))
                 continue
-            found = media.first_that_runs(ask, layouts(self.source, self.model, name, self.takes))
-            if found is not None:
+            beside = {one: _NAMED[one](self) for one in ("qformer_input_ids",) if one in self.takes}
+            found = media.first_that_runs(ask, ({**beside, **layout} for layout in layouts(self.source, self.model, name, self.takes)))
+            if found is None:
+                others.append((name, layouts))
+            else:
                 self.batch.update(found[0])
                 standing.append((token, media.count(found[1]) // self.n, kind))
         return [one for one in standing if one[1]], others
@@ -169,6 +172,7 @@ class _Maker:
         if self.source.seq is not None:
             return max(self.source.seq, least + 1)
         limits = [max(SEQ, least + BESIDE), media.first(self.text, "max_position_embeddings", "n_positions", "max_seq_len") or SEQ]
+        limits.append(media.first(self.config, "max_text_len") or SEQ)
         for path, module in self.model.named_modules():
             if isinstance(module, nn.Embedding) and "position" in path.rpartition(".")[2] and module.padding_idx is not None:
                 limits.append(module.num_embeddings - module.padding_idx - 1)  # positions are counted from the padding's
@@ -181,8 +185,7 @@ class _Maker:
         least = sum(count + 1 for _, count, _ in standing)
         words, special = self.vocabulary, {token for token, _, _ in standing}
         if not standing:
-            books = media.first(self.config, "num_codebooks") if "CsmF" in type(self.model).__name__ else None
-            return torch.randint(0, words, (self.n, self.length(), *([books] if books else [])))
+            return torch.randint(0, words, (self.n, self.length(), *self._books()))
         ids = torch.randint(0, words, (self.n, self.length(least)))
         plain = next(one for one in range(words) if one not in special and one > 2)
         for token in self._special_tokens():
@@ -195,6 +198,11 @@ class _Maker:
             ids[:, at : at + count] = token
             at += count + 1
         return ids
+
+    def _books(self) -> list[int]:
+        """Sound in the text: a token of every codebook at every place, beside the word where the class reads both."""
+        name, books = type(self.model).__name__, media.first(self.config, "num_codebooks")
+        return [books + (not name.startswith("Csm"))] if books and name.startswith(("Csm", "KyutaiSpeech")) else []
 
     def _special_tokens(self) -> set[int]:
         found = {value for config in (self.config, self.text) for name, value in config.to_dict().items()
@@ -259,7 +267,7 @@ def _labels(maker: _Maker) -> Tensor:
     text = config.get_text_config(decoder=True)
     words = text.vocab_size if isinstance(getattr(text, "vocab_size", None), int) else maker.vocabulary
     if "input_ids" in batch:
-        return torch.randint(0, words, tuple(batch["input_ids"].shape))
+        return torch.randint(0, words, tuple(batch["input_ids"].shape[: 3 if name.startswith("Csm") else 2]))
     limit = media.first(config, "max_target_positions") or media.first(text, "max_position_embeddings") or LABELS
     return torch.randint(0, words, (n, maker.source.seq or min(limit, SEQ)))
 
@@ -366,8 +374,37 @@ def _ones(other: str) -> Callable[[_Maker], Tensor]:
     return make
 
 
+def _places(maker: _Maker) -> Tensor:
+    """Where in a text the features of a picture go."""
+    import torch
+
+    mask = torch.zeros_like(maker.batch["input_ids"])
+    mask[:, 1 : 1 + int(media.first(maker.config, "latent_query_num") or 64)] = 1
+    return mask
+
+
+def _all_of(other: str) -> Callable[[_Maker], Tensor]:
+    """A mask over the rows of another input, or of the words, that hides nothing."""
+
+    def make(maker: _Maker) -> Tensor:
+        import torch
+
+        given = maker.batch.get(other, maker.batch.get("input_ids"))
+        if given is None:
+            given = next(iter(maker.batch.values()))
+        return torch.ones(given.shape[:2], dtype=torch.int64)
+
+    return make
+
+
 _NAMED: dict[str, Callable[[_Maker], Any]] = {
     "bbox": _boxes,
+    "image_embeds_position_mask": _places,
+    "image_attention_mask": lambda maker: _ones("input_ids")(maker)[..., None],
+    "context": _float(SEQ, "hidden_size"),
+    "attention_mask": _all_of("context"),
+    "audio_mel": _float(SEQ, "input_feat_size"),
+    "audio_mel_mask": lambda maker: _ones("audio_mel")(maker)[..., 0] < 0,
     "past_values": _series(_past, _values_wide),
     "past_time_features": _series(_past, _time_wide),
     "past_observed_mask": _ones("past_values"),
@@ -400,7 +437,10 @@ _NAMED: dict[str, Callable[[_Maker], Any]] = {
     "context_hidden_states": _float(SEQ, "hidden_size"),
     "decoder_input_values": _float(SEQ, "num_mel_bins"),
 }  # fmt: skip
-_ALWAYS = ("bbox", "future_values", "future_time_features", "visual_feats", "visual_pos", "visual_embeds", "actions", "past_observed_mask")
+_ALWAYS = (
+    "image_embeds_position_mask", "flattened_patches", "image_attention_mask", "bbox", "future_values", "future_time_features", "visual_feats",
+    "visual_pos", "visual_embeds", "actions", "past_observed_mask",
+)  # fmt: skip
 """Given although a class could do without: its layers for them would not run."""
 
 
