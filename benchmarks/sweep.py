@@ -317,6 +317,7 @@ def main() -> None:
     parser.add_argument("--failed", type=Path)
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--every", type=int, default=1, help="one name of so many")
+    parser.add_argument("--drawn", type=int, help="so many of them, by the public seed")
     parser.add_argument("--really", action="store_true")
     parser.add_argument("--quick", action="store_true", help="trace only, forked from this process")
     parser.add_argument("--tell", nargs="+", type=Path)
@@ -334,6 +335,8 @@ def main() -> None:
     if asked.failed:
         old = rows_of(asked.failed)
         names = [name for name in names if (row := old.get(f"{asked.library}:{name}")) and not is_answer(row) and "excluded" not in row]
+    if asked.drawn:
+        names = drawn(names, asked.drawn)
     done = rows_of(asked.out)
     names = [name for name in names[:: asked.every] if f"{asked.library}:{name}" not in done]
     folder = asked.folder or Path(tempfile.gettempdir()) / "foretell-sweep"

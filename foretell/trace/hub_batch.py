@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 SEQ, LABELS, BESIDE = 1024, 64, 64
 """Tokens of a text, letters of a transcript, and words beside a picture, where nothing says otherwise."""
 _PICTURES = ("pixel_values", "pixel_values_images", "image", "images")
+_COMPANIONS = {
+    "image_grid_thw", "grid_thw", "image_grid_hws", "grid_hws", "spatial_shapes", "image_sizes", "pixel_attention_mask", "aspect_ratio_ids",
+    "image_position_ids", "pixel_position_ids",
+}  # fmt: skip
+"""Inputs that say how a picture is laid out."""
 _FILMS = ("pixel_values_videos",)
 _SOUNDS = ("input_features", "input_values", "audio_values")
 _KINDS: tuple[tuple[tuple[str, ...], str, Any, tuple[str, ...], int], ...] = (
@@ -155,7 +160,7 @@ class _Maker:
         import torch
 
         config, n, source = self.config, self.n, self.source
-        if name in _PICTURES and not {"image_grid_thw", "grid_thw", "spatial_shapes", "image_sizes", "pixel_attention_mask"} & set(self.takes):
+        if name in _PICTURES and not _COMPANIONS & set(self.takes):
             return torch.randn(_picture(n, config, source, self.model))
         if name == "input_values" and (hasattr(config, "feat_extract_norm") or getattr(config, "max_length", None)):
             return torch.randn(_sound(n, config, source))

@@ -59,7 +59,7 @@ def mended(config: Any, given: dict[str, Any]) -> Any:
     text = getattr(config, "text_config", None)
     for name in MEDIA:
         part = getattr(config, name, None)
-        if text is not None and hasattr(part, "out_hidden_size") and "out_hidden_size" not in (given.get(name) or {}):
+        if text is not None and part is not None and hasattr(part, "out_hidden_size") and "out_hidden_size" not in (given.get(name) or {}):
             part.out_hidden_size = text.hidden_size
     for name in ("image_token_id", "image_token_index", "video_token_id", "video_token_index"):
         if text is not None and has_media(config) and hasattr(config, name) and getattr(config, name) is None:

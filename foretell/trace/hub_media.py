@@ -250,12 +250,13 @@ def sound_layouts(source: Source, model: Any, name: str, takes: Iterable[str]) -
     frames += [first(part, "max_length", "spectrogram_length") or 1024, 3000, 1000]
     for count, bins in itertools.product(frames, widths):
         flat, up = (n, count, bins), (n, bins, count)
-        for shape in (up, flat, (n, 1, count, bins)) if places else (flat, up, (n, 1, count, bins)):
+        shapes: tuple[tuple[int, ...], ...] = (up, flat, (n, 1, count, bins)) if places else (flat, up, (n, 1, count, bins))
+        for size in shapes:
             for masked in (True, False):
                 mask = torch.ones(n, count, dtype=torch.int64)
                 masks = {one: mask for one in takes if one in _MASKS and masked}
                 if masks or not masked:
-                    yield {name: torch.randn(shape), **masks}
+                    yield {name: torch.randn(size), **masks}
 
 
 def _heard(model: Any) -> Iterator[int]:
