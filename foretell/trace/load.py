@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from foretell.trace.step import Workload
 
-FORMS = "see `foretell zoo`; others are hf:TYPE, hf:config.json, timm:NAME, torchvision:NAME, file.py:function"
+FORMS = "see `foretell zoo`; others are hf:TYPE, hf:ORG/NAME, hf:config.json, timm:NAME, torchvision:NAME, file.py:function"
 HUBS = ("hf", "timm", "torchvision")
 EXAMPLE = """\
 def model(): return MyModel()
