@@ -358,7 +358,17 @@ def _patches(maker: _Maker) -> Tensor:
             maker.batch.update(found[0])
             made: Tensor = found[0][name]
             return made
-    return _float(SEQ, "hidden_size|d_model|hidden_dim")(maker)
+    high, wide = media.sides(maker.source, maker.config)
+    heard = [(maker.n, SEQ, one) for one in media.heard(maker.model)]
+    shapes = [(maker.n, SEQ, _size(maker, "hidden_size|d_model|hidden_dim")), *heard, (maker.n, 3, high, wide), (maker.n, 1, media.SAMPLES)]
+    found = media.first_that_runs(maker.model.forward, ({**maker.batch, name: _drawn(shape)} for shape in shapes))
+    return found[0][name] if found is not None else _drawn(shapes[0])
+
+
+def _drawn(shape: tuple[int, ...]) -> Tensor:
+    import torch
+
+    return torch.randn(shape)
 
 
 def _flattened(maker: _Maker) -> Tensor:
@@ -377,6 +387,10 @@ def _ones(other: str) -> Callable[[_Maker], Tensor]:
         return torch.ones(shape)
 
     return make
+
+
+def _speech(maker: _Maker) -> Any:
+    return media.first(maker.config, "model_config") or maker.config
 
 
 def _places(maker: _Maker) -> Tensor:
@@ -405,6 +419,10 @@ def _all_of(other: str) -> Callable[[_Maker], Tensor]:
 _NAMED: dict[str, Callable[[_Maker], Any]] = {
     "bbox": _boxes,
     "image_embeds_position_mask": _places,
+    "duration_labels": _all_of("input_ids"),
+    "pitch_labels": lambda maker: _ones("input_ids")(maker)[..., None],
+    "energy_labels": lambda maker: _ones("input_ids")(maker)[..., None],
+    "spectrogram_labels": lambda maker: _ones("input_ids")(maker)[..., None].repeat(1, 1, media.first(_speech(maker), "num_mel_bins") or 80),
     "image_attention_mask": lambda maker: _ones("input_ids")(maker)[..., None],
     "context": _float(SEQ, "hidden_size"),
     "attention_mask": _all_of("context"),
@@ -444,7 +462,7 @@ _NAMED: dict[str, Callable[[_Maker], Any]] = {
 }  # fmt: skip
 _ALWAYS = (
     "image_embeds_position_mask", "flattened_patches", "image_attention_mask", "bbox", "future_values", "future_time_features", "visual_feats",
-    "visual_pos", "visual_embeds", "actions", "past_observed_mask",
+    "visual_pos", "visual_embeds", "actions", "past_observed_mask", "duration_labels", "pitch_labels", "energy_labels", "spectrogram_labels",
 )  # fmt: skip
 """Given although a class could do without: its layers for them would not run."""
 

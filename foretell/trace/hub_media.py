@@ -244,7 +244,7 @@ def sound_layouts(source: Source, model: Any, name: str, takes: Iterable[str]) -
         for shape in ((n, samples), (n, channels, samples), (n, samples // 160, bins or 80), (n, bins or 80, samples // 160)):
             yield {name: torch.randn(shape)}
         return
-    widths = list(dict.fromkeys([*([bins] if isinstance(bins, int) else []), *_heard(model)]))
+    widths = list(dict.fromkeys([*([bins] if isinstance(bins, int) else []), *heard(model)]))
     places = first(part, "max_source_positions")
     frames = [2 * places] if places else []
     frames += [first(part, "max_length", "spectrogram_length") or 1024, 3000, 1000]
@@ -259,7 +259,7 @@ def sound_layouts(source: Source, model: Any, name: str, takes: Iterable[str]) -
                     yield {name: torch.randn(size), **masks}
 
 
-def _heard(model: Any) -> Iterator[int]:
+def heard(model: Any) -> Iterator[int]:
     """Bins of a spectrogram, by the first layers that could take one."""
     from torch import nn
 

@@ -49,7 +49,10 @@ FakeTensorDeviceMismatchError = getattr(fake_tensor, "FakeTensorDeviceMismatchEr
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
 _ITEM = _aten._local_scalar_dense.default
-ORDINARY = {"aten.all.default": True, "aten.any.default": False, "aten.sum.default ==": True}
+ORDINARY = {
+    "aten.all.default": True, "aten.any.default": False, "aten.sum.default ==": True, "aten._is_all_true.default": True,
+    "aten._is_any_true.default": False,
+}  # fmt: skip
 """Questions about a whole tensor, answered as ordinary data would: no padding, no NaN, a mask that masks nothing."""
 _TRUE = {"_is_all_true": True, "_is_any_true": False, "equal": True, "allclose": True, "is_nonzero": False}
 _COALESCE = _aten._coalesce.default
