@@ -233,6 +233,18 @@ def really(model: str) -> dict[str, Any]:
     return {"seconds": round(time.perf_counter() - begun, 2)}
 
 
+def peaks(model: str) -> dict[str, Any]:
+    """Peak bytes of a step in fp32 on this CPU: of a trace as the CPU runs it, and of the step really run."""
+    from foretell.simulate.memory.replay import peak_live
+    from foretell.trace.here import measure_on_cpu, trace_as_cpu
+    from foretell.trace.load import Source
+    from foretell.trace.recipe import Recipe
+
+    source, recipe = Source(model=model, seq=128), Recipe(precision="fp32")
+    trace = trace_as_cpu(source, recipe)
+    return {"predicted": peak_live(trace, tuple(trace.schedule)), "measured": measure_on_cpu(source, recipe)[0], "assumed": trace.meta["assumed"]}
+
+
 # ---------------------------------------------------------------------------------------------- rows
 
 
@@ -246,7 +258,7 @@ def is_answer(row: dict[str, Any]) -> bool:
     return row.get("exit") in (0, 1)
 
 
-def sweep(library: str, names: list[str], out: Path, real: bool, folder: Path, quick: bool = False) -> None:
+def sweep(library: str, names: list[str], out: Path, real: str, folder: Path, quick: bool = False) -> None:
     from foretell.trace import hub_vision, server
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
@@ -279,7 +291,7 @@ def sweep(library: str, names: list[str], out: Path, real: bool, folder: Path, q
                     else:
                         shrunken(name, folder / name, told["step"] - 1)
             elif real:
-                row["really"] = in_a_fork(lambda model=model: really(model), REAL_LIMIT)
+                row[real] = in_a_fork(lambda model=model: (peaks if real == "peaks" else really)(model), REAL_LIMIT)
             else:
                 row.update(fit(model))
             file.write(json.dumps(row) + "\n")
@@ -319,6 +331,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="one name of so many")
     parser.add_argument("--drawn", type=int, help="so many of them, by the public seed")
     parser.add_argument("--really", action="store_true")
+    parser.add_argument("--peaks", action="store_true", help="peak bytes predicted for this CPU beside those of a step run here")
+    parser.add_argument("--answered", type=Path, help="only what has an answer there")
     parser.add_argument("--quick", action="store_true", help="trace only, forked from this process")
     parser.add_argument("--tell", nargs="+", type=Path)
     parser.add_argument("--folder", type=Path, help="where shrunken configs are kept")
@@ -335,12 +349,15 @@ def main() -> None:
     if asked.failed:
         old = rows_of(asked.failed)
         names = [name for name in names if (row := old.get(f"{asked.library}:{name}")) and not is_answer(row) and "excluded" not in row]
+    if asked.answered:
+        names = [name for name in names if is_answer(rows_of(asked.answered).get(f"{asked.library}:{name}", {}))]
     if asked.drawn:
         names = drawn(names, asked.drawn)
     done = rows_of(asked.out)
     names = [name for name in names[:: asked.every] if f"{asked.library}:{name}" not in done]
     folder = asked.folder or Path(tempfile.gettempdir()) / "foretell-sweep"
-    sweep(asked.library, names, asked.out, asked.really, folder, asked.quick)
+    real = "peaks" if asked.peaks else "really" if asked.really else ""
+    sweep(asked.library, names, asked.out, real, folder, asked.quick)
 
 
 if __name__ == "__main__":
