@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 Layout = dict[str, Any]
 SAMPLES, IMAGE, GRID_IMAGE, FRAMES = 160_000, 224, 448, 16
 """Ten seconds of sound at 16 kHz; pixels of a side, where the config names none, and where any size may be given; frames of a film."""
+PATIENCE = 15.0
+"""CPU seconds after which a model is not asked any further."""
 _SIDES = (448, 512, 384, 336, 1024, 1536)
 """Of pictures, where the config's own is not taken."""
 _TILES = (3, 5, 2, 1, 4)
@@ -67,10 +70,14 @@ def tried(function: Callable[..., Any], layout: Layout) -> Any:
 
 
 def first_that_runs(function: Callable[..., Any], layouts: Iterable[Layout]) -> tuple[Layout, Any] | None:
+    """The first layout that a function of the model takes, and what it gives; none where asking takes too long."""
+    begun = time.process_time()
     for layout in layouts:
         found = tried(function, layout)
         if found is not None:
             return layout, found
+        if time.process_time() - begun > PATIENCE:
+            break
     return None
 
 
