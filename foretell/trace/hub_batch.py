@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ _PLAIN = (
 """Classes whose input is laid out as the config tells: they are not asked."""
 _WITHOUT_LABELS = (
     "Detection", "UniversalSegmentation", "InstanceSegmentation", "ForSegmentation", "Depth", "Keypoint", "Pose", "Matting", "ForImageToImage",
-    "SuperResolution", "Speech", "Spectrogram", "Waveform", "ForCTC", "Recognition", "ForRNNT", "ForTDT", "Retrieval", "Pointmap",
+    "SuperResolution", "ToSpeech", "Spectrogram", "Waveform", "ForCTC", "Recognition", "ForRNNT", "ForTDT", "Retrieval", "Pointmap",
 )  # fmt: skip
 """Tasks whose labels are no whole numbers of one size, or that are matched to the outputs by data: no loss of their own here."""
 
@@ -91,18 +92,22 @@ class _Maker:
         for name in [*self.required(), *(name for name in _ALWAYS if name in self.takes)]:
             if name not in self.batch and name in _NAMED and name not in (one for one, _ in others):
                 self.batch[name] = _NAMED[name](self)
+        writes = "decoder_input_ids" in self.takes
+        if writes:  # without something to write such a model does not run, whatever it is given to read
+            self._labels()
         for name, layouts in others:
             self.batch.update(self._laid_out(name, layouts))
         missing = [name for name in self.required() if name not in self.batch]
         if self.takes.keys() == {"input"} and not self.batch:
             name = type(self.model).__name__
             raise UserError(f"{name} of transformers has no forward of its own", "it is used by other models: ask for one of those")
-        if missing or not self.batch:
+        if missing or not self.batch.keys() - {"labels", "decoder_input_ids"}:
             what = "', '".join(missing or [self.main])
             raise UserError(
                 f"{self.source.model} takes '{what}', for which foretell can make no batch", "write file.py:function that returns (model, batch)"
             )
-        self._labels()
+        if not writes:
+            self._labels()
         return self.batch
 
     def _must_write(self) -> bool:
@@ -116,6 +121,8 @@ class _Maker:
         others: list[tuple[str, Any]] = []
         for names, features, layouts, tokens, kind in _KINDS:
             name = next((one for one in names if one in self.takes), None)
+            if "input_values" in names and "input_values" in self.takes and hasattr(getattr(self.config, "encoder", None), "feat_extract_norm"):
+                name = "input_values"
             if name is None or (kind == 2 and self.main != name and any(one in self.batch for one in _PICTURES)):
                 continue
             token = next((value for one in tokens if isinstance(value := self._setting(one), int)), None)
@@ -176,6 +183,9 @@ class _Maker:
 
         if self.source.seq is not None:
             return max(self.source.seq, least + 1)
+        shape = getattr(self.config, "axial_pos_shape", None)
+        if shape and getattr(self.config, "axial_pos_embds", False):
+            return int(math.prod(shape))  # positions are those of a grid, all of it
         limits = [max(SEQ, least + BESIDE), media.first(self.text, "max_position_embeddings", "n_positions", "max_seq_len") or SEQ]
         limits.append(media.first(self.config, "max_text_len") or SEQ)
         for path, module in self.model.named_modules():
