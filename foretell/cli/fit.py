@@ -26,7 +26,7 @@ TIME_LIMIT = typer.Option("10m", "--time-limit", metavar="TIME", parser=common.l
 
 def fit(
     context: typer.Context,
-    model: str = typer.Argument(help="Zoo name, hf:TYPE, hf:config.json, timm:NAME, torchvision:NAME or file.py:function.",
+    model: str = typer.Argument(help="Zoo name, hf:TYPE, hf:ORG/NAME, hf:config.json, timm:NAME, torchvision:NAME or file.py:function.",
                                 metavar="MODEL", show_default=False),
     on: str = typer.Option(..., "--on", metavar="HW", show_default=False,
                            help="H100, H100:8, 2x8xH100, H100,memory=60GiB, auto (this machine) or cluster.toml."),

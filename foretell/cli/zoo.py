@@ -84,7 +84,7 @@ def _modules(cards: Sequence[Card]) -> list[str]:
         "",
         f"{len(cards)} modules, {count} models; a score is of 5, `foretell zoo query NAME` says what it is made of.",
         "Tasks:  " + ", ".join(f"{task} = {TASKS.get(task, task)}" for task in sorted(tasks)),
-        "Others: hf:TYPE, hf:config.json, timm:NAME, torchvision:NAME, file.py:function",
+        "Others: hf:TYPE, hf:ORG/NAME, hf:config.json, timm:NAME, torchvision:NAME, file.py:function",
         f"Next:   foretell zoo --all; foretell zoo query {cards[0].module}; foretell fit {cards[0].entries[0].name} --on H100",
     ]
 
@@ -110,6 +110,6 @@ def _entries(cards: Sequence[Card]) -> list[str]:
     return [
         *lines,
         "",
-        "Others: hf:TYPE, hf:config.json, timm:NAME, torchvision:NAME, file.py:function",
+        "Others: hf:TYPE, hf:ORG/NAME, hf:config.json, timm:NAME, torchvision:NAME, file.py:function",
         f"Next:   foretell fit {cards[0].entries[0].name} --on H100",
     ]

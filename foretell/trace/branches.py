@@ -1,6 +1,7 @@
 """What the code that reads a truth value does with it: a healthy run takes no exit that a check guards.
 
     assert finite.all()            true
+    torch._check(ok)               true
     if bad.any(): raise ...        not taken
     if done.all(): break           not taken: a step that goes on is the larger one
     while not converged: ...       once
@@ -60,6 +61,8 @@ def asked(frame: FrameType | None) -> Asked | None:
                     whole, guards = _whole(owner)
                     answer = None if whole is None else _of_part(test, whole, position)
                     return Asked(answer, f"{short(file)}:{test.lineno}", isinstance(owner, ast.While), guards)
+        if file.endswith("/torch/__init__.py") and frame.f_code.co_name.startswith("_check"):  # torch._check and its kin raise
+            return Asked(True, f"{short(file)}:{frame.f_lineno}", False, True)
         if "/torch/" not in file and not _is_machinery(file):
             return None
         frame = frame.f_back

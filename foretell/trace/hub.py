@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretell.decode import json_of
-from foretell.errors import MissingPackage, UnknownName, UserError, near_names
+from foretell.errors import MissingPackage, ModelError, UnknownName, UserError, near_names
+from foretell.trace.hub_batch import batch_of, notes_on
+from foretell.trace.hub_class import decoded, mended, plain
+from foretell.trace.hub_class import model_class as _model_class
+from foretell.trace.hub_vision import load_timm, load_torchvision, mend_torchvision
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,13 +31,6 @@ if TYPE_CHECKING:
 
 _PACKAGES = {"hf": ("transformers",), "timm": ("timm", "torchvision"), "torchvision": ("torchvision",)}
 _EXTRAS = {"hf": "hf", "timm": "timm", "torchvision": "timm"}
-_SEQ, _IMAGE, _SAMPLES, _LABELS = 1024, 224, 160_000, 64
-"""Usual sizes where the config names none: tokens, pixels, ten seconds of sound at 16 kHz, letters of a transcript."""
-
-_TEXT = ("MaskedLM", "CausalLM", "ImageTextToText", "MultimodalLM")
-_SEQ2SEQ = ("Seq2SeqLM", "SpeechSeq2Seq", "ImageTextToText")
-_OTHER = ("ZeroShotImageClassification", "ImageClassification", "VideoClassification", "SemanticSegmentation", "CTC",
-          "AudioClassification", "SequenceClassification")  # fmt: skip
 
 
 def check(source: Source) -> None:
@@ -60,32 +56,7 @@ def load(source: Source, notes: list[str]) -> Workload:
     """Build what the source names; what was assumed on the way is added to `notes`."""
     kind, _, name = source.model.partition(":")
     mend_torchvision()
-    return {"hf": _load_hf, "timm": _load_timm, "torchvision": _load_torchvision}[kind](source, name, notes)
-
-
-def mend_torchvision() -> None:
-    """Make `import torchvision` work beside a torch it was not built for.
-
-    Its compiled operators then fail to load and registering their shapes fails with them. Classifiers never call
-    these operators, so declaring them is enough.
-    """
-    import torch
-
-    if importlib.util.find_spec("torchvision") is None:
-        return
-    try:
-        importlib.import_module("torchvision")
-    except (RuntimeError, ImportError, OSError):
-        library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
-        for name in ("nms", "qnms"):
-            if not hasattr(torch.ops.torchvision, name):
-                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _stubs.append(library)
-        importlib.import_module("torchvision")
-
-
-_stubs: list[Any] = []
-"""Keeps the declared operators alive: a library that is collected takes them along."""
+    return {"hf": _load_hf, "timm": load_timm, "torchvision": load_torchvision}[kind](source, name, notes)
 
 
 # --- transformers ----------------------------------------------------------------------------------------------------
@@ -95,8 +66,28 @@ def _is_path(name: str) -> bool:
     return "/" in name or "\\" in name or name.endswith(".json") or Path(name).exists()
 
 
+def _known_ids() -> dict[str, dict[str, Any]]:
+    """Sizes of models that are known by their public name."""
+    text = (Path(__file__).parent / "hub_ids.json").read_text(encoding="utf-8")
+    known: dict[str, dict[str, Any]] = json_of(text)["models"]
+    return {name: {**known[like], **one} if (like := one.pop("same_as", None)) else one for name, one in known.items()}
+
+
+def _of_id(name: str) -> dict[str, Any] | None:
+    """What is known of a public name such as meta-llama/Llama-3.1-8B; None for what is none."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) or name.endswith(".json") or Path(name).exists() or Path(name).parent.exists():
+        return None
+    known = _known_ids()
+    if name not in known:
+        raise UnknownName("model by its public name", name, known, "foretell downloads nothing: give hf:PATH of a folder with its config.json")
+    return {key: value for key, value in known[name].items() if key != "parameters"}
+
+
 def _read_config(name: str) -> dict[str, Any]:
-    """A config.json, named itself or by its folder."""
+    """A config.json, named itself or by its folder; or what is known of a public name."""
+    known = _of_id(name)
+    if known is not None:
+        return known
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not path.is_file():
         raise UserError(
@@ -138,12 +129,17 @@ def _load_hf(source: Source, name: str, notes: list[str]) -> Workload:
     with _without_initialisation() as skipped:
         try:
             model = cls(config)
-        except Exception:
+        except Exception as error:
             if not skipped:
-                raise
+                raise _unbuilt(source, name, error) from error
             model = None
     if model is None:  # its constructor uses what the initialisers return
-        model = cls(config)
+        try:
+            model = cls(config)
+        except RuntimeError:
+            raise
+        except Exception as error:
+            raise _unbuilt(source, name, error) from error
     elif skipped:
         model.tie_weights()  # skipped together with the initialisation
     if any("layerdrop" in key for key in config.to_dict()):
@@ -151,15 +147,18 @@ def _load_hf(source: Source, name: str, notes: list[str]) -> Workload:
         _keep_all_layers(model)
     if getattr(config, "apply_spec_augment", None) is False:
         notes.append("SpecAugment masking is off")
-    batch = _hf_batch(source, model)
     notes.append(f"{source.model} is built as {cls.__name__}")
-    if "labels" not in batch and "return_loss" not in batch:
-        notes.append(f"{cls.__name__} has no loss of its own: the mean of its first output stands in for it")
-    if "ForCTC" in cls.__name__:
-        notes.append("CTC loss needs real lengths: the mean of the logits stands in for it")
-    if "pixel_values" in inspect.signature(model.forward).parameters and "pixel_values" not in batch:
-        notes.append(f"{cls.__name__} is given text only: its image part is in memory but does not run")
-    return Workload(model, batch, _own_loss)
+    batch = batch_of(source, model, notes)
+    notes.extend(notes_on(model, batch))
+    return Workload(model, batch, own_loss)
+
+
+def _unbuilt(source: Source, name: str, error: Exception) -> Exception:
+    """transformers' own error; where its defaults do not build, with what to do."""
+    if _is_path(name) or source.overrides or isinstance(error, RuntimeError):
+        return error
+    problem = f"transformers cannot build {source.model} from its defaults: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return ModelError(problem, "give the config.json of a checkpoint: hf:PATH/config.json")
 
 
 def _config(source: Source, name: str) -> Any:
@@ -167,22 +166,23 @@ def _config(source: Source, name: str) -> Any:
     from transformers import AutoConfig
 
     given: dict[str, Any] = _read_config(name) if _is_path(name) else {"model_type": name}
+    given = plain(given["model_type"], decoded(given))
     given["use_cache"] = False
     kind = given.pop("model_type")
-    plain = AutoConfig.for_model(kind)
-    if hasattr(plain, "apply_spec_augment"):
+    usual = AutoConfig.for_model(kind, **plain(kind, {}))
+    if hasattr(usual, "apply_spec_augment"):
         given["apply_spec_augment"] = False
     if source.image is not None:
         for path in ("image_size", "vision_config.image_size"):
-            if _has(plain, path):
+            if _has(usual, path):
                 _put(given, path, source.image)
     for path, value in source.overrides.items():
-        if not _has(plain, path):
-            known = {*plain.to_dict(), *getattr(plain, "attribute_map", {})}
+        if not _has(usual, path):
+            known = {*usual.to_dict(), *getattr(usual, "attribute_map", {})}
             near = near_names(path, known) or sorted(known)[:20]
             raise UserError(f"the {kind} config has no setting '{path}'", f"near names: {', '.join(near)}")
         _put(given, path, value)
-    config = AutoConfig.for_model(kind, **given)
+    config = mended(AutoConfig.for_model(kind, **given), given)
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     return config
@@ -202,29 +202,6 @@ def _put(given: dict[str, Any], path: str, value: Any) -> None:
         given[parent] = dict(given.get(parent) or {})
         given = given[parent]
     given[last] = value
-
-
-def _model_class(config: Any) -> Any:
-    """What the config says it was trained as, else the first training class there is for it.
-
-    Encoder-decoders and masked models come before causal ones: most have a causal class too, which is only their
-    decoder, or their encoder in disguise.
-    """
-    import transformers
-
-    for name in config.architectures or ():
-        found = getattr(transformers, name, None) if isinstance(name, str) else None
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
-    order = (*_SEQ2SEQ, *_TEXT, *_OTHER) if getattr(config, "is_encoder_decoder", False) else (*_TEXT, *_OTHER)
-    if getattr(config, "is_decoder", False):
-        order = ("CausalLM", *order)
-    for auto in [f"AutoModelFor{task}" for task in order] + ["AutoModel"]:
-        mapping = getattr(getattr(transformers, auto, None), "_model_mapping", {})
-        if type(config) in mapping:
-            found = mapping[type(config)]
-            return found[0] if isinstance(found, tuple) else found
-    raise UserError(f"transformers has no model for {type(config).__name__}", "choose a model type that has one")
 
 
 @contextmanager
@@ -270,7 +247,7 @@ def _keep_all_layers(model: nn.Module) -> None:
     model.forward = forward
 
 
-def _own_loss(output: Any, batch: Any) -> Tensor:
+def own_loss(output: Any, batch: Any) -> Tensor:
     """The loss the model returned; without one the mean of its first floating-point output."""
     import torch
     from torch.utils import _pytree as pytree
@@ -281,150 +258,3 @@ def _own_loss(output: Any, batch: Any) -> Tensor:
     values = output.values() if isinstance(output, Mapping) else [output]
     leaves = [leaf for value in values for leaf in pytree.tree_leaves(value)]
     return next(x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()).float().mean()
-
-
-def _hf_batch(source: Source, model: Any) -> dict[str, Any]:
-    """What the class takes, at the sizes of its config; labels if it computes a loss from them."""
-    import torch
-
-    takes = inspect.signature(model.forward).parameters
-    config, text, n = model.config, model.config.get_text_config(), source.micro_batch
-    main, batch = model.main_input_name, dict[str, Any]()
-    if main == "input_ids" or ("input_ids" in takes and main == "pixel_values"):
-        batch["input_ids"] = torch.randint(0, text.vocab_size, (n, _length(source, model, text)))
-    if main == "pixel_values" or "return_loss" in takes:
-        batch["pixel_values"] = torch.randn(_picture(n, config, source, model))
-    if main in ("input_features", "input_values"):
-        batch[main] = torch.randn(_sound(n, config, source, main))
-    if not batch:
-        raise UserError(
-            f"{source.model} takes '{main}', for which foretell can make no batch",
-            "write file.py:function that returns (model, batch)",
-        )
-    if "return_loss" in takes:
-        batch["return_loss"] = True
-    elif "labels" in takes and "ForCTC" not in type(model).__name__:
-        batch["labels"] = _labels(source, model, batch)
-        if "next_sentence_label" in takes:
-            batch["next_sentence_label"] = torch.randint(0, 2, (n,))
-    elif "decoder_input_ids" in takes:
-        batch["decoder_input_ids"] = torch.randint(0, text.vocab_size, (n, source.seq or _LABELS))
-    return batch
-
-
-def _length(source: Source, model: Any, text: Any) -> int:
-    """Tokens in a text: as asked, else what the model has positions for, up to 1,024."""
-    from torch import nn
-
-    if source.seq is not None:
-        return source.seq
-    limits = [_SEQ, getattr(text, "max_position_embeddings", None) or _SEQ]
-    for path, module in model.named_modules():
-        if (
-            isinstance(module, nn.Embedding)
-            and "position" in path.rpartition(".")[2]
-            and module.padding_idx is not None
-        ):
-            limits.append(module.num_embeddings - module.padding_idx - 1)  # positions are counted from the padding's
-    return int(min(limits))
-
-
-def _picture(n: int, config: Any, source: Source, model: Any) -> tuple[int, ...]:
-    vision = getattr(config, "vision_config", config)
-    side = source.image or getattr(vision, "image_size", None) or _IMAGE
-    high, wide = (side, side) if isinstance(side, int) else tuple(side)[-2:]
-    channels = getattr(vision, "num_channels", 3)
-    frames = (getattr(vision, "num_frames", 16),) if "Video" in type(model).__name__ else ()
-    return (n, *frames, channels, high, wide)
-
-
-def _sound(n: int, config: Any, source: Source, main: str) -> tuple[int, ...]:
-    """Spectrograms as each family lays them out; raw samples when the config speaks of none."""
-    bins = getattr(config, "num_mel_bins", None)
-    if bins and getattr(config, "max_source_positions", None) and not hasattr(config, "input_feat_per_channel"):
-        return (n, bins, 2 * config.max_source_positions)  # its first convolutions halve the frames
-    bins = (
-        bins or getattr(config, "input_feat_per_channel", None) or getattr(config, "feature_projection_input_dim", None)
-    )
-    if bins:
-        return (n, source.seq or getattr(config, "max_length", None) or _SEQ, bins)
-    return (n, source.seq or _SAMPLES)
-
-
-def _labels(source: Source, model: Any, batch: Mapping[str, Any]) -> Tensor:
-    """Integer targets in the shape the task has: one per token, per picture, per pixel, or a transcript."""
-    import torch
-
-    config, name, n = model.config, type(model).__name__, source.micro_batch
-    if "SemanticSegmentation" in name:
-        return torch.randint(0, config.num_labels, (n, *batch["pixel_values"].shape[-2:]))
-    if name.endswith("Classification") and "Token" not in name:
-        return torch.randint(0, config.num_labels, (n,))
-    text = config.get_text_config(decoder=True)
-    if "input_ids" in batch:
-        return torch.randint(0, text.vocab_size, tuple(batch["input_ids"].shape))
-    limit = getattr(config, "max_target_positions", None) or getattr(text, "max_position_embeddings", None) or _LABELS
-    return torch.randint(0, text.vocab_size, (n, source.seq or min(limit, _SEQ)))
-
-
-# --- timm and torchvision --------------------------------------------------------------------------------------------
-
-
-def _load_timm(source: Source, name: str, notes: list[str]) -> Workload:
-    timm = importlib.import_module("timm")
-    if not timm.is_model(name):
-        raise UnknownName("timm model", name, timm.list_models(), "timm.list_models() has all")
-    reject_files(source, ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"))
-    options = dict(source.overrides)
-    fixed = getattr(timm.models.get_pretrained_cfg(name, allow_unregistered=False), "fixed_input_size", False)
-    if source.image is not None and fixed:
-        options.setdefault("img_size", source.image)
-    model = timm.create_model(name, pretrained=False, **options)
-    channels, *sides = (model.pretrained_cfg if hasattr(model, "pretrained_cfg") else model.default_cfg)["input_size"]
-    side: Any = source.image or options.get("img_size") or sides
-    high, wide = (side, side) if isinstance(side, int) else side
-    shape = (source.micro_batch, options.get("in_chans", channels), high, wide)
-    return _classifier(model, shape, getattr(model, "num_classes", 0), notes)
-
-
-def reject_files(source: Source, names: tuple[str, ...]) -> None:
-    """Settings that would read weights: models are built without any."""
-    for name in source.overrides:
-        if name in names:
-            raise UserError(f"'{name}' of {source.model} names files of weights", "models are built without weights; leave it out")
-
-
-def _load_torchvision(source: Source, name: str, notes: list[str]) -> Workload:
-    models = importlib.import_module("torchvision.models")
-    known = models.list_models(module=models)
-    if name not in known:
-        raise UnknownName("torchvision classifier", name, known, "only its image classifiers can be traced")
-    options = dict(source.overrides)
-    if source.image is not None and name.startswith("vit_"):
-        options.setdefault("image_size", source.image)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The default weight initialization")
-        model = models.get_model(name, weights=None, **options)
-    side: Any = source.image or getattr(model, "image_size", 299 if name.startswith("inception") else _IMAGE)
-    return _classifier(model, (source.micro_batch, 3, side, side), options.get("num_classes", 1000), notes)
-
-
-def _classifier(model: nn.Module, shape: tuple[int, ...], classes: int, notes: list[str]) -> Workload:
-    """A batch of pictures under the name the model gives its input, with random targets beside them."""
-    import torch
-
-    from foretell.trace.step import Workload
-
-    name = next(iter(inspect.signature(model.forward).parameters))
-    batch = {name: torch.randn(shape)}
-    if not classes:
-        notes.append(f"{type(model).__name__} has no classes: the mean of its first output stands in for a loss")
-        return Workload(model, batch, _own_loss)
-    return Workload(model, {**batch, "targets": torch.randint(0, classes, shape[:1])}, _cross_entropy)
-
-
-def _cross_entropy(output: Any, batch: Any) -> Tensor:
-    """Of the first output, where auxiliary heads return more than one."""
-    from torch.nn.functional import cross_entropy
-
-    return cross_entropy((output[0] if isinstance(output, tuple) else output).float(), batch["targets"])

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from foretell.trace.step import Workload
 
-FORMS = "see `foretell zoo`; others are hf:TYPE, hf:config.json, timm:NAME, torchvision:NAME, file.py:function"
+FORMS = "see `foretell zoo`; others are hf:TYPE, hf:ORG/NAME, hf:config.json, timm:NAME, torchvision:NAME, file.py:function"
 HUBS = ("hf", "timm", "torchvision")
 EXAMPLE = """\
 def model(): return MyModel()
@@ -51,6 +51,7 @@ _READS_VALUES = "the code reads the value of a tensor (.item(), bool(), tolist()
 _STEP_REMEDIES = {
     "Unsupported dtype BFloat16": "Fourier transforms take no bf16, on a GPU neither: --precision fp32, or .float() before them",
     "not support sparse gradients": "make the embedding with sparse=False, or train with --optimizer sgd",
+    "Expected more than 1 value per channel": "a batch norm sees one number here, as on a GPU: --micro-batch 2",
     "but its data is not allocated yet": "a compiled extension reads the tensor itself: use a plain PyTorch op there",
     "Cannot access data pointer": "a compiled extension reads the tensor itself: use a plain PyTorch op there",
 }
@@ -158,9 +159,7 @@ def _interpreter_folders() -> set[Path]:
 
 def model_error(model: str, error: BaseException, doing: str = "building", remedy: str = "") -> ModelError:
     """The user's exception as ours: what failed, the frames of theirs that led to it, and what it came from."""
-    chain = [error]
-    while (link := chain[-1].__cause__ or chain[-1].__context__) is not None and link not in chain:
-        chain.append(link)
+    chain = _chain(error)
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     lines = traceback.format_list(theirs) + traceback.format_exception_only(error)
     if error.__cause__ is not None:
@@ -169,6 +168,14 @@ def model_error(model: str, error: BaseException, doing: str = "building", remed
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     problem = f"{doing} {model} failed: {type(error).__name__}: {message}"
     return ModelError(problem, _CUDA_REMEDY if cuda else remedy, "".join(lines).rstrip())
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An exception and what it came from."""
+    chain = [error]
+    while (link := chain[-1].__cause__ or chain[-1].__context__) is not None and link not in chain:
+        chain.append(link)
+    return chain
 
 
 def step_error(model: str, error: BaseException) -> ModelError:
@@ -426,7 +433,7 @@ def _import_mended(path: Path) -> ModuleType:
     try:
         return _import_file(path)
     except Exception as error:
-        if "torchvision::" not in f"{error} {error.__cause__} {error.__context__}":
+        if not any("torchvision::" in str(link) for link in _chain(error)):
             raise
         from foretell.trace import hub
 

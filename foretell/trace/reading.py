@@ -49,7 +49,10 @@ FakeTensorDeviceMismatchError = getattr(fake_tensor, "FakeTensorDeviceMismatchEr
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
 _ITEM = _aten._local_scalar_dense.default
-ORDINARY = {"aten.all.default": True, "aten.any.default": False, "aten.sum.default ==": True}
+ORDINARY = {
+    "aten.all.default": True, "aten.any.default": False, "aten.sum.default ==": True, "aten._is_all_true.default": True,
+    "aten._is_any_true.default": False,
+}  # fmt: skip
 """Questions about a whole tensor, answered as ordinary data would: no padding, no NaN, a mask that masks nothing."""
 _TRUE = {"_is_all_true": True, "_is_any_true": False, "equal": True, "allclose": True, "is_nonzero": False}
 _COALESCE = _aten._coalesce.default
@@ -466,8 +469,22 @@ def _repeat_interleave(mode: Reading, func: Any, args: Any, kwargs: Any, hint: f
         return args[0].new_empty((max(1, round(args[0].numel() * (1.0 if hint is None else hint))),))
 
 
+def _nms(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
+    """Boxes that overlap less than is allowed: none is taken to overlap more."""
+    if hint is None:
+        mode._assume(f"{mode.where(func)} is taken to keep every box")
+    count = max(1, round(args[0].shape[0] * (1.0 if hint is None else hint))) if args[0].shape[0] else 0
+    with mode:
+        kept = args[0].new_empty((count,), dtype=torch.int64)
+    with no_dispatch():
+        order = torch.arange(count)
+    attach(kept, order, ASSUMED, "")
+    return kept
+
+
 Special = Callable[[Reading, Any, Any, Any, float | None], Any]
 SPECIAL: dict[str, Special] = {
     "nonzero": _nonzero, "masked_select": _masked_select, "index": _index, "_unique2": _as_many, "unique_consecutive": _as_many,
     "unique_dim": _as_many, "unique_dim_consecutive": _as_many, "bincount": _bincount, "repeat_interleave": _repeat_interleave,
+    "nms": _nms,
 }  # fmt: skip

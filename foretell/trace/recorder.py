@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from foretell.trace import types
 from foretell.trace.devices import is_elsewhere
 from foretell.trace.reading import ORDINARY, WRAPPERS, Reading
-from foretell.trace.values import about, follow, value_of
+from foretell.trace.values import MOST_OVERWRITTEN, about, follow, value_of
 
 _DEVICE = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
@@ -296,7 +297,8 @@ class Recorder(Reading):
         if not op.follows:
             return False
         if op.writes:
-            return any(ref.storage in self._valued for ref in row.inputs)
+            small = op.overwrites and self._phase != "update" and prod(row.inputs[0].spec.shape) <= MOST_OVERWRITTEN
+            return small or any(ref.storage in self._valued for ref in row.inputs)
         if self._phase == "update":
             return False  # nobody reads what an optimizer makes
         if op.rule is not None and row.outputs and row.outputs[-1].spec.dtype.startswith(_WHOLE):

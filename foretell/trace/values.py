@@ -179,6 +179,10 @@ _RULES: dict[str, tuple[Rule, str]] = {
 """Ops that make whole numbers or masks of floats: what ordinary data gives, and how that is said."""
 
 _UNKNOWN = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "empty_quantized"})
+_OVERWRITES = frozenset({"uniform_", "normal_", "random_", "exponential_", "bernoulli_", "fill_", "zero_", "copy_"})
+"""Ops after which nothing of what was in a tensor is left: it need not have been known."""
+MOST_OVERWRITTEN = 2**6
+"""Elements up to which that is followed: numbers that somebody reads, and not weights that are filled."""
 _UNIFORM = frozenset({"rand", "rand_like", "uniform", "uniform_"})
 _WHOLE_DRAW = frozenset({"randint", "randint_like"})
 
@@ -186,7 +190,7 @@ _WHOLE_DRAW = frozenset({"randint", "randint_like"})
 class About:
     """What an op is for values; looked at once."""
 
-    __slots__ = ("draws", "follows", "name", "rule", "writes")
+    __slots__ = ("draws", "follows", "name", "overwrites", "rule", "writes")
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -199,6 +203,7 @@ class About:
         self.follows = ours and not views and self.name not in _UNKNOWN and self.name not in ("detach", "alias", "lift_fresh")
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
         self.rule = _RULES.get(self.name) if ours else None
+        self.overwrites = ours and self.name in _OVERWRITES
 
 
 _about: dict[int, tuple[Any, About]] = {}
@@ -247,6 +252,9 @@ def follow(func: Any, args: Any, kwargs: Any, output: Any, recorded: bool, where
     op = about(func)
     if not op.follows:
         return
+    if op.overwrites and is_renewed(args[0]):
+        with no_dispatch():
+            attach(args[0], torch.empty(args[0].shape, dtype=args[0].dtype))
     if not all_known(args) or (kwargs and not all_known(kwargs)):
         _unknown(op, func, args, output, where)
         return
@@ -273,6 +281,13 @@ def follow(func: Any, args: Any, kwargs: Any, output: Any, recorded: bool, where
         for value in _written(op, args):
             if value.kind < kind:
                 value.kind, value.words = kind, words
+
+
+def is_renewed(tensor: Tensor) -> bool:
+    """Whether a tensor that is written all over is small enough to follow, and all of its storage."""
+    if tensor.layout is not torch.strided or not 0 < tensor.numel() <= MOST_OVERWRITTEN or value_of(tensor) is not None:
+        return False
+    return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
 
 
 def run(func: Any, args: Any, kwargs: Any, used: list[Value], drawn: list[Tensor] | None = None) -> Any:

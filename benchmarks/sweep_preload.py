@@ -1,0 +1,15 @@
+"""What the process that forks tracing processes imports first in a sweep: transformers once, and not for every type."""
+
+import contextlib
+import importlib
+
+from foretell.trace.hub_vision import mend_torchvision
+
+PRELOAD = (
+    "foretell.trace.cache", "foretell.trace.deep", "foretell.trace.file", "foretell.trace.load",
+)  # fmt: skip
+mend_torchvision()
+for _name in ("transformers", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", "transformers.masking_utils",
+              "transformers.loss.loss_utils", "transformers.generation", "timm", "torchvision", "diffusers", "torch_geometric"):  # fmt: skip
+    with contextlib.suppress(Exception):
+        importlib.import_module(_name)

@@ -1,0 +1,494 @@
+"""The batch that a class of transformers is trained on, as its `forward` and its config describe it.
+
+    text                        random words; placeholders where a picture or a sound goes in, as many as the model makes of it
+    pictures, films, sound      see `hub_media`
+    what else it must have      one rule for each name (`_NAMED`)
+    labels                      where the class computes a loss from them
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from foretell.errors import UserError
+from foretell.trace import hub_media as media
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from foretell.trace.load import Source
+
+SEQ, LABELS, BESIDE = 1024, 64, 64
+"""Tokens of a text, letters of a transcript, and words beside a picture, where nothing says otherwise."""
+_PICTURES = ("pixel_values", "pixel_values_images", "image", "images")
+_COMPANIONS = {
+    "image_grid_thw", "grid_thw", "image_grid_hws", "grid_hws", "spatial_shapes", "image_sizes", "pixel_attention_mask", "aspect_ratio_ids",
+    "image_position_ids", "pixel_position_ids",
+}  # fmt: skip
+"""Inputs that say how a picture is laid out."""
+_FILMS = ("pixel_values_videos",)
+_SOUNDS = ("input_features", "input_values", "audio_values")
+_KINDS: tuple[tuple[tuple[str, ...], str, Any, tuple[str, ...], int], ...] = (
+    (_PICTURES, "get_image_features", media.picture_layouts, ("image_token_id", "image_token_index", "img_token_id", "vision_token_id"), 1),
+    (_FILMS, "get_video_features", media.film_layouts, ("video_token_id", "video_token_index"), 2),
+    (_SOUNDS, "get_audio_features", media.sound_layouts, ("audio_token_id", "audio_token_index", "speech_token_id"), 3),
+)
+"""Inputs, what makes features of them, how they are laid out, the token that stands for them, and its number in `mm_token_type_ids`."""
+_PLAIN = (
+    "ForImageClassification", "ForVideoClassification", "ForSemanticSegmentation", "ForCTC", "ForAudioClassification",
+    "WhisperForConditionalGeneration",
+)  # fmt: skip
+"""Classes whose input is laid out as the config tells: they are not asked."""
+_WITHOUT_LABELS = (
+    "Detection", "UniversalSegmentation", "InstanceSegmentation", "ForSegmentation", "Depth", "Keypoint", "Pose", "Matting", "ForImageToImage",
+    "SuperResolution", "ToSpeech", "Spectrogram", "Waveform", "ForCTC", "Recognition", "ForRNNT", "ForTDT", "Retrieval", "Pointmap",
+)  # fmt: skip
+"""Tasks whose labels are no whole numbers of one size, or that are matched to the outputs by data: no loss of their own here."""
+
+
+def batch_of(source: Source, model: Any, notes: list[str]) -> dict[str, Any]:
+    """What the class takes, at the sizes of its config; labels if it computes a loss from them."""
+    return _Maker(source, model, notes).made()
+
+
+class _Maker:
+    def __init__(self, source: Source, model: Any, notes: list[str]) -> None:
+        self.source, self.model, self.notes, self.n = source, model, notes, source.micro_batch
+        self.config = model.config
+        self.takes = inspect.signature(model.forward).parameters
+        self.text = self._text_config()
+        main = model.main_input_name
+        self.main = main if isinstance(main, str) else main[0]
+        self.batch: dict[str, Any] = {}
+
+    def _text_config(self) -> Any:
+        try:
+            return self.config.get_text_config()
+        except ValueError:  # several texts: that which is written
+            return self.config.get_text_config(decoder=True)
+
+    @property
+    def vocabulary(self) -> int:
+        for config in (self.text, self.config, getattr(self.config, "decoder", None), getattr(self.config, "generator", None)):
+            size = media.first(config, "vocab_size", "text_vocab_size", "vocabulary_size") if config is not None else None
+            if isinstance(size, int):
+                return size
+        table = next((module for path, module in self.model.named_modules() if type(module).__name__ == "Embedding" and "pos" not in path), None)
+        return int(table.num_embeddings) if table is not None else 256
+
+    def required(self) -> list[str]:
+        plain = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        return [name for name, one in self.takes.items() if one.default is inspect.Parameter.empty and one.kind not in plain]
+
+    def made(self) -> dict[str, Any]:
+        standing, others = self._media()
+        if "input_ids" in self.takes and (self.main in ("input_ids", *_PICTURES, *_FILMS) or standing or self._must_write()):
+            self.batch["input_ids"] = self._words(standing)
+            self._beside_words(standing)
+        for name in [*self.required(), *(name for name in _ALWAYS if name in self.takes)]:
+            if name not in self.batch and name in _NAMED and name not in (one for one, _ in others):
+                self.batch[name] = _NAMED[name](self)
+        writes = "decoder_input_ids" in self.takes
+        if writes:  # without something to write such a model does not run, whatever it is given to read
+            self._labels()
+        for name, layouts in others:
+            self.batch.update(self._laid_out(name, layouts))
+        missing = [name for name in self.required() if name not in self.batch]
+        if self.takes.keys() == {"input"} and not self.batch:
+            name = type(self.model).__name__
+            raise UserError(f"{name} of transformers has no forward of its own", "it is used by other models: ask for one of those")
+        if missing or not self.batch.keys() - {"labels", "decoder_input_ids"}:
+            what = "', '".join(missing or [self.main])
+            raise UserError(
+                f"{self.source.model} takes '{what}', for which foretell can make no batch", "write file.py:function that returns (model, batch)"
+            )
+        if not writes:
+            self._labels()
+        return self.batch
+
+    def _must_write(self) -> bool:
+        return self.main not in self.takes or "input_ids" in self.required()
+
+    # ------------------------------------------------------------------ pictures, films, sound
+
+    def _media(self) -> tuple[list[tuple[int, int, int]], list[tuple[str, Any]]]:
+        """Those that stand in the text are put into the batch: (token, how many for each sample, kind); the others with their layouts."""
+        standing: list[tuple[int, int, int]] = []
+        others: list[tuple[str, Any]] = []
+        for names, features, layouts, tokens, kind in _KINDS:
+            name = next((one for one in names if one in self.takes), None)
+            if "input_values" in names and "input_values" in self.takes and hasattr(getattr(self.config, "encoder", None), "feat_extract_norm"):
+                name = "input_values"
+            if name is None or (kind == 2 and self.main != name and any(one in self.batch for one in _PICTURES)):
+                continue
+            token = next((value for one in tokens if isinstance(value := self._setting(one), int)), None)
+            ask = media.asked(self.model, features)
+            if ask is None or token is None or self._is_written(name):
+                others.append((name, layouts))
+                continue
+            beside = {one: _NAMED[one](self) for one in ("qformer_input_ids",) if one in self.takes}
+            found = media.first_that_runs(ask, ({**beside, **layout} for layout in layouts(self.source, self.model, name, self.takes)))
+            if found is None:
+                others.append((name, layouts))
+            else:
+                self.batch.update(found[0])
+                standing.append((token, media.count(found[1]) // self.n, kind))
+        return [one for one in standing if one[1]], others
+
+    def _is_written(self, name: str) -> bool:
+        """Whether the text is what the model writes of it, and not what it goes into."""
+        return name == self.main and "input_ids" not in self.takes
+
+    def _setting(self, name: str) -> Any:
+        return media.first(self.config, name) if media.first(self.config, name) is not None else media.first(self.text, name)
+
+    def _laid_out(self, name: str, layouts: Any) -> dict[str, Any]:
+        """As the config tells; where it leaves that open, the first that the model takes beside the rest of the batch."""
+        usual = self._usual(name)
+        if usual is not None and self._is_plain():
+            return {name: usual}
+        possible = itertools.chain([{name: usual}] if usual is not None else [], layouts(self.source, self.model, name, self.takes))
+        found = media.first_that_runs(self.model.forward, ({**self.batch, **layout} for layout in possible))
+        if found is not None:
+            return {key: value for key, value in found[0].items() if key not in self.batch}
+        if name != self.main and name not in self.required():
+            return {}
+        return {name: usual} if usual is not None else dict(next(iter(layouts(self.source, self.model, name, self.takes))))
+
+    def _is_plain(self) -> bool:
+        return type(self.model).__name__.endswith(_PLAIN)
+
+    def _usual(self, name: str) -> Tensor | None:
+        """What most families take."""
+        import torch
+
+        config, n, source = self.config, self.n, self.source
+        if name in _PICTURES and not _COMPANIONS & set(self.takes):
+            return torch.randn(_picture(n, config, source, self.model))
+        if name == "input_values" and (hasattr(config, "feat_extract_norm") or getattr(config, "max_length", None)):
+            return torch.randn(_sound(n, config, source))
+        if name == "input_features" and getattr(config, "num_mel_bins", None) and getattr(config, "max_source_positions", None):
+            return torch.randn(_sound(n, config, source))
+        return None
+
+    # ------------------------------------------------------------------ words
+
+    def length(self, least: int = 0) -> int:
+        """Tokens in a text: as asked, else what the model has positions for, up to 1,024."""
+        from torch import nn
+
+        if self.source.seq is not None:
+            return max(self.source.seq, least + 1)
+        shape = getattr(self.config, "axial_pos_shape", None)
+        if shape and getattr(self.config, "axial_pos_embds", False):
+            return int(math.prod(shape))  # positions are those of a grid, all of it
+        limits = [max(SEQ, least + BESIDE), media.first(self.text, "max_position_embeddings", "n_positions", "max_seq_len") or SEQ]
+        limits.append(media.first(self.config, "max_text_len") or SEQ)
+        for path, module in self.model.named_modules():
+            if isinstance(module, nn.Embedding) and "position" in path.rpartition(".")[2] and module.padding_idx is not None:
+                limits.append(module.num_embeddings - module.padding_idx - 1)  # positions are counted from the padding's
+        found = int(min(limit for limit in limits if isinstance(limit, int) and limit > 0))
+        return found if found > least else least + BESIDE
+
+    def _words(self, standing: list[tuple[int, int, int]]) -> Tensor:
+        import torch
+
+        least = sum(count + 1 for _, count, _ in standing)
+        words, special = self.vocabulary, {token for token, _, _ in standing}
+        if not standing:
+            return torch.randint(0, words, (self.n, self.length(), *self._books()))
+        ids = torch.randint(0, words, (self.n, self.length(least)))
+        plain = next(one for one in range(words) if one not in special and one > 2)
+        for token in self._special_tokens():
+            ids = torch.where(ids == token, torch.full_like(ids, plain), ids)
+        at = 1
+        for token, count, kind in standing:
+            before = self._setting("vision_start_token_id") if kind < 3 else self._setting("audio_start_token_id")
+            if isinstance(before, int):
+                ids[:, at - 1] = before
+            ids[:, at : at + count] = token
+            at += count + 1
+        return ids
+
+    def _books(self) -> list[int]:
+        """Sound in the text: a token of every codebook at every place, beside the word where the class reads both."""
+        name, books = type(self.model).__name__, media.first(self.config, "num_codebooks")
+        return [books + (not name.startswith("Csm"))] if books and name.startswith(("Csm", "KyutaiSpeech")) else []
+
+    def _special_tokens(self) -> set[int]:
+        found = {value for config in (self.config, self.text) for name, value in config.to_dict().items()
+                 if name.endswith(("token_id", "token_index")) and isinstance(value, int) and not isinstance(value, bool)}  # fmt: skip
+        return {one for one in found if one >= 0}
+
+    def _beside_words(self, standing: list[tuple[int, int, int]]) -> None:
+        import torch
+
+        ids = self.batch["input_ids"]
+        for name in ("mm_token_type_ids", "token_type_ids") if standing else ():
+            if name in self.takes:
+                kinds = torch.zeros_like(ids)
+                for token, _, kind in standing:
+                    kinds = torch.where(ids == token, torch.full_like(ids, kind), kinds)
+                self.batch[name] = kinds
+
+    # ------------------------------------------------------------------ labels
+
+    def _labels(self) -> None:
+        import torch
+
+        name = type(self.model).__name__
+        if "return_loss" in self.takes:
+            self.batch["return_loss"] = True
+        elif "labels" in self.takes and not any(task in name for task in _WITHOUT_LABELS):
+            self.batch["labels"] = _labels(self)
+            if "next_sentence_label" in self.takes:
+                self.batch["next_sentence_label"] = torch.randint(0, 2, (self.n,))
+        elif "decoder_input_ids" in self.takes:
+            self.batch["decoder_input_ids"] = torch.randint(0, self.vocabulary, (self.n, self.source.seq or LABELS))
+
+
+def _picture(n: int, config: Any, source: Source, model: Any) -> tuple[int, ...]:
+    vision = getattr(config, "vision_config", None) or config
+    high, wide = media.sides(source, vision)
+    channels = getattr(vision, "num_channels", None) or getattr(getattr(config, "backbone_config", None), "num_channels", None) or 3
+    frames = (getattr(vision, "num_frames", None) or media.FRAMES,) if "Video" in type(model).__name__ else ()
+    return (n, *frames, channels if isinstance(channels, int) else 3, high, wide)
+
+
+def _sound(n: int, config: Any, source: Source) -> tuple[int, ...]:
+    """Spectrograms as each family lays them out; raw samples when the config speaks of none."""
+    bins = getattr(config, "num_mel_bins", None)
+    if bins and getattr(config, "max_source_positions", None) and not hasattr(config, "input_feat_per_channel"):
+        return (n, bins, 2 * config.max_source_positions)  # its first convolutions halve the frames
+    bins = bins or media.first(config, "input_feat_per_channel", "feature_projection_input_dim")
+    if bins:
+        return (n, source.seq or getattr(config, "max_length", None) or SEQ, bins)
+    return (n, source.seq or media.SAMPLES)
+
+
+def _labels(maker: _Maker) -> Tensor:
+    """Integer targets in the shape the task has: one per token, per picture, per pixel, or a transcript."""
+    import torch
+
+    config, name, n, batch = maker.config, type(maker.model).__name__, maker.n, maker.batch
+    if "SemanticSegmentation" in name:
+        return torch.randint(0, config.num_labels, (n, *batch["pixel_values"].shape[-2:]))
+    if name.endswith("Classification") and "Token" not in name:
+        return torch.randint(0, config.num_labels, (n,))
+    text = config.get_text_config(decoder=True)
+    words = text.vocab_size if isinstance(getattr(text, "vocab_size", None), int) else maker.vocabulary
+    if "input_ids" in batch:
+        return torch.randint(0, words, tuple(batch["input_ids"].shape[: 3 if name.startswith("Csm") else 2]))
+    limit = media.first(config, "max_target_positions") or media.first(text, "max_position_embeddings") or LABELS
+    return torch.randint(0, words, (n, maker.source.seq or min(limit, SEQ)))
+
+
+# --- inputs by name ----------------------------------------------------------------------------------------------------
+
+
+def _boxes(maker: _Maker) -> Tensor:
+    import torch
+
+    shape = (*maker.batch["input_ids"].shape, 4)
+    return torch.tensor([100, 100, 200, 200]).expand(shape).contiguous()
+
+
+def _past(maker: _Maker) -> int:
+    """Steps of a series that a model looks back on."""
+    config = maker.config
+    lags = getattr(config, "lags_sequence", None) or [0]
+    return int((media.first(config, "context_length") or 512) + max(lags))
+
+
+def _series(steps: Callable[[_Maker], int], width: Callable[[Any], int | None]) -> Callable[[_Maker], Tensor]:
+    def make(maker: _Maker) -> Tensor:
+        import torch
+
+        wide = width(maker.config)
+        return torch.rand((maker.n, steps(maker), *([wide] if wide else [])))
+
+    return make
+
+
+def _values_wide(config: Any) -> int | None:
+    wide = media.first(config, "num_input_channels", "input_size")
+    return wide if isinstance(wide, int) and (wide > 1 or hasattr(config, "num_input_channels")) else None
+
+
+def _time_wide(config: Any) -> int | None:
+    return getattr(config, "num_time_features", 0) + (0 if getattr(config, "num_time_features", 0) else 1)
+
+
+def _future(maker: _Maker) -> int:
+    return int(media.first(maker.config, "prediction_length", "horizon_length") or 24)
+
+
+def _float(*size: str | int) -> Callable[[_Maker], Tensor]:
+    """Numbers of a shape: sizes by the names of settings, or as they are."""
+
+    def make(maker: _Maker) -> Tensor:
+        import torch
+
+        return torch.randn((maker.n, *(one if isinstance(one, int) else int(_size(maker, one)) for one in size)))
+
+    return make
+
+
+def _size(maker: _Maker, names: str) -> int:
+    found = media.first(maker.config, *names.split("|"))
+    return int(found) if isinstance(found, int) else 64
+
+
+def _whole(length: int, names: str = "") -> Callable[[_Maker], Tensor]:
+    def make(maker: _Maker) -> Tensor:
+        import torch
+
+        return torch.randint(0, maker.vocabulary, (maker.n, _size(maker, names) if names else length))
+
+    return make
+
+
+def _like_picture(maker: _Maker) -> Tensor:
+    import torch
+
+    return torch.randn_like(maker.batch["pixel_values"])
+
+
+def _patches(maker: _Maker) -> Tensor:
+    """Of a vision part by itself: patches in a row, with their grid."""
+    name = "hidden_states" if "hidden_states" in maker.takes else "pixel_values"
+    if "grid_thw" in maker.takes:
+        layouts = media.picture_layouts(maker.source, maker.model, name, maker.takes)
+        found = media.first_that_runs(maker.model.forward, layouts)
+        if found is not None:
+            maker.batch.update(found[0])
+            made: Tensor = found[0][name]
+            return made
+    high, wide = media.sides(maker.source, maker.config)
+    heard = [(maker.n, SEQ, one) for one in media.heard(maker.model)]
+    shapes = [(maker.n, SEQ, _size(maker, "hidden_size|d_model|hidden_dim")), *heard, (maker.n, 3, high, wide), (maker.n, 1, media.SAMPLES)]
+    found = media.first_that_runs(maker.model.forward, ({**maker.batch, name: _drawn(shape)} for shape in shapes))
+    return found[0][name] if found is not None else _drawn(shapes[0])
+
+
+def _drawn(shape: tuple[int, ...]) -> Tensor:
+    import torch
+
+    return torch.randn(shape)
+
+
+def _flattened(maker: _Maker) -> Tensor:
+    import torch
+
+    vision = media.part_of(maker.config, "vision")
+    wide = 2 + 3 * (media.first(vision, "patch_size") or 16) ** 2
+    return torch.ones(maker.n, min(2048, media.first(vision, "seq_len") or 2048), wide)
+
+
+def _ones(other: str) -> Callable[[_Maker], Tensor]:
+    def make(maker: _Maker) -> Tensor:
+        import torch
+
+        shape = maker.batch[other].shape if other in maker.batch else _NAMED[other](maker).shape
+        return torch.ones(shape)
+
+    return make
+
+
+def _speech(maker: _Maker) -> Any:
+    return media.first(maker.config, "model_config") or maker.config
+
+
+def _places(maker: _Maker) -> Tensor:
+    """Where in a text the features of a picture go."""
+    import torch
+
+    mask = torch.zeros_like(maker.batch["input_ids"])
+    mask[:, 1 : 1 + int(media.first(maker.config, "latent_query_num") or 64)] = 1
+    return mask
+
+
+def _all_of(other: str) -> Callable[[_Maker], Tensor]:
+    """A mask over the rows of another input, or of the words, that hides nothing."""
+
+    def make(maker: _Maker) -> Tensor:
+        import torch
+
+        given = maker.batch.get(other, maker.batch.get("input_ids"))
+        if given is None:
+            given = next(iter(maker.batch.values()))
+        return torch.ones(given.shape[:2], dtype=torch.int64)
+
+    return make
+
+
+_NAMED: dict[str, Callable[[_Maker], Any]] = {
+    "bbox": _boxes,
+    "image_embeds_position_mask": _places,
+    "duration_labels": _all_of("input_ids"),
+    "pitch_labels": lambda maker: _ones("input_ids")(maker)[..., None],
+    "energy_labels": lambda maker: _ones("input_ids")(maker)[..., None],
+    "spectrogram_labels": lambda maker: _ones("input_ids")(maker)[..., None].repeat(1, 1, media.first(_speech(maker), "num_mel_bins") or 80),
+    "image_attention_mask": lambda maker: _ones("input_ids")(maker)[..., None],
+    "context": _float(SEQ, "hidden_size"),
+    "attention_mask": _all_of("context"),
+    "audio_mel": _float(SEQ, "input_feat_size"),
+    "audio_mel_mask": lambda maker: _ones("audio_mel")(maker)[..., 0] < 0,
+    "past_values": _series(_past, _values_wide),
+    "past_time_features": _series(_past, _time_wide),
+    "past_observed_mask": _ones("past_values"),
+    "future_values": _series(_future, _values_wide),
+    "future_time_features": _series(_future, _time_wide),
+    "past_values_padding": lambda maker: _ones("past_values")(maker) * 0,
+    "freq": lambda maker: _whole(1)(maker) * 0,
+    "visual_feats": _float(36, "visual_feat_dim"),
+    "visual_pos": _float(36, "visual_pos_dim"),
+    "visual_embeds": _float(36, "visual_embedding_dim"),
+    "qformer_input_ids": _whole(32),
+    "prompt_pixel_values": _like_picture,
+    "prompt_masks": _like_picture,
+    "task_inputs": _whole(77, "task_seq_len"),
+    "state": _float("max_state_dim"),
+    "actions": _float("chunk_size", "max_action_dim"),
+    "hidden_states": _patches,
+    "spectrogram": _float(256, "model_in_dim|num_mel_bins"),
+    "flattened_patches": _flattened,
+    "classes_input_ids": lambda maker: _whole(77)(maker),
+    "classes_attention_mask": lambda maker: _whole(77)(maker) * 0 + 1,
+    "tasks_input_ids": lambda maker: _whole(77)(maker),
+    "tasks_attention_mask": lambda maker: _whole(77)(maker) * 0 + 1,
+    "classes_structure": lambda maker: _whole(1)(maker)[:, 0] * 0 + 1,
+    "encoder_hidden_states": _float(SEQ, "encoder_hidden_size|hidden_size"),
+    "query_embeds": _float(32, "hidden_size"),
+    "inputs_embeds": _float(SEQ, "hidden_size|d_model"),
+    "inputs": _float(SEQ, "d_model"),
+    "noise_embeds": _float(SEQ, "hidden_size"),
+    "context_hidden_states": _float(SEQ, "hidden_size"),
+    "decoder_input_values": _float(SEQ, "num_mel_bins"),
+}  # fmt: skip
+_ALWAYS = (
+    "image_embeds_position_mask", "flattened_patches", "image_attention_mask", "bbox", "future_values", "future_time_features", "visual_feats",
+    "visual_pos", "visual_embeds", "actions", "past_observed_mask", "duration_labels", "pitch_labels", "energy_labels", "spectrogram_labels",
+)  # fmt: skip
+"""Given although a class could do without: its layers for them would not run."""
+
+
+def notes_on(model: Any, batch: Mapping[str, Any]) -> list[str]:
+    """What a reader should know of the batch."""
+    takes, name = inspect.signature(model.forward).parameters, type(model).__name__
+    told = []
+    if "labels" not in batch and "return_loss" not in batch:
+        told.append(f"{name} has no loss of its own: the mean of its first output stands in for it")
+    if "ForCTC" in name:
+        told.append("CTC loss needs real lengths: the mean of the logits stands in for it")
+    if any(one in takes for one in _PICTURES) and not any(one in batch for one in (*_PICTURES, *_FILMS)):
+        told.append(f"{name} is given text only: its image part is in memory but does not run")
+    if "input_ids" in batch and any(one in batch for one in (*_PICTURES, *_FILMS, *_SOUNDS)):
+        given = next(one for one in (*_PICTURES, *_FILMS, *_SOUNDS) if one in batch)
+        shape = " × ".join(str(size) for size in batch[given].shape)
+        told.append(f"{name} is given {given} of {shape} beside {batch['input_ids'].shape[1]} tokens; --image and --seq say otherwise")
+    return told

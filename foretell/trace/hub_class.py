@@ -1,0 +1,125 @@
+"""Which config and which class of transformers stand for a model type.
+
+    hf:TYPE            the type's defaults, and a usual pair of parts where it has none of its own
+    hf:config.json     what the file says
+    class              what the config was trained as, else the first training class there is for it, else any class of its module
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from foretell.errors import UserError
+
+_TEXT = ("MaskedLM", "CausalLM", "ImageTextToText", "MultimodalLM")
+_SEQ2SEQ = ("Seq2SeqLM", "SpeechSeq2Seq", "ImageTextToText")
+_MIXED = ("ImageTextToText", "MultimodalLM", "Seq2SeqLM", "SpeechSeq2Seq")
+"""Of configs with parts for pictures or sound: their causal class, where they have one, is only the text part."""
+_OTHER = ("ZeroShotImageClassification", "ImageClassification", "VideoClassification", "SemanticSegmentation", "CTC",
+          "AudioClassification", "SequenceClassification")  # fmt: skip
+_HEADS = (
+    "ObjectDetection", "ZeroShotObjectDetection", "UniversalSegmentation", "InstanceSegmentation", "DepthEstimation", "PoseEstimation",
+    "KeypointDetection", "KeypointMatching", "ImageMatting", "ImageToImage", "TextRecognition", "TableRecognition", "TextToSpectrogram",
+    "TextToWaveform", "RNNT", "TDT", "TimeSeriesPrediction", "MaskGeneration", "Retrieval",
+)  # fmt: skip
+_SECOND = ("PreTraining", "TextEncoding", "Backbone", "AudioTokenization")
+MEDIA = ("vision_config", "audio_config", "image_config", "perception_config", "audio_encoder_config", "vision_encoder_config", "encoder_config")
+_WRITES = {"is_decoder": True, "add_cross_attention": True}
+PARTS: dict[str, dict[str, dict[str, Any]]] = {
+    "encoder-decoder": {"encoder": {"model_type": "bert"}, "decoder": {"model_type": "bert", **_WRITES}},
+    "vision-encoder-decoder": {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2", **_WRITES}},
+    "nougat": {"encoder": {"model_type": "donut-swin"}, "decoder": {"model_type": "mbart", **_WRITES}},
+    "speech-encoder-decoder": {"encoder": {"model_type": "wav2vec2"}, "decoder": {"model_type": "bert", **_WRITES}},
+    "vision-text-dual-encoder": {"vision_config": {"model_type": "vit"}, "text_config": {"model_type": "bert"}},
+    "rag": {"question_encoder": {"model_type": "dpr"}, "generator": {"model_type": "bart"}},
+    "musicgen": {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {"model_type": "musicgen_decoder"}},
+    "musicgen_melody": {
+        "text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {"model_type": "musicgen_melody_decoder"},
+    },
+}  # fmt: skip
+"""Parts of types that are made of two other types, as their first checkpoints had them."""
+_SERIES = ("autoformer", "informer", "time_series_transformer")
+_NEEDED: dict[str, dict[str, Any]] = {
+    **{kind: {"prediction_length": 24, "context_length": 48, "num_time_features": 2} for kind in _SERIES},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6},
+    "emu3": {"pad_token_id": 151643},
+}
+"""Settings without which a type cannot be run and which it has no default for."""
+
+
+def plain(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What is given, with what the type has no default for."""
+    return {**_NEEDED.get(kind, {}), **{key: dict(part) for key, part in PARTS.get(kind, {}).items()}, **given}
+
+
+def mended(config: Any, given: dict[str, Any]) -> Any:
+    """Defaults of parts that do not fit each other: features of pictures are as wide as the text that they go into."""
+    text = getattr(config, "text_config", None)
+    for name in MEDIA:
+        part = getattr(config, name, None)
+        if text is not None and part is not None and hasattr(part, "out_hidden_size") and "out_hidden_size" not in (given.get(name) or {}):
+            part.out_hidden_size = text.hidden_size
+    for name in ("image_token_id", "image_token_index", "video_token_id", "video_token_index"):
+        if text is not None and has_media(config) and hasattr(config, name) and getattr(config, name) is None:
+            setattr(config, name, text.vocab_size - (1 if name.startswith("image") else 2))
+    return config
+
+
+def decoded(value: Any) -> Any:
+    """Numbers that JSON has no word for, as transformers writes them."""
+    if isinstance(value, dict):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: decoded(one) for key, one in value.items()}
+    return [decoded(one) for one in value] if isinstance(value, list) else value
+
+
+def has_media(config: Any) -> bool:
+    return any(getattr(config, part, None) is not None for part in MEDIA)
+
+
+def model_class(config: Any) -> Any:
+    """What the config says it was trained as, else the first training class there is for it.
+
+    Encoder-decoders and masked models come before causal ones: most have a causal class too, which is only their
+    decoder, or their encoder in disguise.
+    """
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    order: tuple[str, ...] = (*_SEQ2SEQ, *_TEXT, *_OTHER) if getattr(config, "is_encoder_decoder", False) else (*_TEXT, *_OTHER)
+    if getattr(config, "is_decoder", False):
+        order = ("CausalLM", *order)
+    if has_media(config):
+        order = (*_MIXED, *order)
+    for auto in [*(f"AutoModelFor{task}" for task in (*order, *_HEADS)), "AutoModel", *(f"AutoModelFor{task}" for task in _SECOND)]:
+        mapping = getattr(getattr(transformers, auto, None), "_model_mapping", {})
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    for found in _of_module(config):
+        return found
+    raise UserError(f"transformers has no model for {type(config).__name__}", "choose a model type that has one")
+
+
+def _of_module(config: Any) -> Iterator[Any]:
+    """Classes beside the config that are built from it, those with a task first: parts of larger models have no other name."""
+    from transformers import PreTrainedModel
+
+    home = type(config).__module__.replace("configuration_", "modeling_")
+    try:
+        module = importlib.import_module(home)
+    except ImportError:
+        return
+    own = [
+        one
+        for name, one in vars(module).items()
+        if isinstance(one, type) and issubclass(one, PreTrainedModel) and one.__module__ == home
+        and not name.endswith("PreTrainedModel") and getattr(one, "config_class", None) is type(config)
+    ]  # fmt: skip
+    yield from sorted(own, key=lambda one: ("For" not in one.__name__, not one.__name__.endswith("Model")))
