@@ -71,7 +71,12 @@ def test_a_drawn_type_has_an_answer_or_the_refusal_of_its_row(kind: str, sweep: 
     if "error" in told:
         pytest.skip(f"this transformers cannot build it: {told['error'][:100]}")
     try:
-        trace = traced(f"hf:{tmp_path / kind}", seq=TOKENS, micro_batch=row.get("micro_batch", 1))
+        try:
+            trace = traced(f"hf:{tmp_path / kind}", seq=TOKENS, micro_batch=row.get("micro_batch", 1))
+        except ForetellError as error:
+            if "positions" not in str(error):  # shorter than that, as it is asked for without a length
+                raise
+            trace = traced(f"hf:{tmp_path / kind}", micro_batch=row.get("micro_batch", 1))
     except ForetellError as error:
         told_why = error
     except Exception as error:
