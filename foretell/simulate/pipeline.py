@@ -92,8 +92,8 @@ def pipeline_time(ranks: Sequence[RankTrace], plan: Plan, cluster: Cluster, how:
 
 
 HALVES = {"I": 1.0, "W": 1.8}
-"""Half of a backward → host seconds as a share of those of the whole: torch walks the graph in Python for each. Measured on a CPU, in
-stages of 2 and 4 blocks (`torch.distributed.pipelining`: 0.95 to 0.98 and 1.8 to 2.0)."""
+"""Half of a backward → host seconds as a share of those of the whole: torch walks the graph in Python for each. Measured in stages of two
+blocks, on a CPU and on the host of an H200 (benchmarks/halves.py); in stages of eight the second takes 2.5 to 3.5."""
 
 class Events:
     """Seconds of the events of one rank."""
