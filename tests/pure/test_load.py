@@ -524,8 +524,8 @@ def test_hf_errors(tmp_path: Path, transformers: Any) -> None:
         "has no setting 'text_config.layers'"
         in fail(Source(model="hf:clip", overrides={"text_config.layers": 2}), UserError).problem
     )
-    error = fail(Source(model="hf:meta-llama/Llama-3.1-8B"), UserError)
-    assert "there is no file" in error.problem and "downloads nothing" in error.remedy
+    error = fail(Source(model="hf:nobody/no-such-model"), UnknownName)
+    assert "unknown model by its public name" in error.problem and "downloads nothing" in error.remedy
     assert "has no 'model_type'" in fail(Source(model=f"hf:{write(tmp_path, '{}', 'a.json')}"), UserError).problem
     assert "is not JSON" in fail(Source(model=f"hf:{write(tmp_path, '{', 'b.json')}"), UserError).problem
     error = fail(Source(model="hf:bert", overrides={**TINY["hf:bert"], "num_attention_heads": 3}), ModelError)
