@@ -1,8 +1,7 @@
 """Fake tensors look up every op in a cache; what they look it up by is made here, in half the time.
 
 The key has all that torch's own has: what it leaves out (memory format, layout, the figures of sparse tensors) follows from
-sizes and strides, or is the same for every tensor that is written down here. Where a tensor lies in its storage is left out for
-ops that make tensors of their own. Anything else is left to torch.
+sizes and strides, or is the same for every tensor that is written down here. Anything else is left to torch.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ class QuickKeys(FakeTensorMode):
             kind = type(args)
             if kind not in (tuple, list, dict):
                 return super()._prep_args_for_hash(result, args, state, id_hashed_objects)
-            describe = _described if _aliases(result[0]) else _described_apart
             result += (kind, len(args), *(args if kind is dict else ()))
             for arg in args.values() if kind is dict else args:
                 kind = type(arg)
                 if kind is FakeTensor and arg.fake_mode is self and arg.constant is None and _ordinary(arg):
-                    result.append(describe(arg))
+                    result.append(_described(arg))
                 elif kind in _PLAIN:
                     result += (kind, arg)
                 elif kind is tuple or kind is list:
@@ -44,28 +42,6 @@ class QuickKeys(FakeTensorMode):
 
 def _ordinary(tensor: Any) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor._has_symbolic_sizes_strides
-
-
-_known: dict[int, tuple[Any, bool]] = {}
-"""By identity: an overload's own hash takes longer."""
-
-
-def _aliases(func: Any) -> bool:
-    """Whether what an op gives lies in the storage of what it takes: only then does it matter where in it that is."""
-    found = _known.get(id(func))
-    if found is None:
-        schema = getattr(func, "_schema", None)
-        plain = schema is not None and not func.is_view and all(one.alias_info is None for one in (*schema.returns, *schema.arguments))
-        found = _known[id(func)] = (func, not plain)
-    return found[1]
-
-
-def _described_apart(tensor: Any) -> tuple[Any, ...]:
-    """Of an op that makes tensors of its own: loops over the pieces of a tensor (scans, experts) ask the same again and again."""
-    return (
-        tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.requires_grad, tensor.is_conj(), tensor.is_neg(),
-        tensor.is_inference(),
-    )  # fmt: skip
 
 
 def _described(tensor: Any) -> tuple[Any, ...]:
