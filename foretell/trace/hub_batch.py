@@ -487,6 +487,8 @@ def notes_on(model: Any, batch: Mapping[str, Any]) -> list[str]:
         told.append("CTC loss needs real lengths: the mean of the logits stands in for it")
     if any(one in takes for one in _PICTURES) and not any(one in batch for one in (*_PICTURES, *_FILMS)):
         told.append(f"{name} is given text only: its image part is in memory but does not run")
+    if "input_ids" in batch and any(one in takes for one in _SOUNDS) and not any(one in batch for one in _SOUNDS):
+        told.append(f"{name} is given no sound: its audio part is in memory but does not run")
     if "input_ids" in batch and any(one in batch for one in (*_PICTURES, *_FILMS, *_SOUNDS)):
         given = next(one for one in (*_PICTURES, *_FILMS, *_SOUNDS) if one in batch)
         shape = " × ".join(str(size) for size in batch[given].shape)

@@ -240,7 +240,7 @@ def _seconds(trace: Trace, ops: Sequence[Op], speeds: Speeds, *, around: bool = 
 
 
 USUAL_WAVES = 8.0
-"""Of the products of large layers, which messages of a backward run beside."""
+"""Of the products of large layers, which messages of a backward run beside. Assumed."""
 
 
 def network_drag(group: Fabric) -> float:
