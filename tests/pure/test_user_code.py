@@ -22,7 +22,7 @@ from foretell.report import html_data, html_detail
 from foretell.search import child as tracer
 from foretell.search import traces_file
 from foretell.search.traces import Traces
-from foretell.trace import hub, load, stored, user_code
+from foretell.trace import hub, hub_vision, load, stored, user_code
 from foretell.trace.child import ask_all
 from foretell.trace.load import Source
 from tests.pure import report_sample as sample
@@ -156,7 +156,7 @@ def test_a_config_file_names_models_alone(evil: Path) -> None:
 def test_settings_that_would_read_weights_are_refused() -> None:
     source = Source(model="timm:resnet18", overrides={"checkpoint_path": "evil.pth"})
     with pytest.raises(UserError, match="'checkpoint_path' of timm:resnet18 names files of weights"):
-        hub.reject_files(source, ("checkpoint_path",))
+        hub_vision.reject_files(source, ("checkpoint_path",))
 
 
 # ---------------------------------------------------------------- with stored traces nothing is needed
