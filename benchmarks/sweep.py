@@ -258,7 +258,7 @@ def is_answer(row: dict[str, Any]) -> bool:
     return row.get("exit") in (0, 1)
 
 
-def sweep(library: str, names: list[str], out: Path, real: str, folder: Path, quick: bool = False) -> None:
+def sweep(library: str, names: list[str], out: Path, real: str, folder: Path, quick: float = 0) -> None:
     from foretell.trace import hub_vision, server
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
@@ -280,10 +280,10 @@ def sweep(library: str, names: list[str], out: Path, real: str, folder: Path, qu
             if "error" in told:
                 row["excluded"] = told["error"]
             elif quick:
-                row.update(_traced(model))
+                row.update(_traced(model, quick))
                 if library == "hf" and row["exit"] not in (0, 1, 139) and told["step"] < LARGER:
                     larger = shrunken(name, folder / name, LARGER - 1)
-                    again = _traced(model) if "error" not in larger else {}
+                    again = _traced(model, quick) if "error" not in larger else {}
                     if again.get("exit") == 0:
                         row.update(again, shrunken=larger)
                         row.pop("error", None)
@@ -298,8 +298,8 @@ def sweep(library: str, names: list[str], out: Path, real: str, folder: Path, qu
             file.flush()
 
 
-def _traced(model: str) -> dict[str, Any]:
-    found = in_a_fork(lambda: trace(model), float(LIMIT))
+def _traced(model: str, limit: float) -> dict[str, Any]:
+    found = in_a_fork(lambda: trace(model), limit)
     return found if "exit" in found else {"exit": 139, "error": {"problem": found["error"]}}
 
 
@@ -329,6 +329,8 @@ def main() -> None:
     parser.add_argument("--failed", type=Path)
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--every", type=int, default=1, help="one name of so many")
+    parser.add_argument("--part", default="0/1", help="one of so many parts, for several processes at once: 3/16")
+    parser.add_argument("--limit", type=float, default=float(LIMIT), help="seconds that one trace may take")
     parser.add_argument("--drawn", type=int, help="so many of them, by the public seed")
     parser.add_argument("--really", action="store_true")
     parser.add_argument("--peaks", action="store_true", help="peak bytes predicted for this CPU beside those of a step run here")
@@ -354,10 +356,11 @@ def main() -> None:
     if asked.drawn:
         names = drawn(names, asked.drawn)
     done = rows_of(asked.out)
-    names = [name for name in names[:: asked.every] if f"{asked.library}:{name}" not in done]
+    part, parts = map(int, asked.part.split("/"))
+    names = [name for name in names[:: asked.every] if f"{asked.library}:{name}" not in done][part::parts]
     folder = asked.folder or Path(tempfile.gettempdir()) / "foretell-sweep"
     real = "peaks" if asked.peaks else "really" if asked.really else ""
-    sweep(asked.library, names, asked.out, real, folder, asked.quick)
+    sweep(asked.library, names, asked.out, real, folder, asked.limit if asked.quick else 0)
 
 
 if __name__ == "__main__":
