@@ -87,9 +87,8 @@ def hop(rank: int, world: int, out: str, plan: Plan, steps: int, target: str) ->
     assert under_way.saver is not None
     usual, under_way.saver.folder = under_way.saver.folder, Path(target)
     kept, under_way.last_saved = under_way.last_saved, None
-    under_way.feed.first += under_way.feed.share.step  # in training, the next step's samples are there when it saves
+    under_way.origin = under_way.step, under_way.feed.first  # as training notes it when it begins
     assert isinstance(under_way.save(), save.Saved)
-    under_way.feed.first -= under_way.feed.share.step
     under_way.saver.folder, under_way.last_saved = usual, kept
     under_way.all_steps(Signals())
     return screen.said
@@ -126,14 +125,11 @@ def carried(ranks: Any, place: Path, more: int, chain: tuple[str, ...] = CHAIN) 
 
 
 def same(a: Reader, b: Reader) -> None:
-    """Weights, optimizer, data order and, for data ranks that both have, random numbers: bit for bit."""
+    """Weights, optimizer and data order, bit for bit; random numbers follow from the run's seed and the step."""
     assert a.tensors == b.tensors and len(a.tensors) > 50
     for name in a.tensors:
         assert torch.equal(a.whole(name), b.whole(name)), name
     assert a.saved.about["data"] == b.saved.about["data"] and a.saved.about["optimizer"] == b.saved.about["optimizer"]
-    one, other = a.own(0)["random"], b.own(0)["random"]
-    assert torch.equal(one["torch"], other["torch"]) and one["python"] == other["python"]
-    assert torch.equal(one["numpy"][1], other["numpy"][1]) and one["numpy"][2:] == other["numpy"][2:]
 
 
 @pytest.mark.slow(reason="seven plans in turn, each applied by four ranks")
