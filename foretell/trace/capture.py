@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import random
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from foretell.errors import UserError
 from foretell.trace import types
+from foretell.trace.blame import is_users
 from foretell.trace.blocks import find_blocks
 from foretell.trace.collection import no_collection
 from foretell.trace.copies import plain_copies
@@ -23,7 +26,6 @@ from foretell.trace.devices import device_is_there
 from foretell.trace.flops import flops
 from foretell.trace.formulas import plain_formulas
 from foretell.trace.lazy import lazy_modules
-from foretell.trace.load import is_users
 from foretell.trace.ragged import any_lengths
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder, Row
@@ -33,6 +35,8 @@ from foretell.trace.wrappers import seen_through
 
 TRAIN_FIRST = ("micro_first", "micro_next", "update_first", "zero_grad")
 TRAIN_STEADY = ("micro_first", "micro_next", "update", "zero_grad")
+NUMBERS = (1.0, 0.5, 0.05, 4.0)
+"""What a number is taken to be that code reads and nothing is known of: the next where the code itself raises at one."""
 
 
 def capture(
@@ -51,7 +55,29 @@ def capture(
     `build` is called under a fake tensor mode: the factory functions it uses allocate nothing. Without a
     capability the step is traced as this machine's CPU runs it.
     """
-    recorder, release = Recorder(hints), release or torch.__version__
+    first: Exception | None = None
+    for number in NUMBERS:
+        recorder = Recorder(hints)
+        recorder.ordinary_number = number
+        try:
+            return _captured(recorder, build, recipe, capability, release or torch.__version__)
+        except Exception as error:
+            first = first or error
+            if isinstance(error, UserError) or not recorder.read_numbers or not _raised_by_users(error):
+                break
+    assert first is not None
+    raise first
+
+
+def _raised_by_users(error: BaseException) -> bool:
+    """Whether a line of the user's own raised it: a number that it was given may be one that does not occur."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return is_users(last.filename)
+
+
+def _captured(
+    recorder: Recorder, build: Callable[[], Workload], recipe: Recipe, capability: tuple[int, int] | None, release: str
+) -> types.Trace:
     choices = cuda_choices(recorder, capability, release) if capability else cpu_choices(recorder)
     with no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability):
         with no_initialisation():

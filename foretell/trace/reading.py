@@ -71,6 +71,8 @@ class Reading(QuickKeys):
         super().__init__()
         self.hints = dict(hints or {})
         self.assumed: set[str] = set()
+        self.ordinary_number = 1.0
+        """What a number is taken to be that nothing is known of."""
         self.patient = True
         """While the model is built, a question without an answer is an error: it is then built another way."""
         self.before_packing: Callable[[], None] = lambda: None
@@ -79,6 +81,7 @@ class Reading(QuickKeys):
         self._rows: list[Any] | None = None
         self._names: dict[Any, str] = {}
         self._looked: Counter[Any] = Counter()
+        self.read_numbers = False
         self._calls: list[int] = []
         self._numbers = itertools.count(1)
         self._taken_in = WeakIdKeyDictionary()
@@ -284,7 +287,8 @@ class Reading(QuickKeys):
         if (condition is not None and condition.loops and turn > 1) or turn > PATIENCE:
             other = (0.0, 1e6, 1.0)[turn % 3]
             return other if source.is_floating_point() else int(other)
-        answer: float | int = 1.0 if source.is_floating_point() else 1
+        answer: float | int = self.ordinary_number if source.is_floating_point() else 1
+        self.read_numbers = True
         self._assume(f"the number that {self._asker()} reads is taken to be {answer}")
         return answer
 
@@ -482,9 +486,20 @@ def _nms(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) -
     return kept
 
 
+def _lstsq(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
+    """Least squares as CUDA's only driver solves them: neither ranks nor singular values are found."""
+    rows, columns = args[0].shape[-2:]
+    vector = args[1].dim() == 1 or args[1].shape == args[0].shape[:-1]
+    right = args[1].shape[-1:] if not vector else ()
+    batch = args[0].shape[:-2] if vector else torch.broadcast_shapes(args[0].shape[:-2], args[1].shape[:-2])
+    with mode:
+        left = args[0].new_empty((*batch, *right)) if rows > columns else args[0].new_empty((0,))
+        return args[0].new_empty((*batch, columns, *right)), left, args[0].new_empty((0,), dtype=torch.int64), args[0].new_empty((0,))
+
+
 Special = Callable[[Reading, Any, Any, Any, float | None], Any]
 SPECIAL: dict[str, Special] = {
     "nonzero": _nonzero, "masked_select": _masked_select, "index": _index, "_unique2": _as_many, "unique_consecutive": _as_many,
     "unique_dim": _as_many, "unique_dim_consecutive": _as_many, "bincount": _bincount, "repeat_interleave": _repeat_interleave,
-    "nms": _nms,
+    "nms": _nms, "linalg_lstsq": _lstsq,
 }  # fmt: skip
