@@ -10,6 +10,7 @@ import ast
 import functools
 import inspect
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterable
@@ -40,7 +41,7 @@ _KNOWN = {
 """What PyTorch says of a step, and what can be done."""
 _SIZES = (
     "shape", "size of tensor", "sizes of tensors", "must match", "expanded size", "expected input", "mat1 and mat2", "same number of",
-    "dimension", "broadcast", "not supported: expected", "invalid for input of size", "channels", "size mismatch",
+    "dimension", "broadcast", "not supported: expected", "invalid for input of size", "channels", "size mismatch", "must have same", "out of range",
 )  # fmt: skip
 _NETWORK = ("URLError", "HTTPError", "gaierror", "ConnectionError", "ConnectionRefusedError", "LocalEntryNotFoundError", "OfflineModeIsEnabled")
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -88,6 +89,13 @@ def place(error: BaseException) -> str:
 
 
 _MADE_AT = "made at "
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)')
+_home: list[str] = []
+
+
+def at_home(folder: str) -> None:
+    """From where paths are told, whatever folder the user's code goes to."""
+    _home[:] = [folder]
 
 
 def made_at(error: BaseException, where: str) -> None:
@@ -103,7 +111,7 @@ def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
 def short(file: str) -> str:
     """A path as a user would type it: from the current folder where it lies in it."""
     try:
-        return str(Path(file).resolve().relative_to(Path(os.getcwd()).resolve()))
+        return str(Path(file).resolve().relative_to(Path(_home[0] if _home else os.getcwd()).resolve()))
     except (ValueError, OSError):
         return file
 
@@ -144,13 +152,14 @@ def _extent(node: Any) -> int:
     return len(ast.unparse(node))
 
 
-def users_line(dump: str) -> str:
-    """`mine.py:12, in forward` out of what faulthandler wrote (innermost first): the first line of the user's own."""
-    for line in dump.splitlines():
-        head, _, rest = line.strip().removeprefix('File "').partition('", line ')
-        number, _, name = rest.partition(" in ")
-        if number.isdigit() and is_users(head):
-            return f"{short(head)}:{number}, in {name}" if name and name != "<module>" else f"{short(head)}:{number}"
+def users_line(text: str, innermost_last: bool = False) -> str:
+    """`mine.py:12, in forward` out of a written stack, of faulthandler or of an exception: the innermost line of the user's own."""
+    lines = text.splitlines()
+    for line in reversed(lines) if innermost_last else lines:
+        found = _FRAME.match(line.strip())
+        if found is not None and is_users(found["file"]):
+            name = found["name"].strip()
+            return f"{short(found['file'])}:{found['line']}" + (f", in {name}" if name != "<module>" else "")
     return ""
 
 
@@ -163,7 +172,8 @@ def model_error(model: str, error: BaseException, doing: str = "building", remed
     lines = [*traceback.format_list(users_frames(error)), f"{type(error).__name__}: {error}"]
     if error.__cause__ is not None:
         lines += [f"\ncaused by {type(links[-1]).__name__}: {links[-1]}"]
-    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    said = str(error.msg) if isinstance(error, SyntaxError) else str(error)
+    message = next((line.strip() for line in said.splitlines() if line.strip()), "no message")
     if isinstance(error, SystemExit):
         message = f"the code ends the program: {message}"
     problem = f"{doing} {model} failed: {type(error).__name__}: {message}{at(place(error))}"
@@ -203,10 +213,12 @@ def remedy_of(error: BaseException) -> str:
 def _of_kind(error: BaseException) -> str:
     """By what PyTorch's fake tensors and Python call it."""
     name, text = type(error).__name__, str(error)
+    if name == "Left":
+        return "take that out: the process that runs the model is ended by foretell"
     if name in ("DataDependentOutputException", "DynamicOutputShapeException"):
         return f"say what it gives: --hint '{text.strip()}=1', or compute it from plain Python numbers there"
     if name == "UnsupportedOperatorException":
         return "the op has no rule for shapes: give it one with torch.library.register_fake, or use a plain PyTorch op"
     if isinstance(error, RuntimeError | ValueError | IndexError) and any(mark in text.lower() for mark in _SIZES):
         return "the sizes do not match at that line: print them there, or check them against the batch"
-    return "" if users_frames(error) else "--debug shows where"
+    return ""

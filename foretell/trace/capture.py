@@ -5,8 +5,9 @@ from __future__ import annotations
 import platform
 import random
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from foretell.errors import UserError
 from foretell.trace import types
-from foretell.trace.blame import is_users
+from foretell.trace.blame import is_users, made_at, users_frames, users_line
 from foretell.trace.blocks import find_blocks
 from foretell.trace.collection import no_collection
 from foretell.trace.copies import plain_copies
@@ -66,7 +67,23 @@ def capture(
             if isinstance(error, UserError) or not recorder.read_numbers or not _raised_by_users(error):
                 break
     assert first is not None
+    if recorder.in_backward and not isinstance(first, UserError) and not users_frames(first):
+        told: list[str] = []
+        with suppress(Exception):
+            _captured(Recorder(hints), build, recipe, capability, release or torch.__version__, _remembering(told))
+        made_at(first, next(filter(None, (users_line(text, innermost_last=True) for text in told)), ""))
     raise first
+
+
+@contextmanager
+def _remembering(told: list[str]) -> Iterator[None]:
+    """Let autograd remember the forward of every node: a backward that fails then writes down the lines that led to it."""
+    with warnings.catch_warnings(record=True) as found, torch.autograd.set_detect_anomaly(True, check_nan=False):
+        warnings.simplefilter("always")
+        try:
+            yield
+        finally:
+            told += [str(one.message) for one in found]
 
 
 def _raised_by_users(error: BaseException) -> bool:
@@ -76,15 +93,16 @@ def _raised_by_users(error: BaseException) -> bool:
 
 
 def _captured(
-    recorder: Recorder, build: Callable[[], Workload], recipe: Recipe, capability: tuple[int, int] | None, release: str
-) -> types.Trace:
+    recorder: Recorder, build: Callable[[], Workload], recipe: Recipe, capability: tuple[int, int] | None, release: str,
+    around: AbstractContextManager[None] | None = None,
+) -> types.Trace:  # fmt: skip
     choices = cuda_choices(recorder, capability, release) if capability else cpu_choices(recorder)
     with no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability):
         with no_initialisation():
             workload = build()
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
         resident = _resident(recorder, step.workload)
-        with recorder.modules(workload.model), real_masks(recorder):
+        with recorder.modules(workload.model), real_masks(recorder), around or nullcontext():
             if recipe.mode == "infer":
                 with recorder.program("forward"):
                     step.evaluate()

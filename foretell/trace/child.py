@@ -110,7 +110,8 @@ def _died(asked: Mapping[str, Any], ended: Ended, time_limit: float) -> Foretell
 
 def _printed(tail: str) -> str:
     """The end of what the code printed, without the frames that faulthandler wrote."""
-    lines = [line for line in tail.strip().splitlines() if not line.startswith(('  File "', "Current thread", "Extension modules"))]
+    stack = ('  File "', "Current thread", "Stack (most recent", "Extension modules", "Fatal Python error")
+    lines = [line for line in tail.strip().splitlines() if not line.startswith(stack)]
     return "\n".join(lines[-12:])
 
 
@@ -140,7 +141,7 @@ def answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _trace(asked: Mapping[str, Any], summed: bool = False) -> dict[str, Any]:
     import time
 
-    from foretell.trace.blame import step_error
+    from foretell.trace.blame import at_home, step_error
     from foretell.trace.cache import file_hashes
     from foretell.trace.deep import capture_deep
     from foretell.trace.file import dumps
@@ -149,6 +150,7 @@ def _trace(asked: Mapping[str, Any], summed: bool = False) -> dict[str, Any]:
 
     source, recipe = Source(**asked["source"]), Recipe.from_json(asked["recipe"])
     started, home = time.perf_counter(), os.getcwd()
+    at_home(home)
 
     def build() -> Workload:
         os.chdir(home)  # a model may be built more than once, and may change the folder

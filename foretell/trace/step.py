@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from foretell.errors import ModelError
 from foretell.trace.adapt import adapt
-from foretell.trace.blame import BATCH_REMEDY, at, defined, written
+from foretell.trace.blame import BATCH_REMEDY, at, defined, made_at, written
 from foretell.trace.blocks import find_blocks
 from foretell.trace.recipe import Recipe
 
@@ -130,8 +130,11 @@ class Step:
 
     def _frozen_at(self) -> str:
         """Where the user's code freezes, as far as that can be seen; else where the model is defined."""
-        files = dict.fromkeys(inspect.getsourcefile(type(one)) or "" for one in self.model.modules() if defined(type(one)))
-        return written(files, "requires_grad") or defined(type(self.model))
+        return written(self._files(), "requires_grad") or defined(type(self.model))
+
+    def _files(self) -> list[str]:
+        """The user's files that the model's classes are from."""
+        return list(dict.fromkeys(inspect.getsourcefile(type(one)) or "" for one in self.model.modules() if defined(type(one))))
 
     def micro_batch(self) -> None:
         self.backwards = 0
@@ -162,11 +165,16 @@ class Step:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip)
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
+        try:
+            if self.scaler is not None:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                self.optimizer.step()
+        except RuntimeError as error:
+            if "sparse gradients" in str(error):
+                made_at(error, written(self._files(), "sparse=True"))
+            raise
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
