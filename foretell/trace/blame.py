@@ -26,13 +26,17 @@ _NO_CUDA = (
     "cudagetdevicecount",
 )  # fmt: skip
 _EXTENSION = "a compiled extension reads the tensor itself: use a plain PyTorch op there"
+_LINALG = "linear algebra takes no bf16, on a GPU neither: --precision fp32, or torch.autocast(..., enabled=False) and .float() around it"
 _KNOWN = {
     "Unsupported dtype BFloat16": "Fourier transforms take no bf16, on a GPU neither: --precision fp32, or .float() before them",
+    "types other than float and double": _LINALG,
+    "Low precision dtypes not supported": _LINALG,
     "not support sparse gradients": "make the embedding with sparse=False, or train with --optimizer sgd",
     "Expected more than 1 value per channel": "a batch norm sees one number here, as on a GPU: --micro-batch 2",
     "but its data is not allocated yet": _EXTENSION,
     "Cannot access data pointer": _EXTENSION,
     "numpy.ndarray": "make the arrays tensors: torch.as_tensor(array), with dtype=torch.float32 where they are weights or pictures",
+    "must be Tensor, not dict": f"{BATCH_REMEDY}: no entry is named like an argument of it, so it was given all of them as one",
     "must be Tensor, not NoneType": "something that forward needs is not in the batch, or a function returned nothing",
     "does not require grad and does not have a grad_fn": "keep .detach(), .item() and torch.no_grad() out of the way to the loss",
     "modified by an inplace operation": "an op in place changes what backward still needs: write x = x + y, not x += y",

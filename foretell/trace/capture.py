@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import random
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +25,7 @@ from foretell.trace.copies import plain_copies
 from foretell.trace.cpu import cpu_choices
 from foretell.trace.cuda import cuda_choices, real_masks
 from foretell.trace.devices import device_is_there
+from foretell.trace.doubts import ONE_DRAW
 from foretell.trace.flops import flops
 from foretell.trace.formulas import plain_formulas
 from foretell.trace.lazy import lazy_modules
@@ -153,8 +155,11 @@ def _not_needed(initialise: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _train(recorder: Recorder, step: Step, resident: list[int]) -> _Roles:
     step.create_optimizer()
+    drawn = _drawn()
     with recorder.program("micro_first"):
         step.micro_batch()
+    if _drawn() != drawn and not type(step.model).__module__.startswith("foretell.zoo."):
+        recorder.assumed.add(f"what Python's or numpy's random gives the step {ONE_DRAW}")
     roles = _Roles(recorder, step, resident)
     if step.recipe.accumulate > 1:
         with recorder.program("micro_next"):
@@ -167,6 +172,13 @@ def _train(recorder: Recorder, step: Step, resident: list[int]) -> _Roles:
     with recorder.program("zero_grad"):
         step.zero_grad()
     return roles
+
+
+def _drawn() -> tuple[Any, ...]:
+    """Where the generators are that Python code draws from: what they give is read at once, and may decide what is done."""
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else ()
+    return random.getstate(), *(one.tobytes() if hasattr(one, "tobytes") else one for one in state)
 
 
 def _resident(recorder: Recorder, workload: Workload) -> list[int]:

@@ -411,7 +411,9 @@ def _call_by_name(
 
 def _load_file(source: Source) -> Workload:
     import torch
+    from torch.utils import _pytree as pytree
 
+    from foretell.trace.aside import opened
     from foretell.trace.step import Workload
 
     path, name = _path_and_name(source.model)
@@ -432,12 +434,13 @@ def _load_file(source: Source) -> Workload:
     if parts.get("batch") is None and callable(getattr(module, "data", None)) and name != "data":
         parts["batch"] = _first_samples(lambda: call(module.data, {"split": "train", **sizes}, f"{path}:data"), source)
     batch = tuple(parts["batch"]) if isinstance(parts.get("batch"), list) else parts.get("batch")
-    if not isinstance(batch, Mapping | tuple | torch.Tensor):
+    opened(batch)
+    if not isinstance(batch, Mapping | tuple | torch.Tensor) and not pytree.tree_any(lambda leaf: isinstance(leaf, torch.Tensor), batch):
         found = "no batch" if batch is None else f"a batch of type {type(batch).__name__}"
         where = at(defined(getattr(module, "batch", None) or made_by))
         raise UserError(
             f"{source.model} gives {found}{where}",
-            "return (model, batch) or define batch() or data() in the same file; a batch is a dict, a tuple or a tensor",
+            "return (model, batch) or define batch() or data() in the same file; a batch is a dict, tuple, tensor or object with tensors",
             EXAMPLE,
         )
     own = getattr(module, "losses", None)

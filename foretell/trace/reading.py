@@ -55,6 +55,7 @@ ORDINARY = {
 }  # fmt: skip
 """Questions about a whole tensor, answered as ordinary data would: no padding, no NaN, a mask that masks nothing."""
 _TRUE = {"_is_all_true": True, "_is_any_true": False, "equal": True, "allclose": True, "is_nonzero": False}
+_PACK = _aten._pack_padded_sequence.default
 _COALESCE = _aten._coalesce.default
 """Its shape rule finds no element at all."""
 PATIENCE = 64
@@ -246,6 +247,8 @@ class Reading(QuickKeys):
     def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _ITEM:
             return self._item(func, args[0])
+        if func is _PACK:
+            self.before_packing()
         hint = self._hint(self._name(func), self._here())
         if hint is None:
             found = self._really(func, args, kwargs)

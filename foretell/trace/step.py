@@ -206,6 +206,8 @@ def given(forward: Callable[..., Any], batch: Batch) -> tuple[tuple[Any, ...], d
     if isinstance(batch, Mapping):
         signature = inspect.signature(forward).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values())
+        if not takes_any and len(signature) == 1 and not signature.keys() & batch.keys():
+            return (batch,), {}  # forward(self, batch)
         return (), {key: value for key, value in batch.items() if takes_any or key in signature}
     if isinstance(batch, tuple):
         return batch[: places(forward, len(batch))], {}
