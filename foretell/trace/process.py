@@ -236,6 +236,12 @@ def serve(work: Callable[[list[Any], Callable[[Message], None]], None]) -> None:
 
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
     faulthandler.enable(file=2, all_threads=False)  # what crashes says where it was
+
+    def quiet() -> None:  # where the user's code forks, only the worker says where it is
+        faulthandler.unregister(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    os.register_at_fork(after_in_child=quiet)
     worker = os.getpid()
 
     def reply(message: Message) -> None:
