@@ -33,6 +33,7 @@ from foretell.trace.ragged import any_lengths
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder, Row
 from foretell.trace.step import Step, Workload
+from foretell.trace.subclasses import own_classes
 from foretell.trace.values import value_of
 from foretell.trace.wrappers import seen_through
 
@@ -119,7 +120,7 @@ def any_code(recorder: Recorder, capability: tuple[int, int] | None) -> Iterator
     """Until the end of the block, code may do on fake tensors what it does on real ones."""
     with (
         plain_copies(), lazy_modules(), device_is_there(capability, is_users), seen_through(recorder.assumed.add),
-        recorder.reads(), any_lengths(recorder),
+        recorder.reads(), any_lengths(recorder), own_classes(),
     ):  # fmt: skip
         yield
 
