@@ -23,7 +23,7 @@ from foretell.runtime.corpus import text_form
 from foretell.trace import hub, load
 from foretell.trace.capture import no_initialisation
 from foretell.trace.load import Source
-from foretell.trace.step import Workload
+from foretell.trace.step import Workload, forward_of, given, places
 
 ZOO = Path(zoo.__file__).parent
 _IMPORTS = "from typing import Any\n\nimport torch\nfrom torch import Tensor, nn\n"
@@ -234,7 +234,8 @@ def _loss_text(source: Source, workload: Workload, plan: Plan, folder: Path) -> 
         head, loss = f"{head}\n\ncompiled_loss = torch.compile({loss})", "compiled_loss"
     call = _call_text(workload)
     if loss:
-        made = f"{loss}({call}, rows)"
+        alone = workload.loss is not None and places(workload.loss, 2) == 1
+        made = f"{loss}({call})" if alone else f"{loss}({call}, rows)"
     elif isinstance(getattr(_tried(workload), "loss", None), Tensor):
         made = f"{call}.loss.mean()" if source.model.startswith("hf:") else f"{call}.loss"
     else:
@@ -251,14 +252,14 @@ def compute_loss(model: nn.Module, rows: Any) -> Tensor:
 def _call_text(workload: Workload) -> str:
     """How the model is called with a batch."""
     batch = workload.batch
-    if isinstance(batch, Mapping):
-        takes = inspect.signature(workload.model.forward).parameters
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
-        keys = [key for key in batch if takes_any or key in takes]
-        if not all(map(is_word, keys)):
-            return "model(**{" + ", ".join(f"{literal(key)}: rows[{literal(key)}]" for key in keys) + "})"
-        return f"model({', '.join(f'{key}=rows[{literal(key)}]' for key in keys)})"
-    return "model(*rows)" if isinstance(batch, tuple) else "model(rows)"
+    args, kwargs = given(forward_of(workload.model), batch)
+    if isinstance(batch, Mapping) and not args:
+        if not all(map(is_word, kwargs)):
+            return "model(**{" + ", ".join(f"{literal(key)}: rows[{literal(key)}]" for key in kwargs) + "})"
+        return f"model({', '.join(f'{key}=rows[{literal(key)}]' for key in kwargs)})"
+    if isinstance(batch, tuple):
+        return "model(*rows)" if len(args) == len(batch) else f"model(*rows[:{len(args)}])"
+    return "model(rows)"
 
 
 def _tried(workload: Workload) -> Any:

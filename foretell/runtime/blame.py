@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from foretell.trace.load import is_users
+from foretell.trace.blame import is_users
 
 _FORETELL = Path(__file__).resolve().parents[1]
 _TORCH = Path(torch.__file__).resolve().parent

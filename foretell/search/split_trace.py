@@ -59,9 +59,10 @@ WAIT = "foretell.tensor_wait"
 
 def trace_split(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Answer a request whose `tp` says over how many ranks to split, and how."""
+    from foretell.trace.blame import step_error
     from foretell.trace.cache import file_hashes
     from foretell.trace.file import dumps
-    from foretell.trace.load import notes, step_error, user_files
+    from foretell.trace.load import notes, user_files
 
     source, recipe = Source(**asked["source"]), Recipe.from_json(asked["recipe"])
     wish: dict[str, Any] = {"ranks": 1, "sequence": True, "loss": True, "rules": {}, **asked.get("tp", {})}
@@ -75,7 +76,7 @@ def trace_split(asked: Mapping[str, Any]) -> dict[str, Any]:
             trace = replace(trace, meta={**trace.meta, WORK: work_of_all(first, trace, context)})
     except ForetellError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise step_error(source.model, error) from error
     told = {"notes": [*derived.notes], "split": list(derived.report())} if derived else {"notes": []}
     return {"text": dumps(trace), "files": file_hashes(user_files()), **told, "notes": [*notes(), *told["notes"]]}

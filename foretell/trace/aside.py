@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -63,3 +64,26 @@ def as_ambient(workload: Workload) -> Workload:
         for tensors in (module._parameters, module._buffers, vars(module)):
             tensors.update({key: renew(value) for key, value in tensors.items() if isinstance(value, torch.Tensor)})
     return replace(workload, batch=pytree.tree_map(renew, workload.batch))
+
+
+def opened(batch: Any) -> None:
+    """Let PyTorch's trees see the tensors in objects of a batch: dataclasses, dicts of the user's own kind."""
+
+    def parts(value: Any) -> tuple[list[Any], Any]:
+        return list(vars(value).values()), (value, tuple(vars(value)))
+
+    def whole(found: Any, context: Any) -> Any:
+        made = copy.copy(context[0])
+        made.__dict__.update(zip(context[1], found, strict=True))
+        return made
+
+    while True:
+        kinds = {
+            type(leaf) for leaf in pytree.tree_leaves(batch)
+            if not isinstance(leaf, (torch.Tensor, torch.nn.Module, type)) and hasattr(leaf, "__dict__") and not callable(leaf)
+            and any(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(list(vars(leaf).values())))
+        }  # fmt: skip
+        if not kinds:
+            return
+        for kind in kinds:
+            pytree.register_pytree_node(kind, parts, whole)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import platform
 import random
+import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 from unittest import mock
 
@@ -13,26 +16,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from foretell.errors import UserError
 from foretell.trace import types
+from foretell.trace.blame import is_users, made_at, users_frames, users_line
 from foretell.trace.blocks import find_blocks
 from foretell.trace.collection import no_collection
 from foretell.trace.copies import plain_copies
 from foretell.trace.cpu import cpu_choices
 from foretell.trace.cuda import cuda_choices, real_masks
 from foretell.trace.devices import device_is_there
+from foretell.trace.doubts import ONE_DRAW
 from foretell.trace.flops import flops
 from foretell.trace.formulas import plain_formulas
 from foretell.trace.lazy import lazy_modules
-from foretell.trace.load import is_users
 from foretell.trace.ragged import any_lengths
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder, Row
 from foretell.trace.step import Step, Workload
+from foretell.trace.subclasses import own_classes
 from foretell.trace.values import value_of
 from foretell.trace.wrappers import seen_through
 
 TRAIN_FIRST = ("micro_first", "micro_next", "update_first", "zero_grad")
 TRAIN_STEADY = ("micro_first", "micro_next", "update", "zero_grad")
+NUMBERS = (1.0, 0.5, 0.05, 4.0)
+"""What a number is taken to be that code reads and nothing is known of: the next where the code itself raises at one."""
 
 
 def capture(
@@ -51,14 +59,53 @@ def capture(
     `build` is called under a fake tensor mode: the factory functions it uses allocate nothing. Without a
     capability the step is traced as this machine's CPU runs it.
     """
-    recorder, release = Recorder(hints), release or torch.__version__
+    first: Exception | None = None
+    for number in NUMBERS:
+        recorder = Recorder(hints)
+        recorder.ordinary_number = number
+        try:
+            return _captured(recorder, build, recipe, capability, release or torch.__version__)
+        except Exception as error:
+            first = first or error
+            if isinstance(error, UserError) or not recorder.read_numbers or not _raised_by_users(error):
+                break
+    assert first is not None
+    if recorder.in_backward and not isinstance(first, UserError) and not users_frames(first):
+        told: list[str] = []
+        with suppress(Exception):
+            _captured(Recorder(hints), build, recipe, capability, release or torch.__version__, _remembering(told))
+        made_at(first, next(filter(None, (users_line(text, innermost_last=True) for text in told)), ""))
+    raise first
+
+
+@contextmanager
+def _remembering(told: list[str]) -> Iterator[None]:
+    """Let autograd remember the forward of every node: a backward that fails then writes down the lines that led to it."""
+    with warnings.catch_warnings(record=True) as found, torch.autograd.set_detect_anomaly(True, check_nan=False):
+        warnings.simplefilter("always")
+        try:
+            yield
+        finally:
+            told += [str(one.message) for one in found]
+
+
+def _raised_by_users(error: BaseException) -> bool:
+    """Whether a line of the user's own raised it: a number that it was given may be one that does not occur."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return is_users(last.filename)
+
+
+def _captured(
+    recorder: Recorder, build: Callable[[], Workload], recipe: Recipe, capability: tuple[int, int] | None, release: str,
+    around: AbstractContextManager[None] | None = None,
+) -> types.Trace:  # fmt: skip
     choices = cuda_choices(recorder, capability, release) if capability else cpu_choices(recorder)
     with no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability):
         with no_initialisation():
             workload = build()
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
         resident = _resident(recorder, step.workload)
-        with recorder.modules(workload.model), real_masks(recorder):
+        with recorder.modules(workload.model), real_masks(recorder), around or nullcontext():
             if recipe.mode == "infer":
                 with recorder.program("forward"):
                     step.evaluate()
@@ -73,7 +120,7 @@ def any_code(recorder: Recorder, capability: tuple[int, int] | None) -> Iterator
     """Until the end of the block, code may do on fake tensors what it does on real ones."""
     with (
         plain_copies(), lazy_modules(), device_is_there(capability, is_users), seen_through(recorder.assumed.add),
-        recorder.reads(), any_lengths(recorder),
+        recorder.reads(), any_lengths(recorder), own_classes(),
     ):  # fmt: skip
         yield
 
@@ -109,8 +156,11 @@ def _not_needed(initialise: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _train(recorder: Recorder, step: Step, resident: list[int]) -> _Roles:
     step.create_optimizer()
+    drawn = _drawn()
     with recorder.program("micro_first"):
         step.micro_batch()
+    if _drawn() != drawn and not type(step.model).__module__.startswith("foretell.zoo."):
+        recorder.assumed.add(f"what Python's or numpy's random gives the step {ONE_DRAW}")
     roles = _Roles(recorder, step, resident)
     if step.recipe.accumulate > 1:
         with recorder.program("micro_next"):
@@ -123,6 +173,13 @@ def _train(recorder: Recorder, step: Step, resident: list[int]) -> _Roles:
     with recorder.program("zero_grad"):
         step.zero_grad()
     return roles
+
+
+def _drawn() -> tuple[Any, ...]:
+    """Where the generators are that Python code draws from: what they give is read at once, and may decide what is done."""
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else ()
+    return random.getstate(), *(one.tobytes() if hasattr(one, "tobytes") else one for one in state)
 
 
 def _resident(recorder: Recorder, workload: Workload) -> list[int]:

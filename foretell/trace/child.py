@@ -10,15 +10,19 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foretell import errors
 from foretell.errors import ForetellError, InternalError, ModelError, UserError
 from foretell.trace import server, user_code
+from foretell.trace.blame import at, users_line
 from foretell.trace.load import Source
 from foretell.trace.process import TIME_LIMIT, Ended, Progress, Stop, ask, here, serve
 from foretell.trace.recipe import Recipe
 from foretell.units import human_seconds
+
+if TYPE_CHECKING:
+    from foretell.trace.step import Workload
 
 WORKERS = 2
 """Processes that trace side by side: each may need a gigabyte or two."""
@@ -74,29 +78,41 @@ def ask_all(
 
 
 def _died(asked: Mapping[str, Any], ended: Ended, time_limit: float) -> ForetellError:
-    model = asked["source"]["model"]
-    tail = "\n".join(ended.tail.strip().splitlines()[-12:])
+    """Why a process that traced is gone, and at which line of the user's it was."""
+    model, tail = asked["source"]["model"], _printed(ended.tail)
+    where = at(users_line(ended.tail))
     if ended.code is None:
         return ModelError(
-            f"tracing {model} took longer than the time limit of {human_seconds(time_limit)}",
+            f"tracing {model} took longer than the time limit of {human_seconds(time_limit)}{where}",
             f"a longer one, such as --time-limit {human_seconds(3 * time_limit, short=True)}, or a smaller model or batch; "
             "see that its file neither waits nor loops for ever",
             tail,
         )  # fmt: skip
     if ended.code == -signal.SIGKILL:
         return ModelError(
-            f"tracing {model} was killed, most likely for want of memory on this machine",
+            f"tracing {model} was killed from outside, most likely for want of memory on this machine",
             "build the model without real tensors of full size (no torch.load, no numpy arrays) in its constructor",
             tail,
         )
     if ended.code < 0:
         name = signal.Signals(-ended.code).name
         return ModelError(
-            f"the code of {model} aborted the process that traced it ({name})",
-            "a compiled extension or a CUDA call in the model does that; build it with plain PyTorch ops",
+            f"the process that traced {model} crashed ({name}){where}",
+            "if that line calls a compiled extension, use a plain PyTorch op; if it does not, the mistake is foretell's: please report it",
             tail,
         )
-    return InternalError(f"the tracing process ended with code {ended.code} and no reply\n{tail}")
+    return ModelError(
+        f"the process that traced {model} was left with exit status {ended.code} and no answer{where}",
+        "take out what ends the process (an extension may do it); if there is no such thing, the mistake is foretell's: please report it",
+        tail,
+    )
+
+
+def _printed(tail: str) -> str:
+    """The end of what the code printed, without the frames that faulthandler wrote."""
+    stack = ('  File "', "Current thread", "Stack (most recent", "Extension modules", "Fatal Python error")
+    lines = [line for line in tail.strip().splitlines() if not line.startswith(stack)]
+    return "\n".join(lines[-12:])
 
 
 def _as_error(data: Mapping[str, str]) -> ForetellError:
@@ -125,22 +141,30 @@ def answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _trace(asked: Mapping[str, Any], summed: bool = False) -> dict[str, Any]:
     import time
 
+    from foretell.trace.blame import at_home, step_error
     from foretell.trace.cache import file_hashes
     from foretell.trace.deep import capture_deep
     from foretell.trace.file import dumps
-    from foretell.trace.load import load, notes, step_error, user_files
+    from foretell.trace.leaving import staying
+    from foretell.trace.load import load, notes, user_files
 
     source, recipe = Source(**asked["source"]), Recipe.from_json(asked["recipe"])
-    started = time.perf_counter()
+    started, home = time.perf_counter(), os.getcwd()
+    at_home(home)
+
+    def build() -> Workload:
+        os.chdir(home)  # a model may be built more than once, and may change the folder
+        return load(source).summed() if summed else load(source)
+
     try:
-        trace = capture_deep(
-            lambda: load(source).summed() if summed else load(source), recipe, capability=tuple(asked["capability"]),
-            hints=asked["hints"],
-        )  # fmt: skip
+        with staying():
+            trace = capture_deep(build, recipe, capability=tuple(asked["capability"]), hints=asked["hints"])
     except ForetellError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise step_error(source.model, error) from error
+    finally:
+        os.chdir(home)
     seconds = time.perf_counter() - started
     return {"text": dumps(trace), "files": file_hashes(user_files()), "notes": notes(), "seconds": seconds}
 

@@ -20,7 +20,7 @@ _WRITES = frozenset({"__setitem__"})
 
 
 def record(workload: Workload) -> Flow:
-    from foretell.trace.load import step_error
+    from foretell.trace.blame import step_error
 
     watch = _Watch(workload.model)
     recorder = Recorder()

@@ -8,14 +8,11 @@ plain factory calls. The caller decides where they live: under FakeTensorMode no
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import importlib.util
 import inspect
 import itertools
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
@@ -27,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from foretell import zoo
 from foretell.errors import ForetellError, ModelError, UnknownName, UserError, near_names
 from foretell.trace import user_code
+from foretell.trace.blame import CUDA_REMEDY, at, chain, defined, is_users, model_error
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,22 +39,8 @@ def batch(model, micro_batch, seq): return {"x": torch.randint(0, 1000, (micro_b
 def loss(output, batch): return output.float().mean()"""
 MODEL_NAMES = ("model", "build")
 """What a file's function is called when only the file is named."""
-_NO_CUDA = (
-    "not compiled with cuda", "not linked with support for cuda", "nvidia driver", "no cuda gpus", "no nvidia",
-    "cudagetdevicecount",
-)  # fmt: skip
-_CUDA_REMEDY = "build the model on the CPU or meta device; foretell decides where it runs"
 _POSITION_TABLES = {"wpe", "positions", "position_embeddings", "embed_positions", "position_embedding"}
 _READS_VALUES = "the code reads the value of a tensor (.item(), bool(), tolist(), x[mask]): use plain Python numbers there"
-_STEP_REMEDIES = {
-    "Unsupported dtype BFloat16": "Fourier transforms take no bf16, on a GPU neither: --precision fp32, or .float() before them",
-    "not support sparse gradients": "make the embedding with sparse=False, or train with --optimizer sgd",
-    "Expected more than 1 value per channel": "a batch norm sees one number here, as on a GPU: --micro-batch 2",
-    "but its data is not allocated yet": "a compiled extension reads the tensor itself: use a plain PyTorch op there",
-    "Cannot access data pointer": "a compiled extension reads the tensor itself: use a plain PyTorch op there",
-}
-"""What PyTorch says of a step, and what can be done."""
-_INSTALLED = {"site-packages", "dist-packages"}
 _numbers = count()
 _notes: list[str] = []
 
@@ -136,52 +120,6 @@ def user_files() -> list[str]:
     """Files of imported modules that are the user's own (or the zoo's): what a cached trace depends on."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     return sorted({str(Path(file).resolve()) for file in files if isinstance(file, str) and is_users(file)})
-
-
-@functools.cache
-def is_users(file: str) -> bool:
-    """Whether a Python file is the user's: not the interpreter's, not an installed package's, not foretell's own."""
-    if not file.endswith(".py") or _INSTALLED & set(Path(file).parts):
-        return False
-    path = Path(file).resolve()
-    if _INSTALLED & set(path.parts) or not path.is_file():
-        return False
-    own = Path(__file__).resolve().parents[1]
-    if path.is_relative_to(own):
-        return path.is_relative_to(own / "zoo")
-    return not any(path.is_relative_to(folder) for folder in _interpreter_folders())
-
-
-@functools.cache
-def _interpreter_folders() -> set[Path]:
-    return {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "scripts")}
-
-
-def model_error(model: str, error: BaseException, doing: str = "building", remedy: str = "") -> ModelError:
-    """The user's exception as ours: what failed, the frames of theirs that led to it, and what it came from."""
-    chain = _chain(error)
-    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    lines = traceback.format_list(theirs) + traceback.format_exception_only(error)
-    if error.__cause__ is not None:
-        lines += [f"caused by {type(chain[-1]).__name__}: {chain[-1]}"]
-    cuda = any(mark in str(link).lower() for link in chain for mark in _NO_CUDA)
-    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-    problem = f"{doing} {model} failed: {type(error).__name__}: {message}"
-    return ModelError(problem, _CUDA_REMEDY if cuda else remedy, "".join(lines).rstrip())
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """An exception and what it came from."""
-    chain = [error]
-    while (link := chain[-1].__cause__ or chain[-1].__context__) is not None and link not in chain:
-        chain.append(link)
-    return chain
-
-
-def step_error(model: str, error: BaseException) -> ModelError:
-    """The same for an exception out of a step of a model that was built."""
-    known = next((remedy for said, remedy in _STEP_REMEDIES.items() if said in str(error)), None)
-    return model_error(model, error, "one step of", known or "check that the batch is what forward and the loss take")
 
 
 def reject_unknown(overrides: Iterable[str], known: Iterable[str], owner: str) -> None:
@@ -281,7 +219,7 @@ def _check_built(source: Source, workload: Workload) -> None:
     tensors = [*workload.model.parameters(), *workload.model.buffers(), *pytree.tree_leaves(workload.batch)]
     strange = {leaf.device.type for leaf in tensors if isinstance(leaf, torch.Tensor)} - allowed
     if strange:
-        raise ModelError(f"building {source.model} placed tensors on {', '.join(sorted(strange))}", _CUDA_REMEDY)
+        raise ModelError(f"building {source.model} placed tensors on {', '.join(sorted(strange))}", CUDA_REMEDY)
     _check_positions(source, workload.model)
 
 
@@ -433,7 +371,7 @@ def _import_mended(path: Path) -> ModuleType:
     try:
         return _import_file(path)
     except Exception as error:
-        if not any("torchvision::" in str(link) for link in _chain(error)):
+        if not any("torchvision::" in str(link) for link in chain(error)):
             raise
         from foretell.trace import hub
 
@@ -473,7 +411,9 @@ def _call_by_name(
 
 def _load_file(source: Source) -> Workload:
     import torch
+    from torch.utils import _pytree as pytree
 
+    from foretell.trace.aside import opened
     from foretell.trace.step import Workload
 
     path, name = _path_and_name(source.model)
@@ -481,9 +421,11 @@ def _load_file(source: Source) -> Workload:
     name = name or next((usual for usual in MODEL_NAMES if hasattr(module, usual)), "")
     sizes = {"micro_batch": source.micro_batch, "seq": source.seq, "image": source.image}
     made: Any = getattr(module, name, None)
+    made_by = made
     if not isinstance(made, torch.nn.Module):
-        made = _call_by_name(_member(module, name, path), sizes, source.overrides, source.model)
-    parts = _parts(source.model, made)
+        made_by = _member(module, name, path)
+        made = _call_by_name(made_by, sizes, source.overrides, source.model)
+    parts = _parts(source.model, made, at(defined(made_by)))
     for part in ("batch", "loss"):
         if parts.get(part) is None and callable(getattr(module, part, None)) and name != part:
             parts[part] = getattr(module, part)
@@ -492,11 +434,13 @@ def _load_file(source: Source) -> Workload:
     if parts.get("batch") is None and callable(getattr(module, "data", None)) and name != "data":
         parts["batch"] = _first_samples(lambda: call(module.data, {"split": "train", **sizes}, f"{path}:data"), source)
     batch = tuple(parts["batch"]) if isinstance(parts.get("batch"), list) else parts.get("batch")
-    if not isinstance(batch, Mapping | tuple | torch.Tensor):
+    opened(batch)
+    if not isinstance(batch, Mapping | tuple | torch.Tensor) and not pytree.tree_any(lambda leaf: isinstance(leaf, torch.Tensor), batch):
         found = "no batch" if batch is None else f"a batch of type {type(batch).__name__}"
+        where = at(defined(getattr(module, "batch", None) or made_by))
         raise UserError(
-            f"{source.model} gives {found}",
-            "return (model, batch) or define batch() or data() in the same file; a batch is a dict, a tuple or a tensor",
+            f"{source.model} gives {found}{where}",
+            "return (model, batch) or define batch() or data() in the same file; a batch is a dict, tuple, tensor or object with tensors",
             EXAMPLE,
         )
     own = getattr(module, "losses", None)
@@ -548,7 +492,7 @@ def _first_samples(data: Callable[[], Any], source: Source) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), batch) if fake else batch
 
 
-def _parts(model: str, made: Any) -> dict[str, Any]:
+def _parts(model: str, made: Any, where: str) -> dict[str, Any]:
     """Model, batch and loss of whatever the user's function returned."""
     import torch
 
@@ -562,7 +506,7 @@ def _parts(model: str, made: Any) -> dict[str, Any]:
         parts = dict(made)
     if not isinstance(parts.get("model"), torch.nn.Module):
         raise UserError(
-            f"{model} returned {type(made).__name__}, not a model",
+            f"{model} returned {'None' if made is None else type(made).__name__}, not a model{where}",
             "return an nn.Module, a tuple (model, batch) or (model, batch, loss), or a dict with these keys",
             EXAMPLE,
         )

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from foretell.errors import ForetellError, ModelError, UserError
+from foretell.trace.blame import step_error
 from foretell.trace.capture import capture
-from foretell.trace.load import step_error
 from foretell.trace.recipe import Recipe
 from foretell.trace.step import Loss, Workload
 from foretell.trace.types import Trace

@@ -235,7 +235,21 @@ def serve(work: Callable[[list[Any], Callable[[Message], None]], None]) -> None:
     import faulthandler
 
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
-    work(requests, lambda message: _write(replies, json.dumps(message).encode() + b"\n"))
+    faulthandler.enable(file=2, all_threads=False)  # what crashes says where it was
+
+    def quiet() -> None:  # where the user's code forks, only the worker says where it is
+        faulthandler.unregister(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    os.register_at_fork(after_in_child=quiet)
+    worker = os.getpid()
+
+    def reply(message: Message) -> None:
+        if os.getpid() != worker:  # a process that the user's code has forked came here too
+            os._exit(0)
+        _write(replies, json.dumps(message).encode() + b"\n")
+
+    work(requests, reply)
 
 
 def _requests() -> list[Any]:

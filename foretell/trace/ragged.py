@@ -35,7 +35,6 @@ def lengths_of(mode: Reading, tensor: Any, longest: int) -> list[int]:
 
 def _pack(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
     source, lengths, batch_first = args
-    mode.before_packing()
     longest = source.shape[1 if batch_first else 0]
     found = lengths_of(mode, lengths, longest)
     with mode, no_dispatch():

@@ -55,6 +55,7 @@ ORDINARY = {
 }  # fmt: skip
 """Questions about a whole tensor, answered as ordinary data would: no padding, no NaN, a mask that masks nothing."""
 _TRUE = {"_is_all_true": True, "_is_any_true": False, "equal": True, "allclose": True, "is_nonzero": False}
+_PACK = _aten._pack_padded_sequence.default
 _COALESCE = _aten._coalesce.default
 """Its shape rule finds no element at all."""
 PATIENCE = 64
@@ -71,6 +72,8 @@ class Reading(QuickKeys):
         super().__init__()
         self.hints = dict(hints or {})
         self.assumed: set[str] = set()
+        self.ordinary_number = 1.0
+        """What a number is taken to be that nothing is known of."""
         self.patient = True
         """While the model is built, a question without an answer is an error: it is then built another way."""
         self.before_packing: Callable[[], None] = lambda: None
@@ -79,6 +82,7 @@ class Reading(QuickKeys):
         self._rows: list[Any] | None = None
         self._names: dict[Any, str] = {}
         self._looked: Counter[Any] = Counter()
+        self.read_numbers = False
         self._calls: list[int] = []
         self._numbers = itertools.count(1)
         self._taken_in = WeakIdKeyDictionary()
@@ -243,6 +247,8 @@ class Reading(QuickKeys):
     def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _ITEM:
             return self._item(func, args[0])
+        if func is _PACK:
+            self.before_packing()
         hint = self._hint(self._name(func), self._here())
         if hint is None:
             found = self._really(func, args, kwargs)
@@ -284,7 +290,8 @@ class Reading(QuickKeys):
         if (condition is not None and condition.loops and turn > 1) or turn > PATIENCE:
             other = (0.0, 1e6, 1.0)[turn % 3]
             return other if source.is_floating_point() else int(other)
-        answer: float | int = 1.0 if source.is_floating_point() else 1
+        answer: float | int = self.ordinary_number if source.is_floating_point() else 1
+        self.read_numbers = True
         self._assume(f"the number that {self._asker()} reads is taken to be {answer}")
         return answer
 
@@ -482,9 +489,20 @@ def _nms(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) -
     return kept
 
 
+def _lstsq(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
+    """Least squares as CUDA's only driver solves them: neither ranks nor singular values are found."""
+    rows, columns = args[0].shape[-2:]
+    vector = args[1].dim() == 1 or args[1].shape == args[0].shape[:-1]
+    right = args[1].shape[-1:] if not vector else ()
+    batch = args[0].shape[:-2] if vector else torch.broadcast_shapes(args[0].shape[:-2], args[1].shape[:-2])
+    with mode:
+        left = args[0].new_empty((*batch, *right)) if rows > columns else args[0].new_empty((0,))
+        return args[0].new_empty((*batch, columns, *right)), left, args[0].new_empty((0,), dtype=torch.int64), args[0].new_empty((0,))
+
+
 Special = Callable[[Reading, Any, Any, Any, float | None], Any]
 SPECIAL: dict[str, Special] = {
     "nonzero": _nonzero, "masked_select": _masked_select, "index": _index, "_unique2": _as_many, "unique_consecutive": _as_many,
     "unique_dim": _as_many, "unique_dim_consecutive": _as_many, "bincount": _bincount, "repeat_interleave": _repeat_interleave,
-    "nms": _nms,
+    "nms": _nms, "linalg_lstsq": _lstsq,
 }  # fmt: skip

@@ -173,6 +173,10 @@ class Recorder(Reading):
 
     # ------------------------------------------------------------------ where we are in the step
 
+    @property
+    def in_backward(self) -> bool:
+        return self._phase == "backward"
+
     def phase(self, name: str) -> None:
         self._phase = name
         if name == "backward":

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.errors import ForetellError, UnknownName, UserError
-from foretell.trace.load import step_error
+from foretell.trace.blame import step_error
 from foretell.trace.step import Batch, Loss, Workload, compute_loss
 
 _LEAVE_OUT = "leave out the pipeline, or cut elsewhere"

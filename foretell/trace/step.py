@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from foretell.errors import ModelError
 from foretell.trace.adapt import adapt
+from foretell.trace.blame import BATCH_REMEDY, at, defined, made_at, written
 from foretell.trace.blocks import find_blocks
 from foretell.trace.recipe import Recipe
 
@@ -121,11 +122,19 @@ class Step:
     def create_optimizer(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         chosen = list(parameters) if parameters is not None else [p for p in self.model.parameters() if p.requires_grad]
         if not chosen:
-            raise ModelError("the model has no parameter to train", "unfreeze some, or use --infer")
+            raise ModelError(f"the model has no parameter to train{at(self._frozen_at())}", "unfreeze some, or use --infer")
         self.parameters = chosen
         self.optimizer = build_optimizer(self.recipe.optimizer, chosen)
         if self.scaler is not None:
             self.scaler.scale(torch.zeros((), device=chosen[0].device))  # makes its state now, not inside the first step
+
+    def _frozen_at(self) -> str:
+        """Where the user's code freezes, as far as that can be seen; else where the model is defined."""
+        return written(self._files(), "requires_grad") or defined(type(self.model))
+
+    def _files(self) -> list[str]:
+        """The user's files that the model's classes are from."""
+        return list(dict.fromkeys(inspect.getsourcefile(type(one)) or "" for one in self.model.modules() if defined(type(one))))
 
     def micro_batch(self) -> None:
         self.backwards = 0
@@ -139,6 +148,12 @@ class Step:
                 loss = loss / self.recipe.accumulate
             if self.scaler is not None:
                 loss = self.scaler.scale(loss)
+            if not loss.requires_grad:
+                made_by = self.workload.loss or forward_of(self.model)
+                raise ModelError(
+                    f"the loss depends on no parameter that is trained: it has no gradient{at(defined(made_by))}",
+                    "keep .detach(), .item() and torch.no_grad() out of the way from the parameters to the loss",
+                )
             self.observer.phase("backward")
             loss.backward()
             self.backwards += 1
@@ -150,11 +165,16 @@ class Step:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip)
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
+        try:
+            if self.scaler is not None:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                self.optimizer.step()
+        except RuntimeError as error:
+            if "sparse gradients" in str(error):
+                made_at(error, written(self._files(), "sparse=True"))
+            raise
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -171,14 +191,65 @@ class Step:
 
 
 def call_model(model: nn.Module, batch: Batch) -> Any:
-    """Call the model with what of the batch its `forward` takes."""
+    """Call the model with what of the batch its `forward` takes: entries by their names, or as many of a tuple as it has places."""
+    forward = forward_of(model)
+    args, kwargs = given(forward, batch)
+    try:
+        return model(*args, **kwargs)
+    except TypeError as error:
+        refuse_arguments(forward, args, kwargs, error)
+        raise
+
+
+def given(forward: Callable[..., Any], batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for `forward` out of a batch; the rest of it is for the loss."""
     if isinstance(batch, Mapping):
-        signature = inspect.signature(getattr(model.forward, "__wrapped__", model.forward)).parameters
+        signature = inspect.signature(forward).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values())
-        return model(**{key: value for key, value in batch.items() if takes_any or key in signature})
+        if not takes_any and len(signature) == 1 and not signature.keys() & batch.keys():
+            return (batch,), {}  # forward(self, batch)
+        return (), {key: value for key, value in batch.items() if takes_any or key in signature}
     if isinstance(batch, tuple):
-        return model(*batch)
-    return model(batch)
+        return batch[: places(forward, len(batch))], {}
+    return (batch,), {}
+
+
+def forward_of(model: nn.Module) -> Callable[..., Any]:
+    """What says which arguments a model takes: of a wrapper that passes on whatever it gets, the module inside."""
+    forward: Callable[..., Any] = getattr(model.forward, "__wrapped__", model.forward)
+    inside = getattr(model, "module", None)
+    if isinstance(inside, nn.Module):
+        kinds = {p.kind for p in inspect.signature(forward).parameters.values()}
+        if kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+            return forward_of(inside)
+    return forward
+
+
+def places(function: Callable[..., Any], most: int) -> int:
+    """How many arguments a function takes by their place, of so many."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return most
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return most
+    placed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return min(most, sum(p.kind in placed for p in parameters))
+
+
+def refuse_arguments(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error: TypeError) -> None:
+    """Raise that a function does not take what it is given, where that is why it failed."""
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*args, **kwargs)
+    except ValueError:
+        return
+    except TypeError as why:
+        has = ", ".join(kwargs) if kwargs else f"{len(args)} in a tuple" if args else "nothing that it names"
+        name = getattr(function, "__qualname__", "forward")
+        raise ModelError(
+            f"{name}{signature} cannot be called with the batch, which gives it {has}: {why}{at(defined(function))}", BATCH_REMEDY
+        ) from error
 
 
 def each_loss(workload: Workload, guard: Callable[[], AbstractContextManager[Any]]) -> Iterator[Tensor]:
@@ -204,20 +275,38 @@ def compute_loss(workload: Workload) -> Tensor:
         return workload.around(replace(workload, around=None))
     output = call_model(workload.model, workload.batch)
     if workload.loss is not None:
-        loss = workload.loss(output, workload.batch)
-    else:
-        loss = getattr(output, "loss", None)
-        if loss is None and isinstance(output, Tensor) and output.dim() == 0:
-            loss = output
-    return _scalar(loss, output)
+        return _scalar(call_loss(workload.loss, output, workload.batch), output, workload.loss)
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Tensor) and output.dim() == 0:
+        loss = output
+    return _scalar(loss, output, forward_of(workload.model))
 
 
-def _scalar(loss: Any, output: Any) -> Tensor:
+def call_loss(loss: Callable[..., Any], output: Any, batch: Batch) -> Any:
+    """The loss of an output and the batch; some want the output alone."""
+    args = (output, batch)[: places(loss, 2)]
+    try:
+        return loss(*args)
+    except TypeError as error:
+        refuse_arguments(loss, args, {}, error)
+        raise
+
+
+def _scalar(loss: Any, output: Any, made_by: Callable[..., Any] | None = None) -> Tensor:
+    where = at(defined(made_by)) if made_by is not None else ""
+    if isinstance(loss, Tensor) and loss.dim() != 0 and loss.numel() == 1:
+        loss = loss.squeeze()
     if not isinstance(loss, Tensor) or loss.dim() != 0:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
+        if isinstance(loss, Tensor):
+            raise ModelError(
+                f"no scalar loss to train on: it is a tensor of shape {tuple(loss.shape)}{where}", "take its .mean() or .sum()"
+            )
+        found = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        if loss is not None:
+            found = f"{found}, and the loss {type(loss).__name__}"
         raise ModelError(
-            f"no scalar loss to train on: the model returned {found}",
-            "give a loss function of (output, batch), or return an object with .loss",
+            f"no scalar loss to train on: the model returned {found}{where}",
+            "define loss(output, batch) beside the model, or return an object with .loss",
         )
     return loss
 

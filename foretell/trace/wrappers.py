@@ -1,16 +1,18 @@
 """What user code puts around a model or its parts and a trace sees through, or takes for what it becomes on the device.
 
     torch.compile, Module.compile      the function itself: a trace is of the eager step, and compiling is a way to run it
-    torch.cond, while_loop             the branch, the loop
+    torch.cond, while_loop, scan, map  the branch, the loop
     flex_attention                     compiled: one fused kernel over all positions; else spelled out, as PyTorch runs it then
     DistributedDataParallel, FSDP      the module inside; how many devices there are is asked outside
     torch.save, torch.load             what was saved, without a file
+    DataLoader(num_workers=...)        samples are loaded by this process
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from foretell.trace.devices import is_elsewhere, replaced
 
@@ -31,7 +34,7 @@ COMPILED = "torch.compile in the model's own code is left out: the step is trace
 def seen_through(tell: Tell) -> Iterator[None]:
     """Until the end of the block; `tell` is told what was taken for something else."""
     compiled = _Compiled()
-    with replaced((*_compiling(tell, compiled), *_control(), *_flex(tell, compiled), *_distributed(tell), *_files())):
+    with replaced((*_compiling(tell, compiled), *_control(), *_flex(tell, compiled), *_distributed(tell), *_files(), *_loaders())):
         yield
 
 
@@ -91,11 +94,71 @@ def _control() -> Iterator[tuple[Any, str, Any]]:
             state = tuple(body_fn(*state))
         return state
 
+    def scan(combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, reverse: bool = False) -> Any:
+        leaves, form = pytree.tree_flatten(xs)
+        steps = range(leaves[0].shape[dim])
+        rows: list[Any] = []
+        for step in reversed(steps) if reverse else steps:
+            init, row = combine_fn(init, pytree.tree_unflatten([leaf.select(dim, step) for leaf in leaves], form))
+            rows.append(row)
+        ordered = rows[::-1] if reverse else rows
+        return init, pytree.tree_map(lambda *parts: torch.stack(parts), *ordered)
+
+    def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, *_: Any, **__: Any) -> Any:
+        from torch._higher_order_ops.associative_scan import generic_associative_scan
+
+        leaves, form = pytree.tree_flatten(xs)
+        leaves = [leaf.flip([dim]) for leaf in leaves] if reverse else leaves
+
+        def combined(*parts: Any) -> list[Any]:
+            first, second = parts[: len(leaves)], parts[len(leaves) :]
+            return pytree.tree_leaves(combine_fn(pytree.tree_unflatten(first, form), pytree.tree_unflatten(second, form)))
+
+        made = generic_associative_scan(combined, leaves, dim)
+        return pytree.tree_unflatten([one.flip([dim]) for one in made] if reverse else made, form)
+
+    def mapped(function: Callable[..., Any], xs: Any, *args: Any) -> Any:
+        leaves, form = pytree.tree_flatten(xs)
+        rows = [function(pytree.tree_unflatten(parts, form), *args) for parts in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
+        return pytree.tree_map(lambda *parts: torch.stack(parts), *rows)
+
     import torch._higher_order_ops as higher
 
     yield torch, "cond", cond
-    yield higher, "cond", cond
-    yield higher, "while_loop", while_loop
+    for name, ours in {
+        "cond": cond, "while_loop": while_loop, "scan": scan, "associative_scan": associative_scan, "map": mapped,
+    }.items():  # fmt: skip
+        yield higher, name, ours
+        inside = sys.modules.get(f"torch._higher_order_ops.{name}")  # where code imports it from the file that has it
+        if inside is not None:
+            yield inside, name, ours
+    control = sys.modules.get("functorch.experimental.control_flow")
+    if control is not None:
+        yield control, "cond", cond
+        yield control, "map", mapped
+
+
+def _loaders() -> Iterator[tuple[Any, str, Any]]:
+    """Samples are loaded here: processes that load them would know nothing of fake tensors."""
+    from torch.utils.data import DataLoader
+
+    start = DataLoader.__init__
+
+    @functools.wraps(start)
+    def alone(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        named = dict(zip(_LOADER, args, strict=False)) | kwargs
+        for name in ("num_workers", "pin_memory", "timeout", "multiprocessing_context", "persistent_workers", "prefetch_factor", "worker_init_fn"):
+            named.pop(name, None)
+        start(self, dataset, **named)
+
+    yield DataLoader, "__init__", alone
+
+
+_LOADER = (
+    "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout",
+    "worker_init_fn", "multiprocessing_context", "generator",
+)  # fmt: skip
+"""What a DataLoader takes by its place, after the data."""
 
 
 def _flex(tell: Tell, compiled: _Compiled) -> Iterator[tuple[Any, str, Any]]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
+from foretell.trace.blame import is_users
 from foretell.trace.devices import device_is_there, is_elsewhere
-from foretell.trace.load import is_users
 from foretell.trace.wrappers import seen_through
 
 

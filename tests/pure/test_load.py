@@ -290,13 +290,13 @@ def test_a_factory_that_casts_its_model(cast: str, tmp_path: Path) -> None:
 def test_no_batch_says_what_to_return(tmp_path: Path) -> None:
     path = write(tmp_path, MODEL + "def make(): return Net()")
     error = fail(Source(model=f"{path}:make"), UserError)
-    assert error.problem.endswith("gives no batch")
+    assert error.problem.endswith(f"gives no batch ({path}:12)")
     assert "return (model, batch)" in error.remedy
     assert len(error.detail.splitlines()) == 3
     path = write(tmp_path, MODEL + "def make(): return Net(), 3")
-    assert fail(Source(model=f"{path}:make"), UserError).problem.endswith("gives a batch of type int")
+    assert fail(Source(model=f"{path}:make"), UserError).problem.endswith(f"gives a batch of type int ({path}:12)")
     path = write(tmp_path, "def make(): return 3")
-    assert fail(Source(model=f"{path}:make"), UserError).problem.endswith("returned int, not a model")
+    assert fail(Source(model=f"{path}:make"), UserError).problem.endswith(f"returned int, not a model ({path}:1)")
     path = write(tmp_path, MODEL + "def make(): return {'model': Net(), 'bacth': 1}")
     assert "no setting 'bacth'" in fail(Source(model=f"{path}:make"), UserError).problem
 

@@ -19,8 +19,9 @@ pytest.importorskip("transformers")
 from foretell.errors import ForetellError, UserError
 from foretell.simulate.memory.replay import peak_live
 from foretell.trace import hub
+from foretell.trace.blame import step_error
 from foretell.trace.capture import capture
-from foretell.trace.load import Source, load, notes, step_error
+from foretell.trace.load import Source, load, notes
 from foretell.trace.recipe import Recipe
 from foretell.trace.types import Trace
 

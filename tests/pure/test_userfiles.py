@@ -12,9 +12,10 @@ import torch
 
 from foretell.errors import ModelError
 from foretell.simulate.memory.replay import peak_live
+from foretell.trace.blame import step_error
 from foretell.trace.capture import capture
 from foretell.trace.here import measure_on_cpu, trace_as_cpu
-from foretell.trace.load import Source, load, step_error
+from foretell.trace.load import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.types import Trace
 from tests.pure.as_cpu import here
@@ -28,7 +29,7 @@ REFUSED = {
 """What a GPU refuses too, and what is proposed."""
 BY_DATA = {
     "capacity_moe", "copy_dino", "loop_until", "loop_seq2seq", "read_layerdrop", "read_branch", "shape_graph",
-    "shape_tokens", "shape_detect", "shape_moe", "decode_loop", "quant_vqvae", "points_net",
+    "shape_tokens", "shape_detect", "shape_moe", "decode_loop", "quant_vqvae", "points_net", "ode_rejects", "loop_sinkhorn",
 }  # fmt: skip
 """How much is done depends on what a trained model computes, or on a draw: the trace says what it takes it to be."""
 NOT_HERE = {
