@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from foretell.errors import UserError
 from foretell.trace import hub_media as media
+from foretell.trace import hub_told as told
+from foretell.trace.hub_widen import Asked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +46,13 @@ _PLAIN = (
     "WhisperForConditionalGeneration",
 )  # fmt: skip
 """Classes whose input is laid out as the config tells: they are not asked."""
+_COMMON = {
+    "input_ids", "attention_mask", "position_ids", "token_type_ids", "past_key_values", "inputs_embeds", "labels", "next_sentence_label", "use_cache",
+    "cache_position", "logits_to_keep", "head_mask", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "kwargs",
+    "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds", "encoder_outputs", "cache_params", "mems", "cross_attn_head_mask",
+    "decoder_head_mask", "decoder_position_ids", "args", "use_mems", "langs", "lengths", "cache", "perm_mask", "target_mapping", "input_mask",
+}  # fmt: skip
+"""Inputs of classes that read text."""
 _WITHOUT_LABELS = (
     "Detection", "UniversalSegmentation", "InstanceSegmentation", "ForSegmentation", "Depth", "Keypoint", "Pose", "Matting", "ForImageToImage",
     "SuperResolution", "ToSpeech", "Spectrogram", "Waveform", "ForCTC", "Recognition", "ForRNNT", "ForTDT", "Retrieval", "Pointmap",
@@ -52,7 +62,9 @@ _WITHOUT_LABELS = (
 
 def batch_of(source: Source, model: Any, notes: list[str]) -> dict[str, Any]:
     """What the class takes, at the sizes of its config; labels if it computes a loss from them."""
-    return _Maker(source, model, notes).made()
+    maker = _Maker(source, model, notes)
+    batch = maker.made()
+    return maker.asked.widened(batch) if maker.is_unusual() else batch
 
 
 class _Maker:
@@ -97,6 +109,10 @@ class _Maker:
             self._labels()
         for name, layouts in others:
             self.batch.update(self._laid_out(name, layouts))
+        for name in self.required():
+            if name not in self.batch and told.may_be_given(name) and self.takes.keys() != {"input"}:
+                value = self.asked.made(name, self.batch)
+                self.batch.update({} if value is None else {name: value})
         missing = [name for name in self.required() if name not in self.batch]
         if self.takes.keys() == {"input"} and not self.batch:
             name = type(self.model).__name__
@@ -109,6 +125,14 @@ class _Maker:
         if not writes:
             self._labels()
         return self.batch
+
+    @functools.cached_property
+    def asked(self) -> Asked:
+        return Asked(self.source, self.model, self.main, self.length(), self.vocabulary)
+
+    def is_unusual(self) -> bool:
+        """Whether a class takes what other classes of its kind do not: then it is asked whether it takes this batch."""
+        return not self._is_plain() and not (self.batch.keys() <= {"input_ids", "labels"} and self.takes.keys() <= _COMMON)
 
     def _must_write(self) -> bool:
         return self.main not in self.takes or "input_ids" in self.required()

@@ -31,7 +31,7 @@ _TILES = (3, 5, 2, 1, 4)
 
 
 @contextmanager
-def _answering() -> Iterator[None]:
+def answering() -> Iterator[None]:
     """Questions about values have an assumed answer, where the ambient mode can give one."""
     import torch
 
@@ -60,7 +60,7 @@ def tried(function: Callable[..., Any], layout: Layout) -> Any:
     try:
         for module, _ in was:
             module.training = False
-        with torch.no_grad(), _answering():
+        with torch.no_grad(), answering():
             return function(**{key: value for key, value in layout.items() if whole or key in takes})
     except Exception:
         return None
