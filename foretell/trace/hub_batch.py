@@ -64,7 +64,14 @@ def batch_of(source: Source, model: Any, notes: list[str]) -> dict[str, Any]:
     """What the class takes, at the sizes of its config; labels if it computes a loss from them."""
     maker = _Maker(source, model, notes)
     batch = maker.made()
-    return maker.asked.widened(batch) if maker.is_unusual() else batch
+    if not maker.is_unusual():
+        return batch
+    found = maker.asked.widened(batch)
+    changed = [name for name, value in found.items() if hasattr(value, "shape") and (name not in batch or value.shape != batch[name].shape)]
+    if changed:
+        shapes = ", ".join(f"{name} of {' × '.join(map(str, found[name].shape))}" for name in changed)
+        notes.append(f"{shapes}: inputs of {type(model).__name__} in the first shapes that it takes, which its users may not give it")
+    return found
 
 
 class _Maker:
@@ -98,7 +105,7 @@ class _Maker:
 
     def made(self) -> dict[str, Any]:
         standing, others = self._media()
-        if "input_ids" in self.takes and (self.main in ("input_ids", *_PICTURES, *_FILMS) or standing or self._must_write()):
+        if "input_ids" in self.takes and (self.main in ("input_ids", "state", *_PICTURES, *_FILMS) or standing or self._must_write()):
             self.batch["input_ids"] = self._words(standing)
             self._beside_words(standing)
         for name in [*self.required(), *(name for name in _ALWAYS if name in self.takes)]:
@@ -379,7 +386,8 @@ def _whole(length: int, names: str = "") -> Callable[[_Maker], Tensor]:
 def _like_picture(maker: _Maker) -> Tensor:
     import torch
 
-    return torch.randn_like(maker.batch["pixel_values"])
+    given = maker.batch.get("pixel_values")
+    return torch.randn_like(given) if given is not None else torch.randn(_picture(maker.n, maker.config, maker.source, maker.model))
 
 
 def _patches(maker: _Maker) -> Tensor:

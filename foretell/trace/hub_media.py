@@ -144,7 +144,7 @@ def picture_layouts(source: Source, model: Any, name: str, takes: Iterable[str])
         yield from _grids(source, model, vision, name, grid, takes)
         return
     high, wide = sides(source, vision)
-    patch = _number(first(vision, "patch_size")) or 16
+    patch = number(first(vision, "patch_size")) or 16
     if "spatial_shapes" in takes:
         rows, columns = high // patch, wide // patch
         shapes, mask = torch.tensor([[rows, columns]] * n), torch.ones(n, rows * columns, dtype=torch.int64)
@@ -168,9 +168,11 @@ def picture_layouts(source: Source, model: Any, name: str, takes: Iterable[str])
             yield {name: torch.randn(shape), **more}
             if more:
                 yield {name: torch.randn(shape)}
+            if count and "pixel_attention_mask" in takes:  # which of the pictures are there
+                yield {name: torch.randn(shape), "pixel_attention_mask": torch.ones(n, count, dtype=torch.bool)}
 
 
-def _number(value: Any) -> int | None:
+def number(value: Any) -> int | None:
     if isinstance(value, (list, tuple)) and value:
         value = value[-1]
     return value if isinstance(value, int) else None
@@ -191,9 +193,9 @@ def _grids(source: Source, model: Any, vision: Any, name: str, grid: str, takes:
     import torch
     from torch import nn
 
-    n, patch = source.micro_batch, _number(first(vision, "patch_size")) or 14
-    merge = _number(first(vision, "spatial_merge_size", "merge_size", "merge_kernel_size")) or 2
-    size = source.image or _number(first(vision, "image_size")) or GRID_IMAGE
+    n, patch = source.micro_batch, number(first(vision, "patch_size")) or 14
+    merge = number(first(vision, "spatial_merge_size", "merge_size", "merge_kernel_size")) or 2
+    size = source.image or number(first(vision, "image_size")) or GRID_IMAGE
     per = max(1, min(size, 1024) // (patch * merge)) * merge
     tower = next((one for path in ("visual", "vision_tower", "vision_model", "model.visual", "model.vision_tower", "model.vision_model")
                   if (one := _inside(model, path)) is not None), model)  # fmt: skip

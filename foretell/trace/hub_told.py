@@ -127,7 +127,7 @@ class Sizes:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
         if low in ("height", "width", "image_size", "frame_size", "image_height", "image_width", "h", "w"):
-            return media.sides(self.source, media.part_of(self.config, "vision", "image"))[0]
+            return media.sides(self.source, media.part_of(self.config, "vision", "image"))["width" in low or low == "w"]
         if low in ("num_channels", "channels"):
             return 3
         if low in ("num_mel_bins", "mel_bins"):
@@ -149,8 +149,9 @@ class Sizes:
         return next((value for part in parts if (value := getattr(part, name, None)) is not None), None)
 
 
-_ARITHMETIC: dict[type, Callable[[int, int], int]] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-                                                      ast.Div: operator.floordiv}  # fmt: skip
+_ARITHMETIC: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.Div: operator.floordiv,
+}  # fmt: skip
 
 
 def _plain(word: str) -> str:
