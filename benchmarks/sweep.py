@@ -119,11 +119,11 @@ def shrunken(kind: str, folder: Path, after: int = 0) -> dict[str, Any]:
     for step, candidate in list(enumerate(ladder(plain), 1))[after:]:
         try:
             made = AutoConfig.for_model(kind, **{key: value for key, value in candidate.items() if key != "model_type"})
-            cls = hub._model_class(made)
+            cls = cls or hub._model_class(made)
             with torch.device("meta"):
-                model = cls(made)
+                cls, model = hub_class.built(made, lambda one, made=made: one(made))
             folder.mkdir(parents=True, exist_ok=True)
-            content = {**json.loads(made.to_json_string()), "model_type": kind}
+            content = {**json.loads(made.to_json_string()), "model_type": kind, "architectures": [cls.__name__]}
             (folder / "config.json").write_text(json.dumps(content))
             return {"step": step, "class": cls.__name__, "parameters": sum(one.numel() for one in model.parameters())}
         except Exception as error:

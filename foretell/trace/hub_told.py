@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from foretell.trace.load import Source
 
-FEW, STEPS = 24, 256
-"""Of what is counted by a word that says nothing, and steps of what has a length of its own."""
+FEW, STEPS, WRITTEN = 24, 256, 64
+"""Of what is counted by a word that says nothing, steps of what has a length of its own, and words that are written of a sound or picture."""
 WIDE = ("hidden_size", "d_model", "n_embd", "hidden_dim", "embed_dim", "dim", "mel_dim")
 _ENTRY = re.compile(r"^\s*(\w+)\s*\(([^\n]*?)\bof shape\s*`?[(\[]([^`\n]*?)[)\]]`?", re.MULTILINE)
 _BATCH = re.compile(r"^(b|n|bs|bsz|batch|\w*batch_size|num_(images|videos|audios|samples|sentences|clips))$")

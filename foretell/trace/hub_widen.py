@@ -70,7 +70,8 @@ class Asked:
 
     def made(self, name: str, batch: Batch) -> Any:
         """An input as the class describes it; None where it does not."""
-        sizes = told.Sizes(self.source, self.model, batch, self._length(batch))
+        written = name == "labels" or name.startswith("decoder_")
+        sizes = told.Sizes(self.source, self.model, batch, told.WRITTEN if written and "input_ids" not in batch else self._length(batch))
         said = self.told[name]
         shape = sizes.of(said)
         return told.value(name, said, shape, sizes, self.vocabulary) if shape is not None else None
@@ -215,7 +216,7 @@ class Asked:
         found = []
         for frame, line in _frames(refusal):
             words = re.findall(r"\w+", _statement(frame.f_code.co_filename, line))
-            absent = [one for one in words if one in self.told and frame.f_locals.get(one, 0) is None]
+            absent = [one for one in words if one in self.told and _is_input(self.takes[one]) and frame.f_locals.get(one, 0) is None]
             found += [one for one in absent if told.may_be_given(one) or one == "inputs_embeds"]
         return found
 
