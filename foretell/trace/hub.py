@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from foretell.decode import json_of
 from foretell.errors import MissingPackage, ModelError, UnknownName, UserError, near_names
 from foretell.trace.hub_batch import batch_of, notes_on
-from foretell.trace.hub_class import built, decoded, mended, plain
+from foretell.trace.hub_class import built, decoded, mended, plain, rotated
 from foretell.trace.hub_class import model_class as _model_class
 from foretell.trace.hub_vision import load_timm, load_torchvision, mend_torchvision
 
@@ -131,6 +131,8 @@ def _load_hf(source: Source, name: str, notes: list[str]) -> Workload:
             model = _built(cls, config)
         else:
             cls, model = built(config, lambda cls: _built(cls, config))
+        if rotated(config, model):
+            model = _built(cls, config)
     except (RuntimeError, UserError):
         raise
     except Exception as error:

@@ -49,8 +49,7 @@ _PLAIN = (
 _COMMON = {
     "input_ids", "attention_mask", "position_ids", "token_type_ids", "past_key_values", "inputs_embeds", "labels", "next_sentence_label", "use_cache",
     "cache_position", "logits_to_keep", "head_mask", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "kwargs",
-    "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds", "encoder_outputs", "cache_params", "mems", "cross_attn_head_mask",
-    "decoder_head_mask", "decoder_position_ids", "args", "use_mems", "langs", "lengths", "cache", "perm_mask", "target_mapping", "input_mask",
+    "cache_params", "args",
 }  # fmt: skip
 """Inputs of classes that read text."""
 _WITHOUT_LABELS = (

@@ -48,6 +48,8 @@ _NEEDED: dict[str, dict[str, Any]] = {
     **{kind: {"prediction_length": 24, "context_length": 48, "num_time_features": 2} for kind in _SERIES},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6},
     "emu3": {"pad_token_id": 151643},
+    "step3p5": {"sliding_window": 512},
+    "step3p7": {"text_config": {"sliding_window": 512}},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 768},
     "qwen3_omni_moe_talker": {"text_config": {"shared_expert_intermediate_size": 768}},
     "qwen3_omni_moe": {"talker_config": {"text_config": {"shared_expert_intermediate_size": 768}}},
@@ -61,7 +63,7 @@ def plain(kind: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def mended(config: Any, given: dict[str, Any]) -> Any:
-    """Defaults of parts that do not fit each other: features of pictures are as wide as the text that they go into."""
+    """Defaults that do not fit each other: features of pictures are as wide as the text that they go into; see also `_fit`."""
     text = getattr(config, "text_config", None)
     for name in MEDIA:
         part = getattr(config, name, None)
@@ -70,7 +72,28 @@ def mended(config: Any, given: dict[str, Any]) -> Any:
     for name in ("image_token_id", "image_token_index", "video_token_id", "video_token_index"):
         if text is not None and has_media(config) and hasattr(config, name) and getattr(config, name) is None:
             setattr(config, name, text.vocab_size - (1 if name.startswith("image") else 2))
+    for part in (config, *_parts(config)):
+        _fit(part)
     return config
+
+
+def _fit(part: Any) -> None:
+    """Patches that are shuffled into wide ones, as wide as what reads them."""
+    ratio, wide = getattr(part, "pixel_shuffle_ratio", None), getattr(part, "intermediate_size", None)
+    if isinstance(ratio, float) and isinstance(wide, int) and hasattr(part, "projector_input_dim") and part.hidden_size != int(wide * ratio**2):
+        part.hidden_size = int(wide * ratio**2)
+
+
+def rotated(config: Any, model: Any) -> bool:
+    """Whether a part of each head should have been rotated, and the config says so now: sections of time, rows and columns are fewer."""
+    for module in model.modules():
+        sections, turned = getattr(module, "mrope_section", None), getattr(module, "inv_freq", None)
+        if isinstance(sections, (list, tuple)) and turned is not None and 0 < sum(sections) < turned.numel():
+            of = next((part for part in (config, *_parts(config)) if part is getattr(module, "config", None)), None)
+            if of is not None and isinstance(getattr(of, "rope_parameters", None), dict) and "partial_rotary_factor" not in of.rope_parameters:
+                of.rope_parameters["partial_rotary_factor"] = sum(sections) / turned.numel()
+                return True
+    return False
 
 
 def decoded(value: Any) -> Any:

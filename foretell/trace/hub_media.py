@@ -26,6 +26,8 @@ PATIENCE = 15.0
 """CPU seconds after which a model is not asked any further."""
 _SIDES = (448, 512, 384, 336, 1024, 1536)
 """Of pictures, where the config's own is not taken."""
+_LINES = ((48, 320), (32, 128))
+"""Of pictures of a line of text."""
 _TILES = (3, 5, 2, 1, 4)
 """Crops that families cut a picture into."""
 
@@ -161,7 +163,8 @@ def picture_layouts(source: Source, model: Any, name: str, takes: Iterable[str])
         return
     tiled = ("image_sizes" in takes and bool(getattr(config, "image_grid_pinpoints", None))) or "pixel_attention_mask" in takes
     counts = (1, 0) if "pixel_attention_mask" in takes else (*_TILES, 0) if tiled else (0, 1, *_TILES)
-    for tall, broad in dict.fromkeys([(high, wide), *((side, side) for side in _SIDES if source.image is None)]):
+    others = [*((side, side) for side in _SIDES), *_LINES] if source.image is None else []
+    for tall, broad in dict.fromkeys([(high, wide), *others]):
         more: Layout = {"image_sizes": torch.tensor([[tall, broad]] * n)} if "image_sizes" in takes else {}
         for count in counts if (tall, broad) == (high, wide) else counts[:2]:
             shape = (n, count, channels, tall, broad) if count else (n, channels, tall, broad)

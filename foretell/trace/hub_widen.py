@@ -194,6 +194,13 @@ class Asked:
                 yield from self._as_shape(name if name in batch else self.main, words, batch)
         if (found := _RANK.search(said)) is not None:
             yield from _of_rank(batch, int(found[1]) - found[2].count(",") - 1)
+        if re.search(r"shape '\[0, \d+", said):  # frames or windows of one picture stand in a row
+            name = self.main if self.main in batch else next(iter(batch))
+            for many in (media.first(self.model.config, setting) for setting in ("num_frames", "num_windows")):
+                if isinstance(many, int):
+                    yield _reshaped(name, (batch[name].shape[0] * many, *batch[name].shape[1:]))
+        if "broadcast" in said or "must match" in said:
+            yield from _shorter(batch)
         if "floating point" in said:
             yield from _as_floats(batch, re.findall(r"\w+", " ".join(lines)))
         books = media.first(self.model.config, "num_codebooks", "num_code_groups")
@@ -330,6 +337,15 @@ def _as_floats(batch: Batch, words: list[str]) -> Iterator[Mend]:
     for name in words:
         if name in batch and hasattr(batch[name], "dtype") and not batch[name].is_floating_point():
             yield functools.partial(_float, name)
+
+
+def _shorter(batch: Batch) -> Iterator[Mend]:
+    """All texts by a word or two, where positions are counted from one or looked ahead of."""
+    whole = {name: value for name, value in batch.items() if hasattr(value, "shape") and not value.is_floating_point()}
+    words = {name: tuple(value.shape) for name, value in whole.items() if value.dim() == 2}
+    for less in (1, 2):
+        if words and all(shape[1] > 2 for shape in words.values()):
+            yield functools.partial(_reshape, {name: (shape[0], shape[1] - less) for name, shape in words.items()})
 
 
 def _of_rank(batch: Batch, more: int) -> Iterator[Mend]:
