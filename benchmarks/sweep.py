@@ -288,7 +288,9 @@ def sweep(library: str, names: list[str], out: Path, real: str, folder: Path, qu
                 row["excluded"] = told["error"]
             elif quick:
                 row.update(_traced(model, quick))
-                if library == "hf" and row["exit"] not in (0, 1, 139):
+                if _is_untrainable(row):
+                    row["excluded"] = row["error"]["problem"]
+                elif library == "hf" and row["exit"] not in (0, 1, 139):
                     row = _larger(name, folder, model, told["step"], quick) or row
             elif real:
                 row[real] = in_a_fork(lambda model=model: (peaks if real == "peaks" else really)(model), REAL_LIMIT)
@@ -296,6 +298,11 @@ def sweep(library: str, names: list[str], out: Path, real: str, folder: Path, qu
                 row.update(fit(model))
             file.write(json.dumps(row) + "\n")
             file.flush()
+
+
+def _is_untrainable(row: dict[str, Any]) -> bool:
+    """Whether transformers itself has no step of training for a class: foretell says so, and PyTorch would."""
+    return any(words in str(row.get("error")) for words in ("has no forward of its own", "no output of the model depends on a weight"))
 
 
 def _larger(name: str, folder: Path, model: str, after: int, limit: float) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from foretell.trace.step import Workload
 
 _PACKAGES = {"hf": ("transformers",), "timm": ("timm", "torchvision"), "torchvision": ("torchvision",)}
+NO_TRAINING = "give --loss FILE:FUNCTION of something inside that does, or another class of it in a config.json (architectures)"
 _EXTRAS = {"hf": "hf", "timm": "timm", "torchvision": "timm"}
 
 
@@ -260,7 +261,7 @@ def _keep_all_layers(model: nn.Module) -> None:
 
 
 def own_loss(output: Any, batch: Any) -> Tensor:
-    """The loss the model returned; without one the mean of its first floating-point output."""
+    """The loss the model returned; without one the mean of its first floating-point output that depends on a weight."""
     import torch
     from torch.utils import _pytree as pytree
 
@@ -269,4 +270,8 @@ def own_loss(output: Any, batch: Any) -> Tensor:
         return loss.mean()
     values = output.values() if isinstance(output, Mapping) else [output]
     leaves = [leaf for value in values for leaf in pytree.tree_leaves(value)]
-    return next(x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()).float().mean()
+    numbers = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    learnt = [x for x in numbers if x.requires_grad] if torch.is_grad_enabled() else numbers
+    if not learnt:
+        raise ModelError("no output of the model depends on a weight: there is no step of training to foretell", NO_TRAINING)
+    return learnt[0].float().mean()
