@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Batch = dict[str, Any]
 Mend = Callable[["Asked", Batch], Batch]
 """What some inputs become: of numbers and names only, so that it can be done again where the model is built again."""
-TRIES, PATIENCE, DEEPEST, OFTEN = 60, 40.0, 8, 8
+TRIES, PATIENCE, DEEPEST, OFTEN = 60, 12.0, 8, 8
 """How often a model is asked, for how many CPU seconds, how many mends there are in one batch, and how many refusals at one line are followed."""
 _FINE = ("Expected more than 1 value per channel",)
 """Refusals that another batch does not mend: they are told as they are."""
