@@ -136,7 +136,7 @@ def built(config: Any, build: Callable[[Any], Any]) -> tuple[Any, Any]:
 
 
 def _give_heads_width(config: Any) -> bool:
-    without = [part for part in (config, *_parts(config)) if getattr(part, "head_dim", 0) is None]
+    without = [part for part in (config, *_parts(config)) if vars(part).get("head_dim", 0) is None]
     for part in without:
         part.head_dim = part.hidden_size // part.num_attention_heads
     return bool(without)

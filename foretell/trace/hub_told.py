@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -28,6 +29,8 @@ FEW, STEPS, WRITTEN = 24, 256, 64
 """Of what is counted by a word that says nothing, steps of what has a length of its own, and words that are written of a sound or picture."""
 WIDE = ("hidden_size", "d_model", "n_embd", "hidden_dim", "embed_dim", "dim", "mel_dim")
 _ENTRY = re.compile(r"^\s*(\w+)\s*\(([^\n]*?)\bof shape\s*`?[(\[]([^`\n]*?)[)\]]`?", re.MULTILINE)
+_SHORT = re.compile(r"^\s*(\w+):[^\n\[]*\[(\w+(?:, [\w*+ ]+)+)\]", re.MULTILINE)
+"""The other way in which docstrings give shapes: "text_features: Text prompt features [batch_size, seq_len, hidden_size]"."""
 _BATCH = re.compile(r"^(b|n|bs|bsz|batch|\w*batch_size|num_(images|videos|audios|samples|sentences|clips))$")
 _LENGTH = re.compile(r"len|seq|tokens|frames|time")
 _SETTINGS = {"num_channels": ("num_channels", "in_channels", "in_chans"), "image_channels": ("num_channels",), "dim": WIDE, "hidden_dim": WIDE,
@@ -40,7 +43,7 @@ _NEVER = re.compile(r"^(past_key_values|use_cache|output_\w+|return_\w+|\w*label
 
 class Told(NamedTuple):
     kind: str
-    """float, whole, truth or count (a plain number)."""
+    """float, whole, truth, count (a plain number) or maps (a list of tensors with rows and columns)."""
     shape: tuple[str, ...]
 
 
@@ -51,11 +54,14 @@ def may_be_given(name: str) -> bool:
 def of_forward(forward: Callable[..., Any]) -> dict[str, Told]:
     """Inputs with a shape in the docstring of `forward`; those without, as their annotation and name tell."""
     found: dict[str, Told] = {}
-    for name, kind, shape in _ENTRY.findall((inspect.getdoc(forward) or "").split("Returns:")[0]):
+    takes, said = inspect.signature(forward).parameters, (inspect.getdoc(forward) or "").split("Returns:")[0]
+    entries = [*_ENTRY.findall(said), *((name, str(takes[name].annotation), shape) for name, shape in _SHORT.findall(said) if name in takes)]
+    for name, kind, shape in entries:
         found.setdefault(name, Told(_kind(name, kind), tuple(one.strip() for one in shape.split(",") if one.strip())))
-    takes = inspect.signature(forward).parameters
     for name, one in takes.items():
-        if name not in found:
+        if "list[torch.Tensor]" in str(one.annotation):
+            found[name] = Told("maps", ("batch_size", "hidden_size", "side", "side"))
+        elif name not in found:
             found[name] = _by_name(name, str(one.annotation))
     return {name: found[name] for name in takes}
 
@@ -128,6 +134,8 @@ class Sizes:
                 return value
         if low in ("height", "width", "image_size", "frame_size", "image_height", "image_width", "h", "w"):
             return media.sides(self.source, media.part_of(self.config, "vision", "image"))["width" in low or low == "w"]
+        if low == "side":  # as many places as there are in a sequence
+            return math.isqrt(self.length)
         if low in ("num_channels", "channels"):
             return 3
         if low in ("num_mel_bins", "mel_bins"):
@@ -160,12 +168,14 @@ def _plain(word: str) -> str:
     return re.sub(r"(?<=\w) (?=\w)", "_", word.strip()) or "few"
 
 
-def value(name: str, told: Told, shape: tuple[int, ...], sizes: Sizes, vocabulary: int) -> Tensor | int:
+def value(name: str, told: Told, shape: tuple[int, ...], sizes: Sizes, vocabulary: int) -> Tensor | list[Tensor] | int:
     """Numbers of that shape, such as an input of this name could hold."""
     import torch
 
     if told.kind == "count":
         return FEW
+    if told.kind == "maps":
+        return [torch.randn(shape)]
     if "mask" in name and "pixel" not in name.replace("pixel_attention", ""):
         return torch.ones(shape, dtype={"float": torch.float32, "truth": torch.bool}.get(told.kind, torch.int64))
     if told.kind == "truth":

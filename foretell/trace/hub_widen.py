@@ -176,7 +176,7 @@ class Asked:
         for name in batch:
             if name in self.told and name not in ("labels", "return_loss") and hasattr(batch[name], "shape"):
                 value = self.made(name, batch)
-                if value is not None and value.shape != batch[name].shape:
+                if hasattr(value, "shape") and value.shape != batch[name].shape:
                     yield from self._as_told(name, batch)
         for name in self.told:
             if name not in batch and told.may_be_given(name) and _is_input(self.takes[name]):

@@ -47,7 +47,9 @@ class Config(SimpleNamespace):
 # ------------------------------------------------------------------------------------------------ docstrings
 
 
-def forward(x: Any, sizes: Any = None, y: Any = None, steps: int | None = None, speaker_embedding: Any = None, use_cache: bool = False) -> None:
+def forward(
+    x: Any, sizes: Any = None, y: Any = None, steps: int | None = None, speaker_embedding: Any = None, prompt: Any = None, use_cache: bool = False
+) -> None:
     """
     Args:
         x (`torch.FloatTensor` of shape `(batch_size, sequence_length, hidden_size)`):
@@ -56,6 +58,7 @@ def forward(x: Any, sizes: Any = None, y: Any = None, steps: int | None = None, 
             Height and width.
         y (`torch.BoolTensor` of shape `[batch_size, 2 * num_mel_bins + 1, config.hidden_size // 3]`, *optional*):
             Others.
+        prompt: What is asked [batch_size, prompt_len, hidden_size]
 
     Returns:
         x (`torch.FloatTensor` of shape `(1, 1)`): not an input.
@@ -68,6 +71,7 @@ def test_shapes_are_read_from_a_docstring_and_else_from_annotation_and_name() ->
     assert told["sizes"] == ("whole", ("batch_size", "2"))
     assert told["y"].kind == "truth"
     assert told["steps"].kind == "count"
+    assert told["prompt"] == ("float", ("batch_size", "prompt_len", "hidden_size"))
     assert told["speaker_embedding"] == ("float", ("batch_size", "sequence_length", "hidden_size"))
     assert not hub_told.may_be_given("use_cache") and not hub_told.may_be_given("past_key_values")
 
