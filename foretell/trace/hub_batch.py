@@ -138,7 +138,8 @@ class _Maker:
 
     def is_unusual(self) -> bool:
         """Whether a class takes what other classes of its kind do not: then it is asked whether it takes this batch."""
-        return not self._is_plain() and not (self.batch.keys() <= {"input_ids", "labels"} and self.takes.keys() <= _COMMON)
+        reads = self.batch.keys() == {"input_ids", "labels"} and self.takes.keys() <= _COMMON
+        return not reads and not self._is_plain()
 
     def _must_write(self) -> bool:
         return self.main not in self.takes or "input_ids" in self.required()

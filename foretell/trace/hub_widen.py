@@ -97,7 +97,7 @@ class Asked:
             self.refused.clear()
         for mend in _FOUND[key]:
             batch = self._done(mend, batch)
-        return {name: value for name, value in batch.items() if value is not None}
+        return batch
 
     def _unlabelled(self, batch: Batch) -> list[Mend]:
         """Labels may be of a kind that nothing tells: then there are none."""
@@ -123,7 +123,7 @@ class Asked:
         return None
 
     def _done(self, mend: Mend, batch: Batch) -> Batch:
-        return {**batch, **mend(self, batch)}
+        return {name: value for name, value in {**batch, **mend(self, batch)}.items() if value is not None}
 
     def _refusal(self, batch: Batch) -> Exception | None:
         """What the model says against a batch in a step of training, if anything."""
@@ -163,6 +163,8 @@ class Asked:
         for name in dict.fromkeys([*self._named_in(said), *self._absent_where(refusal)]):
             if name not in batch:
                 yield from self._as_told(name, batch)
+        if {"input_ids", "inputs_embeds"} <= batch.keys() and re.search("exactly one|both|either", said):
+            yield lambda *_: {"input_ids": None}
         if "labels" in batch and any("labels" in line for line in lines[:-1]):
             yield from self._as_told("labels", batch)
         sizes = list(_sizes_in(said))
