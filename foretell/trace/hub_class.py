@@ -127,7 +127,7 @@ def built(config: Any, build: Callable[[Any], Any]) -> tuple[Any, Any]:
         for found in classes if mend() else ():
             try:
                 return found, build(found)
-            except RuntimeError:
+            except (RuntimeError, ImportError):  # of the mode it is built in, and of a package that is not there: another class is no answer
                 raise
             except Exception as error:
                 refusal = refusal or error
@@ -164,6 +164,7 @@ def model_classes(config: Any) -> Iterator[Any]:
         order = ("CausalLM", *order)
     if has_media(config):
         order = (*_MIXED, *order)
+    known = False
     for auto in [*(f"AutoModelFor{task}" for task in (*order, *_HEADS)), "AutoModel", *(f"AutoModelFor{task}" for task in _SECOND)]:
         mapping = getattr(getattr(transformers, auto, None), "_model_mapping", {})
         if type(config) in mapping:
@@ -171,8 +172,10 @@ def model_classes(config: Any) -> Iterator[Any]:
                 found = mapping[type(config)]
             except ValueError:  # a class of that name is not there
                 continue
+            known = True
             yield found[0] if isinstance(found, tuple) else found
-    yield from _of_module(config)
+    if not known:
+        yield from _of_module(config)
 
 
 def _is_built_from(cls: Any, kind: type) -> bool:

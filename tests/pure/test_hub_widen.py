@@ -204,6 +204,17 @@ def test_a_type_is_built_as_the_first_class_that_its_defaults_allow(kind: str, e
     assert cls.__name__ == expected and type(model) is cls
 
 
+def test_a_package_that_is_not_there_is_told_and_parts_do_not_stand_for_the_whole() -> None:
+    config = hub._config(Source(model="hf:bert"), "bert")
+    assert not {"BertEncoder", "BertLayer"} & {cls.__name__ for cls in hub_class.model_classes(config)}
+
+    def build(cls: Any) -> Any:
+        raise ImportError("it needs a package")
+
+    with pytest.raises(ImportError, match="needs a package"):
+        hub_class.built(config, build)
+
+
 def test_a_config_that_names_its_class_is_built_as_that_or_not_at_all(tmp_path: Path) -> None:
     config = {"model_type": "wav2vec2-bert", "architectures": ["Wav2Vec2BertForCTC"], "num_hidden_layers": 1, "hidden_size": 16}
     (tmp_path / "config.json").write_text(json.dumps(config))
