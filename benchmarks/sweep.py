@@ -39,10 +39,11 @@ LIST = HERE / "data" / "sweep.json"
 SEED = "foretell sweep 2026-11"
 DEVICE, LIMIT, REAL_LIMIT = "H100", "400", 300
 """Seconds that one trace, and one real step, may take."""
-TWO = "--micro-batch 2"
-"""Remedy of a step that PyTorch itself refuses for one sample (a batch norm that sees one number): then there are two."""
-LARGER = 4
-"""Step of the ladder that is tried where a smaller one has no answer: widths that the rule divides may not fit each other."""
+TWO, FP32 = "--micro-batch 2", "--precision fp32"
+"""Remedies of steps that PyTorch itself refuses for one sample (a batch norm that sees one number) or in bf16 (a Fourier transform): they are
+asked once more with them."""
+LARGER = (4, 5)
+"""Steps of the ladder that are tried where a smaller one has no answer: widths that the rule divides may not fit each other."""
 _TOLD = ("taken", "stands in", "only", "draw", "left out", "built as")
 """Words of assumptions that are about the model, and not the same in every row."""
 LIBRARIES = ("hf", "timm", "torchvision", "geometric", "diffusers")
@@ -119,11 +120,11 @@ def shrunken(kind: str, folder: Path, after: int = 0) -> dict[str, Any]:
     for step, candidate in list(enumerate(ladder(plain), 1))[after:]:
         try:
             made = AutoConfig.for_model(kind, **{key: value for key, value in candidate.items() if key != "model_type"})
-            cls = hub._model_class(made)
+            cls = cls or hub._model_class(made)
             with torch.device("meta"):
-                model = cls(made)
+                cls, model = hub_class.built(made, lambda one, made=made: one(made))
             folder.mkdir(parents=True, exist_ok=True)
-            content = {**json.loads(made.to_json_string()), "model_type": kind}
+            content = {**json.loads(made.to_json_string()), "model_type": kind, "architectures": [cls.__name__]}
             (folder / "config.json").write_text(json.dumps(content))
             return {"step": step, "class": cls.__name__, "parameters": sum(one.numel() for one in model.parameters())}
         except Exception as error:
@@ -149,14 +150,15 @@ def model_of(library: str, name: str, folder: Path) -> tuple[str, dict[str, Any]
     return f"{library}:{name}", {}
 
 
-def fit(model: str, micro_batch: int = 1) -> dict[str, Any]:
+def fit(model: str, micro_batch: int = 1, precision: str = "") -> dict[str, Any]:
     """What the command says, and how it ends."""
     from foretell.cli import main
 
     out, err = io.StringIO(), io.StringIO()
     begun = time.perf_counter()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(["fit", model, "--on", DEVICE, "--json", "--no-cache", "--time-limit", LIMIT, "--micro-batch", str(micro_batch)])
+        code = main(["fit", model, "--on", DEVICE, "--json", "--no-cache", "--time-limit", LIMIT, "--micro-batch", str(micro_batch),
+                     *(["--precision", precision] if precision else [])])  # fmt: skip
     row: dict[str, Any] = {"exit": code, "seconds": round(time.perf_counter() - begun, 2)}
     try:
         told = json.loads(out.getvalue())
@@ -164,21 +166,26 @@ def fit(model: str, micro_batch: int = 1) -> dict[str, Any]:
         return {**row, "error": {"problem": (out.getvalue() + err.getvalue())[-600:]}}
     if "error" in told:
         if TWO in str(told["error"]) and micro_batch == 1:
-            return {**fit(model, 2), "micro_batch": 2}
+            return {**fit(model, 2, precision), "micro_batch": 2}
+        if FP32 in str(told["error"]) and not precision:
+            return {**fit(model, micro_batch, "fp32"), "precision": "fp32"}
         return {**row, "error": {key: str(value)[:1500] for key, value in told["error"].items()}}
     return {**row, "assumed": [one for one in told.get("assumptions", []) if any(word in one for word in _TOLD)]}
 
 
-def trace(model: str, micro_batch: int = 1) -> dict[str, Any]:
+def trace(model: str, micro_batch: int = 1, precision: str = "") -> dict[str, Any]:
     """The same question as far as the trace, without the command around it: what takes the longest and refuses the most."""
     from foretell.trace import child
     from foretell.trace.load import Source
     from foretell.trace.recipe import Recipe
 
-    asked = child.request(Source(model=model, micro_batch=micro_batch), Recipe(), (9, 0), {})
+    recipe = Recipe(precision=precision) if precision else Recipe()
+    asked = child.request(Source(model=model, micro_batch=micro_batch), recipe, (9, 0), {})
     found = child.answered(lambda: child._trace(asked))
     if "error" in found and TWO in str(found["error"]) and micro_batch == 1:
-        return {**trace(model, 2), "micro_batch": 2}
+        return {**trace(model, 2, precision), "micro_batch": 2}
+    if "error" in found and FP32 in str(found["error"]) and not precision:
+        return {**trace(model, micro_batch, "fp32"), "precision": "fp32"}
     if "error" in found:
         return {"exit": 70 if found["error"]["kind"] == "InternalError" else 2, "error": {key: text[-1500:] for key, text in found["error"].items()}}
     told = [*json.loads(found["text"])["meta"]["assumed"], *found["notes"]]
@@ -281,21 +288,33 @@ def sweep(library: str, names: list[str], out: Path, real: str, folder: Path, qu
                 row["excluded"] = told["error"]
             elif quick:
                 row.update(_traced(model, quick))
-                if library == "hf" and row["exit"] not in (0, 1, 139) and told["step"] < LARGER:
-                    larger = shrunken(name, folder / name, LARGER - 1)
-                    again = _traced(model, quick) if "error" not in larger else {}
-                    if again.get("exit") == 0:
-                        row.update(again, shrunken=larger)
-                        row.pop("error", None)
-                        (folder / name / "shrunk.json").write_text(json.dumps(larger))
-                    else:
-                        shrunken(name, folder / name, told["step"] - 1)
+                if _is_untrainable(row):
+                    row["excluded"] = row["error"]["problem"]
+                elif library == "hf" and row["exit"] not in (0, 1, 139):
+                    row = _larger(name, folder, model, told["step"], quick) or row
             elif real:
                 row[real] = in_a_fork(lambda model=model: (peaks if real == "peaks" else really)(model), REAL_LIMIT)
             else:
                 row.update(fit(model))
             file.write(json.dumps(row) + "\n")
             file.flush()
+
+
+def _is_untrainable(row: dict[str, Any]) -> bool:
+    """Whether transformers itself has no step of training for a class: foretell says so, and PyTorch would."""
+    return any(words in str(row.get("error")) for words in ("has no forward of its own", "no output of the model depends on a weight"))
+
+
+def _larger(name: str, folder: Path, model: str, after: int, limit: float) -> dict[str, Any] | None:
+    """The row of a larger config that has an answer; without one the config stays what it was."""
+    for step in [step for step in LARGER if step > after]:
+        told = shrunken(name, folder / name, step - 1)
+        again = _traced(model, limit) if "error" not in told else {}
+        if again.get("exit") == 0:
+            (folder / name / "shrunk.json").write_text(json.dumps(told))
+            return {"library": "hf", "name": name, "shrunken": told, **again}
+    shrunken(name, folder / name, after - 1)
+    return None
 
 
 def _traced(model: str, limit: float) -> dict[str, Any]:

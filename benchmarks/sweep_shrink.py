@@ -72,6 +72,7 @@ def _part(part: dict[str, Any], factor: int, all_of_it: bool) -> dict[str, Any]:
     made: dict[str, Any] = {}
     kept = _kept_layers(part)
     stages = max([LAYERS, *(len(part[key]) for key in ("out_features", "out_indices", "_out_indices") if isinstance(part.get(key), list))])
+    stages = max(stages, len(kept))
     deep = next((part[key] for key in _STACKS if type(part.get(key)) is int), None)
     for key, value in part.items():
         if isinstance(value, dict) and ("model_type" in value or key.endswith(("config", "_configs"))):
@@ -103,8 +104,8 @@ def _kept_layers(part: dict[str, Any]) -> list[int]:
     for key in ("layer_types", "layers_block_type", "block_types", "mlp_layer_types"):
         kinds = part.get(key)
         if isinstance(kinds, list) and len(kinds) > LAYERS:
-            other = next((at for at, kind in enumerate(kinds) if kind != kinds[0]), 1)
-            return [0, other]
+            others = [at for at, kind in enumerate(kinds) if kind != kinds[0]] or [1]
+            return [0, *others[: 2 if "hybrid" in kinds else 1]]  # layers that share one attention are at least two
     return [0, 1]
 
 
@@ -144,6 +145,8 @@ def _mend_heads(part: dict[str, Any], made: dict[str, Any], factor: int) -> None
             heads -= 1
         made[key] = heads
         most = max(most, heads)
+    if type(made.get("mamba_headdim")) is int and type(made.get("n_mamba_heads")) is int and width is not None:
+        made["mamba_headdim"] = width * made.get("mamba_expand", 2) // made["n_mamba_heads"]
     for key, value in part.items():
         if _IS_HEADS.search(key) and isinstance(value, list) and all(type(one) is int for one in value):
             made[key] = [max(1, one // factor) for one in value]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from foretell.decode import json_of
 from foretell.errors import MissingPackage, ModelError, UnknownName, UserError, near_names
 from foretell.trace.hub_batch import batch_of, notes_on
-from foretell.trace.hub_class import decoded, mended, plain
+from foretell.trace.hub_class import built, decoded, mended, plain, rotated
 from foretell.trace.hub_class import model_class as _model_class
 from foretell.trace.hub_vision import load_timm, load_torchvision, mend_torchvision
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from foretell.trace.step import Workload
 
 _PACKAGES = {"hf": ("transformers",), "timm": ("timm", "torchvision"), "torchvision": ("torchvision",)}
+NO_TRAINING = "give --loss FILE:FUNCTION of something inside that does, or another class of it in a config.json (architectures)"
 _EXTRAS = {"hf": "hf", "timm": "timm", "torchvision": "timm"}
 
 
@@ -125,23 +126,18 @@ def _load_hf(source: Source, name: str, notes: list[str]) -> Workload:
     from foretell.trace.step import Workload
 
     config = _config(source, name)
-    cls = _model_class(config)
-    with _without_initialisation() as skipped:
-        try:
-            model = cls(config)
-        except Exception as error:
-            if not skipped:
-                raise _unbuilt(source, name, error) from error
-            model = None
-    if model is None:  # its constructor uses what the initialisers return
-        try:
-            model = cls(config)
-        except RuntimeError:
-            raise
-        except Exception as error:
-            raise _unbuilt(source, name, error) from error
-    elif skipped:
-        model.tie_weights()  # skipped together with the initialisation
+    try:
+        if _is_path(name) or source.overrides:
+            cls = _model_class(config)
+            model = _built(cls, config)
+        else:
+            cls, model = built(config, lambda cls: _built(cls, config))
+        if rotated(config, model):
+            model = _built(cls, config)
+    except (RuntimeError, UserError):
+        raise
+    except Exception as error:
+        raise _unbuilt(source, name, error) from error
     if any("layerdrop" in key for key in config.to_dict()):
         notes.append("no layer is dropped at random (LayerDrop): a step that drops some needs less")
         _keep_all_layers(model)
@@ -151,6 +147,21 @@ def _load_hf(source: Source, name: str, notes: list[str]) -> Workload:
     batch = batch_of(source, model, notes)
     notes.extend(notes_on(model, batch))
     return Workload(model, batch, own_loss)
+
+
+def _built(cls: Any, config: Any) -> Any:
+    with _without_initialisation() as skipped:
+        try:
+            model = cls(config)
+        except Exception:
+            if not skipped:
+                raise
+            model = None
+    if model is None:  # its constructor uses what the initialisers return
+        model = cls(config)
+    elif skipped:
+        model.tie_weights()  # skipped together with the initialisation
+    return model
 
 
 def _unbuilt(source: Source, name: str, error: Exception) -> Exception:
@@ -183,6 +194,8 @@ def _config(source: Source, name: str) -> Any:
             raise UserError(f"the {kind} config has no setting '{path}'", f"near names: {', '.join(near)}")
         _put(given, path, value)
     config = mended(AutoConfig.for_model(kind, **given), given)
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = getattr(getattr(config, "decoder", None), "pad_token_id", None) or 0  # labels are shifted with it
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     return config
@@ -248,7 +261,7 @@ def _keep_all_layers(model: nn.Module) -> None:
 
 
 def own_loss(output: Any, batch: Any) -> Tensor:
-    """The loss the model returned; without one the mean of its first floating-point output."""
+    """The loss the model returned; without one the mean of its first floating-point output that depends on a weight."""
     import torch
     from torch.utils import _pytree as pytree
 
@@ -257,4 +270,8 @@ def own_loss(output: Any, batch: Any) -> Tensor:
         return loss.mean()
     values = output.values() if isinstance(output, Mapping) else [output]
     leaves = [leaf for value in values for leaf in pytree.tree_leaves(value)]
-    return next(x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()).float().mean()
+    numbers = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    learnt = [x for x in numbers if x.requires_grad] if torch.is_grad_enabled() else numbers
+    if not learnt:
+        raise ModelError("no output of the model depends on a weight: there is no step of training to foretell", NO_TRAINING)
+    return learnt[0].float().mean()

@@ -2,28 +2,32 @@
 
     text                        random words; placeholders where a picture or a sound goes in, as many as the model makes of it
     pictures, films, sound      see `hub_media`
-    what else it must have      one rule for each name (`_NAMED`)
+    what else it must have      one rule for each name (`hub_named`)
     labels                      where the class computes a loss from them
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from foretell.errors import UserError
 from foretell.trace import hub_media as media
+from foretell.trace import hub_told as told
+from foretell.trace.hub_named import ALWAYS, NAMED, SEQ
+from foretell.trace.hub_widen import Asked
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from foretell.trace.load import Source
 
-SEQ, LABELS, BESIDE = 1024, 64, 64
-"""Tokens of a text, letters of a transcript, and words beside a picture, where nothing says otherwise."""
+LABELS, BESIDE = 64, 64
+"""Letters of a transcript, and words beside a picture, where nothing says otherwise."""
 _PICTURES = ("pixel_values", "pixel_values_images", "image", "images")
 _COMPANIONS = {
     "image_grid_thw", "grid_thw", "image_grid_hws", "grid_hws", "spatial_shapes", "image_sizes", "pixel_attention_mask", "aspect_ratio_ids",
@@ -43,6 +47,12 @@ _PLAIN = (
     "WhisperForConditionalGeneration",
 )  # fmt: skip
 """Classes whose input is laid out as the config tells: they are not asked."""
+_COMMON = {
+    "input_ids", "attention_mask", "position_ids", "token_type_ids", "past_key_values", "inputs_embeds", "labels", "next_sentence_label", "use_cache",
+    "cache_position", "logits_to_keep", "head_mask", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "kwargs",
+    "cache_params", "args",
+}  # fmt: skip
+"""Inputs of classes that read text."""
 _WITHOUT_LABELS = (
     "Detection", "UniversalSegmentation", "InstanceSegmentation", "ForSegmentation", "Depth", "Keypoint", "Pose", "Matting", "ForImageToImage",
     "SuperResolution", "ToSpeech", "Spectrogram", "Waveform", "ForCTC", "Recognition", "ForRNNT", "ForTDT", "Retrieval", "Pointmap",
@@ -52,10 +62,19 @@ _WITHOUT_LABELS = (
 
 def batch_of(source: Source, model: Any, notes: list[str]) -> dict[str, Any]:
     """What the class takes, at the sizes of its config; labels if it computes a loss from them."""
-    return _Maker(source, model, notes).made()
+    maker = Maker(source, model, notes)
+    batch = maker.made()
+    if not maker.is_unusual():
+        return batch
+    found = maker.asked.widened(batch)
+    changed = [name for name, value in found.items() if hasattr(value, "shape") and (name not in batch or value.shape != batch[name].shape)]
+    if changed:
+        shapes = ", ".join(f"{name} of {' × '.join(map(str, found[name].shape))}" for name in changed)
+        notes.append(f"{shapes}: inputs of {type(model).__name__} in the first shapes that it takes, which its users may not give it")
+    return found
 
 
-class _Maker:
+class Maker:
     def __init__(self, source: Source, model: Any, notes: list[str]) -> None:
         self.source, self.model, self.notes, self.n = source, model, notes, source.micro_batch
         self.config = model.config
@@ -86,17 +105,21 @@ class _Maker:
 
     def made(self) -> dict[str, Any]:
         standing, others = self._media()
-        if "input_ids" in self.takes and (self.main in ("input_ids", *_PICTURES, *_FILMS) or standing or self._must_write()):
+        if "input_ids" in self.takes and (self.main in ("input_ids", "state", *_PICTURES, *_FILMS) or standing or self._must_write()):
             self.batch["input_ids"] = self._words(standing)
             self._beside_words(standing)
-        for name in [*self.required(), *(name for name in _ALWAYS if name in self.takes)]:
-            if name not in self.batch and name in _NAMED and name not in (one for one, _ in others):
-                self.batch[name] = _NAMED[name](self)
+        for name in [*self.required(), *(name for name in ALWAYS if name in self.takes)]:
+            if name not in self.batch and name in NAMED and name not in (one for one, _ in others):
+                self.batch[name] = NAMED[name](self)
         writes = "decoder_input_ids" in self.takes
         if writes:  # without something to write such a model does not run, whatever it is given to read
             self._labels()
         for name, layouts in others:
             self.batch.update(self._laid_out(name, layouts))
+        for name in self.required():
+            if name not in self.batch and told.may_be_given(name) and self.takes.keys() != {"input"}:
+                value = self.asked.made(name, self.batch)
+                self.batch.update({} if value is None else {name: value})
         missing = [name for name in self.required() if name not in self.batch]
         if self.takes.keys() == {"input"} and not self.batch:
             name = type(self.model).__name__
@@ -109,6 +132,15 @@ class _Maker:
         if not writes:
             self._labels()
         return self.batch
+
+    @functools.cached_property
+    def asked(self) -> Asked:
+        return Asked(self.source, self.model, self.main, self.length(), self.vocabulary)
+
+    def is_unusual(self) -> bool:
+        """Whether a class takes what other classes of its kind do not: then it is asked whether it takes this batch."""
+        reads = self.batch.keys() == {"input_ids", "labels"} and self.takes.keys() <= _COMMON
+        return not reads and not self._is_plain()
 
     def _must_write(self) -> bool:
         return self.main not in self.takes or "input_ids" in self.required()
@@ -130,7 +162,7 @@ class _Maker:
             if ask is None or token is None or self._is_written(name):
                 others.append((name, layouts))
                 continue
-            beside = {one: _NAMED[one](self) for one in ("qformer_input_ids",) if one in self.takes}
+            beside = {one: NAMED[one](self) for one in ("qformer_input_ids",) if one in self.takes}
             found = media.first_that_runs(ask, ({**beside, **layout} for layout in layouts(self.source, self.model, name, self.takes)))
             if found is None:
                 others.append((name, layouts))
@@ -158,6 +190,9 @@ class _Maker:
         if name != self.main and name not in self.required():
             return {}
         return {name: usual} if usual is not None else dict(next(iter(layouts(self.source, self.model, name, self.takes))))
+
+    def picture(self) -> tuple[int, ...]:
+        return _picture(self.n, self.config, self.source, self.model)
 
     def _is_plain(self) -> bool:
         return type(self.model).__name__.endswith(_PLAIN)
@@ -270,7 +305,7 @@ def _sound(n: int, config: Any, source: Source) -> tuple[int, ...]:
     return (n, source.seq or media.SAMPLES)
 
 
-def _labels(maker: _Maker) -> Tensor:
+def _labels(maker: Maker) -> Tensor:
     """Integer targets in the shape the task has: one per token, per picture, per pixel, or a transcript."""
     import torch
 
@@ -285,196 +320,6 @@ def _labels(maker: _Maker) -> Tensor:
         return torch.randint(0, words, tuple(batch["input_ids"].shape[: 3 if name.startswith("Csm") else 2]))
     limit = media.first(config, "max_target_positions") or media.first(text, "max_position_embeddings") or LABELS
     return torch.randint(0, words, (n, maker.source.seq or min(limit, SEQ)))
-
-
-# --- inputs by name ----------------------------------------------------------------------------------------------------
-
-
-def _boxes(maker: _Maker) -> Tensor:
-    import torch
-
-    shape = (*maker.batch["input_ids"].shape, 4)
-    return torch.tensor([100, 100, 200, 200]).expand(shape).contiguous()
-
-
-def _past(maker: _Maker) -> int:
-    """Steps of a series that a model looks back on."""
-    config = maker.config
-    lags = getattr(config, "lags_sequence", None) or [0]
-    return int((media.first(config, "context_length") or 512) + max(lags))
-
-
-def _series(steps: Callable[[_Maker], int], width: Callable[[Any], int | None]) -> Callable[[_Maker], Tensor]:
-    def make(maker: _Maker) -> Tensor:
-        import torch
-
-        wide = width(maker.config)
-        return torch.rand((maker.n, steps(maker), *([wide] if wide else [])))
-
-    return make
-
-
-def _values_wide(config: Any) -> int | None:
-    wide = media.first(config, "num_input_channels", "input_size")
-    return wide if isinstance(wide, int) and (wide > 1 or hasattr(config, "num_input_channels")) else None
-
-
-def _time_wide(config: Any) -> int | None:
-    return getattr(config, "num_time_features", 0) + (0 if getattr(config, "num_time_features", 0) else 1)
-
-
-def _future(maker: _Maker) -> int:
-    return int(media.first(maker.config, "prediction_length", "horizon_length") or 24)
-
-
-def _float(*size: str | int) -> Callable[[_Maker], Tensor]:
-    """Numbers of a shape: sizes by the names of settings, or as they are."""
-
-    def make(maker: _Maker) -> Tensor:
-        import torch
-
-        return torch.randn((maker.n, *(one if isinstance(one, int) else int(_size(maker, one)) for one in size)))
-
-    return make
-
-
-def _size(maker: _Maker, names: str) -> int:
-    found = media.first(maker.config, *names.split("|"))
-    return int(found) if isinstance(found, int) else 64
-
-
-def _whole(length: int, names: str = "") -> Callable[[_Maker], Tensor]:
-    def make(maker: _Maker) -> Tensor:
-        import torch
-
-        return torch.randint(0, maker.vocabulary, (maker.n, _size(maker, names) if names else length))
-
-    return make
-
-
-def _like_picture(maker: _Maker) -> Tensor:
-    import torch
-
-    return torch.randn_like(maker.batch["pixel_values"])
-
-
-def _patches(maker: _Maker) -> Tensor:
-    """Of a vision part by itself: patches in a row, with their grid."""
-    name = "hidden_states" if "hidden_states" in maker.takes else "pixel_values"
-    if "grid_thw" in maker.takes:
-        layouts = media.picture_layouts(maker.source, maker.model, name, maker.takes)
-        found = media.first_that_runs(maker.model.forward, layouts)
-        if found is not None:
-            maker.batch.update(found[0])
-            made: Tensor = found[0][name]
-            return made
-    high, wide = media.sides(maker.source, maker.config)
-    heard = [(maker.n, SEQ, one) for one in media.heard(maker.model)]
-    shapes = [(maker.n, SEQ, _size(maker, "hidden_size|d_model|hidden_dim")), *heard, (maker.n, 3, high, wide), (maker.n, 1, media.SAMPLES)]
-    found = media.first_that_runs(maker.model.forward, ({**maker.batch, name: _drawn(shape)} for shape in shapes))
-    return found[0][name] if found is not None else _drawn(shapes[0])
-
-
-def _drawn(shape: tuple[int, ...]) -> Tensor:
-    import torch
-
-    return torch.randn(shape)
-
-
-def _flattened(maker: _Maker) -> Tensor:
-    import torch
-
-    vision = media.part_of(maker.config, "vision")
-    wide = 2 + 3 * (media.first(vision, "patch_size") or 16) ** 2
-    return torch.ones(maker.n, min(2048, media.first(vision, "seq_len") or 2048), wide)
-
-
-def _ones(other: str) -> Callable[[_Maker], Tensor]:
-    def make(maker: _Maker) -> Tensor:
-        import torch
-
-        shape = maker.batch[other].shape if other in maker.batch else _NAMED[other](maker).shape
-        return torch.ones(shape)
-
-    return make
-
-
-def _speech(maker: _Maker) -> Any:
-    return media.first(maker.config, "model_config") or maker.config
-
-
-def _places(maker: _Maker) -> Tensor:
-    """Where in a text the features of a picture go."""
-    import torch
-
-    mask = torch.zeros_like(maker.batch["input_ids"])
-    mask[:, 1 : 1 + int(media.first(maker.config, "latent_query_num") or 64)] = 1
-    return mask
-
-
-def _all_of(other: str) -> Callable[[_Maker], Tensor]:
-    """A mask over the rows of another input, or of the words, that hides nothing."""
-
-    def make(maker: _Maker) -> Tensor:
-        import torch
-
-        given = maker.batch.get(other, maker.batch.get("input_ids"))
-        if given is None:
-            given = next(iter(maker.batch.values()))
-        return torch.ones(given.shape[:2], dtype=torch.int64)
-
-    return make
-
-
-_NAMED: dict[str, Callable[[_Maker], Any]] = {
-    "bbox": _boxes,
-    "image_embeds_position_mask": _places,
-    "duration_labels": _all_of("input_ids"),
-    "pitch_labels": lambda maker: _ones("input_ids")(maker)[..., None],
-    "energy_labels": lambda maker: _ones("input_ids")(maker)[..., None],
-    "spectrogram_labels": lambda maker: _ones("input_ids")(maker)[..., None].repeat(1, 1, media.first(_speech(maker), "num_mel_bins") or 80),
-    "image_attention_mask": lambda maker: _ones("input_ids")(maker)[..., None],
-    "context": _float(SEQ, "hidden_size"),
-    "attention_mask": _all_of("context"),
-    "audio_mel": _float(SEQ, "input_feat_size"),
-    "audio_mel_mask": lambda maker: _ones("audio_mel")(maker)[..., 0] < 0,
-    "past_values": _series(_past, _values_wide),
-    "past_time_features": _series(_past, _time_wide),
-    "past_observed_mask": _ones("past_values"),
-    "future_values": _series(_future, _values_wide),
-    "future_time_features": _series(_future, _time_wide),
-    "past_values_padding": lambda maker: _ones("past_values")(maker) * 0,
-    "freq": lambda maker: _whole(1)(maker) * 0,
-    "visual_feats": _float(36, "visual_feat_dim"),
-    "visual_pos": _float(36, "visual_pos_dim"),
-    "visual_embeds": _float(36, "visual_embedding_dim"),
-    "qformer_input_ids": _whole(32),
-    "prompt_pixel_values": _like_picture,
-    "prompt_masks": _like_picture,
-    "task_inputs": _whole(77, "task_seq_len"),
-    "state": _float("max_state_dim"),
-    "actions": _float("chunk_size", "max_action_dim"),
-    "hidden_states": _patches,
-    "spectrogram": _float(256, "model_in_dim|num_mel_bins"),
-    "flattened_patches": _flattened,
-    "classes_input_ids": lambda maker: _whole(77)(maker),
-    "classes_attention_mask": lambda maker: _whole(77)(maker) * 0 + 1,
-    "tasks_input_ids": lambda maker: _whole(77)(maker),
-    "tasks_attention_mask": lambda maker: _whole(77)(maker) * 0 + 1,
-    "classes_structure": lambda maker: _whole(1)(maker)[:, 0] * 0 + 1,
-    "encoder_hidden_states": _float(SEQ, "encoder_hidden_size|hidden_size"),
-    "query_embeds": _float(32, "hidden_size"),
-    "inputs_embeds": _float(SEQ, "hidden_size|d_model"),
-    "inputs": _float(SEQ, "d_model"),
-    "noise_embeds": _float(SEQ, "hidden_size"),
-    "context_hidden_states": _float(SEQ, "hidden_size"),
-    "decoder_input_values": _float(SEQ, "num_mel_bins"),
-}  # fmt: skip
-_ALWAYS = (
-    "image_embeds_position_mask", "flattened_patches", "image_attention_mask", "bbox", "future_values", "future_time_features", "visual_feats",
-    "visual_pos", "visual_embeds", "actions", "past_observed_mask", "duration_labels", "pitch_labels", "energy_labels", "spectrogram_labels",
-)  # fmt: skip
-"""Given although a class could do without: its layers for them would not run."""
 
 
 def notes_on(model: Any, batch: Mapping[str, Any]) -> list[str]:

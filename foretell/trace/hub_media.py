@@ -26,12 +26,14 @@ PATIENCE = 15.0
 """CPU seconds after which a model is not asked any further."""
 _SIDES = (448, 512, 384, 336, 1024, 1536)
 """Of pictures, where the config's own is not taken."""
+_LINES = ((48, 320), (32, 128))
+"""Of pictures of a line of text."""
 _TILES = (3, 5, 2, 1, 4)
 """Crops that families cut a picture into."""
 
 
 @contextmanager
-def _answering() -> Iterator[None]:
+def answering() -> Iterator[None]:
     """Questions about values have an assumed answer, where the ambient mode can give one."""
     import torch
 
@@ -60,7 +62,7 @@ def tried(function: Callable[..., Any], layout: Layout) -> Any:
     try:
         for module, _ in was:
             module.training = False
-        with torch.no_grad(), _answering():
+        with torch.no_grad(), answering():
             return function(**{key: value for key, value in layout.items() if whole or key in takes})
     except Exception:
         return None
@@ -144,7 +146,7 @@ def picture_layouts(source: Source, model: Any, name: str, takes: Iterable[str])
         yield from _grids(source, model, vision, name, grid, takes)
         return
     high, wide = sides(source, vision)
-    patch = _number(first(vision, "patch_size")) or 16
+    patch = number(first(vision, "patch_size")) or 16
     if "spatial_shapes" in takes:
         rows, columns = high // patch, wide // patch
         shapes, mask = torch.tensor([[rows, columns]] * n), torch.ones(n, rows * columns, dtype=torch.int64)
@@ -161,16 +163,19 @@ def picture_layouts(source: Source, model: Any, name: str, takes: Iterable[str])
         return
     tiled = ("image_sizes" in takes and bool(getattr(config, "image_grid_pinpoints", None))) or "pixel_attention_mask" in takes
     counts = (1, 0) if "pixel_attention_mask" in takes else (*_TILES, 0) if tiled else (0, 1, *_TILES)
-    for tall, broad in dict.fromkeys([(high, wide), *((side, side) for side in _SIDES if source.image is None)]):
+    others = [*((side, side) for side in _SIDES), *_LINES] if source.image is None else []
+    for tall, broad in dict.fromkeys([(high, wide), *others]):
         more: Layout = {"image_sizes": torch.tensor([[tall, broad]] * n)} if "image_sizes" in takes else {}
         for count in counts if (tall, broad) == (high, wide) else counts[:2]:
             shape = (n, count, channels, tall, broad) if count else (n, channels, tall, broad)
             yield {name: torch.randn(shape), **more}
             if more:
                 yield {name: torch.randn(shape)}
+            if count and "pixel_attention_mask" in takes:  # which of the pictures are there
+                yield {name: torch.randn(shape), "pixel_attention_mask": torch.ones(n, count, dtype=torch.bool)}
 
 
-def _number(value: Any) -> int | None:
+def number(value: Any) -> int | None:
     if isinstance(value, (list, tuple)) and value:
         value = value[-1]
     return value if isinstance(value, int) else None
@@ -191,9 +196,9 @@ def _grids(source: Source, model: Any, vision: Any, name: str, grid: str, takes:
     import torch
     from torch import nn
 
-    n, patch = source.micro_batch, _number(first(vision, "patch_size")) or 14
-    merge = _number(first(vision, "spatial_merge_size", "merge_size", "merge_kernel_size")) or 2
-    size = source.image or _number(first(vision, "image_size")) or GRID_IMAGE
+    n, patch = source.micro_batch, number(first(vision, "patch_size")) or 14
+    merge = number(first(vision, "spatial_merge_size", "merge_size", "merge_kernel_size")) or 2
+    size = source.image or number(first(vision, "image_size")) or GRID_IMAGE
     per = max(1, min(size, 1024) // (patch * merge)) * merge
     tower = next((one for path in ("visual", "vision_tower", "vision_model", "model.visual", "model.vision_tower", "model.vision_model")
                   if (one := _inside(model, path)) is not None), model)  # fmt: skip
