@@ -152,6 +152,45 @@ def fit(
     return _advised(answer, recipe, cluster, asked)
 
 
+def fit_script(
+    words: Sequence[str],
+    *,
+    hardware: str | Cluster,
+    hints: Mapping[str, float] | None = None,
+    expandable_segments: bool = False,
+    tokens: float | None = None,
+    samples: float | None = None,
+    epochs: float | None = None,
+    dataset_size: float | None = None,
+    region: str | None = None,
+    price: float | None = None,
+    trace_out: str | None = None,
+    time_limit: float = TIME_LIMIT,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> Prediction:
+    """What `fit` says of a training script: `["python", "train.py", "--batch-size", "64"]`, followed as it is to its first step."""
+    from foretell.trace import user_code
+    from foretell.trace.file import loads
+    from foretell.trace.script.child import follow_in_child, request
+    from foretell.trace.script.words import parse as parse_words
+
+    script = parse_words(words)
+    cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
+    on = hardware if isinstance(hardware, str) else cluster.device.name
+    wishes = Wishes(
+        amount=Amount.of(tokens=tokens, samples=samples, epochs=epochs, dataset_size=dataset_size), region=region,
+        price=price, trace_out=trace_out,
+    )  # fmt: skip
+    if script.file:
+        user_code.before([script.file])
+    asked = request(script, _capability(cluster), dict(hints or {}), cluster.device.memory_bytes, cluster.device.name)
+    text, reply = follow_in_child(asked, time_limit=time_limit, progress=progress)
+    trace = loads(text)
+    recipe = Recipe.from_json(trace.meta["recipe"])  # type: ignore[arg-type]
+    about = {"source": script.text, "description": script.text, "micro_batch": reply["micro_batch"], "seq": None, "image": None, "overrides": {}}
+    return predict(trace, recipe, cluster, about, on=on, notes=tuple(reply["notes"]), expandable_segments=expandable_segments, wishes=wishes)
+
+
 def _advised(
     answer: Prediction, recipe: Recipe, cluster: Cluster, asked: Mapping[str, Any], source: Source | None = None
 ) -> Prediction:
