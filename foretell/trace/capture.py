@@ -69,10 +69,10 @@ def capture(
 
 
 @contextmanager
-def any_code(recorder: Recorder, capability: tuple[int, int] | None) -> Iterator[None]:
-    """Until the end of the block, code may do on fake tensors what it does on real ones."""
+def any_code(recorder: Recorder, capability: tuple[int, int] | None, sees: Callable[[str], bool] = is_users) -> Iterator[None]:
+    """Until the end of the block, code may do on fake tensors what it does on real ones; files that `sees` knows see a device."""
     with (
-        plain_copies(), lazy_modules(), device_is_there(capability, is_users), seen_through(recorder.assumed.add),
+        plain_copies(), lazy_modules(), device_is_there(capability, sees), seen_through(recorder.assumed.add),
         recorder.reads(), any_lengths(recorder),
     ):  # fmt: skip
         yield

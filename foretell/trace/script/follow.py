@@ -39,6 +39,7 @@ from foretell.trace.step import Workload
 
 _MICRO = ("micro_first", "micro_next")
 _UPDATE = "update_first"
+_TORCH = str(Path(torch.__file__).parent)
 
 
 class Done(BaseException):
@@ -61,8 +62,8 @@ def capture_script(script: Script, *, capability: tuple[int, int], hints: Mappin
     recorder, release = Recorder(hints), torch.__version__
     recorder.patient = False
     choices = cuda_choices(recorder, capability, release)
-    with no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability):
-        with as_on_a_device() as world, no_initialisation(), real_masks(recorder):
+    with no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, not_torchs):
+        with as_on_a_device(script) as world, no_initialisation(), real_masks(recorder):
             follower = Follower(recorder, world)
             with follower.following():
                 _run(script, follower)
@@ -282,9 +283,14 @@ class Follower:
                         self.roles.roles.setdefault(ref.storage, types.INPUT)
 
 
+def not_torchs(file: str) -> bool:
+    """Whether code of a file is told of the device: all but PyTorch's own, which would reach for it."""
+    return not file.startswith(_TORCH)
+
+
 def whole(module: nn.Module) -> nn.Module:
     """The outermost modules that are alive and have weights: one, or all of them under the names that the script has for them."""
-    alive = [one for one in gc.get_objects() if isinstance(one, nn.Module)]
+    alive = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     inside = {id(child) for one in alive for child in one.children()}
     outer = [one for one in alive if id(one) not in inside and next((*one.parameters(), *one.buffers(),).__iter__(), None) is not None]
     if len(outer) <= 1:
