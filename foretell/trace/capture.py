@@ -153,12 +153,16 @@ class _Roles:
         self.host: set[int] = set()
         for path, parameter in step.model.named_parameters():
             self._name(parameter, types.PARAMETER, path.rpartition(".")[0])
-            if parameter.grad is not None:
-                self._name(parameter.grad, types.GRADIENT, path.rpartition(".")[0])
+        self.note_gradients(step)
         for path, buffer in step.model.named_buffers():
             self._name(buffer, types.BUFFER, path.rpartition(".")[0])
         for leaf in _leaves(step.workload.batch):
             self._name(leaf, types.INPUT, "")
+
+    def note_gradients(self, step: Step) -> None:
+        for path, parameter in step.model.named_parameters():
+            if parameter.grad is not None:
+                self._name(parameter.grad, types.GRADIENT, path.rpartition(".")[0])
 
     def note_optimizer(self, step: Step) -> None:
         paths = {id(parameter): path.rpartition(".")[0] for path, parameter in step.model.named_parameters()}

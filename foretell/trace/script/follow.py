@@ -39,6 +39,8 @@ from foretell.trace.step import Workload
 
 _MICRO = ("micro_first", "micro_next")
 _UPDATE = "update_first"
+_ROUNDS = ("micro_first", "round")
+"""Programs of steps in which several optimizers take turns."""
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -111,6 +113,8 @@ class Follower:
         self._program: AbstractContextManager[None] | None = None
         self._stack = ExitStack()
         self._before_step = 0
+        self._rounds: dict[int, int] = {}
+        """Optimizer → steps it has taken, where several take turns."""
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -137,7 +141,8 @@ class Follower:
             raise ModelError(f"{script.name} ended before its first step", "an optimizer's step() is where a step ends")
         self._update_whole()
         self._seen_first()
-        return _finish(self.recorder, found, roles, capability, release)  # type: ignore[arg-type]
+        trace = _finish(self.recorder, found, roles, capability, release)  # type: ignore[arg-type]
+        return replace(trace, schedule={"first_step": ((_ROUNDS[0], 1),), "steady_step": ((_ROUNDS[1], 1),)}) if self._rounds else trace
 
     # ------------------------------------------------------------------ what is watched
 
@@ -199,7 +204,10 @@ class Follower:
             if not module.training or not any(one.requires_grad for one in module.parameters()):
                 return
             self._find(module)
-        if self._name not in _MICRO and self._backwards < 2:
+        if self._rounds:
+            if not self._name:
+                self._begin(_ROUNDS[0], "forward")
+        elif self._name not in _MICRO and self._backwards < 2:
             self._begin(_MICRO[min(1, self._backwards)], "forward")
 
     def _find(self, module: nn.Module) -> None:
@@ -210,6 +218,8 @@ class Follower:
         self._resident = list(dict.fromkeys(self.recorder.storage_id(one) for one in (*_in_move_order(model), *inputs)))
         self._stack.enter_context(self.recorder.modules(model))
         self.recorder._enter(module, None)
+        several = optimizers()
+        self._rounds = dict.fromkeys(several, 0) if len(several) > 1 else {}
 
     def _ran_backward(self) -> None:
         if self.found is None or self.done:
@@ -217,11 +227,18 @@ class Follower:
         self._backwards += 1
         if self.roles is None:
             self.roles = _Roles(self.recorder, self.found, self._resident)  # type: ignore[arg-type]
-        self._end()
+        if self._rounds:
+            self.roles.note_gradients(self.found)  # type: ignore[arg-type]
+        else:
+            self._end()
 
     def _updating(self) -> None:
         """What follows belongs to the update: gradients are looked at, or the optimizer steps."""
-        if self._name != _UPDATE and self.found is not None and not self.done and self._backwards:
+        if self.found is None or self.done or not self._backwards:
+            return
+        if self._rounds:
+            self.recorder.phase("update")
+        elif self._name != _UPDATE:
             self._begin(_UPDATE, "update")
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -250,11 +267,16 @@ class Follower:
         found = self.found
         if found is None or self.done or self.roles is None:
             return
-        self.done, found.optimizer = True, optimizer
+        found.optimizer = optimizer
         found.recipe = Recipe(
-            precision=self.world.precision(found.model), accumulate=self._backwards, clip=self._clip or None, optimizer=name_of(optimizer)
-        )
+            precision=self.world.precision(found.model), accumulate=1 if self._rounds else self._backwards, clip=self._clip or None,
+            optimizer=name_of(optimizer),
+        )  # fmt: skip
         self.roles.note_optimizer(found)  # type: ignore[arg-type]
+        if self._rounds:
+            self._took_turn(optimizer)
+            return
+        self.done = True
         self._begin("update", "update")
         optimizer.step()
         self._begin("zero_grad", "update")
@@ -263,11 +285,25 @@ class Follower:
         if not self.world.scales:
             raise Done
 
+    def _took_turn(self, optimizer: Optimizer) -> None:
+        """A round is over when every optimizer has stepped; the second one is recorded with states that are there."""
+        self.recorder.phase("forward")
+        key = parameters_of(optimizer)
+        self._rounds[key] = self._rounds.get(key, 0) + 1
+        if min(self._rounds.values()) == 1 and self._name == _ROUNDS[0]:
+            self._begin(_ROUNDS[1], "forward")
+        elif min(self._rounds.values()) >= 2:
+            self.done = True
+            self._end()
+            raise Done
+
     # ------------------------------------------------------------------ afterwards
 
     def _update_whole(self) -> None:
         """A later update clips and unscales as the first one did, and steps with states that are there."""
         programs = self.recorder.programs
+        if self._rounds:
+            return
         programs["update"] = programs[_UPDATE][: self._before_step] + programs["update"][1:]
 
     def _seen_first(self) -> None:
@@ -281,6 +317,16 @@ class Follower:
                         known.add(ref.storage)
                         self.roles.resident.append(ref.storage)
                         self.roles.roles.setdefault(ref.storage, types.INPUT)
+
+
+def optimizers() -> dict[int, Optimizer]:
+    """Those that are alive, by what they train: a wrapper has the parameters of what it wraps."""
+    alive = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
+    return {parameters_of(one): one for one in alive}
+
+
+def parameters_of(optimizer: Optimizer) -> int:
+    return hash(frozenset(id(one) for group in optimizer.param_groups for one in group["params"]))
 
 
 def not_torchs(file: str) -> bool:
