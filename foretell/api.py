@@ -165,6 +165,7 @@ def fit_script(
     region: str | None = None,
     price: float | None = None,
     trace_out: str | None = None,
+    keep_writes: bool = False,
     time_limit: float = TIME_LIMIT,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Prediction:
@@ -183,7 +184,7 @@ def fit_script(
     )  # fmt: skip
     if script.file:
         user_code.before([script.file])
-    asked = request(script, _capability(cluster), dict(hints or {}), cluster.device.memory_bytes, cluster.device.name)
+    asked = request(script, _capability(cluster), dict(hints or {}), keep_writes)
     text, reply = follow_in_child(asked, time_limit=time_limit, progress=progress)
     trace = loads(text)
     recipe = Recipe.from_json(trace.meta["recipe"])  # type: ignore[arg-type]

@@ -66,6 +66,7 @@ def fit(
     beside: list[str] = typer.Option([], metavar="MODEL[,KEY=VALUE]...", help=side_by_side.HELP),
     footprint: bool = typer.Option(False, "--footprint", help="Devices that the whole run uses up, by MFU and lifetime, and what making them took."),
     trace_out: str | None = typer.Option(None, metavar="FILE", help="Write the predicted timeline as a Chrome trace."),
+    keep_writes: bool = typer.Option(False, "--keep-writes", help="Let the script write its files while it is followed; default: a scratch folder."),
     time_limit: float = TIME_LIMIT,
     from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False,
         help="Take options from an accelerate YAML or a DeepSpeed JSON; options typed here win."),
@@ -86,7 +87,7 @@ def fit(
     }  # fmt: skip
     script = common.script_words()
     if script is not None:
-        prediction = _follow(model, script, on, options, context)
+        prediction = _follow(model, script, on, {**options, "keep_writes": keep_writes}, context)
         _emit_json(prediction, {}, None, None) if json else _emit(prediction, None, None, on)
         return common.YES if prediction.fits else common.NO_OR_FAILED
     if model is None:
@@ -109,7 +110,7 @@ def fit(
 
 
 _OF_A_SCRIPT = ("on", "hint", "expandable_segments", "tokens", "samples", "epochs", "dataset_size", "region", "price", "trace_out", "time_limit",
-                "json", "no_cache", "debug")  # fmt: skip
+                "keep_writes", "json", "no_cache", "debug")  # fmt: skip
 """Options beside a script: all others the script says itself."""
 
 
@@ -121,7 +122,7 @@ def _follow(model: str | None, words: Sequence[str], on: str, options: dict[str,
     if other := [f"--{name.replace('_', '-')}" for name in typed if name not in _OF_A_SCRIPT and name != "model"]:
         raise UserError(f"{', '.join(other)} beside a script, which says so itself", "change it in the script or its arguments")
     check_run(options)
-    taken = ("hints", "expandable_segments", "tokens", "samples", "epochs", "dataset_size", "region", "price", "trace_out", "time_limit")
+    taken = ("hints", "expandable_segments", "tokens", "samples", "epochs", "dataset_size", "region", "price", "trace_out", "time_limit", "keep_writes")
     doing = common.Doing(f"following {' '.join(words)}")
 
     def work() -> Any:

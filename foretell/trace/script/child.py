@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from foretell.trace.child import PRELOAD as _PRELOAD
@@ -19,20 +21,21 @@ PRELOAD = (*_PRELOAD, "foretell.trace.script.follow")
 _SELF = "foretell.trace.script.child"
 
 
-def request(script: Script, capability: tuple[int, int], hints: Mapping[str, float], memory: int, name: str) -> dict[str, Any]:
-    return {"script": vars(script), "capability": list(capability), "hints": dict(hints), "memory": memory, "device": name}
+def request(script: Script, capability: tuple[int, int], hints: Mapping[str, float], keep_writes: bool) -> dict[str, Any]:
+    return {"script": vars(script), "capability": list(capability), "hints": dict(hints), "keep_writes": keep_writes}
 
 
 def follow_in_child(
     asked: Mapping[str, Any], *, time_limit: float = TIME_LIMIT, progress: Progress = lambda _: None
 ) -> tuple[str, dict[str, Any]]:
-    """The text of the trace file, and the rest of the reply."""
+    """The text of the trace file, and the rest of the reply. What the script writes is gone when this returns."""
     from foretell.trace import server
     from foretell.trace.child import _as_error, _died
 
     here()
     server.ready(_SELF)
-    found = ask(_SELF, [asked], time_limit=time_limit, progress=progress)
+    with tempfile.TemporaryDirectory(prefix="foretell-script-", ignore_cleanup_errors=True) as scratch:
+        found = ask(_SELF, [{**asked, "scratch": scratch}], time_limit=time_limit, progress=progress)
     if isinstance(found, Ended):
         raise _died({"source": {"model": asked["script"]["file"] or asked["script"]["module"]}}, found, time_limit)
     if "error" in found[0]:
@@ -45,11 +48,18 @@ def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     from foretell.trace.file import dumps
     from foretell.trace.load import user_files
     from foretell.trace.script.follow import capture_script
+    from foretell.trace.script.writes import Aside, kept_aside
 
     given = {**asked["script"], "words": tuple(asked["script"]["words"]), "arguments": tuple(asked["script"]["arguments"])}
-    trace = capture_script(Script(**given), capability=tuple(asked["capability"]), hints=asked["hints"])
+    aside = Aside(asked["scratch"])
+    os.environ["TMPDIR"] = tempfile.tempdir = aside.scratch
+    with nullcontext() if asked["keep_writes"] else kept_aside(aside):
+        trace, notes = capture_script(Script(**given), capability=tuple(asked["capability"]), hints=asked["hints"])
+    if aside.written:
+        names = ", ".join(os.path.relpath(one) for one in aside.written[:3]) + (" ..." if len(aside.written) > 3 else "")
+        notes.append(f"what the script writes before its first step went to a scratch folder that is gone ({names}); --keep-writes lets it")
     first: list[Any] = next((sizes for sizes in trace.meta["batch"] if len(sizes) > 1), ["", 1])  # type: ignore[attr-defined]
-    return {"text": dumps(trace), "files": file_hashes(user_files()), "notes": [], "micro_batch": first[1]}
+    return {"text": dumps(trace), "files": file_hashes(user_files()), "notes": notes, "micro_batch": first[1]}
 
 
 def main() -> None:

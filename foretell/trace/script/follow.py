@@ -59,8 +59,10 @@ class Found:
     backwards: int = 1
 
 
-def capture_script(script: Script, *, capability: tuple[int, int], hints: Mapping[str, float] | None = None) -> types.Trace:
-    """One step of the script, as a device of this compute capability runs it."""
+def capture_script(
+    script: Script, *, capability: tuple[int, int], hints: Mapping[str, float] | None = None
+) -> tuple[types.Trace, list[str]]:
+    """One step of the script, as a device of this compute capability runs it; and what a reader should know."""
     recorder, release = Recorder(hints), torch.__version__
     recorder.patient = False
     choices = cuda_choices(recorder, capability, release)
@@ -69,7 +71,7 @@ def capture_script(script: Script, *, capability: tuple[int, int], hints: Mappin
             follower = Follower(recorder, world)
             with follower.following():
                 _run(script, follower)
-    return follower.trace(script, capability, release)
+    return follower.trace(script, capability, release), world.notes
 
 
 def _run(script: Script, follower: Follower) -> None:

@@ -16,7 +16,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from foretell.trace.devices import replaced
@@ -29,14 +28,16 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 class Aside:
     """Paths as the script has them, and where they really are."""
 
-    def __init__(self, scratch: Path) -> None:
-        self.scratch = str(scratch)
+    def __init__(self, scratch: str) -> None:
+        self.scratch = os.path.abspath(scratch)
         self.written: list[str] = []
         self.gone: set[str] = set()
+        self.off = False
+        """While foretell itself removes what was written."""
 
     def twin(self, path: Any) -> str | None:
         """Where a path would be written; None for what is no file of the script's: handles, devices, the scratch folder."""
-        if isinstance(path, int):
+        if isinstance(path, int) or self.off:
             return None
         try:
             whole = os.path.abspath(os.fsdecode(path))
@@ -63,7 +64,7 @@ class Aside:
         whole = os.path.abspath(os.fsdecode(path))
         if whole not in self.written:
             self.written.append(whole)
-        _makedirs(os.path.dirname(twin))
+        _makedirs(os.path.dirname(twin), exist_ok=True)
         if keep and whole not in self.gone and not _lexists(twin) and os.path.isfile(whole):
             _copy(whole, twin)
         return twin
@@ -81,11 +82,12 @@ _lexists, _makedirs, _copy = os.path.lexists, os.makedirs, shutil.copyfile
 
 
 @contextmanager
-def kept_aside(scratch: Path) -> Iterator[Aside]:
-    """Until the end of the block."""
-    aside = Aside(scratch)
-    with replaced((*_opening(aside), *_reading(aside), *_changing(aside))):
-        yield aside
+def kept_aside(aside: Aside) -> Iterator[None]:
+    """Until the end of the block; what does not come this way is refused from now on, in this process."""
+    changes = (*_opening(aside), *_reading(aside), *_changing(aside))
+    _refuse_others(aside)
+    with replaced(changes):
+        yield
 
 
 def _opening(aside: Aside) -> Iterator[tuple[Any, str, Any]]:
@@ -118,7 +120,7 @@ def _reading(aside: Aside) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _changing(aside: Aside) -> Iterator[tuple[Any, str, Any]]:
-    mkdir, rmdir = os.mkdir, os.rmdir
+    mkdir = os.mkdir
 
     def made(path: Any, *args: Any, **kwargs: Any) -> None:
         whole = os.path.abspath(os.fsdecode(path))
@@ -128,6 +130,8 @@ def _changing(aside: Aside) -> Iterator[tuple[Any, str, Any]]:
 
     def removes(plain: Callable[..., Any]) -> Callable[..., Any]:
         def remove(path: Any, *args: Any, **kwargs: Any) -> None:
+            if kwargs.get("dir_fd") is not None and not aside.off:
+                raise PermissionError(13, "a script that is followed removes nothing by a folder's handle", os.fsdecode(path))
             mine = aside.removed(path)
             if mine is not None:
                 plain(mine, *args, **kwargs)
@@ -142,10 +146,21 @@ def _changing(aside: Aside) -> Iterator[tuple[Any, str, Any]]:
 
         return move
 
+    rmtree = shutil.rmtree
+
+    def tree_removed(path: Any, *args: Any, **kwargs: Any) -> None:
+        mine = aside.removed(path)
+        aside.off = True
+        try:
+            if mine is not None:
+                rmtree(mine, *args, **kwargs)
+        finally:
+            aside.off = False
+
+    yield shutil, "rmtree", tree_removed
     yield os, "mkdir", made
-    for name in ("remove", "unlink"):
+    for name in ("remove", "unlink", "rmdir"):
         yield os, name, removes(getattr(os, name))
-    yield os, "rmdir", removes(rmdir)
     for name in ("rename", "replace"):
         yield os, name, moves(getattr(os, name))
     for name in ("symlink", "link"):
@@ -156,13 +171,11 @@ def _changing(aside: Aside) -> Iterator[tuple[Any, str, Any]]:
         yield os, name, lambda path, *args, plain=plain, **kwargs: plain(aside.writing(path, keep=True), *args, **kwargs)
 
 
-def refuse_others(aside: Aside) -> None:
-    """From now on, in this process: writes that did not come this way are refused."""
-
+def _refuse_others(aside: Aside) -> None:
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event != "open" or not isinstance(args[0], (str, bytes)) or not isinstance(args[2], int) or not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        if event != "open" or not isinstance(args[0], (str, bytes)) or not isinstance(args[2], int):
             return
-        if aside.twin(args[0]) is not None:
+        if args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and aside.twin(args[0]) is not None:
             raise PermissionError(13, "a script that is followed writes nothing here", os.fsdecode(args[0]))
 
     sys.addaudithook(hook)
