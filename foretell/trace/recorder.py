@@ -427,10 +427,20 @@ class Recorder(Reading):
         if name == "aten.eq.Scalar" and asked.inputs:
             born = self.born_in.get(asked.inputs[0].storage)
             name = f"{born.name} ==" if born is not None else name
-        answer = ORDINARY.get(name)
+        answer = ORDINARY.get(name, self._healthy(asked))
         if answer is not None:
             self.assumed.add(f"{name} in module '{self._here()}' is taken to be {answer}")
         return answer
+
+
+    def _healthy(self, asked: Row) -> bool | None:
+        """Whether a number is finite, infinite or none: as in a run that goes well. PyTorch takes these questions apart."""
+        made = [born.name if (born := self.born_in.get(ref.storage)) is not None else "" for ref in asked.inputs]
+        if asked.name == "aten.mul.Tensor" and made == ["aten.eq.Tensor", "aten.ne.Scalar"]:
+            return True
+        if asked.name == "aten.ne.Tensor" and len({ref.storage for ref in asked.inputs}) == 1:
+            return False
+        return False if asked.name == "aten.eq.Scalar" and made == ["aten.abs.default"] else None
 
 
 def attributes(func: Any, args: Any) -> tuple[Any, ...]:

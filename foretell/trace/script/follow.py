@@ -11,6 +11,7 @@ With several optimizers that take turns (GANs) all of a round is one program.
 from __future__ import annotations
 
 import gc
+import itertools
 import runpy
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from foretell.errors import ForetellError, ModelError
@@ -338,9 +340,9 @@ def not_torchs(file: str) -> bool:
 
 def whole(module: nn.Module) -> nn.Module:
     """The outermost modules that are alive and have weights: one, or all of them under the names that the script has for them."""
-    alive = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    alive = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and _is_fake(one)]
     inside = {id(child) for one in alive for child in one.children()}
-    outer = [one for one in alive if id(one) not in inside and next((*one.parameters(), *one.buffers(),).__iter__(), None) is not None]
+    outer = [one for one in alive if id(one) not in inside]
     if len(outer) <= 1:
         return outer[0] if outer else module
     names = _names()
@@ -349,6 +351,12 @@ def whole(module: nn.Module) -> nn.Module:
         name = names.get(id(one), f"{type(one).__name__.lower()}{number or ''}")
         holder.add_module(name if not hasattr(holder, name) else f"{name}_{number}", one)
     return holder
+
+
+def _is_fake(module: nn.Module) -> bool:
+    """Whether a module has tensors, and has them here: what libraries made when they were imported is real."""
+    first = next(itertools.chain(module.parameters(), module.buffers()), None)
+    return isinstance(first, FakeTensor)
 
 
 def _names() -> dict[int, str]:
