@@ -165,6 +165,8 @@ class Recorder(Reading):
         self._parameter_paths: dict[int, str] = {}
         self._stack: list[str] = []
         self._module_of: dict[int, str] = {}
+        self.placed: list[weakref.ref[Tensor]] = []
+        """Made on the device before the step."""
         self.capability: tuple[int, int] | None = None
         self.release = ""
         """Of torch: the one whose choices are made."""
@@ -234,12 +236,16 @@ class Recorder(Reading):
             return args[0].fake_device
         if self.shape_env is not None and any(issubclass(kind, WRAPPERS) for kind in kinds):
             return NotImplemented
-        if kwargs and is_elsewhere(kwargs.get("device")):
+        elsewhere = bool(kwargs) and is_elsewhere(kwargs.get("device"))
+        if elsewhere:
             kwargs = {**kwargs, "device": _CPU}
         if self._depth:
             return self.dispatch(func, kinds, args, kwargs or {})
         if self._rows is None:
-            return self._unrecorded(func, kinds, args, kwargs or {})
+            output = self._unrecorded(func, kinds, args, kwargs or {})
+            if elsewhere and isinstance(output, Tensor):
+                self.placed.append(weakref.ref(output))
+            return output
         return self._run(func, kinds, args, kwargs or {})
 
     def _unrecorded(self, func: Any, kinds: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -431,7 +437,6 @@ class Recorder(Reading):
         if answer is not None:
             self.assumed.add(f"{name} in module '{self._here()}' is taken to be {answer}")
         return answer
-
 
     def _healthy(self, asked: Row) -> bool | None:
         """Whether a number is finite, infinite or none: as in a run that goes well. PyTorch takes these questions apart."""

@@ -69,7 +69,7 @@ def capture_script(
     recorder.patient = False
     choices = cuda_choices(recorder, capability, release)
     with no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, not_torchs):
-        with as_on_a_device(script) as world, no_initialisation(), real_masks(recorder):
+        with as_on_a_device(script, recorder) as world, no_initialisation():
             follower = Follower(recorder, world)
             with follower.following():
                 _run(script, follower)
@@ -217,9 +217,10 @@ class Follower:
     def _find(self, module: nn.Module) -> None:
         """The script's modules, and what is on the device before its first forward."""
         model = whole(module)
-        inputs = self.world.on_device(model)
+        inputs = self.world.on_device(model, self.recorder.placed)
         self.found = Found(model, Workload(model, inputs), Recipe(precision="fp32"))
         self._resident = list(dict.fromkeys(self.recorder.storage_id(one) for one in (*_in_move_order(model), *inputs)))
+        self._stack.enter_context(real_masks(self.recorder))  # only now: libraries that it looks at are imported
         self._stack.enter_context(self.recorder.modules(model))
         self.recorder._enter(module, None)
         several = optimizers()
@@ -311,16 +312,30 @@ class Follower:
         programs["update"] = programs[_UPDATE][: self._before_step] + programs["update"][1:]
 
     def _seen_first(self) -> None:
-        """What the step reads and did not make was there before: a batch that was never moved, a table of its own."""
+        """What the step reads and did not make was there before: a batch that was never moved, a table of its own.
+
+        The batch of the second micro-batch takes the place of the first one's.
+        """
         assert self.roles is not None
-        known = set(self.roles.resident)
-        for rows in self.recorder.programs.values():
+        known, moved = set(self.roles.resident), {}
+        batch = [one for one in self.roles.resident if self.roles.roles.get(one) == types.INPUT]
+        for name, rows in self.recorder.programs.items():
             for row in rows:
                 for ref in row.inputs:
-                    if self.recorder.born_in[ref.storage] is None and ref.storage not in known:
+                    if self.recorder.born_in[ref.storage] is not None or ref.storage in known or ref.storage in moved:
+                        continue
+                    size = self.recorder.sizes[ref.storage]
+                    place = next((one for one in batch if self.recorder.sizes[one] == size and one not in moved.values()), None)
+                    if name == _MICRO[1] and place is not None:
+                        moved[ref.storage] = place
+                    else:
                         known.add(ref.storage)
+                        batch.append(ref.storage)
                         self.roles.resident.append(ref.storage)
                         self.roles.roles.setdefault(ref.storage, types.INPUT)
+                row.inputs = tuple(ref._replace(storage=moved.get(ref.storage, ref.storage)) for ref in row.inputs)
+                row.outputs = tuple(ref._replace(storage=moved.get(ref.storage, ref.storage)) for ref in row.outputs)
+                row.frees = [number for number in row.frees if number not in moved]
 
 
 def optimizers() -> dict[int, Optimizer]:

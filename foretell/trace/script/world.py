@@ -14,25 +14,29 @@ import os
 import socket
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils.data import DataLoader
 
 from foretell.errors import ModelError
 from foretell.trace.devices import is_elsewhere, replaced
 from foretell.trace.load import is_users
+from foretell.trace.recorder import Recorder
 from foretell.trace.script.words import Script
 
 _IN_THIS_PROCESS = {
     "num_workers": 0, "pin_memory": False, "prefetch_factor": None, "persistent_workers": False, "timeout": 0, "multiprocessing_context": None,
 }  # fmt: skip
 """Settings of a loader that reads here."""
+
+
+_THERE = "_foretell_on_device"
 
 
 class World:
@@ -45,10 +49,10 @@ class World:
         self.batch_sizes: list[int] = []
         self.notes: list[str] = []
 
-    def on_device(self, module: nn.Module) -> tuple[Tensor, ...]:
-        """Tensors that were moved to the device and are alive, but for those of the model."""
+    def on_device(self, module: nn.Module, placed: Iterable[weakref.ref[Tensor]]) -> tuple[Tensor, ...]:
+        """Tensors that were moved to the device, or made there, and are alive, but for those of the model."""
         own = {id(one) for one in (*module.parameters(), *module.buffers())}
-        found = [tensor for one in self.moved if (tensor := one()) is not None and id(tensor) not in own]
+        found = [tensor for one in (*self.moved, *placed) if (tensor := one()) is not None and id(tensor) not in own]
         return tuple({id(one): one for one in found}.values())
 
     def precision(self, module: nn.Module) -> str:
@@ -59,10 +63,10 @@ class World:
 
 
 @contextmanager
-def as_on_a_device(script: Script) -> Iterator[World]:
+def as_on_a_device(script: Script, recorder: Recorder) -> Iterator[World]:
     """Until the end of the block."""
     world = World()
-    changes = (*_moves(world), *_data(world), *_amp(world), *_processes(world), *_network(script), *_pretrained(world))
+    changes = (*_moves(world, recorder), *_data(world), *_amp(world), *_processes(world), *_network(script), *_pretrained(world))
     with _environment(script), replaced(changes):
         yield world
 
@@ -84,18 +88,27 @@ def _environment(script: Script) -> Iterator[None]:
             os.environ.pop(key, None) if value is None else os.environ.__setitem__(key, value)
 
 
-def _moves(world: World) -> Iterator[tuple[Any, str, Any]]:
+def _moves(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     to, cuda = Tensor.to, Tensor.cuda
+
+    def copied(tensor: Tensor) -> Tensor:
+        """On the device beside the one in host memory, which may live longer or shorter; what is there already stays."""
+        if not isinstance(tensor, FakeTensor):
+            made = recorder.taken_in(tensor)
+        elif isinstance(tensor, nn.Parameter) or tensor.requires_grad or recorder._rows is not None or hasattr(tensor, _THERE):
+            return tensor
+        else:
+            made = tensor.clone()
+        setattr(made, _THERE, True)
+        world.moved.append(weakref.ref(made))
+        return made
 
     def move(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         made = to(tensor, *args, **kwargs)
-        if (args and is_elsewhere(args[0])) or is_elsewhere(kwargs.get("device")):
-            world.moved.append(weakref.ref(made))
-        return made
+        return copied(made) if (args and is_elsewhere(args[0])) or is_elsewhere(kwargs.get("device")) else made
 
     def to_cuda(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        world.moved.append(weakref.ref(tensor))
-        return cuda(tensor, *args, **kwargs)
+        return copied(cuda(tensor, *args, **kwargs))
 
     yield Tensor, "to", move
     yield Tensor, "cuda", to_cuda

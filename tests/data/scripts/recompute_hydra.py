@@ -88,4 +88,5 @@ def main():
         print(step, loss.item(), norm.item())
 
 
-main()
+if __name__ == "__main__":
+    main()
