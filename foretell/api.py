@@ -178,6 +178,9 @@ def fit_script(
     script = parse_words(words)
     cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
     on = hardware if isinstance(hardware, str) else cluster.device.name
+    if script.ranks != 1 or cluster.count > 1:
+        found = f"{cluster.count} devices" if script.ranks == 1 else f"{script.ranks or 'all'} processes"
+        raise UserError(f"a script on {found} is not followed yet; one process on one device is", f"--on {cluster.device.name} -- python {script.name}")
     wishes = Wishes(
         amount=Amount.of(tokens=tokens, samples=samples, epochs=epochs, dataset_size=dataset_size), region=region,
         price=price, trace_out=trace_out,
@@ -188,7 +191,8 @@ def fit_script(
     text, reply = follow_in_child(asked, time_limit=time_limit, progress=progress)
     trace = loads(text)
     recipe = Recipe.from_json(trace.meta["recipe"])  # type: ignore[arg-type]
-    about = {"source": script.text, "description": script.text, "micro_batch": reply["micro_batch"], "seq": None, "image": None, "overrides": {}}
+    sizes = {"micro_batch": reply["micro_batch"], "seq": None, "image": None, "overrides": {}}
+    about = {"source": script.text, "description": script.text, **sizes}
     return predict(trace, recipe, cluster, about, on=on, notes=tuple(reply["notes"]), expandable_segments=expandable_segments, wishes=wishes)
 
 

@@ -118,7 +118,8 @@ def _follow(model: str | None, words: Sequence[str], on: str, options: dict[str,
     """The answer for a script, as it is."""
     if model is not None:
         raise UserError(f"a model ({model}) and a script are given", "name one of them")
-    typed = [name for name in context.params if (how := context.get_parameter_source(name)) is not None and how.name == "COMMANDLINE"]
+    source = context.get_parameter_source
+    typed = [name for name in context.params if (how := source(name)) is not None and how.name == "COMMANDLINE"]
     if other := [f"--{name.replace('_', '-')}" for name in typed if name not in _OF_A_SCRIPT and name != "model"]:
         raise UserError(f"{', '.join(other)} beside a script, which says so itself", "change it in the script or its arguments")
     check_run(options)

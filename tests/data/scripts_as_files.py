@@ -80,15 +80,18 @@ def trainer_gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     ids = torch.randint(0, 1000, (8, 64))
-    return GPT2LMHeadModel(GPT2Config(vocab_size=1000, n_layer=2, n_embd=128, n_head=4, n_positions=64)), {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(512)}
+    config = GPT2Config(vocab_size=1000, n_layer=2, n_embd=128, n_head=4, n_positions=64, use_cache=False)
+    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(512)}
 
 
 def trainer_bert():
     from transformers import BertConfig, BertForSequenceClassification
 
-    config = BertConfig(vocab_size=500, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256, max_position_embeddings=64)
-    batch = {"input_ids": torch.randint(5, 500, (16, 64)), "attention_mask": torch.ones(16, 64, dtype=torch.long), "labels": torch.randint(0, 2, (16,))}
-    return BertForSequenceClassification(config), batch
+    config = BertConfig(
+        vocab_size=500, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256, max_position_embeddings=64
+    )
+    batch = {"input_ids": torch.randint(5, 500, (16, 64)), "attention_mask": torch.ones(16, 64, dtype=torch.long)}
+    return BertForSequenceClassification(config), {**batch, "labels": torch.randint(0, 2, (16,))}
 
 
 def lightning_mlp():

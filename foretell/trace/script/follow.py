@@ -68,11 +68,13 @@ def capture_script(
     recorder, release = Recorder(hints), torch.__version__
     recorder.patient = False
     choices = cuda_choices(recorder, capability, release)
-    with no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, not_torchs):
-        with as_on_a_device(script, recorder) as world, no_initialisation():
-            follower = Follower(recorder, world)
-            with follower.following():
-                _run(script, follower)
+    with (
+        no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, not_torchs),
+        as_on_a_device(script, recorder) as world, no_initialisation(),
+    ):  # fmt: skip
+        follower = Follower(recorder, world)
+        with follower.following():
+            _run(script, follower)
     return follower.trace(script, capability, release), world.notes
 
 
@@ -113,7 +115,8 @@ class Follower:
         self.found: Found | None = None
         self.roles: _Roles | None = None
         self.done = False
-        self._backwards, self._clip, self._name = 0, None, ""
+        self._backwards, self._name = 0, ""
+        self._clip: float | None = None
         self._program: AbstractContextManager[None] | None = None
         self._stack = ExitStack()
         self._before_step = 0
@@ -138,9 +141,10 @@ class Follower:
         """What was recorded; raises where no step was."""
         found, roles = self.found, self.roles
         if found is None:
-            raise ModelError(f"{script.name} ended without a module that learns being called", "a training loop calls a model, backward() and step()")
+            remedy = "a training loop calls a model, backward() and step()"
+            raise ModelError(f"{script.name} ended without a module that learns being called", remedy)
         if roles is None:
-            raise ModelError(f"{script.name} ended without backward()", "to predict inference give the model itself: foretell fit file.py:build --infer")
+            raise ModelError(f"{script.name} ended without backward()", "for inference name the model itself: foretell fit file.py:build --infer")
         if found.optimizer is None:
             raise ModelError(f"{script.name} ended before its first step", "an optimizer's step() is where a step ends")
         self._update_whole()
@@ -317,7 +321,8 @@ class Follower:
         The batch of the second micro-batch takes the place of the first one's.
         """
         assert self.roles is not None
-        known, moved = set(self.roles.resident), {}
+        known = set(self.roles.resident)
+        moved: dict[int, int] = {}
         batch = [one for one in self.roles.resident if self.roles.roles.get(one) == types.INPUT]
         for name, rows in self.recorder.programs.items():
             for row in rows:

@@ -184,12 +184,14 @@ def _processes(world: World) -> Iterator[tuple[Any, str, Any]]:
 def _network(script: Script) -> Iterator[tuple[Any, str, Any]]:
     connect = socket.socket.connect
 
-    def connected(self: Any, address: Any) -> Any:
-        if self.family not in (socket.AF_INET, socket.AF_INET6):
-            return connect(self, address)
+    def refuse(*_: Any, **__: Any) -> Any:
         raise ConnectionError(f"{asker()} of {script.name} needs the network; a script that is followed has none: keep what it downloads at hand")
 
+    def connected(self: Any, address: Any) -> Any:
+        return connect(self, address) if self.family not in (socket.AF_INET, socket.AF_INET6) else refuse()
+
     yield socket.socket, "connect", connected
+    yield socket, "getaddrinfo", refuse
 
 
 def _pretrained(world: World) -> Iterator[tuple[Any, str, Any]]:

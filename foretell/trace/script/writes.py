@@ -52,9 +52,11 @@ class Aside:
         twin = self.twin(path)
         if twin is None:
             return path
-        if os.path.abspath(os.fsdecode(path)) in self.gone:
-            return twin  # not there, or there anew
-        return twin if _lexists(twin) else path
+        return twin if _lexists(twin) or self.is_gone(os.path.abspath(os.fsdecode(path))) else path
+
+    def is_gone(self, whole: str) -> bool:
+        """Whether a path, or a folder that it lies in, was removed: it is not there, or there anew."""
+        return any(whole == one or whole.startswith(f"{one}/") for one in self.gone)
 
     def writing(self, path: Any, keep: bool = False) -> Any:
         """Where a path is written to; what was there before is copied if it is to be changed."""
@@ -65,7 +67,7 @@ class Aside:
         if whole not in self.written:
             self.written.append(whole)
         _makedirs(os.path.dirname(twin), exist_ok=True)
-        if keep and whole not in self.gone and not _lexists(twin) and os.path.isfile(whole):
+        if keep and not self.is_gone(whole) and not _lexists(twin) and os.path.isfile(whole):
             _copy(whole, twin)
         return twin
 
@@ -124,7 +126,7 @@ def _changing(aside: Aside) -> Iterator[tuple[Any, str, Any]]:
 
     def made(path: Any, *args: Any, **kwargs: Any) -> None:
         whole = os.path.abspath(os.fsdecode(path))
-        if aside.twin(path) is not None and whole not in aside.gone and os.path.isdir(whole) and not _lexists(str(aside.twin(path))):
+        if aside.twin(path) is not None and not aside.is_gone(whole) and os.path.isdir(whole) and not _lexists(str(aside.twin(path))):
             raise FileExistsError(17, "File exists", whole)
         mkdir(aside.writing(path), *args, **kwargs)
 
