@@ -10,12 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foretell.decode import value_of
-from foretell.errors import ModelError, UserError
+from foretell.errors import UserError
 from foretell.hardware import Cluster, overhead, parse
 from foretell.hardware.prices import user_figures
 from foretell.hardware.profile import find_profile, profile_stamp
 from foretell.plan.legal import too_old_to_compile
 from foretell.plan.precision import default_recipe, low, missing, refuse_recipe
+from foretell.prove.check import Check as Check
+from foretell.prove.check import check as check
 from foretell.quantities import FITS, Prediction
 from foretell.simulate.memory.remedies import outlook
 from foretell.simulate.wishes import Amount, Wishes
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from foretell.hardware.types import Device
     from foretell.plan.types import Plan
     from foretell.price.time import Machine
-    from foretell.prove.zoo_rows import Row
     from foretell.search.choose import Choice
     from foretell.search.shared import Addition
     from foretell.simulate.beside import Together
@@ -47,27 +48,6 @@ if TYPE_CHECKING:
 
 ADVICE_SECONDS = 10.0
 """After which `fit` begins no further prediction of ways to make a step fit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """A prediction held against a real run on this machine."""
-
-    name: str
-    predicted_bytes: int
-    measured_bytes: int
-    ok: bool
-    lines: tuple[str, ...] = ()
-    prediction: Prediction | None = None
-    predicted_seconds: float | None = None
-    """Of a step on this CPU; None where no profile of a CPU is at hand."""
-    measured_seconds: float | None = None
-    rows: tuple[Row, ...] = ()
-    """All that was checked, a row for each phase."""
-
-    @property
-    def error(self) -> float:
-        return self.predicted_bytes / self.measured_bytes - 1
 
 
 def fit(
@@ -150,6 +130,51 @@ def fit(
     about = {"source": type(model).__name__, "description": type(model).__name__, "micro_batch": batch_size(batch)}
     answer = predict(trace, recipe, cluster, about, on=on, expandable_segments=expandable_segments, wishes=wishes)
     return _advised(answer, recipe, cluster, asked)
+
+
+def fit_script(
+    words: Sequence[str],
+    *,
+    hardware: str | Cluster,
+    hints: Mapping[str, float] | None = None,
+    expandable_segments: bool = False,
+    tokens: float | None = None,
+    samples: float | None = None,
+    epochs: float | None = None,
+    dataset_size: float | None = None,
+    region: str | None = None,
+    price: float | None = None,
+    trace_out: str | None = None,
+    keep_writes: bool = False,
+    time_limit: float = TIME_LIMIT,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> Prediction:
+    """What `fit` says of a training script: `["python", "train.py", "--batch-size", "64"]`, followed as it is to its first step."""
+    from foretell.trace import user_code
+    from foretell.trace.file import loads
+    from foretell.trace.script.child import follow_in_child, request
+    from foretell.trace.script.words import parse as parse_words
+
+    script = parse_words(words)
+    cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
+    on = hardware if isinstance(hardware, str) else cluster.device.name
+    if script.ranks != 1 or cluster.count > 1:
+        found = f"{cluster.count} devices" if script.ranks == 1 else f"{script.ranks or 'all'} processes"
+        one = f"--on {cluster.device.name} -- python {script.name}"
+        raise UserError(f"a script on {found} is not followed yet; one process on one device is", one)
+    wishes = Wishes(
+        amount=Amount.of(tokens=tokens, samples=samples, epochs=epochs, dataset_size=dataset_size), region=region,
+        price=price, trace_out=trace_out,
+    )  # fmt: skip
+    if script.file:
+        user_code.before([script.file])
+    asked = request(script, _capability(cluster), dict(hints or {}), keep_writes)
+    text, reply = follow_in_child(asked, time_limit=time_limit, progress=progress)
+    trace = loads(text)
+    recipe = Recipe.from_json(trace.meta["recipe"])  # type: ignore[arg-type]
+    sizes = {"micro_batch": reply["micro_batch"], "seq": None, "image": None, "overrides": {}}
+    about = {"source": script.text, "description": script.text, **sizes}
+    return predict(trace, recipe, cluster, about, on=on, notes=tuple(reply["notes"]), expandable_segments=expandable_segments, wishes=wishes)
 
 
 def _advised(
@@ -386,34 +411,6 @@ def _why_not_bf16(recipe: Recipe, cluster: Cluster) -> list[str]:
 
 def _count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}es"
-
-
-def check(name: str) -> Check:
-    """Trace a small zoo model as this CPU runs it, predict it, really run it, plan it for half the memory, run that; compare.
-
-    A module with phases is checked in each, and in all of them in turn; bytes and seconds are those of the first.
-    """
-    from foretell.prove import zoo as checks
-    from foretell.prove.zoo_rows import FAIL
-    from foretell.simulate.pace import Pace
-    from foretell.units import human_bytes
-
-    rows = tuple(checks.check(checks.asked_of([checks.small(name)])))
-    first = rows[0]
-    if not first.predicted_bytes or not first.measured_bytes:
-        raise ModelError(f"{first.title}: {first.reason}", "see `foretell zoo` for others")
-    lines: tuple[str, ...] = (
-        f"traced {first.title}: {first.ops} ops on fake tensors",
-        f"predicted peak in tensors  {human_bytes(first.predicted_bytes)}",
-        f"measured peak in tensors   {human_bytes(first.measured_bytes)}  ({100 * (first.predicted_bytes / first.measured_bytes - 1):+.1f} %)",
-    )
-    if first.pace and first.host_pace and first.pacers:
-        lines += (Pace(ops=first.pace, host=first.host_pace, models=first.pacers).words,)
-    return Check(
-        name=name, predicted_bytes=first.predicted_bytes, measured_bytes=first.measured_bytes, lines=lines, rows=rows,
-        ok=all(row.status != FAIL or row.failed == ("time",) for row in rows),
-        predicted_seconds=first.predicted_seconds, measured_seconds=first.measured_seconds,
-    )  # fmt: skip
 
 
 def _machine_here() -> Machine | None:

@@ -32,7 +32,7 @@ def _dispatch(words: list[str]) -> int:
 
     user_code.tell_with(common.runs_code_of)
     try:
-        status = typer.main.get_command(app).main(args=words, prog_name="foretell", standalone_mode=False)
+        status = typer.main.get_command(app).main(args=common.without_script(words), prog_name="foretell", standalone_mode=False)
     except typer.Abort:
         return common.INTERRUPTED
     return status if isinstance(status, int) else 0

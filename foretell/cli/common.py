@@ -52,6 +52,20 @@ def _option_words() -> list[str]:
     return _words[: _words.index("--")] if "--" in _words else _words
 
 
+SCRIPTED = ("fit",)
+"""Commands that take the command line of a script after `--`, in the place of a model."""
+
+
+def without_script(words: Sequence[str]) -> list[str]:
+    """The words that are foretell's own."""
+    return list(words[: words.index("--")] if words[0] in SCRIPTED and "--" in words else words)
+
+
+def script_words() -> list[str] | None:
+    """The command line of the user's script, if one was typed."""
+    return _words[_words.index("--") + 1 :] if _words and _words[0] in SCRIPTED and "--" in _words else None
+
+
 def wants_json() -> bool:
     return "--json" in _option_words()
 

@@ -26,8 +26,8 @@ TIME_LIMIT = typer.Option("10m", "--time-limit", metavar="TIME", parser=common.l
 
 def fit(
     context: typer.Context,
-    model: str = typer.Argument(help="Zoo name, hf:TYPE, hf:ORG/NAME, hf:config.json, timm:NAME, torchvision:NAME or file.py:function.",
-                                metavar="MODEL", show_default=False),
+    model: str | None = typer.Argument(None, metavar="MODEL | -- python SCRIPT ...", show_default=False,
+        help="Zoo name, hf:TYPE, hf:ORG/NAME, hf:config.json, timm:NAME, torchvision:NAME or file.py:function; or -- and your script's command."),
     on: str = typer.Option(..., "--on", metavar="HW", show_default=False,
                            help="H100, H100:8, 2x8xH100, H100,memory=60GiB, auto (this machine) or cluster.toml."),
     micro_batch: int = typer.Option(1, metavar="N", help="Samples in one forward and backward, on each device."),
@@ -65,6 +65,7 @@ def fit(
     beside: list[str] = typer.Option([], metavar="MODEL[,KEY=VALUE]...", help=side_by_side.HELP),
     footprint: bool = typer.Option(False, "--footprint", help="Devices that the whole run uses up, by MFU and lifetime, and what making them took."),
     trace_out: str | None = typer.Option(None, metavar="FILE", help="Write the predicted timeline as a Chrome trace."),
+    keep_writes: bool = typer.Option(False, "--keep-writes", help="Let a script write its files; default: into a scratch folder."),
     time_limit: float = TIME_LIMIT,
     from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False,
         help="Take options from an accelerate YAML or a DeepSpeed JSON; options typed here win."),
@@ -83,6 +84,11 @@ def fit(
         "region": region, "price": price, "trace_out": trace_out,
         "time_limit": time_limit,
     }  # fmt: skip
+    script = common.script_words()
+    if script is not None:
+        return _follow(model, script, on, {**options, "keep_writes": keep_writes, "json": json}, context)
+    if model is None:
+        raise UserError("no model is named", "foretell fit MODEL --on HW, or foretell fit --on HW -- python train.py ...")
     theirs = None
     if from_ is not None:
         theirs, on = take_over(from_, on, options, context)
@@ -98,6 +104,35 @@ def fit(
     else:
         _emit(prediction, used_up, beside_it, on)
     return common.YES if prediction.fits and (beside_it is None or beside_it[0].fits) else common.NO_OR_FAILED
+
+
+_OF_A_SCRIPT = ("on", "hint", "expandable_segments", "tokens", "samples", "epochs", "dataset_size", "region", "price", "trace_out", "time_limit",
+                "keep_writes", "json", "no_cache", "debug")  # fmt: skip
+"""Options beside a script: all others the script says itself."""
+
+
+def _follow(model: str | None, words: Sequence[str], on: str, options: dict[str, Any], context: typer.Context) -> int:
+    """Answer for a script, as it is."""
+    if model is not None:
+        raise UserError(f"a model ({model}) and a script are given", "name one of them")
+    source = context.get_parameter_source
+    typed = [name for name in context.params if (how := source(name)) is not None and how.name == "COMMANDLINE"]
+    if other := [f"--{name.replace('_', '-')}" for name in typed if name not in (*_OF_A_SCRIPT, "model")]:
+        raise UserError(f"{', '.join(other)} beside a script, which says so itself", "change it in the script or its arguments")
+    check_run(options)
+    taken = (
+        "hints", "expandable_segments", "tokens", "samples", "epochs", "dataset_size", "region", "price", "trace_out", "time_limit", "keep_writes",
+    )  # fmt: skip
+    doing = common.Doing(f"following {' '.join(words)}")
+
+    def work() -> Any:
+        from foretell import api
+
+        return api.fit_script(words, hardware=on, progress=doing.tell, **{name: options[name] for name in taken})
+
+    prediction = common.call(work, doing)
+    _emit_json(prediction, {}, None, None) if options["json"] else _emit(prediction, None, None, on)
+    return common.YES if prediction.fits else common.NO_OR_FAILED
 
 
 def _emit_json(prediction: Any, told: dict[str, Any], used_up: Any, beside_it: Any) -> None:

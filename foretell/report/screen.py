@@ -245,7 +245,9 @@ def _bullet(wrapped: list[str]) -> list[str]:
 
 
 def _next(prediction: Prediction, width: int, typed: Sequence[str]) -> list[Text]:
-    """The next command, broken between words so that it can still be copied."""
+    """The next command, broken between words so that it can still be copied; none for a script, whose options are its own."""
+    if "--" in typed:
+        return []
     words = [shlex.quote(word) for word in command.suggest(prediction, typed)]
     lines, line = [], ""
     for word in words:

@@ -116,10 +116,10 @@ def _captured(
 
 
 @contextmanager
-def any_code(recorder: Recorder, capability: tuple[int, int] | None) -> Iterator[None]:
-    """Until the end of the block, code may do on fake tensors what it does on real ones."""
+def any_code(recorder: Recorder, capability: tuple[int, int] | None, sees: Callable[[str], bool] = is_users) -> Iterator[None]:
+    """Until the end of the block, code may do on fake tensors what it does on real ones; files that `sees` knows see a device."""
     with (
-        plain_copies(), lazy_modules(), device_is_there(capability, is_users), seen_through(recorder.assumed.add),
+        plain_copies(), lazy_modules(), device_is_there(capability, sees), seen_through(recorder.assumed.add),
         recorder.reads(), any_lengths(recorder), own_classes(),
     ):  # fmt: skip
         yield
@@ -210,12 +210,16 @@ class _Roles:
         self.host: set[int] = set()
         for path, parameter in step.model.named_parameters():
             self._name(parameter, types.PARAMETER, path.rpartition(".")[0])
-            if parameter.grad is not None:
-                self._name(parameter.grad, types.GRADIENT, path.rpartition(".")[0])
+        self.note_gradients(step)
         for path, buffer in step.model.named_buffers():
             self._name(buffer, types.BUFFER, path.rpartition(".")[0])
         for leaf in _leaves(step.workload.batch):
             self._name(leaf, types.INPUT, "")
+
+    def note_gradients(self, step: Step) -> None:
+        for path, parameter in step.model.named_parameters():
+            if parameter.grad is not None:
+                self._name(parameter.grad, types.GRADIENT, path.rpartition(".")[0])
 
     def note_optimizer(self, step: Step) -> None:
         paths = {id(parameter): path.rpartition(".")[0] for path, parameter in step.model.named_parameters()}

@@ -266,7 +266,7 @@ class Reading(QuickKeys):
         raise DataDependentOutputException(func)
 
     def _item(self, func: Any, source: Tensor) -> Any:
-        if self._phase == "update":
+        if self._phase == "update" and source.dtype is not torch.bool:
             return 0.0  # a gradient scaler asking whether anything overflowed
         name, module = self._name(func), self._here()
         hint = self._hint(name, module)

@@ -165,6 +165,8 @@ class Recorder(Reading):
         self._parameter_paths: dict[int, str] = {}
         self._stack: list[str] = []
         self._module_of: dict[int, str] = {}
+        self.placed: list[weakref.ref[Tensor]] = []
+        """Made on the device before the step."""
         self.capability: tuple[int, int] | None = None
         self.release = ""
         """Of torch: the one whose choices are made."""
@@ -238,12 +240,16 @@ class Recorder(Reading):
             return args[0].fake_device
         if self.shape_env is not None and any(issubclass(kind, WRAPPERS) for kind in kinds):
             return NotImplemented
-        if kwargs and is_elsewhere(kwargs.get("device")):
+        elsewhere = bool(kwargs) and is_elsewhere(kwargs.get("device"))
+        if elsewhere:
             kwargs = {**kwargs, "device": _CPU}
         if self._depth:
             return self.dispatch(func, kinds, args, kwargs or {})
         if self._rows is None:
-            return self._unrecorded(func, kinds, args, kwargs or {})
+            output = self._unrecorded(func, kinds, args, kwargs or {})
+            if elsewhere and isinstance(output, Tensor):
+                self.placed.append(weakref.ref(output))
+            return output
         return self._run(func, kinds, args, kwargs or {})
 
     def _unrecorded(self, func: Any, kinds: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -431,10 +437,19 @@ class Recorder(Reading):
         if name == "aten.eq.Scalar" and asked.inputs:
             born = self.born_in.get(asked.inputs[0].storage)
             name = f"{born.name} ==" if born is not None else name
-        answer = ORDINARY.get(name)
+        answer = ORDINARY.get(name, self._healthy(asked))
         if answer is not None:
             self.assumed.add(f"{name} in module '{self._here()}' is taken to be {answer}")
         return answer
+
+    def _healthy(self, asked: Row) -> bool | None:
+        """Whether a number is finite, infinite or none: as in a run that goes well. PyTorch takes these questions apart."""
+        made = [born.name if (born := self.born_in.get(ref.storage)) is not None else "" for ref in asked.inputs]
+        if asked.name == "aten.mul.Tensor" and made == ["aten.eq.Tensor", "aten.ne.Scalar"]:
+            return True
+        if asked.name == "aten.ne.Tensor" and len({ref.storage for ref in asked.inputs}) == 1:
+            return False
+        return False if asked.name == "aten.eq.Scalar" and made == ["aten.abs.default"] else None
 
 
 def attributes(func: Any, args: Any) -> tuple[Any, ...]:

@@ -1,0 +1,71 @@
+"""The process that runs a script on fake tensors, up to the end of its first step.
+
+    parent ── request ──►  python -m foretell.trace.script.child   (see `trace.process`)
+           ◄── reply ────  the trace, what the script was found to do, files; or an error that names its line
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from foretell.trace.child import PRELOAD as _PRELOAD
+from foretell.trace.child import answered
+from foretell.trace.process import TIME_LIMIT, Ended, Progress, ask, here, serve
+from foretell.trace.script.words import Script
+
+PRELOAD = (*_PRELOAD, "foretell.trace.script.follow")
+_SELF = "foretell.trace.script.child"
+
+
+def request(script: Script, capability: tuple[int, int], hints: Mapping[str, float], keep_writes: bool) -> dict[str, Any]:
+    return {"script": vars(script), "capability": list(capability), "hints": dict(hints), "keep_writes": keep_writes}
+
+
+def follow_in_child(
+    asked: Mapping[str, Any], *, time_limit: float = TIME_LIMIT, progress: Progress = lambda _: None
+) -> tuple[str, dict[str, Any]]:
+    """The text of the trace file, and the rest of the reply. What the script writes is gone when this returns."""
+    from foretell.trace import server
+    from foretell.trace.child import _as_error, _died
+
+    here()
+    server.ready(_SELF)
+    with tempfile.TemporaryDirectory(prefix="foretell-script-", ignore_cleanup_errors=True) as scratch:
+        found = ask(_SELF, [{**asked, "scratch": scratch}], time_limit=time_limit, progress=progress)
+    if isinstance(found, Ended):
+        raise _died({"source": {"model": asked["script"]["file"] or asked["script"]["module"]}}, found, time_limit)
+    if "error" in found[0]:
+        raise _as_error(found[0]["error"])
+    return found[0].pop("text"), found[0]
+
+
+def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
+    from foretell.trace.cache import file_hashes
+    from foretell.trace.file import dumps
+    from foretell.trace.load import user_files
+    from foretell.trace.script.follow import capture_script
+    from foretell.trace.script.writes import Aside, kept_aside
+
+    given = {**asked["script"], "words": tuple(asked["script"]["words"]), "arguments": tuple(asked["script"]["arguments"])}
+    aside = Aside(asked["scratch"])
+    os.environ["TMPDIR"] = tempfile.tempdir = aside.scratch
+    with nullcontext() if asked["keep_writes"] else kept_aside(aside):
+        trace, notes = capture_script(Script(**given), capability=tuple(asked["capability"]), hints=asked["hints"])
+    if aside.written:
+        names = ", ".join(os.path.relpath(one) for one in aside.written[:3]) + (" ..." if len(aside.written) > 3 else "")
+        notes.append(f"what the script writes before its first step went to a scratch folder that is gone ({names}); --keep-writes lets it")
+    first: list[Any] = next((sizes for sizes in trace.meta["batch"] if len(sizes) > 1), ["", 1])  # type: ignore[attr-defined]
+    return {"text": dumps(trace), "files": file_hashes(user_files()), "notes": notes, "micro_batch": first[1]}
+
+
+def main() -> None:
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    serve(lambda requests, reply: reply(answered(lambda: _follow(requests[0]))))
+
+
+if __name__ == "__main__":
+    main()

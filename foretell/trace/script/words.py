@@ -1,0 +1,109 @@
+"""The command that a script is started with, as typed: `python train.py --lr 1e-3`, `torchrun --nproc-per-node 8 train.py`. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from foretell.errors import UserError
+
+_PYTHON = re.compile(r"python(\d(\.\d+)?)?$")
+_EXAMPLE = "write it like: foretell fit --on H100 -- python train.py --batch-size 64"
+_FLAGS = {"-u", "-O", "-OO", "-B", "-s", "-S", "-E", "-I", "-q", "-v"}
+"""Of the interpreter, which say nothing of the step."""
+_WITH_VALUE = {"-W", "-X"}
+_RANKS = ("--nproc-per-node", "--nproc_per_node", "--num_processes", "--num-processes")
+_NODES = ("--nnodes", "--num_machines", "--num-machines")
+_LAUNCHERS = {"torchrun": (), "accelerate": ("launch",)}
+_SWITCHES = {
+    "--standalone", "--no-python", "--no_python", "--run-path", "--run_path", "--multi_gpu", "--multi-gpu", "--cpu", "--use_fsdp", "--use_deepspeed",
+    "--no_local_rank", "--same_network", "--debug", "--quiet", "-q", "--dynamo_use_dynamic",
+}  # fmt: skip
+"""Of launchers, without a value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What is run, and by how many processes."""
+
+    words: tuple[str, ...]
+    """As typed."""
+    file: str = ""
+    module: str = ""
+    """Instead of a file: `python -m package.train`."""
+    arguments: tuple[str, ...] = ()
+    ranks: int = 1
+    ranks_per_node: int = 1
+
+    @property
+    def name(self) -> str:
+        return self.file or self.module
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+
+def parse(words: Sequence[str]) -> Script:
+    """The script that a command line names; raises what is wrong with it."""
+    if not words:
+        raise UserError("no command after --", _EXAMPLE)
+    first = Path(words[0]).name
+    if first in _LAUNCHERS:
+        return _launched(first, list(words))
+    if _PYTHON.fullmatch(first):
+        rest = _without_flags(list(words[1:]))
+        if rest[:2] == ["-m", "torch.distributed.run"] or rest[:2] == ["-m", "torch.distributed.launch"]:
+            return _launched("torchrun", ["torchrun", *rest[2:]], tuple(words))
+        if rest[:3] == ["-m", "accelerate.commands.launch"]:
+            return _launched("accelerate", ["accelerate", "launch", *rest[2:]], tuple(words))
+        return _named(rest, tuple(words))
+    if first.endswith(".py"):
+        return _named(list(words), tuple(words))
+    raise UserError(f"'{words[0]}' is no Python script", _EXAMPLE)
+
+
+def _without_flags(rest: list[str]) -> list[str]:
+    while rest and (rest[0] in _FLAGS or rest[0] in _WITH_VALUE):
+        rest = rest[2:] if rest[0] in _WITH_VALUE else rest[1:]
+    return rest
+
+
+def _named(rest: list[str], words: tuple[str, ...], ranks: int = 1, per_node: int = 1) -> Script:
+    if rest[:1] == ["-m"] and len(rest) > 1:
+        return Script(words=words, module=rest[1], arguments=tuple(rest[2:]), ranks=ranks, ranks_per_node=per_node)
+    if not rest or rest[0].startswith("-"):
+        raise UserError(f"'{' '.join(words)}' names no script", _EXAMPLE)
+    if not Path(rest[0]).is_file():
+        raise UserError(f"there is no file {rest[0]}", "name the script as you would start it from this folder")
+    return Script(words=words, file=rest[0], arguments=tuple(rest[1:]), ranks=ranks, ranks_per_node=per_node)
+
+
+def _launched(launcher: str, given: list[str], typed: tuple[str, ...] | None = None) -> Script:
+    """A launcher's own options come first, then the script and its arguments."""
+    typed, rest = typed or tuple(given), given[1:]
+    for word in _LAUNCHERS[launcher]:
+        if rest[:1] != [word]:
+            raise UserError(f"'{launcher} {' '.join(rest[:1])}' starts no script", f"write it like: {launcher} {word} train.py")
+        rest = rest[1:]
+    options: dict[str, str] = {}
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "--module"):
+        key, equals, value = rest[0].partition("=")
+        if equals or key in _SWITCHES or len(rest) < 2:
+            options[key], rest = value, rest[1:]
+        else:
+            options[key], rest = rest[1], rest[2:]
+    rest = ["-m", *rest[1:]] if rest[:1] == ["--module"] else rest
+    asked = next((options[key] for key in _RANKS if key in options), "1")
+    nodes = _number(next((options[key] for key in _NODES if key in options), "1").split(":")[-1], "nodes")
+    ranks = _number(asked, "processes") if asked not in ("gpu", "auto") else 0
+    total = ranks if launcher == "accelerate" else ranks * nodes
+    return _named(rest, typed, total, max(1, total // nodes) if total else 0)
+
+
+def _number(text: str, what: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 10**6:
+        raise UserError(f"'{text}' is no number of {what}", "write it like torchrun --nproc-per-node 8 train.py")
+    return int(text)

@@ -1,0 +1,191 @@
+"""Training scripts, each followed as it is: the bytes of the file that trains the same, nothing left behind, and what is said of odd ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from foretell.errors import ModelError, UserError
+from foretell.simulate.memory.replay import peak_live
+from foretell.trace.child import request as request_file
+from foretell.trace.child import trace_in_child
+from foretell.trace.file import loads
+from foretell.trace.load import Source
+from foretell.trace.recipe import Recipe
+from foretell.trace.script.child import follow_in_child, request
+from foretell.trace.script.words import parse
+from foretell.trace.script.writes import Aside, kept_aside
+from foretell.trace.types import Trace
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+SCRIPTS = DATA / "scripts"
+FOUND = {
+    "gpt_scaler": {"precision": "fp16-autocast", "optimizer": "adamw", "clip": 1.0},
+    "conv_ema": {"precision": "fp32", "optimizer": "momentum"},
+    "accelerate_mlp": {"precision": "bf16-autocast", "optimizer": "adamw-fused", "accumulate": 2, "clip": 1.0},
+    "accelerate_vit": {"precision": "bf16-autocast", "optimizer": "adamw", "accumulate": 2, "clip": 1.0},
+    "recompute_hydra": {"precision": "bf16", "optimizer": "adamw", "clip": 0.5},
+    "bert_dict": {"precision": "bf16-autocast", "optimizer": "adamw-fused"},
+    "trainer_gpt2": {"precision": "bf16-autocast", "optimizer": "adamw-fused", "accumulate": 2, "clip": 1.0},
+    "trainer_bert": {"precision": "fp16-autocast", "optimizer": "adamw-fused", "clip": 1.0},
+    "lightning_mlp": {"precision": "bf16-autocast", "optimizer": "adamw", "accumulate": 2, "clip": 1.0},
+    "lightning_images": {"precision": "fp16-autocast", "optimizer": "momentum"},
+}
+"""What each does, as its source says."""
+AGAIN = {"trainer_bert", "recompute_hydra"}
+"""Whose blocks are computed again in backward."""
+
+
+def followed(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Trace, list[str]]:
+    monkeypatch.chdir(folder)
+    text, reply = follow_in_child(request(parse(words), (9, 0), {}, False), time_limit=240)
+    return loads(text), reply["notes"]
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_script_needs_what_the_file_that_trains_the_same_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, _ = followed(["python", f"{name}.py"], SCRIPTS, monkeypatch)
+    recipe = Recipe.from_json(trace.meta["recipe"])  # type: ignore[arg-type]
+    assert recipe == Recipe(**FOUND[name])
+    # the file's function makes another trace, of the same recipe; recomputation is in the script itself
+    source = Source(model=f"{DATA / 'scripts_as_files.py'}:{name}")
+    text, _ = trace_in_child(request_file(source, replace(recipe, recompute="full" if name == "trainer_bert" else "none"), (9, 0), {}))
+    other = loads(text)
+    mine, theirs = (peak_live(one, tuple(one.schedule)) for one in (trace, other))
+    assert abs(mine / theirs - 1) < 0.001
+    assert trace.meta["trainable"] == other.meta["trainable"]
+    assert any(op.phase == "recompute" for op in trace.ops()) == (name in AGAIN)
+
+
+def test_optimizers_that_take_turns_make_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, _ = followed(["python", "gan_turns.py"], SCRIPTS, monkeypatch)
+    assert trace.schedule == {"first_step": (("micro_first", 1),), "steady_step": (("round", 1),)}
+    for name in ("micro_first", "round"):
+        updated = {op.module for op in trace.programs[name].ops if op.phase == "update"}
+        assert updated and sum(op.phase == "backward" for op in trace.programs[name].ops) > 20
+    held = sum(one.nbytes for one in trace.storages.values() if one.role == "optimizer" and not one.host)
+    assert held == 2 * 4 * trace.meta["parameters"]  # type: ignore[operator]
+
+
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(SCRIPTS.rglob("*"))
+    script = tmp_path / "train.py"
+    script.write_text((SCRIPTS / "conv_ema.py").read_text())
+    _, notes = followed(["python", "train.py"], tmp_path, monkeypatch)
+    assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
+    assert any("scratch folder" in note and "config.json" in note for note in notes)
+    followed(["python", "trainer_bert.py"], SCRIPTS, monkeypatch)
+    assert [one for one in sorted(SCRIPTS.rglob("*")) if "__pycache__" not in one.parts] == [one for one in before if "__pycache__" not in one.parts]
+
+
+HEAD = """
+import os, sys, time, torch
+from torch import nn
+model = nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+ODD = {
+    "never steps": ("for _ in range(3):\n    model(torch.randn(4, 8).cuda()).sum().backward()\n", "ended before its first step"),
+    "no backward": ("for _ in range(3):\n    model(torch.randn(4, 8).cuda())\n", "ended without backward"),
+    "no model": ("print('hello')\n", "without a module that learns"),
+    "leaves": ("sys.exit(3)\n", "left with exit(3)"),
+    "raises": ("model(torch.randn(4, 9).cuda())\n", "train.py"),
+    "forks": ("os.fork()\n", "train.py:6 forks"),
+    "network": ("import urllib.request\nurllib.request.urlopen('http://example.invalid')\n", "needs the network"),
+    "missing file": ("open('data/none.txt')\n", "none.txt"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_scripts_are_told_of_in_one_line(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body, words = ODD[kind]
+    (tmp_path / "train.py").write_text(HEAD + body)
+    with pytest.raises(ModelError) as caught:
+        followed(["python", "train.py"], tmp_path, monkeypatch)
+    assert words in f"{caught.value.problem}\n{caught.value.detail}"
+    assert "Traceback" not in caught.value.problem
+
+
+def test_a_script_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(HEAD + "while True:\n    time.sleep(0.1)\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match="time limit"):
+        follow_in_child(request(parse(["python", "train.py"]), (9, 0), {}, False), time_limit=8)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "arguments", "ranks"),
+    [
+        ("python train.py --lr 1", "train.py", ("--lr", "1"), 1), ("python3.11 -u -W ignore train.py", "train.py", (), 1),
+        ("train.py a b", "train.py", ("a", "b"), 1), ("python -m json.tool x", "json.tool", ("x",), 1),
+        ("torchrun --nproc-per-node 8 train.py --x", "train.py", ("--x",), 8),
+        ("torchrun --nnodes=2 --nproc_per_node=4 --standalone train.py", "train.py", (), 8),
+        ("torchrun --nproc-per-node gpu train.py", "train.py", (), 0),
+        ("python -m torch.distributed.run --nproc-per-node 2 train.py y", "train.py", ("y",), 2),
+        ("accelerate launch --num_processes 4 --multi_gpu train.py -v", "train.py", ("-v",), 4),
+    ],
+)  # fmt: skip
+def test_commands_are_read_as_a_shell_would_start_them(
+    words: str, name: str, arguments: tuple[str, ...], ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    script = parse(words.split())
+    assert (script.name, script.arguments, script.ranks) == (name, arguments, ranks)
+
+
+NO_SCRIPT = ("", "python", "python --version", "python none.py", "bash train.sh", "torchrun --nproc-per-node x train.py", "accelerate config")
+
+
+@pytest.mark.parametrize("words", NO_SCRIPT)
+def test_commands_that_start_no_script_are_refused(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    with pytest.raises(UserError):
+        parse(words.split())
+
+
+def test_writes_go_aside_and_are_read_back(tmp_path: Path) -> None:
+    """In a process of its own: the hook that refuses other writes stays."""
+    home = tmp_path / "home"
+    (home / "old").mkdir(parents=True)
+    (home / "old" / "a.txt").write_text("a")
+    (home / "b.txt").write_text("b")
+    code = f"""
+import os, shutil, pathlib
+from foretell.trace.script.writes import Aside, kept_aside
+os.chdir({str(home)!r})
+with kept_aside(Aside({str(tmp_path / "scratch")!r})):
+    os.makedirs("new/deep", exist_ok=True)
+    pathlib.Path("new/deep/x.txt").write_text("x")
+    assert pathlib.Path("new/deep/x.txt").read_text() == "x" and os.listdir("new") == ["deep"] and os.path.isdir("new")
+    with open("b.txt", "a") as file: file.write("c")
+    assert open("b.txt").read() == "bc"
+    os.rename("b.txt", "c.txt")
+    assert not os.path.exists("b.txt") and open("c.txt").read() == "bc"
+    os.remove("c.txt")
+    assert not os.path.exists("c.txt")
+    shutil.rmtree("old")
+    assert not os.path.exists("old/a.txt") and not os.path.exists("old")
+    shutil.rmtree("new")
+    try:
+        os.unlink("a.txt", dir_fd=os.open("old", os.O_RDONLY))
+        raise SystemExit("removed by handle")
+    except OSError:
+        pass
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2], env={**os.environ})
+    assert done.returncode == 0, done.stderr
+    assert sorted(str(one.relative_to(home)) for one in home.rglob("*")) == ["b.txt", "old", "old/a.txt"]
+    assert (home / "b.txt").read_text() == "b" and (home / "old" / "a.txt").read_text() == "a"
+
+
+def test_twins_of_paths() -> None:
+    aside = Aside("/scratch")
+    assert aside.twin("/a/b") == "/scratch/a/b" and aside.twin("/dev/null") is None and aside.twin(3) is None and aside.twin("/scratch/x") is None
+    assert kept_aside is not None
