@@ -217,7 +217,8 @@ def in_a_fork(work: Any, limit: float) -> dict[str, Any]:
     try:
         found: dict[str, Any] = here.recv() if here.poll(limit) else {"error": f"longer than {limit} s"}
     except EOFError:
-        found = {"error": "the process ended without an answer"}
+        process.join(5)
+        found = {"error": f"the process ended with {process.exitcode} and no answer"}
     process.kill()
     process.join()
     return found

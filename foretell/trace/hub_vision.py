@@ -61,6 +61,34 @@ def mend_torchvision() -> None:
     except (RuntimeError, ImportError, OSError):
         _declare()
         importlib.import_module("torchvision")
+    _find_samples()
+
+
+SAMPLED = "torchvision's detectors are taken to find as many samples, positive and negative, as they look for"
+
+
+def _find_samples() -> None:
+    """Which boxes a detector trains on depends on what it has learned; how many, its sampler says: on fake tensors it finds them."""
+    sampler = importlib.import_module("torchvision.models.detection._utils").BalancedPositiveNegativeSampler
+    plain = sampler.__call__
+
+    def call(self: Any, matched_idxs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        import torch
+
+        mode = getattr(matched_idxs[0], "fake_mode", None)
+        if mode is None:
+            found: tuple[list[Tensor], list[Tensor]] = plain(self, matched_idxs)
+            return found
+        getattr(mode, "assumed", set()).add(SAMPLED)
+        masks = []
+        for matched in matched_idxs:
+            place = torch.arange(matched.numel())
+            positive = min(matched.numel(), int(self.batch_size_per_image * self.positive_fraction))
+            rest = (place >= positive) & (place < self.batch_size_per_image)
+            masks.append(((place < positive).to(torch.uint8), rest.to(torch.uint8)))
+        return [one for one, _ in masks], [one for _, one in masks]
+
+    sampler.__call__ = call
 
 
 def _declare() -> None:
@@ -170,7 +198,8 @@ def _segmented(source: Source, model: nn.Module, name: str, options: Mapping[str
     from foretell.trace.step import Workload
 
     side, n = source.image or SEGMENTED, source.micro_batch
-    batch = {"x": torch.randn(n, 3, side, side), "targets": torch.randint(0, options.get("num_classes", 21), (n, side, side))}
+    taken = next(iter(inspect.signature(model.forward).parameters))
+    batch = {taken: torch.randn(n, 3, side, side), "targets": torch.randint(0, options.get("num_classes", 21), (n, side, side))}
     return Workload(model, batch, _pixels_loss)
 
 
