@@ -25,6 +25,8 @@ from typing import Any
 
 import pytest
 
+from foretell.cli.common import without_script
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 COLUMNS = "100"
@@ -162,7 +164,7 @@ def resolved(words: Sequence[str]) -> tuple[Any, list[str]]:
 
 def wrong_in_command(line: str) -> str:
     """What the command line says of this command before it does anything; empty if nothing."""
-    command, rest = resolved(shlex.split(line, comments=True)[1:])
+    command, rest = resolved(without_script(shlex.split(line, comments=True)[1:]))
     if hasattr(command, "commands") and rest and not rest[0].startswith("-"):
         return f"there is no command {rest[0]!r}"
     try:
@@ -175,7 +177,7 @@ def wrong_in_command(line: str) -> str:
 
 def wrong_in_mention(line: str) -> str:
     """A command or option in a sentence that does not exist. Values are often placeholders, and not looked at."""
-    command, rest = resolved([word for word in line.split()[1:] if word not in ("...", ANY)])
+    command, rest = resolved(without_script([word for word in line.split()[1:] if word not in ("...", ANY)]))
     known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)} | {"--help", "-h", "--version"}
     missing = [word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in known]
     if hasattr(command, "commands") and rest and re.fullmatch("[a-z]+", rest[0]):
