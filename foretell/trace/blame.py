@@ -184,9 +184,16 @@ def model_error(model: str, error: BaseException, doing: str = "building", remed
     return ModelError(problem, remedy or remedy_of(error), "".join(lines).rstrip())
 
 
+_BUILT_HERE = ("hf:", "timm:", "torchvision:")
+"""Names whose batches foretell makes."""
+
+
 def step_error(model: str, error: BaseException) -> ModelError:
     """The same for an exception out of a step of a model that was built."""
-    return model_error(model, error, "one step of")
+    told = model_error(model, error, "one step of")
+    if not told.remedy and model.startswith(_BUILT_HERE):
+        return ModelError(told.problem, "the batch that foretell makes may not suit it: write file.py:function that returns (model, batch)", told.detail)
+    return told
 
 
 def remedy_of(error: BaseException) -> str:
