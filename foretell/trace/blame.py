@@ -192,7 +192,7 @@ def step_error(model: str, error: BaseException) -> ModelError:
     """The same for an exception out of a step of a model that was built."""
     told = model_error(model, error, "one step of")
     if not told.remedy and model.startswith(_BUILT_HERE):
-        return ModelError(told.problem, "the batch that foretell makes may not suit it: write file.py:function that returns (model, batch)", told.detail)
+        return ModelError(told.problem, "foretell's batch may not suit it: write file.py:function that returns (model, batch)", told.detail)
     return told
 
 

@@ -79,7 +79,8 @@ def _find_samples() -> None:
         if mode is None:
             found: tuple[list[Tensor], list[Tensor]] = plain(self, matched_idxs)
             return found
-        getattr(mode, "assumed", set()).add(SAMPLED)
+        told: set[str] = getattr(mode, "assumed", set())
+        told.add(SAMPLED)
         masks = []
         for matched in matched_idxs:
             place = torch.arange(matched.numel())
