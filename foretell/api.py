@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretell.decode import value_of
@@ -32,7 +33,6 @@ from foretell.trace.versions import choices_of, doubt, of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from torch import nn
 
@@ -166,8 +166,7 @@ def fit_script(
         amount=Amount.of(tokens=tokens, samples=samples, epochs=epochs, dataset_size=dataset_size), region=region,
         price=price, trace_out=trace_out,
     )  # fmt: skip
-    if script.file:
-        user_code.before([script.file])
+    user_code.before([str(Path(script.file).resolve()) if script.file else f"module {script.module}"])
     asked = request(script, _capability(cluster), dict(hints or {}), keep_writes)
     text, reply = follow_in_child(asked, time_limit=time_limit, progress=progress)
     trace = loads(text)
