@@ -231,5 +231,7 @@ def _of_kind(error: BaseException) -> str:
     if name == "UnsupportedOperatorException":
         return "the op has no rule for shapes: give it one with torch.library.register_fake, or use a plain PyTorch op"
     if isinstance(error, RuntimeError | ValueError | IndexError) and any(mark in text.lower() for mark in _SIZES):
+        if not place(error):  # no line of theirs: layers called by layers
+            return "the sizes do not match: check that the batch is what forward and the loss take"
         return "the sizes do not match at that line: print them there, or check them against the batch"
     return ""

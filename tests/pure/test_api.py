@@ -89,15 +89,15 @@ def test_cached_answer_needs_no_torch(cache_dir: Path, tmp_path: Path) -> None:
     ("body", "words"),
     [
         ("raise ValueError('no such width')", "no such width"),
-        ("os.abort()", "aborted"),
-        pytest.param("os._exit(3)", "code 3", marks=pytest.mark.slow(reason="a process that ends as the one above")),
+        ("os.abort()", "os.abort ends the process"),
+        pytest.param("os._exit(3)", "os._exit ends the process", marks=pytest.mark.slow(reason="a process that ends as the one above")),
     ],
 )
 def test_what_user_code_does_is_told_in_one_line(cache_dir: Path, tmp_path: Path, body: str, words: str) -> None:
     name = write_model(tmp_path, body)
     with pytest.raises((ModelError, foretell.errors.InternalError)) as caught:
         api.fit(name, hardware="A100")
-    assert words in str(caught.value)
+    assert words in str(caught.value) and "mine.py:7" in str(caught.value)
 
 
 def test_batch_that_does_not_match_the_model(cache_dir: Path, tmp_path: Path) -> None:

@@ -217,12 +217,12 @@ def test_the_saved_table_meets_the_bars_it_is_said_to_meet() -> None:
     assert 85 <= whole["band_coverage_percent"] <= 95
 
 
-@pytest.mark.xfail(strict=True, reason="7.2 %: BLOOM's blocking launches, H100 runs of 2023; docs/published.md")
+@pytest.mark.xfail(strict=True, reason="8.7 %: BLOOM's blocking launches, H100 runs of 2023; docs/published.md")
 def test_the_median_over_rows_meets_its_bar() -> None:
     assert published.overall(saved(published.LEFT_OUT), [])["median_error_percent"] <= 6.0
 
 
-@pytest.mark.xfail(strict=True, reason="12.9 %: torchao's MI300X and power-limited B200, nanochat; docs/published.md")
+@pytest.mark.xfail(strict=True, reason="13.3 %: torchao's MI300X and power-limited B200, nanochat; docs/published.md")
 def test_the_mean_over_sources_meets_its_bar() -> None:
     assert published.overall(saved(published.LEFT_OUT), [])["mape_percent_mean_over_sources"] <= 12.0
 
