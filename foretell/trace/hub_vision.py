@@ -74,6 +74,9 @@ def _find_samples() -> None:
 
     def call(self: Any, matched_idxs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         import torch
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        from foretell.trace.values import attach, is_small
 
         mode = getattr(matched_idxs[0], "fake_mode", None)
         if mode is None:
@@ -87,6 +90,9 @@ def _find_samples() -> None:
             positive = min(matched.numel(), int(self.batch_size_per_image * self.positive_fraction))
             rest = (place >= positive) & (place < self.batch_size_per_image)
             masks.append(((place < positive).to(torch.uint8), rest.to(torch.uint8)))
+            if is_small(matched):  # heads ask again which boxes are of something
+                with unset_fake_temporarily():
+                    attach(matched, (torch.arange(matched.numel()) < positive).to(matched.dtype).view(matched.shape))
         return [one for one, _ in masks], [one for _, one in masks]
 
     sampler.__call__ = call
