@@ -19,7 +19,7 @@ from foretell.trace.load import Source
 from foretell.trace.recipe import Recipe
 from foretell.trace.script.child import follow_in_child, request
 from foretell.trace.script.words import parse
-from foretell.trace.script.writes import Aside, kept_aside
+from foretell.trace.script.writes import Aside
 from foretell.trace.types import Trace
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -72,6 +72,28 @@ def test_optimizers_that_take_turns_make_one_round(monkeypatch: pytest.MonkeyPat
     assert held == 2 * 4 * trace.meta["parameters"]  # type: ignore[operator]
 
 
+def test_two_losses_of_one_forward_are_one_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient scaler that is made and not used, and an optimizer that no recipe has a name for, beside."""
+    body = """
+scaler = torch.amp.GradScaler("cuda")
+optimizer = torch.optim.RMSprop(model.parameters())
+for _ in range(10**9):
+    out = model(torch.randn(4, 8).cuda())
+    {first}
+    out.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    found = {}
+    for kind, first in (("two", "out.sum().backward(retain_graph=True)"), ("one", "")):
+        (tmp_path / "train.py").write_text(HEAD.replace("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)", "") + body.format(first=first))
+        trace, notes = followed(["python", "train.py"], tmp_path, monkeypatch)
+        found[kind] = [op.name for op in trace.programs["micro_first"].ops if op.phase == "backward"]
+        assert trace.meta["recipe"]["accumulate"] == 1 and "micro_next" not in trace.programs  # type: ignore[index]
+        assert any("RMSprop" in note for note in notes)
+    assert found["two"].count("aten.mm.default") == 2 * found["one"].count("aten.mm.default") > 0
+
+
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = sorted(SCRIPTS.rglob("*"))
     script = tmp_path / "train.py"
@@ -97,6 +119,7 @@ ODD = {
     "raises": ("model(torch.randn(4, 9).cuda())\n", "train.py"),
     "forks": ("os.fork()\n", "train.py:6 forks"),
     "network": ("import urllib.request\nurllib.request.urlopen('http://example.invalid')\n", "needs the network"),
+    "kept gradients": ("optimizer.zero_grad(set_to_none=False)\n", "train.py:6: zero_grad"),
     "missing file": ("open('data/none.txt')\n", "none.txt"),
 }
 
@@ -188,4 +211,3 @@ with kept_aside(Aside({str(tmp_path / "scratch")!r})):
 def test_twins_of_paths() -> None:
     aside = Aside("/scratch")
     assert aside.twin("/a/b") == "/scratch/a/b" and aside.twin("/dev/null") is None and aside.twin(3) is None and aside.twin("/scratch/x") is None
-    assert kept_aside is not None

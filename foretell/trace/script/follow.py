@@ -1,7 +1,7 @@
 """Where in a step a script is, told by its own calls; what it does from its first forward to the end of its first step, recorded.
 
     a module that learns is called    a micro-batch begins                        micro_first, then micro_next
-    backward                          its second half
+    backward                          its second half, or several: a new micro-batch begins with the next forward after one
     clip_grad_norm_, unscale_, step   the update begins                           update_first
     the end of step                   the optimizer steps once more, with states  update, zero_grad; then the script is stopped
 
@@ -36,11 +36,13 @@ from foretell.trace.load import is_users, model_error
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder
 from foretell.trace.script.words import Script
-from foretell.trace.script.world import World, as_on_a_device
+from foretell.trace.script.world import World, as_on_a_device, asker
 from foretell.trace.step import Workload
 
 _MICRO = ("micro_first", "micro_next")
 _UPDATE = "update_first"
+_KNOWN = ("sgd", "adam", "adamw")
+"""Optimizers that a recipe has a name for."""
 _ROUNDS = ("micro_first", "round")
 """Programs of steps in which several optimizers take turns."""
 _TORCH = str(Path(torch.__file__).parent)
@@ -115,7 +117,9 @@ class Follower:
         self.found: Found | None = None
         self.roles: _Roles | None = None
         self.done = False
-        self._backwards, self._name = 0, ""
+        self._micros, self._name = 0, ""
+        self._ran = False
+        """Whether backward ran since the micro-batch began."""
         self._clip: float | None = None
         self._program: AbstractContextManager[None] | None = None
         self._stack = ExitStack()
@@ -176,6 +180,14 @@ class Follower:
                 raise Done
             return made
 
+        zero = Optimizer.zero_grad
+
+        def zeroed(optimizer: Any, set_to_none: bool = True) -> None:
+            if not set_to_none:
+                raise ModelError(f"{asker()}: zero_grad(set_to_none=False) keeps gradients between steps: not followed yet", "leave that out")
+            zero(optimizer, set_to_none)
+
+        yield Optimizer, "zero_grad", zeroed
         yield torch.autograd, "backward", back
         yield scaler, "unscale_", unscaled
         yield scaler, "update", update
@@ -205,18 +217,24 @@ class Follower:
         self._program, self._name = None, ""
 
     def _called(self, module: nn.Module, _: Any) -> None:
-        """Before every call of a module: the outermost one that learns begins a micro-batch."""
-        if self.done or self.recorder._stack or not torch.is_grad_enabled():
+        """Before every call of a module: the outermost one that learns begins a micro-batch, unless one is under way."""
+        if self.done:
+            raise Done
+        if self.recorder._stack or not torch.is_grad_enabled():
+            return
+        if not module.training or not any(one.requires_grad for one in module.parameters()):
             return
         if self.found is None:
-            if not module.training or not any(one.requires_grad for one in module.parameters()):
-                return
             self._find(module)
         if self._rounds:
             if not self._name:
                 self._begin(_ROUNDS[0], "forward")
-        elif self._name not in _MICRO and self._backwards < 2:
-            self._begin(_MICRO[min(1, self._backwards)], "forward")
+        elif self._micros == 0 or self._ran:
+            self._micros, self._ran = self._micros + 1, False
+            if self._micros <= len(_MICRO):
+                self._begin(_MICRO[self._micros - 1], "forward")
+            else:
+                self._end()  # as the one before
 
     def _find(self, module: nn.Module) -> None:
         """The script's modules, and what is on the device before its first forward."""
@@ -233,17 +251,15 @@ class Follower:
     def _ran_backward(self) -> None:
         if self.found is None or self.done:
             return
-        self._backwards += 1
+        self._ran = True
         if self.roles is None:
             self.roles = _Roles(self.recorder, self.found, self._resident)  # type: ignore[arg-type]
-        if self._rounds:
+        if self._micros < 2:  # later ones add to what is there
             self.roles.note_gradients(self.found)  # type: ignore[arg-type]
-        else:
-            self._end()
 
     def _updating(self) -> None:
         """What follows belongs to the update: gradients are looked at, or the optimizer steps."""
-        if self.found is None or self.done or not self._backwards:
+        if self.found is None or self.done or self.roles is None:
             return
         if self._rounds:
             self.recorder.phase("update")
@@ -277,8 +293,10 @@ class Follower:
         if found is None or self.done or self.roles is None:
             return
         found.optimizer = optimizer
+        if type(optimizer).__name__.lower() not in _KNOWN:
+            self.world.notes.append(f"the optimizer is the script's own, {type(optimizer).__name__}; where a name must stand for it, adamw does")
         found.recipe = Recipe(
-            precision=self.world.precision(found.model), accumulate=1 if self._rounds else self._backwards, clip=self._clip or None,
+            precision=self.world.precision(found.model), accumulate=1 if self._rounds else self._micros, clip=self._clip or None,
             optimizer=name_of(optimizer),
         )  # fmt: skip
         self.roles.note_optimizer(found)  # type: ignore[arg-type]
@@ -395,6 +413,6 @@ def name_of(optimizer: Optimizer) -> str:
     kind, group = type(optimizer).__name__.lower(), optimizer.param_groups[0]
     if kind == "sgd" and group.get("momentum"):
         kind = "momentum"
-    if kind not in ("sgd", "momentum", "adam", "adamw"):
+    if kind not in (*_KNOWN, "momentum"):
         kind = "adamw"
     return kind + ("-fused" if group.get("fused") and kind != "sgd" else "")

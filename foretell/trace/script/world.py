@@ -66,7 +66,7 @@ class World:
 def as_on_a_device(script: Script, recorder: Recorder) -> Iterator[World]:
     """Until the end of the block."""
     world = World()
-    changes = (*_moves(world, recorder), *_data(world), *_amp(world), *_processes(world), *_network(script), *_pretrained(world))
+    changes = (*_moves(world, recorder), *_data(world, recorder), *_amp(world), *_processes(world), *_network(script), *_pretrained(world))
     with _environment(script), replaced(changes):
         yield world
 
@@ -114,7 +114,18 @@ def _moves(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     yield Tensor, "cuda", to_cuda
 
 
-def _data(world: World) -> Iterator[tuple[Any, str, Any]]:
+@contextmanager
+def _in_host_memory(recorder: Recorder) -> Iterator[None]:
+    """Data is read for real, and what is made of it is no work of the device."""
+    rows, recorder._rows = recorder._rows, None
+    try:
+        with unset_fake_temporarily():
+            yield
+    finally:
+        recorder._rows = rows
+
+
+def _data(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     start, iterate = DataLoader.__init__, DataLoader.__iter__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -123,10 +134,10 @@ def _data(world: World) -> Iterator[tuple[Any, str, Any]]:
             world.batch_sizes.append(self.batch_size)
 
     def real(self: Any) -> Iterator[Any]:
-        with unset_fake_temporarily():
+        with _in_host_memory(recorder):
             rows = iterate(self)
         while True:
-            with unset_fake_temporarily():
+            with _in_host_memory(recorder):
                 try:
                     row = next(rows)
                 except StopIteration:
