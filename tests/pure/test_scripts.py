@@ -17,7 +17,7 @@ from foretell.trace.child import trace_in_child
 from foretell.trace.file import loads
 from foretell.trace.load import Source
 from foretell.trace.recipe import Recipe
-from foretell.trace.script.child import follow_in_child, request
+from foretell.trace.script.child import clear_stale, follow_in_child, request
 from foretell.trace.script.words import parse
 from foretell.trace.script.writes import Aside
 from foretell.trace.types import Trace
@@ -105,6 +105,17 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [one for one in sorted(SCRIPTS.rglob("*")) if "__pycache__" not in one.parts] == [one for one in before if "__pycache__" not in one.parts]
 
 
+def test_what_a_killed_one_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for owner in (gone.pid, os.getpid()):
+        (tmp_path / f"foretell-script-{owner}-x" / "deep").mkdir(parents=True)
+    (tmp_path / "foretell-script-notes").mkdir()
+    clear_stale()
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted([f"foretell-script-{os.getpid()}-x", "foretell-script-notes"])
+
+
 HEAD = """
 import os, sys, time, torch
 from torch import nn
@@ -116,6 +127,7 @@ ODD = {
     "no backward": ("for _ in range(3):\n    model(torch.randn(4, 8).cuda())\n", "ended without backward"),
     "no model": ("print('hello')\n", "without a module that learns"),
     "leaves": ("sys.exit(3)\n", "left with exit(3)"),
+    "ends its process": ("os._exit(0)\n", "os._exit ends the process (train.py:6"),
     "raises": ("model(torch.randn(4, 9).cuda())\n", "train.py"),
     "forks": ("os.fork()\n", "train.py:6 forks"),
     "network": ("import urllib.request\nurllib.request.urlopen('http://example.invalid')\n", "needs the network"),

@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from foretell.trace.child import PRELOAD as _PRELOAD
@@ -19,6 +21,7 @@ from foretell.trace.script.words import Script
 
 PRELOAD = (*_PRELOAD, "foretell.trace.script.follow")
 _SELF = "foretell.trace.script.child"
+_SCRATCH = "foretell-script-"
 
 
 def request(script: Script, capability: tuple[int, int], hints: Mapping[str, float], keep_writes: bool) -> dict[str, Any]:
@@ -34,7 +37,8 @@ def follow_in_child(
 
     here()
     server.ready(_SELF)
-    with tempfile.TemporaryDirectory(prefix="foretell-script-", ignore_cleanup_errors=True) as scratch:
+    clear_stale()
+    with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-", ignore_cleanup_errors=True) as scratch:
         found = ask(_SELF, [{**asked, "scratch": scratch}], time_limit=time_limit, progress=progress)
     if isinstance(found, Ended):
         raise _died({"source": {"model": asked["script"]["file"] or asked["script"]["module"]}}, found, time_limit)
@@ -43,9 +47,24 @@ def follow_in_child(
     return found[0].pop("text"), found[0]
 
 
+def clear_stale() -> None:
+    """Remove scratch folders of this user's processes that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        owner = folder.name.removeprefix(_SCRATCH).partition("-")[0]
+        try:
+            if not owner.isdecimal() or folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            os.kill(int(owner), 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # gone just now, or another user's
+            pass
+
+
 def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     from foretell.trace.cache import file_hashes
     from foretell.trace.file import dumps
+    from foretell.trace.leaving import staying
     from foretell.trace.load import user_files
     from foretell.trace.script.follow import capture_script
     from foretell.trace.script.writes import Aside, kept_aside
@@ -53,7 +72,7 @@ def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     given = {**asked["script"], "words": tuple(asked["script"]["words"]), "arguments": tuple(asked["script"]["arguments"])}
     aside = Aside(asked["scratch"])
     os.environ["TMPDIR"] = tempfile.tempdir = aside.scratch
-    with nullcontext() if asked["keep_writes"] else kept_aside(aside):
+    with nullcontext() if asked["keep_writes"] else kept_aside(aside), staying():
         trace, notes = capture_script(Script(**given), capability=tuple(asked["capability"]), hints=asked["hints"])
     if aside.written:
         names = ", ".join(os.path.relpath(one) for one in aside.written[:3]) + (" ..." if len(aside.written) > 3 else "")
