@@ -27,7 +27,9 @@ _IS_WIDTH = re.compile(
     r"intermediate_dim|feed_forward_dim|conv_dim|model_dim|lru_width|d_inner|mamba_intermediate)$"
     r"|(hidden_sizes|embed_dims|encoder_hidden_sizes|block_channels|neck_hidden_sizes|intermediate_sizes|stage_mid_channels)$"
 )
-_NO_WIDTH = re.compile(r"head_dim|rope|time_|state|kernel|rotary|position|max_|num_channels|in_channels|qk_|v_head|nope|latent_dim|codebook")
+_IS_INNER = re.compile(r"(intermediate_size|n_inner|d_ff|ffn_dim|mlp_dim|inner_dim|ffn_hidden_size)$")
+"""Widths that nothing else leans on: multiples of 16, which grouped products need."""
+_NO_WIDTH = re.compile(r"head_dim|rope|time_|state|kernel|rotary|position|max_|num_channels|in_channels|qk_|v_head|nope|latent_dim|codebook|pos_emb")
 _IS_HEADS = re.compile(r"(attention_heads|n_heads?|num_heads?|kv_heads|key_value_heads|mamba_n_heads|num_key_heads|num_value_heads|n_groups)$")
 _IS_LAYERS = re.compile(
     r"(^|_)(num_hidden_layers|n_layers?|num_layers|layers|encoder_layers|decoder_layers|num_encoder_layers|num_decoder_layers|depth|"
@@ -120,7 +122,8 @@ def _value(key: str, value: Any, factor: int, all_of_it: bool, kept: list[int]) 
         if all_of_it and key in ("n_group", "topk_group"):
             return 1
         if _IS_WIDTH.search(key) and not _NO_WIDTH.search(key) and value > 8:
-            return max(8, value // factor)
+            less = max(8, value // factor)
+            return less if factor == 1 or not _IS_INNER.search(key) else -(-less // 16) * 16
         if all_of_it and key in ("vocab_size", "text_vocab_size", "decoder_vocab_size"):
             return min(value, WORDS)
     if isinstance(value, list) and value:

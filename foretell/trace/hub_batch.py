@@ -108,7 +108,8 @@ class Maker:
         if "input_ids" in self.takes and (self.main in ("input_ids", "state", *_PICTURES, *_FILMS) or standing or self._must_write()):
             self.batch["input_ids"] = self._words(standing)
             self._beside_words(standing)
-        for name in [*self.required(), *(name for name in ALWAYS if name in self.takes)]:
+        own = [self.main] if not self.batch and not others else []
+        for name in [*self.required(), *own, *(name for name in ALWAYS if name in self.takes)]:
             if name not in self.batch and name in NAMED and name not in (one for one, _ in others):
                 self.batch[name] = NAMED[name](self)
         writes = "decoder_input_ids" in self.takes

@@ -46,6 +46,7 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
 _SERIES = ("autoformer", "informer", "time_series_transformer")
 _NEEDED: dict[str, dict[str, Any]] = {
     **{kind: {"prediction_length": 24, "context_length": 48, "num_time_features": 2} for kind in _SERIES},
+    "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6},
     "emu3": {"pad_token_id": 151643},
     "step3p5": {"sliding_window": 512},
@@ -69,6 +70,8 @@ def mended(config: Any, given: dict[str, Any]) -> Any:
         part = getattr(config, name, None)
         if text is not None and part is not None and hasattr(part, "out_hidden_size") and "out_hidden_size" not in (given.get(name) or {}):
             part.out_hidden_size = text.hidden_size
+        elif text is not None and hasattr(part, "embed_dim") and hasattr(part, "hidden_size") and "hidden_size" not in (given.get(name) or {}):
+            part.hidden_size = text.hidden_size  # a stack with a width of its own: this is that of its features
     for name in ("image_token_id", "image_token_index", "video_token_id", "video_token_index"):
         if text is not None and has_media(config) and hasattr(config, name) and getattr(config, name) is None:
             setattr(config, name, text.vocab_size - (1 if name.startswith("image") else 2))

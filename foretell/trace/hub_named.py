@@ -157,6 +157,8 @@ def _all_of(other: str) -> Callable[[Maker], Tensor]:
     return make
 
 
+_WORDY = ("MaskedLM", "SequenceClassification")
+"""Classes that read words, whatever they call them."""
 NAMED: dict[str, Callable[[Maker], Any]] = {
     "bbox": _boxes,
     "image_embeds_position_mask": _places,
@@ -196,7 +198,7 @@ NAMED: dict[str, Callable[[Maker], Any]] = {
     "encoder_hidden_states": _float(SEQ, "encoder_hidden_size|hidden_size"),
     "query_embeds": _float(32, "hidden_size"),
     "inputs_embeds": _float(SEQ, "hidden_size|d_model"),
-    "inputs": _float(SEQ, "d_model"),
+    "inputs": lambda maker: maker._words([]) if type(maker.model).__name__.endswith(_WORDY) else _float(SEQ, "d_model")(maker),
     "noise_embeds": _float(SEQ, "hidden_size"),
     "context_hidden_states": _float(SEQ, "hidden_size"),
     "decoder_input_values": _float(SEQ, "num_mel_bins"),

@@ -67,6 +67,8 @@ class Asked:
         self.tries, self.begun = 0, time.process_time()
         self.refused: dict[Any, Exception | None] = {}
         self.reached: dict[int, int] = {}
+        self.farthest: tuple[int, list[Mend]] = (0, [])
+        """How many modules were called before the latest refusal, and the mends that led there: a step may know what this does not."""
 
     def made(self, name: str, batch: Batch) -> Any:
         """An input as the class describes it; None where it does not."""
@@ -90,7 +92,11 @@ class Asked:
         key = f"{self.source} {type(self.model).__name__} {self.model.config.to_json_string(use_diff=False)}"
         if key not in _FOUND:
             refusal = self._refusal(batch)
-            _FOUND[key] = [] if refusal is None else self._mended(batch, refusal, [], {_place(refusal)}) or self._unlabelled(batch)
+            if refusal is None:
+                _FOUND[key] = []
+            else:
+                self.farthest = self.reached[id(refusal)], []
+                _FOUND[key] = self._mended(batch, refusal, [], {_place(refusal)}) or self._unlabelled(batch) or self.farthest[1]
             for error in self.refused.values():
                 if error is not None:
                     error.__traceback__ = None  # its frames hold tensors
@@ -112,6 +118,7 @@ class Asked:
             again = self._refusal(other)
             if again is None:
                 return [*so_far, mend]
+            self.farthest = max(self.farthest, (self.reached[id(again)], [*so_far, mend]), key=lambda one: one[0])
             farther = self.reached[id(again)] - self.reached[id(refusal)]
             place = _place(again)
             often = sum(one[:2] == place[:2] for one in seen)

@@ -220,7 +220,8 @@ def _check_built(source: Source, workload: Workload) -> None:
     strange = {leaf.device.type for leaf in tensors if isinstance(leaf, torch.Tensor)} - allowed
     if strange:
         raise ModelError(f"building {source.model} placed tensors on {', '.join(sorted(strange))}", CUDA_REMEDY)
-    _check_positions(source, workload.model)
+    if any(isinstance(leaf, torch.Tensor) and source.seq in leaf.shape for leaf in pytree.tree_leaves(workload.batch)):
+        _check_positions(source, workload.model)
 
 
 def _check_positions(source: Source, model: nn.Module) -> None:

@@ -216,7 +216,9 @@ def given(forward: Callable[..., Any], batch: Batch) -> tuple[tuple[Any, ...], d
 
 def forward_of(model: nn.Module) -> Callable[..., Any]:
     """What says which arguments a model takes: of a wrapper that passes on whatever it gets, the module inside."""
-    forward: Callable[..., Any] = getattr(model.forward, "__wrapped__", model.forward)
+    forward: Callable[..., Any] = model.forward
+    if not inspect.ismethod(forward):  # a method says it by itself, without `self`
+        forward = getattr(forward, "__wrapped__", forward)
     inside = getattr(model, "module", None)
     if isinstance(inside, nn.Module):
         kinds = {p.kind for p in inspect.signature(forward).parameters.values()}
