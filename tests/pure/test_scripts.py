@@ -41,6 +41,20 @@ AGAIN = {"trainer_bert", "recompute_hydra"}
 """Whose blocks are computed again in backward."""
 
 
+LATE = {"bert_dict", "recompute_hydra", "timm_style"}
+"""Whose gradients are zeroed between forward and backward."""
+
+
+def zeroed_late(trace: Trace) -> Trace:
+    """The same step with the gradients of the one before there until its backward begins."""
+    ops = list(trace.programs["micro_first"].ops)
+    last = max(place for place, op in enumerate(ops) if op.phase == "forward")
+    gone = tuple(number for op in trace.programs["zero_grad"].ops for number in op.frees)
+    ops[last] = replace(ops[last], frees=(*ops[last].frees, *gone))
+    runs = {name: tuple(one for one in run if one[0] != "zero_grad") for name, run in trace.schedule.items()}
+    return replace(trace, programs={**trace.programs, "micro_first": replace(trace.programs["micro_first"], ops=tuple(ops))}, schedule=runs)
+
+
 def followed(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Trace, list[str]]:
     monkeypatch.chdir(folder)
     text, reply = follow_in_child(request(parse(words), (9, 0), {}, False), time_limit=240)
@@ -55,7 +69,7 @@ def test_a_script_needs_what_the_file_that_trains_the_same_needs(name: str, monk
     # the file's function makes another trace, of the same recipe; recomputation is in the script itself
     source = Source(model=f"{DATA / 'scripts_as_files.py'}:{name}")
     text, _ = trace_in_child(request_file(source, replace(recipe, recompute="full" if name == "trainer_bert" else "none"), (9, 0), {}))
-    other = loads(text)
+    other = zeroed_late(loads(text)) if name in LATE else loads(text)
     mine, theirs = (peak_live(one, tuple(one.schedule)) for one in (trace, other))
     assert abs(mine / theirs - 1) < 0.001
     assert trace.meta["trainable"] == other.meta["trainable"]
@@ -131,7 +145,6 @@ ODD = {
     "raises": ("model(torch.randn(4, 9).cuda())\n", "train.py"),
     "forks": ("os.fork()\n", "train.py:6 forks"),
     "network": ("import urllib.request\nurllib.request.urlopen('http://example.invalid')\n", "needs the network"),
-    "kept gradients": ("optimizer.zero_grad(set_to_none=False)\n", "train.py:6: zero_grad"),
     "missing file": ("open('data/none.txt')\n", "none.txt"),
 }
 

@@ -3,7 +3,8 @@
     a module that learns is called    a micro-batch begins                        micro_first, then micro_next
     backward                          its second half, or several: a new micro-batch begins with the next forward after one
     clip_grad_norm_, unscale_, step   the update begins                           update_first
-    the end of step                   the optimizer steps once more, with states  update, zero_grad; then the script is stopped
+    the end of step                   the optimizer steps once more, with states  update, zero_grad
+    the step after that               as the script takes it (`second`)           again, again_next, update_again; then the script is stopped
 
 With several optimizers that take turns (GANs) all of a round is one program.
 """
@@ -21,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from foretell.errors import ForetellError, ModelError
@@ -35,6 +36,7 @@ from foretell.trace.formulas import plain_formulas
 from foretell.trace.load import is_users, model_error
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder
+from foretell.trace.script.second import AGAIN, AGAIN_NEXT, UPDATE_AGAIN, Second, scheduled
 from foretell.trace.script.words import Script
 from foretell.trace.script.world import World, as_on_a_device, asker
 from foretell.trace.step import Workload
@@ -91,13 +93,17 @@ def _run(script: Script, follower: Follower) -> None:
     except Done:
         pass
     except SystemExit as error:
-        if not follower.done:
+        if not follower.stepped:
             raise _left(script, error) from error
+        follower.once(f"{script.name} exits")
     except ForetellError:
         raise
     except Exception as error:
-        if not follower.done:
+        if not follower.stepped:
             raise model_error(script.name, error, "following") from error
+        follower.once(model_error(script.name, error, "following").problem)
+    else:
+        follower.once(f"{script.name} ends")
     finally:
         sys.argv = before
         sys.path.remove(folder)
@@ -116,7 +122,9 @@ class Follower:
         self.recorder, self.world = recorder, world
         self.found: Found | None = None
         self.roles: _Roles | None = None
-        self.done = False
+        self.done = self.stepped = False
+        """Whether nothing more is needed of the script; whether its first step is over."""
+        self.second = Second(recorder)
         self._micros, self._name = 0, ""
         self._ran = False
         """Whether backward ran since the micro-batch began."""
@@ -152,8 +160,11 @@ class Follower:
         if found.optimizer is None:
             raise ModelError(f"{script.name} ended before its first step", "an optimizer's step() is where a step ends")
         self._update_whole()
+        whole_second = self.second.finish()
         self._seen_first()
         trace = _finish(self.recorder, found, roles, capability, release)  # type: ignore[arg-type]
+        if whole_second:
+            return scheduled(trace, found.recipe.accumulate)
         return replace(trace, schedule={"first_step": ((_ROUNDS[0], 1),), "steady_step": ((_ROUNDS[1], 1),)}) if self._rounds else trace
 
     # ------------------------------------------------------------------ what is watched
@@ -180,14 +191,6 @@ class Follower:
                 raise Done
             return made
 
-        zero = Optimizer.zero_grad
-
-        def zeroed(optimizer: Any, set_to_none: bool = True) -> None:
-            if not set_to_none:
-                raise ModelError(f"{asker()}: zero_grad(set_to_none=False) keeps gradients between steps: not followed yet", "leave that out")
-            zero(optimizer, set_to_none)
-
-        yield Optimizer, "zero_grad", zeroed
         yield torch.autograd, "backward", back
         yield scaler, "unscale_", unscaled
         yield scaler, "update", update
@@ -220,9 +223,14 @@ class Follower:
         """Before every call of a module: the outermost one that learns begins a micro-batch, unless one is under way."""
         if self.done:
             raise Done
-        if self.recorder._stack or not torch.is_grad_enabled():
+        if self.recorder._stack:
             return
-        if not module.training or not any(one.requires_grad for one in module.parameters()):
+        if self.second.begun and self.second.late():
+            self.once("the way to it takes long")
+            raise Done
+        if not torch.is_grad_enabled() or not module.training or not any(one.requires_grad for one in module.parameters()):
+            if self.second.begun and self._micros == 0 and self.second.without_gradients(module):
+                self.world.notes.append(f"{asker()}: what is computed between steps without gradients is not counted")
             return
         if self.found is None:
             self._find(module)
@@ -231,8 +239,12 @@ class Follower:
                 self._begin(_ROUNDS[0], "forward")
         elif self._micros == 0 or self._ran:
             self._micros, self._ran = self._micros + 1, False
-            if self._micros <= len(_MICRO):
-                self._begin(_MICRO[self._micros - 1], "forward")
+            if self.second.begun and self._micros == 1:
+                assert self.found is not None
+                self.second.forward(self.found.model)
+                self.recorder.phase("forward")
+            elif self._micros <= len(_MICRO):
+                self._begin((AGAIN, AGAIN_NEXT)[self._micros - 1] if self.second.begun else _MICRO[self._micros - 1], "forward")
             else:
                 self._end()  # as the one before
 
@@ -252,8 +264,12 @@ class Follower:
         if self.found is None or self.done:
             return
         self._ran = True
+        if self.second.begun:
+            self.second.backward(self.found.model)
+            return
         if self.roles is None:
             self.roles = _Roles(self.recorder, self.found, self._resident)  # type: ignore[arg-type]
+            self.found.workload = Workload(self.found.model, shapes_of(self.found.workload.batch))
         if self._micros < 2:  # later ones add to what is there
             self.roles.note_gradients(self.found)  # type: ignore[arg-type]
 
@@ -263,8 +279,8 @@ class Follower:
             return
         if self._rounds:
             self.recorder.phase("update")
-        elif self._name != _UPDATE:
-            self._begin(_UPDATE, "update")
+        elif self._name not in (_UPDATE, UPDATE_AGAIN) and not (self.second.begun and self._micros == 0):
+            self._begin(UPDATE_AGAIN if self.second.begun else _UPDATE, "update")
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self.done:
@@ -273,8 +289,13 @@ class Follower:
         if closure is not None:
             return (optimizer, self._within(closure), *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
         self._updating()
-        self._before_step = len(self.recorder.programs.get(_UPDATE, ()))
+        self._note_step()
         return None
+
+    def _note_step(self) -> None:
+        """What the update did before the step itself, it does again before later ones."""
+        if not self.second.begun:
+            self._before_step = len(self.recorder.programs.get(_UPDATE, ()))
 
     def _within(self, closure: Any) -> Any:
         """Forward and backward inside of `step`: the update begins when they are over."""
@@ -283,7 +304,7 @@ class Follower:
             with torch.enable_grad():
                 made = closure(*args, **kwargs)
             self._updating()
-            self._before_step = len(self.recorder.programs.get(_UPDATE, ()))
+            self._note_step()
             return made
 
         return run
@@ -291,6 +312,9 @@ class Follower:
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found = self.found
         if found is None or self.done or self.roles is None:
+            return
+        if self.second.begun:
+            self._stepped_again()
             return
         found.optimizer = optimizer
         if type(optimizer).__name__.lower() not in _KNOWN:
@@ -303,14 +327,28 @@ class Follower:
         if self._rounds:
             self._took_turn(optimizer)
             return
-        self.done = True
+        self.stepped = self.done = True  # hooks have nothing to do with this one
         self._begin("update", "update")
         optimizer.step()
-        self._begin("zero_grad", "update")
-        optimizer.zero_grad()
         self._end()
+        self.done = False
+        self.second.begin(found.model)
+        self.recorder.programs["zero_grad"] = [self.second.zero_grad()]
+        self._micros, self._ran = 0, False
+        self._begin(AGAIN, "update")
+
+    def _stepped_again(self) -> None:
+        if self._micros == 0:  # nothing was learned since: another part of the first step
+            return
+        self._end()
+        self.second.done = self.done = True
         if not self.world.scales:
             raise Done
+
+    def once(self, why: str) -> None:
+        """The script takes one step only, or no second one that can be followed."""
+        if self.stepped and not self.done and not self._rounds:
+            self.world.notes.append(f"only the first step was followed ({why}): gradients are taken to be freed at its end")
 
     def _took_turn(self, optimizer: Optimizer) -> None:
         """A round is over when every optimizer has stepped; the second one is recorded with states that are there."""
@@ -336,21 +374,23 @@ class Follower:
     def _seen_first(self) -> None:
         """What the step reads and did not make was there before: a batch that was never moved, a table of its own.
 
-        The batch of the second micro-batch takes the place of the first one's.
+        The batch of a later micro-batch takes the place of the first one's.
         """
         assert self.roles is not None
         known = set(self.roles.resident)
         moved: dict[int, int] = {}
         batch = [one for one in self.roles.resident if self.roles.roles.get(one) == types.INPUT]
         for name, rows in self.recorder.programs.items():
+            taken: set[int] = set()
             for row in rows:
                 for ref in row.inputs:
                     if self.recorder.born_in[ref.storage] is not None or ref.storage in known or ref.storage in moved:
                         continue
                     size = self.recorder.sizes[ref.storage]
-                    place = next((one for one in batch if self.recorder.sizes[one] == size and one not in moved.values()), None)
-                    if name == _MICRO[1] and place is not None:
+                    place = next((one for one in batch if self.recorder.sizes[one] == size and one not in taken), None)
+                    if name in (_MICRO[1], AGAIN, AGAIN_NEXT) and place is not None:
                         moved[ref.storage] = place
+                        taken.add(place)
                     else:
                         known.add(ref.storage)
                         batch.append(ref.storage)
@@ -359,6 +399,15 @@ class Follower:
                 row.inputs = tuple(ref._replace(storage=moved.get(ref.storage, ref.storage)) for ref in row.inputs)
                 row.outputs = tuple(ref._replace(storage=moved.get(ref.storage, ref.storage)) for ref in row.outputs)
                 row.frees = [number for number in row.frees if number not in moved]
+        stays = set(moved.values())
+        for row in (row for rows in self.recorder.programs.values() for row in rows if not stays.isdisjoint(row.frees)):
+            row.frees = [number for number in row.frees if number not in stays]
+
+
+def shapes_of(batch: Any) -> tuple[Tensor, ...]:
+    """Tensors like those of a batch, which nobody holds any longer."""
+    with unset_fake_temporarily():
+        return tuple(torch.empty(one.shape, dtype=one.dtype, device="meta") for one in batch)
 
 
 def optimizers() -> dict[int, Optimizer]:
