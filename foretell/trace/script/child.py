@@ -73,12 +73,12 @@ def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     aside = Aside(asked["scratch"])
     os.environ["TMPDIR"] = tempfile.tempdir = aside.scratch
     with nullcontext() if asked["keep_writes"] else kept_aside(aside), staying():
-        trace, notes = capture_script(Script(**given), capability=tuple(asked["capability"]), hints=asked["hints"])
+        trace, seen = capture_script(Script(**given), capability=tuple(asked["capability"]), hints=asked["hints"])
+    notes = seen.world.notes
     if aside.written:
         names = ", ".join(os.path.relpath(one) for one in aside.written[:3]) + (" ..." if len(aside.written) > 3 else "")
         notes.append(f"what the script writes before its first step went to a scratch folder that is gone ({names}); --keep-writes lets it")
-    first: list[Any] = next((sizes for sizes in trace.meta["batch"] if len(sizes) > 1), ["", 1])  # type: ignore[attr-defined]
-    return {"text": dumps(trace), "files": file_hashes(user_files()), "notes": notes, "micro_batch": first[1]}
+    return {"text": dumps(trace), "files": file_hashes(user_files()), "notes": notes, "micro_batch": seen.micro_batch}
 
 
 def main() -> None:

@@ -12,7 +12,9 @@ With several optimizers that take turns (GANs) all of a round is one program.
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
+import math
 import runpy
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,7 +30,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from foretell.errors import ForetellError, ModelError
 from foretell.trace import types
-from foretell.trace.capture import _finish, _in_move_order, _Roles, any_code, no_initialisation, seeded
+from foretell.trace.capture import _finish, _in_move_order, _Roles, any_code, seeded
 from foretell.trace.collection import no_collection
 from foretell.trace.cuda import cuda_choices, real_masks
 from foretell.trace.devices import replaced
@@ -38,8 +40,9 @@ from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder
 from foretell.trace.script.second import AGAIN, AGAIN_NEXT, UPDATE_AGAIN, Second, scheduled
 from foretell.trace.script.words import Script
-from foretell.trace.script.world import World, as_on_a_device, asker
+from foretell.trace.script.world import World, as_on_a_device, asker, rows_of
 from foretell.trace.step import Workload
+from foretell.trace.values import value_of
 
 _MICRO = ("micro_first", "micro_next")
 _UPDATE = "update_first"
@@ -67,19 +70,34 @@ class Found:
 
 def capture_script(
     script: Script, *, capability: tuple[int, int], hints: Mapping[str, float] | None = None
-) -> tuple[types.Trace, list[str]]:
-    """One step of the script, as a device of this compute capability runs it; and what a reader should know."""
+) -> tuple[types.Trace, Follower]:
+    """One step of the script, as a device of this compute capability runs it; and what else was seen of it."""
     recorder, release = Recorder(hints), torch.__version__
     recorder.patient = False
     choices = cuda_choices(recorder, capability, release)
     with (
         no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, not_torchs),
-        as_on_a_device(script, recorder) as world, no_initialisation(),
+        as_on_a_device(script, recorder) as world, replaced(_not_initialised(recorder)),
     ):  # fmt: skip
         follower = Follower(recorder, world)
         with follower.following():
             _run(script, follower)
-    return follower.trace(script, capability, release), world.notes
+    return follower.trace(script, capability, release), follower
+
+
+def _not_initialised(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+    """Weights without numbers need none, which saves time; in a step it is work like any other."""
+
+    def unless_needed(plain: Any) -> Any:
+        def initialise(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            idle = recorder._rows is None and isinstance(tensor, FakeTensor) and value_of(tensor) is None
+            made: Tensor = tensor if idle else plain(tensor, *args, **kwargs)
+            return made
+
+        return initialise
+
+    for name in ("normal_", "uniform_", "fill_", "zero_"):
+        yield Tensor, name, unless_needed(getattr(Tensor, name))
 
 
 def _run(script: Script, follower: Follower) -> None:
@@ -125,10 +143,17 @@ class Follower:
         self.done = self.stepped = False
         """Whether nothing more is needed of the script; whether its first step is over."""
         self.second = Second(recorder)
+        self.micro_batch = 1
+        """Samples of the first batch."""
         self._micros, self._name = 0, ""
+        self._tentative = False
+        """Whether the model that was found is in evaluation mode: the script may train it so, or only look at it."""
         self._ran = False
         """Whether backward ran since the micro-batch began."""
         self._clip: float | None = None
+        self._trained: list[nn.Parameter] = []
+        self._before: set[int] = set()
+        """Storages that were there when the first step began, of the device or not."""
         self._program: AbstractContextManager[None] | None = None
         self._stack = ExitStack()
         self._before_step = 0
@@ -163,6 +188,7 @@ class Follower:
         whole_second = self.second.finish()
         self._seen_first()
         trace = _finish(self.recorder, found, roles, capability, release)  # type: ignore[arg-type]
+        trace = replace(trace, meta={**trace.meta, "trainable": sum({id(one): one.numel() for one in self._trained}.values())})
         if whole_second:
             return scheduled(trace, found.recipe.accumulate)
         return replace(trace, schedule={"first_step": ((_ROUNDS[0], 1),), "steady_step": ((_ROUNDS[1], 1),)}) if self._rounds else trace
@@ -199,10 +225,14 @@ class Follower:
                 yield owner, name, self._clipping(getattr(nn.utils.clip_grad, name))
 
     def _clipping(self, clip: Any) -> Any:
-        def clipped(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
-            self._clip = float(limit)
+        named = inspect.signature(clip)
+
+        def clipped(*args: Any, **kwargs: Any) -> Any:
+            given = named.bind(*args, **kwargs).arguments
+            limit = float(given.get("max_norm", given.get("clip_value", 0.0)))
+            self._clip = limit if math.isfinite(limit) else None  # without a limit it is a norm that is looked at
             self._updating()
-            return clip(parameters, limit, *args, **kwargs)
+            return clip(*args, **kwargs)
 
         return clipped
 
@@ -219,7 +249,7 @@ class Follower:
             self._program.__exit__(None, None, None)
         self._program, self._name = None, ""
 
-    def _called(self, module: nn.Module, _: Any) -> None:
+    def _called(self, module: nn.Module, args: Any) -> None:
         """Before every call of a module: the outermost one that learns begins a micro-batch, unless one is under way."""
         if self.done:
             raise Done
@@ -228,12 +258,15 @@ class Follower:
         if self.second.begun and self.second.late():
             self.once("the way to it takes long")
             raise Done
-        if not torch.is_grad_enabled() or not module.training or not any(one.requires_grad for one in module.parameters()):
+        if not self._learns(module):
             if self.second.begun and self._micros == 0 and self.second.without_gradients(module):
                 self.world.notes.append(f"{asker()}: what is computed between steps without gradients is not counted")
             return
+        if self._tentative and module.training and not self._ran:
+            self._forget()
         if self.found is None:
-            self._find(module)
+            self._find(module, args)
+            self._tentative = not module.training
         if self._rounds:
             if not self._name:
                 self._begin(_ROUNDS[0], "forward")
@@ -248,12 +281,28 @@ class Follower:
             else:
                 self._end()  # as the one before
 
-    def _find(self, module: nn.Module) -> None:
+    def _learns(self, module: nn.Module) -> bool:
+        """Whether a call of a module may be followed by backward; one in evaluation mode only where the first to be was."""
+        if not torch.is_grad_enabled() or not any(one.requires_grad for one in module.parameters()):
+            return False
+        return module.training or self.found is None or self._tentative
+
+    def _forget(self) -> None:
+        """What was called in evaluation mode was not trained: a model in training mode is called now, without a backward before."""
+        self._end()
+        self.recorder.programs.clear()
+        self._stack.close()
+        self.found, self._micros, self._tentative = None, 0, False
+
+    def _find(self, module: nn.Module, args: Any) -> None:
         """The script's modules, and what is on the device before its first forward."""
         model = whole(module)
         inputs = self.world.on_device(model, self.recorder.placed)
+        self.micro_batch = self.world.rows or rows_of(args) or rows_of(inputs) or 1
         self.found = Found(model, Workload(model, inputs), Recipe(precision="fp32"))
         self._resident = list(dict.fromkeys(self.recorder.storage_id(one) for one in (*_in_move_order(model), *inputs)))
+        there = [one for one in gc.get_objects() if type(one) is FakeTensor and one.layout is torch.strided]
+        self._before = {self.recorder.storage_id(one) for one in there}
         self._stack.enter_context(real_masks(self.recorder))  # only now: libraries that it looks at are imported
         self._stack.enter_context(self.recorder.modules(model))
         self.recorder._enter(module, None)
@@ -317,6 +366,7 @@ class Follower:
             self._stepped_again()
             return
         found.optimizer = optimizer
+        self._trained += [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
         if type(optimizer).__name__.lower() not in _KNOWN:
             self.world.notes.append(f"the optimizer is the script's own, {type(optimizer).__name__}; where a name must stand for it, adamw does")
         found.recipe = Recipe(
@@ -341,6 +391,7 @@ class Follower:
         if self._micros == 0:  # nothing was learned since: another part of the first step
             return
         self._end()
+        self.recorder._last = None  # what the script lets go of from now on, it does because it is stopped
         self.second.done = self.done = True
         if not self.world.scales:
             raise Done
@@ -374,7 +425,7 @@ class Follower:
     def _seen_first(self) -> None:
         """What the step reads and did not make was there before: a batch that was never moved, a table of its own.
 
-        The batch of a later micro-batch takes the place of the first one's.
+        The batch of a later micro-batch takes the place of the first one's; what was there when the first step began has its own.
         """
         assert self.roles is not None
         known = set(self.roles.resident)
@@ -388,7 +439,8 @@ class Follower:
                         continue
                     size = self.recorder.sizes[ref.storage]
                     place = next((one for one in batch if self.recorder.sizes[one] == size and one not in taken), None)
-                    if name in (_MICRO[1], AGAIN, AGAIN_NEXT) and place is not None:
+                    later = name in (_MICRO[1], AGAIN, AGAIN_NEXT) and ref.storage not in self._before
+                    if later and place is not None:
                         moved[ref.storage] = place
                         taken.add(place)
                     else:
