@@ -146,13 +146,14 @@ def fit_script(
     price: float | None = None,
     trace_out: str | None = None,
     keep_writes: bool = False,
+    cache: bool = True,
     time_limit: float = TIME_LIMIT,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Prediction:
     """What `fit` says of a training script: `["python", "train.py", "--batch-size", "64"]`, followed as it is to its first step."""
     from foretell.trace import user_code
-    from foretell.trace.file import loads
-    from foretell.trace.script.child import follow_in_child, request
+    from foretell.trace.script.child import request
+    from foretell.trace.script.kept import followed
     from foretell.trace.script.words import parse as parse_words
 
     script = parse_words(words)
@@ -168,8 +169,7 @@ def fit_script(
     )  # fmt: skip
     user_code.before([str(Path(script.file).resolve()) if script.file else f"module {script.module}"])
     asked = request(script, _capability(cluster), dict(hints or {}), keep_writes)
-    text, reply = follow_in_child(asked, time_limit=time_limit, progress=progress)
-    trace = loads(text)
+    trace, reply = followed(asked, cache=cache, time_limit=time_limit, progress=progress)
     recipe = Recipe.from_json(trace.meta["recipe"])  # type: ignore[arg-type]
     sizes = {"micro_batch": reply["micro_batch"], "seq": None, "image": None, "overrides": {}}
     about = {"source": script.text, "description": script.text, **sizes}

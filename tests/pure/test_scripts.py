@@ -19,6 +19,7 @@ from foretell.trace.child import request as request_file
 from foretell.trace.file import loads
 from foretell.trace.load import Source
 from foretell.trace.recipe import Recipe
+from foretell.trace.script import kept as stored
 from foretell.trace.script.child import clear_stale, follow_in_child, request
 from foretell.trace.script.words import parse
 from foretell.trace.script.writes import Aside
@@ -261,3 +262,51 @@ with kept_aside(Aside({str(tmp_path / "scratch")!r})):
 def test_twins_of_paths() -> None:
     aside = Aside("/scratch")
     assert aside.twin("/a/b") == "/scratch/a/b" and aside.twin("/dev/null") is None and aside.twin(3) is None and aside.twin("/scratch/x") is None
+
+
+DEPENDS = """
+import json, os, torch
+from net import build
+width = int(os.environ.get("WIDTH_OF_IT", json.load(open("settings.json"))["width"]))
+print(sorted(os.listdir("data")), os.path.exists("resume.pt"))
+model = build(width).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.randn(4, width).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.save(model.state_dict(), "last.pt")
+"""
+
+
+def test_an_unchanged_script_is_not_followed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORETELL_CACHE", str(tmp_path / "cache"))
+    Path("train.py").write_text(DEPENDS)
+    Path("net.py").write_text("from torch import nn\nbuild = lambda n: nn.Linear(n, n)\n")
+    Path("settings.json").write_text('{"width": 16}')
+    Path("data").mkdir()
+    times: list[str] = []
+    monkeypatch.setattr(stored, "follow_in_child", lambda asked, **how: times.append("") or follow_in_child(asked, **how))
+
+    def parameters(*words: str) -> Any:
+        trace, reply = stored.followed(request(parse(["python", "train.py", *words]), (9, 0), {}, False))
+        return trace.meta["parameters"], len(times), reply["micro_batch"]
+
+    assert parameters() == (16 * 17, 1, 4)
+    Path("unrelated.txt").write_text("nobody reads this")
+    assert parameters() == (16 * 17, 1, 4)
+    Path("settings.json").write_text('{"width": 24}')
+    assert parameters() == (24 * 25, 2, 4)
+    monkeypatch.setenv("WIDTH_OF_IT", "8")
+    assert parameters() == (8 * 9, 3, 4)
+    Path("net.py").write_text("from torch import nn\nbuild = lambda n: nn.Linear(n, n, bias=False)\n")
+    assert parameters() == (8 * 8, 4, 4)
+    Path("data", "new.txt").touch()
+    assert parameters()[1] == 5
+    Path("resume.pt").touch()
+    assert parameters()[1] == 6
+    assert parameters("--other", "words")[1] == 7
+    Path("train.py").write_text(DEPENDS.replace("randn(4,", "randn(6,"))
+    assert parameters() == (8 * 8, 8, 6)
+    assert parameters() == (8 * 8, 8, 6)

@@ -87,7 +87,7 @@ def _models(module: Any, tell: Tell, asker: Asker) -> Changes:
     def from_pretrained(cls: Any, /, name: Any = None, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         other = next((key for key in _OTHER_BYTES if kwargs.get(key)), None)
         if other is not None:
-            raise ModelError(f"{asker()}: {other} of from_pretrained is not followed: its weights have other bytes", "leave it out to see the plain one")
+            raise ModelError(f"{asker()}: {other} of from_pretrained is not followed: its weights have other bytes", "leave it out")
         made = config
         if not isinstance(config, module.PreTrainedConfig):
             made, kwargs = cls.config_class.from_pretrained(config if config is not None else name, return_unused_kwargs=True, **kwargs)
