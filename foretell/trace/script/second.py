@@ -20,6 +20,8 @@ from foretell.trace import types
 from foretell.trace.recorder import Recorder, Row
 
 AGAIN, AGAIN_NEXT, UPDATE_AGAIN = PROGRAMS = ("again", "again_next", "update_again")
+BETWEEN = "between"
+"""The phase of what is done before the next forward: part of the update, where numbers are read as anywhere else."""
 LEAST_SECONDS = 20.0
 """That the way to the second step may take, or three times as long as the first one took."""
 
@@ -98,6 +100,7 @@ class Second:
             return False
         for name in PROGRAMS:
             for row in programs.get(name, ()):
+                row.phase = "update" if row.phase == BETWEEN else row.phase
                 row.inputs = tuple(ref._replace(storage=self._moved.get(ref.storage, ref.storage)) for ref in row.inputs)
                 row.outputs = tuple(ref._replace(storage=self._moved.get(ref.storage, ref.storage)) for ref in row.outputs)
                 row.allocates = [self._moved.get(number, number) for number in row.allocates]

@@ -113,6 +113,18 @@ def _moves(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     def to_cuda(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return copied(cuda(tensor, *args, **kwargs))
 
+    def makes(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Of numbers in host memory, a copy on the device."""
+
+        def make(*args: Any, **kwargs: Any) -> Tensor:
+            there = is_elsewhere(kwargs.get("device"))
+            made = plain(*args, **({**kwargs, "device": None} if there else kwargs))
+            return copied(made) if there else made
+
+        return make
+
+    for name in ("as_tensor", "asarray", "tensor"):
+        yield torch, name, makes(getattr(torch, name))
     yield Tensor, "to", move
     yield Tensor, "cuda", to_cuda
 
@@ -188,7 +200,8 @@ def asker() -> str:
 
 def _processes(world: World) -> Iterator[tuple[Any, str, Any]]:
     def spawn(function: Callable[..., Any], args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
-        world.notes.append(f"{asker()} starts {nprocs} processes: the first of them is followed")
+        if nprocs > 1:
+            world.notes.append(f"{asker()} starts {nprocs} processes: the first of them is followed")
         function(0, *args)
 
     def forked() -> int:
