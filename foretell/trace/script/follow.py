@@ -326,6 +326,7 @@ class Follower:
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         if len(self.recorder._stack) == 1 and self.recorder._rows is not None:
             self._left = len(self.recorder._rows)
+            self.second.returned()
 
     def _forget(self) -> None:
         """Nothing was recorded yet: the micro-batch begins with the call that comes now."""
