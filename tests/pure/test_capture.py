@@ -141,6 +141,32 @@ def test_a_step_keeps_the_scores_where_the_model_asks_for_the_plain_kernel() -> 
     assert "aten._safe_softmax.default" in names and not any("_attention_backward" in name for name in names)
 
 
+@functools.lru_cache(4)
+def angles(length: int, more: str = "") -> dict[str, tuple[Tensor, str]]:
+    return {"table": (torch.arange(float(length)).cos(), more)}
+
+
+def test_a_trace_leaves_nothing_to_real_steps_in_what_functions_remember() -> None:
+    """Tables of positions that a library keeps between calls: those of a trace have no numbers."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.project(x) * angles(8)["table"][0]).sum()
+
+    model, x = Turned(), torch.randn(2, 8)
+    real = model(x)
+    angles.cache_clear()
+    capture_module(model, x, lambda out, _: out, Recipe(precision="fp32"), capability=None, hints=None)
+    assert torch.equal(model(x), real)
+    kept = angles.cache_info().hits
+    capture_module(model, x, lambda out, _: out, Recipe(precision="fp32"), capability=None, hints=None)
+    assert angles.cache_info().hits > kept  # what real steps left is still there
+
+
 # --------------------------------------------------------------------------- against a real run on this CPU
 
 EXACT: list[dict[str, Any]] = [
