@@ -35,6 +35,8 @@ from foretell.trace.formulas import plain_formulas
 from foretell.trace.load import is_users, model_error
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder
+from foretell.trace.script.shards import imported
+from foretell.trace.script.spread import spread_told
 from foretell.trace.script.words import Script
 from foretell.trace.script.world import World, as_on_a_device, asker
 from foretell.trace.step import Workload
@@ -64,20 +66,23 @@ class Found:
 
 
 def capture_script(
-    script: Script, *, capability: tuple[int, int], hints: Mapping[str, float] | None = None
-) -> tuple[types.Trace, list[str]]:
-    """One step of the script, as a device of this compute capability runs it; and what a reader should know."""
+    script: Script, *, capability: tuple[int, int], hints: Mapping[str, float] | None = None, rank: int = 0
+) -> tuple[types.Trace, World]:
+    """One step of one of the script's ranks, as a device of this compute capability runs it; and what was found around it."""
+    imported(script)
     recorder, release = Recorder(hints), torch.__version__
     recorder.patient = False
     choices = cuda_choices(recorder, capability, release)
     with (
         no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, not_torchs),
-        as_on_a_device(script, recorder) as world, no_initialisation(),
+        as_on_a_device(script, recorder, rank) as world, no_initialisation(),
     ):  # fmt: skip
         follower = Follower(recorder, world)
         with follower.following():
             _run(script, follower)
-    return follower.trace(script, capability, release), world.notes
+    trace = follower.trace(script, capability, release)
+    assert follower.found is not None
+    return spread_told(world.ranks, trace, follower.found.model), world
 
 
 def _run(script: Script, follower: Follower) -> None:
@@ -252,6 +257,7 @@ class Follower:
         if self.found is None or self.done:
             return
         self._ran = True
+        self.world.ranks.ran_backward(self._micros)
         if self.roles is None:
             self.roles = _Roles(self.recorder, self.found, self._resident)  # type: ignore[arg-type]
         if self._micros < 2:  # later ones add to what is there
@@ -293,6 +299,7 @@ class Follower:
         if found is None or self.done or self.roles is None:
             return
         found.optimizer = optimizer
+        self.world.ranks.stepped = self.world.ranks.stepped or asker()
         if type(optimizer).__name__.lower() not in _KNOWN:
             self.world.notes.append(f"the optimizer is the script's own, {type(optimizer).__name__}; where a name must stand for it, adamw does")
         found.recipe = Recipe(
