@@ -46,6 +46,8 @@ class Weaver:
         """Units whose all-gather was started and not yet copied out."""
         self.order: list[str] = []
         """Units in the order in which their forward ended, which is what backward prefetches by."""
+        self.ended = False
+        """The model's forward is over: what follows, the loss, needs nothing of the root."""
         self.spread: set[str] = set()
         """Units of which fewer ranks hold the parameters together since forward."""
         self.held_gather: int | None = None
@@ -84,7 +86,7 @@ class Weaver:
     def _gather(self, path: str) -> None:
         """Make a unit whole before its forward; the result of the gather before goes only after that."""
         unit = self.units[path]
-        if path in self.whole or not unit.parameters:
+        if path in self.whole or not unit.parameters or (self.ended and not path):
             return
         self._start_gather(unit)
         self._copy_out(unit, *([self.held_gather] if self.held_gather is not None else []))
@@ -100,6 +102,7 @@ class Weaver:
             self.order.append(path)
 
     def _end_of_model(self) -> None:
+        self.ended = True
         if self.units[""].parameters:
             self.order.append("")
         if self.held_gather is not None:
