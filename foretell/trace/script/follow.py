@@ -201,10 +201,11 @@ class Follower:
                 yield owner, name, self._clipping(getattr(nn.utils.clip_grad, name))
 
     def _clipping(self, clip: Any) -> Any:
-        def clipped(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
-            self._clip = float(limit)
+        def clipped(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
+            self._clip = float(limit) if limit is not None else None
             self._updating()
-            return clip(parameters, limit, *args, **kwargs)
+            return clip(parameters, *args, **kwargs)
 
         return clipped
 
