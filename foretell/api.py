@@ -186,8 +186,10 @@ def largest(answers: Sequence[Prediction], replies: Sequence[tuple[str, Mapping[
     worst = max(answers, key=lambda one: one.memory.device_bytes)
     if len(answers) < 2 or len({one.memory.device_bytes for one in answers}) == 1:
         return answers[0]
-    need = [f"rank {reply['rank']} {human_bytes(one.memory.device_bytes)}" for one, (_, reply) in zip(answers, replies, strict=True)]
-    return replace(worst, assumptions=(*worst.assumptions, f"ranks differ ({', '.join(need)}): numbers are of the one that needs more"))
+    need = {reply["rank"]: one.memory.device_bytes for one, (_, reply) in zip(answers, replies, strict=True)}
+    more, less = sorted(need, key=lambda rank: need[rank], reverse=True)
+    said = f"rank {less} needs {human_bytes(need[more] - need[less])} less than rank {more}, of which the numbers are"
+    return replace(worst, assumptions=(*worst.assumptions, said))
 
 
 def _advised(

@@ -35,6 +35,7 @@ from foretell.trace.formulas import plain_formulas
 from foretell.trace.load import is_users, model_error
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder
+from foretell.trace.script.ranks import launcher_remedy
 from foretell.trace.script.shards import imported
 from foretell.trace.script.spread import spread_told
 from foretell.trace.script.words import Script
@@ -102,7 +103,7 @@ def _run(script: Script, follower: Follower) -> None:
         raise
     except Exception as error:
         if not follower.done:
-            raise model_error(script.name, error, "following") from error
+            raise model_error(script.name, error, "following", launcher_remedy(script, error)) from error
     finally:
         sys.argv = before
         sys.path.remove(folder)

@@ -15,7 +15,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -107,12 +107,12 @@ def environment(script: Script, rank: int) -> dict[str, str]:
     """What a launcher says to its processes; nothing where there is none."""
     if not script.launched:
         return {}
-    each = script.ranks_per_node or script.ranks
+    each = script.ranks_per_node or script.ranks or 1
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank % each), "WORLD_SIZE": str(script.ranks), "LOCAL_WORLD_SIZE": str(each),
         "GROUP_RANK": str(rank // each), "GROUP_WORLD_SIZE": str(script.ranks // each), "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(script.ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0", **script.variables,
     }  # fmt: skip
 
 
@@ -158,6 +158,12 @@ def _from_environment(name: str, script: Script) -> int:
         start = f"-- torchrun --nproc-per-node N {script.name}"
         raise ModelError(f"{asker()}: init_process_group needs {name}, which a launcher sets and nobody did", f"start it as it is meant: {start}")
     return int(value)
+
+
+def launcher_remedy(script: Script, error: BaseException) -> str:
+    """What helps a script that asks for what a launcher would have said; empty for other errors."""
+    missing = isinstance(error, KeyError) and error.args[0] in environment(replace(script, launched=True), 0)
+    return f"that is for its launcher to say: -- torchrun --nproc-per-node N {script.name}" if missing and not script.launched else ""
 
 
 def _is_torchs(frame: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,10 @@ _SWITCHES = {
     "--no_local_rank", "--same_network", "--debug", "--quiet", "-q", "--dynamo_use_dynamic",
 }  # fmt: skip
 """Of launchers, without a value."""
+_TOLD = {"mixed_precision": "ACCELERATE_MIXED_PRECISION", "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"}
+"""Options of accelerate → what it tells its processes by."""
+_OTHERS = {"use_fsdp": "FSDP", "use_deepspeed": "DeepSpeed", "use_megatron_lm": "Megatron-LM", "config_file": "a file of settings", "cpu": "a CPU"}
+"""Options of accelerate that have it train in another way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,8 @@ class Script:
     ranks_per_node: int = 1
     """Both 0: one for every device."""
     nodes: int = 1
+    variables: dict[str, str] = field(default_factory=dict)
+    """That the launcher sets, by its options."""
     launched: bool = False
     """By a launcher, which tells its processes who they are."""
 
@@ -105,9 +111,13 @@ def _launched(launcher: str, given: list[str], typed: tuple[str, ...] | None = N
     nodes = _number(next((options[key] for key in _NODES if key in options), "1").split(":")[-1], "nodes")
     ranks = _number(asked, "processes") if asked not in ("gpu", "auto") else 0
     total = ranks if launcher == "accelerate" else ranks * nodes
+    words = {key.lstrip("-").replace("-", "_"): value for key, value in options.items()} if launcher == "accelerate" else {}
+    if other := next((name for name in _OTHERS if name in words), None):
+        raise UserError(f"accelerate launch --{other}: {_OTHERS[other]} is not followed yet", "accelerate launch --num_processes N train.py")
+    told = {_TOLD[name]: value for name, value in words.items() if name in _TOLD}
     if total % nodes:
         raise UserError(f"{total} processes on {nodes} nodes: not the same number on each", "as many processes as a multiple of the nodes")
-    return _named(rest, typed, ranks=total, ranks_per_node=total // nodes, nodes=nodes, launched=True)
+    return _named(rest, typed, ranks=total, ranks_per_node=total // nodes, nodes=nodes, variables=told, launched=True)
 
 
 def over(script: Script, nodes: int, per_node: int, name: str) -> Script:

@@ -37,6 +37,8 @@ _IN_THIS_PROCESS = {
 
 
 _THERE = "_foretell_on_device"
+_DRAWS = torch.get_rng_state().shape
+"""Of the state of a generator on the CPU."""
 
 
 class World:
@@ -96,6 +98,8 @@ def _moves(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     def copied(tensor: Tensor) -> Tensor:
         """On the device beside the one in host memory, which may live longer or shorter; what is there already stays."""
         if not isinstance(tensor, FakeTensor):
+            if tensor.dtype is torch.uint8 and tensor.shape == _DRAWS:
+                return tensor  # ranks agree on what they draw; the state is set again from it
             made = recorder.taken_in(tensor)
         elif isinstance(tensor, nn.Parameter) or tensor.requires_grad or recorder._rows is not None or hasattr(tensor, _THERE):
             return tensor
