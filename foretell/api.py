@@ -30,7 +30,6 @@ from foretell.trace.load import check as check_source
 from foretell.trace.process import TIME_LIMIT
 from foretell.trace.recipe import COMPUTES, Recipe
 from foretell.trace.versions import choices_of, doubt, of
-from foretell.units import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -151,6 +150,7 @@ def fit_script(
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Prediction:
     """What `fit` says of a training script: `["python", "train.py", "--batch-size", "64"]`, followed as it is to its first step."""
+    from foretell.simulate.ranks import largest
     from foretell.trace import user_code
     from foretell.trace.file import loads
     from foretell.trace.script.several import follow_ranks
@@ -169,27 +169,17 @@ def fit_script(
     replies = follow_ranks(
         script, _capability(cluster), dict(hints or {}), keep_writes, devices=cluster.count, name=name, time_limit=time_limit, progress=progress,
     )  # fmt: skip
-    about = {"source": script.text, "description": script.text, "seq": None, "image": None, "overrides": {}}
-    answers = []
+    about: dict[str, Any] = {"source": script.text, "description": script.text, "seq": None, "image": None, "overrides": {}}
+    answers: list[Prediction] = []
     for text, reply in replies:
         if answers and text == replies[0][0]:
             continue  # the same step
         trace = loads(text)
         recipe = Recipe.from_json(trace.meta["recipe"])  # type: ignore[arg-type]
         sizes = {**about, "micro_batch": reply["micro_batch"]}
-        answers.append(predict(trace, recipe, cluster, sizes, on=on, notes=tuple(reply["notes"]), expandable_segments=expandable_segments, wishes=wishes))
-    return largest(answers, replies)
-
-
-def largest(answers: Sequence[Prediction], replies: Sequence[tuple[str, Mapping[str, Any]]]) -> Prediction:
-    """The answer for the rank that needs most, of rank 0 and the last; where they differ, that is said."""
-    worst = max(answers, key=lambda one: one.memory.device_bytes)
-    if len(answers) < 2 or len({one.memory.device_bytes for one in answers}) == 1:
-        return answers[0]
-    need = {reply["rank"]: one.memory.device_bytes for one, (_, reply) in zip(answers, replies, strict=True)}
-    more, less = sorted(need, key=lambda rank: need[rank], reverse=True)
-    said = f"rank {less} needs {human_bytes(need[more] - need[less])} less than rank {more}, of which the numbers are"
-    return replace(worst, assumptions=(*worst.assumptions, said))
+        notes = tuple(reply["notes"])
+        answers.append(predict(trace, recipe, cluster, sizes, on=on, notes=notes, expandable_segments=expandable_segments, wishes=wishes))
+    return largest(answers, [reply["rank"] for _, reply in replies])
 
 
 def _advised(
@@ -375,7 +365,9 @@ def _predict(
         energy=found.energy,
         cost=found.cost,
         run=found.run,
-        assumptions=(*_assumptions(recipe, cluster, expandable_segments, of(trace.meta), bool(own)), *cluster.notes, *notes, *found.notes, *_said(local)),
+        assumptions=(
+            *_assumptions(recipe, cluster, expandable_segments, of(trace.meta), bool(own)), *cluster.notes, *notes, *found.notes, *_said(local),
+        ),
         versions=store.versions(),
     )  # fmt: skip
 

@@ -79,9 +79,10 @@ def capture_script(
         as_on_a_device(script, recorder, rank) as world, no_initialisation(),
     ):  # fmt: skip
         follower = Follower(recorder, world)
-        with follower.following():
+        with follower.following(), world.ranks.telling():
             _run(script, follower)
-    trace = follower.trace(script, capability, release)
+    with world.ranks.telling():
+        trace = follower.trace(script, capability, release)
     assert follower.found is not None
     return spread_told(world.ranks, trace, follower.found.model), world
 

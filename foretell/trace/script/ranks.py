@@ -29,7 +29,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 from foretell.errors import ModelError
 from foretell.trace.load import is_users
 from foretell.trace.recorder import Recorder
-from foretell.trace.script.words import Script
+from foretell.trace.script.words import AFTER, Script
 
 _PLAIN = {name: getattr(dist, name) for name in ("init_process_group", "is_initialized", "destroy_process_group", "get_rank", "get_world_size")}
 """As PyTorch has them: other stand-ins may lie over them later."""
@@ -77,6 +77,16 @@ class Ranks:
     def ran_backward(self, micro: int) -> None:
         if self.wrapped:
             self.summed[micro] = any(one.sums for one in self.wrapped)
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Errors of a rank that took what another one sends say so: they may come from that."""
+        try:
+            yield
+        except ModelError as error:
+            if self.taken:
+                raise ModelError(f"{error.problem}, {AFTER} {self.taken}", error.remedy, error.detail) from error
+            raise
 
     def refuse(self, what: str, remedy: str) -> ModelError:
         return ModelError(f"{asker()}: {what}", remedy)

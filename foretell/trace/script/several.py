@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from foretell.errors import ForetellError, ModelError, UserError
+from foretell.errors import ModelError, UserError
 from foretell.trace.process import TIME_LIMIT, Progress
 from foretell.trace.script.child import follow_in_child, request
-from foretell.trace.script.words import Script
+from foretell.trace.script.words import AFTER, Script
 
 
 def follow_ranks(
@@ -41,10 +41,12 @@ def follow_ranks(
 
 def _refuse(script: Script, world: int, devices: int, name: str) -> None:
     if world > devices:
-        raise UserError(f"{script.name} forms a group of {world} processes, and {name} is there {devices} times", f"--on {name}:{world}, or fewer processes")
+        found = f"{script.name} forms a group of {world} processes, and {name} is there {devices} times"
+        raise UserError(found, f"--on {name}:{world}, or fewer processes")
     if world == 1 and devices > 1:
         many = f"-- torchrun --nproc-per-node {devices} {script.name}"
-        raise UserError(f"{script.name} runs as one process, and {name} is there {devices} times", f"--on {name}; or, if it is meant for several, {many}")
+        found = f"{script.name} runs as one process, and {name} is there {devices} times"
+        raise UserError(found, f"--on {name}; or, if it is meant for several, {many}")
 
 
 def _other(
@@ -53,10 +55,11 @@ def _other(
     """The other rank, told of with its number where it fails; None where it needs what rank 0 would have sent it."""
     try:
         found = follow()
-    except ForetellError as error:
-        if isinstance(error, ModelError) and script.launched and "\n" not in error.problem:
-            raise ModelError(f"rank {rank}: {error.problem}, while rank 0 steps at {first['stepped']}", error.remedy, error.detail) from error
-        raise
+    except ModelError as error:
+        if AFTER in error.problem:
+            first["notes"].append(f"rank {rank} is not followed: it needs what another rank sends at {error.problem.rpartition(AFTER)[2].strip()}")
+            return None
+        raise ModelError(f"rank {rank}: {error.problem}, while rank 0 steps at {first['stepped']}", error.remedy, error.detail) from error
     if found[1]["world"] != first["world"]:
         raise ModelError(f"rank 0 is in a group of {first['world']}, rank {rank} in one of {found[1]['world']}", "one group for all ranks")
     return found

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from foretell.errors import ModelError
 from foretell.trace.script.ranks import Ranks, asker, refusal
 from foretell.trace.script.words import Script
 from foretell.trace.step import cast_floats
@@ -80,13 +81,15 @@ def sharding(ranks: Ranks) -> Iterator[tuple[Any, str, Any]]:
     sharded = type("FSDPModule", (_Sharded,), {"ranks": ranks})
 
     def fully_shard(
-        module: Any, *, mesh: Any = None, reshard_after_forward: bool | int | None = None, mp_policy: Any = None, offload_policy: Any = None, **more: Any
-    ) -> Any:
+        module: Any, *, mesh: Any = None, reshard_after_forward: bool | int | None = None, mp_policy: Any = None,
+        offload_policy: Any = None, **more: Any,
+    ) -> Any:  # fmt: skip
         for name, value in more.items():
             if value:
                 raise ranks.refuse(f"fully_shard({name}=...) is not followed yet", "leave that out")
         if isinstance(offload_policy, fsdp.CPUOffloadPolicy):
-            raise ranks.refuse("fully_shard with CPUOffloadPolicy is not followed yet", "leave offload_policy out; foretell plan offers offloading of its own")
+            remedy = "leave offload_policy out; foretell plan has offloading of its own"
+            raise ranks.refuse("fully_shard with CPUOffloadPolicy is not followed yet", remedy)
         if not dist.is_initialized():
             dist.init_process_group()
         modules = list(module) if isinstance(module, (list, tuple)) else [module]
@@ -191,7 +194,8 @@ def _refuse_trained(ranks: Ranks, own: list[nn.Parameter]) -> None:
     mine = {id(one) for one in own}
     for one in optimizers().values():
         if any(id(parameter) in mine for group in one.param_groups for parameter in group["params"]):
-            raise ranks.refuse("fully_shard after the optimizer was made, which then trains parameters that are gone", "make the optimizer afterwards")
+            what = "fully_shard after the optimizer was made, which then trains parameters that are gone"
+            raise ranks.refuse(what, "make the optimizer afterwards")
 
 
 def _low(ranks: Ranks, own: list[nn.Parameter], dtype: torch.dtype | None) -> torch.dtype | None:
@@ -201,7 +205,8 @@ def _low(ranks: Ranks, own: list[nn.Parameter], dtype: torch.dtype | None) -> to
         return None
     if kept != {torch.float32} or dtype not in _LOW:
         names = ", ".join(sorted(str(one)[6:] for one in kept))
-        raise ranks.refuse(f"MixedPrecisionPolicy(param_dtype={str(dtype)[6:]}) of {names} parameters is not predicted yet", "keep parameters in float32")
+        what = f"MixedPrecisionPolicy(param_dtype={str(dtype)[6:]}) of {names} parameters is not predicted yet"
+        raise ranks.refuse(what, "keep parameters in float32")
     other = next((unit.dtype for unit in ranks.units if unit.dtype not in (None, dtype)), None)
     if other is not None:
         raise ranks.refuse(f"fully_shard in {str(dtype)[6:]} beside {str(other)[6:]}", "one policy for all modules")
@@ -239,7 +244,7 @@ def spread_of(ranks: Ranks, model: nn.Module) -> dict[str, Any]:
     calls = [(unit, [paths[id(module)] for module in unit.modules]) for unit in ranks.units if all(id(one) in paths for one in unit.modules)]
     roots = [(unit, own) for unit, own in calls if not any(_within(own[0], other) for one, others in calls for other in others if one is not unit)]
     if len(roots) != 1 or len(roots[0][1]) != 1:
-        raise _no_root(ranks, [unit for unit, _ in roots])
+        raise _no_root([unit for unit, _ in roots])
     (root, (top,)) = roots[0]
     units, reshard = [], {}
     for unit, own in calls:
@@ -266,11 +271,10 @@ def _within(path: str, other: str) -> bool:
     return not other or path == other or path.startswith(f"{other}.")
 
 
-def _no_root(ranks: Ranks, roots: Sequence[Unit]) -> Exception:
-    from foretell.errors import ModelError
-
+def _no_root(roots: Sequence[Unit]) -> ModelError:
     lines = ", ".join(dict.fromkeys(unit.line for unit in roots))
-    return ModelError(f"fully_shard is called on {len(roots)} modules side by side ({lines}), and on none that holds them", "call it on the whole model last")
+    what = f"fully_shard is called on {len(roots)} modules side by side ({lines}), and on none that holds them"
+    return ModelError(what, "call it on the whole model last")
 
 
 @contextmanager

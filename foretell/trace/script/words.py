@@ -15,6 +15,8 @@ _EXAMPLE = "write it like: foretell fit --on H100 -- python train.py --batch-siz
 _FLAGS = {"-u", "-O", "-OO", "-B", "-s", "-S", "-E", "-I", "-q", "-v"}
 """Of the interpreter, which say nothing of the step."""
 _WITH_VALUE = {"-W", "-X"}
+AFTER = "after it took what another rank sends at"
+"""How errors end of a rank that was followed without what others tell it."""
 _RANKS = ("--nproc-per-node", "--nproc_per_node", "--num_processes", "--num-processes")
 _NODES = ("--nnodes", "--num_machines", "--num-machines")
 _LAUNCHERS = {"torchrun": (), "accelerate": ("launch",)}
