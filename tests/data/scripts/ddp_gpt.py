@@ -24,6 +24,11 @@ def lr_at(step, warmup=10, total=1000):
     return (step + 1) / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * step / total))
 
 
+def loss_of(model, x, y):
+    logits = model(x)
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), y.view(-1))
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, default=4)
@@ -55,8 +60,7 @@ def main():
             last = (i + 1) % args.accumulate == 0
             with contextlib.nullcontext() if last else model.no_sync():
                 with torch.autocast("cuda", dtype=torch.float16):
-                    logits = model(x)
-                    loss = F.cross_entropy(logits.view(-1, logits.size(-1)), y.view(-1)) / args.accumulate
+                    loss = loss_of(model, x, y) / args.accumulate
                 scaler.scale(loss).backward()
             if not last:
                 continue

@@ -62,7 +62,7 @@ class Trainer:
         self.config, self.rank, self.local = config, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         self.device = f"cuda:{self.local}"
         net = Net(config.width, config.classes).to(self.device)
-        self.ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.999)).eval() if self.rank == 0 else None
+        self.ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.999)).requires_grad_(False) if self.rank == 0 else None
         self.model = DistributedDataParallel(net, device_ids=[self.local])
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=config.lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
         self.train_data, self.test_data = Pictures(5000, config.classes), Pictures(1000, config.classes)

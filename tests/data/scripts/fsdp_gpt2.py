@@ -1,5 +1,6 @@
 """torchrun --nproc_per_node=8 fsdp_gpt2.py --fp16: a model of transformers, recomputed, two micro-batches"""
 import argparse
+import dataclasses
 import functools
 import os
 
@@ -31,10 +32,10 @@ def main():
     model = GPT2LMHeadModel(config)
     wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=lambda m: isinstance(m, GPT2Block))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.transformer.h:
         fully_shard(block, mp_policy=policy, reshard_after_forward=args.reshard)
-    fully_shard(model, mp_policy=policy)
+    fully_shard(model, mp_policy=dataclasses.replace(policy, output_dtype=torch.float32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     ids = torch.randint(0, 3000, (256, 128))
     data = TensorDataset(ids)
