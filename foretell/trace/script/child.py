@@ -24,8 +24,8 @@ _SELF = "foretell.trace.script.child"
 _SCRATCH = "foretell-script-"
 
 
-def request(script: Script, capability: tuple[int, int], hints: Mapping[str, float], keep_writes: bool) -> dict[str, Any]:
-    return {"script": vars(script), "capability": list(capability), "hints": dict(hints), "keep_writes": keep_writes}
+def request(script: Script, capability: tuple[int, int], hints: Mapping[str, float], keep_writes: bool, rank: int = 0) -> dict[str, Any]:
+    return {"script": vars(script), "capability": list(capability), "hints": dict(hints), "keep_writes": keep_writes, "rank": rank}
 
 
 def follow_in_child(
@@ -67,18 +67,20 @@ def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     from foretell.trace.leaving import staying
     from foretell.trace.load import user_files
     from foretell.trace.script.follow import capture_script
+    from foretell.trace.script.spread import about
     from foretell.trace.script.writes import Aside, kept_aside
 
     given = {**asked["script"], "words": tuple(asked["script"]["words"]), "arguments": tuple(asked["script"]["arguments"])}
     aside = Aside(asked["scratch"])
     os.environ["TMPDIR"] = tempfile.tempdir = aside.scratch
     with nullcontext() if asked["keep_writes"] else kept_aside(aside), staying():
-        trace, notes = capture_script(Script(**given), capability=tuple(asked["capability"]), hints=asked["hints"])
+        trace, world = capture_script(Script(**given), capability=tuple(asked["capability"]), hints=asked["hints"], rank=asked["rank"])
+    notes = world.notes
     if aside.written:
         names = ", ".join(os.path.relpath(one) for one in aside.written[:3]) + (" ..." if len(aside.written) > 3 else "")
         notes.append(f"what the script writes before its first step went to a scratch folder that is gone ({names}); --keep-writes lets it")
     first: list[Any] = next((sizes for sizes in trace.meta["batch"] if len(sizes) > 1), ["", 1])  # type: ignore[attr-defined]
-    return {"text": dumps(trace), "files": file_hashes(user_files()), "notes": notes, "micro_batch": first[1]}
+    return {"text": dumps(trace), "files": file_hashes(user_files()), "notes": notes, "micro_batch": first[1], **about(world.ranks)}
 
 
 def main() -> None:

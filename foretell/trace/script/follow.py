@@ -35,6 +35,9 @@ from foretell.trace.formulas import plain_formulas
 from foretell.trace.load import is_users, model_error
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder
+from foretell.trace.script.ranks import launcher_remedy
+from foretell.trace.script.shards import imported
+from foretell.trace.script.spread import spread_told
 from foretell.trace.script.words import Script
 from foretell.trace.script.world import World, as_on_a_device, asker
 from foretell.trace.step import Workload
@@ -64,20 +67,24 @@ class Found:
 
 
 def capture_script(
-    script: Script, *, capability: tuple[int, int], hints: Mapping[str, float] | None = None
-) -> tuple[types.Trace, list[str]]:
-    """One step of the script, as a device of this compute capability runs it; and what a reader should know."""
+    script: Script, *, capability: tuple[int, int], hints: Mapping[str, float] | None = None, rank: int = 0
+) -> tuple[types.Trace, World]:
+    """One step of one of the script's ranks, as a device of this compute capability runs it; and what was found around it."""
+    imported(script)
     recorder, release = Recorder(hints), torch.__version__
     recorder.patient = False
     choices = cuda_choices(recorder, capability, release)
     with (
         no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, not_torchs),
-        as_on_a_device(script, recorder) as world, no_initialisation(),
+        as_on_a_device(script, recorder, rank) as world, no_initialisation(),
     ):  # fmt: skip
         follower = Follower(recorder, world)
-        with follower.following():
+        with follower.following(), world.ranks.telling():
             _run(script, follower)
-    return follower.trace(script, capability, release), world.notes
+    with world.ranks.telling():
+        trace = follower.trace(script, capability, release)
+    assert follower.found is not None
+    return spread_told(world.ranks, trace, follower.found.model), world
 
 
 def _run(script: Script, follower: Follower) -> None:
@@ -97,7 +104,7 @@ def _run(script: Script, follower: Follower) -> None:
         raise
     except Exception as error:
         if not follower.done:
-            raise model_error(script.name, error, "following") from error
+            raise model_error(script.name, error, "following", launcher_remedy(script, error)) from error
     finally:
         sys.argv = before
         sys.path.remove(folder)
@@ -196,10 +203,11 @@ class Follower:
                 yield owner, name, self._clipping(getattr(nn.utils.clip_grad, name))
 
     def _clipping(self, clip: Any) -> Any:
-        def clipped(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
-            self._clip = float(limit)
+        def clipped(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
+            self._clip = float(limit) if limit is not None else None
             self._updating()
-            return clip(parameters, limit, *args, **kwargs)
+            return clip(parameters, *args, **kwargs)
 
         return clipped
 
@@ -252,6 +260,7 @@ class Follower:
         if self.found is None or self.done:
             return
         self._ran = True
+        self.world.ranks.ran_backward(self._micros)
         if self.roles is None:
             self.roles = _Roles(self.recorder, self.found, self._resident)  # type: ignore[arg-type]
         if self._micros < 2:  # later ones add to what is there
@@ -293,6 +302,7 @@ class Follower:
         if found is None or self.done or self.roles is None:
             return
         found.optimizer = optimizer
+        self.world.ranks.stepped = self.world.ranks.stepped or asker()
         if type(optimizer).__name__.lower() not in _KNOWN:
             self.world.notes.append(f"the optimizer is the script's own, {type(optimizer).__name__}; where a name must stand for it, adamw does")
         found.recipe = Recipe(
