@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,8 +13,6 @@ from typing import Any
 import pytest
 from torch import nn
 
-from foretell.cli import main
-from foretell.errors import ModelError, UserError
 from foretell.lower.fsdp.sharded import shard
 from foretell.lower.spread import spread
 from foretell.simulate.memory.replay import peak_live
@@ -26,7 +23,6 @@ from foretell.trace.file import loads
 from foretell.trace.load import Source
 from foretell.trace.recipe import Recipe
 from foretell.trace.script.child import follow_in_child, request
-from foretell.trace.script.several import follow_ranks
 from foretell.trace.script.words import over, parse
 from foretell.trace.types import Trace
 
@@ -121,7 +117,7 @@ def test_a_rank_of_fsdp2_needs_what_the_file_that_shards_the_same_needs(name: st
 
 def _kept(trace: Trace) -> dict[str, int]:
     """Bytes that stay, by what they are for."""
-    held = {role: 0 for role in (types.PARAMETER, types.OPTIMIZER)}
+    held = dict.fromkeys((types.PARAMETER, types.OPTIMIZER), 0)
     for storage in trace.storages.values():
         if storage.role in held and not storage.host and storage.nbytes > 4:
             held[storage.role] += storage.nbytes
