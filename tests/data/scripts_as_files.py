@@ -119,6 +119,70 @@ def lightning_images():
     return ResNet(), {"x": torch.randn(32, 3, 32, 32), "y": torch.randint(0, 10, (32,))}, lambda out, batch: F.cross_entropy(out, batch["y"])
 
 
+# --- of several ranks: one rank's model, batch and loss ----------------------------------------------------------------
+
+
+def ddp_gpt():
+    from gpt_scaler import GPT
+
+    batch = {"x": torch.randint(0, 8192, (4, 128)), "y": torch.randint(0, 8192, (4, 128))}
+    return GPT(8192, 256, 4, 4, 128), batch, lambda out, batch: F.cross_entropy(out.view(-1, out.size(-1)), batch["y"].view(-1))
+
+
+def ddp_images():
+    from ddp_images import Net
+
+    batch = {"x": torch.randn(32, 3, 32, 32), "y": torch.randint(0, 100, (32,))}
+    return Twins(Net(32, 100)), batch, lambda out, batch: F.cross_entropy(out, batch["y"], label_smoothing=0.1)
+
+
+def ddp_bert():
+    from ddp_bert import Tagger
+    from transformers import BertConfig
+
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512, "max_position_embeddings": 128}
+    config = BertConfig(vocab_size=2000, hidden_size=192, **sizes)
+    ids = torch.randint(5, 2000, (16, 96))
+    return Tagger(config, 9), {"ids": ids, "mask": torch.ones_like(ids), "labels": torch.randint(0, 9, ids.shape)}
+
+
+def ddp_spawn():
+    from ddp_spawn import Deep
+
+    return Deep(), {"x": torch.randn(512, 256), "y": torch.randn(512)}, lambda out, batch: F.mse_loss(out, batch["y"])
+
+
+def _llama(rows, length, **size):
+    from fsdp_llama import Llama
+
+    batch = {"ids": torch.randint(0, 4096, (rows, length)), "targets": torch.randint(0, 4096, (rows, length))}
+    return Llama(**size), batch
+
+
+def fsdp_llama():
+    return *_llama(4, 256), lambda out, batch: F.cross_entropy(out.flatten(0, 1), batch["targets"].flatten())
+
+
+def fsdp_ends():
+    return *_llama(8, 128, depth=3), lambda out, batch: F.cross_entropy(out.flatten(0, 1).float(), batch["targets"].flatten())
+
+
+def fsdp_vit():
+    from accelerate_vit import ViT
+
+    return ViT(), {"x": torch.randn(16, 3, 64, 64), "y": torch.randint(0, 10, (16,))}, lambda out, batch: F.cross_entropy(out, batch["y"])
+
+
+def fsdp_gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from foretell.trace.step import cast_floats
+
+    drops = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=3000, n_layer=3, n_embd=192, n_head=4, n_positions=128, use_cache=False, **drops))
+    model.register_forward_hook(lambda _, args, output: cast_floats(output, torch.float32))
+    ids = torch.randint(0, 3000, (4, 128))
+    return model, {"input_ids": ids, "labels": ids}
 def lightning_manual():
     from lightning_manual import Classifier, Settings
 

@@ -24,8 +24,8 @@ _SELF = "foretell.trace.script.child"
 _SCRATCH = "foretell-script-"
 
 
-def request(script: Script, capability: tuple[int, int], hints: Mapping[str, float], keep_writes: bool) -> dict[str, Any]:
-    return {"script": vars(script), "capability": list(capability), "hints": dict(hints), "keep_writes": keep_writes}
+def request(script: Script, capability: tuple[int, int], hints: Mapping[str, float], keep_writes: bool, rank: int = 0) -> dict[str, Any]:
+    return {"script": vars(script), "capability": list(capability), "hints": dict(hints), "keep_writes": keep_writes, "rank": rank}
 
 
 def follow_in_child(
@@ -68,6 +68,7 @@ def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     from foretell.trace.load import user_files
     from foretell.trace.script.follow import capture_script
     from foretell.trace.script.reads import Reads, written_down
+    from foretell.trace.script.spread import about
     from foretell.trace.script.writes import Aside, kept_aside
 
     given = {**asked["script"], "words": tuple(asked["script"]["words"]), "arguments": tuple(asked["script"]["arguments"])}
@@ -75,7 +76,7 @@ def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     os.environ["TMPDIR"] = tempfile.tempdir = aside.scratch
     reads = Reads([aside.scratch])
     with written_down(reads), nullcontext() if asked["keep_writes"] else kept_aside(aside), staying():
-        trace, seen = capture_script(Script(**given), capability=tuple(asked["capability"]), hints=asked["hints"])
+        trace, seen = capture_script(Script(**given), capability=tuple(asked["capability"]), hints=asked["hints"], rank=asked["rank"])
     notes = seen.world.notes
     if aside.written:
         names = ", ".join(os.path.relpath(one) for one in aside.written[:3]) + (" ..." if len(aside.written) > 3 else "")
@@ -83,7 +84,7 @@ def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     files = file_hashes([*user_files(), *([os.path.abspath(given["file"])] if given["file"] else [])])
     reads.paths -= files.keys()
     stamps = None if asked["keep_writes"] else reads.stamps(aside.written)
-    told = {"notes": notes, "micro_batch": seen.micro_batch, "stamps": stamps, "variables": reads.variables}
+    told = {"notes": notes, "micro_batch": seen.micro_batch, "stamps": stamps, "variables": reads.variables, **about(seen.world.ranks)}
     return {"text": dumps(trace), "files": files, **told}
 
 

@@ -39,7 +39,10 @@ from foretell.trace.load import is_users, model_error
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder
 from foretell.trace.script.pretrained import Absent
+from foretell.trace.script.ranks import launcher_remedy
 from foretell.trace.script.second import AGAIN, AGAIN_NEXT, BETWEEN, UPDATE_AGAIN, Second, scheduled
+from foretell.trace.script.shards import imported
+from foretell.trace.script.spread import spread_told
 from foretell.trace.script.words import Script
 from foretell.trace.script.world import World, as_on_a_device, asker, rows_of
 from foretell.trace.step import Workload
@@ -70,20 +73,24 @@ class Found:
 
 
 def capture_script(
-    script: Script, *, capability: tuple[int, int], hints: Mapping[str, float] | None = None
+    script: Script, *, capability: tuple[int, int], hints: Mapping[str, float] | None = None, rank: int = 0
 ) -> tuple[types.Trace, Follower]:
-    """One step of the script, as a device of this compute capability runs it; and what else was seen of it."""
+    """One step of one of the script's ranks, as a device of this compute capability runs it; and what else was seen of it."""
+    imported(script)
     recorder, release = Recorder(hints), torch.__version__
     recorder.patient = False
     choices = cuda_choices(recorder, capability, release)
     with (
         no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, not_torchs),
-        as_on_a_device(script, recorder) as world, replaced(_not_initialised(recorder)),
+        as_on_a_device(script, recorder, rank) as world, replaced(_not_initialised(recorder)),
     ):  # fmt: skip
         follower = Follower(recorder, world)
-        with follower.following():
+        with follower.following(), world.ranks.telling():
             _run(script, follower)
-    return follower.trace(script, capability, release), follower
+    with world.ranks.telling():
+        trace = follower.trace(script, capability, release)
+    assert follower.found is not None
+    return spread_told(world.ranks, trace, follower.found.model, follower.second), follower
 
 
 def _not_initialised(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
@@ -121,7 +128,7 @@ def _run(script: Script, follower: Follower) -> None:
         raise
     except Exception as error:
         if not follower.stepped:
-            raise model_error(script.name, error, "following") from error
+            raise model_error(script.name, error, "following", launcher_remedy(script, error)) from error
         follower.once(model_error(script.name, error, "following").problem)
     else:
         follower.once(f"{script.name} ends")
@@ -367,6 +374,7 @@ class Follower:
         if self.second.begun:
             self.second.backward(self.found.model)
             return
+        self.world.ranks.ran_backward(self._micros)
         if self.roles is None:
             self.roles = _Roles(self.recorder, self.found, self._resident)  # type: ignore[arg-type]
             self.found.workload = Workload(self.found.model, shapes_of(self.found.workload.batch))
@@ -420,6 +428,7 @@ class Follower:
             self._stepped_again()
             return
         found.optimizer = optimizer
+        self.world.ranks.stepped = self.world.ranks.stepped or asker()
         self._trained += [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
         if type(optimizer).__name__.lower() not in _KNOWN:
             self.world.notes.append(f"the optimizer is the script's own, {type(optimizer).__name__}; where a name must stand for it, adamw does")

@@ -95,6 +95,10 @@ class Second:
             if before is not None and before != number:
                 self._moved[number] = before
 
+    def keeps(self) -> bool:
+        """Whether gradients stay where they are from step to step, and are zeroed there."""
+        return self.done and self.held and not self._moved
+
     # ------------------------------------------------------------------ afterwards
 
     def finish(self) -> bool:
