@@ -24,8 +24,13 @@ _SELF = "foretell.trace.script.child"
 _SCRATCH = "foretell-script-"
 
 
-def request(script: Script, capability: tuple[int, int], hints: Mapping[str, float], keep_writes: bool, rank: int = 0) -> dict[str, Any]:
-    return {"script": vars(script), "capability": list(capability), "hints": dict(hints), "keep_writes": keep_writes, "rank": rank}
+def request(
+    script: Script, capability: tuple[int, int], hints: Mapping[str, float], keep_writes: bool, rank: int = 0,
+    change: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """`change`: what is done otherwise than the script does it (`change.Change`)."""
+    asked = {"script": vars(script), "capability": list(capability), "hints": dict(hints), "keep_writes": keep_writes, "rank": rank}
+    return {**asked, "change": dict(change)} if change else asked
 
 
 def follow_in_child(
@@ -66,6 +71,7 @@ def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     from foretell.trace.file import dumps
     from foretell.trace.leaving import staying
     from foretell.trace.load import user_files
+    from foretell.trace.script.change import Change
     from foretell.trace.script.follow import capture_script
     from foretell.trace.script.reads import Reads, written_down
     from foretell.trace.script.spread import about
@@ -76,7 +82,8 @@ def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     os.environ["TMPDIR"] = tempfile.tempdir = aside.scratch
     reads = Reads([aside.scratch])
     with written_down(reads), nullcontext() if asked["keep_writes"] else kept_aside(aside), staying():
-        trace, seen = capture_script(Script(**given), capability=tuple(asked["capability"]), hints=asked["hints"], rank=asked["rank"])
+        how: dict[str, Any] = {"hints": asked["hints"], "rank": asked["rank"], "change": Change.of(asked.get("change"))}
+        trace, seen = capture_script(Script(**given), capability=tuple(asked["capability"]), **how)
     notes = seen.world.notes
     if aside.written:
         names = ", ".join(os.path.relpath(one) for one in aside.written[:3]) + (" ..." if len(aside.written) > 3 else "")
@@ -85,6 +92,8 @@ def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     reads.paths -= files.keys()
     stamps = None if asked["keep_writes"] else reads.stamps(aside.written)
     told = {"notes": notes, "micro_batch": seen.micro_batch, "stamps": stamps, "variables": reads.variables, **about(seen.world.ranks)}
+    told |= {"shapes": seen.shapes, "tied": seen.tied, "loads": seen.world.loads, "held": seen.second.held, "named": seen.named}
+    told["places"] = {what: [*line, seen.places.direct[what]] for what, line in seen.places.lines.items()}
     return {"text": dumps(trace), "files": files, **told}
 
 

@@ -38,6 +38,8 @@ from foretell.trace.formulas import plain_formulas
 from foretell.trace.load import is_users, model_error
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder
+from foretell.trace.script.change import Change
+from foretell.trace.script.places import Places
 from foretell.trace.script.pretrained import Absent
 from foretell.trace.script.ranks import launcher_remedy
 from foretell.trace.script.second import AGAIN, AGAIN_NEXT, BETWEEN, UPDATE_AGAIN, Second, scheduled
@@ -73,7 +75,7 @@ class Found:
 
 
 def capture_script(
-    script: Script, *, capability: tuple[int, int], hints: Mapping[str, float] | None = None, rank: int = 0
+    script: Script, *, capability: tuple[int, int], hints: Mapping[str, float] | None = None, rank: int = 0, change: Change | None = None
 ) -> tuple[types.Trace, Follower]:
     """One step of one of the script's ranks, as a device of this compute capability runs it; and what else was seen of it."""
     imported(script)
@@ -84,8 +86,8 @@ def capture_script(
         no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, not_torchs),
         as_on_a_device(script, recorder, rank) as world, replaced(_not_initialised(recorder)),
     ):  # fmt: skip
-        follower = Follower(recorder, world)
-        with follower.following(), world.ranks.telling():
+        follower = Follower(recorder, world, change or Change())
+        with follower.following(), world.ranks.telling(), replaced(follower.change.patches()), replaced(follower.places.patches()):
             _run(script, follower)
     with world.ranks.telling():
         trace = follower.trace(script, capability, release)
@@ -146,8 +148,12 @@ def _left(script: Script, error: SystemExit) -> ModelError:
 class Follower:
     """Knows from the script's own calls where in a step it is."""
 
-    def __init__(self, recorder: Recorder, world: World) -> None:
-        self.recorder, self.world = recorder, world
+    def __init__(self, recorder: Recorder, world: World, change: Change) -> None:
+        self.recorder, self.world, self.change, self.places = recorder, world, change, Places()
+        self.shapes: dict[str, tuple[list[int], str]] = {}
+        self.tied: list[list[str]] = []
+        self.named: dict[str, Any] = {}
+        """How the script names its model, and which part of it is called."""
         self.found: Found | None = None
         self.roles: _Roles | None = None
         self.done = self.stepped = False
@@ -260,10 +266,12 @@ class Follower:
 
         def clipped(*args: Any, **kwargs: Any) -> Any:
             given = named.bind(*args, **kwargs).arguments
+            self.places.note("clip")
             limit = float(given.get("max_norm", given.get("clip_value", 0.0)))
             self._clip = limit if math.isfinite(limit) else None  # without a limit it is a norm that is looked at
             self._updating()
-            return clip(*args, **kwargs)
+            given["parameters"] = self.change.now(given["parameters"])
+            return clip(**given)
 
         return clipped
 
@@ -344,6 +352,8 @@ class Follower:
     def _find(self, module: nn.Module, args: Any) -> None:
         """The script's modules, and what is on the device before its first forward."""
         model = whole(module)
+        self._note_model(model, module)
+        self.change.apply(model, module, self.world.precision(module), self.recorder)
         inputs = self.world.on_device(model, self.recorder.placed)
         self.micro_batch = self.world.rows or rows_of(args) or rows_of(inputs) or 1
         self.found = Found(model, Workload(model, inputs), Recipe(precision="fp32"))
@@ -353,6 +363,20 @@ class Follower:
         self._follow_modules(model, module)
         several = optimizers()
         self._rounds = dict.fromkeys(several, 0) if len(several) > 1 else {}
+
+    def _note_model(self, model: nn.Module, module: nn.Module) -> None:
+        """Names and shapes, as the script has them."""
+        self.shapes = {name: ([*one.shape], str(one.dtype).removeprefix("torch.")) for name, one in model.named_parameters()}
+        names: dict[int, list[str]] = {}
+        for name, one in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(one), []).append(name)
+        self.tied = [group for group in names.values() if len(group) > 1]
+        inner = module
+        while not (expression := self.places.expression(inner)) and len(children := list(inner.children())) == 1:
+            inner = children[0]  # a wrapper's name is one of its own
+        path = next((path for path, one in model.named_modules() if one is inner), "")
+        outer = [name for name, _ in model.named_children()] if type(model) is nn.Module else []
+        self.named = {"expression": expression, "path": path, "outer": outer, "called": type(module).__name__}
 
     def _follow_modules(self, model: nn.Module, first: nn.Module) -> None:
         """From the call on that is about to begin; its modules may have other names than those of a call before."""
@@ -397,6 +421,7 @@ class Follower:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._closed = closure is not None
+        self.places.note("step")
         if closure is not None:
             return (optimizer, self._within(closure), *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
         self._updating()
