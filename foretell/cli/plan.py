@@ -24,7 +24,9 @@ SHOWN = 6
 
 
 def plan(
-    model: str = typer.Argument(help="Zoo name, hf:TYPE, hf:FILE, timm:NAME, torchvision:NAME or FILE.PY:FUNCTION.", metavar="MODEL"),
+    context: typer.Context,
+    model: str | None = typer.Argument(None, metavar="MODEL | -- python SCRIPT ...", show_default=False,
+        help="Zoo name, hf:TYPE, hf:FILE, timm:NAME, torchvision:NAME or FILE.PY:FUNCTION; or -- and your script's command."),
     on: str = typer.Option("auto", "--on", metavar="HW", help="H100, H100:8, 2x8xH100, auto (this machine) or cluster.toml."),
     global_batch: int | None = typer.Option(None, metavar="N", help="Samples of one optimizer step, all ranks; default: what runs fastest."),
     seq: int | None = typer.Option(None, metavar="N", help="Tokens per sample; default: the model's usual."),
@@ -72,6 +74,11 @@ def plan(
     from foretell.trace import load as loading
     from foretell.trace.recipe import Recipe
 
+    words = common.script_words()
+    if words is not None:
+        model = _script_alone(model, words, context)
+    elif model is None:
+        raise UserError("no model is named", "foretell plan MODEL --on HW, or foretell plan --on HW -- python train.py ...")
     source = loading.Source(model=model, overrides=fit.overrides(settings), seq=seq, image=image, loss=loss)
     loading.check(source)
     if infer:
@@ -92,9 +99,9 @@ def plan(
     _check_out(Path(out))
     how = {"exact": exact, "what_if": what_if or explain, "patience": patience or float("inf"), "by_law": step_law, "time_limit": time_limit}
     doing = Doing(f"choosing a plan for {model}")
-    choice = common.call(lambda: _choose(source, on, wishes, not no_cache, how, doing), doing)
+    choice = common.call(lambda: _choose(source, on, wishes, not no_cache, how, doing, words), doing)
     saved = _pick(choice, point)
-    checked = _rehearsed(source, saved, choice, point) if on == "auto" else ""
+    checked = _rehearsed(source, saved, choice, point) if on == "auto" and words is None else ""
     _written(saved, choice, out)
     if json:
         common.emit_json({**as_json(choice, out, saved), "checked": checked or None})
@@ -116,7 +123,29 @@ def seconds_of(text: str | None) -> float | None:
         raise UserError(f"--deadline {text!r} is no time", "write 30d, 12h, 90m or seconds") from None
 
 
-def _choose(source: Any, on: str, wishes: Wishes, cache: bool, how: dict[str, Any], doing: Doing) -> Choice:
+_OF_A_SCRIPT = ("on", "global_batch", "micro_batch", "objective", "dp_shard", "dp_replicate", "tp", "pp", "cp", "ep", "margin", "tokens", "deadline",
+                "budget", "precision", "hbm", "out", "point", "explain", "what_if", "exact", "time_limit", "patience", "json", "no_cache",
+                "debug")  # fmt: skip
+"""Options beside a script: all others the script says itself, or are of what it cannot do."""
+
+
+def _script_alone(model: str | None, words: list[str], context: typer.Context) -> str:
+    """What a source calls the script; raises what is typed beside it and says something else."""
+    from foretell.trace.script.words import model_of, parse
+
+    if model is not None:
+        raise UserError(f"a model ({model}) and a script are given", "name one of them")
+    source = context.get_parameter_source
+    typed = [name for name in context.params if (how := source(name)) is not None and how.name == "COMMANDLINE"]
+    if other := [f"--{name.replace('_', '-')}" for name in typed if name not in (*_OF_A_SCRIPT, "model")]:
+        raise UserError(f"{', '.join(other)} beside a script, which says so itself, or is not planned with it", "leave that out")
+    parse(words)
+    return model_of(words)
+
+
+def _choose(
+    source: Any, on: str, wishes: Wishes, cache: bool, how: dict[str, Any], doing: Doing, words: list[str] | None = None
+) -> Choice:  # fmt: skip
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
     from foretell.search.choose import choose
@@ -126,6 +155,10 @@ def _choose(source: Any, on: str, wishes: Wishes, cache: bool, how: dict[str, An
     if on == "auto" and how["exact"] is None:
         how = {**how, "exact": True}  # the device is here: what will run is replayed op by op first
     options = Options(profile_of=find_profile)
+    if words is not None:
+        from foretell.search.scripted import choose_for
+
+        return choose_for(words, cluster, hardware, wishes, options=options, cache=cache, progress=doing.tell, **how)
     return choose(source, cluster, hardware, wishes, options=options, cache=cache, progress=doing.tell, **how)
 
 

@@ -33,13 +33,13 @@ def choose(
     source: Source, cluster: Cluster, hardware: str, wishes: Wishes | None = None, *, options: Options | None = None,
     hints: Mapping[str, float] | None = None, cache: bool = True, progress: Progress = lambda _: None,
     exact: bool | None = True, what_if: bool = False, patience: float = float("inf"), by_law: bool = False,
-    traces: Traces | None = None, time_limit: float = TIME_LIMIT,
+    traces: Traces | None = None, time_limit: float = TIME_LIMIT, moves: bool = True,
 ) -> Choice:  # fmt: skip
     """The best plan for a model on hardware; `hardware` is how the user wrote it.
 
     `exact`: whether the best is costed op by op in any case (True), where that is quick (None), or not (False).
     `by_law`: where no batch is asked for, the Step Law's for `wishes.tokens` is taken. `traces`: those at hand.
-    `time_limit`: seconds that tracing one step may take.
+    `time_limit`: seconds that tracing one step may take. `moves`: whether, where nothing fits, states may be elsewhere.
     """
     check_source(source)
     question = ask(
@@ -54,7 +54,7 @@ def choose(
     if not question.on_cpu:
         try:
             found = as_choice(found_for(question, exact=exact, what_if=what_if, patience=patience))
-            return found if found.best is not None else or_moved(found, question, patience)
+            return found if found.best is not None or not moves else or_moved(found, question, patience)
         except Unsuited as error:
             remarks = (f"plans were tried one by one: {error}",)
     found = question.into(Climb).answer(patience)

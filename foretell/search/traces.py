@@ -17,11 +17,13 @@ from foretell.search.shares import Shares
 from foretell.trace import cache as store
 from foretell.trace import stored
 from foretell.trace.child import request
+from foretell.trace.load import is_script
 from foretell.trace.process import TIME_LIMIT, Progress
 from foretell.trace.types import Trace
 
 PAIR = (2, 4)
 """Micro-batches that larger ones are derived from."""
+NO_SCRIPT = "ranks of a script share batches and parameters only"
 MODES = ("keep", "recompute", "selective")
 
 
@@ -76,13 +78,19 @@ class Traces:
             self._take(asked, stored.parsed({"trace": text, **reply}))
 
     def _made(self, requests: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-        """New traces, all made in a process of their own."""
+        """New traces, all made in a process of their own; those of a script each by following it."""
+        if is_script(requests[0]["source"]["model"]):
+            from foretell.search.scripted import follow_all
+
+            return follow_all(requests, self.progress, cache=self.cache, time_limit=self.time_limit)
         from foretell.search.child import trace_all
 
         return trace_all(requests, self.progress, time_limit=self.time_limit)
 
     def shares(self, plan: Plan) -> Shares:
         """What ranks can share of a plan's model: positions, experts."""
+        if is_script(str(plan.model["model"])):
+            return Shares(no_positions=NO_SCRIPT, no_experts=NO_SCRIPT)
         source = replace(source_of(plan), micro_batch=PAIR[0])
         asked = {"source": {**vars(source), "overrides": dict(source.overrides)}, "shares": True}
         key = store.key_of({"shares": asked})

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 FORMS = "see `foretell zoo`; others are hf:TYPE, hf:ORG/NAME, hf:config.json, timm:NAME, torchvision:NAME, file.py:function"
 HUBS = ("hf", "timm", "torchvision")
+SCRIPT = "script"
+"""Before the words of a command that trains: `script:python train.py --lr 1e-3`, followed and not built."""
 EXAMPLE = """\
 def model(): return MyModel()
 def batch(model, micro_batch, seq): return {"x": torch.randint(0, 1000, (micro_batch, seq or 512))}
@@ -50,7 +52,7 @@ class Source:
     """Where a model comes from and how large its batch is. Plain data, no torch."""
 
     model: str
-    """`llama3-8b`, `hf:llama`, `hf:path/config.json`, `timm:resnet50`, `torchvision:resnet50`, `file.py:function`."""
+    """`llama3-8b`, `hf:llama`, `hf:path/config.json`, `timm:resnet50`, `torchvision:resnet50`, `file.py:function`; `script:` and a command."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Zoo: keywords of build(); hf: config attributes, dotted for nested ones; timm, torchvision, file: keywords."""
     micro_batch: int = 1
@@ -65,6 +67,8 @@ class Source:
 def describe(source: Source) -> str:
     """One line for screens: `llama3-8b, micro-batch 1 × 8192 tokens`."""
     seq, image = source.seq, source.image
+    if is_script(source.model):
+        return f"{source.model.removeprefix(f'{SCRIPT}:')}, micro-batch {source.micro_batch}"
     if source.model in zoo.names():
         seq, image = _zoo_sizes(zoo.get(source.model), source)
     text = f"{source.model}, micro-batch {source.micro_batch}"
@@ -88,6 +92,10 @@ def check(source: Source) -> None:
         _check_zoo(source)
     elif kind == "file":
         _check_file(source.model)
+    elif kind == SCRIPT:
+        from foretell.trace.script.words import of_model
+
+        of_model(source.model)
     else:
         from foretell.trace import hub
 
@@ -99,6 +107,9 @@ def check(source: Source) -> None:
 def load(source: Source) -> Workload:
     """Build the model and one example batch, with the ambient tensor mode and device."""
     check(source)
+    if is_script(source.model):
+        text = source.model.removeprefix(f"{SCRIPT}:")
+        raise UserError(f"'{text}' is a script: foretell follows it and does not run it", "foretell eject shows what to change in it for this plan")
     user_code.before(user_code.files_of(vars(source)))
     _notes.clear()
     try:
@@ -133,9 +144,14 @@ def reject_unknown(overrides: Iterable[str], known: Iterable[str], owner: str) -
             )
 
 
+def is_script(model: str) -> bool:
+    """Whether a source names a command that trains, and not a model."""
+    return model.startswith(f"{SCRIPT}:")
+
+
 def _kind(model: str) -> str:
     prefix, colon, _ = model.partition(":")
-    if colon and prefix in HUBS:
+    if colon and prefix in (*HUBS, SCRIPT):
         return prefix
     return "file" if model.endswith(".py") or ".py:" in model else "zoo"
 

@@ -8,6 +8,7 @@ What foretell and installed packages build by name (the zoo, hf:, timm:, torchvi
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -58,8 +59,16 @@ def tell_with(tell: Callable[[str], None]) -> None:
 def files_of(source: Mapping[str, Any]) -> tuple[str, ...]:
     """Python files that a source names, by their whole path: `model` and `loss`."""
     named = [source.get("model"), source.get("loss")]
+    scripts = [str(Path(word).resolve()) for text in named if isinstance(text, str) and text.startswith("script:") for word in _scripts(text)]
+    if scripts:
+        return tuple(scripts)
     found = [text.rpartition(":")[0] if not text.endswith(".py") else text for text in named if isinstance(text, str) and _is_file(text)]
     return tuple(dict.fromkeys(str(Path(path).resolve()) for path in found))
+
+
+def _scripts(text: str) -> list[str]:
+    """The file of a command: its first word that is one."""
+    return [word for word in shlex.split(text.partition(":")[2]) if word.endswith(".py")][:1]
 
 
 def _is_file(text: str) -> bool:

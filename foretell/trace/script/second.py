@@ -137,5 +137,13 @@ def plain(trace: types.Trace) -> types.Trace:
     return replace(trace, programs=programs, schedule={**trace.schedule, **runs})
 
 
+def first_of(trace: types.Trace, recipe: Mapping[str, Any]) -> types.Trace:
+    """A step of one micro-batch, which others are derived from, by the recipe that was asked for."""
+    trace = plain(trace)
+    programs = {name: one for name, one in trace.programs.items() if name != "micro_next"}
+    runs = {name: tuple(one for one in run if one[0] != "micro_next") for name, run in trace.schedule.items()}
+    return replace(trace, programs=programs, schedule=runs, meta={**trace.meta, "recipe": dict(recipe)})
+
+
 def _accumulate(meta: Mapping[str, Any]) -> int:
     return int(meta["recipe"]["accumulate"])

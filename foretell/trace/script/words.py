@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from foretell.errors import UserError
 
+SCRIPT = "script"
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?$")
 _EXAMPLE = "write it like: foretell fit --on H100 -- python train.py --batch-size 64"
 _FLAGS = {"-u", "-O", "-OO", "-B", "-s", "-S", "-E", "-I", "-q", "-v"}
@@ -57,6 +59,19 @@ class Script:
     @property
     def text(self) -> str:
         return " ".join(self.words)
+
+
+def model_of(words: Sequence[str]) -> str:
+    """What a source calls the script of a command."""
+    return f"{SCRIPT}:{shlex.join(words)}"
+
+
+def of_model(model: str) -> Script:
+    """The script that a source names."""
+    try:
+        return parse(shlex.split(model.partition(":")[2]))
+    except ValueError as error:
+        raise UserError(f"'{model}' is no command: {error}", _EXAMPLE) from None
 
 
 def parse(words: Sequence[str]) -> Script:
