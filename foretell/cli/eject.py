@@ -12,6 +12,7 @@ from foretell.cli import common
 from foretell.errors import FileFormatError, UserError
 
 if TYPE_CHECKING:
+    from foretell.eject.patch import Patch
     from foretell.eject.script import Ejected
     from foretell.plan.types import Plan
 
@@ -19,15 +20,22 @@ if TYPE_CHECKING:
 def eject(
     plan: Path = typer.Argument(..., metavar="PLAN|RUN", show_default=False,
         help="A plan file, or a run folder: its data, steps and rate become the script's defaults."),
-    out: Path | None = typer.Option(None, metavar="FILE.py", show_default=False, help="Default: train_MODEL.py here."),
+    out: Path | None = typer.Option(None, metavar="FILE.py", show_default=False,
+                                    help="Default: train_MODEL.py here; of a script's plan the terminal, or FILE.patch."),
     force: bool = typer.Option(False, "--force", help="Write over a file that is there."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:  # fmt: skip
-    """Write a readable script that trains as the plan says and gives the same losses; run it with python or torchrun."""
+    """Write a readable script that trains as the plan says and gives the same losses; run it with python or torchrun.
+
+    Of a plan for a script of your own, print the change to that script instead: a diff for `patch -p0`.
+    """
     from foretell.plan import file
+    from foretell.trace.load import is_script
 
     found = file.read(plan / "plan.json" if plan.is_dir() else plan)
+    if is_script(str(found.model.get("model", ""))):
+        return _of_a_script(found, plan, out, force, json)
     target = out or Path(f"train_{_word(str(found.model.get('model', 'model')))}.py")
     check_target(target, force=force, suffix=".py")
     made = common.call(lambda: _ejected(found, target, plan), f"writing a script for {plan}")
@@ -36,6 +44,29 @@ def eject(
         return common.emit_json({"eject": {"file": str(target), "command": made.command, "notes": list(made.notes)}})
     common.emit("\n".join([f"Written to {target}", f"Start it     {made.command}", *(f"Note         {note}" for note in made.notes)]))
     return common.YES
+
+
+def _of_a_script(plan: Plan, path: Path, out: Path | None, force: bool, json: bool) -> int:
+    """The change to a script that its plan is for, on stdout or in a file; `patch` passes over the lines before it."""
+    if out is not None:
+        check_target(out, force=force, suffix=".patch")
+    made = common.call(lambda: _patched(plan), f"writing what to change for {path}")
+    if out is not None:
+        write(out, made.diff)
+    if json:
+        told = {"diff": made.diff, "instructions": list(made.instructions), "command": made.command, "notes": list(made.notes)}
+        return common.emit_json({"eject": {"file": str(out) if out else None, **told}})
+    head = [f"Start it     {made.command}", *(f"By hand      {one}" for one in made.instructions), *(f"Note         {one}" for one in made.notes)]
+    if not made.diff and not made.instructions:
+        head.insert(0, "Nothing is to be changed: the script does what the plan says.")
+    common.emit("\n".join([*head, *([f"Written to {out}"] if out else ["", made.diff.rstrip("\n")])]).rstrip())
+    return common.YES
+
+
+def _patched(plan: Plan) -> Patch:
+    from foretell.eject.patch import patch
+
+    return patch(plan)
 
 
 def _ejected(plan: Plan, target: Path, path: Path) -> Ejected:
