@@ -98,7 +98,7 @@ def plan(
         raise UserError(f"--patience is {patience:g}", "give seconds above zero")
     _check_out(Path(out))
     how = {"exact": exact, "what_if": what_if or explain, "patience": patience or float("inf"), "by_law": step_law, "time_limit": time_limit}
-    doing = Doing(f"choosing a plan for {model}")
+    doing = Doing(f"choosing a plan for {model.removeprefix('script:')}")
     choice = common.call(lambda: _choose(source, on, wishes, not no_cache, how, doing, words), doing)
     saved = _pick(choice, point)
     checked = _rehearsed(source, saved, choice, point) if on == "auto" and words is None else ""
@@ -106,7 +106,7 @@ def plan(
     if json:
         common.emit_json({**as_json(choice, out, saved), "checked": checked or None})
     else:
-        text = screen(choice, model, on, out, explain=explain, what_if=what_if, point=point)
+        text = screen(choice, model.removeprefix("script:"), on, out, explain=explain, what_if=what_if, point=point)
         common.emit(f"{text}\nChecked: {checked}." if checked else text)
     return common.YES if choice.best is not None else common.NO_OR_FAILED
 
@@ -297,7 +297,8 @@ def climbed(choice: Choice, model: str, on: str, out: str) -> str:
 def _next(out: str) -> str:
     from foretell.plan.text import shell_word
 
-    return f"Next:  foretell show {shell_word(out)}   foretell run {shell_word(out)}"
+    runs = "run" if common.script_words() is None else "eject"
+    return f"Next:  foretell show {shell_word(out)}   foretell {runs} {shell_word(out)}"
 
 
 def _typed() -> list[str]:

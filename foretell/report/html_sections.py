@@ -25,6 +25,7 @@ from foretell.report.html_detail import Detail
 from foretell.report.html_figures import amount, seconds, signed, size, sizes
 from foretell.report.html_front import Front, Point
 from foretell.report.plan import MODE_WORDS, SCHEDULE_WORDS, TALK_WORDS
+from foretell.trace.load import is_script
 from foretell.units import human_count
 
 SHOWN = 24
@@ -356,7 +357,8 @@ def _repeat(subject: Subject, files: Sequence[tuple[str, str]]) -> Section:
     if subject.command or (subject.comparison is not None and subject.comparison.command):
         code.append(("The run, as it was started", subject.command or (subject.comparison.command if subject.comparison else "")))
     code.append(("A plan like this one", _plan_command(subject.plan)))
-    again = [f"foretell show {plan_path}", f"foretell run {plan_path}"]
+    runs = "eject" if is_script(str(subject.plan.model.get("model", ""))) else "run"
+    again = [f"foretell show {plan_path}", f"foretell {runs} {plan_path}"]
     again += [f"foretell compare {shlex.quote(str(subject.run))}"] if subject.run is not None else []
     code.append(("With the plan file", "\n".join([*again, f"foretell report {shlex.quote(str(subject.path))}"])))
     code.append(("The plan file itself", plans.text_of(subject.plan).rstrip()))
@@ -376,6 +378,9 @@ def _machine(hardware: Mapping[str, Any]) -> str:
 
 def _plan_command(plan: Plan) -> str:
     model = plan.model
+    if is_script(str(model.get("model", ""))):
+        command = str(model["model"]).partition(":")[2]
+        return f"{shlex.join(['foretell', 'plan', '--on', plan.hardware, '--global-batch', str(plan.global_batch), '--'])} {command}"
     said = ["foretell", "plan", str(model.get("model", "MODEL")), "--on", plan.hardware, "--global-batch", str(plan.global_batch)]
     for name in ("seq", "image", "loss"):
         said += [f"--{name}", str(model[name])] if model.get(name) is not None else []

@@ -18,6 +18,7 @@ from foretell.plan.recipe import known_blocks
 from foretell.plan.text import shell_word
 from foretell.plan.types import Mesh, Plan
 from foretell.report import bar, words
+from foretell.trace.load import is_script
 from foretell.units import gib, human_bytes, human_count
 
 GUTTER = 11
@@ -113,7 +114,7 @@ def _head(plan: Plan, width: int) -> list[Text]:
     axes = [f"{axis}{_GLUE}{getattr(mesh, axis)}" for axis in OWN_RANKS if getattr(mesh, axis) > 1]
     ranks = f"{_counted(mesh.world, 'rank')} = {' × '.join(axes)}" if axes else "one rank"
     ranks += f", experts shared by {mesh.ep} (ep)" if mesh.ep > 1 else ""
-    name = _clean(str(plan.model.get("model", "a model")))
+    name = _clean(str(plan.model.get("model", "a model")).removeprefix("script:"))
     title = _folded(f"{name} on {_clean(plan.hardware)}: {ranks}", width)
     more = [line for text in (_batch(plan), _ways(plan)) for line in _folded(text, width - 2)]
     return [Text(line.replace(_GLUE, " "), "bold") for line in title] + [Text(f"  {line}", "dim") for line in more]
@@ -260,6 +261,8 @@ def _notes(notes: Sequence[str], width: int) -> list[Text]:
 def _next(plan: Plan, complaints: Sequence[Complaint], facts: Facts, path: str) -> list[Text]:
     if complaints:
         return []
+    if is_script(str(plan.model.get("model", ""))):
+        return [_labelled("next", f"foretell eject {shell_word(path)}", "bold cyan")]
     return [_labelled("next", launch(plan, facts.devices_per_node, f"run {shell_word(path)}"), "bold cyan")]
 
 

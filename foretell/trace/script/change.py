@@ -48,9 +48,6 @@ class Change:
         """For as long as the script runs."""
         if self.micro_batch:
             yield DataLoader, "__init__", self._sized(DataLoader.__init__)
-        if self.precision == "fsdp-fp16":
-            unscale = torch.amp.GradScaler._unscale_grads_  # type: ignore[attr-defined]
-            yield torch.amp.GradScaler, "_unscale_grads_", lambda one, optimizer, inverse, found, _: unscale(one, optimizer, inverse, found, True)
 
     def _sized(self, plain: Any) -> Any:
         def init(loader: Any, *args: Any, **kwargs: Any) -> None:

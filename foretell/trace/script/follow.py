@@ -229,7 +229,11 @@ class Follower:
                 self.recorder.phase("forward")
             self._ran_backward()
 
-        grad = torch.autograd.grad
+        grad, unscale_all = torch.autograd.grad, scaler._unscale_grads_  # type: ignore[attr-defined]
+
+        def unscaled_all(scaling: Any, optimizer: Any, inverse: Any, found: Any, allow: bool) -> Any:
+            """Where ranks share parameters in fp16, they stand for shards in fp32."""
+            return unscale_all(scaling, optimizer, inverse, found, allow or bool(self.world.ranks.units) or bool(self.change.replaced))
 
         def gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             """Of parameters, to be used as they are: another way to write backward."""
@@ -256,6 +260,7 @@ class Follower:
         yield torch.autograd, "backward", back
         yield torch.autograd, "grad", gradients
         yield scaler, "unscale_", unscaled
+        yield scaler, "_unscale_grads_", unscaled_all
         yield scaler, "update", update
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             for owner in (nn.utils, nn.utils.clip_grad):
