@@ -29,7 +29,6 @@ _KEYWORDS = {
     "Accelerator": ("", "gradient_accumulation_steps"), "Trainer": ("", "accumulate_grad_batches"),
 }  # fmt: skip
 """Call of a library → its words for the micro-batch and for accumulation."""
-_LIBRARIES = {"TrainingArguments": "transformers", "Seq2SeqTrainingArguments": "transformers", "Accelerator": "accelerate", "Fabric": "lightning"}
 _KEPT_PRODUCTS = """\
 def keep_products(context, op, *args, **kwargs):
     \"\"\"Results of matrix products and attention are kept for backward, all others computed again.\"\"\"
@@ -110,7 +109,7 @@ def patch(plan: Plan, *, cache: bool = True, time_limit: float = 600.0) -> Patch
     if plan.accumulate != was:
         words = f"step after every {plan.accumulate} backwards instead of {was}, losses divided by {plan.accumulate}"
         edits.attempt(lambda: _accumulate(edits), f"{step}: {words}")
-    if facts.held:
+    if facts.held and facts.own_steps:
         words = "optimizer.zero_grad() right after the step, so that gradients are not there in the next forward"
         edits.attempt(lambda: _free(edits), f"{step}: {words}")
     _model(edits)
@@ -176,8 +175,11 @@ def _library_call(edits: _Edits, which: int) -> tuple[File, ast.Call, str] | Non
     if not name:
         return None
     file = edits.files.setdefault(name, File(name))
-    found = [(call, words[which]) for kind, words in _KEYWORDS.items() if words[which] for call in file.calls(kind)]
-    return (file, *found[0]) if len(found) == 1 else None
+    for kind, words in _KEYWORDS.items():
+        calls = file.calls(kind) if words[which] else []
+        if calls:
+            return (file, calls[0], words[which]) if len(calls) == 1 else None
+    return None
 
 
 def _loader(edits: _Edits) -> None:

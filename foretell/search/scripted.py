@@ -28,6 +28,8 @@ from foretell.trace.script.child import request
 from foretell.trace.script.kept import followed
 from foretell.trace.script.second import first_of
 from foretell.trace.script.words import Script, model_of, of_model, parse
+from foretell.trace.types import GRADIENT
+from foretell.units import human_bytes
 
 _AS_IT_IS = "fit says what it needs as it is"
 _SHARED = ("tp", "cp", "ep", "pp")
@@ -48,6 +50,9 @@ class Facts:
     blocks: tuple[str, ...]
     held: bool
     """Whether gradients are there when the next forward begins."""
+    own_steps: bool
+    """Whether the script's own lines step: a change to them may free gradients earlier."""
+    gradient_bytes: int
     named: Mapping[str, Any]
     places: Mapping[str, Any]
     notes: tuple[str, ...]
@@ -77,13 +82,15 @@ def facts_of(
     return Facts(
         script=script, recipe=Recipe.from_json(trace.meta["recipe"]), micro_batch=int(reply["micro_batch"]),  # type: ignore[arg-type]
         resizes=bool(reply["loads"]), modules=tuple(reply["named"]["outer"]), blocks=tuple(trace.meta["blocks"]),  # type: ignore[arg-type]
-        held=bool(reply["held"]), named=reply["named"], places=reply["places"], notes=tuple(reply["notes"]),
+        held=bool(reply["held"]), own_steps=bool(reply["places"].get("step", ["", 0, False])[2]),
+        gradient_bytes=sum(one.nbytes for one in trace.storages.values() if one.role == GRADIENT),
+        named=reply["named"], places=reply["places"], notes=tuple(reply["notes"]),
     )  # fmt: skip
 
 
-def wishes_of(facts: Facts, wishes: Wishes, devices: int) -> Wishes:
+def wishes_of(facts: Facts, wishes: Wishes, cluster: Cluster) -> Wishes:
     """What is wished for with what the script says itself; raises what no change to it could give."""
-    name = facts.script.name
+    name, devices = facts.script.name, cluster.count
     if devices > 1 and len(facts.modules) > 1:
         raise ModelError(f"{name} has several modules ({', '.join(facts.modules)}): plans of several devices are made for one", "--on one device")
     own = in_plan(facts.recipe.precision)
@@ -103,8 +110,12 @@ def wishes_of(facts: Facts, wishes: Wishes, devices: int) -> Wishes:
     if batch % (micro or 1):
         near = max(1, batch // (micro or 1)) * (micro or 1)
         raise UserError(f"{batch} samples a step are no multiple of {micro}, which {name} makes at once", f"--global-batch {near}")
+    kept = facts.gradient_bytes / cluster.device.memory_bytes if facts.held and not facts.own_steps else 0.0
+    if wishes.margin + kept >= 1:
+        raise ModelError(f"gradients of {name} stay for the next forward, and take more than {cluster.device.name} has", _AS_IT_IS)
     return replace(
-        wishes, precision=wishes.precision or own, optimizer=facts.recipe.optimizer, clip=facts.recipe.clip, global_batch=batch, micro_batch=micro,
+        wishes, margin=wishes.margin + kept, precision=wishes.precision or own, optimizer=facts.recipe.optimizer,
+        clip=facts.recipe.clip, global_batch=batch, micro_batch=micro,
         compile=("none",), fixed={axis: degree for axis, degree in {**wishes.fixed, **dict.fromkeys(_SHARED, 1)}.items() if axis in AXES},
     )  # fmt: skip
 
@@ -120,9 +131,14 @@ def choose_for(
         raise UserError(f"{cluster.device.name} is a CPU, and scripts are followed for GPUs", "name one, such as --on H100:8")
     capability = cluster.device.compute_capability or (9, 0)
     facts = facts_of(words, capability, cache=cache, time_limit=time_limit, progress=progress)
-    asked = wishes_of(facts, wishes, cluster.count)
+    asked = wishes_of(facts, wishes, cluster)
     found = choose(facts.source, cluster, hardware, asked, cache=cache, time_limit=time_limit, progress=progress, moves=False, **how)
-    return replace(found, notes=(*facts.notes, *found.notes))
+    held = f"a library zeroes gradients after the forward: {human_bytes(facts.gradient_bytes)} of each device are left free for them"
+    more = (held,) if facts.held and not facts.own_steps else ()
+    if more and found.best is not None:
+        best = replace(found.best, plan=found.best.plan.with_(notes=(*found.best.plan.notes, *more)))
+        found = replace(found, best=best)
+    return replace(found, notes=(*facts.notes, *more, *found.notes))
 
 
 def follow_all(

@@ -358,6 +358,7 @@ class Follower:
         """The script's modules, and what is on the device before its first forward."""
         model = whole(module)
         self._note_model(model, module)
+        self.places.note_loader(*self.world.loader)
         self.change.apply(model, module, self.world.precision(module), self.recorder)
         inputs = self.world.on_device(model, self.recorder.placed)
         self.micro_batch = self.world.rows or rows_of(args) or rows_of(inputs) or 1

@@ -23,15 +23,13 @@ class Places:
     lines: dict[str, tuple[str, int]] = field(default_factory=dict)
     direct: dict[str, bool] = field(default_factory=dict)
     """Whether that line itself calls it, and not a library in between."""
+    loaders: list[tuple[int, int, tuple[str, int], bool]] = field(default_factory=list)
+    """Loader, its data, where it was made, and whether that line does it itself."""
     _frames: list[dict[str, Any]] = field(default_factory=list)
     """Variables that the script has where its optimizer is made."""
 
     def note(self, what: str) -> None:
-        frame: FrameType | None = sys._getframe(2)
-        direct = True
-        while frame is not None and not is_users(frame.f_code.co_filename):
-            direct = direct and _is_torchs(frame.f_code.co_filename)
-            frame = frame.f_back
+        frame, direct = _users(sys._getframe(2))
         if frame is None or what in self.lines:
             return
         self.lines[what], self.direct[what] = (frame.f_code.co_filename, frame.f_lineno), direct
@@ -47,8 +45,23 @@ class Places:
             return call
 
         yield Optimizer, "__init__", noted(Optimizer.__init__, "optimizer")
-        yield DataLoader, "__init__", noted(DataLoader.__init__, "loader")
+        start = DataLoader.__init__
+
+        def made(loader: Any, *args: Any, **kwargs: Any) -> None:
+            frame, direct = _users(sys._getframe(1))
+            start(loader, *args, **kwargs)
+            if frame is not None:
+                self.loaders.append((id(loader), id(loader.dataset), (frame.f_code.co_filename, frame.f_lineno), direct))
+
+        yield DataLoader, "__init__", made
         yield torch.autograd, "backward", noted(torch.autograd.backward, "backward")
+
+    def note_loader(self, loader: int, data: int) -> None:
+        """The loader that gave the first batch: a library may have made it anew from the script's."""
+        same = [one for one in self.loaders if one[0] == loader] + [one for one in self.loaders if one[1] == data]
+        best = next((one for one in same if one[3]), same[0] if same else None)
+        if best is not None:
+            self.lines["loader"], self.direct["loader"] = best[2], best[3]
 
     def expression(self, module: nn.Module) -> str:
         """How the script names a module where it makes its optimizer: `model`, `self.net`; empty where it does not."""
@@ -65,6 +78,15 @@ class Places:
 
     def forget(self) -> None:
         self._frames = []
+
+
+def _users(frame: FrameType | None) -> tuple[FrameType | None, bool]:
+    """The innermost frame of the user's own, and whether nothing but PyTorch is between."""
+    direct = True
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        direct = direct and _is_torchs(frame.f_code.co_filename)
+        frame = frame.f_back
+    return frame, direct
 
 
 def _is_torchs(file: str) -> bool:

@@ -49,6 +49,8 @@ class World:
         self.autocast = ""
         self.scales = False
         self.batch_sizes: list[int] = []
+        self.loader: tuple[int, int] = (0, 0)
+        """That was read last, and its data."""
         self.loads = False
         """Whether a loader was read that gives as many samples as it is told to."""
         self.rows = 0
@@ -164,6 +166,7 @@ def _data(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
                     row = next(rows)
                 except StopIteration:
                     return
+                world.loader = (id(self), id(self.dataset))
                 world.loads = world.loads or isinstance(self.batch_size, int) or hasattr(self.batch_sampler, "batch_size")
                 world.rows = self.batch_size if isinstance(self.batch_size, int) else rows_of(row)
             yield row
