@@ -74,11 +74,7 @@ def plan(
     from foretell.trace import load as loading
     from foretell.trace.recipe import Recipe
 
-    words = common.script_words()
-    if words is not None:
-        model = _script_alone(model, words, context)
-    elif model is None:
-        raise UserError("no model is named", "foretell plan MODEL --on HW, or foretell plan --on HW -- python train.py ...")
+    words, model = _named(model, context)
     source = loading.Source(model=model, overrides=fit.overrides(settings), seq=seq, image=image, loss=loss)
     loading.check(source)
     if infer:
@@ -94,9 +90,7 @@ def plan(
     )  # fmt: skip
     check(wishes)
     Recipe(optimizer=optimizer, clip=clip or None)
-    if patience is not None and not patience > 0:
-        raise UserError(f"--patience is {patience:g}", "give seconds above zero")
-    _check_out(Path(out))
+    _check_out(Path(out), patience)
     how = {"exact": exact, "what_if": what_if or explain, "patience": patience or float("inf"), "by_law": step_law, "time_limit": time_limit}
     doing = Doing(f"choosing a plan for {model.removeprefix('script:')}")
     choice = common.call(lambda: _choose(source, on, wishes, not no_cache, how, doing, words), doing)
@@ -129,10 +123,15 @@ _OF_A_SCRIPT = ("on", "global_batch", "micro_batch", "objective", "dp_shard", "d
 """Options beside a script: all others the script says itself, or are of what it cannot do."""
 
 
-def _script_alone(model: str | None, words: list[str], context: typer.Context) -> str:
-    """What a source calls the script; raises what is typed beside it and says something else."""
+def _named(model: str | None, context: typer.Context) -> tuple[list[str] | None, str]:
+    """The words of a script, if one is given, and what a source calls it or the model; raises what is typed beside a script."""
     from foretell.trace.script.words import model_of, parse
 
+    words = common.script_words()
+    if words is None:
+        if model is None:
+            raise UserError("no model is named", "foretell plan MODEL --on HW, or foretell plan --on HW -- python train.py ...")
+        return None, model
     if model is not None:
         raise UserError(f"a model ({model}) and a script are given", "name one of them")
     source = context.get_parameter_source
@@ -140,7 +139,7 @@ def _script_alone(model: str | None, words: list[str], context: typer.Context) -
     if other := [f"--{name.replace('_', '-')}" for name in typed if name not in (*_OF_A_SCRIPT, "model")]:
         raise UserError(f"{', '.join(other)} beside a script, which says so itself, or is not planned with it", "leave that out")
     parse(words)
-    return model_of(words)
+    return words, model_of(words)
 
 
 def _choose(
@@ -204,8 +203,10 @@ def _written(saved: Plan | None, choice: Choice, out: str) -> None:
     html_front.write(html_front.of_choice(choice, saved), out)  # what `foretell report` draws
 
 
-def _check_out(path: Path) -> None:
+def _check_out(path: Path, patience: float | None) -> None:
     """Before the work, not after it."""
+    if patience is not None and not patience > 0:
+        raise UserError(f"--patience is {patience:g}", "give seconds above zero")
     if path.is_dir() or not path.name:
         raise UserError(f"--out {str(path)!r} is a folder", "name a file in it, such as plan.json")
     if not path.absolute().parent.is_dir():

@@ -102,7 +102,8 @@ def test_libraries_are_told_by_their_own_words(home: Path, monkeypatch: pytest.M
     monkeypatch.chdir(home)
     several = patch(by_hand("accelerate_vit", "H100:4", micro_batch=8, mesh=Mesh(dp_shard=4)))
     line = next(n for n, text in enumerate(Path("accelerate_vit.py").read_text().splitlines(), 1) if "Accelerator(" in text)
-    assert not several.diff and any(one.startswith(f"accelerate_vit.py:{line}: gradient_accumulation_steps=1, fsdp_plugin") for one in several.instructions)
+    told = f"accelerate_vit.py:{line}: gradient_accumulation_steps=1, fsdp_plugin"
+    assert not several.diff and any(one.startswith(told) for one in several.instructions)
 
 
 def test_gradients_that_would_stay_are_freed(home: Path) -> None:

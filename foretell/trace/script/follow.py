@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import itertools
 import math
 import runpy
 import sys
@@ -24,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from foretell.errors import ForetellError, ModelError
@@ -35,10 +34,20 @@ from foretell.trace.collection import no_collection
 from foretell.trace.cuda import cuda_choices, real_masks
 from foretell.trace.devices import replaced
 from foretell.trace.formulas import plain_formulas
-from foretell.trace.load import is_users, model_error
+from foretell.trace.load import model_error
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder
 from foretell.trace.script.change import Change
+from foretell.trace.script.made import (
+    KNOWN,
+    name_of,
+    not_initialised,
+    not_torchs,
+    optimizers,
+    parameters_of,
+    shapes_of,
+    whole,
+)
 from foretell.trace.script.places import Places
 from foretell.trace.script.pretrained import Absent
 from foretell.trace.script.ranks import launcher_remedy
@@ -48,15 +57,11 @@ from foretell.trace.script.spread import spread_told
 from foretell.trace.script.words import Script
 from foretell.trace.script.world import World, as_on_a_device, asker, rows_of
 from foretell.trace.step import Workload
-from foretell.trace.values import value_of
 
 _MICRO = ("micro_first", "micro_next")
 _UPDATE = "update_first"
-_KNOWN = ("sgd", "adam", "adamw")
-"""Optimizers that a recipe has a name for."""
 _ROUNDS = ("micro_first", "round")
 """Programs of steps in which several optimizers take turns."""
-_TORCH = str(Path(torch.__file__).parent)
 
 
 class Done(BaseException):
@@ -84,7 +89,7 @@ def capture_script(
     choices = cuda_choices(recorder, capability, release)
     with (
         no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, not_torchs),
-        as_on_a_device(script, recorder, rank) as world, replaced(_not_initialised(recorder)),
+        as_on_a_device(script, recorder, rank) as world, replaced(not_initialised(recorder)),
     ):  # fmt: skip
         follower = Follower(recorder, world, change or Change())
         with follower.following(), world.ranks.telling(), replaced(follower.change.patches()), replaced(follower.places.patches()):
@@ -93,21 +98,6 @@ def capture_script(
         trace = follower.trace(script, capability, release)
     assert follower.found is not None
     return spread_told(world.ranks, trace, follower.found.model, follower.second), follower
-
-
-def _not_initialised(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
-    """Weights without numbers need none, which saves time; in a step it is work like any other."""
-
-    def unless_needed(plain: Any) -> Any:
-        def initialise(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            idle = recorder._rows is None and isinstance(tensor, FakeTensor) and value_of(tensor) is None
-            made: Tensor = tensor if idle else plain(tensor, *args, **kwargs)
-            return made
-
-        return initialise
-
-    for name in ("normal_", "uniform_", "fill_", "zero_"):
-        yield Tensor, name, unless_needed(getattr(Tensor, name))
 
 
 def _run(script: Script, follower: Follower) -> None:
@@ -461,7 +451,7 @@ class Follower:
         found.optimizer = optimizer
         self.world.ranks.stepped = self.world.ranks.stepped or asker()
         self._trained += [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-        if type(optimizer).__name__.lower() not in _KNOWN:
+        if type(optimizer).__name__.lower() not in KNOWN:
             self.world.notes.append(f"the optimizer is the script's own, {type(optimizer).__name__}; where a name must stand for it, adamw does")
         found.recipe = Recipe(
             precision=self.world.precision(found.model), accumulate=1 if self._rounds else self._micros, clip=self._clip or None,
@@ -566,66 +556,3 @@ class Follower:
         stays = set(moved.values())
         for row in (row for rows in self.recorder.programs.values() for row in rows if not stays.isdisjoint(row.frees)):
             row.frees = [number for number in row.frees if number not in stays]
-
-
-def shapes_of(batch: Any) -> tuple[Tensor, ...]:
-    """Tensors like those of a batch, which nobody holds any longer."""
-    with unset_fake_temporarily():
-        return tuple(torch.empty(one.shape, dtype=one.dtype, device="meta") for one in batch)
-
-
-def optimizers() -> dict[int, Optimizer]:
-    """Those that are alive, by what they train: a wrapper has the parameters of what it wraps."""
-    alive = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
-    return {parameters_of(one): one for one in alive}
-
-
-def parameters_of(optimizer: Optimizer) -> int:
-    return hash(frozenset(id(one) for group in optimizer.param_groups for one in group["params"]))
-
-
-def not_torchs(file: str) -> bool:
-    """Whether code of a file is told of the device: all but PyTorch's own, which would reach for it."""
-    return not file.startswith(_TORCH)
-
-
-def whole(module: nn.Module) -> nn.Module:
-    """The outermost modules that are alive and have weights: one, or all of them under the names that the script has for them."""
-    alive = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and _is_fake(one)]
-    inside = {id(child) for one in alive for child in one.children()}
-    outer = [one for one in alive if id(one) not in inside]
-    if len(outer) <= 1:
-        return outer[0] if outer else module
-    names = _names()
-    holder = nn.Module()
-    for number, one in enumerate(outer):
-        name = names.get(id(one), f"{type(one).__name__.lower()}{number or ''}")
-        holder.add_module(name if not hasattr(holder, name) else f"{name}_{number}", one)
-    return holder
-
-
-def _is_fake(module: nn.Module) -> bool:
-    """Whether a module has tensors, and has them here: what libraries made when they were imported is real."""
-    first = next(itertools.chain(module.parameters(), module.buffers()), None)
-    return isinstance(first, FakeTensor)
-
-
-def _names() -> dict[int, str]:
-    """Variables of the script's frames, the outermost first."""
-    found: dict[int, str] = {}
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            found |= {id(value): name for name, value in frame.f_locals.items() if isinstance(value, nn.Module) and name != "self"}
-        frame = frame.f_back
-    return found
-
-
-def name_of(optimizer: Optimizer) -> str:
-    """The recipe's name for an optimizer, or for the one of its kind: what it does is in the trace anyway."""
-    kind, group = type(optimizer).__name__.lower(), optimizer.param_groups[0]
-    if kind == "sgd" and group.get("momentum"):
-        kind = "momentum"
-    if kind not in (*_KNOWN, "momentum"):
-        kind = "adamw"
-    return kind + ("-fused" if group.get("fused") and kind != "sgd" else "")
