@@ -24,8 +24,12 @@ _SELF = "foretell.trace.script.child"
 _SCRATCH = "foretell-script-"
 
 
-def request(script: Script, capability: tuple[int, int], hints: Mapping[str, float], keep_writes: bool) -> dict[str, Any]:
-    return {"script": vars(script), "capability": list(capability), "hints": dict(hints), "keep_writes": keep_writes}
+def request(
+    script: Script, capability: tuple[int, int] | None, hints: Mapping[str, float], keep_writes: bool, change: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Without a capability the script is followed as this machine's CPU runs it. `change` is what is done to its model (`follow.CHANGES`)."""
+    asked = {"script": vars(script), "capability": list(capability or ()), "hints": dict(hints), "keep_writes": keep_writes}
+    return {**asked, "change": dict(change)} if change else asked
 
 
 def follow_in_child(
@@ -73,7 +77,8 @@ def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     aside = Aside(asked["scratch"])
     os.environ["TMPDIR"] = tempfile.tempdir = aside.scratch
     with nullcontext() if asked["keep_writes"] else kept_aside(aside), staying():
-        trace, notes = capture_script(Script(**given), capability=tuple(asked["capability"]), hints=asked["hints"])
+        capability = tuple(asked["capability"]) or None
+        trace, notes = capture_script(Script(**given), capability=capability, hints=asked["hints"], change=asked.get("change", {}))
     if aside.written:
         names = ", ".join(os.path.relpath(one) for one in aside.written[:3]) + (" ..." if len(aside.written) > 3 else "")
         notes.append(f"what the script writes before its first step went to a scratch folder that is gone ({names}); --keep-writes lets it")

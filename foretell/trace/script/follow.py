@@ -29,6 +29,7 @@ from foretell.errors import ForetellError, ModelError
 from foretell.trace import types
 from foretell.trace.capture import _finish, _in_move_order, _Roles, any_code, no_initialisation, seeded
 from foretell.trace.collection import no_collection
+from foretell.trace.cpu import cpu_choices
 from foretell.trace.cuda import cuda_choices, real_masks
 from foretell.trace.devices import replaced
 from foretell.trace.formulas import plain_formulas
@@ -36,8 +37,8 @@ from foretell.trace.load import is_users, model_error
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder
 from foretell.trace.script.words import Script
-from foretell.trace.script.world import World, as_on_a_device, asker
-from foretell.trace.step import Workload
+from foretell.trace.script.world import World, as_on_a_device, asker, sizes
+from foretell.trace.step import Workload, apply_recompute
 
 _MICRO = ("micro_first", "micro_next")
 _UPDATE = "update_first"
@@ -63,18 +64,23 @@ class Found:
     backwards: int = 1
 
 
+CHANGES = ("recompute", "autocast")
+"""What may be done to a script's model on the way: recompute `full` or `selective`; autocast `bfloat16` around its outermost module."""
+
+
 def capture_script(
-    script: Script, *, capability: tuple[int, int], hints: Mapping[str, float] | None = None
+    script: Script, *, capability: tuple[int, int] | None, hints: Mapping[str, float] | None = None, change: Mapping[str, Any] | None = None
 ) -> tuple[types.Trace, list[str]]:
-    """One step of the script, as a device of this compute capability runs it; and what a reader should know."""
+    """One step of the script, as a device of this compute capability runs it, or without one this CPU; and what a reader should know."""
     recorder, release = Recorder(hints), torch.__version__
     recorder.patient = False
-    choices = cuda_choices(recorder, capability, release)
+    choices = cuda_choices(recorder, capability, release) if capability else cpu_choices(recorder)
+    sees = not_torchs if capability else _nobody
     with (
-        no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, not_torchs),
-        as_on_a_device(script, recorder) as world, no_initialisation(),
+        no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, sees),
+        as_on_a_device(script, recorder, "cuda" if capability else "cpu") as world, no_initialisation(),
     ):  # fmt: skip
-        follower = Follower(recorder, world)
+        follower = Follower(recorder, world, change or {})
         with follower.following():
             _run(script, follower)
     return follower.trace(script, capability, release), world.notes
@@ -112,17 +118,20 @@ def _left(script: Script, error: SystemExit) -> ModelError:
 class Follower:
     """Knows from the script's own calls where in a step it is."""
 
-    def __init__(self, recorder: Recorder, world: World) -> None:
-        self.recorder, self.world = recorder, world
+    def __init__(self, recorder: Recorder, world: World, change: Mapping[str, Any]) -> None:
+        self.recorder, self.world, self.change = recorder, world, change
         self.found: Found | None = None
         self.roles: _Roles | None = None
         self.done = False
         self._micros, self._name = 0, ""
+        self._given: list[list[Any]] = []
         self._ran = False
         """Whether backward ran since the micro-batch began."""
         self._clip: float | None = None
         self._program: AbstractContextManager[None] | None = None
         self._stack = ExitStack()
+        self._casts = ExitStack()
+        """Autocast that the script does not do by itself: from forward to backward."""
         self._before_step = 0
         self._rounds: dict[int, int] = {}
         """Optimizer → steps it has taken, where several take turns."""
@@ -134,14 +143,14 @@ class Follower:
             register_optimizer_step_pre_hook(self._stepping), register_optimizer_step_post_hook(self._stepped),
         ]  # fmt: skip
         try:
-            with self._stack, replaced(self._watched()):
+            with self._stack, self._casts, replaced(self._watched()):
                 yield
         finally:
             self._end()
             for hook in hooks:
                 hook.remove()
 
-    def trace(self, script: Script, capability: tuple[int, int], release: str) -> types.Trace:
+    def trace(self, script: Script, capability: tuple[int, int] | None, release: str) -> types.Trace:
         """What was recorded; raises where no step was."""
         found, roles = self.found, self.roles
         if found is None:
@@ -154,6 +163,8 @@ class Follower:
         self._update_whole()
         self._seen_first()
         trace = _finish(self.recorder, found, roles, capability, release)  # type: ignore[arg-type]
+        if not any(len(one) > 1 for one in trace.meta["batch"]):  # type: ignore[attr-defined]
+            trace = replace(trace, meta={**trace.meta, "batch": self.world.row or self._given})  # nothing was moved
         return replace(trace, schedule={"first_step": ((_ROUNDS[0], 1),), "steady_step": ((_ROUNDS[1], 1),)}) if self._rounds else trace
 
     # ------------------------------------------------------------------ what is watched
@@ -163,6 +174,7 @@ class Follower:
         unscale, updated = scaler.unscale_, scaler.update
 
         def back(*args: Any, **kwargs: Any) -> None:
+            self._casts.close()
             self.recorder.phase("backward")
             try:
                 backward(*args, **kwargs)
@@ -216,7 +228,7 @@ class Follower:
             self._program.__exit__(None, None, None)
         self._program, self._name = None, ""
 
-    def _called(self, module: nn.Module, _: Any) -> None:
+    def _called(self, module: nn.Module, given: Any) -> None:
         """Before every call of a module: the outermost one that learns begins a micro-batch, unless one is under way."""
         if self.done:
             raise Done
@@ -226,11 +238,14 @@ class Follower:
             return
         if self.found is None:
             self._find(module)
+            self._given = sizes(given)
         if self._rounds:
             if not self._name:
                 self._begin(_ROUNDS[0], "forward")
         elif self._micros == 0 or self._ran:
             self._micros, self._ran = self._micros + 1, False
+            if "autocast" in self.change:
+                self._casts.enter_context(torch.autocast(self.world.device, getattr(torch, self.change["autocast"])))
             if self._micros <= len(_MICRO):
                 self._begin(_MICRO[self._micros - 1], "forward")
             else:
@@ -241,6 +256,8 @@ class Follower:
         model = whole(module)
         inputs = self.world.on_device(model, self.recorder.placed)
         self.found = Found(model, Workload(model, inputs), Recipe(precision="fp32"))
+        if "recompute" in self.change:
+            apply_recompute(model, self.change["recompute"], self.recorder)
         self._resident = list(dict.fromkeys(self.recorder.storage_id(one) for one in (*_in_move_order(model), *inputs)))
         self._stack.enter_context(real_masks(self.recorder))  # only now: libraries that it looks at are imported
         self._stack.enter_context(self.recorder.modules(model))
@@ -369,6 +386,11 @@ def optimizers() -> dict[int, Optimizer]:
 
 def parameters_of(optimizer: Optimizer) -> int:
     return hash(frozenset(id(one) for group in optimizer.param_groups for one in group["params"]))
+
+
+def _nobody(file: str) -> bool:
+    """Code on a CPU sees this machine's devices, whatever they are."""
+    return False
 
 
 def not_torchs(file: str) -> bool:

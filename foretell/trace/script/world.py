@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from foretell.errors import ModelError
@@ -42,11 +43,15 @@ _THERE = "_foretell_on_device"
 class World:
     """What is on the device, how products are computed there, and what was taken for something else."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cuda") -> None:
+        self.device = device
+        """cuda or cpu: what the step runs on."""
         self.moved: list[weakref.ref[Tensor]] = []
         self.autocast = ""
         self.scales = False
         self.batch_sizes: list[int] = []
+        self.row: list[list[Any]] = []
+        """dtype and sizes of the tensors that a loader gave last."""
         self.notes: list[str] = []
 
     def on_device(self, module: nn.Module, placed: Iterable[weakref.ref[Tensor]]) -> tuple[Tensor, ...]:
@@ -63,9 +68,9 @@ class World:
 
 
 @contextmanager
-def as_on_a_device(script: Script, recorder: Recorder) -> Iterator[World]:
+def as_on_a_device(script: Script, recorder: Recorder, device: str = "cuda") -> Iterator[World]:
     """Until the end of the block."""
-    world = World()
+    world = World(device)
     changes = (*_moves(world, recorder), *_data(world, recorder), *_amp(world), *_processes(world), *_network(script), *_pretrained(world))
     with _environment(script), replaced(changes):
         yield world
@@ -125,6 +130,11 @@ def _in_host_memory(recorder: Recorder) -> Iterator[None]:
         recorder._rows = rows
 
 
+def sizes(batch: Any) -> list[list[Any]]:
+    """dtype and sizes of each tensor in a batch, as the meta of a trace has them."""
+    return [[str(one.dtype)[6:], *map(int, one.shape)] for one in tree_leaves(batch) if isinstance(one, Tensor)]
+
+
 def _data(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     start, iterate = DataLoader.__init__, DataLoader.__iter__
 
@@ -142,6 +152,7 @@ def _data(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
                     row = next(rows)
                 except StopIteration:
                     return
+            world.row = sizes(row)
             yield row
 
     yield DataLoader, "__init__", init
@@ -152,7 +163,7 @@ def _amp(world: World) -> Iterator[tuple[Any, str, Any]]:
     start, scaler = torch.autocast.__init__, torch.amp.GradScaler.__init__
 
     def autocast(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
-        if enabled and is_elsewhere(device_type):
+        if enabled and (is_elsewhere(device_type) or device_type == world.device):
             world.autocast = {torch.bfloat16: "bf16"}.get(dtype, "fp16")
         start(self, device_type, dtype, enabled, *args, **kwargs)
 
