@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -37,8 +38,8 @@ def watch(
     One line after the first steps, then only what drifts: slower steps, growing memory, waits for data. Where memory runs out:
     what held it, and what would have fitted. Exit status and output are the script's own.
     """
-    from foretell.observe.session import BEFORE, BESIDE, NO, Asked, Session
     from foretell.observe import record
+    from foretell.observe.session import BEFORE, BESIDE, NO, Asked, Session
     from foretell.trace.script.words import parse
     from foretell.units import parse_bytes
 
@@ -71,7 +72,5 @@ def say(line: str) -> None:
     text = common.encodable(f"foretell: {line}", sys.stderr) + "\n"
     if sys.stderr.isatty():
         text = "\r\x1b[K" + text
-    try:
+    with contextlib.suppress(OSError, ValueError):
         os.write(sys.stderr.fileno(), text.encode(sys.stderr.encoding or "utf-8", "replace"))
-    except (OSError, ValueError):
-        pass

@@ -24,6 +24,10 @@ def size(count: float) -> str:
     return gib(count) if count >= 1 << 30 else human_bytes(count)
 
 
+def steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"
+
+
 def beside(readings: Readings, predicted: Mapping[str, Any], why_not: str = "") -> str:
     """Predicted beside measured after the first steps, in one line."""
     found = [f"step {readings.steps}"]
@@ -71,7 +75,8 @@ def slower(readings: Readings, predicted: Mapping[str, Any], settled: float) -> 
         return None
     high = predicted.get("high_seconds")
     if high is not None and recent > high and recent > 1.05 * settled:
-        return f"step {readings.steps}: {words.seconds(recent)} a step now, above the predicted {words.seconds(high)} at most ({words.seconds(settled)} at first)"
+        above = f"above the predicted {words.seconds(high)} at most"
+        return f"step {readings.steps}: {words.seconds(recent)} a step now, {above} ({words.seconds(settled)} at first)"
     if recent > SLOWER * settled:
         return f"step {readings.steps}: {words.seconds(recent)} a step now, {words.seconds(settled)} at first"
     return None
@@ -84,8 +89,8 @@ def growing(readings: Readings) -> str | None:
     grown, steps = found
     held = "allocated" if readings.kind == "cuda" else "RAM"
     return (
-        f"step {readings.steps}: memory grows by {size(grown / steps)} a step: {size(readings.after[-1][1])} {held} after a step now, {size(grown)} more "
-        f"than {steps} steps ago; something keeps tensors, such as a list of losses with their graphs"
+        f"step {readings.steps}: memory grows by {size(grown / steps)} a step: {size(readings.after[-1][1])} {held} after a step now, "
+        f"{size(grown)} more than {steps} steps ago; something keeps tensors, such as a list of losses with their graphs"
     )
 
 
@@ -106,7 +111,7 @@ def out_of_memory(
     """What held the bytes: as torch measured it, and by module and kind as the followed step holds them at its peak."""
     held, tried, place = told["memory"], told.get("tried"), told["where"]
     at = " in ".join(filter(None, (place.get("module"), place.get("line"))))
-    lines = [f"OUT OF MEMORY after {told['steps']} steps" + (f", at {at}" if at else "") + (f": {size(tried)} more were asked for" if tried else "")]
+    lines = [f"OUT OF MEMORY after {steps(told['steps'])}" + (f", at {at}" if at else "") + (f": {size(tried)} more were asked for" if tried else "")]
     if "allocated" in held:
         lines.append(f"  measured   {size(held['allocated'])} allocated, {size(held['reserved'])} reserved by torch; {limit}")
     else:
@@ -115,10 +120,12 @@ def out_of_memory(
     if predicted is None:
         return lines
     total = predicted["allocated_bytes"]
-    kinds = [f"{_HELD.get(name, name)} {size(count)}" for name, count in sorted(categories.items(), key=lambda item: -item[1]) if count >= 0.005 * total]
+    largest = sorted(categories.items(), key=lambda item: -item[1])
+    kinds = [f"{_HELD.get(name, name)} {size(count)}" for name, count in largest if count >= 0.005 * total]
     lines.append(f"  needs      {size(total)} at the peak of a step, as followed: {', '.join(kinds)}")
     for number, one in enumerate(holders[:HOLDERS]):
-        lines.append(f"  {'held by' if not number else '':<10} {size(one.bytes):>10}  {one.name or 'the script'}: {_HELD.get(one.category, one.category)}")
+        kind = _HELD.get(one.category, one.category)
+        lines.append(f"  {'held by' if not number else '':<10} {size(one.bytes):>10}  {one.name or 'the script'}: {kind}")
     return lines
 
 
@@ -131,7 +138,7 @@ def remedies(ways: Sequence[Way], tried: int) -> list[str]:
         return found + [f"             {way.change.words}: {size(-way.margin_bytes)} short" for way in ways[:3]]
     lines = []
     for number, way in enumerate(ways):
-        sure = "" if way.verdict == FITS else ", hardly" if way.verdict != NO else ""
+        sure = "" if way.verdict == FITS else ", tight" if way.verdict != NO else ""
         cost = f" ({way.change.costs})" if way.change.costs else ""
         lines.append(f"  {'would fit' if not number else '':<10} {way.change.words}: {size(way.allocated_bytes)}{sure}{cost}")
     return lines

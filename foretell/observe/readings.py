@@ -6,6 +6,7 @@ import statistics
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 SKIPPED = 5
@@ -136,7 +137,7 @@ class Readings:
     def leak(self) -> tuple[int, int] | None:
         """Bytes that memory after a step grew by, and over how many steps, where it only ever grows."""
         found = self.after[-LEAK_SAMPLES:]
-        if len(found) < LEAK_SAMPLES or any(later <= earlier for (_, earlier), (_, later) in zip(found, found[1:], strict=False)):
+        if len(found) < LEAK_SAMPLES or any(later <= earlier for (_, earlier), (_, later) in pairwise(found)):
             return None
         steps, grown = found[-1][0] - found[0][0], found[-1][1] - found[0][1]
         enough = max(LEAK_SHARE * (self.peak or 0), LEAK_BYTES[self.kind if self.kind == "cuda" else "cpu"])

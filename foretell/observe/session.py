@@ -47,7 +47,7 @@ PATIENCE_SECONDS = 60.0
 """For a prediction that is not there yet when the script has ended by itself."""
 SLOWER_AGAIN = 1.2
 """Times slower than what was told before is told again."""
-RAM_BAND = (0.9, 1.15, 150 * MIB)
+RAM_BAND = (0.9, 1.25, 150 * MIB)
 """A process on a CPU is expected between these shares of its tensors, and so many bytes more: pages that the allocator keeps,
 threads, libraries that are loaded in the first step. Assumed."""
 _PR_SET_PDEATHSIG = 1
@@ -294,13 +294,14 @@ class Session:
         if allowed:
             own = held.get("reserved", 0)
             room = min(allowed["free"] + own, allowed["allowed"])
-            what = f"{lines.size(allowed['allowed'])} allowed" if allowed["allowed"] < allowed["total"] else f"{lines.size(allowed['total'])} on the device"
+            held_to = allowed["allowed"] < allowed["total"]
+            what = f"{lines.size(allowed['allowed'])} allowed" if held_to else f"{lines.size(allowed['total'])} on the device"
             return room, f"{what}, {lines.size(allowed['free'])} of the device free"
         if self.asked.limit is not None:
-            return max(0, self.asked.limit - int(told.get("rest", 0))), f"--memory-limit {lines.size(self.asked.limit)}"
+            return _tensors_in(self.asked.limit, told), f"--memory-limit {lines.size(self.asked.limit)}"
         cluster = self.found.cluster
         ram = cluster.device.memory_bytes if cluster is not None and cluster.device.backend == "cpu" else None
-        return (ram - int(told.get("rest", 0)), f"{lines.size(ram)} of RAM") if ram else (None, "no limit is known")
+        return (_tensors_in(ram, told), f"{lines.size(ram)} of RAM") if ram else (None, "no limit is known")
 
     # ------------------------------------------------------------------ the folder
 
@@ -346,9 +347,16 @@ class Session:
         self.record.close()
         if not self.readings.versions:
             self.say("the script did not import torch: nothing was watched")
-        elif not self.readings.steps:
+        elif not self.readings.steps and status == 0:
             self.say("no step of an optimizer was seen")
-        self.say(f"{self.readings.steps} steps; run folder {self.record.path} (foretell compare, foretell report)")
+        readers = " (foretell compare, foretell report)" if self.readings.steps > 1 else ""
+        self.say(f"{lines.steps(self.readings.steps)}; run folder {self.record.path}{readers}")
+
+
+def _tensors_in(limit: int, told: Mapping[str, Any]) -> int:
+    """What the tensors of a process on a CPU may be, if it is to stay below a limit at the upper end of its band."""
+    _, high, more = RAM_BAND
+    return max(0, int((limit - int(told.get("rest", 0)) - more) / high))
 
 
 def _end_with_parent() -> Callable[[], None] | None:

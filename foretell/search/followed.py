@@ -71,9 +71,8 @@ def cost(followed: Followed, cluster: Cluster, on: str, *, expandable: bool = Fa
     blocks = blocks_of(followed.trace)
     plan = plan_of(followed.name, followed.recipe, on, followed.micro_batch, blocks)
     with no_collection():
-        found = predict_plan(
-            {mode_of(followed.recipe) if blocks else KEEP: followed.trace}, plan, cluster, Options(profile_of=profile_here(cluster), expandable=expandable)
-        )
+        how = Options(profile_of=profile_here(cluster), expandable=expandable)
+        found = predict_plan({mode_of(followed.recipe) if blocks else KEEP: followed.trace}, plan, cluster, how)
     memory = found.worst.memory
     said: dict[str, Any] = {**found.predicted(), "device": cluster.device.name, "bands": dict(memory.bands)}
     said |= {"phases": dict(found.time.phases)} if found.time else {}

@@ -39,8 +39,8 @@ class Argument:
     name: str
     """`--batch-size`, or a key such as `data.batch_size`."""
     value: int
-    place: int
-    """Of the word with the value, among the script's arguments."""
+    place: int | None
+    """Of the word with the value, among the script's arguments; None where it was not typed and has its default."""
     prefix: str = ""
     """Of that word, before the value: `--batch-size=`."""
 
@@ -85,23 +85,27 @@ class Way:
 # ---------------------------------------------------------------------- arguments
 
 
-def numbers(arguments: Sequence[str]) -> Iterator[Argument]:
-    """Whole numbers among the arguments, with their names: `--n 3`, `--n=3`, `n=3`, `-b 3`."""
+def numbers(arguments: Sequence[str], options: Sequence[tuple[str, int]] = ()) -> Iterator[Argument]:
+    """Whole numbers among the arguments, with their names: `--n 3`, `--n=3`, `n=3`, `-b 3`; then options that were not typed."""
     for place, word in enumerate(arguments):
         name, equals, value = word.partition("=")
         if equals and value.isdecimal():
             yield Argument(name=name, value=int(value), place=place, prefix=f"{name}=")
         elif word.isdecimal() and place and arguments[place - 1].startswith("-") and "=" not in arguments[place - 1]:
             yield Argument(name=arguments[place - 1], value=int(word), place=place)
+    typed = {word.partition("=")[0] for word in arguments if word.startswith("-")}
+    for name, number in options:
+        if name not in typed:
+            yield Argument(name=name, value=number, place=None)
 
 
-def batch_argument(arguments: Sequence[str], micro_batch: int) -> Argument | None:
+def batch_argument(arguments: Sequence[str], micro_batch: int, options: Sequence[tuple[str, int]] = ()) -> Argument | None:
     """The argument that says how many samples a forward has."""
-    return next((one for one in numbers(arguments) if one.value == micro_batch and _says(one.name, _BATCH)), None)
+    return next((one for one in numbers(arguments, options) if one.value == micro_batch and _says(one.name, _BATCH)), None)
 
 
-def accumulate_argument(arguments: Sequence[str], accumulate: int) -> Argument | None:
-    return next((one for one in numbers(arguments) if one.value == accumulate and _says(one.name, _STEPS)), None)
+def accumulate_argument(arguments: Sequence[str], accumulate: int, options: Sequence[tuple[str, int]] = ()) -> Argument | None:
+    return next((one for one in numbers(arguments, options) if one.value == accumulate and _says(one.name, _STEPS)), None)
 
 
 def _says(name: str, words: Sequence[str]) -> bool:
@@ -113,6 +117,8 @@ def _says(name: str, words: Sequence[str]) -> bool:
 
 
 def with_value(arguments: Sequence[str], argument: Argument, value: int) -> tuple[str, ...]:
+    if argument.place is None:
+        return (*arguments, argument.name, str(value))
     found = list(arguments)
     found[argument.place] = f"{argument.prefix}{value}"
     return tuple(found)
@@ -122,21 +128,26 @@ def with_value(arguments: Sequence[str], argument: Argument, value: int) -> tupl
 
 
 def halves(followed: Followed) -> list[Change]:
-    """Smaller micro-batches by the script's own argument, with as many more of them a step where it has an argument for that."""
-    script = followed.script
-    argument = batch_argument(script.arguments, followed.micro_batch) if script else None
-    if script is None or argument is None:
+    """Smaller micro-batches, with as many more of them a step: by the script's own arguments where it has them."""
+    script, whole = followed.script, followed.micro_batch
+    if script is None:
         return []
-    more, found, size = accumulate_argument(script.arguments, followed.recipe.accumulate), [], followed.micro_batch
+    options = [(str(name), int(value)) for name, value in followed.trace.meta.get("options", [])]  # type: ignore[attr-defined]
+    argument = batch_argument(script.arguments, whole, options)
+    more = accumulate_argument(script.arguments, followed.recipe.accumulate, options) if argument is not None else None
+    found, size = [], whole
     while size > 1:
-        size = next(number for number in range(size // 2, 0, -1) if followed.micro_batch % number == 0)
-        times = followed.micro_batch // size
-        arguments, words, costs = with_value(script.arguments, argument, size), argument.word(size), "smaller kernels"
+        size = next(number for number in range(size // 2, 0, -1) if whole % number == 0)
+        times = whole // size
+        costs = f"a step of {size} samples instead of {whole}, unless the script steps after every {times} of them"
+        if argument is None:
+            words = f"a batch size of {size} instead of {whole} in the script's DataLoader"
+            found.append(Change(words=words, costs=costs, model={"batch": [whole, size]}, same_maths=False))
+            continue
+        arguments, words = with_value(script.arguments, argument, size), argument.word(size)
         if more is not None:
             count = followed.recipe.accumulate * times
-            arguments, words = with_value(arguments, more, count), f"{words} {more.word(count)}"
-        else:
-            costs = f"a step of {size} samples instead of {followed.micro_batch}, unless the script steps after every {times} of them"
+            arguments, words, costs = with_value(arguments, more, count), f"{words} {more.word(count)}", "smaller kernels"
         found.append(Change(words=words, costs=costs, arguments=arguments, same_maths=more is not None))
     return found
 
@@ -227,11 +238,13 @@ class Search:
         """None where it cannot be done, or the time is up."""
         if self.tried and time.monotonic() - self.began > self.seconds:
             return None
-        followed = self.followed
+        followed, whole = self.followed, self.followed.micro_batch
         try:
             if change.arguments is not None or change.model:
                 assert followed.script is not None
                 followed = self.follow(_with(followed.script, change.arguments), self.cluster, change=change.model)
+                if "batch" in change.model and followed.micro_batch == whole:
+                    return None  # its batches come from elsewhere
             made = cost(followed, self.cluster, self.on, expandable=bool(change.environment))
         except ForetellError:
             return None

@@ -8,7 +8,6 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch

@@ -23,6 +23,7 @@ import traceback
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -143,7 +144,7 @@ class Watch:
         """Parts of the step under way, where it is looked at."""
         self._looked: deque[tuple[int, int, list[tuple[str, float, Any]]]] = deque()
         self._rest = 0
-        self._reset = False
+        self._reset = self._ran = False
         self._batch = 0
         self._undo: list[Callable[[], None]] = []
 
@@ -170,6 +171,7 @@ class Watch:
 
     def _backward(self, plain: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> Any:
+            self._ran = True
             if self._marks is None:
                 return plain(*args, **kwargs)
             self._mark("forward")
@@ -192,7 +194,7 @@ class Watch:
                 self._data += clock() - begun
                 if self._marks is not None:
                     self._mark("data")
-                if not self.steps:
+                if not self._ran:
                     self._base()
 
         return following
@@ -308,7 +310,7 @@ class Watch:
             return None
         self._looked.popleft()
         found: dict[str, Any] = {"step": step, "micro_batches": micros}
-        for (_, before, first), (name, after, event) in zip(marks, marks[1:], strict=False):
+        for (_, before, first), (name, after, event) in pairwise(marks):
             seconds = first.elapsed_time(event) / 1000 if first is not None and event is not None else after - before
             found[name] = found.get(name, 0.0) + seconds
         return found
@@ -338,9 +340,10 @@ class Watch:
             return
         import resource
 
-        untouched = max(0, _status("VmData") - _status("RssAnon"))
+        resident, own = _status("VmRSS"), _status("RssAnon")
+        untouched = max(0, _status("VmData") - own)  # counted by the limit, and nowhere in memory; libraries the other way round
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        resource.setrlimit(resource.RLIMIT_DATA, (self.limit + untouched, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (max(1 << 20, self.limit + untouched - (resident - own)), hard))
 
     def failed(self, error: BaseException, trace: Any, pipe: Any) -> None:
         """The script ends by an error: say what was held where it is one of memory, and wait until that was explained."""

@@ -64,8 +64,9 @@ class Found:
     backwards: int = 1
 
 
-CHANGES = ("recompute", "autocast")
-"""What may be done to a script's model on the way: recompute `full` or `selective`; autocast `bfloat16` around its outermost module."""
+CHANGES = ("recompute", "autocast", "batch")
+"""What may be done to a script on the way: recompute `full` or `selective`; autocast in `bfloat16` from forward to backward; of loaders
+with the first batch size, the second."""
 
 
 def capture_script(
@@ -78,12 +79,13 @@ def capture_script(
     sees = not_torchs if capability else _nobody
     with (
         no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, sees),
-        as_on_a_device(script, recorder, "cuda" if capability else "cpu") as world, no_initialisation(),
+        as_on_a_device(script, recorder, "cuda" if capability else "cpu", (change or {}).get("batch")) as world, no_initialisation(),
     ):  # fmt: skip
         follower = Follower(recorder, world, change or {})
         with follower.following():
             _run(script, follower)
-    return follower.trace(script, capability, release), world.notes
+    trace = follower.trace(script, capability, release)
+    return replace(trace, meta={**trace.meta, "options": [list(one) for one in world.options]} if world.options else trace.meta), world.notes
 
 
 def _run(script: Script, follower: Follower) -> None:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import socket
@@ -53,6 +54,10 @@ class World:
         self.row: list[list[Any]] = []
         """dtype and sizes of the tensors that a loader gave last."""
         self.notes: list[str] = []
+        self.options: list[tuple[str, int]] = []
+        """Whole numbers that its command line has options for, and their values."""
+        self.batch: tuple[int, int] | None = None
+        """A loader's batch size, and what is taken instead."""
 
     def on_device(self, module: nn.Module, placed: Iterable[weakref.ref[Tensor]]) -> tuple[Tensor, ...]:
         """Tensors that were moved to the device, or made there, and are alive, but for those of the model."""
@@ -68,10 +73,14 @@ class World:
 
 
 @contextmanager
-def as_on_a_device(script: Script, recorder: Recorder, device: str = "cuda") -> Iterator[World]:
+def as_on_a_device(script: Script, recorder: Recorder, device: str = "cuda", batch: tuple[int, int] | None = None) -> Iterator[World]:
     """Until the end of the block."""
     world = World(device)
-    changes = (*_moves(world, recorder), *_data(world, recorder), *_amp(world), *_processes(world), *_network(script), *_pretrained(world))
+    world.batch = batch
+    changes = (
+        *_moves(world, recorder), *_data(world, recorder), *_amp(world), *_processes(world), *_network(script), *_pretrained(world),
+        *_arguments(world),
+    )  # fmt: skip
     with _environment(script), replaced(changes):
         yield world
 
@@ -139,6 +148,10 @@ def _data(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     start, iterate = DataLoader.__init__, DataLoader.__iter__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        asked = args[1] if len(args) > 1 else kwargs.get("batch_size")
+        if world.batch is not None and asked == world.batch[0]:
+            args = (args[0], world.batch[1], *args[2:]) if len(args) > 1 else args
+            kwargs = kwargs if len(args) > 1 else {**kwargs, "batch_size": world.batch[1]}
         start(self, *args[:5], **{**kwargs, **{key: value for key, value in _IN_THIS_PROCESS.items() if key in kwargs}})
         if isinstance(self.batch_size, int):
             world.batch_sizes.append(self.batch_size)
@@ -157,6 +170,18 @@ def _data(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
     yield DataLoader, "__init__", init
     yield DataLoader, "__iter__", real
+
+
+def _arguments(world: World) -> Iterator[tuple[Any, str, Any]]:
+    parsed = argparse.ArgumentParser.parse_known_args
+
+    def parse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found, rest = parsed(self, *args, **kwargs)
+        values = [(max(one.option_strings, key=len), getattr(found, one.dest, None)) for one in self._actions if one.option_strings]
+        world.options += [(name, value) for name, value in values if type(value) is int]
+        return found, rest
+
+    yield argparse.ArgumentParser, "parse_known_args", parse
 
 
 def _amp(world: World) -> Iterator[tuple[Any, str, Any]]:

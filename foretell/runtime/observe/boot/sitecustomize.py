@@ -1,6 +1,7 @@
 """Found by Python before the script runs: puts everything back as it was, and watches from the moment torch is imported."""
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import sys
@@ -53,7 +54,7 @@ def _as_it_was() -> None:
         os.environ["PYTHONPATH"] = before
     mine = sys.modules.pop("sitecustomize", None)
     try:
-        import sitecustomize  # noqa: F401  # the user's own, if there is one
+        importlib.import_module("sitecustomize")  # the user's own, if there is one
     except ImportError:
         if mine is not None:
             sys.modules["sitecustomize"] = mine
