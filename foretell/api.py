@@ -176,6 +176,15 @@ def fit_script(
     return predict(trace, recipe, cluster, about, on=on, notes=tuple(reply["notes"]), expandable_segments=expandable_segments, wishes=wishes)
 
 
+def __getattr__(name: str) -> Any:
+    """What watches from inside a loop needs torch at once: `watch`, `lightning_callback`, `trainer_callback`."""
+    if name not in ("watch", "lightning_callback", "trainer_callback"):
+        raise AttributeError(f"module 'foretell.api' has no attribute '{name}'")
+    from foretell.observe import inside
+
+    return getattr(inside, name)
+
+
 def _advised(
     answer: Prediction, recipe: Recipe, cluster: Cluster, asked: Mapping[str, Any], source: Source | None = None
 ) -> Prediction:

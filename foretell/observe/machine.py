@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 from foretell.errors import UserError
-from foretell.hardware import parse
 from foretell.hardware.files import from_dict
+from foretell.hardware.parse import parse
 from foretell.hardware.types import Cluster
 from foretell.trace.process import package_parent
 
@@ -22,7 +23,7 @@ _SECONDS = 120.0
 def cluster_of(on: str) -> Cluster:
     """One device: of several of `auto`, a script of one process has the first."""
     if not on.strip().casefold().startswith("auto"):
-        return _one(parse("CPU" if on.strip().casefold() == "cpu" else on), on)
+        return one_of(parse("CPU" if on.strip().casefold() == "cpu" else on), on)
     done = subprocess.run([sys.executable, "-c", _LOOK, on, package_parent()], capture_output=True, text=True, timeout=_SECONDS, check=False)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
@@ -30,12 +31,10 @@ def cluster_of(on: str) -> Cluster:
     found = json.loads(lines[-1])
     if "problem" in found:
         raise UserError(found["problem"], found["remedy"])
-    return _one(from_dict(found["cluster"], "auto"), on)
+    return one_of(from_dict(found["cluster"], "auto"), on)
 
 
-def _one(cluster: Cluster, on: str) -> Cluster:
-    from dataclasses import replace
-
+def one_of(cluster: Cluster, on: str) -> Cluster:
     if cluster.count > 1 and on.strip().casefold().startswith("auto"):
         return replace(cluster, nodes=1, devices_per_node=1, groups=(), matrix=None)
     if cluster.count > 1:

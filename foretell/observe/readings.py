@@ -66,6 +66,10 @@ class Readings:
         elif kind == "end":
             self.ended, self.error = True, str(message.get("error", ""))
 
+    def pause(self) -> None:
+        """The next step has no beginning."""
+        self._last_end = None
+
     def _hear_steps(self, message: Mapping[str, Any]) -> None:
         before, ends = self._last_end, [float(one) for one in message["ends"]]
         self.steps = int(message["step"])

@@ -23,7 +23,7 @@ from foretell.trace.collection import no_collection
 from foretell.trace.file import loads
 from foretell.trace.process import TIME_LIMIT
 from foretell.trace.recipe import Recipe
-from foretell.trace.script.child import follow_in_child, request
+from foretell.trace.script.child import WORKER, follow_in_child, request
 from foretell.trace.script.words import Script
 from foretell.trace.types import Trace
 
@@ -45,6 +45,13 @@ class Followed:
 
 def capability_of(cluster: Cluster) -> tuple[int, int] | None:
     return None if cluster.device.backend == "cpu" else cluster.device.compute_capability or (9, 0)
+
+
+def make_ready() -> None:
+    """Start the process that scripts are followed in, while something else is looked up."""
+    from foretell.trace import server
+
+    server.ready(WORKER)
 
 
 def follow(

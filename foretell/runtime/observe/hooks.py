@@ -130,6 +130,10 @@ class Watch:
         self.send, self.device, self.limit = send, device, limit
         self.steps = 0
         self.error: BaseException | None = None
+        self.off = False
+        """While somebody else's steps run: nothing is counted."""
+        self.seen: Any = None
+        """The optimizer that stepped first."""
         self._cuda = False
         self._round: list[int] = []
         """Optimizers in the order in which they first stepped."""
@@ -172,7 +176,7 @@ class Watch:
     def _backward(self, plain: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> Any:
             self._ran = True
-            if self._marks is None:
+            if self._marks is None or self.off:
                 return plain(*args, **kwargs)
             self._mark("forward")
             made = plain(*args, **kwargs)
@@ -203,7 +207,8 @@ class Watch:
         def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             plain(optimizer, *args, **kwargs)
             with contextlib.suppress(Exception):
-                self._base(optimizer)
+                if not self.off:
+                    self._base(optimizer)
 
         return init
 
@@ -229,11 +234,11 @@ class Watch:
     # ------------------------------------------------------------------ a step
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():  # a step that is compiled itself is not broken up for this
+        if self.off or torch.compiler.is_compiling():  # a step that is compiled itself is not broken up for this
             return
         now = time.perf_counter()
         if self._last is None:
-            key = id(optimizer)
+            key, self.seen = id(optimizer), self.seen or optimizer
             if key not in self._round:
                 self._round.append(key)
                 self.steps = 1
@@ -255,6 +260,11 @@ class Watch:
             self._record(now)
         if now >= self._next_sample or self.steps <= 4:
             self._after(now)
+
+    def pause(self) -> None:
+        """Something else came between two steps: no time is counted across it."""
+        self._events.clear()
+        self._before = None
 
     def _micros(self) -> int:
         return sum(name == "backward" for name, _, _ in self._marks or ())

@@ -20,7 +20,7 @@ from foretell.trace.process import TIME_LIMIT, Ended, Progress, ask, here, serve
 from foretell.trace.script.words import Script
 
 PRELOAD = (*_PRELOAD, "foretell.trace.script.follow")
-_SELF = "foretell.trace.script.child"
+WORKER = "foretell.trace.script.child"
 _SCRATCH = "foretell-script-"
 
 
@@ -40,10 +40,10 @@ def follow_in_child(
     from foretell.trace.child import _as_error, _died
 
     here()
-    server.ready(_SELF)
+    server.ready(WORKER)
     clear_stale()
     with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-", ignore_cleanup_errors=True) as scratch:
-        found = ask(_SELF, [{**asked, "scratch": scratch}], time_limit=time_limit, progress=progress)
+        found = ask(WORKER, [{**asked, "scratch": scratch}], time_limit=time_limit, progress=progress)
     if isinstance(found, Ended):
         raise _died({"source": {"model": asked["script"]["file"] or asked["script"]["module"]}}, found, time_limit)
     if "error" in found[0]:
