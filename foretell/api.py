@@ -182,6 +182,15 @@ def fit_script(
     return largest(answers, [reply["rank"] for _, reply in replies])
 
 
+def __getattr__(name: str) -> Any:
+    """What watches from inside a loop needs torch at once: `watch`, `lightning_callback`, `trainer_callback`."""
+    if name not in ("watch", "lightning_callback", "trainer_callback"):
+        raise AttributeError(f"module 'foretell.api' has no attribute '{name}'")
+    from foretell.observe import inside
+
+    return getattr(inside, name)
+
+
 def _advised(
     answer: Prediction, recipe: Recipe, cluster: Cluster, asked: Mapping[str, Any], source: Source | None = None
 ) -> Prediction:

@@ -32,6 +32,7 @@ from foretell.errors import ForetellError, ModelError
 from foretell.trace import types
 from foretell.trace.capture import _finish, _in_move_order, _Roles, any_code, seeded
 from foretell.trace.collection import no_collection
+from foretell.trace.cpu import cpu_choices
 from foretell.trace.cuda import cuda_choices, real_masks
 from foretell.trace.devices import replaced
 from foretell.trace.formulas import plain_formulas
@@ -43,8 +44,8 @@ from foretell.trace.script.second import AGAIN, AGAIN_NEXT, UPDATE_AGAIN, Second
 from foretell.trace.script.shards import imported
 from foretell.trace.script.spread import spread_told
 from foretell.trace.script.words import Script
-from foretell.trace.script.world import World, as_on_a_device, asker, rows_of
-from foretell.trace.step import Workload
+from foretell.trace.script.world import World, as_on_a_device, asker, rows_of, sizes
+from foretell.trace.step import Workload, apply_recompute
 from foretell.trace.values import value_of
 
 _MICRO = ("micro_first", "micro_next")
@@ -71,24 +72,34 @@ class Found:
     backwards: int = 1
 
 
+CHANGES = ("recompute", "autocast", "batch")
+"""What may be done to a script on the way: recompute `full` or `selective`; autocast in `bfloat16` from forward to backward; of loaders
+with the first batch size, the second."""
+
+
 def capture_script(
-    script: Script, *, capability: tuple[int, int], hints: Mapping[str, float] | None = None, rank: int = 0
-) -> tuple[types.Trace, Follower]:
-    """One step of one of the script's ranks, as a device of this compute capability runs it; and what else was seen of it."""
+    script: Script, *, capability: tuple[int, int] | None, hints: Mapping[str, float] | None = None, rank: int = 0,
+    change: Mapping[str, Any] | None = None,
+) -> tuple[types.Trace, Follower]:  # fmt: skip
+    """One step of one of the script's ranks, as a device of this compute capability runs it, or without one this CPU; and what else
+    was seen of it."""
     imported(script)
     recorder, release = Recorder(hints), torch.__version__
     recorder.patient = False
-    choices = cuda_choices(recorder, capability, release)
+    choices = cuda_choices(recorder, capability, release) if capability else cpu_choices(recorder)
+    sees, device = (not_torchs, "cuda") if capability else (_nobody, "cpu")
     with (
-        no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, not_torchs),
-        as_on_a_device(script, recorder, rank) as world, replaced(_not_initialised(recorder)),
+        no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, sees),
+        as_on_a_device(script, recorder, rank, device, (change or {}).get("batch")) as world, replaced(_not_initialised(recorder)),
     ):  # fmt: skip
-        follower = Follower(recorder, world)
+        follower = Follower(recorder, world, change or {})
         with follower.following(), world.ranks.telling():
             _run(script, follower)
     with world.ranks.telling():
         trace = follower.trace(script, capability, release)
     assert follower.found is not None
+    if world.options:
+        trace = replace(trace, meta={**trace.meta, "options": [list(one) for one in world.options]})
     return spread_told(world.ranks, trace, follower.found.model, follower.second), follower
 
 
@@ -143,8 +154,8 @@ def _left(script: Script, error: SystemExit) -> ModelError:
 class Follower:
     """Knows from the script's own calls where in a step it is."""
 
-    def __init__(self, recorder: Recorder, world: World) -> None:
-        self.recorder, self.world = recorder, world
+    def __init__(self, recorder: Recorder, world: World, change: Mapping[str, Any]) -> None:
+        self.recorder, self.world, self.change = recorder, world, change
         self.found: Found | None = None
         self.roles: _Roles | None = None
         self.done = self.stepped = False
@@ -155,6 +166,7 @@ class Follower:
         self._micros, self._name = 0, ""
         self._tentative = False
         """Whether the model that was found is in evaluation mode: the script may train it so, or only look at it."""
+        self._given: list[list[Any]] = []
         self._ran = False
         """Whether backward ran since the micro-batch began."""
         self._clip: float | None = None
@@ -163,6 +175,8 @@ class Follower:
         """Storages that were there when the first step began, of the device or not."""
         self._program: AbstractContextManager[None] | None = None
         self._stack = ExitStack()
+        self._casts = ExitStack()
+        """Autocast that the script does not do by itself: from forward to backward."""
         self._before_step = 0
         self._rounds: dict[int, int] = {}
         """Optimizer → steps it has taken, where several take turns."""
@@ -174,14 +188,14 @@ class Follower:
             register_optimizer_step_pre_hook(self._stepping), register_optimizer_step_post_hook(self._stepped),
         ]  # fmt: skip
         try:
-            with self._stack, replaced(self._watched()):
+            with self._stack, self._casts, replaced(self._watched()):
                 yield
         finally:
             self._end()
             for hook in hooks:
                 hook.remove()
 
-    def trace(self, script: Script, capability: tuple[int, int], release: str) -> types.Trace:
+    def trace(self, script: Script, capability: tuple[int, int] | None, release: str) -> types.Trace:
         """What was recorded; raises where no step was."""
         found, roles = self.found, self.roles
         if found is None:
@@ -195,6 +209,8 @@ class Follower:
         whole_second = self.second.finish()
         self._seen_first()
         trace = _finish(self.recorder, found, roles, capability, release)  # type: ignore[arg-type]
+        if not any(len(one) > 1 for one in trace.meta["batch"]):  # type: ignore[attr-defined]
+            trace = replace(trace, meta={**trace.meta, "batch": self.world.row or self._given})  # nothing was moved
         trace = replace(trace, meta={**trace.meta, "trainable": sum({id(one): one.numel() for one in self._trained}.values())})
         if whole_second:
             return scheduled(trace, found.recipe.accumulate)
@@ -207,6 +223,7 @@ class Follower:
         unscale, updated = scaler.unscale_, scaler.update
 
         def back(*args: Any, **kwargs: Any) -> None:
+            self._casts.close()
             self.recorder.phase("backward")
             try:
                 backward(*args, **kwargs)
@@ -274,11 +291,14 @@ class Follower:
         if self.found is None:
             self._find(module, args)
             self._tentative = not module.training
+            self._given = sizes(args)
         if self._rounds:
             if not self._name:
                 self._begin(_ROUNDS[0], "forward")
         elif self._micros == 0 or self._ran:
             self._micros, self._ran = self._micros + 1, False
+            if "autocast" in self.change:
+                self._casts.enter_context(torch.autocast(self.world.device, getattr(torch, self.change["autocast"])))
             if self.second.begun and self._micros == 1:
                 assert self.found is not None
                 self.second.forward(self.found.model)
@@ -307,6 +327,8 @@ class Follower:
         inputs = self.world.on_device(model, self.recorder.placed)
         self.micro_batch = self.world.rows or rows_of(args) or rows_of(inputs) or 1
         self.found = Found(model, Workload(model, inputs), Recipe(precision="fp32"))
+        if "recompute" in self.change:
+            apply_recompute(model, self.change["recompute"], self.recorder)
         self._resident = list(dict.fromkeys(self.recorder.storage_id(one) for one in (*_in_move_order(model), *inputs)))
         there = [one for one in gc.get_objects() if type(one) is FakeTensor and one.layout is torch.strided]
         self._before = {self.recorder.storage_id(one) for one in there}
@@ -479,6 +501,11 @@ def optimizers() -> dict[int, Optimizer]:
 
 def parameters_of(optimizer: Optimizer) -> int:
     return hash(frozenset(id(one) for group in optimizer.param_groups for one in group["params"]))
+
+
+def _nobody(file: str) -> bool:
+    """Code on a CPU sees this machine's devices, whatever they are."""
+    return False
 
 
 def not_torchs(file: str) -> bool:
