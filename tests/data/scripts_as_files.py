@@ -134,7 +134,7 @@ def ddp_bert():
 def ddp_spawn():
     from ddp_spawn import Deep
 
-    return Deep(), {"x": torch.randn(512, 256), "y": torch.randn(512)}, lambda out, batch: F.mse_loss(out, batch["y"])
+    return Deep(), {"x": torch.randn(128, 256), "y": torch.randn(128)}, lambda out, batch: F.mse_loss(out, batch["y"])
 
 
 def _llama(rows, length, **size):
