@@ -146,13 +146,13 @@ def fit_script(
     price: float | None = None,
     trace_out: str | None = None,
     keep_writes: bool = False,
+    cache: bool = True,
     time_limit: float = TIME_LIMIT,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Prediction:
     """What `fit` says of a training script: `["python", "train.py", "--batch-size", "64"]`, followed as it is to its first step."""
     from foretell.simulate.ranks import largest
     from foretell.trace import user_code
-    from foretell.trace.file import loads
     from foretell.trace.script.several import follow_ranks
     from foretell.trace.script.words import over
     from foretell.trace.script.words import parse as parse_words
@@ -167,14 +167,14 @@ def fit_script(
     )  # fmt: skip
     user_code.before([str(Path(script.file).resolve()) if script.file else f"module {script.module}"])
     replies = follow_ranks(
-        script, _capability(cluster), dict(hints or {}), keep_writes, devices=cluster.count, name=name, time_limit=time_limit, progress=progress,
+        script, _capability(cluster), dict(hints or {}), keep_writes, devices=cluster.count, name=name, cache=cache, time_limit=time_limit,
+        progress=progress,
     )  # fmt: skip
     about: dict[str, Any] = {"source": script.text, "description": script.text, "seq": None, "image": None, "overrides": {}}
     answers: list[Prediction] = []
-    for text, reply in replies:
-        if answers and text == replies[0][0]:
+    for trace, reply in replies:
+        if answers and trace == replies[0][0]:
             continue  # the same step
-        trace = loads(text)
         recipe = Recipe.from_json(trace.meta["recipe"])  # type: ignore[arg-type]
         sizes = {**about, "micro_batch": reply["micro_batch"]}
         notes = tuple(reply["notes"])

@@ -11,6 +11,7 @@ from typing import Any
 
 from foretell.lower.ddp import Replicas, replicated
 from foretell.lower.fsdp.sharded import shard
+from foretell.lower.fsdp.units import FIRST
 from foretell.plan.types import Mesh
 from foretell.trace.types import Op, Program, Trace
 
@@ -36,6 +37,22 @@ def mesh_told(trace: Trace) -> dict[str, Any]:
 
 def spread(trace: Trace, told: Mapping[str, Any]) -> Trace:
     """The program of one rank."""
+    lowered = _spread(trace, told)
+    return _held(lowered) if told.get("held") else lowered
+
+
+def _held(trace: Trace) -> Trace:
+    """Gradients go when the forward of the next step is over, as in scripts that call zero_grad() right before backward()."""
+    ops, clear = trace.programs[FIRST].ops, trace.programs["zero_grad"].ops
+    turn = next((place for place, op in enumerate(ops) if op.phase != "forward"), len(ops))
+    again = Program("again", (*ops[:turn], *clear, *ops[turn:]))
+    schedule = dict(trace.schedule)
+    for run, first in (("first_step", FIRST), ("steady_step", "again")):
+        schedule[run] = tuple((first if name == FIRST else name, count) for name, count in trace.schedule[run] if name != "zero_grad")
+    return replace(trace, programs={**trace.programs, "again": again}, schedule=schedule)
+
+
+def _spread(trace: Trace, told: Mapping[str, Any]) -> Trace:
     how = told["how"]
     if told["kind"] == DDP:
         return replicated(trace, Replicas(**{**how, "paths": tuple(how["paths"])}, ranks=told["world"]))

@@ -68,20 +68,25 @@ def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     from foretell.trace.leaving import staying
     from foretell.trace.load import user_files
     from foretell.trace.script.follow import capture_script
+    from foretell.trace.script.reads import Reads, written_down
     from foretell.trace.script.spread import about
     from foretell.trace.script.writes import Aside, kept_aside
 
     given = {**asked["script"], "words": tuple(asked["script"]["words"]), "arguments": tuple(asked["script"]["arguments"])}
     aside = Aside(asked["scratch"])
     os.environ["TMPDIR"] = tempfile.tempdir = aside.scratch
-    with nullcontext() if asked["keep_writes"] else kept_aside(aside), staying():
-        trace, world = capture_script(Script(**given), capability=tuple(asked["capability"]), hints=asked["hints"], rank=asked["rank"])
-    notes = world.notes
+    reads = Reads([aside.scratch])
+    with written_down(reads), nullcontext() if asked["keep_writes"] else kept_aside(aside), staying():
+        trace, seen = capture_script(Script(**given), capability=tuple(asked["capability"]), hints=asked["hints"], rank=asked["rank"])
+    notes = seen.world.notes
     if aside.written:
         names = ", ".join(os.path.relpath(one) for one in aside.written[:3]) + (" ..." if len(aside.written) > 3 else "")
         notes.append(f"what the script writes before its first step went to a scratch folder that is gone ({names}); --keep-writes lets it")
-    first: list[Any] = next((sizes for sizes in trace.meta["batch"] if len(sizes) > 1), ["", 1])  # type: ignore[attr-defined]
-    return {"text": dumps(trace), "files": file_hashes(user_files()), "notes": notes, "micro_batch": first[1], **about(world.ranks)}
+    files = file_hashes([*user_files(), *([os.path.abspath(given["file"])] if given["file"] else [])])
+    reads.paths -= files.keys()
+    stamps = None if asked["keep_writes"] else reads.stamps(aside.written)
+    told = {"notes": notes, "micro_batch": seen.micro_batch, "stamps": stamps, "variables": reads.variables, **about(seen.world.ranks)}
+    return {"text": dumps(trace), "files": files, **told}
 
 
 def main() -> None:

@@ -12,21 +12,22 @@ from typing import Any
 
 from foretell.errors import ModelError, UserError
 from foretell.trace.process import TIME_LIMIT, Progress
-from foretell.trace.script.child import follow_in_child, request
+from foretell.trace.script.child import request
+from foretell.trace.script.kept import Kept, followed
 from foretell.trace.script.words import AFTER, Script
 
 
 def follow_ranks(
     script: Script, capability: tuple[int, int], hints: Mapping[str, float], keep_writes: bool, *, devices: int, name: str,
-    time_limit: float = TIME_LIMIT, progress: Progress = lambda _: None,
-) -> list[tuple[str, dict[str, Any]]]:  # fmt: skip
-    """Text of the trace and the rest of the reply, of rank 0 and of the last one where there are several.
+    cache: bool = True, time_limit: float = TIME_LIMIT, progress: Progress = lambda _: None,
+) -> list[Kept]:  # fmt: skip
+    """The trace and the rest of the reply, of rank 0 and of the last one where there are several.
 
     `devices` of this `name` are there: more ranks than that are refused, and several devices for one rank.
     """
 
-    def follow(rank: int, seconds: float) -> tuple[str, dict[str, Any]]:
-        return follow_in_child(request(script, capability, hints, keep_writes, rank), time_limit=seconds, progress=progress)
+    def follow(rank: int, seconds: float) -> Kept:
+        return followed(request(script, capability, hints, keep_writes, rank), cache=cache, time_limit=seconds, progress=progress)
 
     began = time.monotonic()
     found = [follow(0, time_limit)]
@@ -49,9 +50,7 @@ def _refuse(script: Script, world: int, devices: int, name: str) -> None:
         raise UserError(found, f"--on {name}; or, if it is meant for several, {many}")
 
 
-def _other(
-    script: Script, first: dict[str, Any], rank: int, follow: Callable[[], tuple[str, dict[str, Any]]]
-) -> tuple[str, dict[str, Any]] | None:
+def _other(script: Script, first: dict[str, Any], rank: int, follow: Callable[[], Kept]) -> Kept | None:
     """The other rank, told of with its number where it fails; None where it needs what rank 0 would have sent it."""
     try:
         found = follow()

@@ -10,11 +10,18 @@ from torch import nn
 from foretell.errors import ModelError
 from foretell.trace import types
 from foretell.trace.script.ranks import Ranks
+from foretell.trace.script.second import Second, plain
 from foretell.trace.script.shards import spread_of
 
 
-def spread_told(ranks: Ranks, trace: types.Trace, model: nn.Module) -> types.Trace:
-    """The trace with how its script spreads it; as it is where there is one rank and nothing around the model."""
+def spread_told(ranks: Ranks, trace: types.Trace, model: nn.Module, second: Second) -> types.Trace:
+    """The trace with how its script spreads it; as it is where there is one rank and nothing around the model.
+
+    Of several ranks the first step is spread; when the next one lets go of its gradients is told beside it.
+    """
+    if (ranks.units or ranks.wrapped) and second.keeps():
+        raise ModelError("zero_grad(set_to_none=False) keeps gradients between steps, which is not followed in scripts of several ranks yet",
+                         "leave that argument out")  # fmt: skip
     if ranks.units and ranks.wrapped:
         raise ModelError(f"fully_shard ({ranks.units[0].line}) beside DistributedDataParallel is not followed yet", "one of the two")
     if ranks.units:
@@ -25,6 +32,8 @@ def spread_told(ranks: Ranks, trace: types.Trace, model: nn.Module) -> types.Tra
         told = {"kind": "copies", "world": ranks.world, "replicate": ranks.world, "shards": 1, "how": {}}
     else:
         return trace
+    told["held"] = second.held
+    trace = plain(trace)
     recipe = {**trace.meta["recipe"], "shards": told["shards"]}  # type: ignore[dict-item]
     ranks.tell(_words(told, ranks))
     return replace(trace, meta={**trace.meta, "recipe": recipe, "spread": told})

@@ -3,16 +3,14 @@
     torch.cuda, autocast("cuda"), moves    as everywhere in a trace (trace/devices.py), for libraries too
     DataLoader                             reads for real, in this process
     torch.distributed, mp.spawn            one rank of as many as the launcher would start (ranks.py, shards.py)
-    from_pretrained                        without weights: the model of its configuration, where that is at hand
+    from_pretrained                        without weights: the model of its configuration (`pretrained`)
     fork, sockets                          refused, with the line that asked
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from foretell.errors import ModelError
 from foretell.trace.devices import is_elsewhere, replaced
 from foretell.trace.recorder import Recorder
+from foretell.trace.script.pretrained import without_weights
 from foretell.trace.script.ranks import Ranks, asker, environment, group_of
 from foretell.trace.script.shards import precision_of, sharding, whole_tensors
 from foretell.trace.script.words import Script
@@ -49,6 +49,8 @@ class World:
         self.autocast = ""
         self.scales = False
         self.batch_sizes: list[int] = []
+        self.rows = 0
+        """Samples of the batch that was read last."""
         self.notes: list[str] = []
         self.ranks = Ranks(tell=lambda note: self.notes.append(note) if note not in self.notes else None)
 
@@ -72,10 +74,10 @@ def as_on_a_device(script: Script, recorder: Recorder, rank: int = 0) -> Iterato
     """Until the end of the block, as one of its ranks."""
     world = World()
     changes = (
-        *_moves(world, recorder), *_data(world, recorder), *_amp(world), *_processes(world, rank), *_network(script), *_pretrained(world),
+        *_moves(world, recorder), *_data(world, recorder), *_amp(world), *_processes(world, rank), *_network(script),
         *group_of(world.ranks, recorder, script), *sharding(world.ranks),
     )  # fmt: skip
-    with _environment(script, rank), replaced(changes), whole_tensors():
+    with _environment(script, rank), replaced(changes), whole_tensors(), without_weights(world.notes.append, asker):
         yield world
 
 
@@ -148,10 +150,16 @@ def _data(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
                     row = next(rows)
                 except StopIteration:
                     return
+                world.rows = self.batch_size if isinstance(self.batch_size, int) else rows_of(row)
             yield row
 
     yield DataLoader, "__init__", init
     yield DataLoader, "__iter__", real
+
+
+def rows_of(batch: Any) -> int:
+    """Samples of a batch, or of what a model is called with: the first size of its first tensor that has one; 0 where there is none."""
+    return next((int(one.shape[0]) for one in tree_leaves(batch) if isinstance(one, Tensor) and one.dim() > 0), 0)
 
 
 def _amp(world: World) -> Iterator[tuple[Any, str, Any]]:
@@ -200,23 +208,3 @@ def _network(script: Script) -> Iterator[tuple[Any, str, Any]]:
     yield socket.socket, "connect", connected
     yield socket, "getaddrinfo", refuse
 
-
-def _pretrained(world: World) -> Iterator[tuple[Any, str, Any]]:
-    """Weights that are not at hand are not needed: the model of the configuration has the same bytes."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None:
-        return
-    plain = modeling.PreTrainedModel.from_pretrained.__func__
-
-    def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("config")
-        with contextlib.suppress(Exception):
-            config = config or cls.config_class.from_pretrained(name)
-        if config is None:
-            return plain(cls, name, *args, **kwargs)
-        world.notes.append(f"weights of {name} are not read: the model is made from its configuration")
-        dtype = kwargs.get("dtype") or kwargs.get("torch_dtype")
-        model = cls(config)
-        return model.to(dtype) if isinstance(dtype, torch.dtype) else model
-
-    yield modeling.PreTrainedModel, "from_pretrained", classmethod(from_pretrained)
