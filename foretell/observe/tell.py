@@ -159,6 +159,8 @@ class Teller:
 
     def end(self) -> None:
         """What was not said yet, and the folder as it stays."""
+        if self.readings.failed:
+            self.say(f"watching stopped after step {self.readings.steps}: {self.readings.failed}")
         if "beside" not in self._told and self.readings.steps > 1:
             self._beside()
         self._write()
