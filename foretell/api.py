@@ -15,6 +15,9 @@ from foretell.errors import UserError
 from foretell.hardware import Cluster, overhead, parse
 from foretell.hardware.prices import user_figures
 from foretell.hardware.profile import find_profile, profile_stamp
+from foretell.observe.public import lightning_callback as lightning_callback
+from foretell.observe.public import trainer_callback as trainer_callback
+from foretell.observe.public import watch as watch
 from foretell.plan.legal import too_old_to_compile
 from foretell.plan.precision import default_recipe, low, missing, refuse_recipe
 from foretell.prove.check import Check as Check
@@ -146,43 +149,40 @@ def fit_script(
     price: float | None = None,
     trace_out: str | None = None,
     keep_writes: bool = False,
+    cache: bool = True,
     time_limit: float = TIME_LIMIT,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Prediction:
     """What `fit` says of a training script: `["python", "train.py", "--batch-size", "64"]`, followed as it is to its first step."""
+    from foretell.simulate.ranks import largest
     from foretell.trace import user_code
-    from foretell.trace.file import loads
-    from foretell.trace.script.child import follow_in_child, request
+    from foretell.trace.script.several import follow_ranks
+    from foretell.trace.script.words import over
     from foretell.trace.script.words import parse as parse_words
 
-    script = parse_words(words)
     cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
-    on = hardware if isinstance(hardware, str) else cluster.device.name
-    if script.ranks != 1 or cluster.count > 1:
-        found = f"{cluster.count} devices" if script.ranks == 1 else f"{script.ranks or 'all'} processes"
-        one = f"--on {cluster.device.name} -- python {script.name}"
-        raise UserError(f"a script on {found} is not followed yet; one process on one device is", one)
+    name = cluster.device.name
+    script = over(parse_words(words), cluster.nodes, cluster.devices_per_node, name)
+    on = hardware if isinstance(hardware, str) else name
     wishes = Wishes(
         amount=Amount.of(tokens=tokens, samples=samples, epochs=epochs, dataset_size=dataset_size), region=region,
         price=price, trace_out=trace_out,
     )  # fmt: skip
     user_code.before([str(Path(script.file).resolve()) if script.file else f"module {script.module}"])
-    asked = request(script, _capability(cluster), dict(hints or {}), keep_writes)
-    text, reply = follow_in_child(asked, time_limit=time_limit, progress=progress)
-    trace = loads(text)
-    recipe = Recipe.from_json(trace.meta["recipe"])  # type: ignore[arg-type]
-    sizes = {"micro_batch": reply["micro_batch"], "seq": None, "image": None, "overrides": {}}
-    about = {"source": script.text, "description": script.text, **sizes}
-    return predict(trace, recipe, cluster, about, on=on, notes=tuple(reply["notes"]), expandable_segments=expandable_segments, wishes=wishes)
-
-
-def __getattr__(name: str) -> Any:
-    """What watches from inside a loop needs torch at once: `watch`, `lightning_callback`, `trainer_callback`."""
-    if name not in ("watch", "lightning_callback", "trainer_callback"):
-        raise AttributeError(f"module 'foretell.api' has no attribute '{name}'")
-    from foretell.observe import inside
-
-    return getattr(inside, name)
+    replies = follow_ranks(
+        script, _capability(cluster), dict(hints or {}), keep_writes, devices=cluster.count, name=name, cache=cache, time_limit=time_limit,
+        progress=progress,
+    )  # fmt: skip
+    about: dict[str, Any] = {"source": script.text, "description": script.text, "seq": None, "image": None, "overrides": {}}
+    answers: list[Prediction] = []
+    for trace, reply in replies:
+        if answers and trace == replies[0][0]:
+            continue  # the same step
+        recipe = Recipe.from_json(trace.meta["recipe"])  # type: ignore[arg-type]
+        sizes = {**about, "micro_batch": reply["micro_batch"]}
+        notes = tuple(reply["notes"])
+        answers.append(predict(trace, recipe, cluster, sizes, on=on, notes=notes, expandable_segments=expandable_segments, wishes=wishes))
+    return largest(answers, [reply["rank"] for _, reply in replies])
 
 
 def _advised(
@@ -322,6 +322,7 @@ def _predict(
     notes: tuple[str, ...], expandable_segments: bool, wishes: Wishes,
 ) -> Prediction:  # fmt: skip
     from foretell.lower.blocks import KEEP, blocks_of
+    from foretell.lower.spread import mesh_told
     from foretell.plan.file import to_json
     from foretell.plan.recipe import default_plan, in_no_plan, mode_of, model_of
     from foretell.simulate.parts import TORCH
@@ -332,7 +333,8 @@ def _predict(
         raise UserError("layers that run backward one by one are not what torch.compile takes", "leave --compile away")
     blocks = blocks_of(trace)
     named = model_of(source, blocks=blocks) if source is not None else {}
-    plan = default_plan(recipe, named, on, micro_batch=int(about.get("micro_batch") or 1), blocks=blocks)
+    own = mesh_told(trace)  # of a script that spreads itself
+    plan = default_plan(recipe, named, on, micro_batch=int(about.get("micro_batch") or 1), blocks=blocks, **own)
     how = Options(profile_of=find_profile, expandable=expandable_segments)
     cost = predict_plan({mode_of(recipe) if blocks else KEEP: trace}, plan, cluster, how)
     found = speed(cost, cluster, how, wishes)
@@ -366,7 +368,9 @@ def _predict(
         energy=found.energy,
         cost=found.cost,
         run=found.run,
-        assumptions=(*_assumptions(recipe, cluster, expandable_segments, of(trace.meta)), *cluster.notes, *notes, *found.notes, *_said(local)),
+        assumptions=(
+            *_assumptions(recipe, cluster, expandable_segments, of(trace.meta), bool(own)), *cluster.notes, *notes, *found.notes, *_said(local),
+        ),
         versions=store.versions(),
     )  # fmt: skip
 
@@ -383,8 +387,8 @@ def _said(trace: Trace) -> tuple[str, ...]:
     return (*lines, f"no FLOP rule for {', '.join(missing)}: they count as unknown") if missing else lines
 
 
-def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool, release: str) -> tuple[str, ...]:
-    """What the user did not say and the answer rests on."""
+def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool, release: str, scripted: bool = False) -> tuple[str, ...]:
+    """What the user did not say and the answer rests on; `scripted`: a script says itself how it is spread."""
     precision = {
         "fp32": "fp32 throughout", "bf16-autocast": "fp32 weights with bf16 autocast",
         "fp16-autocast": "fp32 weights with fp16 autocast and a gradient scaler", "bf16": "weights and state in bf16",
@@ -398,7 +402,7 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool, release: st
     if recipe.mode == "infer":
         lines = [f"{how}, inference, one forward, {precision}"]
         lines += [f"each of the {cluster.count} devices runs a copy of the model; numbers are of one of them"] if cluster.count > 1 else []
-    if recipe.shards > 1:
+    if recipe.shards > 1 and not scripted:
         _, fsdp, dtype = recipe.precision.rpartition("fsdp-")
         policy = f", {dtype} MixedPrecisionPolicy with gradients reduced in fp32" if fsdp else ""
         lines.append(f"no plan given: FSDP2 over all {cluster.count} devices, every block and the root{policy}; numbers are of the worst rank")

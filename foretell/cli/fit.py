@@ -122,6 +122,7 @@ def _follow(model: str | None, words: Sequence[str], on: str, options: dict[str,
     check_run(options)
     taken = (
         "hints", "expandable_segments", "tokens", "samples", "epochs", "dataset_size", "region", "price", "trace_out", "time_limit", "keep_writes",
+        "cache",
     )  # fmt: skip
     doing = common.Doing(f"following {' '.join(words)}")
 

@@ -202,19 +202,6 @@ def _sizes(batch: Any) -> Any:
     return dict(empty) if isinstance(empty, Mapping) else empty
 
 
-def watch(
-    model: nn.Module, optimizer: Any = None, *, loss: Any = None, on: str = "auto", out: str | Path | None = None, predict: bool = True
-) -> Watching:
-    """A context around a training loop of yours: predicted beside measured on stderr, and a run folder.
-
-        with foretell.watch(model, optimizer, loss=lambda output, batch: ...):
-            for x, y in loader: ...
-
-    `loss` is that of (output, batch) where the model returns none; without it everything is measured only.
-    """
-    return Watching(model, optimizer, loss=loss, on=on, out=out, predict=predict)
-
-
 # ---------------------------------------------------------------------- callbacks
 
 

@@ -42,6 +42,7 @@ from foretell.lower.compiling import compiled
 from foretell.lower.expert import experts_of, experts_sharded
 from foretell.lower.fsdp.sharded import shard
 from foretell.lower.offload import activations, states
+from foretell.lower.spread import spread, spread_of
 from foretell.lower.steps import whole_step
 from foretell.plan.blocks import expand
 from foretell.plan.precision import MIXED
@@ -205,7 +206,9 @@ def composed(traces: Mapping[str, Trace], plan: Plan) -> Trace:
 
 def sharded(trace: Trace, plan: Plan) -> Trace:
     """With what fully_shard does over the data axes, and over that of positions."""
-    mesh = plan.mesh
+    mesh, own = plan.mesh, spread_of(trace)
+    if own is not None:
+        return spread(trace, own)
     if mesh.spread == 1:
         return trace if mesh.world == 1 else replace(trace, meta={**trace.meta, "ranks": mesh.world})
     reduce = "float32" if plan.precision in (*MIXED, MASTER) else None

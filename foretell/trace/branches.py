@@ -6,7 +6,8 @@
     if done.all(): break           not taken: a step that goes on is the larger one
     while not converged: ...       once
 
-A question that is asked again and again in one call of a module is answered otherwise in the end: loops end.
+A question that is asked again and again in one call of a module is answered otherwise in the end: loops end. Those over a
+range or a list end by themselves and need no such help.
 """
 
 from __future__ import annotations
@@ -38,6 +39,32 @@ def _tests(file: str) -> tuple[tuple[ast.expr, ast.AST], ...]:
     return tuple((node.test, node) for node in nodes if isinstance(node, (ast.If, ast.IfExp, ast.Assert, ast.While)))
 
 
+@functools.cache
+def _counted(file: str) -> frozenset[ast.AST]:
+    """The statements of a file whose innermost loop is a `for`: it ends by itself, whatever its exits are told."""
+    found: set[ast.AST] = set()
+
+    def walk(node: ast.AST, inside: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if inside:
+                found.add(child)
+            if isinstance(child, (ast.For, ast.AsyncFor)):
+                walk(child, not _is_endless(child.iter))
+            else:
+                walk(child, inside and not isinstance(child, (ast.While, ast.FunctionDef, ast.Lambda, ast.ClassDef)))
+
+    tree = _tree(file)
+    if tree is not None:
+        walk(tree, False)
+    return frozenset(found)
+
+
+def _is_endless(over: ast.expr) -> bool:
+    """Whether a loop goes over something that may have no end: `count()`, `cycle(x)`, `iter(f, None)`."""
+    names = {node.id if isinstance(node, ast.Name) else node.attr for node in ast.walk(over) if isinstance(node, (ast.Name, ast.Attribute))}
+    return bool(names & {"count", "cycle", "repeat", "iter"})
+
+
 class Asked(NamedTuple):
     """A condition of the user's code, at the moment it is asked."""
 
@@ -48,6 +75,8 @@ class Asked(NamedTuple):
     """It is that of a `while`."""
     guards: bool
     """It decides whether the code raises."""
+    counted: bool
+    """It stands in a loop that ends by itself."""
 
 
 def asked(frame: FrameType | None) -> Asked | None:
@@ -60,9 +89,9 @@ def asked(frame: FrameType | None) -> Asked | None:
                 if _covers(test, position):
                     whole, guards = _whole(owner)
                     answer = None if whole is None else _of_part(test, whole, position)
-                    return Asked(answer, f"{short(file)}:{test.lineno}", isinstance(owner, ast.While), guards)
+                    return Asked(answer, f"{short(file)}:{test.lineno}", isinstance(owner, ast.While), guards, owner in _counted(file))
         if file.endswith("/torch/__init__.py") and frame.f_code.co_name.startswith("_check"):  # torch._check and its kin raise
-            return Asked(True, f"{short(file)}:{frame.f_lineno}", False, True)
+            return Asked(True, f"{short(file)}:{frame.f_lineno}", False, True, False)
         if "/torch/" not in file and not _is_machinery(file):
             return None
         frame = frame.f_back

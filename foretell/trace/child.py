@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 WORKERS = 2
 """Processes that trace side by side: each may need a gigabyte or two."""
-PRELOAD = ("foretell.trace.cache", "foretell.trace.deep", "foretell.trace.file", "foretell.trace.load")
-"""What a process that traces will import."""
+PRELOAD = ("foretell.trace.cache", "foretell.trace.deep", "foretell.trace.file", "foretell.trace.load", "torch._dynamo")
+"""What a process that traces will import; the last one when the first fake tensor is made, which takes as long as torch itself."""
 
 
 def request(

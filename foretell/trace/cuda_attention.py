@@ -7,30 +7,56 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
+from foretell.errors import ModelError
 from foretell.trace.versions import DROPOUT_IN_CUDNN, holds
 
 if TYPE_CHECKING:
     from foretell.trace.recorder import Recorder
 
 _LOW = (torch.bfloat16, torch.float16)
+_BACKENDS = {int(one.value): name for name, one in (
+    ("math", SDPBackend.MATH), ("flash", SDPBackend.FLASH_ATTENTION), ("efficient", SDPBackend.EFFICIENT_ATTENTION),
+    ("cudnn", SDPBackend.CUDNN_ATTENTION))}  # fmt: skip
+_DEFAULT = ("flash", "efficient", "math", "cudnn")
+"""The order of PyTorch where nobody asked for another; newer devices then try cuDNN first."""
+_SWITCHES = {
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled, "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled, "math": torch.backends.cuda.math_sdp_enabled,
+}  # fmt: skip
 
 
 def choose(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool,
     capability: tuple[int, int], grad: bool, release: str,
 ) -> str:  # fmt: skip
-    """cudnn, flash, efficient or math, in the order CUDA tries them on this device under a release of torch."""
-    order: tuple[str, ...] = ("flash", "efficient", "math")
-    if capability[0] in (9, 10) and (not dropout or holds(DROPOUT_IN_CUDNN, release)):
-        order = ("cudnn", *order)
-    if any(t.stride(-1) != 1 for t in (query, key, value, mask) if t is not None and t.shape[-1] > 1):
-        return "math"
+    """cudnn, flash, efficient or math, in the order CUDA tries them on this device under a release of torch.
+
+    What the caller switched off (`sdpa_kernel`, `enable_flash_sdp`) is not tried; PyTorch raises where nothing is left.
+    """
+    order: tuple[str, ...] = _in_order()
+    if order == _DEFAULT and capability[0] in (9, 10) and (not dropout or holds(DROPOUT_IN_CUDNN, release)):
+        order = ("cudnn", *order[:-1])
+    allowed = {name for name, is_on in _SWITCHES.items() if is_on()}
+    strided = any(t.stride(-1) != 1 for t in (query, key, value, mask) if t is not None and t.shape[-1] > 1)
     able = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient}
     for name in order:
-        if name == "math" or able[name](query, key, value, mask, dropout, causal, gqa, capability, grad):
+        if name not in allowed:
+            continue
+        if name == "math" or (not strided and able[name](query, key, value, mask, dropout, causal, gqa, capability, grad)):
             return name
-    return "math"
+    raise ModelError(
+        f"no attention kernel that is switched on ({', '.join(sorted(allowed)) or 'none'}) can run this call on a device of compute capability "
+        f"{capability[0]}.{capability[1]}: query {tuple(query.shape)} in {str(query.dtype).removeprefix('torch.')}"
+        f"{' with a mask' if mask is not None else ''}",
+        "name more backends in sdpa_kernel([...]); SDPBackend.MATH runs everything",
+    )
+
+
+def _in_order() -> tuple[str, ...]:
+    """What `sdpa_kernel(..., set_priority=True)` asks to be tried first."""
+    return tuple(_BACKENDS[number] for number in torch._C._get_sdp_priority_order() if number in _BACKENDS)
 
 
 def _cudnn(

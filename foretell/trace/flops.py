@@ -254,7 +254,7 @@ to _to_copy topk transpose tril tril_indices triu triu_indices type_as unbind un
 unique_consecutive unique_dim _unsafe_index _unsafe_index_put unsafe_split unsafe_split_with_sizes _unsafe_view
 unsqueeze value_selecting_reduction_backward view view_as view_as_complex view_as_real vstack where zero zeros
 zeros_like foretell.begin foretell.model_end foretell.nf4_dequantize profiler._record_function_enter profiler._record_function_enter_new
-profiler._record_function_exit
+profiler._record_function_exit foretell.all_reduce foretell.all_gather foretell.reduce_scatter foretell.all_to_all
 """
 _RESIZE = """
 reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d

@@ -17,13 +17,15 @@ from torch.profiler import ProfilerActivity, profile
 from foretell.trace.capture import capture
 from foretell.trace.collection import no_collection
 from foretell.trace.load import Source, load
+from foretell.trace.memos import forgetting
 from foretell.trace.recipe import Recipe
 from foretell.trace.step import Step
 from foretell.trace.types import Trace
 
 
 def trace_as_cpu(source: Source, recipe: Recipe) -> Trace:
-    return capture(lambda: load(source), recipe, capability=None)
+    with forgetting():
+        return capture(lambda: load(source), recipe, capability=None)
 
 
 @contextmanager

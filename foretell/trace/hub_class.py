@@ -67,10 +67,12 @@ def mended(config: Any, given: dict[str, Any]) -> Any:
     """Defaults that do not fit each other: features of pictures are as wide as the text that they go into; see also `_fit`."""
     text = getattr(config, "text_config", None)
     for name in MEDIA:
-        part = getattr(config, name, None)
-        if text is not None and part is not None and hasattr(part, "out_hidden_size") and "out_hidden_size" not in (given.get(name) or {}):
+        part, said = getattr(config, name, None), given.get(name) or {}
+        if text is None or part is None:
+            continue
+        if hasattr(part, "out_hidden_size") and "out_hidden_size" not in said:
             part.out_hidden_size = text.hidden_size
-        elif text is not None and hasattr(part, "embed_dim") and hasattr(part, "hidden_size") and "hidden_size" not in (given.get(name) or {}):
+        elif hasattr(part, "embed_dim") and hasattr(part, "hidden_size") and "hidden_size" not in said:
             part.hidden_size = text.hidden_size  # a stack with a width of its own: this is that of its features
     for name in ("image_token_id", "image_token_index", "video_token_id", "video_token_index"):
         if text is not None and has_media(config) and hasattr(config, name) and getattr(config, name) is None:

@@ -120,6 +120,11 @@ def _flattened(maker: Maker) -> Tensor:
     return torch.ones(maker.n, min(2048, media.first(vision, "seq_len") or 2048), wide)
 
 
+def _own_inputs(maker: Maker) -> Tensor:
+    """Words where the class reads words, features otherwise."""
+    return maker._words([]) if type(maker.model).__name__.endswith(_WORDY) else _float(SEQ, "d_model")(maker)
+
+
 def _ones(other: str) -> Callable[[Maker], Tensor]:
     def make(maker: Maker) -> Tensor:
         import torch
@@ -198,7 +203,7 @@ NAMED: dict[str, Callable[[Maker], Any]] = {
     "encoder_hidden_states": _float(SEQ, "encoder_hidden_size|hidden_size"),
     "query_embeds": _float(32, "hidden_size"),
     "inputs_embeds": _float(SEQ, "hidden_size|d_model"),
-    "inputs": lambda maker: maker._words([]) if type(maker.model).__name__.endswith(_WORDY) else _float(SEQ, "d_model")(maker),
+    "inputs": _own_inputs,
     "noise_embeds": _float(SEQ, "hidden_size"),
     "context_hidden_states": _float(SEQ, "hidden_size"),
     "decoder_input_values": _float(SEQ, "num_mel_bins"),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from foretell.errors import ForetellError, ModelError, UserError
 from foretell.trace.blame import step_error
 from foretell.trace.capture import capture
+from foretell.trace.memos import forgetting
 from foretell.trace.recipe import Recipe
 from foretell.trace.step import Loss, Workload
 from foretell.trace.types import Trace
@@ -35,7 +36,8 @@ def capture_module(
             "pass batch=: a tensor, a tuple of forward's arguments, or a dict of them by name",
         )
     try:
-        return capture(lambda: _copied(model, batch, loss), recipe, capability=capability, hints=hints)
+        with forgetting():
+            return capture(lambda: _copied(model, batch, loss), recipe, capability=capability, hints=hints)
     except ForetellError:
         raise
     except Exception as error:

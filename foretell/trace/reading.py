@@ -310,7 +310,7 @@ class Reading(QuickKeys):
         condition, turn = asked(sys._getframe(1)), self._turn()
         if condition is not None and condition.answer is not None:
             answer = condition.answer
-            if not condition.guards and turn > (1 if condition.loops else PATIENCE):
+            if not (condition.guards or condition.counted) and turn > (1 if condition.loops else PATIENCE):
                 return not answer
             self._assume(f"the condition at {condition.where} is taken to be {answer}")
             return answer

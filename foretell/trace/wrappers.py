@@ -60,7 +60,7 @@ def _compiling(tell: Tell, compiled: _Compiled) -> Iterator[tuple[Any, str, Any]
     def scripted(*args: Any, **kwargs: Any) -> Any:
         if "/torch/" not in sys._getframe(1).f_code.co_filename:
             tell("TorchScript's functions are traced op by op: what it fuses and keeps for backward on its own is not")
-        return script(*args, **kwargs)
+        return script(*args, **{**kwargs, "_frames_up": kwargs.get("_frames_up", 0) + 1})  # names are looked up where it is called
 
     yield torch.jit, "script", scripted
     yield torch, "compile", compile

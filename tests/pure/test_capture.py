@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from foretell.errors import ModelError
 from foretell.simulate.memory.replay import peak_live
 from foretell.trace.capture import capture
 from foretell.trace.cuda_attention import choose
@@ -101,6 +103,68 @@ def test_attention_choice_elsewhere_than_on_hopper() -> None:
     assert chosen(64, (7, 5), dtype=torch.float16) == "efficient" and chosen(64, (7, 5)) == "math"
     mask = torch.empty(2, 8, 64, 64, dtype=torch.bfloat16, device="meta")
     assert chosen(64, (8, 0), mask=mask) == "efficient"
+
+
+def test_attention_kernels_that_are_switched_off_are_not_chosen() -> None:
+    """`sdpa_kernel` and the switches of torch.backends.cuda, which user code turns to rule a kernel out."""
+    query = torch.empty(2, 8, 64, 64, dtype=torch.bfloat16, device="meta")
+
+    def chosen(mask: Tensor | None = None) -> str:
+        return choose(query, query, query, mask, 0.0, False, False, (9, 0), True, torch.__version__)
+
+    for only in ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
+        with sdpa_kernel(getattr(SDPBackend, only)):
+            assert chosen() == only.partition("_")[0].lower()
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        assert chosen() == "efficient"
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]), pytest.raises(ModelError, match=r"switched on \(flash\).*with a mask"):
+        chosen(torch.empty(2, 8, 64, 64, dtype=torch.bfloat16, device="meta"))
+    assert chosen() == "cudnn"
+
+
+def test_a_step_keeps_the_scores_where_the_model_asks_for_the_plain_kernel() -> None:
+    """A model that rules fused kernels out keeps a matrix of scores for each head, as its run does."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(64, 192)
+
+        def forward(self, x: Tensor) -> Tensor:
+            query, key, value = self.project(x).view(2, 128, 3, 4, 16).permute(2, 0, 3, 1, 4)
+            with sdpa_kernel(SDPBackend.MATH):
+                return nn.functional.scaled_dot_product_attention(query, key, value).sum()
+
+    model = Attention()
+    trace = capture_module(model, torch.randn(2, 128, 64), lambda out, _: out, Recipe(precision="bf16-autocast"), capability=(9, 0), hints=None)
+    names = {op.name for op in trace.programs["micro_first"].ops}
+    assert "aten._safe_softmax.default" in names and not any("_attention_backward" in name for name in names)
+
+
+@functools.lru_cache(4)
+def angles(length: int, more: str = "") -> dict[str, tuple[Tensor, str]]:
+    return {"table": (torch.arange(float(length)).cos(), more)}
+
+
+def test_a_trace_leaves_nothing_to_real_steps_in_what_functions_remember() -> None:
+    """Tables of positions that a library keeps between calls: those of a trace have no numbers."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.project(x) * angles(8)["table"][0]).sum()
+
+    model, x = Turned(), torch.randn(2, 8)
+    real = model(x)
+    angles.cache_clear()
+    capture_module(model, x, lambda out, _: out, Recipe(precision="fp32"), capability=None, hints=None)
+    assert torch.equal(model(x), real)
+    kept = angles.cache_info().hits
+    capture_module(model, x, lambda out, _: out, Recipe(precision="fp32"), capability=None, hints=None)
+    assert angles.cache_info().hits > kept  # what real steps left is still there
 
 
 # --------------------------------------------------------------------------- against a real run on this CPU

@@ -7,16 +7,19 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from foretell.errors import ModelError, UserError
+from foretell.lower.steps import repeated
+from foretell.search.child import trace_all
 from foretell.simulate.memory.replay import peak_live
 from foretell.trace.child import request as request_file
-from foretell.trace.child import trace_in_child
 from foretell.trace.file import loads
 from foretell.trace.load import Source
 from foretell.trace.recipe import Recipe
+from foretell.trace.script import kept as stored
 from foretell.trace.script.child import clear_stale, follow_in_child, request
 from foretell.trace.script.words import parse
 from foretell.trace.script.writes import Aside
@@ -24,7 +27,7 @@ from foretell.trace.types import Trace
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 SCRIPTS = DATA / "scripts"
-FOUND = {
+FOUND: dict[str, dict[str, Any]] = {
     "gpt_scaler": {"precision": "fp16-autocast", "optimizer": "adamw", "clip": 1.0},
     "conv_ema": {"precision": "fp32", "optimizer": "momentum"},
     "accelerate_mlp": {"precision": "bf16-autocast", "optimizer": "adamw-fused", "accumulate": 2, "clip": 1.0},
@@ -35,10 +38,40 @@ FOUND = {
     "trainer_bert": {"precision": "fp16-autocast", "optimizer": "adamw-fused", "clip": 1.0},
     "lightning_mlp": {"precision": "bf16-autocast", "optimizer": "adamw", "accumulate": 2, "clip": 1.0},
     "lightning_images": {"precision": "fp16-autocast", "optimizer": "momentum"},
+    "lightning_manual": {"precision": "fp32", "optimizer": "adam", "clip": 0.5},
+    "lightning_fabric": {"precision": "bf16-autocast", "optimizer": "adamw", "accumulate": 2, "clip": 1.0},
+    "trainer_t5": {"precision": "fp32", "optimizer": "adamw", "clip": 1.0},
+    "trainer_vit": {"precision": "bf16-autocast", "optimizer": "adamw-fused", "accumulate": 3},
+    "accelerate_glue": {"precision": "fp32", "optimizer": "adamw", "accumulate": 3},
+    "accelerate_diffusion": {"precision": "fp16-autocast", "optimizer": "adamw", "clip": 1.0},
+    "closure_pinn": {"precision": "fp32", "optimizer": "adam"},
+    "timm_style": {"precision": "fp16-autocast", "optimizer": "momentum", "clip": 2.0},
+    "gpt_compiled": {"precision": "bf16-autocast", "optimizer": "adamw-fused", "accumulate": 4, "clip": 1.0},
 }
 """What each does, as its source says."""
-AGAIN = {"trainer_bert", "recompute_hydra"}
+AGAIN = {"trainer_bert", "recompute_hydra", "accelerate_diffusion"}
 """Whose blocks are computed again in backward."""
+
+
+def zeroed_late(trace: Trace) -> Trace:
+    """The same step with the gradients of the one before there until its backward begins."""
+    ops = list(trace.programs["micro_first"].ops)
+    last = max(place for place, op in enumerate(ops) if op.phase == "forward")
+    gone = tuple(number for op in trace.programs["zero_grad"].ops for number in op.frees)
+    ops[last] = replace(ops[last], frees=(*ops[last].frees, *gone))
+    runs = {name: tuple(one for one in run if one[0] != "zero_grad") for name, run in trace.schedule.items()}
+    return replace(trace, programs={**trace.programs, "micro_first": replace(trace.programs["micro_first"], ops=tuple(ops))}, schedule=runs)
+
+
+def kept(trace: Trace) -> Trace:
+    """The same step with the gradients of the one before there all the time: it adds to them."""
+    again = repeated(trace, 2)
+    first = tuple(one for one in again.schedule["first_step"] if one[0] in ("micro_first", "update_first"))
+    return replace(again, resident=trace.resident, schedule={"first_step": first, "steady_step": (("micro_next", 1), ("update", 1))})
+
+
+LEFT = {"bert_dict": zeroed_late, "recompute_hydra": zeroed_late, "timm_style": zeroed_late, "lightning_manual": kept}
+"""What a step leaves to the next in scripts that do not free gradients after the update."""
 
 
 def followed(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Trace, list[str]]:
@@ -47,15 +80,22 @@ def followed(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     return loads(text), reply["notes"]
 
 
+@pytest.fixture(scope="module")
+def files() -> dict[str, Trace]:
+    """What the functions of the file that train the same need, traced in one process; recomputation is in the models themselves but for one."""
+    again = {name: "full" if name == "trainer_bert" else "none" for name in FOUND}
+    requests = [
+        request_file(Source(model=f"{DATA / 'scripts_as_files.py'}:{name}"), Recipe(**found, recompute=again[name]), (9, 0), {})
+        for name, found in FOUND.items()
+    ]
+    return {name: loads(text) for name, (text, _) in zip(FOUND, trace_all(requests), strict=True)}
+
+
 @pytest.mark.parametrize("name", FOUND)
-def test_a_script_needs_what_the_file_that_trains_the_same_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_needs_what_the_file_that_trains_the_same_needs(name: str, files: dict[str, Trace], monkeypatch: pytest.MonkeyPatch) -> None:
     trace, _ = followed(["python", f"{name}.py"], SCRIPTS, monkeypatch)
-    recipe = Recipe.from_json(trace.meta["recipe"])  # type: ignore[arg-type]
-    assert recipe == Recipe(**FOUND[name])
-    # the file's function makes another trace, of the same recipe; recomputation is in the script itself
-    source = Source(model=f"{DATA / 'scripts_as_files.py'}:{name}")
-    text, _ = trace_in_child(request_file(source, replace(recipe, recompute="full" if name == "trainer_bert" else "none"), (9, 0), {}))
-    other = loads(text)
+    assert Recipe.from_json(trace.meta["recipe"]) == Recipe(**FOUND[name])  # type: ignore[arg-type]
+    other = LEFT.get(name, lambda trace: trace)(files[name])
     mine, theirs = (peak_live(one, tuple(one.schedule)) for one in (trace, other))
     assert abs(mine / theirs - 1) < 0.001
     assert trace.meta["trainable"] == other.meta["trainable"]
@@ -131,7 +171,6 @@ ODD = {
     "raises": ("model(torch.randn(4, 9).cuda())\n", "train.py"),
     "forks": ("os.fork()\n", "train.py:6 forks"),
     "network": ("import urllib.request\nurllib.request.urlopen('http://example.invalid')\n", "needs the network"),
-    "kept gradients": ("optimizer.zero_grad(set_to_none=False)\n", "train.py:6: zero_grad"),
     "missing file": ("open('data/none.txt')\n", "none.txt"),
 }
 
@@ -223,3 +262,51 @@ with kept_aside(Aside({str(tmp_path / "scratch")!r})):
 def test_twins_of_paths() -> None:
     aside = Aside("/scratch")
     assert aside.twin("/a/b") == "/scratch/a/b" and aside.twin("/dev/null") is None and aside.twin(3) is None and aside.twin("/scratch/x") is None
+
+
+DEPENDS = """
+import json, os, torch
+from net import build
+width = int(os.environ.get("WIDTH_OF_IT", json.load(open("settings.json"))["width"]))
+print(sorted(os.listdir("data")), os.path.exists("resume.pt"))
+model = build(width).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.randn(4, width).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.save(model.state_dict(), "last.pt")
+"""
+
+
+def test_an_unchanged_script_is_not_followed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORETELL_CACHE", str(tmp_path / "cache"))
+    Path("train.py").write_text(DEPENDS)
+    Path("net.py").write_text("from torch import nn\nbuild = lambda n: nn.Linear(n, n)\n")
+    Path("settings.json").write_text('{"width": 16}')
+    Path("data").mkdir()
+    times: list[str] = []
+    monkeypatch.setattr(stored, "follow_in_child", lambda asked, **how: times.append("") or follow_in_child(asked, **how))
+
+    def parameters(*words: str) -> Any:
+        trace, reply = stored.followed(request(parse(["python", "train.py", *words]), (9, 0), {}, False))
+        return trace.meta["parameters"], len(times), reply["micro_batch"]
+
+    assert parameters() == (16 * 17, 1, 4)
+    Path("unrelated.txt").write_text("nobody reads this")
+    assert parameters() == (16 * 17, 1, 4)
+    Path("settings.json").write_text('{"width": 24}')
+    assert parameters() == (24 * 25, 2, 4)
+    monkeypatch.setenv("WIDTH_OF_IT", "8")
+    assert parameters() == (8 * 9, 3, 4)
+    Path("net.py").write_text("from torch import nn\nbuild = lambda n: nn.Linear(n, n, bias=False)\n")
+    assert parameters() == (8 * 8, 4, 4)
+    Path("data", "new.txt").touch()
+    assert parameters()[1] == 5
+    Path("resume.pt").touch()
+    assert parameters()[1] == 6
+    assert parameters("--other", "words")[1] == 7
+    Path("train.py").write_text(DEPENDS.replace("randn(4,", "randn(6,"))
+    assert parameters() == (8 * 8, 8, 6)
+    assert parameters() == (8 * 8, 8, 6)

@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foretell import zoo
 from foretell.lower.fsdp.sharded import MODEL_END, shard
+from foretell.lower.spread import spread
 from foretell.simulate.memory.replay import Replay, Sizes
 from foretell.trace import types
 from foretell.trace.blocks import find_blocks
@@ -90,17 +91,20 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def dry_run(build: Callable[[], Workload], recipe: Recipe, ranks: int) -> Measured:
+def every_block(model: nn.Module, **more: Any) -> None:
+    for path in find_blocks(model):
+        fully_shard(model.get_submodule(path), **more)
+    fully_shard(model, **more)
+
+
+def dry_run(build: Callable[[], Workload], recipe: Recipe, ranks: int, wrap: Callable[..., None] = every_block) -> Measured:
     """Two steps of FSDP2; what the second one needs (the first makes tensors of global shape besides)."""
     recorder = DryRun()
     with group(ranks) as mesh, recorder, cuda_choices(recorder, (9, 0), torch.__version__):
         workload = build()
         model = workload.model
         step = Step(workload, replace(recipe, precision="fp32"), device_type="cpu", observer=recorder)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        for path in find_blocks(model):
-            fully_shard(model.get_submodule(path), mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        wrap(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         with (
             mock.patch.object(_fsdp_param, "alloc_storage", recorder.refill),
             mock.patch.object(_fsdp_param, "free_storage", recorder.empty),
@@ -195,11 +199,13 @@ def compare(
     *,
     slack: int = 0,
     change: Callable[[types.Trace], types.Trace] = lambda trace: trace,
+    lower: Callable[[types.Trace, int], types.Trace] = shard,
+    wrap: Callable[..., None] = every_block,
 ) -> None:
     """Every byte agrees: what is kept, and the highest point of every phase."""
     trace = change(capture(build, replace(recipe, precision="fsdp-bf16")))
     for count in ranks:
-        said, seen = predict(shard(trace, count)), dry_run(build, recipe, count)
+        said, seen = predict(lower(trace, count)), dry_run(build, recipe, count, wrap)
         assert (said.parameters, said.gradients, said.optimizer) == (seen.parameters, seen.gradients, seen.optimizer)
         assert said.peaks.keys() == seen.peaks.keys() == {"forward", "backward", "update"}
         for phase, peak in seen.peaks.items():
@@ -328,6 +334,40 @@ def test_inference_gathers_block_by_block_and_keeps_the_root() -> None:
     ops = trace.programs["forward"].ops
     assert sum(op.name == "foretell.all_gather" for op in ops) == 5
     assert sum(op.name == "foretell.reshard" for op in ops) == 4
+
+
+def first_kept(model: Any, **more: Any) -> None:
+    """The root gives back, the last block does not, and the others do."""
+    *others, last = find_blocks(model)
+    for path in others:
+        fully_shard(model.get_submodule(path), **more)
+    fully_shard(model.get_submodule(last), reshard_after_forward=False, **more)
+    fully_shard(model, reshard_after_forward=True, **more)
+
+
+def ends_apart(model: Any, **more: Any) -> None:
+    """What is before the blocks is a unit, and what is after them one of two modules."""
+    fully_shard(model.tokens, **more)
+    for path in find_blocks(model):
+        fully_shard(model.get_submodule(path), **more)
+    fully_shard([model.norm, model.head], reshard_after_forward=False, **more)
+    fully_shard(model, **more)
+
+
+OWN = {
+    "first kept": (first_kept, [["blocks.0"], ["blocks.1"]], {"blocks.0": True, "blocks.1": False, "": True}),
+    "ends apart": (ends_apart, [["tokens"], ["blocks.0"], ["blocks.1"], ["norm", "head"]], {"norm": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_units_that_a_script_chooses(kind: str) -> None:
+    wrap, units, reshard = OWN[kind]
+    how = {"units": units, "reshard": reshard, "reduce": None, "left": []}
+    compare(
+        workload("llama-tiny", 2, layers=2), Recipe(), (4,), wrap=wrap,
+        lower=lambda trace, ranks: spread(trace, {"kind": "fsdp", "world": ranks, "shards": ranks, "replicate": 1, "how": how}),
+    )  # fmt: skip
 
 
 def test_one_rank_is_refused() -> None:

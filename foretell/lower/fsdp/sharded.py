@@ -56,22 +56,24 @@ _WIDE = {"fsdp-bf16": {"bfloat16": "float32"}, "fsdp-fp16": {"float16": "float32
 
 def shard(
     trace: Trace, ranks: int, *, replicate: int = 1, reshard: bool | int = True, reduce: str | None = None,
-    units: Sequence[str] | None = None, left: Sequence[str] = (),
+    units: Sequence[str] | None = None, left: Sequence[str] = (), beside: Sequence[str] | None = None,
+    apart: Mapping[str, bool | int] | None = None,
 ) -> Trace:  # fmt: skip
     """The step of one rank (the one with the largest shards) out of `ranks`, from the trace of its compute.
 
     `replicate` such groups hold the same; `reshard` is FSDP2's reshard_after_forward of the blocks; `reduce` the dtype
     in which gradients are summed, their own if None. `units` are the modules that are gathered each by itself, the blocks
-    if not said, and then nothing else is sharded; modules in `left` are left as they are.
+    if not said, and then nothing else is sharded; modules in `left` are left as they are. `beside` are the units beside the root
+    where these are not the blocks, and `apart` says which of them (the root: "") reshard in another way.
     """
-    if ranks * replicate < 2 and units is None:
+    if ranks * replicate < 2 and units is None and beside is None:
         raise ValueError(f"sharding needs at least 2 ranks, got {ranks}")
     way = Way(
         ranks=ranks, replicate=replicate, reshard=reshard_of(reshard, ranks), wide=wide_of(trace), reduce=reduce,
-        inside=units is not None,
+        inside=units is not None, apart={path: reshard_of(one, ranks) for path, one in (apart or {}).items()},
     )  # fmt: skip
     storages = Storages(trace.storages)
-    pieces = units_of(trace, way, storages, units, left)
+    pieces = units_of(trace, way, storages, units, left, beside)
     programs: dict[str, Program] = {}
     schedule, roles = _summing_last(trace.schedule) if replicate > 1 else (trace.schedule, {"micro_next": ADD})
     for name, program in [*trace.programs.items(), *((name, trace.programs[FIRST]) for name in roles if name == LAST)]:

@@ -42,6 +42,8 @@ class Way:
     """Dtype of compute → dtype that is kept and trained, where it differs."""
     reduce: str | None = None
     """Dtype in which gradients are summed; None: their own."""
+    apart: Mapping[str, bool | int] = field(default_factory=dict)
+    """Unit → the same, where it differs; the root, whose path is empty, is kept unless it is here."""
     inside: bool = False
     """Sharded along the first dimension after the rows that divides, if one does: as stacks of experts are."""
 
@@ -51,6 +53,10 @@ class Way:
             if shape[dim] % self.ranks == 0:
                 return (*shape[:dim], shape[dim] // self.ranks, *shape[dim + 1 :])
         return rows(shape, self.ranks)
+
+    def after(self, path: str) -> bool | int:
+        """What happens to a unit's parameters after its forward."""
+        return self.apart.get(path, self.reshard if path else False)
 
     def kept(self, dtype: str) -> str:
         return self.wide.get(dtype, dtype)
@@ -123,12 +129,14 @@ class Storages:
 
 
 def units_of(
-    trace: Trace, way: Way, storages: Storages, chosen: Sequence[str] | None = None, left: Sequence[str] = ()
-) -> dict[str, Unit]:
+    trace: Trace, way: Way, storages: Storages, chosen: Sequence[str] | None = None, left: Sequence[str] = (),
+    beside: Sequence[str] | None = None,
+) -> dict[str, Unit]:  # fmt: skip
     """Path → unit, the root first; every parameter and gradient in the one it belongs to.
 
-    With `chosen` these are the units, and only what they hold; what modules in `left` hold is in none."""
-    blocks = trace.meta.get("blocks", ()) if chosen is None else chosen
+    With `chosen` these are the units, and only what they hold; what modules in `left` hold is in none. With `beside` these are
+    the units beside the root, not the blocks."""
+    blocks = (trace.meta.get("blocks", ()) if beside is None else beside) if chosen is None else chosen
     assert isinstance(blocks, Sequence)
     units = {path: Unit(path) for path in ("", *blocks)}
     out = {number for number, storage in trace.storages.items() if _out(storage.module, units, chosen, left)}
@@ -191,8 +199,8 @@ def _allocate(unit: Unit, way: Way, storages: Storages) -> None:
         cast += low if kept.dtype != piece.spec.dtype else 0
         if way.ranks == 1 and kept.dtype != piece.spec.dtype:
             unit.casts[piece.storage] = storages.add(low, types.COMMUNICATION, unit.path)
-        if way.reshard > 1 and unit.path:
-            part = way.ranks * low // int(way.reshard)
+        if way.after(unit.path) > 1:
+            part = way.ranks * low // int(way.after(unit.path))
             unit.parts[piece.storage] = storages.add(part, types.GATHERED, module)
         storages.all[piece.storage] = storages.all[piece.storage]._replace(nbytes=way.ranks * low, role=types.GATHERED)
     reduced = sum(piece.rows(way).numel * DTYPE_BYTES[way.summed(piece.spec.dtype)] for piece in unit.trained)

@@ -46,6 +46,8 @@ class Weaver:
         """Units whose all-gather was started and not yet copied out."""
         self.order: list[str] = []
         """Units in the order in which their forward ended, which is what backward prefetches by."""
+        self.ended = False
+        """The model's forward is over: what follows, the loss, needs nothing of the root."""
         self.spread: set[str] = set()
         """Units of which fewer ranks hold the parameters together since forward."""
         self.held_gather: int | None = None
@@ -84,7 +86,7 @@ class Weaver:
     def _gather(self, path: str) -> None:
         """Make a unit whole before its forward; the result of the gather before goes only after that."""
         unit = self.units[path]
-        if path in self.whole or not unit.parameters:
+        if path in self.whole or not unit.parameters or (self.ended and not path):
             return
         self._start_gather(unit)
         self._copy_out(unit, *([self.held_gather] if self.held_gather is not None else []))
@@ -93,18 +95,21 @@ class Weaver:
     def _leave(self, path: str) -> None:
         """A block's parameters are given back after its forward, if they are to be."""
         if path and self.units[path].parameters:
-            if self.way.reshard > 1:
+            if self.way.after(path) > 1:
                 self._spread(self.units[path])
-            elif self.way.reshard:
+            elif self.way.after(path):
                 self._reshard(self.units[path])
             self.order.append(path)
 
     def _end_of_model(self) -> None:
+        self.ended = True
         if self.units[""].parameters:
             self.order.append("")
         if self.held_gather is not None:
             self._emit("foretell.all_gather_wait", "", frees=(self.held_gather,))
             self.held_gather = None
+        if self.way.after("") and self.units[""].parameters:
+            (self._spread if self.way.after("") > 1 else self._reshard)(self.units[""])
 
     def _backward(self, ops: Sequence[Op], from_model: bool) -> None:
         begin = 0 if from_model else _model_begin(ops, self.old)
@@ -208,8 +213,8 @@ class Weaver:
         if self.way.ranks == 1:
             return
         if unit.path in self.spread:
-            inputs = self._once(unit, "parts", lambda: tuple(Ref(unit.parts[one.storage], self._part(one)) for one in unit.parameters))
-            source, ranks = unit.part_input, int(self.way.reshard)
+            inputs = self._once(unit, "parts", lambda: tuple(Ref(unit.parts[one.storage], self._part(one, unit)) for one in unit.parameters))
+            source, ranks = unit.part_input, int(self.way.after(unit.path))
         else:
             inputs = self._once(unit, "shards", lambda: tuple(Ref(unit.shards[p.storage], p.rows(self.way)) for p in unit.parameters))
             source, ranks = unit.gather_input, self.way.ranks
@@ -250,15 +255,15 @@ class Weaver:
     def _spread(self, unit: Unit) -> None:
         """Keep the part of each parameter that fewer ranks share, and give the whole back."""
         for piece in unit.parameters if unit.path in self.whole else ():
-            part = Ref(unit.parts[piece.storage], self._part(piece))
+            part = Ref(unit.parts[piece.storage], self._part(piece, unit))
             self._emit("aten.clone.default", unit.path, (part._replace(storage=piece.storage),), (part,),
                        allocates=(part.storage,), frees=(piece.storage,))  # fmt: skip
         self.whole.discard(unit.path)
         self.spread.add(unit.path)
 
-    def _part(self, piece: Piece) -> TensorSpec:
+    def _part(self, piece: Piece, unit: Unit) -> TensorSpec:
         padded = self.way.ranks * piece.rows(self.way).numel
-        return TensorSpec((padded // int(self.way.reshard),), piece.spec.dtype)
+        return TensorSpec((padded // int(self.way.after(unit.path)),), piece.spec.dtype)
 
     def _gathered(self, unit: Unit) -> Ref:
         """The result of a unit's all-gather, as one flat tensor."""

@@ -25,10 +25,11 @@ _SCRATCH = "foretell-script-"
 
 
 def request(
-    script: Script, capability: tuple[int, int] | None, hints: Mapping[str, float], keep_writes: bool, change: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Without a capability the script is followed as this machine's CPU runs it. `change` is what is done to its model (`follow.CHANGES`)."""
-    asked = {"script": vars(script), "capability": list(capability or ()), "hints": dict(hints), "keep_writes": keep_writes}
+    script: Script, capability: tuple[int, int] | None, hints: Mapping[str, float], keep_writes: bool, rank: int = 0,
+    change: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Without a capability the script is followed as this machine's CPU runs it. `change` is what is done to it on the way (`follow.CHANGES`)."""
+    asked = {"script": vars(script), "capability": list(capability or ()), "hints": dict(hints), "keep_writes": keep_writes, "rank": rank}
     return {**asked, "change": dict(change)} if change else asked
 
 
@@ -71,19 +72,26 @@ def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     from foretell.trace.leaving import staying
     from foretell.trace.load import user_files
     from foretell.trace.script.follow import capture_script
+    from foretell.trace.script.reads import Reads, written_down
+    from foretell.trace.script.spread import about
     from foretell.trace.script.writes import Aside, kept_aside
 
     given = {**asked["script"], "words": tuple(asked["script"]["words"]), "arguments": tuple(asked["script"]["arguments"])}
     aside = Aside(asked["scratch"])
     os.environ["TMPDIR"] = tempfile.tempdir = aside.scratch
-    with nullcontext() if asked["keep_writes"] else kept_aside(aside), staying():
-        capability = tuple(asked["capability"]) or None
-        trace, notes = capture_script(Script(**given), capability=capability, hints=asked["hints"], change=asked.get("change", {}))
+    reads, capability = Reads([aside.scratch]), tuple(asked["capability"]) or None
+    with written_down(reads), nullcontext() if asked["keep_writes"] else kept_aside(aside), staying():
+        how = {"hints": asked["hints"], "rank": asked["rank"], "change": asked.get("change", {})}
+        trace, seen = capture_script(Script(**given), capability=capability, **how)
+    notes = seen.world.notes
     if aside.written:
         names = ", ".join(os.path.relpath(one) for one in aside.written[:3]) + (" ..." if len(aside.written) > 3 else "")
         notes.append(f"what the script writes before its first step went to a scratch folder that is gone ({names}); --keep-writes lets it")
-    first: list[Any] = next((sizes for sizes in trace.meta["batch"] if len(sizes) > 1), ["", 1])  # type: ignore[attr-defined]
-    return {"text": dumps(trace), "files": file_hashes(user_files()), "notes": notes, "micro_batch": first[1]}
+    files = file_hashes([*user_files(), *([os.path.abspath(given["file"])] if given["file"] else [])])
+    reads.paths -= files.keys()
+    stamps = None if asked["keep_writes"] else reads.stamps(aside.written)
+    told = {"notes": notes, "micro_batch": seen.micro_batch, "stamps": stamps, "variables": reads.variables, **about(seen.world.ranks)}
+    return {"text": dumps(trace), "files": files, **told}
 
 
 def main() -> None:

@@ -3,7 +3,8 @@
     a module that learns is called    a micro-batch begins                        micro_first, then micro_next
     backward                          its second half, or several: a new micro-batch begins with the next forward after one
     clip_grad_norm_, unscale_, step   the update begins                           update_first
-    the end of step                   the optimizer steps once more, with states  update, zero_grad; then the script is stopped
+    the end of step                   the optimizer steps once more, with states  update, zero_grad
+    the step after that               as the script takes it (`second`)           again, again_next, update_again; then the script is stopped
 
 With several optimizers that take turns (GANs) all of a round is one program.
 """
@@ -11,7 +12,9 @@ With several optimizers that take turns (GANs) all of a round is one program.
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
+import math
 import runpy
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from foretell.errors import ForetellError, ModelError
 from foretell.trace import types
-from foretell.trace.capture import _finish, _in_move_order, _Roles, any_code, no_initialisation, seeded
+from foretell.trace.capture import _finish, _in_move_order, _Roles, any_code, seeded
 from foretell.trace.collection import no_collection
 from foretell.trace.cpu import cpu_choices
 from foretell.trace.cuda import cuda_choices, real_masks
@@ -36,9 +39,14 @@ from foretell.trace.formulas import plain_formulas
 from foretell.trace.load import is_users, model_error
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder
+from foretell.trace.script.ranks import launcher_remedy
+from foretell.trace.script.second import AGAIN, AGAIN_NEXT, UPDATE_AGAIN, Second, scheduled
+from foretell.trace.script.shards import imported
+from foretell.trace.script.spread import spread_told
 from foretell.trace.script.words import Script
-from foretell.trace.script.world import World, as_on_a_device, asker, sizes
+from foretell.trace.script.world import World, as_on_a_device, asker, rows_of, sizes
 from foretell.trace.step import Workload, apply_recompute
+from foretell.trace.values import value_of
 
 _MICRO = ("micro_first", "micro_next")
 _UPDATE = "update_first"
@@ -70,22 +78,45 @@ with the first batch size, the second."""
 
 
 def capture_script(
-    script: Script, *, capability: tuple[int, int] | None, hints: Mapping[str, float] | None = None, change: Mapping[str, Any] | None = None
-) -> tuple[types.Trace, list[str]]:
-    """One step of the script, as a device of this compute capability runs it, or without one this CPU; and what a reader should know."""
+    script: Script, *, capability: tuple[int, int] | None, hints: Mapping[str, float] | None = None, rank: int = 0,
+    change: Mapping[str, Any] | None = None,
+) -> tuple[types.Trace, Follower]:  # fmt: skip
+    """One step of one of the script's ranks, as a device of this compute capability runs it, or without one this CPU; and what else was
+    seen of it."""
+    imported(script)
     recorder, release = Recorder(hints), torch.__version__
     recorder.patient = False
     choices = cuda_choices(recorder, capability, release) if capability else cpu_choices(recorder)
     sees = not_torchs if capability else _nobody
     with (
         no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, sees),
-        as_on_a_device(script, recorder, "cuda" if capability else "cpu", (change or {}).get("batch")) as world, no_initialisation(),
+        as_on_a_device(script, recorder, rank, "cuda" if capability else "cpu", (change or {}).get("batch")) as world,
+        replaced(_not_initialised(recorder)),
     ):  # fmt: skip
         follower = Follower(recorder, world, change or {})
-        with follower.following():
+        with follower.following(), world.ranks.telling():
             _run(script, follower)
-    trace = follower.trace(script, capability, release)
-    return replace(trace, meta={**trace.meta, "options": [list(one) for one in world.options]} if world.options else trace.meta), world.notes
+    with world.ranks.telling():
+        trace = follower.trace(script, capability, release)
+    assert follower.found is not None
+    if world.options:
+        trace = replace(trace, meta={**trace.meta, "options": [list(one) for one in world.options]})
+    return spread_told(world.ranks, trace, follower.found.model, follower.second), follower
+
+
+def _not_initialised(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+    """Weights without numbers need none, which saves time; in a step it is work like any other."""
+
+    def unless_needed(plain: Any) -> Any:
+        def initialise(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            idle = recorder._rows is None and isinstance(tensor, FakeTensor) and value_of(tensor) is None
+            made: Tensor = tensor if idle else plain(tensor, *args, **kwargs)
+            return made
+
+        return initialise
+
+    for name in ("normal_", "uniform_", "fill_", "zero_"):
+        yield Tensor, name, unless_needed(getattr(Tensor, name))
 
 
 def _run(script: Script, follower: Follower) -> None:
@@ -99,13 +130,17 @@ def _run(script: Script, follower: Follower) -> None:
     except Done:
         pass
     except SystemExit as error:
-        if not follower.done:
+        if not follower.stepped:
             raise _left(script, error) from error
+        follower.once(f"{script.name} exits")
     except ForetellError:
         raise
     except Exception as error:
-        if not follower.done:
-            raise model_error(script.name, error, "following") from error
+        if not follower.stepped:
+            raise model_error(script.name, error, "following", launcher_remedy(script, error)) from error
+        follower.once(model_error(script.name, error, "following").problem)
+    else:
+        follower.once(f"{script.name} ends")
     finally:
         sys.argv = before
         sys.path.remove(folder)
@@ -124,12 +159,21 @@ class Follower:
         self.recorder, self.world, self.change = recorder, world, change
         self.found: Found | None = None
         self.roles: _Roles | None = None
-        self.done = False
+        self.done = self.stepped = False
+        """Whether nothing more is needed of the script; whether its first step is over."""
+        self.second = Second(recorder)
+        self.micro_batch = 1
+        """Samples of the first batch."""
         self._micros, self._name = 0, ""
         self._given: list[list[Any]] = []
+        self._tentative = False
+        """Whether the model that was found is in evaluation mode: the script may train it so, or only look at it."""
         self._ran = False
         """Whether backward ran since the micro-batch began."""
         self._clip: float | None = None
+        self._trained: list[nn.Parameter] = []
+        self._before: set[int] = set()
+        """Storages that were there when the first step began, of the device or not."""
         self._program: AbstractContextManager[None] | None = None
         self._stack = ExitStack()
         self._casts = ExitStack()
@@ -163,10 +207,14 @@ class Follower:
         if found.optimizer is None:
             raise ModelError(f"{script.name} ended before its first step", "an optimizer's step() is where a step ends")
         self._update_whole()
+        whole_second = self.second.finish()
         self._seen_first()
         trace = _finish(self.recorder, found, roles, capability, release)  # type: ignore[arg-type]
         if not any(len(one) > 1 for one in trace.meta["batch"]):  # type: ignore[attr-defined]
             trace = replace(trace, meta={**trace.meta, "batch": self.world.row or self._given})  # nothing was moved
+        trace = replace(trace, meta={**trace.meta, "trainable": sum({id(one): one.numel() for one in self._trained}.values())})
+        if whole_second:
+            return scheduled(trace, found.recipe.accumulate)
         return replace(trace, schedule={"first_step": ((_ROUNDS[0], 1),), "steady_step": ((_ROUNDS[1], 1),)}) if self._rounds else trace
 
     # ------------------------------------------------------------------ what is watched
@@ -194,14 +242,6 @@ class Follower:
                 raise Done
             return made
 
-        zero = Optimizer.zero_grad
-
-        def zeroed(optimizer: Any, set_to_none: bool = True) -> None:
-            if not set_to_none:
-                raise ModelError(f"{asker()}: zero_grad(set_to_none=False) keeps gradients between steps: not followed yet", "leave that out")
-            zero(optimizer, set_to_none)
-
-        yield Optimizer, "zero_grad", zeroed
         yield torch.autograd, "backward", back
         yield scaler, "unscale_", unscaled
         yield scaler, "update", update
@@ -210,10 +250,14 @@ class Follower:
                 yield owner, name, self._clipping(getattr(nn.utils.clip_grad, name))
 
     def _clipping(self, clip: Any) -> Any:
-        def clipped(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
-            self._clip = float(limit)
+        named = inspect.signature(clip)
+
+        def clipped(*args: Any, **kwargs: Any) -> Any:
+            given = named.bind(*args, **kwargs).arguments
+            limit = float(given.get("max_norm", given.get("clip_value", 0.0)))
+            self._clip = limit if math.isfinite(limit) else None  # without a limit it is a norm that is looked at
             self._updating()
-            return clip(parameters, limit, *args, **kwargs)
+            return clip(*args, **kwargs)
 
         return clipped
 
@@ -230,17 +274,25 @@ class Follower:
             self._program.__exit__(None, None, None)
         self._program, self._name = None, ""
 
-    def _called(self, module: nn.Module, given: Any) -> None:
+    def _called(self, module: nn.Module, args: Any) -> None:
         """Before every call of a module: the outermost one that learns begins a micro-batch, unless one is under way."""
         if self.done:
             raise Done
-        if self.recorder._stack or not torch.is_grad_enabled():
+        if self.recorder._stack:
             return
-        if not module.training or not any(one.requires_grad for one in module.parameters()):
+        if self.second.begun and self.second.late():
+            self.once("the way to it takes long")
+            raise Done
+        if not self._learns(module):
+            if self.second.begun and self._micros == 0 and self.second.without_gradients(module):
+                self.world.notes.append(f"{asker()}: what is computed between steps without gradients is not counted")
             return
+        if self._tentative and module.training and not self._ran:
+            self._forget()
         if self.found is None:
-            self._find(module)
-            self._given = sizes(given)
+            self._find(module, args)
+            self._given = sizes(args)
+            self._tentative = not module.training
         if self._rounds:
             if not self._name:
                 self._begin(_ROUNDS[0], "forward")
@@ -248,19 +300,39 @@ class Follower:
             self._micros, self._ran = self._micros + 1, False
             if "autocast" in self.change:
                 self._casts.enter_context(torch.autocast(self.world.device, getattr(torch, self.change["autocast"])))
-            if self._micros <= len(_MICRO):
-                self._begin(_MICRO[self._micros - 1], "forward")
+            if self.second.begun and self._micros == 1:
+                assert self.found is not None
+                self.second.forward(self.found.model)
+                self.recorder.phase("forward")
+            elif self._micros <= len(_MICRO):
+                self._begin((AGAIN, AGAIN_NEXT)[self._micros - 1] if self.second.begun else _MICRO[self._micros - 1], "forward")
             else:
                 self._end()  # as the one before
 
-    def _find(self, module: nn.Module) -> None:
+    def _learns(self, module: nn.Module) -> bool:
+        """Whether a call of a module may be followed by backward; one in evaluation mode only where the first to be was."""
+        if not torch.is_grad_enabled() or not any(one.requires_grad for one in module.parameters()):
+            return False
+        return module.training or self.found is None or self._tentative
+
+    def _forget(self) -> None:
+        """What was called in evaluation mode was not trained: a model in training mode is called now, without a backward before."""
+        self._end()
+        self.recorder.programs.clear()
+        self._stack.close()
+        self.found, self._micros, self._tentative = None, 0, False
+
+    def _find(self, module: nn.Module, args: Any) -> None:
         """The script's modules, and what is on the device before its first forward."""
         model = whole(module)
         inputs = self.world.on_device(model, self.recorder.placed)
+        self.micro_batch = self.world.rows or rows_of(args) or rows_of(inputs) or 1
         self.found = Found(model, Workload(model, inputs), Recipe(precision="fp32"))
         if "recompute" in self.change:
             apply_recompute(model, self.change["recompute"], self.recorder)
         self._resident = list(dict.fromkeys(self.recorder.storage_id(one) for one in (*_in_move_order(model), *inputs)))
+        there = [one for one in gc.get_objects() if type(one) is FakeTensor and one.layout is torch.strided]
+        self._before = {self.recorder.storage_id(one) for one in there}
         self._stack.enter_context(real_masks(self.recorder))  # only now: libraries that it looks at are imported
         self._stack.enter_context(self.recorder.modules(model))
         self.recorder._enter(module, None)
@@ -271,8 +343,13 @@ class Follower:
         if self.found is None or self.done:
             return
         self._ran = True
+        if self.second.begun:
+            self.second.backward(self.found.model)
+            return
+        self.world.ranks.ran_backward(self._micros)
         if self.roles is None:
             self.roles = _Roles(self.recorder, self.found, self._resident)  # type: ignore[arg-type]
+            self.found.workload = Workload(self.found.model, shapes_of(self.found.workload.batch))
         if self._micros < 2:  # later ones add to what is there
             self.roles.note_gradients(self.found)  # type: ignore[arg-type]
 
@@ -282,8 +359,8 @@ class Follower:
             return
         if self._rounds:
             self.recorder.phase("update")
-        elif self._name != _UPDATE:
-            self._begin(_UPDATE, "update")
+        elif self._name not in (_UPDATE, UPDATE_AGAIN) and not (self.second.begun and self._micros == 0):
+            self._begin(UPDATE_AGAIN if self.second.begun else _UPDATE, "update")
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self.done:
@@ -292,8 +369,13 @@ class Follower:
         if closure is not None:
             return (optimizer, self._within(closure), *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
         self._updating()
-        self._before_step = len(self.recorder.programs.get(_UPDATE, ()))
+        self._note_step()
         return None
+
+    def _note_step(self) -> None:
+        """What the update did before the step itself, it does again before later ones."""
+        if not self.second.begun:
+            self._before_step = len(self.recorder.programs.get(_UPDATE, ()))
 
     def _within(self, closure: Any) -> Any:
         """Forward and backward inside of `step`: the update begins when they are over."""
@@ -302,7 +384,7 @@ class Follower:
             with torch.enable_grad():
                 made = closure(*args, **kwargs)
             self._updating()
-            self._before_step = len(self.recorder.programs.get(_UPDATE, ()))
+            self._note_step()
             return made
 
         return run
@@ -311,7 +393,12 @@ class Follower:
         found = self.found
         if found is None or self.done or self.roles is None:
             return
+        if self.second.begun:
+            self._stepped_again()
+            return
         found.optimizer = optimizer
+        self.world.ranks.stepped = self.world.ranks.stepped or asker()
+        self._trained += [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
         if type(optimizer).__name__.lower() not in _KNOWN:
             self.world.notes.append(f"the optimizer is the script's own, {type(optimizer).__name__}; where a name must stand for it, adamw does")
         found.recipe = Recipe(
@@ -322,14 +409,29 @@ class Follower:
         if self._rounds:
             self._took_turn(optimizer)
             return
-        self.done = True
+        self.stepped = self.done = True  # hooks have nothing to do with this one
         self._begin("update", "update")
         optimizer.step()
-        self._begin("zero_grad", "update")
-        optimizer.zero_grad()
         self._end()
+        self.done = False
+        self.second.begin(found.model)
+        self.recorder.programs["zero_grad"] = [self.second.zero_grad()]
+        self._micros, self._ran = 0, False
+        self._begin(AGAIN, "update")
+
+    def _stepped_again(self) -> None:
+        if self._micros == 0:  # nothing was learned since: another part of the first step
+            return
+        self._end()
+        self.recorder._last = None  # what the script lets go of from now on, it does because it is stopped
+        self.second.done = self.done = True
         if not self.world.scales:
             raise Done
+
+    def once(self, why: str) -> None:
+        """The script takes one step only, or no second one that can be followed."""
+        if self.stepped and not self.done and not self._rounds:
+            self.world.notes.append(f"only the first step was followed ({why}): gradients are taken to be freed at its end")
 
     def _took_turn(self, optimizer: Optimizer) -> None:
         """A round is over when every optimizer has stepped; the second one is recorded with states that are there."""
@@ -355,21 +457,24 @@ class Follower:
     def _seen_first(self) -> None:
         """What the step reads and did not make was there before: a batch that was never moved, a table of its own.
 
-        The batch of the second micro-batch takes the place of the first one's.
+        The batch of a later micro-batch takes the place of the first one's; what was there when the first step began has its own.
         """
         assert self.roles is not None
         known = set(self.roles.resident)
         moved: dict[int, int] = {}
         batch = [one for one in self.roles.resident if self.roles.roles.get(one) == types.INPUT]
         for name, rows in self.recorder.programs.items():
+            taken: set[int] = set()
             for row in rows:
                 for ref in row.inputs:
                     if self.recorder.born_in[ref.storage] is not None or ref.storage in known or ref.storage in moved:
                         continue
                     size = self.recorder.sizes[ref.storage]
-                    place = next((one for one in batch if self.recorder.sizes[one] == size and one not in moved.values()), None)
-                    if name == _MICRO[1] and place is not None:
+                    place = next((one for one in batch if self.recorder.sizes[one] == size and one not in taken), None)
+                    later = name in (_MICRO[1], AGAIN, AGAIN_NEXT) and ref.storage not in self._before
+                    if later and place is not None:
                         moved[ref.storage] = place
+                        taken.add(place)
                     else:
                         known.add(ref.storage)
                         batch.append(ref.storage)
@@ -378,6 +483,15 @@ class Follower:
                 row.inputs = tuple(ref._replace(storage=moved.get(ref.storage, ref.storage)) for ref in row.inputs)
                 row.outputs = tuple(ref._replace(storage=moved.get(ref.storage, ref.storage)) for ref in row.outputs)
                 row.frees = [number for number in row.frees if number not in moved]
+        stays = set(moved.values())
+        for row in (row for rows in self.recorder.programs.values() for row in rows if not stays.isdisjoint(row.frees)):
+            row.frees = [number for number in row.frees if number not in stays]
+
+
+def shapes_of(batch: Any) -> tuple[Tensor, ...]:
+    """Tensors like those of a batch, which nobody holds any longer."""
+    with unset_fake_temporarily():
+        return tuple(torch.empty(one.shape, dtype=one.dtype, device="meta") for one in batch)
 
 
 def optimizers() -> dict[int, Optimizer]:

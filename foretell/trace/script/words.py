@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from foretell.errors import UserError
 
@@ -14,6 +15,8 @@ _EXAMPLE = "write it like: foretell fit --on H100 -- python train.py --batch-siz
 _FLAGS = {"-u", "-O", "-OO", "-B", "-s", "-S", "-E", "-I", "-q", "-v"}
 """Of the interpreter, which say nothing of the step."""
 _WITH_VALUE = {"-W", "-X"}
+AFTER = "after it took what another rank sends at"
+"""How errors end of a rank that was followed without what others tell it."""
 _RANKS = ("--nproc-per-node", "--nproc_per_node", "--num_processes", "--num-processes")
 _NODES = ("--nnodes", "--num_machines", "--num-machines")
 _LAUNCHERS = {"torchrun": (), "accelerate": ("launch",)}
@@ -22,6 +25,10 @@ _SWITCHES = {
     "--no_local_rank", "--same_network", "--debug", "--quiet", "-q", "--dynamo_use_dynamic",
 }  # fmt: skip
 """Of launchers, without a value."""
+_TOLD = {"mixed_precision": "ACCELERATE_MIXED_PRECISION", "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"}
+"""Options of accelerate → what it tells its processes by."""
+_OTHERS = {"use_fsdp": "FSDP", "use_deepspeed": "DeepSpeed", "use_megatron_lm": "Megatron-LM", "config_file": "a file of settings", "cpu": "a CPU"}
+"""Options of accelerate that have it train in another way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +43,12 @@ class Script:
     arguments: tuple[str, ...] = ()
     ranks: int = 1
     ranks_per_node: int = 1
+    """Both 0: one for every device."""
+    nodes: int = 1
+    variables: dict[str, str] = field(default_factory=dict)
+    """That the launcher sets, by its options."""
+    launched: bool = False
+    """By a launcher, which tells its processes who they are."""
 
     @property
     def name(self) -> str:
@@ -71,14 +84,14 @@ def _without_flags(rest: list[str]) -> list[str]:
     return rest
 
 
-def _named(rest: list[str], words: tuple[str, ...], ranks: int = 1, per_node: int = 1) -> Script:
+def _named(rest: list[str], words: tuple[str, ...], **launched: Any) -> Script:
     if rest[:1] == ["-m"] and len(rest) > 1:
-        return Script(words=words, module=rest[1], arguments=tuple(rest[2:]), ranks=ranks, ranks_per_node=per_node)
+        return Script(words=words, module=rest[1], arguments=tuple(rest[2:]), **launched)
     if not rest or rest[0].startswith("-"):
         raise UserError(f"'{' '.join(words)}' names no script", _EXAMPLE)
     if not Path(rest[0]).is_file():
         raise UserError(f"there is no file {rest[0]}", "name the script as you would start it from this folder")
-    return Script(words=words, file=rest[0], arguments=tuple(rest[1:]), ranks=ranks, ranks_per_node=per_node)
+    return Script(words=words, file=rest[0], arguments=tuple(rest[1:]), **launched)
 
 
 def _launched(launcher: str, given: list[str], typed: tuple[str, ...] | None = None) -> Script:
@@ -100,7 +113,28 @@ def _launched(launcher: str, given: list[str], typed: tuple[str, ...] | None = N
     nodes = _number(next((options[key] for key in _NODES if key in options), "1").split(":")[-1], "nodes")
     ranks = _number(asked, "processes") if asked not in ("gpu", "auto") else 0
     total = ranks if launcher == "accelerate" else ranks * nodes
-    return _named(rest, typed, total, max(1, total // nodes) if total else 0)
+    words = {key.lstrip("-").replace("-", "_"): value for key, value in options.items()} if launcher == "accelerate" else {}
+    if other := next((name for name in _OTHERS if name in words), None):
+        raise UserError(f"accelerate launch --{other}: {_OTHERS[other]} is not followed yet", "accelerate launch --num_processes N train.py")
+    told = {_TOLD[name]: value for name, value in words.items() if name in _TOLD}
+    if total % nodes:
+        raise UserError(f"{total} processes on {nodes} nodes: not the same number on each", "as many processes as a multiple of the nodes")
+    return _named(rest, typed, ranks=total, ranks_per_node=total // nodes, nodes=nodes, variables=told, launched=True)
+
+
+def over(script: Script, nodes: int, per_node: int, name: str) -> Script:
+    """The script with its number of processes, on so many devices; raises where they are more than those."""
+    if not script.launched:
+        return script
+    if not script.ranks:
+        script = replace(script, ranks=script.nodes * per_node, ranks_per_node=per_node)
+    asked = f"{script.text.partition(script.name)[0].strip()} starts {script.nodes} x {script.ranks_per_node} processes"
+    has = f"{name} is there {nodes} x {per_node} times"
+    if script.ranks > nodes * per_node:
+        raise UserError(f"{asked}, and {has}", f"--on {script.nodes}x{script.ranks_per_node}x{name}, or fewer processes")
+    if script.nodes > nodes or script.ranks_per_node > per_node:
+        raise UserError(f"{asked}, and {has}: other nodes than those", f"--on {script.nodes}x{script.ranks_per_node}x{name}, or other --nnodes")
+    return script
 
 
 def _number(text: str, what: str) -> int:

@@ -2,22 +2,19 @@
 
     torch.cuda, autocast("cuda"), moves    as everywhere in a trace (trace/devices.py), for libraries too
     DataLoader                             reads for real, in this process
-    torch.distributed, mp.spawn            one rank of as many as the launcher would start (trace/wrappers.py)
-    from_pretrained                        without weights: the model of its configuration, where that is at hand
+    torch.distributed, mp.spawn            one rank of as many as the launcher would start (ranks.py, shards.py)
+    from_pretrained                        without weights: the model of its configuration (`pretrained`)
     fork, sockets                          refused, with the line that asked
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import socket
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +25,10 @@ from torch.utils.data import DataLoader
 
 from foretell.errors import ModelError
 from foretell.trace.devices import is_elsewhere, replaced
-from foretell.trace.load import is_users
 from foretell.trace.recorder import Recorder
+from foretell.trace.script.pretrained import without_weights
+from foretell.trace.script.ranks import Ranks, asker, environment, group_of
+from foretell.trace.script.shards import precision_of, sharding, whole_tensors
 from foretell.trace.script.words import Script
 
 _IN_THIS_PROCESS = {
@@ -39,6 +38,8 @@ _IN_THIS_PROCESS = {
 
 
 _THERE = "_foretell_on_device"
+_DRAWS = torch.get_rng_state().shape
+"""Of the state of a generator on the CPU."""
 
 
 class World:
@@ -51,13 +52,16 @@ class World:
         self.autocast = ""
         self.scales = False
         self.batch_sizes: list[int] = []
+        self.rows = 0
+        """Samples of the batch that was read last."""
         self.row: list[list[Any]] = []
-        """dtype and sizes of the tensors that a loader gave last."""
-        self.notes: list[str] = []
+        """dtype and sizes of its tensors."""
         self.options: list[tuple[str, int]] = []
-        """Whole numbers that its command line has options for, and their values."""
+        """Whole numbers that the script's command line has options for, and their values."""
         self.batch: tuple[int, int] | None = None
         """A loader's batch size, and what is taken instead."""
+        self.notes: list[str] = []
+        self.ranks = Ranks(tell=lambda note: self.notes.append(note) if note not in self.notes else None)
 
     def on_device(self, module: nn.Module, placed: Iterable[weakref.ref[Tensor]]) -> tuple[Tensor, ...]:
         """Tensors that were moved to the device, or made there, and are alive, but for those of the model."""
@@ -66,6 +70,8 @@ class World:
         return tuple({id(one): one for one in found}.values())
 
     def precision(self, module: nn.Module) -> str:
+        if sharded := precision_of(self.ranks):
+            return sharded
         if self.autocast:
             return f"{self.autocast}-autocast"
         dtypes = {one.dtype for one in module.parameters() if one.requires_grad}
@@ -73,26 +79,24 @@ class World:
 
 
 @contextmanager
-def as_on_a_device(script: Script, recorder: Recorder, device: str = "cuda", batch: tuple[int, int] | None = None) -> Iterator[World]:
-    """Until the end of the block."""
+def as_on_a_device(
+    script: Script, recorder: Recorder, rank: int = 0, device: str = "cuda", batch: tuple[int, int] | None = None
+) -> Iterator[World]:
+    """Until the end of the block, as one of its ranks."""
     world = World(device)
     world.batch = batch
     changes = (
-        *_moves(world, recorder), *_data(world, recorder), *_amp(world), *_processes(world), *_network(script), *_pretrained(world),
-        *_arguments(world),
+        *_moves(world, recorder), *_data(world, recorder), *_amp(world), *_processes(world, rank), *_network(script),
+        *group_of(world.ranks, recorder, script), *sharding(world.ranks), *_arguments(world),
     )  # fmt: skip
-    with _environment(script), replaced(changes):
+    with _environment(script, rank), replaced(changes), whole_tensors(), without_weights(world.notes.append, asker):
         yield world
 
 
 @contextmanager
-def _environment(script: Script) -> Iterator[None]:
+def _environment(script: Script, rank: int) -> Iterator[None]:
     """What a launcher says to its processes."""
-    more = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
-    if script.ranks != 1:
-        ranks, each = str(script.ranks or 1), str(script.ranks_per_node or 1)
-        more |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": each, "GROUP_RANK": "0",
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
+    more = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled", **environment(script, rank)}
     before = {key: os.environ.get(key) for key in more}
     os.environ.update(more)
     try:
@@ -108,6 +112,8 @@ def _moves(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     def copied(tensor: Tensor) -> Tensor:
         """On the device beside the one in host memory, which may live longer or shorter; what is there already stays."""
         if not isinstance(tensor, FakeTensor):
+            if tensor.dtype is torch.uint8 and tensor.shape == _DRAWS:
+                return tensor  # ranks agree on what they draw; the state is set again from it
             made = recorder.taken_in(tensor)
         elif isinstance(tensor, nn.Parameter) or tensor.requires_grad or recorder._rows is not None or hasattr(tensor, _THERE):
             return tensor
@@ -165,7 +171,7 @@ def _data(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
                     row = next(rows)
                 except StopIteration:
                     return
-            world.row = sizes(row)
+                world.rows, world.row = self.batch_size if isinstance(self.batch_size, int) else rows_of(row), sizes(row)
             yield row
 
     yield DataLoader, "__init__", init
@@ -182,6 +188,11 @@ def _arguments(world: World) -> Iterator[tuple[Any, str, Any]]:
         return found, rest
 
     yield argparse.ArgumentParser, "parse_known_args", parse
+
+
+def rows_of(batch: Any) -> int:
+    """Samples of a batch, or of what a model is called with: the first size of its first tensor that has one; 0 where there is none."""
+    return next((int(one.shape[0]) for one in tree_leaves(batch) if isinstance(one, Tensor) and one.dim() > 0), 0)
 
 
 def _amp(world: World) -> Iterator[tuple[Any, str, Any]]:
@@ -203,20 +214,10 @@ def _amp(world: World) -> Iterator[tuple[Any, str, Any]]:
 # --- what is not there -------------------------------------------------------------------------------------------------
 
 
-def asker() -> str:
-    """The line of the script, or of a file of the user's, that asks."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "a library"
-
-
-def _processes(world: World) -> Iterator[tuple[Any, str, Any]]:
+def _processes(world: World, rank: int) -> Iterator[tuple[Any, str, Any]]:
     def spawn(function: Callable[..., Any], args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
-        world.notes.append(f"{asker()} starts {nprocs} processes: the first of them is followed")
-        function(0, *args)
+        world.ranks.world = max(1, nprocs)
+        function(min(rank, nprocs - 1), *args)
 
     def forked() -> int:
         raise ModelError(f"{asker()} forks, and a script that is followed has one process", "start its processes only after the first step")
@@ -240,23 +241,3 @@ def _network(script: Script) -> Iterator[tuple[Any, str, Any]]:
     yield socket.socket, "connect", connected
     yield socket, "getaddrinfo", refuse
 
-
-def _pretrained(world: World) -> Iterator[tuple[Any, str, Any]]:
-    """Weights that are not at hand are not needed: the model of the configuration has the same bytes."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None:
-        return
-    plain = modeling.PreTrainedModel.from_pretrained.__func__
-
-    def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("config")
-        with contextlib.suppress(Exception):
-            config = config or cls.config_class.from_pretrained(name)
-        if config is None:
-            return plain(cls, name, *args, **kwargs)
-        world.notes.append(f"weights of {name} are not read: the model is made from its configuration")
-        dtype = kwargs.get("dtype") or kwargs.get("torch_dtype")
-        model = cls(config)
-        return model.to(dtype) if isinstance(dtype, torch.dtype) else model
-
-    yield modeling.PreTrainedModel, "from_pretrained", classmethod(from_pretrained)

@@ -1,0 +1,42 @@
+"""What code keeps of a trace for its next call: `lru_cache`s that hold tensors without numbers are emptied after it.
+
+    @lru_cache                      a trace calls it first: what it keeps is a fake tensor, and a real step would get that
+    def angles(length): ...
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensor
+
+_DEPTH = 3
+"""How far inside what a function returned a tensor is looked for: a tuple in a dict, say."""
+
+
+@contextmanager
+def forgetting() -> Iterator[None]:
+    """In a process that runs models for real, too: a trace leaves nothing to them."""
+    try:
+        yield
+    finally:
+        for one in gc.get_objects():
+            if isinstance(one, functools._lru_cache_wrapper) and _holds_fakes(one):
+                one.cache_clear()
+
+
+def _holds_fakes(cache: Any) -> bool:
+    """Whether a tensor of a trace is among what it keeps: what the function itself refers to is not looked at."""
+    if not cache.cache_info().currsize:
+        return False
+    own = {id(cache.__wrapped__), id(cache.__dict__)}
+    level = [one for one in gc.get_referents(cache) if id(one) not in own]
+    for _ in range(_DEPTH):
+        if any(isinstance(one, FakeTensor) for one in level):
+            return True
+        level = gc.get_referents(*(one for one in level if isinstance(one, (dict, list, tuple)) or type(one).__name__ == "_lru_list_elem"))
+    return any(isinstance(one, FakeTensor) for one in level)
