@@ -47,7 +47,8 @@ class Case:
 OVERHEAD = (
     Case("gpt-124m", "gpt.py", "--batch-size 8 --bf16 --fused", "--width 64 --layers 2 --length 32 --vocab 500 --batch-size 4"),
     Case("gpt-124m-fp32", "gpt.py", "--batch-size 4", "--width 64 --layers 2 --length 32 --vocab 500 --batch-size 2"),
-    Case("gpt-small-host", "gpt.py", "--width 256 --layers 8 --length 128 --batch-size 4 --vocab 8000", "--width 32 --layers 2 --length 16 --vocab 100"),
+    Case("gpt-small-host", "gpt.py", "--width 256 --layers 8 --length 128 --batch-size 4 --vocab 8000",
+         "--width 32 --layers 2 --length 16 --vocab 100"),
     Case("gpt-350m-accum", "gpt.py", "--width 1024 --layers 24 --batch-size 4 --accumulate 2 --bf16 --fused --checkpoint",
          "--width 64 --layers 2 --length 32 --vocab 500 --accumulate 2 --checkpoint"),
     Case("conv", "conv.py", "--batch 64", "--width 16 --blocks 2 --image 16 --batch 8"),
@@ -57,17 +58,22 @@ OVERHEAD = (
     Case("lightning", "lit.py", "--precision bf16-mixed", "--width 64 --layers 2 --length 16"),
     Case("lightning-fp32", "lit.py", "--batch_size 16 --width 768", "--width 32 --layers 2 --length 16"),
     Case("trainer-llama", "hf.py", "--bf16", "--width 64 --layers 2 --length 32 --vocab 500"),
-    Case("trainer-llama-checkpoint", "hf.py", "--bf16 --checkpoint --gradient_accumulation_steps 2", "--width 64 --layers 2 --length 32 --vocab 500 --checkpoint"),
+    Case("trainer-llama-checkpoint", "hf.py", "--bf16 --checkpoint --gradient_accumulation_steps 2",
+         "--width 64 --layers 2 --length 32 --vocab 500 --checkpoint"),
     Case("accelerate-vit", "accel.py", "--mixed-precision bf16 --batch-size 32", "--width 64 --layers 2 --image 64 --batch-size 8"),
     Case("accelerate-vit-fp32", "accel.py", "--batch-size 16 --width 384", "--width 32 --layers 2 --image 32 --batch-size 8"),
 )  # fmt: skip
 OOM = (
     Case("gpt-batch", "gpt.py", "--batch-size 16 --bf16", "--width 64 --layers 4 --length 128 --vocab 2000 --batch-size 64", 0.6),
-    Case("gpt-batch-accumulate", "gpt.py", "--batch-size 16 --accumulate 1 --fused", "--width 64 --layers 4 --length 128 --vocab 2000 --batch-size 64 --accumulate 1", 0.5),
+    Case("gpt-batch-accumulate", "gpt.py", "--batch-size 16 --accumulate 1 --fused",
+         "--width 64 --layers 4 --length 128 --vocab 2000 --batch-size 64 --accumulate 1", 0.5),
     Case("gpt-default-batch", "gpt.py", "--length 2048 --bf16 --fused", "--width 256 --layers 8 --length 256 --vocab 2000", 0.6),
-    Case("gpt-deep", "gpt.py", "--layers 48 --batch-size 8 --bf16 --width 512", "--layers 12 --width 64 --length 128 --vocab 500 --batch-size 64", 0.4),
-    Case("gpt-one-sample", "gpt.py", "--batch-size 1 --length 8192 --layers 24 --bf16", "--batch-size 1 --length 4096 --layers 8 --width 128 --vocab 500", 0.6),
-    Case("gpt-whole-device", "gpt.py", "--batch-size 256 --width 1024 --layers 24", "--width 64 --layers 4 --length 128 --vocab 2000 --batch-size 96", 0.0),
+    Case("gpt-deep", "gpt.py", "--layers 48 --batch-size 8 --bf16 --width 512",
+         "--layers 12 --width 64 --length 128 --vocab 500 --batch-size 64", 0.4),
+    Case("gpt-one-sample", "gpt.py", "--batch-size 1 --length 8192 --layers 24 --bf16",
+         "--batch-size 1 --length 4096 --layers 8 --width 128 --vocab 500", 0.6),
+    Case("gpt-whole-device", "gpt.py", "--batch-size 256 --width 1024 --layers 24",
+         "--width 64 --layers 4 --length 128 --vocab 2000 --batch-size 96", 0.0),
     Case("conv-batch", "conv.py", "--batch 256 --image 64", "--width 32 --blocks 4 --image 32 --batch 64", 0.6),
     Case("conv-whole-device", "conv.py", "--batch 4096 --image 96 --blocks 12", "--width 32 --blocks 6 --image 32 --batch 96", 0.0),
     Case("gan-batch", "gan.py", "--batch-size 32768 --width 2048", "--batch-size 8192 --width 256", 0.7),
@@ -75,12 +81,15 @@ OOM = (
     Case("lightning-batch", "lit.py", "--batch_size 64 --length 1024", "--width 64 --layers 4 --length 128 --batch_size 64", 0.6),
     Case("lightning-accumulate", "lit.py", "--batch_size 64 --length 512 --accumulate_grad_batches 1 --precision bf16-mixed",
          "--width 64 --layers 4 --length 128 --batch_size 64 --accumulate_grad_batches 1", 0.5),
-    Case("trainer-batch", "hf.py", "--per_device_train_batch_size 16 --bf16", "--width 64 --layers 4 --length 128 --vocab 2000 --per_device_train_batch_size 64", 0.6),
+    Case("trainer-batch", "hf.py", "--per_device_train_batch_size 16 --bf16",
+         "--width 64 --layers 4 --length 128 --vocab 2000 --per_device_train_batch_size 64", 0.6),
     Case("trainer-default", "hf.py", "--length 2048", "--width 128 --layers 6 --length 512 --vocab 4000", 0.6),
     Case("accelerate-batch", "accel.py", "--batch-size 128 --mixed-precision bf16", "--width 64 --layers 4 --image 128 --batch-size 64", 0.6),
 )  # fmt: skip
-FLAGS = {"recompute": {"gpt.py": "--checkpoint", "conv.py": "--checkpoint", "hf.py": "--checkpoint"},
-         "autocast": {"gpt.py": "--bf16", "conv.py": "--bf16", "hf.py": "--bf16", "lit.py": "--precision bf16-mixed", "accel.py": "--mixed-precision bf16"}}  # fmt: skip
+FLAGS = {
+    "recompute": dict.fromkeys(("gpt.py", "conv.py", "hf.py"), "--checkpoint"),
+    "autocast": {**dict.fromkeys(("gpt.py", "conv.py", "hf.py"), "--bf16"), "lit.py": "--precision bf16-mixed", "accel.py": "--mixed-precision bf16"},
+}
 """How the scripts are told to do what a remedy says."""
 
 
@@ -104,12 +113,11 @@ class Bench:
         print(f"[{time.monotonic() - self.began:4.0f} s]", json.dumps(shown)[:600], flush=True)
 
     def words(self, case: Case, more: str = "") -> list[str]:
-        return ["python", str(case.folder / case.script), *(case.small if self.cpu else case.arguments).split(), *more.split()]
+        return [sys.executable, str(case.folder / case.script), *(case.small if self.cpu else case.arguments).split(), *more.split()]
 
     def environment(self, **more: str) -> dict[str, str]:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        bin_ = os.path.dirname(sys.executable)
-        own = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PATH": f"{bin_}{os.pathsep}{os.environ['PATH']}"}
+        own = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         return {**os.environ, **own, **({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if self.cpu else {}), **more}
 
     def run(self, words: list[str], limit: float, **more: str) -> tuple[int, str, float]:
@@ -156,7 +164,7 @@ def _timed(bench: Bench, case: Case, turn: int) -> dict[str, Any]:
     paths = os.pathsep.join((str(SCRIPTS / "timing"), str(ROOT), os.environ.get("PYTHONPATH", "")))
     more = {
         "BENCH_TIMES": str(times), "BENCH_WARM": "3" if bench.quick else "10", "BENCH_SECONDS": "0.5" if bench.quick else "2.5",
-        "BENCH_LEAST": "5" if bench.quick else "20", "BENCH_SCRIPT": case.script, "BENCH_LOCK": str(bench.scratch / "lock"), "PYTHONPATH": paths,
+        "BENCH_LEAST": "5" if bench.quick else "12", "BENCH_SCRIPT": case.script, "BENCH_LOCK": str(bench.scratch / "lock"), "PYTHONPATH": paths,
     }  # fmt: skip
     words = bench.words(case)
     rc, errors, seconds = bench.run(words if turn % 2 == 0 else watched(bench, words, run, "--predict", "before"), 150, **more)
@@ -190,7 +198,8 @@ def _tell_overhead(bench: Bench, case: Case, found: dict[int, dict[str, Any]]) -
     if plain and with_it:
         a, b = statistics.median(plain), statistics.median(with_it)
         content |= {"plain_median": a, "watched_median": b, "overhead": b / a - 1, "noise": max(plain) / min(plain) - 1}
-    content |= {"compared": last.get("compared"), "lines": last.get("lines"), "failed": [one["stderr"] for one in found.values() if one.get("stderr")]}
+    content |= {"compared": last.get("compared"), "lines": last.get("lines")}
+    content["failed"] = [one["stderr"] for one in found.values() if one.get("stderr")]
     bench.row(**content)
 
 
@@ -200,7 +209,10 @@ def _tell_overhead(bench: Bench, case: Case, found: dict[int, dict[str, Any]]) -
 def oom(bench: Bench) -> None:
     cases = (OOM[1], OOM[9], OOM[3]) if bench.quick and not bench.given.all else OOM
     with ThreadPoolExecutor(1 if bench.cpu else 5) as pool:
-        list(pool.map(lambda case: _out_of_memory(bench, case), cases))
+        list(pool.map(lambda case: _out_of_memory(bench, case), [case for case in cases if case.share]))
+    for case in cases:  # those that take the whole device, one by one
+        if not case.share:
+            _out_of_memory(bench, case)
 
 
 def _out_of_memory(bench: Bench, case: Case) -> None:
@@ -246,14 +258,23 @@ def _limit(bench: Bench, case: Case) -> int | None:
     """A share of what the step is predicted to need; on a CPU of its tensors, with the process around them."""
     if not case.share and not bench.cpu:
         return None
-    from foretell.observe.machine import cluster_of
-    from foretell.search import followed
-    from foretell.trace.script.words import parse
+    need = bench.scratch / f"need-{case.name}"
+    rc, errors, _ = bench.run([sys.executable, "-c", _NEED, str(need), *bench.words(case)], 120)
+    if rc or not need.exists():
+        raise RuntimeError(f"not predicted: {errors[-300:]}")
+    share, bytes_ = case.share or 0.6, int(need.read_text())
+    return int(share * bytes_ * 1.25) + (460 << 20) if bench.cpu else int(share * bytes_)
 
-    cluster = cluster_of("CPU" if bench.cpu else "auto")
-    need = followed.cost(followed.follow(parse(bench.words(case)), cluster), cluster, "auto").worst.memory
-    share = case.share or 0.6
-    return int(share * need.reserved_bytes * 1.25) + (460 << 20) if bench.cpu else int(share * need.allocated_bytes)
+
+_NEED = """
+import pathlib, sys
+from foretell.observe.machine import cluster_of
+from foretell.search import followed
+from foretell.trace.script.words import parse
+cluster = cluster_of("auto")
+found = followed.cost(followed.follow(parse(sys.argv[2:]), cluster), cluster, "auto")
+pathlib.Path(sys.argv[1]).write_text(str(found.worst.memory.allocated_bytes))
+"""
 
 
 def _changed(bench: Bench, case: Case, change: dict[str, Any]) -> tuple[list[str], dict[str, str]]:

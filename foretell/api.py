@@ -15,6 +15,9 @@ from foretell.errors import UserError
 from foretell.hardware import Cluster, overhead, parse
 from foretell.hardware.prices import user_figures
 from foretell.hardware.profile import find_profile, profile_stamp
+from foretell.observe.public import lightning_callback as lightning_callback
+from foretell.observe.public import trainer_callback as trainer_callback
+from foretell.observe.public import watch as watch
 from foretell.plan.legal import too_old_to_compile
 from foretell.plan.precision import default_recipe, low, missing, refuse_recipe
 from foretell.prove.check import Check as Check
@@ -180,15 +183,6 @@ def fit_script(
         notes = tuple(reply["notes"])
         answers.append(predict(trace, recipe, cluster, sizes, on=on, notes=notes, expandable_segments=expandable_segments, wishes=wishes))
     return largest(answers, [reply["rank"] for _, reply in replies])
-
-
-def __getattr__(name: str) -> Any:
-    """What watches from inside a loop needs torch at once: `watch`, `lightning_callback`, `trainer_callback`."""
-    if name not in ("watch", "lightning_callback", "trainer_callback"):
-        raise AttributeError(f"module 'foretell.api' has no attribute '{name}'")
-    from foretell.observe import inside
-
-    return getattr(inside, name)
 
 
 def _advised(

@@ -15,7 +15,8 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 
 def stack(first, last):
     w = given.width
-    return nn.Sequential(nn.Linear(first, w), nn.LeakyReLU(0.2), nn.Linear(w, w), nn.LeakyReLU(0.2), nn.Linear(w, w), nn.LeakyReLU(0.2), nn.Linear(w, last))
+    inner = [part for _ in range(2) for part in (nn.Linear(w, w), nn.LeakyReLU(0.2))]
+    return nn.Sequential(nn.Linear(first, w), nn.LeakyReLU(0.2), *inner, nn.Linear(w, last))
 
 
 generator, critic = stack(128, 3072).to(device), stack(3072, 1).to(device)

@@ -32,7 +32,8 @@ config = LlamaConfig(
     num_attention_heads=max(1, given.width // 64), num_key_value_heads=max(1, given.width // 64), max_position_embeddings=given.length,
 )
 arguments = TrainingArguments(
-    output_dir="trained", per_device_train_batch_size=given.per_device_train_batch_size, gradient_accumulation_steps=given.gradient_accumulation_steps,
+    output_dir="trained", per_device_train_batch_size=given.per_device_train_batch_size,
+    gradient_accumulation_steps=given.gradient_accumulation_steps,
     max_steps=given.steps, bf16=given.bf16, gradient_checkpointing=given.checkpoint, report_to=[], save_strategy="no", logging_steps=50,
     disable_tqdm=True, dataloader_num_workers=2, optim="adamw_torch",
 )

@@ -16,7 +16,9 @@ import importlib.util
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,7 @@ class Watching:
         if self._batch is None:
             self._batch, self.model, self.loss = _sizes(batch), model or self.model, loss or self.loss
             self._seen_autocast()
+            self._hook.remove()
 
     def precision(self, name: str) -> None:
         """As a trainer calls it, such as bf16-mixed: autocast that is only on inside of it."""
@@ -144,9 +147,10 @@ class Watching:
         try:
             found.cluster = followed_cluster(self.on)
             recipe = self._recipe()
-            trace = capture_module(
-                self.model, self._batch, self.loss, recipe, capability=followed.capability_of(found.cluster), hints=None
-            )  # fmt: skip
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                capability = followed.capability_of(found.cluster)
+                trace = capture_module(self.model, self._batch, self.loss, replace(recipe, accumulate=1), capability=capability, hints=None)
             found.followed = Followed(name=self.teller.name, trace=trace, recipe=recipe, micro_batch=batch_size(self._batch))
             found.cost = followed.cost(found.followed, found.cluster, self.on)
         except ForetellError as error:
@@ -196,19 +200,6 @@ def _sizes(batch: Any) -> Any:
     """The batch without its numbers, so that nothing is held."""
     empty = torch.utils._pytree.tree_map(lambda one: torch.empty_like(one, device="meta") if isinstance(one, Tensor) else one, batch)
     return dict(empty) if isinstance(empty, Mapping) else empty
-
-
-def watch(
-    model: nn.Module, optimizer: Any = None, *, loss: Any = None, on: str = "auto", out: str | Path | None = None, predict: bool = True
-) -> Watching:
-    """A context around a training loop of yours: predicted beside measured on stderr, and a run folder.
-
-        with foretell.watch(model, optimizer, loss=lambda output, batch: ...):
-            for x, y in loader: ...
-
-    `loss` is that of (output, batch) where the model returns none; without it everything is measured only.
-    """
-    return Watching(model, optimizer, loss=loss, on=on, out=out, predict=predict)
 
 
 # ---------------------------------------------------------------------- callbacks

@@ -49,6 +49,8 @@ class Readings:
     versions: dict[str, str] = field(default_factory=dict)
     ended: bool = False
     error: str = ""
+    failed: str = ""
+    """Why the hooks gave up, if they did."""
     loader_batch: int = 0
     _last_end: float | None = None
     _timed_by_device: bool = False
@@ -63,6 +65,8 @@ class Readings:
             self.device_name = str(message.get("name", ""))
         elif kind == "steps":
             self._hear_steps(message)
+        elif kind == "failed":
+            self.failed = str(message["why"])
         elif kind == "end":
             self.ended, self.error = True, str(message.get("error", ""))
 

@@ -193,7 +193,7 @@ class Session(Teller):
         allowed, held = told.get("allowed") or {}, told["memory"]
         if allowed:
             own = held.get("reserved", 0)
-            room = min(allowed["free"] + own, allowed["allowed"])
+            room = min(allowed["free"] + own, allowed["allowed"], self.asked.limit or allowed["total"])
             held_to = allowed["allowed"] < allowed["total"]
             what = f"{lines.size(allowed['allowed'])} allowed" if held_to else f"{lines.size(allowed['total'])} on the device"
             return room, f"{what}, {lines.size(allowed['free'])} of the device free"

@@ -16,6 +16,7 @@ from foretell.plan.types import Plan
 from foretell.search import followed
 from foretell.search.followed import Followed
 from foretell.simulate.parts import PlanCost
+from foretell.trace.file import dumps
 from foretell.trace.recipe import Recipe
 from foretell.units import MIB
 
@@ -153,12 +154,14 @@ class Teller:
         self.record.plan(plan)
         if self.found.followed is not None and "trace" not in self._told:
             self._told["trace"] = 1.0
-            self.record.trace(self.found.followed.text)
+            self.record.trace(dumps(self.found.followed.trace))
         unit, per_step = (cost.unit, cost.per_step) if cost is not None else ("samples", plan.micro_batch * self.readings.micro_batches)
         self.record.measured(self.readings, plan, unit, per_step)
 
     def end(self) -> None:
         """What was not said yet, and the folder as it stays."""
+        if self.readings.failed:
+            self.say(f"watching stopped after step {self.readings.steps}: {self.readings.failed}")
         if "beside" not in self._told and self.readings.steps > 1:
             self._beside()
         self._write()

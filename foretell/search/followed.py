@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from foretell.errors import UserError
 from foretell.hardware import overhead
 from foretell.hardware.profile import Profile, find_profile
 from foretell.hardware.types import Cluster
@@ -20,10 +21,10 @@ from foretell.simulate.memory.memory import PROCESS_BYTES
 from foretell.simulate.parts import TORCH, PlanCost
 from foretell.simulate.plan import Options, predict_plan
 from foretell.trace.collection import no_collection
-from foretell.trace.file import loads
 from foretell.trace.process import TIME_LIMIT
 from foretell.trace.recipe import Recipe
-from foretell.trace.script.child import WORKER, follow_in_child, request
+from foretell.trace.script.child import WORKER, request
+from foretell.trace.script.kept import followed
 from foretell.trace.script.words import Script
 from foretell.trace.types import Trace
 
@@ -38,8 +39,6 @@ class Followed:
     recipe: Recipe
     micro_batch: int
     notes: tuple[str, ...] = ()
-    text: str = field(default="", repr=False)
-    """The trace as its file has it."""
     script: Script | None = None
 
 
@@ -60,11 +59,12 @@ def follow(
 ) -> Followed:  # fmt: skip
     """The script's first step on fake tensors, as the device runs it; what it writes is gone afterwards."""
     asked = request(script, capability_of(cluster), hints or {}, False, change=change)
-    text, reply = follow_in_child(asked, time_limit=time_limit)
-    trace = loads(text)
+    trace, reply = followed(asked, time_limit=time_limit)
+    if int(reply["world"]) > 1:
+        raise UserError(f"{script.name} forms a group of {reply['world']} processes, and one is watched", "foretell fit predicts it")
     recipe = Recipe.from_json(trace.meta["recipe"])  # type: ignore[arg-type]
     return Followed(
-        name=script.text, trace=trace, recipe=recipe, micro_batch=int(reply["micro_batch"]), notes=tuple(reply["notes"]), text=text, script=script
+        name=script.text, trace=trace, recipe=recipe, micro_batch=int(reply["micro_batch"]), notes=tuple(reply["notes"]), script=script
     )
 
 
@@ -73,13 +73,13 @@ def plan_of(name: str, recipe: Recipe, on: str, micro_batch: int, blocks: Sequen
     return default_plan(recipe, {"model": name, **({"blocks": list(blocks)} if blocks else {})}, on, micro_batch=micro_batch, blocks=blocks)
 
 
-def cost(followed: Followed, cluster: Cluster, on: str, *, expandable: bool = False) -> PlanCost:
+def cost(step: Followed, cluster: Cluster, on: str, *, expandable: bool = False) -> PlanCost:
     """What its step costs there; the plan in it says what was predicted."""
-    blocks = blocks_of(followed.trace)
-    plan = plan_of(followed.name, followed.recipe, on, followed.micro_batch, blocks)
+    blocks = blocks_of(step.trace)
+    plan = plan_of(step.name, step.recipe, on, step.micro_batch, blocks)
     with no_collection():
         how = Options(profile_of=profile_here(cluster), expandable=expandable)
-        found = predict_plan({mode_of(followed.recipe) if blocks else KEEP: followed.trace}, plan, cluster, how)
+        found = predict_plan({mode_of(step.recipe) if blocks else KEEP: step.trace}, plan, cluster, how)
     memory = found.worst.memory
     said: dict[str, Any] = {**found.predicted(), "device": cluster.device.name, "bands": dict(memory.bands)}
     said |= {"phases": dict(found.time.phases)} if found.time else {}

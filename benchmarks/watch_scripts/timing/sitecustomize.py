@@ -57,6 +57,7 @@ def _time_steps(torch):
             taken, steps = time.perf_counter() - state["began"], state["step"] - state["from"]
             with open(file, "w") as out:
                 json.dump({"step_seconds": taken / steps, "steps": steps}, out)
+            fcntl.flock(state["lock"], fcntl.LOCK_UN)  # workers of a loader have it too
             raise SystemExit(0)
 
     optimizers.Optimizer.__init__ = made

@@ -42,8 +42,9 @@ WAITING = 256
 """Events that may wait to be read."""
 ANSWER_SECONDS = 300.0
 """That the explanation of an error may take."""
-_NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory", "std::bad_alloc")
+_NO_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory", "cannot allocate memory", "not enough memory", "std::bad_alloc")
 _SIZE = re.compile(r"tried to allocate ([0-9.]+) ?(bytes|[KMGT]iB)?", re.IGNORECASE)
+_ALLOWED = re.compile(r"([0-9.]+) ?([KMGT]iB) allowed", re.IGNORECASE)
 _UNITS = {"bytes": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
 
 Send = Callable[[dict[str, Any]], None]
@@ -236,13 +237,24 @@ class Watch:
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.off or torch.compiler.is_compiling():  # a step that is compiled itself is not broken up for this
             return
-        now = time.perf_counter()
+        try:
+            self._count(optimizer, time.perf_counter())
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """A mistake here is none of the script's business."""
+        self.off, self._marks = True, None
+        self.send({"kind": "failed", "why": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"})
+
+    def _count(self, optimizer: Any, now: float) -> None:
         if self._last is None:
             key, self.seen = id(optimizer), self.seen or optimizer
             if key not in self._round:
                 self._round.append(key)
                 self.steps = 1
-                self._cuda = self._cuda or any(one.is_cuda for group in optimizer.param_groups for one in group["params"][:1])
+                if not self._cuda and any(one.is_cuda for group in optimizer.param_groups for one in group["params"][:1]):
+                    self._base(optimizer)  # it was moved there after its optimizer was made
                 self._ends = array("d", [now])  # a second optimizer ends the same step later
                 self._marks = []
                 self._mark("start")
@@ -275,9 +287,12 @@ class Watch:
             self._next_event = now + EVENT_SECONDS
 
     def _mark(self, name: str) -> None:
-        assert self._marks is not None
-        event = _event() if self._cuda and not torch.cuda.is_current_stream_capturing() else None
-        self._marks.append((name, time.perf_counter(), event))
+        try:
+            event = _event() if self._cuda and not torch.cuda.is_current_stream_capturing() else None
+            if self._marks is not None:
+                self._marks.append((name, time.perf_counter(), event))
+        except Exception as error:
+            self._give_up(error)
 
     def _after(self, now: float) -> None:
         """Now and then after a step: tell, and decide whether the next one is looked at."""
@@ -362,7 +377,7 @@ class Watch:
         self.error = error
         if not is_out_of_memory(error):
             return
-        held = memory(self._cuda)
+        held = memory(self._cuda or torch.cuda.is_initialized())
         if self.limit is not None and self.device != "cuda":
             import resource
 
@@ -372,7 +387,7 @@ class Watch:
             self._tell()
         pipe.ask({
             "kind": "oom", "message": " ".join(str(error).split())[:400], "tried": tried_bytes(str(error)), "where": where(trace),
-            "steps": self.steps, "memory": held, "rest": self._rest, "allowed": allowed(self._cuda),
+            "steps": self.steps, "memory": held, "rest": self._rest, "allowed": allowed(self._cuda or torch.cuda.is_initialized(), str(error)),
         })  # fmt: skip
 
 
@@ -418,13 +433,15 @@ def memory(cuda: bool) -> dict[str, int]:
     return found
 
 
-def allowed(cuda: bool) -> dict[str, int]:
-    """What the device has, is free of it, and what this process may take."""
+def allowed(cuda: bool, text: str = "") -> dict[str, int]:
+    """What the device has, is free of it, and what this process may take: as its error says, or the allocator."""
     if not cuda or not torch.cuda.is_initialized():
         return {}
     free, total = torch.cuda.mem_get_info()
     share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)()
-    return {"free": int(free), "total": int(total), "allowed": int(share * total)}
+    said = _ALLOWED.search(text)
+    most = int(float(said[1]) * 2 ** _UNITS[said[2].lower()]) if said else int(share * total)
+    return {"free": int(free), "total": int(total), "allowed": min(most, int(total))}
 
 
 def _status(name: str) -> int:

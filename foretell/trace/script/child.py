@@ -29,7 +29,7 @@ def request(
     script: Script, capability: tuple[int, int] | None, hints: Mapping[str, float], keep_writes: bool, rank: int = 0,
     change: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Without a capability the script is followed as this machine's CPU runs it. `change` is what is done to its model (`follow.CHANGES`)."""
+    """Without a capability the script is followed as this machine's CPU runs it. `change` is what is done to it on the way (`follow.CHANGES`)."""
     asked = {"script": vars(script), "capability": list(capability or ()), "hints": dict(hints), "keep_writes": keep_writes, "rank": rank}
     return {**asked, "change": dict(change)} if change else asked
 
@@ -80,10 +80,10 @@ def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     given = {**asked["script"], "words": tuple(asked["script"]["words"]), "arguments": tuple(asked["script"]["arguments"])}
     aside = Aside(asked["scratch"])
     os.environ["TMPDIR"] = tempfile.tempdir = aside.scratch
-    reads = Reads([aside.scratch])
-    how = {"capability": tuple(asked["capability"]) or None, "hints": asked["hints"], "rank": asked["rank"], "change": asked.get("change", {})}
+    reads, capability = Reads([aside.scratch]), tuple(asked["capability"]) or None
     with written_down(reads), nullcontext() if asked["keep_writes"] else kept_aside(aside), staying():
-        trace, seen = capture_script(Script(**given), **how)
+        how = {"hints": asked["hints"], "rank": asked["rank"], "change": asked.get("change", {})}
+        trace, seen = capture_script(Script(**given), capability=capability, **how)
     notes = seen.world.notes
     if aside.written:
         names = ", ".join(os.path.relpath(one) for one in aside.written[:3]) + (" ..." if len(aside.written) > 3 else "")

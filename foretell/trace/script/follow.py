@@ -81,16 +81,17 @@ def capture_script(
     script: Script, *, capability: tuple[int, int] | None, hints: Mapping[str, float] | None = None, rank: int = 0,
     change: Mapping[str, Any] | None = None,
 ) -> tuple[types.Trace, Follower]:  # fmt: skip
-    """One step of one of the script's ranks, as a device of this compute capability runs it, or without one this CPU; and what else
-    was seen of it."""
+    """One step of one of the script's ranks, as a device of this compute capability runs it, or without one this CPU; and what else was
+    seen of it."""
     imported(script)
     recorder, release = Recorder(hints), torch.__version__
     recorder.patient = False
     choices = cuda_choices(recorder, capability, release) if capability else cpu_choices(recorder)
-    sees, device = (not_torchs, "cuda") if capability else (_nobody, "cpu")
+    sees = not_torchs if capability else _nobody
     with (
         no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, sees),
-        as_on_a_device(script, recorder, rank, device, (change or {}).get("batch")) as world, replaced(_not_initialised(recorder)),
+        as_on_a_device(script, recorder, rank, "cuda" if capability else "cpu", (change or {}).get("batch")) as world,
+        replaced(_not_initialised(recorder)),
     ):  # fmt: skip
         follower = Follower(recorder, world, change or {})
         with follower.following(), world.ranks.telling():
@@ -164,9 +165,9 @@ class Follower:
         self.micro_batch = 1
         """Samples of the first batch."""
         self._micros, self._name = 0, ""
+        self._given: list[list[Any]] = []
         self._tentative = False
         """Whether the model that was found is in evaluation mode: the script may train it so, or only look at it."""
-        self._given: list[list[Any]] = []
         self._ran = False
         """Whether backward ran since the micro-batch began."""
         self._clip: float | None = None
@@ -290,8 +291,8 @@ class Follower:
             self._forget()
         if self.found is None:
             self._find(module, args)
-            self._tentative = not module.training
             self._given = sizes(args)
+            self._tentative = not module.training
         if self._rounds:
             if not self._name:
                 self._begin(_ROUNDS[0], "forward")

@@ -54,14 +54,14 @@ class World:
         self.batch_sizes: list[int] = []
         self.rows = 0
         """Samples of the batch that was read last."""
-        self.notes: list[str] = []
-        self.ranks = Ranks(tell=lambda note: self.notes.append(note) if note not in self.notes else None)
         self.row: list[list[Any]] = []
-        """dtype and sizes of the tensors that a loader gave last."""
+        """dtype and sizes of its tensors."""
         self.options: list[tuple[str, int]] = []
-        """Whole numbers that its command line has options for, and their values."""
+        """Whole numbers that the script's command line has options for, and their values."""
         self.batch: tuple[int, int] | None = None
         """A loader's batch size, and what is taken instead."""
+        self.notes: list[str] = []
+        self.ranks = Ranks(tell=lambda note: self.notes.append(note) if note not in self.notes else None)
 
     def on_device(self, module: nn.Module, placed: Iterable[weakref.ref[Tensor]]) -> tuple[Tensor, ...]:
         """Tensors that were moved to the device, or made there, and are alive, but for those of the model."""
@@ -86,8 +86,8 @@ def as_on_a_device(
     world = World(device)
     world.batch = batch
     changes = (
-        *_moves(world, recorder), *_data(world, recorder), *_amp(world), *_processes(world, rank), *_network(script), *_arguments(world),
-        *group_of(world.ranks, recorder, script), *sharding(world.ranks),
+        *_moves(world, recorder), *_data(world, recorder), *_amp(world), *_processes(world, rank), *_network(script),
+        *group_of(world.ranks, recorder, script), *sharding(world.ranks), *_arguments(world),
     )  # fmt: skip
     with _environment(script, rank), replaced(changes), whole_tensors(), without_weights(world.notes.append, asker):
         yield world
@@ -171,17 +171,11 @@ def _data(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
                     row = next(rows)
                 except StopIteration:
                     return
-                world.rows = self.batch_size if isinstance(self.batch_size, int) else rows_of(row)
-            world.row = sizes(row)
+                world.rows, world.row = self.batch_size if isinstance(self.batch_size, int) else rows_of(row), sizes(row)
             yield row
 
     yield DataLoader, "__init__", init
     yield DataLoader, "__iter__", real
-
-
-def rows_of(batch: Any) -> int:
-    """Samples of a batch, or of what a model is called with: the first size of its first tensor that has one; 0 where there is none."""
-    return next((int(one.shape[0]) for one in tree_leaves(batch) if isinstance(one, Tensor) and one.dim() > 0), 0)
 
 
 def _arguments(world: World) -> Iterator[tuple[Any, str, Any]]:
@@ -194,6 +188,11 @@ def _arguments(world: World) -> Iterator[tuple[Any, str, Any]]:
         return found, rest
 
     yield argparse.ArgumentParser, "parse_known_args", parse
+
+
+def rows_of(batch: Any) -> int:
+    """Samples of a batch, or of what a model is called with: the first size of its first tensor that has one; 0 where there is none."""
+    return next((int(one.shape[0]) for one in tree_leaves(batch) if isinstance(one, Tensor) and one.dim() > 0), 0)
 
 
 def _amp(world: World) -> Iterator[tuple[Any, str, Any]]:
