@@ -30,7 +30,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
-SAMPLE_SECONDS = 0.5
+SAMPLE_SECONDS = 1.0
 """Between two readings of memory, events and the pipe."""
 EVENT_SECONDS = 0.02
 """Between two events on the stream at least: one costs some microseconds."""
@@ -45,6 +45,7 @@ ANSWER_SECONDS = 300.0
 _NO_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory", "cannot allocate memory", "not enough memory", "std::bad_alloc")
 _SIZE = re.compile(r"tried to allocate ([0-9.]+) ?(bytes|[KMGT]iB)?", re.IGNORECASE)
 _ALLOWED = re.compile(r"([0-9.]+) ?([KMGT]iB) allowed", re.IGNORECASE)
+_AMOUNTS = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 _UNITS = {"bytes": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
 
 Send = Callable[[dict[str, Any]], None]
@@ -423,7 +424,8 @@ def where(trace: Any) -> dict[str, str]:
 
 def memory(cuda: bool) -> dict[str, int]:
     """Bytes now and at the peak: of CUDA's allocator, and of this process."""
-    found = {"rss": _status("VmRSS"), "rss_peak": _status("VmHWM")}
+    process = _statuses()
+    found = {"rss": process.get("VmRSS", 0), "rss_peak": process.get("VmHWM", 0)}
     if cuda and torch.cuda.is_initialized():
         stats = torch.cuda.memory_stats()
         for name, key in (("allocated", "allocated_bytes"), ("reserved", "reserved_bytes")):
@@ -444,13 +446,14 @@ def allowed(cuda: bool, text: str = "") -> dict[str, int]:
     return {"free": int(free), "total": int(total), "allowed": min(most, int(total))}
 
 
-def _status(name: str) -> int:
-    """A number of /proc/self/status, in bytes; 0 where there is none."""
+def _statuses() -> dict[str, int]:
+    """What /proc/self/status says of memory, in bytes; nothing where there is no such file."""
     try:
-        with open("/proc/self/status", "rb") as file:
-            for line in file:
-                if line.startswith(name.encode() + b":"):
-                    return int(line.split()[1]) * 1024
+        with open("/proc/self/status") as file:
+            return {name: int(amount) * 1024 for name, amount in _AMOUNTS.findall(file.read())}
     except OSError:
-        pass
-    return 0
+        return {}
+
+
+def _status(name: str) -> int:
+    return _statuses().get(name, 0)
