@@ -24,6 +24,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ def begin(given: str) -> None:
 
     def uncaught(kind: Any, error: Any, trace: Any) -> None:
         with contextlib.suppress(Exception):
+            trace = error.__traceback__ = without_hooks(trace)
             watch.failed(error, trace, pipe)
         before(kind, error, trace)
 
@@ -408,6 +410,16 @@ def tried_bytes(text: str) -> int | None:
     """What the allocation that failed was for."""
     found = _SIZE.search(text)
     return int(float(found[1].rstrip(".")) * 2 ** _UNITS[(found[2] or "bytes").lower()]) if found else None
+
+
+def without_hooks(trace: Any) -> Any:
+    """The traceback as it would be without this file: a script's own errors are its own."""
+    if trace is None:
+        return None
+    rest = without_hooks(trace.tb_next)
+    if trace.tb_frame.f_code.co_filename == __file__:
+        return rest
+    return trace if rest is trace.tb_next else TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
 def where(trace: Any) -> dict[str, str]:
