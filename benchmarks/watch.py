@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +62,7 @@ OVERHEAD = (
     Case("trainer-llama-checkpoint", "hf.py", "--bf16 --checkpoint --gradient_accumulation_steps 2",
          "--width 64 --layers 2 --length 32 --vocab 500 --checkpoint"),
     Case("accelerate-vit", "accel.py", "--mixed-precision bf16 --batch-size 32", "--width 64 --layers 2 --image 64 --batch-size 8"),
+    Case("gpt-scaler", "gpt_scaler.py", "--layers 12 --batch-size 32", "--layers 1 --batch-size 2", folder=OTHERS),
     Case("accelerate-vit-fp32", "accel.py", "--batch-size 16 --width 384", "--width 32 --layers 2 --image 32 --batch-size 8"),
 )  # fmt: skip
 OOM = (
@@ -102,6 +104,11 @@ class Bench:
         self.file = Path(given.out or Path(os.environ.get("OUT", ".")) / "watch.jsonl")
         self.lock = threading.Lock()
         self.began = time.monotonic()
+
+    def chosen(self, cases: Sequence[Case], few: Sequence[Case]) -> Sequence[Case]:
+        """All; those that were named; or a few, to try it."""
+        named = self.given.only.split(",") if self.given.only else []
+        return [case for case in cases if case.name in named] if named else few if self.quick else cases
 
     def late(self) -> bool:
         return time.monotonic() - self.began > self.given.seconds
@@ -148,7 +155,7 @@ def watched(bench: Bench, words: list[str], out: Path, *options: str) -> list[st
 
 def overhead(bench: Bench) -> None:
     """ABAB of every case; several processes start side by side, and one at a time computes."""
-    cases = OVERHEAD[:3] if bench.quick and not bench.given.all else OVERHEAD
+    cases = bench.chosen(OVERHEAD, OVERHEAD[:3])
     with ThreadPoolExecutor(1 if bench.cpu else 4) as pool:
         jobs = {(case.name, turn): pool.submit(_timed, bench, case, turn) for case in cases for turn in range(2 if bench.quick else 4)}
         for case in cases:
@@ -207,7 +214,7 @@ def _tell_overhead(bench: Bench, case: Case, found: dict[int, dict[str, Any]]) -
 
 
 def oom(bench: Bench) -> None:
-    cases = (OOM[1], OOM[9], OOM[3]) if bench.quick and not bench.given.all else OOM
+    cases = bench.chosen(OOM, (OOM[1], OOM[3], OOM[6]))
     with ThreadPoolExecutor(1 if bench.cpu else 5) as pool:
         list(pool.map(lambda case: _out_of_memory(bench, case), [case for case in cases if case.share]))
     for case in cases:  # those that take the whole device, one by one
@@ -299,7 +306,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("overhead", "oom", "all"), default="all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="few cases, few steps")
-    parser.add_argument("--all", action="store_true", help="with --quick: all cases")
+    parser.add_argument("--only", default="", help="names of cases, with commas between them")
     parser.add_argument("--seconds", type=float, default=420.0, help="after which no further run is begun")
     parser.add_argument("--out", default=None)
     given = parser.parse_args()

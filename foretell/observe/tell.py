@@ -26,7 +26,7 @@ WRITE_SECONDS = 5.0
 """Between two writings of the measurement."""
 SLOWER_AGAIN = 1.2
 """Times slower than what was told before is told again."""
-RAM_BAND = (0.9, 1.25, 150 * MIB)
+RAM_BAND = (0.9, 1.25, 200 * MIB)
 """A process on a CPU is expected between these shares of its tensors, and so many bytes more: pages that the allocator keeps,
 threads, libraries that are loaded in the first step. Assumed."""
 

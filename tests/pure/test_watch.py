@@ -148,6 +148,7 @@ def test_out_of_memory_is_explained_and_the_first_remedy_runs(tmp_path: Path) ->
     assert explained < told.index("Traceback (most recent call last):")
     assert re.search(r"at (Block|Linear) in rows.py:\d+", told[explained])
     assert any("blocks.*: activations" in line for line in told)
+    assert "hooks.py" not in done.stderr
     found = json.loads((tmp_path / "run" / "oom.json").read_text())
     assert found["held"]["activations"] > 0.5 * found["predicted"]["allocated_bytes"] and found["tried"] == 65536 * 64 * 4
     first = found["ways"][0]

@@ -24,13 +24,14 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
-SAMPLE_SECONDS = 0.5
+SAMPLE_SECONDS = 1.0
 """Between two readings of memory, events and the pipe."""
 EVENT_SECONDS = 0.02
 """Between two events on the stream at least: one costs some microseconds."""
@@ -45,6 +46,7 @@ ANSWER_SECONDS = 300.0
 _NO_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory", "cannot allocate memory", "not enough memory", "std::bad_alloc")
 _SIZE = re.compile(r"tried to allocate ([0-9.]+) ?(bytes|[KMGT]iB)?", re.IGNORECASE)
 _ALLOWED = re.compile(r"([0-9.]+) ?([KMGT]iB) allowed", re.IGNORECASE)
+_AMOUNTS = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 _UNITS = {"bytes": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
 
 Send = Callable[[dict[str, Any]], None]
@@ -60,6 +62,7 @@ def begin(given: str) -> None:
 
     def uncaught(kind: Any, error: Any, trace: Any) -> None:
         with contextlib.suppress(Exception):
+            trace = error.__traceback__ = without_hooks(trace)
             watch.failed(error, trace, pipe)
         before(kind, error, trace)
 
@@ -409,6 +412,16 @@ def tried_bytes(text: str) -> int | None:
     return int(float(found[1].rstrip(".")) * 2 ** _UNITS[(found[2] or "bytes").lower()]) if found else None
 
 
+def without_hooks(trace: Any) -> Any:
+    """The traceback as it would be without this file: a script's own errors are its own."""
+    if trace is None:
+        return None
+    rest = without_hooks(trace.tb_next)
+    if trace.tb_frame.f_code.co_filename == __file__:
+        return rest
+    return trace if rest is trace.tb_next else TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
+
 def where(trace: Any) -> dict[str, str]:
     """The innermost module that ran, and the innermost line that no installed package holds."""
     found = {"module": "", "line": ""}
@@ -423,7 +436,8 @@ def where(trace: Any) -> dict[str, str]:
 
 def memory(cuda: bool) -> dict[str, int]:
     """Bytes now and at the peak: of CUDA's allocator, and of this process."""
-    found = {"rss": _status("VmRSS"), "rss_peak": _status("VmHWM")}
+    process = _statuses()
+    found = {"rss": process.get("VmRSS", 0), "rss_peak": process.get("VmHWM", 0)}
     if cuda and torch.cuda.is_initialized():
         stats = torch.cuda.memory_stats()
         for name, key in (("allocated", "allocated_bytes"), ("reserved", "reserved_bytes")):
@@ -444,13 +458,14 @@ def allowed(cuda: bool, text: str = "") -> dict[str, int]:
     return {"free": int(free), "total": int(total), "allowed": min(most, int(total))}
 
 
-def _status(name: str) -> int:
-    """A number of /proc/self/status, in bytes; 0 where there is none."""
+def _statuses() -> dict[str, int]:
+    """What /proc/self/status says of memory, in bytes; nothing where there is no such file."""
     try:
-        with open("/proc/self/status", "rb") as file:
-            for line in file:
-                if line.startswith(name.encode() + b":"):
-                    return int(line.split()[1]) * 1024
+        with open("/proc/self/status") as file:
+            return {name: int(amount) * 1024 for name, amount in _AMOUNTS.findall(file.read())}
     except OSError:
-        pass
-    return 0
+        return {}
+
+
+def _status(name: str) -> int:
+    return _statuses().get(name, 0)
