@@ -75,7 +75,7 @@ def as_on_a_device(script: Script, recorder: Recorder, rank: int = 0) -> Iterato
     world = World()
     changes = (
         *_moves(world, recorder), *_data(world, recorder), *_amp(world), *_processes(world, rank), *_network(script),
-        *group_of(world.ranks, recorder, script), *sharding(world.ranks),
+        *group_of(world.ranks, recorder, script), *sharding(world.ranks, recorder),
     )  # fmt: skip
     with _environment(script, rank), replaced(changes), whole_tensors(), without_weights(world.notes.append, asker):
         yield world
