@@ -87,7 +87,7 @@ def as_on_a_device(
     world.batch = batch
     changes = (
         *_moves(world, recorder), *_data(world, recorder), *_amp(world), *_processes(world, rank), *_network(script),
-        *group_of(world.ranks, recorder, script), *sharding(world.ranks), *_arguments(world),
+        *group_of(world.ranks, recorder, script), *sharding(world.ranks, recorder), *_arguments(world),
     )  # fmt: skip
     with _environment(script, rank), replaced(changes), whole_tensors(), without_weights(world.notes.append, asker):
         yield world
