@@ -49,6 +49,8 @@ FakeTensorDeviceMismatchError = getattr(fake_tensor, "FakeTensorDeviceMismatchEr
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
 _ITEM = _aten._local_scalar_dense.default
+_WHOLE_ITEM = _aten.item.default
+"""What it is in inference mode."""
 ORDINARY = {
     "aten.all.default": True, "aten.any.default": False, "aten.sum.default ==": True, "aten._is_all_true.default": True,
     "aten._is_any_true.default": False,
@@ -245,7 +247,7 @@ class Reading(QuickKeys):
     # ------------------------------------------------------------------ what depends on data
 
     def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is _ITEM:
+        if func in (_ITEM, _WHOLE_ITEM):
             return self._item(func, args[0])
         if func is _PACK:
             self.before_packing()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -310,3 +311,97 @@ def test_an_unchanged_script_is_not_followed_again(tmp_path: Path, monkeypatch: 
     Path("train.py").write_text(DEPENDS.replace("randn(4,", "randn(6,"))
     assert parameters() == (8 * 8, 8, 6)
     assert parameters() == (8 * 8, 8, 6)
+
+
+LEAVES = """
+import sys, torch
+from torch import nn
+how = sys.argv[1]
+model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with torch.inference_mode():
+    print(model(torch.randn(2, 256, device="cuda")).sum().item())
+model(torch.zeros(1, 256, device="cuda"))
+for _ in range(10):
+    x = torch.randn(512, 256, device="cuda")
+    out = model(x)
+    loss = out.square().mean()
+    if how == "late":
+        optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if how in ("none", "evaluates"):
+        optimizer.zero_grad()
+    if how == "evaluates":
+        with torch.no_grad():
+            model(torch.randn(4096, 256, device="cuda")).mean().item()
+    if how == "kept":
+        optimizer.zero_grad(set_to_none=False)
+    if how == "ends":
+        break
+"""
+
+
+def test_what_a_step_leaves_to_the_next_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients, and what the model returned; not a look at the model before, nor an evaluation between."""
+    (tmp_path / "train.py").write_text(LEAVES)
+    found = {how: followed(["python", "train.py", how], tmp_path, monkeypatch) for how in ("none", "evaluates", "late", "kept", "ends")}
+    peaks = {how: peak_live(trace, tuple(trace.schedule)) for how, (trace, _) in found.items()}
+    weights, rows = 8 * (256 * 256 + 256) * 4, 512 * 256 * 4
+    forward = weights + 9 * rows  # weights, x and what each layer gives
+    assert forward + 2 * rows < peaks["none"] < forward + 5 * rows  # backward begins: gradients of the square and of the last layer
+    assert peaks["kept"] - peaks["none"] == weights
+    assert 0 < peaks["late"] - (forward + weights + rows) < 8192  # the end of forward: the last layer's output beside that of the step before
+    assert peaks["evaluates"] == peaks["none"]
+    zeroed = [op for op in found["kept"][0].programs["again"].ops if op.name == "aten.zero_.default"]
+    assert len(zeroed) == 16 and {op.phase for op in zeroed} == {"update"}
+    assert any("only the first step" in note for note in found["ends"][1]) and "again" not in found["ends"][0].programs
+    assert any("train.py" in note and "without gradients" in note for note in found["evaluates"][1])
+
+
+def test_what_a_hub_would_give_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers is imported by the script; a folder with a configuration and no weights is enough for a model, which is in evaluation mode."""
+    (tmp_path / "small").mkdir()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128, "vocab_size": 200}
+    (tmp_path / "small" / "config.json").write_text(json.dumps({"model_type": "bert", "dtype": "bfloat16", **sizes}))
+    (tmp_path / "train.py").write_text("""
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+model = AutoModelForSequenceClassification.from_pretrained("small", num_labels=7, attn_implementation="eager").cuda()
+assert model.classifier.out_features == 7 and not model.training and model.dtype == torch.bfloat16
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    ids = torch.randint(0, 200, (4, 16)).cuda()
+    model(input_ids=ids, labels=torch.randint(0, 7, (4,)).cuda()).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""")
+    (tmp_path / "words.py").write_text("from transformers import AutoTokenizer\nAutoTokenizer.from_pretrained('some/words')\n")
+    trace, notes = followed(["python", "train.py"], tmp_path, monkeypatch)
+    assert trace.meta["recipe"]["precision"] == "bf16" and any("weights of small are not read" in note for note in notes)  # type: ignore[index]
+    assert not any("dropout" in op.name for op in trace.ops()) and any("softmax" in op.name for op in trace.ops())
+    with pytest.raises(ModelError, match=r"words.py:2: the tokenizer of some/words is not on this machine"):
+        followed(["python", "words.py"], tmp_path, monkeypatch)
+
+
+ASTRAY = {
+    "gradients asked for": "given = torch.autograd.grad(model(x).sum(), list(model.parameters()))\n"
+    "    for p, g in zip(model.parameters(), given): p.grad = g\n    optimizer.step()",
+    "numpy": "import numpy\n    model(torch.as_tensor(numpy.ones((4, 8), dtype='float32'), device='cuda')).sum().backward()\n    optimizer.step()",
+    "by name": "loss = model(x).sum(); loss.backward()\n    nn.utils.clip_grad_norm_(parameters=model.parameters(), max_norm=0.5); optimizer.step()",
+    "curvature": "optimizer = torch.optim.LBFGS(model.parameters(), history_size=7)\n    def closure():\n        optimizer.zero_grad()\n"
+    "        loss = model(x).square().sum(); loss.backward(); return loss\n    optimizer.step(closure)",
+}
+
+
+@pytest.mark.parametrize("kind", ASTRAY)
+def test_steps_are_found_however_they_are_written(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = f"for _ in range(4):\n    x = torch.randn(4, 8).cuda()\n    {ASTRAY[kind]}\n    optimizer.zero_grad()\n"
+    (tmp_path / "train.py").write_text(HEAD + body)
+    trace, notes = followed(["python", "train.py"], tmp_path, monkeypatch)
+    assert sum(op.phase == "backward" for op in trace.programs["micro_first"].ops) > 3 and "update" in trace.programs
+    if kind == "by name":
+        assert trace.meta["recipe"]["clip"] == 0.5  # type: ignore[index]
+    if kind == "curvature":
+        held = sum(one.nbytes for one in trace.storages.values() if one.role == "optimizer" and not one.host)
+        assert held >= 2 * 7 * 72 * 4 and any("all 7 pairs" in note for note in notes)

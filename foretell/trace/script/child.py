@@ -19,7 +19,8 @@ from foretell.trace.child import answered
 from foretell.trace.process import TIME_LIMIT, Ended, Progress, ask, here, serve
 from foretell.trace.script.words import Script
 
-PRELOAD = (*_PRELOAD, "foretell.trace.script.follow")
+PRELOAD = (*_PRELOAD, "foretell.trace.script.follow", "torch._dynamo.config", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
+"""Fake tensors import the fourth, which takes as long as all the rest: once for all ranks, and the last two come with it."""
 WORKER = "foretell.trace.script.child"
 _SCRATCH = "foretell-script-"
 

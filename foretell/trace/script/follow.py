@@ -39,8 +39,9 @@ from foretell.trace.formulas import plain_formulas
 from foretell.trace.load import is_users, model_error
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder
+from foretell.trace.script.pretrained import Absent
 from foretell.trace.script.ranks import launcher_remedy
-from foretell.trace.script.second import AGAIN, AGAIN_NEXT, UPDATE_AGAIN, Second, scheduled
+from foretell.trace.script.second import AGAIN, AGAIN_NEXT, BETWEEN, UPDATE_AGAIN, Second, scheduled
 from foretell.trace.script.shards import imported
 from foretell.trace.script.spread import spread_told
 from foretell.trace.script.words import Script
@@ -133,6 +134,8 @@ def _run(script: Script, follower: Follower) -> None:
         if not follower.stepped:
             raise _left(script, error) from error
         follower.once(f"{script.name} exits")
+    except Absent as error:
+        raise ModelError(error.problem, error.remedy, error.detail) from error
     except ForetellError:
         raise
     except Exception as error:
@@ -179,13 +182,18 @@ class Follower:
         self._casts = ExitStack()
         """Autocast that the script does not do by itself: from forward to backward."""
         self._before_step = 0
+        self._follows = False
+        self._left = 0
+        """Ops up to the return of the outermost call."""
+        self._closed = False
+        """Whether the optimizer was given a closure."""
         self._rounds: dict[int, int] = {}
         """Optimizer → steps it has taken, where several take turns."""
 
     @contextmanager
     def following(self) -> Iterator[None]:
         hooks = [
-            nn.modules.module.register_module_forward_pre_hook(self._called),
+            nn.modules.module.register_module_forward_pre_hook(self._called), nn.modules.module.register_module_forward_hook(self._returned),
             register_optimizer_step_pre_hook(self._stepping), register_optimizer_step_post_hook(self._stepped),
         ]  # fmt: skip
         try:
@@ -208,6 +216,7 @@ class Follower:
             raise ModelError(f"{script.name} ended before its first step", "an optimizer's step() is where a step ends")
         self._update_whole()
         whole_second = self.second.finish()
+        self.recorder.assumed = {words for words in self.recorder.assumed if not words.startswith(" ")}  # of no op of the step
         self._seen_first()
         trace = _finish(self.recorder, found, roles, capability, release)  # type: ignore[arg-type]
         if not any(len(one) > 1 for one in trace.meta["batch"]):  # type: ignore[attr-defined]
@@ -232,6 +241,20 @@ class Follower:
                 self.recorder.phase("forward")
             self._ran_backward()
 
+        grad = torch.autograd.grad
+
+        def gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            """Of parameters, to be used as they are: another way to write backward."""
+            given = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
+            if kwargs.get("create_graph") or not any(isinstance(one, nn.Parameter) for one in given):
+                return grad(outputs, inputs, *args, **kwargs)
+            self.recorder.phase("backward")
+            try:
+                return grad(outputs, inputs, *args, **kwargs)
+            finally:
+                self.recorder.phase("forward")
+                self._ran_backward()
+
         def unscaled(scaling: Any, optimizer: Any) -> Any:
             self._updating()
             return unscale(scaling, optimizer)
@@ -243,6 +266,7 @@ class Follower:
             return made
 
         yield torch.autograd, "backward", back
+        yield torch.autograd, "grad", gradients
         yield scaler, "unscale_", unscaled
         yield scaler, "update", update
         for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -287,7 +311,7 @@ class Follower:
             if self.second.begun and self._micros == 0 and self.second.without_gradients(module):
                 self.world.notes.append(f"{asker()}: what is computed between steps without gradients is not counted")
             return
-        if self._tentative and module.training and not self._ran:
+        if self.found is not None and not self._ran and not self.stepped and self._micros == 1 and self._idle(module):
             self._forget()
         if self.found is None:
             self._find(module, args)
@@ -315,11 +339,27 @@ class Follower:
             return False
         return module.training or self.found is None or self._tentative
 
+    def _idle(self, module: nn.Module) -> bool:
+        """Whether what was called before cannot be what is trained: it was in evaluation mode, or nothing of it is left (a look at
+        shapes, a weight that is computed while the model is built)."""
+        if self._tentative and module.training:
+            return True
+        rows, living = self.recorder.programs.get(self._name, []), self.recorder.living()
+        made: set[int] = set()
+        for place, row in enumerate(rows):
+            if place < self._left or any(ref.storage in made for ref in row.inputs):
+                made.update(row.allocates)
+        return living.isdisjoint(made)
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        if len(self.recorder._stack) == 1 and self.recorder._rows is not None:
+            self._left = len(self.recorder._rows)
+            self.second.returned()
+
     def _forget(self) -> None:
-        """What was called in evaluation mode was not trained: a model in training mode is called now, without a backward before."""
+        """Nothing was recorded yet: the micro-batch begins with the call that comes now."""
         self._end()
         self.recorder.programs.clear()
-        self._stack.close()
         self.found, self._micros, self._tentative = None, 0, False
 
     def _find(self, module: nn.Module, args: Any) -> None:
@@ -333,11 +373,22 @@ class Follower:
         self._resident = list(dict.fromkeys(self.recorder.storage_id(one) for one in (*_in_move_order(model), *inputs)))
         there = [one for one in gc.get_objects() if type(one) is FakeTensor and one.layout is torch.strided]
         self._before = {self.recorder.storage_id(one) for one in there}
-        self._stack.enter_context(real_masks(self.recorder))  # only now: libraries that it looks at are imported
-        self._stack.enter_context(self.recorder.modules(model))
-        self.recorder._enter(module, None)
+        self._follow_modules(model, module)
         several = optimizers()
         self._rounds = dict.fromkeys(several, 0) if len(several) > 1 else {}
+
+    def _follow_modules(self, model: nn.Module, first: nn.Module) -> None:
+        """From the call on that is about to begin; its modules may have other names than those of a call before."""
+        if self._follows:
+            for path, one in model.named_modules():
+                self.recorder._paths[id(one)] = path
+            for path, parameter in model.named_parameters(remove_duplicate=False):
+                self.recorder._parameter_paths[id(parameter)] = path.rpartition(".")[0]
+            return
+        self._follows = True
+        self._stack.enter_context(real_masks(self.recorder))  # only now: libraries that it looks at are imported
+        self._stack.enter_context(self.recorder.modules(model))
+        self.recorder._enter(first, None)
 
     def _ran_backward(self) -> None:
         if self.found is None or self.done:
@@ -357,6 +408,8 @@ class Follower:
         """What follows belongs to the update: gradients are looked at, or the optimizer steps."""
         if self.found is None or self.done or self.roles is None:
             return
+        if not self.second.begun:
+            self.roles.note_gradients(self.found)  # type: ignore[arg-type]
         if self._rounds:
             self.recorder.phase("update")
         elif self._name not in (_UPDATE, UPDATE_AGAIN) and not (self.second.begun and self._micros == 0):
@@ -366,6 +419,7 @@ class Follower:
         if self.done:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self._closed = closure is not None
         if closure is not None:
             return (optimizer, self._within(closure), *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
         self._updating()
@@ -411,13 +465,31 @@ class Follower:
             return
         self.stepped = self.done = True  # hooks have nothing to do with this one
         self._begin("update", "update")
-        optimizer.step()
+        if self._closed:  # it would need the forward
+            self.recorder.programs["update"] += self.recorder.programs[_UPDATE][self._before_step :]
+        else:
+            optimizer.step()
         self._end()
         self.done = False
+        self._note_history(optimizer)
         self.second.begin(found.model)
         self.recorder.programs["zero_grad"] = [self.second.zero_grad()]
         self._micros, self._ran = 0, False
-        self._begin(AGAIN, "update")
+        self._begin(AGAIN, BETWEEN)
+
+    def _note_history(self, optimizer: Optimizer) -> None:
+        """L-BFGS keeps pairs of vectors up to so many: those that are not there yet will be."""
+        pairs = getattr(optimizer, "param_groups", [{}])[0].get("history_size")
+        if not isinstance(pairs, int):
+            return
+        assert self.roles is not None
+        each = sum(one.numel() * one.element_size() for one in self._trained)
+        there = max((len(state.get("old_dirs") or ()) for state in optimizer.state.values()), default=0)
+        number = len(self.recorder.sizes)
+        self.recorder.sizes[number], self.recorder.born_in[number] = 2 * max(0, pairs - there) * each, None
+        self.roles.roles[number], self.roles.owners[number] = types.OPTIMIZER, ""
+        self.roles.resident.append(number)
+        self.world.notes.append(f"{type(optimizer).__name__} is counted with all {pairs} pairs of its history")
 
     def _stepped_again(self) -> None:
         if self._micros == 0:  # nothing was learned since: another part of the first step

@@ -112,12 +112,10 @@ def _readers(module: Any, kind: str, what: str, asker: Asker) -> Changes:
     def from_pretrained(cls: Any, /, name: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return inner(cls, name, *args, **kwargs)
-        except ModelError:
-            raise
-        except OSError as error:
+        except OSError as error:  # that of a tokenizer may be of its configuration: the outermost one names what was asked for
             raise Absent(
                 f"{asker()}: the {what} of {name} is not on this machine, and a script that is followed has no network",
-                f"start it once with a network, or save it in a folder and give that instead of {name}", str(error),
+                f"start it once with a network, or save it in a folder and give that instead of {name}", getattr(error, "detail", str(error)),
             ) from error  # fmt: skip
 
     yield owner, "from_pretrained", classmethod(from_pretrained)

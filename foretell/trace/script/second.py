@@ -20,6 +20,8 @@ from foretell.trace import types
 from foretell.trace.recorder import Recorder, Row
 
 AGAIN, AGAIN_NEXT, UPDATE_AGAIN = PROGRAMS = ("again", "again_next", "update_again")
+BETWEEN = "between"
+"""The phase of what is done before the next forward: part of the update, where numbers are read as anywhere else."""
 LEAST_SECONDS = 20.0
 """That the way to the second step may take, or three times as long as the first one took."""
 
@@ -35,6 +37,7 @@ class Second:
         self.started = time.monotonic()
         self._until = 0.0
         self._cut: int | None = None
+        self._until_row = 0
         self._gradients: dict[int, int] = {}
         """Parameter → storage of its gradient in the first step."""
         self._moved: dict[int, int] = {}
@@ -69,13 +72,18 @@ class Second:
         self._cut = len(rows)
         return True
 
+    def returned(self) -> None:
+        """An outermost call is over: what comes before the next one may be the next batch."""
+        if self._cut is not None and self.recorder._rows is not None:
+            self._until_row = len(self.recorder._rows)
+
     def forward(self, model: nn.Module) -> None:
         """The micro-batch begins: what was an evaluation goes, but for what it let go of."""
-        rows = self.recorder._rows
-        if rows is not None and self._cut is not None and self._cut > 0:
-            gone, rows[self._cut :] = rows[self._cut :], []
+        rows, cut = self.recorder._rows, self._cut
+        if rows is not None and cut is not None and cut > 0:
+            gone, rows[cut : self._until_row] = rows[cut : self._until_row], []
             born = {number for row in gone for number in row.allocates}
-            rows[-1].frees += [number for row in gone for number in row.frees if number not in born]
+            rows[cut - 1].frees += [number for row in gone for number in row.frees if number not in born]
             self.recorder._last = rows[-1]
         self._cut = None
         self.held = any(one.grad is not None for one in model.parameters())
@@ -102,6 +110,7 @@ class Second:
             return False
         for name in PROGRAMS:
             for row in programs.get(name, ()):
+                row.phase = "update" if row.phase == BETWEEN else row.phase
                 row.inputs = tuple(ref._replace(storage=self._moved.get(ref.storage, ref.storage)) for ref in row.inputs)
                 row.outputs = tuple(ref._replace(storage=self._moved.get(ref.storage, ref.storage)) for ref in row.outputs)
                 row.allocates = [self._moved.get(number, number) for number in row.allocates]

@@ -130,6 +130,18 @@ def _moves(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     def to_cuda(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return copied(cuda(tensor, *args, **kwargs))
 
+    def makes(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Of numbers in host memory, a copy on the device."""
+
+        def make(*args: Any, **kwargs: Any) -> Tensor:
+            there = is_elsewhere(kwargs.get("device"))
+            made = plain(*args, **({**kwargs, "device": None} if there else kwargs))
+            return copied(made) if there else made
+
+        return make
+
+    for name in ("as_tensor", "asarray", "tensor"):
+        yield torch, name, makes(getattr(torch, name))
     yield Tensor, "to", move
     yield Tensor, "cuda", to_cuda
 
