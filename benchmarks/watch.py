@@ -238,7 +238,7 @@ def _tried(bench: Bench, case: Case) -> dict[str, Any]:
     limit = _limit(bench, case)
     held = ["--memory-limit", str(limit)] if limit else []
     run, again = bench.scratch / f"oom-{case.name}", bench.scratch / f"again-{case.name}"
-    rc, errors, seconds = bench.run(watched(bench, bench.words(case, "--steps 6"), run, "--predict", "before", *held), 240)
+    rc, errors, seconds = bench.run(watched(bench, bench.words(case, "--steps 6"), run, "--predict", "before", *held), 150)
     found: dict[str, Any] = {"limit_bytes": limit, "rc": rc, "seconds": round(seconds, 1)}
     if not (run / "oom.json").exists():
         return {**found, "explained": False, "stderr": errors}
@@ -252,7 +252,7 @@ def _tried(bench: Bench, case: Case) -> dict[str, Any]:
     if not ways:
         return {**found, "remedy_runs": None, "stderr": errors}
     words, more = _changed(bench, case, ways[0]["change"])
-    rc, errors, seconds = bench.run(watched(bench, words, again, "--predict", "no", *held), 150, **more)
+    rc, errors, seconds = bench.run(watched(bench, words, again, "--predict", "no", *held), 90, **more)
     measured = json.loads((again / "measurement.json").read_text()) if (again / "measurement.json").exists() else {}
     return {
         **found, "remedy": ways[0]["change"]["words"], "remedy_verdict": ways[0]["verdict"], "remedy_predicted_bytes": ways[0]["allocated_bytes"],
@@ -307,7 +307,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="few cases, few steps")
     parser.add_argument("--only", default="", help="names of cases, with commas between them")
-    parser.add_argument("--seconds", type=float, default=420.0, help="after which no further run is begun")
+    parser.add_argument("--seconds", type=float, default=390.0, help="after which no further run is begun")
     parser.add_argument("--out", default=None)
     given = parser.parse_args()
     sys.path.insert(0, str(ROOT))
