@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "fit"]
+__all__ = ["__version__", "fit", "lightning_callback", "trainer_callback", "watch"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "fit":
+    if name in __all__:
         from foretell import api
 
-        return api.fit
+        return getattr(api, name)
     raise AttributeError(f"module 'foretell' has no attribute '{name}'")
 
 

@@ -15,6 +15,9 @@ from foretell.errors import UserError
 from foretell.hardware import Cluster, overhead, parse
 from foretell.hardware.prices import user_figures
 from foretell.hardware.profile import find_profile, profile_stamp
+from foretell.observe.public import lightning_callback as lightning_callback
+from foretell.observe.public import trainer_callback as trainer_callback
+from foretell.observe.public import watch as watch
 from foretell.plan.legal import too_old_to_compile
 from foretell.plan.precision import default_recipe, low, missing, refuse_recipe
 from foretell.prove.check import Check as Check

@@ -27,6 +27,7 @@ from foretell.cli import (
     run,
     show,
     verify,
+    watch,
     zoo,
     zoo_check,
     zoo_query,
@@ -83,6 +84,7 @@ zoo_app.command("query", short_help="Code, settings and measured rows of models 
 app.command("hardware", short_help="List the devices known by name; `hardware NAME` shows one.")(reading(hardware.hardware))
 app.command("probe", short_help="Measure this machine, so that predictions rest on it.")(probe.probe)
 app.command("run", short_help="Train as a plan says, and measure it.")(run.run)
+app.command("watch", short_help="Run your script as it is: predicted beside measured, why memory ran out.")(watch.watch)
 app.command("box", short_help="Run one rank of a plan here, the others stand-ins: predicted beside measured.")(box.box)
 app.add_typer(ckpt_app, name="ckpt", short_help="Checkpoints of a run: list, verify, show, convert.")
 for _name, _command in (("list", ckpt.listing), ("verify", ckpt.verify), ("show", ckpt.show), ("convert", ckpt.convert)):

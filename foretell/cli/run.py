@@ -285,6 +285,7 @@ def _lines(outcome: Outcome, path: Path) -> list[str]:
     found = outcome.measurement
     lines = [f"{outcome.status} after step {outcome.step}" + (f" ({outcome.signal})" if outcome.status == "stopped" else "")]
     if found is not None:
+        assert found.first_loss is not None and found.last_loss is not None, "a run reads its loss"
         lines.append(f"loss       {found.first_loss:.4f} → {found.last_loss:.4f}"
                      + (f", held out {found.eval_loss:.4f}" if found.eval_loss is not None else ""))  # fmt: skip
         lines.append(f"step       {seconds(found.step_seconds)} ({seconds(found.p10_seconds)}–{seconds(found.p90_seconds)})"

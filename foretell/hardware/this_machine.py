@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,14 @@ def from_properties(cards: list[Any]) -> Cluster:
         device = replace(device, l2_bytes=l2, sources={**device.sources, "l2_bytes": _PROBED})
     note = f"auto found {len(cards)} x {kinds[0]}: {known.name} with {gib(device.memory_bytes)} each, as torch reports"
     return with_links(Cluster(device=device, devices_per_node=len(cards), tiers=_host(), notes=(note,)))
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "unknown CPU"
 
 
 def _cpu(why: str) -> Cluster:

@@ -21,7 +21,7 @@ from foretell.lower.fsdp.units import DP_REPLICATE, FIRST, LAST, Storages
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Ref, TensorSpec, Trace
 
-NEXT = "micro_next"
+NEXT, ROUND = "micro_next", "round"
 FIRST_BUCKET = 2**20
 """Bytes at which the first bucket closes, so that sums begin early."""
 BUCKET = 25 * 2**20
@@ -87,6 +87,8 @@ class _Work:
             ops: Sequence[Op] = program.ops
             if name == FIRST:
                 ops = ops if later else self._summing(ops, held=False)
+            elif name == ROUND:
+                ops = self._summing(ops, held=False)
             elif name == NEXT:
                 ops = ops if later else self._summing(ops, held=True)
             elif self.how.view:

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from foretell.lower.ddp import Replicas, replicated
-from foretell.lower.fsdp.sharded import shard
-from foretell.lower.fsdp.units import FIRST
+from foretell.lower.fsdp.sharded import shard, wide_of
+from foretell.lower.fsdp.units import FIRST, rows
 from foretell.plan.types import Mesh
-from foretell.trace.types import Op, Program, Trace
+from foretell.trace.types import GRADIENT, PARAMETER, Op, Program, TensorSpec, Trace
 
 SPREAD = "spread"
 DDP, FSDP, COPIES = "ddp", "fsdp", "copies"
@@ -57,12 +57,23 @@ def _spread(trace: Trace, told: Mapping[str, Any]) -> Trace:
     if told["kind"] == DDP:
         return replicated(trace, Replicas(**{**how, "paths": tuple(how["paths"])}, ranks=told["world"]))
     if told["kind"] == FSDP:
-        joined = _joined(trace, how["units"])
+        joined = _shrunk(_joined(trace, how["units"]), how.get("derived", {}), told["shards"])
         return shard(
             joined, told["shards"], replicate=told["replicate"], reduce=how["reduce"], left=how["left"],
             beside=[paths[0] for paths in how["units"]], apart=how["reshard"],
         )  # fmt: skip
     return replace(trace, meta={**trace.meta, "ranks": told["world"]})
+
+
+def _shrunk(trace: Trace, derived: Mapping[str, Any], ranks: int) -> Trace:
+    """With what was made of parameters before the step in shards, in the format of theirs."""
+    storages, wide = dict(trace.storages), wide_of(trace)
+    for key, (shape, dtype) in derived.items():
+        old = storages.get(int(key))
+        if old is not None and old.role not in (PARAMETER, GRADIENT):
+            part = TensorSpec(rows(tuple(shape), ranks), wide.get(dtype, dtype))
+            storages[int(key)] = old._replace(nbytes=part.nbytes)
+    return replace(trace, storages=storages)
 
 
 def _joined(trace: Trace, units: list[list[str]]) -> Trace:

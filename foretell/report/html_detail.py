@@ -18,8 +18,8 @@ from foretell.hardware import parse
 from foretell.hardware.prices import price_per_hour
 from foretell.hardware.profile import Profile, find_profile
 from foretell.hardware.types import Cluster
-from foretell.lower.blocks import Unlike, blocks_of
-from foretell.plan.recipe import known_blocks
+from foretell.lower.blocks import KEEP, Unlike, blocks_of
+from foretell.plan.recipe import known_blocks, mode_of, recipe_of
 from foretell.plan.types import Plan
 from foretell.price import energy as watts
 from foretell.price.machine import machine
@@ -83,6 +83,9 @@ def of_plan(plan: Plan, run: Path | None = None, *, time_limit: float = TIME_LIM
     from foretell.search.traces import Traces
 
     cluster = _cluster(plan)
+    step = traces_file.read_step(run / traces_file.STEP) if run is not None else None
+    if step is not None:
+        return of_traces({mode_of(recipe_of(plan)) if blocks_of(step) else KEEP: step}, plan, cluster, _options(plan, cluster))
     own = traces_file.read(run / traces_file.NAME) if run is not None else {}
     traces = Traces(capability=_capability(cluster), own=own, time_limit=time_limit)
     try:

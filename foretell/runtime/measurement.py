@@ -64,8 +64,9 @@ class Measurement:
     flops_per_step: float | None
     peak_flops_per_second: float | None
     """Of one device."""
-    first_loss: float
-    last_loss: float
+    first_loss: float | None
+    last_loss: float | None
+    """None of a script that is watched: reading it would make the device wait."""
     eval_loss: float | None
     save_seconds: float | None
     """Mean of one save."""

@@ -14,9 +14,13 @@ from pathlib import Path
 
 from foretell.errors import FileFormatError, UserError
 from foretell.files import one_line, write_atomically
+from foretell.trace.file import loads
 from foretell.trace.stored import Entry, Stored, parsed
+from foretell.trace.types import Trace
 
 NAME = "traces.json.gz"
+STEP = "trace.json.gz"
+"""Of a watched script: the step as it was followed, one trace."""
 KIND, SCHEMA = "foretell-traces", 1
 MOST_BYTES = 1 << 30
 """That a file may unpack to."""
@@ -44,3 +48,14 @@ def read(path: Path) -> dict[str, Stored]:
         raise FileFormatError(f"{path} cannot be read: {error.problem}", _REMEDY) from None
     except (OSError, EOFError, zlib.error, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise FileFormatError(f"{path} cannot be read: {one_line(error)}", _REMEDY) from None
+
+
+def read_step(path: Path) -> Trace | None:
+    """The trace of a watched script; None where there is none."""
+    if not path.exists():
+        return None
+    try:
+        with gzip.open(path) as stream:
+            return loads(stream.read(MOST_BYTES + 1).decode())
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise FileFormatError(f"{path} cannot be read: {one_line(error)}", "delete it") from None

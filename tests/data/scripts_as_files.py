@@ -140,8 +140,8 @@ def ddp_bert():
     from ddp_bert import Tagger
     from transformers import BertConfig
 
-    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512, "max_position_embeddings": 128}
-    config = BertConfig(vocab_size=2000, hidden_size=192, **sizes)
+    sizes = {"hidden_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
+    config = BertConfig(vocab_size=2000, max_position_embeddings=128, **sizes)
     ids = torch.randint(5, 2000, (16, 96))
     return Tagger(config, 9), {"ids": ids, "mask": torch.ones_like(ids), "labels": torch.randint(0, 9, ids.shape)}
 
@@ -149,7 +149,7 @@ def ddp_bert():
 def ddp_spawn():
     from ddp_spawn import Deep
 
-    return Deep(), {"x": torch.randn(512, 256), "y": torch.randn(512)}, lambda out, batch: F.mse_loss(out, batch["y"])
+    return Deep(), {"x": torch.randn(128, 256), "y": torch.randn(128)}, lambda out, batch: F.mse_loss(out, batch["y"])
 
 
 def _llama(rows, length, **size):

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "foretell"
 
 ROOMS = (
     "errors", "units", "files", "decode", "quantities", "zoo", "trace", "hardware", "plan", "lower", "price", "simulate", "kernels", "checkpoint",
-    "runtime", "search", "prove", "tune", "serve", "report", "eject", "export", "api", "cli",
+    "runtime", "search", "prove", "tune", "serve", "report", "eject", "export", "observe", "api", "cli",
 )  # fmt: skip
 """Top to bottom: a room imports itself and rooms before it."""
 

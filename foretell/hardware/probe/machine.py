@@ -8,7 +8,6 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from foretell.hardware.catalog import find_reported
 from foretell.hardware.probe import unfamiliar
 from foretell.hardware.profile import About
 from foretell.hardware.this_machine import _cpu, from_properties, physical_cores
+from foretell.hardware.this_machine import cpu_name as cpu_name
 from foretell.hardware.types import Device
 
 BUSY_PERCENT = 10
@@ -61,14 +61,6 @@ def about(kind: str) -> About:
         driver=_driver() if kind == "cuda" else None, cores=physical_cores(), threads=torch.get_num_threads(),
         figures=device.to_dict(),
     )  # fmt: skip
-
-
-def cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine() or "unknown CPU"
 
 
 # ---------------------------------------------------------------- the driver's view

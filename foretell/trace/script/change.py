@@ -2,6 +2,8 @@
 
     micro_batch   loaders give so many samples
     recompute     blocks are computed again in backward, as `trace.step` does it
+    batch         loaders of one size give another
+    autocast      from forward to backward, whatever the script does
     precision     what the script has, with parameters in 16 bits where ranks share them; or bf16 autocast around an fp32 model
 
 `eject` writes the same changes into the script.
@@ -36,6 +38,10 @@ class Change:
     micro_batch: int = 0
     recompute: str = "none"
     precision: str = ""
+    autocast: str = ""
+    """dtype of autocast from forward to backward."""
+    batch: tuple[int, int] | None = None
+    """Of loaders with the first batch size, the second instead."""
     replaced: dict[int, nn.Parameter] = field(default_factory=dict)
     """Parameter of the script → the one in its place."""
     _done: bool = False

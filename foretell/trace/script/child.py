@@ -19,17 +19,18 @@ from foretell.trace.child import answered
 from foretell.trace.process import TIME_LIMIT, Ended, Progress, ask, here, serve
 from foretell.trace.script.words import Script
 
-PRELOAD = (*_PRELOAD, "foretell.trace.script.follow")
-_SELF = "foretell.trace.script.child"
+PRELOAD = (*_PRELOAD, "foretell.trace.script.follow", "torch._dynamo.config", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
+"""Fake tensors import the fourth, which takes as long as all the rest: once for all ranks, and the last two come with it."""
+WORKER = "foretell.trace.script.child"
 _SCRATCH = "foretell-script-"
 
 
 def request(
-    script: Script, capability: tuple[int, int], hints: Mapping[str, float], keep_writes: bool, rank: int = 0,
+    script: Script, capability: tuple[int, int] | None, hints: Mapping[str, float], keep_writes: bool, rank: int = 0,
     change: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """`change`: what is done otherwise than the script does it (`change.Change`)."""
-    asked = {"script": vars(script), "capability": list(capability), "hints": dict(hints), "keep_writes": keep_writes, "rank": rank}
+    """Without a capability the script is followed as this machine's CPU runs it. `change` is what is done to it on the way (`change.Change`)."""
+    asked = {"script": vars(script), "capability": list(capability or ()), "hints": dict(hints), "keep_writes": keep_writes, "rank": rank}
     return {**asked, "change": dict(change)} if change else asked
 
 
@@ -41,10 +42,10 @@ def follow_in_child(
     from foretell.trace.child import _as_error, _died
 
     here()
-    server.ready(_SELF)
+    server.ready(WORKER)
     clear_stale()
     with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-", ignore_cleanup_errors=True) as scratch:
-        found = ask(_SELF, [{**asked, "scratch": scratch}], time_limit=time_limit, progress=progress)
+        found = ask(WORKER, [{**asked, "scratch": scratch}], time_limit=time_limit, progress=progress)
     if isinstance(found, Ended):
         raise _died({"source": {"model": asked["script"]["file"] or asked["script"]["module"]}}, found, time_limit)
     if "error" in found[0]:
@@ -80,10 +81,10 @@ def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     given = {**asked["script"], "words": tuple(asked["script"]["words"]), "arguments": tuple(asked["script"]["arguments"])}
     aside = Aside(asked["scratch"])
     os.environ["TMPDIR"] = tempfile.tempdir = aside.scratch
-    reads = Reads([aside.scratch])
+    reads, capability = Reads([aside.scratch]), tuple(asked["capability"]) or None
     with written_down(reads), nullcontext() if asked["keep_writes"] else kept_aside(aside), staying():
         how: dict[str, Any] = {"hints": asked["hints"], "rank": asked["rank"], "change": Change.of(asked.get("change"))}
-        trace, seen = capture_script(Script(**given), capability=tuple(asked["capability"]), **how)
+        trace, seen = capture_script(Script(**given), capability=capability, **how)
     notes = seen.world.notes
     if aside.written:
         names = ", ".join(os.path.relpath(one) for one in aside.written[:3]) + (" ..." if len(aside.written) > 3 else "")

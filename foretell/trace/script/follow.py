@@ -31,6 +31,7 @@ from foretell.errors import ForetellError, ModelError
 from foretell.trace import types
 from foretell.trace.capture import _finish, _in_move_order, _Roles, any_code, seeded
 from foretell.trace.collection import no_collection
+from foretell.trace.cpu import cpu_choices
 from foretell.trace.cuda import cuda_choices, real_masks
 from foretell.trace.devices import replaced
 from foretell.trace.formulas import plain_formulas
@@ -41,6 +42,7 @@ from foretell.trace.script.change import Change
 from foretell.trace.script.made import (
     KNOWN,
     name_of,
+    nobody,
     not_initialised,
     not_torchs,
     optimizers,
@@ -55,7 +57,7 @@ from foretell.trace.script.second import AGAIN, AGAIN_NEXT, BETWEEN, UPDATE_AGAI
 from foretell.trace.script.shards import imported
 from foretell.trace.script.spread import spread_told
 from foretell.trace.script.words import Script
-from foretell.trace.script.world import World, as_on_a_device, asker, rows_of
+from foretell.trace.script.world import World, as_on_a_device, asker, rows_of, sizes
 from foretell.trace.step import Workload
 
 _MICRO = ("micro_first", "micro_next")
@@ -80,16 +82,20 @@ class Found:
 
 
 def capture_script(
-    script: Script, *, capability: tuple[int, int], hints: Mapping[str, float] | None = None, rank: int = 0, change: Change | None = None
-) -> tuple[types.Trace, Follower]:
-    """One step of one of the script's ranks, as a device of this compute capability runs it; and what else was seen of it."""
+    script: Script, *, capability: tuple[int, int] | None, hints: Mapping[str, float] | None = None, rank: int = 0,
+    change: Change | None = None,
+) -> tuple[types.Trace, Follower]:  # fmt: skip
+    """One step of one of the script's ranks, as a device of this compute capability runs it, or without one this CPU; and what else was
+    seen of it."""
     imported(script)
     recorder, release = Recorder(hints), torch.__version__
     recorder.patient = False
-    choices = cuda_choices(recorder, capability, release)
+    choices = cuda_choices(recorder, capability, release) if capability else cpu_choices(recorder)
+    sees = not_torchs if capability else nobody
     with (
-        no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, not_torchs),
-        as_on_a_device(script, recorder, rank) as world, replaced(not_initialised(recorder)),
+        no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, sees),
+        as_on_a_device(script, recorder, rank, "cuda" if capability else "cpu", change.batch if change else None) as world,
+        replaced(not_initialised(recorder)),
     ):  # fmt: skip
         follower = Follower(recorder, world, change or Change())
         with follower.following(), world.ranks.telling(), replaced(follower.change.patches()), replaced(follower.places.patches()):
@@ -97,6 +103,8 @@ def capture_script(
     with world.ranks.telling():
         trace = follower.trace(script, capability, release)
     assert follower.found is not None
+    if world.options:
+        trace = replace(trace, meta={**trace.meta, "options": [list(one) for one in world.options]})
     return spread_told(world.ranks, trace, follower.found.model, follower.second), follower
 
 
@@ -152,6 +160,7 @@ class Follower:
         self.micro_batch = 1
         """Samples of the first batch."""
         self._micros, self._name = 0, ""
+        self._given: list[list[Any]] = []
         self._tentative = False
         """Whether the model that was found is in evaluation mode: the script may train it so, or only look at it."""
         self._ran = False
@@ -162,6 +171,8 @@ class Follower:
         """Storages that were there when the first step began, of the device or not."""
         self._program: AbstractContextManager[None] | None = None
         self._stack = ExitStack()
+        self._casts = ExitStack()
+        """Autocast that the script does not do by itself: from forward to backward."""
         self._before_step = 0
         self._follows = False
         self._left = 0
@@ -178,14 +189,14 @@ class Follower:
             register_optimizer_step_pre_hook(self._stepping), register_optimizer_step_post_hook(self._stepped),
         ]  # fmt: skip
         try:
-            with self._stack, replaced(self._watched()):
+            with self._stack, self._casts, replaced(self._watched()):
                 yield
         finally:
             self._end()
             for hook in hooks:
                 hook.remove()
 
-    def trace(self, script: Script, capability: tuple[int, int], release: str) -> types.Trace:
+    def trace(self, script: Script, capability: tuple[int, int] | None, release: str) -> types.Trace:
         """What was recorded; raises where no step was."""
         found, roles = self.found, self.roles
         if found is None:
@@ -200,6 +211,8 @@ class Follower:
         self.recorder.assumed = {words for words in self.recorder.assumed if not words.startswith(" ")}  # of no op of the step
         self._seen_first()
         trace = _finish(self.recorder, found, roles, capability, release)  # type: ignore[arg-type]
+        if not any(len(one) > 1 for one in trace.meta["batch"]):  # type: ignore[attr-defined]
+            trace = replace(trace, meta={**trace.meta, "batch": self.world.row or self._given})  # nothing was moved
         trace = replace(trace, meta={**trace.meta, "trainable": sum({id(one): one.numel() for one in self._trained}.values())})
         if whole_second:
             return scheduled(trace, found.recipe.accumulate)
@@ -212,6 +225,7 @@ class Follower:
         unscale, updated = scaler.unscale_, scaler.update
 
         def back(*args: Any, **kwargs: Any) -> None:
+            self._casts.close()
             self.recorder.phase("backward")
             try:
                 backward(*args, **kwargs)
@@ -300,12 +314,15 @@ class Follower:
             self._forget()
         if self.found is None:
             self._find(module, args)
+            self._given = sizes(args)
             self._tentative = not module.training
         if self._rounds:
             if not self._name:
                 self._begin(_ROUNDS[0], "forward")
         elif self._micros == 0 or self._ran:
             self._micros, self._ran = self._micros + 1, False
+            if self.change.autocast:
+                self._casts.enter_context(torch.autocast(self.world.device, getattr(torch, self.change.autocast)))
             if self.second.begun and self._micros == 1:
                 assert self.found is not None
                 self.second.forward(self.found.model)

@@ -54,6 +54,11 @@ def parameters_of(optimizer: Optimizer) -> int:
     return hash(frozenset(id(one) for group in optimizer.param_groups for one in group["params"]))
 
 
+def nobody(file: str) -> bool:
+    """Code on a CPU sees this machine's devices, whatever they are."""
+    return False
+
+
 def not_torchs(file: str) -> bool:
     """Whether code of a file is told of the device: all but PyTorch's own, which would reach for it."""
     return not file.startswith(_TORCH)

@@ -64,6 +64,8 @@ class Ranks:
     wrapped: list[Replica] = field(default_factory=list)
     units: list[Any] = field(default_factory=list)
     """Calls of `fully_shard`, in order (`shards.Unit`)."""
+    derived: dict[int, tuple[list[int], str]] = field(default_factory=dict)
+    """Storage → shape and dtype of what was made from sharded parameters before the step, and is sharded as they are."""
     summed: dict[int, bool] = field(default_factory=dict)
     """Micro-batch, counted from 1 → whether its gradients are summed over ranks."""
     taken: str = ""

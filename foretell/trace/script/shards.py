@@ -24,10 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from foretell.errors import ModelError
+from foretell.trace.recorder import Recorder
 from foretell.trace.script.ranks import Ranks, asker, refusal
 from foretell.trace.script.words import Script
 from foretell.trace.step import cast_floats
 
+_MARK = "_foretell_sharded"
 _ZERO = "ZeroRedundancyOptimizer"
 _LOW = {torch.bfloat16: "fsdp-bf16", torch.float16: "fsdp-fp16"}
 _PLACES = ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard", "torch.distributed.fsdp._fully_shard._fully_shard",
@@ -72,7 +74,7 @@ def imported(script: Script) -> None:
         importlib.import_module("torch.distributed.optim")
 
 
-def sharding(ranks: Ranks) -> Iterator[tuple[Any, str, Any]]:
+def sharding(ranks: Ranks, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     """What a script finds in place of FSDP, where that is imported."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
@@ -108,6 +110,28 @@ def sharding(ranks: Ranks) -> Iterator[tuple[Any, str, Any]]:
     remedy = "fully_shard(module) is what took its place in PyTorch"
     yield fsdp, "FullyShardedDataParallel", refusal(ranks, "FullyShardedDataParallel, FSDP's first edition, is not followed", remedy)
     yield from _others(ranks)
+    yield recorder, "_unrecorded", _deriving(ranks, recorder)
+
+
+def _deriving(ranks: Ranks, recorder: Recorder) -> Any:
+    """Ops before the step, watched: what is made of a sharded parameter in its shape (a mean of its past, a moment) is sharded too."""
+    plain = recorder._unrecorded
+
+    def is_sharded(value: Any) -> bool:
+        if isinstance(value, nn.Parameter) and not hasattr(value, _MARK):
+            mine = (one for unit in ranks.units for module in unit.modules for one in module.parameters())
+            setattr(value, _MARK, any(one is value for one in mine))
+        return isinstance(value, Tensor) and getattr(value, _MARK, False)
+
+    def run(func: Any, kinds: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        output = plain(func, kinds, args, kwargs)
+        if ranks.units and isinstance(output, Tensor) and any(is_sharded(one) and one.shape == output.shape for one in args):
+            setattr(output, _MARK, True)
+            if output.layout is torch.strided:
+                ranks.derived[recorder.storage_id(output)] = (list(output.shape), str(output.dtype)[6:])
+        return output
+
+    return run
 
 
 def _others(ranks: Ranks) -> Iterator[tuple[Any, str, Any]]:
@@ -260,10 +284,11 @@ def spread_of(ranks: Ranks, model: nn.Module) -> dict[str, Any]:
     owners = {path.rpartition(".")[0] for path, _ in model.named_parameters()}
     *replicas, shards = root.shape
     reduce = next((str(unit.reduce)[6:] for unit, _ in calls if unit.reduce is not None), None)
+    derived = {str(number): made for number, made in ranks.derived.items()}
     left = sorted(one for one in owners if not _within(one, top))
     return {
         "kind": "fsdp", "world": ranks.world, "replicate": replicas[0] if replicas else 1, "shards": shards,
-        "how": {"units": units, "reshard": reshard, "reduce": reduce, "left": left},
+        "how": {"units": units, "reshard": reshard, "reduce": reduce, "left": left, "derived": derived},
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import weakref
@@ -44,7 +45,9 @@ _DRAWS = torch.get_rng_state().shape
 class World:
     """What is on the device, how products are computed there, and what was taken for something else."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cuda") -> None:
+        self.device = device
+        """cuda or cpu: what the step runs on."""
         self.moved: list[weakref.ref[Tensor]] = []
         self.autocast = ""
         self.scales = False
@@ -55,6 +58,12 @@ class World:
         """Whether a loader was read that gives as many samples as it is told to."""
         self.rows = 0
         """Samples of the batch that was read last."""
+        self.row: list[list[Any]] = []
+        """dtype and sizes of its tensors."""
+        self.options: list[tuple[str, int]] = []
+        """Whole numbers that the script's command line has options for, and their values."""
+        self.batch: tuple[int, int] | None = None
+        """A loader's batch size, and what is taken instead."""
         self.notes: list[str] = []
         self.ranks = Ranks(tell=lambda note: self.notes.append(note) if note not in self.notes else None)
 
@@ -74,12 +83,15 @@ class World:
 
 
 @contextmanager
-def as_on_a_device(script: Script, recorder: Recorder, rank: int = 0) -> Iterator[World]:
+def as_on_a_device(
+    script: Script, recorder: Recorder, rank: int = 0, device: str = "cuda", batch: tuple[int, int] | None = None
+) -> Iterator[World]:
     """Until the end of the block, as one of its ranks."""
-    world = World()
+    world = World(device)
+    world.batch = batch
     changes = (
         *_moves(world, recorder), *_data(world, recorder), *_amp(world), *_processes(world, rank), *_network(script),
-        *group_of(world.ranks, recorder, script), *sharding(world.ranks),
+        *group_of(world.ranks, recorder, script), *sharding(world.ranks, recorder), *_arguments(world),
     )  # fmt: skip
     with _environment(script, rank), replaced(changes), whole_tensors(), without_weights(world.notes.append, asker):
         yield world
@@ -149,10 +161,19 @@ def _in_host_memory(recorder: Recorder) -> Iterator[None]:
         recorder._rows = rows
 
 
+def sizes(batch: Any) -> list[list[Any]]:
+    """dtype and sizes of each tensor in a batch, as the meta of a trace has them."""
+    return [[str(one.dtype)[6:], *map(int, one.shape)] for one in tree_leaves(batch) if isinstance(one, Tensor)]
+
+
 def _data(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     start, iterate = DataLoader.__init__, DataLoader.__iter__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        asked = args[1] if len(args) > 1 else kwargs.get("batch_size")
+        if world.batch is not None and asked == world.batch[0]:
+            args = (args[0], world.batch[1], *args[2:]) if len(args) > 1 else args
+            kwargs = kwargs if len(args) > 1 else {**kwargs, "batch_size": world.batch[1]}
         start(self, *args[:5], **{**kwargs, **{key: value for key, value in _IN_THIS_PROCESS.items() if key in kwargs}})
         if isinstance(self.batch_size, int):
             world.batch_sizes.append(self.batch_size)
@@ -168,11 +189,23 @@ def _data(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
                     return
                 world.loader = (id(self), id(self.dataset))
                 world.loads = world.loads or isinstance(self.batch_size, int) or hasattr(self.batch_sampler, "batch_size")
-                world.rows = self.batch_size if isinstance(self.batch_size, int) else rows_of(row)
+                world.rows, world.row = self.batch_size if isinstance(self.batch_size, int) else rows_of(row), sizes(row)
             yield row
 
     yield DataLoader, "__init__", init
     yield DataLoader, "__iter__", real
+
+
+def _arguments(world: World) -> Iterator[tuple[Any, str, Any]]:
+    parsed = argparse.ArgumentParser.parse_known_args
+
+    def parse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found, rest = parsed(self, *args, **kwargs)
+        values = [(max(one.option_strings, key=len), getattr(found, one.dest, None)) for one in self._actions if one.option_strings]
+        world.options += [(name, value) for name, value in values if type(value) is int]
+        return found, rest
+
+    yield argparse.ArgumentParser, "parse_known_args", parse
 
 
 def rows_of(batch: Any) -> int:
@@ -184,7 +217,7 @@ def _amp(world: World) -> Iterator[tuple[Any, str, Any]]:
     start, scaler = torch.autocast.__init__, torch.amp.GradScaler.__init__
 
     def autocast(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
-        if enabled and is_elsewhere(device_type):
+        if enabled and (is_elsewhere(device_type) or device_type == world.device):
             world.autocast = {torch.bfloat16: "bf16"}.get(dtype, "fp16")
         start(self, device_type, dtype, enabled, *args, **kwargs)
 

@@ -57,6 +57,6 @@ def work(rank, world, args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=128)
     given = parser.parse_args()
     mp.spawn(work, args=(given.gpus, given), nprocs=given.gpus, join=True)

@@ -39,6 +39,7 @@ if __name__ == "__main__":
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     model = Llama(depth=3).to(device)
     apply_fsdp(model, mesh)
+    ema = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = Tokens(512, config.seq, 4096)
     loader = DataLoader(data, config.batch, sampler=DistributedSampler(data), drop_last=True)
@@ -52,6 +53,7 @@ if __name__ == "__main__":
         total = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True).full_tensor()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        torch._foreach_lerp_(ema, [p.detach() for p in model.parameters()], 0.001)
         if dist.get_rank() == 0:
             print(step, f"{loss.item():.3f}", f"{total.item():.2f}", torch.cuda.max_memory_allocated() / 2**30)
     dist.destroy_process_group()

@@ -1,0 +1,114 @@
+"""The run folder of a watched script: what `foretell compare` and `foretell report` read, and whole at every moment.
+
+    plan.json          the plan that the script stands for, with what was predicted
+    measurement.json   what was measured so far; written anew now and then
+    log.jsonl          a row for each step
+    trace.json.gz      the followed step, for reports
+    oom.json           where memory ran out: what held it, what would have fitted
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import platform
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from foretell.errors import UserError
+from foretell.files import write_atomically
+from foretell.hardware.this_machine import cpu_name
+from foretell.observe.readings import Readings
+from foretell.plan import file as plans
+from foretell.plan.types import Plan
+from foretell.runtime import folder, log
+from foretell.runtime.measurement import FILE, Measurement
+from foretell.search import traces_file
+
+OOM = "oom.json"
+STRETCHES = 10
+
+
+class Record:
+    """Writes what is known. A folder that cannot be written any more is no reason to stop the script."""
+
+    def __init__(self, path: Path, command: str, versions: Mapping[str, str]) -> None:
+        if any((path / name).exists() for name in (folder.PLAN, FILE)):
+            raise UserError(f"{path} holds a run already", "give another --out")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"the run folder {path} cannot be written: {error.strerror or error}", "give another --out") from error
+        self.path, self.command, self.versions = path, command, dict(versions)
+        self.started, self.since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
+        self.log = log.Log(path)
+        self.log.write("start", 0, command=command)
+        self._rows = 0
+
+    def plan(self, plan: Plan) -> None:
+        with contextlib.suppress(OSError):
+            write_atomically(self.path / folder.PLAN, plans.text_of(plan))
+
+    def trace(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            write_atomically(self.path / traces_file.STEP, gzip.compress(text.encode(), 6, mtime=0))
+
+    def out_of_memory(self, content: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            write_atomically(self.path / OOM, json.dumps(content, indent=2) + "\n")
+
+    def measured(self, readings: Readings, plan: Plan, unit: str, per_step: int) -> None:
+        """Rows of steps that are new, and the measurement as it stands."""
+        for seconds in readings.seconds[self._rows :]:
+            self._rows += 1
+            self.log.write("step", self._rows + 1, seconds=round(seconds, 7))
+        found = measurement_of(readings, plan, unit, per_step, self)
+        if found is not None:
+            with contextlib.suppress(OSError):
+                write_atomically(self.path / FILE, json.dumps(asdict(found), indent=2) + "\n")
+
+    def close(self) -> None:
+        self.log.close()
+
+
+def measurement_of(readings: Readings, plan: Plan, unit: str, per_step: int, about: Record) -> Measurement | None:
+    """None before the second step: the first has no beginning."""
+    kept = sorted(readings.seconds[readings.skipped :])
+    if not kept:
+        return None
+    median = statistics.median(kept)
+    parts = {name: readings.part_seconds(name) for name in ("data", "forward", "backward", "update", "between")}
+    both = [parts[name] for name in ("forward", "backward") if parts[name] is not None]
+    phases = {"backward": sum(both) if both else None, **{name: parts[name] for name in ("update", "between", "data")}}  # type: ignore[arg-type]
+    cuda, memory = readings.kind == "cuda", readings.memory
+    hardware: dict[str, Any] = {
+        "device": readings.device_name if cuda else cpu_name(), "kind": readings.kind, "count": 1, "host": platform.node(),
+    }  # fmt: skip
+    hardware |= {} if cuda else {"threads": readings.threads}
+    flops = plan.predicted.get("flops_per_step")
+    return Measurement(
+        steps=len(kept), skipped_steps=readings.skipped, step_seconds=median, p10_seconds=_share(kept, 0.1), p90_seconds=_share(kept, 0.9),
+        mean_seconds=statistics.fmean(kept), unit=unit, per_step=per_step, per_second=per_step / median,
+        phases={name: value for name, value in phases.items() if value is not None}, overhead=(parts["between"] or 0.0) / median,
+        stretches=tuple(_stretches(readings.seconds[readings.skipped :])), allocated_bytes=memory.get("allocated_peak"),
+        reserved_bytes=memory.get("reserved_peak"), host_bytes=memory.get("rss_peak", 0), by_rank=(), mfu=None,
+        flops_per_step=float(flops) if flops else None, peak_flops_per_second=None, first_loss=None, last_loss=None, eval_loss=None,
+        save_seconds=None, eval_seconds=None, hardware=hardware, versions={**about.versions, **readings.versions}, command=about.command,
+        started=about.started, wall_seconds=time.monotonic() - about.since,
+    )  # fmt: skip
+
+
+def _share(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _stretches(seconds: Sequence[float]) -> list[float]:
+    count = min(STRETCHES, len(seconds))
+    cuts = [round(place * len(seconds) / count) for place in range(count + 1)]
+    return [statistics.median(seconds[a:b]) for a, b in pairwise(cuts)]
