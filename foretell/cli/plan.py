@@ -256,7 +256,7 @@ def screen(
     if found is None:
         return climbed(choice, model, on, out)
     if found.best is None:
-        relaxed = front.relaxation_lines(choice.relaxations, choice.tried, _typed())
+        relaxed = _relaxed(choice)
         return "\n".join([*front.nothing_lines(found, choice.reasons, model, on), *relaxed])
     lines = [f"Best of {found.costed} layouts for {model} on {on}, {found.seconds:.1f} s:", *front.best_lines(found), *front.law_lines(choice.law)]
     if len(found.front) > 1:
@@ -271,7 +271,7 @@ def screen(
 
 def climbed(choice: Choice, model: str, on: str, out: str) -> str:
     """The answer where plans were tried one by one."""
-    from foretell.report.front import law_lines, no_plan, relaxation_lines
+    from foretell.report.front import law_lines, no_plan
     from foretell.search.choose import told
     from foretell.units import human_bytes
 
@@ -281,7 +281,7 @@ def climbed(choice: Choice, model: str, on: str, out: str) -> str:
             lines.append(f"The nearest is {human_bytes(choice.infeasible.bytes_short)} short on {choice.infeasible.device}; at its peak:")
             lines += [f"  {human_bytes(h.bytes):>10}  {h.category}  {h.name}" for h in choice.infeasible.holders[:SHOWN]]
         lines += [f"  not: {told(one.plan)}: {one.why}" for one in choice.dropped[:SHOWN]]
-        return "\n".join([*lines, *relaxation_lines(choice.relaxations, choice.tried, _typed())])
+        return "\n".join([*lines, *_relaxed(choice)])
     assert choice.best.cost is not None
     lines = [f"Best of {choice.costed} plans for {model} on {on}:", f"  {told(choice.best.plan)}", *_figures(choice.best.cost)]
     lines += [*law_lines(choice.law), *_notes(choice, "What is where:"), ""]
@@ -302,9 +302,21 @@ def _next(out: str) -> str:
     return f"Next:  foretell show {shell_word(out)}   foretell {runs} {shell_word(out)}"
 
 
+def _relaxed(choice: Choice) -> list[str]:
+    """Commands that find a plan; those of a script end with its own words."""
+    import shlex
+
+    from foretell.report.front import relaxation_lines
+
+    words = common.script_words()
+    script = "" if words is None else f" -- {shlex.join(words)}"
+    lines = relaxation_lines(choice.relaxations, choice.tried, _typed())
+    return [f"{line}{script}" if line.startswith("  foretell plan") else line for line in lines]
+
+
 def _typed() -> list[str]:
-    """The command, without what has nothing to do with the answer."""
-    return [word for word in common.typed() if word not in ("--debug", "--no-cache", "--json")]
+    """The command up to a script, without what has nothing to do with the answer."""
+    return [word for word in common.without_script(common.typed()) if word not in ("--debug", "--no-cache", "--json")]
 
 
 def _notes(choice: Choice, title: str) -> list[str]:

@@ -133,6 +133,8 @@ def choose_for(
     facts = facts_of(words, capability, cache=cache, time_limit=time_limit, progress=progress)
     asked = wishes_of(facts, wishes, cluster)
     found = choose(facts.source, cluster, hardware, asked, cache=cache, time_limit=time_limit, progress=progress, moves=False, **how)
+    ours = {f"--{axis}" for axis in _SHARED} | {f"--{name.replace('_', '-')}" for name in ("micro_batch", "margin") if not getattr(wishes, name)}
+    found = replace(found, relaxations=tuple(one for one in found.relaxations if ours.isdisjoint(one.drops)))  # limits that nobody gave
     held = f"a library zeroes gradients after the forward: {human_bytes(facts.gradient_bytes)} of each device are left free for them"
     more = (held,) if facts.held and not facts.own_steps else ()
     if more and found.best is not None:
@@ -148,6 +150,8 @@ def follow_all(
 
     def one(asked: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         source, recipe = asked["source"], Recipe.from_json(asked["recipe"])
+        if asked.get("tp") or asked.get("cp") or asked.get("ep"):
+            raise UserError("ranks of a script share batches and parameters only", "leave other axes out")
         script = of_model(source["model"])
         change = {"micro_batch": source["micro_batch"], "recompute": recipe.recompute, "precision": recipe.precision}
         progress(f"{script.text}, micro-batch {source['micro_batch']}" + (f", recompute {recipe.recompute}" if recipe.recompute != "none" else ""))
@@ -167,6 +171,7 @@ def _needed(change: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_other(script: Script, reply: Mapping[str, Any], micro_batch: int) -> None:
+    """A script without a loader has one micro-batch only, whatever is asked for: its plans have that one (`wishes_of`)."""
     if reply["loads"] and reply["micro_batch"] != micro_batch:
         raise ModelError(f"{script.name} gives {reply['micro_batch']} samples where its loader was asked for {micro_batch}", _AS_IT_IS)
 

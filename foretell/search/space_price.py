@@ -149,7 +149,7 @@ class SheetPricer:
             gathered = units * works.whole(key) if shares else 0
             return float(max(work.forward.peak - work.forward.net, work.backward.peak) + gathered)
 
-        block = max(of(kind, 2) for kind in set(self.sheet.kinds))
+        block = max((of(kind, 2) for kind in set(self.sheet.kinds)), default=0.0)  # a model may have none
         return around + block, around + max(of(AFTER, 1), block - max(0, works.work(AFTER).forward.net))
 
     @staticmethod

@@ -112,6 +112,14 @@ def test_gradients_that_would_stay_are_freed(home: Path) -> None:
     assert new == ["+            optimizer.zero_grad()"]
 
 
+def test_a_script_without_a_loader_keeps_its_batches(home: Path) -> None:
+    """And a model without blocks, beside its average."""
+    plan = planned(["python", "conv_ema.py"], "H100", home)
+    assert (plan.micro_batch, plan.accumulate, plan.precision, plan.optimizer) == (64, 1, "fp32", "momentum")
+    made = patch(plan)
+    assert not made.diff and not made.instructions and made.command == "python conv_ema.py"
+
+
 REFUSED = {
     "take turns": (["python", "gan_turns.py"], "H100", {}, "optimizers that take turns"),
     "axis": (GPT, "H100:2", {"fixed": {"tp": 2}}, "--tp 2: ranks of a script share"),
