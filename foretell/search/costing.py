@@ -37,6 +37,7 @@ from foretell.search.sheet_source import Sources
 from foretell.search.space_fill import Filled, fill
 from foretell.search.space_price import SheetPricer
 from foretell.simulate.plan import KEEP, PlanCost, predict_plan
+from foretell.trace.load import is_script
 
 EXACT_OPS = 15_000
 """Ops of a step, of all ranks of a pipeline, above which a plan is costed exactly only when asked for: about a second."""
@@ -84,7 +85,7 @@ class Costing(Question):
     def _kept_costs(self, cluster: Cluster) -> Costs:
         """What is on disk of short stacks; nothing where nothing is to be kept."""
         traces = self.traces
-        if not traces.cache or traces.own:
+        if not traces.cache or traces.own or is_script(self.source.model):  # a script's step depends on more than its source says
             return Costs()
         source = {**vars(self.source), "overrides": dict(self.source.overrides)}
         asked = {"source": source, "hints": dict(traces.hints), "optimizer": self.wishes.optimizer, "clip": self.wishes.clip}

@@ -73,7 +73,7 @@ class Traces:
         if not missing:
             return
         for asked, (text, reply) in zip(missing, self._made(missing), strict=True):
-            if self.cache:
+            if self._keeps(asked):
                 stored.keep(asked, text, reply)
             self._take(asked, stored.parsed({"trace": text, **reply}))
 
@@ -163,7 +163,11 @@ class Traces:
         return found is not None
 
     def _stored(self, asked: Mapping[str, Any]) -> stored.Stored | None:
-        return self.own.get(question(asked)) or (stored.known(asked) if self.cache else None)
+        return self.own.get(question(asked)) or (stored.known(asked) if self._keeps(asked) else None)
+
+    def _keeps(self, asked: Mapping[str, Any]) -> bool:
+        """What is followed depends on more than a request says, and is kept by `trace.script.kept`."""
+        return self.cache and not is_script(asked["source"]["model"])
 
     def _take(self, asked: Mapping[str, Any], found: stored.Stored) -> None:
         trace, entry = found

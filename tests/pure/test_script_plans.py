@@ -175,3 +175,10 @@ def test_places_that_lines_do_not_tell_are_not_guessed(tmp_path: Path) -> None:
         "        if n % 2 == 0:", "            optimizer.zero_grad()", "        loss = model(x)", "        loss.backward()", "        n += 1",
         "        if n % 2 == 0:", "            optimizer.step()", "            scheduler.step()  # é",
     ]  # fmt: skip
+
+
+def test_scripts_of_one_name_in_two_folders_are_two(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned(["python", "conv_ema.py"], "H100", home)
+    monkeypatch.chdir(tmp_path)
+    Path("conv_ema.py").write_text((SCRIPTS / "conv_ema.py").read_text().replace("randn(64,", "randn(40,").replace("(64,)", "(40,)"))
+    assert planned(["python", "conv_ema.py"], "H100", tmp_path).micro_batch == 40
