@@ -58,7 +58,7 @@ SCRIPTED = ("fit", "plan", "watch")
 
 def without_script(words: Sequence[str]) -> list[str]:
     """The words that are foretell's own."""
-    return list(words[: words.index("--")] if words[0] in SCRIPTED and "--" in words else words)
+    return list(words[: words.index("--")] if words and words[0] in SCRIPTED and "--" in words else words)
 
 
 def script_words() -> list[str] | None:
