@@ -270,7 +270,7 @@ def test_the_headline_is_run() -> None:
         ("foretell fit gpt2 --on H100 --sequence 8", "--sequence"), ("foretell fitt gpt2", "fitt"),
         ("foretell fit gpt2 --on H100 --seq long", "--seq"), ("foretell ckpt lst runs/NAME", "lst"),
         ("foretell fit gpt2 --on H100 --seq 8  # it's fine", ""), ("foretell zoo --task seg", ""),
-        ("foretell zoo query --task seg --json", ""), ("foretell plan", "MODEL"),
+        ("foretell zoo query --task seg --json", ""), ("foretell eject", "PLAN"),
     ],
 )  # fmt: skip
 def test_a_command_that_is_not_one_is_seen(line: str, said: str) -> None:
