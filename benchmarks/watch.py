@@ -215,7 +215,7 @@ def _tell_overhead(bench: Bench, case: Case, found: dict[int, dict[str, Any]]) -
 
 def oom(bench: Bench) -> None:
     cases = bench.chosen(OOM, (OOM[1], OOM[3], OOM[6]))
-    with ThreadPoolExecutor(1 if bench.cpu else 5) as pool:
+    with ThreadPoolExecutor(1 if bench.cpu else 8) as pool:
         list(pool.map(lambda case: _out_of_memory(bench, case), [case for case in cases if case.share]))
     for case in cases:  # those that take the whole device, one by one
         if not case.share:

@@ -195,6 +195,8 @@ def _of_torch_cuda(capability: tuple[int, int], is_users: IsUsers) -> Iterator[t
     yield cuda, "default_stream", _Stream
     for name in ("range_push", "range_pop", "mark"):
         yield cuda.nvtx, name, _nothing
+    for name in ("_cuda_clearCublasWorkspaces", "_cuda_emptyCache", "_cuda_synchronize"):  # builds for CUDA have them, and libraries call them
+        yield torch._C, name, _nothing
     for name in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"):
         yield cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor")
 
