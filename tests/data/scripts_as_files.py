@@ -146,6 +146,13 @@ def ddp_bert():
     return Tagger(config, 9), {"ids": ids, "mask": torch.ones_like(ids), "labels": torch.randint(0, 9, ids.shape)}
 
 
+def ddp_forecast():
+    from ddp_forecast import Forecaster
+
+    batch = {"past": torch.randn(64, 192, 7), "future": torch.randn(64, 24)}
+    return Forecaster(7, 192, 6, 24), batch, lambda out, batch: F.huber_loss(out, batch["future"])
+
+
 def ddp_spawn():
     from ddp_spawn import Deep
 
