@@ -58,6 +58,8 @@ def watch(
     limit = parse_bytes(memory_limit) if memory_limit is not None else None
     if limit is not None and limit < 1 << 20:
         raise UserError(f"--memory-limit {memory_limit} is less than 1 MiB", "write it like 2GiB")
+    if limit is not None and not on.strip().casefold().startswith(("auto", "cpu")):
+        raise UserError(f"--memory-limit holds the script to it where it runs, and --on {on} may be another device", "leave --on out")
     path = out or Path("runs") / f"{Path(script.name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     asked = Asked(script=script, on=on, limit=limit, predict=predict, out=path, time_limit=time_limit)
     status = Session(asked, record.Record(path, shlex.join(["foretell", *common.typed()]), common.versions()), say).run()
