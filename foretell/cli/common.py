@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from foretell.errors import ForetellError, InternalError, UserError
 
 if TYPE_CHECKING:
+    import typer
     from rich.text import Text
 
     from foretell.quantities import Prediction
@@ -64,6 +65,16 @@ def without_script(words: Sequence[str]) -> list[str]:
 def script_words() -> list[str] | None:
     """The command line of the user's script, if one was typed."""
     return _words[_words.index("--") + 1 :] if _words and _words[0] in SCRIPTED and "--" in _words else None
+
+
+def check_beside_script(model: str | None, context: typer.Context, taken: Sequence[str], remedy: str) -> None:
+    """Raise where a model is named beside a script, or an option is typed that is not among those `taken` beside one."""
+    if model is not None:
+        raise UserError(f"a model ({model}) and a script are given", "name one of them")
+    source = context.get_parameter_source
+    typed = [name for name in context.params if (how := source(name)) is not None and how.name == "COMMANDLINE"]
+    if other := [f"--{name.replace('_', '-')}" for name in typed if name not in (*taken, "model")]:
+        raise UserError(f"{', '.join(other)} beside a script, which says so itself", remedy)
 
 
 def wants_json() -> bool:

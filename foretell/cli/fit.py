@@ -113,12 +113,7 @@ _OF_A_SCRIPT = ("on", "hint", "expandable_segments", "tokens", "samples", "epoch
 
 def _follow(model: str | None, words: Sequence[str], on: str, options: dict[str, Any], context: typer.Context) -> int:
     """Answer for a script, as it is."""
-    if model is not None:
-        raise UserError(f"a model ({model}) and a script are given", "name one of them")
-    source = context.get_parameter_source
-    typed = [name for name in context.params if (how := source(name)) is not None and how.name == "COMMANDLINE"]
-    if other := [f"--{name.replace('_', '-')}" for name in typed if name not in (*_OF_A_SCRIPT, "model")]:
-        raise UserError(f"{', '.join(other)} beside a script, which says so itself", "change it in the script or its arguments")
+    common.check_beside_script(model, context, _OF_A_SCRIPT, "change it in the script or its arguments")
     check_run(options)
     taken = (
         "hints", "expandable_segments", "tokens", "samples", "epochs", "dataset_size", "region", "price", "trace_out", "time_limit", "keep_writes",

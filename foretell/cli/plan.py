@@ -132,12 +132,7 @@ def _named(model: str | None, context: typer.Context) -> tuple[list[str] | None,
         if model is None:
             raise UserError("no model is named", "foretell plan MODEL --on HW, or foretell plan --on HW -- python train.py ...")
         return None, model
-    if model is not None:
-        raise UserError(f"a model ({model}) and a script are given", "name one of them")
-    source = context.get_parameter_source
-    typed = [name for name in context.params if (how := source(name)) is not None and how.name == "COMMANDLINE"]
-    if other := [f"--{name.replace('_', '-')}" for name in typed if name not in (*_OF_A_SCRIPT, "model")]:
-        raise UserError(f"{', '.join(other)} beside a script, which says so itself, or is not planned with it", "leave that out")
+    common.check_beside_script(model, context, _OF_A_SCRIPT, "leave it out; where the script can say it, say it there")
     parse(words)
     return words, model_of(words)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shlex
 import signal
@@ -60,13 +61,27 @@ def watch(
         raise UserError(f"--memory-limit {memory_limit} is less than 1 MiB", "write it like 2GiB")
     if limit is not None and not on.strip().casefold().startswith(("auto", "cpu")):
         raise UserError(f"--memory-limit holds the script to it where it runs, and --on {on} may be another device", "leave --on out")
-    path = out or Path("runs") / f"{Path(script.name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = out or _new_folder(Path("runs") / f"{Path(script.name).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     asked = Asked(script=script, on=on, limit=limit, predict=predict, out=path, time_limit=time_limit)
     status = Session(asked, record.Record(path, shlex.join(["foretell", *common.typed()]), common.versions()), say).run()
     if status < 0:  # ended by a signal: so does this
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status
+
+
+def _new_folder(path: Path) -> Path:
+    """That folder, made here, or the first of `path-2`, `path-3`, ... that no other has made."""
+    for number in itertools.count(1):
+        found = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        try:
+            found.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"the run folder {found} cannot be made: {error.strerror or error}", "give another --out") from error
+        return found
+    raise AssertionError("numbers do not end")
 
 
 def say(line: str) -> None:

@@ -15,9 +15,8 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,10 @@ from foretell.observe.readings import Readings
 from foretell.plan import file as plans
 from foretell.plan.types import Plan
 from foretell.runtime import folder, log
-from foretell.runtime.measurement import FILE, Measurement
+from foretell.runtime.measurement import FILE, Measurement, nearest, stretches
 from foretell.search import traces_file
 
 OOM = "oom.json"
-STRETCHES = 10
 
 
 class Record:
@@ -93,22 +91,12 @@ def measurement_of(readings: Readings, plan: Plan, unit: str, per_step: int, abo
     hardware |= {} if cuda else {"threads": readings.threads}
     flops = plan.predicted.get("flops_per_step")
     return Measurement(
-        steps=len(kept), skipped_steps=readings.skipped, step_seconds=median, p10_seconds=_share(kept, 0.1), p90_seconds=_share(kept, 0.9),
+        steps=len(kept), skipped_steps=readings.skipped, step_seconds=median, p10_seconds=nearest(kept, 0.1), p90_seconds=nearest(kept, 0.9),
         mean_seconds=statistics.fmean(kept), unit=unit, per_step=per_step, per_second=per_step / median,
         phases={name: value for name, value in phases.items() if value is not None}, overhead=(parts["between"] or 0.0) / median,
-        stretches=tuple(_stretches(readings.seconds[readings.skipped :])), allocated_bytes=memory.get("allocated_peak"),
+        stretches=tuple(stretches(readings.seconds[readings.skipped :])), allocated_bytes=memory.get("allocated_peak"),
         reserved_bytes=memory.get("reserved_peak"), host_bytes=memory.get("rss_peak", 0), by_rank=(), mfu=None,
         flops_per_step=float(flops) if flops else None, peak_flops_per_second=None, first_loss=None, last_loss=None, eval_loss=None,
         save_seconds=None, eval_seconds=None, hardware=hardware, versions={**about.versions, **readings.versions}, command=about.command,
         started=about.started, wall_seconds=time.monotonic() - about.since,
     )  # fmt: skip
-
-
-def _share(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def _stretches(seconds: Sequence[float]) -> list[float]:
-    count = min(STRETCHES, len(seconds))
-    cuts = [round(place * len(seconds) / count) for place in range(count + 1)]
-    return [statistics.median(seconds[a:b]) for a, b in pairwise(cuts)]

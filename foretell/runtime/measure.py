@@ -17,7 +17,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,12 @@ from foretell.plan.precision import computes_in
 from foretell.plan.types import Plan
 from foretell.runtime.measurement import CONVENTION as CONVENTION
 from foretell.runtime.measurement import Measurement as Measurement
+from foretell.runtime.measurement import nearest, stretches
 from foretell.runtime.ranks import Ranks
 from foretell.units import human_bytes
 
 SKIP_MOST = 5
 """Steps at the start that the summary leaves out: compiling, first allocations, cold caches."""
-STRETCHES = 10
 OWN_CONTEXT = 2 * 2**30
 """Bytes of a device that a process may hold beside its tensors."""
 
@@ -290,10 +289,10 @@ def summarise(
     peak = peak_flops(ranks.device, plan.precision)
     flops = plan.predicted.get("flops_per_step")
     return Measurement(
-        steps=len(seconds), skipped_steps=skipped, step_seconds=median, p10_seconds=_share(seconds, 0.1),
-        p90_seconds=_share(seconds, 0.9), mean_seconds=statistics.fmean(seconds), unit=unit, per_step=per_step,
+        steps=len(seconds), skipped_steps=skipped, step_seconds=median, p10_seconds=nearest(seconds, 0.1),
+        p90_seconds=nearest(seconds, 0.9), mean_seconds=statistics.fmean(seconds), unit=unit, per_step=per_step,
         per_second=per_step / median, phases=phases, overhead=phases["between"] / median if median else 0.0,
-        stretches=tuple(_stretches(kept["seconds"])), allocated_bytes=_most(by_rank, "allocated_bytes"),
+        stretches=tuple(stretches(kept["seconds"])), allocated_bytes=_most(by_rank, "allocated_bytes"),
         reserved_bytes=_most(by_rank, "reserved_bytes"), host_bytes=_most(by_rank, "host_bytes") or 0,
         by_rank=tuple(by_rank), mfu=mfu(plan, median, peak), flops_per_step=float(flops) if flops else None,
         peak_flops_per_second=peak, first_loss=tally.first_loss, last_loss=tally.last_loss, eval_loss=tally.eval_loss,
@@ -302,17 +301,6 @@ def summarise(
         versions=dict(versions), command=command, started=tally.started, wall_seconds=time.monotonic() - tally.since,
         joules_per_step=_sum(by_rank, "joules_per_step"),
     )  # fmt: skip
-
-
-def _share(ordered: Sequence[float], share: float) -> float:
-    """The value below which that share lies, by nearest rank."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def _stretches(seconds: Sequence[float]) -> list[float]:
-    count = min(STRETCHES, len(seconds))
-    cuts = [round(place * len(seconds) / count) for place in range(count + 1)]
-    return [statistics.median(seconds[a:b]) for a, b in pairwise(cuts)]
 
 
 def _sum(by_rank: Sequence[Mapping[str, Any]], name: str) -> float | None:

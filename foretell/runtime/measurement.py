@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +102,15 @@ def read(run: Path) -> dict[str, Any] | None:
         return None
     Measurement.from_json(data, str(run / FILE))
     return dict(data)
+
+
+def nearest(ordered: Sequence[float], share: float) -> float:
+    """The value below which that share lies, by nearest rank."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def stretches(seconds: Sequence[float], most: int = 10) -> list[float]:
+    """Medians of that many equal parts of a run, in order: a step that gets slower shows in them."""
+    count = min(most, len(seconds))
+    cuts = [round(place * len(seconds) / count) for place in range(count + 1)]
+    return [statistics.median(seconds[a:b]) for a, b in pairwise(cuts)]

@@ -195,6 +195,16 @@ class Recorder(Reading):
             self._rows = None
 
     @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Real tensors in host memory, and no work of the device: reading data, numbering ranks."""
+        rows, self._rows = self._rows, None
+        try:
+            with unset_fake_temporarily():
+                yield
+        finally:
+            self._rows = rows
+
+    @contextmanager
     def scope(self, module: nn.Module) -> Iterator[None]:
         """Ops inside belong to this module (a block that is computed again in backward)."""
         self._stack.append(self._paths.get(id(module), ""))
@@ -411,7 +421,7 @@ class Recorder(Reading):
             return known
         number = len(self.sizes)
         self._ids[key] = number
-        self.sizes[number] = storage.nbytes()
+        self.sizes[number] = 0 if tensor._is_zerotensor() else storage.nbytes()  # zeros of forward-mode derivatives are nowhere
         self.born_in[number] = born
         if "value" in storage.__dict__:
             self._valued.add(number)

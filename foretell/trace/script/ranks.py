@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import device_mesh, distributed_c10d
 from torch.nn.parallel.distributed import DistributedDataParallel
 
@@ -141,7 +141,7 @@ def group_of(ranks: Ranks, recorder: Recorder, script: Script) -> Iterator[tuple
         backends[:] = [str(backend or "nccl").rpartition(":")[2]]
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        with _out_of_step(recorder):
+        with recorder.aside():
             _PLAIN["init_process_group"]("fake", store=FakeStore(), rank=number, world_size=world)
 
     def ensure() -> None:
@@ -182,23 +182,12 @@ def _is_torchs(frame: Any) -> bool:
     return str(frame.f_code.co_filename).startswith(_TORCH)
 
 
-@contextlib.contextmanager
-def _out_of_step(recorder: Recorder) -> Iterator[None]:
-    """Real tensors, and no work of the device."""
-    rows, recorder._rows = recorder._rows, None
-    try:
-        with unset_fake_temporarily():
-            yield
-    finally:
-        recorder._rows = rows
-
-
 def _meshes(recorder: Recorder, ensure: Callable[[], None]) -> Iterator[tuple[Any, str, Any]]:
     """Real ones, on the CPU: they are numbers of ranks."""
 
     def outside(plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with _out_of_step(recorder):
+            with recorder.aside():
                 return plain(*args, **kwargs)
 
         return call
@@ -211,12 +200,12 @@ def _meshes(recorder: Recorder, ensure: Callable[[], None]) -> Iterator[tuple[An
         if prod(shape) != world:
             raise ModelError(f"{asker()}: a mesh of {' x '.join(map(str, shape))} ranks, and {world} are launched", "launch as many as the mesh has")
         kwargs.pop("backend_override", None)
-        with _out_of_step(recorder):
+        with recorder.aside():
             return plain("cpu", shape, *args, **kwargs)
 
     def start(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         ensure()
-        with _out_of_step(recorder):
+        with recorder.aside():
             _OWN_MESH(self, "cpu", *args, **kwargs)
 
     yield device_mesh, "init_device_mesh", made

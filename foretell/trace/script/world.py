@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
@@ -150,17 +150,6 @@ def _moves(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     yield Tensor, "cuda", to_cuda
 
 
-@contextmanager
-def _in_host_memory(recorder: Recorder) -> Iterator[None]:
-    """Data is read for real, and what is made of it is no work of the device."""
-    rows, recorder._rows = recorder._rows, None
-    try:
-        with unset_fake_temporarily():
-            yield
-    finally:
-        recorder._rows = rows
-
-
 def sizes(batch: Any) -> list[list[Any]]:
     """dtype and sizes of each tensor in a batch, as the meta of a trace has them."""
     return [[str(one.dtype)[6:], *map(int, one.shape)] for one in tree_leaves(batch) if isinstance(one, Tensor)]
@@ -179,10 +168,10 @@ def _data(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
             world.batch_sizes.append(self.batch_size)
 
     def real(self: Any) -> Iterator[Any]:
-        with _in_host_memory(recorder):
+        with recorder.aside():
             rows = iterate(self)
         while True:
-            with _in_host_memory(recorder):
+            with recorder.aside():
                 try:
                     row = next(rows)
                 except StopIteration:
