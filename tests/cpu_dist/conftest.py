@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from foretell.runtime.pool import Pool, World
+from tests import forks
 
 HERE = Path(__file__).parent
-RUNTIME = [f"foretell.runtime.{name}" for name in ("verify", "run", "tensor", "tensor_special", "pipeline", "pipeline_part", "dry_run")]
-POOL = Pool(largest=16, preload=["pytest", "numpy", "transformers.models.qwen2.modeling_qwen2", *RUNTIME])
+POOL = Pool(largest=16, preload=["numpy", *forks.MORE])
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Callable[[int], World]:
+    forks.share_ranks()
     return POOL.ranks
 
 

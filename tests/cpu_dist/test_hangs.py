@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from foretell.runtime.pool import RankFailure
 from foretell.runtime.progress import STEP
 from foretell.runtime.run import run
 from foretell.runtime.watch import Watch
+from tests import forks
 from tests.cpu_dist.train_cases import PLAN, ROOT, Quiet, go, ten_steps, write_own
 
 HANGS = """
@@ -187,8 +186,7 @@ def test_the_command_names_a_stopped_rank_and_ends_with_one_error(tmp_path: Path
     known = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HANG": f"0:{AT}:stops", HANG_VARIABLE: "2"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         known.pop(name, None)
-    words = [sys.executable, "-m", "foretell", "run", str(path), "--steps", "200", "--save-every", "2", "--out", str(out)]
-    child = subprocess.Popen(words, env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = forks.Command("run", str(path), "--steps", "200", "--save-every", "2", "--out", str(out), env=known)
     told, said = child.communicate(timeout=150)
     assert child.returncode == 1 and told == "", said
     (line,) = [line for line in said.splitlines() if "error" in line or "Traceback" in line or "bug" in line]

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from foretell.hardware.probe import journal, machine, ranks
 from foretell.hardware.profile import Profile, own_path, save
 from foretell.hardware.profile import load as load_profile
 from foretell.hardware.types import Cluster
+from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,8 +49,7 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[subproc
             "RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(node), "WORLD_SIZE": "3",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
-        words = [sys.executable, "-m", "foretell", "probe", "--json", "--out", str(place / "cluster.json")]
-        children.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        children.append(forks.Command("probe", "--json", "--out", str(place / "cluster.json"), env=env))
     done = []
     for child in children:
         out, err = child.communicate(timeout=120)

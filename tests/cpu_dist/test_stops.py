@@ -7,7 +7,6 @@ import os
 import pty
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from foretell.runtime import loop, save
 from foretell.runtime.data import shuffled
 from foretell.runtime.lock import NAME
 from foretell.runtime.signals import Stopped
+from tests import forks
 from tests.cpu_dist.train_cases import PLAN, ROOT, TEXT, Quiet, every_line, go, losses, ten_steps, write_own
 
 STOPS = ("SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTERM")
@@ -218,8 +218,8 @@ def test_a_run_has_its_folder_for_itself_until_it_ends(tmp_path: Path) -> None:
     """Another process beside it is refused, in words; once it was killed, its folder is taken over and the run resumes."""
     plans.write(PLAN, tmp_path / "plan.json")
     out = tmp_path / "run"
-    words = [sys.executable, "-m", "foretell", "run", str(tmp_path / "plan.json"), "--data", str(TEXT), "--steps", "1000000", "--save-every", "5"]
-    child = subprocess.Popen([*words, "--out", str(out)], env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    words = ["run", str(tmp_path / "plan.json"), "--data", str(TEXT), "--steps", "1000000", "--save-every", "5", "--out", str(out)]
+    child = forks.Command(*words, env=environment())
     try:
         deadline = time.monotonic() + 100
         while not (out / "checkpoints" / "step-00000005").exists():

@@ -14,7 +14,7 @@ from foretell.plan.recipe import model_of
 from foretell.plan.types import Mesh, Pipeline, Plan
 from foretell.report import box as page
 from foretell.trace.load import Source
-from tests.pure import warm
+from tests import forks
 from tests.pure.test_cli import environment
 
 TEXT = {"layers": 1, "dim": 32, "heads": 4, "kv_heads": 4, "ffn": 64, "vocab_size": 64, "context": 16}
@@ -27,7 +27,7 @@ def wrong(tmp_path: Path, plan: Plan | None, *words: str, status: int = 2, comma
     """The one line that a mistake gets."""
     if plan is not None:
         file.write(plan, tmp_path / "plan.json")
-    done = warm.run(command, str(tmp_path / "plan.json"), *words, env=environment(CUDA_VISIBLE_DEVICES="", **env))
+    done = forks.run(command, str(tmp_path / "plan.json"), *words, env=environment(CUDA_VISIBLE_DEVICES="", **env))
     assert done.returncode == status and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "; try: " in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == (["plan.json"] if plan is not None else [])
@@ -77,7 +77,7 @@ def test_a_box_from_a_run_takes_no_option_that_keeps_something(tmp_path: Path) -
 
 def test_a_run_in_a_box_as_json(tmp_path: Path) -> None:
     file.write(PLAN, tmp_path / "plan.json")
-    done = warm.run("run", str(tmp_path / "plan.json"), "--box", "--steps", "2", "--json", env=environment())
+    done = forks.run("run", str(tmp_path / "plan.json"), "--box", "--steps", "2", "--json", env=environment())
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["box"]
     assert found["status"] == "done" and found["rank"] == 0 and found["world"] == 8 and found["ok"] is None
@@ -93,7 +93,7 @@ def test_a_run_in_a_box_as_json(tmp_path: Path) -> None:
 
 def test_one_rank_is_compared_on_a_cpu(tmp_path: Path) -> None:
     file.write(replace(PLAN, mesh=Mesh(), hardware="cpu"), tmp_path / "plan.json")
-    done = warm.run("box", str(tmp_path / "plan.json"), "--steps", "2", env=environment(COLUMNS="100"))
+    done = forks.run("box", str(tmp_path / "plan.json"), "--steps", "2", env=environment(COLUMNS="100"))
     assert done.returncode in (0, 1) and "rank 0 of 1 in a box: llama-tiny" in done.stdout
     assert ("OUTSIDE" in done.stdout) == (done.returncode == 1) and "verdict" in done.stdout
 
@@ -108,7 +108,7 @@ def test_ctrl_c_ends_it_at_once_and_leaves_nothing(tmp_path: Path) -> None:
         import torch.distributed as dist
         sys.exit(99 if dist.is_initialized() else status)
     """
-    done = warm.run("box", str(tmp_path / "plan.json"), env=environment(), code=textwrap.dedent(struck))
+    done = forks.run("box", str(tmp_path / "plan.json"), env=environment(), code=textwrap.dedent(struck))
     assert done.returncode == 130 and done.stdout == ""
     assert done.stderr == "stopped (SIGINT); nothing was measured, and a box saves nothing\n"
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]

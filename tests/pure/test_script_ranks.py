@@ -31,6 +31,7 @@ from foretell.trace.script.ranks import environment
 from foretell.trace.script.several import follow_ranks
 from foretell.trace.script.words import over, parse
 from foretell.trace.types import Trace
+from tests import forks
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 SCRIPTS = DATA / "scripts"
@@ -183,11 +184,12 @@ def test_a_step_on_rank_0_alone_is_told_with_its_line(tmp_path: Path, monkeypatc
     """And nothing is left: no process, no port."""
     text = HEAD + LEFT + LOOP + "    if rank == 0:\n        optimizer.step()\n"
     (tmp_path / "train.py").write_text(text)
-    assert fit("torchrun --nproc-per-node 4 train.py", "H100:4", tmp_path, monkeypatch) == 2
+    with forks.own_server():
+        assert fit("torchrun --nproc-per-node 4 train.py", "H100:4", tmp_path, monkeypatch) == 2
+        assert not _children(server._known[0].process.pid)
     said = capsys.readouterr().err.splitlines()[-1]
     line = text.splitlines().index("        optimizer.step()") + 1
     assert said.startswith("error: rank 3: train.py ended before its first step") and f"rank 0 steps at train.py:{line}" in said
-    assert not _children(server._known[0].process.pid)
 
 
 def _children(parent: int) -> list[str]:

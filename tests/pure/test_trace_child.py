@@ -61,11 +61,8 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "modules"), str(ROOT)]))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    monkeypatch.setattr(process, "_started", forks.real)
-    monkeypatch.setattr(server, "_known", [])
-    yield
-    for one in server._known:
-        one.close()
+    with forks.own_server():
+        yield
 
 
 def alive(pid: int) -> bool:

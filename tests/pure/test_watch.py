@@ -26,6 +26,7 @@ from foretell.search.followed import Followed, with_room
 from foretell.trace.recipe import Recipe
 from foretell.trace.script import words
 from foretell.trace.types import Trace
+from tests import forks
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "watch"
 ROWS = str(DATA / "rows.py")
@@ -38,8 +39,9 @@ def environment() -> dict[str, str]:
 
 
 def watch(folder: Path, *arguments: str, options: tuple[str, ...] = ("--predict", "no")) -> subprocess.CompletedProcess[str]:
-    asked = [sys.executable, "-m", "foretell", "watch", "--out", "run", *options, "--", sys.executable, ROWS, *arguments]
-    return subprocess.run(asked, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    """Python is started for the script alone: what it does there is what is watched."""
+    asked = ["watch", "--out", "run", *options, "--", sys.executable, ROWS, *arguments]
+    return forks.run(*asked, env=environment(), cwd=folder, timeout=240)
 
 
 def plain(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -99,16 +101,14 @@ def test_the_exit_status_and_the_traceback_are_the_scripts_own(end: str, status:
     assert comparison.of_folder(tmp_path / "run").steps > 0
 
 
-def started(folder: Path) -> subprocess.Popen[str]:
+def started(folder: Path) -> forks.Command:
     """A watched script that has done four steps and waits."""
-    asked = [sys.executable, "-m", "foretell", "watch", "--out", "run", "--predict", "no", "--", sys.executable, ROWS, *SMALL, "--end", "wait"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(asked, cwd=folder, env=environment(), text=True, start_new_session=True, **pipes)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 3"):
-            return process
-    raise AssertionError(process.communicate()[1])
+    asked = ["watch", "--out", "run", "--predict", "no", "--", sys.executable, ROWS, *SMALL, "--end", "wait"]
+    process = forks.Command(*asked, env=environment(), cwd=folder)
+    while "\nstep 3" not in process.said():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    return process
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
