@@ -6,8 +6,10 @@ Nothing is imported before it is needed: `foretell --help` answers without torch
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from foretell.cli import common
 
@@ -24,15 +26,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return common.fail(error)
 
 
-def _dispatch(words: list[str]) -> int:
+@functools.cache
+def _commands() -> Any:
+    """All of them with all of their options: made once in a process that runs several."""
     import typer
 
     from foretell.cli.app import app
+
+    return typer.main.get_command(app)
+
+
+def _dispatch(words: list[str]) -> int:
+    import typer
+
     from foretell.trace import user_code
 
     user_code.tell_with(common.runs_code_of)
     try:
-        status = typer.main.get_command(app).main(args=common.without_script(words), prog_name="foretell", standalone_mode=False)
+        status = _commands().main(args=common.without_script(words), prog_name="foretell", standalone_mode=False)
     except typer.Abort:
         return common.INTERRUPTED
     return status if isinstance(status, int) else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import statistics
 import time
@@ -132,7 +131,8 @@ def _copies_first(events: Sequence[Any], position: int) -> bool:
     """Whether an op copies an input and else asks for nothing, as PyTorch does with conjugates: those copies are ops of their
     own in a trace."""
     ends, inner = _end(events[position]), 0
-    for event in itertools.islice(events, position + 1, None):
+    for place in range(position + 1, len(events)):  # a slice would copy, or count, all of them for each op
+        event = events[place]
         if event.start_ns() > ends:
             break
         if event.name() == "[memory]" or event.start_ns() <= inner:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,9 +26,30 @@ def forgetting() -> Iterator[None]:
     try:
         yield
     finally:
-        for one in gc.get_objects():
-            if type(one) is functools._lru_cache_wrapper and _holds_fakes(one):  # asking proxies for their class may warn
+        _caches.look()
+        for one in list(_caches.known):
+            if _holds_fakes(one):
                 one.cache_clear()
+
+
+class _Caches:
+    """All `lru_cache`s of this process. Old objects are many: they are looked through again only where some grew old since."""
+
+    def __init__(self) -> None:
+        self.known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._seen: tuple[int, ...] = ()
+
+    def look(self) -> None:
+        now = (*(each["collections"] for each in gc.get_stats()[1:]), gc.get_freeze_count())
+        if now == self._seen and sys.version_info < (3, 14):  # later ones move objects between generations as they go
+            objects = [*gc.get_objects(generation=0), *gc.get_objects(generation=1)]
+        else:
+            objects = gc.get_objects()
+        self._seen = now
+        self.known.update([one for one in objects if type(one) is functools._lru_cache_wrapper])  # asking proxies for their class may warn
+
+
+_caches = _Caches()
 
 
 def _holds_fakes(cache: Any) -> bool:
