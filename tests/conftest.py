@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,10 +60,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: collections of garbage need not look at them, nor at every trace that a module
-    keeps for its tests time and again."""
-    gc.freeze()
+    """Modules and tests stay to the end: collections of garbage need not look at them time and again."""
     forks.collect_seldom()
+    _set_aside()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nor at every trace that a module has kept for its tests."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        _set_aside()
+
+
+def _set_aside() -> None:
+    """What is there now is not looked at again: neither for garbage, nor for caches that may hold tensors of a trace, which are
+    noted before."""
+    if memos := sys.modules.get("foretell.trace.memos"):
+        memos._caches.look()
+    gc.freeze()
 
 
 @pytest.fixture
