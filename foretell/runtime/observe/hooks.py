@@ -50,13 +50,16 @@ _AMOUNTS = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 _UNITS = {"bytes": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
 
 Send = Callable[[dict[str, Any]], None]
+installed: Watch | None = None
+"""The one of this process: benchmarks take its hooks off and put them back."""
 
 
 def begin(given: str) -> None:
     """`given` is what `foretell watch` put into the environment: file descriptors and settings as JSON."""
+    global installed
     settings = json.loads(given)
     pipe = Pipe(settings["out"], settings["answers"])
-    watch = Watch(pipe.send, device=settings.get("device", ""), limit=settings.get("limit"))
+    watch = installed = Watch(pipe.send, device=settings.get("device", ""), limit=settings.get("limit"))
     watch.install()
     before = sys.excepthook
 
@@ -159,14 +162,17 @@ class Watch:
     # ------------------------------------------------------------------ hooks
 
     def install(self) -> None:
+        self.attach()
+        self._limited()
+        self.send({"kind": "begin", "pid": os.getpid(), "torch": torch.__version__, "python": sys.version.split()[0],
+                   "threads": torch.get_num_threads()})  # fmt: skip
+
+    def attach(self) -> None:
         self._undo.append(register_optimizer_step_post_hook(self._stepped).remove)
         for owner, name, ours in self._changed():
             plain = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
             setattr(owner, name, ours(plain))
             self._undo.append(lambda owner=owner, name=name, plain=plain: setattr(owner, name, plain))  # type: ignore[misc]
-        self._limited()
-        self.send({"kind": "begin", "pid": os.getpid(), "torch": torch.__version__, "python": sys.version.split()[0],
-                   "threads": torch.get_num_threads()})  # fmt: skip
 
     def remove(self) -> None:
         while self._undo:
