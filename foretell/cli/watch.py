@@ -48,8 +48,6 @@ def watch(
     if words is None:
         raise UserError("no script is given", "foretell watch -- python train.py ...")
     script = parse(words)
-    if script.ranks != 1 or Path(words[0]).name in ("torchrun", "accelerate") or "torch.distributed.run" in words[:3]:
-        raise UserError("a script that a launcher starts is not watched yet", f"foretell watch -- python {script.name} ...")
     unseen = next((word for word in words[1 : words.index(script.name)] if word in _UNSEEN), None)
     if unseen is not None:
         raise UserError(f"python {unseen} cannot be watched: it ignores PYTHONPATH", f"leave {unseen} out")

@@ -52,11 +52,20 @@ class Readings:
     failed: str = ""
     """Why the hooks gave up, if they did."""
     loader_batch: int = 0
+    rank: int = 0
+    world: int = 1
+    """Which of how many processes this is."""
+    local: int = 0
+    """How many of them run here, where a launcher says it."""
+    gone: bool = False
+    """It tells nothing more."""
     _last_end: float | None = None
     _timed_by_device: bool = False
 
     def hear(self, message: Mapping[str, Any]) -> None:
         kind = message["kind"]
+        self.rank, self.world = int(message.get("rank") or self.rank), int(message.get("world") or self.world)
+        self.local = int(message.get("local") or self.local)
         if kind == "begin":
             self.threads = message.get("threads")
             self.versions = {name: str(message[name]).split("+")[0] for name in ("torch", "python")}

@@ -23,6 +23,7 @@ from typing import Any
 from foretell.errors import UserError
 from foretell.files import write_atomically
 from foretell.hardware.this_machine import cpu_name
+from foretell.observe.group import Group
 from foretell.observe.readings import Readings
 from foretell.plan import file as plans
 from foretell.plan.types import Plan
@@ -62,8 +63,9 @@ class Record:
             write_atomically(self.path / OOM, json.dumps(content, indent=2) + "\n")
 
     def measured(self, readings: Readings, plan: Plan, unit: str, per_step: int) -> None:
-        """Rows of steps that are new, and the measurement as it stands."""
-        for seconds in readings.seconds[self._rows :]:
+        """Rows of steps that are new, of the first rank; and the measurement as it stands, of the slowest."""
+        first = next(iter(readings.ranks), readings) if isinstance(readings, Group) else readings
+        for seconds in first.seconds[self._rows :]:
             self._rows += 1
             self.log.write("step", self._rows + 1, seconds=round(seconds, 7))
         found = measurement_of(readings, plan, unit, per_step, self)
@@ -86,7 +88,8 @@ def measurement_of(readings: Readings, plan: Plan, unit: str, per_step: int, abo
     phases = {"backward": sum(both) if both else None, **{name: parts[name] for name in ("update", "between", "data")}}  # type: ignore[arg-type]
     cuda, memory = readings.kind == "cuda", readings.memory
     hardware: dict[str, Any] = {
-        "device": readings.device_name if cuda else cpu_name(), "kind": readings.kind, "count": 1, "host": platform.node(),
+        "device": readings.device_name if cuda else cpu_name(), "kind": readings.kind, "count": readings.world,
+        "host": platform.node(),
     }  # fmt: skip
     hardware |= {} if cuda else {"threads": readings.threads}
     flops = plan.predicted.get("flops_per_step")
@@ -95,7 +98,8 @@ def measurement_of(readings: Readings, plan: Plan, unit: str, per_step: int, abo
         mean_seconds=statistics.fmean(kept), unit=unit, per_step=per_step, per_second=per_step / median,
         phases={name: value for name, value in phases.items() if value is not None}, overhead=(parts["between"] or 0.0) / median,
         stretches=tuple(stretches(readings.seconds[readings.skipped :])), allocated_bytes=memory.get("allocated_peak"),
-        reserved_bytes=memory.get("reserved_peak"), host_bytes=memory.get("rss_peak", 0), by_rank=(), mfu=None,
+        reserved_bytes=memory.get("reserved_peak"), host_bytes=memory.get("rss_peak", 0), mfu=None,
+        by_rank=tuple(readings.by_rank()) if isinstance(readings, Group) else (),
         flops_per_step=float(flops) if flops else None, peak_flops_per_second=None, first_loss=None, last_loss=None, eval_loss=None,
         save_seconds=None, eval_seconds=None, hardware=hardware, versions={**about.versions, **readings.versions}, command=about.command,
         started=about.started, wall_seconds=time.monotonic() - about.since,

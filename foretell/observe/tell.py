@@ -10,6 +10,7 @@ from typing import Any
 
 from foretell.hardware.types import Cluster
 from foretell.observe import lines
+from foretell.observe.group import Group
 from foretell.observe.readings import LEAK_SAMPLES, WAITS, WINDOW, Readings
 from foretell.observe.record import Record
 from foretell.plan.types import Plan
@@ -48,6 +49,10 @@ class Predicted:
         return self.cost.plan.predicted if self.cost is not None else {}
 
 
+def _processes(count: int) -> str:
+    return "one process" if count == 1 else f"a group of {count} processes"
+
+
 class Teller:
     """Says and writes what is known of a run."""
 
@@ -64,12 +69,16 @@ class Teller:
     def look(self) -> None:
         """After every message, and now and then without one."""
         readings = self.readings
-        if readings.steps >= FIRST_STEPS and "beside" not in self._told and self._ready():
+        if readings.steps >= FIRST_STEPS and self._all_here() and "beside" not in self._told and self._ready():
             self._beside()
         if "beside" in self._told:
             self._drifts()
         if readings.steps and time.monotonic() - self._written > WRITE_SECONDS:
             self._write()
+
+    def _all_here(self) -> bool:
+        """Whether every rank has taken steps."""
+        return not isinstance(self.readings, Group) or self.readings.whole or self.readings.ended
 
     def _ready(self) -> bool:
         """Whether there is a prediction, or there will be none."""
@@ -85,9 +94,15 @@ class Teller:
 
     def _comparable(self) -> Mapping[str, Any]:
         """What was predicted, if it was for the kind of device that the script runs on."""
-        if self.found.cost is None or self.device() == ("cpu" if self.readings.kind == "cpu" else "cuda"):
+        step, world = self.found.followed, self.readings.world
+        if self.found.cost is None:
             return self.found.said
-        self.found.why_not = f"it was predicted for {self.on} and runs on {'a CPU' if self.readings.kind == 'cpu' else 'a GPU'}"
+        if self.device() != ("cpu" if self.readings.kind == "cpu" else "cuda"):
+            self.found.why_not = f"it was predicted for {self.on} and runs on {'a CPU' if self.readings.kind == 'cpu' else 'a GPU'}"
+        elif step is not None and step.world != world:
+            self.found.why_not = f"it was predicted for {_processes(step.world)} and runs in {_processes(world)}"
+        else:
+            return self.found.said
         self.say(f"not compared: {self.found.why_not}")
         self.found.cost = None
         return {}

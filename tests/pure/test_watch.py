@@ -140,7 +140,7 @@ def test_nothing_is_left_where_it_is_killed(tmp_path: Path) -> None:
 
 def test_out_of_memory_is_explained_and_the_first_remedy_runs(tmp_path: Path) -> None:
     limit = ("--on", "CPU", "--memory-limit", "700MiB")
-    large = ("--batch-size", "65536", "--accumulate", "1", "--steps", "1")
+    large = ("--batch-size", "65536", "--accumulate", "1", "--steps", "1", "--layers", "8")  # in forward, whatever the process holds
     done = watch(tmp_path, *large, options=("--predict", "before", *limit))
     assert done.returncode == 1, done.stderr
     told = done.stderr.splitlines()
