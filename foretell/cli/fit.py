@@ -95,14 +95,13 @@ def fit(
     check(model, on, options)
     if footprint and not any(options[name] for name in ("tokens", "samples", "epochs")):
         raise UserError("--footprint is of a whole run, and none is given", "add --tokens, --samples or --epochs")
-    doing = common.Doing(f"tracing {model}")
-    prediction = common.call(lambda: _predict(model, on, {**options, "progress": doing.tell}), doing)
+    prediction, said = _answered(model, on, options, advises=not (json or no_cache or beside))
     beside_it = side_by_side.predicted(model, on, options, beside) if beside else None
     used_up = _used_up(prediction, on) if footprint else None
     if json:
         _emit_json(prediction, {} if theirs is None else {"from": theirs}, used_up, beside_it)
     else:
-        _emit(prediction, used_up, beside_it, on)
+        _emit(prediction, used_up, beside_it, on, said)
     return common.YES if prediction.fits and (beside_it is None or beside_it[0].fits) else common.NO_OR_FAILED
 
 
@@ -139,8 +138,25 @@ def _emit_json(prediction: Any, told: dict[str, Any], used_up: Any, beside_it: A
     common.emit_json({**schema.answer(prediction), **told, **more})
 
 
-def _emit(prediction: Any, used_up: Any, beside_it: Any, on: str) -> None:
-    common.emit_screen(prediction, [word for word in common.typed() if word not in ("--debug", "--no-cache")])
+def _answered(model: str, on: str, options: dict[str, Any], *, advises: bool) -> tuple[Any, bool]:
+    """The prediction, and whether its answer was printed: at once where looking for advice takes a while after it."""
+    from foretell.quantities import FITS
+
+    doing = common.Doing(f"tracing {model}")
+    asked = {**options, "progress": doing.tell}
+    if not advises:
+        return common.call(lambda: _predict(model, on, asked), doing), False
+    answer = common.call(lambda: _predict(model, on, {**asked, "advice_seconds": 0.0}), doing)
+    if answer.verdict == FITS:
+        return answer, False
+    common.emit_answer(answer)
+    doing = common.Doing("predicting what would make it fit")
+    return common.call(lambda: _predict(model, on, {**options, "progress": doing.tell}), doing), True
+
+
+def _emit(prediction: Any, used_up: Any, beside_it: Any, on: str, said: bool = False) -> None:
+    typed = [word for word in common.typed() if word not in ("--debug", "--no-cache")]
+    common.emit_advice(prediction, typed) if said else common.emit_screen(prediction, typed)
     if used_up is not None:
         from foretell.report.footprint import lines
 
