@@ -41,13 +41,13 @@ def watch(
     """
     from foretell.observe import record
     from foretell.observe.session import BEFORE, BESIDE, NO, Asked, Session
-    from foretell.trace.script.words import parse
+    from foretell.trace.script.words import named
     from foretell.units import parse_bytes
 
     words = common.script_words()
     if words is None:
         raise UserError("no script is given", "foretell watch -- python train.py ...")
-    script = parse(words)
+    script = named(words)
     unseen = next((word for word in words[1 : words.index(script.name)] if word in _UNSEEN), None)
     if unseen is not None:
         raise UserError(f"python {unseen} cannot be watched: it ignores PYTHONPATH", f"leave {unseen} out")

@@ -45,8 +45,10 @@ def beside(readings: Readings, predicted: Mapping[str, Any], why_not: str = "") 
 def _of_ranks(readings: Readings) -> str:
     if not isinstance(readings, Group) or readings.world < 2:
         return ""
+    if not readings.elsewhere:
+        return f" of {readings.world} ranks"
     here = ", ".join(_spans([one.rank for one in readings.ranks]))
-    return f" of {readings.world} ranks" if not readings.elsewhere else f" of ranks {here} of {readings.world}: the others run on other nodes"
+    return f" on {'rank' if len(readings.ranks) == 1 else 'ranks'} {here} of {readings.world} (the others run on other nodes)"
 
 
 def _spans(numbers: Sequence[int]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foretell.errors import ForetellError
+from foretell.errors import ForetellError, UserError
 from foretell.observe import lines
 from foretell.observe.group import Group
 from foretell.observe.listen import Listener
@@ -54,6 +54,8 @@ def predict(asked: Asked, found: Predicted) -> None:
     try:
         if asked.predict == NO:
             return
+        if asked.script.not_followed:
+            raise UserError(asked.script.not_followed)
         followed.make_ready()
         found.cluster = found.cluster or cluster_of(asked.on)
         found.followed = followed.follow(asked.script, found.cluster, time_limit=asked.time_limit)

@@ -85,6 +85,8 @@ def _counted(script: Script, cluster: Cluster) -> Script:
     """With the number of its processes, which may be that of the devices; any number of them runs on a CPU."""
     if cluster.device.backend != "cpu":
         return over(script, cluster.nodes, cluster.devices_per_node, cluster.device.name)
+    if script.nodes > 1:
+        raise UserError("nothing is known of what joins the CPUs of several nodes", "one node, or --on a GPU and its number")
     each = script.ranks_per_node or (os.cpu_count() or 1)
     return replace(script, ranks=script.nodes * each, ranks_per_node=each)
 

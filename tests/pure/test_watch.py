@@ -254,7 +254,7 @@ def test_a_round_of_two_optimizers_is_one_step() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["watch"], "no script is given"), (["watch", "--", "torchrun", "--nproc-per-node", "2", ROWS], "launcher"),
+        (["watch"], "no script is given"), (["watch", "--", "torchrun", "--nproc-per-node", "two", ROWS], "no number of processes"),
         (["watch", "--", "python", "-I", ROWS], "cannot be watched"), (["watch", "--predict", "later", "--", "python", ROWS], "--predict"),
         (["watch", "--on", "H100", "--memory-limit", "2GiB", "--", "python", ROWS], "may be another device"),
         (["watch", "--memory-limit", "lots", "--", "python", ROWS], "not an amount of memory"), (["watch", "--", "python", "missing.py"], "no file"),
