@@ -112,6 +112,7 @@ class Group(Readings):
         slow, large = (self.slowest, self.largest) if self.ranks else (found[0], found[0])
         self.seconds, self.parts = slow.seconds, slow.parts
         self.data_seconds, self.wall_seconds, self.after = slow.data_seconds, slow.wall_seconds, large.after
+        self.delay_seconds = slow.delay_seconds
         self.steps = min(one.steps for one in found)
         self.kind, self.device_name, self.rest, self.weights = large.kind, large.device_name, large.rest, large.weights
         self.memory = {name: max(one.memory.get(name, 0) for one in found) for name in large.memory}

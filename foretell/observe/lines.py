@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from foretell.observe.group import SPREAD, Group
-from foretell.observe.readings import SLOWER, Readings
+from foretell.observe.readings import DELAYED, SLOWER, Readings
 from foretell.quantities import FITS, NO, Holder
 from foretell.report import words
 from foretell.search.script_ways import Way
@@ -39,6 +39,8 @@ def beside(readings: Readings, predicted: Mapping[str, Any], why_not: str = "") 
     found += list(_memory(readings, predicted))
     shares = [f"{_PARTS[name]} {words.percent(share)}" for name, share in readings.shares().items() if share >= 0.005]
     found += [", ".join(shares)] if shares else []
+    if readings.delay_share() > DELAYED:
+        found.append(f"other processes had the CPU {words.percent(readings.delay_share())} of the time")
     return "; ".join(found)
 
 

@@ -102,5 +102,5 @@ def measurement_of(readings: Readings, plan: Plan, unit: str, per_step: int, abo
         by_rank=tuple(readings.by_rank()) if isinstance(readings, Group) else (),
         flops_per_step=float(flops) if flops else None, peak_flops_per_second=None, first_loss=None, last_loss=None, eval_loss=None,
         save_seconds=None, eval_seconds=None, hardware=hardware, versions={**about.versions, **readings.versions}, command=about.command,
-        started=about.started, wall_seconds=time.monotonic() - about.since,
+        delayed=readings.delay_share(), started=about.started, wall_seconds=time.monotonic() - about.since,
     )  # fmt: skip

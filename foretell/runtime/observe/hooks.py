@@ -197,6 +197,7 @@ class Watch:
         """Parts of the step under way, where it is looked at."""
         self._looked: deque[tuple[int, int, list[tuple[str, float, Any]]]] = deque()
         self._rest = 0
+        self._delayed = delayed()
         self._reset = self._ran = False
 
     # ------------------------------------------------------------------ hooks
@@ -405,6 +406,8 @@ class Watch:
         message["memory"] = memory(self._cuda)
         message["rest"] = self._rest
         message |= who()
+        before, self._delayed = self._delayed, delayed()
+        message["delay"] = self._delayed - before
         parts = [found for found in iter(self._parts, None) if found]
         self.send({**message, "parts": parts} if parts else message)
 
@@ -570,6 +573,15 @@ def _statuses() -> dict[str, int]:
             return {name: int(amount) * 1024 for name, amount in _AMOUNTS.findall(file.read())}
     except OSError:
         return {}
+
+
+def delayed() -> float:
+    """Seconds that this thread was ready to run and others had the cores; 0 where nobody counts them."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _status(name: str) -> int:
