@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import platform
@@ -45,22 +44,34 @@ class Record:
         except OSError as error:
             raise UserError(f"the run folder {path} cannot be written: {error.strerror or error}", "give another --out") from error
         self.path, self.command, self.versions = path, command, dict(versions)
+        self._missing: dict[str, str] = {}
+        """Files that could not be written the last time, and why."""
         self.started, self.since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
         self.log = log.Log(path)
         self.log.write("start", 0, command=command)
         self._rows = 0
 
     def plan(self, plan: Plan) -> None:
-        with contextlib.suppress(OSError):
-            write_atomically(self.path / folder.PLAN, plans.text_of(plan))
+        self._write(folder.PLAN, plans.text_of(plan))
 
     def trace(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            write_atomically(self.path / traces_file.STEP, gzip.compress(text.encode(), 6, mtime=0))
+        self._write(traces_file.STEP, gzip.compress(text.encode(), 6, mtime=0))
 
     def out_of_memory(self, content: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):
-            write_atomically(self.path / OOM, json.dumps(content, indent=2) + "\n")
+        self._write(OOM, json.dumps(content, indent=2) + "\n")
+
+    def _write(self, name: str, content: str | bytes) -> None:
+        try:
+            write_atomically(self.path / name, content)
+            self._missing.pop(name, None)
+        except OSError as error:
+            self._missing[name] = error.strerror or str(error)
+
+    @property
+    def missing(self) -> str:
+        """What could not be written, and why; empty where all was."""
+        rows = [f"{self.log.lost} rows of {log.LOG}"] if self.log.lost else []
+        return "; ".join([f"{name} ({why})" for name, why in self._missing.items()] + rows)
 
     def measured(self, readings: Readings, plan: Plan, unit: str, per_step: int) -> None:
         """Rows of steps that are new, of the first rank; and the measurement as it stands, of the slowest."""
@@ -70,8 +81,7 @@ class Record:
             self.log.write("step", self._rows + 1, seconds=round(seconds, 7))
         found = measurement_of(readings, plan, unit, per_step, self)
         if found is not None:
-            with contextlib.suppress(OSError):
-                write_atomically(self.path / FILE, json.dumps(asdict(found), indent=2) + "\n")
+            self._write(FILE, json.dumps(asdict(found), indent=2) + "\n")
 
     def close(self) -> None:
         self.log.close()

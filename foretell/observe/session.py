@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,21 +93,23 @@ class Session(Teller):
             self._say_prediction()
         else:
             threading.Thread(target=predict, args=(self.asked, self.found), name="foretell-predict", daemon=True).start()
-        status = self._watched()
-        self._finish(status)
-        return status
+        before: dict[int, Any] = {}
+        try:
+            status = self._watched(before)
+            self._finish(status)
+            return status
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-    def _watched(self) -> int:
+    def _watched(self, before: dict[int, Any]) -> int:
+        """`before` gets the handlers of signals that were there: they come back once everything is written."""
         listener = Listener()
         try:
             process = self._started(listener.at)
-            before = self._catch(process)
-            try:
-                self._listen(process, listener)
-                return process.wait()
-            finally:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
+            before |= self._catch(process)
+            self._listen(process, listener)
+            return process.wait()
         finally:
             listener.close()
 
@@ -191,8 +194,9 @@ class Session(Teller):
         return (_tensors_in(ram, told), f"{lines.size(ram)} of RAM") if ram else (None, "no limit is known")
 
     def _finish(self, status: int) -> None:
-        if not self.found.done.is_set() and not self.signals and status == 0:
-            self.found.done.wait(PATIENCE_SECONDS)
+        until = time.monotonic() + PATIENCE_SECONDS
+        while status == 0 and not self.signals and time.monotonic() < until and not self.found.done.wait(0.2):
+            pass
         if not self.readings.versions:
             self.say("the script did not import torch: nothing was watched")
         elif not self.readings.steps and status == 0:

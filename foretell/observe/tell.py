@@ -167,11 +167,11 @@ class Teller:
         self._settle_ram()
         plan, cost = self._plan(), self.found.cost
         self.record.plan(plan)
-        if self.found.followed is not None and "trace" not in self._told:
-            self._told["trace"] = 1.0
-            self.record.trace(dumps(self.found.followed.trace))
         unit, per_step = (cost.unit, cost.per_step) if cost is not None else ("samples", plan.micro_batch * self.readings.micro_batches)
         self.record.measured(self.readings, plan, unit, per_step)
+        if self.found.followed is not None and "trace" not in self._told:  # last: the largest, and the least needed
+            self._told["trace"] = 1.0
+            self.record.trace(dumps(self.found.followed.trace))
 
     def end(self) -> None:
         """What was not said yet, and the folder as it stays."""
@@ -181,5 +181,7 @@ class Teller:
             self._beside()
         self._write()
         self.record.close()
-        readers = " (foretell compare, foretell report)" if self.readings.steps > 1 else ""
+        if self.record.missing:
+            self.say(f"the run folder lacks {self.record.missing}")
+        readers = " (foretell compare, foretell report)" if self.readings.steps > 1 and not self.record.missing else ""
         self.say(f"{lines.steps(self.readings.steps)}; run folder {self.record.path}{readers}")

@@ -71,13 +71,13 @@ def begin(given: str) -> None:
     before = sys.excepthook
 
     def uncaught(kind: Any, error: Any, trace: Any) -> None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, KeyboardInterrupt):  # who presses Ctrl-C again waits for nothing here
             trace = error.__traceback__ = without_hooks(trace)
             watch.failed(error, trace, channel)
         before(kind, error, trace)
 
     def ended() -> None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, KeyboardInterrupt):
             last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
             if last is not None and watch.error is not last:  # a hook of the script's own came before
                 watch.failed(last, last.__traceback__, channel)
