@@ -27,6 +27,7 @@ from foretell.trace.load import Source, describe
 from foretell.trace.load import check as check_source
 from foretell.trace.process import TIME_LIMIT
 from foretell.trace.recipe import COMPUTES, Recipe
+from foretell.trace.unaligned import unaligned
 from foretell.trace.versions import choices_of, doubt, of
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def fit(
     expandable_segments: bool = False,
     cache: bool = True,
     compile: bool | str = False,
+    channels_last: bool = False,
     tokens: float | None = None,
     samples: float | None = None,
     epochs: float | None = None,
@@ -98,6 +100,7 @@ def fit(
         mode="infer" if infer else "train",
         compile=compile if isinstance(compile, str) else "model" if compile else "none",
         shards=1 if infer else cluster.count,
+        channels_last=channels_last,
     )
     refuse_recipe(recipe.precision, cluster, sharded)
     if recipe.compile != "none" and too_old_to_compile(cluster):
@@ -376,7 +379,7 @@ def _predict(
             **about, "recipe": recipe.to_json(), "blocks": trace.meta.get("blocks", []),
             "trainable": trace.meta.get("trainable"), "ops": sum(len(p.ops) for p in local.programs.values()),
             "flops": _flops(local), "ops_without_flop_rule": list(local.ops_without_flop_rule),
-            **({"outlook": guess.to_json()} if guess else {}),
+            "unaligned": unaligned(trace), **({"outlook": guess.to_json()} if guess else {}),
         },
         hardware=_hardware(cluster),
         parameters=parameters,
@@ -410,7 +413,7 @@ def _said(trace: Trace) -> tuple[str, ...]:
 def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool, release: str, scripted: bool = False) -> tuple[str, ...]:
     """What the user did not say and the answer rests on; `scripted`: a script says itself how it is spread."""
     precision = {
-        "fp32": "fp32 throughout", "bf16-autocast": "fp32 weights with bf16 autocast",
+        "fp32": "fp32 throughout", "tf32": "fp32 with products in TF32", "bf16-autocast": "fp32 weights with bf16 autocast",
         "fp16-autocast": "fp32 weights with fp16 autocast and a gradient scaler", "bf16": "weights and state in bf16",
         "fsdp-bf16": "fp32 shards, bf16 compute", "fsdp-fp16": "fp32 shards, fp16 compute and a gradient scaler",
         "fp16": "weights in fp16",
@@ -418,6 +421,7 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool, release: st
     if recipe.mode == "infer":
         precision = precision.removesuffix(" and a gradient scaler")
     how = "torch.compile of the model, loss and optimizer eager" if recipe.compile != "none" else "eager"
+    how += ", channels last" if recipe.channels_last else ""
     lines = [f"{how}, {precision}, {recipe.optimizer}, recompute {recipe.recompute}, {_count(recipe.accumulate, 'micro-batch')} a step"]
     if recipe.mode == "infer":
         lines = [f"{how}, inference, one forward, {precision}"]

@@ -36,7 +36,7 @@ def fit(
     optimizer: str = typer.Option("adamw-fused", metavar="NAME",
                                   help="sgd, momentum, adam or adamw; with -fused, -foreach or -loop where torch has it."),
     precision: str | None = typer.Option(None, metavar="NAME",
-        help="fp32, bf16-autocast, fp16-autocast, bf16, fp16 (with --infer), fsdp-bf16 or fsdp-fp16; default: by device."),
+        help="fp32, tf32, bf16-autocast, fp16-autocast, bf16, fp16 (with --infer), fsdp-bf16 or fsdp-fp16; default: by device."),
     recompute: str = typer.Option("none", metavar="HOW", help="none, full (every block) or selective."),
     accumulate: int = typer.Option(1, metavar="N", help="Micro-batches per optimizer step."),
     clip: float | None = typer.Option(None, metavar="X", help="Clip the gradient norm to X; default: no clipping."),
@@ -56,6 +56,7 @@ def fit(
     compile: bool = typer.Option(False, "--compile", help="The model runs under torch.compile; default: eager."),
     compile_how: str | None = typer.Option(None, "--compile-how", metavar="HOW",
                                            help="model (as --compile), blocks (each block by itself), graphs (model, with CUDA graphs)."),
+    channels_last: bool = typer.Option(False, "--channels-last", help="Images and convolutions in torch.channels_last; default: as they are."),
     tokens: str | None = typer.Option(None, metavar="N", help="A whole run of so many tokens, such as 1T; K, M, B or T."),
     samples: str | None = typer.Option(None, metavar="N", help="A whole run of so many samples, such as 300M."),
     epochs: str | None = typer.Option(None, metavar="N", help="A whole run of so many epochs; needs --dataset-size."),
@@ -79,7 +80,8 @@ def fit(
         "lora": lora, "nf4": nf4, "freeze": tuple(freeze), "infer": infer, "micro_batch": micro_batch, "seq": seq,
         "image": image, "loss": loss, "overrides": overrides(settings), "hints": hints(hint),
         "expandable_segments": expandable_segments, "cache": not no_cache,
-        "compile": compile_how or compile, "tokens": amount("--tokens", tokens), "samples": amount("--samples", samples),
+        "compile": compile_how or compile, "channels_last": channels_last,
+        "tokens": amount("--tokens", tokens), "samples": amount("--samples", samples),
         "epochs": amount("--epochs", epochs), "dataset_size": amount("--dataset-size", dataset_size),
         "region": region, "price": price, "trace_out": trace_out,
         "time_limit": time_limit,
@@ -226,6 +228,12 @@ def _spread(on: str, shards: int) -> tuple[str, str]:
 
 def check(model: str, on: str, options: dict[str, Any]) -> None:
     """Raise at once what is wrong with the input as far as that can be seen without torch."""
+    check_step(model, on, options)
+    check_run(options)
+
+
+def check_step(model: str, on: str, options: dict[str, Any]) -> None:
+    """The same of the model, its batch, how it is trained and where."""
     from foretell.hardware import parse
     from foretell.trace.load import Source
     from foretell.trace.load import check as check_source
@@ -237,8 +245,7 @@ def check(model: str, on: str, options: dict[str, Any]) -> None:
         parse(on)
     of_recipe = ("optimizer", "recompute", "accumulate", "clip", "lora", "nf4", "freeze")
     precision = {"precision": options["precision"]} if options["precision"] is not None else {}
-    Recipe(**{name: options[name] for name in of_recipe}, **precision)
-    check_run(options)
+    Recipe(**{name: options[name] for name in of_recipe if name in options}, **precision)
 
 
 def check_run(options: dict[str, Any]) -> None:
