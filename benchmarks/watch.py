@@ -2,6 +2,7 @@
 
     python benchmarks/watch.py --part overhead     blocks of steps with its hooks and without, in one process: what it costs
     python benchmarks/watch.py --part pairs        each script with and without it, in turn: seconds of a step, bands
+    python benchmarks/watch.py --part cpu          every script of the tests on this CPU: to its end, or to its own error
     python benchmarks/watch.py --part oom          scripts that run out of memory: explained, then run with the first remedy
     python benchmarks/watch.py --part all --device cpu --quick     the same on small sizes, to try it
 
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import watch_blocks
+import watch_cpu
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).resolve().parent / "watch_scripts"
@@ -111,7 +113,7 @@ class Bench:
 
     def __init__(self, given: argparse.Namespace, scratch: Path) -> None:
         self.given, self.scratch, self.quick = given, scratch, given.quick
-        self.cpu = given.device == "cpu"
+        self.cpu = given.device == "cpu" or given.part == "cpu"
         self.file = Path(given.out or Path(os.environ.get("OUT", ".")) / "watch.jsonl")
         self.lock = threading.Lock()
         self.began = time.monotonic()
@@ -139,7 +141,7 @@ class Bench:
         own = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         return {**os.environ, **own, **({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if self.cpu else {}), **more}
 
-    def run(self, words: list[str], limit: float, **more: str) -> tuple[int, str, float]:
+    def run(self, words: list[str], limit: float, kept: int = 3000, **more: str) -> tuple[int, str, float]:
         """Exit status, the end of stderr without paths, seconds. At the limit the whole group is ended."""
         began = time.monotonic()
         folder = tempfile.mkdtemp(dir=self.scratch)
@@ -155,7 +157,7 @@ class Bench:
             errors += f"\nended after {limit:.0f} s"
         for path in (str(self.scratch), str(ROOT), os.path.dirname(os.path.dirname(sys.executable)), os.path.expanduser("~")):
             errors = errors.replace(path, "…")
-        return process.returncode, errors[-3000:], time.monotonic() - began
+        return process.returncode, errors[-kept:], time.monotonic() - began
 
     def watched(self, words: list[str], out: Path, *options: str) -> list[str]:
         return [sys.executable, "-m", "foretell", "watch", "--out", str(out), *options, "--", *words]
@@ -327,12 +329,13 @@ def _changed(bench: Bench, case: Case, change: dict[str, Any]) -> tuple[list[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("overhead", "pairs", "oom", "all"), default="all")
+    parser.add_argument("--part", choices=("overhead", "pairs", "oom", "cpu", "all"), default="all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="few cases, few steps")
     parser.add_argument("--only", default="", help="names of cases, with commas between them")
     parser.add_argument("--seconds", type=float, default=390.0, help="after which no further run is begun")
     parser.add_argument("--case-seconds", type=float, default=9.0, help="of a script's blocks, for --part overhead")
+    parser.add_argument("--cache", default=None, help="FORETELL_CACHE of --part cpu, with the profile of this CPU")
     parser.add_argument("--out", default=None)
     given = parser.parse_args()
     sys.path.insert(0, str(ROOT))
@@ -345,6 +348,8 @@ def main() -> None:
             pairs(bench)
         if given.part in ("oom", "all"):
             oom(bench)
+        if given.part == "cpu":
+            watch_cpu.cpu(bench, compared)
         print(f"rows in {bench.file.name}, {time.monotonic() - bench.began:.0f} s")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -11,13 +11,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from foretell.trace.replaced import replaced
 
 ACCELERATORS = ("cuda", "xpu", "mps", "hip")
 MEMORY = 80 * 2**30
@@ -50,24 +52,6 @@ def device_is_there(capability: tuple[int, int] | None, is_users: IsUsers) -> It
     """Until the end of the block, code may move things to the device and talk to it."""
     with replaced((*_tensors(), *_of_torch_cuda(capability or (9, 0), is_users), *_of_accelerator(is_users), *_others())):
         yield
-
-
-@contextmanager
-def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Attributes of objects, other ones until the end of the block; those that an object does not have are left out."""
-    before: list[tuple[Any, str, Any]] = []
-    try:
-        for owner, name, ours in changes:
-            if hasattr(owner, name):
-                before.append((owner, name, vars(owner).get(name, _NONE)))
-                setattr(owner, name, ours)
-        yield
-    finally:
-        for owner, name, plain in reversed(before):
-            delattr(owner, name) if plain is _NONE else setattr(owner, name, plain)
-
-
-_NONE = object()
 
 
 def _tensors() -> Iterator[tuple[Any, str, Any]]:
