@@ -1,10 +1,13 @@
 """`foretell watch` against the same scripts without it: what it costs, whether its predictions hold, whether its remedies do.
 
-    python benchmarks/watch.py --part overhead     each script with and without it, in turn: seconds of a step, bands
+    python benchmarks/watch.py --part overhead     blocks of steps with its hooks and without, in one process: what it costs
+    python benchmarks/watch.py --part pairs        each script with and without it, in turn: seconds of a step, bands
+    python benchmarks/watch.py --part cpu          every script of the tests on this CPU: to its end, or to its own error
     python benchmarks/watch.py --part oom          scripts that run out of memory: explained, then run with the first remedy
     python benchmarks/watch.py --part all --device cpu --quick     the same on small sizes, to try it
 
-Rows go to --out, or $OUT/watch.jsonl: one JSON object a line. Each run is a process with a time limit; what fails is a row too.
+Rows go to --out, or $OUT/watch.jsonl: one JSON object a line, with the date, device, torch and commit. Each run is a process with a
+time limit; what fails is a row too.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import watch_blocks
+import watch_cpu
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).resolve().parent / "watch_scripts"
@@ -65,6 +71,13 @@ OVERHEAD = (
     Case("gpt-scaler", "gpt_scaler.py", "--layers 12 --batch-size 32", "--layers 1 --batch-size 2", folder=OTHERS),
     Case("accelerate-vit-fp32", "accel.py", "--batch-size 16 --width 384", "--width 32 --layers 2 --image 32 --batch-size 8"),
 )  # fmt: skip
+BLOCKS = (
+    *(case for case in OVERHEAD if case.script not in ("lit.py", "gpt_scaler.py")),
+    Case("gpt-scaler", "gpt_scaler.py", "--layers 12 --batch-size 32 --epochs 1000", "--layers 1 --batch-size 2 --epochs 100", folder=OTHERS),
+    Case("gpt-plain-accum", "gpt_compiled.py", "--compile= --max_iters=1000000 --eval_interval=1000000 --n_layer=6", "", folder=OTHERS),
+    Case("pinn-double", "closure_pinn.py", "", "", folder=OTHERS),
+)  # fmt: skip
+"""Those that need no Lightning."""
 OOM = (
     Case("gpt-batch", "gpt.py", "--batch-size 16 --bf16", "--width 64 --layers 4 --length 128 --vocab 2000 --batch-size 64", 0.6),
     Case("gpt-batch-accumulate", "gpt.py", "--batch-size 16 --accumulate 1 --fused",
@@ -100,10 +113,11 @@ class Bench:
 
     def __init__(self, given: argparse.Namespace, scratch: Path) -> None:
         self.given, self.scratch, self.quick = given, scratch, given.quick
-        self.cpu = given.device == "cpu"
+        self.cpu = given.device == "cpu" or given.part == "cpu"
         self.file = Path(given.out or Path(os.environ.get("OUT", ".")) / "watch.jsonl")
         self.lock = threading.Lock()
         self.began = time.monotonic()
+        self.about = about(self.cpu)
 
     def chosen(self, cases: Sequence[Case], few: Sequence[Case]) -> Sequence[Case]:
         """All; those that were named; or a few, to try it."""
@@ -115,7 +129,7 @@ class Bench:
 
     def row(self, **content: Any) -> None:
         with self.lock, self.file.open("a") as out:
-            out.write(json.dumps(content) + "\n")
+            out.write(json.dumps(content | self.about) + "\n")
         shown = {key: value for key, value in content.items() if key not in ("stderr", "lines")}
         print(f"[{time.monotonic() - self.began:4.0f} s]", json.dumps(shown)[:600], flush=True)
 
@@ -127,7 +141,7 @@ class Bench:
         own = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         return {**os.environ, **own, **({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if self.cpu else {}), **more}
 
-    def run(self, words: list[str], limit: float, **more: str) -> tuple[int, str, float]:
+    def run(self, words: list[str], limit: float, kept: int = 3000, **more: str) -> tuple[int, str, float]:
         """Exit status, the end of stderr without paths, seconds. At the limit the whole group is ended."""
         began = time.monotonic()
         folder = tempfile.mkdtemp(dir=self.scratch)
@@ -143,17 +157,29 @@ class Bench:
             errors += f"\nended after {limit:.0f} s"
         for path in (str(self.scratch), str(ROOT), os.path.dirname(os.path.dirname(sys.executable)), os.path.expanduser("~")):
             errors = errors.replace(path, "…")
-        return process.returncode, errors[-3000:], time.monotonic() - began
+        return process.returncode, errors[-kept:], time.monotonic() - began
+
+    def watched(self, words: list[str], out: Path, *options: str) -> list[str]:
+        return [sys.executable, "-m", "foretell", "watch", "--out", str(out), *options, "--", *words]
 
 
-def watched(bench: Bench, words: list[str], out: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "foretell", "watch", "--out", str(out), *options, "--", *words]
+def about(cpu: bool) -> dict[str, str]:
+    """When, where and with what a row was made. A GPU is asked for its name by another process: this one takes nothing of it."""
+    from foretell.hardware.this_machine import cpu_name
+
+    asked = "import torch; print(torch.__version__); print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    version, device, *_ = [*subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout.splitlines(), ""]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "date": time.strftime("%Y-%m-%d"), "device": cpu_name() if cpu or not device else device,
+        "torch": version, "commit": os.environ.get("COMMIT") or commit or "unknown",
+    }  # fmt: skip
 
 
-# ---------------------------------------------------------------------- what watching costs
+# ---------------------------------------------------------------------- runs with it and without it
 
 
-def overhead(bench: Bench) -> None:
+def pairs(bench: Bench) -> None:
     """ABAB of every case; several processes start side by side, and one at a time computes."""
     cases = bench.chosen(OVERHEAD, OVERHEAD[:3])
     with ThreadPoolExecutor(1 if bench.cpu else 4) as pool:
@@ -174,7 +200,7 @@ def _timed(bench: Bench, case: Case, turn: int) -> dict[str, Any]:
         "BENCH_LEAST": "5" if bench.quick else "12", "BENCH_SCRIPT": case.script, "BENCH_LOCK": str(bench.scratch / "lock"), "PYTHONPATH": paths,
     }  # fmt: skip
     words = bench.words(case)
-    rc, errors, seconds = bench.run(words if turn % 2 == 0 else watched(bench, words, run, "--predict", "before"), 150, **more)
+    rc, errors, seconds = bench.run(words if turn % 2 == 0 else bench.watched(words, run, "--predict", "before"), 150, **more)
     found: dict[str, Any] = {"rc": rc, "seconds": round(seconds, 1), "stderr": errors if rc or not times.exists() else ""}
     found |= json.loads(times.read_text()) if times.exists() else {}
     if turn % 2:
@@ -201,7 +227,7 @@ def _tell_overhead(bench: Bench, case: Case, found: dict[int, dict[str, Any]]) -
     plain = [one["step_seconds"] for turn, one in found.items() if turn % 2 == 0 and "step_seconds" in one]
     with_it = [one["step_seconds"] for turn, one in found.items() if turn % 2 and "step_seconds" in one]
     last = next((one for turn, one in sorted(found.items(), reverse=True) if turn % 2 and "compared" in one), {})
-    content: dict[str, Any] = {"part": "overhead", "case": case.name, "plain_seconds": plain, "watched_seconds": with_it}
+    content: dict[str, Any] = {"part": "pairs", "case": case.name, "plain_seconds": plain, "watched_seconds": with_it}
     if plain and with_it:
         a, b = statistics.median(plain), statistics.median(with_it)
         content |= {"plain_median": a, "watched_median": b, "overhead": b / a - 1, "noise": max(plain) / min(plain) - 1}
@@ -238,7 +264,7 @@ def _tried(bench: Bench, case: Case) -> dict[str, Any]:
     limit = _limit(bench, case)
     held = ["--memory-limit", str(limit)] if limit else []
     run, again = bench.scratch / f"oom-{case.name}", bench.scratch / f"again-{case.name}"
-    rc, errors, seconds = bench.run(watched(bench, bench.words(case, "--steps 6"), run, "--predict", "before", *held), 150)
+    rc, errors, seconds = bench.run(bench.watched(bench.words(case, "--steps 6"), run, "--predict", "before", *held), 150)
     found: dict[str, Any] = {"limit_bytes": limit, "rc": rc, "seconds": round(seconds, 1)}
     if not (run / "oom.json").exists():
         return {**found, "explained": False, "stderr": errors}
@@ -252,7 +278,7 @@ def _tried(bench: Bench, case: Case) -> dict[str, Any]:
     if not ways:
         return {**found, "remedy_runs": None, "stderr": errors}
     words, more = _changed(bench, case, ways[0]["change"])
-    rc, errors, seconds = bench.run(watched(bench, words, again, "--predict", "no", *held), 90, **more)
+    rc, errors, seconds = bench.run(bench.watched(words, again, "--predict", "no", *held), 90, **more)
     measured = json.loads((again / "measurement.json").read_text()) if (again / "measurement.json").exists() else {}
     return {
         **found, "remedy": ways[0]["change"]["words"], "remedy_verdict": ways[0]["verdict"], "remedy_predicted_bytes": ways[0]["allocated_bytes"],
@@ -303,11 +329,13 @@ def _changed(bench: Bench, case: Case, change: dict[str, Any]) -> tuple[list[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("overhead", "oom", "all"), default="all")
+    parser.add_argument("--part", choices=("overhead", "pairs", "oom", "cpu", "all"), default="all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="few cases, few steps")
     parser.add_argument("--only", default="", help="names of cases, with commas between them")
     parser.add_argument("--seconds", type=float, default=390.0, help="after which no further run is begun")
+    parser.add_argument("--case-seconds", type=float, default=9.0, help="of a script's blocks, for --part overhead")
+    parser.add_argument("--cache", default=None, help="FORETELL_CACHE of --part cpu, with the profile of this CPU")
     parser.add_argument("--out", default=None)
     given = parser.parse_args()
     sys.path.insert(0, str(ROOT))
@@ -315,9 +343,13 @@ def main() -> None:
     try:
         bench = Bench(given, scratch)
         if given.part in ("overhead", "all"):
-            overhead(bench)
+            watch_blocks.overhead(bench, bench.chosen(BLOCKS, BLOCKS[:2]))
+        if given.part in ("pairs", "all"):
+            pairs(bench)
         if given.part in ("oom", "all"):
             oom(bench)
+        if given.part == "cpu":
+            watch_cpu.cpu(bench, compared)
         print(f"rows in {bench.file.name}, {time.monotonic() - bench.began:.0f} s")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from foretell.cli import (
+    advise,
     box,
     ckpt,
     common,
@@ -75,6 +76,7 @@ def root(
 
 
 app.command("fit", short_help="Does MODEL fit on HW? Exit 0 yes, 1 no.")(fit.fit)
+app.command("advise", short_help="What would make MODEL on HW faster, or make it fit, each change predicted.")(advise.advise)
 app.add_typer(zoo_app, name="zoo")
 zoo_app.callback(invoke_without_command=True, short_help="List the models known by name; `zoo check NAME` tries one.")(
     reading(zoo.listing)

@@ -139,6 +139,19 @@ def emit_screen(prediction: Prediction, typed: Sequence[str] = ()) -> None:
     emit(screen.render(prediction, width(), typed=typed, ascii_only=ascii_only(sys.stdout)))
 
 
+def emit_answer(prediction: Prediction) -> None:
+    """Print it for people before there is any advice, which `emit_advice` prints below it."""
+    from foretell.report import screen
+
+    emit(screen.answer(prediction, width(), ascii_only=ascii_only(sys.stdout)))
+
+
+def emit_advice(prediction: Prediction, typed: Sequence[str]) -> None:
+    from foretell.report import screen
+
+    emit(screen.advice(prediction, width(), typed=typed, ascii_only=ascii_only(sys.stdout)))
+
+
 def emit_json(content: Mapping[str, Any]) -> int:
     """Print one JSON object with what every one of them has; `content` comes over it, versions come together."""
     import json

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from foretell.cli import beside as side_by_side
-from foretell.cli import common
+from foretell.cli import common, fit_most, fit_table
 from foretell.errors import UserError
 
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -29,14 +29,14 @@ def fit(
     model: str | None = typer.Argument(None, metavar="MODEL | -- python SCRIPT ...", show_default=False,
         help="Zoo name, hf:TYPE, hf:ORG/NAME, hf:config.json, timm:NAME, torchvision:NAME or file.py:function; or -- and your script's command."),
     on: str = typer.Option(..., "--on", metavar="HW", show_default=False,
-                           help="H100, H100:8, 2x8xH100, H100,memory=60GiB, auto (this machine) or cluster.toml."),
-    micro_batch: int = typer.Option(1, metavar="N", help="Samples in one forward and backward, on each device."),
-    seq: int | None = typer.Option(None, metavar="N", help="Tokens per sample; default: the model's usual."),
+                           help="H100, H100:8, 2x8xH100, H100,memory=60GiB, auto (this machine), cluster.toml; several with commas: a table."),
+    micro_batch: str = typer.Option("1", metavar="N", help="Samples in one forward and backward, on each device; max: the most that fit."),
+    seq: str | None = typer.Option(None, metavar="N", help="Tokens per sample; max: the most that fit; default: the model's usual."),
     image: int | None = typer.Option(None, metavar="N", help="Side of the image in pixels; default: the model's usual."),
     optimizer: str = typer.Option("adamw-fused", metavar="NAME",
                                   help="sgd, momentum, adam or adamw; with -fused, -foreach or -loop where torch has it."),
     precision: str | None = typer.Option(None, metavar="NAME",
-        help="fp32, bf16-autocast, fp16-autocast, bf16, fp16 (with --infer), fsdp-bf16 or fsdp-fp16; default: by device."),
+        help="fp32, tf32, bf16-autocast, fp16-autocast, bf16, fp16 (with --infer), fsdp-bf16 or fsdp-fp16; default: by device."),
     recompute: str = typer.Option("none", metavar="HOW", help="none, full (every block) or selective."),
     accumulate: int = typer.Option(1, metavar="N", help="Micro-batches per optimizer step."),
     clip: float | None = typer.Option(None, metavar="X", help="Clip the gradient norm to X; default: no clipping."),
@@ -56,12 +56,14 @@ def fit(
     compile: bool = typer.Option(False, "--compile", help="The model runs under torch.compile; default: eager."),
     compile_how: str | None = typer.Option(None, "--compile-how", metavar="HOW",
                                            help="model (as --compile), blocks (each block by itself), graphs (model, with CUDA graphs)."),
+    channels_last: bool = typer.Option(False, "--channels-last", help="Images and convolutions in torch.channels_last; default: as they are."),
     tokens: str | None = typer.Option(None, metavar="N", help="A whole run of so many tokens, such as 1T; K, M, B or T."),
     samples: str | None = typer.Option(None, metavar="N", help="A whole run of so many samples, such as 300M."),
     epochs: str | None = typer.Option(None, metavar="N", help="A whole run of so many epochs; needs --dataset-size."),
     dataset_size: str | None = typer.Option(None, metavar="N", help="Samples in one epoch, such as 1.28M."),
     region: str | None = typer.Option(None, metavar="NAME", help="Whose electricity counts, such as FR; default: the world's mean."),
     price: float | None = typer.Option(None, metavar="DOLLARS", help="Of one device and hour; default: a list price."),
+    objective: str = typer.Option("time", metavar="WHAT", help="Of several kinds of hardware, what sorts them: time, cost or energy."),
     beside: list[str] = typer.Option([], metavar="MODEL[,KEY=VALUE]...", help=side_by_side.HELP),
     footprint: bool = typer.Option(False, "--footprint", help="Devices that the whole run uses up, by MFU and lifetime, and what making them took."),
     trace_out: str | None = typer.Option(None, metavar="FILE", help="Write the predicted timeline as a Chrome trace."),
@@ -76,10 +78,12 @@ def fit(
     """Predict whether one step of MODEL fits on HW, how long it takes and what it costs. Exit 0 it fits (or is tight), 1 it does not, 2 bad input."""
     options: dict[str, Any] = {
         "optimizer": optimizer, "precision": precision, "recompute": recompute, "accumulate": accumulate, "clip": clip,
-        "lora": lora, "nf4": nf4, "freeze": tuple(freeze), "infer": infer, "micro_batch": micro_batch, "seq": seq,
+        "lora": lora, "nf4": nf4, "freeze": tuple(freeze), "infer": infer,
+        "micro_batch": fit_most.size_of("--micro-batch", micro_batch), "seq": fit_most.size_of("--seq", seq),
         "image": image, "loss": loss, "overrides": overrides(settings), "hints": hints(hint),
         "expandable_segments": expandable_segments, "cache": not no_cache,
-        "compile": compile_how or compile, "tokens": amount("--tokens", tokens), "samples": amount("--samples", samples),
+        "compile": compile_how or compile, "channels_last": channels_last,
+        "tokens": amount("--tokens", tokens), "samples": amount("--samples", samples),
         "epochs": amount("--epochs", epochs), "dataset_size": amount("--dataset-size", dataset_size),
         "region": region, "price": price, "trace_out": trace_out,
         "time_limit": time_limit,
@@ -92,17 +96,25 @@ def fit(
     theirs = None
     if from_ is not None:
         theirs, on = take_over(from_, on, options, context)
-    check(model, on, options)
+    hardware = fit_table.several(on)
+    plain = {name: 1 if value == fit_most.MAX else value for name, value in options.items()}
+    for one in hardware:
+        check(model, one, plain)
+    if len(hardware) > 1 or fit_most.MAX in (options["micro_batch"], options["seq"]):
+        if beside or footprint or trace_out or (len(hardware) > 1 and plain != options):
+            raise UserError("several kinds of hardware or max, and --beside, --footprint, --trace-out or both of them", "ask for one at a time")
+        if len(hardware) > 1:
+            return fit_table.answer(model, hardware, options, objective, json)
+        return fit_most.answer(model, on, options, [word for word in common.typed() if word not in ("--debug", "--no-cache")], json)
     if footprint and not any(options[name] for name in ("tokens", "samples", "epochs")):
         raise UserError("--footprint is of a whole run, and none is given", "add --tokens, --samples or --epochs")
-    doing = common.Doing(f"tracing {model}")
-    prediction = common.call(lambda: _predict(model, on, {**options, "progress": doing.tell}), doing)
+    prediction, said = _answered(model, on, options, advises=not (json or no_cache or beside))
     beside_it = side_by_side.predicted(model, on, options, beside) if beside else None
     used_up = _used_up(prediction, on) if footprint else None
     if json:
         _emit_json(prediction, {} if theirs is None else {"from": theirs}, used_up, beside_it)
     else:
-        _emit(prediction, used_up, beside_it, on)
+        _emit(prediction, used_up, beside_it, on, said)
     return common.YES if prediction.fits and (beside_it is None or beside_it[0].fits) else common.NO_OR_FAILED
 
 
@@ -139,8 +151,25 @@ def _emit_json(prediction: Any, told: dict[str, Any], used_up: Any, beside_it: A
     common.emit_json({**schema.answer(prediction), **told, **more})
 
 
-def _emit(prediction: Any, used_up: Any, beside_it: Any, on: str) -> None:
-    common.emit_screen(prediction, [word for word in common.typed() if word not in ("--debug", "--no-cache")])
+def _answered(model: str, on: str, options: dict[str, Any], *, advises: bool) -> tuple[Any, bool]:
+    """The prediction, and whether its answer was printed: at once where looking for advice takes a while after it."""
+    from foretell.quantities import FITS
+
+    doing = common.Doing(f"tracing {model}")
+    asked = {**options, "progress": doing.tell}
+    if not advises:
+        return common.call(lambda: _predict(model, on, asked), doing), False
+    answer = common.call(lambda: _predict(model, on, {**asked, "advice_seconds": 0.0}), doing)
+    if answer.verdict == FITS:
+        return answer, False
+    common.emit_answer(answer)
+    doing = common.Doing("predicting what would make it fit")
+    return common.call(lambda: _predict(model, on, {**options, "progress": doing.tell}), doing), True
+
+
+def _emit(prediction: Any, used_up: Any, beside_it: Any, on: str, said: bool = False) -> None:
+    typed = [word for word in common.typed() if word not in ("--debug", "--no-cache")]
+    common.emit_advice(prediction, typed) if said else common.emit_screen(prediction, typed)
     if used_up is not None:
         from foretell.report.footprint import lines
 
@@ -210,6 +239,12 @@ def _spread(on: str, shards: int) -> tuple[str, str]:
 
 def check(model: str, on: str, options: dict[str, Any]) -> None:
     """Raise at once what is wrong with the input as far as that can be seen without torch."""
+    check_step(model, on, options)
+    check_run(options)
+
+
+def check_step(model: str, on: str, options: dict[str, Any]) -> None:
+    """The same of the model, its batch, how it is trained and where."""
     from foretell.hardware import parse
     from foretell.trace.load import Source
     from foretell.trace.load import check as check_source
@@ -221,8 +256,7 @@ def check(model: str, on: str, options: dict[str, Any]) -> None:
         parse(on)
     of_recipe = ("optimizer", "recompute", "accumulate", "clip", "lora", "nf4", "freeze")
     precision = {"precision": options["precision"]} if options["precision"] is not None else {}
-    Recipe(**{name: options[name] for name in of_recipe}, **precision)
-    check_run(options)
+    Recipe(**{name: options[name] for name in of_recipe if name in options}, **precision)
 
 
 def check_run(options: dict[str, Any]) -> None:

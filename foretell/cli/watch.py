@@ -41,15 +41,14 @@ def watch(
     """
     from foretell.observe import record
     from foretell.observe.session import BEFORE, BESIDE, NO, Asked, Session
-    from foretell.trace.script.words import parse
+    from foretell.trace.script.words import named
     from foretell.units import parse_bytes
 
+    _streams()
     words = common.script_words()
     if words is None:
         raise UserError("no script is given", "foretell watch -- python train.py ...")
-    script = parse(words)
-    if script.ranks != 1 or Path(words[0]).name in ("torchrun", "accelerate") or "torch.distributed.run" in words[:3]:
-        raise UserError("a script that a launcher starts is not watched yet", f"foretell watch -- python {script.name} ...")
+    script = named(words)
     unseen = next((word for word in words[1 : words.index(script.name)] if word in _UNSEEN), None)
     if unseen is not None:
         raise UserError(f"python {unseen} cannot be watched: it ignores PYTHONPATH", f"leave {unseen} out")
@@ -82,6 +81,20 @@ def _new_folder(path: Path) -> Path:
             raise UserError(f"the run folder {found} cannot be made: {error.strerror or error}", "give another --out") from error
         return found
     raise AssertionError("numbers do not end")
+
+
+def _streams() -> None:
+    """Standard streams that were closed lead nowhere: what is opened later would take their places, and be written to."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115  # for as long as the process
 
 
 def say(line: str) -> None:

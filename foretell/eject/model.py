@@ -80,7 +80,7 @@ def _zoo(source: Source) -> str:
     entry = zoo.get(source.model)
     seq, image = load._zoo_sizes(entry, source)
     config = {**entry.config, **source.overrides}
-    if source.image and entry.image and "image" in load._zoo_keywords(entry):
+    if source.image and entry.image and "image" in load.zoo_keywords(entry):
         config["image"] = source.image
     sizes = [size for size in (("seq", seq), ("image", image)) if size[1] is not None]
     return f'''

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from foretell.observe.readings import SLOWER, Readings
+from foretell.observe.group import SPREAD, Group
+from foretell.observe.readings import DELAYED, SLOWER, Readings
 from foretell.quantities import FITS, NO, Holder
 from foretell.report import words
 from foretell.search.script_ways import Way
@@ -30,14 +32,38 @@ def steps(count: int) -> str:
 
 def beside(readings: Readings, predicted: Mapping[str, Any], why_not: str = "") -> str:
     """Predicted beside measured after the first steps, in one line."""
-    found = [f"step {readings.steps}"]
+    found = [f"step {readings.steps}{_of_ranks(readings)}"]
     seconds = readings.step_seconds
     if seconds is not None:
-        found.append(f"{words.seconds(seconds)} a step{_time(seconds, predicted, readings, why_not)}")
+        found.append(f"{words.seconds(seconds)} a step{_slowest(readings)}{_time(seconds, predicted, readings, why_not)}")
     found += list(_memory(readings, predicted))
     shares = [f"{_PARTS[name]} {words.percent(share)}" for name, share in readings.shares().items() if share >= 0.005]
     found += [", ".join(shares)] if shares else []
+    if readings.delay_share() > DELAYED:
+        found.append(f"other processes had the CPU {words.percent(readings.delay_share())} of the time")
     return "; ".join(found)
+
+
+def _of_ranks(readings: Readings) -> str:
+    if not isinstance(readings, Group) or readings.world < 2:
+        return ""
+    if not readings.elsewhere:
+        return f" of {readings.world} ranks"
+    here = ", ".join(_spans([one.rank for one in readings.ranks]))
+    return f" on {'rank' if len(readings.ranks) == 1 else 'ranks'} {here} of {readings.world} (the others run on other nodes)"
+
+
+def _spans(numbers: Sequence[int]) -> Iterator[str]:
+    """0, 1, 2, 5 → 0-2, 5."""
+    for _, run in itertools.groupby(enumerate(numbers), lambda one: one[1] - one[0]):
+        found = [number for _, number in run]
+        yield str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}"
+
+
+def _slowest(readings: Readings) -> str:
+    if not isinstance(readings, Group) or (share := readings.time_spread()) <= SPREAD:
+        return ""
+    return f" on rank {readings.slowest.rank}, {words.percent(share)} more than on the fastest"
 
 
 def _time(seconds: float, predicted: Mapping[str, Any], readings: Readings, why_not: str) -> str:
@@ -65,6 +91,8 @@ def _memory(readings: Readings, predicted: Mapping[str, Any]) -> Iterator[str]:
     text = f"{size(peak)} {what}"
     if said is not None and band is not None:
         text += f", predicted {size(said)} ({size(band[0])} – {size(band[1])}), {inside(peak, *band)}"
+    if isinstance(readings, Group) and (apart := readings.memory_spread())[0] > SPREAD:
+        text += f" (rank {readings.largest.rank}; {size(apart[1])} on the least)"
     yield text
 
 
@@ -111,7 +139,8 @@ def out_of_memory(
     """What held the bytes: as torch measured it, and by module and kind as the followed step holds them at its peak."""
     held, tried, place = told["memory"], told.get("tried"), told["where"]
     at = " in ".join(filter(None, (place.get("module"), place.get("line"))))
-    lines = [f"OUT OF MEMORY after {steps(told['steps'])}" + (f", at {at}" if at else "") + (f": {size(tried)} more were asked for" if tried else "")]
+    asked = f": {size(tried)} more were asked for" if tried else ""
+    lines = [f"OUT OF MEMORY{_on_rank(told)} after {steps(told['steps'])}" + (f", at {at}" if at else "") + asked]
     if "allocated" in held:
         lines.append(f"  measured   {size(held['allocated'])} allocated, {size(held['reserved'])} reserved by torch; {limit}")
     else:
@@ -127,6 +156,16 @@ def out_of_memory(
         kind = _HELD.get(one.category, one.category)
         lines.append(f"  {'held by' if not number else '':<10} {size(one.bytes):>10}  {one.name or 'the script'}: {kind}")
     return lines
+
+
+def _on_rank(told: Mapping[str, Any]) -> str:
+    return f" on rank {told.get('rank', 0)}" if int(told.get("world") or 1) > 1 else ""
+
+
+def also_out_of_memory(told: Mapping[str, Any]) -> str:
+    held = told["memory"]
+    amount = f"{size(held['allocated'])} allocated" if "allocated" in held else f"{size(held['rss'])} resident"
+    return f"OUT OF MEMORY{_on_rank(told)} too: {amount}"
 
 
 def remedies(ways: Sequence[Way], tried: int) -> list[str]:

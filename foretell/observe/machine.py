@@ -21,9 +21,9 @@ _SECONDS = 120.0
 
 
 def cluster_of(on: str) -> Cluster:
-    """One device: of several of `auto`, a script of one process has the first."""
+    """All devices of it: how many of them a script has is known once it was followed."""
     if not on.strip().casefold().startswith("auto"):
-        return one_of(parse("CPU" if on.strip().casefold() == "cpu" else on), on)
+        return parse("CPU" if on.strip().casefold() == "cpu" else on)
     done = subprocess.run([sys.executable, "-c", _LOOK, on, package_parent()], capture_output=True, text=True, timeout=_SECONDS, check=False)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
@@ -31,7 +31,7 @@ def cluster_of(on: str) -> Cluster:
     found = json.loads(lines[-1])
     if "problem" in found:
         raise UserError(found["problem"], found["remedy"])
-    return one_of(from_dict(found["cluster"], "auto"), on)
+    return from_dict(found["cluster"], "auto")
 
 
 def one_of(cluster: Cluster, on: str) -> Cluster:

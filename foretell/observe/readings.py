@@ -23,6 +23,8 @@ LEAK_BYTES = {"cuda": 8 << 20, "cpu": 48 << 20}
 """And by so many bytes: a process's own memory moves more than an allocator's."""
 WAITS = 0.2
 """Share of the time that the host waits for data, from which on it is told."""
+DELAYED = 0.1
+"""Share of the time that the host waits for a core, from which on it is told."""
 
 
 @dataclass
@@ -43,6 +45,8 @@ class Readings:
     data_seconds: float = 0.0
     wall_seconds: float = 0.0
     """In which those waits were."""
+    delay_seconds: float = 0.0
+    """Of them, those in which it was ready to run and other processes had the cores."""
     after: list[tuple[int, int]] = field(default_factory=list)
     """Step and memory then, for leaks."""
     threads: int | None = None
@@ -52,11 +56,20 @@ class Readings:
     failed: str = ""
     """Why the hooks gave up, if they did."""
     loader_batch: int = 0
+    rank: int = 0
+    world: int = 1
+    """Which of how many processes this is."""
+    local: int = 0
+    """How many of them run here, where a launcher says it."""
+    gone: bool = False
+    """It tells nothing more."""
     _last_end: float | None = None
     _timed_by_device: bool = False
 
     def hear(self, message: Mapping[str, Any]) -> None:
         kind = message["kind"]
+        self.rank, self.world = int(message.get("rank") or self.rank), int(message.get("world") or self.world)
+        self.local = int(message.get("local") or self.local)
         if kind == "begin":
             self.threads = message.get("threads")
             self.versions = {name: str(message[name]).split("+")[0] for name in ("torch", "python")}
@@ -84,6 +97,7 @@ class Readings:
         if ends and before is not None:
             self.wall_seconds += ends[-1] - before
             self.data_seconds += float(message["data"])
+            self.delay_seconds += float(message.get("delay") or 0.0)
         self._count(before, ends, message["device"])
         self._last_end = ends[-1] if ends else before
         self.parts += message.get("parts", ())
@@ -150,6 +164,10 @@ class Readings:
         steps, grown = found[-1][0] - found[0][0], found[-1][1] - found[0][1]
         enough = max(LEAK_SHARE * (self.peak or 0), LEAK_BYTES[self.kind if self.kind == "cuda" else "cpu"])
         return (grown, steps) if steps >= LEAK_STEPS and grown > enough else None
+
+    def delay_share(self) -> float:
+        """Share of the time in which other processes had the cores that it was ready to run on."""
+        return min(1.0, self.delay_seconds / self.wall_seconds) if self.wall_seconds > 0 else 0.0
 
     def data_share(self) -> float:
         return self.data_seconds / self.wall_seconds if self.wall_seconds > 0 else 0.0

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import platform
@@ -23,6 +22,7 @@ from typing import Any
 from foretell.errors import UserError
 from foretell.files import write_atomically
 from foretell.hardware.this_machine import cpu_name
+from foretell.observe.group import Group
 from foretell.observe.readings import Readings
 from foretell.plan import file as plans
 from foretell.plan.types import Plan
@@ -44,32 +44,44 @@ class Record:
         except OSError as error:
             raise UserError(f"the run folder {path} cannot be written: {error.strerror or error}", "give another --out") from error
         self.path, self.command, self.versions = path, command, dict(versions)
+        self._missing: dict[str, str] = {}
+        """Files that could not be written the last time, and why."""
         self.started, self.since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
         self.log = log.Log(path)
         self.log.write("start", 0, command=command)
         self._rows = 0
 
     def plan(self, plan: Plan) -> None:
-        with contextlib.suppress(OSError):
-            write_atomically(self.path / folder.PLAN, plans.text_of(plan))
+        self._write(folder.PLAN, plans.text_of(plan))
 
     def trace(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            write_atomically(self.path / traces_file.STEP, gzip.compress(text.encode(), 6, mtime=0))
+        self._write(traces_file.STEP, gzip.compress(text.encode(), 6, mtime=0))
 
     def out_of_memory(self, content: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):
-            write_atomically(self.path / OOM, json.dumps(content, indent=2) + "\n")
+        self._write(OOM, json.dumps(content, indent=2) + "\n")
+
+    def _write(self, name: str, content: str | bytes) -> None:
+        try:
+            write_atomically(self.path / name, content)
+            self._missing.pop(name, None)
+        except OSError as error:
+            self._missing[name] = error.strerror or str(error)
+
+    @property
+    def missing(self) -> str:
+        """What could not be written, and why; empty where all was."""
+        rows = [f"{self.log.lost} rows of {log.LOG}"] if self.log.lost else []
+        return "; ".join([f"{name} ({why})" for name, why in self._missing.items()] + rows)
 
     def measured(self, readings: Readings, plan: Plan, unit: str, per_step: int) -> None:
-        """Rows of steps that are new, and the measurement as it stands."""
-        for seconds in readings.seconds[self._rows :]:
+        """Rows of steps that are new, of the first rank; and the measurement as it stands, of the slowest."""
+        first = next(iter(readings.ranks), readings) if isinstance(readings, Group) else readings
+        for seconds in first.seconds[self._rows :]:
             self._rows += 1
             self.log.write("step", self._rows + 1, seconds=round(seconds, 7))
         found = measurement_of(readings, plan, unit, per_step, self)
         if found is not None:
-            with contextlib.suppress(OSError):
-                write_atomically(self.path / FILE, json.dumps(asdict(found), indent=2) + "\n")
+            self._write(FILE, json.dumps(asdict(found), indent=2) + "\n")
 
     def close(self) -> None:
         self.log.close()
@@ -86,7 +98,8 @@ def measurement_of(readings: Readings, plan: Plan, unit: str, per_step: int, abo
     phases = {"backward": sum(both) if both else None, **{name: parts[name] for name in ("update", "between", "data")}}  # type: ignore[arg-type]
     cuda, memory = readings.kind == "cuda", readings.memory
     hardware: dict[str, Any] = {
-        "device": readings.device_name if cuda else cpu_name(), "kind": readings.kind, "count": 1, "host": platform.node(),
+        "device": readings.device_name if cuda else cpu_name(), "kind": readings.kind, "count": readings.world,
+        "host": platform.node(),
     }  # fmt: skip
     hardware |= {} if cuda else {"threads": readings.threads}
     flops = plan.predicted.get("flops_per_step")
@@ -95,8 +108,9 @@ def measurement_of(readings: Readings, plan: Plan, unit: str, per_step: int, abo
         mean_seconds=statistics.fmean(kept), unit=unit, per_step=per_step, per_second=per_step / median,
         phases={name: value for name, value in phases.items() if value is not None}, overhead=(parts["between"] or 0.0) / median,
         stretches=tuple(stretches(readings.seconds[readings.skipped :])), allocated_bytes=memory.get("allocated_peak"),
-        reserved_bytes=memory.get("reserved_peak"), host_bytes=memory.get("rss_peak", 0), by_rank=(), mfu=None,
+        reserved_bytes=memory.get("reserved_peak"), host_bytes=memory.get("rss_peak", 0), mfu=None,
+        by_rank=tuple(readings.by_rank()) if isinstance(readings, Group) else (),
         flops_per_step=float(flops) if flops else None, peak_flops_per_second=None, first_loss=None, last_loss=None, eval_loss=None,
         save_seconds=None, eval_seconds=None, hardware=hardware, versions={**about.versions, **readings.versions}, command=about.command,
-        started=about.started, wall_seconds=time.monotonic() - about.since,
+        delayed=readings.delay_share(), started=about.started, wall_seconds=time.monotonic() - about.since,
     )  # fmt: skip

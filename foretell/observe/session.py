@@ -7,24 +7,25 @@ explained before its own traceback.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
-import selectors
 import shlex
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foretell.errors import ForetellError
+from foretell.errors import ForetellError, UserError
 from foretell.observe import lines
-from foretell.observe.machine import cluster_of
+from foretell.observe.group import Group
+from foretell.observe.listen import Listener
+from foretell.observe.machine import cluster_of, one_of
 from foretell.observe.record import Record
 from foretell.observe.tell import RAM_BAND, Predicted, Say, Teller
 from foretell.search import followed
@@ -54,9 +55,13 @@ def predict(asked: Asked, found: Predicted) -> None:
     try:
         if asked.predict == NO:
             return
+        if asked.script.not_followed:
+            raise UserError(asked.script.not_followed)
         followed.make_ready()
         found.cluster = found.cluster or cluster_of(asked.on)
         found.followed = followed.follow(asked.script, found.cluster, time_limit=asked.time_limit)
+        if found.followed.world == 1:
+            one_of(found.cluster, asked.on)
         found.cost = followed.cost(found.followed, found.cluster, asked.on)
     except ForetellError as error:
         found.why_not = " ".join(str(error).split())
@@ -72,8 +77,9 @@ class Session(Teller):
     def __init__(self, asked: Asked, record: Record, say: Say) -> None:
         super().__init__(shlex.join(asked.script.words), asked.on, record, say)
         self.asked = asked
+        self.readings: Group = Group()
         self.signals: list[int] = []
-        self._buffer = bytearray()
+        self._explained = False
 
     # ------------------------------------------------------------------ the whole of it
 
@@ -87,32 +93,28 @@ class Session(Teller):
             self._say_prediction()
         else:
             threading.Thread(target=predict, args=(self.asked, self.found), name="foretell-predict", daemon=True).start()
-        status = self._watched()
-        self._finish(status)
-        return status
-
-    def _watched(self) -> int:
-        out, theirs = os.pipe()
-        answers, mine = os.pipe()
+        before: dict[int, Any] = {}
         try:
-            process = self._started(theirs, answers)
-        finally:
-            os.close(theirs)
-            os.close(answers)
-        before = self._catch(process)
-        try:
-            with selectors.DefaultSelector() as ready:
-                ready.register(out, selectors.EVENT_READ)
-                self._listen(process, ready, out, mine)
-            return process.wait()
+            status = self._watched(before)
+            self._finish(status)
+            return status
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            for handle in (out, mine):
-                os.close(handle)
 
-    def _started(self, out: int, answers: int) -> subprocess.Popen[bytes]:
-        settings = {"out": out, "answers": answers, "limit": self.asked.limit, "device": self.device()}
+    def _watched(self, before: dict[int, Any]) -> int:
+        """`before` gets the handlers of signals that were there: they come back once everything is written."""
+        listener = Listener()
+        try:
+            process = self._started(listener.at)
+            before |= self._catch(process)
+            self._listen(process, listener)
+            return process.wait()
+        finally:
+            listener.close()
+
+    def _started(self, at: str) -> subprocess.Popen[bytes]:
+        settings = {"at": at, "limit": self.asked.limit, "device": self.device(), "launched": self.asked.script.launched}
         path = os.environ.get("PYTHONPATH")
         environment = {
             **os.environ, "FORETELL_WATCH": json.dumps(settings), "PYTHONPATH": os.pathsep.join(filter(None, (_BOOT, path))),
@@ -121,7 +123,7 @@ class Session(Teller):
         words = list(self.asked.script.words)
         words = [sys.executable, *words] if words[0].endswith(".py") else words
         sys.stdout.flush()
-        return subprocess.Popen(words, env=environment, pass_fds=(out, answers), preexec_fn=_end_with_parent())
+        return subprocess.Popen(words, env=environment, preexec_fn=_end_with_parent())
 
     def _catch(self, process: subprocess.Popen[bytes]) -> dict[int, Any]:
         """Signals are the script's to handle; those that a terminal sends, it has got itself."""
@@ -133,39 +135,27 @@ class Session(Teller):
 
         return {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
-    def _listen(self, process: subprocess.Popen[bytes], ready: selectors.BaseSelector, out: int, answers: int) -> None:
-        """Until the script has ended; processes that it left behind may keep the pipe open."""
-        open_ = True
-        while open_:
-            ended = process.poll() is not None
-            if ready.select(0.0 if ended else 0.25):
-                piece = os.read(out, 1 << 16)
-                open_ = bool(piece)
-                self._buffer += piece
-                self._hear(answers)
-            elif ended:
-                return
+    def _listen(self, process: subprocess.Popen[bytes], listener: Listener) -> None:
+        """Until the script has ended and all of what it told is read; processes that it left behind may stay connected."""
+        while process.poll() is None or listener.pending():
+            for source, message in listener.messages(0.0 if process.poll() is not None else 0.25):
+                if message["kind"] != "oom":
+                    self.readings.hear_from(source, message)
+                    continue
+                try:
+                    self._explain(message)
+                finally:
+                    source.answer()
             self.look()
-
-    def _hear(self, answers: int) -> None:
-        *whole, rest = self._buffer.split(b"\n")
-        self._buffer = bytearray(rest)
-        for line in whole:
-            with contextlib.suppress(ValueError):
-                message = json.loads(line)
-                if message["kind"] == "oom":
-                    try:
-                        self._explain(message)
-                    finally:
-                        with contextlib.suppress(OSError):
-                            os.write(answers, b"told\n")
-                else:
-                    self.readings.hear(message)
 
     # ------------------------------------------------------------------ out of memory
 
     def _explain(self, told: Mapping[str, Any]) -> None:
-        """What held the bytes, and what would have fitted: each way is followed with the change made."""
+        """What held the bytes, and what would have fitted: each way is followed with the change made. Of several ranks, the first's."""
+        if self._explained:
+            self.say(lines.also_out_of_memory(told))
+            return
+        self._explained = True
         self.found.done.wait(self.asked.time_limit)
         cost, step, cluster = self.found.cost, self.found.followed, self.found.cluster
         room, limit = self._room(told)
@@ -204,8 +194,9 @@ class Session(Teller):
         return (_tensors_in(ram, told), f"{lines.size(ram)} of RAM") if ram else (None, "no limit is known")
 
     def _finish(self, status: int) -> None:
-        if not self.found.done.is_set() and not self.signals and status == 0:
-            self.found.done.wait(PATIENCE_SECONDS)
+        until = time.monotonic() + PATIENCE_SECONDS
+        while status == 0 and not self.signals and time.monotonic() < until and not self.found.done.wait(0.2):
+            pass
         if not self.readings.versions:
             self.say("the script did not import torch: nothing was watched")
         elif not self.readings.steps and status == 0:

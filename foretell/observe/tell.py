@@ -10,6 +10,7 @@ from typing import Any
 
 from foretell.hardware.types import Cluster
 from foretell.observe import lines
+from foretell.observe.group import Group
 from foretell.observe.readings import LEAK_SAMPLES, WAITS, WINDOW, Readings
 from foretell.observe.record import Record
 from foretell.plan.types import Plan
@@ -48,6 +49,10 @@ class Predicted:
         return self.cost.plan.predicted if self.cost is not None else {}
 
 
+def _processes(count: int) -> str:
+    return "one process" if count == 1 else f"a group of {count} processes"
+
+
 class Teller:
     """Says and writes what is known of a run."""
 
@@ -64,12 +69,16 @@ class Teller:
     def look(self) -> None:
         """After every message, and now and then without one."""
         readings = self.readings
-        if readings.steps >= FIRST_STEPS and "beside" not in self._told and self._ready():
+        if readings.steps >= FIRST_STEPS and self._all_here() and "beside" not in self._told and self._ready():
             self._beside()
         if "beside" in self._told:
             self._drifts()
         if readings.steps and time.monotonic() - self._written > WRITE_SECONDS:
             self._write()
+
+    def _all_here(self) -> bool:
+        """Whether every rank has taken steps."""
+        return not isinstance(self.readings, Group) or self.readings.whole or self.readings.ended
 
     def _ready(self) -> bool:
         """Whether there is a prediction, or there will be none."""
@@ -85,9 +94,15 @@ class Teller:
 
     def _comparable(self) -> Mapping[str, Any]:
         """What was predicted, if it was for the kind of device that the script runs on."""
-        if self.found.cost is None or self.device() == ("cpu" if self.readings.kind == "cpu" else "cuda"):
+        step, world = self.found.followed, self.readings.world
+        if self.found.cost is None:
             return self.found.said
-        self.found.why_not = f"it was predicted for {self.on} and runs on {'a CPU' if self.readings.kind == 'cpu' else 'a GPU'}"
+        if self.device() != ("cpu" if self.readings.kind == "cpu" else "cuda"):
+            self.found.why_not = f"it was predicted for {self.on} and runs on {'a CPU' if self.readings.kind == 'cpu' else 'a GPU'}"
+        elif step is not None and step.world != world:
+            self.found.why_not = f"it was predicted for {_processes(step.world)} and runs in {_processes(world)}"
+        else:
+            return self.found.said
         self.say(f"not compared: {self.found.why_not}")
         self.found.cost = None
         return {}
@@ -152,11 +167,11 @@ class Teller:
         self._settle_ram()
         plan, cost = self._plan(), self.found.cost
         self.record.plan(plan)
-        if self.found.followed is not None and "trace" not in self._told:
-            self._told["trace"] = 1.0
-            self.record.trace(dumps(self.found.followed.trace))
         unit, per_step = (cost.unit, cost.per_step) if cost is not None else ("samples", plan.micro_batch * self.readings.micro_batches)
         self.record.measured(self.readings, plan, unit, per_step)
+        if self.found.followed is not None and "trace" not in self._told:  # last: the largest, and the least needed
+            self._told["trace"] = 1.0
+            self.record.trace(dumps(self.found.followed.trace))
 
     def end(self) -> None:
         """What was not said yet, and the folder as it stays."""
@@ -166,5 +181,7 @@ class Teller:
             self._beside()
         self._write()
         self.record.close()
-        readers = " (foretell compare, foretell report)" if self.readings.steps > 1 else ""
+        if self.record.missing:
+            self.say(f"the run folder lacks {self.record.missing}")
+        readers = " (foretell compare, foretell report)" if self.readings.steps > 1 and not self.record.missing else ""
         self.say(f"{lines.steps(self.readings.steps)}; run folder {self.record.path}{readers}")

@@ -24,7 +24,7 @@ MIXED = {"bf16-mixed": ("bf16-autocast", "fsdp-bf16"), FP16: ("fp16-autocast", "
 _MIXED_OF = {"bfloat16": "bf16-mixed", "float16": FP16, "float32": "fp32"}
 _OF_PLANS = {
     "fp32": "float32", "bf16-mixed": "bfloat16", FP16: "float16", "bf16": "bfloat16", "fp16": "float16", MASTER: "bfloat16",
-    FLOAT8: "bfloat16",
+    FLOAT8: "bfloat16", "tf32": "tf32",
 }  # fmt: skip
 
 

@@ -96,6 +96,7 @@ def in_no_plan(recipe: Recipe) -> str:
     precision = in_plan(recipe.precision)
     asked = {
         "inference": recipe.mode != "train", "LoRA adapters": recipe.lora is not None, "frozen parameters": bool(recipe.freeze),
+        "channels-last layout": recipe.channels_last,
         recipe.precision: precision is None or in_recipe(precision, recipe.shards > 1) != recipe.precision,
     }  # fmt: skip
     return next((what for what, given in asked.items() if given), "")

@@ -90,9 +90,15 @@ def limited(said: Mapping[str, Any], limit_bytes: int) -> dict[str, Any]:
 
 
 def _built(config: Config) -> Callable[[], None]:
+    return built(config.source(), config.recipe())
+
+
+def built(source: Source, recipe: Recipe) -> Callable[[], None]:
     """One step on the GPU: weights are small random numbers, moved as `.to(device)` would move them."""
+    if recipe.precision == "tf32":
+        torch.set_float32_matmul_precision("high")
     with _no_initialisation():
-        step = Step(load(config.source()), config.recipe(), device_type="cuda")
+        step = Step(load(source), recipe, device_type="cuda")
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point():
@@ -104,11 +110,11 @@ def _built(config: Config) -> Callable[[], None]:
     batch = torch.utils._pytree.tree_map(lambda t: t.to("cuda") if isinstance(t, torch.Tensor) else t, given.batch)
     step.workload = replace(given, batch=batch)
     step.create_optimizer()
-    if config.compile == "blocks":
+    if recipe.compile == "blocks":
         for path in find_blocks(step.model):
             step.model.get_submodule(path).compile()
-    elif config.compile != "none":
-        step.model.compile(mode="reduce-overhead" if config.compile == "graphs" else None)
+    elif recipe.compile != "none":
+        step.model.compile(mode="reduce-overhead" if recipe.compile == "graphs" else None)
     return _one(step)
 
 

@@ -43,6 +43,8 @@ PROCESS_BYTES = (300 * MIB, 500 * MIB)
 """What a process on a CPU holds besides its tensors, from and to: six models on a Xeon with torch 2.13 held 328 to 485."""
 PROCESS_SHARE = 0.15
 """And of its tensors as much again at most: pages that the allocator keeps, scratch of kernels. Assumed."""
+DELAYED = 0.1
+"""Share of the time that a run waited for a core, from which on it is noted."""
 NOT_MEASURED = "this run did not measure it"
 
 
@@ -315,6 +317,9 @@ def _said(said: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[str]
     pace = said.get("pace")
     if pace:
         yield f"predicted for a machine that takes {pace:.2f} times as long as its profile says, as measured just before"
+    delayed = float(measured.get("delayed") or 0.0)
+    if delayed > DELAYED:
+        yield f"other processes had the CPU {words.percent(delayed)} of the time: steps took longer than on a machine of their own"
     if int(measured["steps"]) < 10:
         yield f"only {measured['steps']} steps were measured: a median of so few says little"
 

@@ -15,6 +15,8 @@ from foretell.units import GIB, gib, human_bytes, human_count
 
 MAX_LINES = 30
 MIN_WIDTH = 40
+ADVICE_LINES = 10
+"""Of those, for what would help."""
 
 _GUTTER = seconds.GUTTER
 """Columns for the name of a section, left of its lines."""
@@ -31,6 +33,24 @@ _ROOM = (
 def render(prediction: Prediction, width: int = 80, *, typed: Sequence[str] = (), ascii_only: bool = False) -> Text:
     """The whole screen; `typed` are the words after `foretell` that asked for it, from which the next command is made."""
     width = max(width, MIN_WIDTH)
+    return _drawn(_filled(prediction, width, MAX_LINES, _below(prediction, width, typed)), width, ascii_only)
+
+
+def answer(prediction: Prediction, width: int = 80, *, ascii_only: bool = False) -> Text:
+    """The screen without advice, which is not there yet: room is left for it."""
+    width = max(width, MIN_WIDTH)
+    return _drawn(_filled(prediction, width, MAX_LINES - ADVICE_LINES), width, ascii_only)
+
+
+def advice(prediction: Prediction, width: int = 80, *, typed: Sequence[str] = (), ascii_only: bool = False) -> Text:
+    """What comes below it."""
+    width = max(width, MIN_WIDTH)
+    return _drawn(_joined(_below(prediction, width, typed), blanks=False)[:ADVICE_LINES], width, ascii_only)
+
+
+def _filled(prediction: Prediction, width: int, room: int, below: Sequence[list[Text]] = ()) -> list[Text]:
+    """The answer and what comes below it, as generous as so many lines allow."""
+    lines: list[Text] = []
     for holders, assumptions, blanks, detail in _ROOM:
         sections = [
             _head(prediction, width),
@@ -38,14 +58,21 @@ def render(prediction: Prediction, width: int = 80, *, typed: Sequence[str] = ()
             _numbers(prediction, width),
             seconds.lines(prediction, width, detail),
             _holders(prediction.memory.holders[:holders], width),
-            _remedies(prediction.remedies[: command.SHOWN], width),
             _assumptions(prediction.assumptions, width, assumptions),
-            _next(prediction, width, typed),
+            *below,
         ]
         lines = _joined([section for section in sections if section], blanks)
-        if len(lines) <= MAX_LINES:
+        if len(lines) <= room:
             break
-    lines = lines[:MAX_LINES]
+    return lines[:room]
+
+
+def _below(prediction: Prediction, width: int, typed: Sequence[str]) -> list[list[Text]]:
+    """What would help, and what to type next."""
+    return [_remedies(prediction.remedies[: command.SHOWN], width), _next(prediction, width, typed)]
+
+
+def _drawn(lines: list[Text], width: int, ascii_only: bool) -> Text:
     for line in lines:
         line.rstrip()
         line.truncate(width, overflow="ellipsis")

@@ -80,6 +80,8 @@ class Measurement:
     wall_seconds: float
     joules_per_step: float | None = None
     """Of all devices, by their own counters; None where they have none, or the run was too short for them."""
+    delayed: float | None = None
+    """Share of the time in which other processes had the cores that the slowest rank was ready to run on; None where it was not read."""
     convention: str = CONVENTION
     schema_version: int = SCHEMA_VERSION
 

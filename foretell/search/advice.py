@@ -42,14 +42,17 @@ Progress = Callable[[str], None]
 def advise(
     answer: Prediction, asked: Asked, attempt: Attempt, *, by_plan: ByPlan = lambda: None, seconds: float,
     progress: Progress = lambda _: None,
-) -> Prediction:  # fmt: skip
-    """The answer with ways to make it fit; unchanged where it fits. No way is begun after so many seconds, but for the first."""
+) -> tuple[Prediction, bool]:  # fmt: skip
+    """The answer with ways to make it fit, and whether there was time for all of them; unchanged where it fits.
+
+    No way is begun after so many seconds, but for the first.
+    """
     guess = answer.model.get("outlook")
     if answer.verdict not in (NO, TIGHT) or not isinstance(guess, Mapping) or seconds <= 0:
-        return answer
+        return answer, True
     search = _Advice(answer, asked, attempt, by_plan, Outlook.from_json(guess), seconds, progress)
     search.run()
-    return replace(answer, remedies=search.ranked(), ways_tried=len(search.found), advice=search.words())
+    return replace(answer, remedies=search.ranked(), ways_tried=len(search.found), advice=search.words()), not search.late
 
 
 @dataclass

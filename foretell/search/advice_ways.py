@@ -15,7 +15,7 @@ RANK = 16
 _TYPED = {
     "hardware": "--on", "micro_batch": "--micro-batch", "accumulate": "--accumulate", "recompute": "--recompute",
     "optimizer": "--optimizer", "precision": "--precision", "lora": "--lora", "nf4": "--nf4",
-    "expandable_segments": "--expandable-segments",
+    "expandable_segments": "--expandable-segments", "compile": "--compile-how", "channels_last": "--channels-last",
 }  # fmt: skip
 """Option of `api.fit` → how it is typed."""
 
@@ -26,7 +26,7 @@ class Way:
 
     options: Mapping[str, Any]
     change: str
-    costs: str
+    costs: str = ""
     same_maths: bool = True
 
     @property

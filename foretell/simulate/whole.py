@@ -18,7 +18,7 @@ from foretell.price.time import Machine, op_prices, unmeasured_ops
 from foretell.quantities import Cost, Energy, Mfu, Run, Throughput, Time, Utilisation
 from foretell.simulate.parts import PlanCost, sequence_length
 from foretell.simulate.wishes import Amount, Wishes
-from foretell.trace.types import Trace
+from foretell.trace.types import TF32, Trace
 
 CONVENTION = "2 FLOPs a multiply-add, forward and backward counted op by op from the trace; causal attention at half; recomputation only in hfu"
 
@@ -47,6 +47,8 @@ def speed(cost: PlanCost, cluster: Cluster, how: Options, wishes: Wishes | None 
     rate = cost.per_step / time.step_seconds
     throughput = Throughput(unit=cost.unit, per_step=cost.per_step, per_second=rate, per_second_per_device=rate / ranks)
     dtype = computes_in(plan.precision)
+    if dtype == "float32" and "tf32" in device.peak_flops_per_second and any(TF32 in op.attrs for op in local.ops()):
+        dtype = "tf32"  # the user's own code asked for it
     peak = device.peak(dtype)
     model, all_ = (flops / ranks / time.step_seconds / peak for flops in (cost.model_flops, cost.model_flops + cost.recompute_flops))
     mfu = Mfu(

@@ -34,6 +34,7 @@ from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder, Row
 from foretell.trace.step import Step, Workload
 from foretell.trace.subclasses import own_classes
+from foretell.trace.tf32 import products_in_tf32
 from foretell.trace.values import value_of
 from foretell.trace.wrappers import seen_through
 
@@ -100,7 +101,7 @@ def _captured(
     around: AbstractContextManager[None] | None = None,
 ) -> types.Trace:  # fmt: skip
     choices = cuda_choices(recorder, capability, release) if capability else cpu_choices(recorder)
-    with no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability):
+    with no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability), products_in_tf32(recipe.precision == "tf32"):
         with no_initialisation():
             workload = build()
         step = Step(workload, recipe, device_type="cpu", observer=recorder)

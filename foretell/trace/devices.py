@@ -11,13 +11,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from foretell.trace.replaced import replaced
 
 ACCELERATORS = ("cuda", "xpu", "mps", "hip")
 MEMORY = 80 * 2**30
@@ -48,26 +50,8 @@ def here(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...]
 @contextmanager
 def device_is_there(capability: tuple[int, int] | None, is_users: IsUsers) -> Iterator[None]:
     """Until the end of the block, code may move things to the device and talk to it."""
-    with replaced((*_tensors(), *_of_torch_cuda(capability or (9, 0), is_users), *_others())):
+    with replaced((*_tensors(), *_of_torch_cuda(capability or (9, 0), is_users), *_of_accelerator(is_users), *_others())):
         yield
-
-
-@contextmanager
-def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Attributes of objects, other ones until the end of the block; those that an object does not have are left out."""
-    before: list[tuple[Any, str, Any]] = []
-    try:
-        for owner, name, ours in changes:
-            if hasattr(owner, name):
-                before.append((owner, name, vars(owner).get(name, _NONE)))
-                setattr(owner, name, ours)
-        yield
-    finally:
-        for owner, name, plain in reversed(before):
-            delattr(owner, name) if plain is _NONE else setattr(owner, name, plain)
-
-
-_NONE = object()
 
 
 def _tensors() -> Iterator[tuple[Any, str, Any]]:
@@ -197,8 +181,33 @@ def _of_torch_cuda(capability: tuple[int, int], is_users: IsUsers) -> Iterator[t
         yield cuda.nvtx, name, _nothing
     for name in ("_cuda_clearCublasWorkspaces", "_cuda_emptyCache", "_cuda_synchronize"):  # builds for CUDA have them, and libraries call them
         yield torch._C, name, _nothing
+    yield cuda, "is_current_stream_capturing", lambda: False
+    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):  # asks a stream of the real device
+        yield torch.optim.Optimizer, name, _nothing
     for name in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"):
         yield cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor")
+
+
+def _of_accelerator(is_users: IsUsers) -> Iterator[tuple[Any, str, Any]]:
+    """`torch.accelerator`, which newer scripts ask instead of `torch.cuda`."""
+    plain = torch.accelerator
+    current, available, counted = plain.current_accelerator, plain.is_available, plain.device_count
+
+    def users_ask() -> bool:
+        return is_users(sys._getframe(2).f_code.co_filename)
+
+    yield plain, "current_accelerator", lambda check_available=False: torch.device("cuda") if users_ask() else current(check_available)
+    yield plain, "is_available", lambda: users_ask() or available()
+    yield plain, "device_count", lambda: 1 if users_ask() else counted()
+    for name in ("synchronize", "empty_cache", "empty_host_cache", "set_device_index", "set_device_idx", "set_stream", "reset_peak_memory_stats",
+                 "reset_accumulated_memory_stats"):  # fmt: skip
+        yield plain, name, _nothing
+    for name in ("current_device_index", "current_device_idx", *_ZEROS[1:-2]):
+        yield plain, name, _zero
+    yield plain, "current_stream", _Stream
+    yield plain, "device_index", _Stream
+    yield plain, "get_memory_info", lambda *_: (MEMORY, MEMORY)
+    yield plain, "memory_stats", lambda *_, **__: {}
 
 
 def _others() -> Iterator[tuple[Any, str, Any]]:

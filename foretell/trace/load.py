@@ -263,10 +263,10 @@ def _check_positions(source: Source, model: nn.Module) -> None:
 def _check_zoo(source: Source) -> None:
     if source.model not in zoo.names():
         raise UnknownName("model", source.model, zoo.names(), FORMS)
-    reject_unknown(source.overrides, _zoo_keywords(zoo.get(source.model)), source.model)
+    reject_unknown(source.overrides, zoo_keywords(zoo.get(source.model)), source.model)
 
 
-def _zoo_keywords(entry: zoo.Entry) -> list[str]:
+def zoo_keywords(entry: zoo.Entry) -> list[str]:
     """Keywords of a zoo module's build(), read from its source: importing it would import torch."""
     tree = ast.parse((Path(zoo.__file__).parent / f"{entry.module}.py").read_text(encoding="utf-8"))
     build = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "build")
@@ -290,7 +290,7 @@ def _load_zoo(source: Source) -> Workload:
         if asked and not usual:
             _notes.append(f"{source.model} takes no {name}: {name} {asked} is ignored")
     config = {**entry.config, **source.overrides}
-    if source.image and entry.image and "image" in _zoo_keywords(entry):
+    if source.image and entry.image and "image" in zoo_keywords(entry):
         config["image"] = source.image
     model = module.build(**config)
     batch = module.batch(model, source.micro_batch, seq, image)

@@ -13,7 +13,7 @@ OPTIMIZERS = (
 )  # fmt: skip
 COMPUTES = {
     "fp32": "float32", "bf16-autocast": "bfloat16", "fp16-autocast": "float16", "bf16": "bfloat16", "fp16": "float16",
-    "fsdp-bf16": "bfloat16", "fsdp-fp16": "float16",
+    "fsdp-bf16": "bfloat16", "fsdp-fp16": "float16", "tf32": "tf32",
 }  # fmt: skip
 """Precision → the dtype of products."""
 PRECISIONS = tuple(COMPUTES)
@@ -29,8 +29,8 @@ class Recipe:
     optimizer: str = "adamw-fused"
     """One of OPTIMIZERS; a bare name is what PyTorch picks on CUDA (foreach)."""
     precision: str = "bf16-autocast"
-    """fp32; bf16/fp16 autocast over fp32 weights; bf16/fp16 throughout (fp16: inference alone); fsdp-bf16, fsdp-fp16 = fp32
-    shards, compute in bf16 or fp16. Where gradients are in fp16, the loss is scaled."""
+    """fp32; tf32: fp32, with products that round their inputs; bf16/fp16 autocast over fp32 weights; bf16/fp16 throughout (fp16:
+    inference alone); fsdp-bf16, fsdp-fp16 = fp32 shards, compute in bf16 or fp16. Where gradients are in fp16, the loss is scaled."""
     recompute: str = "none"
     """none; full = every block; selective = keep matmul and attention outputs, recompute the rest."""
     accumulate: int = 1
@@ -50,6 +50,8 @@ class Recipe:
     its launches recorded as CUDA graphs (mode "reduce-overhead")."""
     shards: int = 1
     """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2)."""
+    channels_last: bool = False
+    """Images and the weights of convolutions with their channels innermost (`memory_format=torch.channels_last`)."""
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -69,7 +71,8 @@ class Recipe:
             raise UserError("nf4 needs LoRA adapters: a 4-bit base cannot be trained", "add --lora RANK, for example --lora 16")
 
     def to_json(self) -> dict[str, object]:
-        return asdict(self) | {"freeze": list(self.freeze)}
+        said = asdict(self) | {"freeze": list(self.freeze)}
+        return said if self.channels_last else {name: value for name, value in said.items() if name != "channels_last"}
 
     @classmethod
     def from_json(cls, data: dict[str, object]) -> Recipe:

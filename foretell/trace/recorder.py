@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from foretell.trace import types
 from foretell.trace.devices import is_elsewhere
 from foretell.trace.reading import ORDINARY, WRAPPERS, Reading
+from foretell.trace.tf32 import rounds
 from foretell.trace.values import MOST_OVERWRITTEN, about, follow, value_of
 
 _DEVICE = torch.ops.prim.device.default
@@ -303,7 +304,10 @@ class Recorder(Reading):
         if func is _MKLDNN_RNN and self.capability is None:
             with self.muted():
                 output = (*output[:3], output[0].new_empty(_workspace_of(func, args), dtype=torch.uint8))
-        row = self.record(self._name(func), (args, kwargs), output, attributes(func, args))
+        attrs = attributes(func, args)
+        if self.capability is not None and self.capability >= (8, 0) and rounds(func, args):
+            attrs = (*attrs, types.TF32)
+        row = self.record(self._name(func), (args, kwargs), output, attrs)
         if self._matters(func, row):
             follow(func, args, kwargs, output, True, lambda: self.where(func))
             for tensor in _tensors((args, kwargs, output)):

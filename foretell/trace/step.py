@@ -98,6 +98,9 @@ class Step:
             workload = replace(workload, batch=cast_floats(workload.batch, _THROUGHOUT[recipe.precision]))
         if recipe.shards > 1:
             workload = workload.summed()
+        if recipe.channels_last:
+            workload = replace(workload, batch=torch.utils._pytree.tree_map(_innermost, workload.batch))
+            lay_channels_last(workload.model)
         self.workload, self.recipe, self.device_type = workload, recipe, device_type
         self.observer: Observer = observer or _Silent()
         self.model = workload.model
@@ -343,6 +346,22 @@ def _cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
 
     for path in ["", *find_blocks(model)]:
         model.get_submodule(path).register_forward_pre_hook(pre_hook, with_kwargs=True)
+
+
+def lay_channels_last(model: nn.Module) -> None:
+    """What `model.to(memory_format=torch.channels_last)` does, by replacing tensors."""
+    done: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dim() == 4:
+                if parameter not in done:
+                    done[parameter] = nn.Parameter(_innermost(parameter.detach()), parameter.requires_grad)
+                module._parameters[name] = done[parameter]
+
+
+def _innermost(value: Any) -> Any:
+    """An image, or a weight for images, with its channels innermost; all else as it is."""
+    return value.contiguous(memory_format=torch.channels_last) if isinstance(value, Tensor) and value.dim() == 4 else value
 
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from foretell.trace.devices import replaced
+from foretell.trace.replaced import replaced
 
 
 class _Plain:

@@ -21,6 +21,8 @@ ACTIVATION, LOGITS, TEMPORARY = "activation", "logits", "temporary"
 GATHERED, COMMUNICATION = "gathered", "communication"
 ROLES = frozenset({PARAMETER, GRADIENT, OPTIMIZER, BUFFER, INPUT, ACTIVATION, LOGITS, TEMPORARY, GATHERED, COMMUNICATION})
 """What a storage is for."""
+TF32 = "tf32"
+"""Attribute of a product of fp32 matrices that rounds its inputs."""
 NO_GRAD = "no_grad"
 """Attribute of an op of a CPU's forward that autograd does not write down: the host has less to do for it."""
 

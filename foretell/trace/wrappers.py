@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from foretell.trace.devices import is_elsewhere, replaced
+from foretell.trace.devices import is_elsewhere
+from foretell.trace.replaced import replaced
 
 Tell = Callable[[str], None]
 COMPILED = "torch.compile in the model's own code is left out: the step is traced as eager PyTorch runs it"

@@ -16,6 +16,7 @@ import jsonschema
 import pytest
 
 from foretell import api
+from foretell.api import demo as demo_api
 from foretell.cli import demo, main
 from foretell.errors import UserError
 from foretell.hardware import profile as profiles
@@ -48,7 +49,7 @@ def test_the_whole_loop_on_this_machine(
     if torch.cuda.is_available():
         pytest.skip("the figures below are a CPU's")
     monkeypatch.setattr(api, "DEMO_MODEL", "gpt-tiny")
-    monkeypatch.setattr(api, "DEMO_PACERS", (Source(model="llama-tiny", micro_batch=2),))
+    monkeypatch.setattr(demo_api, "DEMO_PACERS", (Source(model="llama-tiny", micro_batch=2),))
     monkeypatch.setattr(demo, "TRAIN_SECONDS", 0.0)
     monkeypatch.setattr(demo, "ELSEWHERE", ("gpt-tiny", "H10O", 2, 128))
     status = main(["demo", "--json", "--out", str(tmp_path / "mine")])

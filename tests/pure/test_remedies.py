@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from foretell import api
+from foretell.api import step
 from foretell.cli import main
 from foretell.errors import ModelError, UserError
 from foretell.hardware import overhead, parse
@@ -180,7 +181,7 @@ def advised(
         count = parse(options["hardware"]).count if "hardware" in options else 1
         return answer(FITS if gib <= 9.5 else TIGHT if gib <= 10 else NO, gib, count=count)
 
-    found = advice.advise(
+    found, _ = advice.advise(
         answer(verdict, 20.0 if verdict == NO else 9.9, outlook=looked.to_json()), given, attempt, seconds=seconds
     )
     return found, seen
@@ -254,7 +255,7 @@ def here(monkeypatch: pytest.MonkeyPatch, shelf: Path) -> None:
 
     monkeypatch.setattr(stored, "trace_in_child", one_here)
     monkeypatch.setattr(child, "trace_all", lambda requests, *_, **__: [told_here(child.answer(asked)) for asked in requests])
-    monkeypatch.setattr(api, "ADVICE_SECONDS", 600.0)
+    monkeypatch.setattr(step, "ADVICE_SECONDS", 600.0)
     monkeypatch.setenv("FORETELL_CACHE", str(shelf))
     monkeypatch.setenv("COLUMNS", "100")
 
@@ -353,21 +354,21 @@ def test_lora_of_eight_billion_parameters_fits_on_one_4090(capsys: pytest.Captur
 
 def test_an_answer_that_fits_tries_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked_for = []
-    real = api._traced
-    monkeypatch.setattr(api, "_traced", lambda request, *rest: asked_for.append(request) or real(request, *rest))
+    real = step._traced
+    monkeypatch.setattr(step, "_traced", lambda request, *rest: asked_for.append(request) or real(request, *rest))
     status, found = told(["fit", "gpt2", "--set", "layers=3", "--seq", "256", "--on", "H200"], capsys)
     assert status == 0 and found["verdict"] == FITS and found["remedies"] == [] and len(asked_for) == 1
 
 
 def test_a_way_that_breaks_the_model_is_no_failure_of_the_answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = api._traced
+    real = step._traced
 
     def broken(request: dict[str, Any], *rest: Any) -> Any:
         if request["recipe"]["recompute"] != "none":
             raise UserError("the model cannot be recomputed", "")
         return real(request, *rest)
 
-    monkeypatch.setattr(api, "_traced", broken)
+    monkeypatch.setattr(step, "_traced", broken)
     words = ["fit", "gpt2", "--set", "layers=2", "--seq", "128", "--infer", "--micro-batch", "2", "--on", "A100"]
     status, found = told(on_less([*words[:-4], "--micro-batch", "2", "--on", "A100"], 0.5, capsys), capsys)
     assert status == 1 and found["verdict"] == NO and not any("recompute" in one["flag"] for one in found["remedies"])

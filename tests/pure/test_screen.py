@@ -368,12 +368,12 @@ def test_a_whole_screen_with_time() -> None:
         holders    9.00 GiB  activations  blocks.*.part0
                    8.00 GiB  activations  blocks.*.part1
 
+        assumed    - H100 means H100-SXM-80GB
+                   - eager PyTorch
+
         remedies   fits            −15.0 GiB  --optimizer sgd   plain SGD (another opti…
                    fits            −20.0 GiB  --recompute full  recompute every block
                    8.00 GiB short  −4.00 GiB  --micro-batch 2   two samples at a time
-
-        assumed    - H100 means H100-SXM-80GB
-                   - eager PyTorch
 
         next       foretell fit llama3-8b --on 8xH100 --json"""
     shown = lines(timed(prediction(FITS, hardware=ONE), run=RUN))

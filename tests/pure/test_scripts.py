@@ -405,3 +405,13 @@ def test_steps_are_found_however_they_are_written(kind: str, tmp_path: Path, mon
     if kind == "curvature":
         held = sum(one.nbytes for one in trace.storages.values() if one.role == "optimizer" and not one.host)
         assert held >= 2 * 7 * 72 * 4 and any("all 7 pairs" in note for note in notes)
+
+
+def test_whoever_asks_for_the_accelerator_gets_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "for _ in range(3):\n    model(torch.randn(4, 8).to(device)).sum().backward()\n    optimizer.step(); optimizer.zero_grad()\n"
+    asks = "device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else 'cpu'\nmodel.to(device)\n"
+    talks = "    torch.accelerator.synchronize(); assert torch.accelerator.device_count() == 1 and torch.accelerator.memory_allocated() == 0\n"
+    (tmp_path / "named.py").write_text(f"{HEAD}device = 'cuda'\n{body}")
+    (tmp_path / "asked.py").write_text(HEAD + asks + body + talks)
+    named, asked = (followed(["python", f"{name}.py"], tmp_path, monkeypatch)[0] for name in ("named", "asked"))
+    assert named.programs == asked.programs and named.storages == asked.storages

@@ -31,7 +31,7 @@ READS = {
     "zoo", "zoo query", "hardware", "ckpt list", "ckpt verify", "ckpt show", "ckpt convert", "compare", "report", "show",
     "export", "doctor",
 }  # fmt: skip
-RUNS = {"fit", "plan", "run", "watch", "verify", "eject", "probe", "prove", "fuzz", "demo", "zoo check", "box"}
+RUNS = {"fit", "advise", "plan", "run", "watch", "verify", "eject", "probe", "prove", "fuzz", "demo", "zoo check", "box"}
 NEITHER = {"version"}
 EVIL = "import pathlib\npathlib.Path(__file__).with_name('canary').touch()\n"
 MODEL = EVIL + "import torch\nfrom torch import nn\ndef build(): return nn.Linear(8, 8), (torch.zeros(2, 8),), lambda out, batch: out.sum()\n"

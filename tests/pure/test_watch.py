@@ -3,18 +3,24 @@ runs out. The scripts run for real, on this CPU."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
+import resource
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from foretell.cli import main
+from foretell.cli.watch import _new_folder
 from foretell.hardware import parse
 from foretell.observe import lines
 from foretell.observe.readings import LEAK_SAMPLES, WINDOW, Readings
@@ -31,6 +37,7 @@ from tests import forks
 DATA = Path(__file__).resolve().parents[1] / "data" / "watch"
 ROWS = str(DATA / "rows.py")
 SMALL = ["--batch-size", "2048", "--layers", "2"]
+COMMAND = [sys.executable, "-m", "foretell", "watch", "--out", "run", "--predict", "no", "--", sys.executable]
 
 
 def environment() -> dict[str, str]:
@@ -135,12 +142,67 @@ def test_nothing_is_left_where_it_is_killed(tmp_path: Path) -> None:
     log.read(tmp_path / "run" / log.LOG)
 
 
+# ---------------------------------------------------------------- what may go wrong around it
+
+
+def test_a_full_disk_costs_the_script_nothing_and_is_said(tmp_path: Path) -> None:
+    """No file may be longer than 1 KiB. Megabytes on both streams arrive."""
+
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+
+    asked = [*COMMAND, ROWS, "--batch-size", "64", "--steps", "40", "--chatter", "3"]
+    done = subprocess.run(asked, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, check=False, preexec_fn=small_files)
+    assert done.returncode == 0
+    assert done.stdout.count("chatter\n") == done.stderr.count("chatter\n") == 3 << 17 and done.stdout.count("step ") == 40
+    said = [line for line in done.stderr.splitlines() if line.startswith("foretell: ")]
+    assert re.fullmatch(r"foretell: the run folder lacks measurement.json \(File too large\); \d+ rows of log.jsonl", said[-2])
+    assert said[-1] == "foretell: 40 steps; run folder run" and not set(done.stderr.splitlines()) - {*said, "chatter"}
+
+
+def test_closed_streams_are_no_reason_to_stop(tmp_path: Path) -> None:
+    command = f"exec {shlex.join([*COMMAND, ROWS, '--batch-size', '64'])} <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment(), timeout=240, check=False).returncode == 0
+    assert comparison.of_folder(tmp_path / "run").steps > 0
+
+
+def test_ctrl_c_twice_at_a_terminal_is_the_scripts_and_the_folder_is_whole(tmp_path: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execve(sys.executable, [*COMMAND, ROWS, *SMALL, "--end", "wait"], environment())
+    shown = b""
+    while b"step 3 " not in shown:
+        shown += os.read(terminal, 4096)
+    os.write(terminal, b"\x03\x03")
+    with contextlib.suppress(OSError):  # its end
+        while piece := os.read(terminal, 4096):
+            shown += piece
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGINT
+    text = shown.decode()
+    assert "foretell/cli" not in text and "foretell/observe" not in text and "hooks.py" not in text  # a terminal drops what waits at a Ctrl-C
+    assert text.strip().endswith("run folder run (foretell compare, foretell report)")
+    assert comparison.of_folder(tmp_path / "run").steps > 0
+
+
+def test_runs_that_begin_at_the_same_moment_have_folders_of_their_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: _new_folder(tmp_path / "runs" / "train-20260101-000000"), range(24)))
+    assert len(set(made)) == 24 and all(path.is_dir() for path in made)
+
+
+def test_the_process_that_watches_needs_no_torch() -> None:
+    asked = "import sys; import foretell.observe.session, foretell.observe.record; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", asked], env=environment(), timeout=120, check=False).returncode == 0
+
+
 # ---------------------------------------------------------------- memory that runs out
 
 
 def test_out_of_memory_is_explained_and_the_first_remedy_runs(tmp_path: Path) -> None:
     limit = ("--on", "CPU", "--memory-limit", "700MiB")
-    large = ("--batch-size", "65536", "--accumulate", "1", "--steps", "1")
+    large = ("--batch-size", "65536", "--accumulate", "1", "--steps", "1", "--layers", "8")  # in forward, whatever the process holds
     done = watch(tmp_path, *large, options=("--predict", "before", *limit))
     assert done.returncode == 1, done.stderr
     told = done.stderr.splitlines()
@@ -254,7 +316,7 @@ def test_a_round_of_two_optimizers_is_one_step() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["watch"], "no script is given"), (["watch", "--", "torchrun", "--nproc-per-node", "2", ROWS], "launcher"),
+        (["watch"], "no script is given"), (["watch", "--", "torchrun", "--nproc-per-node", "two", ROWS], "no number of processes"),
         (["watch", "--", "python", "-I", ROWS], "cannot be watched"), (["watch", "--predict", "later", "--", "python", ROWS], "--predict"),
         (["watch", "--on", "H100", "--memory-limit", "2GiB", "--", "python", ROWS], "may be another device"),
         (["watch", "--memory-limit", "lots", "--", "python", ROWS], "not an amount of memory"), (["watch", "--", "python", "missing.py"], "no file"),

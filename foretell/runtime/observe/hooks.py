@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import re
-import select
+import socket
 import sys
 import threading
 import time
@@ -24,10 +25,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.multiprocessing
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
@@ -43,6 +46,9 @@ WAITING = 256
 """Events that may wait to be read."""
 ANSWER_SECONDS = 300.0
 """That the explanation of an error may take."""
+LAST_SECONDS = 20.0
+"""That a script waits at its end for what it tells to be read."""
+_BOOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot")
 _NO_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory", "cannot allocate memory", "not enough memory", "std::bad_alloc")
 _SIZE = re.compile(r"tried to allocate ([0-9.]+) ?(bytes|[KMGT]iB)?", re.IGNORECASE)
 _ALLOWED = re.compile(r"([0-9.]+) ?([KMGT]iB) allowed", re.IGNORECASE)
@@ -50,81 +56,111 @@ _AMOUNTS = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 _UNITS = {"bytes": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
 
 Send = Callable[[dict[str, Any]], None]
+installed: Watch | None = None
+"""The one of this process: benchmarks take its hooks off and put them back."""
 
 
 def begin(given: str) -> None:
-    """`given` is what `foretell watch` put into the environment: file descriptors and settings as JSON."""
+    """`given` is what `foretell watch` put into the environment: where it listens, and settings, as JSON."""
+    global installed
     settings = json.loads(given)
-    pipe = Pipe(settings["out"], settings["answers"])
-    watch = Watch(pipe.send, device=settings.get("device", ""), limit=settings.get("limit"))
+    channel = Channel(settings["at"])
+    watch = installed = Watch(channel.send, device=settings.get("device", ""), limit=settings.get("limit"))
+    watch.given = given
     watch.install()
     before = sys.excepthook
 
     def uncaught(kind: Any, error: Any, trace: Any) -> None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, KeyboardInterrupt):  # who presses Ctrl-C again waits for nothing here
             trace = error.__traceback__ = without_hooks(trace)
-            watch.failed(error, trace, pipe)
+            watch.failed(error, trace, channel)
         before(kind, error, trace)
 
     def ended() -> None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, KeyboardInterrupt):
             last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
             if last is not None and watch.error is not last:  # a hook of the script's own came before
-                watch.failed(last, last.__traceback__, pipe)
+                watch.failed(last, last.__traceback__, channel)
             watch.end()
-            pipe.close()
+            channel.close()
+
+    def forked() -> None:
+        watch.fresh()
+        channel.leave(ended)
 
     sys.excepthook = uncaught
+    watch.failing = lambda error: watch.failed(error, without_hooks(error.__traceback__), channel)
     atexit.register(ended)
+    os.register_at_fork(after_in_child=forked)
 
 
-class Pipe:
-    """To the process that started this one. It never makes the script wait, and is of the first process alone."""
+class Channel:
+    """To the process that started the script. It never makes the script wait. A process that was forked has one of its own,
+    once it has an optimizer: workers that load data have none."""
 
-    def __init__(self, out: int, answers: int) -> None:
-        self.out, self.answers, self.owner = out, answers, os.getpid()
+    def __init__(self, at: str) -> None:
+        self.at = at
         self._left = bytearray()
         self._lock = threading.Lock()
-        os.set_inheritable(out, False)
-        os.set_inheritable(answers, False)
-        os.set_blocking(out, False)
+        self._socket: socket.socket | None = None
+        self._ended: Callable[[], None] | None = None
+        self._connect()
+
+    def _connect(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(self.at)
+        self._socket.setblocking(False)
+
+    def leave(self, ended: Callable[[], None]) -> None:
+        """In a process that was forked: its parent's connection is none of its own. `ended` is for when it ends."""
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self._ended = None, ended
+        self._left, self._lock = bytearray(), threading.Lock()
 
     def send(self, message: dict[str, Any]) -> None:
-        if self.out < 0 or os.getpid() != self.owner:
-            return
         with self._lock:
+            if self._ended is not None and (message["kind"] == "model" or message.get("step")):
+                ended, self._ended = self._ended, None
+                with contextlib.suppress(OSError):
+                    self._connect()
+                    self._left += json.dumps(about_this()).encode() + b"\n"
+                    Finalize(None, ended, exitpriority=100)  # such a process ends without `atexit`
+            if self._socket is None:
+                return
             if len(self._left) < 1 << 20:
                 self._left += json.dumps(message).encode() + b"\n"
             self._push()
 
     def _push(self) -> None:
         try:
-            while self._left:
-                del self._left[: os.write(self.out, self._left)]
+            while self._left and self._socket is not None:
+                del self._left[: self._socket.send(self._left)]
         except BlockingIOError:
             pass
         except OSError:
-            self.out = -1
+            self._socket = None
 
     def ask(self, message: dict[str, Any]) -> None:
         """Send, and wait until it was answered: the other side prints first."""
         self.send(message)
-        if self.out >= 0:
-            self._whole()
-            ready, _, _ = select.select([self.answers], [], [], ANSWER_SECONDS)
-            if ready:
-                os.read(self.answers, 4096)
+        self._whole(ANSWER_SECONDS)
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.recv(4096)
 
     def close(self) -> None:
-        if self.out >= 0 and os.getpid() == self.owner:
-            self._whole()
-            os.close(self.out)
-            self.out = -1
+        self._whole(LAST_SECONDS)
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
-    def _whole(self) -> None:
-        os.set_blocking(self.out, True)
+    def _whole(self, seconds: float) -> None:
+        """What is left goes out; whoever does not read for so long gets nothing more."""
         with self._lock:
-            self._push()
+            if self._socket is not None:
+                self._socket.settimeout(seconds)
+                self._push()
 
 
 class Watch:
@@ -132,10 +168,19 @@ class Watch:
 
     def __init__(self, send: Send, *, device: str = "", limit: int | None = None) -> None:
         self.send, self.device, self.limit = send, device, limit
-        self.steps = 0
-        self.error: BaseException | None = None
         self.off = False
         """While somebody else's steps run: nothing is counted."""
+        self.given = ""
+        """What this process was told, for those that it starts."""
+        self.failing: Callable[[BaseException], None] = lambda error: None
+        """What is done with an error that ends a process, where somebody catches it before."""
+        self._undo: list[Callable[[], None]] = []
+        self.fresh()
+
+    def fresh(self) -> None:
+        """As before the first step; again in a process that was forked."""
+        self.steps = 0
+        self.error: BaseException | None = None
         self.seen: Any = None
         """The optimizer that stepped first."""
         self._cuda = False
@@ -152,21 +197,22 @@ class Watch:
         """Parts of the step under way, where it is looked at."""
         self._looked: deque[tuple[int, int, list[tuple[str, float, Any]]]] = deque()
         self._rest = 0
+        self._delayed = delayed()
         self._reset = self._ran = False
-        self._batch = 0
-        self._undo: list[Callable[[], None]] = []
 
     # ------------------------------------------------------------------ hooks
 
     def install(self) -> None:
+        self.attach()
+        self._limited()
+        self.send(about_this())
+
+    def attach(self) -> None:
         self._undo.append(register_optimizer_step_post_hook(self._stepped).remove)
         for owner, name, ours in self._changed():
             plain = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
             setattr(owner, name, ours(plain))
             self._undo.append(lambda owner=owner, name=name, plain=plain: setattr(owner, name, plain))  # type: ignore[misc]
-        self._limited()
-        self.send({"kind": "begin", "pid": os.getpid(), "torch": torch.__version__, "python": sys.version.split()[0],
-                   "threads": torch.get_num_threads()})  # fmt: skip
 
     def remove(self) -> None:
         while self._undo:
@@ -176,6 +222,49 @@ class Watch:
         yield torch.autograd, "backward", self._backward
         yield dataloader._BaseDataLoaderIter, "__next__", self._read
         yield Optimizer, "__init__", self._made
+        if self.given:
+            from multiprocessing import popen_spawn_posix
+
+            yield popen_spawn_posix.Popen, "_launch", self._started
+            yield sys.modules["torch.multiprocessing.spawn"], "_wrap", self._wrapped
+
+    def _started(self, plain: Any) -> Any:
+        """Processes that are started anew are watched too, but for those that end with their parent, such as loaders' workers."""
+
+        def launch(popen: Any, process: Any) -> Any:
+            if not self.given or process.daemon:
+                return plain(popen, process)
+            before = {name: os.environ.get(name) for name in ("FORETELL_WATCH", "FORETELL_WATCH_PATH", "PYTHONPATH")}
+            path = before["PYTHONPATH"]
+            told = {"FORETELL_WATCH": self.given, "PYTHONPATH": os.pathsep.join(filter(None, (_BOOT, path)))}
+            os.environ.update(told if path is None else {**told, "FORETELL_WATCH_PATH": path})
+            try:
+                return plain(popen, process)
+            finally:
+                for name, value in before.items():
+                    if value is None:
+                        os.environ.pop(name, None)
+                    else:
+                        os.environ[name] = value
+
+        return launch
+
+    def _wrapped(self, plain: Any) -> Any:
+        """`torch.multiprocessing.spawn` writes down the error of a process and ends it: no hook for errors sees it."""
+
+        @functools.wraps(plain)
+        def wrap(function: Any, *args: Any) -> Any:
+            def watched(*given: Any) -> Any:
+                try:
+                    return function(*given)
+                except Exception as error:
+                    with contextlib.suppress(Exception):
+                        self.failing(error)
+                    raise
+
+            return plain(watched, *args)
+
+        return wrap
 
     def _backward(self, plain: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> Any:
@@ -219,7 +308,8 @@ class Watch:
     def _base(self, optimizer: Any = None) -> None:
         """What the process holds besides the model, as late as possible before its first step: what peaks are counted from."""
         if optimizer is not None:
-            found = {one.untyped_storage().data_ptr(): one for group in optimizer.param_groups for one in group["params"]}
+            every = [getattr(one, "_local_tensor", one) for group in optimizer.param_groups for one in group["params"]]  # of shards: this rank's
+            found = {one.untyped_storage().data_ptr(): one for one in every}
             self._weights = sum(one.untyped_storage().nbytes() for one in found.values())
             self._kind = next((one.device.type for one in found.values()), "cpu")
             self._cuda = self._kind == "cuda"
@@ -233,7 +323,7 @@ class Watch:
                 self._reset = True
         if optimizer is not None:
             name = torch.cuda.get_device_name() if self._cuda else ""
-            self.send({"kind": "model", "weights": self._weights, "device": self._kind, "rest": self._rest, "name": name})
+            self.send({"kind": "model", "weights": self._weights, "device": self._kind, "rest": self._rest, "name": name, **who()})
 
     # ------------------------------------------------------------------ a step
 
@@ -315,6 +405,9 @@ class Watch:
         message["device"] = self._read_events()
         message["memory"] = memory(self._cuda)
         message["rest"] = self._rest
+        message |= who()
+        before, self._delayed = self._delayed, delayed()
+        message["delay"] = self._delayed - before
         parts = [found for found in iter(self._parts, None) if found]
         self.send({**message, "parts": parts} if parts else message)
 
@@ -391,7 +484,22 @@ class Watch:
         pipe.ask({
             "kind": "oom", "message": " ".join(str(error).split())[:400], "tried": tried_bytes(str(error)), "where": where(trace),
             "steps": self.steps, "memory": held, "rest": self._rest, "allowed": allowed(self._cuda or torch.cuda.is_initialized(), str(error)),
+            **who(),
         })  # fmt: skip
+
+
+def who() -> dict[str, int]:
+    """Which of how many processes this is, and how many of them run here: as its group says, or its launcher."""
+    told = {name: int(os.environ.get(key) or 0) for name, key in (("rank", "RANK"), ("world", "WORLD_SIZE"), ("local", "LOCAL_WORLD_SIZE"))}
+    group = torch.distributed
+    if group.is_available() and group.is_initialized():
+        told |= {"rank": group.get_rank(), "world": group.get_world_size()}
+    return told
+
+
+def about_this() -> dict[str, Any]:
+    return {"kind": "begin", "pid": os.getpid(), "torch": torch.__version__, "python": sys.version.split()[0],
+            "threads": torch.get_num_threads(), **who()}  # fmt: skip
 
 
 def _event() -> Any:
@@ -465,6 +573,15 @@ def _statuses() -> dict[str, int]:
             return {name: int(amount) * 1024 for name, amount in _AMOUNTS.findall(file.read())}
     except OSError:
         return {}
+
+
+def delayed() -> float:
+    """Seconds that this thread was ready to run and others had the cores; 0 where nobody counts them."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _status(name: str) -> int:

@@ -33,11 +33,11 @@ from foretell.trace.capture import _finish, _in_move_order, _Roles, any_code, se
 from foretell.trace.collection import no_collection
 from foretell.trace.cpu import cpu_choices
 from foretell.trace.cuda import cuda_choices, real_masks
-from foretell.trace.devices import replaced
 from foretell.trace.formulas import plain_formulas
 from foretell.trace.load import model_error
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder
+from foretell.trace.replaced import replaced
 from foretell.trace.script.change import Change
 from foretell.trace.script.made import (
     KNOWN,

@@ -18,21 +18,22 @@ from foretell.trace.script.words import AFTER, Script
 
 
 def follow_ranks(
-    script: Script, capability: tuple[int, int], hints: Mapping[str, float], keep_writes: bool, *, devices: int, name: str,
-    cache: bool = True, time_limit: float = TIME_LIMIT, progress: Progress = lambda _: None,
+    script: Script, capability: tuple[int, int] | None, hints: Mapping[str, float], keep_writes: bool, *, devices: int | None, name: str,
+    cache: bool = True, time_limit: float = TIME_LIMIT, progress: Progress = lambda _: None, change: Mapping[str, Any] | None = None,
 ) -> list[Kept]:  # fmt: skip
     """The trace and the rest of the reply, of rank 0 and of the last one where there are several.
 
-    `devices` of this `name` are there: more ranks than that are refused, and several devices for one rank.
+    `devices` of this `name` are there: more ranks than that are refused, and several devices for one rank. None: whoever asks looks at that.
     """
 
     def follow(rank: int, seconds: float) -> Kept:
-        return followed(request(script, capability, hints, keep_writes, rank), cache=cache, time_limit=seconds, progress=progress)
+        return followed(request(script, capability, hints, keep_writes, rank, change), cache=cache, time_limit=seconds, progress=progress)
 
     began = time.monotonic()
     found = [follow(0, time_limit)]
     world = int(found[0][1]["world"])
-    _refuse(script, world, devices, name)
+    if devices is not None:
+        _refuse(script, world, devices, name)
     if world == 1:
         return found
     progress(f"following rank {world - 1}")

@@ -51,6 +51,8 @@ class Script:
     """That the launcher sets, by its options."""
     launched: bool = False
     """By a launcher, which tells its processes who they are."""
+    not_followed: str = ""
+    """Why it cannot be followed, where it can be run."""
 
     @property
     def name(self) -> str:
@@ -75,7 +77,15 @@ def of_model(model: str) -> Script:
 
 
 def parse(words: Sequence[str]) -> Script:
-    """The script that a command line names; raises what is wrong with it."""
+    """The script that a command line names, to be followed; raises what is wrong with it."""
+    script = named(words)
+    if script.not_followed:
+        raise UserError(script.not_followed, "accelerate launch --num_processes N train.py")
+    return script
+
+
+def named(words: Sequence[str]) -> Script:
+    """The script that a command line names, also where it can only be run."""
     if not words:
         raise UserError("no command after --", _EXAMPLE)
     first = Path(words[0]).name
@@ -129,12 +139,13 @@ def _launched(launcher: str, given: list[str], typed: tuple[str, ...] | None = N
     ranks = _number(asked, "processes") if asked not in ("gpu", "auto") else 0
     total = ranks if launcher == "accelerate" else ranks * nodes
     words = {key.lstrip("-").replace("-", "_"): value for key, value in options.items()} if launcher == "accelerate" else {}
-    if other := next((name for name in _OTHERS if name in words), None):
-        raise UserError(f"accelerate launch --{other}: {_OTHERS[other]} is not followed yet", "accelerate launch --num_processes N train.py")
+    other = next((name for name in _OTHERS if name in words), None)
+    why_not = f"accelerate launch --{other}: {_OTHERS[other]} is not followed yet" if other else ""
     told = {_TOLD[name]: value for name, value in words.items() if name in _TOLD}
     if total % nodes:
         raise UserError(f"{total} processes on {nodes} nodes: not the same number on each", "as many processes as a multiple of the nodes")
-    return _named(rest, typed, ranks=total, ranks_per_node=total // nodes, nodes=nodes, variables=told, launched=True)
+    how: dict[str, Any] = {"ranks": total, "ranks_per_node": total // nodes, "nodes": nodes, "variables": told, "launched": True}
+    return _named(rest, typed, **how, not_followed=why_not)
 
 
 def over(script: Script, nodes: int, per_node: int, name: str) -> Script:

@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from foretell.errors import ModelError
-from foretell.trace.devices import is_elsewhere, replaced
+from foretell.trace.devices import is_elsewhere
 from foretell.trace.recorder import Recorder
+from foretell.trace.replaced import replaced
 from foretell.trace.script.pretrained import without_weights
 from foretell.trace.script.ranks import Ranks, asker, environment, group_of
 from foretell.trace.script.shards import precision_of, sharding, whole_tensors

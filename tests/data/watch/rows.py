@@ -12,9 +12,12 @@ parser.add_argument("--batch-size", type=int, default=32768)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--layers", type=int, default=6)
+parser.add_argument("--chatter", type=int, default=0, help="MiB to print on either stream")
 parser.add_argument("--end", default="", help="raise, exit or wait, after the third step")
 given = parser.parse_args()
 torch.manual_seed(0)
+for stream in (sys.stdout, sys.stderr):
+    stream.write("chatter\n" * (given.chatter << 17))
 
 
 class Rows(IterableDataset):

@@ -44,14 +44,37 @@ def _begin(given: str) -> None:
         module.begin(given)
 
 
-def _as_it_was() -> None:
-    """Paths and variables as the user had them, and the sitecustomize that would have been found."""
-    sys.path[:] = [one for one in sys.path if os.path.abspath(one) != _HERE]
+def _launches() -> bool:
+    """Whether this Python starts the script's processes: those are watched, and find what this one found."""
+    words = sys.orig_argv[1:]
+    while words and words[0].startswith("-") and words[0] != "-m":
+        words = words[2:] if words[0] in ("-W", "-X") else words[1:]
+    if words[:1] == ["-m"]:
+        return words[1:2] in (["torch.distributed.run"], ["torch.distributed.launch"], ["accelerate.commands.launch"])
+    return os.path.basename(words[0]) in ("torchrun", "accelerate", "accelerate-launch") if words else False
+
+
+def _ends_with_launcher() -> None:
+    """On Linux: a launcher that is killed leaves no process behind."""
+    if sys.platform.startswith("linux"):
+        import ctypes
+        import signal
+
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def _variables_as_they_were() -> None:
+    os.environ.pop("FORETELL_WATCH", None)
     before = os.environ.pop("FORETELL_WATCH_PATH", None)
     if before is None:
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = before
+
+
+def _as_it_was() -> None:
+    """Paths as the user had them, and the sitecustomize that would have been found."""
+    sys.path[:] = [one for one in sys.path if os.path.abspath(one) != _HERE]
     mine = sys.modules.pop("sitecustomize", None)
     try:
         importlib.import_module("sitecustomize")  # the user's own, if there is one
@@ -60,9 +83,15 @@ def _as_it_was() -> None:
             sys.modules["sitecustomize"] = mine
 
 
-_given = os.environ.pop("FORETELL_WATCH", "")
-if _given:
+_given = os.environ.get("FORETELL_WATCH", "")
+if _given and _launches():
     _as_it_was()
+elif _given:
+    _variables_as_they_were()
+    _as_it_was()
+    if '"launched": true' in _given:
+        with contextlib.suppress(Exception):
+            _ends_with_launcher()
     if "torch" in sys.modules:
         _begin(_given)
     else:

@@ -1,11 +1,11 @@
-"""The Python API; the commands are thin shells around it. Importing it does not import torch."""
+"""What one step of a model or a script needs and takes, and what would make it fit."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,14 +15,9 @@ from foretell.errors import UserError
 from foretell.hardware import Cluster, overhead, parse
 from foretell.hardware.prices import user_figures
 from foretell.hardware.profile import find_profile, profile_stamp
-from foretell.observe.public import lightning_callback as lightning_callback
-from foretell.observe.public import trainer_callback as trainer_callback
-from foretell.observe.public import watch as watch
 from foretell.plan.legal import too_old_to_compile
 from foretell.plan.precision import default_recipe, low, missing, refuse_recipe
-from foretell.prove.check import Check as Check
-from foretell.prove.check import check as check
-from foretell.quantities import FITS, Prediction
+from foretell.quantities import FITS, Prediction, Remedy
 from foretell.simulate.memory.remedies import outlook
 from foretell.simulate.wishes import Amount, Wishes
 from foretell.trace import cache as store
@@ -32,6 +27,7 @@ from foretell.trace.load import Source, describe
 from foretell.trace.load import check as check_source
 from foretell.trace.process import TIME_LIMIT
 from foretell.trace.recipe import COMPUTES, Recipe
+from foretell.trace.unaligned import unaligned
 from foretell.trace.versions import choices_of, doubt, of
 
 if TYPE_CHECKING:
@@ -39,14 +35,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from foretell.hardware.profile import Measured, Profile
-    from foretell.hardware.share.file import Shared
-    from foretell.hardware.types import Device
-    from foretell.plan.types import Plan
-    from foretell.price.time import Machine
-    from foretell.search.choose import Choice
-    from foretell.search.shared import Addition
-    from foretell.simulate.beside import Together
     from foretell.trace.types import Trace
 
 ADVICE_SECONDS = 10.0
@@ -76,6 +64,7 @@ def fit(
     expandable_segments: bool = False,
     cache: bool = True,
     compile: bool | str = False,
+    channels_last: bool = False,
     tokens: float | None = None,
     samples: float | None = None,
     epochs: float | None = None,
@@ -111,6 +100,7 @@ def fit(
         mode="infer" if infer else "train",
         compile=compile if isinstance(compile, str) else "model" if compile else "none",
         shards=1 if infer else cluster.count,
+        channels_last=channels_last,
     )
     refuse_recipe(recipe.precision, cluster, sharded)
     if recipe.compile != "none" and too_old_to_compile(cluster):
@@ -125,14 +115,14 @@ def fit(
         source = Source(
             model=model, overrides=dict(overrides or {}), micro_batch=micro_batch, seq=seq, image=image, loss=loss
         )
-        answer = _fit_source(source, recipe, cluster, on, dict(hints or {}), expandable_segments, cache, wishes, time_limit)
-        return _advised(answer, recipe, cluster, asked, source)
+        found = _fit_source(source, recipe, cluster, on, dict(hints or {}), expandable_segments, cache, wishes, time_limit)
+        return _kept_advice(found, recipe, cluster, asked, source)
     from foretell.trace.module import batch_size, capture_module
 
     trace = capture_module(model, batch, loss, replace(recipe, accumulate=1), capability=_capability(cluster), hints=hints)
     about = {"source": type(model).__name__, "description": type(model).__name__, "micro_batch": batch_size(batch)}
     answer = predict(trace, recipe, cluster, about, on=on, expandable_segments=expandable_segments, wishes=wishes)
-    return _advised(answer, recipe, cluster, asked)
+    return _advised(answer, recipe, cluster, asked)[0]
 
 
 def fit_script(
@@ -185,13 +175,46 @@ def fit_script(
     return largest(answers, [reply["rank"] for _, reply in replies])
 
 
+def _kept_advice(found: _Found, recipe: Recipe, cluster: Cluster, asked: Mapping[str, Any], source: Source) -> Prediction:
+    """The answer with ways to make it fit: those of the last time, unless time was up before all were tried."""
+    question = {"advice": found.question, "seconds": asked["advice_seconds"], "larger": str(asked["hardware"])}
+    key = store.key_of(question)
+    keeps = bool(asked["cache"]) and found.answer.verdict != FITS and asked["advice_seconds"] != 0
+    known = store.read("advice", key, lambda entry: value_of(_Advice, entry["advice"])) if keeps else None
+    if known is not None:
+        return replace(found.answer, remedies=known.remedies, ways_tried=known.tried, advice=known.words)
+    answer, whole = _advised(found.answer, recipe, cluster, asked, source)
+    if keeps and whole:
+        said = _Advice(remedies=answer.remedies, tried=answer.ways_tried, words=answer.advice)
+        store.write("advice", key, {"advice": asdict(said)}, found.files)
+    return answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Advice:
+    """What is kept of advice."""
+
+    remedies: tuple[Remedy, ...]
+    tried: int
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """An answer, what was asked for it, and the user's files that it rests on."""
+
+    answer: Prediction
+    question: Mapping[str, Any]
+    files: Mapping[str, str]
+
+
 def _advised(
     answer: Prediction, recipe: Recipe, cluster: Cluster, asked: Mapping[str, Any], source: Source | None = None
-) -> Prediction:
-    """With ways to make it fit, each predicted by `fit` itself."""
+) -> tuple[Prediction, bool]:
+    """With ways to make it fit, each predicted by `fit` itself, and whether there was time for all."""
     least = ADVICE_SECONDS if asked["advice_seconds"] is None else asked["advice_seconds"]
     if answer.verdict == FITS or least <= 0:
-        return answer
+        return answer, True
     from foretell.search.advice import advise
     from foretell.search.advice_plan import by_plan
     from foretell.search.advice_ways import Asked
@@ -212,7 +235,7 @@ def _advised(
 def _fit_source(
     source: Source, recipe: Recipe, cluster: Cluster, on: str, hints: dict[str, float], expandable: bool, cache: bool,
     wishes: Wishes, time_limit: float,
-) -> Prediction:  # fmt: skip
+) -> _Found:  # fmt: skip
     check_source(source)
     ranks = min(2, recipe.shards)  # a trace is the same for any number of them above one
     several = "+" in str(source.overrides.get("phase", ""))  # phases in turn are traced with all their micro-batches
@@ -227,14 +250,14 @@ def _fit_source(
     same = {"model": {**about, "recipe": recipe.to_json()}, "hardware": _hardware(cluster)}
     known = store.read("answers", key, partial(_known_answer, same)) if cache and not wishes.trace_out else None
     if known is not None:
-        return known
+        return _Found(answer=known[0], question=question, files=known[1])
     trace, files, notes = _traced_in_turn(asked, recipe, cache, time_limit)
     answer = predict(
         trace, recipe, cluster, about, on=on, source=source, notes=tuple(notes), expandable_segments=expandable, wishes=wishes
     )
     if cache:
         store.write("answers", key, {"answer": answer.to_json()}, files)
-    return answer
+    return _Found(answer=answer, question=question, files=files)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,15 +271,15 @@ class _Counted:
     ops_without_flop_rule: tuple[str, ...]
 
 
-def _known_answer(same: Mapping[str, Mapping[str, Any]], entry: Mapping[str, Any]) -> Prediction:
-    """A stored answer, if it is one to this question; raises what `cache.read` drops an entry for."""
+def _known_answer(same: Mapping[str, Mapping[str, Any]], entry: Mapping[str, Any]) -> tuple[Prediction, Mapping[str, str]]:
+    """A stored answer and the files it rests on, if it is one to this question; raises what `cache.read` drops an entry for."""
     found = Prediction.from_json(entry["answer"])
     value_of(_Counted, found.model, "model")
     for part, wanted in same.items():
         said = getattr(found, part)
         if json.loads(json.dumps({**said, **wanted}, default=str)) != said:
             raise ValueError(f"its {part} is another one's")
-    return found
+    return found, value_of(dict[str, str], entry["files"], "files")
 
 
 def _hardware(cluster: Cluster) -> dict[str, Any]:
@@ -356,7 +379,7 @@ def _predict(
             **about, "recipe": recipe.to_json(), "blocks": trace.meta.get("blocks", []),
             "trainable": trace.meta.get("trainable"), "ops": sum(len(p.ops) for p in local.programs.values()),
             "flops": _flops(local), "ops_without_flop_rule": list(local.ops_without_flop_rule),
-            **({"outlook": guess.to_json()} if guess else {}),
+            "unaligned": unaligned(trace), **({"outlook": guess.to_json()} if guess else {}),
         },
         hardware=_hardware(cluster),
         parameters=parameters,
@@ -390,7 +413,7 @@ def _said(trace: Trace) -> tuple[str, ...]:
 def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool, release: str, scripted: bool = False) -> tuple[str, ...]:
     """What the user did not say and the answer rests on; `scripted`: a script says itself how it is spread."""
     precision = {
-        "fp32": "fp32 throughout", "bf16-autocast": "fp32 weights with bf16 autocast",
+        "fp32": "fp32 throughout", "tf32": "fp32 with products in TF32", "bf16-autocast": "fp32 weights with bf16 autocast",
         "fp16-autocast": "fp32 weights with fp16 autocast and a gradient scaler", "bf16": "weights and state in bf16",
         "fsdp-bf16": "fp32 shards, bf16 compute", "fsdp-fp16": "fp32 shards, fp16 compute and a gradient scaler",
         "fp16": "weights in fp16",
@@ -398,6 +421,7 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool, release: st
     if recipe.mode == "infer":
         precision = precision.removesuffix(" and a gradient scaler")
     how = "torch.compile of the model, loss and optimizer eager" if recipe.compile != "none" else "eager"
+    how += ", channels last" if recipe.channels_last else ""
     lines = [f"{how}, {precision}, {recipe.optimizer}, recompute {recipe.recompute}, {_count(recipe.accumulate, 'micro-batch')} a step"]
     if recipe.mode == "infer":
         lines = [f"{how}, inference, one forward, {precision}"]
@@ -423,177 +447,3 @@ def _why_not_bf16(recipe: Recipe, cluster: Cluster) -> list[str]:
 
 def _count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}es"
-
-
-def _machine_here() -> Machine | None:
-    """This CPU as its own profile describes it, or that of one like it."""
-    from foretell.hardware.probe.machine import cpu_name, device_of
-    from foretell.price.machine import machine
-
-    device = device_of("cpu")
-    return machine(device, find_profile(device.name, reported_as=cpu_name()))
-
-
-def _pace(sources: Sequence[Source], recipe: Recipe, known: Machine, steps: int = 13, most: float = float("inf")) -> float:
-    """How many times as long as its profile says this CPU takes now, by really running steps of these models."""
-    from foretell.price.speeds import alone
-    from foretell.simulate.time.step import plan_time
-    from foretell.trace.here import seconds_on_cpu, trace_as_cpu
-
-    said = sum(plan_time(trace_as_cpu(source, recipe), alone(known))[0].step_seconds for source in sources)
-    return sum(seconds_on_cpu(source, recipe, least=1.0, steps=steps, most=most) for source in sources) / said
-
-
-def _pace_words(pace: float, models: int) -> str:
-    return f"this CPU now takes {pace:.2f} times as long as its profile says, by {models} other small models"
-
-
-# ---------------------------------------------------------------- the demo: probe, plan; `foretell demo` runs it
-
-DEMO_MODEL = "gpt-10m"
-DEMO_BATCH = {"cpu": 8, "cuda": 64}
-"""Samples of a step."""
-_WIDE: Mapping[str, Any] = {"dim": 384, "heads": 6, "layers": 2, "context": 256}
-DEMO_PACERS = (
-    Source(model="llama-tiny", overrides={**_WIDE, "kv_heads": 6, "ffn": 1024}, micro_batch=4, seq=256),
-    Source(model="bert-tiny", overrides={**_WIDE, "dropout": 0.0}, micro_batch=4, seq=256),
-    Source(model="vit-tiny", overrides={"dim": 384, "heads": 6, "depth": 2, "image": 128}, micro_batch=4),
-)
-"""Other models with products of the size that the demo's has, since small ones say little about large ones."""
-LEAST_REFERENCES = 4
-"""Reference steps that a probe must have had time for, if it is to be kept."""
-PACING_SECONDS = 12.0
-"""That they may take, on a slow or busy machine."""
-PACED_BAND = (1 / 1.25, 1 / 0.75)
-"""A CPU that was paced just before is expected within a quarter of the prediction."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoPlan:
-    """What the demo is about to run, and why."""
-
-    choice: Choice
-    plan: Plan
-    """The best, with all that a comparison needs."""
-
-
-def demo_profile(progress: Callable[[str, float], None] = lambda doing, share: None) -> tuple[Profile | None, Path | None]:
-    """What is known of this machine, measured first if need be: the profile, and its path if it was written now.
-
-    A CPU is probed unless it was; a GPU unless there is a profile of one like it. A probe that other programs disturbed
-    too much is not kept: the profile of a CPU like it, paced, says more.
-    """
-    from foretell.hardware.probe import machine
-    from foretell.hardware.profile import own_path
-
-    kind = machine.choose("auto")
-    about = machine.about(kind)
-    known = find_profile(about.device, reported_as=about.reported_as)
-    same = known is not None and known.reported_as == about.reported_as
-    if same and (kind == "cuda" or own_path(about).exists()):
-        return known, None
-    profile, path = probe_machine(kind, "quick", progress=progress)[1:]
-    if kind == "cpu" and (not profile.ops or profile.host.get("references", 0) < LEAST_REFERENCES):
-        path.unlink()
-        return known, None
-    return profile, path
-
-
-def demo_pace() -> tuple[float, str] | None:
-    """Factor and words of this CPU's pace now; None on a GPU, whose speed does not depend on who else is there."""
-    from foretell.hardware.probe import machine
-
-    known = _machine_here() if machine.choose("auto") == "cpu" else None
-    if known is None:
-        return None
-    pace = _pace(DEMO_PACERS, Recipe(precision="fp32"), known, steps=8, most=PACING_SECONDS / len(DEMO_PACERS))
-    return pace, _pace_words(pace, len(DEMO_PACERS))
-
-
-def demo_plan() -> DemoPlan:
-    """Trace the demo's model, cost plans for this machine, and choose."""
-    from foretell.hardware.probe.machine import cpu_name
-    from foretell.search.choose import Wishes as Asked
-    from foretell.search.choose import choose
-    from foretell.simulate.plan import Options
-
-    cluster = parse("auto")
-    on_cpu = cluster.device.backend == "cpu"
-    options = Options(profile_of=lambda name: find_profile(name, reported_as=cpu_name() if on_cpu else None))
-    wishes = Asked(global_batch=DEMO_BATCH["cpu" if on_cpu else "cuda"], compile=("none",))
-    choice = choose(Source(model=DEMO_MODEL), cluster, "auto", wishes, options=options)
-    best, cost = choice.plan, choice.best.cost if choice.best else None
-    assert cost is not None
-    said: dict[str, Any] = {
-        **best.predicted, "device": cluster.device.name, "bands": dict(cost.worst.memory.bands),
-        "phases": dict(cost.time.phases) if cost.time else {},
-    }  # fmt: skip
-    return DemoPlan(choice=choice, plan=best.with_(predicted=said))
-
-
-def paced(plan: Plan, pace: float) -> Plan:
-    """A plan with its seconds for a CPU that takes so many times as long as its profile says."""
-    said = dict(plan.predicted)
-    if "step_seconds" not in said:
-        return plan
-    for name in ("step_seconds", "low_seconds", "high_seconds"):
-        said[name] *= pace
-    for name in ("breakdown", "phases"):
-        said[name] = {what: seconds * pace for what, seconds in said.get(name, {}).items()}
-    for name in ("tokens_per_second", "samples_per_second"):
-        said |= {name: said[name] / pace} if said.get(name) else {}
-    if plan.mesh.world == 1:
-        said["low_seconds"], said["high_seconds"] = (said["step_seconds"] * factor for factor in PACED_BAND)
-    return plan.with_(predicted={**said, "pace": pace})
-
-
-# ---------------------------------------------------------------- measuring a machine
-
-
-def probe_machine(
-    device: str, mode: str, *, out: Path | None = None, resume: bool = False, force: bool = False,
-    progress: Callable[[str, float], None] = lambda doing, share: None,
-) -> tuple[Measured, Profile, Path]:  # fmt: skip
-    """Measure this machine, fit what predictions need, and keep the profile; the rows stay in a journal beside it."""
-    from foretell.hardware.probe.machine import device_of
-    from foretell.hardware.probe.run import probe
-    from foretell.hardware.profile import journal_path, own_path, save
-    from foretell.search.fit_profile import fit_profile
-
-    journal = journal_path(out) if out else None
-    measured = probe(device, mode, journal=journal, resume=resume, force=force, progress=progress)
-    progress("fitting", 0.97)
-    profile = fit_profile(measured, device_of("cpu" if measured.about.backend == "cpu" else "cuda"))
-    return measured, profile, save(profile, out or own_path(measured.about))
-
-
-def fit_profile(measured: Measured, device: Device) -> Profile:
-    """The profile of what was measured: ops, host, the step around them, watts."""
-    from foretell.search import fit_profile
-
-    return fit_profile.fit_profile(measured, device)
-
-
-def beside(jobs: Sequence[Mapping[str, Any]], *, hardware: str | Cluster, cache: bool = True) -> Together:
-    """What jobs need and take that share one GPU, each a process: every one names its `model`, and options as `fit` has them."""
-    from foretell.search.beside import beside as costed
-
-    return costed(jobs, hardware if isinstance(hardware, Cluster) else parse(hardware), cache=cache)
-
-
-def share_machine(
-    device: str, *, out: Path | None = None, resume: bool = False, force: bool = False,
-    progress: Callable[[str, float], None] = lambda doing, share: None,
-) -> tuple[Shared, Path]:  # fmt: skip
-    """Measure this machine within five minutes into one small file for others: anonymous, checked, nothing fitted. `out` is
-    named after the device unless given."""
-    from foretell.hardware.probe.share import share
-
-    return share(device, out=out, resume=resume, force=force, progress=progress)
-
-
-def add_shared(paths: Sequence[str | Path], progress: Callable[[str, float], None] = lambda doing, share: None) -> Addition:
-    """Check probes that others shared, fit them and keep them beside own profiles: predictions rest on them from then on."""
-    from foretell.search.shared import add
-
-    return add(paths, progress)

@@ -1,0 +1,26 @@
+"""The Python API; the commands are thin shells around it. Importing it does not import torch."""
+
+from __future__ import annotations
+
+from foretell.api.advise import advise as advise
+from foretell.api.demo import DEMO_MODEL as DEMO_MODEL
+from foretell.api.demo import DemoPlan as DemoPlan
+from foretell.api.demo import demo_pace as demo_pace
+from foretell.api.demo import demo_plan as demo_plan
+from foretell.api.demo import demo_profile as demo_profile
+from foretell.api.demo import paced as paced
+from foretell.api.machine import add_shared as add_shared
+from foretell.api.machine import beside as beside
+from foretell.api.machine import fit_profile as fit_profile
+from foretell.api.machine import probe_machine as probe_machine
+from foretell.api.machine import share_machine as share_machine
+from foretell.api.step import fit as fit
+from foretell.api.step import fit_script as fit_script
+from foretell.api.step import predict as predict
+from foretell.observe.public import lightning_callback as lightning_callback
+from foretell.observe.public import trainer_callback as trainer_callback
+from foretell.observe.public import watch as watch
+from foretell.prove.check import Check as Check
+from foretell.prove.check import check as check
+from foretell.search.most import Most as Most
+from foretell.search.most import most as most

@@ -1,0 +1,60 @@
+"""What would make a step faster, or make it fit, all of it predicted by `fit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from foretell.api.step import fit
+from foretell.decode import value_of
+from foretell.hardware import Cluster, parse
+from foretell.quantities import NO, Prediction
+from foretell.trace import cache as store
+from foretell.trace.load import Source
+from foretell.trace.recipe import Recipe
+
+if TYPE_CHECKING:
+    from foretell.search.faster import Advice
+
+SECONDS = 300.0
+"""After which no further change is begun."""
+
+
+def advise(
+    model: str, *, hardware: str | Cluster, seconds: float = SECONDS, progress: Callable[[str], None] = lambda doing: None, **options: Any
+) -> tuple[Prediction, Advice | None]:
+    """The answer of `fit` with ways to make it fit, and, where it fits, what would make it faster. Options are those of `fit`.
+
+    What was advised is kept: the same question is answered at once.
+    """
+    from foretell.search.faster import Advice, faster
+
+    plain = {**options, "hardware": hardware, "trace_out": None}
+    answer = fit(model, **plain, progress=progress)
+    if answer.verdict == NO:
+        return answer, None
+    cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
+    key = store.key_of({"faster": answer.to_json(), "asked": {name: str(value) for name, value in plain.items()}})
+    keeps = bool(options.get("cache", True)) and ".py:" not in model  # a file may change
+    known = store.read("faster", key, lambda entry: value_of(Advice, entry["advice"])) if keeps else None
+    if known is not None:
+        return answer, known
+    found = faster(
+        answer, _question(model, answer, cluster, options), lambda changes: fit(model, **{**plain, "advice_seconds": 0.0, **changes}),
+        seconds=seconds, progress=progress,
+    )  # fmt: skip
+    if keeps and found.whole:
+        store.write("faster", key, {"advice": asdict(found)}, {})
+    return answer, found
+
+
+def _question(model: str, answer: Prediction, cluster: Cluster, options: Mapping[str, Any]) -> Any:
+    from foretell.search.faster_ways import Question
+    from foretell.trace.settings import settings_of
+
+    overrides = dict(options.get("overrides") or {})
+    return Question(
+        recipe=Recipe.from_json(answer.model["recipe"]), cluster=cluster, micro_batch=int(answer.model.get("micro_batch") or 1),
+        settings=settings_of(Source(model=model)), overrides=overrides, devices=cluster.count,
+    )  # fmt: skip
