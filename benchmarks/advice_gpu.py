@@ -82,27 +82,34 @@ def measured(row: Mapping[str, Any]) -> dict[str, Any]:
     compile = given.pop("compile", "none")
     of_source = {key: given.pop(key) for key in ("model", "micro_batch", "seq", "overrides") if key in given}
     source, recipe = Source(**of_source), Recipe(**given, compile="model" if compile is True else compile)
-    one = built(source, recipe)
-    one()
-    torch.cuda.synchronize()
+    if recipe.compile != "none":  # compiling takes no time of the device's to speak of
+        one = built(source, recipe)
+        one()
+        torch.cuda.synchronize()
     with _alone():
-        for _ in range(WARM):
+        if recipe.compile == "none":
+            one = built(source, recipe)
+        for _ in range(WARM + 1):
             one()
         torch.cuda.synchronize()
         found = _timed(one)
     return {**found, "samples": source.micro_batch * recipe.accumulate, "allocated": torch.cuda.max_memory_allocated()}
 
 
-def run(row: dict[str, Any], out: Path, about: Mapping[str, Any]) -> None:
+def run(row: dict[str, Any], out: Path, about: Mapping[str, Any], *, last: bool) -> bool:
+    """Whether there is a row now: one that ran out of memory beside others is run again, alone."""
     command = [sys.executable, __file__, "--one", json.dumps(row)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST)
         found = json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr.strip().splitlines()[-1][:200]}
     except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
         found = {"error": type(error).__name__}
+    if "memory" in str(found.get("error", "")).lower() and not last:
+        return False
     with out.open("a") as stream:
         stream.write(json.dumps({**row, "measured": found, **about}) + "\n")
-    print(f"{row['question']:22} {row['change'][:60]:60} {found}", flush=True)
+    print(f"{row['question']:22} {row.get('flag', '')[:60]:60} {found.get('seconds', found.get('error'))}", flush=True)
+    return True
 
 
 def tell(path: Path) -> None:
@@ -151,8 +158,14 @@ def main() -> None:
         }  # fmt: skip
         rows = [json.loads(line) for line in given.measure.read_text().splitlines()]
         began = time.monotonic()
+
+        def one(row: dict[str, Any], last: bool) -> bool:
+            return time.monotonic() - began > given.seconds or run(row, given.out, about, last=last)
+
         with ThreadPoolExecutor(PARALLEL) as pool:
-            list(pool.map(lambda row: run(row, given.out, about) if time.monotonic() - began < given.seconds else None, rows))
+            done = list(pool.map(lambda row: one(row, False), rows))
+        for row, there in zip(rows, done, strict=True):
+            there or one(row, True)
     elif given.tell:
         tell(given.tell)
 

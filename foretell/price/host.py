@@ -15,7 +15,7 @@ from typing import Any
 from foretell.hardware.profile import OpRow
 from foretell.price.kernels.features import FREE
 from foretell.price.kernels.rare import called, kind_of, matrices
-from foretell.price.kernels.shapes import Shape, short
+from foretell.price.kernels.shapes import Shape, short, state_of
 from foretell.trace.compiled_blocks import ENTER, LEAVE
 from foretell.trace.compiled_graphs import REPLAY, REPLAYED
 from foretell.trace.merged import MERGED, about
@@ -222,7 +222,7 @@ def watched_blocks(trace: Trace) -> tuple[str, ...]:
 
 def turns_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> int:
     """Steps × layers of a recurrent op (`_cudnn_rnn` and its backward): the state has layers, batch and width."""
-    layers, batch = outputs[1].shape[-3:-1]
+    layers, batch, _ = state_of(inputs, outputs).shape
     return layers * max(1, math.prod(inputs[0].shape[:-1]) // batch)
 
 

@@ -74,9 +74,9 @@ def faster(
     """Of a step whose time is known; no change is begun after so many seconds."""
     if answer.throughput is None or answer.time is None:
         return Advice(gains=(), joint=None, tried=0, whole=True)
-    search = _Search(answer, attempt, seconds, progress)
+    search = _Search(answer, asked, attempt, seconds, progress)
     search.singles(faster_ways.ways(asked, answer))
-    search.larger(asked)
+    search.larger()
     joint = search.joint()
     return Advice(gains=search.told(), joint=joint, tried=search.tried, whole=not search.late)
 
@@ -84,6 +84,7 @@ def faster(
 @dataclass
 class _Search:
     answer: Prediction
+    asked: Question
     attempt: Attempt
     seconds: float
     progress: Callable[[str], None]
@@ -96,10 +97,10 @@ class _Search:
         for way in ways:
             self._try(way)
 
-    def larger(self, asked: Question) -> None:
+    def larger(self) -> None:
         """Larger micro-batches, until one does not fit or gains no more."""
         before = 1.0
-        for way in faster_ways.batches(asked):
+        for way in faster_ways.batches(self.asked):
             gain = self._try(way)
             if gain is None or gain.speedup < before * GAINS:
                 return
@@ -139,7 +140,7 @@ class _Search:
     def _try(self, way: Faster, joins: int = 1) -> Gain | None:
         """Predict one; None where it cannot be done to this model, or does not fit."""
         self.late = self.late or time.monotonic() - self.began > self.seconds
-        if self.late:
+        if self.late or not faster_ways.legal(self.asked, way.options):
             return None
         self.progress(f"predicting {way.flag}")
         self.tried += 1

@@ -71,6 +71,12 @@ def ways(asked: Question, answer: Prediction) -> list[Faster]:
     return [*found, *_optimizers(asked), *_recomputed(asked)]
 
 
+def legal(asked: Question, options: Mapping[str, Any]) -> bool:
+    """Whether PyTorch runs these together: gradients that add up over replays of a recorded graph would be overwritten, and it refuses."""
+    recorded = options.get("compile", asked.recipe.compile) == "graphs"
+    return not (recorded and options.get("accumulate", asked.recipe.accumulate) > 1)
+
+
 def batches(asked: Question) -> Iterator[Faster]:
     """The same samples in fewer micro-batches, then more samples a step."""
     if not asked.resizable:

@@ -175,3 +175,17 @@ def test_channels_last_takes_the_bytes_of_a_real_step(model: str) -> None:
     trace = trace_as_cpu(source, recipe)
     assert any("layout:" in str(attr) and "l" in str(attr)[7:] for op in trace.ops() for attr in op.attrs)
     assert peak_live(trace, tuple(trace.schedule)) == pytest.approx(measure_on_cpu(source, recipe)[0], rel=0.01)
+
+
+def test_recorded_graphs_do_not_sum_gradients(answer: Prediction) -> None:
+    asked = question(recipe=Recipe(accumulate=4))
+    assert not faster_ways.legal(asked, {"compile": "graphs"}) and faster_ways.legal(asked, {"compile": "graphs", "accumulate": 1})
+    seen: list[Mapping[str, Any]] = []
+    faster(answer, asked, lambda options: (seen.append(options), answer)[1])
+    assert seen and all(faster_ways.legal(asked, options) for options in seen)
+
+
+def test_a_compiled_recurrent_net_is_priced_where_nobody_reads_its_state() -> None:
+    plain, compiled = (api.fit("lstm-tiny", hardware="H200", compile=how) for how in (False, True))
+    assert plain.time is not None and compiled.time is not None and compiled.time.step_seconds > 0
+    assert compiled.time.breakdown["recurrent"] == pytest.approx(plain.time.breakdown["recurrent"], rel=0.05)

@@ -29,6 +29,7 @@ from foretell.price.kernels.shapes import (
     log,
     nbytes,
     short,
+    state_of,
     tail,
     two_power,
 )
@@ -258,9 +259,9 @@ def _convolution(name: str, op: Shape, device: Device) -> Described:
 
 def _recurrent(name: str, op: Shape, device: Device) -> Described:
     backward = name.endswith("_backward")
-    data, state = op.inputs[0], op.outputs[1]
+    data, state = op.inputs[0], state_of(op.inputs, op.outputs)
     matrices = [spec for spec in op.inputs[1:] if len(spec.shape) == 2]
-    layers, batch, hidden = state.shape[-3:]
+    layers, batch, hidden = state.shape
     size = sum(spec.numel for spec in matrices)
     tokens = math.prod(data.shape[:-1])
     steps = max(1, tokens // batch)

@@ -66,6 +66,11 @@ def letters_of(attrs: Sequence[Any]) -> str:
     return ""
 
 
+def state_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> TensorSpec:
+    """Layers, batch and width of a recurrent op's state: what it returns, or, where nobody reads that, what it is given."""
+    return next(spec for spec in (*outputs[1:2], *inputs[1:]) if len(spec.shape) == 3)
+
+
 def flags_of(attrs: Sequence[Any]) -> list[bool]:
     return [a for a in attrs if isinstance(a, bool)]
 
