@@ -117,12 +117,19 @@ def fit(
         )
         found = _fit_source(source, recipe, cluster, on, dict(hints or {}), expandable_segments, cache, wishes, time_limit)
         return _kept_advice(found, recipe, cluster, asked, source)
+    answer = _fit_module(model, batch, loss, recipe, cluster, on, hints, expandable_segments, wishes)
+    return _advised(answer, recipe, cluster, asked)[0]
+
+
+def _fit_module(
+    model: nn.Module, batch: Any, loss: Any, recipe: Recipe, cluster: Cluster, on: str, hints: Mapping[str, float] | None, expandable: bool,
+    wishes: Wishes,
+) -> Prediction:  # fmt: skip
     from foretell.trace.module import batch_size, capture_module
 
     trace = capture_module(model, batch, loss, replace(recipe, accumulate=1), capability=_capability(cluster), hints=hints)
     about = {"source": type(model).__name__, "description": type(model).__name__, "micro_batch": batch_size(batch)}
-    answer = predict(trace, recipe, cluster, about, on=on, expandable_segments=expandable_segments, wishes=wishes)
-    return _advised(answer, recipe, cluster, asked)[0]
+    return predict(trace, recipe, cluster, about, on=on, expandable_segments=expandable, wishes=wishes)
 
 
 def fit_script(

@@ -96,16 +96,9 @@ def fit(
     theirs = None
     if from_ is not None:
         theirs, on = take_over(from_, on, options, context)
-    hardware = fit_table.several(on)
-    plain = {name: 1 if value == fit_most.MAX else value for name, value in options.items()}
-    for one in hardware:
-        check(model, one, plain)
-    if len(hardware) > 1 or fit_most.MAX in (options["micro_batch"], options["seq"]):
-        if beside or footprint or trace_out or (len(hardware) > 1 and plain != options):
-            raise UserError("several kinds of hardware or max, and --beside, --footprint, --trace-out or both of them", "ask for one at a time")
-        if len(hardware) > 1:
-            return fit_table.answer(model, hardware, options, objective, json)
-        return fit_most.answer(model, on, options, [word for word in common.typed() if word not in ("--debug", "--no-cache")], json)
+    many = _several(model, on, options, objective, alone=bool(beside or footprint or trace_out), json=json)
+    if many is not None:
+        return many
     if footprint and not any(options[name] for name in ("tokens", "samples", "epochs")):
         raise UserError("--footprint is of a whole run, and none is given", "add --tokens, --samples or --epochs")
     prediction, said = _answered(model, on, options, advises=not (json or no_cache or beside))
@@ -116,6 +109,22 @@ def fit(
     else:
         _emit(prediction, used_up, beside_it, on, said)
     return common.YES if prediction.fits and (beside_it is None or beside_it[0].fits) else common.NO_OR_FAILED
+
+
+def _several(model: str, on: str, options: dict[str, Any], objective: str, *, alone: bool, json: bool) -> int | None:
+    """Check what was asked; answer where several kinds of hardware are named, or the largest size is asked for."""
+    hardware = fit_table.several(on)
+    plain = {name: 1 if value == fit_most.MAX else value for name, value in options.items()}
+    for one in hardware:
+        check(model, one, plain)
+    largest = plain != options
+    if len(hardware) == 1 and not largest:
+        return None
+    if alone or (len(hardware) > 1 and largest):
+        raise UserError("several kinds of hardware or max, and --beside, --footprint, --trace-out or both of them", "ask for one at a time")
+    if largest:
+        return fit_most.answer(model, on, options, [word for word in common.typed() if word not in ("--debug", "--no-cache")], json)
+    return fit_table.answer(model, hardware, options, objective, json)
 
 
 _OF_A_SCRIPT = ("on", "hint", "expandable_segments", "tokens", "samples", "epochs", "dataset_size", "region", "price", "trace_out", "time_limit",

@@ -109,6 +109,19 @@ def test_no_rank_and_no_worker_is_left_where_it_is_killed(tmp_path: Path) -> Non
     assert not [pid for pid in below if runs(pid)]
 
 
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_processes_that_a_script_starts_are_ranks_too(how: str, tmp_path: Path) -> None:
+    """The second of those that are spawned says that memory ran out: `torch.multiprocessing` keeps that from everybody else."""
+    asked = [*command("--predict", "no"), sys.executable, str(DATA / "starts.py"), how, *(["fails"] if how == "spawn" else [])]
+    done = subprocess.run(asked, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode == 0) == (how == "fork"), done.stderr
+    assert "of 2 ranks" in done.stderr
+    measured = json.loads((tmp_path / "run" / "measurement.json").read_text())
+    assert [one["rank"] for one in measured["by_rank"]] == [0, 1] and measured["by_rank"][1]["steps"] == 6
+    assert ("OUT OF MEMORY on rank 1 after 6 steps, at starts.py:20" in done.stderr) == (how == "spawn")
+    assert "hooks.py" not in done.stderr
+
+
 # ---------------------------------------------------------------- readings of several
 
 

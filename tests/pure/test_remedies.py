@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from foretell import api
 from foretell.api import step
 from foretell.cli import main
 from foretell.errors import ModelError, UserError

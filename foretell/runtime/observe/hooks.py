@@ -253,16 +253,14 @@ class Watch:
         """`torch.multiprocessing.spawn` writes down the error of a process and ends it: no hook for errors sees it."""
 
         @functools.wraps(plain)
-        def wrap(function: Any, *args: Any) -> Any:
-            def watched(*given: Any) -> Any:
-                try:
-                    return function(*given)
-                except Exception as error:
-                    with contextlib.suppress(Exception):
-                        self.failing(error)
-                    raise
-
-            return plain(watched, *args)
+        def wrap(*args: Any) -> Any:
+            try:
+                return plain(*args)
+            except SystemExit as ended:
+                with contextlib.suppress(Exception):
+                    if ended.__context__ is not None:
+                        self.failing(ended.__context__)
+                raise
 
         return wrap
 
