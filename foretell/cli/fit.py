@@ -103,11 +103,11 @@ def fit(
         raise UserError("--footprint is of a whole run, and none is given", "add --tokens, --samples or --epochs")
     prediction, said = _answered(model, on, options, advises=not (json or no_cache or beside))
     beside_it = side_by_side.predicted(model, on, options, beside) if beside else None
-    used_up = _used_up(prediction, on) if footprint else None
-    if json:
-        _emit_json(prediction, {} if theirs is None else {"from": theirs}, used_up, beside_it)
-    else:
-        _emit(prediction, used_up, beside_it, on, said)
+    return _told(prediction, on, {} if theirs is None else {"from": theirs}, _used_up(prediction, on) if footprint else None, beside_it, json, said)
+
+
+def _told(prediction: Any, on: str, told: dict[str, Any], used_up: Any, beside_it: Any, json: bool, said: bool) -> int:
+    _emit_json(prediction, told, used_up, beside_it) if json else _emit(prediction, used_up, beside_it, on, said)
     return common.YES if prediction.fits and (beside_it is None or beside_it[0].fits) else common.NO_OR_FAILED
 
 
