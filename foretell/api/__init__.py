@@ -22,3 +22,5 @@ from foretell.observe.public import trainer_callback as trainer_callback
 from foretell.observe.public import watch as watch
 from foretell.prove.check import Check as Check
 from foretell.prove.check import check as check
+from foretell.search.most import Most as Most
+from foretell.search.most import most as most

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from foretell.cli import beside as side_by_side
-from foretell.cli import common
+from foretell.cli import common, fit_most, fit_table
 from foretell.errors import UserError
 
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -29,9 +29,9 @@ def fit(
     model: str | None = typer.Argument(None, metavar="MODEL | -- python SCRIPT ...", show_default=False,
         help="Zoo name, hf:TYPE, hf:ORG/NAME, hf:config.json, timm:NAME, torchvision:NAME or file.py:function; or -- and your script's command."),
     on: str = typer.Option(..., "--on", metavar="HW", show_default=False,
-                           help="H100, H100:8, 2x8xH100, H100,memory=60GiB, auto (this machine) or cluster.toml."),
-    micro_batch: int = typer.Option(1, metavar="N", help="Samples in one forward and backward, on each device."),
-    seq: int | None = typer.Option(None, metavar="N", help="Tokens per sample; default: the model's usual."),
+                           help="H100, H100:8, 2x8xH100, H100,memory=60GiB, auto (this machine), cluster.toml; several with commas: a table."),
+    micro_batch: str = typer.Option("1", metavar="N", help="Samples in one forward and backward, on each device; max: the most that fit."),
+    seq: str | None = typer.Option(None, metavar="N", help="Tokens per sample; max: the most that fit; default: the model's usual."),
     image: int | None = typer.Option(None, metavar="N", help="Side of the image in pixels; default: the model's usual."),
     optimizer: str = typer.Option("adamw-fused", metavar="NAME",
                                   help="sgd, momentum, adam or adamw; with -fused, -foreach or -loop where torch has it."),
@@ -63,6 +63,7 @@ def fit(
     dataset_size: str | None = typer.Option(None, metavar="N", help="Samples in one epoch, such as 1.28M."),
     region: str | None = typer.Option(None, metavar="NAME", help="Whose electricity counts, such as FR; default: the world's mean."),
     price: float | None = typer.Option(None, metavar="DOLLARS", help="Of one device and hour; default: a list price."),
+    objective: str = typer.Option("time", metavar="WHAT", help="Of several kinds of hardware, what sorts them: time, cost or energy."),
     beside: list[str] = typer.Option([], metavar="MODEL[,KEY=VALUE]...", help=side_by_side.HELP),
     footprint: bool = typer.Option(False, "--footprint", help="Devices that the whole run uses up, by MFU and lifetime, and what making them took."),
     trace_out: str | None = typer.Option(None, metavar="FILE", help="Write the predicted timeline as a Chrome trace."),
@@ -77,7 +78,8 @@ def fit(
     """Predict whether one step of MODEL fits on HW, how long it takes and what it costs. Exit 0 it fits (or is tight), 1 it does not, 2 bad input."""
     options: dict[str, Any] = {
         "optimizer": optimizer, "precision": precision, "recompute": recompute, "accumulate": accumulate, "clip": clip,
-        "lora": lora, "nf4": nf4, "freeze": tuple(freeze), "infer": infer, "micro_batch": micro_batch, "seq": seq,
+        "lora": lora, "nf4": nf4, "freeze": tuple(freeze), "infer": infer,
+        "micro_batch": fit_most.size_of("--micro-batch", micro_batch), "seq": fit_most.size_of("--seq", seq),
         "image": image, "loss": loss, "overrides": overrides(settings), "hints": hints(hint),
         "expandable_segments": expandable_segments, "cache": not no_cache,
         "compile": compile_how or compile, "channels_last": channels_last,
@@ -94,7 +96,16 @@ def fit(
     theirs = None
     if from_ is not None:
         theirs, on = take_over(from_, on, options, context)
-    check(model, on, options)
+    hardware = fit_table.several(on)
+    plain = {name: 1 if value == fit_most.MAX else value for name, value in options.items()}
+    for one in hardware:
+        check(model, one, plain)
+    if len(hardware) > 1 or fit_most.MAX in (options["micro_batch"], options["seq"]):
+        if beside or footprint or trace_out or (len(hardware) > 1 and plain != options):
+            raise UserError("several kinds of hardware or max, and --beside, --footprint, --trace-out or both of them", "ask for one at a time")
+        if len(hardware) > 1:
+            return fit_table.answer(model, hardware, options, objective, json)
+        return fit_most.answer(model, on, options, [word for word in common.typed() if word not in ("--debug", "--no-cache")], json)
     if footprint and not any(options[name] for name in ("tokens", "samples", "epochs")):
         raise UserError("--footprint is of a whole run, and none is given", "add --tokens, --samples or --epochs")
     prediction, said = _answered(model, on, options, advises=not (json or no_cache or beside))

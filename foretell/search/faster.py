@@ -151,6 +151,8 @@ class _Search:
         base = self.answer.throughput
         if then.throughput is None or then.time is None or base is None or not self._fits(then):
             return None
+        if "overrides" in way.options and not faster_ways.pads(self.answer, then):
+            return None
         gain = Gain(
             change=way.change, flag=way.flag, code=way.code, maths=way.maths, costs=way.costs,
             speedup=then.throughput.per_second / base.per_second, step_seconds=then.time.step_seconds, per_second=then.throughput.per_second,

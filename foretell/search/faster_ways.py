@@ -18,6 +18,9 @@ TIMES = (2, 4, 8, 16)
 """Larger micro-batches that are tried, as long as each gains."""
 HOST_BOUND = 0.1
 """Share of a step that waits for the host, from which recorded launches are tried."""
+LEAST_WORDS = 512
+MOST_PADDING = 0.02
+"""Share of its parameters that a model may grow by."""
 VOCABULARY = ("vocab_size", "vocab", "n_vocab", "num_embeddings")
 """Settings of models that say how many words there are."""
 
@@ -97,18 +100,23 @@ def batches(asked: Question) -> Iterator[Faster]:
 
 
 def _padded(asked: Question, answer: Prediction) -> Iterator[Faster]:
-    """Sizes of large products that are no multiple of what tensor cores like, where a setting of the model says them."""
+    """Sizes of large products that are no multiple of what tensor cores like. Whether the setting says this size is seen when it is
+    predicted (`pads`)."""
     name = next((one for one in VOCABULARY if one in asked.settings), None)
     sizes = answer.model.get("unaligned") or {}
     for size in (int(one) for one in sizes):
-        if name is not None:
+        if name is not None and size >= LEAST_WORDS:
             padded = -(-size // ALIGNED) * ALIGNED
             yield Faster(
                 options={"overrides": {**asked.overrides, name: padded}}, change=f"pad the vocabulary from {size:,} to {padded:,} words",
                 costs="unused words", same_maths=False, code=f"{name} = {padded}  # {size} rounded up to a multiple of {ALIGNED}",
                 maths=CHANGES, axis="vocabulary",
             )  # fmt: skip
-            return
+
+
+def pads(before: Prediction, then: Prediction) -> bool:
+    """Whether settings that changed made the model a little larger, and nothing else of it."""
+    return before.parameters <= then.parameters <= before.parameters * (1 + MOST_PADDING)
 
 
 def _formats(asked: Question) -> Iterator[Faster]:
@@ -130,14 +138,16 @@ def _formats(asked: Question) -> Iterator[Faster]:
 
 def _compiled(asked: Question, answer: Prediction) -> Iterator[Faster]:
     capability = asked.cluster.device.compute_capability
+    time = answer.time
     if asked.recipe.compile != "none" or asked.cluster.device.backend != "cuda" or (capability is not None and capability < (7, 0)):
         return
+    if time is None or time.breakdown.get("recurrent"):
+        return  # torch.compile leaves recurrent layers out
     yield Faster(
         options={"compile": "model"}, change="torch.compile", costs="minutes of compiling at first", same_maths=False,
         code="model = torch.compile(model)", maths=BOUNDED, axis="compile",
     )  # fmt: skip
-    time = answer.time
-    if time is not None and time.waiting_for_host_seconds > HOST_BOUND * time.step_seconds and asked.devices == 1:
+    if time.waiting_for_host_seconds > HOST_BOUND * time.step_seconds and asked.devices == 1:
         yield Faster(
             options={"compile": "graphs"}, change="torch.compile with CUDA graphs", costs="minutes of compiling at first; fixed shapes",
             same_maths=False, code='model = torch.compile(model, mode="reduce-overhead")', maths=BOUNDED, axis="compile",

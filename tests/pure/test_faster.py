@@ -189,3 +189,11 @@ def test_a_compiled_recurrent_net_is_priced_where_nobody_reads_its_state() -> No
     plain, compiled = (api.fit("lstm-tiny", hardware="H200", compile=how) for how in (False, True))
     assert plain.time is not None and compiled.time is not None and compiled.time.step_seconds > 0
     assert compiled.time.breakdown["recurrent"] == pytest.approx(plain.time.breakdown["recurrent"], rel=0.05)
+
+
+def test_a_size_that_is_not_the_vocabulary_is_not_taken_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["lstm-lm", "--on", "H200", "--set", "vocab_size=2003", "--set", "embed=1150", "--set", "layers=1", "--seq", "16"]
+    found = told(["advise", *words], capsys)[1]
+    assert {"1150", "2003"} <= set(found["model"]["unaligned"])
+    sets = [one["flag"] for one in [*found["faster"]["gains"], found["faster"]["joint"] or {"flag": ""}] if "--set" in one["flag"]]
+    assert all("vocab_size=2048" in flag for flag in sets) and not any("compile" in one["flag"] for one in found["faster"]["gains"])

@@ -1,0 +1,60 @@
+"""`fit --micro-batch max`, `fit --seq max`: the largest that fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foretell.cli import common
+from foretell.errors import UserError
+from foretell.units import gib
+
+MAX = "max"
+
+
+def size_of(option: str, text: str | None) -> int | str | None:
+    """A whole number above zero, or `max`."""
+    if text is None or text.strip().casefold() == MAX:
+        return None if text is None else MAX
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise UserError(f"{option} {text!r} is no size", f"give a whole number above zero, or {option} max")
+    return int(text)
+
+
+def answer(model: str, on: str, options: dict[str, Any], typed: list[str], json: bool) -> int:
+    """Predict sizes until the largest that fits is known, and tell it with the reason why the next one does not."""
+    axes = [name for name in ("micro_batch", "seq") if options[name] == MAX]
+    if len(axes) > 1:
+        raise UserError("--micro-batch max and --seq max together have many answers", "give one of them a number")
+    axis = axes[0]
+    doing = common.Doing(f"predicting {model}")
+    option = f"--{axis.replace('_', '-')}"
+
+    def work() -> Any:
+        from foretell import api
+
+        def attempt(size: int) -> Any:
+            return api.fit(model, hardware=on, **{**options, axis: size, "advice_seconds": 0.0})
+
+        return api.most(attempt, progress=lambda size: doing.tell(f"{option} {size}"))
+
+    found = common.call(work, doing)
+    if json:
+        from foretell.report import schema
+
+        told = {"axis": axis, "size": found.size, "next_size": found.next_size, "next_short": found.next_short, "why": found.why}
+        common.emit_json({**schema.answer(found.answer), "largest": told})
+    else:
+        words = [str(found.size) if word == MAX else word for word in typed]
+        common.emit_screen(found.answer, words if found.size else typed)
+        common.emit(_words(option, found))
+    return common.YES if found.size else common.NO_OR_FAILED
+
+
+def _words(option: str, found: Any) -> str:
+    if not found.size:
+        return f"largest    none: {option} {found.next_size} is {gib(found.next_short)} short"
+    if found.why:
+        return f"largest    {option} {found.size}; {found.next_size} is refused: {found.why}"
+    if found.next_short <= 0:
+        return f"largest    {option} {found.size}; {found.next_size} may not fit: it leaves {gib(-found.next_short)}, within the uncertainty"
+    return f"largest    {option} {found.size}; {found.next_size} is {gib(found.next_short)} short"
