@@ -11,7 +11,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from foretell.errors import InternalError, UnknownName
+from foretell.errors import InternalError, UnknownName, UserError
 from foretell.hardware.share import added
 from foretell.hardware.types import Device
 from foretell.units import GIB, MIB, gib
@@ -20,6 +20,12 @@ _PRINTED_DIGIT = 0.005
 """CUDA's message prints two digits: the true figure may lie half a digit lower."""
 
 GENERIC_CPU = "CPU"
+_OTHERS = {
+    **dict.fromkeys(("tpu", "v5e", "v5p", "trillium", "ironwood"), "a TPU"), **dict.fromkeys(("jetson", "orin", "xavier", "thor"), "a Jetson board"),
+    **dict.fromkeys(("trainium", "trn", "inferentia", "inf1", "inf2"), "an accelerator of AWS"), "gaudi": "a Gaudi", "hpu": "a Gaudi",
+    "ascend": "an Ascend",
+}  # fmt: skip
+"""How names of devices begin that are known, and for which nothing can be said."""
 
 
 def devices() -> tuple[Device, ...]:
@@ -32,9 +38,12 @@ def find(name: str) -> Device:
     known = _catalogue()[1]
     device = known.get(normalise(name)) or next((one for one in added.devices() if normalise(one.name) == normalise(name)), None)
     if device is None:
-        error = UnknownName("device", name, names(), remedy="or give a .toml or .json hardware file, or 'auto'")
-        error.detail = f"known devices: {', '.join(item.name for item in devices())}"
-        raise error
+        if other := next((what for start, what in _OTHERS.items() if normalise(name).startswith(start)), None):
+            raise UserError(
+                f"{name} is {other}, and what is predicted are PyTorch's kernels on CUDA and ROCm",
+                "name a GPU; `foretell hardware` lists them, and a .toml or .json file describes one that is not there",
+            )
+        raise UnknownName("device", name, names(), remedy="`foretell hardware` lists all; or give a .toml or .json hardware file, or 'auto'")
     return device
 
 
