@@ -1,0 +1,92 @@
+"""The largest size that fits, held against trying all of them; several kinds of hardware in one table, against asking for each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from foretell import api
+from foretell.cli import fit_table, main
+from foretell.errors import ModelError
+from foretell.quantities import FITS, NO, Prediction
+from foretell.search.most import most
+
+ROOM = 10_000
+
+
+@pytest.fixture(scope="module")
+def answer() -> Prediction:
+    return api.fit("gpt-tiny", hardware="H200", seq=32)
+
+
+BYTES: dict[str, Callable[[int], int]] = {
+    "a line": lambda size: 100 + 37 * size, "steep": lambda size: 9000 + 400 * size, "a square": lambda size: 50 + size * size // 3,
+    "steps": lambda size: 2048 * (size // 64 + 1), "flat, then steep": lambda size: 4000 + max(0, size - 100) * 900,
+    "nothing fits": lambda size: 20_000 + size, "only the first": lambda size: 9_999 if size == 1 else 20_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_it_is_the_largest_of_all(name: str, answer: Prediction) -> None:
+    tried: list[int] = []
+
+    def attempt(size: int) -> Prediction:
+        tried.append(size)
+        used = BYTES[name](size)
+        memory = replace(answer.memory, device_bytes=used, capacity_bytes=ROOM, margin_bytes=ROOM - used)
+        return replace(answer, verdict=FITS if used <= ROOM else NO, memory=memory)
+
+    found = most(attempt)
+    fitting = [size for size in range(1, 2000) if BYTES[name](size) <= ROOM]
+    assert found.size == (max(fitting) if fitting else 0) and found.next_size == found.size + 1
+    assert found.next_short is not None and found.next_short > 0
+    assert len(tried) == len(set(tried)) <= 24
+
+
+def test_what_the_model_refuses_ends_it_too(answer: Prediction) -> None:
+    def attempt(size: int) -> Prediction:
+        if size > 77:
+            raise ModelError(f"{size} positions are too many", "give fewer")
+        return answer
+
+    found = most(attempt)
+    assert found.size == 77 and found.next_short is None and "78 positions are too many" in found.why
+    with pytest.raises(ModelError):
+        most(lambda size: attempt(1000))
+
+
+def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    status = main([*words, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_the_largest_batch_of_a_model_fits_and_the_next_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["fit", "gpt-tiny", "--on", "H200,memory=1500MiB", "--seq", "64"]
+    status, found = told([*words, "--micro-batch", "max"], capsys)
+    size = found["largest"]["size"]
+    assert status == 0 and found["verdict"] == FITS and found["model"]["micro_batch"] == size > 4 and found["largest"]["next_size"] == size + 1
+    assert told([*words, "--micro-batch", str(size)], capsys)[1]["verdict"] == FITS
+    assert told([*words, "--micro-batch", str(size + 1)], capsys)[1]["verdict"] != FITS
+    assert main([*words, "--micro-batch", "max"]) == 0
+    assert f"--micro-batch {size}" in capsys.readouterr().out
+    assert main([*words, "--micro-batch", "0"]) == 2 and main(["fit", "gpt-tiny", "--on", "T4", "--micro-batch", "max", "--seq", "max"]) == 2
+
+
+def test_several_kinds_of_hardware_are_rows_of_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit_table.several("H100,memory=60GiB,2xA100,T4") == ["H100,memory=60GiB", "2xA100", "T4"]
+    words = ["gpt-tiny", "--seq", "32", "--tokens", "1B"]
+    status, found = told(["fit", *words, "--on", "T4,H100,memory=500MiB,H200", "--objective", "cost"], capsys)
+    assert status == 0 and [one["on"] for one in found["answers"]][-1] == "H100,memory=500MiB" and found["answers"][-1]["verdict"] == NO
+    money = [one["run"]["money"] for one in found["answers"][:-1]]
+    assert money == sorted(money)
+    alone = told(["fit", *words, "--on", "T4"], capsys)[1]
+    row = next(one for one in found["answers"] if one["on"] == "T4")
+    assert all(row[name] == alone[name] for name in ("memory", "time", "run", "verdict"))
+    assert main(["fit", *words, "--on", "T4,H200"]) == 0
+    screen = capsys.readouterr().out
+    assert screen.splitlines()[2].startswith("H200") and max(map(len, screen.splitlines())) <= 120
+    assert main(["fit", *words, "--on", "T4,H200", "--objective", "luck"]) == 2
