@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import typer
+
 from foretell.cli import common
 from foretell.errors import UserError
 from foretell.units import gib
@@ -11,13 +13,14 @@ from foretell.units import gib
 MAX = "max"
 
 
-def size_of(option: str, text: str | None) -> int | str | None:
-    """A whole number above zero, or `max`."""
-    if text is None or text.strip().casefold() == MAX:
-        return None if text is None else MAX
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise UserError(f"{option} {text!r} is no size", f"give a whole number above zero, or {option} max")
-    return int(text)
+def size(text: str) -> int | str:
+    """A whole number, or `max`: what an option is read with."""
+    if text.strip().casefold() == MAX:
+        return MAX
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no whole number, and not {MAX}") from None
 
 
 def answer(model: str, on: str, options: dict[str, Any], typed: list[str], json: bool) -> int:

@@ -68,7 +68,7 @@ def test_what_is_chosen() -> None:
 def test_names_of_recipes_and_plans_are_each_others() -> None:
     for recipe in PRECISIONS:
         name = precision.in_plan(recipe)
-        assert (name is None) == (recipe == "fp16"), "which is for inference alone"
+        assert (name is None) == (recipe in ("fp16", "tf32")), "one is for inference alone, the other of a script's own switch"
         if name is not None:
             assert precision.in_recipe(name, recipe.startswith("fsdp")) == recipe
             assert precision.computes_in(name) == COMPUTES[recipe]
