@@ -30,7 +30,7 @@ def fit(
         help="Zoo name, hf:TYPE, hf:ORG/NAME, hf:config.json, timm:NAME, torchvision:NAME or file.py:function; or -- and your script's command."),
     on: str = typer.Option(..., "--on", metavar="HW", show_default=False,
                            help="H100, H100:8, 2x8xH100, H100,memory=60GiB, auto (this machine), cluster.toml; several with commas: a table."),
-    micro_batch: str = typer.Option("1", metavar="N", parser=fit_most.size, help="Samples of a forward and backward, on each device; max: all that fit."),
+    micro_batch: str = typer.Option("1", metavar="N", parser=fit_most.size, help="Samples of one forward, on each device; max: all that fit."),
     seq: str | None = typer.Option(None, metavar="N", parser=fit_most.size, help="Tokens per sample; max: all that fit; default: the model's usual."),
     image: int | None = typer.Option(None, metavar="N", help="Side of the image in pixels; default: the model's usual."),
     optimizer: str = typer.Option("adamw-fused", metavar="NAME",
