@@ -85,12 +85,9 @@ def _tensors() -> Iterator[tuple[Any, str, Any]]:
     yield Tensor, "record_stream", lambda *_: None
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-def _zero(*args: Any, **kwargs: Any) -> int:
-    return 0
+def _giving(value: Any) -> Callable[..., Any]:
+    """A function of its own each time: Dynamo's rules refuse one function under two names."""
+    return lambda *_, **__: value
 
 
 class _Stream:
@@ -110,7 +107,7 @@ class _Stream:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _nothing
+        return _giving(None)
 
     def query(self) -> bool:
         return True
@@ -151,9 +148,9 @@ _ZEROS = (
 def _of_torch_cuda(capability: tuple[int, int], is_users: IsUsers) -> Iterator[tuple[Any, str, Any]]:
     cuda = torch.cuda
     for name in _QUIET:
-        yield cuda, name, _nothing
+        yield cuda, name, _giving(None)
     for name in _ZEROS:
-        yield cuda, name, _zero
+        yield cuda, name, _giving(0)
     about = SimpleNamespace(
         name="CUDA device", major=capability[0], minor=capability[1], total_memory=MEMORY, multi_processor_count=132,
         is_integrated=False, is_multi_gpu_board=False, warp_size=32,
@@ -178,12 +175,12 @@ def _of_torch_cuda(capability: tuple[int, int], is_users: IsUsers) -> Iterator[t
     yield cuda, "current_stream", _Stream
     yield cuda, "default_stream", _Stream
     for name in ("range_push", "range_pop", "mark"):
-        yield cuda.nvtx, name, _nothing
+        yield cuda.nvtx, name, _giving(None)
     for name in ("_cuda_clearCublasWorkspaces", "_cuda_emptyCache", "_cuda_synchronize"):  # builds for CUDA have them, and libraries call them
-        yield torch._C, name, _nothing
+        yield torch._C, name, _giving(None)
     yield cuda, "is_current_stream_capturing", lambda: False
     for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):  # asks a stream of the real device
-        yield torch.optim.Optimizer, name, _nothing
+        yield torch.optim.Optimizer, name, _giving(None)
     for name in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"):
         yield cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor")
 
@@ -201,9 +198,9 @@ def _of_accelerator(is_users: IsUsers) -> Iterator[tuple[Any, str, Any]]:
     yield plain, "device_count", lambda: 1 if users_ask() else counted()
     for name in ("synchronize", "empty_cache", "empty_host_cache", "set_device_index", "set_device_idx", "set_stream", "reset_peak_memory_stats",
                  "reset_accumulated_memory_stats"):  # fmt: skip
-        yield plain, name, _nothing
+        yield plain, name, _giving(None)
     for name in ("current_device_index", "current_device_idx", *_ZEROS[1:-2]):
-        yield plain, name, _zero
+        yield plain, name, _giving(0)
     yield plain, "current_stream", _Stream
     yield plain, "device_index", _Stream
     yield plain, "get_memory_info", lambda *_: (MEMORY, MEMORY)

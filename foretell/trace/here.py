@@ -6,7 +6,7 @@ import functools
 import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,7 +74,8 @@ def measure_on_cpu(source: Source, recipe: Recipe, steps: int = 2) -> tuple[int,
     with no_collection(), _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         for _ in range(steps if recipe.mode == "train" else 1):
             _run_once(step)
-    kept, whole = _peaks(recorded.profiler.kineto_results.events())
+    record = recorded.profiler.kineto_results
+    kept, whole = _peaks(record.events(), _not_ours(record.experimental_event_tree()))
     at_start = sum(resident.values())
     return at_start + kept, at_start + whole
 
@@ -109,7 +110,28 @@ def seconds_on_cpu(
     return statistics.median(found[3:])
 
 
-def _peaks(events: Iterable[Any]) -> tuple[int, int]:
+def _not_ours(tree: Iterable[Any]) -> set[int]:
+    """When memory was given back that was not taken in this record: PyTorch remembers the sizes of an earlier record's blocks by
+    their address, and tells them of whatever lies there later."""
+    found, queue = [], list(tree)
+    while queue:
+        event = queue.pop()
+        queue += event.children
+        if isinstance(event.extra_fields, torch._C._profiler._ExtraFields_Allocation):
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    ours: set[int] = set()
+    strange = set()
+    for when, pointer, size in sorted(found):
+        if size > 0:
+            ours.add(pointer)
+        elif pointer in ours:
+            ours.remove(pointer)
+        else:
+            strange.add(when)
+    return strange
+
+
+def _peaks(events: Iterable[Any], not_ours: Container[int] = ()) -> tuple[int, int]:
     """Highest live bytes between kernels, and with what kernels take for themselves while they run."""
     live = kept = whole = 0
     ends: int | None = None
@@ -119,7 +141,7 @@ def _peaks(events: Iterable[Any]) -> tuple[int, int]:
             ends = None
             kept = max(kept, live)
         if event.name() == "[memory]" and event.device_type() == torch._C._autograd.DeviceType.CPU:
-            live += event.nbytes()
+            live += event.nbytes() if event.start_ns() not in not_ours else 0
             whole = max(whole, live)
             kept = kept if ends is not None else max(kept, live)
         elif ends is None and _is_kernel(event.name()) and not _copies_first(ordered, position):
