@@ -36,7 +36,7 @@ def fit(
     optimizer: str = typer.Option("adamw-fused", metavar="NAME",
                                   help="sgd, momentum, adam or adamw; with -fused, -foreach or -loop where torch has it."),
     precision: str | None = typer.Option(None, metavar="NAME",
-        help="fp32, tf32, bf16-autocast, fp16-autocast, bf16, fp16 (with --infer), fsdp-bf16 or fsdp-fp16; default: by device."),
+        help="fp32, tf32, bf16-mixed, fp16-mixed (fp32 weights, autocast), bf16 or, with --infer, fp16; default: by device."),
     recompute: str = typer.Option("none", metavar="HOW", help="none, full (every block) or selective."),
     accumulate: int = typer.Option(1, metavar="N", help="Micro-batches per optimizer step."),
     clip: float | None = typer.Option(None, metavar="X", help="Clip the gradient norm to X; default: no clipping."),
@@ -101,7 +101,13 @@ def fit(
         return many
     if footprint and not any(options[name] for name in ("tokens", "samples", "epochs")):
         raise UserError("--footprint is of a whole run, and none is given", "add --tokens, --samples or --epochs")
-    prediction, said = _answered(model, on, options, advises=not (json or no_cache or beside))
+    spread = infer and not (beside or footprint or trace_out) and count_of(on) > 1
+    options |= {"advice_seconds": 0.0} if spread else {}
+    prediction, said = _answered(model, on, options, advises=not (json or no_cache or beside or spread))
+    if spread and not prediction.fits:
+        from foretell.cli.infer import fit_command
+
+        return fit_command(prediction, on, options, json)
     beside_it = side_by_side.predicted(model, on, options, beside) if beside else None
     return _told(prediction, on, {} if theirs is None else {"from": theirs}, _used_up(prediction, on) if footprint else None, beside_it, json, said)
 
@@ -199,6 +205,12 @@ def parse_device(on: str) -> Any:
     return parse(on).device
 
 
+def count_of(on: str) -> int:
+    from foretell.hardware import parse
+
+    return parse(on).count
+
+
 def _used_up(prediction: Any, on: str) -> tuple[Any, ...]:
     """Devices that the run uses up: as predicted first, then by MFU and lifetime. Nothing where no speed is known."""
     from foretell.hardware import footprint
@@ -255,6 +267,7 @@ def check(model: str, on: str, options: dict[str, Any]) -> None:
 def check_step(model: str, on: str, options: dict[str, Any]) -> None:
     """The same of the model, its batch, how it is trained and where."""
     from foretell.hardware import parse
+    from foretell.plan.precision import read
     from foretell.trace.load import Source
     from foretell.trace.load import check as check_source
     from foretell.trace.recipe import Recipe
@@ -264,8 +277,9 @@ def check_step(model: str, on: str, options: dict[str, Any]) -> None:
     if not on.strip().casefold().startswith("auto"):  # only torch knows this machine
         parse(on)
     of_recipe = ("optimizer", "recompute", "accumulate", "clip", "lora", "nf4", "freeze")
-    precision = {"precision": options["precision"]} if options["precision"] is not None else {}
-    Recipe(**{name: options[name] for name in of_recipe if name in options}, **precision)
+    precision = {"precision": read(options["precision"], False)} if options["precision"] is not None else {}
+    mode = "infer" if options.get("infer") else "train"
+    Recipe(**{name: options[name] for name in of_recipe if name in options}, **precision, mode=mode)
 
 
 def check_run(options: dict[str, Any]) -> None:

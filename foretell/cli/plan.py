@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,7 @@ def plan(
     if infer:
         from foretell.cli.infer import infer_command
 
+        source = replace(source, micro_batch=micro_batch or 1)
         return infer_command(source, on, precision=precision, json=json, cache=not no_cache, time_limit=time_limit)
     axes = {"tp": tp, "pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "cp": cp, "ep": ep}
     wishes = Wishes(

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
+from foretell.plan.precision import shown
 from foretell.quantities import FITS, NO, TIGHT, Holder, Prediction, Remedy
 from foretell.report import bar, command, seconds
 from foretell.units import GIB, gib, human_bytes, human_count
@@ -105,8 +106,7 @@ def _head(prediction: Prediction, width: int) -> list[Text]:
         lines = [head + Text(f" {sentence}")]
     else:
         lines = [head, *(Text(f"  {line}") for line in textwrap.wrap(sentence, width - 2)[:2])]
-    asked = textwrap.wrap(_asked(prediction, name), width - 2)
-    return lines + [Text(f"  {line}", "dim") for line in asked[:2]]
+    return lines + [Text(f"  {line}", "dim") for line in textwrap.wrap(asked(prediction), width - 2)[:2]]
 
 
 def _amounts(prediction: Prediction) -> str:
@@ -128,11 +128,11 @@ def _amounts(prediction: Prediction) -> str:
     return text
 
 
-def _asked(prediction: Prediction, name: str) -> str:
-    """`8.03B parameters; micro-batch 1 × 8192 tokens; adamw-fused, bf16-autocast, recompute none`."""
+def asked(prediction: Prediction) -> str:
+    """`8.03B parameters; micro-batch 1 × 8192 tokens; adamw-fused, bf16-mixed, recompute none`."""
     pieces = [f"{human_count(prediction.parameters)} parameters"]
     description = _clean(str(prediction.model.get("description", "")))
-    pieces.append(description.removeprefix(name).lstrip(", "))
+    pieces.append(description.removeprefix(_clean(command.model_name(prediction))).lstrip(", "))
     recipe = prediction.model.get("recipe")
     if isinstance(recipe, Mapping):
         pieces.append(_recipe(recipe))
@@ -140,7 +140,8 @@ def _asked(prediction: Prediction, name: str) -> str:
 
 
 def _recipe(recipe: Mapping[str, Any]) -> str:
-    words = [str(recipe[key]) for key in ("optimizer", "precision") if recipe.get(key)]
+    words = [str(recipe["optimizer"])] if recipe.get("optimizer") else []
+    words += [shown(str(recipe["precision"]))] if recipe.get("precision") else []
     if recipe.get("mode") == "infer":
         words = ["inference", *words[1:]]
     elif recipe.get("recompute"):

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from foretell.errors import UserError
 from foretell.trace import types
+from foretell.trace.adapt import packed_away
 from foretell.trace.blame import is_users, made_at, users_frames, users_line
 from foretell.trace.blocks import find_blocks
 from foretell.trace.collection import no_collection
@@ -365,7 +366,7 @@ def _is_logits(row: Row, number: int, width: int | None) -> bool:
 def _meta(recorder: Recorder, step: Step, capability: tuple[int, int] | None, release: str) -> dict[str, object]:
     parameters = list(step.model.parameters())
     return {
-        "parameters": sum(parameter.numel() for parameter in parameters),
+        "parameters": sum(parameter.numel() for parameter in parameters) + packed_away(step.model),
         "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         "blocks": find_blocks(step.model),
         "recipe": step.recipe.to_json(),

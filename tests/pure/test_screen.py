@@ -235,7 +235,7 @@ def test_no_that_rests_on_the_band_says_so() -> None:
 
 def test_the_second_line_says_what_was_asked() -> None:
     told = lines(prediction(FITS), 120)[1].strip()
-    assert told == "8.03B parameters; micro-batch 1 × 8192 tokens; adamw-fused, fsdp-bf16, recompute none"
+    assert told == "8.03B parameters; micro-batch 1 × 8192 tokens; adamw-fused, bf16-mixed, recompute none"
 
 
 # ---------------------------------------------------------------- the bar
@@ -347,7 +347,7 @@ def test_assumptions_shown_and_left_add_up() -> None:
 def test_a_whole_screen_with_time() -> None:
     expected = """\
         FITS  llama3-8b on H200-SXM-141GB: 62.1 of 80.0 GiB, 17.9 GiB spare
-          8.03B parameters; micro-batch 1 × 8192 tokens; adamw-fused, fsdp-bf16,
+          8.03B parameters; micro-batch 1 × 8192 tokens; adamw-fused, bf16-mixed,
           recompute none
 
         ████████▓▓▓▓▓▓▓▓▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▤▤▤▤▞▞░░░▨··················
