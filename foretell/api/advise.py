@@ -41,7 +41,7 @@ def advise(
     if known is not None:
         return answer, known
     found = faster(
-        answer, _question(model, answer, cluster, options), lambda changes: fit(model, **{**plain, "advice_seconds": 0.0, **changes}),
+        answer, question_of(model, answer, cluster, options), lambda changes: fit(model, **{**plain, "advice_seconds": 0.0, **changes}),
         seconds=seconds, progress=progress,
     )  # fmt: skip
     if keeps and found.whole:
@@ -49,7 +49,7 @@ def advise(
     return answer, found
 
 
-def _question(model: str, answer: Prediction, cluster: Cluster, options: Mapping[str, Any]) -> Any:
+def question_of(model: str, answer: Prediction, cluster: Cluster, options: Mapping[str, Any]) -> Any:
     from foretell.search.faster_ways import Question
     from foretell.trace.settings import settings_of
 
