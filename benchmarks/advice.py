@@ -38,7 +38,7 @@ MODELS: Mapping[str, tuple[int, int]] = {
     "tnt-s": (32, 512), "scaling-mlp-b12": (256, 16384),
 }  # fmt: skip
 """Name → the least and the most samples of a micro-batch."""
-DEVICES = ("T4", "V100", "RTX3090", "RTX4090", "A10G", "L4", "L40S", "A100-40GB", "A100-80GB", "H100", "H200", "MI300X")
+DEVICES = ("T4", "V100", "RTX3090", "RTX4090", "A10", "L4", "L40S", "A100-40GB", "A100-80GB", "H100", "H200", "MI300X")
 BEST = 0.05
 
 
