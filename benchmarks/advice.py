@@ -147,7 +147,8 @@ def asked_once(number: int) -> dict[str, Any]:
         answer = api.fit(**asked)
     except ForetellError as error:
         return row | {"refused": str(error)[:200]}
-    row |= {"verdict": answer.verdict, "seconds": round(time.monotonic() - began, 1), "suggestions": kept(answer, typed(asked)), "advice": answer.advice}
+    row |= {"verdict": answer.verdict, "seconds": round(time.monotonic() - began, 1), "advice": answer.advice}
+    row |= {"suggestions": kept(answer, typed(asked))}
     if answer.verdict == "no" or not answer.fits:
         here = [one for one in answer.remedies if one.fits and one.devices <= _count(answer)]
         possible, tried = anything(asked) if not here else (None, 0)
