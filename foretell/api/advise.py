@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from foretell.api.step import fit
+from foretell.api.step import fit, trace_ahead
 from foretell.decode import value_of
 from foretell.hardware import Cluster, parse
 from foretell.quantities import NO, Prediction
@@ -28,28 +28,37 @@ def advise(
 
     What was advised is kept: the same question is answered at once.
     """
-    from foretell.search.faster import Advice, faster
-
-    plain = {**options, "hardware": hardware, "trace_out": None}
-    answer = fit(model, **plain, progress=progress)
+    answer = fit(model, **{**options, "hardware": hardware, "trace_out": None}, progress=progress)
     if answer.verdict == NO:
         return answer, None
+    return answer, faster(model, answer, hardware=hardware, seconds=seconds, progress=progress, **options)
+
+
+def faster(
+    model: str, answer: Prediction, *, hardware: str | Cluster, seconds: float, joins: bool = True,
+    progress: Callable[[str], None] = lambda doing: None, **options: Any,
+) -> Advice:  # fmt: skip
+    """What would make the step of an answer of `fit` faster; without `joins` only single changes, and batches of twice the size."""
+    from foretell.search import faster as search
+
+    plain = {**options, "model": model, "hardware": hardware, "trace_out": None, "advice_seconds": 0.0}
     cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
-    key = store.key_of({"faster": answer.to_json(), "asked": {name: str(value) for name, value in plain.items()}})
+    whole, own = ({"faster": answer.to_json(), "asked": {name: str(value) for name, value in plain.items()}, "joins": each} for each in (True, joins))
     keeps = bool(options.get("cache", True)) and ".py:" not in model  # a file may change
-    known = store.read("faster", key, lambda entry: value_of(Advice, entry["advice"])) if keeps else None
-    if known is not None:
-        return answer, known
-    found = faster(
-        answer, _question(model, answer, cluster, options), lambda changes: fit(model, **{**plain, "advice_seconds": 0.0, **changes}),
-        seconds=seconds, progress=progress,
+    for known in (whole, own) if keeps else ():
+        kept: Advice | None = store.read("faster", store.key_of(known), lambda entry: value_of(search.Advice, entry["advice"]))
+        if kept is not None:
+            return kept
+    found = search.faster(
+        answer, question_of(model, answer, cluster, options), lambda changes: fit(**{**plain, **changes}), seconds=seconds, joins=joins,
+        prepare=lambda many, left: trace_ahead([{**plain, **changes} for changes in many], left) if keeps else None, progress=progress,
     )  # fmt: skip
     if keeps and found.whole:
-        store.write("faster", key, {"advice": asdict(found)}, {})
-    return answer, found
+        store.write("faster", store.key_of(own), {"advice": asdict(found)}, {})
+    return found
 
 
-def _question(model: str, answer: Prediction, cluster: Cluster, options: Mapping[str, Any]) -> Any:
+def question_of(model: str, answer: Prediction, cluster: Cluster, options: Mapping[str, Any]) -> Any:
     from foretell.search.faster_ways import Question
     from foretell.trace.settings import settings_of
 

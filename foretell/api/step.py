@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -89,40 +91,73 @@ def fit(
     asked = {**locals(), "began": time.monotonic()}
     cluster = hardware if isinstance(hardware, Cluster) else parse(hardware, apple=True)
     on = hardware if isinstance(hardware, str) else cluster.device.name
-    sharded = cluster.count > 1 and not infer
-    recipe = Recipe(
-        optimizer=optimizer,
-        precision=read_precision(precision, sharded) if precision else for_inference(cluster) if infer else default_recipe(cluster, sharded),
-        recompute=recompute,
-        accumulate=accumulate,
-        clip=clip,
-        lora=lora,
-        nf4=nf4,
-        freeze=tuple(freeze),
-        mode="infer" if infer else "train",
-        compile=compile if isinstance(compile, str) else "model" if compile else "none",
-        shards=1 if infer else cluster.count,
-        channels_last=channels_last,
-    )
-    refuse_recipe(recipe.precision, cluster, sharded)
-    if recipe.compile != "none":
-        backends.refuse_compile(cluster)
+    recipe = _recipe(asked, cluster)
     if recipe.compile != "none" and too_old_to_compile(cluster):
         raise UserError(f"{cluster.device.name} is too old for torch.compile: Triton needs compute capability 7.0", "leave out --compile")
-    wishes = Wishes(
-        amount=Amount.of(tokens=tokens, samples=samples, epochs=epochs, dataset_size=dataset_size), region=region,
-        price=price, trace_out=trace_out,
-    )  # fmt: skip
+    wishes = _wishes(asked)
     if isinstance(model, str):
         if batch is not None:
             raise UserError("a batch is given with a model's name", "give a module, or let the name make its own batch")
-        source = Source(
-            model=model, overrides=dict(overrides or {}), micro_batch=micro_batch, seq=seq, image=image, loss=loss
-        )
+        source = _source(asked)
         found = _fit_source(source, recipe, cluster, on, dict(hints or {}), expandable_segments, cache, wishes, time_limit)
         return _kept_advice(found, recipe, cluster, asked, source)
     answer = _fit_module(model, batch, loss, recipe, cluster, on, hints, expandable_segments, wishes)
     return _advised(answer, recipe, cluster, asked)[0]
+
+
+def _wishes(asked: Mapping[str, Any]) -> Wishes:
+    """What else is to be told of the run."""
+    amount = Amount.of(**{name: asked[name] for name in ("tokens", "samples", "epochs", "dataset_size")})
+    return Wishes(amount=amount, region=asked["region"], price=asked["price"], trace_out=asked["trace_out"])
+
+
+def _recipe(asked: Mapping[str, Any], cluster: Cluster) -> Recipe:
+    """How the step is trained, by the options of `fit`."""
+    infer, compile = asked["infer"], asked["compile"]
+    sharded = cluster.count > 1 and not infer
+    plain = {name: asked[name] for name in ("optimizer", "recompute", "accumulate", "clip", "lora", "nf4", "channels_last")}
+    usual = for_inference(cluster) if infer else default_recipe(cluster, sharded)
+    recipe = Recipe(
+        **plain, precision=read_precision(asked["precision"], sharded) if asked["precision"] else usual, freeze=tuple(asked["freeze"]),
+        mode="infer" if infer else "train", compile=compile if isinstance(compile, str) else "model" if compile else "none",
+        shards=1 if infer else cluster.count,
+    )  # fmt: skip
+    refuse_recipe(recipe.precision, cluster, sharded)
+    if recipe.compile != "none":
+        backends.refuse_compile(cluster)
+    return recipe
+
+
+def _source(asked: Mapping[str, Any]) -> Source:
+    plain = {name: asked[name] for name in ("model", "micro_batch", "seq", "image", "loss")}
+    return Source(**plain, overrides=dict(asked["overrides"] or {}))
+
+
+def trace_ahead(many: Sequence[Mapping[str, Any]], seconds: float) -> None:
+    """Trace what `fit` will trace for these options of its, side by side; it finds the traces kept. What cannot be traced it says then."""
+    from foretell.trace.stored import keep_all
+    from foretell.trace.turns import by_phase
+
+    wanted: list[Mapping[str, Any]] = []
+    for given in many:
+        asked = {**_defaults(), **given}
+        cluster = parse(asked["hardware"], apple=True) if isinstance(asked["hardware"], str) else asked["hardware"]
+        with suppress(UserError):
+            recipe, source = _recipe(asked, cluster), _source(asked)
+            wanted += by_phase(_request(source, recipe, cluster, dict(asked["hints"] or {})), recipe).values()
+    keep_all(wanted, seconds=seconds, time_limit=min((given.get("time_limit", TIME_LIMIT) for given in many), default=TIME_LIMIT))
+
+
+def _defaults() -> dict[str, Any]:
+    return {name: one.default for name, one in inspect.signature(fit).parameters.items()}
+
+
+def _request(source: Source, recipe: Recipe, cluster: Cluster, hints: dict[str, float]) -> dict[str, Any]:
+    """What is asked of the process that traces."""
+    ranks = min(2, recipe.shards)  # a trace is the same for any number of them above one
+    several = "+" in str(source.overrides.get("phase", ""))  # phases in turn are traced with all their micro-batches
+    traced = replace(recipe, compile="none", shards=ranks, accumulate=recipe.accumulate if several else 1)
+    return request(source, traced, backends.capability(cluster) or (), hints)
 
 
 def _fit_module(
@@ -155,6 +190,7 @@ def fit_script(
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Prediction:
     """What `fit` says of a training script: `["python", "train.py", "--batch-size", "64"]`, followed as it is to its first step."""
+    asked = locals()
     from foretell.simulate.ranks import largest
     from foretell.trace import user_code
     from foretell.trace.script.several import follow_ranks
@@ -165,10 +201,7 @@ def fit_script(
     name = cluster.device.name
     script = over(parse_words(words), cluster.nodes, cluster.devices_per_node, name)
     on = hardware if isinstance(hardware, str) else name
-    wishes = Wishes(
-        amount=Amount.of(tokens=tokens, samples=samples, epochs=epochs, dataset_size=dataset_size), region=region,
-        price=price, trace_out=trace_out,
-    )  # fmt: skip
+    wishes = _wishes(asked)
     user_code.before([str(Path(script.file).resolve()) if script.file else f"module {script.module}"])
     replies = follow_ranks(
         script, backends.capability(cluster), dict(hints or {}), keep_writes, devices=cluster.count, name=name, cache=cache, time_limit=time_limit,
@@ -188,7 +221,7 @@ def fit_script(
 
 def _kept_advice(found: _Found, recipe: Recipe, cluster: Cluster, asked: Mapping[str, Any], source: Source) -> Prediction:
     """The answer with ways to make it fit: those of the last time, unless time was up before all were tried."""
-    question = {"advice": found.question, "seconds": asked["advice_seconds"], "larger": str(asked["hardware"])}
+    question = {"advice": found.question, "seconds": asked["advice_seconds"], "hardware": str(asked["hardware"])}
     key = store.key_of(question)
     keeps = bool(asked["cache"]) and found.answer.verdict != FITS and asked["advice_seconds"] != 0
     known = store.read("advice", key, lambda entry: value_of(_Advice, entry["advice"])) if keeps else None
@@ -239,6 +272,7 @@ def _advised(
     )  # fmt: skip
     return advise(
         answer, given, lambda changes: fit(**{**plain, **changes}), seconds=seconds, progress=asked["progress"],
+        prepare=lambda many, left: trace_ahead([{**plain, **changes} for changes in many], left) if source is not None and asked["cache"] else None,
         by_plan=lambda: by_plan(answer, given, source, hints=asked["hints"] or {}, cache=asked["cache"]),
     )  # fmt: skip
 
@@ -248,10 +282,7 @@ def _fit_source(
     wishes: Wishes, time_limit: float,
 ) -> _Found:  # fmt: skip
     check_source(source)
-    ranks = min(2, recipe.shards)  # a trace is the same for any number of them above one
-    several = "+" in str(source.overrides.get("phase", ""))  # phases in turn are traced with all their micro-batches
-    traced = replace(recipe, compile="none", shards=ranks, accumulate=recipe.accumulate if several else 1)
-    asked = request(source, traced, backends.capability(cluster) or (), hints)
+    asked = _request(source, recipe, cluster, hints)
     question = {
         "fit": asked, "recipe": recipe.to_json(), "hardware": cluster.to_dict(), "on": on, "expandable": expandable,
         "wishes": wishes.to_json(), "prices": user_figures()[1], "profile": profile_stamp(cluster.device.name),

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from foretell.cli import common
-from foretell.cli.fit import TIME_LIMIT, check_step, overrides
+from foretell.cli.fit import TIME_LIMIT, check_step, hints, overrides
 
 
 def advise(
@@ -22,10 +22,16 @@ def advise(
     recompute: str = typer.Option("none", metavar="HOW", help="none, full (every block) or selective."),
     accumulate: int = typer.Option(1, metavar="N", help="Micro-batches per optimizer step."),
     clip: float | None = typer.Option(None, metavar="X", help="Clip the gradient norm to X; default: no clipping."),
+    lora: int | None = typer.Option(None, metavar="RANK", help="As for `fit`."),
+    nf4: bool = typer.Option(False, "--nf4", help="As for `fit`."),
+    freeze: list[str] = typer.Option([], metavar="PREFIX", help="As for `fit`; may be repeated."),
     infer: bool = typer.Option(False, "--infer", help="One forward without gradients instead of a training step."),
     compile: bool = typer.Option(False, "--compile", help="The model runs under torch.compile already."),
+    compile_how: str | None = typer.Option(None, "--compile-how", metavar="HOW", help="The same; model, blocks or graphs."),
+    expandable_segments: bool = typer.Option(False, "--expandable-segments", help="As for `fit`."),
     channels_last: bool = typer.Option(False, "--channels-last", help="Images and convolutions are in torch.channels_last already."),
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Change a setting of the model; may be repeated."),
+    hint: list[str] = typer.Option([], metavar="PATTERN=NUMBER", help="As for `fit`; may be repeated."),
     loss: str | None = typer.Option(None, metavar="FILE.PY:FUNCTION", help="Loss of (output, batch); default: the model's own."),
     seconds: float = typer.Option(300.0, metavar="S", help="After which no further change is predicted."),
     time_limit: float = TIME_LIMIT,
@@ -40,7 +46,8 @@ def advise(
     options: dict[str, Any] = {
         "optimizer": optimizer, "precision": precision, "recompute": recompute, "accumulate": accumulate, "clip": clip, "infer": infer,
         "micro_batch": micro_batch, "seq": seq, "image": image, "loss": loss, "overrides": overrides(settings), "cache": not no_cache,
-        "compile": compile, "channels_last": channels_last, "time_limit": time_limit,
+        "lora": lora, "nf4": nf4, "freeze": tuple(freeze), "hints": hints(hint), "expandable_segments": expandable_segments,
+        "compile": compile_how or compile, "channels_last": channels_last, "time_limit": time_limit,
     }  # fmt: skip
     check_step(model, on, options)
     doing = common.Doing(f"advising on {model}")

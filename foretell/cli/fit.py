@@ -15,8 +15,11 @@ import typer
 from foretell.cli import beside as side_by_side
 from foretell.cli import common, fit_most, fit_table
 from foretell.errors import UserError
+from foretell.quantities import FITS
 
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+FASTER_SECONDS = 3.0
+"""After which `fit` begins no further prediction of what would make a step faster."""
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -168,23 +171,46 @@ def _emit_json(prediction: Any, told: dict[str, Any], used_up: Any, beside_it: A
 
 def _answered(model: str, on: str, options: dict[str, Any], *, advises: bool) -> tuple[Any, bool]:
     """The prediction, and whether its answer was printed: at once where looking for advice takes a while after it."""
-    from foretell.quantities import FITS
-
     doing = common.Doing(f"tracing {model}")
     asked = {**options, "progress": doing.tell}
     if not advises:
         return common.call(lambda: _predict(model, on, asked), doing), False
     answer = common.call(lambda: _predict(model, on, {**asked, "advice_seconds": 0.0}), doing)
-    if answer.verdict == FITS:
-        return answer, False
     common.emit_answer(answer)
+    if answer.verdict == FITS:
+        _faster(model, answer, on, options)
+        return answer, True
     doing = common.Doing("predicting what would make it fit")
     return common.call(lambda: _predict(model, on, {**options, "progress": doing.tell}), doing), True
 
 
+def _faster(model: str, answer: Any, on: str, options: dict[str, Any]) -> None:
+    """Print the largest gains below the answer, as far as a few seconds tell."""
+    from foretell import api
+    from foretell.report.faster import top
+
+    doing = common.Doing("predicting what would make it faster")
+    found = common.call(lambda: api.faster(model, answer, hardware=on, seconds=FASTER_SECONDS, joins=False, progress=doing.tell, **options), doing)
+    lines = top(found, _without_run(common.typed()), common.width())
+    common.emit("\n".join(lines)) if lines else None
+
+
+def _without_run(words: Sequence[str]) -> list[str]:
+    """What was typed, without the options of a whole run, which `advise` has not."""
+    from foretell.report.command import without
+
+    found = list(words)
+    for option in ("--tokens", "--samples", "--epochs", "--dataset-size", "--region", "--price", "--objective", "--trace-out"):
+        found = without(found, option, has_value=True)
+    return [word for word in found if word not in ("--debug", "--footprint")]
+
+
 def _emit(prediction: Any, used_up: Any, beside_it: Any, on: str, said: bool = False) -> None:
     typed = [word for word in common.typed() if word not in ("--debug", "--no-cache")]
-    common.emit_advice(prediction, typed) if said else common.emit_screen(prediction, typed)
+    if not said:
+        common.emit_screen(prediction, typed)
+    elif prediction.verdict != FITS:
+        common.emit_advice(prediction, typed)
     if used_up is not None:
         from foretell.report.footprint import lines
 

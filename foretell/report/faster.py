@@ -8,9 +8,12 @@ from collections.abc import Sequence
 
 from foretell.quantities import Prediction
 from foretell.report.command import hardware_spec, model_name, with_flag
+from foretell.report.seconds import GUTTER
 from foretell.search.faster import Advice, Gain
 from foretell.units import gib, human_count
 
+TOP = 3
+"""Gains that `fit` shows."""
 NOTHING = "nothing that was tried makes it faster"
 
 
@@ -33,6 +36,20 @@ def lines(answer: Prediction, found: Advice, typed: Sequence[str], width: int) -
     if not found.whole:
         shown += ["", "time was up before all were predicted: run it again, or give more --seconds"]
     return shown
+
+
+def top(found: Advice, typed: Sequence[str], width: int) -> list[str]:
+    """The largest gains in short, below an answer of `fit`, and where all of them are told."""
+    gutter, lines = " " * GUTTER, []
+    for number, gain in enumerate(found.gains[:TOP]):
+        start = f"{'faster' if not number else '':<{GUTTER}}{gain.speedup:.2f}x  {_step(gain.step_seconds):>7}  "
+        wrapped = textwrap.wrap(f"{gain.change} [{gain.maths}]", max(20, width - len(start)))
+        lines += [start + wrapped[0], *(" " * len(start) + more for more in wrapped[1:])]
+    if lines:
+        command = shlex.join(["foretell", "advise", *typed[1:]])
+        told = textwrap.wrap(f"how, and all together: {command}", width - GUTTER, subsequent_indent="  ", break_long_words=False)
+        lines += [gutter + line for line in told]
+    return lines
 
 
 def _gain(gain: Gain, width: int) -> list[str]:

@@ -34,6 +34,8 @@ GAINS = 0.97
 
 Attempt = Callable[[Mapping[str, Any]], Prediction]
 """Predict the same step with other options of `fit`."""
+Prepare = Callable[[Sequence[Mapping[str, Any]], float], None]
+"""Told what is tried next, and how many seconds there are: what can be done side by side may be done at once."""
 ByPlan = Callable[[], Remedy | None]
 """Predict a plan for the same step that moves what does not fit; None where none can be made."""
 Progress = Callable[[str], None]
@@ -41,7 +43,7 @@ Progress = Callable[[str], None]
 
 def advise(
     answer: Prediction, asked: Asked, attempt: Attempt, *, by_plan: ByPlan = lambda: None, seconds: float,
-    progress: Progress = lambda _: None,
+    prepare: Prepare = lambda _, __: None, progress: Progress = lambda _: None,
 ) -> tuple[Prediction, bool]:  # fmt: skip
     """The answer with ways to make it fit, and whether there was time for all of them; unchanged where it fits.
 
@@ -50,7 +52,7 @@ def advise(
     guess = answer.model.get("outlook")
     if answer.verdict not in (NO, TIGHT) or not isinstance(guess, Mapping) or seconds <= 0:
         return answer, True
-    search = _Advice(answer, asked, attempt, by_plan, Outlook.from_json(guess), seconds, progress)
+    search = _Advice(answer, asked, attempt, by_plan, Outlook.from_json(guess), seconds, prepare, progress)
     search.run()
     return replace(answer, remedies=search.ranked(), ways_tried=len(search.found), advice=search.words()), not search.late
 
@@ -63,6 +65,7 @@ class _Advice:
     by_plan: ByPlan
     outlook: Outlook
     seconds: float
+    prepare: Prepare
     progress: Progress
     found: list[Remedy] = field(default_factory=list)
     late: bool = False
@@ -110,6 +113,8 @@ class _Advice:
                 continue
             if tried == EACH or self._over():
                 break
+            after = next((one for one in given[number + 1 :] if self._guess(one) <= NEAR), None)
+            self._ahead([way, after] if after is not None and tried % 2 == 0 else [])
             remedy = self._try(way)
             if remedy is None:
                 continue
@@ -118,6 +123,11 @@ class _Advice:
             tried += 1
             self.above = max(self.above, self.above * remedy.device_bytes / self.answer.memory.capacity_bytes / guess)
         return False
+
+    def _ahead(self, given: Sequence[Way]) -> None:
+        if given:
+            self.progress(f"trying {given[0].flag}")
+            self.prepare([way.options for way in given], max(0.0, self.seconds - (time.monotonic() - self.began)))
 
     def _try(self, way: Way) -> Remedy | None:
         """Predict one; None where it cannot be done to this model."""
@@ -150,7 +160,9 @@ class _Advice:
             given = ways.spread(self.asked, spec, times, self.outlook)
             near = [way for way in given[:-1] if self._guess(way, times) <= NEAR]
             least = float("inf")
-            for way in [*near[: EACH - 1], given[-1]]:
+            chosen = [*near[: EACH - 1], given[-1]]
+            self._ahead(chosen[:2])
+            for way in chosen:
                 if self._over():
                     return
                 remedy = self._try(way)

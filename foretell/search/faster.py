@@ -9,7 +9,7 @@ largest gain first, another kept where the joint is faster still; at last other 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,16 +68,26 @@ class Advice:
     """Whether there was time for all."""
 
 
+Prepare = Callable[[Sequence[Mapping[str, Any]], float], None]
+"""Told what options will be tried, and how many seconds there are for it: what can be done side by side may be done at once."""
+
+
 def faster(
-    answer: Prediction, asked: Question, attempt: Attempt, *, seconds: float = 600.0, progress: Callable[[str], None] = lambda _: None
-) -> Advice:
-    """Of a step whose time is known; no change is begun after so many seconds."""
+    answer: Prediction, asked: Question, attempt: Attempt, *, seconds: float = 600.0, joins: bool = True, prepare: Prepare = lambda _, __: None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Advice:  # fmt: skip
+    """Of a step whose time is known; no change is begun after so many seconds. `joins`: look for the best of them together too, and for
+    how large a batch still gains."""
     if answer.throughput is None or answer.time is None:
         return Advice(gains=(), joint=None, tried=0, whole=True)
     search = _Search(answer, asked, attempt, seconds, progress)
-    search.singles(faster_ways.ways(asked, answer))
-    search.larger()
-    joint = search.joint()
+    single, batches = faster_ways.ways(asked, answer), list(faster_ways.batches(asked))
+    batches = batches if joins else batches[:1]
+    progress("predicting what would make it faster")
+    prepare([way.options for way in (*single, *batches[:1])], seconds)
+    search.singles(single)
+    search.larger(batches)
+    joint = search.joint() if joins else None
     return Advice(gains=search.told(), joint=joint, tried=search.tried, whole=not search.late)
 
 
@@ -97,10 +107,10 @@ class _Search:
         for way in ways:
             self._try(way)
 
-    def larger(self) -> None:
+    def larger(self, batches: Sequence[Faster]) -> None:
         """Larger micro-batches, until one does not fit or gains no more."""
         before = 1.0
-        for way in faster_ways.batches(self.asked):
+        for way in batches:
             gain = self._try(way)
             if gain is None or gain.speedup < before * GAINS:
                 return

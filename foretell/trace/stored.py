@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from foretell.decode import value_of
+from foretell.errors import ForetellError
 from foretell.trace import cache as store
-from foretell.trace.child import TIME_LIMIT, trace_in_child
+from foretell.trace.child import TIME_LIMIT, WORKERS, ask_all, trace_in_child
 from foretell.trace.file import loads
 from foretell.trace.file_check import whole
 from foretell.trace.types import Trace
@@ -59,3 +63,20 @@ def traced(asked: Mapping[str, Any], *, cache: bool = True, time_limit: float = 
     if cache:
         keep(asked, text, reply)
     return parsed({"trace": text, **{name: reply[name] for name in ("files", "notes")}})
+
+
+def keep_all(requests: Sequence[Mapping[str, Any]], *, seconds: float, time_limit: float = TIME_LIMIT) -> None:
+    """Make and store what is not there yet, side by side as far as there are cores, none begun after so many seconds; what fails is left
+    to `traced`, which says why."""
+    until = time.monotonic() + seconds
+    missing = [asked for place, asked in enumerate(requests) if asked not in requests[:place] and known(asked) is None]
+    together = min(WORKERS, os.cpu_count() or 1)
+    if together < 2 or len(missing) < 2:
+        return
+    for first in range(0, len(missing), together):
+        if time.monotonic() > until:
+            return
+        pair = missing[first : first + together]
+        with contextlib.suppress(ForetellError):
+            for asked, (text, reply) in zip(pair, ask_all("foretell.trace.child", pair, time_limit=time_limit), strict=True):
+                keep(asked, text, reply)
