@@ -74,8 +74,9 @@ def fit(
     time_limit: float = TIME_LIMIT,
     from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False,
         help="Take options from an accelerate YAML or a DeepSpeed JSON; options typed here win."),
+    verbose: bool = typer.Option(False, "--verbose", help=common.VERBOSE_HELP),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
-    no_cache: bool = typer.Option(False, "--no-cache", help="Trace again, and keep no trace."),
+    no_cache: bool = typer.Option(False, "--no-cache", help="Ignore the trace cache."),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:  # fmt: skip
     """Predict whether one step of MODEL fits on HW, how long it takes and what it costs. Exit 0 it fits (or is tight), 1 it does not, 2 bad input."""
@@ -132,12 +133,12 @@ def _several(model: str, on: str, options: dict[str, Any], objective: str, *, al
     if alone or (len(hardware) > 1 and largest):
         raise UserError("several kinds of hardware or max, and --beside, --footprint, --trace-out or both of them", "ask for one at a time")
     if largest:
-        return fit_most.answer(model, on, options, [word for word in common.typed() if word not in ("--debug", "--no-cache")], json)
+        return fit_most.answer(model, on, options, [word for word in common.typed() if word not in ("--debug", "--no-cache", "--verbose")], json)
     return fit_table.answer(model, hardware, options, objective, json)
 
 
 _OF_A_SCRIPT = ("on", "hint", "expandable_segments", "tokens", "samples", "epochs", "dataset_size", "region", "price", "trace_out", "time_limit",
-                "keep_writes", "json", "no_cache", "debug")  # fmt: skip
+                "keep_writes", "verbose", "json", "no_cache", "debug")  # fmt: skip
 """Options beside a script: all others the script says itself."""
 
 
@@ -202,11 +203,11 @@ def _without_run(words: Sequence[str]) -> list[str]:
     found = list(words)
     for option in ("--tokens", "--samples", "--epochs", "--dataset-size", "--region", "--price", "--objective", "--trace-out"):
         found = without(found, option, has_value=True)
-    return [word for word in found if word not in ("--debug", "--footprint")]
+    return [word for word in found if word not in ("--debug", "--footprint", "--verbose")]
 
 
 def _emit(prediction: Any, used_up: Any, beside_it: Any, on: str, said: bool = False) -> None:
-    typed = [word for word in common.typed() if word not in ("--debug", "--no-cache")]
+    typed = [word for word in common.typed() if word not in ("--debug", "--no-cache", "--verbose")]
     if not said:
         common.emit_screen(prediction, typed)
     elif prediction.verdict != FITS:
