@@ -27,7 +27,7 @@ from foretell.simulate.wishes import Amount, Wishes
 from foretell.trace import cache as store
 from foretell.trace.child import request
 from foretell.trace.collection import no_collection
-from foretell.trace.load import Source, describe
+from foretell.trace.load import Source, describe, in_samples
 from foretell.trace.load import check as check_source
 from foretell.trace.process import TIME_LIMIT
 from foretell.trace.recipe import COMPUTES, Recipe
@@ -289,7 +289,8 @@ def _fit_source(
     }  # fmt: skip
     key = store.key_of(question)
     about = {"source": source.model, "description": describe(source), "micro_batch": source.micro_batch, **_sizes(source)}
-    same = {"model": {**about, "recipe": recipe.to_json()}, "hardware": _hardware(cluster)}
+    sizes = {name: value for name, value in about.items() if name != "description"}
+    same = {"model": {**sizes, "recipe": recipe.to_json()}, "hardware": _hardware(cluster)}
     known = store.read("answers", key, partial(_known_answer, same)) if cache and not wishes.trace_out else None
     if known is not None:
         return _Found(answer=known[0], question=question, files=known[1])
@@ -408,7 +409,7 @@ def _predict(
         verdict=cost.verdict,
         plan=to_json(plan) if source is not None and not in_no_plan(recipe) else {},
         model={
-            **about, "recipe": recipe.to_json(), "blocks": trace.meta.get("blocks", []),
+            **about, **_described(about, cost.unit), "recipe": recipe.to_json(), "blocks": trace.meta.get("blocks", []),
             "trainable": trace.meta.get("trainable"), "ops": sum(len(p.ops) for p in local.programs.values()),
             "flops": _flops(local), "ops_without_flop_rule": list(local.ops_without_flop_rule),
             "unaligned": unaligned(trace), **({"outlook": guess.to_json()} if guess else {}),
@@ -428,6 +429,10 @@ def _predict(
         ),
         versions=store.versions(),
     )  # fmt: skip
+
+
+def _described(about: Mapping[str, Any], unit: str) -> dict[str, Any]:
+    return {"description": in_samples(str(about["description"]))} if unit != "tokens" and "description" in about else {}
 
 
 def _flops(trace: Trace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from foretell.quantities import FITS
 
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 FASTER_SECONDS = 3.0
-"""After which `fit` begins no further prediction of what would make a step faster."""
+"""After which `fit` begins no further prediction of what would make a step faster; FORETELL_FASTER_SECONDS says another, 0 none at all."""
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -190,8 +191,11 @@ def _faster(model: str, answer: Any, on: str, options: dict[str, Any]) -> None:
     from foretell import api
     from foretell.report.faster import top
 
+    most = float(os.environ.get("FORETELL_FASTER_SECONDS", FASTER_SECONDS))
+    if most <= 0:
+        return
     doing = common.Doing("predicting what would make it faster")
-    found = common.call(lambda: api.faster(model, answer, hardware=on, seconds=FASTER_SECONDS, joins=False, progress=doing.tell, **options), doing)
+    found = common.call(lambda: api.faster(model, answer, hardware=on, seconds=most, joins=False, progress=doing.tell, **options), doing)
     lines = top(found, _without_run(common.typed()), common.width())
     common.emit("\n".join(lines)) if lines else None
 
@@ -304,9 +308,8 @@ def check_step(model: str, on: str, options: dict[str, Any]) -> None:
     if not on.strip().casefold().startswith("auto"):  # only torch knows this machine
         parse(on)
     of_recipe = ("optimizer", "recompute", "accumulate", "clip", "lora", "nf4", "freeze")
-    precision = {"precision": read(options["precision"], False)} if options["precision"] is not None else {}
-    mode = "infer" if options.get("infer") else "train"
-    Recipe(**{name: options[name] for name in of_recipe if name in options}, **precision, mode=mode)
+    given = {name: options[name] for name in of_recipe if name in options} | {"mode": "infer" if options.get("infer") else "train"}
+    Recipe(**given | ({"precision": read(options["precision"], False)} if options["precision"] is not None else {}))
 
 
 def check_run(options: dict[str, Any]) -> None:
