@@ -84,37 +84,37 @@ def fit(
     options: dict[str, Any] = {
         "optimizer": optimizer, "precision": precision, "recompute": recompute, "accumulate": accumulate, "clip": clip,
         "lora": lora, "nf4": nf4, "freeze": tuple(freeze), "infer": infer,
-        "micro_batch": micro_batch, "seq": seq,
-        "image": image, "loss": loss, "overrides": overrides(settings), "hints": hints(hint),
-        "expandable_segments": expandable_segments, "cache": not no_cache,
+        "micro_batch": micro_batch, "seq": seq, "image": image, "loss": loss, "overrides": overrides(settings),
+        "hints": hints(hint), "expandable_segments": expandable_segments, "cache": not no_cache,
         "compile": compile_how or compile, "channels_last": channels_last,
         "tokens": amount("--tokens", tokens), "samples": amount("--samples", samples),
         "epochs": amount("--epochs", epochs), "dataset_size": amount("--dataset-size", dataset_size),
-        "region": region, "price": price, "trace_out": trace_out,
-        "time_limit": time_limit,
+        "region": region, "price": price, "trace_out": trace_out, "time_limit": time_limit,
     }  # fmt: skip
     script = common.script_words()
     if script is not None:
         return _follow(model, script, on, {**options, "keep_writes": keep_writes, "json": json}, context)
     if model is None:
         raise UserError("no model is named", "foretell fit MODEL --on HW, or foretell fit --on HW -- python train.py ...")
-    theirs = None
-    if from_ is not None:
-        theirs, on = take_over(from_, on, options, context)
+    theirs, on = (None, on) if from_ is None else take_over(from_, on, options, context)
     many = _several(model, on, options, objective, alone=bool(beside or footprint or trace_out), json=json)
     if many is not None:
         return many
     if footprint and not any(options[name] for name in ("tokens", "samples", "epochs")):
         raise UserError("--footprint is of a whole run, and none is given", "add --tokens, --samples or --epochs")
-    spread = infer and not (beside or footprint or trace_out) and count_of(on) > 1
-    options |= {"advice_seconds": 0.0} if spread else {}
-    prediction, said = _answered(model, on, options, advises=not (json or no_cache or beside or spread))
-    if spread and not prediction.fits:
-        from foretell.cli.infer import fit_command
-
-        return fit_command(prediction, on, options, json)
+    if infer and not (beside or footprint or trace_out) and count_of(on) > 1:
+        return _serve(model, on, options, json)
+    prediction, said = _answered(model, on, options, advises=not (json or no_cache or beside))
     beside_it = side_by_side.predicted(model, on, options, beside) if beside else None
     return _told(prediction, on, {} if theirs is None else {"from": theirs}, _used_up(prediction, on) if footprint else None, beside_it, json, said)
+
+
+def _serve(model: str, on: str, options: dict[str, Any], json: bool) -> int:
+    """Inference on several devices: a copy on each, or where none holds one, a split over all of them."""
+    from foretell.cli.infer import fit_command
+
+    prediction, _ = _answered(model, on, {**options, "advice_seconds": 0.0}, advises=False)
+    return _told(prediction, on, {}, None, None, json, False) if prediction.fits else fit_command(prediction, on, options, json)
 
 
 def _told(prediction: Any, on: str, told: dict[str, Any], used_up: Any, beside_it: Any, json: bool, said: bool) -> int:

@@ -80,10 +80,7 @@ def plan(
     source = loading.Source(model=model, overrides=fit.overrides(settings), seq=seq, image=image, loss=loss)
     loading.check(source)
     if infer:
-        from foretell.cli.infer import infer_command
-
-        source = replace(source, micro_batch=micro_batch or 1)
-        return infer_command(source, on, precision=precision, json=json, cache=not no_cache, time_limit=time_limit)
+        return _inferring(replace(source, micro_batch=micro_batch or 1), on, precision, json, not no_cache, time_limit)
     length = fit.amount("--tokens", tokens)
     axes = {"tp": tp, "pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "cp": cp, "ep": ep}
     wishes = Wishes(
@@ -108,6 +105,12 @@ def plan(
         text = screen(choice, model.removeprefix("script:"), on, out, explain=explain, what_if=what_if, point=point, whole=whole)
         common.emit(f"{text}\nChecked: {checked}." if checked else text)
     return common.YES if choice.best is not None else common.NO_OR_FAILED
+
+
+def _inferring(source: Any, on: str, precision: str | None, json: bool, cache: bool, time_limit: float) -> int:
+    from foretell.cli.infer import infer_command
+
+    return infer_command(source, on, precision=precision, json=json, cache=cache, time_limit=time_limit)
 
 
 def whole_run(saved: Plan | None, tokens: float | None) -> Run | None:

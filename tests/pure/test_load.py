@@ -378,8 +378,7 @@ def test_a_message_of_several_lines_and_its_cause_are_told_whole(tmp_path: Path)
 def test_a_file_that_cannot_be_imported(text: str, tmp_path: Path) -> None:
     path = write(tmp_path, text)
     error = fail(Source(model=f"{path}:make"), ModelError)
-    assert error.problem.startswith(f"building {path}:make failed: S")
-    assert "mine.py" in error.detail
+    assert error.problem.startswith(f"building {path}:make failed: S") and f"({path}:" in error.problem
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with CUDA does not raise")

@@ -89,7 +89,7 @@ def test_a_mixed_precision_has_one_name_and_the_old_ones_are_read() -> None:
     assert {precision.shown(recipe) for recipe in PRECISIONS} == set(precision.NAMES)
     with pytest.raises(UserError, match="unknown precision 'bf17'") as error:
         api.fit("gpt-tiny", hardware="A100", precision="bf17")
-    assert error.value.remedy == "known: fp32, tf32, bf16-mixed, fp16-mixed, bf16, fp16"
+    assert error.value.remedy == "did you mean bf16, fp16? known: fp32, tf32, bf16-mixed, fp16-mixed, bf16, fp16"
 
 
 def test_fp16_throughout_is_for_inference() -> None:
@@ -206,8 +206,8 @@ def test_fp16_in_other_tools(tmp_path: Any) -> None:
 
 
 def told_of(choice: Choice, on: str) -> tuple[str, dict[str, Any]]:
-    """The first line of the screen, and the JSON."""
-    return cli.screen(choice, "gpt-tiny", on, "plan.json").splitlines()[0], cli.as_json(choice, "plan.json", None)
+    """The screen as one line, and the JSON."""
+    return " ".join(cli.screen(choice, "gpt-tiny", on, "plan.json").split()), cli.as_json(choice, "plan.json", None)
 
 
 def test_a_device_without_bfloat16_is_searched_in_fp16() -> None:
