@@ -151,8 +151,27 @@ def _follow(model: str | None, words: Sequence[str], on: str, options: dict[str,
         return api.fit_script(words, hardware=on, progress=doing.tell, **{name: options[name] for name in taken})
 
     prediction = common.call(work, doing)
-    _emit_json(prediction, {}, None, None) if options["json"] else _emit(prediction, None, None, on)
+    if prediction.verdict == FITS and options["cache"] and not (options["json"] or options["keep_writes"]):
+        common.emit_answer(prediction)
+        _faster_script(words, on, options)
+    else:
+        _emit_json(prediction, {}, None, None) if options["json"] else _emit(prediction, None, None, on)
     return common.YES if prediction.fits else common.NO_OR_FAILED
+
+
+def _faster_script(words: Sequence[str], on: str, options: dict[str, Any]) -> None:
+    from foretell import api
+    from foretell.errors import ForetellError
+    from foretell.report.faster import top
+
+    doing = common.Doing("predicting what would make it faster")
+    asked = {"hardware": on, "seconds": FASTER_SECONDS, "time_limit": options["time_limit"], "hints": options["hints"]}
+    try:
+        found = common.call(lambda: api.faster_script(words, **asked), doing)
+    except ForetellError:
+        return  # the answer is there; what cannot be followed again has no advice
+    lines = top(found, (), common.width())
+    common.emit("\n".join(lines)) if lines else None
 
 
 def _emit_json(prediction: Any, told: dict[str, Any], used_up: Any, beside_it: Any) -> None:
