@@ -292,7 +292,7 @@ def test_a_batch_is_asked_for_by_whatever_name_its_size_has(tmp_path: Path, argu
     file = tmp_path / "net.py"
     size = arguments.replace("model, ", "").replace("*, ", "").partition(",")[0]
     file.write_text(f"import torch\ndef build():\n    return torch.nn.Linear(3, 3)\ndef batch({arguments}):\n    return torch.ones({size}, 3)\n")
-    assert load(Source(model=f"{file}:build", micro_batch=5)).batch.shape == (5, 3)
+    assert load.load(Source(model=f"{file}:build", micro_batch=5)).batch.shape == (5, 3)
 
 
 def test_no_batch_says_what_to_return(tmp_path: Path) -> None:
