@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from foretell.api.advise import advise as advise
 from foretell.api.advise import faster as faster
+from foretell.api.advise import faster_script as faster_script
 from foretell.api.demo import DEMO_MODEL as DEMO_MODEL
 from foretell.api.demo import DemoPlan as DemoPlan
 from foretell.api.demo import demo_pace as demo_pace

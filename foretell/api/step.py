@@ -385,6 +385,7 @@ def _predict(
     from foretell.simulate.plan import Options, predict_plan
     from foretell.simulate.whole import speed
 
+    asked, recipe = recipe, replace(recipe, compile=str(trace.meta.get("compiles", "none"))) if recipe.compile == "none" else recipe
     if recipe.compile != "none" and "backwards" in trace.meta:
         raise UserError("layers that run backward one by one are not what torch.compile takes", "leave --compile away")
     blocks = blocks_of(trace)
@@ -409,7 +410,7 @@ def _predict(
         verdict=cost.verdict,
         plan=to_json(plan) if source is not None and not in_no_plan(recipe) else {},
         model={
-            **about, **_described(about, cost.unit), "recipe": recipe.to_json(), "blocks": trace.meta.get("blocks", []),
+            **about, **_described(about, cost.unit), "recipe": asked.to_json(), "blocks": trace.meta.get("blocks", []),
             "trainable": trace.meta.get("trainable"), "ops": sum(len(p.ops) for p in local.programs.values()),
             "flops": _flops(local), "ops_without_flop_rule": list(local.ops_without_flop_rule),
             "unaligned": unaligned(trace), **({"outlook": guess.to_json()} if guess else {}),

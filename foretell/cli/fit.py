@@ -159,8 +159,29 @@ def _follow(model: str | None, words: Sequence[str], on: str, options: dict[str,
         return api.fit_script(words, hardware=on, progress=doing.tell, **{name: options[name] for name in taken})
 
     prediction = common.call(work, doing)
-    _emit_json(prediction, {}, None, None) if options["json"] else _emit(prediction, None, None, on)
+    if prediction.verdict == FITS and options["cache"] and not (options["json"] or options["keep_writes"]):
+        common.emit_answer(prediction)
+        _faster_script(words, on, options)
+    else:
+        _emit_json(prediction, {}, None, None) if options["json"] else _emit(prediction, None, None, on)
     return common.YES if prediction.fits else common.NO_OR_FAILED
+
+
+def _faster_script(words: Sequence[str], on: str, options: dict[str, Any]) -> None:
+    from foretell import api
+    from foretell.errors import ForetellError
+    from foretell.report.faster import top
+
+    if not _faster_seconds():
+        return
+    doing = common.Doing("predicting what would make it faster")
+    asked = {"hardware": on, "seconds": _faster_seconds(), "time_limit": options["time_limit"], "hints": options["hints"]}
+    try:
+        found = common.call(lambda: api.faster_script(words, **asked), doing)
+    except ForetellError:
+        return  # the answer is there; what cannot be followed again has no advice
+    lines = top(found, (), common.width())
+    common.emit("\n".join(lines)) if lines else None
 
 
 def _emit_json(prediction: Any, told: dict[str, Any], used_up: Any, beside_it: Any) -> None:
@@ -191,13 +212,18 @@ def _faster(model: str, answer: Any, on: str, options: dict[str, Any]) -> None:
     from foretell import api
     from foretell.report.faster import top
 
-    most = float(os.environ.get("FORETELL_FASTER_SECONDS", FASTER_SECONDS))
-    if most <= 0:
+    if not _faster_seconds():
         return
     doing = common.Doing("predicting what would make it faster")
-    found = common.call(lambda: api.faster(model, answer, hardware=on, seconds=most, joins=False, progress=doing.tell, **options), doing)
+    found = common.call(lambda: api.faster(model, answer, hardware=on, seconds=_faster_seconds(), joins=False, progress=doing.tell, **options), doing)
     lines = top(found, _without_run(common.typed()), common.width())
     common.emit("\n".join(lines)) if lines else None
+
+
+def _faster_seconds() -> float:
+    """As the user says it, else the usual."""
+    text = os.environ.get("FORETELL_FASTER_SECONDS", "")
+    return float(text) if re.fullmatch(r"\d+(\.\d*)?", text) else FASTER_SECONDS
 
 
 def _without_run(words: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from foretell.observe.group import SPREAD, Group
 from foretell.observe.readings import DELAYED, SLOWER, Readings
 from foretell.quantities import FITS, NO, Holder
 from foretell.report import words
+from foretell.search.faster import Gain
 from foretell.search.script_ways import Way
 from foretell.units import gib, human_bytes
 
@@ -19,6 +20,8 @@ _HELD = {
     "parameters": "weights", "gradients": "gradients", "optimizer": "optimizer states", "activations": "activations", "logits": "logits",
     "temporaries": "temporaries", "workspace": "library workspace", "inputs": "batch",
 }  # fmt: skip
+FASTER = 3
+"""Gains that are told."""
 HOLDERS = 6
 
 
@@ -181,3 +184,11 @@ def remedies(ways: Sequence[Way], tried: int) -> list[str]:
         cost = f" ({way.change.costs})" if way.change.costs else ""
         lines.append(f"  {'would fit' if not number else '':<10} {way.change.words}: {size(way.allocated_bytes)}{sure}{cost}")
     return lines
+
+
+def faster(gains: Sequence[Gain]) -> list[str]:
+    """What would make it faster, each predicted with the change made."""
+    return [
+        f"  {'faster' if not number else '':<10} {one.speedup:.2f}x  {words.seconds(one.step_seconds)} a step predicted: {one.change} [{one.maths}]"
+        for number, one in enumerate(gains[:FASTER])
+    ]

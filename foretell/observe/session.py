@@ -29,6 +29,7 @@ from foretell.observe.machine import cluster_of, one_of
 from foretell.observe.record import Record
 from foretell.observe.tell import RAM_BAND, Predicted, Say, Teller
 from foretell.search import followed
+from foretell.search.script_faster import Search as Faster
 from foretell.search.script_ways import Search
 from foretell.trace.script.words import Script
 
@@ -97,10 +98,24 @@ class Session(Teller):
         try:
             status = self._watched(before)
             self._finish(status)
-            return status
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+        if status == 0 and not self.signals:
+            self._faster()
+        return status
+
+    def _faster(self) -> None:
+        """The largest gains, once the script has ended by itself: looking for them takes the processor that it needs."""
+        cost, step, cluster = self.found.cost, self.found.followed, self.found.cluster
+        if cost is None or step is None or cluster is None or self.readings.steps < 2:
+            return
+        try:
+            found = Faster(step, cluster, self.asked.on, cost).advice()
+        except (ForetellError, KeyboardInterrupt):
+            return
+        for line in lines.faster(found.gains):
+            self.say(line)
 
     def _watched(self, before: dict[int, Any]) -> int:
         """`before` gets the handlers of signals that were there: they come back once everything is written."""

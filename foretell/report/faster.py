@@ -39,13 +39,13 @@ def lines(answer: Prediction, found: Advice, typed: Sequence[str], width: int) -
 
 
 def top(found: Advice, typed: Sequence[str], width: int) -> list[str]:
-    """The largest gains in short, below an answer of `fit`, and where all of them are told."""
+    """The largest gains in short, below an answer of `fit`, and where all of them are told: of a model, what was typed for it."""
     gutter, lines = " " * GUTTER, []
     for number, gain in enumerate(found.gains[:TOP]):
         start = f"{'faster' if not number else '':<{GUTTER}}{gain.speedup:.2f}x  {_step(gain.step_seconds):>7}  "
         wrapped = textwrap.wrap(f"{gain.change} [{gain.maths}]", max(20, width - len(start)))
         lines += [start + wrapped[0], *(" " * len(start) + more for more in wrapped[1:])]
-    if lines:
+    if lines and typed:
         command = shlex.join(["foretell", "advise", *typed[1:]])
         told = textwrap.wrap(f"how, and all together: {command}", width - GUTTER, subsequent_indent="  ", break_long_words=False)
         lines += [gutter + line for line in told]

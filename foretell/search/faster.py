@@ -142,10 +142,10 @@ class _Search:
         return top if len(parts) > 1 else None
 
     def told(self) -> tuple[Gain, ...]:
-        """Single changes that gain, the largest first; of batches the best alone."""
+        """Single changes that gain, the largest first; of batches and of ways to compile the best alone."""
         ranked = sorted(((way.axis, gain) for way, gain in self.found if gain.speedup >= GAINS), key=lambda one: -one[1].speedup)
-        first = next((gain for axis, gain in ranked if axis == "batch"), None)
-        return tuple(gain for axis, gain in ranked if axis != "batch" or gain is first)
+        first = {axis: next((gain for other, gain in ranked if other == axis), None) for axis in ("batch", "compile")}
+        return tuple(gain for axis, gain in ranked if first.get(axis, gain) is gain)
 
     def _try(self, way: Faster, joins: int = 1) -> Gain | None:
         """Predict one; None where it cannot be done to this model, or does not fit."""

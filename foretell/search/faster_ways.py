@@ -137,12 +137,9 @@ def _formats(asked: Question) -> Iterator[Faster]:
 
 
 def _compiled(asked: Question, answer: Prediction) -> Iterator[Faster]:
-    capability = asked.cluster.device.compute_capability
     time = answer.time
-    if asked.recipe.compile != "none" or asked.cluster.device.backend != "cuda" or (capability is not None and capability < (7, 0)):
+    if asked.recipe.compile != "none" or time is None or not compiles(asked.cluster, time.breakdown):
         return
-    if time is None or time.breakdown.get("recurrent"):
-        return  # torch.compile leaves recurrent layers out
     yield Faster(
         options={"compile": "model"}, change="torch.compile", costs="minutes of compiling at first", same_maths=False,
         code="model = torch.compile(model)", maths=BOUNDED, axis="compile",
@@ -152,6 +149,12 @@ def _compiled(asked: Question, answer: Prediction) -> Iterator[Faster]:
             options={"compile": "graphs"}, change="torch.compile with CUDA graphs", costs="minutes of compiling at first; fixed shapes",
             same_maths=False, code='model = torch.compile(model, mode="reduce-overhead")', maths=BOUNDED, axis="compile",
         )  # fmt: skip
+
+
+def compiles(cluster: Cluster, breakdown: Mapping[str, float]) -> bool:
+    """Whether torch.compile is an offer: it leaves recurrent layers out."""
+    capability = cluster.device.compute_capability
+    return cluster.device.backend == "cuda" and (capability is None or capability >= (7, 0)) and not breakdown.get("recurrent")
 
 
 def _laid_out(asked: Question, answer: Prediction) -> Iterator[Faster]:

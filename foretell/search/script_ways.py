@@ -241,8 +241,7 @@ class Search:
         followed, whole = self.followed, self.followed.micro_batch
         try:
             if change.arguments is not None or change.model:
-                assert followed.script is not None
-                followed = self.follow(_with(followed.script, change.arguments), self.cluster, change=change.model)
+                followed = followed_with(followed, self.cluster, change, self.follow)
                 if "batch" in change.model and followed.micro_batch == whole:
                     return None  # its batches come from elsewhere
             made = cost(followed, self.cluster, self.on, expandable=bool(change.environment))
@@ -260,6 +259,12 @@ class Search:
 SEGMENTS = Change(
     words="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the command", environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 )
+
+
+def followed_with(step: Followed, cluster: Cluster, change: Change, follow: Follow = follow_script) -> Followed:
+    """The script followed again, with a change to its arguments or its model."""
+    assert step.script is not None
+    return follow(_with(step.script, change.arguments), cluster, change=change.model)
 
 
 def _with(script: Script, arguments: tuple[str, ...] | None) -> Script:

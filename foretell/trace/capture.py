@@ -37,7 +37,7 @@ from foretell.trace.step import Step, Workload
 from foretell.trace.subclasses import own_classes
 from foretell.trace.tf32 import products_in_tf32
 from foretell.trace.values import value_of
-from foretell.trace.wrappers import seen_through
+from foretell.trace.wrappers import COMPILED, compiled_as, seen_through
 
 TRAIN_FIRST = ("micro_first", "micro_next", "update_first", "zero_grad")
 TRAIN_STEADY = ("micro_first", "micro_next", "update", "zero_grad")
@@ -121,7 +121,7 @@ def _captured(
 def any_code(recorder: Recorder, capability: tuple[int, int] | None, sees: Callable[[str], bool] = is_users) -> Iterator[None]:
     """Until the end of the block, code may do on fake tensors what it does on real ones; files that `sees` knows see a device."""
     with (
-        plain_copies(), lazy_modules(), device_is_there(capability, sees), seen_through(recorder.assumed.add),
+        plain_copies(), lazy_modules(), device_is_there(capability, sees), seen_through(recorder.assumed.add, recorder.compiled),
         recorder.reads(), any_lengths(recorder), own_classes(),
     ):  # fmt: skip
         yield
@@ -364,15 +364,17 @@ def _is_logits(row: Row, number: int, width: int | None) -> bool:
 
 
 def _meta(recorder: Recorder, step: Step, capability: tuple[int, int] | None, release: str) -> dict[str, object]:
-    parameters = list(step.model.parameters())
+    parameters, blocks = list(step.model.parameters()), find_blocks(step.model)
+    compiles = compiled_as(recorder.compiled, step.model, blocks) if capability else ""
     return {
         "parameters": sum(parameter.numel() for parameter in parameters) + packed_away(step.model),
         "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        "blocks": find_blocks(step.model),
+        "blocks": blocks,
         "recipe": step.recipe.to_json(),
         "batch": [[str(t.dtype)[6:], *map(int, t.shape)] for t in tree_leaves(step.workload.batch) if isinstance(t, Tensor)],
         "capability": list(capability or ()),
-        "assumed": sorted(recorder.assumed),
+        "assumed": sorted(recorder.assumed - ({COMPILED} if compiles else set())),
+        **({"compiles": compiles} if compiles else {}),
         **({"backwards": step.backwards} if step.backwards > 1 else {}),
         **({"masked_if_compiled": sorted(recorder.left_out)} if recorder.left_out else {}),
         "versions": {"torch": release.split("+")[0], "python": platform.python_version()},

@@ -25,6 +25,7 @@ from foretell.trace import types
 from foretell.trace.compiled_blocks import BlockOf, in_blocks
 from foretell.trace.compiled_cut import Partition, partition
 from foretell.trace.compiled_emit import Emitter
+from foretell.trace.compiled_graph import FORWARD
 from foretell.trace.compiled_graphs import replayed
 from foretell.trace.compiled_joint import Joint, Pieces, join, pieces, touched
 from foretell.trace.compiled_rules import SAME, VIEWS, base_name
@@ -34,7 +35,7 @@ from foretell.trace.types import Op, Program, Storage, Trace
 RULES = "2.11"
 """Version of torch whose rules are followed."""
 ONE_GRAPH = "torch.compile takes the model as one graph, without breaks"
-COMPILED = ("micro_first", "micro_next", "forward")
+COMPILED = ("micro_first", "micro_next", "again", "again_next", "forward")
 """Programs that call the model."""
 _SILENT = {*SAME, *VIEWS, "split", "split_with_sizes", "unbind", "chunk", "_conj", "empty", "empty_like", "new_empty"}
 """Ops that launch nothing."""
@@ -96,7 +97,9 @@ def _compile(
     program: Program, storages: dict[int, Storage], cuda_graphs: bool, low: str, masked: Sequence[str]
 ) -> tuple[Program, int]:
     """A program with the model's part compiled, and the bytes that it keeps from forward to backward."""
-    parts = pieces(program.ops, storages)
+    first = next((place for place, op in enumerate(program.ops) if op.phase == FORWARD), 0)
+    lead, rest = (program.ops[:first], program.ops[first:]) if first > 1 else ((), program.ops)  # what the last step left to do
+    parts = pieces(rest, storages)
     joint = join(parts, storages, low, masked)
     split = _split(joint, storages)
     emitter = Emitter(storages, joint)
@@ -109,7 +112,7 @@ def _compile(
         forward, backward = replayed(forward, storages), replayed(backward, storages)
     head = [op for op in parts.forward[:1] if op.name == "foretell.begin"]
     ops = (*head, *forward, *between, *backward, *parts.after)
-    return Program(program.name, ops), sum(emitter.saved.values())
+    return Program(program.name, (*lead, *ops)), sum(emitter.saved.values())
 
 
 def _split(joint: Joint, storages: Mapping[int, Storage]) -> Partition:

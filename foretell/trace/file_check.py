@@ -24,6 +24,7 @@ _META: dict[str, Callable[[Any], bool]] = {
     "assumed": _TEXTS, "experts": _TEXTS, "recipe": lambda value: isinstance(value, dict),
     "batch": lambda value: isinstance(value, list) and all(map(_sized, value)), "tp": lambda value: _whole(value, 1),
     "cp": lambda value: _whole(value, 1), "ep": lambda value: _whole(value, 1), "ranks": lambda value: _whole(value, 1),
+    "compiles": lambda value: value in ("model", "blocks", "graphs"),
     "backwards": lambda value: _whole(value, 1), "split_stream": lambda value: isinstance(value, bool),
     "cp_work": lambda value: type(value) in (int, float) and value > 0,
 }  # fmt: skip

@@ -453,7 +453,8 @@ def _load_file(source: Source) -> Workload:
         if parts.get(part) is None and callable(getattr(module, part, None)) and name != part:
             parts[part] = getattr(module, part)
     if callable(parts.get("batch")):
-        parts["batch"] = _call_by_name(parts["batch"], {"model": parts["model"], **sizes}, {}, f"{path}:batch")
+        given = {"model": parts["model"], **sizes}
+        parts["batch"] = _call_by_name(parts["batch"], {**given, **_by_other_names(parts["batch"], given)}, {}, f"{path}:batch")
     if parts.get("batch") is None and callable(getattr(module, "data", None)) and name != "data":
         parts["batch"] = _first_samples(lambda: call(module.data, {"split": "train", **sizes}, f"{path}:data"), source)
     batch = tuple(parts["batch"]) if isinstance(parts.get("batch"), list) else parts.get("batch")
@@ -468,6 +469,25 @@ def _load_file(source: Source) -> Workload:
         )
     own = getattr(module, "losses", None)
     return Workload(parts["model"], batch, parts.get("loss"), own if inspect.isgeneratorfunction(own) else None)
+
+
+SYNONYMS = {
+    "micro_batch": ("batch_size", "bs", "batch", "n", "b", "num_samples", "size"),
+    "seq": ("seq_len", "seq_length", "sequence_length", "max_length", "length", "block_size", "context", "t"),
+    "image": ("image_size", "img_size", "resolution"),
+}
+"""Other names of a size in functions that make a batch."""
+
+
+def _by_other_names(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that must be given and have another name for a size; a single one of any name is the number of samples."""
+    must = [
+        name for name, one in inspect.signature(function).parameters.items()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) and name not in given
+    ]  # fmt: skip
+    found = {other: given[name] for name, others in SYNONYMS.items() for other in must if other.lower() in others and given[name] is not None}
+    unknown = [name for name in must if name not in found]
+    return found | ({unknown[0]: given["micro_batch"]} if len(must) == len(unknown) == 1 else {})
 
 
 def function(path: str, name: str) -> Callable[..., Any] | None:

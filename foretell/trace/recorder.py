@@ -171,6 +171,8 @@ class Recorder(Reading):
         self.capability: tuple[int, int] | None = None
         self.release = ""
         """Of torch: the one whose choices are made."""
+        self.compiled: list[tuple[Any, str]] = []
+        """Modules that the code compiles, and how."""
         self.left_out: set[str] = set()
         """Kinds of attention masks, `causal` and `full`, that the model leaves out here and builds under torch.compile."""
 

@@ -99,7 +99,7 @@ class Step:
         if recipe.shards > 1:
             workload = workload.summed()
         if recipe.channels_last:
-            workload = replace(workload, batch=torch.utils._pytree.tree_map(_innermost, workload.batch))
+            workload = replace(workload, batch=torch.utils._pytree.tree_map(innermost, workload.batch))
             lay_channels_last(workload.model)
         self.workload, self.recipe, self.device_type = workload, recipe, device_type
         self.observer: Observer = observer or _Silent()
@@ -355,11 +355,11 @@ def lay_channels_last(model: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.dim() == 4:
                 if parameter not in done:
-                    done[parameter] = nn.Parameter(_innermost(parameter.detach()), parameter.requires_grad)
+                    done[parameter] = nn.Parameter(innermost(parameter.detach()), parameter.requires_grad)
                 module._parameters[name] = done[parameter]
 
 
-def _innermost(value: Any) -> Any:
+def innermost(value: Any) -> Any:
     """An image, or a weight for images, with its channels innermost; all else as it is."""
     return value.contiguous(memory_format=torch.channels_last) if isinstance(value, Tensor) and value.dim() == 4 else value
 

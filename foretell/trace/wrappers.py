@@ -14,7 +14,7 @@ import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,15 +28,24 @@ from foretell.trace.devices import is_elsewhere
 from foretell.trace.replaced import replaced
 
 Tell = Callable[[str], None]
+Noted = list[tuple[nn.Module, str]]
+"""Modules that are compiled, and how, as `--compile-how` names it."""
 COMPILED = "torch.compile in the model's own code is left out: the step is traced as eager PyTorch runs it"
 
 
 @contextmanager
-def seen_through(tell: Tell) -> Iterator[None]:
+def seen_through(tell: Tell, noted: Noted | None = None) -> Iterator[None]:
     """Until the end of the block; `tell` is told what was taken for something else."""
-    compiled = _Compiled()
+    compiled = _Compiled([] if noted is None else noted)
     with replaced((*_compiling(tell, compiled), *_control(), *_flex(tell, compiled), *_distributed(tell), *_files(), *_loaders())):
         yield
+
+
+def compiled_as(noted: Noted, model: nn.Module, blocks: Sequence[str]) -> str:
+    """How the whole model is compiled, or every block of it; empty where neither is."""
+    known = {id(module): how for module, how in noted}
+    each = {known.get(id(model.get_submodule(path))) for path in blocks}
+    return known.get(id(model)) or ("blocks" if each == {"model"} else "")
 
 
 class _Compiled:
@@ -44,17 +53,29 @@ class _Compiled:
 
     code = False
 
+    def __init__(self, noted: Noted) -> None:
+        self.noted = noted
+
+    def module(self, model: nn.Module, mode: str | None = None, backend: Any = "inductor", options: Any = None, **_: Any) -> None:
+        """Of one that Inductor compiles; other backends launch what eager code does."""
+        recorded = mode in ("reduce-overhead", "max-autotune") or bool((options or {}).get("triton.cudagraphs"))
+        if backend == "inductor":
+            self.noted.append((model, "graphs" if recorded else "model"))
+
 
 def _compiling(tell: Tell, compiled: _Compiled) -> Iterator[tuple[Any, str, Any]]:
     def compile(model: Any = None, **options: Any) -> Any:
         tell(COMPILED)
         fused = getattr(model, "fused", None)
         compiled.code |= fused is None
+        if isinstance(model, nn.Module):
+            compiled.module(model, **options)
         return (lambda function: function) if model is None else fused or model
 
     def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         tell(COMPILED)
         compiled.code = True
+        compiled.module(module, **kwargs)
 
     script = torch.jit.script
 

@@ -47,7 +47,7 @@ FOUND: dict[str, dict[str, Any]] = {
     "accelerate_diffusion": {"precision": "fp16-autocast", "optimizer": "adamw", "clip": 1.0},
     "closure_pinn": {"precision": "fp32", "optimizer": "adam"},
     "timm_style": {"precision": "fp16-autocast", "optimizer": "momentum", "clip": 2.0},
-    "gpt_compiled": {"precision": "bf16-autocast", "optimizer": "adamw-fused", "accumulate": 4, "clip": 1.0},
+    "gpt_compiled": {"precision": "bf16-autocast", "optimizer": "adamw-fused", "accumulate": 4, "clip": 1.0, "compile": "model"},
 }
 """What each does, as its source says."""
 AGAIN = {"trainer_bert", "recompute_hydra", "accelerate_diffusion"}
@@ -85,8 +85,9 @@ def followed(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 def files() -> dict[str, Trace]:
     """What the functions of the file that train the same need, traced in one process; recomputation is in the models themselves but for one."""
     again = {name: "full" if name == "trainer_bert" else "none" for name in FOUND}
+    file = DATA / "scripts_as_files.py"
     requests = [
-        request_file(Source(model=f"{DATA / 'scripts_as_files.py'}:{name}"), Recipe(**found, recompute=again[name]), (9, 0), {})
+        request_file(Source(model=f"{file}:{name}"), replace(Recipe(**found), compile="none", recompute=again[name]), (9, 0), {})
         for name, found in FOUND.items()
     ]
     return {name: loads(text) for name, (text, _) in zip(FOUND, trace_all(requests), strict=True)}

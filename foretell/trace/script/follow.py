@@ -210,7 +210,11 @@ class Follower:
         whole_second = self.second.finish()
         self.recorder.assumed = {words for words in self.recorder.assumed if not words.startswith(" ")}  # of no op of the step
         self._seen_first()
+        if self.world.ranks.world > 1 or self._rounds:  # what is compiled there has sends, or several models, in it
+            self.recorder.compiled.clear()
         trace = _finish(self.recorder, found, roles, capability, release)  # type: ignore[arg-type]
+        recipe = replace(found.recipe, compile=str(trace.meta.get("compiles", "none")))
+        trace = replace(trace, meta={**trace.meta, "recipe": recipe.to_json()})
         if not any(len(one) > 1 for one in trace.meta["batch"]):  # type: ignore[attr-defined]
             trace = replace(trace, meta={**trace.meta, "batch": self.world.row or self._given})  # nothing was moved
         trace = replace(trace, meta={**trace.meta, "trainable": sum({id(one): one.numel() for one in self._trained}.values())})
