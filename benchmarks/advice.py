@@ -163,7 +163,8 @@ def _count(answer: Any) -> int:
 # ---------------------------------------------------------------------- what would make it faster
 
 SHRUNK: Mapping[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    "gpt2": ((4, 16), {"layers": 2}), "bert-large": ((8, 32), {"layers": 2}), "resnet50": ((16, 64), {"depth1": 1, "depth2": 1, "depth3": 1, "depth4": 1}),
+    "gpt2": ((4, 16), {"layers": 2}), "bert-large": ((8, 32), {"layers": 2}),
+    "resnet50": ((16, 64), {"depth1": 1, "depth2": 1, "depth3": 1, "depth4": 1}),
     "vit-l16": ((8, 32), {"depth": 2}),
     "convnext-tiny": ((16, 64), {"n1": 1, "n2": 1, "n3": 1, "n4": 1}), "hf:opt": ((4, 16), {"num_hidden_layers": 2}),
     "t5-base": ((8, 32), {"layers": 2}),
