@@ -68,7 +68,7 @@ class MissingPackage(UserError):
         self.package, self.extra = package, extra
         super().__init__(
             f"{needed_for} needs the package '{package}', which is not installed",
-            f"install it with: pip install 'foretell[{extra}]'",
+            f"pip install 'foretell[{extra}]'",
         )
 
 

@@ -12,20 +12,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foretell.api import backends
 from foretell.decode import value_of
 from foretell.errors import UserError
 from foretell.hardware import Cluster, overhead, parse
 from foretell.hardware.prices import user_figures
-from foretell.hardware.profile import find_profile, profile_stamp
+from foretell.hardware.profile import profile_stamp
 from foretell.plan.legal import too_old_to_compile
-from foretell.plan.precision import default_recipe, low, missing, refuse_recipe
+from foretell.plan.precision import default_recipe, for_inference, low, missing, refuse_recipe
+from foretell.plan.precision import read as read_precision
 from foretell.quantities import FITS, Prediction, Remedy
 from foretell.simulate.memory.remedies import outlook
 from foretell.simulate.wishes import Amount, Wishes
 from foretell.trace import cache as store
 from foretell.trace.child import request
 from foretell.trace.collection import no_collection
-from foretell.trace.load import Source, describe
+from foretell.trace.load import Source, describe, in_samples
 from foretell.trace.load import check as check_source
 from foretell.trace.process import TIME_LIMIT
 from foretell.trace.recipe import COMPUTES, Recipe
@@ -87,7 +89,7 @@ def fit(
     10 unless said, or as many as the answer itself took, if that was longer; with 0 none is.
     """
     asked = {**locals(), "began": time.monotonic()}
-    cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
+    cluster = hardware if isinstance(hardware, Cluster) else parse(hardware, apple=True)
     on = hardware if isinstance(hardware, str) else cluster.device.name
     recipe = _recipe(asked, cluster)
     if recipe.compile != "none" and too_old_to_compile(cluster):
@@ -114,12 +116,15 @@ def _recipe(asked: Mapping[str, Any], cluster: Cluster) -> Recipe:
     infer, compile = asked["infer"], asked["compile"]
     sharded = cluster.count > 1 and not infer
     plain = {name: asked[name] for name in ("optimizer", "recompute", "accumulate", "clip", "lora", "nf4", "channels_last")}
+    usual = for_inference(cluster) if infer else default_recipe(cluster, sharded)
     recipe = Recipe(
-        **plain, precision=asked["precision"] or default_recipe(cluster, sharded), freeze=tuple(asked["freeze"]),
+        **plain, precision=read_precision(asked["precision"], sharded) if asked["precision"] else usual, freeze=tuple(asked["freeze"]),
         mode="infer" if infer else "train", compile=compile if isinstance(compile, str) else "model" if compile else "none",
         shards=1 if infer else cluster.count,
     )  # fmt: skip
     refuse_recipe(recipe.precision, cluster, sharded)
+    if recipe.compile != "none":
+        backends.refuse_compile(cluster)
     return recipe
 
 
@@ -136,7 +141,7 @@ def trace_ahead(many: Sequence[Mapping[str, Any]], seconds: float) -> None:
     wanted: list[Mapping[str, Any]] = []
     for given in many:
         asked = {**_defaults(), **given}
-        cluster = parse(asked["hardware"]) if isinstance(asked["hardware"], str) else asked["hardware"]
+        cluster = parse(asked["hardware"], apple=True) if isinstance(asked["hardware"], str) else asked["hardware"]
         with suppress(UserError):
             recipe, source = _recipe(asked, cluster), _source(asked)
             wanted += by_phase(_request(source, recipe, cluster, dict(asked["hints"] or {})), recipe).values()
@@ -152,7 +157,7 @@ def _request(source: Source, recipe: Recipe, cluster: Cluster, hints: dict[str, 
     ranks = min(2, recipe.shards)  # a trace is the same for any number of them above one
     several = "+" in str(source.overrides.get("phase", ""))  # phases in turn are traced with all their micro-batches
     traced = replace(recipe, compile="none", shards=ranks, accumulate=recipe.accumulate if several else 1)
-    return request(source, traced, _capability(cluster), hints)
+    return request(source, traced, backends.capability(cluster) or (), hints)
 
 
 def _fit_module(
@@ -161,7 +166,7 @@ def _fit_module(
 ) -> Prediction:  # fmt: skip
     from foretell.trace.module import batch_size, capture_module
 
-    trace = capture_module(model, batch, loss, replace(recipe, accumulate=1), capability=_capability(cluster), hints=hints)
+    trace = capture_module(model, batch, loss, replace(recipe, accumulate=1), capability=backends.capability(cluster), hints=hints)
     about = {"source": type(model).__name__, "description": type(model).__name__, "micro_batch": batch_size(batch)}
     return predict(trace, recipe, cluster, about, on=on, expandable_segments=expandable, wishes=wishes)
 
@@ -192,14 +197,14 @@ def fit_script(
     from foretell.trace.script.words import over
     from foretell.trace.script.words import parse as parse_words
 
-    cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
+    cluster = hardware if isinstance(hardware, Cluster) else parse(hardware, apple=True)
     name = cluster.device.name
     script = over(parse_words(words), cluster.nodes, cluster.devices_per_node, name)
     on = hardware if isinstance(hardware, str) else name
     wishes = _wishes(asked)
     user_code.before([str(Path(script.file).resolve()) if script.file else f"module {script.module}"])
     replies = follow_ranks(
-        script, _capability(cluster), dict(hints or {}), keep_writes, devices=cluster.count, name=name, cache=cache, time_limit=time_limit,
+        script, backends.capability(cluster), dict(hints or {}), keep_writes, devices=cluster.count, name=name, cache=cache, time_limit=time_limit,
         progress=progress,
     )  # fmt: skip
     about: dict[str, Any] = {"source": script.text, "description": script.text, "seq": None, "image": None, "overrides": {}}
@@ -284,7 +289,8 @@ def _fit_source(
     }  # fmt: skip
     key = store.key_of(question)
     about = {"source": source.model, "description": describe(source), "micro_batch": source.micro_batch, **_sizes(source)}
-    same = {"model": {**about, "recipe": recipe.to_json()}, "hardware": _hardware(cluster)}
+    sizes = {name: value for name, value in about.items() if name != "description"}
+    same = {"model": {**sizes, "recipe": recipe.to_json()}, "hardware": _hardware(cluster)}
     known = store.read("answers", key, partial(_known_answer, same)) if cache and not wishes.trace_out else None
     if known is not None:
         return _Found(answer=known[0], question=question, files=known[1])
@@ -350,16 +356,6 @@ def _traced(asked: dict[str, Any], cache: bool, time_limit: float) -> tuple[Trac
     return trace, entry.files, entry.notes
 
 
-def _capability(cluster: Cluster) -> tuple[int, int]:
-    device = cluster.device
-    if device.backend not in ("cuda", "rocm"):
-        raise UserError(
-            f"{device.name} is no CUDA or ROCm device, and memory is predicted for those only so far",
-            "name a GPU, such as --on H100; `foretell zoo check NAME` compares with a real run on this CPU",
-        )
-    return device.compute_capability or (9, 0)
-
-
 def predict(
     trace: Trace,
     recipe: Recipe,
@@ -397,9 +393,9 @@ def _predict(
     named = model_of(source, blocks=blocks) if source is not None else {}
     own = mesh_told(trace)  # of a script that spreads itself
     plan = default_plan(recipe, named, on, micro_batch=int(about.get("micro_batch") or 1), blocks=blocks, **own)
-    how = Options(profile_of=find_profile, expandable=expandable_segments)
+    how = Options(profile_of=backends.profile_of(cluster), expandable=expandable_segments)
     cost = predict_plan({mode_of(recipe) if blocks else KEEP: trace}, plan, cluster, how)
-    found = speed(cost, cluster, how, wishes)
+    found = speed(cost, cluster, how, wishes, cluster.count if recipe.mode == "infer" else 1)
     if wishes.trace_out:
         if cost.timeline is None:
             raise UserError(f"no timeline of {cluster.device.name} to write: its speed is not known", "leave --trace-out away")
@@ -415,7 +411,7 @@ def _predict(
         verdict=cost.verdict,
         plan=to_json(plan) if source is not None and not in_no_plan(recipe) else {},
         model={
-            **about, "recipe": asked.to_json(), "blocks": trace.meta.get("blocks", []),
+            **about, **_described(about, cost.unit), "recipe": asked.to_json(), "blocks": trace.meta.get("blocks", []),
             "trainable": trace.meta.get("trainable"), "ops": sum(len(p.ops) for p in local.programs.values()),
             "flops": _flops(local), "ops_without_flop_rule": list(local.ops_without_flop_rule),
             "unaligned": unaligned(trace), "breaks": breaks(trace), **({"outlook": guess.to_json()} if guess else {}),
@@ -435,6 +431,10 @@ def _predict(
         ),
         versions=store.versions(),
     )  # fmt: skip
+
+
+def _described(about: Mapping[str, Any], unit: str) -> dict[str, Any]:
+    return {"description": in_samples(str(about["description"]))} if unit != "tokens" and "description" in about else {}
 
 
 def _flops(trace: Trace) -> int:
@@ -458,13 +458,13 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool, release: st
         "fp16": "weights in fp16",
     }[recipe.precision]  # fmt: skip
     if recipe.mode == "infer":
-        precision = precision.removesuffix(" and a gradient scaler")
+        precision = precision.removesuffix(" and a gradient scaler").replace("weights and state", "weights")
     how = "torch.compile of the model, loss and optimizer eager" if recipe.compile != "none" else "eager"
     how += ", channels last" if recipe.channels_last else ""
     lines = [f"{how}, {precision}, {recipe.optimizer}, recompute {recipe.recompute}, {_count(recipe.accumulate, 'micro-batch')} a step"]
     if recipe.mode == "infer":
         lines = [f"{how}, inference, one forward, {precision}"]
-        lines += [f"each of the {cluster.count} devices runs a copy of the model; numbers are of one of them"] if cluster.count > 1 else []
+        lines += [f"each of the {cluster.count} devices runs a copy of the model; memory is of one of them"] if cluster.count > 1 else []
     if recipe.shards > 1 and not scripted:
         _, fsdp, dtype = recipe.precision.rpartition("fsdp-")
         policy = f", {dtype} MixedPrecisionPolicy with gradients reduced in fp32" if fsdp else ""
@@ -472,7 +472,7 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool, release: st
     lines += _why_not_bf16(recipe, cluster)
     if recipe.shards > 1 and recipe.compile != "none":
         lines.append("torch.compile and sharding together follow the rules of each; the two were never measured together")
-    lines.append(f"allocator: {'expandable segments' if expandable else 'default'}; {choices_of(release)}")
+    lines.append(backends.assumptions(cluster, expandable, choices_of(release)))
     return (*filter(None, [doubt(release)]), *lines)  # first: a screen may have no room for the others
 
 

@@ -41,7 +41,7 @@ _SETTINGS: dict[str, Any] = {
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
 
-app = typer.Typer(**_SETTINGS)
+app = typer.Typer(**{**_SETTINGS, "add_completion": True})
 zoo_app = typer.Typer(**_SETTINGS)
 ckpt_app = typer.Typer(**_SETTINGS, no_args_is_help=True, help="Checkpoints: list, verify, show, convert.")
 

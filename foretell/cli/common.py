@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 YES, NO_OR_FAILED, BAD_INPUT, BUG, INTERRUPTED = 0, 1, 2, 70, 130
 
 JSON_HELP = "Print one JSON object instead of text."
+VERBOSE_HELP = "Everything that is known of the answer: all assumptions, all large tensors."
 DEBUG_HELP = "Show the traceback of a failure (also FORETELL_DEBUG=1)."
 _TRACKER = "please report it on the project's issue tracker, with the command and what --debug prints"
 
@@ -81,6 +82,10 @@ def wants_json() -> bool:
     return "--json" in _option_words()
 
 
+def verbose() -> bool:
+    return "--verbose" in _option_words()
+
+
 def debugging() -> bool:
     return "--debug" in _option_words() or os.environ.get("FORETELL_DEBUG", "") not in ("", "0")
 
@@ -136,14 +141,14 @@ def emit_screen(prediction: Prediction, typed: Sequence[str] = ()) -> None:
     """Print a prediction for people; `typed` is what asked for it."""
     from foretell.report import screen
 
-    emit(screen.render(prediction, width(), typed=typed, ascii_only=ascii_only(sys.stdout)))
+    emit(screen.render(prediction, width(), typed=typed, ascii_only=ascii_only(sys.stdout), verbose=verbose()))
 
 
 def emit_answer(prediction: Prediction) -> None:
     """Print it for people before there is any advice, which `emit_advice` prints below it."""
     from foretell.report import screen
 
-    emit(screen.answer(prediction, width(), ascii_only=ascii_only(sys.stdout)))
+    emit(screen.answer(prediction, width(), ascii_only=ascii_only(sys.stdout), verbose=verbose()))
 
 
 def emit_advice(prediction: Prediction, typed: Sequence[str]) -> None:

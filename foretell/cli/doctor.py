@@ -166,7 +166,7 @@ def _works(
     add("hf: models", packages["transformers"] is not None, "pip install 'foretell[hf]'")
     vision = packages["torchvision"] is not None
     add("timm: models", packages["timm"] is not None and vision, "pip install 'foretell[timm]'")
-    add("torchvision: models", vision, "pip install torchvision")
+    add("torchvision: models", vision, "pip install 'foretell[torchvision]'")
     build = "install a CUDA build of torch" if gpus else "run on a machine with a GPU; without one, auto means this CPU"
     add("--on auto as this machine's GPU", bool(torch["cuda_available"]), build)
     add("keep traces for a faster second answer", bool(cache["writable"]), "point FORETELL_CACHE at a folder you can write")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from foretell.quantities import FITS
 
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 FASTER_SECONDS = 3.0
-"""After which `fit` begins no further prediction of what would make a step faster."""
+"""After which `fit` begins no further prediction of what would make a step faster; FORETELL_FASTER_SECONDS says another, 0 none at all."""
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -39,7 +40,7 @@ def fit(
     optimizer: str = typer.Option("adamw-fused", metavar="NAME",
                                   help="sgd, momentum, adam or adamw; with -fused, -foreach or -loop where torch has it."),
     precision: str | None = typer.Option(None, metavar="NAME",
-        help="fp32, tf32, bf16-autocast, fp16-autocast, bf16, fp16 (with --infer), fsdp-bf16 or fsdp-fp16; default: by device."),
+        help="fp32, tf32, bf16-mixed, fp16-mixed (fp32 weights, autocast), bf16 or, with --infer, fp16; default: by device."),
     recompute: str = typer.Option("none", metavar="HOW", help="none, full (every block) or selective."),
     accumulate: int = typer.Option(1, metavar="N", help="Micro-batches per optimizer step."),
     clip: float | None = typer.Option(None, metavar="X", help="Clip the gradient norm to X; default: no clipping."),
@@ -74,39 +75,46 @@ def fit(
     time_limit: float = TIME_LIMIT,
     from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False,
         help="Take options from an accelerate YAML or a DeepSpeed JSON; options typed here win."),
+    verbose: bool = typer.Option(False, "--verbose", help=common.VERBOSE_HELP),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
-    no_cache: bool = typer.Option(False, "--no-cache", help="Trace again, and keep no trace."),
+    no_cache: bool = typer.Option(False, "--no-cache", help="Ignore the trace cache."),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:  # fmt: skip
     """Predict whether one step of MODEL fits on HW, how long it takes and what it costs. Exit 0 it fits (or is tight), 1 it does not, 2 bad input."""
     options: dict[str, Any] = {
         "optimizer": optimizer, "precision": precision, "recompute": recompute, "accumulate": accumulate, "clip": clip,
         "lora": lora, "nf4": nf4, "freeze": tuple(freeze), "infer": infer,
-        "micro_batch": micro_batch, "seq": seq,
-        "image": image, "loss": loss, "overrides": overrides(settings), "hints": hints(hint),
-        "expandable_segments": expandable_segments, "cache": not no_cache,
+        "micro_batch": micro_batch, "seq": seq, "image": image, "loss": loss, "overrides": overrides(settings),
+        "hints": hints(hint), "expandable_segments": expandable_segments, "cache": not no_cache,
         "compile": compile_how or compile, "channels_last": channels_last,
         "tokens": amount("--tokens", tokens), "samples": amount("--samples", samples),
         "epochs": amount("--epochs", epochs), "dataset_size": amount("--dataset-size", dataset_size),
-        "region": region, "price": price, "trace_out": trace_out,
-        "time_limit": time_limit,
+        "region": region, "price": price, "trace_out": trace_out, "time_limit": time_limit,
     }  # fmt: skip
     script = common.script_words()
     if script is not None:
         return _follow(model, script, on, {**options, "keep_writes": keep_writes, "json": json}, context)
     if model is None:
         raise UserError("no model is named", "foretell fit MODEL --on HW, or foretell fit --on HW -- python train.py ...")
-    theirs = None
-    if from_ is not None:
-        theirs, on = take_over(from_, on, options, context)
+    theirs, on = (None, on) if from_ is None else take_over(from_, on, options, context)
     many = _several(model, on, options, objective, alone=bool(beside or footprint or trace_out), json=json)
     if many is not None:
         return many
     if footprint and not any(options[name] for name in ("tokens", "samples", "epochs")):
         raise UserError("--footprint is of a whole run, and none is given", "add --tokens, --samples or --epochs")
+    if infer and not (beside or footprint or trace_out) and count_of(on) > 1:
+        return _serve(model, on, options, json)
     prediction, said = _answered(model, on, options, advises=not (json or no_cache or beside))
     beside_it = side_by_side.predicted(model, on, options, beside) if beside else None
     return _told(prediction, on, {} if theirs is None else {"from": theirs}, _used_up(prediction, on) if footprint else None, beside_it, json, said)
+
+
+def _serve(model: str, on: str, options: dict[str, Any], json: bool) -> int:
+    """Inference on several devices: a copy on each, or where none holds one, a split over all of them."""
+    from foretell.cli.infer import fit_command
+
+    prediction, _ = _answered(model, on, {**options, "advice_seconds": 0.0}, advises=False)
+    return _told(prediction, on, {}, None, None, json, False) if prediction.fits else fit_command(prediction, on, options, json)
 
 
 def _told(prediction: Any, on: str, told: dict[str, Any], used_up: Any, beside_it: Any, json: bool, said: bool) -> int:
@@ -126,12 +134,12 @@ def _several(model: str, on: str, options: dict[str, Any], objective: str, *, al
     if alone or (len(hardware) > 1 and largest):
         raise UserError("several kinds of hardware or max, and --beside, --footprint, --trace-out or both of them", "ask for one at a time")
     if largest:
-        return fit_most.answer(model, on, options, [word for word in common.typed() if word not in ("--debug", "--no-cache")], json)
+        return fit_most.answer(model, on, options, [word for word in common.typed() if word not in ("--debug", "--no-cache", "--verbose")], json)
     return fit_table.answer(model, hardware, options, objective, json)
 
 
 _OF_A_SCRIPT = ("on", "hint", "expandable_segments", "tokens", "samples", "epochs", "dataset_size", "region", "price", "trace_out", "time_limit",
-                "keep_writes", "json", "no_cache", "debug")  # fmt: skip
+                "keep_writes", "verbose", "json", "no_cache", "debug")  # fmt: skip
 """Options beside a script: all others the script says itself."""
 
 
@@ -164,8 +172,10 @@ def _faster_script(words: Sequence[str], on: str, options: dict[str, Any]) -> No
     from foretell.errors import ForetellError
     from foretell.report.faster import top
 
+    if not _faster_seconds():
+        return
     doing = common.Doing("predicting what would make it faster")
-    asked = {"hardware": on, "seconds": FASTER_SECONDS, "time_limit": options["time_limit"], "hints": options["hints"]}
+    asked = {"hardware": on, "seconds": _faster_seconds(), "time_limit": options["time_limit"], "hints": options["hints"]}
     try:
         found = common.call(lambda: api.faster_script(words, **asked), doing)
     except ForetellError:
@@ -202,10 +212,18 @@ def _faster(model: str, answer: Any, on: str, options: dict[str, Any]) -> None:
     from foretell import api
     from foretell.report.faster import top
 
+    if not _faster_seconds():
+        return
     doing = common.Doing("predicting what would make it faster")
-    found = common.call(lambda: api.faster(model, answer, hardware=on, seconds=FASTER_SECONDS, joins=False, progress=doing.tell, **options), doing)
+    found = common.call(lambda: api.faster(model, answer, hardware=on, seconds=_faster_seconds(), joins=False, progress=doing.tell, **options), doing)
     lines = top(found, _without_run(common.typed()), common.width())
     common.emit("\n".join(lines)) if lines else None
+
+
+def _faster_seconds() -> float:
+    """As the user says it, else the usual."""
+    text = os.environ.get("FORETELL_FASTER_SECONDS", "")
+    return float(text) if re.fullmatch(r"\d+(\.\d*)?", text) else FASTER_SECONDS
 
 
 def _without_run(words: Sequence[str]) -> list[str]:
@@ -215,11 +233,11 @@ def _without_run(words: Sequence[str]) -> list[str]:
     found = list(words)
     for option in ("--tokens", "--samples", "--epochs", "--dataset-size", "--region", "--price", "--objective", "--trace-out"):
         found = without(found, option, has_value=True)
-    return [word for word in found if word not in ("--debug", "--footprint")]
+    return [word for word in found if word not in ("--debug", "--footprint", "--verbose")]
 
 
 def _emit(prediction: Any, used_up: Any, beside_it: Any, on: str, said: bool = False) -> None:
-    typed = [word for word in common.typed() if word not in ("--debug", "--no-cache")]
+    typed = [word for word in common.typed() if word not in ("--debug", "--no-cache", "--verbose")]
     if not said:
         common.emit_screen(prediction, typed)
     elif prediction.verdict != FITS:
@@ -242,6 +260,12 @@ def parse_device(on: str) -> Any:
     from foretell.hardware import parse
 
     return parse(on).device
+
+
+def count_of(on: str) -> int:
+    from foretell.hardware import parse
+
+    return parse(on).count
 
 
 def _used_up(prediction: Any, on: str) -> tuple[Any, ...]:
@@ -300,6 +324,7 @@ def check(model: str, on: str, options: dict[str, Any]) -> None:
 def check_step(model: str, on: str, options: dict[str, Any]) -> None:
     """The same of the model, its batch, how it is trained and where."""
     from foretell.hardware import parse
+    from foretell.plan.precision import read
     from foretell.trace.load import Source
     from foretell.trace.load import check as check_source
     from foretell.trace.recipe import Recipe
@@ -309,8 +334,8 @@ def check_step(model: str, on: str, options: dict[str, Any]) -> None:
     if not on.strip().casefold().startswith("auto"):  # only torch knows this machine
         parse(on)
     of_recipe = ("optimizer", "recompute", "accumulate", "clip", "lora", "nf4", "freeze")
-    precision = {"precision": options["precision"]} if options["precision"] is not None else {}
-    Recipe(**{name: options[name] for name in of_recipe if name in options}, **precision)
+    given = {name: options[name] for name in of_recipe if name in options} | {"mode": "infer" if options.get("infer") else "train"}
+    Recipe(**given | ({"precision": read(options["precision"], False)} if options["precision"] is not None else {}))
 
 
 def check_run(options: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from foretell.units import GIB, MIB, gib
 if TYPE_CHECKING:
     from foretell.hardware.types import Cluster
     from foretell.plan.types import Plan
+    from foretell.quantities import Run
     from foretell.search.choose import Candidate, Choice
     from foretell.search.space_wishes import Wishes
     from foretell.simulate.plan import PlanCost
@@ -41,7 +43,7 @@ def plan(
     schedule: str | None = typer.Option(None, metavar="NAME", help="Only pipelines with this schedule, such as 1f1b."),
     micro_batch: int | None = typer.Option(None, metavar="N", help="Only plans with so many samples a micro-batch."),
     margin: float = typer.Option(0.0, metavar="SHARE", help="Share of each device's memory to leave free, such as 0.1."),
-    tokens: float | None = typer.Option(None, metavar="N", help="Of the whole run, such as 1e12; for --deadline, --budget and --step-law."),
+    tokens: str | None = typer.Option(None, metavar="N", help="Total training tokens, such as 1T: hours, money and energy of the run."),
     step_law: bool = typer.Option(False, "--step-law", help="Take the batch from the Step Law for --tokens, and say its learning rate."),
     deadline: str | None = typer.Option(None, metavar="TIME", help="For the whole run: 30d, 12h, 90m or seconds."),
     budget: float | None = typer.Option(None, metavar="DOLLARS", help="For the whole run."),
@@ -78,14 +80,13 @@ def plan(
     source = loading.Source(model=model, overrides=fit.overrides(settings), seq=seq, image=image, loss=loss)
     loading.check(source)
     if infer:
-        from foretell.cli.infer import infer_command
-
-        return infer_command(source, on, precision=precision, json=json, cache=not no_cache, time_limit=time_limit)
+        return _inferring(replace(source, micro_batch=micro_batch or 1), on, precision, json, not no_cache, time_limit)
+    length = fit.amount("--tokens", tokens)
     axes = {"tp": tp, "pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "cp": cp, "ep": ep}
     wishes = Wishes(
         global_batch=global_batch, precision=precision, optimizer=optimizer, clip=clip or None,
         compile=(compile,) if compile else (), objective=objective, schedule=schedule, micro_batch=micro_batch, margin=margin,
-        tokens=tokens, deadline_seconds=seconds_of(deadline), budget=budget, hbm=size_of("hbm", hbm), host=size_of("host", host),
+        tokens=length, deadline_seconds=seconds_of(deadline), budget=budget, hbm=size_of("hbm", hbm), host=size_of("host", host),
         disk=size_of("disk", disk) or 0, state_format=state_format, fixed={axis: degree for axis, degree in axes.items() if degree is not None},
     )  # fmt: skip
     check(wishes)
@@ -95,14 +96,33 @@ def plan(
     doing = Doing(f"choosing a plan for {model.removeprefix('script:')}")
     choice = common.call(lambda: _choose(source, on, wishes, not no_cache, how, doing, words), doing)
     saved = _pick(choice, point)
+    whole = whole_run(saved, length)
     checked = _rehearsed(source, saved, choice, point) if on == "auto" and words is None else ""
     _written(saved, choice, out)
     if json:
-        common.emit_json({**as_json(choice, out, saved), "checked": checked or None})
+        common.emit_json({**as_json(choice, out, saved), "run": None if whole is None else asdict(whole), "checked": checked or None})
     else:
-        text = screen(choice, model.removeprefix("script:"), on, out, explain=explain, what_if=what_if, point=point)
+        text = screen(choice, model.removeprefix("script:"), on, out, explain=explain, what_if=what_if, point=point, whole=whole)
         common.emit(f"{text}\nChecked: {checked}." if checked else text)
     return common.YES if choice.best is not None else common.NO_OR_FAILED
+
+
+def _inferring(source: Any, on: str, precision: str | None, json: bool, cache: bool, time_limit: float) -> int:
+    from foretell.cli.infer import infer_command
+
+    return infer_command(source, on, precision=precision, json=json, cache=cache, time_limit=time_limit)
+
+
+def whole_run(saved: Plan | None, tokens: float | None) -> Run | None:
+    """Time, money and energy of a run of so many tokens with the plan that is written."""
+    if tokens is None or saved is None:
+        return None
+    said = saved.predicted
+    if "samples_per_step" in said:
+        raise UserError("the run is given in tokens, but this model's batch has none", "leave out --tokens")
+    from foretell.price.energy import planned_run
+
+    return planned_run(tokens, "tokens", said, saved.mesh.world)
 
 
 def seconds_of(text: str | None) -> float | None:
@@ -242,18 +262,28 @@ def as_json(choice: Choice, out: str, saved: Plan | None) -> dict[str, Any]:
 
 
 def screen(
-    choice: Choice, model: str, on: str, out: str, *, explain: bool = False, what_if: bool = False, point: int | None = None
-) -> str:
-    """The answer for people."""
+    choice: Choice, model: str, on: str, out: str, *, explain: bool = False, what_if: bool = False, point: int | None = None,
+    whole: Run | None = None,
+) -> str:  # fmt: skip
+    """The answer for people, no wider than their screen."""
+    from foretell.report.words import folded
+
+    return "\n".join(folded(_lines(choice, model, on, out, explain, what_if, point, whole), common.width()))
+
+
+def _lines(
+    choice: Choice, model: str, on: str, out: str, explain: bool, what_if: bool, point: int | None, whole: Run | None
+) -> list[str]:
     from foretell.report import front
 
     found = choice.found
     if found is None:
-        return climbed(choice, model, on, out)
+        return climbed(choice, model, on, out, whole)
     if found.best is None:
-        relaxed = _relaxed(choice)
-        return "\n".join([*front.nothing_lines(found, choice.reasons, model, on), *relaxed])
-    lines = [f"Best of {found.costed} layouts for {model} on {on}, {found.seconds:.1f} s:", *front.best_lines(found), *front.law_lines(choice.law)]
+        return [*front.nothing_lines(found, choice.reasons, model, on), *_relaxed(choice)]
+    used = f", {found.best.point.devices} of its devices" if found.best.point.devices < fit.count_of(on) else ""
+    lines = [f"Best of {found.costed} layouts for {model} on {on}{used}, {found.seconds:.1f} s:", *front.best_lines(found)]
+    lines += [*front.run_lines(whole), *front.law_lines(choice.law)]
     if len(found.front) > 1:
         lines += ["", *front.front_lines(found)]
     lines += ["", *front.reason_lines(found, explain)]
@@ -261,12 +291,12 @@ def screen(
         lines += ["", *front.what_if_lines(found.what_if)]
     lines += [f"note: {note}" for note in choice.notes] if explain else []
     which = f"Plan {point} written" if point else "Written"
-    return "\n".join([*lines, "", f"{which} to {out}.  {_next(out)}"])
+    return [*lines, "", f"{which} to {out}.  {_next(out)}"]
 
 
-def climbed(choice: Choice, model: str, on: str, out: str) -> str:
+def climbed(choice: Choice, model: str, on: str, out: str, whole: Run | None = None) -> list[str]:
     """The answer where plans were tried one by one."""
-    from foretell.report.front import law_lines, no_plan
+    from foretell.report.front import law_lines, no_plan, run_lines
     from foretell.search.choose import told
     from foretell.units import human_bytes
 
@@ -276,18 +306,17 @@ def climbed(choice: Choice, model: str, on: str, out: str) -> str:
             lines.append(f"The nearest is {human_bytes(choice.infeasible.bytes_short)} short on {choice.infeasible.device}; at its peak:")
             lines += [f"  {human_bytes(h.bytes):>10}  {h.category}  {h.name}" for h in choice.infeasible.holders[:SHOWN]]
         lines += [f"  not: {told(one.plan)}: {one.why}" for one in choice.dropped[:SHOWN]]
-        return "\n".join([*lines, *_relaxed(choice)])
+        return [*lines, *_relaxed(choice)]
     assert choice.best.cost is not None
     lines = [f"Best of {choice.costed} plans for {model} on {on}:", f"  {told(choice.best.plan)}", *_figures(choice.best.cost)]
-    lines += [*law_lines(choice.law), *_notes(choice, "What is where:"), ""]
+    lines += [*run_lines(whole), *law_lines(choice.law), *_notes(choice, "What is where:"), ""]
     if choice.runners_up:
         lines.append("Next best:")
         lines += [f"  {told(one.plan)}: {_speed(one.cost)}; {one.why}" for one in choice.runners_up[:SHOWN] if one.cost]
     if choice.dropped:
         lines.append("Not possible:")
         lines += [f"  {told(one.plan)}: {one.why}" for one in choice.dropped[:SHOWN]]
-    lines += ["", f"Written to {out}.  {_next(out)}"]
-    return "\n".join(lines)
+    return [*lines, "", f"Written to {out}.  {_next(out)}"]
 
 
 def _next(out: str) -> str:

@@ -105,8 +105,7 @@ def _accelerate(data: Mapping[str, Any]) -> Theirs:
     axes = _mapping(data, "parallelism_config")
     if kind == "FSDP":
         _fsdp(fsdp, axes, found)
-    sharded = found.shards > 1
-    _mixed(str(data.get("mixed_precision") or "no"), sharded, found)
+    _mixed(str(data.get("mixed_precision") or "no"), found)
     deep = _mapping(data, "deepspeed_config")
     if deep:
         _deep(deep, found)
@@ -147,13 +146,13 @@ def _fsdp(fsdp: Mapping[str, Any], axes: Mapping[str, Any], found: Theirs) -> No
     found.ignored += [str(key) for key, value in fsdp.items() if key not in known and value not in (None, False)]
 
 
-def _mixed(word: str, sharded: bool, found: Theirs) -> None:
+def _mixed(word: str, found: Theirs) -> None:
     if word == "no":
         found.take("precision", "fp32", "mixed_precision no")
     elif word == "bf16":
-        found.take("precision", "fsdp-bf16" if sharded else "bf16-autocast", "mixed_precision bf16")
+        found.take("precision", "bf16-mixed", "mixed_precision bf16")
     elif word == "fp16":
-        found.take("precision", "fsdp-fp16" if sharded else "fp16-autocast", "mixed_precision fp16")
+        found.take("precision", "fp16-mixed", "mixed_precision fp16")
     else:
         found.ignored.append(f"mixed_precision {word}: fit has no such precision here; its default is taken")
 
@@ -233,12 +232,11 @@ def _clipped(data: Mapping[str, Any], found: Theirs) -> None:
 
 
 def _halves(data: Mapping[str, Any], found: Theirs) -> None:
-    sharded = (found.shards or 1) > 1
     if _true(_mapping(data, "bf16").get("enabled")):
-        found.take("precision", "fsdp-bf16" if sharded else "bf16-autocast", "bf16")
+        found.take("precision", "bf16-mixed", "bf16")
         found.ignored.append("bf16: DeepSpeed keeps bf16 weights beside fp32 ones, 2 bytes a parameter more than fit counts")
     elif _true(_mapping(data, "fp16").get("enabled")):
-        found.take("precision", "fsdp-fp16" if sharded else "fp16-autocast", "fp16")
+        found.take("precision", "fp16-mixed", "fp16")
         found.ignored.append("fp16: DeepSpeed keeps fp16 weights beside fp32 ones, 2 bytes a parameter more than fit counts")
     else:
         found.take("precision", "fp32", "neither bf16 nor fp16")

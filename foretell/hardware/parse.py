@@ -28,14 +28,14 @@ FORMS = "write it like H100, H100:8, 2x8xH100, H100:1,memory=60GiB, auto or clus
 _LEADING_COUNT = re.compile(r"\s*([+-]?[0-9][0-9.]*)\s*[xX*]\s*")
 
 
-def parse(text: str) -> Cluster:
-    """A hardware string as a cluster; anything wrong is one `UserError`."""
+def parse(text: str, *, apple: bool = False) -> Cluster:
+    """A hardware string as a cluster; anything wrong is one `UserError`. With `apple`, 'auto' on a Mac is the GPU of its chip."""
     if text.strip().casefold().endswith((".toml", ".json")):
         return load(text.strip())
     asked = " ".join(text.split())
     head, *options = (part.strip() for part in asked.split(","))
     if head.casefold() == "auto":
-        return _with_options(this_machine(), options, asked)
+        return _with_options(this_machine(apple=apple), options, asked)
     groups = _groups(head)
     join = _join(options, asked, len(groups))
     parts = tuple(_named(group, asked) for group in groups)

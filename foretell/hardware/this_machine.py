@@ -5,27 +5,32 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from foretell.errors import UnknownName, UserError
-from foretell.hardware.catalog import GENERIC_CPU, devices, find, find_reported
+from foretell.hardware.catalog import GENERIC_CPU, devices, find, find_reported, normalise
 from foretell.hardware.links import with_links
 from foretell.hardware.types import Cluster, Device, Tier
 from foretell.units import gib
 
 _PROBED = "reported by torch on this machine"
+READ_HERE = "RAM of this machine"
+"""In the source of a CPU's memory that was read, and not taken from the catalogue."""
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def this_machine() -> Cluster:
-    """This machine's GPUs with their real memory; without any, its CPU and RAM."""
+def this_machine(*, apple: bool = False) -> Cluster:
+    """This machine's GPUs with their real memory; without any, its CPU and RAM. With `apple`, the GPU of an Apple chip too."""
     try:
         import torch
     except ImportError:
         return _cpu("torch is not installed")
     if not torch.cuda.is_available():
+        if apple and torch.backends.mps.is_available():
+            return from_chip(cpu_name(), usable_ram(), torch.mps.recommended_max_memory())
         return _cpu("torch sees no GPU")
     cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return from_properties(cards)
@@ -59,7 +64,23 @@ def from_properties(cards: list[Any]) -> Cluster:
     return with_links(Cluster(device=device, devices_per_node=len(cards), tiers=_host(), notes=(note,)))
 
 
+def from_chip(chip: str, ram: int | None, usable: int) -> Cluster:
+    """The GPU of an Apple chip (`Apple M2 Pro`): the catalogue's rates, and the memory that Metal recommends here."""
+    asked = normalise(chip).removeprefix("apple")
+    known = [device for device in devices() if device.backend == "mps" and normalise(device.name.rpartition("-")[0]) == asked]
+    if not known:
+        remedy = "name one that is near with --on, or describe it in a .toml hardware file and give its path"
+        raise UnknownName("Apple chip", chip, [item.name for item in devices() if item.backend == "mps"], remedy)
+    nearest = min(known, key=lambda device: abs(device.memory_nominal_bytes - (ram or usable)))
+    memory = max(usable, nearest.memory_nominal_bytes if ram is None else ram)
+    device = replace(nearest, memory_bytes=usable, memory_nominal_bytes=memory, sources={**nearest.sources, "memory_bytes": _PROBED})
+    note = f"auto found {chip}: {nearest.name} with {gib(usable)} of unified memory for its GPU, as torch reports"
+    return with_links(Cluster(device=device, notes=(note,)))
+
+
 def cpu_name() -> str:
+    if platform.system() == "Darwin":
+        return _sysctl("machdep.cpu.brand_string") or "unknown CPU"
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -67,16 +88,24 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine() or "unknown CPU"
 
 
+def _sysctl(name: str) -> str:
+    """What macOS says of itself; empty where it does not."""
+    try:
+        return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
 def _cpu(why: str) -> Cluster:
     generic = find(GENERIC_CPU)
     cores, memory = physical_cores(), usable_ram()
-    notes = [f"auto uses the CPU of this machine ({cores} cores), since {why}; its rates are assumed"]
+    notes = [f"auto uses the CPU of this machine ({cores} cores), since {why}"]
     if memory is None:
         notes.append(f"the RAM of this machine is unknown and taken as {gib(generic.memory_bytes)}")
         return with_links(Cluster(device=_scaled(generic, cores), notes=tuple(notes)))
     device = _scaled(generic, cores)
     device = replace(device, memory_bytes=memory, memory_nominal_bytes=memory, verified=True)
-    device = device.with_memory(memory, "RAM of this machine, read here")
+    device = device.with_memory(memory, f"{READ_HERE}, read here")
     return with_links(Cluster(device=device, tiers=_host(), notes=tuple(notes)))
 
 

@@ -3,7 +3,7 @@
     device has rates for     bfloat16        float16 alone (T4, V100, P100)     neither
     recipe, one device       bf16-autocast   fp16-autocast                      fp32
     recipe, sharded          fsdp-bf16       fsdp-fp16                          fp32
-    plan                     bf16-mixed      fp16-mixed                         fp32
+    plan, and on screens     bf16-mixed      fp16-mixed                         fp32
 
 float16 has five bits of exponent, so its gradients are scaled. Plain data, no torch.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foretell.errors import UserError
+from foretell.errors import UnknownName, UserError
 from foretell.plan.types import FLOAT8, FP16, MASTER
 from foretell.trace.recipe import COMPUTES
 
@@ -39,6 +39,23 @@ def computes_in(precision: str) -> str:
 def in_recipe(precision: str, sharded: bool) -> str:
     """What a recipe calls a plan's precision."""
     return MIXED[precision][sharded] if precision in MIXED else "bf16" if precision == MASTER else precision
+
+
+NAMES = ("fp32", "tf32", *MIXED, "bf16", "fp16")
+"""What users write and read of a step; recipes have two names for each mixed one, which are read as well."""
+
+
+def read(name: str, sharded: bool) -> str:
+    """The recipe's precision that a user's word means; `UnknownName` otherwise."""
+    found = in_recipe(name, sharded)
+    if found not in COMPUTES or name == MASTER:
+        raise UnknownName("precision", name, NAMES, f"known: {', '.join(NAMES)}")
+    return found
+
+
+def shown(recipe: str) -> str:
+    """What users read of a recipe's precision."""
+    return in_plan(recipe) or recipe
 
 
 def in_plan(recipe: str) -> str | None:
@@ -94,7 +111,7 @@ def for_inference(cluster: Cluster) -> str:
 
 def refuse_recipe(precision: str, cluster: Cluster, sharded: bool) -> None:
     """Raise where a device has no units for what a recipe's precision computes in."""
-    _refuse(precision, COMPUTES[precision], cluster, default_recipe(cluster, sharded))
+    _refuse(shown(precision), COMPUTES[precision], cluster, shown(default_recipe(cluster, sharded)))
 
 
 def refuse_plan(precision: str, cluster: Cluster) -> None:

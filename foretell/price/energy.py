@@ -170,14 +170,34 @@ def whole_run(
     embodied_kg_per_device: float | None = None, lifetime_years: float = 5.0,
 ) -> Run:  # fmt: skip
     """Days, money, energy and footprint of processing `amount` tokens or samples."""
-    steps = max(1, -(-int(amount) // per_step))
-    seconds = steps * time.step_seconds
-    years = devices * seconds / YEAR_SECONDS
     grams = energy.carbon_grams_per_step if energy else None
+    return _of_steps(
+        amount, unit, per_step, (time.step_seconds, time.low_seconds, time.high_seconds), devices,
+        joules=energy.joules_per_step if energy else None, money=cost.per_step if cost else None, grams=grams,
+        embodied=embodied_kg_per_device / lifetime_years if embodied_kg_per_device else None,
+    )  # fmt: skip
+
+
+def planned_run(amount: float, unit: str, said: Mapping[str, Any], devices: int) -> Run | None:
+    """The same from what a plan says of its step; None where that has no seconds."""
+    if "step_seconds" not in said:
+        return None
+    seconds = (said["step_seconds"], said.get("low_seconds", said["step_seconds"]), said.get("high_seconds", said["step_seconds"]))
+    return _of_steps(
+        amount, unit, int(said[f"{unit}_per_step"]), seconds, devices, joules=said.get("joules_per_step"), money=said.get("dollars_per_step")
+    )
+
+
+def _of_steps(
+    amount: float, unit: str, per_step: int, each: tuple[float, float, float], devices: int, *, joules: float | None, money: float | None,
+    grams: float | None = None, embodied: float | None = None,
+) -> Run:  # fmt: skip
+    """What so many steps take; `embodied` is kilograms of one device and year."""
+    steps = max(1, -(-int(amount) // per_step))
+    years = devices * steps * each[0] / YEAR_SECONDS
     return Run(
-        amount=amount, unit=unit, steps=steps, seconds=seconds, low_seconds=steps * time.low_seconds,
-        high_seconds=steps * time.high_seconds, joules=steps * energy.joules_per_step if energy else None,
-        money=steps * cost.per_step if cost else None, carbon_kilograms=steps * grams / 1e3 if grams is not None else None,
-        device_years=years,
-        embodied_carbon_kilograms=embodied_kg_per_device * years / lifetime_years if embodied_kg_per_device else None,
+        amount=amount, unit=unit, steps=steps, seconds=steps * each[0], low_seconds=steps * each[1], high_seconds=steps * each[2],
+        joules=None if joules is None else steps * joules, money=None if money is None else steps * money,
+        carbon_kilograms=None if grams is None else steps * grams / 1e3, device_years=years,
+        embodied_carbon_kilograms=None if embodied is None else embodied * years,
     )  # fmt: skip

@@ -30,6 +30,8 @@ def _slower(device: Device, profile: Profile) -> dict[str, float]:
         held = 1.0
     else:
         held = held_back(device, catalog.find(profile.device))
+    if device.backend == profile.backend == "cpu":
+        return {}  # efficiencies of another CPU
     shown = {"gemm"} if "16-bit" in profile.elsewhere.get("groups", {}) else set()
     shown |= {"attention"} if "flash-2" in profile.elsewhere.get("groups", {}) else set()
     compute = dict.fromkeys(COMPUTE_KINDS, held * reference.product / kin.product) | dict.fromkeys(shown, held)

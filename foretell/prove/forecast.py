@@ -202,7 +202,7 @@ def _traces(configs: Sequence[Config], asked: Asked, progress: Progress) -> Iter
 def _request(config: Config, asked: Asked) -> dict[str, Any]:
     capability = () if asked.kind == "cpu" else asked.cluster.device.compute_capability or (9, 0)
     recipe = replace(config.recipe(), compile="none")
-    asks = request(config.source(), recipe, capability, {})  # type: ignore[arg-type]
+    asks = request(config.source(), recipe, capability, {})
     return {**asks, "in_turn": True}  # losses as `measure` runs them: the user's own step, not a plan's
 
 
@@ -214,7 +214,7 @@ def _pacers(asked: Asked) -> dict[str, float]:
     if asked.kind != "cpu":
         return {}
     recipe = Recipe(precision="fp32")
-    requests = [request(Source(model=model, micro_batch=2), recipe, (), {}) for model in PACERS]  # type: ignore[arg-type]
+    requests = [request(Source(model=model, micro_batch=2), recipe, (), {}) for model in PACERS]
     found: dict[str, float] = {}
     for model, (text, _) in zip(PACERS, trace_all(requests), strict=True):
         trace = loads(text)

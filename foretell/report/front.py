@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from foretell.report.command import with_flag, without
-from foretell.report.words import seconds
-from foretell.units import gib, human_bytes
+from foretell.report.words import kilowatt_hours, money, run_span, seconds
+from foretell.units import gib, human_bytes, human_count
 
 if TYPE_CHECKING:
+    from foretell.quantities import Run
     from foretell.search.explain import WhatIf
     from foretell.search.find import Finalist, Found
     from foretell.search.found import Reason
@@ -43,6 +44,16 @@ def law_lines(law: Advice | None) -> Iterator[str]:
     """What the Step Law says of the run."""
     for number, line in enumerate(law.lines() if law is not None else ()):
         yield f"  {'law' if not number else '':<6}  {line}"
+
+
+def run_lines(run: Run | None) -> Iterator[str]:
+    """Time, money and energy of the whole run."""
+    if run is None:
+        return
+    worth = [f"{human_count(run.amount)} {run.unit}", f"{human_count(run.steps)} steps", run_span(run.seconds, run.low_seconds, run.high_seconds)]
+    worth += [money(run.money)] if run.money is not None else []
+    worth += [kilowatt_hours(run.joules)] if run.joules is not None else []
+    yield f"  run     {', '.join(worth)}"
 
 
 def figures(one: Finalist) -> Iterator[str]:

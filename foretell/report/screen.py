@@ -1,7 +1,8 @@
-"""The answer on a terminal: at most 30 lines, the verdict first, readable without colour from 40 columns on."""
+"""The answer on a terminal: the verdict first, at most 30 lines from 80 columns on, readable without colour from 40; nothing is cut off."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
+from foretell.plan.precision import shown
 from foretell.quantities import FITS, NO, TIGHT, Holder, Prediction, Remedy
 from foretell.report import bar, command, seconds
 from foretell.units import GIB, gib, human_bytes, human_count
@@ -28,30 +30,30 @@ _ROOM = (
     (2, 2, False, seconds.FULL), (1, 1, False, seconds.FULL), (1, 1, False, seconds.PLAIN), (1, 1, False, seconds.BRIEF),
 )  # fmt: skip
 """Holders, lines of assumptions, blank lines between sections and what is told of time, from generous to sparse."""
+_ALL = (1000, 1000, True, seconds.BAR)
 
 
-def render(prediction: Prediction, width: int = 80, *, typed: Sequence[str] = (), ascii_only: bool = False) -> Text:
+def render(prediction: Prediction, width: int = 80, *, typed: Sequence[str] = (), ascii_only: bool = False, verbose: bool = False) -> Text:
     """The whole screen; `typed` are the words after `foretell` that asked for it, from which the next command is made."""
     width = max(width, MIN_WIDTH)
-    return _drawn(_filled(prediction, width, MAX_LINES, _below(prediction, width, typed)), width, ascii_only)
+    below = _below(prediction, width, typed, ADVICE_LINES)
+    return _drawn(_filled(prediction, width, MAX_LINES, below, verbose=verbose), ascii_only)
 
 
-def answer(prediction: Prediction, width: int = 80, *, ascii_only: bool = False) -> Text:
+def answer(prediction: Prediction, width: int = 80, *, ascii_only: bool = False, verbose: bool = False) -> Text:
     """The screen without advice, which is not there yet: room is left for it."""
-    width = max(width, MIN_WIDTH)
-    return _drawn(_filled(prediction, width, MAX_LINES - ADVICE_LINES), width, ascii_only)
+    return _drawn(_filled(prediction, max(width, MIN_WIDTH), MAX_LINES - ADVICE_LINES, verbose=verbose), ascii_only)
 
 
 def advice(prediction: Prediction, width: int = 80, *, typed: Sequence[str] = (), ascii_only: bool = False) -> Text:
     """What comes below it."""
-    width = max(width, MIN_WIDTH)
-    return _drawn(_joined(_below(prediction, width, typed), blanks=False)[:ADVICE_LINES], width, ascii_only)
+    return _drawn(_joined(_below(prediction, max(width, MIN_WIDTH), typed, ADVICE_LINES), False, max(width, MIN_WIDTH)), ascii_only)
 
 
-def _filled(prediction: Prediction, width: int, room: int, below: Sequence[list[Text]] = ()) -> list[Text]:
-    """The answer and what comes below it, as generous as so many lines allow."""
+def _filled(prediction: Prediction, width: int, room: int, below: Sequence[list[Text]] = (), *, verbose: bool = False) -> list[Text]:
+    """The answer and what comes below it, as generous as so many lines allow; all of it where `verbose`."""
     lines: list[Text] = []
-    for holders, assumptions, blanks, detail in _ROOM:
+    for holders, assumptions, blanks, detail in (_ALL,) if verbose else _ROOM:
         sections = [
             _head(prediction, width),
             _bar(prediction, width),
@@ -61,33 +63,42 @@ def _filled(prediction: Prediction, width: int, room: int, below: Sequence[list[
             _assumptions(prediction.assumptions, width, assumptions),
             *below,
         ]
-        lines = _joined([section for section in sections if section], blanks)
+        lines = _joined([section for section in sections if section], blanks, width)
         if len(lines) <= room:
             break
-    return lines[:room]
+    return lines
 
 
-def _below(prediction: Prediction, width: int, typed: Sequence[str]) -> list[list[Text]]:
-    """What would help, and what to type next."""
-    return [_remedies(prediction.remedies[: command.SHOWN], width), _next(prediction, width, typed)]
+def _below(prediction: Prediction, width: int, typed: Sequence[str], room: int) -> list[list[Text]]:
+    """What would help, as many ways as so many lines allow, and what to type next."""
+    after, shown = _next(prediction, width, typed), prediction.remedies[: command.SHOWN]
+    while len(shown) > 1 and len(_remedies(shown, width)) + len(after) > room:
+        shown = shown[:-1]
+    return [_remedies(shown, width), after]
 
 
-def _drawn(lines: list[Text], width: int, ascii_only: bool) -> Text:
+def _drawn(lines: list[Text], ascii_only: bool) -> Text:
     for line in lines:
         line.rstrip()
-        line.truncate(width, overflow="ellipsis")
         if ascii_only:
             line.plain = line.plain.translate(bar.ASCII)
     return Text("\n").join(lines)
 
 
-def _joined(sections: list[list[Text]], blanks: bool) -> list[Text]:
+def _joined(sections: list[list[Text]], blanks: bool, width: int) -> list[Text]:
     lines: list[Text] = []
     for section in sections:
         if lines and blanks:
             lines.append(Text())
-        lines += section
+        lines += [part for line in section for part in _folded(line, width)]
     return lines
+
+
+def _folded(line: Text, width: int) -> list[Text]:
+    """A line that is too wide for a narrow screen, in as many as it takes."""
+    if line.cell_len <= width:
+        return [line]
+    return [Text(part) for part in textwrap.wrap(line.plain, width, subsequent_indent=" " * _GUTTER)]
 
 
 # --- sections --------------------------------------------------------------------------------------------------------
@@ -104,9 +115,8 @@ def _head(prediction: Prediction, width: int) -> list[Text]:
     if head.cell_len + 1 + len(sentence) <= width:
         lines = [head + Text(f" {sentence}")]
     else:
-        lines = [head, *(Text(f"  {line}") for line in textwrap.wrap(sentence, width - 2)[:2])]
-    asked = textwrap.wrap(_asked(prediction, name), width - 2)
-    return lines + [Text(f"  {line}", "dim") for line in asked[:2]]
+        lines = [head, *(Text(f"  {line}") for line in textwrap.wrap(sentence, width - 2))]
+    return lines + [Text(f"  {line}", "dim") for line in textwrap.wrap(asked(prediction), width - 2)[:3]]
 
 
 def _amounts(prediction: Prediction) -> str:
@@ -128,19 +138,22 @@ def _amounts(prediction: Prediction) -> str:
     return text
 
 
-def _asked(prediction: Prediction, name: str) -> str:
-    """`8.03B parameters; micro-batch 1 × 8192 tokens; adamw-fused, bf16-autocast, recompute none`."""
+def asked(prediction: Prediction) -> str:
+    """`8.03B parameters; micro-batch 1 × 8192 tokens; adamw-fused, bf16-mixed, recompute none`."""
+    recipe, trained = prediction.model.get("recipe"), prediction.model.get("trainable")
     pieces = [f"{human_count(prediction.parameters)} parameters"]
+    if isinstance(recipe, Mapping) and recipe.get("lora") and isinstance(trained, int):
+        pieces = [f"{human_count(prediction.parameters - trained)} parameters and {human_count(trained)} in adapters"]
     description = _clean(str(prediction.model.get("description", "")))
-    pieces.append(description.removeprefix(name).lstrip(", "))
-    recipe = prediction.model.get("recipe")
+    pieces.append(description.removeprefix(_clean(command.model_name(prediction))).lstrip(", "))
     if isinstance(recipe, Mapping):
         pieces.append(_recipe(recipe))
     return "; ".join(piece for piece in pieces if piece)
 
 
 def _recipe(recipe: Mapping[str, Any]) -> str:
-    words = [str(recipe[key]) for key in ("optimizer", "precision") if recipe.get(key)]
+    words = [str(recipe["optimizer"])] if recipe.get("optimizer") else []
+    words += [shown(str(recipe["precision"]))] if recipe.get("precision") else []
     if recipe.get("mode") == "infer":
         words = ["inference", *words[1:]]
     elif recipe.get("recompute"):
@@ -220,13 +233,12 @@ def _holders(holders: Sequence[Holder], width: int) -> list[Text]:
     lines = []
     for number, (holder, size) in enumerate(zip(holders, sizes, strict=True)):
         start = f"{size:>{wide}}  {holder.category:<{kind}}  "
-        room = width - _GUTTER - len(start)
-        lines.append(_labelled("holders" if not number else "", start + _end(_clean(holder.name), room)))
+        lines.append(_labelled("holders" if not number else "", start + _end(_clean(holder.name), width - _GUTTER - len(start))))
     return lines
 
 
 def _remedies(remedies: Sequence[Remedy], width: int) -> list[Text]:
-    """What was predicted with each, what it saves, how it is typed and what it is; the words are cut at the edge."""
+    """What was predicted with each, what it saves, how it is typed and, where there is room, what it is."""
     if not remedies:
         return []
     verdicts = [_verdict(item) for item in remedies]
@@ -238,7 +250,9 @@ def _remedies(remedies: Sequence[Remedy], width: int) -> list[Text]:
     for number, (item, verdict, saved, flag) in enumerate(zip(remedies, verdicts, saves, flags, strict=True)):
         line = _labelled("remedies" if not number else "", "")
         line.append(f"{verdict:<{wide[0]}}  ", "green" if item.verdict == FITS else "yellow").append(f"{saved:>{wide[1]}}  ")
-        words = _clean(item.change) + (f" ({_clean(item.costs)})" if item.costs else "")
+        change, costs = _clean(item.change), f" ({_clean(item.costs)})" if item.costs else ""
+        room = width - line.cell_len - short - 2
+        words = next((words for words in (change + costs, change) if len(words) <= room), "")  # whole or not at all
         lines.append(line.append(f"{flag:<{short}}  ", "bold").append(words, "dim"))
     return lines
 
@@ -258,12 +272,8 @@ def _assumptions(assumptions: Sequence[str], width: int, room: int) -> list[Text
             break
         shown += _bullet(wrapped)
         left -= 1
-    if sentences and not shown and room > 1:  # not even the first fits: its beginning is better than nothing
-        cut = sentences[0][: room - 1]
-        shown = _bullet([*cut[:-1], f"{cut[-1][: width - _GUTTER - 3]}…"])
-        left -= 1
     if left:
-        shown.append(f"… {left} {'more ' if shown else ''}with --json")
+        shown.append(f"{left} {'more ' if shown else ''}with --verbose")
     return [_labelled("assumed" if not index else "", line) for index, line in enumerate(shown)]
 
 
@@ -326,9 +336,10 @@ def _band(bands: Mapping[str, Sequence[int]], name: str) -> tuple[int | None, in
 
 
 def _end(name: str, room: int) -> str:
-    """A path cut at its beginning: its end says more."""
-    room = max(8, room)
-    return name if len(name) <= room else f"…{name[-(room - 1):]}"
+    """A path without its first parts, where it is too long: its end says more."""
+    while len(name) > room and (parts := re.split(r"[/.]", name.removeprefix("*."), maxsplit=1))[1:]:
+        name = f"*.{parts[1]}" if "/" not in name else parts[1]
+    return name if len(name) <= room else name[-max(8, room) :]
 
 
 def _clean(text: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
 
 _SHORT = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 _LONG = (("years", 365.25 * 86400), ("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
@@ -85,3 +87,16 @@ def percent(share: float) -> str:
 def about(value: float, low: float, high: float) -> str:
     """`±8 %`: half the range, as a share of the value."""
     return f"±{50 * (high - low) / value:.0f} %" if value > 0 and high > low else ""
+
+
+def folded(lines: Iterable[str], width: int) -> list[str]:
+    """Lines no wider than a screen: what is too long goes on below, indented; commands to copy stay whole."""
+    found: list[str] = []
+    for line in lines:
+        if len(line) <= width or line.lstrip().startswith("foretell "):
+            found.append(line)
+            continue
+        label = re.match(r"  \w+  +", line)  # beside which the words go on
+        indent = " " * (len(label[0]) if label else min(len(line) - len(line.lstrip()) + 4, width // 2))
+        found += textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False)
+    return found

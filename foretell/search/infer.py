@@ -164,7 +164,7 @@ class _Splits:
         for device, place in enumerate(self.places):
             if used >> device & 1 or (not self.free and device <= last):
                 continue
-            if self.free and place.like in seen:
+            if place.like in seen:  # in the order of the cluster too: the first of them leaves all others for later
                 continue
             seen.add(place.like)
             yield device

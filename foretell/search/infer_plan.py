@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -85,7 +86,7 @@ def inference_trace(
 ) -> Trace:
     """One forward without gradients, as a device of that capability (None: a CPU) runs it."""
     recipe = Recipe(precision=precision, mode="infer")
-    asked = request(source, recipe, capability or (), {})  # type: ignore[arg-type]
+    asked = request(source, recipe, capability or (), {})
     return traced(asked, cache=cache, time_limit=time_limit)[0]
 
 
@@ -238,6 +239,7 @@ def _links(cluster: Cluster) -> Callable[[int, int, int], float]:
         if group.domains > 1 and group.inter is None and group.measured_inter is None:
             raise UserError(f"it is not known what joins devices {a} and {b}", "give `inter`, such as Eth10, in the hardware file")
 
+    @functools.cache
     def seconds(source: int, target: int, nbytes: int) -> float:
         return collective(P2P, nbytes, groups[source, target]).seconds
 

@@ -127,7 +127,7 @@ class Traces:
         """One request: nothing in it that a trace does not depend on."""
         recipe = replace(recipe_of(plan, mode), accumulate=1, compile="none", shards=1)
         source = replace(source_of(plan), micro_batch=micro_batch)
-        asked = request(source, recipe, self.capability or (), self.hints)  # type: ignore[arg-type]
+        asked = request(source, recipe, self.capability or (), self.hints)
         if plan.mesh.tp > 1:
             split = plan.split
             asked["tp"] = {

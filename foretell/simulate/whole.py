@@ -37,22 +37,23 @@ class Speed:
     notes: tuple[str, ...] = ()
 
 
-def speed(cost: PlanCost, cluster: Cluster, how: Options, wishes: Wishes | None = None) -> Speed:
-    """What follows from a plan's seconds, for all of its ranks together."""
+def speed(cost: PlanCost, cluster: Cluster, how: Options, wishes: Wishes | None = None, copies: int = 1) -> Speed:
+    """What follows from a plan's seconds, for all of its ranks together, and for so many copies of it side by side."""
     asked, device, time, plan = wishes or Wishes(), cluster.device, cost.time, cost.plan
     known = machine(device, profile_for(cluster, how.profile_of))
     if known is None or time is None:
         return Speed(notes=(f"no speed: nothing was measured on a {device.backend} device yet; run `foretell probe` there",))
-    ranks, local = plan.mesh.world, cost.programs[0]
-    rate = cost.per_step / time.step_seconds
-    throughput = Throughput(unit=cost.unit, per_step=cost.per_step, per_second=rate, per_second_per_device=rate / ranks)
+    ranks, local, per_step = copies * plan.mesh.world, cost.programs[0], copies * cost.per_step
+    rate = per_step / time.step_seconds
+    throughput = Throughput(unit=cost.unit, per_step=per_step, per_second=rate, per_second_per_device=rate / ranks)
     dtype = computes_in(plan.precision)
     if dtype == "float32" and "tf32" in device.peak_flops_per_second and any(TF32 in op.attrs for op in local.ops()):
         dtype = "tf32"  # the user's own code asked for it
     peak = device.peak(dtype)
-    model, all_ = (flops / ranks / time.step_seconds / peak for flops in (cost.model_flops, cost.model_flops + cost.recompute_flops))
+    flops, again = copies * cost.model_flops, copies * cost.recompute_flops
+    model, all_ = (each / ranks / time.step_seconds / peak for each in (flops, flops + again))
     mfu = Mfu(
-        value=model, hfu=all_, flops_per_step=cost.model_flops, peak_flops_per_second=peak, peak_dtype=dtype, convention=CONVENTION
+        value=model, hfu=all_, flops_per_step=flops, peak_flops_per_second=peak, peak_dtype=dtype, convention=CONVENTION
     )
     notes = list(known.notes)
     if guessed := unmeasured_ops(local, known):
@@ -66,7 +67,7 @@ def speed(cost: PlanCost, cluster: Cluster, how: Options, wishes: Wishes | None 
     money = watts.cost(time, throughput, price, source, ranks) if price is not None else None
     length = sequence_length(local, plan.micro_batch)
     return Speed(
-        time=time, throughput=throughput, mfu=mfu, energy=joules, cost=money, notes=tuple(notes),
+        time=time, throughput=throughput, mfu=mfu if device.backend != "cpu" else None, energy=joules, cost=money, notes=tuple(notes),
         utilisation=_utilisation(local, known, time, load) if device.backend != "cpu" else None,
         run=_run(asked.amount, throughput, time, cluster, ranks, joules, money, length),
     )  # fmt: skip

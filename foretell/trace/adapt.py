@@ -180,6 +180,12 @@ def _quantise_base(path: str, layer: Any, quantised: dict[int, tuple[nn.Paramete
     layer.nf4_shape, layer.nf4_dtype = tuple(plain.shape), weight.dtype
 
 
+def packed_away(model: nn.Module) -> int:
+    """How many more weights a model has than its parameters have elements: in 4 bits two share one."""
+    layers = {id(layer.nf4_packed): layer for layer in model.modules() if isinstance(layer, Nf4LoraLinear)}
+    return sum(math.prod(layer.nf4_shape) - layer.nf4_packed.numel() for layer in layers.values())
+
+
 # ---------------------------------------------------------------- NF4
 
 

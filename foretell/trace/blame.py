@@ -173,11 +173,12 @@ def users_line(text: str, innermost_last: bool = False) -> str:
 def model_error(model: str, error: BaseException, doing: str = "building", remedy: str = "") -> ModelError:
     """The user's exception as ours: what failed and where, the frames of theirs that led to it, and what it came from."""
     links = chain(error)
-    lines = [*traceback.format_list(users_frames(error)), f"{type(error).__name__}: {error}"]
-    if error.__cause__ is not None:
-        lines += [f"\ncaused by {type(links[-1]).__name__}: {links[-1]}"]
     said = str(error.msg) if isinstance(error, SyntaxError) else str(error)
-    message = next((line.strip() for line in said.splitlines() if line.strip()), "no message")
+    message, *more = [line.strip() for line in said.splitlines() if line.strip()] or ["no message"]
+    lines = traceback.format_list(users_frames(error))  # the message is in the first line, and not told again
+    lines += [f"{type(error).__name__}: {error}"] if more else []
+    if error.__cause__ is not None:
+        lines += [f"{chr(10) if more else ''}caused by {type(links[-1]).__name__}: {links[-1]}"]
     if isinstance(error, SystemExit):
         message = f"the code ends the program: {message}"
     problem = f"{doing} {model} failed: {type(error).__name__}: {message}{at(place(error))}"

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from foretell.errors import UserError
 from foretell.trace import types
+from foretell.trace.adapt import packed_away
 from foretell.trace.blame import is_users, made_at, users_frames, users_line
 from foretell.trace.blocks import find_blocks
 from foretell.trace.collection import no_collection
@@ -366,7 +367,7 @@ def _meta(recorder: Recorder, step: Step, capability: tuple[int, int] | None, re
     parameters, blocks = list(step.model.parameters()), find_blocks(step.model)
     compiles = compiled_as(recorder.compiled, step.model, blocks) if capability else ""
     return {
-        "parameters": sum(parameter.numel() for parameter in parameters),
+        "parameters": sum(parameter.numel() for parameter in parameters) + packed_away(step.model),
         "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         "blocks": blocks,
         "recipe": step.recipe.to_json(),

@@ -31,7 +31,7 @@ PRELOAD = ("foretell.trace.cache", "foretell.trace.deep", "foretell.trace.file",
 
 
 def request(
-    source: Source, recipe: Recipe, capability: tuple[int, int], hints: Mapping[str, float]
+    source: Source, recipe: Recipe, capability: tuple[int, ...], hints: Mapping[str, float]
 ) -> dict[str, Any]:
     return {
         "source": {**vars(source), "overrides": dict(source.overrides)},

@@ -21,6 +21,8 @@ _BACKENDS = {int(one.value): name for name, one in (
     ("cudnn", SDPBackend.CUDNN_ATTENTION))}  # fmt: skip
 _DEFAULT = ("flash", "efficient", "math", "cudnn")
 """The order of PyTorch where nobody asked for another; newer devices then try cuDNN first."""
+_FUSED = (5, 0)
+"""The oldest devices with a fused kernel."""
 _SWITCHES = {
     "cudnn": torch.backends.cuda.cudnn_sdp_enabled, "flash": torch.backends.cuda.flash_sdp_enabled,
     "efficient": torch.backends.cuda.mem_efficient_sdp_enabled, "math": torch.backends.cuda.math_sdp_enabled,
@@ -35,6 +37,8 @@ def choose(
 
     What the caller switched off (`sdpa_kernel`, `enable_flash_sdp`) is not tried; PyTorch raises where nothing is left.
     """
+    if capability < _FUSED:
+        return "math"
     order: tuple[str, ...] = _in_order()
     if order == _DEFAULT and capability[0] in (9, 10) and (not dropout or holds(DROPOUT_IN_CUDNN, release)):
         order = ("cudnn", *order[:-1])

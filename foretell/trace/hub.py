@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = {"hf": ("transformers",), "timm": ("timm", "torchvision"), "torchvision": ("torchvision",)}
 NO_TRAINING = "give --loss FILE:FUNCTION of something inside that does, or another class of it in a config.json (architectures)"
-_EXTRAS = {"hf": "hf", "timm": "timm", "torchvision": "timm"}
+_EXTRAS = {"hf": "hf", "timm": "timm", "torchvision": "torchvision"}
 
 
 def check(source: Source) -> None:

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,11 @@ def describe(source: Source) -> str:
     text += f" × {seq} tokens" if seq else ""
     text += f" × {image}×{image} pixels" if image else ""
     return ", ".join([text, *(f"{key}={value}" for key, value in source.overrides.items())])
+
+
+def in_samples(description: str) -> str:
+    """The same of a model whose batch turned out to have no tokens."""
+    return re.sub(r"(, micro-batch \d+) × \d+ tokens", r"\1", description)
 
 
 def check(source: Source) -> None:

@@ -66,7 +66,7 @@ class Recipe:
             if value is not None and not value > 0:
                 raise UserError(f"{name} must be positive, got {value}", f"give {name} a value above zero")
         if self.precision == "fp16" and self.mode == "train":
-            raise UserError("fp16 weights cannot be trained: updates round to nothing", "fp16-autocast, which keeps fp32 weights; or --infer")
+            raise UserError("fp16 weights cannot be trained: updates round to nothing", "fp16-mixed, which keeps fp32 weights; or --infer")
         if self.nf4 and self.lora is None:
             raise UserError("nf4 needs LoRA adapters: a 4-bit base cannot be trained", "add --lora RANK, for example --lora 16")
 

@@ -256,7 +256,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
             found = read(tmp_path / file)
             sharing = 16 if (name, tool) == ("hybrid", "deepspeed") else shards  # which has no replicas of shards
             assert (found.tool, found.world, found.shards) == (tool, plan.mesh.world, sharing), (name, tool)
-            mixed = "fsdp-bf16" if shards > 1 else "bf16-autocast"
+            mixed = "bf16-mixed"
             assert found.options["precision"] == ("fp32" if plan.precision == "fp32" else mixed)
             if tool == "deepspeed":
                 wanted = {"micro_batch": plan.micro_batch, "accumulate": plan.accumulate}
@@ -277,7 +277,7 @@ def test_what_fit_does_not_know_is_named(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(ZERO_2))
     found = read(path)
-    assert found.options == {"accumulate": 8, "precision": "fp16-autocast", "clip": 1.0} and found.shards == 1
+    assert found.options == {"accumulate": 8, "precision": "fp16-mixed", "clip": 1.0} and found.shards == 1
     for word in ("train_micro_batch_size_per_gpu: auto", "ZeRO-2", "offload_optimizer to cpu", "scheduler"):
         assert any(word in line for line in found.ignored), word
 

@@ -106,6 +106,18 @@ def test_devices_that_are_alike_give_the_same_front_with_less_work() -> None:
     assert {point(s) for s in split_front(same, alike, flat)} == {point(s) for s in split_front(same, unlike, flat)}
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_more_devices_than_are_ordered_freely_and_all_alike(seed: int) -> None:
+    """Which of them comes next makes no difference: the front is that of any order."""
+    units, _ = drawn(seed, 10, 1)
+    same = [unit.__class__(**{**vars(unit), "seconds": unit.seconds * 8}) for unit in units]
+    flat = lambda source, target, nbytes: 0.3 + nbytes * 1e-3  # noqa: E731
+    places = [Place(name="a", memory_bytes=60, like=index > 0) for index in range(8)]
+    apart = [Place(name="a", memory_bytes=60, like=index) for index in range(8)]
+    found = {point(s) for s in split_front(same, places, flat)}
+    assert found and rounded(found) == rounded({point(s) for s in split_front(same, apart, flat)})
+
+
 # ---------------------------------------------------------------- from a model
 
 
@@ -164,8 +176,10 @@ def test_seconds_of_units_are_those_of_their_ops() -> None:
 
 def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert infer_command(SMALL, str(EDGE)) == 0
-    text = capsys.readouterr().out
-    assert "best latency" in text and "RTX-4090: before" in text and "Eth1" not in text.splitlines()[0]
+    shown = capsys.readouterr().out
+    text = " ".join(shown.split())
+    assert "best latency" in text and "RTX-4090: before" in text and "Eth1" not in shown.splitlines()[0]
+    assert max(map(len, shown.splitlines())) <= 80, "it is folded to the screen"
     assert infer_command(SMALL, str(EDGE), json=True) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["schema_version"] and data["infer"]["front"][0]["parts"][0]["units"][0] == "before"
@@ -181,3 +195,29 @@ def test_what_cannot_be_split_is_told(capsys: pytest.CaptureFixture[str]) -> Non
         infer_plan(SMALL, parse("16x8xH100"), profile_of=find_profile)
     assert infer_command(SMALL, "RTX-4090,memory=400MiB") == 1
     assert "No split of gpt-tiny" in capsys.readouterr().out
+
+
+def test_fit_answers_for_all_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    """A copy on each where one holds it; else a split, whose parts hold all weights between them and fit."""
+    from foretell import api
+    from foretell.cli import main
+
+    one, eight = (api.fit("gpt-tiny", seq=64, hardware=on, infer=True) for on in ("A100", "8xA100"))
+    assert one.throughput and eight.throughput and eight.memory == one.memory
+    assert eight.throughput.per_second == pytest.approx(8 * one.throughput.per_second)
+    assert eight.cost and one.cost and eight.cost.per_hour == pytest.approx(8 * one.cost.per_hour)
+    words = ["fit", "gpt2", "--seq", "64", "--infer", "--on", "4xRTX4090,memory=660MiB"]
+    assert main([*words[:-1], "RTX4090,memory=660MiB"]) == 1, "one does not hold it"
+    capsys.readouterr()
+    assert main([*words, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["verdict"] == "fits" and data["one_device"]["verdict"] == "no"
+    for split in data["infer"]["front"]:
+        assert all(part["bytes"] <= 660 << 20 for part in split["parts"])
+        assert sum(part["bytes"] for part in split["parts"]) >= 2 * data["one_device"]["parameters"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("FITS  gpt2 on 4x RTX-4090: split over ") and len(shown.splitlines()) <= 30
+    assert "one device alone: " in " ".join(shown.split())
+    assert main([*words[:-1], "2xRTX4090,memory=560MiB"]) == 1
+    assert "no split over the 2 devices fits either" in capsys.readouterr().out

@@ -74,12 +74,22 @@ def test_names_of_recipes_and_plans_are_each_others() -> None:
             assert precision.computes_in(name) == COMPUTES[recipe]
 
 
-@pytest.mark.parametrize(("on", "asked", "instead"), [("T4", "bf16-autocast", "fp16-autocast"), ("V100:8", "fsdp-bf16", "fsdp-fp16"),
-                                                     ("T4", "bf16", "fp16-autocast"), ("GTX-1080-Ti", "fp16-autocast", "fp32")])  # fmt: skip
+@pytest.mark.parametrize(("on", "asked", "instead"), [("T4", "bf16-mixed", "fp16-mixed"), ("V100:8", "bf16-mixed", "fp16-mixed"),
+                                                     ("T4", "bf16", "fp16-mixed"), ("GTX-1080-Ti", "fp16-mixed", "fp32")])  # fmt: skip
 def test_fit_refuses_what_a_device_has_no_units_for(on: str, asked: str, instead: str) -> None:
     with pytest.raises(UserError, match=rf"--precision {asked}: .* has no (b?float16) units.* is not known") as error:
         api.fit("gpt-tiny", hardware=on, precision=asked)
     assert error.value.remedy.startswith(f"--precision {instead}")
+
+
+def test_a_mixed_precision_has_one_name_and_the_old_ones_are_read() -> None:
+    for name in precision.MIXED:
+        for split, recipe in enumerate(precision.MIXED[name]):
+            assert precision.read(name, bool(split)) == recipe == precision.read(recipe, bool(split)) and precision.shown(recipe) == name
+    assert {precision.shown(recipe) for recipe in PRECISIONS} == set(precision.NAMES)
+    with pytest.raises(UserError, match="unknown precision 'bf17'") as error:
+        api.fit("gpt-tiny", hardware="A100", precision="bf17")
+    assert error.value.remedy == "did you mean bf16, fp16? known: fp32, tf32, bf16-mixed, fp16-mixed, bf16, fp16"
 
 
 def test_fp16_throughout_is_for_inference() -> None:
@@ -188,7 +198,7 @@ def test_fp16_in_other_tools(tmp_path: Any) -> None:
     with pytest.raises(UserError, match="torchtitan cannot express precision fp16-mixed"):
         export(plan, "torchtitan")
     (tmp_path / "ds.json").write_text(export(plan, "deepspeed").files["ds_config.json"])
-    assert read(tmp_path / "ds.json").options["precision"] == "fsdp-fp16"
+    assert read(tmp_path / "ds.json").options["precision"] == "fp16-mixed"
     assert file.from_json(file.to_json(plan)) == plan and FP16 in told(plan)
 
 
@@ -196,8 +206,8 @@ def test_fp16_in_other_tools(tmp_path: Any) -> None:
 
 
 def told_of(choice: Choice, on: str) -> tuple[str, dict[str, Any]]:
-    """The first line of the screen, and the JSON."""
-    return cli.screen(choice, "gpt-tiny", on, "plan.json").splitlines()[0], cli.as_json(choice, "plan.json", None)
+    """The screen as one line, and the JSON."""
+    return " ".join(cli.screen(choice, "gpt-tiny", on, "plan.json").split()), cli.as_json(choice, "plan.json", None)
 
 
 def test_a_device_without_bfloat16_is_searched_in_fp16() -> None:
