@@ -200,7 +200,7 @@ def _unlike(plan: Plan, measured: Mapping[str, Any]) -> Iterator[str]:
     if not plan.predicted:
         yield "nothing was predicted for this plan; `foretell plan` makes plans with predictions"
         return
-    wanted, ran_on = _device_of(plan), str(measured["hardware"].get("device", ""))
+    wanted, ran_on = device_of(plan), str(measured["hardware"].get("device", ""))
     if wanted is None:
         return
     on_cpu = measured["hardware"].get("kind") == "cpu"
@@ -209,7 +209,7 @@ def _unlike(plan: Plan, measured: Mapping[str, Any]) -> Iterator[str]:
         yield f"the plan's predictions are for {wanted.name}, and it ran on {ran_on or 'another device'}: they are not compared"
 
 
-def _device_of(plan: Plan) -> Device | None:
+def device_of(plan: Plan) -> Device | None:
     """What the plan's predictions are for; None where only the machine it was made on knows."""
     name = str(plan.predicted.get("device") or plan.hardware)
     if name.strip().casefold().startswith("auto"):
