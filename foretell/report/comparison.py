@@ -166,12 +166,20 @@ def schema() -> dict[str, Any]:
 def of_folder(run: str | Path) -> Comparison:
     """The comparison of a run folder, made anew from its plan and its measurement."""
     folder = Path(run)
+    measured = measured_of(folder)
+    return compare(plans.read(folder / "plan.json"), measured)
+
+
+def measured_of(folder: Path) -> dict[str, Any]:
+    """What a run was measured to do; whatever is no run folder, or of a run that has not ended, is refused."""
     if not folder.is_dir():
-        raise UserError(f"there is no run folder {folder}", "give the folder that `foretell run` wrote")
+        raise UserError(f"there is no run folder {folder}", "give the folder that `foretell run` or `foretell watch` wrote")
     measured = measurement.read(folder)
+    if measured is None and not (folder / "plan.json").is_file():
+        raise UserError(f"{folder} is no run folder: it has no plan.json", "give the folder that `foretell run` or `foretell watch` wrote")
     if measured is None:
         raise UserError(f"{folder} has no measurement.json: the run has not ended", f"foretell run {shell_word(folder)} --resume")
-    return compare(plans.read(folder / "plan.json"), measured)
+    return measured
 
 
 def compare(plan: Plan, measured: Mapping[str, Any]) -> Comparison:
@@ -191,7 +199,7 @@ def compare(plan: Plan, measured: Mapping[str, Any]) -> Comparison:
         loss={"first": measured["first_loss"], "last": measured["last_loss"], "held_out": measured.get("eval_loss")},
         steps=int(measured["steps"]), skipped_steps=int(measured["skipped_steps"]), hardware=dict(measured["hardware"]),
         versions=dict(measured["versions"]), command=str(measured["command"]), started=str(measured["started"]),
-        notes=(*notes, *_said(said, measured)),
+        notes=(*notes, *notes_of(said, measured)),
     )  # fmt: skip
 
 
@@ -313,7 +321,8 @@ def _drift(measured: Mapping[str, Any]) -> Drift | None:
     )  # fmt: skip
 
 
-def _said(said: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[str]:
+def notes_of(said: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[str]:
+    """What a reader of a run's figures should know."""
     pace = said.get("pace")
     if pace:
         yield f"predicted for a machine that takes {pace:.2f} times as long as its profile says, as measured just before"
@@ -354,7 +363,7 @@ def table(lines: Sequence[Line]) -> list[Text]:
     """Predicted, expected, measured and error, a row for each line."""
     cells = [("", "predicted", "expected", "measured", "error")]
     cells += [
-        (_name(line), _amount(line.predicted, line.unit), _span(line), _amount(line.measured, line.unit), _off(line))
+        (_name(line), amount(line.predicted, line.unit), _span(line), amount(line.measured, line.unit), _off(line))
         for line in lines
     ]  # fmt: skip
     wide = [max(len(row[column]) for row in cells) for column in range(5)]
@@ -379,7 +388,7 @@ def _where(comparison: Comparison) -> Iterator[str]:
         yield f"{'':<{GUTTER}}{'':<22}{'predicted':>10}{'measured':>12}"
     for number, part in enumerate(parts):
         label = "time" if not number else ""
-        said = f"{_amount(part.predicted, SECONDS):>10}{_amount(part.measured, SECONDS):>12}"
+        said = f"{amount(part.predicted, SECONDS):>10}{amount(part.measured, SECONDS):>12}"
         yield f"{label:<{GUTTER}}{part.name:<22}{said}" + (f"  {part.note}" if part.note else "")
     total = sum(comparison.kinds.values())
     if total:
@@ -411,7 +420,7 @@ def _about(comparison: Comparison) -> Iterator[str]:
         yield f"{'note':<{GUTTER}}{note}"
 
 
-def _amount(value: float | None, unit: str) -> str:
+def amount(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     if unit == BYTES:
@@ -426,7 +435,7 @@ def _amount(value: float | None, unit: str) -> str:
 def _span(line: Line) -> str:
     if line.low is None or line.high is None:
         return "-"
-    low, high = _amount(line.low, line.unit).split(), _amount(line.high, line.unit).split()
+    low, high = amount(line.low, line.unit).split(), amount(line.high, line.unit).split()
     return f"{low[0] if low[1:] == high[1:] else ' '.join(low)} – {' '.join(high)}"
 
 
