@@ -100,6 +100,8 @@ def learned(run: Path, found: Comparison, device: str) -> Taught:
     assert measured is not None, "it was compared"
     if not found.comparable:
         return Taught(why=found.notes[0], measured_seconds=measured["step_seconds"])
+    if found.busy:
+        return Taught(why=found.busy, measured_seconds=measured["step_seconds"])
     return update_profile(file.read(run / "plan.json"), measured, run.name, device)
 
 

@@ -19,7 +19,7 @@ from foretell.plan.recipe import known_blocks
 from foretell.plan.types import Plan
 from foretell.report import html_figures as figures
 from foretell.report import html_summary, words
-from foretell.report.comparison import compare
+from foretell.report.comparison import compare, repeats
 from foretell.report.html import Cell, Chart, Figure, Page, Section, Table
 from foretell.report.html_data import Subject
 from foretell.report.html_detail import Detail
@@ -80,7 +80,7 @@ def _commands(subject: Subject) -> Iterator[tuple[str, str]]:
         yield "Show the plan", f"foretell show {plan}"
     elif subject.finished:
         yield "Compare again", f"foretell compare {path}"
-        yield from (("Run again", command) for command in [_started(subject)] if command)
+        yield from (("Run again", repeats(command)) for command in [_started(subject)] if command)
     else:
         yield "Resume", f"foretell run {path} --resume"
 
@@ -110,6 +110,9 @@ def _about(subject: Subject) -> Iterator[str]:
 def _remarks(subject: Subject, said: Mapping[str, Any], detail: Detail | None, why_not: str) -> Iterator[str]:
     if subject.comparison is not None and not subject.comparison.comparable:
         yield from subject.comparison.notes[:1]
+    if subject.comparison is not None and subject.comparison.busy:
+        busy = subject.comparison.busy
+        yield f"{busy[:1].upper()}{busy[1:]}. Its seconds are not those of a machine of its own."
     if subject.run is not None and not subject.finished:
         yield "This run has no measurement yet: it is still going, or ended before its first summary."
     if why_not:

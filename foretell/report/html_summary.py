@@ -112,7 +112,8 @@ def _ran(found: Comparison, measured: Mapping[str, Any], money: Money) -> str:
     if memory:
         out = [line for line in memory if not line.inside]
         held = "; memory is as predicted" if not out else f"; {name_of(out[0])} is outside its range ({signed(out[0].error or 0.0)})"
-    return f"{lead}: a step takes {seconds(step.measured)}, {_against(step)}{held}."
+    busy = f"; {found.busy}" if found.busy and not step.inside else ""
+    return f"{lead}: a step takes {seconds(step.measured)}, {_against(step)}{held}{busy}."
 
 
 def _against(step: Line) -> str:

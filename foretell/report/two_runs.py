@@ -35,7 +35,7 @@ from foretell.report.comparison import (
     notes_of,
     wrapped,
 )
-from foretell.runtime import log
+from foretell.runtime import load, log
 from foretell.runtime.folder import read_settings
 from foretell.runtime.measurement import nearest
 from foretell.units import relative_error
@@ -118,6 +118,8 @@ class TwoRuns:
     a: Side
     b: Side
     same_model: bool
+    settings_known: bool
+    """False where one of them is of a watched script."""
     differs: tuple[Difference, ...]
     lines: tuple[Pair, ...]
     parts: tuple[Pair, ...]
@@ -177,7 +179,8 @@ def compare(a: _Run, b: _Run) -> TwoRuns:
     models = [str(run.plan.model.get("model", "")) for run in (a, b)]
     differs = tuple(_differs(a, b))
     return TwoRuns(
-        a=_side(a, _names(a, b)[0]), b=_side(b, _names(a, b)[1]), same_model=models[0] == models[1], differs=differs,
+        a=_side(a, _names(a, b)[0]), b=_side(b, _names(a, b)[1]), same_model=models[0] == models[1],
+        settings_known=a.settings is not None and b.settings is not None, differs=differs,
         lines=tuple(_lines(a, b)), parts=tuple(_parts(a, b)), notes=tuple(_notes(a, b, models)),
     )  # fmt: skip
 
@@ -193,7 +196,7 @@ def _side(run: _Run, name: str) -> Side:
     measured = run.measured
     return Side(
         name=name, model=str(run.plan.model.get("model", "")), plan=told(run.plan), started=str(measured["started"]),
-        steps=int(measured["steps"]), notes=tuple(notes_of({}, measured)),
+        steps=int(measured["steps"]), notes=tuple(filter(None, (load.words_of(measured), *notes_of({}, measured)))),
     )  # fmt: skip
 
 
@@ -352,7 +355,7 @@ def _off(line: Pair) -> str:
 
 def _differing(found: TwoRuns) -> Iterator[str]:
     if not found.differs:
-        yield f"{'differs':<{GUTTER}}nothing: the same model, plan, hardware, versions and settings"
+        yield f"{'differs':<{GUTTER}}nothing: the same model, plan, hardware{', versions and settings' if found.settings_known else ' and versions'}"
     for number, one in enumerate(found.differs[:SHOWN]):
         yield f"{'' if number else 'differs':<{GUTTER}}{one.what} {shortened(one.field)}: {_value(one.a)} → {_value(one.b)}"
     if len(found.differs) > SHOWN:
