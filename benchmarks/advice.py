@@ -213,8 +213,12 @@ def best_of_all(number: int) -> dict[str, Any]:
 
     asked = faster_question(number)
     options = {name: value for name, value in asked.items() if name not in ("model", "hardware")}
-    answer, found = api.advise(asked["model"], hardware=asked["hardware"], **options)
-    row: dict[str, Any] = {"part": "faster", "number": number, "asked": asked, "verdict": answer.verdict}
+    row: dict[str, Any] = {"part": "faster", "number": number, "asked": asked}
+    try:
+        answer, found = api.advise(asked["model"], hardware=asked["hardware"], **options)
+    except ForetellError as error:
+        return row | {"refused": str(error)[:200]}
+    row["verdict"] = answer.verdict
     if found is None or answer.throughput is None:
         return row
     given = question_of(asked["model"], answer, parse(asked["hardware"]), options)
