@@ -194,7 +194,7 @@ class Finder(Costing):
             front=self._front(explored, [first, *finalists[1:]], dropped),
             binds=explain.binds(first.point), what_if=table, costed=explored.costed, there=explored.there,
             seconds=time.monotonic() - began, stopped=explored.stopped, notes=(*self.traces.notes, *self.notes),
-            law=law,
+            law=law, fewer=_fewer(explored, first.point.devices),
         )  # fmt: skip
 
     def _front(self, explored: Explored, finalists: Sequence[Finalist], dropped: Sequence[Finalist]) -> tuple[Finalist, ...]:
@@ -368,6 +368,13 @@ class Finder(Costing):
             relaxations=relaxed, tried=tried, reasons=reasons.of_search(explored, dropped, self.wishes, self.cluster.device.memory_bytes),
             costed=explored.costed, there=explored.there, seconds=time.monotonic() - began, stopped=explored.stopped, notes=notes,
         )  # fmt: skip
+
+
+def _fewer(explored: Explored, devices: int) -> tuple[int, int] | None:
+    """The most devices below these with which nothing fits, and what is missing on each."""
+    short = [(mesh.world, -int(filled.short)) for mesh, filled in explored.misfits.items() if mesh.world < devices]
+    world, missing = max(short, default=(0, 0))
+    return (world, -missing) if world and not any(point.devices == world for point in explored.points) else None
 
 
 def _quickly(point: Point) -> Point:
