@@ -205,15 +205,16 @@ def _others(given: Front | None) -> Section | None:
     if given is None or not (given.points or given.dropped):
         return None
     what_for, front = _each(given)
-    rows = []
-    for name, point in _letters(front)[:SHOWN]:
+    shown = _letters(front)[:SHOWN]
+    columns = [(what, field, unit) for field, unit, what, _ in _AXES if any(getattr(point, field) is not None for _, point in shown)]
+    rows: list[tuple[str | Cell, ...]] = []
+    for name, point in shown:
         why = "chosen" if point.chosen else point.why or _beside_chosen(point, front.chosen)
-        rows.append((
-            Cell(text=name, mark="chosen" if point.chosen else ""), point.words, seconds(point.seconds), size(point.memory_bytes),
-            _shown(point.cost_per_step, "money", front.currency), _shown(point.joules_per_step, "joules", front.currency), why,
-        ))  # fmt: skip
-    head = ("", "plan", "time", "memory", "cost", "energy", "why not")
-    drawn = [Figure(table=Table(head=head, rows=tuple(rows), numbers=frozenset({2, 3, 4, 5}), what="Plans"))] if rows else []
+        known = (_shown(getattr(point, field), unit, front.currency) for _, field, unit in columns)
+        rows.append((Cell(text=name, mark="chosen" if point.chosen else ""), point.words, seconds(point.seconds), *known, why))
+    head = ("", "plan", "time", *(what for what, _, _ in columns), "why not")
+    numbers = frozenset(range(2, 3 + len(columns)))
+    drawn = [Figure(table=Table(head=head, rows=tuple(rows), numbers=numbers, what="Plans"))] if rows else []
     if front.dropped:
         lost = tuple((one.words, one.why) for one in front.dropped)
         drawn.append(Figure(title="Not possible", table=Table(head=("plan", "why not"), rows=lost, what="Plans that are not possible")))

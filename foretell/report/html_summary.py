@@ -79,8 +79,9 @@ def for_so_long(cost: Cost | None, duration: float) -> str:
 def conclusion(subject: Subject, said: Mapping[str, Any], money: Money) -> str:
     """One sentence: what came of it."""
     name = str(subject.plan.model.get("model", "a model"))
+    name = name if " " not in name else "The script"
     if subject.comparison is not None and subject.measured is not None:
-        return f"{name} {_ran(subject.comparison, subject.measured, money)}"
+        return f"{name} {_ran(subject, subject.comparison, subject.measured, money)}"
     if subject.run is not None:
         so_far = f" after {subject.steps[-1].step:,} steps" if subject.steps else ""
         return f"The run of {name} has not ended{so_far}{_expected(said)}."
@@ -101,8 +102,8 @@ def _expected(said: Mapping[str, Any]) -> str:
     return f"; a step is predicted to take {seconds(step)}{rate}" if step else ""
 
 
-def _ran(found: Comparison, measured: Mapping[str, Any], money: Money) -> str:
-    total = int(measured["steps"]) + int(measured["skipped_steps"])
+def _ran(subject: Subject, found: Comparison, measured: Mapping[str, Any], money: Money) -> str:
+    total = max([int(measured["steps"]) + int(measured["skipped_steps"]), *(row.step for row in subject.steps)])
     spent = for_so_long(money.told, float(measured["wall_seconds"]))
     lead = f"ran {total:,} {'step' if total == 1 else 'steps'} in {duration(measured['wall_seconds'])}{f' for {spent}' if spent else ''}"
     step, memory = found.line("step"), [line for line in found.lines if line.unit == "bytes" and line.inside is not None]
@@ -112,13 +113,13 @@ def _ran(found: Comparison, measured: Mapping[str, Any], money: Money) -> str:
     if memory:
         out = [line for line in memory if not line.inside]
         held = "; memory is as predicted" if not out else f"; {name_of(out[0])} is outside its range ({signed(out[0].error or 0.0)})"
-    busy = f"; {found.busy}" if found.busy and not step.inside else ""
+    busy = "; the machine was busy" if found.busy and not step.inside else ""
     return f"{lead}: a step takes {seconds(step.measured)}, {_against(step)}{held}{busy}."
 
 
 def _against(step: Line) -> str:
     if not step.predicted or not step.measured:
-        return "of which nothing was predicted"
+        return "for which nothing was predicted"
     times = step.measured / step.predicted
     if step.inside:
         return f"as predicted ({seconds(step.predicted)})"
