@@ -134,7 +134,7 @@ def _several(model: str, on: str, options: dict[str, Any], objective: str, *, al
     if alone or (len(hardware) > 1 and largest):
         raise UserError("several kinds of hardware or max, and --beside, --footprint, --trace-out or both of them", "ask for one at a time")
     if largest:
-        return fit_most.answer(model, on, options, [word for word in common.typed() if word not in ("--debug", "--no-cache", "--verbose")], json)
+        return fit_most.answer(model, on, options, json)
     return fit_table.answer(model, hardware, options, objective, json)
 
 

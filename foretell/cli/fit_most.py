@@ -23,7 +23,7 @@ def size(text: str) -> int | str:
         raise typer.BadParameter(f"{text!r} is no whole number, and not {MAX}") from None
 
 
-def answer(model: str, on: str, options: dict[str, Any], typed: list[str], json: bool) -> int:
+def answer(model: str, on: str, options: dict[str, Any], json: bool) -> int:
     """Predict sizes until the largest that fits is known, and tell it with the reason why the next one does not."""
     axes = [name for name in ("micro_batch", "seq") if options[name] == MAX]
     if len(axes) > 1:
@@ -47,9 +47,10 @@ def answer(model: str, on: str, options: dict[str, Any], typed: list[str], json:
         told = {"axis": axis, "size": found.size, "next_size": found.next_size, "next_short": found.next_short, "why": found.why}
         common.emit_json({**schema.answer(found.answer), "largest": told})
     else:
-        words = [str(found.size) if word == MAX else word for word in typed]
-        common.emit_screen(found.answer, words if found.size else typed)
-        common.emit(_words(option, found))
+        from foretell.report.words import folded
+
+        common.emit_answer(found.answer)
+        common.emit("\n".join(folded([_words(option, found)], common.width())))
     return common.YES if found.size else common.NO_OR_FAILED
 
 

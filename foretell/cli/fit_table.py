@@ -93,6 +93,12 @@ def laid_out(table: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
     return ["  ".join(row).rstrip() for row in cells]
 
 
+def _rate(value: float) -> str:
+    from foretell.report.words import number
+
+    return human_count(value) if value >= 1000 else number(value)
+
+
 def _row(name: str, found: Any, has_run: bool) -> list[str]:
     if isinstance(found, Exception):
         return [name, "refused", *[""] * (7 if has_run else 5)]
@@ -101,7 +107,7 @@ def _row(name: str, found: Any, has_run: bool) -> list[str]:
     if not found.time:
         return [name, verdict, memory, *[""] * (6 if has_run else 4)]
     step = f"{found.time.step_seconds * 1e3:,.4g} ms"
-    row = [name, verdict, memory, step, human_count(found.throughput.per_second), f"{found.mfu.value:.0%}" if found.mfu else ""]
+    row = [name, verdict, memory, step, _rate(found.throughput.per_second), f"{found.mfu.value:.0%}" if found.mfu else ""]
     if not has_run:
         return [*row, f"{found.cost.per_billion:,.2f}" if found.cost and found.cost.per_billion is not None else ""]
     run = found.run

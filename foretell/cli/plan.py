@@ -109,7 +109,7 @@ def plan(
     if json:
         common.emit_json({**as_json(choice, out, saved), "run": None if whole is None else asdict(whole), "checked": checked or None})
     else:
-        text = screen(choice, model.removeprefix("script:"), on, out, explain=explain, what_if=what_if, point=point, whole=whole)
+        text = screen(choice, model.removeprefix("script:"), on, out, explain=explain, what_if=what_if, point=point, whole=whole, objective=objective)
         common.emit(f"{text}\nChecked: {checked}." if checked else text)
     return common.YES if choice.best is not None else common.NO_OR_FAILED
 
@@ -270,16 +270,16 @@ def as_json(choice: Choice, out: str, saved: Plan | None) -> dict[str, Any]:
 
 def screen(
     choice: Choice, model: str, on: str, out: str, *, explain: bool = False, what_if: bool = False, point: int | None = None,
-    whole: Run | None = None,
+    whole: Run | None = None, objective: str = "throughput",
 ) -> str:  # fmt: skip
     """The answer for people, no wider than their screen."""
     from foretell.report.words import folded
 
-    return "\n".join(folded(_lines(choice, model, on, out, explain, what_if, point, whole), common.width()))
+    return "\n".join(folded(_lines(choice, model, on, out, explain, what_if, point, whole, objective == "smallest"), common.width()))
 
 
 def _lines(
-    choice: Choice, model: str, on: str, out: str, explain: bool, what_if: bool, point: int | None, whole: Run | None
+    choice: Choice, model: str, on: str, out: str, explain: bool, what_if: bool, point: int | None, whole: Run | None, fewest: bool
 ) -> list[str]:
     from foretell.report import front
 
@@ -288,8 +288,9 @@ def _lines(
         return climbed(choice, model, on, out, whole)
     if found.best is None:
         return [*front.nothing_lines(found, choice.reasons, model, on), *_relaxed(choice)]
-    used = f", {found.best.point.devices} of its devices" if found.best.point.devices < fit.count_of(on) else ""
-    lines = [f"Best of {found.costed} layouts for {model} on {on}{used}, {found.seconds:.1f} s:", *front.best_lines(found)]
+    used, there = found.best.point.devices, fit.count_of(on)
+    told = f", {used} of its {there} devices" if fewest or used < there else ""
+    lines = [f"Best of {found.costed} layouts for {model} on {on}{told}, {found.seconds:.1f} s:", *front.best_lines(found)]
     lines += [*front.run_lines(whole), *front.law_lines(choice.law)]
     if len(found.front) > 1:
         lines += ["", *front.front_lines(found)]

@@ -116,7 +116,7 @@ def _head(prediction: Prediction, width: int) -> list[Text]:
         lines = [head + Text(f" {sentence}")]
     else:
         lines = [head, *(Text(f"  {line}") for line in textwrap.wrap(sentence, width - 2))]
-    return lines + [Text(f"  {line}", "dim") for line in textwrap.wrap(asked(prediction), width - 2)[:3]]
+    return lines + [Text(f"  {line}", "dim") for line in textwrap.wrap(asked(prediction), width - 2, break_on_hyphens=False)[:3]]
 
 
 def _amounts(prediction: Prediction) -> str:
@@ -191,15 +191,13 @@ def _limit(capacity: int, used: int, width: int) -> Text:
 
 def _legend(prediction: Prediction, found: list[bar.Part], width: int) -> list[Text]:
     name, scale = bar.unit(prediction.memory)
-    entries = [(part, f"{part.name} {bar.number(part.bytes, scale)}") for part in found]
+    entries = [(part, f"{part.name} {bar.number(part.bytes, scale)}{f' {name}' if part is found[-1] else ''}") for part in found]
     lines, line = [], Text()
     for part, words in entries:
         if line.cell_len and line.cell_len + 4 + len(words) > width:
             lines.append(line)
             line = Text()
         line.append("  " if line.cell_len else "").append(part.mark, part.style).append(f" {words}")
-    if line.cell_len + len(name) + 1 <= width:
-        line.append(f" {name}")
     return [*lines, line]
 
 

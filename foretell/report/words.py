@@ -96,7 +96,7 @@ def folded(lines: Iterable[str], width: int) -> list[str]:
         if len(line) <= width or line.lstrip().startswith("foretell "):
             found.append(line)
             continue
-        label = re.match(r"  \w+  +", line)  # beside which the words go on
+        label = re.match(r"(  )?\w+  +", line)  # beside which the words go on
         indent = " " * (len(label[0]) if label else min(len(line) - len(line.lstrip()) + 4, width // 2))
         found += textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False)
     return found

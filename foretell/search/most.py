@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from foretell.errors import ForetellError
 from foretell.quantities import FITS, Prediction
+from foretell.simulate.memory.memory import TIGHT_SHARE
 
 LIMIT = 1 << 20
 
@@ -68,11 +69,12 @@ def most(attempt: Callable[[int], Prediction], least: int = 1, progress: Callabl
 
 
 def _between(one: Prediction | ForetellError, size: int, other: Prediction | ForetellError, larger: int) -> int:
-    """Where the line through two sizes meets the end of memory; the middle where there is no line."""
+    """Where the line through two sizes leaves as little as a step that fits may leave; the middle where there is no line."""
     if not (isinstance(one, Prediction) and isinstance(other, Prediction)):
         return (size + larger) // 2
     slope = (other.memory.device_bytes - one.memory.device_bytes) / (larger - size)
-    return size + int(one.memory.margin_bytes / slope) if slope > 0 else (size + larger) // 2
+    room = one.memory.margin_bytes - TIGHT_SHARE * one.memory.capacity_bytes
+    return size + max(0, int(room / slope)) if slope > 0 else (size + larger) // 2
 
 
 def _told(size: int, answer: Prediction, next_size: int, after: Prediction | ForetellError) -> Most:
