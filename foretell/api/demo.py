@@ -118,7 +118,6 @@ def demo_plan() -> DemoPlan:
     assert cost is not None
     said: dict[str, Any] = {
         **best.predicted, "device": cluster.device.name, "bands": dict(cost.worst.memory.bands),
-        "phases": dict(cost.time.phases) if cost.time else {},
     }  # fmt: skip
     return DemoPlan(choice=choice, plan=best.with_(predicted=said))
 
@@ -130,8 +129,8 @@ def paced(plan: Plan, pace: float) -> Plan:
         return plan
     for name in ("step_seconds", "low_seconds", "high_seconds"):
         said[name] *= pace
-    for name in ("breakdown", "phases"):
-        said[name] = {what: seconds * pace for what, seconds in said.get(name, {}).items()}
+    for name in {"breakdown", "phases", "spans"} & said.keys():
+        said[name] = {what: seconds * pace for what, seconds in said[name].items()}
     for name in ("tokens_per_second", "samples_per_second"):
         said |= {name: said[name] / pace} if said.get(name) else {}
     if plan.mesh.world == 1:

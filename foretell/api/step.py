@@ -384,6 +384,7 @@ def _predict(
     from foretell.simulate.parts import TORCH
     from foretell.simulate.plan import Options, predict_plan
     from foretell.simulate.whole import speed
+    from foretell.trace.compiled import breaks
 
     asked, recipe = recipe, replace(recipe, compile=str(trace.meta.get("compiles", "none"))) if recipe.compile == "none" else recipe
     if recipe.compile != "none" and "backwards" in trace.meta:
@@ -413,7 +414,7 @@ def _predict(
             **about, **_described(about, cost.unit), "recipe": asked.to_json(), "blocks": trace.meta.get("blocks", []),
             "trainable": trace.meta.get("trainable"), "ops": sum(len(p.ops) for p in local.programs.values()),
             "flops": _flops(local), "ops_without_flop_rule": list(local.ops_without_flop_rule),
-            "unaligned": unaligned(trace), **({"outlook": guess.to_json()} if guess else {}),
+            "unaligned": unaligned(trace), "breaks": breaks(trace), **({"outlook": guess.to_json()} if guess else {}),
         },
         hardware=_hardware(cluster),
         parameters=parameters,

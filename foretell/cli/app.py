@@ -91,7 +91,7 @@ app.command("box", short_help="Run one rank of a plan here, the others stand-ins
 app.add_typer(ckpt_app, name="ckpt", short_help="Checkpoints of a run: list, verify, show, convert.")
 for _name, _command in (("list", ckpt.listing), ("verify", ckpt.verify), ("show", ckpt.show), ("convert", ckpt.convert)):
     ckpt_app.command(_name)(reading(_command))
-app.command("compare", short_help="Predicted beside measured of a run. Exit 0 within the bands, 1 not.")(reading(compare.compare))
+app.command("compare", short_help="Predicted beside measured of a run, or two runs side by side.")(reading(compare.compare))
 app.command("plan", short_help="The best plan to train MODEL on HW. Exit 0 found, 1 nothing fits.")(plan.plan)
 app.command("report", short_help="One HTML page of a run or a plan: charts, tables, how to repeat it.")(reading(report.report))
 app.command("show", short_help="Explain a plan file: mesh, stages, blocks, what was predicted.")(reading(show.show))

@@ -1,4 +1,4 @@
-"""`foretell compare RUN`: what a run did against what its plan predicted, and what its machine's profile learns from it."""
+"""`foretell compare RUN [RUN_B]`: what a run did against what its plan predicted, or against another run; and what a profile learns."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from foretell.cli import common
+from foretell.errors import UserError
 
 if TYPE_CHECKING:
     from foretell.report.comparison import Comparison
@@ -18,15 +19,24 @@ UPDATE_HELP = "Correct your own profile of this machine by what the run measured
 
 
 def compare(
-    run: Path = typer.Argument(..., metavar="RUN", show_default=False, help="A run folder, as `foretell run` wrote it."),
+    runs: list[Path] = typer.Argument(..., metavar="RUN", show_default=False,
+        help="A run folder, as `foretell run` or `foretell watch` wrote it; a second one to compare it with."),
     update_profile: bool = typer.Option(False, "--update-profile", help=UPDATE_HELP),
     device: str = typer.Option("auto", metavar="auto|cpu|cuda", help="With --update-profile: where the run was."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
-) -> int:
-    """Print predicted beside measured of a run. Exit 0 all within its band, 1 something is not."""
+) -> int:  # fmt: skip
+    """Print predicted beside measured of a run, or two runs side by side.
+
+    Exit 0: all within its band, or two runs that differ by no more than each varies by itself; 1: not so.
+    """
+    if len(runs) == 2:
+        return _two(runs[0], runs[1], json=json, updates=update_profile)
+    if len(runs) > 2:
+        raise UserError(f"{len(runs)} runs are given, and one or two are compared", "foretell compare RUN_A RUN_B")
     from foretell.report import comparison
 
+    run = runs[0]
     found = comparison.of_folder(run)
     taught = _learned(run, found, device) if update_profile else None
     if json:
@@ -36,6 +46,20 @@ def compare(
         if taught is not None:
             common.emit("\n".join(["", *told(taught)]))
     return common.NO_OR_FAILED if found.ok is False else common.YES
+
+
+def _two(a: Path, b: Path, *, json: bool, updates: bool) -> int:
+    """What differs between two runs."""
+    from foretell.report import two_runs
+
+    if updates:
+        raise UserError("--update-profile learns from one run, and two are given", "give the one to learn from")
+    found = two_runs.of_folders(a, b)
+    if json:
+        common.emit_json({"runs": found.to_json()})
+    else:
+        common.emit(two_runs.render(found, common.width(), ascii_only=common.ascii_only(sys.stdout)))
+    return common.YES if found.alike else common.NO_OR_FAILED
 
 
 def _learned(run: Path, found: Comparison, device: str) -> Taught:
@@ -76,6 +100,8 @@ def learned(run: Path, found: Comparison, device: str) -> Taught:
     assert measured is not None, "it was compared"
     if not found.comparable:
         return Taught(why=found.notes[0], measured_seconds=measured["step_seconds"])
+    if found.busy:
+        return Taught(why=found.busy, measured_seconds=measured["step_seconds"])
     return update_profile(file.read(run / "plan.json"), measured, run.name, device)
 
 

@@ -19,7 +19,7 @@ from foretell.errors import UserError
 from foretell.quantities import FITS
 
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-FASTER_SECONDS = 3.0
+FASTER_SECONDS = 20.0
 """After which `fit` begins no further prediction of what would make a step faster; FORETELL_FASTER_SECONDS says another, 0 none at all."""
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 

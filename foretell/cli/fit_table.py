@@ -80,11 +80,17 @@ def _lines(model: str, rows: Sequence[tuple[str, Any]], objective: str) -> list[
     unit = next((one.throughput.unit for _, one in rows if not isinstance(one, Exception) and one.throughput), "samples")
     head = ["on", "", "memory", "step", f"{unit}/s", "MFU", *(("run", "money", "energy") if has_run else (f"$ per 1B {unit}",))]
     table = [head, *(_row(name, one, has_run) for name, one in rows)]
-    wide = [max(len(row[column]) for row in table) for column in range(len(head))]
-    lines = ["  ".join(f"{text:<{size}}" if place < 2 else f"{text:>{size}}" for place, (text, size) in enumerate(zip(row, wide, strict=True)))
-             for row in table]  # fmt: skip
+    lines = laid_out(table, left=(0, 1))
     errors = [f"{name}: {one}" for name, one in rows if isinstance(one, Exception)]
-    return [f"{model}, by {objective}", *(line.rstrip() for line in lines), *errors]
+    return [f"{model}, by {objective}", *lines, *errors]
+
+
+def laid_out(table: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """Lines of a table; columns of numbers end below each other."""
+    wide = [max(map(len, column)) for column in zip(*table, strict=True)]
+    cells = [[f"{text:<{size}}" if place in left else f"{text:>{size}}" for place, (text, size) in enumerate(zip(row, wide, strict=True))]
+             for row in table]  # fmt: skip
+    return ["  ".join(row).rstrip() for row in cells]
 
 
 def _rate(value: float) -> str:

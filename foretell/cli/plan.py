@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from foretell.cli import common, fit
+from foretell.cli import common, fit, fit_table, plan_table
 from foretell.cli.common import Doing
 from foretell.errors import UserError
 from foretell.units import GIB, MIB, gib
@@ -29,7 +29,7 @@ def plan(
     context: typer.Context,
     model: str | None = typer.Argument(None, metavar="MODEL | -- python SCRIPT ...", show_default=False,
         help="Zoo name, hf:TYPE, hf:FILE, timm:NAME, torchvision:NAME or FILE.PY:FUNCTION; or -- and your script's command."),
-    on: str = typer.Option("auto", "--on", metavar="HW", help="H100, H100:8, 2x8xH100, auto (this machine) or cluster.toml."),
+    on: str = typer.Option("auto", "--on", metavar="HW", help="H100, H100:8, 2x8xH100, auto (this machine), cluster.toml; with commas: a table."),
     global_batch: int | None = typer.Option(None, metavar="N", help="Samples of one optimizer step, all ranks; default: what runs fastest."),
     seq: int | None = typer.Option(None, metavar="N", help="Tokens per sample; default: the model's usual."),
     image: int | None = typer.Option(None, metavar="N", help="Side of the image in pixels; default: the model's usual."),
@@ -94,6 +94,13 @@ def plan(
     _check_out(Path(out), patience)
     how = {"exact": exact, "what_if": what_if or explain, "patience": patience or float("inf"), "by_law": step_law, "time_limit": time_limit}
     doing = Doing(f"choosing a plan for {model.removeprefix('script:')}")
+    hardware = fit_table.several(on)
+    if len(hardware) > 1:
+        return plan_table.answer(
+            model.removeprefix("script:"), hardware, lambda one: _choose(source, one, wishes, not no_cache, how, doing, words),
+            lambda saved: whole_run(saved, length), objective, doing, json=json,
+            plan_of=lambda choice, _: as_json(choice, "", choice.best.plan if choice.best else None),
+        )  # fmt: skip
     choice = common.call(lambda: _choose(source, on, wishes, not no_cache, how, doing, words), doing)
     saved = _pick(choice, point)
     whole = whole_run(saved, length)

@@ -28,7 +28,7 @@ PLAIN_SECONDS = 5.0
 
 
 def run(
-    plan: Path = typer.Argument(..., metavar="PLAN", show_default=False, help="A plan file, or a run folder to resume."),
+    plan: Path = typer.Argument(..., metavar="PLAN", show_default=False, help="A plan file; or a run folder, with --resume or --again."),
     data: str | None = typer.Option(None, metavar="FOLDER|FILE.PY", show_default=False,
         help="A folder of text, read as bytes, or a file with data(split); default: the model file's own data(), else its example batch."),
     steps: int | None = typer.Option(None, metavar="N", show_default=False, help="Optimizer steps in all; default 100."),
@@ -51,6 +51,7 @@ def run(
         help="Tensors, or beginnings of their names, that --init-from need not have; with commas."),
     out: Path | None = typer.Option(None, metavar="FOLDER", show_default=False, help="The run folder; default runs/MODEL-DATE."),
     resume: bool = typer.Option(False, "--resume", help="Go on with the run in --out, exactly where it was; PLAN may lay it out otherwise."),
+    again: bool = typer.Option(False, "--again", help="A new run of a run folder's plan, with its settings, in another folder."),
     seed: int | None = typer.Option(None, metavar="N", show_default=False, help="Of weights, order and dropout; default 0."),
     log: str | None = typer.Option(None, metavar="NAMES", show_default=False, help="Besides log.jsonl: tensorboard, wandb or both, with a comma."),
     workers: int | None = typer.Option(None, metavar="N", show_default=False, help="Processes that prepare your own samples; default 0."),
@@ -70,6 +71,7 @@ def run(
     from foretell.runtime import launch
     from foretell.units import parse_duration
 
+    before = _before(plan, out, resume=resume, again=again) if not box else {}
     plan, out = _paths(plan, out, resume)
     asked = {
         "data": data, "steps": steps, "lr": lr, "schedule": schedule, "warmup": warmup, "schedule_steps": schedule_steps,
@@ -80,7 +82,7 @@ def run(
         "log": tuple(name.strip() for name in log.split(",") if name.strip()) if log else None, "workers": workers,
         "scratch": str(scratch) if scratch else None,
     }  # fmt: skip
-    asked = {name: value for name, value in asked.items() if value is not None}
+    asked = before | {name: value for name, value in asked.items() if value is not None}
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {device} is not known", "auto, cpu or cuda")
     wanted = file.read(plan)
@@ -89,6 +91,27 @@ def run(
     if wanted.mesh.world > 1 and not launch.is_rank():
         return _launch(wanted, plan, asked, out, device, resume=resume)
     return _here(wanted, plan, asked, out, device, resume=resume, json=json, teaches=update_profile)
+
+
+def _before(path: Path, out: Path | None, *, resume: bool, again: bool) -> dict[str, Any]:
+    """Settings of the run that is to be run again. A folder that holds a run is not run as though it were a plan."""
+    from foretell.runtime import folder
+
+    if again and resume:
+        raise UserError("--again starts a new run, and --resume goes on with one", "give one of the two")
+    if again and not path.is_dir():
+        raise UserError(f"--again needs a run folder, and {path} is {'a file' if path.exists() else 'not there'}", "foretell run runs/NAME --again")
+    if not path.is_dir() or resume:
+        return {}
+    if not again:
+        if out is None:
+            folder.refuse_past(path)
+        return {}
+    settings = folder.read_settings(path)
+    if settings is None:
+        folder.refuse_past(path)
+        raise UserError(f"{path} holds no run with settings to use again", "give a plan file")
+    return settings.asked()
 
 
 def _paths(plan: Path, out: Path | None, resume: bool) -> tuple[Path, Path | None]:
@@ -273,6 +296,8 @@ def _tell(outcome: Outcome, path: Path, compared: Comparison | None, taught: Tau
     if compared is not None and compared.comparable:
         common.emit("")
         compare.show(compared)
+    elif compared is not None and compared.busy:
+        common.emit(compared.busy)
     if taught is not None:
         common.emit("\n".join(compare.told(taught)))
     return status

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from foretell.observe.group import SPREAD, Group
-from foretell.observe.readings import DELAYED, SLOWER, Readings
+from foretell.observe.readings import SLOWER, Readings
 from foretell.quantities import FITS, NO, Holder
 from foretell.report import words
+from foretell.runtime import load as machine_load
+from foretell.runtime.load import Load
 from foretell.search.faster import Gain
 from foretell.search.script_ways import Way
 from foretell.units import gib, human_bytes
@@ -33,7 +35,7 @@ def steps(count: int) -> str:
     return f"{count} step" if count == 1 else f"{count} steps"
 
 
-def beside(readings: Readings, predicted: Mapping[str, Any], why_not: str = "") -> str:
+def beside(readings: Readings, predicted: Mapping[str, Any], why_not: str = "", load: Load | None = None) -> str:
     """Predicted beside measured after the first steps, in one line."""
     found = [f"step {readings.steps}{_of_ranks(readings)}"]
     seconds = readings.step_seconds
@@ -42,9 +44,8 @@ def beside(readings: Readings, predicted: Mapping[str, Any], why_not: str = "") 
     found += list(_memory(readings, predicted))
     shares = [f"{_PARTS[name]} {words.percent(share)}" for name, share in readings.shares().items() if share >= 0.005]
     found += [", ".join(shares)] if shares else []
-    if readings.delay_share() > DELAYED:
-        found.append(f"other processes had the CPU {words.percent(readings.delay_share())} of the time")
-    return "; ".join(found)
+    busy = machine_load.words(load, readings.delay_share())
+    return "; ".join([*found, busy] if busy else found)
 
 
 def _of_ranks(readings: Readings) -> str:

@@ -23,8 +23,6 @@ LEAK_BYTES = {"cuda": 8 << 20, "cpu": 48 << 20}
 """And by so many bytes: a process's own memory moves more than an allocator's."""
 WAITS = 0.2
 """Share of the time that the host waits for data, from which on it is told."""
-DELAYED = 0.1
-"""Share of the time that the host waits for a core, from which on it is told."""
 
 
 @dataclass

@@ -27,6 +27,7 @@ from foretell.observe.readings import Readings
 from foretell.plan import file as plans
 from foretell.plan.types import Plan
 from foretell.runtime import folder, log
+from foretell.runtime.load import Meter
 from foretell.runtime.measurement import FILE, Measurement, nearest, stretches
 from foretell.search import traces_file
 
@@ -46,6 +47,7 @@ class Record:
         self.path, self.command, self.versions = path, command, dict(versions)
         self._missing: dict[str, str] = {}
         """Files that could not be written the last time, and why."""
+        self.load = Meter(gpus=True)
         self.started, self.since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
         self.log = log.Log(path)
         self.log.write("start", 0, command=command)
@@ -112,5 +114,5 @@ def measurement_of(readings: Readings, plan: Plan, unit: str, per_step: int, abo
         by_rank=tuple(readings.by_rank()) if isinstance(readings, Group) else (),
         flops_per_step=float(flops) if flops else None, peak_flops_per_second=None, first_loss=None, last_loss=None, eval_loss=None,
         save_seconds=None, eval_seconds=None, hardware=hardware, versions={**about.versions, **readings.versions}, command=about.command,
-        delayed=readings.delay_share(), started=about.started, wall_seconds=time.monotonic() - about.since,
+        delayed=readings.delay_share(), load=about.load.read(), started=about.started, wall_seconds=time.monotonic() - about.since,
     )  # fmt: skip

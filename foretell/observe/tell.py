@@ -89,7 +89,7 @@ class Teller:
             self._say_prediction()
         self._told["beside"] = 1.0
         self._settle_ram()
-        self.say(lines.beside(self.readings, self._comparable(), self.found.why_not))
+        self.say(lines.beside(self.readings, self._comparable(), self.found.why_not, self.record.load.read()))
         self._settled = self.readings.step_seconds
 
     def _comparable(self) -> Mapping[str, Any]:

@@ -156,9 +156,10 @@ def energy(
     )  # fmt: skip
 
 
-def cost(time: Time, throughput: Throughput, per_device_hour: float, source: str, devices: int) -> Cost:
+def cost(step_seconds: float, throughput: Throughput, per_device_hour: float, source: str, devices: int) -> Cost:
+    """Money of a step that takes so long, predicted or measured."""
     per_hour = per_device_hour * devices
-    per_step = per_hour * time.step_seconds / 3600
+    per_step = per_hour * step_seconds / 3600
     return Cost(
         per_hour=per_hour, per_step=per_step, per_billion=per_step / throughput.per_step * 1e9,
         unit=throughput.unit, currency="USD", source=source,

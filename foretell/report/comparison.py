@@ -11,11 +11,13 @@ An error is predicted / measured - 1: with a plus, more was predicted than measu
 from __future__ import annotations
 
 import json
+import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +33,7 @@ from foretell.plan import file as plans
 from foretell.plan.text import shell_word
 from foretell.plan.types import Plan
 from foretell.report import words
-from foretell.runtime import measurement
+from foretell.runtime import load, measurement
 from foretell.units import GIB, MIB, gib, human_bytes, relative_error
 
 SCHEMA_VERSION = 1
@@ -43,8 +45,6 @@ PROCESS_BYTES = (300 * MIB, 500 * MIB)
 """What a process on a CPU holds besides its tensors, from and to: six models on a Xeon with torch 2.13 held 328 to 485."""
 PROCESS_SHARE = 0.15
 """And of its tensors as much again at most: pages that the allocator keeps, scratch of kernels. Assumed."""
-DELAYED = 0.1
-"""Share of the time that a run waited for a core, from which on it is noted."""
 NOT_MEASURED = "this run did not measure it"
 
 
@@ -130,6 +130,8 @@ class Comparison:
     """That repeats the run."""
     started: str
     notes: tuple[str, ...] = ()
+    busy: str = ""
+    """How busy the machine was while it ran, and who else used it; empty where it was not, or nobody knows."""
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -166,12 +168,20 @@ def schema() -> dict[str, Any]:
 def of_folder(run: str | Path) -> Comparison:
     """The comparison of a run folder, made anew from its plan and its measurement."""
     folder = Path(run)
+    measured = measured_of(folder)
+    return compare(plans.read(folder / "plan.json"), measured)
+
+
+def measured_of(folder: Path) -> dict[str, Any]:
+    """What a run was measured to do; whatever is no run folder, or of a run that has not ended, is refused."""
     if not folder.is_dir():
-        raise UserError(f"there is no run folder {folder}", "give the folder that `foretell run` wrote")
+        raise UserError(f"there is no run folder {folder}", "give the folder that `foretell run` or `foretell watch` wrote")
     measured = measurement.read(folder)
+    if measured is None and not (folder / "plan.json").is_file():
+        raise UserError(f"{folder} is no run folder: it has no plan.json", "give the folder that `foretell run` or `foretell watch` wrote")
     if measured is None:
         raise UserError(f"{folder} has no measurement.json: the run has not ended", f"foretell run {shell_word(folder)} --resume")
-    return compare(plans.read(folder / "plan.json"), measured)
+    return measured
 
 
 def compare(plan: Plan, measured: Mapping[str, Any]) -> Comparison:
@@ -190,9 +200,19 @@ def compare(plan: Plan, measured: Mapping[str, Any]) -> Comparison:
         drift=_drift(measured),
         loss={"first": measured["first_loss"], "last": measured["last_loss"], "held_out": measured.get("eval_loss")},
         steps=int(measured["steps"]), skipped_steps=int(measured["skipped_steps"]), hardware=dict(measured["hardware"]),
-        versions=dict(measured["versions"]), command=str(measured["command"]), started=str(measured["started"]),
-        notes=(*notes, *_said(said, measured)),
+        versions=dict(measured["versions"]), command=repeats(str(measured["command"])), started=str(measured["started"]),
+        notes=(*notes, *notes_of(said, measured)), busy=load.words_of(measured),
     )  # fmt: skip
+
+
+def repeats(command: str) -> str:
+    """The command of a run without its folder, which holds that run now."""
+    try:
+        typed = shlex.split(command)
+    except ValueError:
+        return command
+    kept = [word for before, word in pairwise(["", *typed]) if "--out" not in (before, word) and not word.startswith("--out=")]
+    return shlex.join(kept) if len(kept) < len(typed) else command
 
 
 def _unlike(plan: Plan, measured: Mapping[str, Any]) -> Iterator[str]:
@@ -200,7 +220,7 @@ def _unlike(plan: Plan, measured: Mapping[str, Any]) -> Iterator[str]:
     if not plan.predicted:
         yield "nothing was predicted for this plan; `foretell plan` makes plans with predictions"
         return
-    wanted, ran_on = _device_of(plan), str(measured["hardware"].get("device", ""))
+    wanted, ran_on = device_of(plan), str(measured["hardware"].get("device", ""))
     if wanted is None:
         return
     on_cpu = measured["hardware"].get("kind") == "cpu"
@@ -209,7 +229,7 @@ def _unlike(plan: Plan, measured: Mapping[str, Any]) -> Iterator[str]:
         yield f"the plan's predictions are for {wanted.name}, and it ran on {ran_on or 'another device'}: they are not compared"
 
 
-def _device_of(plan: Plan) -> Device | None:
+def device_of(plan: Plan) -> Device | None:
     """What the plan's predictions are for; None where only the machine it was made on knows."""
     name = str(plan.predicted.get("device") or plan.hardware)
     if name.strip().casefold().startswith("auto"):
@@ -313,13 +333,11 @@ def _drift(measured: Mapping[str, Any]) -> Drift | None:
     )  # fmt: skip
 
 
-def _said(said: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[str]:
+def notes_of(said: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[str]:
+    """What a reader of a run's figures should know."""
     pace = said.get("pace")
     if pace:
         yield f"predicted for a machine that takes {pace:.2f} times as long as its profile says, as measured just before"
-    delayed = float(measured.get("delayed") or 0.0)
-    if delayed > DELAYED:
-        yield f"other processes had the CPU {words.percent(delayed)} of the time: steps took longer than on a machine of their own"
     if int(measured["steps"]) < 10:
         yield f"only {measured['steps']} steps were measured: a median of so few says little"
 
@@ -334,7 +352,9 @@ _WORDS = {True: ("inside", "green"), False: ("OUTSIDE", "red"), None: ("", "")}
 def render(comparison: Comparison, width: int = 80, *, ascii_only: bool = False) -> Text:
     """The comparison as a table, with where the time went, how it drifted and how to repeat it."""
     rows = [Text(line, "bold") for line in wrapped(f"predicted beside measured: {comparison.model}, {comparison.plan}", width, 2)]
-    rows += [*table(comparison.lines), Text()]
+    rows += table(comparison.lines, busy=bool(comparison.busy))
+    rows += [Text(line, "yellow") for line in wrapped(comparison.busy, width, 2)] if comparison.busy else []
+    rows += [Text()]
     for line in (*_where(comparison), *_about(comparison)):
         rows += [Text(part) for part in wrapped(line, width, GUTTER)]
     rows += [Text(f"{'again':<{GUTTER}}{comparison.command}")] if comparison.command else []
@@ -350,11 +370,11 @@ def wrapped(line: str, width: int, indent: int) -> list[str]:
     return textwrap.wrap(line, max(width, 40), subsequent_indent=" " * indent, break_long_words=False, drop_whitespace=True) or [""]
 
 
-def table(lines: Sequence[Line]) -> list[Text]:
-    """Predicted, expected, measured and error, a row for each line."""
+def table(lines: Sequence[Line], *, busy: bool = False) -> list[Text]:
+    """Predicted, expected, measured and error, a row for each line; `busy`: so was the machine, and its seconds are no machine's own."""
     cells = [("", "predicted", "expected", "measured", "error")]
     cells += [
-        (_name(line), _amount(line.predicted, line.unit), _span(line), _amount(line.measured, line.unit), _off(line))
+        (_name(line), amount(line.predicted, line.unit), _span(line), amount(line.measured, line.unit), _off(line))
         for line in lines
     ]  # fmt: skip
     wide = [max(len(row[column]) for row in cells) for column in range(5)]
@@ -365,6 +385,8 @@ def table(lines: Sequence[Line]) -> list[Text]:
         word, style = _WORDS[line.inside] if line is not None else ("", "")
         if line is not None and line.measured is None:
             word = "not measured"
+        elif line is not None and line.inside is False and busy and line.unit not in (BYTES, SHARE, JOULES):
+            word += ", busy"
         shown.append(Text.assemble(text, "  ", (word, style)) if word else Text(text.rstrip()))
     return shown
 
@@ -379,7 +401,7 @@ def _where(comparison: Comparison) -> Iterator[str]:
         yield f"{'':<{GUTTER}}{'':<22}{'predicted':>10}{'measured':>12}"
     for number, part in enumerate(parts):
         label = "time" if not number else ""
-        said = f"{_amount(part.predicted, SECONDS):>10}{_amount(part.measured, SECONDS):>12}"
+        said = f"{amount(part.predicted, SECONDS):>10}{amount(part.measured, SECONDS):>12}"
         yield f"{label:<{GUTTER}}{part.name:<22}{said}" + (f"  {part.note}" if part.note else "")
     total = sum(comparison.kinds.values())
     if total:
@@ -411,7 +433,7 @@ def _about(comparison: Comparison) -> Iterator[str]:
         yield f"{'note':<{GUTTER}}{note}"
 
 
-def _amount(value: float | None, unit: str) -> str:
+def amount(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     if unit == BYTES:
@@ -426,7 +448,7 @@ def _amount(value: float | None, unit: str) -> str:
 def _span(line: Line) -> str:
     if line.low is None or line.high is None:
         return "-"
-    low, high = _amount(line.low, line.unit).split(), _amount(line.high, line.unit).split()
+    low, high = amount(line.low, line.unit).split(), amount(line.high, line.unit).split()
     return f"{low[0] if low[1:] == high[1:] else ' '.join(low)} – {' '.join(high)}"
 
 

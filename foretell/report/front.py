@@ -30,6 +30,8 @@ def best_lines(found: Found) -> Iterator[str]:
     assert found.best is not None
     yield f"  {told(found.best.point.layout)}"
     yield from figures(found.best)
+    if found.fewer is not None:
+        yield f"  fewer   {found.fewer[0]} {'device is' if found.fewer[0] == 1 else 'devices are'} too few: {gib(found.fewer[1])} short on each"
     if found.best.verdict == "tight":
         yield "  NOTE    memory is tight: what is left is within what the prediction may be off by"
     if found.best.placed is not None:

@@ -26,6 +26,8 @@ from foretell.report.schema import plain
 ECHARTS = "6.1.0"
 OPEN_ROWS = 12
 """Rows that a table shows at once; a longer one opens on demand."""
+NARROW = 3
+"""Columns that fit on a phone side by side."""
 WRAPS = 34
 """Letters of a cell that stay on one line."""
 
@@ -112,6 +114,10 @@ class Page:
     about: tuple[str, ...]
     facts: tuple[Fact, ...]
     sections: tuple[Section, ...]
+    conclusion: str = ""
+    """What came of it, in one sentence."""
+    commands: tuple[tuple[str, str], ...] = ()
+    """What comes next, and the command to copy."""
     made: str = ""
     notes: tuple[str, ...] = field(default_factory=tuple)
 
@@ -171,6 +177,7 @@ def _hash(text: str) -> str:
 
 def _body(page: Page) -> list[str]:
     lines = ["<main>", "<header>", f'<p class="kind">foretell report{_after(page.made)}</p>', f"<h1>{escape(page.title)}</h1>"]
+    lines += [f'<p class="conclusion">{told(page.conclusion)}</p>'] if page.conclusion else []
     lines += [f'<p class="subtitle">{told(page.subtitle)}</p>'] if page.subtitle else []
     lines += [f'<p class="about">{" <i>·</i> ".join(escape(one) for one in page.about)}</p>'] if page.about else []
     lines += ["</header>"]
@@ -178,6 +185,9 @@ def _body(page: Page) -> list[str]:
         columns = len(page.facts) if len(page.facts) <= 4 else 3 if len(page.facts) <= 6 else 4
         lines += [f'<dl class="facts" style="--columns:{columns}">', *(_fact(fact) for fact in page.facts), "</dl>"]
     lines += [f'<p class="remark">{told(note)}</p>' for note in page.notes]
+    if page.commands:
+        rows = (f"<div><dt>{escape(label)}</dt><dd><pre><code>{escape(text)}</code></pre></dd></div>" for label, text in page.commands)
+        lines += ['<dl class="commands">', *rows, "</dl>"]
     if len(page.sections) > 3:
         links = "".join(f'<li><a href="#{escape(one.name)}">{escape(one.title)}</a></li>' for one in page.sections)
         lines += [f'<nav aria-label="Sections"><ul>{links}</ul></nav>']
@@ -239,20 +249,23 @@ def _figure(figure: Figure) -> list[str]:
             f'<div class="chart" id="chart-{escape(chart.name)}" role="img" aria-label="{escape(chart.told)}"'
             f' style="height:{chart.height}px"></div>'
         )
-    return [*lines, *_table(figure.table), *([f'<p class="note">{told(figure.note)}</p>'] if figure.note else []), "</figure>"]
+    lines += _table(figure.table, folds=chart is not None)
+    return [*lines, *([f'<p class="note">{told(figure.note)}</p>'] if figure.note else []), "</figure>"]
 
 
-def _table(table: Table) -> list[str]:
+def _table(table: Table, *, folds: bool = False) -> list[str]:
+    """On a narrow screen a row of many columns becomes a card, each figure under its heading. Under a chart it opens on demand."""
     head = "".join(f'<th scope="col"{_right(table, column)}>{escape(name)}</th>' for column, name in enumerate(table.head))
     rows = []
     for row in table.rows:
         cells = [_cell(table, column, cell) for column, cell in enumerate(row)]
         chosen = any(isinstance(cell, Cell) and cell.mark == "chosen" for cell in row)
         rows.append(f'<tr class="chosen">{"".join(cells)}</tr>' if chosen else f"<tr>{''.join(cells)}</tr>")
-    body = [f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>', *rows, "</tbody></table></div>"]
-    if len(rows) <= OPEN_ROWS:
+    kind = ' class="cards"' if len(table.head) > NARROW else ""
+    body = [f'<div class="scroll"><table{kind}><thead><tr>{head}</tr></thead><tbody>', *rows, "</tbody></table></div>"]
+    if len(rows) <= OPEN_ROWS and not folds:
         return body
-    return [f"<details><summary>{escape(table.what)}, {len(rows)} rows</summary>", *body, "</details>"]
+    return [f"<details><summary>{escape(table.what)}, {len(rows)} {'row' if len(rows) == 1 else 'rows'}</summary>", *body, "</details>"]
 
 
 def _right(table: Table, column: int) -> str:
@@ -268,7 +281,9 @@ def _cell(table: Table, column: int, cell: str | Cell) -> str:
         inner = f'<span class="{mark}">{inner}</span>'
     tag = 'th scope="row"' if column == 0 else "td"
     wraps = ' class="w"' if len(text) > WRAPS and column not in table.numbers else ""
-    return f"<{tag}{_right(table, column)}{wraps}>{inner}</{'th' if column == 0 else 'td'}>"
+    head = table.head[column] if column < len(table.head) else ""
+    label = f' data-label="{escape(head)}"' if head and len(table.head) > NARROW else ""
+    return f"<{tag}{_right(table, column)}{wraps}{label}>{inner}</{'th' if column == 0 else 'td'}>"
 
 
 def _legend() -> list[str]:

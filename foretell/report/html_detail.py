@@ -15,9 +15,8 @@ from pathlib import Path
 
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.prices import price_per_hour
 from foretell.hardware.profile import Profile, find_profile
-from foretell.hardware.types import Cluster
+from foretell.hardware.types import Cluster, Device
 from foretell.lower.blocks import KEEP, Unlike, blocks_of
 from foretell.plan.recipe import known_blocks, mode_of, recipe_of
 from foretell.plan.types import Plan
@@ -25,7 +24,7 @@ from foretell.price import energy as watts
 from foretell.price.machine import machine
 from foretell.price.speeds import profile_for
 from foretell.price.time import Machine
-from foretell.quantities import COLLECTIVES, Cost, Energy, Throughput
+from foretell.quantities import COLLECTIVES, Energy
 from foretell.report.html_memory import AROUND, MemoryCurve, block_named, memory_curve
 from foretell.simulate.pipeline import Events
 from foretell.simulate.plan import Options, PlanCost, modes_of, predict_plan
@@ -73,7 +72,8 @@ class Detail:
     timeline: Timeline | None = None
     """None where nothing is known of the device's speed."""
     energy: Energy | None = None
-    money: Cost | None = None
+    device: Device | None = None
+    """That it was costed for."""
     notes: tuple[str, ...] = ()
 
 
@@ -155,7 +155,7 @@ def of_traces(traces: Mapping[str, Trace], plan: Plan, cluster: Cluster, how: Op
     return Detail(
         cost=cost, curve=curve, slots=slots, timeline=_stretched(seen.timeline, scale) if seen.timeline else None,
         blocks=tuple(_blocks(blocks, modes_of(plan, blocks), seconds, curve)),
-        energy=_energy(seen.local, cost, cluster, known), money=_money(cost, cluster, plan), notes=known.notes if known else (),
+        energy=_energy(seen.local, cost, cluster, known), device=cluster.device, notes=known.notes if known else (),
     )  # fmt: skip
 
 
@@ -226,12 +226,3 @@ def _energy(local: Trace, cost: PlanCost, cluster: Cluster, known: Machine | Non
         return None
     load = watts.load_of(local, cluster.device, time.step_seconds, time.device_seconds)
     return watts.energy(time, load, known.power, cost.plan.mesh.world, None)
-
-
-def _money(cost: PlanCost, cluster: Cluster, plan: Plan) -> Cost | None:
-    price, source = price_per_hour(cluster.device)
-    if price is None or cost.time is None or cost.per_second is None:
-        return None
-    rate = cost.per_second
-    through = Throughput(unit=cost.unit, per_step=cost.per_step, per_second=rate, per_second_per_device=rate / plan.mesh.world)
-    return watts.cost(cost.time, through, price, source, plan.mesh.world)

@@ -136,7 +136,7 @@ def _compared_table(lines: Sequence[Line]) -> Table:
             amount(line.measured, line.unit), error, verdict,
         ))  # fmt: skip
     head = ("", "predicted", "known", "expected", "measured", "error", "")
-    return Table(head=head, rows=tuple(rows), numbers=frozenset({1, 3, 4, 5}))
+    return Table(head=head, rows=tuple(rows), numbers=frozenset({1, 3, 4, 5}), what="Predicted and measured")
 
 
 def signed(share: float) -> str:
@@ -186,7 +186,7 @@ def loss(subject: Subject) -> Section | None:
     lost = len(subject.steps) - len(steps)
     lead = f"From {steps[0].loss:.4f} to {steps[-1].loss:.4f} in {steps[-1].step:,} steps"
     lead += f"; {held[-1].loss:.4f} on held-out samples." if held else "."
-    lead += f" At {lost} steps it was no number." if lost else ""
+    lead += f" At {lost} {'step' if lost == 1 else 'steps'} it was no number." if lost else ""
     at = {row.step: row.loss for row in held}
     rows = tuple(
         (f"{row.step:,}", f"{row.loss:.4f}", f"{at[row.step]:.4f}" if row.step in at else "–",
@@ -219,7 +219,7 @@ def time(subject: Subject, said: Mapping[str, Any], known: str) -> Section | Non
         name="time", kind="bars", height=48 + 32 * len(kinds), told=lead,
         data={"unit": "seconds", "across": True, "names": labels, "series": [{"name": "predicted", "values": [value for _, value in kinds]}]},
     )  # fmt: skip
-    table = Table(head=("", "seconds", "share"), rows=rows, numbers=frozenset({1, 2}))
+    table = Table(head=("", "seconds", "share"), rows=rows, numbers=frozenset({1, 2}), what="Seconds")
     note = f"How that is known: {known}." if known else ""
     figures = [Figure(chart=chart, table=table, title="By what the device does", note=note)]
     figures += [figure] if (figure := _phases(subject, said)) else []
@@ -248,9 +248,9 @@ def _phases(subject: Subject, said: Mapping[str, Any]) -> Figure | None:
     )  # fmt: skip
     head, keep = ("", "predicted", "measured", ""), len(series) > 1
     table = Table(
-        head=head if keep else head[:2], rows=rows if keep else tuple(row[:2] for row in rows), numbers=frozenset({1, 2})
-    )
-    return Figure(chart=chart, table=table, title="By phase of the step")
+        head=head if keep else head[:2], rows=rows if keep else tuple(row[:2] for row in rows), numbers=frozenset({1, 2}), what="Phases",
+    )  # fmt: skip
+    return Figure(chart=chart, table=table, title="By phase of the step" + ("" if keep else ": seconds in which the device computes"))
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def _curve(curve: MemoryCurve, found: Memory) -> Figure:
     }  # fmt: skip
     peak = curve.bytes[curve.peak] if curve.bytes else ()
     pairs = sorted(zip(curve.categories, peak, strict=True), key=lambda pair: -pair[1])
-    pairs = [("together", curve.peak_bytes), *((name, value) for name, value in pairs if value)]
+    pairs = [("total", curve.peak_bytes), *((name, value) for name, value in pairs if value)]
     held = sizes([value for _, value in pairs])
     rows = [(name, text, share(value, max(1, curve.peak_bytes))) for (name, value), text in zip(pairs, held, strict=True)]
     rows = [*rows[1:], rows[0]]
@@ -297,7 +297,7 @@ def _curve(curve: MemoryCurve, found: Memory) -> Figure:
     return Figure(
         chart=Chart(name="memory", kind="areas", data=data, told=told, height=340), note=note,
         title=f"Allocated bytes over a steady step{rank}, by what they are held for",
-        table=Table(head=("at the peak", "bytes", "share"), rows=tuple(rows), numbers=frozenset({1, 2})),
+        table=Table(head=("at the peak", "bytes", "share"), rows=tuple(rows), numbers=frozenset({1, 2}), what="Bytes at the peak"),
     )  # fmt: skip
 
 
@@ -318,7 +318,7 @@ def _holders(found: Memory) -> Figure:
     held = sizes([holder.bytes for holder in found.holders])
     rows = tuple((holder.name, holder.category, text) for holder, text in zip(found.holders, held, strict=True))
     table = Table(head=("module", "held for", "bytes"), rows=rows, numbers=frozenset({2}))
-    return Figure(title="Who holds most at the peak", table=table)
+    return Figure(title="Largest allocations at the peak", table=table)
 
 
 # --- pipeline --------------------------------------------------------------------------------------------------------
@@ -439,6 +439,6 @@ def _block_table(found: Sequence[BlockCost], columns: Mapping[str, Mapping[str, 
         rows.append((AROUND if AROUND in named else ", ".join(paths.fold_names(named)), *same))
     several = len(rows) < len(found)
     return Table(
-        head=("each of" if several else "block", *(["saved"] if mixed else []), *used, "together"), rows=tuple(rows),
+        head=("each of" if several else "block", *(["saved"] if mixed else []), *used, "total"), rows=tuple(rows),
         numbers=frozenset(range(1 + mixed, 1 + mixed + wide)), what="Blocks",
     )  # fmt: skip

@@ -18,7 +18,7 @@ Beside `plan.json` stands `plan.front.json` (`front_path`), written by whoever s
           "why": "",                          why it was not chosen: "12 % slower: waits for communication"
           "low_seconds": 1.3, "high_seconds": 1.6,                optional band
           "per_step": 80940, "unit": "tokens",                    optional: what a step gets through
-          "on_front": true                    optional, usually true: nothing else is better in every respect
+          "on_front": true                    no other plan is better in something and worse in nothing; found anew when read
         }, ...
       ],
       "dropped": [{"words": "tp 16", "why": "crosses nodes"}, ...]          optional: illegal, or does not fit
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -106,25 +106,45 @@ def of_choice(choice: Choice, saved: Plan | None = None) -> Front:
     if found is None:
         candidates = [one for one in (choice.best, *choice.runners_up) if one is not None]
         points = tuple(_candidate(one, one.plan == chosen) for one in candidates)
-        return Front(points=points, dropped=dropped, costed=choice.costed)
+        return marked(Front(points=points, dropped=dropped, costed=choice.costed))
     best = (found.best,) if found.best is not None else ()
     front = [*best, *(one for one in found.front if not any(one.plan == other.plan for other in best))]
     others = [one for one in found.runners_up if not any(one.plan == other.plan for other in front)]
     unit = next((name for name in ("tokens", "samples") for one in front if f"{name}_per_step" in one.plan.predicted), "")
-    return Front(
-        points=tuple(_finalist(one, one.plan == chosen, unit, one in front) for one in (*front, *others)), dropped=dropped,
-        costed=found.costed,
-    )  # fmt: skip
+    asked = "" if found.best is None or found.best.plan == chosen else "the best of the search; another of its plans was asked for"
+    points = tuple(_finalist(one if one.plan == chosen or one.why else replace(one, why=asked), one.plan == chosen, unit)
+                   for one in (*front, *others))  # fmt: skip
+    return marked(Front(points=points, dropped=dropped, costed=found.costed))
 
 
-def _finalist(one: Finalist, chosen: bool, unit: str, on_front: bool) -> Point:
+def marked(front: Front) -> Front:
+    """With `on_front` as the figures have it: another plan that is better in something and worse in nothing takes a plan off."""
+    figures = [_figures(point) for point in front.points]
+    flags = [not any(_betters(other, mine) for other in figures) for mine in figures]
+    return replace(front, points=tuple(replace(point, on_front=flag) for point, flag in zip(front.points, flags, strict=True)))
+
+
+def _figures(point: Point) -> tuple[float | None, ...]:
+    """Seconds, bytes, money and joules, all but the bytes for each token."""
+    unit = point.per_step or 1.0
+    each = (None if value is None else value / unit for value in (point.seconds, point.cost_per_step, point.joules_per_step))
+    return (*each, point.memory_bytes)
+
+
+def _betters(one: tuple[float | None, ...], other: tuple[float | None, ...]) -> bool:
+    """What is not known of both says nothing."""
+    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
+    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+
+def _finalist(one: Finalist, chosen: bool, unit: str) -> Point:
     from foretell.search.choose import told
 
     point, said = one.point, one.plan.predicted
     return Point(
         words=told(one.plan), seconds=point.seconds, memory_bytes=point.memory_bytes, cost_per_step=point.dollars,
         joules_per_step=point.joules, chosen=chosen, why=one.why, low_seconds=said.get("low_seconds"),
-        high_seconds=said.get("high_seconds"), per_step=point.per_step, unit=unit, on_front=on_front,
+        high_seconds=said.get("high_seconds"), per_step=point.per_step, unit=unit,
     )  # fmt: skip
 
 
@@ -181,7 +201,7 @@ def from_json(data: Any, where: str = "the front") -> Front:
     given = _named(Front, data, where)
     points = tuple(_one(Point, point, f"{where}, point {number}") for number, point in enumerate(data["points"]))
     dropped = tuple(_one(Dropped, one, f"{where}, dropped {number}") for number, one in enumerate(data.get("dropped") or ()))
-    return Front(**{**given, "points": points, "dropped": dropped})
+    return marked(Front(**{**given, "points": points, "dropped": dropped}))
 
 
 def _texts(value: Any) -> bool:

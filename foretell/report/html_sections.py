@@ -18,11 +18,12 @@ from foretell.plan.mesh import OWN_RANKS
 from foretell.plan.recipe import known_blocks
 from foretell.plan.types import Plan
 from foretell.report import html_figures as figures
-from foretell.report import words
-from foretell.report.html import Cell, Chart, Fact, Figure, Page, Section, Table
+from foretell.report import html_summary, words
+from foretell.report.comparison import compare, repeats
+from foretell.report.html import Cell, Chart, Figure, Page, Section, Table
 from foretell.report.html_data import Subject
 from foretell.report.html_detail import Detail
-from foretell.report.html_figures import amount, seconds, signed, size, sizes
+from foretell.report.html_figures import seconds, signed, size, sizes
 from foretell.report.html_front import Front, Point
 from foretell.report.plan import MODE_WORDS, SCHEDULE_WORDS, TALK_WORDS
 from foretell.trace.load import is_script
@@ -42,21 +43,50 @@ def page(
     said = dict(plan.predicted)
     if "step_seconds" not in said and "memory_bytes" not in said and detail is not None:
         said = detail.cost.predicted()
-    if detail is not None and detail.cost.time is not None:
-        said.setdefault("phases", dict(detail.cost.time.phases))
+    if detail is not None and detail.cost.time is not None and "phases" not in said:
+        said |= {"phases": dict(detail.cost.time.phases), "spans": detail.cost.spans()}
+    subject = _with_phases(subject, said)
     how = said.get("provenance")
     known = str(how.get("time", "")) if isinstance(how, Mapping) else ""
+    money = html_summary.money_of(subject, said, detail)
     found = (
         figures.compared(subject), figures.loss(subject), figures.time(subject, said, known),
         figures.memory(subject, said, detail), figures.pipeline(subject, detail), figures.blocks(detail),
         _front(subject.front), _others(subject.front), _in_words(plan, said), _repeat(subject, files),
-        _notes(subject, detail),
+        _notes(subject, detail, money),
     )  # fmt: skip
     return Page(
-        title=str(plan.model.get("model", "a model")), subtitle=_told(plan), about=tuple(_about(subject)),
-        facts=tuple(_facts(subject, said, detail)), sections=tuple(one for one in found if one is not None),
-        made=made, notes=tuple(_remarks(subject, said, detail, why_not)),
+        title=str(plan.model.get("model", "a model")), conclusion=html_summary.conclusion(subject, said, money), subtitle=_told(plan),
+        about=tuple(_about(subject)), facts=tuple(html_summary.facts(subject, said, detail, money)), commands=tuple(_commands(subject)),
+        sections=tuple(one for one in found if one is not None), made=made, notes=tuple(_remarks(subject, said, detail, why_not)),
     )  # fmt: skip
+
+
+def _with_phases(subject: Subject, said: Mapping[str, Any]) -> Subject:
+    """A plan written without its phases is compared with those that were costed for the page."""
+    plan, measured = subject.plan, subject.measured
+    new = {name: said[name] for name in ("phases", "spans") if said.get(name) and name not in plan.predicted}
+    if measured is None or not new or not plan.predicted:
+        return subject
+    return replace(subject, comparison=compare(plan.with_(predicted={**plan.predicted, **new}), measured))
+
+
+def _commands(subject: Subject) -> Iterator[tuple[str, str]]:
+    """What comes next, to copy."""
+    path, plan = shlex.quote(str(subject.path)), shlex.quote(str(subject.plan_path))
+    if subject.run is None:
+        runs = "eject" if is_script(str(subject.plan.model.get("model", ""))) else "run"
+        yield ("Write it as a script" if runs == "eject" else "Run it"), f"foretell {runs} {plan}"
+        yield "Show the plan", f"foretell show {plan}"
+    elif subject.finished:
+        yield "Compare again", f"foretell compare {path}"
+        yield from (("Run again", repeats(command)) for command in [_started(subject)] if command)
+    else:
+        yield "Resume", f"foretell run {path} --resume"
+
+
+def _started(subject: Subject) -> str:
+    return subject.command or (subject.comparison.command if subject.comparison is not None else "")
 
 
 def _told(plan: Plan) -> str:
@@ -80,6 +110,9 @@ def _about(subject: Subject) -> Iterator[str]:
 def _remarks(subject: Subject, said: Mapping[str, Any], detail: Detail | None, why_not: str) -> Iterator[str]:
     if subject.comparison is not None and not subject.comparison.comparable:
         yield from subject.comparison.notes[:1]
+    if subject.comparison is not None and subject.comparison.busy:
+        busy = subject.comparison.busy
+        yield f"{busy[:1].upper()}{busy[1:]}. Its seconds are not those of a machine of its own."
     if subject.run is not None and not subject.finished:
         yield "This run has no measurement yet: it is still going, or ended before its first summary."
     if why_not:
@@ -93,72 +126,6 @@ def _remarks(subject: Subject, said: Mapping[str, Any], detail: Detail | None, w
             )
 
 
-# --- the figures that matter -----------------------------------------------------------------------------------------
-
-
-def _facts(subject: Subject, said: Mapping[str, Any], detail: Detail | None) -> Iterator[Fact]:
-    if subject.comparison is not None:
-        yield from _measured_facts(subject)
-    else:
-        yield from _predicted_facts(subject.plan, said)
-    if detail is None:
-        return
-    if detail.cost.bubble and subject.plan.mesh.pp > 1:
-        yield Fact(label="Bubble", value=words.percent(detail.cost.bubble), known="assumed", beside="of the step, waiting")
-    if detail.money is not None:
-        each = f"{words.money(detail.money.per_billion, detail.money.currency)} a billion {detail.money.unit}" if detail.money.per_billion else ""
-        value, _, unit = words.per_steps(detail.money.per_step, detail.money.currency).partition(" ")
-        yield Fact(label="Money", value=value, unit=unit, known="assumed", beside=each)
-    if detail.energy is not None:
-        value, _, unit = words.joules(detail.energy.joules_per_step).partition(" ")
-        beside = f"{words.number(detail.energy.watts_per_device)} W a device"
-        yield Fact(label="Energy of a step", value=value, unit=unit, known=detail.energy.provenance, beside=beside)
-
-
-def _measured_facts(subject: Subject) -> Iterator[Fact]:
-    assert subject.comparison is not None and subject.measured is not None
-    for line in subject.comparison.lines:
-        if line.measured is None:
-            continue
-        value, _, unit = amount(line.measured, line.unit).partition(" ")
-        name = {"throughput": "Throughput", "step": "Step"}.get(line.name, figures.name_of(line)[:1].upper() + figures.name_of(line)[1:])
-        beside = "not predicted"
-        if line.predicted is not None:
-            beside = f"predicted {amount(line.predicted, line.unit)}" + (f", {signed(line.error)}" if line.error is not None else "")
-        unit = unit or (line.unit if line.unit.endswith("/s") else "")
-        yield Fact(label=name, value=value, unit=unit, known="measured", beside=beside, good=line.inside)
-    loss = subject.comparison.loss
-    if loss.get("first") is not None and loss.get("last") is not None:
-        held = f"held out {loss['held_out']:.4f}" if loss.get("held_out") is not None else ""
-        yield Fact(label="Loss", value=f"{loss['last']:.4f}", known="measured", beside=f"from {loss['first']:.4f}" + (f", {held}" if held else ""))
-    if subject.measured.get("mfu"):
-        yield Fact(label="MFU", value=words.percent(float(subject.measured["mfu"])), known="measured", beside="FLOPs of the model over the peak")
-
-
-def _predicted_facts(plan: Plan, said: Mapping[str, Any]) -> Iterator[Fact]:
-    how = said.get("provenance")
-    known = how if isinstance(how, Mapping) else {}
-    if said.get("step_seconds"):
-        step = float(said["step_seconds"])
-        value, _, unit = seconds(step).partition(" ")
-        low, high = said.get("low_seconds"), said.get("high_seconds")
-        beside = f"expected {seconds(low)} – {seconds(high)}" if low and high else ""
-        yield Fact(label="Step", value=value, unit=unit, known=str(known.get("time", "")), beside=beside)
-    for kind in ("tokens", "samples"):
-        if said.get(f"{kind}_per_second"):
-            each = float(said[f"{kind}_per_second"]) / plan.mesh.world
-            beside = f"{words.number(each)} a device" if plan.mesh.world > 1 else f"{said.get(f'{kind}_per_step', plan.global_batch):,} a step"
-            yield Fact(label="Throughput", value=words.number(float(said[f"{kind}_per_second"])), unit=f"{kind}/s",
-                       known=str(known.get("time", "")), beside=beside)  # fmt: skip
-    if said.get("memory_bytes"):
-        value, _, unit = size(said["memory_bytes"]).partition(" ")
-        room = f" of {size(said['capacity_bytes'])}" if said.get("capacity_bytes") else ""
-        verdict = str(said.get("verdict", ""))
-        yield Fact(label="Memory", value=value, unit=unit, known=str(known.get("memory", "")),
-                   beside=f"{verdict}{room and ':'}{room}" if verdict else room.strip(),
-                   good={"fits": True, "no": False}.get(verdict))  # fmt: skip
-
-
 # --- the front -------------------------------------------------------------------------------------------------------
 
 
@@ -170,7 +137,7 @@ def _letters(front: Front) -> list[tuple[str, Point]]:
 
 
 _AXES: tuple[tuple[str, str, str, str], ...] = (
-    ("memory_bytes", "bytes", "memory", "Time and memory"), ("cost_per_step", "money", "money", "Time and money"),
+    ("memory_bytes", "bytes", "memory", "Time and memory"), ("cost_per_step", "money", "cost", "Time and cost"),
     ("joules_per_step", "joules", "energy", "Time and energy"),
 )  # fmt: skip
 
@@ -228,30 +195,42 @@ def _front(given: Front | None) -> Section | None:
         ))  # fmt: skip
     costed = f"{front.costed:,} plans were costed. " if front.costed else ""
     lead = (
-        f"{costed}On the front are those that no other betters in time, memory, money and energy at once; lower and further "
-        f"left is better. Time, money and energy are those of {what_for}; which plan each letter is, the table below says."
+        f"{costed}On the front are those that no other betters in time, memory, cost and energy at once; lower and further "
+        f"left is better. Time, cost and energy are those of {what_for}; which plan each letter is, the table below says."
     )
-    return Section(name="front", title="What else there was to choose", lead=lead, figures=tuple(drawn), columns=len(drawn) > 1)
+    return Section(name="front", title="Alternatives considered", lead=lead, figures=tuple(drawn), columns=len(drawn) > 1)
 
 
 def _others(given: Front | None) -> Section | None:
     if given is None or not (given.points or given.dropped):
         return None
     what_for, front = _each(given)
-    rows = []
-    for name, point in _letters(front)[:SHOWN]:
-        why = "chosen" if point.chosen else point.why or "–"
-        rows.append((
-            Cell(text=name, mark="chosen" if point.chosen else ""), point.words, seconds(point.seconds), size(point.memory_bytes),
-            _shown(point.cost_per_step, "money", front.currency), _shown(point.joules_per_step, "joules", front.currency), why,
-        ))  # fmt: skip
-    head = ("", "plan", "time", "memory", "money", "energy", "why not")
-    drawn = [Figure(table=Table(head=head, rows=tuple(rows), numbers=frozenset({2, 3, 4, 5}), what="Plans"))] if rows else []
+    shown = _letters(front)[:SHOWN]
+    columns = [(what, field, unit) for field, unit, what, _ in _AXES if any(getattr(point, field) is not None for _, point in shown)]
+    rows: list[tuple[str | Cell, ...]] = []
+    for name, point in shown:
+        why = "chosen" if point.chosen else point.why or _beside_chosen(point, front.chosen)
+        known = (_shown(getattr(point, field), unit, front.currency) for _, field, unit in columns)
+        rows.append((Cell(text=name, mark="chosen" if point.chosen else ""), point.words, seconds(point.seconds), *known, why))
+    head = ("", "plan", "time", *(what for what, _, _ in columns), "why not")
+    numbers = frozenset(range(2, 3 + len(columns)))
+    drawn = [Figure(table=Table(head=head, rows=tuple(rows), numbers=numbers, what="Plans"))] if rows else []
     if front.dropped:
         lost = tuple((one.words, one.why) for one in front.dropped)
         drawn.append(Figure(title="Not possible", table=Table(head=("plan", "why not"), rows=lost, what="Plans that are not possible")))
-    lead = f"Time, money and energy of {what_for}." if rows else ""
-    return Section(name="others", title="Why the others lost", lead=lead, figures=tuple(drawn))
+    lead = f"Time, cost and energy of {what_for}." if rows else ""
+    return Section(name="others", title="Why alternatives were rejected", lead=lead, figures=tuple(drawn))
+
+
+def _beside_chosen(point: Point, chosen: Point | None) -> str:
+    """What sets a plan apart from the chosen one, where no reason was written down."""
+    if chosen is None or not point.seconds or not chosen.seconds:
+        return "–"
+    found = [f"{words.percent(abs(point.seconds / chosen.seconds - 1))} {'slower' if point.seconds > chosen.seconds else 'faster'}"]
+    for name, what in (("memory_bytes", "memory"), ("cost_per_step", "cost"), ("joules_per_step", "energy")):
+        mine, theirs = getattr(point, name), getattr(chosen, name)
+        found += [f"{signed(mine / theirs - 1)} {what}"] if mine and theirs and abs(mine / theirs - 1) > UNLIKE else []
+    return ", ".join([*found, "no reason was written down"] if point.seconds < chosen.seconds else found)
 
 
 # --- the plan in words -----------------------------------------------------------------------------------------------
@@ -281,7 +260,7 @@ def _terms(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "Ranks", "one: nothing is shared, nothing is sent"
     pieces = [f"micro-batch {plan.micro_batch}"]
     pieces += [f"{plan.accumulate} micro-batches a step"] if plan.accumulate > 1 else []
-    pieces += [f"{mesh.data} ranks with samples of their own"] if mesh.data > 1 else []
+    pieces += [f"{mesh.data} data-parallel ranks"] if mesh.data > 1 else []
     yield "Batch", f"{plan.global_batch:,} samples a step: {' × '.join(pieces)}"
     clip = "gradients not clipped" if plan.clip is None else f"gradients clipped at norm {plan.clip:g}"
     yield "Arithmetic", f"{plan.precision}, {plan.optimizer}, {clip}"
@@ -343,7 +322,7 @@ def _messages(said: Mapping[str, Any]) -> Figure | None:
         times, nbytes = int(one.get("times", 0)), int(one.get("nbytes", 0))
         who = (str(one.get("name", "")), str(one.get("axis", "")), f"{int(one.get('ranks', 0)):,}")
         rows.append((*who, f"{times:,}", size(nbytes), size(times * nbytes)))
-    head = ("message", "along", "ranks", "times a step", "bytes each", "together")
+    head = ("message", "along", "ranks", "times a step", "bytes each", "total")
     title = "What one rank sends in a step" + (", the largest first" if len(sent) > len(rows) else "")
     return Figure(title=title, table=Table(head=head, rows=tuple(rows), numbers=frozenset({2, 3, 4, 5}))) if rows else None
 
@@ -354,8 +333,8 @@ def _messages(said: Mapping[str, Any]) -> Figure | None:
 def _repeat(subject: Subject, files: Sequence[tuple[str, str]]) -> Section:
     code: list[tuple[str, str]] = []
     plan_path = shlex.quote(str(subject.plan_path))
-    if subject.command or (subject.comparison is not None and subject.comparison.command):
-        code.append(("The run, as it was started", subject.command or (subject.comparison.command if subject.comparison else "")))
+    if _started(subject):
+        code.append(("The run, as it was started", _started(subject)))
     code.append(("A plan like this one", _plan_command(subject.plan)))
     runs = "eject" if is_script(str(subject.plan.model.get("model", ""))) else "run"
     again = [f"foretell show {plan_path}", f"foretell {runs} {plan_path}"]
@@ -390,15 +369,15 @@ def _plan_command(plan: Plan) -> str:
     return shlex.join(said)
 
 
-def _notes(subject: Subject, detail: Detail | None) -> Section | None:
+def _notes(subject: Subject, detail: Detail | None, money: html_summary.Money) -> Section | None:
     found = [*subject.plan.notes]
     found += list(subject.comparison.notes) if subject.comparison is not None and subject.comparison.comparable else []
     found += [*detail.cost.notes, *detail.notes] if detail is not None else []
-    found += [f"price: {detail.money.source}"] if detail is not None and detail.money is not None else []
+    found += [f"price: {words.money(money.told.per_hour, money.told.currency)} an hour in all; {money.told.source}"] if money.told is not None else []
     if detail is not None:
         how = detail.cost.worst.memory.provenance
         found += [f"{name.removesuffix('_bytes')} bytes are {how[name]}" for name in how if name != "capacity_bytes"]
     told = tuple(dict.fromkeys(note for note in found if note))
-    return Section(name="known", title="How the figures are known", lead="", items=told) if told else None
+    return Section(name="known", title="Data sources", lead="", items=told) if told else None
 
 

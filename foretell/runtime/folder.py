@@ -18,6 +18,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,12 @@ from foretell.errors import FileFormatError, UnknownName, UserError
 from foretell.files import read_json, write_atomically
 from foretell.plan import file as plans
 from foretell.plan import legal
+from foretell.plan.text import shell_word
 from foretell.plan.types import Plan
+from foretell.runtime import measurement
 from foretell.runtime.lock import Lock, take
+from foretell.runtime.log import LOG
+from foretell.runtime.log import read as log_rows
 from foretell.runtime.schedule import KINDS, Schedule, usual_warmup
 
 PLAN, SETTINGS, MEASUREMENT, CHECKPOINTS = "plan.json", "settings.json", "measurement.json", "checkpoints"
@@ -101,6 +106,15 @@ class Settings:
         schedule = self.schedule_for(plan)
         return replace(self, schedule_steps=schedule.steps, warmup=schedule.warmup)
 
+    def asked(self) -> dict[str, Any]:
+        """What is not as usual: that makes the same run again. A schedule that follows from the steps follows from them again."""
+        free = {"schedule_steps": self.schedule_steps == self.steps, "warmup": self.warmup == usual_warmup(self.schedule_steps or self.steps)}
+        usual = Settings()
+        return {
+            item.name: getattr(self, item.name) for item in fields(self)
+            if getattr(self, item.name) != getattr(usual, item.name) and not free.get(item.name)
+        }  # fmt: skip
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"log": list(self.log), "init_missing": list(self.init_missing)}
 
@@ -173,6 +187,57 @@ def claim(path: Path, *, resume: bool, say: Callable[[str], None], lost: Callabl
         except OSError as error:
             raise UserError(f"the run folder {path} cannot be written: {error.strerror or error}", "give another --out") from error
     return take(path, say=say, lost=lost)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """What is left of a run in a folder."""
+
+    step: int
+    """Updates that were done, as far as the log says."""
+    settings: Settings | None
+    """None of a script that was watched."""
+    ended: str
+    """When it was measured last, by UTC; empty where it never was."""
+    command: str
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.ended) and (self.settings is None or self.step >= self.settings.steps)
+
+
+def past(path: Path) -> Past | None:
+    """The run in a folder; None where there is none, or a plan alone."""
+    found = measurement.read(path)
+    if found is None and not (path / LOG).is_file():
+        return None
+    rows = [row for row in log_rows(path / LOG) if row.get("event") == "step"]
+    ended = ""
+    if found is not None:
+        with contextlib.suppress(ValueError):
+            began = datetime.strptime(found["started"], "%Y-%m-%dT%H:%M:%SZ")
+            ended = (began + timedelta(seconds=found["wall_seconds"])).strftime("%Y-%m-%d %H:%M")
+        ended = ended or "before"
+    return Past(
+        step=max((int(row["step"]) for row in rows), default=0), settings=read_settings(path), ended=ended,
+        command=str(found["command"]) if found is not None else "",
+    )  # fmt: skip
+
+
+def refuse_past(path: Path) -> None:
+    """Raise where a folder that is to be run holds a run already: what it is, and what to do."""
+    found, name = past(path), shell_word(path)
+    if found is None:
+        return
+    if found.settings is None:
+        raise UserError(f"{path} holds the run of a script that was watched", f"watch it again: {found.command or 'foretell watch -- python SCRIPT'}")
+    done = f"{found.step:,} of {found.settings.steps:,} steps"
+    if not found.finished:
+        raise UserError(f"{path} holds a run that has not ended ({done})",
+                        f"foretell run {name} --resume to go on, or --again for a new run of its plan in another folder")  # fmt: skip
+    more = 2 * found.settings.steps
+    raise UserError(f"{path} is a finished run ({done}, ended {found.ended} UTC)",
+                    f"foretell run {name} --again for a new run in another folder, or --resume --steps {more} to train longer")  # fmt: skip
 
 
 def undo(path: Path) -> None:

@@ -159,9 +159,9 @@ class _Row:
 
 def line(
     reading: Reading, total: int, *, rate: float, unit: str, mfu: float | None = None, memory_bytes: int | None = None,
-    predicted_seconds: float | None = None, measured_seconds: float | None = None,
+    predicted_seconds: float | None = None, measured_seconds: float | None = None, busy: bool = False,
 ) -> str:  # fmt: skip
-    """`step 12/100  loss 3.2145  86.1 ms  380,000 tokens/s  MFU 31.5 %  30.4 GiB  predicted 84.3 ms (-2.1 %)`."""
+    """`step 12/100  loss 3.2145  86.1 ms  380,000 tokens/s  MFU 31.5 %  30.4 GiB  predicted 84.3 ms (-2.1 %)`; `busy`: so is the machine."""
     parts = [
         f"step {reading.step:>{len(str(total))}}/{total}", f"loss {reading.loss:.4f}", seconds(reading.seconds),
         f"{_rounded(rate)} {unit}/s",
@@ -172,7 +172,7 @@ def line(
         parts.append(gib(memory_bytes))
     error = relative_error(predicted_seconds, measured_seconds if measured_seconds is not None else reading.seconds)
     if predicted_seconds is not None and error is not None:
-        parts.append(f"predicted {seconds(predicted_seconds)} ({signed_percent(error)})")
+        parts.append(f"predicted {seconds(predicted_seconds)} ({signed_percent(error)}{', this machine is busy' if busy else ''})")
     return "  ".join(parts)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import os
 import threading
 import time
 import traceback
@@ -22,7 +23,7 @@ from foretell.checkpoint.interval import steps_between
 from foretell.errors import UserError
 from foretell.plan import file as plans
 from foretell.plan.types import Plan
-from foretell.runtime import blame, guard, log, measure, save
+from foretell.runtime import blame, guard, launch, load, log, measure, save
 from foretell.runtime.apply import Job
 from foretell.runtime.control import Control
 from foretell.runtime.data import Feed
@@ -30,6 +31,7 @@ from foretell.runtime.folder import MEASUREMENT, Folder, Settings
 from foretell.runtime.guard import RunFailed
 from foretell.runtime.joules import Joules
 from foretell.runtime.measure import Measurement, Reading, Tally
+from foretell.runtime.observe.hooks import delayed
 from foretell.runtime.prepare import applies
 from foretell.runtime.progress import DATA, END, EVALUATION, SAVE, STEP, Progress
 from foretell.runtime.progress import LOG as LOGGING
@@ -105,6 +107,8 @@ class Run:
         self.peak = measure.peak_flops(self.ranks.device, self.plan.precision)
         self.clock = measure.clock_of(self.ranks.device)
         self.tally, self.joules = Tally(), Joules(self.ranks.device)
+        self.load = load.Meter(os.getppid() if launch.is_rank() else None, gpus=self.ranks.device.type == "cuda")
+        self._delayed, self._busy = delayed(), False
         self.step = 0
         """Updates done."""
         self.log: log.Log | None = None
@@ -399,6 +403,8 @@ class Run:
         if now - self._told < TELL_SECONDS and reading.step < self.settings.steps:
             return
         self._told = now
+        if self.load.look():
+            self._busy = bool(load.words(self.load.glance(), self._delay_share()))
         seconds = self.tally.recent_seconds() or reading.seconds
         predicted = self.plan.predicted.get("step_seconds") if applies(self.plan, self.ranks) else None
         peak = self._memory.get("allocated_bytes")
@@ -406,7 +412,7 @@ class Run:
             reading, self.settings.steps, rate=self.per_step / seconds, unit=self.unit,
             mfu=measure.mfu(self.plan, seconds, self.peak),
             memory_bytes=peak if peak is not None else self._memory.get("host_bytes"),
-            predicted_seconds=predicted, measured_seconds=seconds,
+            predicted_seconds=predicted, measured_seconds=seconds, busy=self._busy,
         )  # fmt: skip
         self.screen.step(text, reading.step)
 
@@ -483,11 +489,15 @@ class Run:
 
     def measured(self) -> Measurement | None:
         """Sum up and write it down."""
-        peaks = {"rank": self.ranks.rank, **measure.memory(self.ranks.device), "joules_per_step": self.joules.per_step()}
+        peaks = {
+            "rank": self.ranks.rank, **measure.memory(self.ranks.device), "joules_per_step": self.joules.per_step(),
+            "delayed": self._delay_share(),
+        }  # fmt: skip
         self.joules.close()
         found = measure.summarise(
             self.tally, self.plan, self.ranks, unit=self.unit, per_step=self.per_step,
             by_rank=self.control.gather(peaks), command=self.command, versions=versions(),
+            load=self.load.read() if self.ranks.is_first else None,
         )  # fmt: skip
         if found is not None and self.ranks.is_first:
             try:
@@ -495,6 +505,10 @@ class Run:
             except OSError as error:
                 self.screen.say(f"{self.folder.path / MEASUREMENT} cannot be written: {error.strerror or error}")
         return found
+
+    def _delay_share(self) -> float:
+        """Share of the time that this thread was ready to run and had no core."""
+        return min(1.0, (delayed() - self._delayed) / max(1e-9, time.monotonic() - self.tally.since))
 
     def _give_up(self, bad: Reading) -> None:
         """A number that is none: the step leaves no trace but its number; save, look for the first block, say so."""

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from foretell.plan.precision import computes_in
 from foretell.plan.types import Plan
+from foretell.runtime.load import Load
 from foretell.runtime.measurement import CONVENTION as CONVENTION
 from foretell.runtime.measurement import Measurement as Measurement
 from foretell.runtime.measurement import nearest, stretches
@@ -274,7 +275,7 @@ def mfu(plan: Plan, seconds: float, peak: float | None) -> float | None:
 
 def summarise(
     tally: Tally, plan: Plan, ranks: Ranks, *, unit: str, per_step: int, by_rank: Sequence[Mapping[str, Any]],
-    command: str, versions: Mapping[str, str],
+    command: str, versions: Mapping[str, str], load: Load | None = None,
 ) -> Measurement | None:  # fmt: skip
     """The measurement of a run; None if no step was done."""
     if not tally.steps:
@@ -299,7 +300,7 @@ def summarise(
         save_seconds=statistics.fmean(tally.save_seconds) if tally.save_seconds else None,
         eval_seconds=statistics.fmean(tally.eval_seconds) if tally.eval_seconds else None, hardware=hardware(ranks),
         versions=dict(versions), command=command, started=tally.started, wall_seconds=time.monotonic() - tally.since,
-        joules_per_step=_sum(by_rank, "joules_per_step"),
+        joules_per_step=_sum(by_rank, "joules_per_step"), delayed=_most(by_rank, "delayed"), load=load,
     )  # fmt: skip
 
 
@@ -309,6 +310,6 @@ def _sum(by_rank: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return sum(found) if found and len(found) == len(by_rank) else None
 
 
-def _most(by_rank: Sequence[Mapping[str, Any]], name: str) -> int | None:
+def _most(by_rank: Sequence[Mapping[str, Any]], name: str) -> Any:
     found = [said[name] for said in by_rank if said.get(name) is not None]
     return max(found) if found else None

@@ -3,8 +3,8 @@
     guesses (simulate.memory.remedies) ─► ways that may be enough (advice_ways), what costs the user least first
       ─► each predicted by `attempt`, the path of the answer itself ─► told with its verdict
 
-Classes of ways: the same mathematics on the same devices, other numerics there, more devices, a plan that moves states
-to the host, adapters instead of all weights. The first way that fits ends its class, and one of the first class ends
+Classes of ways: the same mathematics on the same devices, other numerics there, adapters instead of all weights, a plan
+that moves states to the host, more devices. The first way that fits ends its class, and one of the first class ends
 all. Guesses only leave out what is far from enough: nothing is told that was not predicted.
 """
 
@@ -26,9 +26,13 @@ EACH = 3
 """Ways of one class that are predicted until one fits; of more devices, for each number of them."""
 NEAR = 0.97
 """A way is predicted if its guess is at most this share of what there is; the strongest of a class up to STRONGEST."""
-STRONGEST = 1.15
+STRONGEST = 1.3
+FAR = 1.5
+"""More devices are not predicted if the strongest way with them is guessed to need this many times what there is."""
 TIMES = (2, 4, 8, 16, 32, 64)
 """Times as many devices."""
+PATIENCE = 4.0
+"""Times as long until a first way is found that is enough."""
 GAINS = 0.97
 """Twice the devices must at least save the rest of this share of each."""
 
@@ -47,7 +51,7 @@ def advise(
 ) -> tuple[Prediction, bool]:  # fmt: skip
     """The answer with ways to make it fit, and whether there was time for all of them; unchanged where it fits.
 
-    No way is begun after so many seconds, but for the first.
+    No way is begun after so many seconds, or while none is enough, four times as many.
     """
     guess = answer.model.get("outlook")
     if answer.verdict not in (NO, TIGHT) or not isinstance(guess, Mapping) or seconds <= 0:
@@ -81,10 +85,11 @@ class _Advice:
         here = self._first(numerics)
         if here and self.answer.verdict == TIGHT:
             return
-        self._more_devices()
-        moved = self._moved() if self.answer.verdict == NO else False
-        if not here and not moved:
+        if not here:
             self._first(adapters)
+        if self.answer.verdict == NO:
+            self._moved()
+        self._more_devices()
         if not self.found:  # none was near enough to be predicted: say how far off the strongest are
             for way in (*same[-1:], *(numerics or adapters)[-1:]):
                 self._try(way)
@@ -92,7 +97,10 @@ class _Advice:
     # ------------------------------------------------------------------ trying
 
     def _over(self) -> bool:
-        self.late = self.late or (bool(self.found) and time.monotonic() - self.began > self.seconds)
+        """Whether the time is up: later where nothing was found yet that is enough."""
+        patient = self.answer.verdict == NO and not any(map(self._enough, self.found))
+        longest = PATIENCE * self.seconds if patient else self.seconds
+        self.late = self.late or (bool(self.found) and time.monotonic() - self.began > longest)
         return self.late
 
     def _enough(self, remedy: Remedy) -> bool:
@@ -160,6 +168,8 @@ class _Advice:
             given = ways.spread(self.asked, spec, times, self.outlook)
             near = [way for way in given[:-1] if self._guess(way, times) <= NEAR]
             least = float("inf")
+            if self._guess(given[-1], times) > FAR:
+                continue
             chosen = [*near[: EACH - 1], given[-1]]
             self._ahead(chosen[:2])
             for way in chosen:
@@ -173,16 +183,16 @@ class _Advice:
                 return  # more of them do not help, or the model cannot be shared at all
             before = least
 
-    def _moved(self) -> bool:
-        if self._over():
-            return False
+    def _moved(self) -> None:
+        least = self.outlook.without_states(self.asked.micro_batch) / self.answer.memory.capacity_bytes
+        if self._over() or least > STRONGEST:
+            return
         self.progress("trying a plan that moves states to the host")
         try:
             remedy = self.by_plan()
         except ForetellError:
             remedy = None
         self.found += [remedy] if remedy is not None else []
-        return remedy is not None and self._enough(remedy)
 
     # ------------------------------------------------------------------ telling
 

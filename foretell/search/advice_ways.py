@@ -90,7 +90,7 @@ def adapters(asked: Asked, outlook: Outlook) -> list[Way]:
     plain = Way(options={"lora": RANK}, change="train LoRA adapters only", costs="trains a different thing", same_maths=False)
     adapted = replace(asked, recipe=replace(asked.recipe, lora=RANK))
     formats = [*_bf16(asked), *_nf4(adapted)]
-    bases = [plain, *(plain + one for one in formats)]
+    bases = [plain, *(plain + one for one in formats), *([plain + _sum(formats)] if len(formats) > 1 else [])]
     return [*bases, *(base + way for base in bases for way in thrifty(asked, outlook))]
 
 

@@ -12,7 +12,7 @@ from foretell.plan.types import AXES, FP16, Plan
 from foretell.quantities import TIGHT, Infeasible
 from foretell.search.found import Candidate, Found, Reason
 from foretell.search.law import Advice
-from foretell.search.preferences import ALIKE
+from foretell.search.preferences import ALIKE, lost_though_as_fast
 from foretell.search.reasons import sentence
 from foretell.search.relax import Relaxation
 from foretell.simulate.plan import PlanCost
@@ -111,14 +111,15 @@ _REASONS = {
 }  # fmt: skip
 
 
-def why_slower(best: Candidate, other: Candidate) -> str:
+def why_slower(best: Candidate, other: Candidate, alike: float = ALIKE) -> str:
     """Where a plan loses against the best, per token."""
     if best.cost is None or other.cost is None or best.cost.time is None or other.cost.time is None:
         return ""
     ours, theirs = best.cost.per_second or 1.0, other.cost.per_second or 1.0
     slower = 1 - theirs / ours
     if slower < ALIKE / 2:
-        return "as fast, and more to it" if other.cost.verdict != TIGHT else "as fast, and memory is tight"
+        tight, batch = other.cost.verdict == TIGHT and best.cost.verdict != TIGHT, other.plan.global_batch / best.plan.global_batch
+        return lost_though_as_fast(max(0.0, -slower), tight=tight, batch=batch, alike=alike)
     parts: dict[str, float] = {}
     for name in (*other.cost.time.breakdown, "recompute"):
         parts[name] = _per_token(other.cost, name) - _per_token(best.cost, name)

@@ -262,10 +262,11 @@ class Climb(Question):
             return Choice(
                 best=None, dropped=dropped, infeasible=infeasible, costed=self.costed, notes=notes, reasons=of_candidates(dropped)
             )
-        best = engine.best_of(fitting, lambda one: (1 / self._speed(one),), _effort, ALIKE_ON_CPU if self.on_cpu else ALIKE)
+        alike = ALIKE_ON_CPU if self.on_cpu else ALIKE
+        best = engine.best_of(fitting, lambda one: (1 / self._speed(one),), _effort, alike)
         assert best is not None
         losers = engine.each_kind((best, *(one for one in fitting if one is not best)), lambda one: kind_of(one.plan))[1:]
-        slower = tuple(replace(one, why=why_slower(best, one)) for one in losers)
+        slower = tuple(replace(one, why=why_slower(best, one, alike)) for one in losers)
         return Choice(best=best, runners_up=slower, dropped=dropped, costed=self.costed, notes=notes)
 
 

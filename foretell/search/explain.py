@@ -13,7 +13,7 @@ from typing import Any
 from foretell.hardware import parse
 from foretell.hardware.types import Cluster, Link
 from foretell.search.front import Point
-from foretell.search.preferences import ALIKE
+from foretell.search.preferences import ALIKE, lost_though_as_fast
 from foretell.search.quick import Layout
 from foretell.search.space_wishes import Wishes
 from foretell.units import GIB, gib
@@ -134,10 +134,11 @@ def why_lost(best: Point, other: Point, objective: str = "throughput") -> str:
             more = (theirs / other.per_step) / (ours / best.per_step) - 1
             if more > ALIKE / 2:
                 return f"{more:.0%} {'dearer' if objective == 'cost' else 'more energy'}"
+    if objective == "latency" and other.seconds > best.seconds * (1 + ALIKE / 2):
+        return f"a step takes {other.seconds / best.seconds - 1:.0%} longer"
     if slower < ALIKE / 2:
-        if other.tight and not best.tight:
-            return "as fast, and memory is tight"
-        return "as fast, and more to it" if slower > -ALIKE else f"{-slower:.0%} faster, and not what was asked for"
+        batch = other.layout.global_batch / best.layout.global_batch
+        return lost_though_as_fast(max(0.0, -slower), tight=other.tight and not best.tight, batch=batch)
     theirs_, ours_ = _apart(other), _apart(best)
     parts = {
         name: theirs_.get(name, 0.0) / other.per_step - ours_.get(name, 0.0) / best.per_step

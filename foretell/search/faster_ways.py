@@ -138,7 +138,7 @@ def _formats(asked: Question) -> Iterator[Faster]:
 
 def _compiled(asked: Question, answer: Prediction) -> Iterator[Faster]:
     time = answer.time
-    if asked.recipe.compile != "none" or time is None or not compiles(asked.cluster, time.breakdown):
+    if asked.recipe.compile != "none" or time is None or not compiles(asked.cluster, time.breakdown, int(answer.model.get("breaks") or 0)):
         return
     yield Faster(
         options={"compile": "model"}, change="torch.compile", costs="minutes of compiling at first", same_maths=False,
@@ -151,10 +151,10 @@ def _compiled(asked: Question, answer: Prediction) -> Iterator[Faster]:
         )  # fmt: skip
 
 
-def compiles(cluster: Cluster, breakdown: Mapping[str, float]) -> bool:
-    """Whether torch.compile is an offer: it leaves recurrent layers out."""
+def compiles(cluster: Cluster, breakdown: Mapping[str, float], breaks: int) -> bool:
+    """Whether torch.compile is an offer: it leaves recurrent layers out, and where a model reads values again and again it gains little."""
     capability = cluster.device.compute_capability
-    return cluster.device.backend == "cuda" and (capability is None or capability >= (7, 0)) and not breakdown.get("recurrent")
+    return cluster.device.backend == "cuda" and (capability is None or capability >= (7, 0)) and not breakdown.get("recurrent") and not breaks
 
 
 def _laid_out(asked: Question, answer: Prediction) -> Iterator[Faster]:

@@ -27,7 +27,7 @@ from foretell.search.costing import Unsuited as Unsuited
 from foretell.search.depth import Depth
 from foretell.search.found import Finalist as Finalist
 from foretell.search.found import Found as Found
-from foretell.search.front import Point, best_of, complaint, front, point_of, score
+from foretell.search.front import Point, best_of, complaint, front, pareto, point_of, score
 from foretell.search.law import Advice
 from foretell.search.mixed_price import fill_by_speed
 from foretell.search.question import Question, ask
@@ -194,7 +194,7 @@ class Finder(Costing):
             front=self._front(explored, [first, *finalists[1:]], dropped),
             binds=explain.binds(first.point), what_if=table, costed=explored.costed, there=explored.there,
             seconds=time.monotonic() - began, stopped=explored.stopped, notes=(*self.traces.notes, *self.notes),
-            law=law,
+            law=law, fewer=_fewer(explored, first.point.devices),
         )  # fmt: skip
 
     def _front(self, explored: Explored, finalists: Sequence[Finalist], dropped: Sequence[Finalist]) -> tuple[Finalist, ...]:
@@ -212,7 +212,15 @@ class Finder(Costing):
             if sure is not None:
                 shown.append(known.get(sure.layout) or self.finalist(sure))
         once = {one.point.layout: one for one in shown}
-        return tuple(sorted(once.values(), key=lambda one: _quickly(one.point).each()[0]))
+        return self._undominated(list(once.values()), finalists[0])
+
+    def _undominated(self, shown: Sequence[Finalist], best: Finalist) -> tuple[Finalist, ...]:
+        """By the figures that are shown, exact or quick: what the quick costs had on the front need not be on it. The best
+        stays, and every other one says why it is not."""
+        kept = {id(point) for point in pareto([one.point for one in shown])}
+        found = [one if one.point is best.point or one.why else replace(one, why=self._why(best, one)) for one in shown]
+        found = [one for one in found if id(one.point) in kept or one.point is best.point]
+        return tuple(sorted(found, key=lambda one: one.point.each()[0]))
 
     def _as_quick(self, point: Point) -> Point:
         """As the quick cost had it, to be compared with quick costs."""
@@ -287,7 +295,9 @@ class Finder(Costing):
         """Where a plan loses, by the same kind of cost of both."""
         exact = best.cost is not None and one.cost is not None
         pair = (best.point, one.point) if exact else (_quickly(best.point), _quickly(one.point))
-        return explain.why_lost(*pair, self.wishes.objective)
+        lost = explain.why_lost(*pair, self.wishes.objective)
+        estimated = not exact and (one.point.per_second > best.point.per_second) != (pair[1].per_second > pair[0].per_second)
+        return f"{lost}, where both are estimated from their blocks" if estimated else lost
 
     def _settled_all(self, explored: Explored) -> list[Point]:
         """The best of each kind with what the caching allocator reserves, the best first.
@@ -358,6 +368,13 @@ class Finder(Costing):
             relaxations=relaxed, tried=tried, reasons=reasons.of_search(explored, dropped, self.wishes, self.cluster.device.memory_bytes),
             costed=explored.costed, there=explored.there, seconds=time.monotonic() - began, stopped=explored.stopped, notes=notes,
         )  # fmt: skip
+
+
+def _fewer(explored: Explored, devices: int) -> tuple[int, int] | None:
+    """The most devices below these with which nothing fits, and what is missing on each."""
+    short = [(mesh.world, -int(filled.short)) for mesh, filled in explored.misfits.items() if mesh.world < devices]
+    world, missing = max(short, default=(0, 0))
+    return (world, -missing) if world and not any(point.devices == world for point in explored.points) else None
 
 
 def _quickly(point: Point) -> Point:

@@ -65,6 +65,8 @@ class Found:
     """Plans that no other beats in time, memory, money and energy together; the fastest first."""
     binds: tuple[str, ...] = ()
     what_if: tuple[explain.WhatIf, ...] = ()
+    fewer: tuple[int, int] | None = None
+    """The next smaller number of devices that was tried, and the bytes that each of them lacks."""
     nearest: Finalist | None = None
     """Where nothing fits: the plan that comes nearest."""
     short_bytes: int = 0

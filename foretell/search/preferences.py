@@ -19,6 +19,16 @@ LESS_IF_MOVED = 0.05
 """And so must one that moves anything, where another moves nothing."""
 
 
+def lost_though_as_fast(gain: float, *, tight: bool = False, batch: float = 1.0, alike: float = ALIKE) -> str:
+    """Why a plan lost that is as fast as the best, or faster by a share. `batch`: times the best's, where it is free."""
+    lead = f"{gain:.1%} faster" if gain >= 0.0005 else "as fast"
+    if tight:
+        return f"{lead}, but memory is tight, for which it would have to be {LESS_IF_TIGHT:.0%} faster"
+    if batch > 1 and gain > 0:
+        return f"{lead} with {batch:g} times the batch: a doubled batch has to gain {WORTH:.0%}"
+    return f"{lead}, and more complex; plans within {alike:.0%} count as equal" if gain >= 0.0005 else f"{lead}, and more complex"
+
+
 def weighed(seconds: float, *, batch: int = 1, tight: bool = False, moved: bool = False) -> float:
     """Seconds as a plan's score: `batch` are its samples where they are free."""
     seconds *= (1 + WORTH) ** log2(batch)

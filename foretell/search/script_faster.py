@@ -22,6 +22,7 @@ from foretell.search.followed import follow as follow_script
 from foretell.search.script_ways import Change, batch_argument, followed_with, with_value
 from foretell.simulate.parts import PlanCost
 from foretell.trace.child import WORKERS
+from foretell.trace.compiled import breaks
 
 SECONDS = 10.0
 """After which no further change is begun."""
@@ -44,7 +45,7 @@ def steps(followed: Followed, cluster: Cluster, plain: PlanCost) -> Iterator[Ste
     recipe, known, seconds = followed.recipe, cluster.device.peak_flops_per_second, plain.time
     assert seconds is not None
     alone = followed.world == 1
-    if recipe.compile == "none" and alone and compiles(cluster, seconds.breakdown):
+    if recipe.compile == "none" and alone and compiles(cluster, seconds.breakdown, breaks(followed.trace)):
         costs = "minutes of compiling at first"
         yield Step(change=Change(words="model = torch.compile(model)", costs=costs), maths=BOUNDED, compile="model")
         if seconds.waiting_for_host_seconds > HOST_BOUND * seconds.step_seconds and recipe.accumulate == 1:

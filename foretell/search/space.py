@@ -79,8 +79,9 @@ def worlds(room: Room) -> tuple[int, ...]:
     if not wishes.any_size:
         return tuple(divisors(count)) if count <= FEW and not wishes.fixed and not room.cluster.groups else (count,)
     node, nodes = room.cluster.devices_per_node, room.cluster.nodes
-    inside = divisors(node) if not room.cluster.groups else []
-    several = [node * size for size in range(2, nodes + 1) if size & (size - 1) == 0 or nodes % size == 0]
+    fewest = wishes.objective == "smallest"  # then every number of devices of a node counts, and every number of a few nodes
+    inside = (list(range(1, node + 1)) if fewest else divisors(node)) if not room.cluster.groups else []
+    several = [node * size for size in range(2, nodes + 1) if size & (size - 1) == 0 or nodes % size == 0 or (fewest and size <= FEW)]
     return tuple(sorted({*inside, *several, count}))
 
 

@@ -103,6 +103,21 @@ class PlanCost:
             return None
         return Infeasible(device=device, bytes_short=-worst.memory.margin_bytes, holders=worst.memory.holders)
 
+    def spans(self) -> dict[str, float]:
+        """Forward with backward, and the update, each with its waits, as a run's clocks see them: together the step. Empty where no
+        timeline has both, and where tensors move: what waits for them is not on the timeline."""
+        if self.time is None or self.timeline is None or not self.timeline.seconds or self.plan.offloads:
+            return {}
+        ends = {False: 0.0, True: 0.0}
+        for task, finish in zip(self.timeline.tasks, self.timeline.finish, strict=True):
+            update = "update" in (task.phase, task.name)
+            ends[update] = max(ends[update], finish)
+        if not ends[False] < ends[True]:
+            return {}
+        step = self.time.step_seconds
+        first = min(step, ends[False] * step / self.timeline.seconds)
+        return {"backward": first, "update": step - first}
+
     def predicted(self) -> dict[str, Any]:
         """What goes into a plan file."""
         worst, time = self.worst, self.time
@@ -119,7 +134,8 @@ class PlanCost:
             found |= {
                 "step_seconds": time.step_seconds, "low_seconds": time.low_seconds, "high_seconds": time.high_seconds,
                 f"{self.unit}_per_second": self.per_second, f"{self.unit}_per_step": self.per_step,
-                "binds": time.binds, "breakdown": dict(time.breakdown), "bubble": self.bubble,
+                "binds": time.binds, "breakdown": dict(time.breakdown), "bubble": self.bubble, "phases": dict(time.phases),
+                **({"spans": spans} if (spans := self.spans()) else {}),
                 "flops_per_step": self.model_flops,
                 "provenance": {**found["provenance"], "time": time.provenance},
             }  # fmt: skip

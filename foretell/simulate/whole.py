@@ -64,7 +64,7 @@ def speed(cost: PlanCost, cluster: Cluster, how: Options, wishes: Wishes | None 
         carbon = carbon_g_per_kwh(asked.region) if asked.region else carbon_of(cluster)
         joules = watts.energy(time, load, known.power, ranks, carbon, pue()[0])
     price, source = (asked.price, "given by the user") if asked.price is not None else price_per_hour(device)
-    money = watts.cost(time, throughput, price, source, ranks) if price is not None else None
+    money = watts.cost(time.step_seconds, throughput, price, source, ranks) if price is not None else None
     length = sequence_length(local, plan.micro_batch)
     return Speed(
         time=time, throughput=throughput, mfu=mfu if device.backend != "cpu" else None, energy=joules, cost=money, notes=tuple(notes),

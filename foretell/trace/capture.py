@@ -30,6 +30,7 @@ from foretell.trace.doubts import ONE_DRAW
 from foretell.trace.flops import flops
 from foretell.trace.formulas import plain_formulas
 from foretell.trace.lazy import lazy_modules
+from foretell.trace.logits import logits_of
 from foretell.trace.ragged import any_lengths
 from foretell.trace.recipe import Recipe
 from foretell.trace.recorder import Recorder, Row
@@ -312,7 +313,7 @@ def _finish(recorder: Recorder, step: Step, roles: _Roles, capability: tuple[int
     return types.Trace(
         programs=programs,
         schedule=runs,
-        storages=_storages(recorder, roles, _logits_width(recorder)),
+        storages=_storages(recorder, roles),
         resident=tuple(roles.resident),
         meta=_meta(recorder, step, capability, release),
     )
@@ -329,17 +330,10 @@ def _op(row: Row, known: dict[Any, int | None]) -> types.Op:
     )  # fmt: skip
 
 
-def _logits_width(recorder: Recorder) -> int | None:
-    """Number of classes the loss is over, if it is a softmax: the last dimension of the logits."""
-    for rows in recorder.programs.values():
-        for row in rows:
-            if row.name == "aten._log_softmax.default" and row.phase == "forward" and row.inputs:
-                return row.inputs[0].spec.shape[-1]
-    return None
-
-
-def _storages(recorder: Recorder, roles: _Roles, logits: int | None) -> dict[int, types.Storage]:
+def _storages(recorder: Recorder, roles: _Roles) -> dict[int, types.Storage]:
     storages: dict[int, types.Storage] = {}
+    parameters = {number for number, role in roles.roles.items() if role == types.PARAMETER}
+    logits = logits_of(recorder.programs, recorder.born_in, parameters)
     for number, target in recorder.moved.items():
         if number in roles.roles:
             roles.roles[target], roles.owners[target] = roles.roles[number], roles.owners[number]
@@ -349,18 +343,11 @@ def _storages(recorder: Recorder, roles: _Roles, logits: int | None) -> dict[int
         row = recorder.born_in[number]
         saved = number in recorder.alive_at_backward and row is not None and row.phase == "forward"
         role = roles.roles.get(number) or (types.ACTIVATION if saved else types.TEMPORARY)
-        if role in (types.ACTIVATION, types.TEMPORARY) and row is not None and _is_logits(row, number, logits):
+        if role in (types.ACTIVATION, types.TEMPORARY) and number in logits:
             role = types.LOGITS
         owner = roles.owners.get(number) or (row.module if row is not None else "")
         storages[number] = types.Storage(nbytes, role, owner, saved, number in roles.host)
     return storages
-
-
-def _is_logits(row: Row, number: int, width: int | None) -> bool:
-    if width is None or row.phase == "update":
-        return False
-    shapes = [ref.spec.shape for ref in row.outputs if ref.storage == number]
-    return any(len(shape) > 1 and shape[-1] == width for shape in shapes)
 
 
 def _meta(recorder: Recorder, step: Step, capability: tuple[int, int] | None, release: str) -> dict[str, object]:

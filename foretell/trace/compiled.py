@@ -35,6 +35,10 @@ from foretell.trace.types import Op, Program, Storage, Trace
 RULES = "2.11"
 """Version of torch whose rules are followed."""
 ONE_GRAPH = "torch.compile takes the model as one graph, without breaks"
+MANY_GRAPHS = "torch.compile takes the model in pieces, since it reads values {} times; it is costed in one, and takes longer than told"
+READ = "aten._local_scalar_dense.default"
+OFTEN = 2
+"""Reads of values in a forward that are taken for breaks; libraries ask once whether a mask is needed at all, and do not if compiled."""
 COMPILED = ("micro_first", "micro_next", "again", "again_next", "forward")
 """Programs that call the model."""
 _SILENT = {*SAME, *VIEWS, "split", "split_with_sizes", "unbind", "chunk", "_conj", "empty", "empty_like", "new_empty"}
@@ -65,7 +69,7 @@ def compile_trace(trace: Trace, *, cuda_graphs: bool = False, block_of: BlockOf 
             if name in COMPILED:
                 programs[name], saved[name] = _compile(program, storages, cuda_graphs, *_ways(trace))
         about["saved_bytes"] = saved
-        assumed.append(ONE_GRAPH)
+        assumed.append(MANY_GRAPHS.format(count) if (count := breaks(trace)) else ONE_GRAPH)
     used = {n for p in programs.values() for op in p.ops for n in (*op.allocates, *op.frees, *touched(op))}
     used.update(trace.resident)
     return replace(
@@ -74,6 +78,13 @@ def compile_trace(trace: Trace, *, cuda_graphs: bool = False, block_of: BlockOf 
         storages={number: storage for number, storage in storages.items() if number in used},
         meta={**trace.meta, "compiled": about, "assumed": assumed},
     )
+
+
+def breaks(trace: Trace) -> int:
+    """How often the model reads a value of a tensor in its forward, which no one graph can; none where it is once at most."""
+    program = next((trace.programs[name] for name in ("forward", "micro_first") if name in trace.programs), None)
+    found = sum(op.name == READ and op.phase == FORWARD for op in program.ops) if program is not None else 0
+    return found if found >= OFTEN else 0
 
 
 def launches(trace: Trace) -> dict[str, int]:

@@ -119,6 +119,7 @@ def test_the_folder_has_everything(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert plans.read(tmp_path / "a" / "plan.json").with_(predicted={}) == PLAN
     found = Measurement.from_json(json.loads((tmp_path / "a" / "measurement.json").read_text()))
+    assert found.load is not None and found.load.cores == os.cpu_count() and found.delayed is not None and 0 <= found.delayed <= 1
     assert found == done.measurement and found.steps + found.skipped_steps == 10
     assert found.unit == "tokens" and found.per_step == 4 * 32
     assert found.per_second == pytest.approx(found.per_step / found.step_seconds)

@@ -85,8 +85,7 @@ def told(asked: Plan, on: str = "H100") -> tuple[Plan, Detail]:
     found = detail(asked, on)
     blocks = blocks_of(traces("bf16-mixed", "keep", "H100", ""))
     model = {**asked.model, "blocks": list(blocks), "parameters": 800_000}
-    said = {**found.cost.predicted(), "phases": dict(found.cost.time.phases) if found.cost.time else {}}
-    return asked.with_(model=model, predicted=said), found
+    return asked.with_(model=model, predicted=found.cost.predicted()), found
 
 
 RECOMPUTE = {"blocks.0": Residency(mode="recompute")}

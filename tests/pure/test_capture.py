@@ -356,6 +356,48 @@ def test_what_the_optimizer_makes_are_no_logits() -> None:
     assert 2 * 128 * 512 * 4 in logits and 2 * 128 * 512 * 2 in logits
 
 
+class _Wide(torch.nn.Module):
+    """A hidden layer as wide as the vocabulary; logits are capped, and shifted by the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64)
+        self.down, self.head = torch.nn.Linear(64, 16), torch.nn.Linear(16, 64, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        hidden = hidden + self.down(torch.nn.functional.gelu(self.up(hidden)))
+        return 30 * torch.tanh(self.head(hidden) / 30)
+
+
+def _shifted(output: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _segments(output: torch.Tensor, _: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(output, torch.zeros(2, 8, 8, dtype=torch.long))
+
+
+def test_logits_are_what_the_loss_reads_from_the_head() -> None:
+    """Not what is as wide: neither a hidden layer of the vocabulary's width, nor a picture as wide as there are classes."""
+    step = capture(lambda: Workload(_Wide(), torch.zeros(2, 8, dtype=torch.long), _shifted), Recipe(precision="fp32"))
+    assert "logits" not in {s.role for s in step.storages.values() if s.module.startswith(("up", "down", "embed"))}
+    kept = Counter(s.nbytes for s in step.storages.values() if s.role == "logits" and s.saved)
+    row = 64 * 4
+    assert kept == {16 * row: 1, 14 * row: 1}, "what tanh saves, and the log-probabilities"
+    every = Counter(s.nbytes for s in step.storages.values() if s.role == "logits")
+    assert every[16 * row] >= 7 and every[14 * row] >= 3 and set(every) == {16 * row, 14 * row}
+
+    def pictures() -> Workload:
+        layers = torch.nn.Sequential(torch.nn.Conv2d(3, 6, 3, padding=1), torch.nn.GELU(), torch.nn.Conv2d(6, 8, 1))
+        return Workload(layers, torch.zeros(2, 3, 8, 8), _segments)
+
+    found = capture(pictures, Recipe(precision="fp32"))
+    assert {(s.module, s.nbytes) for s in found.storages.values() if s.role == "logits"} == {("2", 2 * 8 * 64 * 4), ("", 2 * 8 * 64 * 4)}
+    tiny = traced("gpt-tiny")
+    assert not [s for s in tiny.storages.values() if s.role == "logits" and "mlp" in s.module], "its MLP is as wide as its vocabulary"
+
+
 def test_frozen_prefix_has_no_gradient_and_no_state() -> None:
     real = dict(load(Source(model="gpt-tiny")).model.named_parameters())
     kept = [value for name, value in real.items() if not name.startswith(("tokens", "blocks.0."))]

@@ -196,6 +196,9 @@ def test_the_page_says_both_numbers_and_fits_its_width() -> None:
 def test_folders_that_hold_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run folder"):
         comparison.of_folder(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"no run folder: it has no plan\.json"):
+        comparison.of_folder(tmp_path)
+    plans.write(PLAN, tmp_path / "plan.json")
     with pytest.raises(UserError, match="has not ended"):
         comparison.of_folder(tmp_path)
     run = folder(tmp_path / "run")

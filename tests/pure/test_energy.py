@@ -62,7 +62,7 @@ def test_joules_and_carbon_of_a_step() -> None:
 
 def test_money() -> None:
     through = Throughput(unit="tokens", per_step=1_000_000, per_second=2e6, per_second_per_device=250e3)
-    found = cost(STEP, through, 3.0, "a list", 8)
+    found = cost(STEP.step_seconds, through, 3.0, "a list", 8)
     assert found.per_hour == 24 and found.per_step == pytest.approx(24 * 0.5 / 3600)
     assert found.per_billion == pytest.approx(1000 * 24 * 0.5 / 3600)
 

@@ -9,6 +9,7 @@ import pytest
 
 from foretell.errors import UserError
 from foretell.plan.types import Mesh
+from foretell.search.explain import why_lost
 from foretell.search.front import MOST_POINTS, Point, best_of, complaint, effort, front, pareto, score
 from foretell.search.quick import Layout, Quick
 from foretell.search.space_wishes import Wishes
@@ -54,6 +55,20 @@ def test_the_shown_front_has_the_best_and_points_apart() -> None:
     near = front([point(1.0, 60), point(1.001, 59.9), point(1.5, 30)], Wishes(global_batch=1))
     assert [p.seconds for p in near] == [1.0, 1.5]
     assert len(front([point(1.0, 60), point(3.0, 59)], Wishes(global_batch=1))) == 1
+
+
+def test_a_faster_plan_that_lost_says_why() -> None:
+    """The best by the rules is not always the fastest; the row of every faster one gives the rule."""
+    best = point(1.0, 60)
+    wishes = Wishes(global_batch=1)
+    tight, alike, larger = point(0.985, 79.5), point(0.995, 60, compile="model"), replace(point(1.9, 60, accumulate=2), per_step=200)
+    assert best_of([best, tight], wishes) is best and "memory is tight" in why_lost(best, tight)
+    assert best_of([best, alike], wishes) is best and why_lost(best, alike) == "0.5% faster, and more complex; plans within 1% count as equal"
+    assert best_of([best, larger], Wishes()) is larger, "five percent are enough for twice the batch"
+    hardly = replace(larger, seconds=1.96)
+    assert best_of([best, hardly], Wishes()) is best and "2.0% faster with 2 times the batch" in why_lost(best, hardly)
+    long = replace(point(1.5, 60, accumulate=2), per_step=200)
+    assert best_of([best, long], Wishes(objective="latency")) is best and why_lost(best, long, "latency") == "a step takes 50% longer"
 
 
 def test_objectives_choose_differently() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,3 +91,24 @@ def test_several_kinds_of_hardware_are_rows_of_one_table(capsys: pytest.CaptureF
     screen = capsys.readouterr().out
     assert screen.splitlines()[2].startswith("H200") and max(map(len, screen.splitlines())) <= 120
     assert main(["fit", *words, "--on", "T4,H200", "--objective", "luck"]) == 2
+
+
+def test_plans_of_several_kinds_of_hardware_are_rows_too(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["plan", "gpt-tiny", "--global-batch", "8", "--tokens", "1M", "--objective", "cost"]
+    assert main([*words, "--on", "H100,RTX4090,nosuch", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["answers"]
+    assert [set(row) & {"error"} for row in rows] == [set(), set(), {"error"}]
+    alone = {}
+    for name in ("H100", "RTX4090"):
+        assert main([*words, "--on", name, "--json"]) == 0
+        alone[name] = json.loads(capsys.readouterr().out)
+    for row in rows[:2]:
+        mine, other = row["plan"], alone[row["on"]]["plan"]
+        assert mine["predicted"]["step_seconds"] == other["predicted"]["step_seconds"] and mine["mesh"] == other["mesh"]
+    money = [alone[row["on"]]["run"]["money"] for row in rows[:2]]
+    assert money == sorted(money)
+    assert main([*words, "--on", "H100,RTX4090"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown[2:4]] == [row["on"] for row in rows[:2]]
+    assert shown[-1] == f"Write it:  foretell {' '.join(words)} --on {rows[0]['on']}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import random
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -19,9 +20,10 @@ import pytest
 
 from foretell.cli import main
 from foretell.errors import FileFormatError, UserError
+from foretell.hardware import find, price_per_hour
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Plan
-from foretell.report import html, html_data, html_front, html_sections
+from foretell.report import html, html_data, html_front, html_sections, words
 from foretell.report.html import Cell, Chart, Figure, Page, Section, Table
 from foretell.report.html_figures import COLOURS, sizes, thinned, times
 from foretell.report.html_front import Front, Point
@@ -187,6 +189,96 @@ def test_plans_of_unlike_batches_are_compared_by_token() -> None:
     chart = section.figures[0].chart
     assert chart is not None and [point["x"] for point in chart.data["points"]] == pytest.approx([1000.0, 750.0])
     assert "a million tokens" in section.lead and chart.data["for"] == "a million tokens"
+
+
+def _page_of(front: Front | None = None, **changes: Any) -> Page:
+    plan, _ = sample.told(sample.plan())
+    subject = html_data.Subject(path=Path("p"), plan=plan, plan_path=Path("p"), front=front)
+    return html_sections.page(replace(subject, **changes))
+
+
+def test_a_plan_that_another_betters_is_never_on_the_front() -> None:
+    """Whatever the file says, against the definition; and every plan that was not chosen says why."""
+    rng = random.Random(3)
+    points = tuple(
+        Point(words=f"plan {number}", seconds=rng.randint(1, 5), memory_bytes=rng.randint(1, 5), cost_per_step=rng.choice([None, 1, 2]),
+              joules_per_step=rng.randint(1, 3), per_step=rng.choice([100, 200]), unit="tokens", chosen=not number)
+        for number in range(20)
+    )  # fmt: skip
+    front = html_front.from_json(json.loads(json.dumps(Front(points=points).to_json())))
+
+    def each(point: Point) -> list[float | None]:
+        by_token = [None if v is None else v / (point.per_step or 1) for v in (point.seconds, point.cost_per_step, point.joules_per_step)]
+        return [*by_token, point.memory_bytes]
+
+    for point in front.points:
+        mine = each(point)
+        others = [[(a, b) for a, b in zip(each(other), mine, strict=True) if a is not None and b is not None] for other in points]
+        beaten = any(all(a <= b for a, b in pairs) and any(a < b for a, b in pairs) for pairs in others)
+        assert point.on_front is not beaten
+    page = _page_of(front)
+    charts = [figure.chart for section in page.sections if section.name == "front" for figure in section.figures]
+    drawn = {one["name"].partition(": ")[2]: one["front"] for chart in charts if chart for one in chart.data["points"]}
+    assert drawn == {point.words: point.on_front for point in front.points if point.words in drawn} and len(drawn) == 20
+    rows = next(section for section in page.sections if section.name == "others").figures[0].table.rows
+    assert all(row[-1] not in ("", "–") for row in rows) and [row[-1] for row in rows].count("chosen") == 1
+
+
+def test_money_is_of_the_seconds_that_it_stands_beside(tmp_path: Path) -> None:
+    """A run that took twice as long as predicted cost twice as much, and both are told."""
+    plan, detail = sample.told(sample.plan())
+    run = sample.run_folder(tmp_path / "run", plan)
+    measured = json.loads((run / "measurement.json").read_text())
+    step = 2 * plan.predicted["step_seconds"]
+    (run / "measurement.json").write_text(json.dumps({**measured, "step_seconds": step, "wall_seconds": 360.0}))
+    hour, _ = price_per_hour(find("H100"))
+    assert hour is not None
+    for known in (detail, None):
+        page = html_sections.page(html_data.read(run), known)
+        facts = {fact.label: fact for fact in page.facts}
+        assert f"{facts['Cost'].value} {facts['Cost'].unit}" == words.per_steps(hour * step / 3600)
+        assert f"{words.per_steps(hour * step / 7200)} predicted" in facts["Cost"].beside
+        assert (facts["Whole run"].value, facts["Whole run"].unit) == ("6", "min") and words.money(hour / 10) in facts["Whole run"].beside
+        assert f"in 6 min for {words.money(hour / 10)}" in page.conclusion and "2.0 times as long as" in page.conclusion
+    alone = {fact.label: fact for fact in html_sections.page(html_data.Subject(path=run, plan=plan, plan_path=run), detail).facts}
+    assert f"{alone['Cost'].value} {alone['Cost'].unit}" == words.per_steps(hour * step / 7200)
+
+
+def test_a_page_opens_with_its_conclusion(tmp_path: Path) -> None:
+    """In one sentence, before any table, with what comes next to copy."""
+    plan, _ = sample.told(sample.plan())
+    run = sample.run_folder(tmp_path / "run", plan, command="foretell run a.json --steps 30")
+    going = sample.run_folder(tmp_path / "going", plan, measured=False)
+    said = {
+        "run": html_sections.page(html_data.read(run)), "going": html_sections.page(html_data.read(going)), "plan": _page_of(),
+        "no": _page_of(plan=plan.with_(predicted={**plan.predicted, "verdict": "no"})),
+    }  # fmt: skip
+    assert said["run"].conclusion.startswith("gpt-tiny ran 30 steps in 60.0 s for $") and "as predicted" in said["run"].conclusion
+    assert said["going"].conclusion.startswith("The run of gpt-tiny has not ended after 30 steps; a step is predicted to take ")
+    assert said["plan"].conclusion.startswith("gpt-tiny fits on 8xH100 (") and " a billion tokens" in said["plan"].conclusion
+    assert said["no"].conclusion.startswith("gpt-tiny does not fit on 8xH100: ")
+    assert [text for _, text in said["run"].commands] == [f"foretell compare {run}", "foretell run a.json --steps 30"]
+    assert [text for _, text in said["plan"].commands] == ["foretell run p", "foretell show p"]
+    assert [text for _, text in said["going"].commands] == [f"foretell run {going} --resume"]
+    for page in said.values():
+        text = html.render(page)
+        assert page.conclusion.count(".") - len(re.findall(r"\d\.\d", page.conclusion)) == 1, "one sentence"
+        assert text.index('class="conclusion"') < text.index('class="facts"') < text.index("<table")
+
+
+def test_phases_have_both_what_was_predicted_and_what_was_measured(tmp_path: Path) -> None:
+    """Spans of the predicted step add up to it, as the clocks of a run see them; an older plan takes them from the costing."""
+    for asked in (sample.plan(), sample.piped()):
+        plan, detail = sample.told(asked)
+        assert sum(plan.predicted["spans"].values()) == pytest.approx(plan.predicted["step_seconds"])
+        assert plan.predicted["spans"]["update"] >= plan.predicted["phases"]["update"]
+        older = plan.with_(predicted={name: value for name, value in plan.predicted.items() if name not in ("spans", "phases")})
+        for number, one in enumerate((plan, older)):
+            run = sample.run_folder(tmp_path / f"{asked.mesh.pp}-{number}", one)
+            page = html_sections.page(html_data.read(run), detail)
+            table = next(f.table for s in page.sections for f in s.figures if f.chart is not None and f.chart.name == "phases")
+            rows = {str(row[0]): row[1:3] for row in table.rows}
+            assert "–" not in (*rows["forward and backward"], *rows["update"]), "predicted and measured"
 
 
 def test_a_run_folder_is_read_whole(tmp_path: Path) -> None:
@@ -372,7 +464,7 @@ def test_every_chart_has_its_table(hostile: Page) -> None:
         assert figure.chart is None or figure.chart.told
     text = html.render(page)
     for body in re.findall(r"<figure>(.*?)</figure>", text, re.S):
-        assert 'class="chart"' not in body or body.index('class="chart"') < body.index("<table>")
+        assert 'class="chart"' not in body or body.index('class="chart"') < body.index("<details>") < body.index("<table")
     names = [section.name for section in page.sections]
     assert names == ["compared", "loss", "time", "memory", "pipeline", "blocks", "front", "others", "plan", "repeat", "known"]
 
@@ -382,9 +474,9 @@ def test_a_page_says_what_was_asked_of_it(tmp_path: Path) -> None:
     run = sample.with_front(sample.run_folder(tmp_path / "run", plan))
     page = html_sections.page(html_data.read(run), detail)
     text = " ".join(Seen(html.render(page)).text)
-    for words in ("the bubble", "1f1b: one forward, one backward in turn", "heads do not divide", "50 % slower", "foretell run plan.json",
+    for piece in ("the bubble", "1f1b: one forward, one backward in turn", "heads do not divide", "50 % slower", "foretell run plan.json",
                   "foretell plan gpt-tiny --on 8xH100 --global-batch 10", "42 plans were costed", "peak comes"):  # fmt: skip
-        assert words in text.replace("\u00a0", " "), words
+        assert piece in text.replace("\u00a0", " "), piece
     facts = {fact.label: fact for fact in page.facts}
     assert facts["Step"].known == "measured" and facts["Step"].good is True
     assert facts["Allocated"].beside.endswith(", 0 %")

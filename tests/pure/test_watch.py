@@ -71,6 +71,19 @@ def test_the_script_prints_what_it_prints_alone(watched: tuple[Path, subprocess.
     assert all(line.startswith("foretell: ") for line in done.stderr.splitlines())
 
 
+def test_two_watched_runs_are_compared(
+    watched: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A watched script has no settings and no losses; the rest stands side by side, with another batch as what differs."""
+    folder, _ = watched
+    watch(tmp_path, "--batch-size", "1024", "--layers", "2", "--steps", "12")
+    assert main(["compare", str(folder / "run"), str(tmp_path / "run"), "--json"]) in (0, 1)
+    told = json.loads(capsys.readouterr().out)["runs"]
+    assert {line["name"] for line in told["lines"]} == {"step", "throughput", "process RAM"}
+    assert all(line["a"] and line["b"] for line in told["lines"]) and {"forward and backward", "update"} <= {part["name"] for part in told["parts"]}
+    assert "--batch-size 1024" in next(one["b"] for one in told["differs"] if one["what"] == "model")
+
+
 def test_predicted_stands_beside_measured(watched: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, done = watched
     line = next(line for line in done.stderr.splitlines() if " a step" in line)

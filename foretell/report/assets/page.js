@@ -292,6 +292,8 @@
       return marks > 0;
     } catch (problem) {
       element.dataset.failed = String(problem);
+      const table = element.parentElement.querySelector("details");
+      if (table) table.open = true;
       element.textContent = "This chart could not be drawn; its figures are in the table below.";
       root.dataset.errors = ++errors;
       console.error("chart " + spec.name + ": " + problem);
@@ -303,6 +305,33 @@
     const at = look();
     const drawn = charts.filter((spec) => draw(spec, at)).length;
     Object.assign(root.dataset, { charts: charts.length, drawn, scheme: dark.matches ? "dark" : "light", ready: "true" });
+  }
+
+  // --- commands to copy -----------------------------------------------------------------------------------------
+
+  for (const block of document.querySelectorAll("pre")) {
+    const around = document.createElement("div"), button = document.createElement("button");
+    around.className = "copied";
+    button.className = "copy";
+    button.type = "button";
+    button.textContent = "Copy";
+    button.addEventListener("click", async () => {
+      let done = false;
+      try {
+        await navigator.clipboard.writeText(block.textContent);
+        done = true;
+      } catch (refused) {
+        const range = document.createRange();
+        range.selectNodeContents(block);
+        getSelection().removeAllRanges();
+        getSelection().addRange(range);
+        done = document.execCommand("copy");
+      }
+      button.textContent = done ? "Copied" : "Press Ctrl-C";
+      setTimeout(() => { button.textContent = "Copy"; }, 1500);
+    });
+    block.before(around);
+    around.append(block, button);
   }
 
   drawAll();

@@ -68,6 +68,11 @@ class Outlook:
     def from_json(cls, data: Mapping[str, Any]) -> Outlook:
         return cls(**{item.name: data[item.name] for item in fields(cls)})
 
+    def without_states(self, micro_batch: int) -> int:
+        """Device bytes with weights and states in host memory, every block computed again, one sample at a time. About right, no more."""
+        moving = max(0, self.moving - max(0, self.full - self.cast_in_blocks)) // micro_batch
+        return moving + 2 * self.unit + self.beside
+
     def after(self, change: Mapping[str, Any], *, micro_batch: int = 1, precision: str = "") -> int:
         """Device bytes with other options of `fit`; `times`: as many times the devices. About right, no more."""
         p, g, o, alive = (float(value) for value in (self.parameters, self.gradients, self.optimizer, self.alive))

@@ -1,0 +1,35 @@
+"""Twelve of the random questions of benchmarks/advice.py: every suggestion keeps its promise when it is asked as printed, and where
+anything on the same devices fits, something that does is offered."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+NUMBERS = (7, 33, 48, 8, 1, 95, 91, 71, 193, 39, 146, 124)
+"""Of those whose steps do not fit, or hardly: GPT-2, OPT, ResNet-50, ViT-L, Llama; of one device and of several; training and inference."""
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "advice.py"
+    spec = importlib.util.spec_from_file_location("advice_bench", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["advice_bench"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_suggestions_hold_and_none_is_missing(number: int, bench: ModuleType) -> None:
+    row: dict[str, Any] = bench.asked_once(number)
+    assert row["verdict"] in ("no", "tight")
+    assert [one for one in row["suggestions"] if not one["kept"]] == []
+    assert row["suggestions"] or row["verdict"] == "tight" or not row["possible_here"]
+    assert bool(row.get("offered_here", True)) == bool(row.get("possible_here", True))
