@@ -50,7 +50,7 @@ api = types.ModuleType("foretell.api")
 def environment(**changes: str) -> dict[str, str]:
     dropped = ("RANK", "NO_COLOR", "COLUMNS", "FORETELL_DEBUG", "FORCE_COLOR")
     kept = {key: value for key, value in os.environ.items() if key not in dropped}
-    return {**kept, "PYTHONPATH": str(ROOT), **changes}
+    return {**kept, "PYTHONPATH": str(ROOT), "FORETELL_FASTER_SECONDS": "0", **changes}  # stand-ins of the API have answers alone
 
 
 def run(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -541,3 +541,20 @@ def test_a_check_tells_both_numbers(ok: bool, seconds: tuple[float | None, float
     assert (found["predicted_seconds"], found["measured_seconds"]) == seconds
     assert found["relative_error_of_seconds"] == (pytest.approx(-0.025) if seconds[0] else None)
     assert found["prediction"]["verdict"] == "fits"
+
+
+def test_completion_is_offered_and_completes_commands_and_options() -> None:
+    for shell, around, wanted in (
+        ("complete_bash", {"COMP_WORDS": "foretell f", "COMP_CWORD": "1"}, "fit"),
+        ("complete_zsh", {"_TYPER_COMPLETE_ARGS": "foretell plan gpt2 --tok"}, "--tokens"),
+    ):
+        found = subprocess.run(
+            [sys.executable, "-m", "foretell"], env=environment(_FORETELL_COMPLETE=shell, **around), capture_output=True, text=True, check=False,
+            timeout=60, cwd=ROOT,
+        )  # fmt: skip
+        assert wanted in found.stdout, found.stderr
+    assert "--install-completion" in run("--help").stdout
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (ROOT / "foretell" / "py.typed").is_file()

@@ -173,7 +173,7 @@ def test_the_fewest_hold_sixteen_bytes_a_parameter_and_half_of_them_do_not(scree
     assert least / 2 < fewest_for_70b(screen("plan llama3-70b")) / 2 < least
 
 
-@pytest.mark.slow("the floor above says it of half of them")
+@pytest.mark.slow(reason="the floor above says it of half of them")
 def test_one_less_than_the_fewest_does_not_fit(screen: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     fewest = fewest_for_70b(screen("plan llama3-70b"))
     status, answer = again(capsys, "plan", "llama3-70b", "--on", f"H100:{fewest - 1}", "--objective", "smallest", "--quick")
