@@ -103,13 +103,19 @@ def plan(
         )  # fmt: skip
     choice = common.call(lambda: _choose(source, on, wishes, not no_cache, how, doing, words), doing)
     saved = _pick(choice, point)
-    whole = whole_run(saved, length)
     checked = _rehearsed(source, saved, choice, point) if on == "auto" and words is None else ""
+    told = {"explain": explain, "what_if": what_if, "point": point, "whole": whole_run(saved, length), "objective": objective}
+    return _told(choice, saved, model.removeprefix("script:"), on, out, checked, json, told)
+
+
+def _told(choice: Choice, saved: Plan | None, model: str, on: str, out: str, checked: str, json: bool, told: dict[str, Any]) -> int:
+    """Write the plan, and say what it is."""
     _written(saved, choice, out)
+    whole = told["whole"]
     if json:
         common.emit_json({**as_json(choice, out, saved), "run": None if whole is None else asdict(whole), "checked": checked or None})
     else:
-        text = screen(choice, model.removeprefix("script:"), on, out, explain=explain, what_if=what_if, point=point, whole=whole, objective=objective)
+        text = screen(choice, model, on, out, **told)
         common.emit(f"{text}\nChecked: {checked}." if checked else text)
     return common.YES if choice.best is not None else common.NO_OR_FAILED
 
