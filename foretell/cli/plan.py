@@ -102,8 +102,7 @@ def plan(
             plan_of=lambda choice, _: as_json(choice, "", choice.best.plan if choice.best else None),
         )  # fmt: skip
     choice = common.call(lambda: _choose(source, on, wishes, not no_cache, how, doing, words), doing)
-    saved = _pick(choice, point)
-    checked = _rehearsed(source, saved, choice, point) if on == "auto" and words is None else ""
+    checked = _rehearsed(source, saved, choice, point) if (saved := _pick(choice, point)) and on == "auto" and words is None else ""
     told = {"explain": explain, "what_if": what_if, "point": point, "whole": whole_run(saved, length), "objective": objective}
     return _told(choice, saved, model.removeprefix("script:"), on, out, checked, json, told)
 

@@ -73,3 +73,15 @@ def test_a_whole_run() -> None:
     assert run.device_years == pytest.approx(8 * 500.5 / (365.25 * 86400))
     assert run.embodied_carbon_kilograms == pytest.approx(164.0 * run.device_years / 4)
     assert run.money is None and run.joules is None
+
+
+def test_a_planned_run_is_its_steps() -> None:
+    """Hours, dollars and joules of whole steps, with what a plan says of one; nothing where it says no seconds."""
+    from foretell.price.energy import planned_run
+
+    said = {"step_seconds": 0.5, "low_seconds": 0.4, "high_seconds": 0.7, "tokens_per_step": 300, "dollars_per_step": 0.01, "joules_per_step": 7.0}
+    run = planned_run(1000, "tokens", said, 8)
+    assert run is not None and (run.steps, run.seconds, run.low_seconds, run.high_seconds) == (4, 2.0, 1.6, 2.8)
+    assert (run.money, run.joules, run.carbon_kilograms) == (0.04, 28.0, None)
+    assert run.device_years == pytest.approx(8 * 2.0 / (365.25 * 86400))
+    assert planned_run(1000, "tokens", {"tokens_per_step": 300}, 8) is None
