@@ -169,10 +169,13 @@ def published_rows() -> Iterator[Row]:
 
 
 def cpu_rows() -> Iterator[Row]:
-    """Small models of the zoo on this machine's cores, and plans on gloo ranks that share them."""
+    """Small models of the zoo and scripts on this machine's cores, and plans on gloo ranks that share them."""
     for row in map(json.loads, (HERE.parent / "foretell" / "zoo" / "measured.jsonl").read_text().splitlines()):
         if row["torch"].endswith("cpu") and row.get("measured_seconds") and row.get("predicted_seconds"):
-            yield Row(kind="cpu", family=row["module"], residual=math.log(row["measured_seconds"] / row["predicted_seconds"]), name=row["name"])
+            yield Row(kind="cpu paced", family=row["module"], residual=math.log(row["measured_seconds"] / row["predicted_seconds"]), name=row["name"])
+    for row in map(json.loads, (HERE / "results" / "watch.jsonl").read_text().splitlines()):
+        if row["part"] == "cpu" and row.get("quiet") and row.get("measured_seconds") and row.get("predicted_seconds") and row["ranks"] == 1:
+            yield Row(kind="cpu", family=row["script"], residual=math.log(row["measured_seconds"] / row["predicted_seconds"]), name=row["script"])
     for row in map(json.loads, (HERE / "results" / "plans.jsonl").read_text().splitlines()):
         if row["device_kind"] == "cpu" and row["measured"].get("seconds") and row["plan"]["mesh"]:
             told = row["predicted"]
@@ -281,7 +284,8 @@ SOURCES = {
     "catalogue": "published runs on A100 and H100 (benchmarks/results/published_left_out.jsonl), by source; nearly all of many ranks",
     "unfamiliar": "published runs on other devices, in float8 or with experts (the same file), by source; the widest seen",
     "ranks": "no measured runs of several ranks on a device with a profile: published runs, as for the catalogue",
-    "cpu": "small models of the zoo on one Xeon (foretell/zoo/measured.jsonl), by module, at the pace of models run beside them",
+    "cpu": "training scripts under foretell watch on one quiet Xeon (benchmarks/results/watch.jsonl), by script",
+    "cpu paced": "small models of the zoo on one Xeon (foretell/zoo/measured.jsonl), by module, at the pace of models run beside them",
     "cpu ranks": "plans on two gloo ranks of one Xeon (benchmarks/results/plans.jsonl), by case",
 }
 
@@ -302,6 +306,8 @@ def shipped(rows: Sequence[Row]) -> dict[str, Any]:
     own = kinds["device-bound"]
     for kind in LESS_KNOWN:
         kinds[kind] |= {"low": min(kinds[kind]["low"], own["low"]), "high": max(kinds[kind]["high"], own["high"])}
+    for kind, surer in (("cpu", "cpu paced"), ("cpu ranks", "cpu")):
+        kinds[kind] |= {"low": min(kinds[kind]["low"], kinds[surer]["low"]), "high": max(kinds[kind]["high"], kinds[surer]["high"])}
     return {"level": bands.LEVEL, "calibrated": time.strftime("%Y-%m-%d"), "kinds": kinds}
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS, OWN, WATCHED = (ROOT / folder for folder in ("tests/data/scripts", "benchmarks/watch_scripts", "tests/data/watch"))
+QUIET = 0.03
+"""Share of the time that other processes may have the cores of a run that bands are calibrated on."""
 SECONDS = 400.0
 """That a run may take."""
 
@@ -101,10 +103,12 @@ def _tried(bench: Bench, run: Run, compared: Any, cache: dict[str, str]) -> dict
 def _figures(found: dict[str, Any], out: Path) -> dict[str, Any]:
     """Seconds are judged twice: as measured, and without those in which other processes had the cores."""
     step, memory = found.get("step") or {}, found.get("process") or {}
-    own = None
+    own = quiet = None
     if step.get("inside") is not None:
-        own = step["measured"] * (1 - json.loads((out / "measurement.json").read_text())["delayed"])
+        delayed = json.loads((out / "measurement.json").read_text())["delayed"]
+        own, quiet = step["measured"] * (1 - delayed), delayed < QUIET
     return {
+        "quiet": quiet,
         "own_seconds": own, "own_seconds_inside": None if own is None else step["low"] <= own <= step["high"],
         "predicted_seconds": step.get("predicted"), "low_seconds": step.get("low"), "high_seconds": step.get("high"),
         "measured_seconds": step.get("measured"), "seconds_inside": step.get("inside"), "predicted_bytes": memory.get("predicted"),

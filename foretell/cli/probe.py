@@ -56,6 +56,9 @@ def probe(
 
     if under_torchrun():
         return _ranks(device, out, force=force, json=json)
+    from foretell.runtime import load
+
+    meter = load.Meter()
     try:
         with bar() as progress:
             measured, profile, path = probe_machine(
@@ -64,7 +67,7 @@ def probe(
     except KeyboardInterrupt:
         _stopped(mode, out)
         raise
-    return _tell(measured, profile, path, json=json)
+    return _tell(measured, profile, path, load.words(meter.read()), json=json)
 
 
 def _share(file: Path | None, *, share: bool, others: dict[str, bool], device: str, resume: bool, force: bool, json: bool) -> int:
@@ -129,10 +132,13 @@ def _stopped(mode: str, out: Path | None) -> None:
 # --- what came of it -------------------------------------------------------------------------------------------------
 
 
-def _tell(measured: Measured, profile: Profile, path: Path, *, json: bool) -> int:
+def _tell(measured: Measured, profile: Profile, path: Path, busy: str, *, json: bool) -> int:
+    """`busy`: who else used the machine; what is measured beside others is too slow, and so are predictions from it."""
     from foretell.hardware.probe.summary import summary
 
     found = summary(measured)
+    if busy:
+        found["notes"] = [*found["notes"], f"{busy}; probe again when it is quiet, predictions from this profile will be too slow"]
     if json:
         content = {
             **found,

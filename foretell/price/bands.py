@@ -38,6 +38,8 @@ class Evidence:
     device: str = OWN
     alone: bool = True
     """One rank: no messages are part of the step."""
+    paced: bool = False
+    """Of a CPU: how fast it is just now was measured beside the step."""
     compiled: bool = False
     data_dependent: bool = False
     """Sizes of tensors depend on values."""
@@ -56,7 +58,7 @@ class Evidence:
     def kind(self) -> str:
         """The entry of `bands.json`."""
         if self.device == CPU:
-            return CPU if self.alone else "cpu ranks"
+            return "cpu ranks" if not self.alone else "cpu paced" if self.paced else CPU
         if self.device in (CATALOGUE, UNFAMILIAR):
             return self.device
         if not self.alone:

@@ -81,7 +81,7 @@ class Speeds:
 
     def band(self, seen: Evidence | None = None) -> tuple[float, float]:
         """Factors on the predicted seconds of a step between which it is expected, by what was seen of it."""
-        low, high = factors(replace(seen or Evidence(), device=self.machine.known_by, alone=self.alone))
+        low, high = factors(replace(seen or Evidence(), device=self.machine.known_by, alone=self.alone, paced=self.slowdown != 1.0))
         return low * self.machine.spread[0], high * self.machine.spread[1]
 
 

@@ -84,8 +84,8 @@ def test_what_is_shipped_is_what_the_stored_rows_give(calibration: Any) -> None:
 
 def test_every_kind_of_evidence_has_a_band_that_says_what_it_rests_on() -> None:
     kinds = {
-        Evidence(device=device, alone=alone, compiled=compiled, data_dependent=sized, host_share=host, guessed_share=guessed).kind
-        for device in (OWN, CATALOGUE, UNFAMILIAR, CPU) for alone in (True, False) for compiled in (True, False)
+        Evidence(device=device, alone=alone, paced=paced, compiled=compiled, data_dependent=sized, host_share=host, guessed_share=guessed).kind
+        for device in (OWN, CATALOGUE, UNFAMILIAR, CPU) for alone in (True, False) for paced in (True, False) for compiled in (True, False)
         for sized in (True, False) for host in (0.0, 0.9) for guessed in (0.0, 0.5)
     }  # fmt: skip
     assert kinds == set(bands.known())
@@ -116,4 +116,4 @@ def test_less_evidence_makes_wider_bands() -> None:
     assert width(own) < width(Evidence(irregular_share=0.3))
     assert width(own) <= width(Evidence(fp32=True)) and width(Evidence(host_share=0.6)) < width(Evidence(host_share=0.6, fp32=True))
     assert width(own) < width(Evidence(data_dependent=True)) and width(own) < width(Evidence(guessed_share=0.5))
-    assert width(Evidence(device=CPU)) < width(Evidence(device=CPU, alone=False))
+    assert width(Evidence(device=CPU, paced=True)) < width(Evidence(device=CPU)) <= width(Evidence(device=CPU, alone=False))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from foretell.hardware.profile import OpRow
-from foretell.price.host import COUNTS, START, HostModel, call_seconds, counts, learn, turn_seconds
+from foretell.price.host import COUNTS, START, HostModel, call_seconds, counts, learn, turn_seconds, turns_of
 from foretell.trace.types import NO_GRAD, PARAMETER, Op, Program, Ref, Storage, TensorSpec, Trace
 
 SPEC = TensorSpec((4, 4), "float32")
@@ -101,3 +101,12 @@ def test_a_recurrent_op_costs_its_host_every_step_of_every_layer() -> None:
     one = Op("aten._cudnn_rnn.default", (Ref(0, sequence),), (Ref(1, sequence), Ref(2, state)), "", "forward", 1)
     model = HostModel(TRUE, CALLS, turns=turns)
     assert model.issue(one) == pytest.approx(60 * 25e-6 + TRUE["forward"] + TRUE["call"] * CALLS[""])
+
+
+def test_a_layer_of_a_cpu_takes_as_many_turns_as_the_sequence_has_steps() -> None:
+    """Its state has no layers: batch and width alone; forward and backward."""
+    data, weight, state = (TensorSpec(shape, "float32") for shape in ((16, 256, 32), (128, 32), (256, 32)))
+    assert turns_of((data, weight, weight, state, state), (data, state, state)) == 16
+    assert turns_of((data, weight, weight, state, state, data, state, state), (data, weight, weight, state, state)) == 16
+    stacked = TensorSpec((2, 256, 32), "float32")
+    assert turns_of((data, weight, stacked, stacked), (data, stacked, stacked)) == 32
