@@ -45,10 +45,12 @@ class Exact:
     notes: tuple[str, ...]
     told: tuple[str, ...]
     """By the traces that it was costed from, and those read before."""
+    kept_spans: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, cost: PlanCost, told: Sequence[str]) -> Exact:
-        return cls(**{one.name: getattr(cost, one.name) for one in fields(cls) if one.name != "told"}, told=tuple(told))
+        same = {one.name: getattr(cost, one.name) for one in fields(cls) if one.name not in ("told", "kept_spans")}
+        return cls(**same, told=tuple(told), kept_spans=cost.spans())
 
     def cost(self, plan: Plan) -> PlanCost:
         return PlanCost(plan=plan, **{one.name: getattr(self, one.name) for one in fields(self) if one.name != "told"})

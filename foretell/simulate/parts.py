@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,8 @@ class PlanCost:
     """Of a rank's ops; with a pipeline, of the events of all its ranks. None where nothing is known of the device's speed."""
     events: tuple[Events, ...] = field(default=(), repr=False, compare=False)
     """With a pipeline: those of each rank."""
+    kept_spans: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
+    """What `spans` said, of a cost that was kept without its timeline."""
 
     @property
     def worst(self) -> RankCost:
@@ -106,7 +108,9 @@ class PlanCost:
     def spans(self) -> dict[str, float]:
         """Forward with backward, and the update, each with its waits, as a run's clocks see them: together the step. Empty where no
         timeline has both, and where tensors move: what waits for them is not on the timeline."""
-        if self.time is None or self.timeline is None or not self.timeline.seconds or self.plan.offloads:
+        if self.timeline is None:
+            return dict(self.kept_spans)
+        if self.time is None or not self.timeline.seconds or self.plan.offloads:
             return {}
         ends = {False: 0.0, True: 0.0}
         for task, finish in zip(self.timeline.tasks, self.timeline.finish, strict=True):
