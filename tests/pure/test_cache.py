@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from foretell import api
-from foretell.api import step
+from foretell.api import backends
 from foretell.cli import main
 from foretell.hardware.profile import find_profile, profile_stamp
 from foretell.trace import cache, child, stored
@@ -49,7 +49,7 @@ def kept(cache_dir: Path, monkeypatch: pytest.MonkeyPatch, traced: list[int]) ->
         return [dict(SAID)]
 
     monkeypatch.setattr(child, "ask", ask)
-    monkeypatch.setattr(step, "find_profile", PROFILES)
+    monkeypatch.setattr(backends, "find_profile", PROFILES)
     assert api.fit("gpt-tiny", hardware="H100") and len(traced) == 1
     return cache_dir
 
