@@ -107,7 +107,7 @@ def test_where_nothing_fits_the_answer_says_who_holds_the_bytes() -> None:
     with pytest.raises(UserError, match=r"no plan: \d+ do not fit \(the smallest needs 0\.\d+ GiB of 0\.59 GiB\)"):
         _ = choice.plan
     assert sum(one.count for one in choice.reasons) == len(choice.dropped)
-    assert climbed(choice, "gpt-tiny", "H100", "plan.json").startswith(f"No plan for gpt-tiny on H100: {choice.reasons[0].count} do not fit (")
+    assert climbed(choice, "gpt-tiny", "H100", "plan.json")[0].startswith(f"No plan for gpt-tiny on H100: {choice.reasons[0].count} do not fit (")
 
 
 def test_recomputing_is_tried_only_where_keeping_does_not_fit() -> None:
