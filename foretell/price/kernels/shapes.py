@@ -70,11 +70,12 @@ def state_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Ten
     """Layers, batch and width of a recurrent op's state: what it returns, or, where nobody reads that, what it is given. Ops of a CPU
     are one layer each, and their states say no more than batch and width."""
     specs = (*outputs[1:2], *inputs[1:])
-    if outputs[1:] and len(outputs[1].shape) == 2:
-        batch = inputs[0].shape[-2]
-        flat = next(spec for spec in specs if len(spec.shape) == 2 and spec.shape[0] == batch)
-        return flat._replace(shape=(1, *flat.shape))
-    return next(spec for spec in specs if len(spec.shape) == 3)
+    layered = next((spec for spec in specs if len(spec.shape) == 3), None)
+    if layered is not None:
+        return layered
+    batch = inputs[0].shape[-2]
+    flat = next(spec for spec in specs if len(spec.shape) == 2 and spec.shape[0] == batch)
+    return flat._replace(shape=(1, *flat.shape))
 
 
 def flags_of(attrs: Sequence[Any]) -> list[bool]:
