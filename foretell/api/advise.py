@@ -45,7 +45,7 @@ def faster(
     plain = {**options, "model": model, "hardware": hardware, "trace_out": None, "advice_seconds": 0.0}
     cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
     whole, own = ({"faster": answer.to_json(), "asked": {name: str(value) for name, value in plain.items()}, "joins": each} for each in (True, joins))
-    keeps = bool(options.get("cache", True)) and ".py:" not in model  # a file may change
+    keeps = bool(options.get("cache", True)) and ".py" not in model  # a file may change
     for known in (whole, own) if keeps else ():
         kept: Advice | None = store.read("faster", store.key_of(known), lambda entry: value_of(search.Advice, entry["advice"]))
         if kept is not None:

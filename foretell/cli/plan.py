@@ -99,7 +99,7 @@ def plan(
         return plan_table.answer(
             model.removeprefix("script:"), hardware, lambda one: _choose(source, one, wishes, not no_cache, how, doing, words),
             lambda saved: whole_run(saved, length), objective, doing, json=json,
-            plan_of=lambda choice, _: as_json(choice, "", choice.best.plan if choice.best else None),
+            plan_of=lambda choice: as_json(choice, "", choice.best.plan if choice.best else None),
         )  # fmt: skip
     choice = common.call(lambda: _choose(source, on, wishes, not no_cache, how, doing, words), doing)
     checked = _rehearsed(source, saved, choice, point) if (saved := _pick(choice, point)) and on == "auto" and words is None else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from foretell.cli import common, fit_table
@@ -19,7 +20,7 @@ Found = Any  # a Choice, or the error that stood in its way
 
 def answer(
     model: str, hardware: Sequence[str], choose: Callable[[str], Choice], run_of: Callable[[Any], Any], objective: str, doing: common.Doing, *,
-    json: bool, plan_of: Callable[[Choice, str], dict[str, Any]],
+    json: bool, plan_of: Callable[[Choice], dict[str, Any]],
 ) -> int:  # fmt: skip
     """Search each, sort what was found by the objective, and tell all in one table. No plan is written: which one, the user says next."""
 
@@ -36,7 +37,10 @@ def answer(
     rows = [(name, found, run_of(_best(found))) for name, found in common.call(work, doing)]
     rows.sort(key=lambda row: _rank(_best(row[1]), row[2], objective))
     if json:
-        told = [{"on": name, **({"error": str(found)} if isinstance(found, Exception) else plan_of(found, name))} for name, found, _ in rows]
+        told = [
+            {"on": name, **({"error": str(found)} if isinstance(found, Exception) else plan_of(found)), "run": None if run is None else asdict(run)}
+            for name, found, run in rows
+        ]  # fmt: skip
         common.emit_json({"model": model, "objective": objective, "answers": told})
     else:
         common.emit("\n".join(_lines(model, rows, objective)))

@@ -66,6 +66,11 @@ class Device:
     def __post_init__(self) -> None:
         _refuse(f"device '{self.name}'", _device_complaints(self))
 
+    @property
+    def torch_type(self) -> str:
+        """As torch names it: AMD's devices are `cuda` to it."""
+        return "cuda" if self.backend == "rocm" else self.backend
+
     def peak(self, dtype: str) -> float:
         """Peak rate for `dtype`; a dtype without a fast path runs at the float32 rate."""
         return self.peak_flops_per_second.get(dtype, self.peak_flops_per_second["float32"])

@@ -13,13 +13,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from foretell.errors import ForetellError
 from foretell.hardware.larger import larger
 from foretell.quantities import FITS, NO, TIGHT, Prediction, Remedy
 from foretell.search import advice_ways as ways
-from foretell.search.advice_ways import Asked, Way
+from foretell.search.advice_ways import Asked, Attempt, Prepare, Way
 from foretell.simulate.memory.remedies import Outlook
 
 EACH = 3
@@ -36,10 +35,6 @@ PATIENCE = 4.0
 GAINS = 0.97
 """Twice the devices must at least save the rest of this share of each."""
 
-Attempt = Callable[[Mapping[str, Any]], Prediction]
-"""Predict the same step with other options of `fit`."""
-Prepare = Callable[[Sequence[Mapping[str, Any]], float], None]
-"""Told what is tried next, and how many seconds there are: what can be done side by side may be done at once."""
 ByPlan = Callable[[], Remedy | None]
 """Predict a plan for the same step that moves what does not fit; None where none can be made."""
 Progress = Callable[[str], None]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from foretell.hardware.types import Cluster
+from foretell.quantities import Prediction
 from foretell.simulate.memory.remedies import Outlook
 from foretell.trace.recipe import Recipe
 
@@ -18,6 +19,10 @@ _TYPED = {
     "expandable_segments": "--expandable-segments", "compile": "--compile-how", "channels_last": "--channels-last",
 }  # fmt: skip
 """Option of `api.fit` → how it is typed."""
+Attempt = Callable[[Mapping[str, Any]], Prediction]
+"""Predict the same step with other options of `fit`."""
+Prepare = Callable[[Sequence[Mapping[str, Any]], float], None]
+"""Told what is tried next, and how many seconds there are: what can be done side by side may be done at once."""
 
 
 @dataclass(frozen=True, kw_only=True)

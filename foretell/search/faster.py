@@ -16,15 +16,13 @@ from typing import Any
 from foretell.errors import ForetellError
 from foretell.quantities import FITS, NO, TIGHT, Prediction
 from foretell.search import faster_ways
+from foretell.search.advice_ways import Attempt, Prepare
 from foretell.search.faster_ways import Faster, Question
 
 GAINS = 1.01
 """Times as fast, from which a change is worth telling."""
 JOINS = 1.005
 """The same of one more in a joint."""
-
-Attempt = Callable[[Mapping[str, Any]], Prediction]
-"""Predict the same step with other options of `fit`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +64,6 @@ class Advice:
     tried: int
     whole: bool
     """Whether there was time for all."""
-
-
-Prepare = Callable[[Sequence[Mapping[str, Any]], float], None]
-"""Told what options will be tried, and how many seconds there are for it: what can be done side by side may be done at once."""
 
 
 def faster(

@@ -127,12 +127,12 @@ def _formats(asked: Question) -> Iterator[Faster]:
             code='torch.set_float32_matmul_precision("high")', maths=BOUNDED, axis="format",
         )  # fmt: skip
     if own in ("fp32", "tf32"):
-        for dtype, name in (("bfloat16", "bf16-autocast"), ("float16", "fp16-autocast")):
+        for dtype, name in (("bfloat16", "bf16-mixed"), ("float16", "fp16-mixed")):
             if dtype in known and (dtype == "bfloat16" or "bfloat16" not in known):
                 scaled = "" if dtype == "bfloat16" else ", with a GradScaler"
                 yield Faster(
                     options={"precision": name}, change=f"autocast to {dtype}{scaled}", costs="products in 16 bits", same_maths=False,
-                    code=f'with torch.autocast("cuda", torch.{dtype}): loss = ...', maths=BOUNDED, axis="format",
+                    code=f'with torch.autocast("{asked.cluster.device.torch_type}", torch.{dtype}): loss = ...', maths=BOUNDED, axis="format",
                 )  # fmt: skip
 
 

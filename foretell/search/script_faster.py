@@ -19,7 +19,7 @@ from foretell.search.faster import GAINS, Advice, Gain
 from foretell.search.faster_ways import BOUNDED, CHANGES, EXACT, HOST_BOUND, compiles
 from foretell.search.followed import Followed, cost, make_ready
 from foretell.search.followed import follow as follow_script
-from foretell.search.script_ways import Change, batch_argument, followed_with, with_value
+from foretell.search.script_ways import Change, batch_argument, bf16_words, followed_with, with_value
 from foretell.simulate.parts import PlanCost
 from foretell.trace.child import WORKERS
 from foretell.trace.compiled import breaks
@@ -27,7 +27,6 @@ from foretell.trace.compiled import breaks
 SECONDS = 10.0
 """After which no further change is begun."""
 _NAMES = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "momentum": "SGD"}
-_CAST = 'with torch.autocast("cuda", torch.bfloat16) around forward and loss'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +53,9 @@ def steps(followed: Followed, cluster: Cluster, plain: PlanCost) -> Iterator[Ste
     if followed.script is None or cluster.device.backend == "cpu":
         return
     if recipe.precision == "fp32":
-        yield Step(change=Change(words=f"bf16 autocast: {_CAST}", model={"autocast": "bfloat16"}), maths=BOUNDED) if "bfloat16" in known else _tf32()
-        if "tf32" in known and "bfloat16" in known:
+        if "bfloat16" in known:
+            yield Step(change=Change(words=bf16_words(cluster.device.torch_type), model={"autocast": "bfloat16"}), maths=BOUNDED)
+        if "tf32" in known:
             yield _tf32()
     if seconds.breakdown.get("convolution") and alone:
         words = "channels-last: model.to(memory_format=torch.channels_last), and the images"

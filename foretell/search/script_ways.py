@@ -161,9 +161,13 @@ def of_model(followed: Followed, blocks: Sequence[str]) -> list[Change]:
         found.append(Change(words=words, costs="about a third more compute", model={"recompute": "full"}))
     if followed.recipe.precision == "fp32":
         kind = "cuda" if followed.trace.meta.get("capability") else "cpu"
-        words = f'bf16 autocast: with torch.autocast("{kind}", torch.bfloat16) around forward and loss'
-        found.append(Change(words=words, costs="changes the numerics", model={"autocast": "bfloat16"}, same_maths=False))
+        found.append(Change(words=bf16_words(kind), costs="changes the numerics", model={"autocast": "bfloat16"}, same_maths=False))
     return found
+
+
+def bf16_words(kind: str) -> str:
+    """For a device as torch names it."""
+    return f'bf16 autocast: with torch.autocast("{kind}", torch.bfloat16) around forward and loss'
 
 
 def together(first: Change, second: Change) -> Change:

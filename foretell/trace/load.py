@@ -477,17 +477,19 @@ SYNONYMS = {
     "image": ("image_size", "img_size", "resolution"),
 }
 """Other names of a size in functions that make a batch."""
+_COUNT = re.compile(r"batch|size|num|count|sample|example|many|(^|_)[bnk]($|_)", re.IGNORECASE)
 
 
 def _by_other_names(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that must be given and have another name for a size; a single one of any name is the number of samples."""
+    """Arguments that must be given and have another name for a size; a single one that counts something is the number of samples."""
     must = [
         name for name, one in inspect.signature(function).parameters.items()
         if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) and name not in given
     ]  # fmt: skip
     found = {other: given[name] for name, others in SYNONYMS.items() for other in must if other.lower() in others and given[name] is not None}
     unknown = [name for name in must if name not in found]
-    return found | ({unknown[0]: given["micro_batch"]} if len(must) == len(unknown) == 1 else {})
+    counts = len(must) == len(unknown) == 1 and _COUNT.search(unknown[0]) is not None
+    return found | ({unknown[0]: given["micro_batch"]} if counts else {})
 
 
 def function(path: str, name: str) -> Callable[..., Any] | None:

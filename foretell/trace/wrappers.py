@@ -65,6 +65,8 @@ class _Compiled:
 
 def _compiling(tell: Tell, compiled: _Compiled) -> Iterator[tuple[Any, str, Any]]:
     def compile(model: Any = None, **options: Any) -> Any:
+        if options.get("disable"):
+            return (lambda function: function) if model is None else model
         tell(COMPILED)
         fused = getattr(model, "fused", None)
         compiled.code |= fused is None
@@ -73,6 +75,8 @@ def _compiling(tell: Tell, compiled: _Compiled) -> Iterator[tuple[Any, str, Any]
         return (lambda function: function) if model is None else fused or model
 
     def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("disable"):
+            return
         tell(COMPILED)
         compiled.code = True
         compiled.module(module, **kwargs)

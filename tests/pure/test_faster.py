@@ -93,7 +93,7 @@ def test_changes_are_those_that_the_question_allows(answer: Prediction) -> None:
     assert "compile" not in axes(recipe=Recipe(compile="model")) and "compile" not in axes(cluster=parse("P100"))
     assert "recompute" in axes(recipe=Recipe(recompute="full"))
     old = [way for way in faster_ways.ways(question(cluster=parse("T4")), answer) if way.axis == "format"]
-    assert [way.options["precision"] for way in old] == ["fp16-autocast"]
+    assert [way.options["precision"] for way in old] == ["fp16-mixed"]
     assert {way.maths for way in faster_ways.ways(question(), answer)} == {EXACT, BOUNDED, CHANGES}
 
 

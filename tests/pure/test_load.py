@@ -287,14 +287,6 @@ def test_a_factory_that_casts_its_model(cast: str, tmp_path: Path) -> None:
     assert all(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
 
 
-@pytest.mark.parametrize("arguments", ["n", "batch_size", "B", "how_many", "model, batch_size", "*, bs", "batch_size, seq_len=7"])
-def test_a_batch_is_asked_for_by_whatever_name_its_size_has(tmp_path: Path, arguments: str) -> None:
-    file = tmp_path / "net.py"
-    size = arguments.replace("model, ", "").replace("*, ", "").partition(",")[0]
-    file.write_text(f"import torch\ndef build():\n    return torch.nn.Linear(3, 3)\ndef batch({arguments}):\n    return torch.ones({size}, 3)\n")
-    assert load.load(Source(model=f"{file}:build", micro_batch=5)).batch.shape == (5, 3)
-
-
 def test_no_batch_says_what_to_return(tmp_path: Path) -> None:
     path = write(tmp_path, MODEL + "def make(): return Net()")
     error = fail(Source(model=f"{path}:make"), UserError)

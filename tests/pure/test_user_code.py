@@ -225,3 +225,22 @@ def test_nobody_is_told_twice_and_callers_of_the_api_not_at_all(evil: Path) -> N
         user_code._tell.set(None)
     assert told == [str(evil / "mine.py"), "a.py", "b.py"]
     assert html_data.read(corpus(evil)[0][0]).plan.model["model"] == f"{evil}/mine.py:build"
+
+
+# ---------------------------------------------------------------- a function that makes a batch
+
+
+@pytest.mark.parametrize("arguments", ["n", "batch_size", "B", "how_many", "model, batch_size", "*, bs", "batch_size, seq_len=7"])
+def test_a_batch_is_asked_for_by_whatever_name_its_size_has(tmp_path: Path, arguments: str) -> None:
+    file = tmp_path / "net.py"
+    size = arguments.replace("model, ", "").replace("*, ", "").partition(",")[0]
+    file.write_text(f"import torch\ndef build():\n    return torch.nn.Linear(3, 3)\ndef batch({arguments}):\n    return torch.ones({size}, 3)\n")
+    assert load.load(Source(model=f"{file}:build", micro_batch=5)).batch.shape == (5, 3)
+
+
+@pytest.mark.parametrize("argument", ["device", "tokenizer", "config"])
+def test_what_is_no_size_is_not_given_one(tmp_path: Path, argument: str) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(f"import torch\ndef build():\n    return torch.nn.Linear(3, 3)\ndef batch({argument}):\n    return torch.ones(2, 3)\n")
+    with pytest.raises(UserError, match=argument):
+        load.load(Source(model=f"{file}:build", micro_batch=5))
