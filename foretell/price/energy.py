@@ -141,10 +141,9 @@ def load_of(trace: Trace, device: Device, step_seconds: float, busy_seconds: flo
 
 
 def energy(
-    time: Time, load: Load, model: PowerModel, devices: int, carbon: tuple[float, str] | None, pue: float = 1.0
+    time: Time, watts: float, model: PowerModel, devices: int, carbon: tuple[float, str] | None, pue: float = 1.0
 ) -> Energy:
-    """Joules of a step on all devices; carbon by the grid, the building's overhead included."""
-    watts = model.watts(load)
+    """Joules of a step on devices that draw so much each; carbon by the grid, the building's overhead included."""
     joules = watts * time.step_seconds * devices
     spread = max(0.1, 2 * model.error) if model.provenance == MEASURED else None
     low, high = (1 - spread, 1 + spread) if spread else ASSUMED_BAND

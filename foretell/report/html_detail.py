@@ -155,7 +155,7 @@ def of_traces(traces: Mapping[str, Trace], plan: Plan, cluster: Cluster, how: Op
     return Detail(
         cost=cost, curve=curve, slots=slots, timeline=_stretched(seen.timeline, scale) if seen.timeline else None,
         blocks=tuple(_blocks(blocks, modes_of(plan, blocks), seconds, curve)),
-        energy=_energy(seen.local, cost, cluster, known), device=cluster.device, notes=known.notes if known else (),
+        energy=_energy(cost, cluster, known), device=cluster.device, notes=known.notes if known else (),
     )  # fmt: skip
 
 
@@ -220,9 +220,7 @@ def _blocks(
         yield BlockCost(name=name, mode=modes.get(name, ""), seconds=seconds.get(name, {}), bytes=curve.held.get(name, {}))
 
 
-def _energy(local: Trace, cost: PlanCost, cluster: Cluster, known: Machine | None) -> Energy | None:
-    time = cost.time
-    if known is None or known.power is None or time is None or cluster.device.backend == "cpu":
+def _energy(cost: PlanCost, cluster: Cluster, known: Machine | None) -> Energy | None:
+    if known is None or known.power is None or cost.time is None or cost.watts is None or cluster.device.backend == "cpu":
         return None
-    load = watts.load_of(local, cluster.device, time.step_seconds, time.device_seconds)
-    return watts.energy(time, load, known.power, cost.plan.mesh.world, None)
+    return watts.energy(cost.time, cost.watts, known.power, cost.plan.mesh.world, None)

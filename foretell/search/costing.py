@@ -223,7 +223,7 @@ class Costing(Question):
             point = replace(
                 point, seconds=cost.time.step_seconds, memory_bytes=cost.worst.memory.device_bytes,
                 dollars=None if point.dollars is None else point.dollars * share,
-                joules=None if point.joules is None else point.joules * share,
+                joules=cost.joules,
             )  # fmt: skip
         money = {f"{name}_per_step": value for name, value in (("dollars", point.dollars), ("joules", point.joules)) if value}
         return replace(one, point=point, cost=cost, plan=one.plan.with_(predicted={**cost.predicted(), **money}))

@@ -42,6 +42,7 @@ class Exact:
     bubble: float
     model_flops: int
     recompute_flops: int
+    watts: float | None
     notes: tuple[str, ...]
     told: tuple[str, ...]
     """By the traces that it was costed from, and those read before."""

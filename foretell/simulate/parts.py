@@ -73,6 +73,8 @@ class PlanCost:
     """Of the whole model, one step, all ranks together, without recomputation."""
     recompute_flops: int = 0
     """The same of what is computed again."""
+    watts: float | None = None
+    """Of a device, on average over the step and the ranks; None where nothing is known of its power or speed."""
     notes: tuple[str, ...] = ()
     programs: tuple[Trace, ...] = field(default=(), repr=False, compare=False)
     """What each rank of the pipeline axis runs."""
@@ -98,6 +100,11 @@ class PlanCost:
     @property
     def per_second(self) -> float | None:
         return self.per_step / self.time.step_seconds if self.time else None
+
+    @property
+    def joules(self) -> float | None:
+        """Of a step on all devices."""
+        return self.watts * self.time.step_seconds * self.plan.mesh.world if self.watts is not None and self.time else None
 
     def infeasible(self, device: str) -> Infeasible | None:
         worst = self.worst
@@ -140,7 +147,7 @@ class PlanCost:
                 f"{self.unit}_per_second": self.per_second, f"{self.unit}_per_step": self.per_step,
                 "binds": time.binds, "breakdown": dict(time.breakdown), "bubble": self.bubble, "phases": dict(time.phases),
                 **({"spans": spans} if (spans := self.spans()) else {}),
-                "flops_per_step": self.model_flops,
+                "flops_per_step": self.model_flops, **({} if self.joules is None else {"joules_per_step": self.joules}),
                 "provenance": {**found["provenance"], "time": time.provenance},
             }  # fmt: skip
         return found

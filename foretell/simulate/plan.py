@@ -49,6 +49,7 @@ from foretell.plan.precision import MIXED
 from foretell.plan.recipe import default_plan, mode_of
 from foretell.plan.types import AWAY, FLOAT8, MASTER, Plan
 from foretell.price import offload
+from foretell.price.energy import load_of
 from foretell.price.machine import machine
 from foretell.price.speeds import Options, alone, profile_for, speeds_of
 from foretell.price.unlike import slowest_seen, smallest_seen
@@ -80,6 +81,11 @@ def predict_plan(
     blocks differ in residency, one trace for each: keep, recompute, selective.
     """
     how = options or Options()
+    found = _predicted(trace, plan, cluster, how)
+    return replace(found, watts=_watts(found, cluster, how))
+
+
+def _predicted(trace: Trace | Mapping[str, Trace], plan: Plan, cluster: Cluster, how: Options) -> PlanCost:
     traces = trace if isinstance(trace, Mapping) else {KEEP: trace}
     _check(plan, cluster)
     mixed = composed(traces, plan)
@@ -109,6 +115,18 @@ def predict_step(trace: Trace, recipe: Recipe, cluster: Cluster, options: Option
     blocks = blocks_of(trace)
     plan = default_plan(recipe, {}, cluster.device.name, micro_batch=micro_batch, blocks=blocks)
     return predict_plan({mode_of(recipe) if blocks else KEEP: trace}, plan, cluster, options)
+
+
+def _watts(cost: PlanCost, cluster: Cluster, how: Options) -> float | None:
+    """Of a device, on average over what the ranks of the pipeline axis run, each on devices of its own kind."""
+    found, time = [], cost.time
+    for index, local in enumerate(cost.programs):
+        part = cluster.part_of(index * cost.plan.mesh.world // len(cost.programs)) if cluster.groups else cluster
+        known = machine(part.device, profile_for(part, how.profile_of))
+        if time is None or known is None or known.power is None:
+            return None
+        found.append(known.power.watts(load_of(local, part.device, time.step_seconds, time.device_seconds)))
+    return sum(found) / len(found) if found else None
 
 
 def _quickened(found: PlanCost, mixed: Trace, cluster: Cluster, how: Options) -> PlanCost:

@@ -58,11 +58,9 @@ def speed(cost: PlanCost, cluster: Cluster, how: Options, wishes: Wishes | None 
     notes = list(known.notes)
     if guessed := unmeasured_ops(local, known):
         notes.append(f"seconds of {', '.join(guessed)} are assumed: the profile was measured without them; `foretell probe --full` measures them")
-    joules = None
     load = watts.load_of(local, device, time.step_seconds, time.device_seconds)
-    if known.power is not None:
-        carbon = carbon_g_per_kwh(asked.region) if asked.region else carbon_of(cluster)
-        joules = watts.energy(time, load, known.power, ranks, carbon, pue()[0])
+    carbon = carbon_g_per_kwh(asked.region) if asked.region else carbon_of(cluster)
+    joules = watts.energy(time, cost.watts, known.power, ranks, carbon, pue()[0]) if cost.watts is not None and known.power is not None else None
     price, source = (asked.price, "given by the user") if asked.price is not None else price_per_hour(device)
     money = watts.cost(time.step_seconds, throughput, price, source, ranks) if price is not None else None
     length = sequence_length(local, plan.micro_batch)

@@ -54,7 +54,7 @@ def test_load_of_a_product_and_an_addition() -> None:
 
 def test_joules_and_carbon_of_a_step() -> None:
     model = PowerModel(weights={"idle": 100, "awake": 0, "compute": 0, "memory": 0}, limit=700)
-    found = energy(STEP, Load(1, 0, 0), model, 8, (360.0, "a grid"), pue=1.5)
+    found = energy(STEP, model.watts(Load(1, 0, 0)), model, 8, (360.0, "a grid"), pue=1.5)
     assert found.joules_per_step == 100 * 0.5 * 8
     assert found.carbon_grams_per_step == pytest.approx(400 * 1.5 / 3.6e6 * 360)
     assert found.low_joules < found.joules_per_step < found.high_joules and found.provenance == MEASURED

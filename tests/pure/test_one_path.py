@@ -112,6 +112,7 @@ def test_fit_says_what_the_plan_says(name: str, here: None) -> None:
     assert answer.time == time
     assert answer.mfu is not None and answer.mfu.flops_per_step == known.model_flops
     assert answer.throughput is not None and answer.throughput.per_step == known.per_step
+    assert answer.energy is not None and answer.energy.joules_per_step == known.joules
     shown = plans.from_json(dict(answer.plan))
     assert {**plan.model, "blocks": shown.model["blocks"]} == shown.model
     assert replace(shown, model=plan.model) == plan

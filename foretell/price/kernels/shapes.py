@@ -68,14 +68,13 @@ def letters_of(attrs: Sequence[Any]) -> str:
 
 def state_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> TensorSpec:
     """Layers, batch and width of a recurrent op's state: what it returns, or, where nobody reads that, what it is given. Ops of a CPU
-    are one layer each, and their states say no more than batch and width."""
-    specs = (*outputs[1:2], *inputs[1:])
-    layered = next((spec for spec in specs if len(spec.shape) == 3), None)
-    if layered is not None:
-        return layered
-    batch = inputs[0].shape[-2]
-    flat = next(spec for spec in specs if len(spec.shape) == 2 and spec.shape[0] == batch)
-    return flat._replace(shape=(1, *flat.shape))
+    are one layer each, and their states say no more than batch and width; weights of cuDNN are columns."""
+    specs, batch = (*outputs[1:2], *inputs[1:]), inputs[0].shape[-2]
+    if len(specs[0].shape) != 3:
+        flat = next((spec for spec in specs if len(spec.shape) == 2 and spec.shape[0] == batch and spec.shape[1] > 1), None)
+        if flat is not None:
+            return flat._replace(shape=(1, *flat.shape))
+    return next(spec for spec in specs if len(spec.shape) == 3)
 
 
 def flags_of(attrs: Sequence[Any]) -> list[bool]:
