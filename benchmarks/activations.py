@@ -6,7 +6,7 @@
     python benchmarks/activations.py --smoke                        tiny models, on a CPU too
 
 Ways: keep; recompute; host: all blocks but the last two are moved; part: as many of the first blocks as are said to cost at most
-five percent (half of them where nothing was said). All run through `runtime.apply`, as a plan's run does. The activation peak is the
+five percent (half of them where nothing was said). All run through `runtime.parallel.apply`, as a plan's run does. The activation peak is the
 highest allocated memory of the steady steps less what is allocated between two steps.
 """
 
@@ -29,7 +29,7 @@ SLOWER = 1.05
 
 
 def sources(options: argparse.Namespace) -> dict[str, Any]:
-    from foretell.trace.load import Source
+    from foretell.trace.load.model import Source
 
     dim, layers, words = options.dim, options.layers, options.words
     heads, seq = max(1, dim // 128), options.tokens
@@ -62,7 +62,7 @@ def say(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     from foretell.hardware.profile import find_profile
     from foretell.lower.blocks import blocks_of
     from foretell.plan.recipe import model_of
-    from foretell.search.traces import Traces
+    from foretell.search.traces.needed import Traces
     from foretell.simulate.plan import Options, predict_plan
 
     about = model_of(sources(options)[shape])
@@ -96,11 +96,11 @@ def one(shape: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
 
     import torch
 
-    from foretell.runtime.apply import apply
     from foretell.runtime.offload import saved
-    from foretell.runtime.ranks import start
-    from foretell.trace.blocks import find_blocks
-    from foretell.trace.load import load
+    from foretell.runtime.parallel.apply import apply
+    from foretell.runtime.parallel.ranks import start
+    from foretell.trace.fold.blocks import find_blocks
+    from foretell.trace.load.model import load
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cuda = device.type == "cuda"

@@ -79,7 +79,7 @@ def check(device: str) -> tuple[float, float]:
     """Largest distance of a dequantised matrix from foretell's reference and from the matrix, in its largest value."""
     import torch
 
-    from foretell.trace.adapt import nf4_codebook, nf4_dequantize, nf4_quantize
+    from foretell.trace.load.adapters import nf4_codebook, nf4_dequantize, nf4_quantize
 
     weight = torch.randn(129, 77)
     packed, absmax = nf4_quantize(weight)
@@ -93,7 +93,7 @@ def check(device: str) -> tuple[float, float]:
 def measure_nf4(config: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from foretell.trace.adapt import nf4_codebook, nf4_dequantize
+    from foretell.trace.load.adapters import nf4_codebook, nf4_dequantize
 
     wrong, error = check("cuda")
     if wrong > 1e-6:
@@ -117,7 +117,7 @@ def measure_nf4(config: dict[str, Any]) -> dict[str, Any]:
 def adapt_with_peft(model: Any, rank: int, nf4: bool) -> None:
     import peft
 
-    from foretell.trace.adapt import ALPHA, _linear_layers
+    from foretell.trace.load.adapters import ALPHA, _linear_layers
 
     assert not nf4, "peft's own NF4 needs bitsandbytes"
     peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=list(_linear_layers(model))))
@@ -126,9 +126,9 @@ def adapt_with_peft(model: Any, rank: int, nf4: bool) -> None:
 def measure_peft(config: dict[str, Any]) -> dict[str, Any]:
     import peft
 
-    import foretell.trace.step
+    import foretell.trace.record.step
 
-    foretell.trace.step.adapt = adapt_with_peft
+    foretell.trace.record.step.adapt = adapt_with_peft
     return {**cases.measure(config), "peft": peft.__version__}
 
 

@@ -209,7 +209,7 @@ def best_of_all(number: int) -> dict[str, Any]:
     from foretell.api.advise import question_of
     from foretell.errors import ForetellError
     from foretell.hardware import parse
-    from foretell.search import faster_ways
+    from foretell.search.advice import faster_ways
 
     asked = faster_question(number)
     options = {name: value for name, value in asked.items() if name not in ("model", "hardware")}

@@ -75,7 +75,7 @@ def measured(row: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
     from foretell.prove.measure import WARM, _alone, _timed, built
-    from foretell.trace.load import Source
+    from foretell.trace.load.model import Source
     from foretell.trace.recipe import Recipe
 
     given = {**QUESTIONS[row["question"]], **row["options"]}

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foretell.errors import ModelError
-from foretell.trace.cuda_attention import _BACKENDS, choose
+from foretell.trace.cuda.attention import _BACKENDS, choose
 
 SEED = 20261118
 BACKENDS = (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)

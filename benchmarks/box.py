@@ -44,7 +44,7 @@ def case_of(name: str, dry: bool) -> dict[str, Any]:
 def plan_of(case: dict[str, Any]) -> Any:
     from foretell.plan.recipe import model_of
     from foretell.plan.types import Mesh, Pipeline, Plan, Residency
-    from foretell.trace.load import Source
+    from foretell.trace.load.model import Source
 
     mesh = Mesh(**case["mesh"])
     source = Source(model=case["model"], overrides=dict(case["overrides"]), seq=case["seq"], micro_batch=case.get("micro_batch", 1))
@@ -139,8 +139,8 @@ def check() -> None:
     """Ask stand-ins for known times, alone and beside products, and print what they took."""
     import torch
 
-    from foretell.price.messages import CHANNEL_BYTES
-    from foretell.price.overlap import CHANNELS
+    from foretell.price.network.messages import CHANNEL_BYTES
+    from foretell.price.network.overlap import CHANNELS
     from foretell.runtime.box.cuda import OnCuda
     from foretell.runtime.box.script import Script
 
@@ -246,7 +246,7 @@ def read(path: Path | None) -> list[dict[str, Any]]:
 
 def predict_all(names: list[str], out: Path, dry: bool) -> None:
     """Cases that are in the file already stay as they are, unless they failed."""
-    from foretell.search.traces import Traces
+    from foretell.search.traces.needed import Traces
 
     traces = Traces(capability=(9, 0))
     known: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}

@@ -22,8 +22,8 @@ def build_step(config: dict[str, Any]) -> Any:
     from memory import parts
     from torch import nn
 
-    from foretell.trace.load import load
-    from foretell.trace.step import Step
+    from foretell.trace.load.model import load
+    from foretell.trace.record.step import Step
 
     source, recipe = parts(config)
     with _no_initialisation():
@@ -51,7 +51,7 @@ def compile_model(model: Any, mode: str) -> None:
     elif mode == "graphs":
         model.compile(mode="reduce-overhead")
     elif mode == "blocks":
-        from foretell.trace.blocks import find_blocks
+        from foretell.trace.fold.blocks import find_blocks
 
         for path in find_blocks(model):
             model.get_submodule(path).compile()
@@ -118,8 +118,8 @@ def memtracker(config: dict[str, Any]) -> dict[str, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from foretell.trace.load import load
-    from foretell.trace.step import Step
+    from foretell.trace.load.model import load
+    from foretell.trace.record.step import Step
 
     source, recipe = parts(config)
     torch.cuda.init()
@@ -187,8 +187,8 @@ def verdicts(config: dict[str, Any]) -> dict[str, Any]:
 
     from foretell.hardware import overhead, parse
     from foretell.simulate.memory.memory import predict_memory, run_order, sizes_for, smallest_limit
-    from foretell.trace.capture import capture
-    from foretell.trace.load import load
+    from foretell.trace.load.model import load
+    from foretell.trace.record.capture import capture
 
     draws, seed, limits = config.pop("draws", 0), config.pop("seed", 0), config.pop("limits", [])
     source, recipe = parts(config)
@@ -311,8 +311,8 @@ def traced_ops(config: dict[str, Any]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     from memory import parts
 
-    from foretell.trace.capture import capture
-    from foretell.trace.load import load
+    from foretell.trace.load.model import load
+    from foretell.trace.record.capture import capture
 
     source, recipe = parts(config)
     try:

@@ -26,7 +26,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-from foretell.runtime.pool import Pool  # noqa: E402
+from foretell.runtime.process.pool import Pool  # noqa: E402
 
 RESULTS = HERE / "results" / "checkpoint.jsonl"
 SIZES = {
@@ -65,9 +65,9 @@ def speed_rank(size: str, turns: int, out: Path) -> None:
     import torch.distributed as dist
 
     from foretell.plan.types import Mesh, Plan
-    from foretell.runtime import ranks as members
-    from foretell.runtime.apply import apply
-    from foretell.runtime.prepare import build
+    from foretell.runtime.parallel import ranks as members
+    from foretell.runtime.parallel.apply import apply
+    from foretell.runtime.train.prepare import build
 
     overrides = SIZES[size]
     plan = Plan(
@@ -155,8 +155,8 @@ class Ours:
     """foretell's saver on a job, as its training loop uses it."""
 
     def __init__(self, job: Any, here: Any, folder: Path, *, checks: bool = True) -> None:
-        from foretell.runtime import save
-        from foretell.runtime.control import Control
+        from foretell.runtime.process.control import Control
+        from foretell.runtime.train import save
 
         self.job, self.save_, self.checks = job, save, checks
         self.teams = save.Members(Control(here)), save.Members(Control(here))

@@ -76,11 +76,11 @@ def estimate(config: dict[str, Any], mended: bool) -> dict[str, Any]:
     """Seconds of the second step of a configuration."""
     from memory import parts
 
-    from foretell.trace.capture import no_initialisation
-    from foretell.trace.cuda import cuda_choices, real_masks
-    from foretell.trace.load import load
-    from foretell.trace.recorder import Recorder
-    from foretell.trace.step import Step
+    from foretell.trace.cuda.select import cuda_choices, real_masks
+    from foretell.trace.load.model import load
+    from foretell.trace.record.capture import no_initialisation
+    from foretell.trace.record.recorder import Recorder
+    from foretell.trace.record.step import Step
 
     source, recipe = parts(config)
     recorder = Recorder() if mended else None

@@ -67,9 +67,9 @@ def predicted(run: dict[str, Any], on: str) -> dict[str, Any]:
 
 def measured(run: dict[str, Any], kind: str, held: float = HELD_SECONDS) -> dict[str, Any]:
     """Steps for some seconds, with the joules that the counter gained meanwhile."""
+    from foretell.hardware.probe.cases.steps import step_of
     from foretell.hardware.probe.machine import nvml
     from foretell.hardware.probe.power import Meter
-    from foretell.hardware.probe.steps import step_of
 
     torch.manual_seed(0)
     step = step_of({**USUAL, **({"precision": "fp32"} if kind == "cpu" else {}), **run}, kind)

@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 
 from foretell.plan.types import Plan
-from foretell.runtime import folder, log, ranks, train
-from foretell.runtime.control import Control
+from foretell.runtime.parallel import ranks
+from foretell.runtime.process.control import Control
+from foretell.runtime.train import folder, log, train
 
 
 class Screen:

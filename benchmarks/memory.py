@@ -71,7 +71,7 @@ def name_of(config: dict[str, Any]) -> str:
 
 
 def parts(config: dict[str, Any]) -> tuple[Any, Any]:
-    from foretell.trace.load import Source
+    from foretell.trace.load.model import Source
     from foretell.trace.recipe import Recipe
 
     source = Source(**{k: config[k] for k in ("model", "overrides", "micro_batch", "seq", "image")})
@@ -87,8 +87,8 @@ def predict(config: dict[str, Any]) -> dict[str, Any]:
     from foretell.hardware import overhead, parse
     from foretell.lower.compiling import compiled
     from foretell.simulate.memory.memory import predict_memory
-    from foretell.trace.capture import capture
-    from foretell.trace.load import load
+    from foretell.trace.load.model import load
+    from foretell.trace.record.capture import capture
 
     source, recipe = parts(config)
     started = time.perf_counter()

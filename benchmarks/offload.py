@@ -37,7 +37,7 @@ def build(options: argparse.Namespace) -> Any:
     sys.path.insert(0, str(HERE / "models"))
     import chunked_gpt
 
-    from foretell.trace.step import recompute_block
+    from foretell.trace.record.step import recompute_block
 
     with torch.device("meta"):
         model = chunked_gpt.model(options.layers, options.width, options.words, options.tokens)
@@ -91,9 +91,9 @@ def engine(options: argparse.Namespace, way: str, device: Any) -> tuple[Any, dic
     """A step with foretell's engine."""
     import torch
 
-    from foretell.runtime import clip
     from foretell.runtime.offload import forms, layout
     from foretell.runtime.offload.engine import Offloaded
+    from foretell.runtime.train import clip
 
     model = build(options)
     named = dict(model.named_parameters())

@@ -3,7 +3,7 @@
     python benchmarks/offload_ranks.py --predict SAID.json          what foretell says of every case; needs no GPU
     python benchmarks/offload_ranks.py --predicted SAID.json        every case, each in a process of its own, beside that
 
-The plan is applied by `runtime.apply` as a run does it, in PyTorch's fake process group. Tensors, streams and the allocator are real; what
+The plan is applied by `runtime.parallel.apply` as a run does it, in PyTorch's fake process group. Tensors, streams and the allocator are real; what
 others would have sent is whatever lay there, so losses mean nothing, and seconds are those of a step whose messages take none.
 """
 
@@ -46,7 +46,7 @@ def plan_of(case: str, options: argparse.Namespace) -> Any:
 
 
 def source(options: argparse.Namespace) -> Any:
-    from foretell.trace.load import Source
+    from foretell.trace.load.model import Source
 
     return Source(model="gpt-tiny" if options.smoke else "gpt2-xl", micro_batch=options.batch)
 
@@ -72,10 +72,10 @@ def one(case: str, options: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from foretell.runtime.apply import apply
     from foretell.runtime.offload import shards
-    from foretell.runtime.ranks import Ranks, form
-    from foretell.trace.load import load
+    from foretell.runtime.parallel.apply import apply
+    from foretell.runtime.parallel.ranks import Ranks, form
+    from foretell.trace.load.model import load
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
@@ -122,7 +122,7 @@ def main() -> None:
         os._exit(0)
     cases = options.cases.split(",")
     if options.predict:
-        from foretell.search.traces import Traces
+        from foretell.search.traces.needed import Traces
 
         known = Traces(capability=(9, 0))
         options.predict.write_text(json.dumps({case: say(case, options, known) for case in cases}, indent=1))

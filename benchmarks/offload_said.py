@@ -26,7 +26,7 @@ def plan_of(row: dict[str, Any]) -> Any:
     from foretell.plan.blocks import compress
     from foretell.plan.recipe import model_of
     from foretell.plan.types import Plan, Residency
-    from foretell.trace.load import Source
+    from foretell.trace.load.model import Source
 
     layers, width = row["layers"], row["width"]
     source = Source(model=f"{HERE / 'models' / 'chunked_gpt.py'}:model", overrides={"layers": layers, "width": width},
@@ -62,7 +62,7 @@ def chosen(rows: list[dict[str, Any]], runs: list[int]) -> list[dict[str, Any]]:
 def main() -> None:
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
-    from foretell.search.traces import Traces
+    from foretell.search.traces.needed import Traces
     from foretell.simulate.plan import Options, predict_plan
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

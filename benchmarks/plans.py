@@ -57,7 +57,7 @@ class Oracle:
         from foretell.hardware import overhead, parse
         from foretell.hardware.probe.machine import cpu_name
         from foretell.hardware.profile import find_profile
-        from foretell.search.traces import Traces
+        from foretell.search.traces.needed import Traces
         from foretell.simulate.parts import TORCH
         from foretell.simulate.plan import Options
 
@@ -92,7 +92,7 @@ class Oracle:
 
     def choose(self, about: Any) -> Any:
         from foretell.plan.types import Mesh
-        from foretell.search.choose import Wishes, choose
+        from foretell.search.solve.choose import Wishes, choose
 
         case = self.case
         meshes = () if case.device == "cuda" else tuple(Mesh(**axes) for axes in case.meshes)
@@ -160,7 +160,7 @@ def row_of(case: Any, plan: Any, predicted: dict[str, Any], *, chosen: bool) -> 
 
 
 def words(plan: Any) -> str:
-    from foretell.search.choose import told
+    from foretell.search.solve.choose import told
 
     blocks = ", ".join(f"{pattern} {residency.mode}" for pattern, residency in plan.blocks.items())
     return told(plan.with_(blocks={})) + (f"; {blocks}" if blocks else "")
@@ -188,7 +188,7 @@ def measure_gpu(rows: Sequence[dict[str, Any]], out: Path, seconds: float) -> No
     import torch  # noqa: F401  # imported once, before the cases fork; CUDA stays untouched here
     from memory import append, done_keys, in_child, machine
 
-    import foretell.runtime.apply  # noqa: F401
+    import foretell.runtime.parallel.apply  # noqa: F401
 
     about, until = machine(), time.monotonic() + seconds
     left = [row for row in rows if row["key"] not in done_keys(out)]

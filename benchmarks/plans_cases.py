@@ -30,7 +30,7 @@ class Case:
     device: str = "cuda"
 
     def source(self, micro_batch: int = 1) -> Any:
-        from foretell.trace.load import Source
+        from foretell.trace.load.model import Source
 
         return Source(model=self.model, overrides=dict(self.overrides), seq=self.seq, micro_batch=micro_batch)
 

@@ -100,9 +100,9 @@ def _job(said: dict[str, Any], kind: str) -> Callable[[], Any]:
 
     from foretell.plan import file
     from foretell.plan.recipe import source_of
-    from foretell.runtime.apply import apply
-    from foretell.runtime.ranks import start
-    from foretell.trace.load import load
+    from foretell.runtime.parallel.apply import apply
+    from foretell.runtime.parallel.ranks import start
+    from foretell.trace.load.model import load
 
     plan = file.from_json(said)
     torch.manual_seed(0)
@@ -159,14 +159,14 @@ class OnCpu:
     """Plans on gloo ranks of this machine, all of them in turns, so that who else is busy slows all alike."""
 
     def __init__(self) -> None:
-        from foretell.runtime.pool import Pool
+        from foretell.runtime.process.pool import Pool
 
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a thread that spins keeps others from the cores
-        self.pool = Pool(largest=4, preload=["foretell.runtime.apply"])
+        self.pool = Pool(largest=4, preload=["foretell.runtime.parallel.apply"])
 
     def attempt(self, row: dict[str, Any], seconds: float) -> dict[str, Any]:
         from foretell.plan import file
-        from foretell.runtime.pool import RankFailure
+        from foretell.runtime.process.pool import RankFailure
 
         world = file.from_json(row["plan"]).mesh.world
         try:
@@ -185,7 +185,7 @@ def on_rank(rank: int, world: int, said: dict[str, Any], seconds: float) -> dict
     import torch
     import torch.distributed as dist
 
-    from foretell.runtime.measure import _host_peak
+    from foretell.runtime.observe.measure import _host_peak
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     gc.collect()

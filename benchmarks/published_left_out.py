@@ -13,7 +13,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from foretell.lower.foreign.stacks import Stack, stacks  # noqa: E402
-from foretell.price import analytic, collectives, machine  # noqa: E402
+from foretell.price import analytic, machine  # noqa: E402
+from foretell.price.network import collectives  # noqa: E402
 
 Without = Callable[[], AbstractContextManager[None]]
 

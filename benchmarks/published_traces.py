@@ -1,7 +1,7 @@
 """The traces that rows of published runs are priced from: short stacks of the zoo's models, shared by rows of equal shapes.
 
 A row's model has so many equal layers that two short stacks tell what one more layer costs. What a rank of a tensor- or
-context-parallel group computes is traced as the product traces it (`search.split_trace`).
+context-parallel group computes is traced as the product traces it (`search.traces.split`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from published_rows import Run  # noqa: E402
 
 from foretell.hardware.types import Device  # noqa: E402
 from foretell.lower.foreign.stacks import ALTERNATE, OPS, PRODUCTS_ALONE  # noqa: E402
-from foretell.search.child import answer  # noqa: E402
-from foretell.trace import cache as store  # noqa: E402
-from foretell.trace import stored  # noqa: E402
-from foretell.trace.child import request  # noqa: E402
-from foretell.trace.load import Source  # noqa: E402
+from foretell.search.traces.child import answer  # noqa: E402
+from foretell.trace.load.model import Source  # noqa: E402
 from foretell.trace.recipe import Recipe  # noqa: E402
+from foretell.trace.sandbox.child import request  # noqa: E402
+from foretell.trace.store import cache as store  # noqa: E402
+from foretell.trace.store import traces as stored  # noqa: E402
 from foretell.trace.types import Trace  # noqa: E402
 
 DEPTHS = (2, 4)

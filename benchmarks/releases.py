@@ -139,10 +139,10 @@ def ops_of(model: str, recipe: dict[str, Any]) -> list[Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map
 
-    from foretell.trace.capture import no_initialisation
-    from foretell.trace.load import Source, load
+    from foretell.trace.load.model import Source, load
     from foretell.trace.recipe import Recipe
-    from foretell.trace.step import Step
+    from foretell.trace.record.capture import no_initialisation
+    from foretell.trace.record.step import Step
 
     found: list[Any] = []
 

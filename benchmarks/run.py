@@ -33,7 +33,7 @@ TURNS = 6
 
 
 def source_of(size: dict[str, Any]) -> Any:
-    from foretell.trace.load import Source
+    from foretell.trace.load.model import Source
 
     overrides = {name: size[name] for name in ("layers", "dim", "heads", "context", "vocab_size")}
     return Source(model=MODEL, overrides=overrides, seq=size["context"], micro_batch=size["samples"])
@@ -44,7 +44,7 @@ def plan_of(name: str) -> Any:
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
     from foretell.plan import file
-    from foretell.search.choose import Wishes, choose
+    from foretell.search.solve.choose import Wishes, choose
     from foretell.simulate.plan import Options
 
     kept = HERE / "configs" / f"run-{name}.json"
@@ -65,7 +65,7 @@ class ByHand:
     def __init__(self, size: dict[str, Any], device: str, compile: bool) -> None:
         import torch
 
-        from foretell.trace.load import load
+        from foretell.trace.load.model import load
 
         torch.manual_seed(0)
         with torch.device(device):
@@ -89,9 +89,10 @@ class Foretold:
     """foretell's own loop, some steps at a time."""
 
     def __init__(self, plan: Any, device: str) -> None:
-        from foretell.runtime import folder, log, ranks, train
-        from foretell.runtime.control import Control
-        from foretell.runtime.signals import Signals
+        from foretell.runtime.parallel import ranks
+        from foretell.runtime.process.control import Control
+        from foretell.runtime.process.signals import Signals
+        from foretell.runtime.train import folder, log, train
 
         joined = ranks.start(plan, device=device)
         settings = folder.Settings(steps=10**6, no_save=True, schedule="constant", warmup=0)
@@ -107,7 +108,7 @@ class Foretold:
 
     def overhead(self) -> float:
         """Share of a step between two steps, by the run's own clock."""
-        from foretell.runtime import measure
+        from foretell.runtime.observe import measure
 
         columns = self.run.tally.columns
         pairs = list(zip(columns["between_seconds"], columns["seconds"], strict=True))[measure.SKIP_MOST :]

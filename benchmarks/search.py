@@ -5,7 +5,7 @@
     python benchmarks/search.py --published      Megatron's and TorchTitan's models, on their hardware, with their batch
     python benchmarks/search.py --dry            print, append nothing
 
-Seconds are those of `search.find.find`, imports excluded and traces read from disk, as are costs that the run before has kept;
+Seconds are those of `search.solve.find.find`, imports excluded and traces read from disk, as are costs that the run before has kept;
 `cpu_seconds` are those that the process computed, which other work on the machine changes less. Published plans and the plans found
 are costed by the same quick cost; a plan of another stack is taken as it would run here: bf16 instead of fp16 or fp8,
 the attention kernels of today, an H100 of 96 GB as one of 80 GB with more memory, not compiled where ranks share a sample.
@@ -49,11 +49,11 @@ def measure(name: str) -> dict[str, Any]:
     """One case, twice: the first run makes the traces."""
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
-    from foretell.search.explain import told
-    from foretell.search.find import find
-    from foretell.search.space_wishes import Wishes
+    from foretell.search.solve.explain import told
+    from foretell.search.solve.find import find
+    from foretell.search.space.constraints import Wishes
     from foretell.simulate.plan import Options
-    from foretell.trace.load import Source
+    from foretell.trace.load.model import Source
 
     model, seq, hardware, batch, bar = CASES[name]
     import numpy  # noqa: F401  imports are not counted
@@ -139,16 +139,16 @@ def against(run: Run) -> dict[str, Any]:
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
     from foretell.plan.types import Mesh
-    from foretell.search.depth import Depth
-    from foretell.search.explain import differs, told, with_memory
-    from foretell.search.find import Finder
-    from foretell.search.quick import Layout
-    from foretell.search.space_fill import fill
-    from foretell.search.space_price import SheetPricer
-    from foretell.search.space_wishes import Wishes
-    from foretell.search.traces import Traces
+    from foretell.search.estimate.depth import Depth
+    from foretell.search.estimate.plan import Layout
+    from foretell.search.solve.explain import differs, told, with_memory
+    from foretell.search.solve.find import Finder
+    from foretell.search.space.constraints import Wishes
+    from foretell.search.space.fill import fill
+    from foretell.search.space.price import SheetPricer
+    from foretell.search.traces.needed import Traces
     from foretell.simulate.plan import Options
-    from foretell.trace.load import Source
+    from foretell.trace.load.model import Source
 
     cluster = with_memory(parse(run.hardware), run.memory) if run.memory > 1 else parse(run.hardware)
     overrides = {**run.overrides, **({"context": run.seq} if run.model == "gpt2" else {})}

@@ -56,8 +56,8 @@ def parts(case: dict[str, Any], precision: str, shards: int = 1) -> tuple[Any, A
 
 def sharded_trace(case: dict[str, Any]) -> Any:
     from foretell.lower.fsdp.sharded import shard
-    from foretell.trace.capture import capture
-    from foretell.trace.load import load
+    from foretell.trace.load.model import load
+    from foretell.trace.record.capture import capture
 
     source, recipe = parts(case, "fsdp-bf16", case["world"])
     return shard(capture(lambda: load(source), recipe), case["world"])
@@ -88,9 +88,9 @@ def build_step(case: dict[str, Any], device: str) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from foretell.trace.blocks import find_blocks
-    from foretell.trace.load import load
-    from foretell.trace.step import Step, Workload
+    from foretell.trace.fold.blocks import find_blocks
+    from foretell.trace.load.model import load
+    from foretell.trace.record.step import Step, Workload
 
     source, recipe = parts(case, "fp32")
     with torch.device("meta"):

@@ -38,8 +38,8 @@ OTHERS_SECONDS = 10.0
 def subset(budget: float | None = None) -> Any:
     """What a shared probe would have measured of the journal's rows on the H200 that most of them are of."""
     from foretell.hardware.probe import ops, run
+    from foretell.hardware.probe.cases.steps import _HEAVY, _config, configs, name_of
     from foretell.hardware.probe.journal import gather, read
-    from foretell.hardware.probe.steps import _HEAVY, _config, configs, name_of
 
     budget = budget or run.BUDGET_SECONDS["cuda", "share"]
     whole = gather(JOURNAL)

@@ -32,10 +32,10 @@ from foretell.errors import UserError  # noqa: E402
 from foretell.hardware import catalog, silicon, wires  # noqa: E402
 from foretell.hardware.parse import parse  # noqa: E402
 from foretell.hardware.types import Device  # noqa: E402
-from foretell.price import collectives  # noqa: E402
+from foretell.price.calibrate.kin import held_back, kin_of  # noqa: E402
 from foretell.price.kernels.elsewhere import Correction  # noqa: E402
 from foretell.price.kernels.ops import OpModel  # noqa: E402
-from foretell.price.kin import held_back, kin_of  # noqa: E402
+from foretell.price.network import collectives  # noqa: E402
 
 SEED = 20261117
 CATALOGUE_BAND = (0.75, 1.3)

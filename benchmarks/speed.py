@@ -28,7 +28,7 @@ def seconds_of_seconds(trace: Any, recipe: Any, cluster: Any) -> tuple[float, fl
     from foretell.price import machine
     from foretell.price.speeds import Options, speeds_of
     from foretell.simulate.time.step import plan_time
-    from foretell.trace.collection import no_collection
+    from foretell.trace.record.collection import no_collection
 
     profile = find_profile("H200-SXM-141GB")
     rank = shard(trace, cluster.count) if cluster.count > 1 else trace
@@ -51,11 +51,11 @@ def one(model: str) -> None:
     import foretell.simulate.whole  # noqa: F401  imports are not counted
     from foretell import api
     from foretell.hardware import parse
-    from foretell.trace.capture import capture
-    from foretell.trace.deep import capture_deep
-    from foretell.trace.file import dumps, loads
-    from foretell.trace.load import Source, load
+    from foretell.trace.fold.deep import capture_deep
+    from foretell.trace.load.model import Source, load
     from foretell.trace.recipe import Recipe
+    from foretell.trace.record.capture import capture
+    from foretell.trace.store.file import dumps, loads
 
     cluster = parse(CASES[model][0])
     precision = "fsdp-bf16" if cluster.count > 1 else "bf16-autocast"

@@ -148,8 +148,8 @@ def predict_seconds(config: dict[str, Any]) -> dict[str, Any]:
     from foretell.hardware.profile import find_profile
     from foretell.simulate.plan import Options, predict_step
     from foretell.simulate.whole import speed
-    from foretell.trace.capture import capture
-    from foretell.trace.load import load
+    from foretell.trace.load.model import load
+    from foretell.trace.record.capture import capture
 
     source, recipe = parts(config)
     try:

@@ -82,7 +82,7 @@ def names_of(library: str) -> list[str]:
 def write_list() -> None:
     from importlib.metadata import version
 
-    from foretell.trace.hub_vision import mend_torchvision
+    from foretell.trace.hub.vision import mend_torchvision
 
     mend_torchvision()
     packages = {"hf": "transformers", "timm": "timm", "torchvision": "torchvision", "geometric": "torch_geometric", "diffusers": "diffusers"}
@@ -108,7 +108,8 @@ def shrunken(kind: str, folder: Path, after: int = 0) -> dict[str, Any]:
     import torch
     from transformers import AutoConfig
 
-    from foretell.trace import hub, hub_class
+    from foretell.trace.hub import build as hub
+    from foretell.trace.hub import classes as hub_class
 
     errors: list[str] = []
     try:
@@ -175,9 +176,9 @@ def fit(model: str, micro_batch: int = 1, precision: str = "") -> dict[str, Any]
 
 def trace(model: str, micro_batch: int = 1, precision: str = "") -> dict[str, Any]:
     """The same question as far as the trace, without the command around it: what takes the longest and refuses the most."""
-    from foretell.trace import child
-    from foretell.trace.load import Source
+    from foretell.trace.load.model import Source
     from foretell.trace.recipe import Recipe
+    from foretell.trace.sandbox import child
 
     recipe = Recipe(precision=precision) if precision else Recipe()
     asked = child.request(Source(model=model, micro_batch=micro_batch), recipe, (9, 0), {})
@@ -228,9 +229,9 @@ def really(model: str) -> dict[str, Any]:
     """One real step in fp32 with foretell's batch: PyTorch and the library alone."""
     import torch
 
-    from foretell.trace.load import Source, load
+    from foretell.trace.load.model import Source, load
     from foretell.trace.recipe import Recipe
-    from foretell.trace.step import Step
+    from foretell.trace.record.step import Step
 
     torch.manual_seed(0)
     begun = time.perf_counter()
@@ -244,9 +245,9 @@ def really(model: str) -> dict[str, Any]:
 def peaks(model: str) -> dict[str, Any]:
     """Peak bytes of a step in fp32 on this CPU: of a trace as the CPU runs it, and of the step really run."""
     from foretell.simulate.memory.replay import peak_live
-    from foretell.trace.here import measure_on_cpu, trace_as_cpu
-    from foretell.trace.load import Source
+    from foretell.trace.load.model import Source
     from foretell.trace.recipe import Recipe
+    from foretell.trace.record.on_cpu import measure_on_cpu, trace_as_cpu
 
     source, recipe = Source(model=model, seq=128), Recipe(precision="fp32")
     trace = trace_as_cpu(source, recipe)
@@ -267,7 +268,8 @@ def is_answer(row: dict[str, Any]) -> bool:
 
 
 def sweep(library: str, names: list[str], out: Path, real: str, folder: Path, quick: float = 0) -> None:
-    from foretell.trace import hub_vision, server
+    from foretell.trace.hub import vision as hub_vision
+    from foretell.trace.sandbox import server
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
     warnings.simplefilter("ignore")

@@ -3,10 +3,10 @@
 import contextlib
 import importlib
 
-from foretell.trace.hub_vision import mend_torchvision
+from foretell.trace.hub.vision import mend_torchvision
 
 PRELOAD = (
-    "foretell.trace.cache", "foretell.trace.deep", "foretell.trace.file", "foretell.trace.load",
+    "foretell.trace.store.cache", "foretell.trace.fold.deep", "foretell.trace.store.file", "foretell.trace.load.model",
 )  # fmt: skip
 mend_torchvision()
 for _name in ("transformers", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", "transformers.masking_utils",

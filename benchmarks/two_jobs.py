@@ -33,8 +33,8 @@ warnings.simplefilter("ignore")
 
 import torch  # noqa: E402  (no CUDA here: every job has a process of its own)
 
+from foretell.hardware.probe.cases.steps import parts, step_of  # noqa: E402
 from foretell.hardware.probe.machine import nvml  # noqa: E402
-from foretell.hardware.probe.steps import parts, step_of  # noqa: E402
 
 USUAL = {"precision": "bf16-autocast", "optimizer": "adamw-fused"}
 JOBS: dict[str, dict[str, Any]] = {
@@ -69,8 +69,8 @@ def predicted(job: dict[str, Any]) -> Any:
     from foretell.hardware.profile import find_profile
     from foretell.price.speeds import Options
     from foretell.simulate.plan import predict_step
-    from foretell.trace.child import request
-    from foretell.trace.stored import traced
+    from foretell.trace.sandbox.child import request
+    from foretell.trace.store.traces import traced
 
     source, recipe = parts({**USUAL, **job})
     cluster = parse("H200")

@@ -83,8 +83,8 @@ def predict(config: dict[str, Any]) -> dict[str, Any]:
 
 def hinted_trace(config: dict[str, Any]) -> Any:
     """A step whose sizes depend on data, at the shares that a user would give."""
-    from foretell.trace.capture import capture
-    from foretell.trace.load import load
+    from foretell.trace.load.model import load
+    from foretell.trace.record.capture import capture
 
     source, recipe = parts(config)
     return capture(lambda: load(source), recipe, hints=HINTS[config["model"]])
@@ -92,7 +92,7 @@ def hinted_trace(config: dict[str, Any]) -> Any:
 
 def evidence_of(local: Any, cluster: Any, how: Any) -> dict[str, Any]:
     """Seconds of a step's ops by family, those whose family the profile has not measured, and how many the host waits for."""
-    from foretell.price.kernels.rare import SIZED
+    from foretell.price.kernels.irregular import SIZED
     from foretell.price.kernels.shapes import short
     from foretell.price.machine import machine as known
     from foretell.price.speeds import alone, profile_for
@@ -171,7 +171,7 @@ def warm_up() -> None:
 
     import torch
 
-    from foretell.trace.hub import mend_torchvision
+    from foretell.trace.hub.build import mend_torchvision
 
     torch.set_num_threads(1)
 
@@ -219,8 +219,8 @@ def built(config: dict[str, Any], device: str) -> Any:
     import torch
     from torch import nn
 
-    from foretell.trace.load import load
-    from foretell.trace.step import Step
+    from foretell.trace.load.model import load
+    from foretell.trace.record.step import Step
 
     torch.manual_seed(0)
     source, recipe = parts(config)

@@ -302,7 +302,7 @@ def _limit(bench: Bench, case: Case) -> int | None:
 _NEED = """
 import pathlib, sys
 from foretell.observe.machine import cluster_of
-from foretell.search import followed
+from foretell.search.traces import followed
 from foretell.trace.script.words import parse
 cluster = cluster_of("auto")
 found = followed.cost(followed.follow(parse(sys.argv[2:]), cluster), cluster, "auto")

@@ -68,9 +68,9 @@ def read_configs(path: Path) -> list[tuple[dict[str, Any], str]]:
 
 def traced(config: dict[str, Any]) -> Any:
     """The step as CUDA runs it; phases in turn are joined."""
-    from foretell.trace.capture import capture
-    from foretell.trace.load import load
-    from foretell.trace.turns import in_turn
+    from foretell.trace.fold.phases import in_turn
+    from foretell.trace.load.model import load
+    from foretell.trace.record.capture import capture
 
     source, recipe = parts(config)
     phases = str(config["overrides"].get("phase", "")).split("+")
@@ -84,11 +84,11 @@ def kept_trace(config: dict[str, Any]) -> Any:
     """The trace, from TRACES where the code that makes it has not changed since."""
     import torch
 
-    from foretell.trace.file import dumps, loads
+    from foretell.trace.store.file import dumps, loads
 
     found = hashlib.sha256(f"{key_of(config)} {torch.__version__}".encode())
     root = HERE.parent / "foretell"
-    for path in sorted([*(root / "trace").glob("*.py"), *(root / "zoo").rglob("*.py")]):
+    for path in sorted([*(root / "trace").rglob("*.py"), *(root / "zoo").rglob("*.py")]):
         found.update(path.read_bytes())
     path = TRACES / f"{found.hexdigest()[:32]}.json"
     if path.exists():

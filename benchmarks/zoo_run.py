@@ -101,8 +101,8 @@ def built(config: dict[str, Any], device: str) -> tuple[list[Any], LaterDraws]:
     import torch
     from memory import parts
 
-    from foretell.trace.load import load
-    from foretell.trace.step import Step
+    from foretell.trace.load.model import load
+    from foretell.trace.record.step import Step
 
     torch.manual_seed(0)
     source, recipe = parts(config)
@@ -287,7 +287,7 @@ def timed(
 
 def finite(steps: list[Any]) -> tuple[bool, list[float]]:
     """Whether every loss is a number after the steps so far, and the losses."""
-    from foretell.trace.step import each_loss
+    from foretell.trace.record.step import each_loss
 
     losses = [float(loss.detach()) for step in steps for loss in each_loss(step.workload, step.autocast)]
     return all(math.isfinite(loss) for loss in losses), losses[:8]

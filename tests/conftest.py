@@ -75,7 +75,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def _set_aside() -> None:
     """What is there now is not looked at again: neither for garbage, nor for caches that may hold tensors of a trace, which are
     noted before."""
-    if memos := sys.modules.get("foretell.trace.memos"):
+    if memos := sys.modules.get("foretell.trace.record.memos"):
         memos._caches.look()
     gc.freeze()
 

@@ -1,6 +1,6 @@
 """Processes that have imported torch, for all workers of a test session: each is imported once, and forks for who asks.
 
-    torch and the tracer ── fork ──►  what traces a step, as foretell/trace/server.py has it
+    torch and the tracer ── fork ──►  what traces a step, as foretell/trace/sandbox/server.py has it
       └─ fork, and then the command line, what ranks use, transformers
            ├─ fork ──►  `Command`: `python -m foretell ...` with an environment, a folder, streams and an exit status of its own
            └─ fork, and then multiprocessing's server ── fork ──►  ranks of a `Pool`
@@ -34,17 +34,18 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from foretell.runtime import child, launch
-from foretell.trace import process, server
+from foretell.runtime.process import child, launch
+from foretell.trace.sandbox import process, server
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "FORETELL_TEST_FORKS"
 """The folder of its sockets, in the environment."""
 TRACES, COMMANDS, RANKS = "traces", "commands", "ranks"
-MODULES = ("foretell.search.child", "foretell.trace.script.child")
+MODULES = ("foretell.search.traces.child", "foretell.trace.script.child")
 MORE = (
-    *(f"foretell.runtime.{name}" for name in ("verify", "run", "tensor", "tensor_special", "tensor_compile", "pipeline", "pipeline_part", "dry_run")),
-    "foretell.runtime.pool", "foretell.runtime.offload.attach", "foretell.runtime.box", "foretell.runtime.launch",
+    *(f"foretell.runtime.{name}" for name in ("check.verify", "check.dry_run", "train.run")),
+    *(f"foretell.runtime.parallel.{name}" for name in ("tensor.split", "tensor.special", "tensor.compile", "pipeline.stages", "pipeline.part")),
+    "foretell.runtime.process.pool", "foretell.runtime.offload.attach", "foretell.runtime.box", "foretell.runtime.process.launch",
     "foretell.zoo.gpt", "foretell.zoo.llama", "pytest", "transformers.models.qwen2.modeling_qwen2",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.tensor.experimental", "torch.distributed.pipelining",
     "torch._dynamo.backends.debugging", "torch._functorch.partitioners", "torch._inductor.lowering", "networkx",
@@ -229,9 +230,9 @@ def _import_more() -> None:
 
 def _trace_once() -> None:
     """The first trace of a process takes twice as long as the next: fake tensors remember what ops give."""
-    from foretell.trace.capture import capture
-    from foretell.trace.load import Source, load
+    from foretell.trace.load.model import Source, load
     from foretell.trace.recipe import Recipe
+    from foretell.trace.record.capture import capture
 
     capture(lambda: load(Source(model="llama-tiny", micro_batch=2)), Recipe())
 

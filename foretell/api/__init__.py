@@ -24,5 +24,5 @@ from foretell.observe.public import trainer_callback as trainer_callback
 from foretell.observe.public import watch as watch
 from foretell.prove.check import Check as Check
 from foretell.prove.check import check as check
-from foretell.search.most import Most as Most
-from foretell.search.most import most as most
+from foretell.search.advice.largest import Most as Most
+from foretell.search.advice.largest import most as most

@@ -10,13 +10,13 @@ from foretell.api.step import fit, trace_ahead
 from foretell.decode import value_of
 from foretell.hardware import Cluster, parse
 from foretell.quantities import NO, Prediction
-from foretell.trace import cache as store
-from foretell.trace.load import Source
-from foretell.trace.process import TIME_LIMIT
+from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
+from foretell.trace.sandbox.process import TIME_LIMIT
+from foretell.trace.store import cache as store
 
 if TYPE_CHECKING:
-    from foretell.search.faster import Advice
+    from foretell.search.advice.faster import Advice
 
 SECONDS = 300.0
 """After which no further change is begun."""
@@ -40,7 +40,7 @@ def faster(
     progress: Callable[[str], None] = lambda doing: None, **options: Any,
 ) -> Advice:  # fmt: skip
     """What would make the step of an answer of `fit` faster; without `joins` only single changes, and batches of twice the size."""
-    from foretell.search import faster as search
+    from foretell.search.advice import faster as search
 
     plain = {**options, "model": model, "hardware": hardware, "trace_out": None, "advice_seconds": 0.0}
     cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
@@ -63,8 +63,8 @@ def faster_script(
     words: Sequence[str], *, hardware: str | Cluster, seconds: float, time_limit: float = TIME_LIMIT, hints: Mapping[str, float] | None = None
 ) -> Advice:
     """What would make a training script faster: it is followed again with each change."""
-    from foretell.search import followed
-    from foretell.search.script_faster import Search
+    from foretell.search.advice.script_faster import Search
+    from foretell.search.traces import followed
     from foretell.trace.script.words import parse as parse_words
 
     cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
@@ -74,8 +74,8 @@ def faster_script(
 
 
 def question_of(model: str, answer: Prediction, cluster: Cluster, options: Mapping[str, Any]) -> Any:
-    from foretell.search.faster_ways import Question
-    from foretell.trace.settings import settings_of
+    from foretell.search.advice.faster_ways import Question
+    from foretell.trace.load.settings import settings_of
 
     overrides = dict(options.get("overrides") or {})
     return Question(

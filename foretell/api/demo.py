@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from foretell.api.machine import probe_machine
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
 
 if TYPE_CHECKING:
     from foretell.hardware.profile import Profile
     from foretell.plan.types import Plan
     from foretell.price.time import Machine
-    from foretell.search.choose import Choice
+    from foretell.search.solve.choose import Choice
 
 def _machine_here() -> Machine | None:
     """This CPU as its own profile describes it, or that of one like it."""
@@ -32,7 +32,7 @@ def _pace(sources: Sequence[Source], recipe: Recipe, known: Machine, steps: int 
     """How many times as long as its profile says this CPU takes now, by really running steps of these models."""
     from foretell.price.speeds import alone
     from foretell.simulate.time.step import plan_time
-    from foretell.trace.here import seconds_on_cpu, trace_as_cpu
+    from foretell.trace.record.on_cpu import seconds_on_cpu, trace_as_cpu
 
     said = sum(plan_time(trace_as_cpu(source, recipe), alone(known))[0].step_seconds for source in sources)
     return sum(seconds_on_cpu(source, recipe, least=1.0, steps=steps, most=most) for source in sources) / said
@@ -105,8 +105,8 @@ def demo_pace() -> tuple[float, str] | None:
 def demo_plan() -> DemoPlan:
     """Trace the demo's model, cost plans for this machine, and choose."""
     from foretell.hardware.probe.machine import cpu_name
-    from foretell.search.choose import Wishes as Asked
-    from foretell.search.choose import choose
+    from foretell.search.solve.choose import Wishes as Asked
+    from foretell.search.solve.choose import choose
     from foretell.simulate.plan import Options
 
     cluster = parse("auto")

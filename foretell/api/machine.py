@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from foretell.hardware.profile import Measured, Profile
     from foretell.hardware.share.file import Shared
     from foretell.hardware.types import Device
-    from foretell.search.shared import Addition
+    from foretell.search.profiles.shared import Addition
     from foretell.simulate.beside import Together
 
 
@@ -24,7 +24,7 @@ def probe_machine(
     from foretell.hardware.probe.machine import device_of
     from foretell.hardware.probe.run import probe
     from foretell.hardware.profile import journal_path, own_path, save
-    from foretell.search.fit_profile import fit_profile
+    from foretell.search.profiles.fit import fit_profile
 
     journal = journal_path(out) if out else None
     measured = probe(device, mode, journal=journal, resume=resume, force=force, progress=progress)
@@ -35,7 +35,7 @@ def probe_machine(
 
 def fit_profile(measured: Measured, device: Device) -> Profile:
     """The profile of what was measured: ops, host, the step around them, watts."""
-    from foretell.search import fit_profile
+    from foretell.search.profiles import fit as fit_profile
 
     return fit_profile.fit_profile(measured, device)
 
@@ -60,6 +60,6 @@ def share_machine(
 
 def add_shared(paths: Sequence[str | Path], progress: Callable[[str, float], None] = lambda doing, share: None) -> Addition:
     """Check probes that others shared, fit them and keep them beside own profiles: predictions rest on them from then on."""
-    from foretell.search.shared import add
+    from foretell.search.profiles.shared import add
 
     return add(paths, progress)

@@ -24,15 +24,15 @@ from foretell.plan.precision import read as read_precision
 from foretell.quantities import FITS, Prediction, Remedy
 from foretell.simulate.memory.remedies import outlook
 from foretell.simulate.wishes import Amount, Wishes
-from foretell.trace import cache as store
-from foretell.trace.child import request
-from foretell.trace.collection import no_collection
-from foretell.trace.load import Source, describe, in_samples
-from foretell.trace.load import check as check_source
-from foretell.trace.process import TIME_LIMIT
+from foretell.trace.cuda.versions import choices_of, doubt, of
+from foretell.trace.flow.unaligned import unaligned
+from foretell.trace.load.model import Source, describe, in_samples
+from foretell.trace.load.model import check as check_source
 from foretell.trace.recipe import COMPUTES, Recipe
-from foretell.trace.unaligned import unaligned
-from foretell.trace.versions import choices_of, doubt, of
+from foretell.trace.record.collection import no_collection
+from foretell.trace.sandbox.child import request
+from foretell.trace.sandbox.process import TIME_LIMIT
+from foretell.trace.store import cache as store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -135,8 +135,8 @@ def _source(asked: Mapping[str, Any]) -> Source:
 
 def trace_ahead(many: Sequence[Mapping[str, Any]], seconds: float) -> None:
     """Trace what `fit` will trace for these options of its, side by side; it finds the traces kept. What cannot be traced it says then."""
-    from foretell.trace.stored import keep_all
-    from foretell.trace.turns import by_phase
+    from foretell.trace.fold.phases import by_phase
+    from foretell.trace.store.traces import keep_all
 
     wanted: list[Mapping[str, Any]] = []
     for given in many:
@@ -164,7 +164,7 @@ def _fit_module(
     model: nn.Module, batch: Any, loss: Any, recipe: Recipe, cluster: Cluster, on: str, hints: Mapping[str, float] | None, expandable: bool,
     wishes: Wishes,
 ) -> Prediction:  # fmt: skip
-    from foretell.trace.module import batch_size, capture_module
+    from foretell.trace.load.module import batch_size, capture_module
 
     trace = capture_module(model, batch, loss, replace(recipe, accumulate=1), capability=backends.capability(cluster), hints=hints)
     about = {"source": type(model).__name__, "description": type(model).__name__, "micro_batch": batch_size(batch)}
@@ -192,7 +192,7 @@ def fit_script(
     """What `fit` says of a training script: `["python", "train.py", "--batch-size", "64"]`, followed as it is to its first step."""
     asked = locals()
     from foretell.simulate.ranks import largest
-    from foretell.trace import user_code
+    from foretell.trace.sandbox import user_code
     from foretell.trace.script.several import follow_ranks
     from foretell.trace.script.words import over
     from foretell.trace.script.words import parse as parse_words
@@ -259,9 +259,9 @@ def _advised(
     least = ADVICE_SECONDS if asked["advice_seconds"] is None else asked["advice_seconds"]
     if answer.verdict == FITS or least <= 0:
         return answer, True
-    from foretell.search.advice import advise
-    from foretell.search.advice_plan import by_plan
-    from foretell.search.advice_ways import Asked
+    from foretell.search.advice.by_plan import by_plan
+    from foretell.search.advice.fit import advise
+    from foretell.search.advice.ways import Asked
 
     plain = {name: value for name, value in asked.items() if name != "began"} | {"advice_seconds": 0.0, "trace_out": None}
     seconds = max(least, time.monotonic() - asked["began"])
@@ -339,7 +339,7 @@ def _sizes(source: Source) -> dict[str, Any]:
 def _traced_in_turn(
     asked: dict[str, Any], recipe: Recipe, cache: bool, time_limit: float
 ) -> tuple[Trace, Mapping[str, str], Sequence[str]]:
-    from foretell.trace.turns import by_phase, in_turn
+    from foretell.trace.fold.phases import by_phase, in_turn
 
     found = {phase: _traced(each, cache, time_limit) for phase, each in by_phase(asked, recipe).items()}
     (trace, files, notes), *others = found.values()
@@ -350,7 +350,7 @@ def _traced_in_turn(
 
 
 def _traced(asked: dict[str, Any], cache: bool, time_limit: float) -> tuple[Trace, Mapping[str, str], Sequence[str]]:
-    from foretell.trace.stored import traced
+    from foretell.trace.store.traces import traced
 
     trace, entry = traced(asked, cache=cache, time_limit=time_limit)
     return trace, entry.files, entry.notes
@@ -384,7 +384,7 @@ def _predict(
     from foretell.simulate.parts import TORCH
     from foretell.simulate.plan import Options, predict_plan
     from foretell.simulate.whole import speed
-    from foretell.trace.compiled import breaks
+    from foretell.trace.inductor.compiled import breaks
 
     asked, recipe = recipe, replace(recipe, compile=str(trace.meta.get("compiles", "none"))) if recipe.compile == "none" else recipe
     if recipe.compile != "none" and "backwards" in trace.meta:

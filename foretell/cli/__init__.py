@@ -39,7 +39,7 @@ def _commands() -> Any:
 def _dispatch(words: list[str]) -> int:
     import typer
 
-    from foretell.trace import user_code
+    from foretell.trace.sandbox import user_code
 
     user_code.tell_with(common.runs_code_of)
     try:

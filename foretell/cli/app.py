@@ -8,31 +8,14 @@ from typing import Any
 
 import typer
 
-from foretell.cli import (
-    advise,
-    box,
-    ckpt,
-    common,
-    compare,
-    demo,
-    doctor,
-    eject,
-    export,
-    fit,
-    fuzz,
-    hardware,
-    plan,
-    probe,
-    prove,
-    report,
-    run,
-    show,
-    verify,
-    watch,
-    zoo,
-    zoo_check,
-    zoo_query,
-)
+from foretell.cli import common, compare, report
+from foretell.cli.fit import advise, fit
+from foretell.cli.machine import doctor, hardware, probe
+from foretell.cli.plan import eject, export, plan, show
+from foretell.cli.run import box, ckpt, demo, run, verify, watch
+from foretell.cli.zoo import check as zoo_check
+from foretell.cli.zoo import fuzz, prove, zoo
+from foretell.cli.zoo import query as zoo_query
 
 _SETTINGS: dict[str, Any] = {
     "add_completion": False,
@@ -51,7 +34,7 @@ def reading(command: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(command)
     def inner(*args: Any, **options: Any) -> int:
-        from foretell.trace import user_code
+        from foretell.trace.sandbox import user_code
 
         with user_code.refused():
             return command(*args, **options)

@@ -139,20 +139,20 @@ def to_nowhere(stream: TextIO) -> None:
 
 def emit_screen(prediction: Prediction, typed: Sequence[str] = ()) -> None:
     """Print a prediction for people; `typed` is what asked for it."""
-    from foretell.report import screen
+    from foretell.report.terminal import screen
 
     emit(screen.render(prediction, width(), typed=typed, ascii_only=ascii_only(sys.stdout), verbose=verbose()))
 
 
 def emit_answer(prediction: Prediction) -> None:
     """Print it for people before there is any advice, which `emit_advice` prints below it."""
-    from foretell.report import screen
+    from foretell.report.terminal import screen
 
     emit(screen.answer(prediction, width(), ascii_only=ascii_only(sys.stdout), verbose=verbose()))
 
 
 def emit_advice(prediction: Prediction, typed: Sequence[str]) -> None:
-    from foretell.report import screen
+    from foretell.report.terminal import screen
 
     emit(screen.advice(prediction, width(), typed=typed, ascii_only=ascii_only(sys.stdout)))
 

@@ -13,7 +13,7 @@ from foretell.errors import UserError
 
 if TYPE_CHECKING:
     from foretell.report.comparison import Comparison
-    from foretell.search.learn import Taught
+    from foretell.search.profiles.learn import Taught
 
 UPDATE_HELP = "Correct your own profile of this machine by what the run measured, where it was calm enough; runs steps of the model."
 
@@ -64,7 +64,7 @@ def _two(a: Path, b: Path, *, json: bool, updates: bool) -> int:
 
 def _learned(run: Path, found: Comparison, device: str) -> Taught:
     """What was asked for: this runs steps of the model."""
-    from foretell.trace.user_code import allowed
+    from foretell.trace.sandbox.user_code import allowed
 
     with allowed():
         return common.call(lambda: learned(run, found, device), f"learning from {run}")
@@ -93,8 +93,8 @@ def written(run: Path) -> Comparison:
 def learned(run: Path, found: Comparison, device: str) -> Taught:
     """Correct the profile by a run, where its comparison allows."""
     from foretell.plan import file
-    from foretell.runtime import measurement
-    from foretell.search.learn import Taught, update_profile
+    from foretell.runtime.observe import measurement
+    from foretell.search.profiles.learn import Taught, update_profile
 
     measured = measurement.read(run)
     assert measured is not None, "it was compared"

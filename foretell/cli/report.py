@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from foretell.cli import common
-from foretell.cli.fit import TIME_LIMIT
+from foretell.cli.fit.fit import TIME_LIMIT
 from foretell.errors import FileFormatError, UserError
 
 if TYPE_CHECKING:
-    from foretell.report.html_data import Subject
-    from foretell.report.html_detail import Detail
+    from foretell.report.html.data import Subject
+    from foretell.report.html.detail import Detail
 
 TRACE, SNAPSHOT = ".trace.json", ".snapshot.pickle"
 """What the files beside the page end with, in place of its `.html`."""
@@ -37,7 +37,9 @@ def report(
     Beside it: the predicted step as a Chrome trace and its memory as a PyTorch snapshot. No code of yours is run unless
     --trace asks for it.
     """
-    from foretell.report import html, html_data, html_sections
+    from foretell.report.html import data as html_data
+    from foretell.report.html import page as html
+    from foretell.report.html import sections as html_sections
 
     subject = html_data.read(path)
     target = _target(subject.path, out)
@@ -75,10 +77,10 @@ def _target(path: Path, out: Path | None) -> Path:
 
 def _detail(subject: Subject, may_run: bool, time_limit: float) -> tuple[Detail | None, str]:
     """The plan costed once more, or why that is not possible: a report goes without it."""
-    from foretell.trace.user_code import CodeNeeded, allowed
+    from foretell.trace.sandbox.user_code import CodeNeeded, allowed
 
     try:
-        from foretell.report import html_detail
+        from foretell.report.html import detail as html_detail
 
         with allowed() if may_run else contextlib.nullcontext():
             return html_detail.of_plan(subject.plan, subject.run, time_limit=time_limit), ""
@@ -99,7 +101,8 @@ def _beside(detail: Detail | None, target: Path) -> list[tuple[Path, str]]:
     """Write what is known of the step for other viewers."""
     if detail is None:
         return []
-    from foretell.report import chrome, html_memory
+    from foretell.report import chrome
+    from foretell.report.html import memory as html_memory
 
     found = []
     if detail.timeline is not None:

@@ -19,11 +19,12 @@ from foretell.eject.compose import Part, dotted, is_word, literal, part_of, take
 from foretell.errors import UserError
 from foretell.plan.recipe import source_of
 from foretell.plan.types import Plan
-from foretell.runtime.corpus import text_form
-from foretell.trace import hub, load
-from foretell.trace.capture import no_initialisation
-from foretell.trace.load import Source
-from foretell.trace.step import Workload, forward_of, given, places
+from foretell.runtime.data.text import text_form
+from foretell.trace.hub import build as hub
+from foretell.trace.load import model as load
+from foretell.trace.load.model import Source
+from foretell.trace.record.capture import no_initialisation
+from foretell.trace.record.step import Workload, forward_of, given, places
 
 ZOO = Path(zoo.__file__).parent
 _IMPORTS = "from typing import Any\n\nimport torch\nfrom torch import Tensor, nn\n"
@@ -264,8 +265,8 @@ def _call_text(workload: Workload) -> str:
 
 def _tried(workload: Workload) -> Any:
     """The model's output on fake tensors."""
-    from foretell.trace.stages import fake_of
-    from foretell.trace.step import call_model
+    from foretell.trace.flow.stages import fake_of
+    from foretell.trace.record.step import call_model
 
     with fake_of(workload.model, workload.batch) as batch, torch.no_grad():
         return call_model(workload.model, batch)

@@ -18,7 +18,7 @@ from foretell.plan.blocks import expand
 from foretell.plan.precision import in_plan
 from foretell.plan.recipe import known_blocks
 from foretell.plan.types import FP16, Plan
-from foretell.search.scripted import Facts, facts_of
+from foretell.search.traces.scripted import Facts, facts_of
 from foretell.trace.script.words import of_model
 
 COUNT = "micro_batches"

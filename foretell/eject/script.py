@@ -16,9 +16,9 @@ from foretell.plan.precision import MIXED
 from foretell.plan.recipe import refuse_other_model
 from foretell.plan.text import plain, shell_word
 from foretell.plan.types import AXES, FP16, KEEP, PRECISIONS, Mesh, Plan
-from foretell.runtime.folder import Settings
-from foretell.runtime.shard import units
-from foretell.trace.blocks import find_blocks
+from foretell.runtime.parallel.shard import units
+from foretell.runtime.train.folder import Settings
+from foretell.trace.fold.blocks import find_blocks
 
 SCHEDULES = {"gpipe": "gpipe", "1f1b": "one", "interleaved-1f1b": "looped"}
 """Schedules whose stages plain PyTorch can run → the flag of the part that says so."""

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from foretell.errors import UserError
 from foretell.plan.blocks import stages_of
 from foretell.plan.types import Plan
-from foretell.runtime.pipeline import chart
-from foretell.trace.stages import fake_of
-from foretell.trace.step import Workload, compute_loss
+from foretell.runtime.parallel.pipeline.stages import chart
+from foretell.trace.flow.stages import fake_of
+from foretell.trace.record.step import Workload, compute_loss
 
 _OTHER = "run it with `foretell run`, or plan without a pipeline"
 

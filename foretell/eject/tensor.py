@@ -18,13 +18,13 @@ from foretell.eject.compose import is_word, literal
 from foretell.errors import ForetellError, UserError
 from foretell.plan import paths
 from foretell.plan.recipe import source_of
-from foretell.plan.tensor import Derived, derive, refusal
-from foretell.plan.tensor_flow import Again, Choices, Pass
-from foretell.plan.tensor_types import Operand, Result, Setting, Shard, local_shape
+from foretell.plan.tensor.derive import Derived, derive, refusal
+from foretell.plan.tensor.flow import Again, Choices, Pass
+from foretell.plan.tensor.types import Operand, Result, Setting, Shard, local_shape
 from foretell.plan.types import Plan, Split
-from foretell.trace.dataflow import Call, Flow, record
-from foretell.trace.load import load
-from foretell.trace.step import Workload
+from foretell.trace.flow.calls import Call, Flow, record
+from foretell.trace.load.model import load
+from foretell.trace.record.step import Workload
 
 _OTHER = "run it with `foretell run`, or plan with tp 1"
 ALLOWED = {"", "embedding", "cross_entropy_classes"}

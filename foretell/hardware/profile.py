@@ -25,7 +25,7 @@ from foretell.errors import FileFormatError, UserError
 from foretell.files import write_atomically
 from foretell.hardware import silicon
 from foretell.hardware.share import added
-from foretell.trace import cache
+from foretell.trace.store import cache
 from foretell.trace.types import TensorSpec
 
 KIND, SCHEMA = "foretell-profile", 1

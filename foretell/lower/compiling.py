@@ -15,7 +15,7 @@ def compiled(trace: Trace, way: str) -> Trace:
     """The trace of the same step, compiled that way."""
     if way == "none":
         return trace
-    from foretell.trace.compiled import compile_trace
+    from foretell.trace.inductor.compiled import compile_trace
 
     if way == "blocks":
         return compile_trace(trace, block_of=block_of)

@@ -2,7 +2,7 @@
 
 The other weights are sharded over all of dp_shard. fully_shard makes of every stack of experts a unit of its own, inside
 its block: it is gathered when the experts are called and reduced when their backward has ended. Rows go to the experts and
-back as all-to-all messages, which are in the trace of a rank (`search.split_trace`).
+back as all-to-all messages, which are in the trace of a rank (`search.traces.split`).
 
 Bytes and messages are those of a dry run to the byte (tests), but where blocks are computed again: there the bytes come
 out up to 7 % too high, since a stack of experts is counted as whole from its second forward to its backward.

@@ -1,7 +1,7 @@
 """Tensor parallelism between pipeline stages: activations that are split along the sequence cross as whole tensors.
 
 A stage gathers what it sends and takes its part of what it receives, forward and backward. The program of one rank of
-a split model itself is traced (`search.split_trace`), not derived here: what is costed is then what runs.
+a split model itself is traced (`search.traces.split`), not derived here: what is costed is then what runs.
 
 The first norm of a later stage in truth computes on the whole tensor it received; here it computes on its part, so that
 bytes of such a stage come out a little low or high (tests say by how much) and two of its small messages differ.

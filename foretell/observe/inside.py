@@ -31,12 +31,12 @@ from foretell.observe import lines
 from foretell.observe.record import Record
 from foretell.observe.tell import Teller
 from foretell.runtime.observe import hooks
-from foretell.search import followed
-from foretell.search.followed import Followed
-from foretell.trace.cache import versions
-from foretell.trace.module import batch_size, capture_module
+from foretell.search.traces import followed
+from foretell.search.traces.followed import Followed
+from foretell.trace.load.module import batch_size, capture_module
 from foretell.trace.recipe import Recipe
 from foretell.trace.script.follow import name_of
+from foretell.trace.store.cache import versions
 
 Say = Callable[[str], None]
 

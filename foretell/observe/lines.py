@@ -10,10 +10,10 @@ from foretell.observe.group import SPREAD, Group
 from foretell.observe.readings import SLOWER, Readings
 from foretell.quantities import FITS, NO, Holder
 from foretell.report import words
-from foretell.runtime import load as machine_load
-from foretell.runtime.load import Load
-from foretell.search.faster import Gain
-from foretell.search.script_ways import Way
+from foretell.runtime.observe import machine_load
+from foretell.runtime.observe.machine_load import Load
+from foretell.search.advice.faster import Gain
+from foretell.search.advice.script_ways import Way
 from foretell.units import gib, human_bytes
 
 PROBE = "foretell probe"

@@ -11,7 +11,7 @@ from foretell.errors import UserError
 from foretell.hardware.files import from_dict
 from foretell.hardware.parse import parse
 from foretell.hardware.types import Cluster
-from foretell.trace.process import package_parent
+from foretell.trace.sandbox.process import package_parent
 
 _LOOK = "import sys, json; sys.path.insert(0, sys.argv[2]); from foretell.errors import ForetellError\n" \
         "from foretell.hardware import parse\n" \

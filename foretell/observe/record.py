@@ -26,10 +26,10 @@ from foretell.observe.group import Group
 from foretell.observe.readings import Readings
 from foretell.plan import file as plans
 from foretell.plan.types import Plan
-from foretell.runtime import folder, log
-from foretell.runtime.load import Meter
-from foretell.runtime.measurement import FILE, Measurement, nearest, stretches
-from foretell.search import traces_file
+from foretell.runtime.observe.machine_load import Meter
+from foretell.runtime.observe.measurement import FILE, Measurement, nearest, stretches
+from foretell.runtime.train import folder, log
+from foretell.search.traces import file as traces_file
 
 OOM = "oom.json"
 

@@ -28,9 +28,9 @@ from foretell.observe.listen import Listener
 from foretell.observe.machine import cluster_of, one_of
 from foretell.observe.record import Record
 from foretell.observe.tell import RAM_BAND, Predicted, Say, Teller
-from foretell.search import followed
-from foretell.search.script_faster import Search as Faster
-from foretell.search.script_ways import Search
+from foretell.search.advice.script_faster import Search as Faster
+from foretell.search.advice.script_ways import Search
+from foretell.search.traces import followed
 from foretell.trace.script.words import Script
 
 BEFORE, BESIDE, NO = "before", "beside", "no"

@@ -14,11 +14,11 @@ from foretell.observe.group import Group
 from foretell.observe.readings import LEAK_SAMPLES, WAITS, WINDOW, Readings
 from foretell.observe.record import Record
 from foretell.plan.types import Plan
-from foretell.search import followed
-from foretell.search.followed import Followed
+from foretell.search.traces import followed
+from foretell.search.traces.followed import Followed
 from foretell.simulate.parts import PlanCost
-from foretell.trace.file import dumps
 from foretell.trace.recipe import Recipe
+from foretell.trace.store.file import dumps
 from foretell.units import MIB
 
 FIRST_STEPS = 4

@@ -14,12 +14,12 @@ from math import prod
 from typing import Any
 
 from foretell.errors import UserError
-from foretell.plan.tensor import Collective
-from foretell.plan.tensor_flow import refs_of
-from foretell.plan.tensor_rules import base_name, decide, writes
-from foretell.plan.tensor_types import Cut, Operand, Partial, Place, Refuse, Result, Setting, Shard, operands
-from foretell.plan.tensor_ways import GATHER, REDUCE, SCATTER
-from foretell.trace.dataflow import Call, Flow, Ref
+from foretell.plan.tensor.derive import Collective
+from foretell.plan.tensor.exchange import GATHER, REDUCE, SCATTER
+from foretell.plan.tensor.flow import refs_of
+from foretell.plan.tensor.rules import base_name, decide, writes
+from foretell.plan.tensor.types import Cut, Operand, Partial, Place, Refuse, Result, Setting, Shard, operands
+from foretell.trace.flow.calls import Call, Flow, Ref
 from foretell.units import DTYPE_BYTES
 
 ATTENTION = "scaled_dot_product_attention"

@@ -1,15 +1,15 @@
 """Rules for calls that differ where the ranks share positions: attention, and losses over rows. Plain data, no torch.
 
-All other calls follow the rules of `plan.tensor_rules`: a dimension is a dimension, whatever it counts.
+All other calls follow the rules of `plan.tensor.rules`: a dimension is a dimension, whatever it counts.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from foretell.plan.tensor_products import attention as by_heads
-from foretell.plan.tensor_types import Operand, Place, Refuse, Result, Setting, Shard
-from foretell.plan.tensor_views import Rule
+from foretell.plan.tensor.products import attention as by_heads
+from foretell.plan.tensor.types import Operand, Place, Refuse, Result, Setting, Shard
+from foretell.plan.tensor.views import Rule
 
 
 def attention(

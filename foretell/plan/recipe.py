@@ -12,7 +12,7 @@ from foretell.plan import blocks as stack
 from foretell.plan import paths
 from foretell.plan.precision import in_plan, in_recipe
 from foretell.plan.types import AWAY, Mesh, Plan, Residency
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
 
 Shapes = Mapping[str, tuple[Sequence[int], str]]

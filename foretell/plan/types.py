@@ -105,7 +105,7 @@ class Plan:
     """How to run one model on one machine or cluster."""
 
     model: Mapping[str, Any]
-    """What `trace.load.Source` takes: model, overrides, seq, image, loss; `parameters`, `digest`, `shapes` and `blocks` say
+    """What `trace.load.model.Source` takes: model, overrides, seq, image, loss; `parameters`, `digest`, `shapes` and `blocks` say
     which model that was (see `plan.recipe.model_of`)."""
     hardware: str
     """As `--on` takes it."""

@@ -48,11 +48,11 @@ class Evidence:
     host_share: float = 0.0
     """Of the step: the device waits for the host."""
     irregular_share: float = 0.0
-    """Of the step: ops whose seconds neither FLOPs nor bytes tell (price/kernels/rare.py)."""
+    """Of the step: ops whose seconds neither FLOPs nor bytes tell (price/kernels/irregular.py)."""
     guessed_share: float = 0.0
     """Of the step: ops that the device's profile was measured without."""
     widening: float = 1.0
-    """How much further the band reaches: above one for a release of torch that was not checked (trace/versions.py)."""
+    """How much further the band reaches: above one for a release of torch that was not checked (trace/cuda/versions.py)."""
 
     @property
     def kind(self) -> str:

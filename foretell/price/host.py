@@ -14,11 +14,11 @@ from typing import Any
 
 from foretell.hardware.profile import OpRow
 from foretell.price.kernels.features import FREE
-from foretell.price.kernels.rare import called, kind_of, matrices
+from foretell.price.kernels.irregular import called, kind_of, matrices
 from foretell.price.kernels.shapes import Shape, short, state_of
-from foretell.trace.compiled_blocks import ENTER, LEAVE
-from foretell.trace.compiled_graphs import REPLAY, REPLAYED
-from foretell.trace.merged import MERGED, about
+from foretell.trace.fold.merged import MERGED, about
+from foretell.trace.inductor.blocks import ENTER, LEAVE
+from foretell.trace.inductor.cuda_graphs import REPLAY, REPLAYED
 from foretell.trace.types import NO_GRAD, Op, Storage, TensorSpec, Trace
 
 COUNTS = (

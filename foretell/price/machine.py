@@ -8,11 +8,11 @@ from foretell.hardware.profile import Profile
 from foretell.hardware.types import Device
 from foretell.price import bands
 from foretell.price.analytic import FAMILIES, family
+from foretell.price.calibrate.kin import fewer_watts, held_back
 from foretell.price.clocks import Clocks
 from foretell.price.energy import PowerModel, usual
 from foretell.price.host import START, HostModel
 from foretell.price.kernels.ops import OpModel
-from foretell.price.kin import fewer_watts, held_back
 from foretell.price.time import COMPUTE_KINDS, Machine
 from foretell.quantities import ASSUMED, MEASURED
 

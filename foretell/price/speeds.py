@@ -18,12 +18,12 @@ from foretell.plan.mesh import OWN_RANKS, groups, sharing, sharing_experts
 from foretell.plan.types import Mesh, Plan
 from foretell.price import offload
 from foretell.price.bands import Evidence, factors
-from foretell.price.collectives import ALL_REDUCE, P2P, Fabric, among, collective, fabric, slowest
-from foretell.price.kin import kin_of
+from foretell.price.calibrate.kin import kin_of
+from foretell.price.heterogeneous import slowest_seen
 from foretell.price.machine import machine
+from foretell.price.network.collectives import ALL_REDUCE, P2P, Fabric, among, collective, fabric, slowest
 from foretell.price.offload import CopyRates
 from foretell.price.time import Machine, Reprice
-from foretell.price.unlike import slowest_seen
 from foretell.trace.types import Op, Trace
 
 REDUCTION_AT_END_BYTES = 8

@@ -10,14 +10,14 @@ from foretell.price.clocks import Clocks, slowdowns
 from foretell.price.energy import PowerModel
 from foretell.price.host import HostModel, steady
 from foretell.price.kernels.features import Shape, describe
+from foretell.price.kernels.irregular import ASKED, FAMILY, called, unmeasured, waits
 from foretell.price.kernels.ops import OpModel
-from foretell.price.kernels.rare import ASKED, FAMILY, called, unmeasured, waits
 from foretell.price.kernels.shapes import short
-from foretell.price.overlap import slower
+from foretell.price.network.overlap import slower
 from foretell.quantities import MEASURED, Task
-from foretell.trace.compiled_blocks import ENTER, LEAVE
-from foretell.trace.compiled_graphs import REPLAY, REPLAYED
-from foretell.trace.merged import MERGED, about
+from foretell.trace.fold.merged import MERGED, about
+from foretell.trace.inductor.blocks import ENTER, LEAVE
+from foretell.trace.inductor.cuda_graphs import REPLAY, REPLAYED
 from foretell.trace.types import Op, Trace
 
 MARKS = frozenset({"foretell.begin", "foretell.model_end", "foretell.reshard", "foretell.link", ENTER, LEAVE, REPLAY, REPLAYED})

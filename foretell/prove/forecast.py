@@ -18,7 +18,7 @@ from foretell.errors import ForetellError, UserError
 from foretell.hardware import overhead
 from foretell.hardware.profile import Profile, find_profile
 from foretell.hardware.types import Cluster
-from foretell.price.kin import kin_of
+from foretell.price.calibrate.kin import kin_of
 from foretell.prove import seal
 from foretell.prove.draw import draw
 from foretell.prove.types import Config, Forecast, Sealed
@@ -26,9 +26,9 @@ from foretell.quantities import NO
 from foretell.simulate.memory.memory import predict_memory, run_order, sizes_for, smallest_limit
 from foretell.simulate.parts import TORCH
 from foretell.simulate.plan import Options, PlanCost, predict_step
-from foretell.trace.child import request
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
+from foretell.trace.sandbox.child import request
 from foretell.trace.types import Trace
 from foretell.units import MIB
 
@@ -181,8 +181,8 @@ def _predicted(asked: Asked, book: _Journal, progress: Progress) -> Iterator[For
 
 def _traces(configs: Sequence[Config], asked: Asked, progress: Progress) -> Iterator[Trace | Forecast]:
     """Traces in order; where one cannot be made, a forecast that says so."""
-    from foretell.search.child import trace_all
-    from foretell.trace.file import loads
+    from foretell.search.traces.child import trace_all
+    from foretell.trace.store.file import loads
 
     requests = [_request(config, asked) for config in configs]
     if not requests:
@@ -208,8 +208,8 @@ def _request(config: Config, asked: Asked) -> dict[str, Any]:
 
 def _pacers(asked: Asked) -> dict[str, float]:
     """Small models of the zoo and their seconds by this CPU's profile."""
-    from foretell.search.child import trace_all
-    from foretell.trace.file import loads
+    from foretell.search.traces.child import trace_all
+    from foretell.trace.store.file import loads
 
     if asked.kind != "cpu":
         return {}

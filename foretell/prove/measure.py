@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from foretell.prove.types import Config
-from foretell.trace.blocks import find_blocks
-from foretell.trace.load import Source, load
+from foretell.trace.fold.blocks import find_blocks
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Step
+from foretell.trace.record.step import Step
 
 WARM, TIMED_SECONDS, LEAST_STEPS, MOST_STEPS = 3, 1.2, 6, 60
 """Steps before the clock starts; steps that are timed: as many as fit into the seconds, between least and most."""
@@ -174,7 +174,7 @@ def _timed(one: Callable[[], None]) -> dict[str, Any]:
 
 def on_cpu(said: Mapping[str, Any], pacers: Sequence[str]) -> dict[str, Any]:
     """Peak bytes of tensors and median seconds of a step on this CPU, and of other models just before and after it."""
-    from foretell.trace.here import measure_on_cpu, seconds_on_cpu
+    from foretell.trace.record.on_cpu import measure_on_cpu, seconds_on_cpu
 
     config = Config.from_json(said)
     before = _pace(pacers)
@@ -185,7 +185,7 @@ def on_cpu(said: Mapping[str, Any], pacers: Sequence[str]) -> dict[str, Any]:
 
 
 def _pace(models: Sequence[str]) -> dict[str, float]:
-    from foretell.trace.here import seconds_on_cpu
+    from foretell.trace.record.on_cpu import seconds_on_cpu
 
     recipe = Recipe(precision="fp32")
     return {name: seconds_on_cpu(Source(model=name, micro_batch=2), recipe, least=0.15, steps=8, most=2.0) for name in models}

@@ -8,7 +8,7 @@ from typing import Any
 
 from foretell import zoo
 from foretell.decode import Mismatch, value_of
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
 
 SCHEMA_VERSION = 1

@@ -27,9 +27,9 @@ from foretell.prove import zoo_cpu, zoo_plan, zoo_rows
 from foretell.prove.zoo_cpu import SAMPLES, Pacers, Seen, with_phase
 from foretell.prove.zoo_plan import PARTS, STEPS, Planned, Ran, first_line, run_plan
 from foretell.prove.zoo_rows import MEMORY_BAR, NONE, OK, TIME_BAR, Row
-from foretell.runtime import verify
-from foretell.runtime.pool import Pool, RankFailure
-from foretell.trace.load import Source
+from foretell.runtime.check import verify
+from foretell.runtime.process.pool import Pool, RankFailure
+from foretell.trace.load.model import Source
 
 LIMIT_SECONDS = 300.0
 """For one piece of a row."""
@@ -250,7 +250,7 @@ class Checker:
 
     def _run(self, row: Row, source: Source, found: Planned, failures: dict[str, str]) -> Row:
         """Run the plan: below its cap, and with the losses of the plain run."""
-        from foretell.search.choose import told
+        from foretell.search.solve.choose import told
 
         assert found.plan is not None
         plan = found.plan

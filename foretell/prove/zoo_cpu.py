@@ -1,6 +1,6 @@
 """What is checked of an entry on this CPU by a worker of its own: trace, bytes and seconds, and the plan that is asked for.
 
-Each function is called in a worker of `runtime.pool`: a model that crashes takes the worker down and not the check.
+Each function is called in a worker of `runtime.process.pool`: a model that crashes takes the worker down and not the check.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from foretell.price.kernels.features import launches
 from foretell.prove.zoo_plan import HereTraces, Planned, planned
 from foretell.simulate.pace import Pace, Said, pace_of, said
 from foretell.simulate.plan import Options
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.types import Op, Trace
 
 if TYPE_CHECKING:
     from foretell.price.time import Machine
-    from foretell.trace.step import Step
+    from foretell.trace.record.step import Step
 
 Pacers = Mapping[str, tuple[Said, float]]
 """Model → its seconds by the profile, and measured."""
@@ -111,8 +111,8 @@ def with_phase(source: Source, phase: str) -> Source:
 
 
 def _traced(sources: list[Source], phases: tuple[str, ...]) -> Trace:
-    from foretell.trace.here import trace_as_cpu
-    from foretell.trace.turns import in_turn
+    from foretell.trace.fold.phases import in_turn
+    from foretell.trace.record.on_cpu import trace_as_cpu
 
     traces = [trace_as_cpu(one, RECIPE) for one in sources]
     return in_turn(dict(zip(phases, traces, strict=True))) if len(traces) > 1 else traces[0]
@@ -132,7 +132,7 @@ def _computes(op: Op) -> bool:
 
 
 def _peak(sources: list[Source]) -> int:
-    from foretell.trace.here import measure_on_cpu
+    from foretell.trace.record.on_cpu import measure_on_cpu
 
     return measure_on_cpu(sources[0], RECIPE)[0] if len(sources) == 1 else _peak_in_turn(sources)
 
@@ -142,8 +142,8 @@ def _peak_in_turn(sources: list[Source], rounds: int = 2) -> int:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from foretell.trace.collection import no_collection
-    from foretell.trace.here import _peaks, _quiet_stderr, _run_once
+    from foretell.trace.record.collection import no_collection
+    from foretell.trace.record.on_cpu import _peaks, _quiet_stderr, _run_once
 
     steps = _sharing(sources)
     tensors = [tensor for step in steps for tensor in (*step.model.parameters(), *step.model.buffers())]
@@ -160,7 +160,7 @@ def _sharing(sources: list[Source]) -> list[Step]:
     import torch
     from torch import nn
 
-    from foretell.trace.step import Step
+    from foretell.trace.record.step import Step
 
     made = []
     for source in sources:
@@ -197,7 +197,7 @@ def pace_now(_rank: int, _world: int) -> Pacers:
     known = _machine()
     if known is None:
         return {}
-    from foretell.trace.here import trace_as_cpu
+    from foretell.trace.record.on_cpu import trace_as_cpu
 
     sources = {name: Source(model=name, micro_batch=SAMPLES) for name in PACERS}
     tries = [_timed(list(sources.values())) for _ in range(TRIES)]
@@ -215,7 +215,7 @@ def _timed(sources: list[Source]) -> list[float]:
     the machine slows all of them alike, and counts as little as can be."""
     import torch
 
-    from foretell.trace.here import _run_once
+    from foretell.trace.record.on_cpu import _run_once
 
     torch.set_num_threads(1)
     steps = [_step(source) for source in sources]
@@ -235,7 +235,7 @@ def _timed(sources: list[Source]) -> list[float]:
 def _step(source: Source) -> Step:
     import torch
 
-    from foretell.trace.step import Step
+    from foretell.trace.record.step import Step
 
     torch.manual_seed(0)
     step = Step(load(source), RECIPE, device_type="cpu")

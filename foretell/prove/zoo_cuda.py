@@ -22,11 +22,11 @@ from foretell.prove.run import in_child
 from foretell.prove.types import Config, Forecast
 from foretell.prove.zoo_plan import CARE, STEPS, first_line
 from foretell.prove.zoo_rows import GPU_MEMORY_BAR, NONE, OK, TIME_BAR, Row
-from foretell.runtime import verify
-from foretell.search.choose import Wishes, choose, told
+from foretell.runtime.check import verify
+from foretell.search.solve.choose import Wishes, choose, told
 from foretell.simulate.parts import TORCH
 from foretell.simulate.plan import Options
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 
 SAMPLES = 256
 """Of a step: with few of them, workspaces that no plan can shrink are most of what a small entry needs."""
@@ -139,8 +139,8 @@ def run_capped(said: Mapping[str, Any], cap_bytes: int | None, device: str = "cu
     import torch
 
     from foretell.plan.recipe import source_of
-    from foretell.runtime.apply import apply
-    from foretell.runtime.ranks import start
+    from foretell.runtime.parallel.apply import apply
+    from foretell.runtime.parallel.ranks import start
 
     plan = plans.from_json(said, "the plan")
     on_gpu = device == "cuda"

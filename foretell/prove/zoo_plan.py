@@ -16,12 +16,12 @@ from foretell.errors import ForetellError
 from foretell.hardware.types import Cluster
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Mesh, Plan
-from foretell.search.choose import Choice, Wishes, choose
-from foretell.search.traces import Traces
+from foretell.search.solve.choose import Choice, Wishes, choose
+from foretell.search.traces.needed import Traces
 from foretell.simulate.memory.memory import CAREFUL_RAM_SHARE as CAREFUL_SHARE
 from foretell.simulate.memory.memory import PROCESS_BYTES
 from foretell.simulate.plan import KEEP, Options, PlanCost, predict_plan
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 from foretell.trace.types import GRADIENT, OPTIMIZER, PARAMETER, Trace
 from foretell.units import human_bytes
 
@@ -41,8 +41,8 @@ class HereTraces(Traces):
     """Traces that are made in this process, which has torch loaded."""
 
     def _made(self, requests: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-        from foretell.search.child import answer
-        from foretell.trace.child import _as_error
+        from foretell.search.traces.child import answer
+        from foretell.trace.sandbox.child import _as_error
 
         found = []
         for asked in requests:
@@ -141,11 +141,11 @@ def run_plan(_rank: int, _world: int, source: Source, plan: Plan, steps: int = S
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from foretell.runtime import verify
-    from foretell.runtime.apply import apply
-    from foretell.runtime.ranks import start
-    from foretell.trace.collection import no_collection
-    from foretell.trace.here import _peaks, _quiet_stderr
+    from foretell.runtime.check import verify
+    from foretell.runtime.parallel.apply import apply
+    from foretell.runtime.parallel.ranks import start
+    from foretell.trace.record.collection import no_collection
+    from foretell.trace.record.on_cpu import _peaks, _quiet_stderr
 
     verify._quiet()
     torch.set_num_threads(1)
@@ -166,8 +166,8 @@ def carried(_rank: int, _world: int, source: Source) -> list[str]:
     import torch
     from torch import nn
 
-    from foretell.runtime import verify
-    from foretell.trace.step import compute_loss
+    from foretell.runtime.check import verify
+    from foretell.trace.record.step import compute_loss
 
     workload = verify.build(source).summed()
     norms = [f"{path}." for path, module in workload.model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)]

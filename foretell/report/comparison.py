@@ -1,6 +1,6 @@
 """Predicted beside measured, line by line: what a run did against what its plan said. No torch.
 
-    compare(plan, measurement)  → Comparison        measurement: the JSON of `runtime.measure.Measurement`
+    compare(plan, measurement)  → Comparison        measurement: the JSON of `runtime.observe.measure.Measurement`
     of_folder(run)              → Comparison        from plan.json and measurement.json of a run folder
     render(comparison, 80)      → text for a terminal
     Comparison.to_json()        → comparison.json, as comparison.schema.json describes it
@@ -33,7 +33,8 @@ from foretell.plan import file as plans
 from foretell.plan.text import shell_word
 from foretell.plan.types import Plan
 from foretell.report import words
-from foretell.runtime import load, measurement
+from foretell.runtime.observe import machine_load as load
+from foretell.runtime.observe import measurement
 from foretell.units import GIB, MIB, gib, human_bytes, relative_error
 
 SCHEMA_VERSION = 1
@@ -186,7 +187,7 @@ def measured_of(folder: Path) -> dict[str, Any]:
 
 def compare(plan: Plan, measured: Mapping[str, Any]) -> Comparison:
     """A plan's predictions against what a run of it measured."""
-    from foretell.search.choose import told
+    from foretell.search.solve.choose import told
 
     predicted, kind = plan.predicted, str(measured["hardware"].get("kind", "cuda"))
     notes = tuple(_unlike(plan, measured))

@@ -35,9 +35,10 @@ from foretell.report.comparison import (
     notes_of,
     wrapped,
 )
-from foretell.runtime import load, log
-from foretell.runtime.folder import read_settings
-from foretell.runtime.measurement import nearest
+from foretell.runtime.observe import machine_load as load
+from foretell.runtime.observe.measurement import nearest
+from foretell.runtime.train import log
+from foretell.runtime.train.folder import read_settings
 from foretell.units import relative_error
 
 SCHEMA_VERSION = 1
@@ -191,7 +192,7 @@ def _names(a: _Run, b: _Run) -> tuple[str, str]:
 
 
 def _side(run: _Run, name: str) -> Side:
-    from foretell.search.choose import told
+    from foretell.search.solve.choose import told
 
     measured = run.measured
     return Side(

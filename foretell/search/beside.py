@@ -13,11 +13,11 @@ from foretell.price.speeds import Options
 from foretell.simulate.beside import Together, together
 from foretell.simulate.parts import PlanCost
 from foretell.simulate.plan import predict_step
-from foretell.trace.child import request
-from foretell.trace.load import Source
-from foretell.trace.load import check as check_source
+from foretell.trace.load.model import Source
+from foretell.trace.load.model import check as check_source
 from foretell.trace.recipe import Recipe
-from foretell.trace.stored import traced
+from foretell.trace.sandbox.child import request
+from foretell.trace.store.traces import traced
 
 OF_SOURCE = ("overrides", "micro_batch", "seq", "image", "loss")
 OF_RECIPE = ("optimizer", "precision", "recompute", "accumulate", "clip", "lora", "nf4", "freeze")

@@ -13,9 +13,9 @@ from foretell.hardware.types import Cluster
 from foretell.lower.blocks import KEEP, blocks_of
 from foretell.plan.mesh import check_rank, coordinates
 from foretell.plan.types import Plan
-from foretell.price.messages import Messages
+from foretell.price.network.messages import Messages
 from foretell.runtime.box.script import Script
-from foretell.search.traces import Traces
+from foretell.search.traces.needed import Traces
 from foretell.simulate.arrivals import Arrivals, arrivals
 from foretell.simulate.plan import Options, PlanCost, modes_of, predict_plan
 

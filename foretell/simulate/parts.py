@@ -17,8 +17,8 @@ from foretell.quantities import ASSUMED, FITS, NO, TIGHT, Infeasible, Memory, Ti
 from foretell.simulate.memory.memory import Outcome, careful_limit, predict_memory, run_order, sizes_for, tight_share
 from foretell.simulate.memory.replay import Replay
 from foretell.simulate.time.streams import Timeline
+from foretell.trace.cuda.versions import doubt, of, widening
 from foretell.trace.types import Op, Trace
-from foretell.trace.versions import doubt, of, widening
 
 if TYPE_CHECKING:
     from foretell.simulate.pipeline import Events

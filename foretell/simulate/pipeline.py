@@ -20,8 +20,8 @@ from foretell.lower.pipeline.rank import STEP, RankTrace, rank_traces
 from foretell.lower.steps import repeated
 from foretell.plan.types import Plan
 from foretell.price.bands import Evidence
+from foretell.price.heterogeneous import smallest_seen
 from foretell.price.speeds import Options, Speeds, message, speeds_of
-from foretell.price.unlike import smallest_seen
 from foretell.quantities import ASSUMED, Task, Time
 from foretell.simulate.parts import (
     PlanCost,
@@ -35,8 +35,8 @@ from foretell.simulate.parts import (
 )
 from foretell.simulate.time.step import as_time, drags, tasks_of
 from foretell.simulate.time.streams import Timeline, simulate
+from foretell.trace.cuda.versions import widening
 from foretell.trace.types import Op, Program, Trace
-from foretell.trace.versions import widening
 
 WAITING = "waiting_for_ranks"
 

@@ -50,9 +50,9 @@ from foretell.plan.recipe import default_plan, mode_of
 from foretell.plan.types import AWAY, FLOAT8, MASTER, Plan
 from foretell.price import offload
 from foretell.price.energy import load_of
+from foretell.price.heterogeneous import slowest_seen, smallest_seen
 from foretell.price.machine import machine
 from foretell.price.speeds import Options, alone, profile_for, speeds_of
-from foretell.price.unlike import slowest_seen, smallest_seen
 from foretell.quantities import Memory, Time
 from foretell.simulate.parts import (
     Collective,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from foretell.trace.versions import widening
+from foretell.trace.cuda.versions import widening
 
 EVENLY = "are taken to be spread evenly"
 ONE_DRAW = "is one of many possible draws"

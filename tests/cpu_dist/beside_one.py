@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from foretell.plan.types import Mesh, Plan
-from foretell.runtime import verify
-from foretell.runtime.pool import World
-from foretell.trace.load import Source
+from foretell.runtime.check import verify
+from foretell.runtime.process.pool import World
+from foretell.trace.load.model import Source
 
 Ranks = Callable[[int], World]
 STEPS = 3

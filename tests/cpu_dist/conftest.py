@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from foretell.runtime.pool import Pool, World
+from foretell.runtime.process.pool import Pool, World
 from tests import forks
 
 HERE = Path(__file__).parent

@@ -17,7 +17,7 @@ from foretell.runtime.box.group import opened
 from foretell.runtime.box.run import Asked, Steps, rehearse
 from foretell.runtime.box.script import Script
 from foretell.search.boxed import expect, scripts
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 from tests.cpu_dist.beside_one import Ranks
 
 TEXT = {"layers": 4, "dim": 32, "heads": 4, "kv_heads": 4, "ffn": 64, "vocab_size": 64, "context": 16}

@@ -20,14 +20,14 @@ from foretell.checkpoint.read import Reader
 from foretell.errors import UserError
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Pipeline, Plan, Split
-from foretell.runtime import folder as folders
-from foretell.runtime import log as logs
-from foretell.runtime import loop, save, train
-from foretell.runtime import ranks as members
-from foretell.runtime.control import Control
-from foretell.runtime.folder import Folder
-from foretell.runtime.run import run
-from foretell.runtime.signals import Signals
+from foretell.runtime.parallel import ranks as members
+from foretell.runtime.process.control import Control
+from foretell.runtime.process.signals import Signals
+from foretell.runtime.train import folder as folders
+from foretell.runtime.train import log as logs
+from foretell.runtime.train import loop, save, train
+from foretell.runtime.train.folder import Folder
+from foretell.runtime.train.run import run
 
 TEXT = str(Path(json.__file__).parent)
 TINY = {"layers": 4, "dim": 32, "heads": 4, "context": 16, "vocab_size": 256, "dropout": 0.0}

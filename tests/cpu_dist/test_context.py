@@ -1,6 +1,6 @@
 """Ranks that share the positions of a sample compute what one process computes, and send what was foreseen.
 
-The reference is the plain loop of `foretell.runtime.verify`: fp32 losses over three steps and every gradient of the first
+The reference is the plain loop of `foretell.runtime.check.verify`: fp32 losses over three steps and every gradient of the first
 are held to 1e-4.
 """
 
@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_leaves
 from foretell.errors import UserError
 from foretell.plan.context import share
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency
-from foretell.runtime import verify
-from foretell.runtime.apply import apply
 from foretell.runtime.box.group import opened
 from foretell.runtime.box.script import Script
-from foretell.runtime.context import prepare
-from foretell.runtime.ranks import start
-from foretell.trace.dataflow import record
-from foretell.trace.load import Source, load
-from foretell.trace.step import Workload
+from foretell.runtime.check import verify
+from foretell.runtime.parallel.apply import apply
+from foretell.runtime.parallel.context.positions import prepare
+from foretell.runtime.parallel.ranks import start
+from foretell.trace.flow.calls import record
+from foretell.trace.load.model import Source, load
+from foretell.trace.record.step import Workload
 from tests.cpu_dist.beside_one import Case, Ranks, check, params
 
 TEXT = {"layers": 2, "dim": 32, "heads": 4, "vocab_size": 64, "context": 16}

@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from foretell.lower.ddp import Replicas, replicated
-from foretell.runtime.pool import World
+from foretell.runtime.process.pool import World
 from foretell.simulate.memory.replay import peak_live
 from foretell.trace import types
-from foretell.trace.capture import capture
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload
+from foretell.trace.record.capture import capture
+from foretell.trace.record.step import Workload
 
 STEPS = 3
 CASES = {

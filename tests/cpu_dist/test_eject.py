@@ -22,8 +22,8 @@ from foretell.eject.script import eject
 from foretell.errors import UserError
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency, Split
-from foretell.runtime import log as logs
-from foretell.runtime.run import run
+from foretell.runtime.train import log as logs
+from foretell.runtime.train.run import run
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = Path(json.__file__).parent

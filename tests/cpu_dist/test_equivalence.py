@@ -1,7 +1,7 @@
 """Every way to run a model computes what one process computes: losses of three steps, gradients of the first.
 
 The reference is a plain loop in fp32 in one process, on the same global batch. fp32 cases are held to 1e-4; what bf16
-is held to, and why, is said in foretell/runtime/verify.py.
+is held to, and why, is said in foretell/runtime/check/verify.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency, Split
-from foretell.runtime import verify
-from foretell.runtime.apply import apply
-from foretell.runtime.pool import World
-from foretell.runtime.ranks import start
-from foretell.trace.load import Source
+from foretell.runtime.check import verify
+from foretell.runtime.parallel.apply import apply
+from foretell.runtime.parallel.ranks import start
+from foretell.runtime.process.pool import World
+from foretell.trace.load.model import Source
 from tests.cpu_dist.beside_one import STEPS
 
 TEXT = {"layers": 4, "dim": 32, "heads": 4, "vocab_size": 64, "context": 16}

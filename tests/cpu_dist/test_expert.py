@@ -1,6 +1,6 @@
 """Data ranks that share experts compute what one process computes; every row that leaves a rank arrives at another.
 
-The reference is the plain loop of `foretell.runtime.verify`: fp32 losses over three steps and every gradient of the first
+The reference is the plain loop of `foretell.runtime.check.verify`: fp32 losses over three steps and every gradient of the first
 are held to 1e-4.
 """
 
@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from foretell.errors import UserError
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency
-from foretell.runtime import expert, verify
-from foretell.runtime.apply import apply
-from foretell.runtime.pool import RankFailure
-from foretell.runtime.ranks import start
-from foretell.trace.load import Source
-from foretell.trace.step import Workload
+from foretell.runtime.check import verify
+from foretell.runtime.parallel.apply import apply
+from foretell.runtime.parallel.expert import experts as expert
+from foretell.runtime.parallel.ranks import start
+from foretell.runtime.process.pool import RankFailure
+from foretell.trace.load.model import Source
+from foretell.trace.record.step import Workload
 from tests.cpu_dist.beside_one import Case, Ranks, check, params
 
 SMALL = {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab_size": 64, "context": 16, "experts": 4}

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from foretell.plan.types import Mesh, Plan
-from foretell.runtime import verify
-from foretell.runtime.apply import apply
-from foretell.runtime.pool import World
-from foretell.runtime.ranks import start
-from foretell.trace.load import Source
+from foretell.runtime.check import verify
+from foretell.runtime.parallel.apply import apply
+from foretell.runtime.parallel.ranks import start
+from foretell.runtime.process.pool import World
+from foretell.trace.load.model import Source
 
 SOURCE = Source(model="gpt-tiny", overrides={"layers": 2, "dim": 32, "heads": 4, "vocab_size": 64, "context": 16}, micro_batch=2)
 

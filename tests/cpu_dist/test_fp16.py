@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from foretell.plan.types import Mesh, Pipeline, Plan
-from foretell.runtime import clip, save, scaler, verify
-from foretell.runtime.apply import Job, apply
-from foretell.runtime.guard import RunFailed
-from foretell.runtime.pool import World
-from foretell.runtime.ranks import start
-from foretell.trace.load import Source
-from foretell.trace.step import Workload, build_optimizer, compute_loss
+from foretell.runtime.check import verify
+from foretell.runtime.parallel.apply import Job, apply
+from foretell.runtime.parallel.ranks import start
+from foretell.runtime.process.pool import World
+from foretell.runtime.train import clip, save, scaler
+from foretell.runtime.train.guard import RunFailed
+from foretell.trace.load.model import Source
+from foretell.trace.record.step import Workload, build_optimizer, compute_loss
 from tests.cpu_dist.train_cases import PLAN, TINY, Quiet, every_line, go, losses, write_own
 
 SOURCE = Source(

@@ -13,14 +13,15 @@ import torch
 
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Plan
-from foretell.runtime import proc, save
-from foretell.runtime import ranks as members
-from foretell.runtime.control import Control
-from foretell.runtime.judge import HANG_VARIABLE
-from foretell.runtime.pool import RankFailure
-from foretell.runtime.progress import STEP
-from foretell.runtime.run import run
-from foretell.runtime.watch import Watch
+from foretell.runtime.parallel import ranks as members
+from foretell.runtime.process import proc
+from foretell.runtime.process.control import Control
+from foretell.runtime.process.judge import HANG_VARIABLE
+from foretell.runtime.process.pool import RankFailure
+from foretell.runtime.process.progress import STEP
+from foretell.runtime.process.watch import Watch
+from foretell.runtime.train import save
+from foretell.runtime.train.run import run
 from tests import forks
 from tests.cpu_dist.train_cases import PLAN, ROOT, Quiet, go, ten_steps, write_own
 

@@ -17,14 +17,14 @@ from foretell.checkpoint import store
 from foretell.checkpoint.read import Reader
 from foretell.errors import UserError
 from foretell.plan.types import MASTER, Mesh, Plan, Residency
-from foretell.runtime import log as logs
-from foretell.runtime.apply import Job, apply
 from foretell.runtime.offload import shards
 from foretell.runtime.offload.engine import Offloaded
-from foretell.runtime.pool import RankFailure, World
-from foretell.runtime.ranks import start
-from foretell.runtime.run import run
-from foretell.trace.step import Workload
+from foretell.runtime.parallel.apply import Job, apply
+from foretell.runtime.parallel.ranks import start
+from foretell.runtime.process.pool import RankFailure, World
+from foretell.runtime.train import log as logs
+from foretell.runtime.train.run import run
+from foretell.trace.record.step import Workload
 
 STEPS, WIDTH = 5, 12
 EVERYTHING = {"blocks.*": "host", "rest": "host"}

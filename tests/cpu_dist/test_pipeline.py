@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from foretell.errors import UserError
 from foretell.plan.types import Mesh, Pipeline, Plan
-from foretell.runtime import ranks as places
-from foretell.runtime.pipeline import Stages, cut
-from foretell.runtime.pipeline_dry import Event, Notes, dry_run
-from foretell.runtime.pool import RankFailure, World
-from foretell.runtime.ranks import Ranks
-from foretell.runtime.shard import shard
-from foretell.trace.blocks import find_blocks
-from foretell.trace.load import Source, load
-from foretell.trace.step import Batch, Workload, compute_loss
+from foretell.runtime.parallel import ranks as places
+from foretell.runtime.parallel.pipeline.dry_run import Event, Notes, dry_run
+from foretell.runtime.parallel.pipeline.stages import Stages, cut
+from foretell.runtime.parallel.ranks import Ranks
+from foretell.runtime.parallel.shard import shard
+from foretell.runtime.process.pool import RankFailure, World
+from foretell.trace.fold.blocks import find_blocks
+from foretell.trace.load.model import Source, load
+from foretell.trace.record.step import Batch, Workload, compute_loss
 
 STEPS, RATE, BOUND = 3, 0.1, 1e-4
 TEXT = {"layers": 4, "dim": 32, "heads": 4, "vocab_size": 64, "context": 16}

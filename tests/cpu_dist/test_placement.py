@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from foretell.hardware.probe import ranks as probe
 from foretell.plan.types import Mesh, Pipeline, Plan
-from foretell.runtime import ranks as places
-from foretell.runtime.pool import World
-from foretell.search.place import Traffic, place
+from foretell.runtime.parallel import ranks as places
+from foretell.runtime.process.pool import World
+from foretell.search.heterogeneous.place import Traffic, place
 
 
 def start(rank: int, world: int, plan: Plan, port: int) -> list[Any] | None:

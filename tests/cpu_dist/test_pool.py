@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from foretell.errors import UserError
-from foretell.runtime.pool import RankFailure, World
+from foretell.runtime.process.pool import RankFailure, World
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,7 +116,7 @@ def test_a_call_that_does_not_end_is_ended(ranks: Callable[[int], World]) -> Non
 def test_no_rank_outlives_the_process_that_asked(tmp_path: Path) -> None:
     script = tmp_path / "asks.py"
     script.write_text(
-        "from foretell.runtime.pool import Pool\n"
+        "from foretell.runtime.process.pool import Pool\n"
         "import time\n"
         "def work(rank, world, folder):\n"
         "    import os, pathlib\n"

@@ -17,13 +17,13 @@ from foretell.plan import file as plans
 from foretell.plan.legal import check
 from foretell.plan.recipe import recipe_of
 from foretell.plan.types import MASTER, Mesh, Plan, Residency
-from foretell.runtime import verify
-from foretell.runtime.apply import apply
+from foretell.runtime.check import verify
 from foretell.runtime.offload import saved as moving
-from foretell.runtime.offload.disk import Shelf
+from foretell.runtime.offload.memory.disk import Shelf
 from foretell.runtime.offload.saved import Saved
-from foretell.runtime.ranks import start
-from foretell.trace.load import Source
+from foretell.runtime.parallel.apply import apply
+from foretell.runtime.parallel.ranks import start
+from foretell.trace.load.model import Source
 from tests.cpu_dist.test_offload_run import losses, plan
 from tests.pure.test_saved import CPU, gradients, loss_of, made, nothing_left, same
 

@@ -20,10 +20,10 @@ from foretell.cli import main
 from foretell.errors import UserError
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Plan
-from foretell.runtime import loop, save
-from foretell.runtime.data import shuffled
-from foretell.runtime.lock import NAME
-from foretell.runtime.signals import Stopped
+from foretell.runtime.data.samples import shuffled
+from foretell.runtime.process.lock import NAME
+from foretell.runtime.process.signals import Stopped
+from foretell.runtime.train import loop, save
 from tests import forks
 from tests.cpu_dist.train_cases import PLAN, ROOT, TEXT, Quiet, every_line, go, losses, ten_steps, write_own
 
@@ -158,7 +158,7 @@ def test_a_signal_to_one_rank_before_the_first_step_stops_all(ranks: Any, tmp_pa
 
 def _all_hurt(rank: int, world: int, out: str, plan: Plan) -> tuple[str, str, int]:
     """Both ranks get the signal, each at a sample of its own of the third step."""
-    from foretell.runtime.run import run
+    from foretell.runtime.train.run import run
 
     sample = int(shuffled(64, 0, 0, np.array([8 * 2 + 2 * rank]))[0])
     os.environ.update(HURT_AT=f"{rank}:{sample}", HURT_WITH="SIGUSR1")
@@ -249,7 +249,7 @@ def _refused(rank: int, world: int, out: str, plan: Plan) -> tuple[str, int]:
 
 
 def test_all_ranks_learn_that_the_folder_is_in_use(ranks: Any, tmp_path: Path) -> None:
-    from foretell.runtime.lock import take
+    from foretell.runtime.process.lock import take
 
     plan = PLAN.with_(mesh=Mesh(dp_shard=2))
     ranks(2).run(ten_steps, str(tmp_path / "a"), plan, {"steps": 4, "data": str(TEXT), "lr": 1e-3}, False)

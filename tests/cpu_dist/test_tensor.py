@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from foretell.errors import UserError
 from foretell.plan.types import Mesh, Plan, Split
-from foretell.runtime import tensor, verify
-from foretell.runtime.pool import RankFailure, World
-from foretell.runtime.ranks import start
-from foretell.runtime.tensor_values import SplitTensor
-from foretell.trace.load import Source
-from foretell.trace.step import Workload, compute_loss
+from foretell.runtime.check import verify
+from foretell.runtime.parallel.ranks import start
+from foretell.runtime.parallel.tensor import split as tensor
+from foretell.runtime.parallel.tensor.values import SplitTensor
+from foretell.runtime.process.pool import RankFailure, World
+from foretell.trace.load.model import Source
+from foretell.trace.record.step import Workload, compute_loss
 
 Ranks = Callable[[int], World]
 

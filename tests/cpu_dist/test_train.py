@@ -20,9 +20,9 @@ import torch
 from foretell.checkpoint.read import item_bytes
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Pipeline, Plan
-from foretell.runtime import log as logs
-from foretell.runtime import loop, save
-from foretell.runtime.measure import DeviceClock, HostClock, Measurement, Reading
+from foretell.runtime.observe.measure import DeviceClock, HostClock, Measurement, Reading
+from foretell.runtime.train import log as logs
+from foretell.runtime.train import loop, save
 from tests.cpu_dist.train_cases import (
     PLAN,
     ROOT,
@@ -259,7 +259,7 @@ def _hurt(rank: int, world: int, out: str, plan: Plan, asked: dict[str, Any], en
 
 TWICE = """
 import os, signal, time
-from foretell.runtime.signals import Signals
+from foretell.runtime.process.signals import Signals
 with Signals(lambda text: print(text, flush=True)):
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)  # passed on by a launcher: the same one

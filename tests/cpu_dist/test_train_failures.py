@@ -21,11 +21,11 @@ from foretell.errors import MissingPackage, UserError
 from foretell.plan import file as plans
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Mesh, Plan
-from foretell.runtime import log as logs
-from foretell.runtime import save
-from foretell.runtime.folder import Folder, Settings
-from foretell.runtime.guard import RunFailed
-from foretell.trace.load import Source
+from foretell.runtime.train import log as logs
+from foretell.runtime.train import save
+from foretell.runtime.train.folder import Folder, Settings
+from foretell.runtime.train.guard import RunFailed
+from foretell.trace.load.model import Source
 from tests.cpu_dist.train_cases import (
     PLAN,
     ROOT,

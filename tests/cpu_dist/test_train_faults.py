@@ -21,10 +21,12 @@ from foretell.cli import main
 from foretell.errors import UserError
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Plan
-from foretell.runtime import blame, measure, save
-from foretell.runtime import log as logs
-from foretell.runtime.guard import RunFailed
-from foretell.runtime.run import run
+from foretell.runtime.observe import measure
+from foretell.runtime.process import blame
+from foretell.runtime.train import log as logs
+from foretell.runtime.train import save
+from foretell.runtime.train.guard import RunFailed
+from foretell.runtime.train.run import run
 from tests.cpu_dist.train_cases import PLAN, SETTINGS, Quiet, every_line, go, losses, sums
 
 MODEL = '''
@@ -91,7 +93,7 @@ def sample_of(step: int) -> int:
     """A sample that the run sees first in that step, counted from 1."""
     import numpy as np
 
-    from foretell.runtime.data import shuffled
+    from foretell.runtime.data.samples import shuffled
 
     return int(shuffled(64, 0, 0, np.array([4 * (step - 1) + 1]))[0])
 

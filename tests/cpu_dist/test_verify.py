@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from foretell.cli import main
 from foretell.plan import file
 from foretell.plan.types import Mesh, Pipeline, Plan
-from foretell.runtime import verify
-from foretell.runtime.apply import apply
-from foretell.runtime.pool import World
-from foretell.runtime.ranks import start
-from foretell.trace.load import Source
+from foretell.runtime.check import verify
+from foretell.runtime.parallel.apply import apply
+from foretell.runtime.parallel.ranks import start
+from foretell.runtime.process.pool import World
+from foretell.trace.load.model import Source
 
 GPT = Source(model="gpt-tiny", overrides={"layers": 4, "dim": 16, "heads": 2, "vocab_size": 32, "context": 8})
 OWN = """

@@ -16,7 +16,7 @@ from foretell.cli import main
 from foretell.observe import lines
 from foretell.observe.group import Group
 from foretell.report import comparison
-from foretell.runtime import log
+from foretell.runtime.train import log
 from foretell.trace.script import words
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "watch"

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from foretell.plan.types import Plan
-from foretell.runtime import log as logs
-from foretell.runtime import loop, save
-from foretell.runtime.run import run
+from foretell.runtime.train import log as logs
+from foretell.runtime.train import loop, save
+from foretell.runtime.train.run import run
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = Path(json.__file__).parent
@@ -136,6 +136,6 @@ def own_order(number: int) -> int:
     """Which of the 64 own samples is number so-and-so of a run with seed 0; one that rank 1 of 2 gets."""
     import numpy as np
 
-    from foretell.runtime.data import shuffled
+    from foretell.runtime.data.samples import shuffled
 
     return int(shuffled(64, 0, 0, np.array([number + 2]))[0])

@@ -183,7 +183,7 @@ def fsdp_vit():
 def fsdp_gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from foretell.trace.step import cast_floats
+    from foretell.trace.record.step import cast_floats
 
     drops = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=3000, n_layer=3, n_embd=192, n_head=4, n_positions=128, use_cache=False, **drops))

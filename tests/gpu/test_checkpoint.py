@@ -13,12 +13,12 @@ from foretell.checkpoint import store
 from foretell.checkpoint.read import Reader
 from foretell.checkpoint.saver import Saved
 from foretell.plan.types import Plan
-from foretell.runtime import ranks as members
-from foretell.runtime import save
-from foretell.runtime.apply import apply
-from foretell.runtime.control import Control
-from foretell.runtime.prepare import build
-from foretell.runtime.run import run
+from foretell.runtime.parallel import ranks as members
+from foretell.runtime.parallel.apply import apply
+from foretell.runtime.process.control import Control
+from foretell.runtime.train import save
+from foretell.runtime.train.prepare import build
+from foretell.runtime.train.run import run
 
 pytestmark = pytest.mark.gpu
 

@@ -14,15 +14,15 @@ import torch
 from foretell.hardware import parse
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Plan
-from foretell.runtime import log as logs
-from foretell.runtime import save, scaler
-from foretell.runtime.apply import Job, apply, placed
-from foretell.runtime.ranks import start
-from foretell.runtime.run import run
+from foretell.runtime.parallel.apply import Job, apply, placed
+from foretell.runtime.parallel.ranks import start
+from foretell.runtime.train import log as logs
+from foretell.runtime.train import save, scaler
+from foretell.runtime.train.run import run
 from foretell.simulate.plan import predict_plan
-from foretell.trace.capture import capture
-from foretell.trace.load import load
-from foretell.trace.step import Workload, build_optimizer, compute_loss
+from foretell.trace.load.model import load
+from foretell.trace.record.capture import capture
+from foretell.trace.record.step import Workload, build_optimizer, compute_loss
 
 pytestmark = pytest.mark.gpu
 

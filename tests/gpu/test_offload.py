@@ -11,9 +11,9 @@ import torch
 
 from foretell.plan.recipe import model_of
 from foretell.plan.types import MASTER, Plan, Residency
-from foretell.runtime.apply import apply
-from foretell.runtime.ranks import start
-from foretell.trace.load import Source, load
+from foretell.runtime.parallel.apply import apply
+from foretell.runtime.parallel.ranks import start
+from foretell.trace.load.model import Source, load
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from foretell.plan.types import Plan
-from foretell.runtime import log as logs
-from foretell.runtime import save
-from foretell.runtime.run import run
+from foretell.runtime.train import log as logs
+from foretell.runtime.train import save
+from foretell.runtime.train.run import run
 
 pytestmark = pytest.mark.gpu
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from foretell.trace.blame import is_users
-from foretell.trace.devices import device_is_there, is_elsewhere
-from foretell.trace.wrappers import seen_through
+from foretell.trace.sandbox.blame import is_users
+from foretell.trace.sandbox.devices import device_is_there, is_elsewhere
+from foretell.trace.sandbox.wrappers import seen_through
 
 
 class _OnCpu(TorchFunctionMode):

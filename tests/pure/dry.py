@@ -22,13 +22,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.plan.types import Plan
-from foretell.runtime.apply import Job, apply
 from foretell.runtime.offload.engine import Offloaded
-from foretell.runtime.ranks import Ranks, form
+from foretell.runtime.parallel.apply import Job, apply
+from foretell.runtime.parallel.ranks import Ranks, form
 from foretell.trace import types
-from foretell.trace.capture import _add_in_place
-from foretell.trace.recorder import Row, _in_formula, _tensors
-from foretell.trace.step import Workload
+from foretell.trace.record.capture import _add_in_place
+from foretell.trace.record.recorder import Row, _in_formula, _tensors
+from foretell.trace.record.step import Workload
 
 MESSAGES = {
     "c10d._allgather_base_.default": "all_gather", "c10d._reduce_scatter_base_.default": "reduce_scatter",
@@ -213,7 +213,7 @@ def _alone(stack: ExitStack, plan: Plan) -> None:
     """What ranks of a pipeline tell each other before the first step is known here: shapes, and that all know them."""
     from torch.distributed.pipelining import schedules
 
-    from foretell.runtime.pipeline import Stages
+    from foretell.runtime.parallel.pipeline.stages import Stages
 
     def agreed(_: Any, stages: list[Any], *args: Any) -> None:
         for stage in stages:

@@ -23,7 +23,7 @@ from foretell.hardware.profile import find_profile
 from foretell.hardware.types import Cluster
 from foretell.plan.blocks import even_cuts
 from foretell.plan.types import AWAY, Mesh, Pipeline, Plan, Residency, Split
-from foretell.search.traces import Traces, question
+from foretell.search.traces.needed import Traces, question
 from foretell.simulate.plan import Options, PlanCost, predict_plan
 
 KEPT = Path(__file__).resolve().parents[1] / "data" / "golden.json.gz"
@@ -40,7 +40,7 @@ class Here(Traces):
     """Traces made in this process: the models are the project's own."""
 
     def _made(self, requests: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-        from foretell.search.child import answer
+        from foretell.search.traces.child import answer
 
         for asked in requests:
             if question(asked) not in _MADE:

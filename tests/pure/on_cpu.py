@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from foretell.simulate.memory.replay import peak_live
-from foretell.trace.here import measure_on_cpu, trace_as_cpu
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
+from foretell.trace.record.on_cpu import measure_on_cpu, trace_as_cpu
 from foretell.trace.types import Trace
 
 

@@ -17,13 +17,13 @@ from foretell.plan import file as plans
 from foretell.plan.blocks import even_cuts
 from foretell.plan.recipe import recipe_of
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency
-from foretell.report import html_front
-from foretell.report.html_detail import Detail, of_traces
-from foretell.report.html_front import Dropped, Front, Point
+from foretell.report.html import front as html_front
+from foretell.report.html.detail import Detail, of_traces
+from foretell.report.html.front import Dropped, Front, Point
 from foretell.simulate.plan import Options
-from foretell.trace.capture import capture
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload
+from foretell.trace.record.capture import capture
+from foretell.trace.record.step import Workload
 from foretell.trace.types import Trace
 
 HOSTILE = "</script><script>window.harmed=1</script><img src=x onerror=\"window.harmed=1\">'\"&"

@@ -14,7 +14,7 @@ import pytest
 from foretell.hardware.probe import journal
 from foretell.hardware.profile import Measured, Profile, find_profile
 from foretell.hardware.share import check, file
-from foretell.search import shared
+from foretell.search.profiles import shared
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "foretell" / "hardware" / "profiles" / "H200-SXM-141GB.rows.jsonl.gz"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from foretell.search.quick import Layout, Quick
-from foretell.search.residency import KEPT, Way
-from foretell.search.stages import Stack, in_flight, rank_of
+from foretell.search.estimate.plan import Layout, Quick
+from foretell.search.space.residency import KEPT, Way
+from foretell.search.space.stages import Stack, in_flight, rank_of
 
 AGAIN = {"keep": (0.0, 0.0), "selective": (0.4, 0.08), "recompute": (0.85, 0.33)}
 """Mode → share of a block's bytes that it saves, share of its seconds that it costs."""

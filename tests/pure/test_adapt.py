@@ -15,11 +15,11 @@ from torch.func import functional_call
 
 from foretell.errors import ModelError
 from foretell.trace import types
-from foretell.trace.adapt import ALPHA, LoraLinear, adapt, nf4_codebook, nf4_dequantize, nf4_quantize
-from foretell.trace.blocks import find_blocks
-from foretell.trace.capture import capture
+from foretell.trace.fold.blocks import find_blocks
+from foretell.trace.load.adapters import ALPHA, LoraLinear, adapt, nf4_codebook, nf4_dequantize, nf4_quantize
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload
+from foretell.trace.record.capture import capture
+from foretell.trace.record.step import Workload
 from foretell.zoo import gpt
 
 DIM, LAYERS, RANK = 64, 2, 4

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from foretell.errors import UnknownName, UserError
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency
-from foretell.runtime import clip, shard, verify
-from foretell.runtime.apply import Job, apply, shapes_of
-from foretell.runtime.ranks import Ranks, start
-from foretell.runtime.twin import LARGEST_WORLD, twin
-from foretell.trace.load import Source, load
-from foretell.trace.step import Workload
+from foretell.runtime.check import verify
+from foretell.runtime.check.twin import LARGEST_WORLD, twin
+from foretell.runtime.parallel import shard
+from foretell.runtime.parallel.apply import Job, apply, shapes_of
+from foretell.runtime.parallel.ranks import Ranks, start
+from foretell.runtime.train import clip
+from foretell.trace.load.model import Source, load
+from foretell.trace.record.step import Workload
 
 GPT = Source(
     model="gpt-tiny",

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.errors import ModelError
-from foretell.trace.cuda import cuda_choices
-from foretell.trace.recorder import Recorder
+from foretell.trace.cuda.select import cuda_choices
+from foretell.trace.record.recorder import Recorder
 
 
 @contextmanager

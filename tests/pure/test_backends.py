@@ -18,9 +18,9 @@ from foretell.hardware.catalog import devices, find
 from foretell.hardware.profile import find_profile
 from foretell.price.machine import machine
 from foretell.quantities import ASSUMED, MEASURED
-from foretell.trace.here import measure_on_cpu
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
+from foretell.trace.record.on_cpu import measure_on_cpu
 from foretell.units import GIB
 
 this_machine: Any = import_module("foretell.hardware.this_machine")

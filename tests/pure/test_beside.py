@@ -24,10 +24,10 @@ from foretell.simulate.beside import together
 from foretell.simulate.plan import predict_step
 from foretell.simulate.time.beside import Sharing, beside
 from foretell.simulate.time.streams import simulate
-from foretell.trace.child import request
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
-from foretell.trace.stored import traced
+from foretell.trace.sandbox.child import request
+from foretell.trace.store.traces import traced
 from foretell.trace.types import Op, Ref, TensorSpec
 
 TICK = 1e-5

@@ -12,8 +12,8 @@ from foretell.hardware import parse
 from foretell.plan import file
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Mesh, Pipeline, Plan
-from foretell.report import box as page
-from foretell.trace.load import Source
+from foretell.report.terminal import box as page
+from foretell.trace.load.model import Source
 from tests import forks
 from tests.pure.test_cli import environment
 

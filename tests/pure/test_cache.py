@@ -19,7 +19,9 @@ from foretell import api
 from foretell.api import backends
 from foretell.cli import main
 from foretell.hardware.profile import find_profile, profile_stamp
-from foretell.trace import cache, child, stored
+from foretell.trace.sandbox import child
+from foretell.trace.store import cache
+from foretell.trace.store import traces as stored
 
 FIT = ["fit", "gpt-tiny", "--on", "H100", "--json"]
 

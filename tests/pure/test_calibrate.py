@@ -14,7 +14,7 @@ from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
 from foretell.price import host
-from foretell.price.calibrate import _serial, in_step
+from foretell.price.calibrate.fit import _serial, in_step
 from foretell.price.machine import machine
 from foretell.simulate.plan import Options, predict_step
 from foretell.simulate.whole import Speed, speed
@@ -73,9 +73,9 @@ def _answer(trace: Trace, hardware: str = "H200", **wishes: Any) -> Speed:
 
 @pytest.fixture(scope="module")
 def gpt2() -> Trace:
-    from foretell.trace.capture import capture
-    from foretell.trace.load import Source, load
+    from foretell.trace.load.model import Source, load
     from foretell.trace.recipe import Recipe
+    from foretell.trace.record.capture import capture
 
     return capture(lambda: load(Source(model="gpt2", micro_batch=8, seq=1024)), Recipe())
 
@@ -150,9 +150,9 @@ def test_the_measured_rows_say_what_the_documents_say() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2 seq=1024", "resnet50 micro_batch=32"])
 def test_saved_predictions_are_those_of_this_code(name: str) -> None:
-    from foretell.trace.capture import capture
-    from foretell.trace.load import Source, load
+    from foretell.trace.load.model import Source, load
     from foretell.trace.recipe import Recipe
+    from foretell.trace.record.capture import capture
 
     row = next(row for row in ROWS if row["name"] == name)
     given = row["config"]

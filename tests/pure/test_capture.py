@@ -19,13 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foretell.errors import ModelError
 from foretell.simulate.memory.replay import peak_live
-from foretell.trace.capture import capture
-from foretell.trace.cuda_attention import choose
-from foretell.trace.here import measure_on_cpu, trace_as_cpu
-from foretell.trace.load import Source, load
-from foretell.trace.module import capture_module
+from foretell.trace.cuda.attention import choose
+from foretell.trace.load.model import Source, load
+from foretell.trace.load.module import capture_module
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload
+from foretell.trace.record.capture import capture
+from foretell.trace.record.on_cpu import measure_on_cpu, trace_as_cpu
+from foretell.trace.record.step import Workload
 from foretell.trace.types import Trace
 
 GRID = Path(__file__).parents[1] / "data" / "sdpa_choices_h200.json.gz"

@@ -16,8 +16,9 @@ from foretell.checkpoint.read import Reader
 from foretell.checkpoint.saver import Done, NotSaved, Saved, Saver
 from foretell.checkpoint.write import Piece
 from foretell.plan.types import MASTER, Plan
-from foretell.runtime import save, verify
-from foretell.runtime.apply import Job, apply
+from foretell.runtime.check import verify
+from foretell.runtime.parallel.apply import Job, apply
+from foretell.runtime.train import save
 from tests.pure.checkpoint_cases import Threads
 from tests.pure.test_apply import ALONE, GPT
 

@@ -228,7 +228,7 @@ def test_intervals_in_steps_and_times_that_people_write() -> None:
 
 
 def test_looking_at_checkpoints_needs_no_torch() -> None:
-    code = "import sys, foretell.cli.ckpt, foretell.checkpoint.store, foretell.checkpoint.interval; sys.exit('torch' in sys.modules)"
+    code = "import sys, foretell.cli.run.ckpt, foretell.checkpoint.store, foretell.checkpoint.interval; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False, timeout=60).returncode == 0
 
 

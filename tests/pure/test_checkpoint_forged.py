@@ -24,15 +24,16 @@ from foretell.checkpoint import store
 from foretell.checkpoint.format import Damaged
 from foretell.checkpoint.pretrained import load_into, offered
 from foretell.checkpoint.read import Reader
-from foretell.cli import ckpt, common, main
+from foretell.cli import common, main
+from foretell.cli.run import ckpt
 from foretell.errors import FileFormatError, UserError
 from foretell.plan.types import Plan
-from foretell.runtime import folder as folders
-from foretell.runtime import ranks as members
-from foretell.runtime import train
-from foretell.runtime.control import Control
-from foretell.runtime.folder import Folder, Settings
-from foretell.runtime.run import run
+from foretell.runtime.parallel import ranks as members
+from foretell.runtime.process.control import Control
+from foretell.runtime.train import folder as folders
+from foretell.runtime.train import train
+from foretell.runtime.train.folder import Folder, Settings
+from foretell.runtime.train.run import run
 from tests.pure.checkpoint_cases import save, saved_in, some_tensors
 
 # ---------------------------------------------------------------- ckpt verify

@@ -16,7 +16,7 @@ from foretell.cli import main
 from foretell.errors import FileFormatError, UserError
 from foretell.plan import file as plans
 from foretell.plan.types import Plan
-from foretell.runtime.run import run
+from foretell.runtime.train.run import run
 
 safetensors = pytest.importorskip("safetensors.torch")
 QWEN = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from foretell.cli.plan import climbed
+from foretell.cli.plan.plan import climbed
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
@@ -18,15 +18,16 @@ from foretell.hardware.types import Cluster
 from foretell.plan import file, legal
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Mesh, Plan
-from foretell.search import choose as chooser
-from foretell.search import climb, engine, question, space
-from foretell.search.choose import Candidate, Choice, Wishes, told, why_slower
-from foretell.search.climb import Climb, work_of
-from foretell.search.traces import Facts, Traces
+from foretell.search.solve import choose as chooser
+from foretell.search.solve import climb, engine, question
+from foretell.search.solve.choose import Candidate, Choice, Wishes, told, why_slower
+from foretell.search.solve.climb import Climb, work_of
+from foretell.search.space import layouts as space
+from foretell.search.traces.needed import Facts, Traces
 from foretell.simulate.memory.memory import PROCESS_BYTES
 from foretell.simulate.plan import Options
-from foretell.trace.capture import capture
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
+from foretell.trace.record.capture import capture
 from foretell.trace.types import Trace
 
 OPTIONS = Options(profile_of=functools.cache(find_profile))

@@ -18,7 +18,7 @@ import pytest
 
 import foretell
 from foretell import zoo
-from foretell.cli import fit as fit_command
+from foretell.cli.fit import fit as fit_command
 from foretell.errors import UserError
 from foretell.hardware.profile import Profile, save
 from foretell.report import schema

@@ -8,7 +8,7 @@ import pytest
 
 from foretell.hardware import catalog
 from foretell.hardware.types import Cluster, Link
-from foretell.price.collectives import (
+from foretell.price.network.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,

@@ -24,13 +24,14 @@ from foretell.hardware.profile import Profile, find_profile, load
 from foretell.plan import file as plans
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Plan
-from foretell.price import corrections
-from foretell.price.corrections import Run, kind_of, learn, teach
+from foretell.price.calibrate import corrections
+from foretell.price.calibrate.corrections import Run, kind_of, learn, teach
 from foretell.quantities import Time
-from foretell.report import comparison, html_figures
+from foretell.report import comparison
 from foretell.report.comparison import Comparison, compare, render
-from foretell.runtime import log
-from foretell.runtime.measure import Reading
+from foretell.report.html import figures as html_figures
+from foretell.runtime.observe.measure import Reading
+from foretell.runtime.train import log
 from foretell.simulate.plan import Options, predict_plan
 from foretell.trace.types import Trace
 
@@ -236,8 +237,8 @@ CALM = {"steps": 60, "spread": 0.05, "drift": 0.01}
 
 @cache
 def traced(model: str, micro_batch: int, gpu: bool) -> tuple[Plan, Trace]:
-    from foretell.trace.capture import capture
-    from foretell.trace.load import load as load_model
+    from foretell.trace.load.model import load as load_model
+    from foretell.trace.record.capture import capture
 
     overrides = {"layers": 2} if model == "gpt2" else {}
     plan = Plan(
@@ -355,7 +356,7 @@ def test_shares_of_watched_steps_by_hand() -> None:
 
     import torch
 
-    from foretell.runtime.kinds import of_device, of_host
+    from foretell.runtime.observe.kinds import of_device, of_host
 
     rows = [("aten::mm", 0.5), ("aten::add", 0.2), ("aten::view", 0.1), ("Optimizer.step", 0.1)]
     assert of_host(rows, 1.0, 0.9) == pytest.approx({"compute": 0.5, "memory": 0.2, "host": 0.3})
@@ -375,7 +376,7 @@ def test_shares_of_watched_steps_by_hand() -> None:
 
 def test_a_run_corrects_the_user_s_own_profile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from foretell.hardware.probe.machine import about
-    from foretell.search.learn import predictor as of_plan
+    from foretell.search.profiles.learn import predictor as of_plan
 
     monkeypatch.setenv("FORETELL_CACHE", str(tmp_path / "cache"))
     here = about("cpu")
@@ -410,7 +411,7 @@ def test_a_run_corrects_the_user_s_own_profile_once(tmp_path: Path, monkeypatch:
 
 
 def test_a_shipped_profile_is_copied_and_a_foreign_one_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from foretell.search.learn import profile_of
+    from foretell.search.profiles.learn import profile_of
 
     monkeypatch.setenv("FORETELL_CACHE", str(tmp_path))
     found, why = profile_of({"device": "NVIDIA H200", "kind": "cuda"}, parse("H200"))

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from foretell.hardware import overhead, parse
 from foretell.simulate.memory.memory import predict_memory
 from foretell.trace import types
-from foretell.trace.capture import capture
-from foretell.trace.compiled import compile_trace, launches
-from foretell.trace.compiled_cut import _Flow
-from foretell.trace.compiled_emit import FUSED
-from foretell.trace.compiled_fuse import splits
-from foretell.trace.compiled_joint import pieces
-from foretell.trace.load import Source, load
+from foretell.trace.inductor.compiled import compile_trace, launches
+from foretell.trace.inductor.emit import FUSED
+from foretell.trace.inductor.fuse import splits
+from foretell.trace.inductor.joint import pieces
+from foretell.trace.inductor.partition import _Flow
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload
+from foretell.trace.record.capture import capture
+from foretell.trace.record.step import Workload
 from foretell.trace.types import Op, Program, Ref, Storage, TensorSpec, Trace
 from foretell.units import GIB
 
@@ -323,7 +323,7 @@ def test_cuts_agree_with_networkx(seed: int) -> None:
 
 
 def test_compiling_a_trace_needs_no_torch() -> None:
-    code = "import sys, foretell.trace.compiled\nif 'torch' in sys.modules: sys.exit('it imports torch')"
+    code = "import sys, foretell.trace.inductor.compiled\nif 'torch' in sys.modules: sys.exit('it imports torch')"
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from foretell.trace import cuda, types
-from foretell.trace.capture import capture, no_initialisation
-from foretell.trace.compiled_cut import partition
-from foretell.trace.compiled_graph import INPUT
-from foretell.trace.compiled_joint import join, pieces
-from foretell.trace.load import Source, load
+from foretell.trace import types
+from foretell.trace.cuda import select as cuda
+from foretell.trace.inductor.graph import INPUT
+from foretell.trace.inductor.joint import join, pieces
+from foretell.trace.inductor.partition import partition
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
-from foretell.trace.recorder import Recorder
+from foretell.trace.record.capture import capture, no_initialisation
+from foretell.trace.record.recorder import Recorder
 
 LONGER = pytest.mark.slow(reason="compiled by torch, as the GPT is")
 MODELS = ("gpt-tiny", *(pytest.param(name, marks=LONGER) for name in ("llama-tiny", "t5-tiny", "bert-tiny", "convnext-micro")))

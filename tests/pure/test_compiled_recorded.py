@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from foretell.trace.capture import capture
-from foretell.trace.compiled import _split, _ways
-from foretell.trace.compiled_graph import INPUT
-from foretell.trace.compiled_joint import join, pieces
-from foretell.trace.load import Source, load
+from foretell.trace.inductor.compiled import _split, _ways
+from foretell.trace.inductor.graph import INPUT
+from foretell.trace.inductor.joint import join, pieces
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
+from foretell.trace.record.capture import capture
 
 pytest.importorskip("transformers")
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent.parent / "data" / "compiled_saved_h200.json").read_text())

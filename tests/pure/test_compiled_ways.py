@@ -10,9 +10,9 @@ import pytest
 from foretell.hardware import overhead, parse
 from foretell.lower.compiling import compiled
 from foretell.simulate.memory.memory import predict_memory
-from foretell.trace.compiled_blocks import ENTER, LEAVE
-from foretell.trace.compiled_emit import FUSED
-from foretell.trace.compiled_graphs import POOL, REPLAY, REPLAYED
+from foretell.trace.inductor.blocks import ENTER, LEAVE
+from foretell.trace.inductor.cuda_graphs import POOL, REPLAY, REPLAYED
+from foretell.trace.inductor.emit import FUSED
 from foretell.trace.types import Trace
 from tests.pure.test_compiled import ALIKE, MODELS, SOME, mistakes, traced
 

@@ -18,10 +18,10 @@ from foretell.plan.blocks import even_cuts
 from foretell.plan.mesh import rank_at
 from foretell.plan.recipe import recipe_of
 from foretell.plan.types import Mesh, Pipeline, Plan, Split
-from foretell.search.split_trace import capture_split
+from foretell.search.traces.split import capture_split
 from foretell.simulate.plan import Options, predict_plan, sharded
-from foretell.trace.capture import capture
-from foretell.trace.step import Workload
+from foretell.trace.record.capture import capture
+from foretell.trace.record.step import Workload
 from foretell.trace.types import Trace
 from tests.pure import dry
 from tests.pure.test_plan_cost import agrees, plan, workload

@@ -10,12 +10,12 @@ import pytest
 
 from foretell.hardware import parse
 from foretell.price.speeds import profile_for
-from foretell.search import costing
-from foretell.search.costs import KIND, Costs, Exact, Kept, Known, kept
-from foretell.search.find import Found, find
-from foretell.search.space_wishes import Wishes
-from foretell.trace import cache as store
-from foretell.trace.load import Source
+from foretell.search.block_costs.kept import KIND, Costs, Exact, Kept, Known, kept
+from foretell.search.solve import costing
+from foretell.search.solve.find import Found, find
+from foretell.search.space.constraints import Wishes
+from foretell.trace.load.model import Source
+from foretell.trace.store import cache as store
 from tests.pure import golden
 from tests.pure.test_find import OPTIONS, Here
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from foretell.simulate.memory.replay import Replay, Sizes
-from foretell.trace.capture import capture
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
+from foretell.trace.record.capture import capture
 from foretell.trace.types import Trace
 
 GOLDEN = sorted((Path(__file__).parents[1] / "data" / "oplists").glob("*.json.gz"))

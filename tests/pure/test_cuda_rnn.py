@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from foretell.price.kernels.scratch import stages
 from foretell.simulate.memory.replay import Replay, Sizes
-from foretell.trace.capture import capture
-from foretell.trace.cuda_rnn import DROPOUT_STATE_BYTES
-from foretell.trace.load import Source, load
+from foretell.trace.cuda.rnn import DROPOUT_STATE_BYTES
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload
+from foretell.trace.record.capture import capture
+from foretell.trace.record.step import Workload
 from foretell.trace.types import Op, Trace
 from foretell.zoo import ENTRIES
 from foretell.zoo.listing.classics import ENTRIES as CLASSICS

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from foretell.errors import ModelError, UserError
-from foretell.runtime import corpus as corpora
-from foretell.runtime.corpus import Corpus, Windows, read_corpus, text_form
-from foretell.runtime.data import Example, Feed, Own, Share, Stream, own_samples, shuffled
+from foretell.runtime.data import text as corpora
+from foretell.runtime.data.samples import Example, Feed, Own, Share, Stream, own_samples, shuffled
+from foretell.runtime.data.text import Corpus, Windows, read_corpus, text_form
 
 CPU = torch.device("cpu")
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foretell.trace import deep
-from foretell.trace.capture import capture
-from foretell.trace.load import Source, load
+from foretell.trace.fold import deep
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload
+from foretell.trace.record.capture import capture
+from foretell.trace.record.step import Workload
 from foretell.trace.types import Trace
 
 DEPTH = 16

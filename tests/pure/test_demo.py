@@ -17,13 +17,14 @@ import pytest
 
 from foretell import api
 from foretell.api import demo as demo_api
-from foretell.cli import demo, main
+from foretell.cli import main
+from foretell.cli.run import demo
 from foretell.errors import UserError
 from foretell.hardware import profile as profiles
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Plan
 from foretell.report import comparison
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -139,7 +140,7 @@ def test_ctrl_c_reaches_the_run_and_it_saves(tmp_path: Path) -> None:
     plan = Plan(model={"model": "gpt-tiny", "overrides": {"layers": 1, "dim": 32, "heads": 2}}, hardware="CPU", precision="fp32")
     plans.write(plan, tmp_path / "plan.json")
     words = ["run", "plan.json", "--steps", "1000000", "--out", "run", "--device", "cpu"]
-    code = f"import sys; from foretell.runtime.child import command; sys.exit(command({words!r}))"
+    code = f"import sys; from foretell.runtime.process.child import command; sys.exit(command({words!r}))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     child = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
     try:

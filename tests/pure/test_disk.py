@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from foretell.errors import UserError
-from foretell.runtime.offload import stage as stages
-from foretell.runtime.offload.arena import ALIGN, Arena, bytes_for
-from foretell.runtime.offload.disk import Shelf
-from foretell.runtime.offload.folder import free, in_memory
-from foretell.runtime.offload.stage import Stage
+from foretell.runtime.offload.memory import stage as stages
+from foretell.runtime.offload.memory.arena import ALIGN, Arena, bytes_for
+from foretell.runtime.offload.memory.disk import Shelf
+from foretell.runtime.offload.memory.folder import free, in_memory
+from foretell.runtime.offload.memory.stage import Stage
 from foretell.units import MIB
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +125,7 @@ def test_a_write_comes_after_what_it_waits_for_and_a_read_after_the_write(tmp_pa
 HELD = 512 * MIB
 CHILD = f"""
 import sys, torch
-from foretell.runtime.offload.disk import Shelf
+from foretell.runtime.offload.memory.disk import Shelf
 shelf = Shelf({HELD}, sys.argv[1], reserve=0)
 data = torch.ones(4 << 20)
 shelf.write(0, data).result()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from foretell.search.engine import best_of, each_kind, search
+from foretell.search.solve.engine import best_of, each_kind, search
 
 
 class Numbers:

@@ -15,12 +15,12 @@ from foretell.hardware.profile import find_profile
 from foretell.lower.steps import repeated
 from foretell.plan.recipe import recipe_of
 from foretell.plan.types import Mesh, Plan, Residency
-from foretell.runtime.expert_exchange import Stacked
-from foretell.search.split_trace import capture_split
+from foretell.runtime.parallel.expert.exchange import Stacked
+from foretell.search.traces.split import capture_split
 from foretell.simulate.parts import collectives
 from foretell.simulate.plan import Options, predict_plan, sharded
-from foretell.trace.capture import capture
-from foretell.trace.step import Workload
+from foretell.trace.record.capture import capture
+from foretell.trace.record.step import Workload
 from foretell.trace.types import Trace
 from tests.pure import dry
 from tests.pure.test_plan_cost import NORMS, SCALARS, peaks, plan, workload

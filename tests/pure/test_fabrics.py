@@ -11,12 +11,12 @@ from foretell.hardware import find, parse
 from foretell.hardware.profile import find_profile
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Mesh, Pipeline, Plan
-from foretell.price.collectives import ALL_GATHER, among, collective, fabric
+from foretell.price.network.collectives import ALL_GATHER, among, collective, fabric
 from foretell.price.speeds import comm_time_over, fabrics_for, fabrics_of
 from foretell.simulate.plan import Options, PlanCost, predict_plan
-from foretell.trace.capture import capture
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
+from foretell.trace.record.capture import capture
 from foretell.trace.types import Op, Ref, TensorSpec, Trace
 
 MIB = 2**20

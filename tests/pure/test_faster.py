@@ -18,15 +18,15 @@ from foretell import api
 from foretell.cli import main
 from foretell.hardware import parse
 from foretell.quantities import FITS, NO, Prediction
-from foretell.search import faster_ways
-from foretell.search.faster import faster
-from foretell.search.faster_ways import BOUNDED, CHANGES, EXACT, Question
+from foretell.search.advice import faster_ways
+from foretell.search.advice.faster import faster
+from foretell.search.advice.faster_ways import BOUNDED, CHANGES, EXACT, Question
 from foretell.simulate.memory.replay import peak_live
-from foretell.trace.capture import capture
-from foretell.trace.here import measure_on_cpu, trace_as_cpu
-from foretell.trace.load import Source, load
+from foretell.trace.flow.unaligned import unaligned
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
-from foretell.trace.unaligned import unaligned
+from foretell.trace.record.capture import capture
+from foretell.trace.record.on_cpu import measure_on_cpu, trace_as_cpu
 
 SMALL: dict[str, Any] = {"overrides": {"layers": 2, "dim": 128, "heads": 2}, "micro_batch": 2, "seq": 64, "precision": "fp32", "optimizer": "adamw"}
 

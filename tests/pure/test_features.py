@@ -9,7 +9,7 @@ import pytest
 from foretell.hardware import parse
 from foretell.hardware.types import Device
 from foretell.price.kernels.features import FREE, Described, Shape, describe, launches, product_of
-from foretell.price.kernels.movers import KINDS, kind_of, mover
+from foretell.price.kernels.memory_bound import KINDS, kind_of, mover
 from foretell.price.kernels.products import ENGINES, Product, Tiling, aligned_bytes, best_tiling, engine_of
 from foretell.trace.types import TensorSpec
 

@@ -19,16 +19,17 @@ from foretell.hardware.profile import find_profile
 from foretell.plan import file, legal
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Mesh, Pipeline, Plan
-from foretell.search import costing, space_explore
-from foretell.search.explain import differs, told, what_ifs
-from foretell.search.find import Finder, Found, Unsuited, find
-from foretell.search.front import Point
-from foretell.search.rehearse import rehearse
-from foretell.search.space_wishes import Wishes
-from foretell.search.traces import Facts, Traces
+from foretell.search.solve import costing
+from foretell.search.solve.explain import differs, told, what_ifs
+from foretell.search.solve.find import Finder, Found, Unsuited, find
+from foretell.search.solve.front import Point
+from foretell.search.solve.rehearse import rehearse
+from foretell.search.space import explore as space_explore
+from foretell.search.space.constraints import Wishes
+from foretell.search.traces.needed import Facts, Traces
 from foretell.simulate.plan import KEEP, Options, predict_plan
-from foretell.trace.capture import capture
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
+from foretell.trace.record.capture import capture
 from foretell.trace.types import Trace
 
 OPTIONS = Options(profile_of=functools.cache(find_profile))

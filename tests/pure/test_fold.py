@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretell.trace.fold import (
+from foretell.trace.fold.repeats import (
     FoldedTrace,
     find_runs,
     fold,
@@ -47,9 +47,9 @@ REAL = [
 
 
 def traced(model: str, choices: dict[str, Any], **source: Any) -> Trace:
-    from foretell.trace.capture import capture
-    from foretell.trace.load import Source, load
+    from foretell.trace.load.model import Source, load
     from foretell.trace.recipe import Recipe
+    from foretell.trace.record.capture import capture
 
     return capture(lambda: load(Source(model=model, **source)), Recipe(**choices))
 
@@ -329,5 +329,5 @@ def test_forty_thousand_ops_fold_and_unfold() -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import foretell.trace.fold, foretell.trace.file, sys; sys.exit('torch' in sys.modules)"
+    code = "import foretell.trace.fold.repeats, foretell.trace.store.file, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -23,9 +23,9 @@ from foretell.price.time import op_prices
 from foretell.simulate.foreign.memory import foreign_memory, in_flight
 from foretell.simulate.foreign.step import line, predict_foreign
 from foretell.simulate.plan import predict_plan
-from foretell.trace.capture import capture
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
+from foretell.trace.record.capture import capture
 from foretell.trace.types import Trace
 
 OPTIONS = Options(profile_of=functools.cache(find_profile))

@@ -9,10 +9,10 @@ import pytest
 
 from foretell.errors import UserError
 from foretell.plan.types import Mesh
-from foretell.search.explain import why_lost
-from foretell.search.front import MOST_POINTS, Point, best_of, complaint, effort, front, pareto, score
-from foretell.search.quick import Layout, Quick
-from foretell.search.space_wishes import Wishes
+from foretell.search.estimate.plan import Layout, Quick
+from foretell.search.solve.explain import why_lost
+from foretell.search.solve.front import MOST_POINTS, Point, best_of, complaint, effort, front, pareto, score
+from foretell.search.space.constraints import Wishes
 
 GIB = 1 << 30
 

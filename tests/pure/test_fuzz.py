@@ -22,12 +22,12 @@ from foretell.prove.fuzz.render import render, shapes_of
 from foretell.prove.fuzz.shrink import shrunk
 from foretell.prove.fuzz.table_moves import BY_NAME, KINDS, OPERATORS
 from foretell.prove.fuzz.types import Failure, Operator, Verdict
-from foretell.runtime.apply import apply
-from foretell.trace.capture import capture
-from foretell.trace.here import measure_on_cpu, trace_as_cpu
-from foretell.trace.load import Source
+from foretell.runtime.parallel.apply import apply
+from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload
+from foretell.trace.record.capture import capture
+from foretell.trace.record.on_cpu import measure_on_cpu, trace_as_cpu
+from foretell.trace.record.step import Workload
 from foretell.trace.types import Trace
 from tests.pure.on_cpu import compare_on_cpu
 

@@ -33,12 +33,16 @@ from foretell.plan import file as plans
 from foretell.price import machine
 from foretell.prove import seal
 from foretell.prove.types import Config, Forecast, Sealed
-from foretell.report import comparison, html_detail, html_front
-from foretell.search import child as tracer
-from foretell.search.traces import Traces, question
-from foretell.trace import cache, child, stored
-from foretell.trace import file as trace_file
-from foretell.trace.process import Ended
+from foretell.report import comparison
+from foretell.report.html import detail as html_detail
+from foretell.report.html import front as html_front
+from foretell.search.traces import child as tracer
+from foretell.search.traces.needed import Traces, question
+from foretell.trace.sandbox import child
+from foretell.trace.sandbox.process import Ended
+from foretell.trace.store import cache
+from foretell.trace.store import file as trace_file
+from foretell.trace.store import traces as stored
 from tests.pure import mutations as spoil
 from tests.pure import report_sample as sample
 from tests.pure.checkpoint_cases import save, saved_in, some_tensors
@@ -141,7 +145,7 @@ def no_more_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def ask(module: str, requests: Sequence[Mapping[str, Any]], **_: Any) -> list[dict[str, Any]] | Ended:
         (asked,) = requests[:1]
-        if asked["source"]["model"] != "gpt-tiny" or asked["source"]["overrides"] or module != "foretell.trace.child":
+        if asked["source"]["model"] != "gpt-tiny" or asked["source"]["overrides"] or module != "foretell.trace.sandbox.child":
             return Ended([], -9, "")
         key = question(asked)
         if key not in known:

@@ -16,10 +16,13 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from foretell.errors import ModelError
-from foretell.trace import hub, hub_class, hub_told, hub_widen
-from foretell.trace.capture import capture
-from foretell.trace.load import Source, load, notes
+from foretell.trace.hub import build as hub
+from foretell.trace.hub import classes as hub_class
+from foretell.trace.hub import documented_inputs as hub_told
+from foretell.trace.hub import widen as hub_widen
+from foretell.trace.load.model import Source, load, notes
 from foretell.trace.recipe import Recipe
+from foretell.trace.record.capture import capture
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

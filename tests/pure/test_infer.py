@@ -10,13 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from foretell.cli.infer import infer_command
+from foretell.cli.plan.infer import infer_command
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
-from foretell.search.infer import Place, Split, Unit, split_front
-from foretell.search.infer_plan import InferPlan, _runs, infer_plan, inference_trace, plan_from, unit_seconds, units_of
-from foretell.trace.load import Source
+from foretell.search.inference.split import Place, Split, Unit, split_front
+from foretell.search.inference.units import (
+    InferPlan,
+    _runs,
+    infer_plan,
+    inference_trace,
+    plan_from,
+    unit_seconds,
+    units_of,
+)
+from foretell.trace.load.model import Source
 from foretell.trace.types import PARAMETER, Trace
 
 EDGE = Path(__file__).resolve().parents[2] / "examples" / "edge.json"

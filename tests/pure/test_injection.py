@@ -228,7 +228,7 @@ def test_a_word_of_a_command_is_one_word(evil: str) -> None:
 
 def test_what_is_suggested_can_be_pasted() -> None:
     from foretell.plan.legal import Facts
-    from foretell.report.plan import render
+    from foretell.report.terminal.plan import render
 
     shown = render(plan_of("m"), (), Facts(), 200, path="my plans/a;b $(c).json").plain
     assert "-m foretell run 'my plans/a;b $(c).json'" in shown
@@ -365,7 +365,7 @@ AS_FILE = [f'a"; import os; os system("touch {CANARY}") #', f"a\nimport os\ntouc
 def scripted(folder: Path, evil: str, stem: str = "own") -> Any:
     """The script of a model whose modules, settings, batch and out path have this name; all of the corpus is in its settings."""
     from foretell.eject.script import eject
-    from foretell.runtime.folder import Settings
+    from foretell.runtime.train.folder import Settings
 
     folder.mkdir(parents=True)
     path = folder / f"{stem}.py"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretell.runtime.joules import Joules
+from foretell.runtime.observe.joules import Joules
 
 
 class Machine:

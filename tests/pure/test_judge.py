@@ -15,10 +15,22 @@ from pathlib import Path
 import pytest
 
 from foretell.errors import UserError
-from foretell.runtime import judge as judges
-from foretell.runtime import proc, progress
-from foretell.runtime.judge import HANG_VARIABLE, Judge, Limits, blamed
-from foretell.runtime.progress import ASLEEP, BUSY, DATA, DEVICE, MOVING, SAVE, STEP, WAITING, Monitor, Progress, Report
+from foretell.runtime.process import judge as judges
+from foretell.runtime.process import proc, progress
+from foretell.runtime.process.judge import HANG_VARIABLE, Judge, Limits, blamed
+from foretell.runtime.process.progress import (
+    ASLEEP,
+    BUSY,
+    DATA,
+    DEVICE,
+    MOVING,
+    SAVE,
+    STEP,
+    WAITING,
+    Monitor,
+    Progress,
+    Report,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, _BypassDispatchCache, _CacheKeyState
 
-from foretell.trace import file
-from foretell.trace.capture import capture
-from foretell.trace.keys import QuickKeys
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
+from foretell.trace.record.capture import capture
+from foretell.trace.record.fake_cache import QuickKeys
+from foretell.trace.store import file
 
 ADD = torch.ops.aten.add.Tensor
 
@@ -23,7 +23,7 @@ def key(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
 
 
 def test_they_are_used_with_this_torch() -> None:
-    assert "_prep_args_for_hash" in vars(QuickKeys), "torch makes its keys otherwise now: read foretell/trace/keys.py again"
+    assert "_prep_args_for_hash" in vars(QuickKeys), "torch makes its keys otherwise now: read foretell/trace/record/fake_cache.py again"
 
 
 @pytest.mark.parametrize(("model", "recipe"), [("gpt-tiny", {"accumulate": 2, "clip": 1.0}), ("resnet-tiny", {"optimizer": "adamw-foreach"})])

@@ -14,18 +14,18 @@ from typing import IO, Any
 
 import pytest
 
-from foretell.runtime import proc
-from foretell.runtime.judge import Limits
-from foretell.runtime.launch import Ended, launch
+from foretell.runtime.process import proc
+from foretell.runtime.process.judge import Limits
+from foretell.runtime.process.launch import Ended, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 
 RANK = """
 import ctypes, os, signal, sys, threading, time
 sys.path.insert(0, {root!r})
-from foretell.runtime import launch
-from foretell.runtime.progress import DATA, STEP, Monitor, Progress
-from foretell.runtime.signals import Signals, exit_status
+from foretell.runtime.process import launch
+from foretell.runtime.process.progress import DATA, STEP, Monitor, Progress
+from foretell.runtime.process.signals import Signals, exit_status
 
 HOW = sys.argv[1].split(",")[int(os.environ["RANK"])]
 spaces = {{}}
@@ -120,7 +120,7 @@ def test_a_rank_that_computes_is_waited_for(rank: str) -> None:
 LAUNCHER = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from foretell.runtime.launch import launch
+from foretell.runtime.process.launch import launch
 ended = launch([sys.argv[3]], len(sys.argv[3].split(",")), program=[sys.argv[2]])
 print(ended, flush=True)
 sys.exit(ended.status)
@@ -215,7 +215,7 @@ def test_a_launcher_that_is_killed_leaves_nobody_not_even_the_stopped(rank: str)
 
 
 def test_a_rank_that_does_not_end_after_its_launcher_is_ended(rank: str) -> None:
-    from foretell.runtime import guardian
+    from foretell.runtime.process import guardian
 
     sleeper = subprocess.Popen(["sleep", "100"], start_new_session=True)
     other = subprocess.Popen(["sleep", "100"], start_new_session=True)

@@ -11,11 +11,11 @@ import pytest
 from foretell.cli import main
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.search.choose import choose
-from foretell.search.law import FAR, NEAR, Advice, advice, batch_for
-from foretell.search.space_wishes import Wishes
-from foretell.search.steplaw import step_law
-from foretell.trace.load import Source
+from foretell.search.solve.choose import choose
+from foretell.search.solve.planned_batch import FAR, NEAR, Advice, advice, batch_for
+from foretell.search.solve.step_law import step_law
+from foretell.search.space.constraints import Wishes
+from foretell.trace.load.model import Source
 
 SHAPES = {"embedding": ((50000, 1000), "float32"), "blocks.0.w": ((1000, 1000), "float32"), "blocks.1.w": ((1000, 1000), "float32")}
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.files import load, save
-from foretell.price.collectives import ALL_GATHER, ALL_TO_ALL, crowding, fabric
-from foretell.price.collectives import collective as timed
+from foretell.price.network.collectives import ALL_GATHER, ALL_TO_ALL, crowding, fabric
+from foretell.price.network.collectives import collective as timed
 
 
 def slowest(nodes: int, apart: int, leaf: int, over: float, flows: list[tuple[int, int]]) -> float:

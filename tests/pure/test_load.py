@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from foretell import zoo
 from foretell.errors import MissingPackage, ModelError, UnknownName, UserError
-from foretell.trace import hub, load
-from foretell.trace.load import Source
-from foretell.trace.step import Workload, compute_loss
+from foretell.trace.hub import build as hub
+from foretell.trace.load import model as load
+from foretell.trace.load.model import Source
+from foretell.trace.record.step import Workload, compute_loss
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [name for name in zoo.names() if zoo.get(name).small]
@@ -402,7 +403,7 @@ def test_check_imports_no_torch(tmp_path: Path) -> None:
     script = f"""
 import sys
 from foretell.errors import UserError
-from foretell.trace.load import Source, check, describe
+from foretell.trace.load.model import Source, check, describe
 for model in ("llama3-8b", {path + ":make"!r}):
     check(Source(model=model)); describe(Source(model=model))
 for model in ("hf:llama", "hf:" + {config!r}, "hf:lama", "timm:resnet50", "torchvision:resnet18", "nothing"):
@@ -583,7 +584,7 @@ def test_building_a_transformers_model_leaves_torch_as_it_was() -> None:
     """transformers has a `linspace` of its own meanwhile, and torch notes the functions that make tensors when it first needs them."""
     pytest.importorskip("transformers.initialization")
     code = (
-        "import torch\nfrom foretell.trace import hub\n"
+        "import torch\nfrom foretell.trace.hub import build as hub\n"
         "with hub._without_initialisation():\n    pass\n"
         "from transformers.initialization import meta_device_safe_creation_ops as own\n"
         "with own(), torch.device('meta'):\n    torch.zeros(1)\n"

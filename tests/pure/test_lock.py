@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from foretell.errors import UserError
-from foretell.runtime import lock, proc
-from foretell.runtime.lock import NAME, Owner, take
+from foretell.runtime.process import lock, proc
+from foretell.runtime.process.lock import NAME, Owner, take
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,7 +56,7 @@ def test_a_live_owner_is_named_and_a_folder_that_was_left_is_free(tmp_path: Path
 
 
 def test_an_owner_that_was_killed_is_taken_over_with_a_line(tmp_path: Path) -> None:
-    code = "import sys, os, pathlib; from foretell.runtime.lock import take; take(pathlib.Path(sys.argv[1]), say=print); os.kill(os.getpid(), 9)"
+    code = "import sys, os, pathlib; from foretell.runtime.process import lock; lock.take(pathlib.Path(sys.argv[1]), say=print); os.kill(os.getpid(), 9)"
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # killed, and not yet collected: it is dead all the same
     assert proc.state(child.pid) == "Z" and (tmp_path / NAME).exists()
@@ -138,7 +138,7 @@ MANY = """
 import os, sys, json, time, select, pathlib
 from dataclasses import asdict, replace
 from foretell.errors import UserError
-from foretell.runtime import lock
+from foretell.runtime.process import lock
 folder, guard, rounds = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 if guard == "no":
     def refuse(*_): raise OSError(37, "no locks")

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from foretell.cli import main
-from foretell.report import html_data, html_sections
 from foretell.report.comparison import compare, render
-from foretell.runtime import load
-from foretell.runtime.load import Load, Meter, OnGpu, Other
-from foretell.runtime.measurement import Measurement
+from foretell.report.html import data as html_data
+from foretell.report.html import sections as html_sections
+from foretell.runtime.observe import machine_load as load
+from foretell.runtime.observe.machine_load import Load, Meter, OnGpu, Other
+from foretell.runtime.observe.measurement import Measurement
 from tests.pure.test_comparison import CPU, MEASURED, PLAN, folder
 
 SPINS = """

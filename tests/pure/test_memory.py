@@ -13,9 +13,9 @@ from foretell.hardware import Cluster, overhead, parse
 from foretell.quantities import CATEGORIES, FITS, NO, TIGHT
 from foretell.simulate.memory.memory import Outcome, fits_in, predict_memory, run_order, sizes_for, smallest_limit
 from foretell.simulate.memory.replay import CUBLASLT_WORKSPACE_BYTES, Replay, Sizes, holders_at
-from foretell.trace.capture import capture
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
+from foretell.trace.record.capture import capture
 from foretell.trace.types import Op, Program, Storage, Trace
 from foretell.units import MIB
 

@@ -12,7 +12,7 @@ from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.plan import legal
 from foretell.plan.types import Mesh, Pipeline, Plan
-from foretell.search.mixed import Bytes, Island, Shared, islands, one_f_one_b, share, share_best
+from foretell.search.heterogeneous.pipeline import Bytes, Island, Shared, islands, one_f_one_b, share, share_best
 from foretell.units import GIB
 
 SPEED = {"H100-SXM-80GB": 1.0, "A100-SXM-80GB": 0.4, "V100-SXM-16GB": 0.15}

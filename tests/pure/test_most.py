@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from foretell import api
-from foretell.cli import fit_table, main
+from foretell.cli import main
+from foretell.cli.fit import table as fit_table
 from foretell.errors import ModelError
 from foretell.quantities import FITS, NO, Prediction
-from foretell.search.most import most
+from foretell.search.advice.largest import most
 
 ROOM = 10_000
 

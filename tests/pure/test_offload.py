@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foretell.errors import UserError
 from foretell.runtime.offload import engine as engine_room
 from foretell.runtime.offload import forms, layout, updates
-from foretell.runtime.offload.arena import Arena, available, bytes_for
 from foretell.runtime.offload.engine import Offloaded
+from foretell.runtime.offload.memory.arena import Arena, available, bytes_for
 from foretell.runtime.offload.pump import Pump
-from foretell.trace.step import recompute_block
+from foretell.trace.record.step import recompute_block
 
 CPU = torch.device("cpu")
 STEPS = 8

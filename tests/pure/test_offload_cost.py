@@ -16,9 +16,9 @@ from foretell.lower.blocks import blocks_of
 from foretell.lower.offload import states as offload
 from foretell.plan.recipe import model_of
 from foretell.plan.types import MASTER, Plan, Residency
-from foretell.search.traces import Traces
+from foretell.search.traces.needed import Traces
 from foretell.simulate.plan import Options, PlanCost, predict_plan
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 from foretell.trace.types import Trace
 
 ROOT = Path(__file__).resolve().parents[2]

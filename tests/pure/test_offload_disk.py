@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from foretell.errors import UserError
-from foretell.runtime.offload import forms, layout, store
+from foretell.runtime.offload import forms, layout
 from foretell.runtime.offload.engine import Offloaded
+from foretell.runtime.offload.memory import store
 from foretell.runtime.offload.pump import Pump
 from tests.pure.test_offload import CPU, PATHS, Model, factor, loss_of, model, offloaded, samples, trained
 

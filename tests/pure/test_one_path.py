@@ -17,10 +17,11 @@ from foretell.plan import file as plans
 from foretell.plan.recipe import recipe_of
 from foretell.plan.types import SCHEDULES, Mesh, Plan
 from foretell.prove import forecast
-from foretell.report import comparison, html_detail
-from foretell.search import traces as traces_of_search
+from foretell.report import comparison
+from foretell.report.html import detail as html_detail
+from foretell.search.traces import needed as traces_of_search
 from foretell.simulate.plan import PlanCost
-from foretell.trace import stored
+from foretell.trace.store import traces as stored
 from tests.pure import golden
 
 KEPT = golden.kept()
@@ -179,8 +180,8 @@ def test_sealed_forecasts_say_the_same(name: str) -> None:
 
 
 def test_a_plan_that_is_searched_has_the_numbers_of_its_own_prediction(here: None) -> None:
-    from foretell.search.choose import Wishes, choose
-    from foretell.trace.load import Source
+    from foretell.search.solve.choose import Wishes, choose
+    from foretell.trace.load.model import Source
 
     source = Source(model="gpt2", overrides={"layers": 4}, seq=256)
     choice = choose(source, golden.CASES["fsdp"].cluster, "H100:8", Wishes(global_batch=16), options=golden.OPTIONS)

@@ -13,7 +13,7 @@ import pytest
 from foretell.hardware import find
 from foretell.price.kernels.features import describe
 from foretell.price.kernels.shapes import Shape
-from foretell.price.overlap import CHANNELS, LOST, LOST_OTHERS, slower
+from foretell.price.network.overlap import CHANNELS, LOST, LOST_OTHERS, slower
 from foretell.trace.types import TensorSpec
 
 ROWS = Path(__file__).resolve().parents[2] / "benchmarks/results/beside_messages.jsonl"

@@ -16,10 +16,10 @@ from foretell.price.kernels.lines import lines
 from foretell.price.kernels.shapes import Shape
 from foretell.prove import zoo_cpu
 from foretell.simulate.pace import Pace, Said, pace_of, said
-from foretell.trace import file
-from foretell.trace.here import trace_as_cpu
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
+from foretell.trace.record.on_cpu import trace_as_cpu
+from foretell.trace.store import file
 from foretell.trace.types import NO_GRAD, TensorSpec, Trace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -136,8 +136,8 @@ def test_the_shipped_profile_has_learned_that() -> None:
 def test_a_gpus_trace_has_no_such_marks() -> None:
     from functools import partial
 
-    from foretell.trace.capture import capture
-    from foretell.trace.load import load
+    from foretell.trace.load.model import load
+    from foretell.trace.record.capture import capture
 
     source = Source(model="bert-tiny", micro_batch=2)
     trace = capture(partial(load, source), Recipe(precision="fp32", mode="infer"), capability=(9, 0))

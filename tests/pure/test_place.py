@@ -14,7 +14,16 @@ from foretell.hardware import parse
 from foretell.plan import file as plans
 from foretell.plan.mesh import groups
 from foretell.plan.types import Mesh, Plan
-from foretell.search.place import AS_IT_IS, EXACT, START_SECONDS, Traffic, place, place_plan, rates_of, traffic_of
+from foretell.search.heterogeneous.place import (
+    AS_IT_IS,
+    EXACT,
+    START_SECONDS,
+    Traffic,
+    place,
+    place_plan,
+    rates_of,
+    traffic_of,
+)
 from foretell.simulate.parts import Collective
 
 Matrix = list[list[float]]

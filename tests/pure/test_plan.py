@@ -13,7 +13,7 @@ import pytest
 from foretell.errors import UserError
 from foretell.plan import blocks, file, mesh, paths, recipe
 from foretell.plan.types import AXES, KEEP, MODES, Mesh, Pipeline, Residency
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
 from tests.pure.plan_cases import RECOMPUTE, SEEDS, SELECTIVE, TWELVE, plan
 

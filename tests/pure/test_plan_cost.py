@@ -32,11 +32,11 @@ from foretell.plan.types import Mesh, Pipeline, Plan, Residency, Split
 from foretell.simulate.memory.replay import peak_live
 from foretell.simulate.pipeline import together
 from foretell.simulate.plan import Options, predict_plan, sharded
-from foretell.trace import step as steps
 from foretell.trace import types
-from foretell.trace.capture import capture
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload
+from foretell.trace.record import step as steps
+from foretell.trace.record.capture import capture
+from foretell.trace.record.step import Workload
 from tests.pure import dry
 
 RUNS = ("first_step", "steady_step")
@@ -365,7 +365,7 @@ def test_a_loop_and_a_split_backward_have_smaller_bubbles() -> None:
 
 
 def split(build: Callable[[], Workload], asked: Plan) -> types.Trace:
-    from foretell.search.split_trace import capture_split
+    from foretell.search.traces.split import capture_split
 
     wish = asked.split or Split()
     recipe = replace(recipe_of(asked, "keep"), accumulate=1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foretell import api
-from foretell.cli import plan as cli
+from foretell.cli.plan import plan as cli
 from foretell.errors import UserError
 from foretell.export import export
 from foretell.export.read import read
@@ -21,12 +21,12 @@ from foretell.plan import file, legal, precision
 from foretell.plan.mesh import rank_at
 from foretell.plan.recipe import recipe_of
 from foretell.plan.types import FP16, Mesh, Pipeline, Plan
-from foretell.search import space
-from foretell.search.choice import Choice, told
-from foretell.search.choose import as_choice
-from foretell.search.explain import told as explained
-from foretell.search.space_wishes import Wishes
-from foretell.search.space_wishes import check as check_wishes
+from foretell.search.solve.choice import Choice, told
+from foretell.search.solve.choose import as_choice
+from foretell.search.solve.explain import told as explained
+from foretell.search.space import layouts as space
+from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import check as check_wishes
 from foretell.simulate.plan import predict_plan, sharded
 from foretell.trace.recipe import COMPUTES, PRECISIONS, Recipe
 from foretell.trace.types import Trace

@@ -19,7 +19,9 @@ import torch
 
 from foretell.cli import main
 from foretell.errors import UserError
-from foretell.hardware.probe import cases, journal, machine, memory, ops, run, steps
+from foretell.hardware.probe import journal, machine, memory, ops, run
+from foretell.hardware.probe.cases import families as cases
+from foretell.hardware.probe.cases import steps
 from foretell.hardware.probe.clock import Clock, Timing, host_clock
 from foretell.hardware.probe.harvest import Harvest
 from foretell.hardware.profile import Measured, find_profile, load
@@ -41,7 +43,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     """The journal of a probe that was killed in the middle of its ops; in fp32: products in bf16 take long on most CPUs."""
     path = tmp_path_factory.mktemp("killed") / "cpu.rows.jsonl"
     code = (
-        "from foretell.hardware.probe import cases, run; cases.MOSTLY_FP32 = cases.MOSTLY_FP32[:1] * len(cases.MOSTLY_FP32);"
+        "from foretell.hardware.probe import run; from foretell.hardware.probe.cases import families as cases;"
+        " cases.MOSTLY_FP32 = cases.MOSTLY_FP32[:1] * len(cases.MOSTLY_FP32);"
         f"run.probe('cpu', 'quick', journal={str(path)!r}, seconds=60)"
     )
     child = subprocess.Popen([sys.executable, "-c", code], env=environment(), stderr=subprocess.DEVNULL)
@@ -266,9 +269,9 @@ def test_cases_of_a_large_gpu_are_those_that_were_shipped() -> None:
 def test_cases_of_a_cpu_have_the_ops_and_sizes_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every op of a step of gpt-tiny has been timed by a few cases, on larger and on smaller tensors; in fp32, as the demo is."""
     monkeypatch.setattr(cases, "MOSTLY_FP32", (torch.float32,) * len(cases.MOSTLY_FP32))
-    from foretell.trace.here import trace_as_cpu
-    from foretell.trace.load import Source
+    from foretell.trace.load.model import Source
     from foretell.trace.recipe import Recipe
+    from foretell.trace.record.on_cpu import trace_as_cpu
 
     trace = trace_as_cpu(Source(model="gpt-tiny", micro_batch=2), Recipe(precision="fp32"))
     wanted: dict[str, list[int]] = {}

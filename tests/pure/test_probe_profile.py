@@ -14,11 +14,11 @@ import pytest
 
 from foretell.errors import FileFormatError, UserError
 from foretell.hardware import find
-from foretell.hardware.probe.blocks import BLOCKS
-from foretell.hardware.probe.cases import FAMILIES
+from foretell.hardware.probe.cases.blocks import BLOCKS
+from foretell.hardware.probe.cases.families import FAMILIES
+from foretell.hardware.probe.cases.irregular import RARE
+from foretell.hardware.probe.cases.pictures import PICTURES
 from foretell.hardware.probe.journal import gather
-from foretell.hardware.probe.pictures import PICTURES
-from foretell.hardware.probe.rare import RARE
 from foretell.hardware.probe.summary import fastest, products, summary
 from foretell.hardware.profile import (
     About,

@@ -15,7 +15,7 @@ from foretell import zoo
 from foretell.cli import main
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.probe import steps
+from foretell.hardware.probe.cases import steps
 from foretell.prove import forecast as forecasts
 from foretell.prove import run, seal, tell
 from foretell.prove.dice import Dice
@@ -23,8 +23,8 @@ from foretell.prove.draw import FAMILIES, draw
 from foretell.prove.forecast import PACERS, _Picked
 from foretell.prove.types import Config, Forecast, Sealed
 from foretell.simulate.memory.replay import peak_live
-from foretell.trace.here import measure_on_cpu
-from foretell.trace.load import check, load
+from foretell.trace.load.model import check, load
+from foretell.trace.record.on_cpu import measure_on_cpu
 
 LARGE = 150 << 30
 

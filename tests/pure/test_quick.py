@@ -23,14 +23,14 @@ from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
 from foretell.hardware.types import Cluster
 from foretell.plan.types import Mesh
-from foretell.search.depth import Depth
-from foretell.search.quick import Layout, Quick, plan_of, quick, recipe_for
-from foretell.search.sheet import Sheet, sheet_of
-from foretell.search.space_price import SheetPricer
+from foretell.search.block_costs.sheet import Sheet, sheet_of
+from foretell.search.estimate.depth import Depth
+from foretell.search.estimate.plan import Layout, Quick, plan_of, quick, recipe_for
+from foretell.search.space.price import SheetPricer
 from foretell.simulate.plan import Options, PlanCost, predict_plan
-from foretell.trace.capture import capture
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload
+from foretell.trace.record.capture import capture
+from foretell.trace.record.step import Workload
 from foretell.trace.types import Trace
 
 OPTIONS = Options(profile_of=functools.cache(find_profile))
@@ -56,7 +56,7 @@ def traced(name: str, micro_batch: int, mode: str, precision: str, tp: int) -> T
     recipe = Recipe(precision=precision, recompute=FULL[mode], clip=1.0)
     if tp == 1:
         return capture(workload(name, micro_batch), recipe)
-    from foretell.search.split_trace import capture_split
+    from foretell.search.traces.split import capture_split
 
     return capture_split(workload(name, micro_batch), recipe, tp)[0]
 
@@ -217,7 +217,7 @@ def test_parts_add_up_and_recomputing_buys_bytes_with_seconds() -> None:
 
 
 def test_many_micro_batches_take_as_long_as_if_all_were_walked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from foretell.search import quick_pipeline
+    from foretell.search.estimate import pipeline as quick_pipeline
 
     for schedule, cuts in (("1f1b", (1,)), ("gpipe", (4,)), ("interleaved-1f1b", (1, 3, 4)), ("zero-bubble", (1, 3, 4))):
         asked = layout(Mesh(pp=2), 4, 64, schedule=schedule, cuts=cuts)

@@ -18,15 +18,15 @@ from foretell.hardware.profile import find_profile
 from foretell.hardware.types import Cluster
 from foretell.plan.types import Mesh
 from foretell.quantities import FITS, NO, TIGHT
-from foretell.search.depth import Depth
-from foretell.search.front import point_of
-from foretell.search.quick import Layout, Quick, plan_of, quick
-from foretell.search.sheet import Sheet, sheet_of
-from foretell.search.space_fill import Filled
+from foretell.search.block_costs.sheet import Sheet, sheet_of
+from foretell.search.estimate.depth import Depth
+from foretell.search.estimate.plan import Layout, Quick, plan_of, quick
+from foretell.search.solve.front import point_of
+from foretell.search.space.fill import Filled
 from foretell.simulate.plan import Options, PlanCost, predict_plan
-from foretell.trace.capture import capture
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload
+from foretell.trace.record.capture import capture
+from foretell.trace.record.step import Workload
 from foretell.trace.types import Trace
 
 OPTIONS = Options(profile_of=functools.cache(find_profile))

@@ -17,23 +17,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.probe import journal as journals
-from foretell.hardware.probe import rare as probed
-from foretell.hardware.probe.cases import Draw
+from foretell.hardware.probe.cases import irregular as probed
+from foretell.hardware.probe.cases.families import Draw
 from foretell.hardware.probe.harvest import specs
 from foretell.hardware.profile import OpRow, find_profile, journal_path, save
 from foretell.price import machine as machines
 from foretell.price.host import COUNTS, START, HostModel, call_seconds, matrix_seconds, waiting
 from foretell.price.kernels.features import Shape, describe
+from foretell.price.kernels.irregular import FAMILY, GUESS, KINDS, unmeasured
 from foretell.price.kernels.laws import by_laws, laws_of
-from foretell.price.kernels.movers import mover
+from foretell.price.kernels.memory_bound import mover
 from foretell.price.kernels.ops import OpModel
-from foretell.price.kernels.rare import FAMILY, GUESS, KINDS, unmeasured
 from foretell.price.kernels.shapes import short
 from foretell.price.speeds import alone
 from foretell.price.time import Machine, synchronises, unmeasured_ops
 from foretell.quantities import ASSUMED, MEASURED
 from foretell.simulate.time.step import plan_time
-from foretell.trace.recorder import attributes
+from foretell.trace.record.recorder import attributes
 from foretell.trace.types import Op, Program, Ref, TensorSpec, Trace
 
 H200 = parse("H200")
@@ -87,7 +87,7 @@ REAL = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_really_runs_has_its_kind(kind: str) -> None:
-    from foretell.price.kernels.rare import kind_of
+    from foretell.price.kernels.irregular import kind_of
 
     for call in REAL[kind]:
         found = [shape for shape in run(call) if kind_of(short(shape.name), shape) == kind]
@@ -107,7 +107,7 @@ def test_numbers_pick_and_masks_make_the_host_wait() -> None:
 
 
 def test_a_repeat_by_a_plain_number_is_no_rare_op() -> None:
-    from foretell.price.kernels.rare import kind_of
+    from foretell.price.kernels.irregular import kind_of
 
     assert not any(kind_of(short(shape.name), shape) for shape in run(lambda: V.repeat_interleave(2)))
 

@@ -16,10 +16,10 @@ from foretell.cli import main
 from foretell.decode import decode
 from foretell.errors import FileFormatError
 from foretell.plan.types import Plan
-from foretell.runtime import folder, log
-from foretell.runtime.folder import Settings
-from foretell.runtime.measurement import Measurement
-from foretell.search import traces_file
+from foretell.runtime.observe.measurement import Measurement
+from foretell.runtime.train import folder, log
+from foretell.runtime.train.folder import Settings
+from foretell.search.traces import file as traces_file
 from tests.pure import report_sample as sample
 
 

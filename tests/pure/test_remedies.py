@@ -19,17 +19,20 @@ from foretell.errors import ModelError, UserError
 from foretell.hardware import overhead, parse
 from foretell.hardware.larger import larger
 from foretell.quantities import FITS, NO, TIGHT, Memory, Prediction, Remedy
-from foretell.report import command, screen
-from foretell.search import advice, advice_ways, child
-from foretell.search.advice_ways import Asked
+from foretell.report import command
+from foretell.report.terminal import screen
+from foretell.search.advice import fit as advice
+from foretell.search.advice import ways as advice_ways
+from foretell.search.advice.ways import Asked
+from foretell.search.traces import child
 from foretell.simulate.memory.memory import predict_memory
 from foretell.simulate.memory.remedies import Outlook, outlook
 from foretell.simulate.parts import TORCH
-from foretell.trace import child as single
-from foretell.trace import stored
-from foretell.trace.capture import capture
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
+from foretell.trace.record.capture import capture
+from foretell.trace.sandbox import child as single
+from foretell.trace.store import traces as stored
 from foretell.trace.types import Trace
 from foretell.units import GIB, MIB
 

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from foretell.report import html, html_data, html_sections
+from foretell.report.html import data as html_data
+from foretell.report.html import page as html
+from foretell.report.html import sections as html_sections
 from tests.pure import report_sample as sample
 
 BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)

@@ -23,15 +23,19 @@ from foretell.errors import FileFormatError, UserError
 from foretell.hardware import find, price_per_hour
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Plan
-from foretell.report import html, html_data, html_front, html_sections, words
-from foretell.report.html import Cell, Chart, Figure, Page, Section, Table
-from foretell.report.html_figures import COLOURS, sizes, thinned, times
-from foretell.report.html_front import Front, Point
-from foretell.report.html_memory import snapshot
-from foretell.search import front as search_front
-from foretell.search.choose import Candidate, Choice
-from foretell.search.find import Finalist, Found
-from foretell.search.quick import Layout, Quick
+from foretell.report import words
+from foretell.report.html import data as html_data
+from foretell.report.html import front as html_front
+from foretell.report.html import page as html
+from foretell.report.html import sections as html_sections
+from foretell.report.html.figures import COLOURS, sizes, thinned, times
+from foretell.report.html.front import Front, Point
+from foretell.report.html.memory import snapshot
+from foretell.report.html.page import Cell, Chart, Figure, Page, Section, Table
+from foretell.search.estimate.plan import Layout, Quick
+from foretell.search.solve import front as search_front
+from foretell.search.solve.choose import Candidate, Choice
+from foretell.search.solve.find import Finalist, Found
 from tests.pure import report_sample as sample
 
 CASES: dict[str, Callable[[], tuple[Plan, str]]] = {

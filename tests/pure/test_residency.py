@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from foretell.search.residency import KEPT, Treatment, Way, Ways, at_least, least
+from foretell.search.space.residency import KEPT, Treatment, Way, Ways, at_least, least
 
 
 def ways(rng: random.Random, modes: int = 3) -> Ways:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from foretell.cli import main
-from foretell.cli.run import _before
+from foretell.cli.run.run import _before
 from foretell.plan import file as plans
 from foretell.plan.types import Plan
 from foretell.report.comparison import repeats
-from foretell.runtime.folder import Settings
+from foretell.runtime.train.folder import Settings
 from tests.pure.test_two_runs import run
 
 ASKED: dict[str, Any] = {"steps": 120, "lr": 1e-3, "seed": 3, "log": ("tensorboard",), "eval_every": 10}

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from foretell import zoo
 from foretell.runtime.offload import parcels
+from foretell.runtime.offload.memory.slots import Slots, Space
 from foretell.runtime.offload.saved import Saved
-from foretell.runtime.offload.slots import Slots, Space
-from foretell.trace.blocks import find_blocks
-from foretell.trace.step import Workload, compute_loss, recompute_block
+from foretell.trace.fold.blocks import find_blocks
+from foretell.trace.record.step import Workload, compute_loss, recompute_block
 
 CPU = torch.device("cpu")
 LEAST = 512

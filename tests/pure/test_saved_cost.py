@@ -18,11 +18,11 @@ from foretell.price import offload
 from foretell.runtime.offload.saved import Saved
 from foretell.simulate.memory.replay import peak_live
 from foretell.simulate.plan import Options, PlanCost, predict_plan
-from foretell.trace import here
-from foretell.trace.capture import capture
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload
+from foretell.trace.record import on_cpu as here
+from foretell.trace.record.capture import capture
+from foretell.trace.record.step import Workload
 from foretell.trace.types import Trace
 
 LEAST = 4096

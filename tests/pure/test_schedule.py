@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foretell.errors import UserError
-from foretell.runtime.schedule import Schedule, usual_warmup
+from foretell.runtime.train.schedule import Schedule, usual_warmup
 
 
 def rates(schedule: Schedule) -> list[float]:

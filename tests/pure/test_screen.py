@@ -29,7 +29,8 @@ from foretell.quantities import (
     Throughput,
     Time,
 )
-from foretell.report import bar, command, screen, words
+from foretell.report import command, words
+from foretell.report.terminal import bar, screen
 from foretell.units import GIB, MIB
 
 WIDTHS = (40, 60, 80, 100, 120, 200)

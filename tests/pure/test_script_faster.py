@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from foretell.hardware import parse as parse_hardware
-from foretell.search.faster_ways import BOUNDED, CHANGES
-from foretell.search.followed import Followed, cost, follow
-from foretell.search.script_faster import Search
+from foretell.search.advice.faster_ways import BOUNDED, CHANGES
+from foretell.search.advice.script_faster import Search
+from foretell.search.traces.followed import Followed, cost, follow
 from foretell.simulate.memory.replay import peak_live
 from foretell.trace import types
-from foretell.trace.child import request
-from foretell.trace.compiled import compile_trace, launches
-from foretell.trace.load import Source
+from foretell.trace.inductor.compiled import compile_trace, launches
+from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
+from foretell.trace.sandbox.child import request
 from foretell.trace.script.words import parse
-from foretell.trace.stored import traced
+from foretell.trace.store.traces import traced
 
 SCRIPTS = Path(__file__).parents[1] / "data" / "scripts"
 H100 = parse_hardware("H100")

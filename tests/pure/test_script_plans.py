@@ -18,9 +18,9 @@ from foretell.errors import ForetellError, UserError
 from foretell.hardware import parse
 from foretell.plan.file import read, write
 from foretell.plan.types import Mesh, Plan, Residency
-from foretell.search.scripted import choose_for
-from foretell.search.space_wishes import Wishes
-from foretell.trace.load import Source, describe, load
+from foretell.search.space.constraints import Wishes
+from foretell.search.traces.scripted import choose_for
+from foretell.trace.load.model import Source, describe, load
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "data" / "scripts"
 GPT = ["python", "gpt_scaler.py", "--batch-size", "16", "--layers", "2"]

@@ -20,16 +20,17 @@ from foretell.errors import ModelError, UserError
 from foretell.lower.fsdp.sharded import shard
 from foretell.lower.spread import spread
 from foretell.simulate.memory.replay import peak_live
-from foretell.trace import server, types
-from foretell.trace.child import request as request_file
-from foretell.trace.child import trace_in_child
-from foretell.trace.file import loads
-from foretell.trace.load import Source
+from foretell.trace import types
+from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
+from foretell.trace.sandbox import server
+from foretell.trace.sandbox.child import request as request_file
+from foretell.trace.sandbox.child import trace_in_child
 from foretell.trace.script.child import follow_in_child, request
 from foretell.trace.script.ranks import environment
 from foretell.trace.script.several import follow_ranks
 from foretell.trace.script.words import over, parse
+from foretell.trace.store.file import loads
 from foretell.trace.types import Trace
 from tests import forks
 

@@ -14,16 +14,16 @@ import pytest
 
 from foretell.errors import ModelError, UserError
 from foretell.lower.steps import repeated
-from foretell.search.child import trace_all
+from foretell.search.traces.child import trace_all
 from foretell.simulate.memory.replay import peak_live
-from foretell.trace.child import request as request_file
-from foretell.trace.file import loads
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
+from foretell.trace.sandbox.child import request as request_file
 from foretell.trace.script import kept as stored
 from foretell.trace.script.child import clear_stale, follow_in_child, request
 from foretell.trace.script.words import parse
 from foretell.trace.script.writes import Aside
+from foretell.trace.store.file import loads
 from foretell.trace.types import Trace
 
 DATA = Path(__file__).resolve().parents[1] / "data"

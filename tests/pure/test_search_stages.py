@@ -10,8 +10,8 @@ import pytest
 
 from foretell.lower.pipeline.order import orders
 from foretell.plan.legal import micro_batches_allowed
-from foretell.search.residency import KEPT, Way, at_least
-from foretell.search.stages import Stack, _Pricing, cut, in_flight, joint, rank_of
+from foretell.search.space.residency import KEPT, Way, at_least
+from foretell.search.space.stages import Stack, _Pricing, cut, in_flight, joint, rank_of
 
 
 def every_cut(blocks: int, stages: int) -> list[tuple[int, ...]]:

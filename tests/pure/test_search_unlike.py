@@ -17,17 +17,17 @@ from foretell.hardware.types import Cluster
 from foretell.plan import legal
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Plan
-from foretell.search.depth import Depth
-from foretell.search.find import Finder, Found, find
-from foretell.search.mixed_price import MixedPricer
-from foretell.search.polish import nearby
-from foretell.search.quick import Layout, plan_of
-from foretell.search.space_fill import fill
-from foretell.search.space_wishes import Wishes
-from foretell.search.traces import Facts, Traces
+from foretell.search.estimate.depth import Depth
+from foretell.search.estimate.plan import Layout, plan_of
+from foretell.search.heterogeneous.polish import nearby
+from foretell.search.heterogeneous.price import MixedPricer
+from foretell.search.solve.find import Finder, Found, find
+from foretell.search.space.constraints import Wishes
+from foretell.search.space.fill import fill
+from foretell.search.traces.needed import Facts, Traces
 from foretell.simulate.plan import KEEP, Options, predict_plan
-from foretell.trace.capture import capture
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
+from foretell.trace.record.capture import capture
 from foretell.trace.types import Trace
 
 OPTIONS = Options(profile_of=functools.cache(find_profile))

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from foretell.errors import ModelError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
-from foretell.search.choose import Wishes, choose
-from foretell.search.sheet_modes import KEEP, MODES, RECOMPUTE, SELECTIVE, modes_of
+from foretell.search.block_costs.residency import KEEP, MODES, RECOMPUTE, SELECTIVE, modes_of
+from foretell.search.solve.choose import Wishes, choose
 from foretell.simulate.plan import Options
-from foretell.trace.capture import capture
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload
+from foretell.trace.record.capture import capture
+from foretell.trace.record.step import Workload
 
 WIDTH = 64
 

@@ -24,12 +24,12 @@ from foretell.lower.fsdp.sharded import MODEL_END, shard
 from foretell.lower.spread import spread
 from foretell.simulate.memory.replay import Replay, Sizes
 from foretell.trace import types
-from foretell.trace.blocks import find_blocks
-from foretell.trace.capture import _add_in_place, capture
-from foretell.trace.cuda import cuda_choices
+from foretell.trace.cuda.select import cuda_choices
+from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.recipe import Recipe
-from foretell.trace.recorder import Recorder, Row
-from foretell.trace.step import Step, Workload
+from foretell.trace.record.capture import _add_in_place, capture
+from foretell.trace.record.recorder import Recorder, Row
+from foretell.trace.record.step import Step, Workload
 from foretell.zoo import gpt
 
 FOREACH = [Tensor, nn.Parameter, FakeTensor, DTensor]

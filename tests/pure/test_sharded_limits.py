@@ -15,9 +15,9 @@ from foretell.hardware import overhead, parse
 from foretell.lower.fsdp.sharded import shard
 from foretell.quantities import NO, TIGHT
 from foretell.simulate.memory.memory import Outcome, careful_limit, fits_in, predict_memory, run_order, sizes_for
-from foretell.trace.capture import capture
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
+from foretell.trace.record.capture import capture
 from foretell.trace.types import Trace
 
 ROWS = [

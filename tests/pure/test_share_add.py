@@ -26,7 +26,7 @@ from foretell.hardware.share.combine import combined
 from foretell.price import bands
 from foretell.price.machine import machine
 from foretell.price.speeds import alone
-from foretell.search import shared
+from foretell.search.profiles import shared
 from tests.pure.shared_probes import (
     H200,
     HUB,
@@ -170,7 +170,7 @@ def test_killed_in_the_middle_nothing_half_is_left(where: str, small: bytes, tmp
     path = put(tmp_path, "x", small)
     code = (
         "import os, signal, dataclasses\n"
-        "from foretell.search import shared\n"
+        "from foretell.search.profiles import shared\n"
         "from foretell.hardware.share import added\n"
         "kill = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
         "shared.fit_profile = lambda measured, device, progress: dataclasses.replace(measured.profile(ops={}), figures=device.to_dict())\n"
@@ -193,7 +193,7 @@ def test_two_additions_at_once_keep_both(small: bytes, tmp_path: Path, cache_dir
     first, second = put(tmp_path, "x", small), put(tmp_path, "y", changed(small, UNKNOWN))
     code = (
         "import dataclasses, sys, time\n"
-        "from foretell.search import shared\n"
+        "from foretell.search.profiles import shared\n"
         "def fit(measured, device, progress):\n"
         "    print('fitting', flush=True)\n"
         "    time.sleep(2)\n"

@@ -22,17 +22,17 @@ from foretell.plan.recipe import model_of, recipe_of, source_of
 from foretell.plan.types import Mesh, Pipeline, Plan
 from foretell.price.kernels.features import FREE
 from foretell.price.kernels.shapes import short
-from foretell.search.find import Finder, Found, find
-from foretell.search.quick import Layout, Quick, plan_of, quick
-from foretell.search.shares import Shares, shares_of
-from foretell.search.sheet import Sheet
-from foretell.search.sheet_ops import cut
-from foretell.search.space_wishes import Wishes
-from foretell.search.split_trace import capture_split
-from foretell.search.traces import Facts, Traces
+from foretell.search.block_costs.ops import cut
+from foretell.search.block_costs.sheet import Sheet
+from foretell.search.estimate.plan import Layout, Quick, plan_of, quick
+from foretell.search.solve.find import Finder, Found, find
+from foretell.search.space.constraints import Wishes
+from foretell.search.traces.needed import Facts, Traces
+from foretell.search.traces.shares import Shares, shares_of
+from foretell.search.traces.split import capture_split
 from foretell.simulate.plan import Options, PlanCost, predict_plan
-from foretell.trace.capture import capture
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
+from foretell.trace.record.capture import capture
 from foretell.trace.types import Op, Trace
 
 OPTIONS = Options(profile_of=functools.cache(find_profile))

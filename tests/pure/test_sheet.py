@@ -18,14 +18,14 @@ from foretell.price.kernels.features import FREE
 from foretell.price.kernels.shapes import short
 from foretell.price.machine import machine
 from foretell.price.time import op_prices
-from foretell.search.sheet import sheet_of
-from foretell.search.sheet_compile import judged, shortened
-from foretell.search.sheet_modes import in_mode
-from foretell.search.sheet_ops import AFTER, BEFORE, Source, cut
-from foretell.search.sheet_split import split
-from foretell.trace.capture import capture
+from foretell.search.block_costs.compiled import judged, shortened
+from foretell.search.block_costs.ops import AFTER, BEFORE, Source, cut
+from foretell.search.block_costs.residency import in_mode
+from foretell.search.block_costs.sheet import sheet_of
+from foretell.search.block_costs.tensor import split
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload
+from foretell.trace.record.capture import capture
+from foretell.trace.record.step import Workload
 from foretell.trace.types import Op, Trace
 
 FULL = {"keep": "none", "recompute": "full", "selective": "selective"}
@@ -99,7 +99,7 @@ def test_a_residency_runs_and_keeps_what_its_trace_does(name: str, mode: str, pr
 
 
 def split_trace(name: str, ranks: int, micro_batch: int) -> Trace:
-    from foretell.search.split_trace import capture_split
+    from foretell.search.traces.split import capture_split
 
     return capture_split(workload(name, micro_batch), Recipe(precision="fsdp-bf16", clip=1.0), ranks)[0]
 

@@ -16,7 +16,7 @@ import pytest
 from foretell.hardware import parse
 from foretell.plan import file, legal, schema
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency, Split
-from foretell.report import plan as page
+from foretell.report.terminal import plan as page
 from tests.pure import warm
 
 ROOT = Path(__file__).resolve().parents[2]

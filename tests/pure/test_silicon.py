@@ -15,13 +15,21 @@ import pytest
 from foretell.hardware import catalog, silicon, wires
 from foretell.hardware.parse import parse
 from foretell.hardware.profile import find_profile
-from foretell.price.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, P2P, collective, fabric, without_table
+from foretell.price.calibrate.kin import held_back, kin_of
 from foretell.price.kernels import elsewhere
 from foretell.price.kernels.features import describe
 from foretell.price.kernels.ops import OpModel
 from foretell.price.kernels.shapes import Shape
-from foretell.price.kin import held_back, kin_of
 from foretell.price.machine import machine
+from foretell.price.network.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    P2P,
+    collective,
+    fabric,
+    without_table,
+)
 from foretell.price.speeds import profile_for
 from foretell.quantities import ASSUMED, MEASURED
 from foretell.trace.types import TensorSpec

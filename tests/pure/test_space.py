@@ -13,12 +13,12 @@ from foretell.hardware import parse
 from foretell.plan import legal
 from foretell.plan.blocks import compress
 from foretell.plan.types import Pipeline, Plan, Residency
-from foretell.search import space
-from foretell.search.front import Point, best_of, point_of, score
-from foretell.search.quick import Layout
-from foretell.search.space_explore import Explorer
-from foretell.search.space_fill import Filled, fill
-from foretell.search.space_wishes import Wishes, check
+from foretell.search.estimate.plan import Layout
+from foretell.search.solve.front import Point, best_of, point_of, score
+from foretell.search.space import layouts as space
+from foretell.search.space.constraints import Wishes, check
+from foretell.search.space.explore import Explorer
+from foretell.search.space.fill import Filled, fill
 from tests.pure.synthetic import Made
 
 

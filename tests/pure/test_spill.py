@@ -24,19 +24,19 @@ from foretell.plan.states import CHUNK
 from foretell.plan.types import MASTER, Mesh, Plan
 from foretell.price import offload
 from foretell.price.offload import Load, Rates
-from foretell.search.caps import host_of, size_of
-from foretell.search.choice import Choice
-from foretell.search.moved import or_moved, spilled
-from foretell.search.question import Question
-from foretell.search.space_wishes import Wishes, check
-from foretell.search.spill import Spill, meshes, spill
-from foretell.search.spill_found import Spilled, fewest
-from foretell.search.spill_words import helps, lines
-from foretell.search.traces import Facts, Traces
+from foretell.search.offload.found import Spilled, fewest
+from foretell.search.offload.plans import or_moved, spilled
+from foretell.search.offload.search import Spill, meshes, spill
+from foretell.search.offload.words import helps, lines
+from foretell.search.solve.choice import Choice
+from foretell.search.solve.question import Question
+from foretell.search.space.caps import host_of, size_of
+from foretell.search.space.constraints import Wishes, check
+from foretell.search.traces.needed import Facts, Traces
 from foretell.simulate.offload.timing import Mark, Marks, played
 from foretell.simulate.plan import Options
-from foretell.trace.capture import capture
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
+from foretell.trace.record.capture import capture
 from foretell.trace.types import Trace
 from foretell.units import GIB, MIB
 
@@ -410,7 +410,7 @@ def test_nothing_fits_and_the_host_is_unknown_asks_for_it() -> None:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from foretell.cli import main
     from foretell.plan.file import read
-    from foretell.search import question as questions
+    from foretell.search.solve import question as questions
 
     monkeypatch.setattr(questions, "Traces", lambda **how: Here(capability=how["capability"]))
     monkeypatch.chdir(tmp_path)

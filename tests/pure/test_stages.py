@@ -17,13 +17,13 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from foretell.errors import UnknownName, UserError
 from foretell.plan.types import Mesh, Pipeline, Plan
-from foretell.runtime.pipeline import _parts, chart
-from foretell.runtime.pipeline_dry import Dry, crossing_of, dry_run
-from foretell.runtime.pipeline_ghost import Ghost, ghost_like, is_ghost
-from foretell.runtime.pipeline_part import Form, stage_of
-from foretell.trace.load import Source, load
-from foretell.trace.stages import look
-from foretell.trace.step import Workload, compute_loss
+from foretell.runtime.parallel.pipeline.dry_run import Dry, crossing_of, dry_run
+from foretell.runtime.parallel.pipeline.ghost import Ghost, ghost_like, is_ghost
+from foretell.runtime.parallel.pipeline.part import Form, stage_of
+from foretell.runtime.parallel.pipeline.stages import _parts, chart
+from foretell.trace.flow.stages import look
+from foretell.trace.load.model import Source, load
+from foretell.trace.record.step import Workload, compute_loss
 
 DIM = 8
 

@@ -9,7 +9,7 @@ import pytest
 
 from foretell.errors import UserError
 from foretell.plan.legal import micro_batches_allowed
-from foretell.search.steplaw import Batch, non_embedding_parameters, round_batch, step_law
+from foretell.search.solve.step_law import Batch, non_embedding_parameters, round_batch, step_law
 
 RUNS = (
     (214663680, 4.00e9, 2.762e-3, 262144), (214663680, 1.14e10, 2.762e-3, 393216), (214663680, 2.00e10, 3.910e-3, 524288),

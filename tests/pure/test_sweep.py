@@ -18,11 +18,11 @@ pytest.importorskip("transformers")
 
 from foretell.errors import ForetellError, UserError
 from foretell.simulate.memory.replay import peak_live
-from foretell.trace import hub
-from foretell.trace.blame import step_error
-from foretell.trace.capture import capture
-from foretell.trace.load import Source, load, notes
+from foretell.trace.hub import build as hub
+from foretell.trace.load.model import Source, load, notes
 from foretell.trace.recipe import Recipe
+from foretell.trace.record.capture import capture
+from foretell.trace.sandbox.blame import step_error
 from foretell.trace.types import Trace
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

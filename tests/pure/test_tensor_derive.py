@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.errors import UserError
-from foretell.plan.tensor import Derived, derive, refusal
-from foretell.plan.tensor_alike import alike
-from foretell.plan.tensor_types import Shard
-from foretell.runtime import tensor
-from foretell.runtime.tensor_ways import Team
-from foretell.trace.dataflow import Flow, record
-from foretell.trace.load import Source, load
-from foretell.trace.step import Workload, compute_loss
+from foretell.plan.tensor.alike import alike
+from foretell.plan.tensor.derive import Derived, derive, refusal
+from foretell.plan.tensor.types import Shard
+from foretell.runtime.parallel.tensor import split as tensor
+from foretell.runtime.parallel.tensor.exchange import Team
+from foretell.trace.flow.calls import Flow, record
+from foretell.trace.load.model import Source, load
+from foretell.trace.record.step import Workload, compute_loss
 
 RANKS = 2
 

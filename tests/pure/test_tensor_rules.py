@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretell.errors import UserError
-from foretell.plan.tensor_types import PARTIAL, Operand, Place, Refine, Refuse, Setting, Shard
-from foretell.plan.tensor_views import reshaped
-from foretell.runtime import tensor_values
-from foretell.runtime.tensor import reordered
-from foretell.runtime.tensor_ways import Team, joined, part
+from foretell.plan.tensor.types import PARTIAL, Operand, Place, Refine, Refuse, Setting, Shard
+from foretell.plan.tensor.views import reshaped
+from foretell.runtime.parallel.tensor import values as tensor_values
+from foretell.runtime.parallel.tensor.exchange import Team, joined, part
+from foretell.runtime.parallel.tensor.split import reordered
 
 RANKS = 2
 MOST = 20
@@ -344,7 +344,7 @@ def test_a_call_on_parts_is_the_call_on_the_whole(name: str) -> None:
 
 
 def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from foretell.plan import tensor_rules
+    from foretell.plan.tensor import rules as tensor_rules
 
     x, places = torch.randn(2, 4, 8, dtype=torch.float64), (Shard(1, (4,)),)
     monkeypatch.setitem(tensor_rules.ALL, "softmax", lambda s, x, dim, **_: tensor_rules.Result(x.place, {0: x.place}))

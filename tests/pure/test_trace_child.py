@@ -16,8 +16,8 @@ import pytest
 from foretell import api
 from foretell.cli import main
 from foretell.errors import ModelError, UserError
-from foretell.trace import process, server
-from foretell.trace.process import Ended, ask
+from foretell.trace.sandbox import process, server
+from foretell.trace.sandbox.process import Ended, ask
 from foretell.units import human_seconds, parse_duration
 from tests import forks
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HELD = "import ctypes; ctypes.PyDLL(None).sleep(600)  # in C, with the interpreter's lock held"
 MODULE = f"""
 import os, subprocess, sys, time
-from foretell.trace.process import serve
+from foretell.trace.sandbox.process import serve
 
 def work(requests, reply):
     for asked in requests:
@@ -90,7 +90,7 @@ def gone(pids: list[int], seconds: float = 10.0) -> bool:
 def servers_of(parent: int) -> list[int]:
     """Children of a process that fork its tracing processes."""
     found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [int(pid) for pid in found if b"foretell.trace.server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [int(pid) for pid in found if b"foretell.trace.sandbox.server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_a_server_that_was_killed_or_left_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_the_time_limit_ends_the_worker_and_all_it_started(tmp_path: Path, how: 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_nothing_outlives_its_parent(tmp_path: Path, number: int, how: str) -> None:
     pids = tmp_path / "pids"
-    code = "import sys; from foretell.trace.process import ask; ask('worker_of_test', [{'do': sys.argv[1], 'pids': sys.argv[2]}])"
+    code = "import sys; from foretell.trace.sandbox.process import ask; ask('worker_of_test', [{'do': sys.argv[1], 'pids': sys.argv[2]}])"
     parent = subprocess.Popen([sys.executable, "-c", code, how, str(pids)])
     try:
         found = pids_in(pids)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretell.errors import FileFormatError, UserError
-from foretell.trace import file
+from foretell.trace.store import file
 from foretell.trace.types import SCHEMA_VERSION, Op, Program, Ref, Storage, TensorSpec, Trace
 
 SPEC = TensorSpec((4, 4), "bfloat16")
@@ -52,9 +52,9 @@ def small() -> Trace:
 
 
 def traced(model: str, recipe: dict[str, Any] | None = None, **source: Any) -> Trace:
-    from foretell.trace.capture import capture
-    from foretell.trace.load import Source, load
+    from foretell.trace.load.model import Source, load
     from foretell.trace.recipe import Recipe
+    from foretell.trace.record.capture import capture
 
     return capture(lambda: load(Source(model=model, **source)), Recipe(**recipe or {}))
 

@@ -18,13 +18,18 @@ from foretell.cli.app import app, ckpt_app, zoo_app
 from foretell.errors import UserError
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Plan
-from foretell.report import html_data, html_detail
-from foretell.search import child as tracer
-from foretell.search import traces_file
-from foretell.search.traces import Traces
-from foretell.trace import hub, hub_vision, load, stored, user_code
-from foretell.trace.child import ask_all
-from foretell.trace.load import Source
+from foretell.report.html import data as html_data
+from foretell.report.html import detail as html_detail
+from foretell.search.traces import child as tracer
+from foretell.search.traces import file as traces_file
+from foretell.search.traces.needed import Traces
+from foretell.trace.hub import build as hub
+from foretell.trace.hub import vision as hub_vision
+from foretell.trace.load import model as load
+from foretell.trace.load.model import Source
+from foretell.trace.sandbox import user_code
+from foretell.trace.sandbox.child import ask_all
+from foretell.trace.store import traces as stored
 from tests.pure import report_sample as sample
 
 READS = {
@@ -133,7 +138,7 @@ def test_the_guard_holds_below_the_commands(evil: Path) -> None:
     with user_code.refused():
         for work in (
             lambda: load.load(source), lambda: load.function(f"{evil}/data.py", "data"), lambda: load._import_file(evil / "mine.py"),
-            lambda: ask_all("foretell.search.child", [{"source": vars(source)}], time_limit=60.0),
+            lambda: ask_all("foretell.search.traces.child", [{"source": vars(source)}], time_limit=60.0),
             lambda: load.load(Source(model="gpt-tiny", loss=f"{evil}/loss.py:loss")),
         ):  # fmt: skip
             with pytest.raises(user_code.CodeNeeded, match=r"would run code of .*\.py, and reading runs no code"):

@@ -12,11 +12,11 @@ import torch
 
 from foretell.errors import ModelError
 from foretell.simulate.memory.replay import peak_live
-from foretell.trace.blame import step_error
-from foretell.trace.capture import capture
-from foretell.trace.here import measure_on_cpu, trace_as_cpu
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
+from foretell.trace.record.capture import capture
+from foretell.trace.record.on_cpu import measure_on_cpu, trace_as_cpu
+from foretell.trace.sandbox.blame import step_error
 from foretell.trace.types import Trace
 from tests.pure.as_cpu import here
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from foretell.simulate.memory.memory import careful_limit, tight_share
-from foretell.trace.branches import asked
-from foretell.trace.capture import any_code, capture
 from foretell.trace.doubts import EVENLY, memory_widening
 from foretell.trace.recipe import Recipe
-from foretell.trace.recorder import Recorder
-from foretell.trace.step import Workload
+from foretell.trace.record.branches import asked
+from foretell.trace.record.capture import any_code, capture
+from foretell.trace.record.recorder import Recorder
+from foretell.trace.record.step import Workload
+from foretell.trace.record.values import known
 from foretell.trace.types import Trace
-from foretell.trace.values import known
 
 
 def write_through_a_view(x: Tensor) -> Tensor:

@@ -25,13 +25,13 @@ from foretell import api
 from foretell.hardware import overhead, parse
 from foretell.price.bands import CATALOGUE, OWN, Evidence, factors
 from foretell.quantities import FITS, NO, TIGHT
-from foretell.report import screen
+from foretell.report.terminal import screen
 from foretell.simulate.memory.memory import careful_limit, predict_memory
-from foretell.trace import versions
-from foretell.trace.capture import capture
-from foretell.trace.cuda_attention import choose
-from foretell.trace.load import Source, load
+from foretell.trace.cuda import versions
+from foretell.trace.cuda.attention import choose
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
+from foretell.trace.record.capture import capture
 from foretell.trace.types import Trace
 
 RELEASES = Path(__file__).parents[1] / "data" / "releases"

@@ -20,15 +20,15 @@ from pathlib import Path
 import pytest
 
 from foretell.cli import main
-from foretell.cli.watch import _new_folder
+from foretell.cli.run.watch import _new_folder
 from foretell.hardware import parse
 from foretell.observe import lines
 from foretell.observe.readings import LEAK_SAMPLES, WINDOW, Readings
 from foretell.report import comparison
-from foretell.runtime import log
 from foretell.runtime.observe import hooks
-from foretell.search import script_ways
-from foretell.search.followed import Followed, with_room
+from foretell.runtime.train import log
+from foretell.search.advice import script_ways
+from foretell.search.traces.followed import Followed, with_room
 from foretell.trace.recipe import Recipe
 from foretell.trace.script import words
 from foretell.trace.types import Trace

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from foretell.cli import main
-from foretell.trace import child
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
+from foretell.trace.sandbox import child
 
 HEAD = """import os, signal, sys, time
 import numpy as np

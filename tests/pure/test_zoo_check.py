@@ -18,12 +18,13 @@ from foretell.hardware import parse
 from foretell.prove import zoo as checks
 from foretell.prove import zoo_cpu, zoo_plan, zoo_rows
 from foretell.prove.zoo_rows import FAIL, NO, OK, PASS, REASON, Row
-from foretell.runtime import shard, verify
-from foretell.runtime.pool import Pool
+from foretell.runtime.check import verify
+from foretell.runtime.parallel import shard
+from foretell.runtime.process.pool import Pool
 from foretell.simulate.pace import Pace, Said
 from foretell.simulate.plan import Options
-from foretell.trace.here import trace_as_cpu
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
+from foretell.trace.record.on_cpu import trace_as_cpu
 from foretell.zoo import mf
 
 pytestmark = pytest.mark.usefixtures("one_thread")

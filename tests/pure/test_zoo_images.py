@@ -19,17 +19,17 @@ from foretell.hardware.profile import find_profile
 from foretell.plan import legal
 from foretell.plan.context import share
 from foretell.plan.recipe import recipe_of
-from foretell.plan.tensor import derive, refusal
+from foretell.plan.tensor.derive import derive, refusal
 from foretell.plan.types import Plan
 from foretell.simulate.memory.remedies import Outlook
 from foretell.simulate.memory.replay import peak_live
 from foretell.simulate.plan import KEEP, Options, predict_plan
-from foretell.trace.capture import capture
-from foretell.trace.dataflow import record
-from foretell.trace.here import measure_on_cpu
-from foretell.trace.load import Source, load
+from foretell.trace.flow.calls import record
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload, call_model, compute_loss
+from foretell.trace.record.capture import capture
+from foretell.trace.record.on_cpu import measure_on_cpu
+from foretell.trace.record.step import Workload, call_model, compute_loss
 from foretell.trace.types import ACTIVATION, GRADIENT, OPTIMIZER, PARAMETER, Op, Trace
 from foretell.zoo import context_split, geo, kmax, pansharpen, pyra, strip_mlp, wildlife
 from foretell.zoo.listing import vision

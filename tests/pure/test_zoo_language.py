@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell import zoo
 from foretell.simulate.memory.replay import peak_live
-from foretell.trace import adapt, types
-from foretell.trace.capture import capture
-from foretell.trace.here import measure_on_cpu
-from foretell.trace.load import Source, load
+from foretell.trace import types
+from foretell.trace.load import adapters as adapt
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
+from foretell.trace.record.capture import capture
+from foretell.trace.record.on_cpu import measure_on_cpu
 from foretell.zoo import e2llm, grpo_roc, longlora, monocoder, qlora, replay_seq
 from tests.pure.on_cpu import compare_on_cpu
 

@@ -17,20 +17,20 @@ from foretell import api, zoo
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.plan.recipe import default_plan, model_of, refuse_other_model
-from foretell.search import child as search_child
+from foretell.search.traces import child as search_child
 from foretell.simulate.memory.replay import peak_live
-from foretell.trace import child as trace_child
 from foretell.trace import types
-from foretell.trace.capture import capture
-from foretell.trace.child import request
-from foretell.trace.deep import Doubt, extended
-from foretell.trace.file import loads
-from foretell.trace.here import _peaks, trace_as_cpu
-from foretell.trace.load import Source, load
-from foretell.trace.module import capture_module
+from foretell.trace.fold.deep import Doubt, extended
+from foretell.trace.fold.phases import in_turn
+from foretell.trace.load.model import Source, load
+from foretell.trace.load.module import capture_module
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Step, Workload, compute_loss, each_loss
-from foretell.trace.turns import in_turn
+from foretell.trace.record.capture import capture
+from foretell.trace.record.on_cpu import _peaks, trace_as_cpu
+from foretell.trace.record.step import Step, Workload, compute_loss, each_loss
+from foretell.trace.sandbox import child as trace_child
+from foretell.trace.sandbox.child import request
+from foretell.trace.store.file import loads
 from foretell.trace.types import Trace
 from foretell.zoo import perforated, resnet
 from foretell.zoo.listing.methods import ENTRIES

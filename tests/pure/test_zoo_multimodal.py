@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from foretell import api, zoo
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
-from foretell.search.infer_plan import plan_from
+from foretell.search.inference.units import plan_from
 from foretell.simulate.memory.replay import peak_live
 from foretell.trace import types
-from foretell.trace.capture import capture
-from foretell.trace.here import measure_on_cpu, trace_as_cpu
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import compute_loss
+from foretell.trace.record.capture import capture
+from foretell.trace.record.on_cpu import measure_on_cpu, trace_as_cpu
+from foretell.trace.record.step import compute_loss
 from foretell.trace.types import Trace
 from foretell.zoo import minicpm_v, open_qwen2vl, piip, tinygpt_v
 from foretell.zoo.listing.multimodal import ENTRIES

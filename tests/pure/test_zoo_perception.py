@@ -20,11 +20,11 @@ from foretell.price.machine import machine
 from foretell.price.speeds import alone
 from foretell.simulate.memory.replay import peak_live
 from foretell.simulate.time.step import plan_time
-from foretell.trace.capture import capture
-from foretell.trace.here import measure_on_cpu, trace_as_cpu
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload, compute_loss
+from foretell.trace.record.capture import capture
+from foretell.trace.record.on_cpu import measure_on_cpu, trace_as_cpu
+from foretell.trace.record.step import Workload, compute_loss
 from foretell.trace.types import OPTIMIZER, Op, Trace
 from foretell.zoo import boxes, gauss_rbf, mamba_yolo, rpcanet
 from foretell.zoo.listing.perception import ENTRIES

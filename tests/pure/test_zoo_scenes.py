@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from foretell.hardware import parse
 from foretell.plan.types import Plan, Residency
-from foretell.price.kernels.movers import kind_of
+from foretell.price.kernels.memory_bound import kind_of
 from foretell.simulate.plan import composed, predict_plan
-from foretell.trace.capture import capture
-from foretell.trace.here import trace_as_cpu
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload, call_model, compute_loss
+from foretell.trace.record.capture import capture
+from foretell.trace.record.on_cpu import trace_as_cpu
+from foretell.trace.record.step import Workload, call_model, compute_loss
 from foretell.trace.types import GRADIENT, OPTIMIZER, Trace
 from foretell.zoo import dnmp, get, icontrol3d, polar_mae, pronerf, pvd, scenesplat, splatnet
 from foretell.zoo.listing.scenes import ENTRIES

@@ -19,11 +19,11 @@ from foretell.price.machine import machine
 from foretell.price.time import op_prices, shape_of
 from foretell.simulate.memory.replay import peak_live
 from foretell.simulate.plan import predict_plan
-from foretell.trace.capture import capture
-from foretell.trace.here import trace_as_cpu
-from foretell.trace.load import Source, load
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
-from foretell.trace.step import Workload, call_model, compute_loss
+from foretell.trace.record.capture import capture
+from foretell.trace.record.on_cpu import trace_as_cpu
+from foretell.trace.record.step import Workload, call_model, compute_loss
 from foretell.trace.types import Op, Trace
 from foretell.zoo import gcn_branch, neuroback, pde, pic_step, sg_reg
 from foretell.zoo.listing.science import ENTRIES

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _PARENT = """
 import contextlib, io, json, os, sys
 import rich.console, rich.text
-import foretell.cli, foretell.quantities, foretell.report.screen
+import foretell.cli, foretell.quantities, foretell.report.terminal.screen
 from foretell.hardware.profile import find_profile
 from tests import forks
 

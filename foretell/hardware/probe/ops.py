@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from foretell.hardware.probe.blocks import BLOCKS
-from foretell.hardware.probe.cases import CUDA_ONLY, FAMILIES, TAGS, Call, Draw
+from foretell.hardware.probe.cases.blocks import BLOCKS
+from foretell.hardware.probe.cases.families import CUDA_ONLY, FAMILIES, TAGS, Call, Draw
+from foretell.hardware.probe.cases.irregular import RARE, worth
+from foretell.hardware.probe.cases.narrow import NARROW
+from foretell.hardware.probe.cases.pictures import PICTURES
 from foretell.hardware.probe.clock import Clock
 from foretell.hardware.probe.harvest import Harvest
-from foretell.hardware.probe.narrow import NARROW
-from foretell.hardware.probe.pictures import PICTURES
-from foretell.hardware.probe.rare import RARE, worth
 from foretell.hardware.profile import Case
 from foretell.hardware.types import Device
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from foretell.errors import UserError
-from foretell.hardware.probe import chase, machine, memory, ops, power, steps, updates
+from foretell.hardware.probe import chase, machine, memory, ops, power, updates
 from foretell.hardware.probe import journal as journals
+from foretell.hardware.probe.cases import steps
 from foretell.hardware.probe.journal import Journal
 from foretell.hardware.profile import MODES, Case, Measured, journal_path, own_path
 from foretell.hardware.types import Device

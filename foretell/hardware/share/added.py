@@ -21,7 +21,7 @@ from typing import Any
 from foretell.decode import Mismatch, json_of, value_of
 from foretell.files import write_atomically
 from foretell.hardware.types import Device
-from foretell.trace import cache
+from foretell.trace.store import cache
 
 KIND, SCHEMA = "foretell-added", 1
 LOCK = "lock"

@@ -160,7 +160,7 @@ def _missing(shared: Shared) -> Iterator[str]:
 
 def _references(shared: Shared, device: Device) -> Iterator[str]:
     """Reference steps are the probe's own: what a file names is traced when it is added, so it must name nothing else."""
-    from foretell.hardware.probe.steps import configs
+    from foretell.hardware.probe.cases.steps import configs
 
     known = configs("cpu" if device.backend == "cpu" else "cuda", large=True)
     for step in shared.measured.steps:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from foretell.trace import types
-from foretell.trace.merged import MERGED
+from foretell.trace.fold.merged import MERGED
 from foretell.trace.types import Op, Ref, Storage
 
 

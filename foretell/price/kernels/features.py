@@ -17,9 +17,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from foretell.hardware.types import Device
-from foretell.price.kernels.movers import mover
+from foretell.price.kernels.irregular import kind_of, rare
+from foretell.price.kernels.memory_bound import mover
 from foretell.price.kernels.products import Product, aligned_bytes, best_tiling, engine_of
-from foretell.price.kernels.rare import kind_of, rare
 from foretell.price.kernels.shapes import (
     LAUNCH_SECONDS,
     Described,

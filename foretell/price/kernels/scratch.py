@@ -28,7 +28,7 @@ from foretell.price.kernels.scratch_data import (
     reduction_staging,
     round_up,
 )
-from foretell.trace.merged import MERGED, about
+from foretell.trace.fold.merged import MERGED, about
 from foretell.trace.types import Op, TensorSpec
 from foretell.units import DTYPE_BYTES
 

@@ -25,14 +25,14 @@ from foretell.plan.types import Mesh, Plan, Residency
 from foretell.prove.fuzz.generate import draw
 from foretell.prove.fuzz.render import Broken, render
 from foretell.prove.fuzz.types import Failure, Model, Verdict
-from foretell.runtime.apply import apply
-from foretell.runtime.ranks import Ranks
+from foretell.runtime.parallel.apply import apply
+from foretell.runtime.parallel.ranks import Ranks
 from foretell.simulate.memory.replay import peak_live
-from foretell.trace.blocks import find_blocks
-from foretell.trace.capture import capture
-from foretell.trace.here import measure_on_cpu, trace_as_cpu
-from foretell.trace.load import Source, load
+from foretell.trace.fold.blocks import find_blocks
+from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
+from foretell.trace.record.capture import capture
+from foretell.trace.record.on_cpu import measure_on_cpu, trace_as_cpu
 from foretell.trace.types import Trace
 
 WITHIN = 0.05

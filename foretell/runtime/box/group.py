@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foretell.errors import InternalError
-from foretell.price.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, P2P, REDUCE_SCATTER
+from foretell.price.network.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, P2P, REDUCE_SCATTER
 from foretell.runtime.box.script import Message, Script
 from foretell.runtime.box.stand_ins import Done, OnCpu, StandIns, drawn, tiled
-from foretell.runtime.ranks import BOX
+from foretell.runtime.parallel.ranks import BOX
 
 SEND, RECEIVE = "send", "receive"
 

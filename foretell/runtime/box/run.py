@@ -26,19 +26,19 @@ from torch.distributed.tensor import DTensor
 from foretell.plan.mesh import check_rank
 from foretell.plan.recipe import source_of
 from foretell.plan.types import Plan
-from foretell.runtime import measure
-from foretell.runtime import ranks as members
-from foretell.runtime.apply import Job, Piped, apply
 from foretell.runtime.box.group import Box, opened
 from foretell.runtime.box.script import Message, Script
 from foretell.runtime.box.stages import boxed_stage, forms_of
-from foretell.runtime.data import Feed, Share
-from foretell.runtime.folder import Settings
-from foretell.runtime.guard import RunFailed
-from foretell.runtime.prepare import build, samples_of
-from foretell.runtime.rng import seed_all, step_seed
-from foretell.trace.capture import no_initialisation
-from foretell.trace.step import Workload
+from foretell.runtime.data.samples import Feed, Share
+from foretell.runtime.observe import measure
+from foretell.runtime.parallel import ranks as members
+from foretell.runtime.parallel.apply import Job, Piped, apply
+from foretell.runtime.train.folder import Settings
+from foretell.runtime.train.guard import RunFailed
+from foretell.runtime.train.prepare import build, samples_of
+from foretell.runtime.train.rng import seed_all, step_seed
+from foretell.trace.record.capture import no_initialisation
+from foretell.trace.record.step import Workload
 
 STD = 0.02
 """Of weights that are matrices."""

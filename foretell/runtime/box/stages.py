@@ -6,11 +6,11 @@ from typing import Any
 
 from foretell.plan.types import Plan
 from foretell.runtime.box.group import Box
-from foretell.runtime.pipeline import PlainStage
-from foretell.runtime.pipeline_dry import crossing_of
-from foretell.runtime.pipeline_part import Form
+from foretell.runtime.parallel.pipeline.dry_run import crossing_of
+from foretell.runtime.parallel.pipeline.part import Form
+from foretell.runtime.parallel.pipeline.stages import PlainStage
 from foretell.simulate.arrivals import name_of
-from foretell.trace.load import Source
+from foretell.trace.load.model import Source
 
 
 def boxed_stage(box: Box) -> type[PlainStage]:

@@ -25,19 +25,19 @@ from torch.distributed.tensor import DTensor
 
 from foretell.errors import UserError
 from foretell.plan.states import SLOTS, count_of
-from foretell.runtime.clip import local
 from foretell.runtime.offload import convert
-from foretell.runtime.offload.arena import KEEP_FREE, Arena, available
 from foretell.runtime.offload.cpu import Workers
 from foretell.runtime.offload.forms import MASTER, REST, Form, Settings, take_apart
 from foretell.runtime.offload.lanes import Lanes, Mark, passed
 from foretell.runtime.offload.layout import CPU, DEVICE, DISK, Unit
+from foretell.runtime.offload.memory.arena import KEEP_FREE, Arena, available
+from foretell.runtime.offload.memory.store import Store
 from foretell.runtime.offload.pump import Pump
 from foretell.runtime.offload.shards import part
-from foretell.runtime.offload.store import Store
 from foretell.runtime.offload.updates import Pending, Updater, flat
 from foretell.runtime.offload.watch import Look, shared
 from foretell.runtime.offload.weights import Streamed, View
+from foretell.runtime.train.clip import local
 from foretell.units import human_bytes
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from foretell.runtime.offload.arena import Arena
 from foretell.runtime.offload.lanes import Lane, Mark
-from foretell.runtime.offload.slots import Slot
+from foretell.runtime.offload.memory.arena import Arena
+from foretell.runtime.offload.memory.slots import Slot
 
 
 class Shelf(Protocol):

@@ -30,8 +30,9 @@ from torch.utils import _pytree as pytree
 
 from foretell.plan.types import Residency
 from foretell.runtime.offload import parcels
-from foretell.runtime.offload.arena import bytes_for
 from foretell.runtime.offload.lanes import Lane, Mark, passed
+from foretell.runtime.offload.memory.arena import bytes_for
+from foretell.runtime.offload.memory.slots import Slot, Slots
 from foretell.runtime.offload.parcels import (
     Call,
     Memory,
@@ -47,7 +48,6 @@ from foretell.runtime.offload.parcels import (
     part,
     stay,
 )
-from foretell.runtime.offload.slots import Slot, Slots
 
 HOST, DISK = "host", "disk"
 LEAST = 2**20

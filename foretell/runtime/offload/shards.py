@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from foretell.errors import UserError
-from foretell.runtime.clip import local
-from foretell.runtime.control import Control
-from foretell.runtime.offload.arena import KEEP_FREE, available
 from foretell.runtime.offload.cpu import SPARE
-from foretell.runtime.ranks import Ranks
+from foretell.runtime.offload.memory.arena import KEEP_FREE, available
+from foretell.runtime.parallel.ranks import Ranks
+from foretell.runtime.process.control import Control
+from foretell.runtime.train.clip import local
 from foretell.units import human_bytes
 
 

@@ -14,7 +14,7 @@ from foretell.runtime.offload.cpu import Workers
 from foretell.runtime.offload.forms import Run, Settings, update
 from foretell.runtime.offload.lanes import Lanes, Mark
 from foretell.runtime.offload.layout import CPU, DEVICE, DISK, Chunk, Unit
-from foretell.runtime.offload.store import Slot, Store
+from foretell.runtime.offload.memory.store import Slot, Store
 
 
 @dataclass

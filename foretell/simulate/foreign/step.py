@@ -21,8 +21,8 @@ from foretell.lower.foreign.plan import REPLICAS, ForeignPlan
 from foretell.lower.foreign.stacks import ALTERNATE, ATTENTION, EARLY, LAYERS, PRODUCTS_ALONE
 from foretell.lower.steps import FIRST, NEXT, repeated
 from foretell.price import analytic
-from foretell.price.collectives import ALL_TO_ALL, P2P, Fabric, collective, fabric, reached
-from foretell.price.overlap import slower
+from foretell.price.network.collectives import ALL_TO_ALL, P2P, Fabric, collective, fabric, reached
+from foretell.price.network.overlap import slower
 from foretell.price.speeds import Options, Speeds, axis_of, comm_time_over, fabrics_of, speeds_of
 from foretell.price.time import Reprice
 from foretell.quantities import Task

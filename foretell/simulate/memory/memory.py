@@ -14,8 +14,8 @@ from foretell.quantities import ASSUMED, COUNTED, FITS, NO, TIGHT, Holder, Memor
 from foretell.simulate.memory.allocator import OutOfMemory
 from foretell.simulate.memory.replay import SCRATCH, WORKSPACE, Curve, Moment, Replay, Sizes, holders_at
 from foretell.trace import types
+from foretell.trace.cuda.versions import doubt, of
 from foretell.trace.doubts import memory_widening
-from foretell.trace.versions import doubt, of
 from foretell.units import GIB, MIB
 
 HOST_BASE_BYTES = int(1.6 * GIB)

@@ -1,6 +1,6 @@
 """Which changes may make a step fit: a quick guess from the trace at hand, never an answer.
 
-What is told to a user is predicted (`search.advice`); this only says what is worth predicting, and in which order.
+What is told to a user is predicted (`search.advice.fit`); this only says what is worth predicting, and in which order.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from foretell.price.kernels.scratch import extra_output_bytes
 from foretell.price.kernels.scratch import stages as scratch_stages
 from foretell.simulate.memory.allocator import CachingAllocator, LiveAllocator
-from foretell.trace.merged import BIASED_PRODUCT, MERGED, NO_PRODUCT, PRODUCT, about
+from foretell.trace.fold.merged import BIASED_PRODUCT, MERGED, NO_PRODUCT, PRODUCT, about
 from foretell.trace.types import Op, Program, Trace
 
 WORKSPACE = "workspace"

@@ -18,11 +18,11 @@ from foretell.lower.offload.states import NEED, Unit
 from foretell.plan.types import Plan
 from foretell.price.bands import HOST_BOUND, MOST_GUESSED, Evidence
 from foretell.price.host import beside_device, in_host_memory, steady, watched_blocks, wholly_compiled
-from foretell.price.kernels.rare import FAMILY as IRREGULAR
-from foretell.price.kernels.rare import SIZED
+from foretell.price.kernels.irregular import FAMILY as IRREGULAR
+from foretell.price.kernels.irregular import SIZED
 from foretell.price.kernels.shapes import short
+from foretell.price.network.overlap import LOST_OTHERS
 from foretell.price.offload import Rates, load_of
-from foretell.price.overlap import LOST_OTHERS
 from foretell.price.speeds import Speeds, axis_of
 from foretell.price.time import (
     COMPUTE_KINDS,
@@ -38,9 +38,9 @@ from foretell.simulate.offload.copies import told, with_copies
 from foretell.simulate.offload.timing import marks_of, played
 from foretell.simulate.time.laps import KEPT, Laps
 from foretell.simulate.time.streams import LAUNCH_QUEUE, Timeline, simulate
-from foretell.trace.merged import MERGED, about
+from foretell.trace.cuda.versions import widening
+from foretell.trace.fold.merged import MERGED, about
 from foretell.trace.types import Op, Trace
-from foretell.trace.versions import widening
 
 BESIDE = (DP_SHARD, DP_REPLICATE)
 """Axes whose collectives run beside compute."""
@@ -125,7 +125,7 @@ def moved_time(local: Trace, plan: Plan, speeds: Speeds, units: Sequence[Unit], 
 
 
 def drags(tasks: Sequence[Task], speeds: Speeds) -> Mapping[str, float] | None:
-    """Lanes of collectives that compute runs beside, with the part of what that costs it (`price.overlap`) that is left there."""
+    """Lanes of collectives that compute runs beside, with the part of what that costs it (`price.network.overlap`) that is left there."""
     beside = {task.resource for task in tasks} & {lane(axis) for axis in BESIDE}
     return dict.fromkeys(beside, speeds.drag) or None
 

@@ -1,7 +1,7 @@
 """A script followed with a change that a plan asks for: other micro-batches, recomputation, precision. Its file stays as it is.
 
     micro_batch   loaders give so many samples
-    recompute     blocks are computed again in backward, as `trace.step` does it
+    recompute     blocks are computed again in backward, as `trace.record.step` does it
     batch         loaders of one size give another
     autocast      from forward to backward, whatever the script does
     fused         PyTorch's optimizers are made with fused=True
@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader
 
 from foretell.errors import ModelError
-from foretell.trace.recorder import Recorder
-from foretell.trace.step import apply_recompute, innermost, lay_channels_last, prepare_precision
+from foretell.trace.record.recorder import Recorder
+from foretell.trace.record.step import apply_recompute, innermost, lay_channels_last, prepare_precision
 
 _LOADER = inspect.signature(DataLoader.__init__)
 _SHARDED = {"fsdp-bf16": "bf16-autocast", "fsdp-fp16": "fp16-autocast"}

@@ -1,6 +1,6 @@
 """The process that runs a script on fake tensors, up to the end of its first step.
 
-    parent ── request ──►  python -m foretell.trace.script.child   (see `trace.process`)
+    parent ── request ──►  python -m foretell.trace.script.child   (see `trace.sandbox.process`)
            ◄── reply ────  the trace, what the script was found to do, files; or an error that names its line
 """
 
@@ -14,9 +14,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from foretell.trace.child import PRELOAD as _PRELOAD
-from foretell.trace.child import answered
-from foretell.trace.process import TIME_LIMIT, Ended, Progress, ask, here, serve
+from foretell.trace.sandbox.child import PRELOAD as _PRELOAD
+from foretell.trace.sandbox.child import answered
+from foretell.trace.sandbox.process import TIME_LIMIT, Ended, Progress, ask, here, serve
 from foretell.trace.script.words import Script
 
 PRELOAD = (*_PRELOAD, "foretell.trace.script.follow", "torch._dynamo.config", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
@@ -38,8 +38,8 @@ def follow_in_child(
     asked: Mapping[str, Any], *, time_limit: float = TIME_LIMIT, progress: Progress = lambda _: None
 ) -> tuple[str, dict[str, Any]]:
     """The text of the trace file, and the rest of the reply. What the script writes is gone when this returns."""
-    from foretell.trace import server
-    from foretell.trace.child import _as_error, _died
+    from foretell.trace.sandbox import server
+    from foretell.trace.sandbox.child import _as_error, _died
 
     here()
     server.ready(WORKER)
@@ -68,15 +68,15 @@ def clear_stale() -> None:
 
 
 def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
-    from foretell.trace.cache import file_hashes
-    from foretell.trace.file import dumps
-    from foretell.trace.leaving import staying
-    from foretell.trace.load import user_files
+    from foretell.trace.load.model import user_files
+    from foretell.trace.sandbox.leaving import staying
     from foretell.trace.script.change import Change
     from foretell.trace.script.follow import capture_script
     from foretell.trace.script.reads import Reads, written_down
     from foretell.trace.script.spread import about
     from foretell.trace.script.writes import Aside, kept_aside
+    from foretell.trace.store.cache import file_hashes
+    from foretell.trace.store.file import dumps
 
     given = {**asked["script"], "words": tuple(asked["script"]["words"]), "arguments": tuple(asked["script"]["arguments"])}
     aside = Aside(asked["scratch"])

@@ -29,15 +29,16 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from foretell.errors import ForetellError, ModelError
 from foretell.trace import types
-from foretell.trace.capture import _finish, _in_move_order, _Roles, any_code, seeded
-from foretell.trace.collection import no_collection
-from foretell.trace.cpu import cpu_choices
-from foretell.trace.cuda import cuda_choices, real_masks
-from foretell.trace.formulas import plain_formulas
-from foretell.trace.load import model_error
+from foretell.trace.cuda.select import cuda_choices, real_masks
+from foretell.trace.load.model import model_error
 from foretell.trace.recipe import Recipe
-from foretell.trace.recorder import Recorder
-from foretell.trace.replaced import replaced
+from foretell.trace.record.capture import _finish, _in_move_order, _Roles, any_code, seeded
+from foretell.trace.record.collection import no_collection
+from foretell.trace.record.cpu import cpu_choices
+from foretell.trace.record.gradients import plain_formulas
+from foretell.trace.record.recorder import Recorder
+from foretell.trace.record.step import Workload
+from foretell.trace.sandbox.replaced import replaced
 from foretell.trace.script.change import Change
 from foretell.trace.script.made import (
     KNOWN,
@@ -58,7 +59,6 @@ from foretell.trace.script.shards import imported
 from foretell.trace.script.spread import spread_told
 from foretell.trace.script.words import Script
 from foretell.trace.script.world import World, as_on_a_device, asker, rows_of, sizes
-from foretell.trace.step import Workload
 
 _MICRO = ("micro_first", "micro_next")
 _UPDATE = "update_first"

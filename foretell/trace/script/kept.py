@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from foretell.trace import cache as store
-from foretell.trace.file import loads
-from foretell.trace.file_check import whole
-from foretell.trace.process import TIME_LIMIT, Progress
+from foretell.trace.sandbox.process import TIME_LIMIT, Progress
 from foretell.trace.script.child import follow_in_child
 from foretell.trace.script.reads import same
+from foretell.trace.store import cache as store
+from foretell.trace.store.check import whole
+from foretell.trace.store.file import loads
 from foretell.trace.types import Trace
 
 KIND = "scripts"

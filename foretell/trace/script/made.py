@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim.optimizer import Optimizer
 
-from foretell.trace.load import is_users
-from foretell.trace.recorder import Recorder
-from foretell.trace.values import value_of
+from foretell.trace.load.model import is_users
+from foretell.trace.record.recorder import Recorder
+from foretell.trace.record.values import value_of
 
 KNOWN = ("sgd", "adam", "adamw")
 """Optimizers that a recipe has a name for."""

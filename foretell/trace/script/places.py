@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from foretell.trace.load import is_users
+from foretell.trace.load.model import is_users
 
 
 @dataclass

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from foretell.errors import ModelError
-from foretell.trace.replaced import replaced
+from foretell.trace.sandbox.replaced import replaced
 
 _MODELING = "transformers.modeling_utils"
 _READ = {

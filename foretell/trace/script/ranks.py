@@ -27,8 +27,8 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from foretell.errors import ModelError
-from foretell.trace.load import is_users
-from foretell.trace.recorder import Recorder
+from foretell.trace.load.model import is_users
+from foretell.trace.record.recorder import Recorder
 from foretell.trace.script.words import AFTER, Script
 
 _PLAIN = {name: getattr(dist, name) for name in ("init_process_group", "is_initialized", "destroy_process_group", "get_rank", "get_world_size")}

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from foretell.trace.replaced import replaced
+from foretell.trace.sandbox.replaced import replaced
 
 MOST = 20_000
 """Files; a script that looks at more is followed each time."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from foretell.trace import types
-from foretell.trace.recorder import Recorder, Row
+from foretell.trace.record.recorder import Recorder, Row
 
 AGAIN, AGAIN_NEXT, UPDATE_AGAIN = PROGRAMS = ("again", "again_next", "update_again")
 BETWEEN = "between"

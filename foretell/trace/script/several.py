@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from foretell.errors import ModelError, UserError
-from foretell.trace.process import TIME_LIMIT, Progress
+from foretell.trace.sandbox.process import TIME_LIMIT, Progress
 from foretell.trace.script.child import request
 from foretell.trace.script.kept import Kept, followed
 from foretell.trace.script.words import AFTER, Script

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from foretell.errors import ModelError
-from foretell.trace.recorder import Recorder
+from foretell.trace.record.recorder import Recorder
+from foretell.trace.record.step import cast_floats
 from foretell.trace.script.ranks import Ranks, asker, refusal
 from foretell.trace.script.words import Script
-from foretell.trace.step import cast_floats
 
 _MARK = "_foretell_sharded"
 _ZERO = "ZeroRedundancyOptimizer"

@@ -1,6 +1,6 @@
 """What a script finds around it: a device, data that is real, processes and a network that are not there.
 
-    torch.cuda, autocast("cuda"), moves    as everywhere in a trace (trace/devices.py), for libraries too
+    torch.cuda, autocast("cuda"), moves    as everywhere in a trace (trace/sandbox/devices.py), for libraries too
     DataLoader                             reads for real, in this process
     torch.distributed, mp.spawn            one rank of as many as the launcher would start (ranks.py, shards.py)
     from_pretrained                        without weights: the model of its configuration (`pretrained`)
@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from foretell.errors import ModelError
-from foretell.trace.devices import is_elsewhere
-from foretell.trace.recorder import Recorder
-from foretell.trace.replaced import replaced
+from foretell.trace.record.recorder import Recorder
+from foretell.trace.sandbox.devices import is_elsewhere
+from foretell.trace.sandbox.replaced import replaced
 from foretell.trace.script.pretrained import without_weights
 from foretell.trace.script.ranks import Ranks, asker, environment, group_of
 from foretell.trace.script.shards import precision_of, sharding, whole_tensors

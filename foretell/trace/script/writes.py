@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from foretell.trace.replaced import replaced
+from foretell.trace.sandbox.replaced import replaced
 
 _FREE = ("/dev/", "/proc/", "/sys/")
 """Not files."""

@@ -1,0 +1,1 @@
+"""`foretell fit` and `foretell advise`."""

@@ -1,0 +1,418 @@
+"""`foretell fit MODEL --on HW`: does it fit, how long does a step take, what does it cost?"""
+
+from __future__ import annotations
+
+import json as json_text
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from foretell.cli import common
+from foretell.cli.fit import beside as side_by_side
+from foretell.cli.fit import largest as fit_most
+from foretell.cli.fit import table as fit_table
+from foretell.errors import UserError
+from foretell.quantities import FITS
+
+_SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+FASTER_SECONDS = 20.0
+"""After which `fit` begins no further prediction of what would make a step faster; FORETELL_FASTER_SECONDS says another, 0 none at all."""
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+
+
+TIME_LIMIT = typer.Option("10m", "--time-limit", metavar="TIME", parser=common.limit_of,
+                          help="Longest time that tracing one step may take: 30m, 2h or seconds.")  # fmt: skip
+
+
+def fit(
+    context: typer.Context,
+    model: str | None = typer.Argument(None, metavar="MODEL | -- python SCRIPT ...", show_default=False,
+        help="Zoo name, hf:TYPE, hf:ORG/NAME, hf:config.json, timm:NAME, torchvision:NAME or file.py:function; or -- and your script's command."),
+    on: str = typer.Option(..., "--on", metavar="HW", show_default=False,
+                           help="H100, H100:8, 2x8xH100, H100,memory=60GiB, auto (this machine), cluster.toml; several with commas: a table."),
+    micro_batch: str = typer.Option("1", metavar="N", parser=fit_most.size, help="Samples of one forward, on each device; max: all that fit."),
+    seq: str | None = typer.Option(None, metavar="N", parser=fit_most.size, help="Tokens per sample; max: all that fit; default: the model's usual."),
+    image: int | None = typer.Option(None, metavar="N", help="Side of the image in pixels; default: the model's usual."),
+    optimizer: str = typer.Option("adamw-fused", metavar="NAME",
+                                  help="sgd, momentum, adam or adamw; with -fused, -foreach or -loop where torch has it."),
+    precision: str | None = typer.Option(None, metavar="NAME",
+        help="fp32, tf32, bf16-mixed, fp16-mixed (fp32 weights, autocast), bf16 or, with --infer, fp16; default: by device."),
+    recompute: str = typer.Option("none", metavar="HOW", help="none, full (every block) or selective."),
+    accumulate: int = typer.Option(1, metavar="N", help="Micro-batches per optimizer step."),
+    clip: float | None = typer.Option(None, metavar="X", help="Clip the gradient norm to X; default: no clipping."),
+    lora: int | None = typer.Option(None, metavar="RANK", help="Train LoRA adapters of this rank; default: every weight."),
+    nf4: bool = typer.Option(False, "--nf4", help="Hold the frozen base in 4-bit NormalFloat; needs --lora."),
+    freeze: list[str] = typer.Option([], metavar="PREFIX",
+                                     help="Do not train parameters whose name starts so; may be repeated."),
+    infer: bool = typer.Option(False, "--infer", help="One forward without gradients instead of a training step."),
+    settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE",
+        help="Change a setting of the model, such as --set layers=4; VALUE is JSON or text; may be repeated."),
+    hint: list[str] = typer.Option([], metavar="PATTERN=NUMBER",
+        help="Size where it depends on data: share of elements an op keeps, or a value; may be repeated."),
+    loss: str | None = typer.Option(None, metavar="FILE.PY:FUNCTION",
+                                    help="Loss of (output, batch); default: the model's own."),
+    expandable_segments: bool = typer.Option(False, "--expandable-segments",
+                                             help="The caching allocator grows segments instead of adding new ones (expandable_segments:True)."),
+    compile: bool = typer.Option(False, "--compile", help="The model runs under torch.compile; default: eager."),
+    compile_how: str | None = typer.Option(None, "--compile-how", metavar="HOW",
+                                           help="model (as --compile), blocks (each block by itself), graphs (model, with CUDA graphs)."),
+    channels_last: bool = typer.Option(False, "--channels-last", help="Images and convolutions in torch.channels_last; default: as they are."),
+    tokens: str | None = typer.Option(None, metavar="N", help="A whole run of so many tokens, such as 1T; K, M, B or T."),
+    samples: str | None = typer.Option(None, metavar="N", help="A whole run of so many samples, such as 300M."),
+    epochs: str | None = typer.Option(None, metavar="N", help="A whole run of so many epochs; needs --dataset-size."),
+    dataset_size: str | None = typer.Option(None, metavar="N", help="Samples in one epoch, such as 1.28M."),
+    region: str | None = typer.Option(None, metavar="NAME", help="Whose electricity counts, such as FR; default: the world's mean."),
+    price: float | None = typer.Option(None, metavar="DOLLARS", help="Of one device and hour; default: a list price."),
+    objective: str = typer.Option("time", metavar="WHAT", help="Of several kinds of hardware, what sorts them: time, cost or energy."),
+    beside: list[str] = typer.Option([], metavar="MODEL[,KEY=VALUE]...", help=side_by_side.HELP),
+    footprint: bool = typer.Option(False, "--footprint", help="Devices that the whole run uses up, by MFU and lifetime, and what making them took."),
+    trace_out: str | None = typer.Option(None, metavar="FILE", help="Write the predicted timeline as a Chrome trace."),
+    keep_writes: bool = typer.Option(False, "--keep-writes", help="Let a script write its files; default: into a scratch folder."),
+    time_limit: float = TIME_LIMIT,
+    from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False,
+        help="Take options from an accelerate YAML or a DeepSpeed JSON; options typed here win."),
+    verbose: bool = typer.Option(False, "--verbose", help=common.VERBOSE_HELP),
+    json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
+    no_cache: bool = typer.Option(False, "--no-cache", help="Ignore the trace cache."),
+    debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
+) -> int:  # fmt: skip
+    """Predict whether one step of MODEL fits on HW, how long it takes and what it costs. Exit 0 it fits (or is tight), 1 it does not, 2 bad input."""
+    options: dict[str, Any] = {
+        "optimizer": optimizer, "precision": precision, "recompute": recompute, "accumulate": accumulate, "clip": clip,
+        "lora": lora, "nf4": nf4, "freeze": tuple(freeze), "infer": infer,
+        "micro_batch": micro_batch, "seq": seq, "image": image, "loss": loss, "overrides": overrides(settings),
+        "hints": hints(hint), "expandable_segments": expandable_segments, "cache": not no_cache,
+        "compile": compile_how or compile, "channels_last": channels_last,
+        "tokens": amount("--tokens", tokens), "samples": amount("--samples", samples),
+        "epochs": amount("--epochs", epochs), "dataset_size": amount("--dataset-size", dataset_size),
+        "region": region, "price": price, "trace_out": trace_out, "time_limit": time_limit,
+    }  # fmt: skip
+    script = common.script_words()
+    if script is not None:
+        return _follow(model, script, on, {**options, "keep_writes": keep_writes, "json": json}, context)
+    if model is None:
+        raise UserError("no model is named", "foretell fit MODEL --on HW, or foretell fit --on HW -- python train.py ...")
+    theirs, on = (None, on) if from_ is None else take_over(from_, on, options, context)
+    many = _several(model, on, options, objective, alone=bool(beside or footprint or trace_out), json=json)
+    if many is not None:
+        return many
+    if footprint and not any(options[name] for name in ("tokens", "samples", "epochs")):
+        raise UserError("--footprint is of a whole run, and none is given", "add --tokens, --samples or --epochs")
+    if infer and not (beside or footprint or trace_out) and count_of(on) > 1:
+        return _serve(model, on, options, json)
+    prediction, said = _answered(model, on, options, advises=not (json or no_cache or beside))
+    beside_it = side_by_side.predicted(model, on, options, beside) if beside else None
+    return _told(prediction, on, {} if theirs is None else {"from": theirs}, _used_up(prediction, on) if footprint else None, beside_it, json, said)
+
+
+def _serve(model: str, on: str, options: dict[str, Any], json: bool) -> int:
+    """Inference on several devices: a copy on each, or where none holds one, a split over all of them."""
+    from foretell.cli.plan.infer import fit_command
+
+    prediction, _ = _answered(model, on, {**options, "advice_seconds": 0.0}, advises=False)
+    return _told(prediction, on, {}, None, None, json, False) if prediction.fits else fit_command(prediction, on, options, json)
+
+
+def _told(prediction: Any, on: str, told: dict[str, Any], used_up: Any, beside_it: Any, json: bool, said: bool) -> int:
+    _emit_json(prediction, told, used_up, beside_it) if json else _emit(prediction, used_up, beside_it, on, said)
+    return common.YES if prediction.fits and (beside_it is None or beside_it[0].fits) else common.NO_OR_FAILED
+
+
+def _several(model: str, on: str, options: dict[str, Any], objective: str, *, alone: bool, json: bool) -> int | None:
+    """Check what was asked; answer where several kinds of hardware are named, or the largest size is asked for."""
+    hardware = fit_table.several(on)
+    plain = {name: 1 if value == fit_most.MAX else value for name, value in options.items()}
+    for one in hardware:
+        check(model, one, plain)
+    largest = plain != options
+    if len(hardware) == 1 and not largest:
+        return None
+    if alone or (len(hardware) > 1 and largest):
+        raise UserError("several kinds of hardware or max, and --beside, --footprint, --trace-out or both of them", "ask for one at a time")
+    if largest:
+        return fit_most.answer(model, on, options, json)
+    return fit_table.answer(model, hardware, options, objective, json)
+
+
+_OF_A_SCRIPT = ("on", "hint", "expandable_segments", "tokens", "samples", "epochs", "dataset_size", "region", "price", "trace_out", "time_limit",
+                "keep_writes", "verbose", "json", "no_cache", "debug")  # fmt: skip
+"""Options beside a script: all others the script says itself."""
+
+
+def _follow(model: str | None, words: Sequence[str], on: str, options: dict[str, Any], context: typer.Context) -> int:
+    """Answer for a script, as it is."""
+    common.check_beside_script(model, context, _OF_A_SCRIPT, "change it in the script or its arguments")
+    check_run(options)
+    taken = (
+        "hints", "expandable_segments", "tokens", "samples", "epochs", "dataset_size", "region", "price", "trace_out", "time_limit", "keep_writes",
+        "cache",
+    )  # fmt: skip
+    doing = common.Doing(f"following {' '.join(words)}")
+
+    def work() -> Any:
+        from foretell import api
+
+        return api.fit_script(words, hardware=on, progress=doing.tell, **{name: options[name] for name in taken})
+
+    prediction = common.call(work, doing)
+    if prediction.verdict == FITS and options["cache"] and not (options["json"] or options["keep_writes"]):
+        common.emit_answer(prediction)
+        _faster_script(words, on, options)
+    else:
+        _emit_json(prediction, {}, None, None) if options["json"] else _emit(prediction, None, None, on)
+    return common.YES if prediction.fits else common.NO_OR_FAILED
+
+
+def _faster_script(words: Sequence[str], on: str, options: dict[str, Any]) -> None:
+    from foretell import api
+    from foretell.errors import ForetellError
+    from foretell.report.terminal.faster import top
+
+    if not _faster_seconds():
+        return
+    doing = common.Doing("predicting what would make it faster")
+    asked = {"hardware": on, "seconds": _faster_seconds(), "time_limit": options["time_limit"], "hints": options["hints"]}
+    try:
+        found = common.call(lambda: api.faster_script(words, **asked), doing)
+    except ForetellError:
+        return  # the answer is there; what cannot be followed again has no advice
+    lines = top(found, (), common.width())
+    common.emit("\n".join(lines)) if lines else None
+
+
+def _emit_json(prediction: Any, told: dict[str, Any], used_up: Any, beside_it: Any) -> None:
+    from foretell.report import schema
+
+    more = {} if used_up is None else {"footprint": [one.to_json() for one in used_up]}
+    more |= {} if beside_it is None else {"beside": beside_it[0].to_json()}
+    common.emit_json({**schema.answer(prediction), **told, **more})
+
+
+def _answered(model: str, on: str, options: dict[str, Any], *, advises: bool) -> tuple[Any, bool]:
+    """The prediction, and whether its answer was printed: at once where looking for advice takes a while after it."""
+    doing = common.Doing(f"tracing {model}")
+    asked = {**options, "progress": doing.tell}
+    if not advises:
+        return common.call(lambda: _predict(model, on, asked), doing), False
+    answer = common.call(lambda: _predict(model, on, {**asked, "advice_seconds": 0.0}), doing)
+    common.emit_answer(answer)
+    if answer.verdict == FITS:
+        _faster(model, answer, on, options)
+        return answer, True
+    doing = common.Doing("predicting what would make it fit")
+    return common.call(lambda: _predict(model, on, {**options, "progress": doing.tell}), doing), True
+
+
+def _faster(model: str, answer: Any, on: str, options: dict[str, Any]) -> None:
+    """Print the largest gains below the answer, as far as a few seconds tell."""
+    from foretell import api
+    from foretell.report.terminal.faster import top
+
+    if not _faster_seconds():
+        return
+    doing = common.Doing("predicting what would make it faster")
+    found = common.call(lambda: api.faster(model, answer, hardware=on, seconds=_faster_seconds(), joins=False, progress=doing.tell, **options), doing)
+    lines = top(found, _without_run(common.typed()), common.width())
+    common.emit("\n".join(lines)) if lines else None
+
+
+def _faster_seconds() -> float:
+    """As the user says it, else the usual."""
+    text = os.environ.get("FORETELL_FASTER_SECONDS", "")
+    return float(text) if re.fullmatch(r"\d+(\.\d*)?", text) else FASTER_SECONDS
+
+
+def _without_run(words: Sequence[str]) -> list[str]:
+    """What was typed, without the options of a whole run, which `advise` has not."""
+    from foretell.report.command import without
+
+    found = list(words)
+    for option in ("--tokens", "--samples", "--epochs", "--dataset-size", "--region", "--price", "--objective", "--trace-out"):
+        found = without(found, option, has_value=True)
+    return [word for word in found if word not in ("--debug", "--footprint", "--verbose")]
+
+
+def _emit(prediction: Any, used_up: Any, beside_it: Any, on: str, said: bool = False) -> None:
+    typed = [word for word in common.typed() if word not in ("--debug", "--no-cache", "--verbose")]
+    if not said:
+        common.emit_screen(prediction, typed)
+    elif prediction.verdict != FITS:
+        common.emit_advice(prediction, typed)
+    if used_up is not None:
+        from foretell.report.terminal.footprint import lines
+
+        common.emit("\n".join(lines(used_up, parse_device(on))))
+    if beside_it is not None:
+        side_by_side.show(*beside_it)
+
+
+def _predict(model: str, on: str, options: dict[str, Any]) -> Any:
+    from foretell import api
+
+    return api.fit(model, hardware=on, **options)
+
+
+def parse_device(on: str) -> Any:
+    from foretell.hardware import parse
+
+    return parse(on).device
+
+
+def count_of(on: str) -> int:
+    from foretell.hardware import parse
+
+    return parse(on).count
+
+
+def _used_up(prediction: Any, on: str) -> tuple[Any, ...]:
+    """Devices that the run uses up: as predicted first, then by MFU and lifetime. Nothing where no speed is known."""
+    from foretell.hardware import footprint
+    from foretell.price.footprint import scenarios
+
+    device, run, mfu = parse_device(on), prediction.run, prediction.mfu
+    if run is None or mfu is None:
+        return ()
+    made, flops = footprint(device), run.steps * mfu.flops_per_step
+    own = scenarios(flops, device, dtype=mfu.peak_dtype, mfus=(mfu.value,), lifetimes=(made.lifetime_years if made else 4.0,))
+    return (*own, *scenarios(flops, device, dtype=mfu.peak_dtype))
+
+
+def take_over(path: Path, on: str, options: dict[str, Any], context: typer.Context) -> tuple[dict[str, Any], str]:
+    """Put what another tool's file says into the options, unless it was typed; what was taken and not, and where to run."""
+    from foretell.export.read import read
+
+    theirs = read(path)
+    source = context.get_parameter_source
+    for name, value in theirs.options.items():
+        asked = source(name)
+        if asked is None or asked.name == "DEFAULT":
+            options["compile" if name == "compile_how" else name] = value
+        else:
+            theirs.ignored.append(f"{name}: typed here as well")
+    taken, ignored = list(theirs.taken), list(theirs.ignored)
+    on, said = _spread(on, theirs.shards or 1)
+    taken += [said] if said else []
+    if not common.wants_json():
+        lines = [f"{path} ({theirs.tool})", *(f"  taken    {line}" for line in taken), *(f"  ignored  {line}" for line in ignored)]
+        common.emit("\n".join(lines), sys.stderr)
+    return {"file": str(path), "tool": theirs.tool, "taken": taken, "ignored": ignored}, on
+
+
+def _spread(on: str, shards: int) -> tuple[str, str]:
+    """The hardware with as many devices as share the model, where no number was typed."""
+    from foretell.hardware import parse
+
+    head, comma, rest = on.partition(",")
+    if shards == 1 or on.strip().casefold().startswith("auto") or head.endswith((".toml", ".json")):
+        return on, ""
+    if parse(on).count > 1:
+        return on, "" if parse(on).count == shards else f"{shards} ranks share the model there; --on {on} counts here"
+    wide = f"{head.strip()}:{shards}{comma}{rest}"
+    return wide, f"{shards} ranks share the model → --on {wide}"
+
+
+def check(model: str, on: str, options: dict[str, Any]) -> None:
+    """Raise at once what is wrong with the input as far as that can be seen without torch."""
+    check_step(model, on, options)
+    check_run(options)
+
+
+def check_step(model: str, on: str, options: dict[str, Any]) -> None:
+    """The same of the model, its batch, how it is trained and where."""
+    from foretell.hardware import parse
+    from foretell.plan.precision import read
+    from foretell.trace.load.model import Source
+    from foretell.trace.load.model import check as check_source
+    from foretell.trace.recipe import Recipe
+
+    of_source = ("overrides", "micro_batch", "seq", "image", "loss")
+    check_source(Source(model=model, **{name: options[name] for name in of_source}))
+    if not on.strip().casefold().startswith("auto"):  # only torch knows this machine
+        parse(on)
+    of_recipe = ("optimizer", "recompute", "accumulate", "clip", "lora", "nf4", "freeze")
+    given = {name: options[name] for name in of_recipe if name in options} | {"mode": "infer" if options.get("infer") else "train"}
+    Recipe(**given | ({"precision": read(options["precision"], False)} if options["precision"] is not None else {}))
+
+
+def check_run(options: dict[str, Any]) -> None:
+    """Raise what is wrong with a whole run, its region and price, and where its timeline is to go."""
+    from foretell.hardware import carbon_g_per_kwh
+    from foretell.simulate.wishes import Amount
+
+    Amount.of(**{name: options[name] for name in ("tokens", "samples", "epochs", "dataset_size")})
+    if options["dataset_size"] is not None and options["epochs"] is None:
+        raise UserError("--dataset-size is given without --epochs", "add --epochs N, or say the whole as --samples N")
+    if options["region"] is not None:
+        carbon_g_per_kwh(options["region"])
+    if options["price"] is not None and not 0 <= options["price"] < math.inf:
+        remedy = "give US dollars of one device and hour, such as --price 2.5"
+        raise UserError(f"--price {options['price']:g} is no price", remedy)
+    if options["trace_out"] is not None:
+        _check_writable(Path(options["trace_out"]))
+
+
+def _check_writable(path: Path) -> None:
+    """Before the work, not after it."""
+    if path.is_dir() or not path.name:
+        raise UserError(f"--trace-out {str(path)!r} is a folder", "name a file in it, such as step.json")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--trace-out {str(path)!r}: there is no folder {str(path.parent)!r}", "make it, or name another")
+
+
+def amount(option: str, text: str | None) -> float | None:
+    """`1T`, `300M`, `1.28e6`, `1_000` → a number above zero."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]?)\s*", text)
+    scale = _SCALES.get(match.group(2).upper()) if match else None
+    value = float(match.group(1).replace("_", "")) * scale if match and scale else 0.0
+    if not 0 < value < math.inf:
+        remedy = f"write a number above zero with K, M, B or T, such as {option} 1.5B"
+        raise UserError(f"{option} {text!r} is no amount", remedy)
+    return value
+
+
+def overrides(settings: Sequence[str]) -> dict[str, Any]:
+    """`KEY=VALUE` words as a mapping; a later one wins."""
+    found: dict[str, Any] = {}
+    for word in settings:
+        key, equals, text = word.partition("=")
+        if not equals or not key.strip() or not text:
+            raise UserError(f"--set {word!r} is not KEY=VALUE", "write it like --set layers=4")
+        found[key.strip()] = _value(text)
+    return found
+
+
+def _value(text: str) -> Any:
+    """JSON if it is JSON, Python's True, False and None as such, otherwise the text itself."""
+    if text in _PYTHON_WORDS:
+        return _PYTHON_WORDS[text]
+    try:
+        return json_text.loads(text, parse_constant=_no_constant)
+    except ValueError:
+        return text
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def hints(words: Sequence[str]) -> dict[str, float]:
+    """`PATTERN=NUMBER` words as a mapping; the pattern may hold '=' itself."""
+    found: dict[str, float] = {}
+    for word in words:
+        pattern, equals, text = word.rpartition("=")
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not equals or not pattern or not math.isfinite(value):
+            raise UserError(f"--hint {word!r} is not PATTERN=NUMBER", "write it like --hint 'aten.nonzero*=0.5'")
+        found[pattern] = value
+    return found

@@ -1,0 +1,1 @@
+"""`foretell plan`, and what is done with a plan file: show, eject, export."""

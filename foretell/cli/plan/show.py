@@ -1,0 +1,70 @@
+"""`foretell show`: a plan in words and drawn, and whether it may be run."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+
+from foretell.cli import common
+
+if TYPE_CHECKING:
+    from foretell.hardware import Cluster
+    from foretell.plan.legal import Complaint
+
+
+def show(
+    path: str | None = typer.Argument(None, metavar="PLAN", help="A plan file."),
+    schema: bool = typer.Option(False, "--schema", help="Print the schema of plan files, which describes every field."),
+    json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
+    debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
+) -> int:
+    """Explain a plan: who does what, who talks to whom, what was predicted. Exit 1 if it may not be run."""
+    from foretell.errors import UserError
+    from foretell.plan import file, legal
+    from foretell.report.terminal import plan as page
+
+    if schema:
+        return _schema()
+    if path is None:
+        raise UserError("no plan is given", "foretell show plan.json")
+    plan = file.read(path)
+    cluster, unknown = _cluster(plan.hardware)
+    facts = legal.facts_of(plan, cluster)
+    complaints = (*unknown, *legal.complaints(plan, facts))
+    if json:
+        common.emit_json(page.content(plan, complaints))
+    else:
+        plain = common.ascii_only(sys.stdout)
+        common.emit(page.render(plan, complaints, facts, common.width(), path=path, ascii_only=plain))
+    return common.NO_OR_FAILED if complaints else common.YES
+
+
+def _schema() -> int:
+    import json
+
+    from foretell.plan import schema
+
+    common.emit(json.dumps(schema.load(), indent=2, ensure_ascii=False))
+    return common.YES
+
+
+def _cluster(hardware: str) -> tuple[Cluster | None, tuple[Complaint, ...]]:
+    """What the plan's hardware is, where that is known without a look at this machine; a name nobody knows is wrong.
+
+    A hardware file may be on another machine: without it the plan is shown all the same.
+    """
+    from foretell.errors import UserError
+    from foretell.hardware import parse
+    from foretell.plan.legal import Complaint
+
+    named = hardware.strip().casefold()
+    if named.startswith("auto"):
+        return None, ()
+    try:
+        return parse(hardware), ()
+    except UserError as error:
+        if named.endswith((".toml", ".json")):
+            return None, ()
+        return None, (Complaint(field="hardware", problem=error.problem, remedy=error.remedy),)

@@ -1,0 +1,335 @@
+"""`foretell run PLAN`: train as the plan says; alone, under torchrun, or as as many processes as the plan wants."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from foretell.cli import common, compare
+from foretell.cli.run import box as boxes
+from foretell.errors import UserError
+
+if TYPE_CHECKING:
+    from foretell.plan.types import Plan
+    from foretell.report.comparison import Comparison
+    from foretell.runtime.process.signals import Signals
+    from foretell.runtime.train.loop import Outcome
+    from foretell.search.profiles.learn import Taught
+
+PLAIN_SECONDS = 5.0
+"""Off a terminal, a line at most this often."""
+
+
+def run(
+    plan: Path = typer.Argument(..., metavar="PLAN", show_default=False, help="A plan file; or a run folder, with --resume or --again."),
+    data: str | None = typer.Option(None, metavar="FOLDER|FILE.PY", show_default=False,
+        help="A folder of text, read as bytes, or a file with data(split); default: the model file's own data(), else its example batch."),
+    steps: int | None = typer.Option(None, metavar="N", show_default=False, help="Optimizer steps in all; default 100."),
+    lr: float | None = typer.Option(None, metavar="X", show_default=False, help="Peak learning rate; default: the optimizer's usual, adamw 3e-4."),
+    schedule: str | None = typer.Option(None, metavar="NAME", show_default=False, help="cosine, wsd or constant; default cosine."),
+    warmup: int | None = typer.Option(None, metavar="N", show_default=False, help="Steps of a rising rate; default: a twentieth of the schedule."),
+    schedule_steps: int | None = typer.Option(None, metavar="N", show_default=False,
+        help="Length of the learning-rate schedule; default: --steps of the run when it began. A resumed run keeps it unless this is given."),
+    eval_every: int | None = typer.Option(None, metavar="N", show_default=False,
+        help="Steps between evaluations on held-out samples; default: at the end."),
+    eval_batches: int | None = typer.Option(None, metavar="N", show_default=False, help="Steps' worth of samples in an evaluation; default 16."),
+    save_every: int | None = typer.Option(None, metavar="N", show_default=False, help="Steps between checkpoints; default: at the end."),
+    mtbf: str | None = typer.Option(None, metavar="TIME", show_default=False,
+        help="Time between failures, such as 4h: checkpoints come as often as loses the least time."),
+    keep: int | None = typer.Option(None, metavar="N", show_default=False, help="Good checkpoints that stay; default 2."),
+    no_save: bool = typer.Option(False, "--no-save", help="No checkpoint at all: for measuring."),
+    init_from: str | None = typer.Option(None, metavar="PATH", show_default=False,
+        help="Weights to begin with: a safetensors file, a Hugging Face folder, a run or a checkpoint."),
+    init_missing: str | None = typer.Option(None, metavar="NAMES", show_default=False,
+        help="Tensors, or beginnings of their names, that --init-from need not have; with commas."),
+    out: Path | None = typer.Option(None, metavar="FOLDER", show_default=False, help="The run folder; default runs/MODEL-DATE."),
+    resume: bool = typer.Option(False, "--resume", help="Go on with the run in --out, exactly where it was; PLAN may lay it out otherwise."),
+    again: bool = typer.Option(False, "--again", help="A new run of a run folder's plan, with its settings, in another folder."),
+    seed: int | None = typer.Option(None, metavar="N", show_default=False, help="Of weights, order and dropout; default 0."),
+    log: str | None = typer.Option(None, metavar="NAMES", show_default=False, help="Besides log.jsonl: tensorboard, wandb or both, with a comma."),
+    workers: int | None = typer.Option(None, metavar="N", show_default=False, help="Processes that prepare your own samples; default 0."),
+    scratch: Path | None = typer.Option(None, metavar="FOLDER", show_default=False,
+        help="On a fast disk, for states and activations that the plan keeps on disk while it runs; default: the run folder."),
+    device: str = typer.Option("auto", metavar="auto|cpu|cuda", help="Where to run."),
+    update_profile: bool = typer.Option(False, "--update-profile", help=compare.UPDATE_HELP),
+    box: bool = typer.Option(False, "--box", help="Train nothing: rehearse rank 0 here, the other ranks stand-ins (`foretell box`)."),
+    json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
+    debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
+) -> int:  # fmt: skip
+    """Train as PLAN says, and measure it. Ctrl-C saves and ends; --resume goes on bit for bit.
+
+    Works alone, under torchrun, and by itself starts as many processes as the plan wants on this machine.
+    """
+    from foretell.plan import file
+    from foretell.runtime.process import launch
+    from foretell.units import parse_duration
+
+    before = _before(plan, out, resume=resume, again=again) if not box else {}
+    plan, out = _paths(plan, out, resume)
+    asked = {
+        "data": data, "steps": steps, "lr": lr, "schedule": schedule, "warmup": warmup, "schedule_steps": schedule_steps,
+        "eval_every": eval_every,
+        "eval_batches": eval_batches, "save_every": save_every, "no_save": no_save or None, "seed": seed,
+        "keep": keep, "mtbf": parse_duration(mtbf) if mtbf else None, "init_from": init_from,
+        "init_missing": tuple(name.strip() for name in init_missing.split(",") if name.strip()) if init_missing else None,
+        "log": tuple(name.strip() for name in log.split(",") if name.strip()) if log else None, "workers": workers,
+        "scratch": str(scratch) if scratch else None,
+    }  # fmt: skip
+    asked = before | {name: value for name, value in asked.items() if value is not None}
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {device} is not known", "auto, cpu or cuda")
+    wanted = file.read(plan)
+    if box:
+        return boxes.of_run(wanted, asked, device, json=json, given={**asked, "out": out, "resume": resume})
+    if wanted.mesh.world > 1 and not launch.is_rank():
+        return _launch(wanted, plan, asked, out, device, resume=resume)
+    return _here(wanted, plan, asked, out, device, resume=resume, json=json, teaches=update_profile)
+
+
+def _before(path: Path, out: Path | None, *, resume: bool, again: bool) -> dict[str, Any]:
+    """Settings of the run that is to be run again. A folder that holds a run is not run as though it were a plan."""
+    from foretell.runtime.train import folder
+
+    if again and resume:
+        raise UserError("--again starts a new run, and --resume goes on with one", "give one of the two")
+    if again and not path.is_dir():
+        raise UserError(f"--again needs a run folder, and {path} is {'a file' if path.exists() else 'not there'}", "foretell run runs/NAME --again")
+    if not path.is_dir() or resume:
+        return {}
+    if not again:
+        if out is None:
+            folder.refuse_past(path)
+        return {}
+    settings = folder.read_settings(path)
+    if settings is None:
+        folder.refuse_past(path)
+        raise UserError(f"{path} holds no run with settings to use again", "give a plan file")
+    return settings.asked()
+
+
+def _paths(plan: Path, out: Path | None, resume: bool) -> tuple[Path, Path | None]:
+    """The plan file and the run folder; a run folder stands for its plan, and to resume, for itself."""
+    if plan.is_dir():
+        out = out or (plan if resume else None)
+        plan = plan / "plan.json"
+    if resume and out is None:
+        raise UserError("--resume needs the run to go on with", "give its folder: foretell run runs/NAME --resume")
+    return plan, out
+
+
+# --- starting --------------------------------------------------------------------------------------------------------
+
+
+def _launch(plan: Plan, path: Path, asked: dict[str, Any], out: Path | None, device: str, *, resume: bool) -> int:
+    """As many processes as the plan wants, on this machine."""
+    from foretell.runtime.process import launch
+    from foretell.runtime.train import folder
+
+    launch.check_room(plan, device)
+    out = out or folder.usual_path(plan)
+    folder.check(plan, asked, resume=resume)
+    given = any(word == "--out" or word.startswith("--out=") for word in common.typed())
+    words = [*common.typed(), *([] if given else ["--out", str(out)])]
+    ended = launch.launch(words, plan.mesh.world, say=lambda text: common.emit(text, sys.stderr))
+    if ended.problem:
+        hint = "; ".join(filter(None, [ended.remedy, _last_words(out)]))
+        failed = UserError(ended.problem, _resume_words(path, out, f"{hint}; "))
+        failed.exit_code = 1
+        raise failed
+    return ended.status
+
+
+def _last_words(out: Path) -> str:
+    """Which checkpoint a run that failed left behind."""
+    from foretell.checkpoint import store
+    from foretell.runtime.train.folder import CHECKPOINTS
+
+    kept = store.complete(out / CHECKPOINTS)
+    return f"the last checkpoint is of step {kept[0].step}" if kept else "there is no checkpoint yet"
+
+
+def _here(
+    plan: Plan, path: Path, asked: dict[str, Any], out: Path | None, device: str, *, resume: bool, json: bool,
+    teaches: bool,
+) -> int:  # fmt: skip
+    from foretell.runtime.process.signals import EARLY, Signals, Stopped, exit_status
+    from foretell.runtime.train import folder
+
+    folder.check(plan, asked, resume=resume)
+    screen = Screen()
+    with Signals(lambda text: screen.say(text) if common.speaks() else None, phase=EARLY) as signals:
+        try:
+            outcome = _trained(plan, asked, screen, out, device, signals, resume=resume)
+        except Stopped as left:
+            screen.end()
+            return _tell_early(left.signal, exit_status(left.signal), json=json)
+        if isinstance(outcome, int):
+            return outcome
+        screen.end()
+        compared = compare.written(outcome.folder) if outcome.measurement is not None and common.speaks() else None
+        if common.speaks():
+            _keep_traces(plan, outcome.folder)
+        taught = None
+        if teaches and compared is not None:
+            taught = common.call(lambda: compare.learned(outcome.folder, compared, device), "learning from the run")
+        return _tell(outcome, path, compared, taught, json=json)
+
+
+def _trained(
+    plan: Plan, asked: dict[str, Any], screen: Screen, out: Path | None, device: str, signals: Signals, *, resume: bool
+) -> Outcome | int:
+    """How the run ended; an exit status where it failed and it is not on this rank to tell."""
+    from foretell.runtime.process import launch
+
+    command = shlex.join(["foretell", *common.typed()])
+    try:
+        with common._stdout_aside():
+            return _run(plan, asked, screen, out, device, command, signals, resume=resume)
+    except UserError as error:
+        screen.end()
+        speaks = getattr(error, "speaks", None)
+        if getattr(error, "died", False) and launch.launcher_lives():
+            return common.NO_OR_FAILED  # who started us says it, and knows the signal
+        if speaks and not common.speaks():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        if speaks is False:
+            return error.exit_code
+        raise
+
+
+def _keep_traces(plan: Plan, folder: Path) -> None:
+    """For `foretell report`; a run without them is as good."""
+    from foretell.report.html.detail import keep_traces
+
+    with contextlib.suppress(UserError, OSError):
+        keep_traces(plan, folder)
+
+
+def _run(
+    plan: Plan, asked: dict[str, Any], screen: Screen, out: Path | None, device: str, command: str, signals: Signals, *,
+    resume: bool,
+) -> Outcome:  # fmt: skip
+    try:
+        from foretell.runtime.train.run import run
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise UserError("torch is not installed", "pip install 'torch>=2.11'") from error
+    return run(plan, asked, screen=screen, out=out, resume=resume, device=device, command=command, signals=signals)
+
+
+# --- speaking --------------------------------------------------------------------------------------------------------
+
+
+class Screen:
+    """One live line on a terminal; elsewhere a line now and then. All of it on stderr."""
+
+    def __init__(self) -> None:
+        self.stream = sys.stderr
+        self.live = self.stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.open = False
+        self.last = 0.0
+
+    def step(self, text: str, step: int) -> None:
+        if not common.speaks():
+            return
+        now = time.monotonic()
+        if self.live:
+            self._write("\r" + common.encodable(text, self.stream)[: common.width() - 1] + "\x1b[K")
+            self.open = True
+        elif step <= 1 or now - self.last >= PLAIN_SECONDS:
+            self.last = now
+            self._write(common.encodable(text, self.stream) + "\n")
+
+    def say(self, text: str) -> None:
+        self.end()
+        self._write(common.encodable(text, self.stream) + "\n")
+
+    def end(self) -> None:
+        """Leave the live line as it is."""
+        if self.open:
+            self.open = False
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        """A terminal that is closed, or a reader that is gone, is no reason to stop training."""
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:
+            common.to_nowhere(self.stream)
+
+
+def _tell_early(signal: str, status: int, *, json: bool) -> int:
+    """A run that was asked to stop before its first step was done: nothing of it is left."""
+    if json:
+        content = {
+            "status": "stopped", "step": 0, "folder": None, "checkpoint": None, "measurement": None, "comparison": None, "profile": None,
+        }  # fmt: skip
+        common.emit_json({"run": content})
+    else:
+        common.emit(f"stopped before the first step ({signal}); nothing was trained, so nothing was saved")
+    return status
+
+
+def _tell(outcome: Outcome, path: Path, compared: Comparison | None, taught: Taught | None, *, json: bool) -> int:
+    from foretell.runtime.process.signals import exit_status
+
+    status = exit_status(outcome.signal) if outcome.status == "stopped" else common.YES
+    measured = outcome.measurement
+    if json:
+        content = {
+            "status": outcome.status, "step": outcome.step, "folder": str(outcome.folder),
+            "checkpoint": str(outcome.saved.path) if outcome.saved else None,
+            "measurement": measured.to_json() if measured else None,
+            "comparison": compared.to_json() if compared else None, "profile": compare.as_json(taught) if taught else None,
+        }  # fmt: skip
+        common.emit_json({"run": content})
+        return status
+    common.emit("\n".join(_lines(outcome, path)))
+    if compared is not None and compared.comparable:
+        common.emit("")
+        compare.show(compared)
+    elif compared is not None and compared.busy:
+        common.emit(compared.busy)
+    if taught is not None:
+        common.emit("\n".join(compare.told(taught)))
+    return status
+
+
+def _lines(outcome: Outcome, path: Path) -> list[str]:
+    from foretell.runtime.train.log import seconds
+    from foretell.units import human_bytes
+
+    found = outcome.measurement
+    lines = [f"{outcome.status} after step {outcome.step}" + (f" ({outcome.signal})" if outcome.status == "stopped" else "")]
+    if found is not None:
+        assert found.first_loss is not None and found.last_loss is not None, "a run reads its loss"
+        lines.append(f"loss       {found.first_loss:.4f} → {found.last_loss:.4f}"
+                     + (f", held out {found.eval_loss:.4f}" if found.eval_loss is not None else ""))  # fmt: skip
+        lines.append(f"step       {seconds(found.step_seconds)} ({seconds(found.p10_seconds)}–{seconds(found.p90_seconds)})"
+                     f"  {found.per_second:,.0f} {found.unit}/s" + (f"  MFU {100 * found.mfu:.1f} %" if found.mfu else "")
+                     + f"  loop {100 * found.overhead:.2f} %")  # fmt: skip
+        peak = f"allocated {human_bytes(found.allocated_bytes)}, " if found.allocated_bytes else ""
+        lines.append(f"memory     {peak}host {human_bytes(found.host_bytes)} a process")
+        if found.joules_per_step is not None:
+            watts = found.joules_per_step / found.step_seconds
+            lines.append(f"energy     {found.joules_per_step:,.3g} J a step, {watts:,.0f} W, by the GPU's counter")
+    lines.append(f"written    {outcome.folder}")
+    if outcome.saved is not None:
+        lines.append(f"checkpoint {outcome.saved.path}  {human_bytes(outcome.saved.bytes)}")
+        if outcome.status == "stopped":
+            lines.append(_resume_words(path, outcome.folder, ""))
+    return lines
+
+
+def _resume_words(path: Path, out: Path, begin: str) -> str:
+    device = [word for place, word in enumerate(common.typed()) if word == "--device" or common.typed()[place - 1] == "--device"]
+    return f"{begin}go on with: {shlex.join(['foretell', 'run', str(out), '--resume', *device])}"

@@ -1,0 +1,1 @@
+"""`foretell zoo`, and what is checked with its models: check, query, fuzz, prove."""

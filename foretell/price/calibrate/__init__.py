@@ -1,0 +1,1 @@
+"""From measured rows to a machine: `fit` a probe's, `corrections` from runs, `kin` where another device stands in."""

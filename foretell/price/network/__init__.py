@@ -1,0 +1,1 @@
+"""Seconds of messages between devices: `collectives` by size, algorithm and link; `overlap` beside compute."""

@@ -1,0 +1,1 @@
+"""What a run learns from: `samples` in an order of its own, `text` as bytes."""

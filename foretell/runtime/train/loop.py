@@ -1,0 +1,535 @@
+"""The training loop of one rank: steps, evaluations and saves, and what is left of them when a step fails.
+
+The host stays one step ahead of the device: a step is asked for, the next one's samples are prepared, and only then is
+the step before read and written down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import os
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from foretell.checkpoint.format import Spec
+from foretell.checkpoint.interval import steps_between
+from foretell.errors import UserError
+from foretell.plan import file as plans
+from foretell.plan.types import Plan
+from foretell.runtime.data.samples import Feed
+from foretell.runtime.observe import machine_load as load
+from foretell.runtime.observe import measure
+from foretell.runtime.observe.hooks import delayed
+from foretell.runtime.observe.joules import Joules
+from foretell.runtime.observe.measure import Measurement, Reading, Tally
+from foretell.runtime.parallel.apply import Job
+from foretell.runtime.parallel.ranks import Ranks
+from foretell.runtime.process import blame, launch
+from foretell.runtime.process.control import Control
+from foretell.runtime.process.progress import DATA, END, EVALUATION, SAVE, STEP, Progress
+from foretell.runtime.process.progress import LOG as LOGGING
+from foretell.runtime.process.signals import STEPS, Signals
+from foretell.runtime.train import guard, log, save
+from foretell.runtime.train.folder import MEASUREMENT, Folder, Settings
+from foretell.runtime.train.guard import RunFailed
+from foretell.runtime.train.prepare import applies
+from foretell.runtime.train.rng import seed_all, step_seed
+from foretell.runtime.train.scaler import overflow_words, overflowed
+from foretell.runtime.train.schedule import Schedule, resumed
+from foretell.trace.record.step import Batch
+from foretell.trace.store.cache import versions
+from foretell.units import human_bytes
+
+TELL_SECONDS = 0.1
+"""The line on the screen is written anew at most this often."""
+MEMORY_SECONDS = 1.0
+"""Peaks of memory are asked for at most this often: it takes the host some 0.1 ms."""
+FIRST_SAVE_STEPS = 5
+"""Where the interval is to be found, the first save comes after so many steps: it is measured, and shows that it works."""
+LEAVE_SECONDS = 10.0
+"""A run that fails waits so long for a save under way."""
+SALVAGE_SECONDS = 60.0
+"""After one rank's code failed, ranks take at most so long to save together what was trained."""
+DONE, STOPPED = "done", "stopped"
+
+
+class Screen(Protocol):
+    """Where a run speaks; on rank 0 only."""
+
+    def step(self, text: str, step: int) -> None:
+        """The line of a step, over the one before where that is possible."""
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    status: str
+    """done, or stopped by a signal."""
+    signal: str
+    step: int
+    folder: Path
+    measurement: Measurement | None
+    saved: save.Saved | None
+    compares: bool = True
+    """What the plan predicts is of this kind of device."""
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A run under way on this rank."""
+
+    plan: Plan
+    settings: Settings
+    ranks: Ranks
+    folder: Folder
+    control: Control
+    screen: Screen
+    command: str
+    job: Job
+    feed: Feed
+    held: Feed | None
+    unit: str
+    per_step: int
+    known: Mapping[str, Spec]
+    """Parameters of the whole model."""
+    saver: save.Saver | None
+
+    def __post_init__(self) -> None:
+        self.schedule = self.settings.schedule_for(self.plan)
+        self.peak = measure.peak_flops(self.ranks.device, self.plan.precision)
+        self.clock = measure.clock_of(self.ranks.device)
+        self.tally, self.joules = Tally(), Joules(self.ranks.device)
+        self.load = load.Meter(os.getppid() if launch.is_rank() else None, gpus=self.ranks.device.type == "cuda")
+        self._delayed, self._busy = delayed(), False
+        self.step = 0
+        """Updates done."""
+        self.log: log.Log | None = None
+        self.signals, self.progress = Signals(), Progress()
+        self.bad: Reading | None = None
+        self.overflows = 0
+        """Steps without an update since their scaled gradients overflowed."""
+        self.last_saved: save.Saved | None = None
+        self.next_save: int | None = None
+        """Where the interval is to be found: the step of the next save, the same on every rank."""
+        self.origin: tuple[int, int] | None = None
+        """Updates that were done, and samples used up, before the first step of this process."""
+        self.between: save.Between | None = None
+        """Where there are other ranks: what to save if their code or this one's fails in the middle of a step."""
+        self.loose: list[str] = []
+        """Tensors that were not finite when the run began, and so may be in its checkpoints."""
+        self._told = self._asked_memory = 0.0
+        self._told_direct = self._told_disk = False
+        self._memory: dict[str, int | None] = {}
+
+    # ------------------------------------------------------------ start and end
+
+    def resume(self) -> None:
+        """Take up the newest checkpoint that is as it was written; without any the run begins at its start."""
+        folder, complaint = self.folder.checkpoints, ""
+        for name in self.control.first(lambda: [path.name for path in save.candidates(folder)]):
+            staged, why = self.control.together(lambda name=name: self._staged(folder / name))  # type: ignore[misc]
+            complaints = [said for said in self.control.gather(why) if said]
+            if not complaints and staged is not None:
+                self._take(*staged)
+                return
+            complaint = complaint or complaints[0]
+            if self.ranks.is_first:
+                self.screen.say(f"the checkpoint {name} is not used: {complaints[0]}")
+        if complaint:
+            raise UserError(f"no checkpoint of {self.folder.path} can be used: {complaint}", "start a new run with another --out")
+        if self.ranks.is_first:
+            self.screen.say("there is no checkpoint to resume from: the run begins at its start")
+
+    def _staged(self, path: Path) -> tuple[tuple[save.Saved, save.Staged] | None, str]:
+        """What this rank needs of a checkpoint, or what is damaged of it. Nothing of the run is changed by that."""
+        try:
+            saved = save.look(path)
+            if save.data_of(saved, self.feed.samples.count)["digest"] != self.feed.samples.digest():
+                raise UserError(f"the data is not what {path} learned from", "give the same --data, unchanged, or start a new run")
+            return (saved, save.stage(save.Reader(saved), self.job, self.known)), ""
+        except save.Damaged as error:
+            return None, error.problem
+
+    def _take(self, saved: save.Saved, staged: save.Staged) -> None:
+        save.take(staged, self.job)
+        self.feed.seek(saved.about["data"])
+        self.step, self.last_saved = saved.step, saved
+        self.loose = sorted(map(str, saved.about.get(save.NONFINITE) or ()))
+        if self.saver is not None:
+            self.saver.good.add(saved.path)
+        if self.ranks.is_first:
+            before = save.saved_mesh(saved)
+            how = "" if before == self.plan.mesh else f", saved on {before.world} ranks"
+            self.screen.say(f"resumed after step {self.step}{how}")
+            before_it = Schedule.from_json(saved.about.get("schedule"))
+            for line in resumed(before_it, self.schedule, step=self.step, steps=self.settings.steps):
+                self.screen.say(line)
+
+    def all_steps(self, signals: Signals) -> Outcome:
+        self.signals = signals
+        since = self.step if self.step else None
+        if self.last_saved is None and self.saver is not None:
+            self.loose = sorted({name for names in self.control.gather(save.nonfinite(self.job)) for name in names})
+        if self.ranks.is_first:
+            more = log.adapters(self.settings.log, self.folder.path, self.settings.to_json(), last_step=since)
+            self.log = log.Log(self.folder.path, more, last_step=self.step, tell=self.screen.say)
+            self.log.write("resume" if since else "start", self.step, time=time.time(), command=self.command)
+        try:
+            stopped = self._steps()
+            if self.bad is not None:
+                self._give_up(self.bad)
+            if not stopped:
+                self.evaluate()
+            saved = self.save() if not self.settings.no_save else None
+            self._look_at_disk(last=True)
+            if self.overflows and self.ranks.is_first:
+                self.screen.say(overflow_words(self.overflows))
+            self.progress.at(END)
+            measured = self.measured()
+            asked = next(filter(None, self.control.gather(self.signals.asked)), "")
+            if isinstance(saved, save.NotSaved):
+                raise RunFailed(f"the last checkpoint was not saved: {saved.why}", self._kept())
+            held_out = self.tally.eval_loss
+            if held_out is not None and not math.isfinite(held_out):
+                raise RunFailed(f"the held-out loss after step {self.step} is {held_out}", f"look at the held-out samples; {self._kept()}")
+        except (Exception, SystemExit) as error:
+            if not isinstance(error, RunFailed):
+                if self.ranks.world == 1 or self.ranks.device.type == "cpu":
+                    with contextlib.suppress(Exception):  # a device that is gone
+                        self._note(self.clock.read(all=True))
+                self.salvage(error)
+            raise
+        finally:
+            if self.log is not None:
+                self.log.close()
+            gc.unfreeze()
+        return Outcome(
+            status=STOPPED if stopped else DONE, signal=asked, step=self.step, folder=self.folder.path,
+            measurement=measured, saved=saved, compares=applies(self.plan, self.ranks),
+        )  # fmt: skip
+
+    def salvage(self, error: BaseException) -> None:
+        """A step failed: what was trained before it is saved, where this rank can do that alone."""
+        if self.ranks.world > 1 or self.saver is None or self.job.changing or not self.origin or self.step == self.origin[0]:
+            return
+        try:
+            traceback.clear_frames(error.__traceback__)  # they hold what the step has computed
+            self.job.optimizer.zero_grad(set_to_none=True)
+            self.job.skips.abandon()
+            if self.bad is None:
+                self.save()
+        except Exception as other:  # a device that is gone, say: the first error is the one to tell
+            self.screen.say(f"what was trained could not be saved: {blame.words(other)}")
+
+    @property
+    def can_salvage(self) -> bool:
+        return self.between is not None and not self.job.changing and self.origin is not None and self.step > self.origin[0]
+
+    def salvage_together(self, step: int) -> None:
+        """The same for several ranks: called in the thread of the rank that failed, and beside those that wait for it."""
+        if self.between is None or self.saver is None:
+            return
+        thread = threading.Thread(target=self._salvaged, args=(step,), name="foretell-salvage", daemon=True)
+        thread.start()
+        thread.join(SALVAGE_SECONDS)
+
+    def _salvaged(self, step: int) -> None:
+        assert self.between is not None and self.saver is not None
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while (self.step < step or self.job.changing) and time.monotonic() < deadline:
+            time.sleep(0.05)  # a rank that is behind comes this far by itself, and no further
+        try:
+            self.saver.wait()
+            back = self.saver.back
+            if back.gather([self.step == step, self.job.changing]) != [[True, False]] * self.ranks.world:
+                return
+            self.job.skips.abandon()
+            together = save.Saver(self.folder.checkpoints, back, back, keep=self.settings.keep, spare=save.room(self.ranks))
+            together.good = self.saver.good
+            pieces, own, extra = self.between.state(self.job)
+            together.begin(step, pieces, own, self._about(), extra=extra, wait=True)
+        except Exception as error:
+            self.screen.say(f"what was trained could not be saved: {blame.words(error)}")
+
+    def _kept(self) -> str:
+        kept = self.last_saved
+        return f"the one of step {kept.step} is kept in {kept.path}" if kept else "make room and start again"
+
+    # ------------------------------------------------------------ steps
+
+    def _steps(self) -> bool:
+        """Steps until the last one, a signal or a bad number; whether a signal stopped them."""
+        settings = self.settings
+        first = self.step
+        self.origin = self.step, self.feed.first
+        if self.ranks.world > 1 and self.saver is not None and self.ranks.device.type == "cpu" and self.job.moved is None:
+            self.between = save.Between.of(self.job)
+        if settings.mtbf is not None:
+            self.next_save = first + FIRST_SAVE_STEPS
+        batches = self._fetched() if self.step < settings.steps else []
+        while self.step < settings.steps:
+            for group in self.job.optimizer.param_groups:
+                group["lr"] = self.schedule.at(self.step)
+            self._seed(self.step)
+            self.clock.begin()
+            self._wait_for_copies(self.job.updates_early)
+            loss = self.job.backward(batches)
+            self.clock.middle()
+            self._wait_for_copies()
+            self.signals.phase = STEPS  # from here on there is something to save
+            result = self.job.update(loss)
+            self.step += 1
+            self.progress.stepped(self.step)
+            self.clock.end(self.step, result.loss, result.grad_norm, result.loss_scale)
+            if self.step < settings.steps:
+                batches = self._fetched()
+            self.progress.at(LOGGING)
+            self._note(self.clock.read())
+            self._look_at_disk()
+            self._tell_save()
+            self._find_next_save()
+            if self.step == first + 2:
+                gc.collect()
+                gc.freeze()  # what is alive now stays: later collections need not look at it again
+                if self.saver is not None and (settings.save_every or settings.mtbf):
+                    self.saver.warm(save.pieces(self.job), save.own_state(self.job))
+            if self.step >= first + measure.SKIP_MOST:
+                self.joules.mark(self.step)
+            stop = self.control.should_stop(self.step, bool(self.signals.asked), self.tally.last_seconds)
+            if stop or self.bad is not None:
+                break
+            self._due()
+        self._note(self.clock.read(all=True))
+        self.control.finish()
+        return self.step < settings.steps and self.bad is None
+
+    @property
+    def began(self) -> bool:
+        """Whether steps are under way."""
+        return self.origin is not None
+
+    def samples_words(self) -> str:
+        """Which samples this rank has in the step under way, for a person."""
+        if self.origin is None or self.feed.samples.digest() == "example":
+            return ""
+        indices = self.feed.places(self._first_sample(self.step))[0].reshape(-1).tolist()
+        shown = ", ".join(map(str, indices[:8])) + (", …" if indices[8:] else "")
+        return f", with samples {shown}"
+
+    def _first_sample(self, step: int) -> int:
+        """Number of the first sample that is used after so many updates."""
+        assert self.origin is not None
+        return self.origin[1] + (step - self.origin[0]) * self.feed.share.step
+
+    def _seed(self, step: int) -> None:
+        seed_all(step_seed(self.settings.seed, self.ranks.data_rank, step), self.ranks.device)
+
+    def _look_at_disk(self, *, last: bool = False) -> None:
+        """Warn once if the disk is slower than the plan took it to be; at the end say how fast it was."""
+        shelf = self.job.moved.store.shelf if self.job.moved is not None else None
+        if shelf is None or not self.ranks.is_first or self._told_disk:
+            return
+        read, write = (self.plan.predicted.get(f"disk_{way}_bytes_per_second") for way in ("read", "write"))
+        said = shelf.slower(read, write) if read and write else None
+        moved, seconds = shelf.measured()
+        if said is None and last and seconds:
+            said = f"disk: {human_bytes(moved)} moved to and from {shelf.folder} at {human_bytes(moved / seconds)}/s"
+        if said is not None:
+            self._told_disk = True
+            self.screen.say(said)
+
+    def _wait_for_copies(self, due: bool = True) -> None:
+        """Weights may change once a save under way has copied them."""
+        if self.saver is not None and due:
+            self.progress.at(SAVE)
+            self.saver.before_update()
+        self.progress.at(STEP)
+
+    def _fetched(self) -> list[Batch]:
+        self.progress.at(DATA)
+        began = time.perf_counter()
+        batches = self.feed.next()
+        self.tally.data_seconds.append(time.perf_counter() - began)
+        return batches
+
+    def _due(self) -> None:
+        """Evaluation and checkpoint, where it is their turn."""
+        evaluates = self.settings.eval_every and self.step % self.settings.eval_every == 0
+        saves = self.settings.save_every and self.step % self.settings.save_every == 0
+        saves = not self.settings.no_save and (saves or (self.next_save is not None and self.step >= self.next_save))
+        if self.step == self.settings.steps or not (evaluates or saves):
+            return
+        self._note(self.clock.read(all=True))
+        if self.bad is not None:
+            return
+        if evaluates:
+            self.evaluate()
+        if saves:
+            self.save(wait=False)
+        self.clock.pause()
+        self.joules.pause()
+
+    def _note(self, readings: list[Reading]) -> None:
+        for reading in readings:
+            self.tally.add(reading)
+            if overflowed(reading):
+                self.overflows += 1
+            elif not math.isfinite(reading.loss) or not math.isfinite(reading.grad_norm or 0.0):
+                self.bad = self.bad or reading
+            if self.log is not None:
+                self._tell(reading)
+
+    def _tell(self, reading: Reading) -> None:
+        """Write the step down and, now and then, show it."""
+        assert self.log is not None
+        now = time.monotonic()
+        if now - self._asked_memory > MEMORY_SECONDS:
+            self._memory, self._asked_memory = measure.memory(self.ranks.device), now
+        share = measure.mfu(self.plan, reading.seconds, self.peak)
+        self.log.write(
+            "step", reading.step, loss=reading.loss, grad_norm=reading.grad_norm, loss_scale=reading.loss_scale,
+            lr=self.schedule.at(reading.step - 1),
+            seconds=reading.seconds, backward_seconds=reading.backward_seconds, update_seconds=reading.update_seconds,
+            mfu=share, **self._memory,
+        )  # fmt: skip
+        if now - self._told < TELL_SECONDS and reading.step < self.settings.steps:
+            return
+        self._told = now
+        if self.load.look():
+            self._busy = bool(load.words(self.load.glance(), self._delay_share()))
+        seconds = self.tally.recent_seconds() or reading.seconds
+        predicted = self.plan.predicted.get("step_seconds") if applies(self.plan, self.ranks) else None
+        peak = self._memory.get("allocated_bytes")
+        text = log.line(
+            reading, self.settings.steps, rate=self.per_step / seconds, unit=self.unit,
+            mfu=measure.mfu(self.plan, seconds, self.peak),
+            memory_bytes=peak if peak is not None else self._memory.get("host_bytes"),
+            predicted_seconds=predicted, measured_seconds=seconds, busy=self._busy,
+        )  # fmt: skip
+        self.screen.step(text, reading.step)
+
+    # ------------------------------------------------------------ evaluate, save, measure
+
+    def evaluate(self) -> None:
+        """Mean loss over held-out samples, the same ones every time."""
+        if self.held is None:
+            return
+        self.progress.at(EVALUATION)
+        began = time.perf_counter()
+        share = self.held.share
+        rounds = min(self.settings.eval_batches, max(1, (self.held.samples.count or share.step) // share.step))
+        losses = [float(self.job.evaluate(self.held.at(turn * share.step))) for turn in range(rounds)]
+        self.tally.eval_loss = sum(losses) / rounds
+        self.tally.eval_seconds.append(time.perf_counter() - began)
+        if self.log is not None:
+            self.log.write("eval", self.step, loss=self.tally.eval_loss, seconds=self.tally.eval_seconds[-1])
+            self.screen.say(f"step {self.step}: held-out loss {self.tally.eval_loss:.4f}")
+
+    def _tell_save(self) -> save.Saved | save.NotSaved | None:
+        """How the last save went, as soon as that is known."""
+        done = self.saver.poll() if self.saver is not None else None
+        if done is None:
+            return None
+        good = done.result if isinstance(done.result, save.Saved) else None
+        why = done.result.why if isinstance(done.result, save.NotSaved) else None
+        self.last_saved = good or self.last_saved
+        if self.log is not None:
+            self.log.write("save", done.result.step, seconds=done.seconds, stall_seconds=done.stall_seconds,
+                           bytes=good.bytes if good else None, problem=why)  # fmt: skip
+            if why is not None:
+                self.screen.say(f"step {done.result.step}: the checkpoint was not saved: {why}; {self._kept()}")
+            elif done.direct_bytes and not self._told_direct:
+                self._told_direct = True
+                self.screen.say(
+                    f"step {done.result.step}: host memory has no room for a copy of {human_bytes(done.direct_bytes)} that are in it: "
+                    f"training waited {done.stall_seconds:.1f} s while they were written"
+                )
+        return done.result
+
+    def _find_next_save(self) -> None:
+        """Where it is to be found when to save: one step after a save all ranks know what it cost, and agree."""
+        if self.settings.mtbf is None or self.saver is None or self.next_save is not None:
+            return
+        told = self.control.gather([self.saver.stall_seconds, self.tally.recent_seconds()])
+        cost, step = (max(said) for said in zip(*told, strict=True))
+        self.next_save = self.step + steps_between(cost, self.settings.mtbf, step, self.settings.steps)
+
+    def save(self, *, wait: bool = True) -> save.Saved | save.NotSaved | None:
+        """A checkpoint of this moment; one that fails is told and leaves the one before. Without `wait` it is written
+        while the next steps run, and nothing is known of it yet."""
+        assert self.saver is not None
+        self.progress.at(SAVE)
+        began = time.perf_counter()
+        self.saver.wait()
+        self._tell_save()
+        if self.last_saved is not None and self.last_saved.step == self.step:
+            return self.last_saved
+        own, extra = save.own_state(self.job), save.extra(self.job)
+        self.saver.begin(self.step, save.pieces(self.job), own, self._about(), extra=extra, wait=wait)
+        seconds = time.perf_counter() - began
+        self.tally.save_seconds.append(seconds)
+        self.next_save = None
+        return self._tell_save() if wait else None
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "data": {**self.feed.state(self._first_sample(self.step)), "digest": self.feed.samples.digest()},
+            "schedule": self.schedule.to_json(), "scaler": self.job.scaler.state() if self.job.scaler is not None else None,
+            save.NONFINITE: self.loose, "plan": plans.to_json(self.plan), "versions": versions(),
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }  # fmt: skip
+
+    def measured(self) -> Measurement | None:
+        """Sum up and write it down."""
+        peaks = {
+            "rank": self.ranks.rank, **measure.memory(self.ranks.device), "joules_per_step": self.joules.per_step(),
+            "delayed": self._delay_share(),
+        }  # fmt: skip
+        self.joules.close()
+        found = measure.summarise(
+            self.tally, self.plan, self.ranks, unit=self.unit, per_step=self.per_step,
+            by_rank=self.control.gather(peaks), command=self.command, versions=versions(),
+            load=self.load.read() if self.ranks.is_first else None,
+        )  # fmt: skip
+        if found is not None and self.ranks.is_first:
+            try:
+                self.folder.write(MEASUREMENT, found.to_json())
+            except OSError as error:
+                self.screen.say(f"{self.folder.path / MEASUREMENT} cannot be written: {error.strerror or error}")
+        return found
+
+    def _delay_share(self) -> float:
+        """Share of the time that this thread was ready to run and had no core."""
+        return min(1.0, (delayed() - self._delayed) / max(1e-9, time.monotonic() - self.tally.since))
+
+    def _give_up(self, bad: Reading) -> None:
+        """A number that is none: the step leaves no trace but its number; save, look for the first block, say so."""
+        share, first = self.feed.share.step, self._first_sample(bad.step - 1)
+        self.job.settle()
+        self.job.skips.undo(self.step - bad.step + 1)
+        self.step = bad.step
+        done = self.save() if not self.settings.no_save else None
+        self.measured()
+        what = "loss" if not math.isfinite(bad.loss) else "gradient's norm"
+        value = bad.loss if what == "loss" else bad.grad_norm
+        self._seed(bad.step - 1)
+        scaled = f" with the loss scaled by {bad.loss_scale:g}" if bad.loss_scale is not None else ""
+        where = guard.find_first(self.job, self.feed.at(first), self.control)
+        kept = f"saved after step {self.step} in {done.path}" if isinstance(done, save.Saved) else self._kept()
+        if self.log is not None:
+            self.log.write("not finite", bad.step, what=what, where=where, first_sample=first)
+        raise RunFailed(
+            f"the {what} of step {bad.step} is {value}{scaled}: {where}; its update was not applied",
+            f"look at samples {first} to {first + share - 1} of the run's order, or lower --lr; {kept}",
+        )

@@ -1,0 +1,155 @@
+"""A plan, data and settings in; a run folder out.
+
+    prepare ─► resume ─► Run (loop.py) ─► outcome        whatever fails is told by one rank, with what is left of the run
+
+Rank 0 writes and speaks; everybody computes, saves and stops together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from foretell.checkpoint.pretrained import load_into
+from foretell.errors import UserError
+from foretell.plan.text import shell_word
+from foretell.plan.types import Plan
+from foretell.runtime.data.samples import Feed, Share
+from foretell.runtime.observe import measure
+from foretell.runtime.parallel.apply import apply
+from foretell.runtime.parallel.ranks import Ranks
+from foretell.runtime.process import blame
+from foretell.runtime.process.control import Control
+from foretell.runtime.process.signals import LATE, Signals, Stopped
+from foretell.runtime.process.watch import Watch
+from foretell.runtime.train import folder as folders
+from foretell.runtime.train import save
+from foretell.runtime.train.folder import Folder, Settings
+from foretell.runtime.train.guard import RunFailed
+from foretell.runtime.train.loop import LEAVE_SECONDS, SALVAGE_SECONDS, Outcome, Run, Screen
+from foretell.runtime.train.prepare import applies, build, count_of, samples_of
+from foretell.units import human_bytes
+
+
+def train(
+    plan: Plan, settings: Settings, ranks: Ranks, folder: Folder, *, screen: Screen, control: Control | None = None,
+    resume: bool = False, command: str = "", watch_seconds: Mapping[str, float] | None = None, signals: Signals | None = None,
+) -> Outcome:  # fmt: skip
+    """Run a plan. The folder is there (`folder.begin` or `folder.go_on`); every rank calls this."""
+    control, signals = control or Control(ranks), signals or Signals()
+    watch = Watch(control, tell=screen.say, left=lambda: _left(folder), **dict(watch_seconds or {}))
+    run: Run | None = None
+    try:
+        run = _prepared(plan, settings, ranks, folder, control, screen, command, resume=resume)
+        if resume:
+            run.resume()
+            control.first(lambda: folders.settle(folder.path, plan))
+        run.progress, watch.progress.step = watch.progress, run.step
+        watch.salvage = run.salvage_together
+        signals.check()
+        outcome = run.all_steps(signals)
+        control.gather(None)
+        signals.phase = LATE
+        return outcome
+    except Stopped as left:
+        watch.publish("", signal=left.signal)
+        raise
+    except RunFailed:
+        raise  # every rank raises it
+    except UserError as error:
+        if run is None or not run.began:
+            raise  # every rank raises it
+        _give_way(run, watch, f"{_at(run)}: {error.problem}")
+        raise RunFailed(f"{_at(run)}: {error.problem}", "; ".join(filter(None, [error.remedy, _left(folder)])), detail=error.detail) from error
+    except torch.OutOfMemoryError as error:
+        why = f"rank {ranks.rank} ran out of device memory: {str(error).splitlines()[0]}{measure.others_words(ranks.device)}"
+        watch.publish(why)
+        said = plan.predicted.get("memory_bytes")
+        known = f"; the plan predicted {human_bytes(said)}" if said else ""
+        raise RunFailed(why, f"use a smaller micro-batch or recompute{known}; {_left(folder)}") from error
+    except (Exception, SystemExit) as error:
+        verdict = ""
+        if isinstance(error, RuntimeError):  # a collective that failed: because someone is gone?
+            signals.check()
+            verdict = watch.explain(error)
+        if verdict:
+            raise RunFailed(f"{verdict}; all ranks stop", watch.hint(), speaks=watch.speaks, died=watch.died) from error
+        where = _at(run) if run is not None and run.began else f"rank {ranks.rank}"
+        if run is not None and run.feed.lost_a_worker(error):  # a signal tells of it, wherever the run is
+            lost = run.feed.worker_died(error)
+            _give_way(run, watch, f"{where}: {lost.problem}")
+            raise RunFailed(f"{where}: {lost.problem}", f"{lost.remedy}; {_left(folder)}") from error
+        samples = run.samples_words() if run is not None else ""
+        _give_way(run, watch, f"{where}: {blame.words(error)}{samples}")
+        if blame.is_ours(error):
+            raise
+        raise RunFailed(f"{where}: {blame.words(error)}{samples}", _left(folder), detail=blame.trail(error)) from error
+    finally:
+        watch.settle(SALVAGE_SECONDS)
+        if run is not None and run.saver is not None:
+            run.saver.wait(LEAVE_SECONDS)
+        if run is not None:
+            run.job.close()
+        watch.stop()
+
+
+def _give_way(run: Run | None, watch: Watch, why: str) -> None:
+    """Tell the others why this rank ends, and save with them what was trained."""
+    step = run.step if run is not None and run.can_salvage else None
+    watch.publish(why, salvage=step)
+    if run is not None and step is not None:
+        run.salvage_together(step)
+
+
+def _at(run: Run) -> str:
+    return f"rank {run.ranks.rank} failed in step {run.step + 1}"
+
+
+def _left(folder: Folder) -> str:
+    kept = save.complete(folder.checkpoints)
+    if not kept:
+        return "there is no checkpoint yet"
+    return f"the last checkpoint is of step {kept[0].step}; resume with --resume --out {shell_word(folder.path)}"
+
+
+# --- preparing -------------------------------------------------------------------------------------------------------
+
+
+def _prepared(
+    plan: Plan, settings: Settings, ranks: Ranks, folder: Folder, control: Control, screen: Screen, command: str,
+    resume: bool = False,
+) -> Run:  # fmt: skip
+    workload = control.together(lambda: build(plan, settings.seed))
+    known = save.whole_of(workload.model, plan)
+    if settings.init_from is not None and not (resume and control.first(lambda: bool(save.candidates(folder.checkpoints)))):
+        path, may_miss = Path(settings.init_from), settings.init_missing
+        report = control.together(lambda: load_into(workload.model, path, may_miss=may_miss))
+        if ranks.is_first:
+            for line in report.lines():
+                screen.say(line)
+    unit, per_sample = count_of(workload.batch, plan.micro_batch)
+    train_samples, eval_samples = control.together(lambda: samples_of(plan, settings, workload))
+    if ranks.is_first:
+        screen.say(f"data: {train_samples.note}")
+        if not applies(plan, ranks):
+            screen.say(f"the plan is for {plan.hardware} and this is a {ranks.device.type}: what it predicts is not compared")
+    schedule = settings.schedule_for(plan)
+    job = apply(workload, plan, ranks, learning_rate=schedule.at(0), scratch=settings.scratch or folder.path)
+    share = Share(micro_batch=plan.micro_batch, accumulate=plan.accumulate, ranks=ranks.data_size, rank=ranks.data_rank)
+    feed = Feed(train_samples, share, seed=settings.seed, device=ranks.device, workers=settings.workers)
+    held = Feed(eval_samples, share, seed=settings.seed, device=ranks.device, shuffle=False) if eval_samples else None
+    measure.forget_peaks(ranks.device)
+    return Run(
+        plan=plan, settings=settings, ranks=ranks, folder=folder, control=control, screen=screen, command=command,
+        job=job, feed=feed, held=held, unit=unit, per_step=per_sample * share.step, known=known,
+        saver=None if settings.no_save else _saver(settings, ranks, folder, control),
+    )  # fmt: skip
+
+
+def _saver(settings: Settings, ranks: Ranks, folder: Folder, control: Control) -> save.Saver:
+    """Its thread talks over a group of its own."""
+    back = save.Members(Control(ranks))
+    cuda = ranks.device.type == "cuda"
+    return save.Saver(folder.checkpoints, save.Members(control), back, keep=settings.keep, pin=cuda, spare=save.room(ranks))

@@ -1,0 +1,71 @@
+"""The best plan for a model on given hardware, and why not others. Nothing is run.
+
+Devices whose speed is known are searched by quick costs (`find`), where nothing fits also with states elsewhere (`moved`); a CPU, a
+device of which nothing is known, and a model whose step is not made of straight lines op by op (`climb`). All of them are
+spaces of one search (`engine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from foretell.errors import UserError
+from foretell.hardware.types import Cluster
+from foretell.plan.types import MASTER
+from foretell.search.offload.plans import or_moved, spilled
+from foretell.search.solve.choice import Choice as Choice
+from foretell.search.solve.choice import told as told
+from foretell.search.solve.choice import why_slower as why_slower
+from foretell.search.solve.climb import Climb
+from foretell.search.solve.find import Found, Unsuited, found_for
+from foretell.search.solve.found import Candidate as Candidate
+from foretell.search.solve.question import Progress, ask
+from foretell.search.space.constraints import Wishes as Wishes
+from foretell.search.traces.needed import Traces
+from foretell.simulate.plan import Options
+from foretell.trace.load.model import Source
+from foretell.trace.load.model import check as check_source
+from foretell.trace.sandbox.process import TIME_LIMIT
+
+
+def choose(
+    source: Source, cluster: Cluster, hardware: str, wishes: Wishes | None = None, *, options: Options | None = None,
+    hints: Mapping[str, float] | None = None, cache: bool = True, progress: Progress = lambda _: None,
+    exact: bool | None = True, what_if: bool = False, patience: float = float("inf"), by_law: bool = False,
+    traces: Traces | None = None, time_limit: float = TIME_LIMIT, moves: bool = True,
+) -> Choice:  # fmt: skip
+    """The best plan for a model on hardware; `hardware` is how the user wrote it.
+
+    `exact`: whether the best is costed op by op in any case (True), where that is quick (None), or not (False).
+    `by_law`: where no batch is asked for, the Step Law's for `wishes.tokens` is taken. `traces`: those at hand.
+    `time_limit`: seconds that tracing one step may take. `moves`: whether, where nothing fits, states may be elsewhere.
+    """
+    check_source(source)
+    question = ask(
+        source, cluster, hardware, wishes, options=options, hints=hints, cache=cache, progress=progress, traces=traces,
+        by_law=by_law, time_limit=time_limit,
+    )  # fmt: skip
+    if question.wishes.precision == MASTER:
+        if by_law:
+            raise UserError(f"--step-law is not taken with --precision {MASTER}", "give --global-batch")
+        return spilled(question, patience)
+    remarks: tuple[str, ...] = ()
+    if not question.on_cpu:
+        try:
+            found = as_choice(found_for(question, exact=exact, what_if=what_if, patience=patience))
+            return found if found.best is not None or not moves else or_moved(found, question, patience)
+        except Unsuited as error:
+            remarks = (f"plans were tried one by one: {error}",)
+    found = question.into(Climb).answer(patience)
+    return replace(found, notes=(*found.notes, *remarks))
+
+
+def as_choice(found: Found) -> Choice:
+    """What a search found, as callers of `choose` know it."""
+    nearest = [replace(found.nearest, why=found.needs)] if found.nearest is not None else []
+    return Choice(
+        best=found.best, runners_up=found.runners_up, dropped=(*nearest, *found.dropped), infeasible=found.infeasible,
+        costed=found.costed, notes=found.notes, found=found, law=found.law, reasons=found.reasons,
+        relaxations=found.relaxations, tried=found.tried,
+    )  # fmt: skip

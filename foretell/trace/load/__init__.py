@@ -1,0 +1,1 @@
+"""A model from wherever the user has it: `model` finds it, `module` takes one that is already built, `adapters` puts LoRA on it."""

@@ -1,0 +1,6 @@
+"""A step run once on fake tensors, and everything it does written down.
+
+    step ── runs under ──► recorder ─► ops, storages, lifetimes ─► capture ─► Trace
+              values, reads, branches: code that looks into tensors
+              ragged, copies, subclasses, gradients: what fake tensors do otherwise
+"""
