@@ -121,7 +121,7 @@ def shrunken(kind: str, folder: Path, after: int = 0) -> dict[str, Any]:
     for step, candidate in list(enumerate(ladder(plain), 1))[after:]:
         try:
             made = AutoConfig.for_model(kind, **{key: value for key, value in candidate.items() if key != "model_type"})
-            cls = cls or hub._model_class(made)
+            cls = cls or hub.class_of_model(made)
             with torch.device("meta"):
                 cls, model = hub_class.built(made, lambda one, made=made: one(made))
             folder.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ def trace(model: str, micro_batch: int = 1, precision: str = "") -> dict[str, An
 
     recipe = Recipe(precision=precision) if precision else Recipe()
     asked = child.request(Source(model=model, micro_batch=micro_batch), recipe, (9, 0), {})
-    found = child.answered(lambda: child._trace(asked))
+    found = child.answered(lambda: child.trace_asked(asked))
     if "error" in found and TWO in str(found["error"]) and micro_batch == 1:
         return {**trace(model, 2, precision), "micro_batch": 2}
     if "error" in found and FP32 in str(found["error"]) and not precision:

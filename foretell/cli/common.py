@@ -261,7 +261,7 @@ def runs_code_of(file: str) -> None:
 def call(work: Callable[[], Result], doing: str) -> Result:
     """Run something of the api, with a sign of life; what it prints goes to stderr, so that stdout is the answer."""
     try:
-        with _stdout_aside(), progress(doing):
+        with stdout_aside(), progress(doing):
             return work()
     except SystemExit as error:
         raise InternalError(f"something left with sys.exit({error.code!r}) instead of answering") from error
@@ -272,7 +272,7 @@ def call(work: Callable[[], Result], doing: str) -> Result:
 
 
 @contextlib.contextmanager
-def _stdout_aside() -> Iterator[None]:
+def stdout_aside() -> Iterator[None]:
     """Send what models, libraries and their child processes print to stderr."""
     sys.stdout.flush()
     try:

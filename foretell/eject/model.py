@@ -62,7 +62,7 @@ def bring(plan: Plan, data: str | None, folder: Path) -> Brought:
             "write a file.py with model() that builds it, and plan that",
         )
     else:
-        text, needs = _file(source, folder), load._path_and_name(name)[0]
+        text, needs = _file(source, folder), load.path_and_name(name)[0]
     text += _loss_text(source, workload, plan, folder)
     own, samples = _own_data(source, plan, data, folder)
     form, seq = ("", None) if own else _form(workload, name)
@@ -79,7 +79,7 @@ def bring(plan: Plan, data: str | None, folder: Path) -> Brought:
 
 def _zoo(source: Source) -> str:
     entry = zoo.get(source.model)
-    seq, image = load._zoo_sizes(entry, source)
+    seq, image = load.zoo_sizes(entry, source)
     config = {**entry.config, **source.overrides}
     if source.image and entry.image and "image" in load.zoo_keywords(entry):
         config["image"] = source.image
@@ -132,11 +132,11 @@ def _hf(source: Source, workload: Workload) -> str:
             f"{source.model} ({cls}) is more than tokens and labels: {reason}",
             "write a file.py with model() and data(split) that builds it, and plan that",
         )
-    given: dict[str, Any] = hub._read_config(name) if hub._is_path(name) else {"model_type": name}
+    given: dict[str, Any] = hub.read_config(name) if hub.is_path(name) else {"model_type": name}
     kind = given.pop("model_type")
     given["use_cache"] = False
     for path, value in source.overrides.items():
-        hub._put(given, path, value)
+        hub.put_at(given, path, value)
     vocab = config.get_text_config().vocab_size
     return f'''
 from transformers import AutoConfig, {cls}
@@ -153,8 +153,8 @@ def example_batch(model: nn.Module) -> Any:
 
 
 def _file(source: Source, folder: Path) -> str:
-    path, name = load._path_and_name(source.model)
-    module = load._import_mended(Path(path))
+    path, name = load.path_and_name(source.model)
+    module = load.import_mended(Path(path))
     name = name or next((usual for usual in load.MODEL_NAMES if hasattr(module, usual)), "")
     made = getattr(module, name)
     sizes = {"micro_batch": source.micro_batch, "seq": source.seq, "image": source.image}
@@ -163,7 +163,7 @@ def _file(source: Source, folder: Path) -> str:
     else:
         call = f"{dotted('own', name)}({_keywords({**_taken(made, sizes), **source.overrides})})"
         with FakeTensorMode(allow_non_fake_inputs=True), no_initialisation():
-            if not isinstance(load._call_by_name(made, sizes, source.overrides, source.model), nn.Module):
+            if not isinstance(load.call_by_name(made, sizes, source.overrides, source.model), nn.Module):
                 raise UserError(
                     f"{source.model} returns the model together with its batch",
                     "return the model alone, and define batch(), loss() or data() beside it",

@@ -27,11 +27,11 @@ def this_machine(*, apple: bool = False) -> Cluster:
     try:
         import torch
     except ImportError:
-        return _cpu("torch is not installed")
+        return cpu_cluster("torch is not installed")
     if not torch.cuda.is_available():
         if apple and torch.backends.mps.is_available():
             return from_chip(cpu_name(), usable_ram(), torch.mps.recommended_max_memory())
-        return _cpu("torch sees no GPU")
+        return cpu_cluster("torch sees no GPU")
     cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return from_properties(cards)
 
@@ -61,7 +61,7 @@ def from_properties(cards: list[Any]) -> Cluster:
     if l2 and known.backend == "cuda":  # on ROCm torch reports one die's share
         device = replace(device, l2_bytes=l2, sources={**device.sources, "l2_bytes": _PROBED})
     note = f"auto found {len(cards)} x {kinds[0]}: {known.name} with {gib(device.memory_bytes)} each, as torch reports"
-    return with_links(Cluster(device=device, devices_per_node=len(cards), tiers=_host(), notes=(note,)))
+    return with_links(Cluster(device=device, devices_per_node=len(cards), tiers=host_tiers(), notes=(note,)))
 
 
 def from_chip(chip: str, ram: int | None, usable: int) -> Cluster:
@@ -96,7 +96,7 @@ def _sysctl(name: str) -> str:
         return ""
 
 
-def _cpu(why: str) -> Cluster:
+def cpu_cluster(why: str) -> Cluster:
     generic = find(GENERIC_CPU)
     cores, memory = physical_cores(), usable_ram()
     notes = [f"auto uses the CPU of this machine ({cores} cores), since {why}"]
@@ -106,10 +106,10 @@ def _cpu(why: str) -> Cluster:
     device = _scaled(generic, cores)
     device = replace(device, memory_bytes=memory, memory_nominal_bytes=memory, verified=True)
     device = device.with_memory(memory, f"{READ_HERE}, read here")
-    return with_links(Cluster(device=device, tiers=_host(), notes=tuple(notes)))
+    return with_links(Cluster(device=device, tiers=host_tiers(), notes=tuple(notes)))
 
 
-def _host() -> tuple[Tier, ...]:
+def host_tiers() -> tuple[Tier, ...]:
     """The RAM beside the devices: its size is read, its rate assumed."""
     memory = usable_ram()
     if memory is None:

@@ -173,13 +173,13 @@ def _predicted(asked: Asked, book: _Journal, progress: Progress) -> Iterator[For
         configs = [draw(asked.seed, index + step, asked.kind, asked.memory_bytes) for step in range(together)]
         index += together
         missing = [config for config in configs if config.index not in book.rows]
-        for config, trace in zip(missing, _traces(missing, asked, progress), strict=True):
+        for config, trace in zip(missing, traces_of(missing, asked, progress), strict=True):
             book.add(trace if isinstance(trace, Forecast) else predict(config, trace, asked))
         for config in configs:
             yield book.rows[config.index]
 
 
-def _traces(configs: Sequence[Config], asked: Asked, progress: Progress) -> Iterator[Trace | Forecast]:
+def traces_of(configs: Sequence[Config], asked: Asked, progress: Progress) -> Iterator[Trace | Forecast]:
     """Traces in order; where one cannot be made, a forecast that says so."""
     from foretell.search.traces.child import trace_all
     from foretell.trace.store.file import loads

@@ -143,16 +143,16 @@ def _peak_in_turn(sources: list[Source], rounds: int = 2) -> int:
     from torch.profiler import ProfilerActivity, profile
 
     from foretell.trace.record.collection import no_collection
-    from foretell.trace.record.on_cpu import _peaks, _quiet_stderr, _run_once
+    from foretell.trace.record.on_cpu import peaks_of, quiet_stderr, run_once
 
     steps = _sharing(sources)
     tensors = [tensor for step in steps for tensor in (*step.model.parameters(), *step.model.buffers())]
     tensors += [leaf for step in steps for leaf in torch.utils._pytree.tree_leaves(step.workload.batch)]
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor)}
-    with no_collection(), _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with no_collection(), quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         for step in steps * rounds:
-            _run_once(step)
-    return int(sum(held.values())) + _peaks(recorded.profiler.kineto_results.events())[0]
+            run_once(step)
+    return int(sum(held.values())) + peaks_of(recorded.profiler.kineto_results.events())[0]
 
 
 def _sharing(sources: list[Source]) -> list[Step]:
@@ -215,7 +215,7 @@ def _timed(sources: list[Source]) -> list[float]:
     the machine slows all of them alike, and counts as little as can be."""
     import torch
 
-    from foretell.trace.record.on_cpu import _run_once
+    from foretell.trace.record.on_cpu import run_once
 
     torch.set_num_threads(1)
     steps = [_step(source) for source in sources]
@@ -226,7 +226,7 @@ def _timed(sources: list[Source]) -> list[float]:
                 if turn and sum(seconds) > MOST_SECONDS:
                     break
                 before = time.thread_time()
-                _run_once(step)
+                run_once(step)
                 if number >= (1 if turn else WARM):
                     seconds.append(time.thread_time() - before)
     return [min(seconds) for seconds in found]

@@ -66,7 +66,7 @@ class CudaChecker:
 
     def _seen(self, row: Row, failures: dict[str, str], excuses: dict[str, str]) -> Row:
         config = self._config(row)
-        (trace,) = forecast._traces([config], self.asked, lambda _: None)
+        (trace,) = forecast.traces_of([config], self.asked, lambda _: None)
         said = trace if isinstance(trace, Forecast) else forecast.predict(config, trace, self.asked)
         if said.error or isinstance(trace, Forecast):
             failures["trace"] = said.error

@@ -42,13 +42,13 @@ class HereTraces(Traces):
 
     def _made(self, requests: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
         from foretell.search.traces.child import answer
-        from foretell.trace.sandbox.child import _as_error
+        from foretell.trace.sandbox.child import as_error
 
         found = []
         for asked in requests:
             reply = answer(asked)
             if "error" in reply:
-                raise _as_error(reply["error"])
+                raise as_error(reply["error"])
             found.append((reply.pop("text"), reply))
         return found
 
@@ -145,18 +145,18 @@ def run_plan(_rank: int, _world: int, source: Source, plan: Plan, steps: int = S
     from foretell.runtime.parallel.apply import apply
     from foretell.runtime.parallel.ranks import start
     from foretell.trace.record.collection import no_collection
-    from foretell.trace.record.on_cpu import _peaks, _quiet_stderr
+    from foretell.trace.record.on_cpu import peaks_of, quiet_stderr
 
-    verify._quiet()
+    verify.quiet_warnings()
     torch.set_num_threads(1)
     ranks = start(plan, device="cpu")
     job = apply(verify.build(source).summed(), plan, ranks, learning_rate=verify.LEARNING_RATE)
     mine = verify.shared(source, plan, ranks, job)
     held = {_bytes(tensor) for part in job.parts for tensor in (*part.parameters(), *part.buffers())}
     held |= {one for batch in mine for one in _data(batch)}
-    with no_collection(), _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with no_collection(), quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         losses = [job.train_step(mine).loss.item() for _ in range(steps)]
-    peak = _peaks(recorded.profiler.kineto_results.events())[0]
+    peak = peaks_of(recorded.profiler.kineto_results.events())[0]
     return Ran(losses, sum(size for _, size in held) + peak)
 
 

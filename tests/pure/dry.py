@@ -27,7 +27,7 @@ from foretell.runtime.parallel.apply import Job, apply
 from foretell.runtime.parallel.ranks import Ranks, form
 from foretell.trace import types
 from foretell.trace.record.capture import _add_in_place
-from foretell.trace.record.recorder import Row, _in_formula, _tensors
+from foretell.trace.record.recorder import Row, _in_formula, tensors_in
 from foretell.trace.record.step import Workload
 
 MESSAGES = {
@@ -49,7 +49,7 @@ PRODUCTS = (
 
 def quickly(func: Any, args: Any, kwargs: Any) -> Any:
     """An op's result, in the formats that it has: values mean nothing here."""
-    low = [tensor for tensor in _tensors((args, kwargs)) if tensor.dtype is torch.bfloat16]
+    low = [tensor for tensor in tensors_in((args, kwargs)) if tensor.dtype is torch.bfloat16]
     if not low or str(func) not in PRODUCTS:
         return func(*args, **kwargs)
     wide = torch.utils._pytree.tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype is torch.bfloat16 else x, (args, kwargs))
@@ -102,17 +102,17 @@ class Watch(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         output = quickly(func, args, kwargs)
-        if any(isinstance(tensor, torch._subclasses.FakeTensor) for tensor in _tensors((args, kwargs, output))):
+        if any(isinstance(tensor, torch._subclasses.FakeTensor) for tensor in tensors_in((args, kwargs, output))):
             return output
         row = self._row(str(func))
         row.by_engine = (
             str(func) == "aten.add.Tensor"
             and torch._C._current_autograd_node() is not None
             and not _in_formula()
-            and not next(_tensors(args))._is_view()
+            and not next(tensors_in(args))._is_view()
         )
-        row.inputs = tuple(self._ref(tensor, None) for tensor in _tensors((args, kwargs)))
-        row.outputs = tuple(self._ref(tensor, row) for tensor in _tensors(output))
+        row.inputs = tuple(self._ref(tensor, None) for tensor in tensors_in((args, kwargs)))
+        row.outputs = tuple(self._ref(tensor, row) for tensor in tensors_in(output))
         return output
 
     def _ref(self, tensor: Tensor, born: Row | None) -> types.Ref:
@@ -240,7 +240,7 @@ def _two_steps(job: Job, batches: list[Any], watch: Watch) -> Seen:
     split = job.plan.mesh.tp * job.plan.mesh.cp > 1  # those must not be looked at when they are first called
     with nullcontext() if split else Quick():
         _step(job, batches, watch, "warm")
-    for tensor in [*job.parameters(), *(b for part in job.parts for b in part.buffers()), *_tensors(batches)]:
+    for tensor in [*job.parameters(), *(b for part in job.parts for b in part.buffers()), *tensors_in(batches)]:
         if not isinstance(tensor, torch._subclasses.FakeTensor) and tensor.device.type == "cpu":
             watch.storage_id(tensor)
     if job.moved is not None:
@@ -258,7 +258,7 @@ def _two_steps(job: Job, batches: list[Any], watch: Watch) -> Seen:
 
 def _know(moved: Offloaded, watch: Watch) -> None:
     """What an optimizer has from the beginning, used in a step or not; host memory is none of the device's bytes."""
-    for tensor in _tensors([moved._steps, moved.store.kept, [slot.kept for slot in moved.store.slots], moved.store.wide, moved.store.wide_at_home]):
+    for tensor in tensors_in([moved._steps, moved.store.kept, [slot.kept for slot in moved.store.slots], moved.store.wide, moved.store.wide_at_home]):
         watch.storage_id(tensor)
     if moved.arena is not None:
         watch.sizes[watch.storage_id(moved.arena._bytes)] = 0

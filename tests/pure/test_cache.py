@@ -47,7 +47,7 @@ def kept(cache_dir: Path, monkeypatch: pytest.MonkeyPatch, traced: list[int]) ->
     def ask(module: str, requests: Sequence[Mapping[str, Any]], **_: Any) -> list[dict[str, Any]]:
         traced.append(1)
         if not SAID:
-            SAID.update(child._trace(requests[0]))
+            SAID.update(child.trace_asked(requests[0]))
         return [dict(SAID)]
 
     monkeypatch.setattr(child, "ask", ask)

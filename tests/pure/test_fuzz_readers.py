@@ -149,7 +149,7 @@ def no_more_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
             return Ended([], -9, "")
         key = question(asked)
         if key not in known:
-            known[key] = child._trace(asked)
+            known[key] = child.trace_asked(asked)
         return [copy.deepcopy(known[key])]
 
     monkeypatch.setattr(child, "ask", ask)

@@ -202,13 +202,13 @@ BUILT = {"wav2vec2-bert": "Wav2Vec2BertForSequenceClassification", "musicgen": "
 @pytest.mark.parametrize(("kind", "expected"), BUILT.items())
 def test_a_type_is_built_as_the_first_class_that_its_defaults_allow(kind: str, expected: str) -> None:
     with torch.device("meta"):
-        config = hub._config(Source(model=f"hf:{kind}"), kind)
+        config = hub.config_of(Source(model=f"hf:{kind}"), kind)
         cls, model = hub_class.built(config, lambda cls: cls(config))
     assert cls.__name__ == expected and type(model) is cls
 
 
 def test_a_package_that_is_not_there_is_told_and_parts_do_not_stand_for_the_whole() -> None:
-    config = hub._config(Source(model="hf:bert"), "bert")
+    config = hub.config_of(Source(model="hf:bert"), "bert")
     assert not {"BertEncoder", "BertLayer"} & {cls.__name__ for cls in hub_class.model_classes(config)}
 
     def build(cls: Any) -> Any:

@@ -56,7 +56,10 @@ def test_a_live_owner_is_named_and_a_folder_that_was_left_is_free(tmp_path: Path
 
 
 def test_an_owner_that_was_killed_is_taken_over_with_a_line(tmp_path: Path) -> None:
-    code = "import sys, os, pathlib; from foretell.runtime.process import lock; lock.take(pathlib.Path(sys.argv[1]), say=print); os.kill(os.getpid(), 9)"
+    code = (
+        "import sys, os, pathlib; from foretell.runtime.process import lock;"
+        "lock.take(pathlib.Path(sys.argv[1]), say=print); os.kill(os.getpid(), 9)"
+    )
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # killed, and not yet collected: it is dead all the same
     assert proc.state(child.pid) == "Z" and (tmp_path / NAME).exists()

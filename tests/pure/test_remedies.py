@@ -249,11 +249,11 @@ def here(monkeypatch: pytest.MonkeyPatch, shelf: Path) -> None:
 
     def told_here(reply: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if "error" in reply:
-            raise single._as_error(reply["error"])
+            raise single.as_error(reply["error"])
         return reply.pop("text"), reply
 
     def one_here(asked: Mapping[str, Any], **_: Any) -> tuple[str, dict[str, Any]]:
-        return told_here(single.answered(lambda: single._trace(asked)))
+        return told_here(single.answered(lambda: single.trace_asked(asked)))
 
     monkeypatch.setattr(stored, "trace_in_child", one_here)
     monkeypatch.setattr(child, "trace_all", lambda requests, *_, **__: [told_here(child.answer(asked)) for asked in requests])

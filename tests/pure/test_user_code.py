@@ -153,8 +153,8 @@ def test_a_config_file_names_models_alone(evil: Path) -> None:
     """`auto_map` runs nothing, and `architectures` chooses among models, not among whatever transformers has."""
     pytest.importorskip("transformers")
     name = f"{evil}/hub"
-    config = hub._config(Source(model=f"hf:{name}"), name)
-    assert config.architectures == ["pipeline"] and hub._model_class(config).__name__ == "GPT2LMHeadModel"
+    config = hub.config_of(Source(model=f"hf:{name}"), name)
+    assert config.architectures == ["pipeline"] and hub.class_of_model(config).__name__ == "GPT2LMHeadModel"
     assert not list(evil.rglob("canary"))
 
 

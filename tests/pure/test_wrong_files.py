@@ -74,7 +74,7 @@ def refused(path: Path, *more: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 def told_of(path: Path) -> str:
     """What the process that traces answers, without one."""
-    error = child.answered(lambda: child._trace(child.request(Source(model=f"{path}:build"), Recipe(), (9, 0), {})))["error"]
+    error = child.answered(lambda: child.trace_asked(child.request(Source(model=f"{path}:build"), Recipe(), (9, 0), {})))["error"]
     assert error["kind"] in ("ModelError", "UserError")
     return f"{error['problem']}; try: {error['remedy']}"
 

@@ -26,7 +26,7 @@ from foretell.trace.load.model import Source, load
 from foretell.trace.load.module import capture_module
 from foretell.trace.recipe import Recipe
 from foretell.trace.record.capture import capture
-from foretell.trace.record.on_cpu import _peaks, trace_as_cpu
+from foretell.trace.record.on_cpu import peaks_of, trace_as_cpu
 from foretell.trace.record.step import Step, Workload, compute_loss, each_loss
 from foretell.trace.sandbox import child as trace_child
 from foretell.trace.sandbox.child import request
@@ -204,7 +204,7 @@ def test_autocast_holds_in_forward_and_not_in_backward() -> None:
 
 def test_sharding_plans_and_compile_are_of_one_backward() -> None:
     source = source_of("mf-tiny", group=4)
-    for answer, backwards in ((search_child.answer, None), (trace_child._trace, 8)):
+    for answer, backwards in ((search_child.answer, None), (trace_child.trace_asked, 8)):
         assert loads(answer(request(source, Recipe(), (9, 0), {}))["text"]).meta.get("backwards") == backwards
     assert "backwards" not in capture(lambda: load(source), Recipe(shards=2, precision="fsdp-bf16")).meta
     with pytest.raises(UserError, match="one by one"):
@@ -357,7 +357,7 @@ def run_in_turn(name: str, phases: tuple[str, ...]) -> int:
             step.micro_batch()
             step.update()
             step.zero_grad()
-    return sum(t.untyped_storage().nbytes() for t in tensors) + _peaks(recorded.profiler.kineto_results.events())[0]
+    return sum(t.untyped_storage().nbytes() for t in tensors) + peaks_of(recorded.profiler.kineto_results.events())[0]
 
 
 def test_phases_in_turn_hold_the_states_of_all() -> None:

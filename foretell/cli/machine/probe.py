@@ -91,7 +91,7 @@ def _share(file: Path | None, *, share: bool, others: dict[str, bool], device: s
 def bar(lines: bool = False) -> Iterator[Progress]:
     """A bar on a terminal's stderr; elsewhere a line now and then if `lines`. What libraries print meanwhile goes to stderr as well."""
     if not (sys.stderr.isatty() and common.speaks()):
-        with common._stdout_aside():
+        with common.stdout_aside():
             yield _said_now_and_then() if lines else lambda doing, share: None
         return
     from rich.console import Console
@@ -105,7 +105,7 @@ def bar(lines: bool = False) -> Iterator[Progress]:
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with common._stdout_aside(), Bar(*columns, console=console, transient=True, redirect_stdout=False) as bar:
+    with common.stdout_aside(), Bar(*columns, console=console, transient=True, redirect_stdout=False) as bar:
         task = bar.add_task("starting", total=1.0)
         yield lambda doing, share: bar.update(task, completed=share, description=doing)
 

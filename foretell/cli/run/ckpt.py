@@ -229,8 +229,8 @@ def _config(saved: Saved) -> dict[str, Any] | None:
     from foretell.trace.hub import build as hub
 
     try:
-        config = hub._config(source_of(file.from_json(plan)), name)
-        config.architectures, config.use_cache = [hub._model_class(config).__name__], True
+        config = hub.config_of(source_of(file.from_json(plan)), name)
+        config.architectures, config.use_cache = [hub.class_of_model(config).__name__], True
         found: dict[str, Any] = json.loads(config.to_json_string())
     except Exception as error:  # whatever transformers makes of settings that it does not know: the weights are what was asked for
         common.emit(f"note: no config.json is written: {' '.join(str(error).split())[:200]}", sys.stderr)

@@ -190,7 +190,7 @@ def _trained(
 
     command = shlex.join(["foretell", *common.typed()])
     try:
-        with common._stdout_aside():
+        with common.stdout_aside():
             return _run(plan, asked, screen, out, device, command, signals, resume=resume)
     except UserError as error:
         screen.end()

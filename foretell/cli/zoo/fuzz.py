@@ -40,7 +40,7 @@ def fuzz(
         raise UserError(f"--out {folder} is a file", "give a folder, or one that is not there yet")
     from foretell.prove.fuzz import campaign
 
-    with common._stdout_aside():
+    with common.stdout_aside():
         found = campaign.run(seed, n, ops, folder, progress=_say)
     if sys.stderr.isatty() and common.speaks():
         sys.stderr.write("\r\x1b[K")

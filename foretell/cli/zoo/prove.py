@@ -81,7 +81,7 @@ def _seal(seed: str, count: int, on: str, path: Path) -> str:
     from foretell.prove import seal
     from foretell.prove.forecast import forecast
 
-    with common._stdout_aside():
+    with common.stdout_aside():
         asked = _asked(seed, count, on)
         made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         journal = path.with_name(f".{path.name}.partial")
@@ -138,7 +138,7 @@ def _measure(path: Path, seconds: float) -> None:
     from foretell.prove import run, seal
 
     sealed, found = seal.read(path)
-    with common._stdout_aside():
+    with common.stdout_aside():
         here = run.this_device()
         run.check_device(sealed, here)
         about = {"date": time.strftime("%Y-%m-%d"), "device": here["reported_as"], "torch": here["torch"]}

@@ -16,7 +16,7 @@ from foretell.errors import UserError
 from foretell.hardware.catalog import find_reported
 from foretell.hardware.probe import unfamiliar
 from foretell.hardware.profile import About
-from foretell.hardware.this_machine import _cpu, from_properties, physical_cores
+from foretell.hardware.this_machine import cpu_cluster, from_properties, physical_cores
 from foretell.hardware.this_machine import cpu_name as cpu_name
 from foretell.hardware.types import Device
 
@@ -46,7 +46,7 @@ def choose(asked: str) -> str:
 def device_of(kind: str) -> Device:
     """The device as the catalogue and torch describe it; `cpu` also where there is a GPU beside it."""
     if kind == "cpu":
-        return _cpu("it is probed").device
+        return cpu_cluster("it is probed").device
     card = torch.cuda.get_device_properties(torch.cuda.current_device())
     return from_properties([card]).device if find_reported(card.name) else unfamiliar.described(card)
 

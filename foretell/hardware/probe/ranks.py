@@ -26,7 +26,7 @@ from foretell.hardware import files
 from foretell.hardware.links import with_links
 from foretell.hardware.probe import journal, machine
 from foretell.hardware.profile import About, Profile, journal_path
-from foretell.hardware.this_machine import _host
+from foretell.hardware.this_machine import host_tiers
 from foretell.hardware.types import Cluster, Device, Link
 from foretell.units import KIB, MIB, gib
 
@@ -302,7 +302,7 @@ def merge(facts: list[dict[str, Any]], pairs: list[dict[str, Any]]) -> tuple[Clu
     parts = []
     for group in groups:
         device, sentence = _device(group[0])
-        plain = Cluster(device=device, nodes=len(group), devices_per_node=len(group[0]), tiers=_host(), notes=sentence)
+        plain = Cluster(device=device, nodes=len(group), devices_per_node=len(group[0]), tiers=host_tiers(), notes=sentence)
         linked = with_links(plain)
         parts.append(replace(linked, intra=_measured(linked.intra, inside), inter=_measured(linked.inter, across)))
     notes.insert(

@@ -17,7 +17,7 @@ from typing import Any
 
 from foretell.hardware.profile import Profile
 from foretell.price.host import START, HostModel
-from foretell.price.kernels.features import _RULES, FREE
+from foretell.price.kernels.features import FREE, RULES
 from foretell.price.time import COMPUTE_KINDS
 from foretell.quantities import Time
 
@@ -95,7 +95,7 @@ def kind_of(op: str) -> str:
     library, _, name = op.partition("::")
     if library != "aten" or name in FREE:
         return HOST
-    return COMPUTE if name in _RULES or name in _INSIDE else MEMORY
+    return COMPUTE if name in RULES or name in _INSIDE else MEMORY
 
 
 _INSIDE = frozenset({

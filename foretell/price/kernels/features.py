@@ -44,7 +44,7 @@ def describe(op: Shape, device: Device) -> Described | None:
     name = short(op.name)
     if name in FREE or not (op.inputs or op.outputs):
         return None
-    rule = _RULES.get(name) or (rare if kind_of(name, op) else mover)
+    rule = RULES.get(name) or (rare if kind_of(name, op) else mover)
     try:
         return rule(name, op, device)
     except (IndexError, ZeroDivisionError, ValueError):
@@ -292,7 +292,7 @@ def _recurrent(name: str, op: Shape, device: Device) -> Described:
     return Described("recurrent", key, "low" if low else "full", base, terms, values)
 
 
-_RULES: Mapping[str, Callable[[str, Shape, Device], Described]] = {
+RULES: Mapping[str, Callable[[str, Shape, Device], Described]] = {
     **dict.fromkeys(
         ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "linear"),
         _gemm,

@@ -179,7 +179,7 @@ def _zoo(source: Source, layers: int) -> tuple[Source, tuple[str, ...]]:
 def _transformers(source: Source, name: str, layers: int) -> Iterator[tuple[Source, tuple[str, ...]]]:
     from foretell.trace.hub import build as hub
 
-    config = hub._config(source, name)
+    config = hub.config_of(source, name)
     found: dict[str, int] = {}
     for prefix, part in [
         ("", config),

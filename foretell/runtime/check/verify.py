@@ -214,7 +214,7 @@ def _hand_over(computed: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Pa
 
 def run_rank(_rank: int, _world: int, source: Source, plan: Plan, steps: int = STEPS, backend: str = BACKEND) -> Run:
     """One rank's part of the same, as the plan says; gradients only where no other rank has the same."""
-    _quiet()
+    quiet_warnings()
     ranks = start(plan, device="cpu")
     job = apply(build(source), plan, ranks, learning_rate=LEARNING_RATE, backend=backend)
     mine = shared(source, plan, ranks, job)
@@ -245,7 +245,7 @@ def shared(source: Source, plan: Plan, ranks: Ranks, job: Job) -> list[Batch]:
     return [every[number] for number in mine]
 
 
-def _quiet() -> None:
+def quiet_warnings() -> None:
     """Gathering gradients for a comparison is slower than it could be, which torch says once for every rank."""
     warnings.simplefilter("ignore")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

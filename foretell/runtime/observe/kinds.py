@@ -18,7 +18,7 @@ from foretell.price.calibrate.corrections import COMPUTE, HOST, MEMORY, kind_of
 from foretell.runtime.parallel import ranks as members
 from foretell.runtime.parallel.apply import apply
 from foretell.runtime.train.prepare import build
-from foretell.trace.record.on_cpu import _quiet_stderr
+from foretell.trace.record.on_cpu import quiet_stderr
 
 WARM, PLAIN, WATCHED = 3, 5, 3
 """Steps before anything is measured, with a clock alone, and under the profiler."""
@@ -43,7 +43,7 @@ def shares(plan: Plan, *, device: str = "auto") -> dict[str, float] | None:
     plain = statistics.median(_seconds(step) for _ in range(PLAIN))
     cuda = ranks.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with _quiet_stderr(), profile(activities=activities) as watched:
+    with quiet_stderr(), profile(activities=activities) as watched:
         took = sum(_seconds(step) for _ in range(WATCHED)) / WATCHED
     rows = watched.key_averages()
     return of_device(rows, plain * WATCHED) if cuda else of_host(_own(rows), took * WATCHED, plain * WATCHED)

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from foretell.runtime.process.launch import _end_with_parent, _Forward
+from foretell.runtime.process.launch import SignalForwarder, end_with_parent
 from foretell.trace.sandbox.process import package_parent
 
 
@@ -19,7 +19,7 @@ def command(words: Sequence[str]) -> int:
     Ctrl-C and SIGTERM are passed on once, so that it can save; a second one ends it.
     """
     children: list[subprocess.Popen[bytes]] = []
-    forward = _Forward(children)
+    forward = SignalForwarder(children)
     listens = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)} if listens else {}
     paths = [package_parent(), os.environ.get("PYTHONPATH")]
@@ -28,7 +28,7 @@ def command(words: Sequence[str]) -> int:
         children.append(
             subprocess.Popen(
                 [sys.executable, "-m", "foretell", *words], env=environment, stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_parent(os.getpid()),
+                stdout=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent(os.getpid()),
             )
         )  # fmt: skip
         return children[0].wait()

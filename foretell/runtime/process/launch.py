@@ -108,7 +108,7 @@ def launch(
     outlook = _Outlook(world, limits or Limits.usual(TIMEOUT_SECONDS), say)
     port = _free_port()
     children: list[subprocess.Popen[bytes]] = []
-    forward, guardian = _Forward(children), Guardian()
+    forward, guardian = SignalForwarder(children), Guardian()
     before = {number: signal.signal(number, forward) for number in caught()}
     try:
         for rank in range(world):
@@ -151,13 +151,13 @@ def _start(words: Sequence[str], rank: int, world: int, port: int, pipe: int) ->
     try:
         return subprocess.Popen(
             [sys.executable, *words], env=env, stdin=subprocess.DEVNULL, start_new_session=True,
-            pass_fds=(pipe,), preexec_fn=_end_with_parent(os.getpid()),
+            pass_fds=(pipe,), preexec_fn=end_with_parent(os.getpid()),
         )  # fmt: skip
     finally:
         os.close(pipe)
 
 
-def _end_with_parent(parent: int) -> Callable[[], None] | None:
+def end_with_parent(parent: int) -> Callable[[], None] | None:
     """What a child does first: ask the kernel for SIGTERM when its parent ends."""
     if sys.platform != "linux":
         return None
@@ -171,7 +171,7 @@ def _end_with_parent(parent: int) -> Callable[[], None] | None:
     return ask
 
 
-class _Forward:
+class SignalForwarder:
     """Passes signals on to children, each once, and wakes those that are stopped, so that they can save; a second one that
     asks to end ends them."""
 

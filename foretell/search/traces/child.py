@@ -53,7 +53,7 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
         from foretell.search.traces.split import trace_split
 
         return trace_split(asked)
-    return {**single._trace(asked, summed=not asked.get("in_turn")), **_facts(asked)}
+    return {**single.trace_asked(asked, summed=not asked.get("in_turn")), **_facts(asked)}
 
 
 def _shares(asked: Mapping[str, Any]) -> dict[str, Any]:

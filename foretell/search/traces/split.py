@@ -47,7 +47,7 @@ from foretell.trace.record import capture as capturing
 from foretell.trace.record import step as step_of
 from foretell.trace.record.capture import no_initialisation
 from foretell.trace.record.collection import no_collection
-from foretell.trace.record.recorder import Recorder, Row, _tensors
+from foretell.trace.record.recorder import Recorder, Row, tensors_in
 from foretell.trace.record.step import Step, Workload
 from foretell.trace.types import Op, Program, Trace
 
@@ -107,12 +107,12 @@ def _extended(
             workload = build()
         path, depth = deep.find_stack(workload.model)
         blocks = find_blocks(workload.model)
-        deep._probe(recorder, workload, path, recipe)
+        deep.probe_depth(recorder, workload, path, recipe)
         spread = wishes.get("experts", 1)
         stacks = [one.path for one in expert.find(workload.model, spread, trial=False)] if spread > 1 else []
         del workload
     found = [
-        capture_split(lambda d=d: deep._shortened(build(), path, depth, d), recipe, ranks, **wishes)  # type: ignore[misc]
+        capture_split(lambda d=d: deep.shortened_to(build(), path, depth, d), recipe, ranks, **wishes)  # type: ignore[misc]
         for d in deep.SHALLOW
     ]
     alike = [replace(one, meta={key: one.meta[key] for key in one.meta if key != EXPERTS}) for one, _ in found]
@@ -155,10 +155,10 @@ def capture_split(
             spread = expert.apply(workload.model, stacks, mesh["ep"], plain=True)
             recorder.groups[spread.crew.name] = ("ep", experts)
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
-        resident = capturing._resident(recorder, step.workload)
+        resident = capturing.resident_storages(recorder, step.workload)
         with recorder.modules(workload.model), real_masks(recorder):
-            roles = capturing._train(recorder, step, resident)
-    trace = capturing._finish(recorder, step, roles, capability, torch.__version__)
+            roles = capturing.train_once(recorder, step, resident)
+    trace = capturing.finished(recorder, step, roles, capability, torch.__version__)
     meta = {**trace.meta, "ranks": ranks * context * experts}
     if derived is not None:
         meta |= {"tp": ranks, SPLIT_STREAM: bool(derived.sequence)}
@@ -184,8 +184,8 @@ def _dry_run(recorder: Recorder) -> DryRun:
     def lower_right(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> Tensor | None:
         assert recorder.capability is not None
         dropout, grouped, scale = options["dropout_p"], options["enable_gqa"], options["scale"]
-        able = cuda_attention._flash(query, key, value, None, dropout, False, grouped, recorder.capability, True)
-        return cuda_attention._run_flash(query, key, value, dropout, True, scale) if able else None
+        able = cuda_attention.takes_flash(query, key, value, None, dropout, False, grouped, recorder.capability, True)
+        return cuda_attention.run_flash(query, key, value, dropout, True, scale) if able else None
 
     return DryRun(lower_right if recorder.capability is not None else None)
 
@@ -239,13 +239,13 @@ class _Recorder(Recorder):
             return super().record(name, inputs, outputs, attrs)
 
     def storage_id(self, tensor: Tensor, born: Any = None) -> int:
-        return super().storage_id(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, born)
+        return super().storage_id(tensor.local_tensor if isinstance(tensor, DTensor) else tensor, born)
 
 
 @contextmanager
 def _bare(values: Any) -> Iterator[None]:
     """Parts that are seen as the whole are fake tensors like any other here: backward meets them as they were saved."""
-    seen = {id(x): x for x in _tensors(values) if isinstance(x, tensor_values.SplitTensor) and isinstance(x, FakeTensor)}
+    seen = {id(x): x for x in tensors_in(values) if isinstance(x, tensor_values.SplitTensor) and isinstance(x, FakeTensor)}
     kinds = [(x, type(x)) for x in seen.values()]
     for x, _ in kinds:
         x.__class__ = FakeTensor

@@ -44,7 +44,7 @@ def choose(
         order = ("cudnn", *order[:-1])
     allowed = {name for name, is_on in _SWITCHES.items() if is_on()}
     strided = any(t.stride(-1) != 1 for t in (query, key, value, mask) if t is not None and t.shape[-1] > 1)
-    able = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient}
+    able = {"cudnn": _cudnn, "flash": takes_flash, "efficient": _efficient}
     for name in order:
         if name not in allowed:
             continue
@@ -82,7 +82,7 @@ def _cudnn(
     )
 
 
-def _flash(
+def takes_flash(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool,
     capability: tuple[int, int], grad: bool,
 ) -> bool:  # fmt: skip
@@ -131,7 +131,7 @@ def attention(
             query, key, value, mask, grad, dropout_p, is_causal, False, scale=scale
         )[0]
     if backend == "flash":
-        return _run_flash(query, key, value, dropout_p, is_causal, scale)
+        return run_flash(query, key, value, dropout_p, is_causal, scale)
     if backend == "efficient":
         if mask is not None:
             mask = _aligned(mask).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
@@ -143,7 +143,7 @@ def attention(
     )[0]
 
 
-def _run_flash(
+def run_flash(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None
 ) -> Tensor:
     """Flash attention wants head sizes in multiples of 8: pad, run, cut."""

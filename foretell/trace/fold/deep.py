@@ -82,10 +82,10 @@ def extended(
             if any(len(prefix) > len(path) + 1 and prefix.startswith(f"{path}.") for prefix in recipe.freeze):
                 raise Doubt("single blocks are frozen")
             blocks = find_blocks(workload.model)
-            _probe(recorder, workload, path, recipe)
+            probe_depth(recorder, workload, path, recipe)
         del workload
         shallow = [
-            capture(lambda d=d: _shortened(build(), path, depth, d), recipe, capability=capability)  # type: ignore[misc]
+            capture(lambda d=d: shortened_to(build(), path, depth, d), recipe, capability=capability)  # type: ignore[misc]
             for d in SHALLOW
         ]
         trace = extend(shallow, depth - SHALLOW[0])
@@ -175,7 +175,7 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
             yield tensor
 
 
-def _shortened(workload: Workload, path: str, depth: int, short: int) -> Workload:
+def shortened_to(workload: Workload, path: str, depth: int, short: int) -> Workload:
     """The same with the first blocks only; nothing may hold on to the others."""
     if find_stack(workload.model) != (path, depth):
         raise Doubt("another model than before")
@@ -222,7 +222,7 @@ def _shown(leaf: Any) -> Any:
     return type(leaf), leaf if _PLAIN(leaf) else id(leaf)
 
 
-def _probe(recorder: Recorder, workload: Workload, path: str, recipe: Recipe) -> None:
+def probe_depth(recorder: Recorder, workload: Workload, path: str, recipe: Recipe) -> None:
     """Call the model with all blocks but the first left out, at full depth and at a shallow one, and compare."""
     workload.model.train(recipe.mode == "train")
     full_calls, full = _outline(workload, path, recipe)

@@ -20,7 +20,7 @@ from foretell.decode import json_of
 from foretell.errors import MissingPackage, ModelError, UnknownName, UserError, near_names
 from foretell.trace.hub.batch import batch_of, notes_on
 from foretell.trace.hub.classes import built, decoded, mended, plain, rotated
-from foretell.trace.hub.classes import model_class as _model_class
+from foretell.trace.hub.classes import model_class as class_of_model
 from foretell.trace.hub.vision import load_timm, load_torchvision, mend_torchvision
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def check(source: Source) -> None:
             f"'{source.model}' names no model",
             f"write it like {kind}:resnet50" if kind != "hf" else "write it like hf:llama",
         )
-    if kind == "hf" and _is_path(name):
-        _read_config(name)
+    if kind == "hf" and is_path(name):
+        read_config(name)
     elif kind == "hf":
         types = _known_types()
         if types and name not in types:
@@ -63,7 +63,7 @@ def load(source: Source, notes: list[str]) -> Workload:
 # --- transformers ----------------------------------------------------------------------------------------------------
 
 
-def _is_path(name: str) -> bool:
+def is_path(name: str) -> bool:
     return "/" in name or "\\" in name or name.endswith(".json") or Path(name).exists()
 
 
@@ -84,7 +84,7 @@ def _of_id(name: str) -> dict[str, Any] | None:
     return {key: value for key, value in known[name].items() if key != "parameters"}
 
 
-def _read_config(name: str) -> dict[str, Any]:
+def read_config(name: str) -> dict[str, Any]:
     """A config.json, named itself or by its folder; or what is known of a public name."""
     known = _of_id(name)
     if known is not None:
@@ -125,10 +125,10 @@ _TYPE_LISTS = ("auto_mappings", "configuration_auto")
 def _load_hf(source: Source, name: str, notes: list[str]) -> Workload:
     from foretell.trace.record.step import Workload
 
-    config = _config(source, name)
+    config = config_of(source, name)
     try:
-        if _is_path(name) or source.overrides:
-            cls = _model_class(config)
+        if is_path(name) or source.overrides:
+            cls = class_of_model(config)
             model = _built(cls, config)
         else:
             cls, model = built(config, lambda cls: _built(cls, config))
@@ -166,17 +166,17 @@ def _built(cls: Any, config: Any) -> Any:
 
 def _unbuilt(source: Source, name: str, error: Exception) -> Exception:
     """transformers' own error; where its defaults do not build, with what to do."""
-    if _is_path(name) or source.overrides or isinstance(error, RuntimeError):
+    if is_path(name) or source.overrides or isinstance(error, RuntimeError):
         return error
     problem = f"transformers cannot build {source.model} from its defaults: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
     return ModelError(problem, "give the config.json of a checkpoint: hf:PATH/config.json")
 
 
-def _config(source: Source, name: str) -> Any:
+def config_of(source: Source, name: str) -> Any:
     """The transformers config with overrides applied before its constructor derives other values from them."""
     from transformers import AutoConfig
 
-    given: dict[str, Any] = _read_config(name) if _is_path(name) else {"model_type": name}
+    given: dict[str, Any] = read_config(name) if is_path(name) else {"model_type": name}
     given = plain(given["model_type"], decoded(given))
     given["use_cache"] = False
     kind = given.pop("model_type")
@@ -186,13 +186,13 @@ def _config(source: Source, name: str) -> Any:
     if source.image is not None:
         for path in ("image_size", "vision_config.image_size"):
             if _has(usual, path):
-                _put(given, path, source.image)
+                put_at(given, path, source.image)
     for path, value in source.overrides.items():
         if not _has(usual, path):
             known = {*usual.to_dict(), *getattr(usual, "attribute_map", {})}
             near = near_names(path, known) or sorted(known)[:20]
             raise UserError(f"the {kind} config has no setting '{path}'", f"near names: {', '.join(near)}")
-        _put(given, path, value)
+        put_at(given, path, value)
     config = mended(AutoConfig.for_model(kind, **given), given)
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = getattr(getattr(config, "decoder", None), "pad_token_id", None) or 0  # labels are shifted with it
@@ -209,7 +209,7 @@ def _has(config: Any, path: str) -> bool:
     return True
 
 
-def _put(given: dict[str, Any], path: str, value: Any) -> None:
+def put_at(given: dict[str, Any], path: str, value: Any) -> None:
     *parents, last = path.split(".")
     for parent in parents:
         given[parent] = dict(given.get(parent) or {})

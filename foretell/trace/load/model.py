@@ -71,7 +71,7 @@ def describe(source: Source) -> str:
     if is_script(source.model):
         return f"{source.model.removeprefix(f'{SCRIPT}:')}, micro-batch {source.micro_batch}"
     if source.model in zoo.names():
-        seq, image = _zoo_sizes(zoo.get(source.model), source)
+        seq, image = zoo_sizes(zoo.get(source.model), source)
     text = f"{source.model}, micro-batch {source.micro_batch}"
     text += f" × {seq} tokens" if seq else ""
     text += f" × {image}×{image} pixels" if image else ""
@@ -279,7 +279,7 @@ def zoo_keywords(entry: zoo.Entry) -> list[str]:
     return [argument.arg for argument in (*build.args.args, *build.args.kwonlyargs)]
 
 
-def _zoo_sizes(entry: zoo.Entry, source: Source) -> tuple[int | None, int | None]:
+def zoo_sizes(entry: zoo.Entry, source: Source) -> tuple[int | None, int | None]:
     """Text length and image side: as asked, else as the overridden build has it, else the entry's usual."""
     seq = source.seq or (source.overrides.get("context") if entry.seq else None) or entry.seq
     image = source.image or (source.overrides.get("image") if entry.image else None) or entry.image
@@ -291,7 +291,7 @@ def _load_zoo(source: Source) -> Workload:
 
     entry = zoo.get(source.model)
     module = importlib.import_module(f"foretell.zoo.{entry.module}")
-    seq, image = _zoo_sizes(entry, source)
+    seq, image = zoo_sizes(entry, source)
     for name, asked, usual in (("seq", source.seq, entry.seq), ("image", source.image, entry.image)):
         if asked and not usual:
             _notes.append(f"{source.model} takes no {name}: {name} {asked} is ignored")
@@ -307,7 +307,7 @@ def _load_zoo(source: Source) -> Workload:
 
 
 def _check_file(target: str) -> None:
-    path, name = _path_and_name(target)
+    path, name = path_and_name(target)
     if not Path(path).is_file():
         raise UserError(f"there is no file {path}", "give the path of a Python file, as in path/file.py:function")
     try:
@@ -322,7 +322,7 @@ def _check_file(target: str) -> None:
         )
 
 
-def _path_and_name(target: str) -> tuple[str, str]:
+def path_and_name(target: str) -> tuple[str, str]:
     """`file.py:function` → both; `file.py` → the file and no name."""
     path, _, name = target.rpartition(":") if not target.endswith(".py") else (target, "", "")
     return path, name
@@ -389,7 +389,7 @@ class _AsWritten(SourceFileLoader):
         return self.source_to_code(self.get_data(path), path)  # type: ignore[no-any-return]
 
 
-def _import_mended(path: Path) -> ModuleType:
+def import_mended(path: Path) -> ModuleType:
     """Import the user's file; a torchvision that does not match this torch is mended once and tried again."""
     try:
         return _import_file(path)
@@ -414,7 +414,7 @@ def _member(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
     return found
 
 
-def _call_by_name(
+def call_by_name(
     function: Callable[..., Any], available: Mapping[str, Any], overrides: Mapping[str, Any], owner: str
 ) -> Any:
     """Call with those of `available` the function takes, and with every override, which it must take.
@@ -439,22 +439,22 @@ def _load_file(source: Source) -> Workload:
     from foretell.trace.load.aside import opened
     from foretell.trace.record.step import Workload
 
-    path, name = _path_and_name(source.model)
-    module = _import_mended(Path(path))
+    path, name = path_and_name(source.model)
+    module = import_mended(Path(path))
     name = name or next((usual for usual in MODEL_NAMES if hasattr(module, usual)), "")
     sizes = {"micro_batch": source.micro_batch, "seq": source.seq, "image": source.image}
     made: Any = getattr(module, name, None)
     made_by = made
     if not isinstance(made, torch.nn.Module):
         made_by = _member(module, name, path)
-        made = _call_by_name(made_by, sizes, source.overrides, source.model)
+        made = call_by_name(made_by, sizes, source.overrides, source.model)
     parts = _parts(source.model, made, at(defined(made_by)))
     for part in ("batch", "loss"):
         if parts.get(part) is None and callable(getattr(module, part, None)) and name != part:
             parts[part] = getattr(module, part)
     if callable(parts.get("batch")):
         given = {"model": parts["model"], **sizes}
-        parts["batch"] = _call_by_name(parts["batch"], {**given, **_by_other_names(parts["batch"], given)}, {}, f"{path}:batch")
+        parts["batch"] = call_by_name(parts["batch"], {**given, **_by_other_names(parts["batch"], given)}, {}, f"{path}:batch")
     if parts.get("batch") is None and callable(getattr(module, "data", None)) and name != "data":
         parts["batch"] = _first_samples(lambda: call(module.data, {"split": "train", **sizes}, f"{path}:data"), source)
     batch = tuple(parts["batch"]) if isinstance(parts.get("batch"), list) else parts.get("batch")
@@ -495,7 +495,7 @@ def _by_other_names(function: Callable[..., Any], given: Mapping[str, Any]) -> d
 def function(path: str, name: str) -> Callable[..., Any] | None:
     """A function of the user's file; None where it has none of that name."""
     try:
-        found: Callable[..., Any] | None = getattr(_import_mended(Path(path)), name, None)
+        found: Callable[..., Any] | None = getattr(import_mended(Path(path)), name, None)
     except user_code.CodeNeeded:
         raise
     except (Exception, SystemExit) as error:
@@ -506,7 +506,7 @@ def function(path: str, name: str) -> Callable[..., Any] | None:
 def call(function: Callable[..., Any], available: Mapping[str, Any], owner: str) -> Any:
     """Call a function of the user's with those of `available` that it takes; what it raises is a `ModelError`."""
     try:
-        return _call_by_name(function, available, {}, owner)
+        return call_by_name(function, available, {}, owner)
     except ForetellError:
         raise
     except (Exception, SystemExit) as error:

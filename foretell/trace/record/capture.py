@@ -107,15 +107,15 @@ def _captured(
         with no_initialisation():
             workload = build()
         step = Step(workload, recipe, device_type="cpu", observer=recorder)
-        resident = _resident(recorder, step.workload)
+        resident = resident_storages(recorder, step.workload)
         with recorder.modules(workload.model), real_masks(recorder), around or nullcontext():
             if recipe.mode == "infer":
                 with recorder.program("forward"):
                     step.evaluate()
-                roles = _Roles(recorder, step, resident)
+                roles = Roles(recorder, step, resident)
             else:
-                roles = _train(recorder, step, resident)
-    return _finish(recorder, step, roles, capability, release)
+                roles = train_once(recorder, step, resident)
+    return finished(recorder, step, roles, capability, release)
 
 
 @contextmanager
@@ -157,14 +157,14 @@ def _not_needed(initialise: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return unless_known
 
 
-def _train(recorder: Recorder, step: Step, resident: list[int]) -> _Roles:
+def train_once(recorder: Recorder, step: Step, resident: list[int]) -> Roles:
     step.create_optimizer()
     drawn = _drawn()
     with recorder.program("micro_first"):
         step.micro_batch()
     if _drawn() != drawn and not type(step.model).__module__.startswith("foretell.zoo."):
         recorder.assumed.add(f"what Python's or numpy's random gives the step {ONE_DRAW}")
-    roles = _Roles(recorder, step, resident)
+    roles = Roles(recorder, step, resident)
     if step.recipe.accumulate > 1:
         with recorder.program("micro_next"):
             step.micro_batch()
@@ -185,16 +185,16 @@ def _drawn() -> tuple[Any, ...]:
     return random.getstate(), *(one.tobytes() if hasattr(one, "tobytes") else one for one in state)
 
 
-def _resident(recorder: Recorder, workload: Workload) -> list[int]:
+def resident_storages(recorder: Recorder, workload: Workload) -> list[int]:
     """Storages that exist before the step, in the order in which `.to(device)` would make them."""
-    tensors = [*_in_move_order(workload.model), *_leaves(workload.batch)]
+    tensors = [*in_move_order(workload.model), *_leaves(workload.batch)]
     parts = [part for one in tensors for part in ((one,) if one.layout is torch.strided else recorder.parts(one))]
     return list(dict.fromkeys(recorder.storage_id(part) for part in parts))
 
 
-def _in_move_order(module: nn.Module) -> Iterator[Tensor]:
+def in_move_order(module: nn.Module) -> Iterator[Tensor]:
     for child in module.children():
-        yield from _in_move_order(child)
+        yield from in_move_order(child)
     yield from (parameter for parameter in module._parameters.values() if parameter is not None)
     yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
@@ -203,7 +203,7 @@ def _leaves(batch: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
-class _Roles:
+class Roles:
     """What each storage is for, gathered while the tensors that hold them are at hand."""
 
     def __init__(self, recorder: Recorder, step: Step, resident: list[int]) -> None:
@@ -279,7 +279,7 @@ def _adds_bias(before: list[Row], row: Row) -> bool:
     )
 
 
-def _order_births(recorder: Recorder, roles: _Roles) -> None:
+def _order_births(recorder: Recorder, roles: Roles) -> None:
     """The order in which CUDA's ops make their outputs, and the random state that flash attention does not make."""
     for rows in recorder.programs.values():
         for row in rows:
@@ -292,7 +292,7 @@ def _order_births(recorder: Recorder, roles: _Roles) -> None:
                 row.allocates.sort(key=lambda number, reserve=reserve: number == reserve)  # type: ignore[misc]
 
 
-def _finish(recorder: Recorder, step: Step, roles: _Roles, capability: tuple[int, int] | None, release: str) -> types.Trace:
+def finished(recorder: Recorder, step: Step, roles: Roles, capability: tuple[int, int] | None, release: str) -> types.Trace:
     _add_in_place(recorder)
     _order_births(recorder, roles)
     known: dict[Any, int | None] = {}
@@ -330,7 +330,7 @@ def _op(row: Row, known: dict[Any, int | None]) -> types.Op:
     )  # fmt: skip
 
 
-def _storages(recorder: Recorder, roles: _Roles) -> dict[int, types.Storage]:
+def _storages(recorder: Recorder, roles: Roles) -> dict[int, types.Storage]:
     storages: dict[int, types.Storage] = {}
     parameters = {number for number, role in roles.roles.items() if role == types.PARAMETER}
     logits = logits_of(recorder.programs, recorder.born_in, parameters)

@@ -28,7 +28,7 @@ def trace_as_cpu(source: Source, recipe: Recipe) -> Trace:
 
 
 @contextmanager
-def _quiet_stderr() -> Iterator[None]:
+def quiet_stderr() -> Iterator[None]:
     """The profiler's library writes its own start and stop to the process's stderr."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -71,16 +71,16 @@ def measure_on_cpu(source: Source, recipe: Recipe, steps: int = 2) -> tuple[int,
         if isinstance(tensor, torch.Tensor)
         for part in ((tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,))
     }
-    with no_collection(), _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with no_collection(), quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         for _ in range(steps if recipe.mode == "train" else 1):
-            _run_once(step)
+            run_once(step)
     record = recorded.profiler.kineto_results
-    kept, whole = _peaks(record.events(), _not_ours(record.experimental_event_tree()))
+    kept, whole = peaks_of(record.events(), _not_ours(record.experimental_event_tree()))
     at_start = sum(resident.values())
     return at_start + kept, at_start + whole
 
 
-def _run_once(step: Step) -> None:
+def run_once(step: Step) -> None:
     if step.recipe.mode == "infer":
         step.evaluate()
         return
@@ -105,7 +105,7 @@ def seconds_on_cpu(
         before = time.perf_counter()
         if before - begun > most and len(found) > 4:
             break
-        _run_once(step)
+        run_once(step)
         found.append(time.perf_counter() - before)
     return statistics.median(found[3:])
 
@@ -131,7 +131,7 @@ def _not_ours(tree: Iterable[Any]) -> set[int]:
     return strange
 
 
-def _peaks(events: Iterable[Any], not_ours: Container[int] = ()) -> tuple[int, int]:
+def peaks_of(events: Iterable[Any], not_ours: Container[int] = ()) -> tuple[int, int]:
     """Highest live bytes between kernels, and with what kernels take for themselves while they run."""
     live = kept = whole = 0
     ends: int | None = None

@@ -240,7 +240,7 @@ class Recorder(Reading):
         self._calls.pop()
         if not path and not self._stack and self._rows is not None and self._phase == "forward":
             row = self._add_row("foretell.model_end")
-            returned = [t for t in _tensors(output) if t.requires_grad and t.layout is torch.strided]
+            returned = [t for t in tensors_in(output) if t.requires_grad and t.layout is torch.strided]
             row.inputs = tuple(self._refs([t for t in returned if t.untyped_storage()._cdata in self._ids], None))
 
     def _here(self) -> str:
@@ -312,7 +312,7 @@ class Recorder(Reading):
         row = self.record(self._name(func), (args, kwargs), output, attrs)
         if self._matters(func, row):
             follow(func, args, kwargs, output, True, lambda: self.where(func))
-            for tensor in _tensors((args, kwargs, output)):
+            for tensor in tensors_in((args, kwargs, output)):
                 if tensor.layout is torch.strided:
                     (self._valued.discard if value_of(tensor) is None else self._valued.add)(self.storage_id(tensor))
         return output
@@ -355,14 +355,14 @@ class Recorder(Reading):
             row.phase == "backward"
             and (name == "aten.add.Tensor" or (name in _INTO_ZEROS and self._is_of_zeros(inputs)))
             and not _in_formula()
-            and not next(_tensors(inputs))._is_view()  # a view shares its storage with its base, which it holds
+            and not next(tensors_in(inputs))._is_view()  # a view shares its storage with its base, which it holds
         )
         row.inputs = tuple(self._refs(inputs, None))
         row.outputs = tuple(self._refs(outputs, row))
         return row
 
     def _is_of_zeros(self, inputs: Any) -> bool:
-        born = self.born_in.get(self.storage_id(next(_tensors(inputs))))
+        born = self.born_in.get(self.storage_id(next(tensors_in(inputs))))
         return born is not None and born.name in ("aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default")
 
     def _add_row(self, name: str) -> Row:
@@ -394,7 +394,7 @@ class Recorder(Reading):
         return self._here(), phase
 
     def _refs(self, values: Any, born: Row | None) -> Iterator[types.Ref]:
-        for tensor in _tensors(values):
+        for tensor in tensors_in(values):
             for part in (tensor,) if tensor.layout is torch.strided else self.parts(tensor):
                 yield types.Ref(self.storage_id(part, born), self.spec(part))
 
@@ -497,7 +497,7 @@ def _layouts(func: Any, args: Any) -> tuple[str, ...]:
         return ()
     tensors = [value for value in args if isinstance(value, Tensor)]
     if len(tensors) != len(args):
-        tensors = list(_tensors(args))
+        tensors = list(tensors_in(args))
     if all(tensor.layout is not torch.strided or tensor.is_contiguous() for tensor in tensors):
         return ()
     return (f"layout:{''.join([_layout(tensor) for tensor in tensors])}",)
@@ -552,7 +552,7 @@ def _in_formula() -> bool:
 
 def _written_down(inputs: Any) -> bool:
     """Whether autograd makes a node for an op with these inputs."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(inputs))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(inputs))
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
@@ -563,7 +563,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 def _strided(args: Any) -> Iterator[str]:
     """Marks for inputs that a kernel wanting dense ones has to copy."""
-    for position, tensor in enumerate(_tensors(args)):
+    for position, tensor in enumerate(tensors_in(args)):
         if not tensor.is_contiguous():
             yield f"strided:{position}"
 
@@ -572,12 +572,12 @@ def _is_wide(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float16)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> Iterator[Tensor]:
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
         for value in values:
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(values, dict):
         for value in values.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)

@@ -57,9 +57,9 @@ def ask_all(
         mine = requests[place::workers]
         found = ask(module, mine, time_limit=time_limit, progress=progress, imports_from_here=bool(files), stop=stop)
         if isinstance(found, Ended):
-            raise _died(mine[len(found.answers)], found, time_limit)
+            raise died(mine[len(found.answers)], found, time_limit)
         if "error" in found[-1]:
-            raise _as_error(found[-1]["error"])
+            raise as_error(found[-1]["error"])
         return [(reply.pop("text"), reply) for reply in found]
 
     here()
@@ -77,7 +77,7 @@ def ask_all(
     return [next(answers[place % workers]) for place in range(len(requests))]
 
 
-def _died(asked: Mapping[str, Any], ended: Ended, time_limit: float) -> ForetellError:
+def died(asked: Mapping[str, Any], ended: Ended, time_limit: float) -> ForetellError:
     """Why a process that traced is gone, and at which line of the user's it was."""
     model, tail = asked["source"]["model"], _printed(ended.tail)
     where = at(users_line(ended.tail))
@@ -115,7 +115,7 @@ def _printed(tail: str) -> str:
     return "\n".join(lines[-12:])
 
 
-def _as_error(data: Mapping[str, str]) -> ForetellError:
+def as_error(data: Mapping[str, str]) -> ForetellError:
     if data["kind"] == "InternalError":
         return InternalError(data["problem"] + "\n" + data["detail"])
     kind = getattr(errors, data["kind"], UserError)
@@ -138,7 +138,7 @@ def answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"error": {"kind": "InternalError", "problem": problem, "remedy": "", "detail": traceback.format_exc()}}
 
 
-def _trace(asked: Mapping[str, Any], summed: bool = False) -> dict[str, Any]:
+def trace_asked(asked: Mapping[str, Any], summed: bool = False) -> dict[str, Any]:
     import time
 
     from foretell.trace.fold.deep import capture_deep
@@ -170,7 +170,7 @@ def _trace(asked: Mapping[str, Any], summed: bool = False) -> dict[str, Any]:
 
 
 def main() -> None:
-    serve(lambda requests, reply: reply(answered(lambda: _trace(requests[0]))))
+    serve(lambda requests, reply: reply(answered(lambda: trace_asked(requests[0]))))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def follow_in_child(
 ) -> tuple[str, dict[str, Any]]:
     """The text of the trace file, and the rest of the reply. What the script writes is gone when this returns."""
     from foretell.trace.sandbox import server
-    from foretell.trace.sandbox.child import _as_error, _died
+    from foretell.trace.sandbox.child import as_error, died
 
     here()
     server.ready(WORKER)
@@ -47,9 +47,9 @@ def follow_in_child(
     with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-", ignore_cleanup_errors=True) as scratch:
         found = ask(WORKER, [{**asked, "scratch": scratch}], time_limit=time_limit, progress=progress)
     if isinstance(found, Ended):
-        raise _died({"source": {"model": asked["script"]["file"] or asked["script"]["module"]}}, found, time_limit)
+        raise died({"source": {"model": asked["script"]["file"] or asked["script"]["module"]}}, found, time_limit)
     if "error" in found[0]:
-        raise _as_error(found[0]["error"])
+        raise as_error(found[0]["error"])
     return found[0].pop("text"), found[0]
 
 

@@ -32,7 +32,7 @@ from foretell.trace import types
 from foretell.trace.cuda.select import cuda_choices, real_masks
 from foretell.trace.load.model import model_error
 from foretell.trace.recipe import Recipe
-from foretell.trace.record.capture import _finish, _in_move_order, _Roles, any_code, seeded
+from foretell.trace.record.capture import Roles, any_code, finished, in_move_order, seeded
 from foretell.trace.record.collection import no_collection
 from foretell.trace.record.cpu import cpu_choices
 from foretell.trace.record.gradients import plain_formulas
@@ -153,7 +153,7 @@ class Follower:
         self.named: dict[str, Any] = {}
         """How the script names its model, and which part of it is called."""
         self.found: Found | None = None
-        self.roles: _Roles | None = None
+        self.roles: Roles | None = None
         self.done = self.stepped = False
         """Whether nothing more is needed of the script; whether its first step is over."""
         self.second = Second(recorder)
@@ -212,7 +212,7 @@ class Follower:
         self._seen_first()
         if self.world.ranks.world > 1 or self._rounds:  # what is compiled there has sends, or several models, in it
             self.recorder.compiled.clear()
-        trace = _finish(self.recorder, found, roles, capability, release)  # type: ignore[arg-type]
+        trace = finished(self.recorder, found, roles, capability, release)  # type: ignore[arg-type]
         recipe = replace(found.recipe, compile=str(trace.meta.get("compiles", "none")))
         trace = replace(trace, meta={**trace.meta, "recipe": recipe.to_json()})
         if not any(len(one) > 1 for one in trace.meta["batch"]):  # type: ignore[attr-defined]
@@ -374,7 +374,7 @@ class Follower:
         inputs = self.world.on_device(model, self.recorder.placed)
         self.micro_batch = self.world.rows or rows_of(args) or rows_of(inputs) or 1
         self.found = Found(model, Workload(model, inputs), Recipe(precision="fp32"))
-        self._resident = list(dict.fromkeys(self.recorder.storage_id(one) for one in (*_in_move_order(model), *inputs)))
+        self._resident = list(dict.fromkeys(self.recorder.storage_id(one) for one in (*in_move_order(model), *inputs)))
         there = [one for one in gc.get_objects() if type(one) is FakeTensor and one.layout is torch.strided]
         self._before = {self.recorder.storage_id(one) for one in there}
         self._follow_modules(model, module)
@@ -417,7 +417,7 @@ class Follower:
             return
         self.world.ranks.ran_backward(self._micros)
         if self.roles is None:
-            self.roles = _Roles(self.recorder, self.found, self._resident)  # type: ignore[arg-type]
+            self.roles = Roles(self.recorder, self.found, self._resident)  # type: ignore[arg-type]
             self.found.workload = Workload(self.found.model, shapes_of(self.found.workload.batch))
         if self._micros < 2:  # later ones add to what is there
             self.roles.note_gradients(self.found)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from foretell.hardware.probe.cases.families import Call, Draw
-from foretell.hardware.probe.cases.families import _back as back
+from foretell.hardware.probe.cases.families import back as back
 
 BROKEN = 64
 """Rows left over from whole tiles of 128 with which the backward of masked attention fails on some GPUs (torch 2.11)."""

@@ -62,7 +62,7 @@ class Draw:
         return torch.randint(0, high, shape, device=self.device)
 
 
-def _back(output: Tensor) -> None:
+def back(output: Tensor) -> None:
     """Backward from random numbers, as in training: a GPU multiplies ones up to an eighth faster. Their drawing is not timed."""
     if not output.is_cuda:
         output.backward(torch.ones_like(output))
@@ -89,7 +89,7 @@ def linear(d: Draw) -> Call:
             break
     x, w = d.tensor(m, k, dtype=dtype), d.tensor(n, k, dtype=dtype)
     b = d.tensor(n, dtype=dtype) if d.rng.random() < 0.4 else None
-    return lambda: _back(F.linear(x, w, b))
+    return lambda: back(F.linear(x, w, b))
 
 
 def sizes(d: Draw) -> Call:
@@ -113,7 +113,7 @@ def batched(d: Draw) -> Call:
         if 2 * batch * m * n * k < most and batch * (m * n + n * k + m * k) < 1e9 * d.scale:
             break
     x, y = d.tensor(batch, m, k, dtype=dtype), d.tensor(batch, k, n, dtype=dtype)
-    return lambda: _back(torch.bmm(x, y))
+    return lambda: back(torch.bmm(x, y))
 
 
 def attention(d: Draw) -> Call:
@@ -138,7 +138,7 @@ def attention(d: Draw) -> Call:
     forced = d.one((None, None, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION))
 
     def plain() -> None:
-        _back(F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != h))
+        back(F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != h))
 
     def run() -> None:
         if forced is None or d.device != "cuda" or dtype == torch.float32 or heads != h:
@@ -178,7 +178,7 @@ def convolution(d: Draw) -> Call:
     if d.rng.random() < (0.5 if depthwise else 0.25):
         x = x.detach().to(memory_format=torch.channels_last).requires_grad_()
         w = w.detach().to(memory_format=torch.channels_last).requires_grad_()
-    return lambda: _back(F.conv2d(x, w, b, stride=stride, padding=padding, groups=groups))
+    return lambda: back(F.conv2d(x, w, b, stride=stride, padding=padding, groups=groups))
 
 
 def norm(d: Draw) -> Call:
@@ -189,8 +189,8 @@ def norm(d: Draw) -> Call:
         x, w = d.tensor(rows, columns, dtype=dtype), d.tensor(columns, dtype=dtype)
         b = d.tensor(columns, dtype=dtype)
         if kind == "rms":
-            return lambda: _back(F.rms_norm(x, (columns,), w))
-        return lambda: _back(F.layer_norm(x, (columns,), w, b))
+            return lambda: back(F.rms_norm(x, (columns,), w))
+        return lambda: back(F.layer_norm(x, (columns,), w, b))
     channels, side = d.size(32, 2048, 32), d.one((7, 14, 28, 32, 56, 64, 112))
     n = max(1, min(256, d.elements(1 << 14, 1 << 27) // (channels * side * side)))
     x = d.tensor(n, channels, side, side, dtype=dtype)
@@ -200,7 +200,7 @@ def norm(d: Draw) -> Call:
     module = module.to(d.device)
     if kind == "group":
         module = module.to(dtype)
-    return lambda: _back(module(x))
+    return lambda: back(module(x))
 
 
 _UNARY: tuple[Callable[[Tensor], Tensor], ...] = (
@@ -216,7 +216,7 @@ def unary(d: Draw) -> Call:
     function, x = d.one(_UNARY), d.tensor(d.elements(), dtype=d.one(d.dtypes_low))
     if d.device == "cpu":  # whose roots and logarithms are slow where the answer is no number
         x = x.detach().abs().add(0.01).requires_grad_()
-    return lambda: _back(function(x))
+    return lambda: back(function(x))
 
 
 _BINARY: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (torch.add, torch.mul, torch.sub, torch.div, torch.maximum)
@@ -240,7 +240,7 @@ def binary(d: Draw) -> Call:
     y = d.tensor(*shape, dtype=torch.float32 if how == "mixed" else dtype, grad=how != "swapped")
     if how == "swapped":
         return lambda: function(x, y.t())
-    return lambda: _back(function(x, y))
+    return lambda: back(function(x, y))
 
 
 def reduction(d: Draw) -> Call:
@@ -248,13 +248,13 @@ def reduction(d: Draw) -> Call:
     x = d.tensor(rows, columns, dtype=d.one(d.dtypes))
     function = d.one((torch.sum, torch.mean, torch.amax, torch.linalg.vector_norm))
     how = d.one((0, 1, -1, None))
-    return lambda: _back(function(x) if how is None else function(x, dim=how))
+    return lambda: back(function(x) if how is None else function(x, dim=how))
 
 
 def softmax(d: Draw) -> Call:
     rows, columns = d.matrix()
     x = d.tensor(rows, columns, dtype=d.one(d.dtypes))
-    return lambda: _back(d_softmax(x))
+    return lambda: back(d_softmax(x))
 
 
 def d_softmax(x: Tensor) -> Tensor:
@@ -280,18 +280,18 @@ def indexing(d: Draw) -> Call:
     table, index = d.tensor(rows, columns, dtype=dtype), d.integers(rows, count)
     how = d.one(("embedding", "embedding", "select", "getitem", "gather", "scatter", "index_add"))
     if how == "embedding":
-        return lambda: _back(F.embedding(index, table))
+        return lambda: back(F.embedding(index, table))
     if how == "select":
-        return lambda: _back(table.index_select(0, index))
+        return lambda: back(table.index_select(0, index))
     if how == "getitem":
-        return lambda: _back(table[index])
+        return lambda: back(table[index])
     wide = index[:, None].expand(count, columns)
     if how == "gather":
-        return lambda: _back(table.gather(0, wide))
+        return lambda: back(table.gather(0, wide))
     source, base = d.tensor(count, columns, dtype=dtype), d.tensor(rows, columns, dtype=dtype, grad=False)
     if how == "scatter":
-        return lambda: _back(base.scatter_add(0, wide, source))
-    return lambda: _back(base.index_add(0, index, source))
+        return lambda: back(base.scatter_add(0, wide, source))
+    return lambda: back(base.index_add(0, index, source))
 
 
 def ordering(d: Draw) -> Call:
@@ -314,38 +314,38 @@ def movement(d: Draw) -> Call:
         if b * t * h * size > 2e8 * d.scale:
             b = 1
         x = d.tensor(b, t, h, size, dtype=dtype)
-        return lambda: _back(x.transpose(1, 2).contiguous())
+        return lambda: back(x.transpose(1, 2).contiguous())
     if how == "images":
         n, c, side = d.size(1, 128, 1), d.size(8, 1024, 8), d.one((7, 14, 28, 56))
         if n * c * side * side > 2e8 * d.scale:
             n = 1
         x = d.tensor(n, c, side, side, dtype=dtype)
-        return lambda: _back(x.flatten(2).transpose(1, 2).contiguous())
+        return lambda: back(x.flatten(2).transpose(1, 2).contiguous())
     rows, columns = d.matrix(1 << 27)
     x = d.tensor(rows, columns, dtype=dtype)
     if how == "swap":
-        return lambda: _back(x.t().contiguous())
+        return lambda: back(x.t().contiguous())
     if how in ("cat", "stack"):
         y = d.tensor(rows, columns, dtype=dtype)
         dim = d.one((0, 1, -1))
-        return lambda: _back(torch.cat((x, y), dim) if how == "cat" else torch.stack((x, y), dim))
+        return lambda: back(torch.cat((x, y), dim) if how == "cat" else torch.stack((x, y), dim))
     if how == "where":
         mask = torch.rand(rows, columns, device=d.device) < 0.5
         y = d.tensor(rows, columns, dtype=dtype)
-        return d.one((lambda: _back(torch.where(mask, x, y)), lambda: _back(x.masked_fill(mask, 0.0))))
+        return d.one((lambda: back(torch.where(mask, x, y)), lambda: back(x.masked_fill(mask, 0.0))))
     if how == "pad":
-        return lambda: _back(F.pad(x, (1, 1)))
+        return lambda: back(F.pad(x, (1, 1)))
     if how == "slice":
-        return lambda: _back(x[:, : max(1, columns // 2)])
+        return lambda: back(x[:, : max(1, columns // 2)])
     if how == "roll":
-        return lambda: _back(torch.roll(x, (3, 5), (0, 1)))
+        return lambda: back(torch.roll(x, (3, 5), (0, 1)))
     if how == "flip":
-        return lambda: _back(torch.flip(x, (1,)))
+        return lambda: back(torch.flip(x, (1,)))
     if how == "write":
         part = d.tensor(rows, max(1, columns // 2), dtype=dtype, grad=False)
         return lambda: x.detach()[:, : max(1, columns // 2)].copy_(part)
     if how == "repeat":
-        return lambda: _back(x.repeat(2, 1))
+        return lambda: back(x.repeat(2, 1))
     return lambda: (torch.zeros_like(x.detach()), torch.full_like(x.detach(), 1.0), x.detach().mul_(1.0), x.detach().add_(x.detach()))
 
 
@@ -356,9 +356,9 @@ def images(d: Draw) -> Call:
     n = max(1, min(256, d.elements(1 << 14, 1 << 26) // (c * side * side)))
     x = d.tensor(n, c, side, side, dtype=dtype)
     return d.one((
-        lambda: _back(F.max_pool2d(x, 3, 2, 1)), lambda: _back(F.avg_pool2d(x, 2)),
-        lambda: _back(F.adaptive_avg_pool2d(x, 1)), lambda: _back(F.interpolate(x, scale_factor=2.0)),
-        lambda: _back(F.interpolate(x, scale_factor=2.0, mode="bilinear")),
+        lambda: back(F.max_pool2d(x, 3, 2, 1)), lambda: back(F.avg_pool2d(x, 2)),
+        lambda: back(F.adaptive_avg_pool2d(x, 1)), lambda: back(F.interpolate(x, scale_factor=2.0)),
+        lambda: back(F.interpolate(x, scale_factor=2.0, mode="bilinear")),
     ))  # fmt: skip
 
 
@@ -371,7 +371,7 @@ def recurrent(d: Draw) -> Call:
     kind = d.one((nn.LSTM, nn.LSTM, nn.GRU))
     module = kind(hidden, hidden, layers, batch_first=True).to(d.device, dtype)
     x = d.tensor(batch, length, hidden, dtype=dtype)
-    return lambda: _back(module(x)[0])
+    return lambda: back(module(x)[0])
 
 
 def fourier(d: Draw) -> Call:
@@ -379,14 +379,14 @@ def fourier(d: Draw) -> Call:
     if n * c * side * side > 5e7 * d.scale:
         n = 1
     x = d.tensor(n, c, side, side)
-    return lambda: _back(torch.fft.irfft2(torch.fft.rfft2(x), s=(side, side)))
+    return lambda: back(torch.fft.irfft2(torch.fft.rfft2(x), s=(side, side)))
 
 
 def complex_product(d: Draw) -> Call:
     b, i, o, modes = d.size(1, 64, 1), d.size(8, 128, 8), d.size(8, 128, 8), d.size(64, 1024, 1)
     x = torch.randn(b, i, modes, device=d.device, dtype=torch.complex64, requires_grad=True)
     w = torch.randn(i, o, modes, device=d.device, dtype=torch.complex64, requires_grad=True)
-    return lambda: _back(torch.einsum("bim,iom->bom", x, w).abs())
+    return lambda: back(torch.einsum("bim,iom->bom", x, w).abs())
 
 
 def update(d: Draw) -> Call:

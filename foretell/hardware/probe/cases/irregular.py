@@ -27,7 +27,7 @@ from torch import Tensor
 from foretell.errors import UserError
 from foretell.hardware.probe.cases.corners import CORNERS, TIMED
 from foretell.hardware.probe.cases.families import Call, Draw
-from foretell.hardware.probe.cases.families import _back as back
+from foretell.hardware.probe.cases.families import back as back
 
 COMMON = frozenset("""
 mm bmm addmm baddbmm add add_ sub sub_ mul mul_ div div_ neg sum mean copy_ clone _to_copy zeros zeros_like ones ones_like

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foretell.hardware.probe.cases.families import Call, Draw, _back
+from foretell.hardware.probe.cases.families import Call, Draw, back
 
 
 def _rows(d: Draw, each: int) -> int:
@@ -30,8 +30,8 @@ def broadcast(d: Draw) -> Call:
     ))  # fmt: skip
     yes = x.detach() > 0
     return d.one((
-        lambda: _back(x * y), lambda: _back(x + y), lambda: _back(x - y), lambda: _back(torch.where(yes, x, y)),
-        lambda: _back(x / y), lambda: _back(torch.maximum(x, y)),
+        lambda: back(x * y), lambda: back(x + y), lambda: back(x - y), lambda: back(torch.where(yes, x, y)),
+        lambda: back(x / y), lambda: back(torch.maximum(x, y)),
     ))  # fmt: skip
 
 
@@ -42,8 +42,8 @@ def short_sums(d: Draw) -> Call:
     dim = d.one((1, 1, 2, 0, (1, 2)))
     single = dim if isinstance(dim, int) else 1
     return d.one((
-        lambda: _back(x.sum(dim)), lambda: _back(x.mean(dim)), lambda: _back(x.amax(dim)), lambda: _back(x.sum(dim, keepdim=True)),
-        lambda: _back(x.prod(single)),
+        lambda: back(x.sum(dim)), lambda: back(x.mean(dim)), lambda: back(x.amax(dim)), lambda: back(x.sum(dim, keepdim=True)),
+        lambda: back(x.prod(single)),
     ))  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def short_attention(d: Draw) -> Call:
     q = d.tensor(batch, t, heads, size).detach().transpose(1, 2).requires_grad_()
     k, v = (d.tensor(batch, s, heads, size).detach().transpose(1, 2).requires_grad_() for _ in range(2))
     causal = s == t and d.rng.random() < 0.4
-    return lambda: _back(F.scaled_dot_product_attention(q, k, v, is_causal=causal))
+    return lambda: back(F.scaled_dot_product_attention(q, k, v, is_causal=causal))
 
 
 def little_pictures(d: Draw) -> Call:
@@ -81,7 +81,7 @@ def little_pictures(d: Draw) -> Call:
     conv = nn.Conv2d(cin, cin if each else cout, kernel, d.one((1, 1, 1, 2)), kernel // 2, groups=cin if each else 1, bias=d.rng.random() < 0.5)
     norm = nn.BatchNorm2d(conv.out_channels) if d.rng.random() < 0.5 else nn.Identity()
     x = d.tensor(n, cin, side, side)
-    return lambda: _back(norm(conv(x)))
+    return lambda: back(norm(conv(x)))
 
 
 def tiny_products(d: Draw) -> Call:
@@ -90,7 +90,7 @@ def tiny_products(d: Draw) -> Call:
     batch = d.one((1, 1, 2, 4, 16, 64, 256, 1024))
     dtype = torch.complex64 if d.rng.random() < 0.25 else torch.float32
     x, y = d.tensor(batch, m, k, dtype=dtype), d.tensor(batch, k, n, dtype=dtype)
-    return lambda: _back(x @ y) if batch > 1 else _back(x[0] @ y[0])
+    return lambda: back(x @ y) if batch > 1 else back(x[0] @ y[0])
 
 
 def lists(d: Draw) -> Call:

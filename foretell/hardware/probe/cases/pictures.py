@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretell.hardware.probe.cases.families import Call, Draw, _back
+from foretell.hardware.probe.cases.families import Call, Draw, back
 
 SIDES = (7, 8, 14, 16, 28, 32, 56, 64, 112, 128)
 
@@ -49,7 +49,7 @@ def mobile(d: Draw) -> Call:
     n = _batch(d, c * side * side)
     x, w = _laid(d, d.tensor(n, c, side, side, dtype=dtype)), d.tensor(c, 1, kernel, kernel, dtype=dtype)
     b = d.tensor(c, dtype=dtype) if d.rng.random() < 0.4 else None
-    return lambda: _back(F.conv2d(x, w, b, stride, kernel // 2, groups=c))
+    return lambda: back(F.conv2d(x, w, b, stride, kernel // 2, groups=c))
 
 
 def bundles(d: Draw) -> Call:
@@ -59,7 +59,7 @@ def bundles(d: Draw) -> Call:
     x = _laid(d, d.tensor(n, groups * each, side, side, dtype=dtype))
     w = d.tensor(groups * each * other, each, kernel, kernel, dtype=dtype)
     stride = d.one((1, 1, 1, 2))
-    return lambda: _back(F.conv2d(x, w, None, stride, kernel // 2, groups=groups))
+    return lambda: back(F.conv2d(x, w, None, stride, kernel // 2, groups=groups))
 
 
 def thin(d: Draw) -> Call:
@@ -68,10 +68,10 @@ def thin(d: Draw) -> Call:
     n = _batch(d, max(cin, cout) * side * side)
     x = d.tensor(n, cout, side, side, dtype=dtype)
     if d.rng.random() < 0.5:
-        return lambda: _back(_normed(d, x))
+        return lambda: back(_normed(d, x))
     x, w = _laid(d, d.tensor(n, cin, side, side, dtype=dtype)), d.tensor(cout, cin, kernel, kernel, dtype=dtype)
     stride = d.one((1, 1, 2))
-    return lambda: _back(F.conv2d(x, w, None, stride, kernel // 2))
+    return lambda: back(F.conv2d(x, w, None, stride, kernel // 2))
 
 
 def lines(d: Draw) -> Call:
@@ -84,14 +84,14 @@ def lines(d: Draw) -> Call:
         kernel, length = d.one((1, 3, 3, 5, 7, 9, 15, 31)), d.one((64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
         x = d.tensor(min(64, _batch(d, max(cin, cout) * length, 1 << 26)), cin, length, dtype=dtype)
         w, stride, wide = d.tensor(cout, cin // groups, kernel, dtype=dtype), d.one((1, 1, 1, 2, 4)), d.one((1, 1, 1, 2, 4, 16))
-        return lambda: _back(F.conv1d(x, w, None, stride, wide * (kernel // 2), wide, groups))
+        return lambda: back(F.conv1d(x, w, None, stride, wide * (kernel // 2), wide, groups))
     kernel, side, depth = d.one((1, 3, 3, 3)), d.one((7, 14, 16, 28, 32, 56, 64)), d.one((2, 4, 8, 16, 32))
     cin, cout = min(cin, 128), min(cout, 128)
     groups = cin if each else 1
     cout = cin if each else cout
     x = d.tensor(min(32, _batch(d, max(cin, cout) * side * side * depth, 1 << 25)), cin, depth, side, side, dtype=dtype)
     w, stride = d.tensor(cout, cin // groups, kernel, kernel, kernel, dtype=dtype), d.one((1, 1, 2))
-    return lambda: _back(F.conv3d(x, w, None, stride, kernel // 2, groups=groups))
+    return lambda: back(F.conv3d(x, w, None, stride, kernel // 2, groups=groups))
 
 
 def enlarged(d: Draw) -> Call:
@@ -101,7 +101,7 @@ def enlarged(d: Draw) -> Call:
     x = d.tensor(_batch(d, c * (side * factor) ** 2, 1 << 26), c, side, side, dtype=dtype)
     mode, to = d.one(("bilinear", "bilinear", "bilinear", "nearest", "bicubic")), (side * factor, side * factor)
     corners = None if mode == "nearest" else d.rng.random() < 0.3
-    return lambda: _back(F.interpolate(x, to, mode=mode, align_corners=corners))
+    return lambda: back(F.interpolate(x, to, mode=mode, align_corners=corners))
 
 
 def windows(d: Draw) -> Call:
@@ -112,13 +112,13 @@ def windows(d: Draw) -> Call:
     places = ((side + 2 * (kernel // 2) - kernel) // stride + 1) ** 2
     columns = d.tensor(x.shape[0], c * kernel * kernel, places, dtype=dtype) if places * kernel * kernel * x.shape[0] * c < 1 << 28 else None
     sides: list[Callable[[], Any]] = [
-        lambda: _back(F.unfold(x, kernel, padding=kernel // 2, stride=stride)), lambda: _back(x.unfold(2, kernel, stride).unfold(3, kernel, stride)),
-        lambda: _back(F.pad(x, (pad,) * 4, "reflect")), lambda: _back(F.pad(x, (pad,) * 4, "replicate")),
-        lambda: _back(F.avg_pool2d(x, kernel, stride, kernel // 2)), lambda: _back(F.max_pool2d(x, kernel, stride, kernel // 2)),
-        lambda: _back(F.adaptive_avg_pool2d(x, d.one((1, 2, 4, 7)))), lambda: _back(x.mean((2, 3))), lambda: _back(x.amax((2, 3))),
+        lambda: back(F.unfold(x, kernel, padding=kernel // 2, stride=stride)), lambda: back(x.unfold(2, kernel, stride).unfold(3, kernel, stride)),
+        lambda: back(F.pad(x, (pad,) * 4, "reflect")), lambda: back(F.pad(x, (pad,) * 4, "replicate")),
+        lambda: back(F.avg_pool2d(x, kernel, stride, kernel // 2)), lambda: back(F.max_pool2d(x, kernel, stride, kernel // 2)),
+        lambda: back(F.adaptive_avg_pool2d(x, d.one((1, 2, 4, 7)))), lambda: back(x.mean((2, 3))), lambda: back(x.amax((2, 3))),
     ]  # fmt: skip
     if columns is not None:
-        sides.append(lambda: _back(F.fold(columns, (side, side), kernel, padding=kernel // 2, stride=stride)))
+        sides.append(lambda: back(F.fold(columns, (side, side), kernel, padding=kernel // 2, stride=stride)))
     return d.one(sides)
 
 
@@ -128,7 +128,7 @@ def looking(d: Draw) -> Call:
     t, s = (few, many) if d.rng.random() < 0.7 else (many, few)
     n = max(1, min(128, int((1 << 26) * d.scale) // (heads * max(t, s) * size // 4)))
     q, k, v = (d.tensor(n, heads, length, size, dtype=dtype) for length in (t, s, s))
-    return lambda: _back(F.scaled_dot_product_attention(q, k, v))
+    return lambda: back(F.scaled_dot_product_attention(q, k, v))
 
 
 def words(d: Draw) -> Call:
@@ -140,8 +140,8 @@ def words(d: Draw) -> Call:
     if d.rng.random() < 0.25:
         offsets = torch.arange(0, index.numel(), d.one((1, 4, 20)), device=d.device)
         mode = d.one(("sum", "mean"))
-        return lambda: _back(F.embedding_bag(index.reshape(-1), table, offsets, mode=mode))
-    return lambda: _back(F.embedding(index, table))
+        return lambda: back(F.embedding_bag(index.reshape(-1), table, offsets, mode=mode))
+    return lambda: back(F.embedding(index, table))
 
 
 PICTURES: dict[str, tuple[Callable[[Draw], Call], int]] = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretell.plan.tensor.types import Partial, Place, Shard
 from foretell.runtime.parallel.tensor import values as tensor_values
-from foretell.runtime.parallel.tensor.exchange import Team, _Gather, _Scatter, part
+from foretell.runtime.parallel.tensor.exchange import Gather, Scatter, Team, part
 
 
 class ContextTeam(Team):
@@ -50,11 +50,11 @@ class ContextTeam(Team):
     def _brought(self, x: Tensor, have: Place, want: Place) -> Tensor:
         if want is None:
             assert have is not None
-            return _Sum.apply(x, self) if isinstance(have, Partial) else _Gather.apply(x, self, have, True)
+            return _Sum.apply(x, self) if isinstance(have, Partial) else Gather.apply(x, self, have, True)
         if isinstance(want, Partial):
             return self.bring(x, have, None, False) / self.size
         if isinstance(have, Partial):
-            return _Scatter.apply(x, self, want)
+            return Scatter.apply(x, self, want)
         return part(self.bring(x, have, None, False), want, self.rank, self.size)
 
 

@@ -62,15 +62,15 @@ class Team:
             if isinstance(have, Partial):
                 whole = _Reduce.apply(x, self)
                 return _Share.apply(whole, self) if shares and whole.requires_grad else whole
-            return _Gather.apply(x, self, have, shares)
+            return Gather.apply(x, self, have, shares)
         if isinstance(want, Partial):
             whole = self.bring(x, have, None, False)
             return _First.apply(whole, self)
         if have is None:
             return _Slice.apply(x, self, want)
         if isinstance(have, Partial):
-            return _Scatter.apply(x, self, want)
-        return _Slice.apply(_Gather.apply(x, self, have, False), self, want)
+            return Scatter.apply(x, self, want)
+        return _Slice.apply(Gather.apply(x, self, have, False), self, want)
 
     @contextmanager
     def own_random(self, device: torch.device) -> Iterator[None]:
@@ -132,7 +132,7 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
-class _Gather(torch.autograd.Function):
+class Gather(torch.autograd.Function):
     """Split → whole; shared: gradients are summed and split, else this rank's part of the one that all have."""
 
     @staticmethod
@@ -147,7 +147,7 @@ class _Gather(torch.autograd.Function):
         return ctx.team.part(grad, ctx.place), None, None, None
 
 
-class _Scatter(torch.autograd.Function):
+class Scatter(torch.autograd.Function):
     """Partial → split."""
 
     @staticmethod
