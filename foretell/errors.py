@@ -81,7 +81,7 @@ class FileFormatError(UserError):
 
 
 class InternalError(ForetellError):
-    """A promise of foretell's own was broken: a bug of ours, never the user's."""
+    """A promise of foretell's own was broken: an internal error, never the user's."""
 
 
 def near_names(name: str, known: Iterable[str], limit: int = 5) -> list[str]:

@@ -108,7 +108,7 @@ def _layout(count: int, device: Device) -> tuple[int, int, str]:
 def _positive(text: str, asked: str) -> int:
     if not re.fullmatch(r"\+?[0-9]{1,7}", text) or int(text) < 1:
         found = f"'{text}'" if text else "nothing"
-        raise UserError(f"'{asked}' has {found} for a number of devices", "give a whole number from 1 to 9999999")
+        raise UserError(f"invalid device count {found} in '{asked}'", "give a whole number from 1 to 9999999")
     return int(text)
 
 

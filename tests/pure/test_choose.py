@@ -211,7 +211,7 @@ def test_what_a_search_finds_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_words() -> None:
     plan = Plan(model={"model": "x"}, hardware="H100:4", mesh=Mesh(dp_shard=4), micro_batch=2, accumulate=3, reshard=False)
-    assert told(plan) == "dp_shard 4, micro-batch 2, accumulate 3, parameters kept after forward"
+    assert told(plan) == "dp_shard 4, micro-batch 2, accumulate 3, reshard_after_forward=False"
     assert told(Plan(model={"model": "x"}, hardware="H100", compile="model")) == "one device, micro-batch 1, compile model"
     assert why_slower(Candidate(plan=plan), Candidate(plan=plan)) == ""
 

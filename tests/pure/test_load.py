@@ -342,7 +342,7 @@ def test_missing_files_and_functions(tmp_path: Path) -> None:
     assert error.problem == f"{path} has no function 'make'"
     assert error.remedy == f"it has: build, Net; write {path}:build"
     other = write(tmp_path / "other", "def make(): ...")
-    assert fail(Source(model=other), UserError).problem == f"{other} names no function"
+    assert fail(Source(model=other), UserError).problem == f"no function given for {other}"
     error = fail(Source(model="gpt-tiny", loss=f"{path}:loss"), UserError)
     assert error.problem == f"{path} has no function 'loss'"
     path = write(tmp_path, "from os.path import *\ndef build(): ...")
@@ -533,7 +533,7 @@ def test_hf_errors(tmp_path: Path, transformers: Any) -> None:
         in fail(Source(model="hf:clip", overrides={"text_config.layers": 2}), UserError).problem
     )
     error = fail(Source(model="hf:nobody/no-such-model"), UnknownName)
-    assert "unknown model by its public name" in error.problem and "downloads nothing" in error.remedy
+    assert "unknown model by its public name" in error.problem and "works offline" in error.remedy
     assert "has no 'model_type'" in fail(Source(model=f"hf:{write(tmp_path, '{}', 'a.json')}"), UserError).problem
     assert "is not JSON" in fail(Source(model=f"hf:{write(tmp_path, '{', 'b.json')}"), UserError).problem
     error = fail(Source(model="hf:bert", overrides={**TINY["hf:bert"], "num_attention_heads": 3}), ModelError)

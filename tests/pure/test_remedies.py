@@ -402,7 +402,7 @@ def test_the_screen_shows_each_verdict_and_says_where_nothing_fits() -> None:
     tight = replace(short, flag="--nf4", fits=True, verdict=TIGHT, margin_bytes=GIB // 4, device_bytes=10 * GIB - GIB // 4, same_maths=False)
     base = replace(answer(NO, 14.0), assumptions=(), remedies=(tight, short), ways_tried=2)
     text = screen.render(base, 100, typed=["fit", "m", "--on", "H100"]).plain
-    assert "remedies   tight           −1.00 GiB  --nf4" in text and "3.00 GiB short" in text
+    assert "reduce     tight           −1.00 GiB  --nf4" in text and "3.00 GiB short" in text
     assert "try        foretell fit m --on H100 --nf4\n           predicted: tight, 9.75 of 10.0 GiB; not the same maths" in text
     none = replace(base, remedies=(short,), ways_tried=1, advice="nothing tried here fits: 1 way tried")
     text = screen.render(none, 100, typed=["fit", "m", "--on", "H100"]).plain

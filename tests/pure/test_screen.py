@@ -183,9 +183,9 @@ def test_never_more_than_thirty_lines_nor_wider_than_asked(make: Any, verdict: s
 def test_an_overfull_screen_keeps_what_matters(make: Any, verdict: str, width: int) -> None:
     shown = lines(make(verdict), width)
     text = "\n".join(shown)
-    assert len(rows_of(shown, "remedies")) == 4
+    assert len(rows_of(shown, "reduce")) == 4
     assert "build_the_large_one on 8x H100-SXM-80GB:" in shown[0]
-    for needed in ("allocated ", "reserved ", "device ", "holders", "assumed", "with --verbose"):
+    for needed in ("allocated ", "reserved ", "device ", "largest", "assumed", "with --verbose"):
         assert needed in text
     assert any(line.startswith(("try", "next")) for line in shown[-4:])
 
@@ -193,15 +193,15 @@ def test_an_overfull_screen_keeps_what_matters(make: Any, verdict: str, width: i
 def test_a_usual_screen_is_complete_and_has_room_between_sections() -> None:
     shown = lines(prediction(NO, capacity=50 * GIB))
     assert shown.count("") == 6
-    assert len(rows_of(shown, "holders")) == 5
-    assert len(rows_of(shown, "remedies")) == 3
+    assert len(rows_of(shown, "largest")) == 5
+    assert len(rows_of(shown, "reduce")) == 3
     assert [row[:2] for row in rows_of(shown, "assumed")] == ["- ", "- "]
 
 
 def test_nothing_to_say_takes_no_lines() -> None:
     base = prediction(FITS, remedies=(), assumptions=())
     shown = lines(replace(base, memory=replace(base.memory, holders=(), phases=(), bands={}, provenance={})))
-    assert not any(line.startswith(("holders", "remedies", "assumed")) for line in shown)
+    assert not any(line.startswith(("largest", "reduce", "assumed")) for line in shown)
     assert any(line.startswith("device") for line in shown)
 
 
@@ -210,7 +210,7 @@ def test_verbose_leaves_nothing_out() -> None:
     shown = lines(answer, verbose=True)
     told = " ".join(" ".join(shown).split())
     assert all(" ".join(one.split()) in told for one in answer.assumptions) and "with --verbose" not in told
-    assert len(rows_of(shown, "holders")) == len(answer.memory.holders)
+    assert len(rows_of(shown, "largest")) == len(answer.memory.holders)
 
 
 # ---------------------------------------------------------------- the verdict
@@ -337,7 +337,7 @@ def test_three_numbers_with_band_and_provenance() -> None:
 def test_holders_keep_their_order_and_the_end_of_long_paths() -> None:
     base = prediction(FITS)
     held = (Holder(name="model." * 30 + "mlp.down", category="activations", bytes=GIB), *base.memory.holders)
-    rows = rows_of(lines(replace(base, memory=replace(base.memory, holders=held))), "holders")
+    rows = rows_of(lines(replace(base, memory=replace(base.memory, holders=held))), "largest")
     assert rows[0].endswith("  *.model.model.model.model.model.model.mlp.down"), "whole parts, as many as fit"
     assert [row.rpartition(".")[2] for row in rows[1:]] == ["part0", "part1", "part2", "part3"]
 
@@ -373,15 +373,15 @@ def test_a_whole_screen_with_time() -> None:
         time       gemm 61 %  attention 12 %  memory 24 %  communication 1 %  host 2 %
         cost       $4.10/h  $0.16 per 1K steps  $19.74 per 1B tokens  87.0 J/step ±10 %
         run        1T tokens  201 days (185–219)  $19,700  2.94 MWh  1.30 t CO2
-        known      time measured on H200-SXM-141GB ±8 %  energy measured  price assumed
+        confidence time measured on H200-SXM-141GB ±8 %  energy measured  price assumed
 
-        holders    9.00 GiB  activations  blocks.*.part0
+        largest    9.00 GiB  activations  blocks.*.part0
                    8.00 GiB  activations  blocks.*.part1
 
         assumed    - H100 means H100-SXM-80GB
                    - eager PyTorch
 
-        remedies   fits            −15.0 GiB  --optimizer sgd   plain SGD
+        reduce     fits            −15.0 GiB  --optimizer sgd   plain SGD
                    fits            −20.0 GiB  --recompute full  recompute every block
                    8.00 GiB short  −4.00 GiB  --micro-batch 2   two samples at a time
 
@@ -417,7 +417,7 @@ def test_several_devices_are_told_together_and_each_where_there_is_room() -> Non
 
 def test_what_does_not_fit_has_no_cost_and_says_so() -> None:
     shown = lines(timed(prediction(NO, capacity=50 * GIB)), 100)
-    assert rows_of(shown, "step") == ["142 ms (131–155)  462,000 tokens/s (57,700 each)  MFU 52 %  if it fitted"]
+    assert rows_of(shown, "step") == ["142 ms (131–155)  462,000 tokens/s (57,700 each)  MFU 52 %  if it fit"]
     assert not any(line.startswith(("cost", "time", "run")) for line in shown)
 
 
@@ -447,10 +447,10 @@ def test_only_what_is_known_is_told() -> None:
     bare = lines(replace(base, throughput=None, mfu=None, energy=None, cost=None))
     assert rows_of(bare, "step") == ["142 ms (131–155)  bound by compute"]
     assert not any(line.startswith(("cost", "energy", "run")) for line in bare)
-    assert rows_of(bare, "known") == ["time measured on H100-SXM-80GB ±8 %"]
+    assert rows_of(bare, "confidence") == ["time measured on H100-SXM-80GB ±8 %"]
     assert rows_of(lines(replace(base, cost=None)), "energy") == ["696 J/step ±10 %"]
     unknown = lines(prediction(FITS))
-    assert not any(line.startswith(("step", "time", "cost", "known")) for line in unknown)
+    assert not any(line.startswith(("step", "time", "cost", "confidence")) for line in unknown)
 
 
 @pytest.mark.parametrize(
@@ -461,13 +461,14 @@ def test_only_what_is_known_is_told() -> None:
 def test_where_the_price_comes_from(source: str, told: str) -> None:
     base = timed(prediction(FITS))
     assert base.cost is not None
-    assert rows_of(lines(replace(base, cost=replace(base.cost, source=source)), 120), "known")[0].endswith(f"  {told}")
+    assert rows_of(lines(replace(base, cost=replace(base.cost, source=source)), 120), "confidence")[0].endswith(f"  {told}")
 
 
 def test_what_binds_is_named_in_words() -> None:
-    for binds, told in (("host", "the host"), ("network", "the network"), ("memory bandwidth", "memory bandwidth")):
+    words = {"host": "CPU-bound (launch overhead)", "network": "bound by the network", "memory bandwidth": "bound by memory bandwidth"}
+    for binds, told in words.items():
         shown = "\n".join(lines(timed(prediction(FITS), time=replace(TIME, binds=binds)), 120))
-        assert f"bound by {told}\n" in shown
+        assert f"{told}\n" in shown
 
 
 def test_a_step_that_waits_for_the_host_is_offered_compilation_once() -> None:
@@ -529,13 +530,13 @@ def test_energy_and_mass_in_words() -> None:
 
 def test_each_remedy_is_shown_with_what_was_predicted_of_it() -> None:
     answer = prediction(NO, capacity=50 * GIB, remedies=(SGD, FULL, CLOSE, FAR))
-    rows = rows_of(lines(answer), "remedies")
+    rows = rows_of(lines(answer), "reduce")
     assert [" ".join(row.split()[:6]) for row in rows] == [
         "fits −15.0 GiB --optimizer sgd plain", "fits −20.0 GiB --recompute full",
         "8.00 GiB short −4.00 GiB --micro-batch", "10.0 GiB short −2.00 GiB --recompute",
     ]  # fmt: skip
     assert rows_of(lines(answer), "try") == ["foretell fit llama3-8b --on 8xH100 --optimizer sgd", "predicted: fits, 47.0 of 50.0 GiB"]
-    assert len(rows_of(lines(prediction(NO, capacity=50 * GIB, remedies=(FULL, *[FAR] * 5))), "remedies")) == 4
+    assert len(rows_of(lines(prediction(NO, capacity=50 * GIB, remedies=(FULL, *[FAR] * 5))), "reduce")) == 4
 
 
 def test_a_command_is_only_offered_with_a_verdict_that_helps() -> None:

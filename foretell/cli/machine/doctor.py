@@ -27,7 +27,7 @@ def doctor(
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:
-    """Say what is installed, what works here and what does not. Exit 0 unless `fit` itself cannot work."""
+    """Check the installation: what works here and what does not. Exit 0 unless `fit` itself cannot work."""
     found = examine()
     healthy = all(item["ok"] for item in found["works"] if item["needed"])
     if json:

@@ -25,7 +25,7 @@ Row = tuple[str, str, str]
 def hardware(
     name: str | None = typer.Argument(None, metavar="NAME|add", help="A device, H100:8, 2x8xH100@IB400, auto or a file; or `add`."),
     files: list[str] | None = typer.Argument(None, metavar="[FILE|FOLDER]...", help="With `add`: probes that others shared."),
-    accuracy: bool = typer.Option(False, "--accuracy", help="How far predicted seconds of measured devices are off."),
+    accuracy: bool = typer.Option(False, "--accuracy", help="Show time-prediction error of measured devices."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:
@@ -343,6 +343,6 @@ def _other_rows(cluster: Cluster) -> list[Row]:
     if making is not None:
         rows += [
             ("mass", f"{making.mass_kg:g} kg", making.sources["mass_kg"]),
-            ("making it", f"{making.embodied_kg_co2:g} kg CO2", making.sources["embodied_kg_co2"]),
+            ("embodied carbon", f"{making.embodied_kg_co2:g} kg CO2e", making.sources["embodied_kg_co2"]),
         ]
     return rows

@@ -126,7 +126,7 @@ def _said_now_and_then() -> Progress:
 def _stopped(mode: str, out: Path | None) -> None:
     """What stays of a probe that was interrupted."""
     again = " ".join(["foretell probe", f"--{mode}", *(["--out", shell_word(out)] if out else []), "--resume"])
-    common.emit(f"stopped; no profile was written, and what was measured is kept; go on with: {again}", sys.stderr)
+    common.emit(f"stopped; no profile was written, and what was measured is kept; resume with: {again}", sys.stderr)
 
 
 # --- what came of it -------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def export(
     if json:
         return common.emit_json({"export": {"tool": to, "files": files, "command": made.command, "lost": list(made.lost)}})
     lines = [f"Written   {file}" for file in files] + [f"Start it  {made.command}"]
-    lines += ["Not said there:", *(f"  {line}" for line in made.lost)] if made.lost else []
+    lines += ["Not included in these files:", *(f"  {line}" for line in made.lost)] if made.lost else []
     common.emit("\n".join(lines))
     return common.YES
 

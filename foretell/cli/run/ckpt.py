@@ -194,7 +194,7 @@ def convert(
     json: bool = _JSON,
     debug: bool = _DEBUG,
 ) -> int:  # fmt: skip
-    """Write the weights of a checkpoint for others to load. Any plan can go on from any checkpoint: that needs no convert."""
+    """Write the weights of a checkpoint in a portable format. Any plan can go on from any checkpoint: that needs no convert."""
     from foretell.units import human_bytes, parse_bytes
 
     if to != "hf":

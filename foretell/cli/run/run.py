@@ -34,25 +34,25 @@ def run(
     steps: int | None = typer.Option(None, metavar="N", show_default=False, help="Optimizer steps in all; default 100."),
     lr: float | None = typer.Option(None, metavar="X", show_default=False, help="Peak learning rate; default: the optimizer's usual, adamw 3e-4."),
     schedule: str | None = typer.Option(None, metavar="NAME", show_default=False, help="cosine, wsd or constant; default cosine."),
-    warmup: int | None = typer.Option(None, metavar="N", show_default=False, help="Steps of a rising rate; default: a twentieth of the schedule."),
+    warmup: int | None = typer.Option(None, metavar="N", show_default=False, help="Warm-up steps; default: a twentieth of the schedule."),
     schedule_steps: int | None = typer.Option(None, metavar="N", show_default=False,
         help="Length of the learning-rate schedule; default: --steps of the run when it began. A resumed run keeps it unless this is given."),
     eval_every: int | None = typer.Option(None, metavar="N", show_default=False,
         help="Steps between evaluations on held-out samples; default: at the end."),
-    eval_batches: int | None = typer.Option(None, metavar="N", show_default=False, help="Steps' worth of samples in an evaluation; default 16."),
+    eval_batches: int | None = typer.Option(None, metavar="N", show_default=False, help="Evaluation batches; default 16."),
     save_every: int | None = typer.Option(None, metavar="N", show_default=False, help="Steps between checkpoints; default: at the end."),
     mtbf: str | None = typer.Option(None, metavar="TIME", show_default=False,
-        help="Time between failures, such as 4h: checkpoints come as often as loses the least time."),
-    keep: int | None = typer.Option(None, metavar="N", show_default=False, help="Good checkpoints that stay; default 2."),
+        help="Mean time between failures, e.g. 4h: checkpoints at the interval that minimises lost time."),
+    keep: int | None = typer.Option(None, metavar="N", show_default=False, help="Checkpoints to keep; default 2."),
     no_save: bool = typer.Option(False, "--no-save", help="No checkpoint at all: for measuring."),
     init_from: str | None = typer.Option(None, metavar="PATH", show_default=False,
         help="Weights to begin with: a safetensors file, a Hugging Face folder, a run or a checkpoint."),
     init_missing: str | None = typer.Option(None, metavar="NAMES", show_default=False,
         help="Tensors, or beginnings of their names, that --init-from need not have; with commas."),
     out: Path | None = typer.Option(None, metavar="FOLDER", show_default=False, help="The run folder; default runs/MODEL-DATE."),
-    resume: bool = typer.Option(False, "--resume", help="Go on with the run in --out, exactly where it was; PLAN may lay it out otherwise."),
+    resume: bool = typer.Option(False, "--resume", help="Resume the run in --out exactly where it stopped; PLAN may use another layout."),
     again: bool = typer.Option(False, "--again", help="A new run of a run folder's plan, with its settings, in another folder."),
-    seed: int | None = typer.Option(None, metavar="N", show_default=False, help="Of weights, order and dropout; default 0."),
+    seed: int | None = typer.Option(None, metavar="N", show_default=False, help="Seed for initialisation, shuffling and dropout; default 0."),
     log: str | None = typer.Option(None, metavar="NAMES", show_default=False, help="Besides log.jsonl: tensorboard, wandb or both, with a comma."),
     workers: int | None = typer.Option(None, metavar="N", show_default=False, help="Processes that prepare your own samples; default 0."),
     scratch: Path | None = typer.Option(None, metavar="FOLDER", show_default=False,
@@ -63,7 +63,7 @@ def run(
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:  # fmt: skip
-    """Train as PLAN says, and measure it. Ctrl-C saves and ends; --resume goes on bit for bit.
+    """Train as PLAN says, and measure it. Ctrl-C saves and ends; --resume continues bit for bit.
 
     Works alone, under torchrun, and by itself starts as many processes as the plan wants on this machine.
     """
@@ -120,7 +120,7 @@ def _paths(plan: Path, out: Path | None, resume: bool) -> tuple[Path, Path | Non
         out = out or (plan if resume else None)
         plan = plan / "plan.json"
     if resume and out is None:
-        raise UserError("--resume needs the run to go on with", "give its folder: foretell run runs/NAME --resume")
+        raise UserError("--resume needs the run to resume", "give its folder: foretell run runs/NAME --resume")
     return plan, out
 
 
@@ -332,4 +332,4 @@ def _lines(outcome: Outcome, path: Path) -> list[str]:
 
 def _resume_words(path: Path, out: Path, begin: str) -> str:
     device = [word for place, word in enumerate(common.typed()) if word == "--device" or common.typed()[place - 1] == "--device"]
-    return f"{begin}go on with: {shlex.join(['foretell', 'run', str(out), '--resume', *device])}"
+    return f"{begin}resume with: {shlex.join(['foretell', 'run', str(out), '--resume', *device])}"

@@ -75,7 +75,7 @@ def _head(name: str, twin: Twin, steps: int, width: int) -> list[str]:
         f"{name}: a twin with {twin.parameters:,} parameters on {world} process{'es' if world > 1 else ''}, {steps} steps",
         *(f"{'scaled' if place == 0 else '':<10}{line}" for place, line in enumerate(scaled)),
         "",
-        f"{'case':<{width}}  {'ranks':>5}  {'loss off by':<18}  gradient off by, at most in",
+        f"{'case':<{width}}  {'ranks':>5}  {'loss off by':<18}  max gradient error (tensor)",
     ]
 
 

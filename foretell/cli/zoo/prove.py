@@ -1,4 +1,4 @@
-"""`foretell prove`: predict configurations nobody chose, seal that, run them, publish every row."""
+"""`foretell prove`: predict configurations nobody chose, lock the predictions, run them, report every row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prove(
     on: str = typer.Option("auto", "--on", metavar="HW", help="One device; default: this machine's."),
     seal: Path | None = typer.Option(None, "--seal", metavar="FILE", show_default=False, help="Predict and seal only."),
     run: Path | None = typer.Option(None, "--run", metavar="FILE", show_default=False, help="Measure a sealed forecast here."),
-    show: Path | None = typer.Option(None, "--show", metavar="FILE", show_default=False, help="Tell what was measured of one."),
+    show: Path | None = typer.Option(None, "--show", metavar="FILE", show_default=False, help="Show the results again."),
     seconds: float = typer.Option(1e9, "--seconds", metavar="S", show_default=False, help="Start no new row after this long."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
@@ -145,7 +145,7 @@ def _measure(path: Path, seconds: float) -> None:
         try:
             run.measure(sealed, found, run.rows_path(path), about, seconds=seconds, progress=_say)
         except KeyboardInterrupt:
-            _say(f"stopped; what was measured is kept; go on with: foretell prove --run {shell_word(path)}")
+            _say(f"stopped; what was measured is kept; resume with: foretell prove --run {shell_word(path)}")
             raise
 
 

@@ -184,7 +184,7 @@ def _bar(prediction: Prediction, width: int) -> list[Text]:
 
 def _limit(capacity: int, used: int, width: int) -> Text:
     column = min(width - 1, capacity * width // used)
-    told = f"memory ends here: {_size(capacity)}"
+    told = f"memory limit: {_size(capacity)}"
     if column + 2 + len(told) <= width:
         return Text(f"{' ' * column}▲ {told}", "red")
     return Text(f"{told} ▲".rjust(column + 1) if column + 1 >= len(told) + 2 else f"{' ' * column}▲", "red")
@@ -232,7 +232,7 @@ def _holders(holders: Sequence[Holder], width: int) -> list[Text]:
     lines = []
     for number, (holder, size) in enumerate(zip(holders, sizes, strict=True)):
         start = f"{size:>{wide}}  {holder.category:<{kind}}  "
-        lines.append(_labelled("holders" if not number else "", start + _end(_clean(holder.name), width - _GUTTER - len(start))))
+        lines.append(_labelled("largest" if not number else "", start + _end(_clean(holder.name), width - _GUTTER - len(start))))
     return lines
 
 
@@ -247,7 +247,7 @@ def _remedies(remedies: Sequence[Remedy], width: int) -> list[Text]:
     short = min(max(map(len, flags)), (width - _GUTTER) // 3)
     lines = []
     for number, (item, verdict, saved, flag) in enumerate(zip(remedies, verdicts, saves, flags, strict=True)):
-        line = _labelled("remedies" if not number else "", "")
+        line = _labelled("reduce" if not number else "", "")
         line.append(f"{verdict:<{wide[0]}}  ", "green" if item.verdict == FITS else "yellow").append(f"{saved:>{wide[1]}}  ")
         change, costs = _clean(item.change), f" ({_clean(item.costs)})" if item.costs else ""
         room = width - line.cell_len - short - 2

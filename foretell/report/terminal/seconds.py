@@ -15,7 +15,7 @@ GUTTER = 11
 """Columns for the name of a line."""
 BRIEF, PLAIN, FULL, BAR = 0, 1, 2, 3
 """How much is told: the step and what it costs; what its time goes to; how all that is known; a bar of the time as well."""
-_BINDS = {"host": "the host", "network": "the network"}
+_BINDS = {"host": "CPU-bound (launch overhead)", "network": "bound by the network"}
 
 
 def lines(prediction: Prediction, width: int, detail: int) -> list[Text]:
@@ -43,7 +43,7 @@ def _step(prediction: Prediction, time: Time, room: int, detail: int) -> list[Te
     if mfu is not None:
         again = f" (HFU {words.percent(mfu.hfu)})" if mfu.hfu > 1.005 * mfu.value else ""
         after.append(f"MFU {words.percent(mfu.value)}{again}")
-    after.append("if it fitted" if prediction.verdict == NO else f"bound by {_BINDS.get(time.binds, time.binds)}")
+    after.append("if it fit" if prediction.verdict == NO else _BINDS.get(time.binds, f"bound by {time.binds}"))
     if rate is None:
         return _flowed("step", [*before, *after], room, "bold")
     all_of_them = f"{words.number(rate.per_second)} {rate.unit}/s"
@@ -112,7 +112,7 @@ def _sources(prediction: Prediction, time: Time, room: int) -> list[Text]:
         pieces += [f"energy {_word(energy.provenance)}"] if energy is not None else []
         origin = _word(cost.source) if cost is not None else ""
         pieces += [origin if "price" in origin else f"price {origin}"] if origin else []
-    return _flowed("known", pieces, room)
+    return _flowed("confidence", pieces, room)
 
 
 # --- words -----------------------------------------------------------------------------------------------------------

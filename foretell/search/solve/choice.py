@@ -95,16 +95,16 @@ def told(plan: Plan) -> str:
     modes = sorted({residency.mode for residency in plan.blocks.values() if residency.mode != "keep"})
     words += [_TREATED.get(mode, mode) + _some(plan, mode) for mode in modes]
     words += [f"{plan.pipeline.stages} stages, {plan.pipeline.schedule}"] if plan.pipeline else []
-    words += [f"states of {', '.join(plan.states)} elsewhere"] if plan.states else []
-    words += [f"weights of {', '.join(plan.weights)} elsewhere"] if plan.weights else []
+    words += [f"states of {', '.join(plan.states)} offloaded"] if plan.states else []
+    words += [f"weights of {', '.join(plan.weights)} offloaded"] if plan.weights else []
     words += [f"{plan.cpu_share:.0%} of them updated by the CPU"] if plan.cpu_share else []
     words += [f"compile {plan.compile}"] if plan.compile != "none" else []
-    words += ["parameters kept after forward"] if plan.reshard is False and mesh.dp_shard > 1 else []
+    words += ["reshard_after_forward=False"] if plan.reshard is False and mesh.dp_shard > 1 else []
     return ", ".join(words)
 
 
 _REASONS = {
-    "communication": "waits for communication", "waiting_for_host": "waits for the host", "gemm": "products take longer",
+    "communication": "waits for communication", "waiting_for_host": "waits for the host", "gemm": "slower matmuls",
     "memory": "moves more bytes", "attention": "attention takes longer", "recompute": "computes blocks twice",
     "bubble": "ranks wait for each other", "waiting_for_ranks": "ranks wait for each other",
     "waiting_for_states": "waits for states", "waiting_for_copies": "waits for activations",

@@ -23,7 +23,7 @@ OTHERS = {"cuda": ("A100", "H100", "H200", "B200"), "rocm": ("MI300X", "MI355X",
 MORE_MEMORY, FASTER = 1.5, 2.0
 
 REASONS = {
-    "compute": "its products take longer", "attention": "attention takes longer", "memory": "it moves more bytes",
+    "compute": "its matmuls are slower", "attention": "attention takes longer", "memory": "it moves more bytes",
     "recompute": "it computes blocks twice", "bubble": "ranks wait for each other", "host": "it waits for the host",
     "update": "the optimizer has more to do on each rank",
 }  # fmt: skip
@@ -75,8 +75,7 @@ def told(layout: Layout) -> str:
         words.append(f"{mesh.pp * layout.interleave} stages, {layout.schedule}")
     words += [f"compile {layout.compile}"] if layout.compile != "none" else []
     if layout.reshard is not True and mesh.dp_shard * mesh.cp > 1:
-        kept = "kept after forward" if layout.reshard is False else f"given back to {layout.reshard} ranks"
-        words.append(f"parameters {kept}")
+        words.append(f"reshard_after_forward={layout.reshard}")
     return ", ".join(words)
 
 

@@ -80,7 +80,7 @@ def _of_id(name: str) -> dict[str, Any] | None:
         return None
     known = _known_ids()
     if name not in known:
-        raise UnknownName("model by its public name", name, known, "foretell downloads nothing: give hf:PATH of a folder with its config.json")
+        raise UnknownName("model by its public name", name, known, "foretell works offline: give hf:PATH of a folder with its config.json")
     return {key: value for key, value in known[name].items() if key != "parameters"}
 
 
@@ -93,7 +93,7 @@ def read_config(name: str) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(
             f"there is no file {path}",
-            "foretell downloads nothing: give a model type (hf:llama) or a local config.json",
+            "foretell works offline: give a model type (hf:llama) or a local config.json",
         )
     try:
         config = json_of(path.read_text(encoding="utf-8"))

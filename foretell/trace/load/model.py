@@ -329,7 +329,7 @@ def path_and_name(target: str) -> tuple[str, str]:
 
 
 def _no_function(path: str, name: str, functions: list[str]) -> UserError:
-    asked = f"{path} has no function '{name}'" if name else f"{path} names no function"
+    asked = f"{path} has no function '{name}'" if name else f"no function given for {path}"
     example = functions[0] if functions else "build"
     return UserError(asked, f"it has: {', '.join(functions) or 'none'}; write {path}:{example}")
 
