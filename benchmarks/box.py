@@ -79,7 +79,7 @@ def one(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
     from foretell.errors import UserError
     from foretell.plan import file
-    from foretell.runtime.box.run import Asked, rehearse
+    from foretell.runtime.box.run import BoxRequest, rehearse
     from foretell.search.boxed import Expected, scripts
 
     case = case_of(name, options.dry)
@@ -94,7 +94,7 @@ def one(name: str, options: argparse.Namespace) -> dict[str, Any]:
         return {**row, "error": f"not predicted: {said['error']}"}
     expected = Expected.from_json(said)
     row["predicted"] = expected.told()
-    asked = Asked(rank=rank, device="cpu" if options.dry else "cuda", steps=options.steps, warmup=options.warmup)
+    asked = BoxRequest(rank=rank, device="cpu" if options.dry else "cuda", steps=options.steps, warmup=options.warmup)
     try:
         found = rehearse(plan, *scripts(plan, rank, expected), asked)
     except UserError as error:
@@ -142,14 +142,14 @@ def check() -> None:
     from foretell.price.network.messages import CHANNEL_BYTES
     from foretell.price.network.overlap import CHANNELS
     from foretell.runtime.box.cuda import OnCuda
-    from foretell.runtime.box.script import Script
+    from foretell.runtime.box.script import BoxScript
 
     def channels(nbytes: int) -> int:
         return max(1, min(CHANNELS, -(-nbytes // CHANNEL_BYTES)))
 
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    ins = OnCuda(Script(channels=channels), device)
+    ins = OnCuda(BoxScript(channels=channels), device)
     big, small = torch.randn(2**26, device=device), torch.randn(2**23, device=device)
 
     def timed(what: Any, count: int = 20) -> float:

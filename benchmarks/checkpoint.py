@@ -194,15 +194,15 @@ class Ours:
             saver.write_file = plain
         done = self.savers.poll()
         if self.checks:
-            assert isinstance(done.result, save.Saved), done.result
+            assert isinstance(done.result, save.SavedCheckpoint), done.result
         stall = stall if beside is None else done.stall_seconds
         return {"stall": stall, "total": done.seconds, "check": done.check_seconds, "write": spent[0]}
 
     def load(self, path: Path) -> None:
-        from foretell.checkpoint.format import Spec
+        from foretell.checkpoint.format import TensorMeta
 
         save = self.save_
-        known = {f"model/{name}": Spec(tuple(p.shape), "float32") for name, p in self.job.named_parameters()}
+        known = {f"model/{name}": TensorMeta(tuple(p.shape), "float32") for name, p in self.job.named_parameters()}
         (newest,) = save.complete(path)
         save.take(save.stage(save.Reader(newest), self.job, known), self.job)
 

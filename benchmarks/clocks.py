@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from foretell.hardware.probe.clock import Clock  # noqa: E402
 from foretell.hardware.probe.machine import nvml  # noqa: E402
-from foretell.hardware.probe.power import Meter  # noqa: E402
+from foretell.hardware.probe.power import PowerMeter  # noqa: E402
 
 PRODUCTS = (
     (8192, 8192, 8192), (4096, 4096, 4096), (16384, 2048, 2048), (8192, 28672, 4096), (8192, 4096, 14336), (2048, 2048, 8192),
@@ -47,7 +47,7 @@ def main() -> None:
     device = "cpu" if asked.dry else "cuda"
     scale = 64 if asked.dry else 1
     with nvml() as found, asked.out.open("a", encoding="utf-8") as file:
-        meter = Meter(*found) if found is not None else None
+        meter = PowerMeter(*found) if found is not None else None
         about = {"date": datetime.now(UTC).isoformat(), "torch": torch.__version__, "device": _name(device)}
         for kernel in _kernels(device, scale):
             _write(file, {**about, **_held(*kernel, device, meter, asked.seconds)})
@@ -78,7 +78,7 @@ def _kernels(device: str, scale: int) -> list[tuple[str, dict[str, Any], Callabl
     return found
 
 
-def _held(kind: str, sizes: dict[str, Any], call: Callable[[], Any], device: str, meter: Meter | None, seconds: float) -> dict[str, Any]:
+def _held(kind: str, sizes: dict[str, Any], call: Callable[[], Any], device: str, meter: PowerMeter | None, seconds: float) -> dict[str, Any]:
     time.sleep(1.5)  # cool, and at the highest clock
     burst = Clock(device).measure(call).seconds
     piece = max(1, int(0.05 / burst))
@@ -117,7 +117,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.two(x))))
 
 
-def _step(sizes: tuple[int, ...], device: str, meter: Meter | None, seconds: float, scale: int) -> dict[str, Any]:
+def _step(sizes: tuple[int, ...], device: str, meter: PowerMeter | None, seconds: float, scale: int) -> dict[str, Any]:
     width, blocks, heads, batch, tokens = sizes
     width, tokens, heads = width // scale, tokens // scale, max(1, heads // scale)
     torch.manual_seed(0)

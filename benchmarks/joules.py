@@ -69,13 +69,13 @@ def measured(run: dict[str, Any], kind: str, held: float = HELD_SECONDS) -> dict
     """Steps for some seconds, with the joules that the counter gained meanwhile."""
     from foretell.hardware.probe.cases.steps import step_of
     from foretell.hardware.probe.machine import nvml
-    from foretell.hardware.probe.power import Meter
+    from foretell.hardware.probe.power import PowerMeter
 
     torch.manual_seed(0)
     step = step_of({**USUAL, **({"precision": "fp32"} if kind == "cpu" else {}), **run}, kind)
     _steps(step, kind, WARM_SECONDS)
     with nvml() as found:
-        meter = Meter(*found) if found is not None and kind == "cuda" else None
+        meter = PowerMeter(*found) if found is not None and kind == "cuda" else None
         before, began = meter.joules() if meter else None, time.perf_counter()
         count = _steps(step, kind, held)
         took, after = time.perf_counter() - began, meter.joules() if meter else None

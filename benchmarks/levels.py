@@ -27,7 +27,7 @@ import torch  # noqa: E402
 from foretell.hardware import profile as profiles  # noqa: E402
 from foretell.hardware.probe import chase, journal, memory  # noqa: E402
 from foretell.hardware.probe.machine import device_of, nvml  # noqa: E402
-from foretell.hardware.probe.power import Meter  # noqa: E402
+from foretell.hardware.probe.power import PowerMeter  # noqa: E402
 from foretell.units import human_bytes  # noqa: E402
 
 
@@ -67,7 +67,7 @@ def keep(found: Path, path: Path) -> None:
     if place.exists():
         about, entries = journal.read(place)
         others = [entry for entry in entries if entry.stage not in names]
-        journal.write(place, about, [*others, *(journal.Entry(kind, 0.0, row) for kind, rows in kept.items() for row in rows)])
+        journal.write(place, about, [*others, *(journal.JournalEntry(kind, 0.0, row) for kind, rows in kept.items() for row in rows)])
     print(f"{len(kept['latency'])} latencies and {len(kept['rate'])} rates in {path}")
 
 
@@ -107,7 +107,7 @@ def clock_mhz() -> float | None:
         x, until = torch.randn(512, 512, device="cuda"), time.perf_counter() + 0.5
         while time.perf_counter() < until:
             x @ x
-        return Meter(*found).clock()
+        return PowerMeter(*found).clock()
 
 
 def shown(row: dict[str, Any]) -> str:

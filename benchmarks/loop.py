@@ -52,10 +52,10 @@ def main() -> None:
     )  # fmt: skip
     here = ranks.start(plan)
     with tempfile.TemporaryDirectory() as place:
-        settings = folder.Settings(steps=1, data=asked.data, warmup=0, schedule="constant", no_save=True)
+        settings = folder.RunSettings(steps=1, data=asked.data, warmup=0, schedule="constant", no_save=True)
         folder.begin(Path(place) / "run", plan, settings)
         run = train._prepared(plan, settings, here, folder.Folder(path=Path(place) / "run"), Control(here), Screen(), "")
-        run.log = log.Log(run.folder.path)
+        run.log = log.RunLog(run.folder.path)
         rows = []
         for turn in range(asked.turns + 1):
             bare = bare_turn(run, asked.steps)
@@ -75,12 +75,12 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def wait(run: train.Run) -> None:
+def wait(run: train.TrainingRun) -> None:
     if run.ranks.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def bare_turn(run: train.Run, steps: int) -> float:
+def bare_turn(run: train.TrainingRun, steps: int) -> float:
     batches = run.feed.at(0)
     wait(run)
     began = time.perf_counter()
@@ -90,7 +90,7 @@ def bare_turn(run: train.Run, steps: int) -> float:
     return (time.perf_counter() - began) / steps
 
 
-def loop_turn(run: train.Run, steps: int) -> float:
+def loop_turn(run: train.TrainingRun, steps: int) -> float:
     run.settings = replace(run.settings, steps=run.step + steps)
     run.clock.pause()
     wait(run)

@@ -92,12 +92,12 @@ class Oracle:
 
     def choose(self, about: Any) -> Any:
         from foretell.plan.types import Mesh
-        from foretell.search.solve.choose import Wishes, choose
+        from foretell.search.solve.choose import SearchConstraints, choose
 
         case = self.case
         meshes = () if case.device == "cuda" else tuple(Mesh(**axes) for axes in case.meshes)
         compile = ("none", "model") if case.compile else ("none",)
-        wishes = Wishes(global_batch=case.global_batch, ranks=case.ranks, meshes=meshes, compile=compile)
+        wishes = SearchConstraints(global_batch=case.global_batch, ranks=case.ranks, meshes=meshes, compile=compile)
         hardware = "auto" if case.device == "cpu" else "H200"
         best = choose(case.source(), self.cluster, hardware, wishes, options=self.options).best
         return best.plan.with_(model=about, predicted={}, notes=()) if best else None

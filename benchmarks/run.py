@@ -44,7 +44,7 @@ def plan_of(name: str) -> Any:
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile
     from foretell.plan import file
-    from foretell.search.solve.choose import Wishes, choose
+    from foretell.search.solve.choose import SearchConstraints, choose
     from foretell.simulate.plan import Options
 
     kept = HERE / "configs" / f"run-{name}.json"
@@ -52,7 +52,7 @@ def plan_of(name: str) -> Any:
         return file.read(kept)
     size = SIZES[name]
     hardware = "auto" if name == "tiny" else "H200"
-    wishes = Wishes(global_batch=size["samples"], clip=None, ranks=(1,))
+    wishes = SearchConstraints(global_batch=size["samples"], clip=None, ranks=(1,))
     plan = choose(source_of(size), parse(hardware), hardware, wishes, options=Options(profile_of=find_profile)).plan
     if name != "tiny":
         file.write(plan, kept)
@@ -95,12 +95,12 @@ class Foretold:
         from foretell.runtime.train import folder, log, train
 
         joined = ranks.start(plan, device=device)
-        settings = folder.Settings(steps=10**6, no_save=True, schedule="constant", warmup=0)
+        settings = folder.RunSettings(steps=10**6, no_save=True, schedule="constant", warmup=0)
         where = Path(tempfile.mkdtemp()) / "run"
         folder.begin(where, plan, settings)
         self.run = train._prepared(plan, settings, joined, folder.Folder(path=where), Control(joined), _Silent(), "")
         self.run.signals = Signals()
-        self.run.log = log.Log(where, [], last_step=0)
+        self.run.log = log.RunLog(where, [], last_step=0)
 
     def steps(self, count: int) -> None:
         self.run.settings = replace(self.run.settings, steps=self.run.step + count)

@@ -51,7 +51,7 @@ def measure(name: str) -> dict[str, Any]:
     from foretell.hardware.profile import find_profile
     from foretell.search.solve.explain import told
     from foretell.search.solve.find import find
-    from foretell.search.space.constraints import Wishes
+    from foretell.search.space.constraints import SearchConstraints
     from foretell.simulate.plan import Options
     from foretell.trace.load.model import Source
 
@@ -62,7 +62,7 @@ def measure(name: str) -> dict[str, Any]:
     for _ in range(2):
         before, busy = time.perf_counter(), time.process_time()
         found = find(
-            Source(model=model, seq=seq), parse(hardware), hardware, Wishes(global_batch=batch),
+            Source(model=model, seq=seq), parse(hardware), hardware, SearchConstraints(global_batch=batch),
             options=Options(profile_of=find_profile),
         )  # fmt: skip
         took.append(time.perf_counter() - before)
@@ -143,7 +143,7 @@ def against(run: Run) -> dict[str, Any]:
     from foretell.search.estimate.plan import Layout
     from foretell.search.solve.explain import differs, told, with_memory
     from foretell.search.solve.find import Finder
-    from foretell.search.space.constraints import Wishes
+    from foretell.search.space.constraints import SearchConstraints
     from foretell.search.space.fill import fill
     from foretell.search.space.price import SheetPricer
     from foretell.search.traces.needed import Traces
@@ -152,7 +152,7 @@ def against(run: Run) -> dict[str, Any]:
 
     cluster = with_memory(parse(run.hardware), run.memory) if run.memory > 1 else parse(run.hardware)
     overrides = {**run.overrides, **({"context": run.seq} if run.model == "gpt2" else {})}
-    wishes = Wishes(global_batch=run.global_batch, compile=(run.compile,))
+    wishes = SearchConstraints(global_batch=run.global_batch, compile=(run.compile,))
     traces = Traces(capability=cluster.device.compute_capability or (9, 0))
     source = Source(model=run.model, overrides=overrides, seq=run.seq)
     finder = Finder(source, cluster, run.hardware, wishes, Options(profile_of=find_profile), traces, lambda _: None, False)

@@ -63,22 +63,22 @@ def faster_script(
     words: Sequence[str], *, hardware: str | Cluster, seconds: float, time_limit: float = TIME_LIMIT, hints: Mapping[str, float] | None = None
 ) -> Advice:
     """What would make a training script faster: it is followed again with each change."""
-    from foretell.search.advice.script_faster import Search
+    from foretell.search.advice.script_faster import ScriptSpeedSearch
     from foretell.search.traces import followed
     from foretell.trace.script.words import parse as parse_words
 
     cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
     on = hardware if isinstance(hardware, str) else cluster.device.name
     step = followed.follow(parse_words(words), cluster, hints=hints, time_limit=time_limit)
-    return Search(step, cluster, on, followed.cost(step, cluster, on), seconds).advice()
+    return ScriptSpeedSearch(step, cluster, on, followed.cost(step, cluster, on), seconds).advice()
 
 
 def question_of(model: str, answer: Prediction, cluster: Cluster, options: Mapping[str, Any]) -> Any:
-    from foretell.search.advice.faster_ways import Question
+    from foretell.search.advice.faster_ways import SpeedRequest
     from foretell.trace.load.settings import settings_of
 
     overrides = dict(options.get("overrides") or {})
-    return Question(
+    return SpeedRequest(
         recipe=Recipe.from_json(answer.model["recipe"]), cluster=cluster, micro_batch=int(answer.model.get("micro_batch") or 1),
         settings=settings_of(Source(model=model)), overrides=overrides, devices=cluster.count,
     )  # fmt: skip

@@ -105,7 +105,7 @@ def demo_pace() -> tuple[float, str] | None:
 def demo_plan() -> DemoPlan:
     """Trace the demo's model, cost plans for this machine, and choose."""
     from foretell.hardware.probe.machine import cpu_name
-    from foretell.search.solve.choose import Wishes as Asked
+    from foretell.search.solve.choose import SearchConstraints as Asked
     from foretell.search.solve.choose import choose
     from foretell.simulate.plan import Options
 

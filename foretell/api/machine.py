@@ -10,7 +10,7 @@ from foretell.hardware import Cluster, parse
 
 if TYPE_CHECKING:
     from foretell.hardware.profile import Measured, Profile
-    from foretell.hardware.share.file import Shared
+    from foretell.hardware.share.file import SharedProbe
     from foretell.hardware.types import Device
     from foretell.search.profiles.shared import Addition
     from foretell.simulate.beside import Together
@@ -50,7 +50,7 @@ def beside(jobs: Sequence[Mapping[str, Any]], *, hardware: str | Cluster, cache:
 def share_machine(
     device: str, *, out: Path | None = None, resume: bool = False, force: bool = False,
     progress: Callable[[str, float], None] = lambda doing, share: None,
-) -> tuple[Shared, Path]:  # fmt: skip
+) -> tuple[SharedProbe, Path]:  # fmt: skip
     """Measure this machine within five minutes into one small file for others: anonymous, checked, nothing fitted. `out` is
     named after the device unless given."""
     from foretell.hardware.probe.share import share

@@ -23,7 +23,7 @@ from foretell.plan.precision import default_recipe, for_inference, low, missing,
 from foretell.plan.precision import read as read_precision
 from foretell.quantities import FITS, Prediction, Remedy
 from foretell.simulate.memory.remedies import outlook
-from foretell.simulate.wishes import Amount, Wishes
+from foretell.simulate.wishes import Amount, RunRequest
 from foretell.trace.cuda.versions import choices_of, doubt, of
 from foretell.trace.flow.unaligned import unaligned
 from foretell.trace.load.model import Source, describe, in_samples
@@ -105,10 +105,10 @@ def fit(
     return _advised(answer, recipe, cluster, asked)[0]
 
 
-def _wishes(asked: Mapping[str, Any]) -> Wishes:
+def _wishes(asked: Mapping[str, Any]) -> RunRequest:
     """What else is to be told of the run."""
     amount = Amount.of(**{name: asked[name] for name in ("tokens", "samples", "epochs", "dataset_size")})
-    return Wishes(amount=amount, region=asked["region"], price=asked["price"], trace_out=asked["trace_out"])
+    return RunRequest(amount=amount, region=asked["region"], price=asked["price"], trace_out=asked["trace_out"])
 
 
 def _recipe(asked: Mapping[str, Any], cluster: Cluster) -> Recipe:
@@ -162,7 +162,7 @@ def _request(source: Source, recipe: Recipe, cluster: Cluster, hints: dict[str, 
 
 def _fit_module(
     model: nn.Module, batch: Any, loss: Any, recipe: Recipe, cluster: Cluster, on: str, hints: Mapping[str, float] | None, expandable: bool,
-    wishes: Wishes,
+    wishes: RunRequest,
 ) -> Prediction:  # fmt: skip
     from foretell.trace.load.module import batch_size, capture_module
 
@@ -219,23 +219,23 @@ def fit_script(
     return largest(answers, [reply["rank"] for _, reply in replies])
 
 
-def _kept_advice(found: _Found, recipe: Recipe, cluster: Cluster, asked: Mapping[str, Any], source: Source) -> Prediction:
+def _kept_advice(found: _Answered, recipe: Recipe, cluster: Cluster, asked: Mapping[str, Any], source: Source) -> Prediction:
     """The answer with ways to make it fit: those of the last time, unless time was up before all were tried."""
     question = {"advice": found.question, "seconds": asked["advice_seconds"], "hardware": str(asked["hardware"])}
     key = store.key_of(question)
     keeps = bool(asked["cache"]) and found.answer.verdict != FITS and asked["advice_seconds"] != 0
-    known = store.read("advice", key, lambda entry: value_of(_Advice, entry["advice"])) if keeps else None
+    known = store.read("advice", key, lambda entry: value_of(_KeptAdvice, entry["advice"])) if keeps else None
     if known is not None:
         return replace(found.answer, remedies=known.remedies, ways_tried=known.tried, advice=known.words)
     answer, whole = _advised(found.answer, recipe, cluster, asked, source)
     if keeps and whole:
-        said = _Advice(remedies=answer.remedies, tried=answer.ways_tried, words=answer.advice)
+        said = _KeptAdvice(remedies=answer.remedies, tried=answer.ways_tried, words=answer.advice)
         store.write("advice", key, {"advice": asdict(said)}, found.files)
     return answer
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Advice:
+class _KeptAdvice:
     """What is kept of advice."""
 
     remedies: tuple[Remedy, ...]
@@ -244,7 +244,7 @@ class _Advice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
+class _Answered:
     """An answer, what was asked for it, and the user's files that it rests on."""
 
     answer: Prediction
@@ -261,12 +261,12 @@ def _advised(
         return answer, True
     from foretell.search.advice.by_plan import by_plan
     from foretell.search.advice.fit import advise
-    from foretell.search.advice.ways import Asked
+    from foretell.search.advice.ways import FitRequest
 
     plain = {name: value for name, value in asked.items() if name != "began"} | {"advice_seconds": 0.0, "trace_out": None}
     seconds = max(least, time.monotonic() - asked["began"])
     on = asked["hardware"] if isinstance(asked["hardware"], str) else None
-    given = Asked(
+    given = FitRequest(
         recipe=recipe, cluster=cluster, on=on, micro_batch=int(answer.model.get("micro_batch") or 1),
         resizable=source is not None, blocks=bool(answer.model.get("blocks")), expandable=asked["expandable_segments"],
     )  # fmt: skip
@@ -279,8 +279,8 @@ def _advised(
 
 def _fit_source(
     source: Source, recipe: Recipe, cluster: Cluster, on: str, hints: dict[str, float], expandable: bool, cache: bool,
-    wishes: Wishes, time_limit: float,
-) -> _Found:  # fmt: skip
+    wishes: RunRequest, time_limit: float,
+) -> _Answered:  # fmt: skip
     check_source(source)
     asked = _request(source, recipe, cluster, hints)
     question = {
@@ -293,14 +293,14 @@ def _fit_source(
     same = {"model": {**sizes, "recipe": recipe.to_json()}, "hardware": _hardware(cluster)}
     known = store.read("answers", key, partial(_known_answer, same)) if cache and not wishes.trace_out else None
     if known is not None:
-        return _Found(answer=known[0], question=question, files=known[1])
+        return _Answered(answer=known[0], question=question, files=known[1])
     trace, files, notes = _traced_in_turn(asked, recipe, cache, time_limit)
     answer = predict(
         trace, recipe, cluster, about, on=on, source=source, notes=tuple(notes), expandable_segments=expandable, wishes=wishes
     )
     if cache:
         store.write("answers", key, {"answer": answer.to_json()}, files)
-    return _Found(answer=answer, question=question, files=files)
+    return _Answered(answer=answer, question=question, files=files)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,16 +366,16 @@ def predict(
     source: Source | None = None,
     notes: tuple[str, ...] = (),
     expandable_segments: bool = False,
-    wishes: Wishes | None = None,
+    wishes: RunRequest | None = None,
 ) -> Prediction:
     """The answer for a trace on hardware, by the plan that its recipe stands for; where `source` names the model, that is shown."""
     with no_collection():
-        return _predict(trace, recipe, cluster, about, on or cluster.device.name, source, notes, expandable_segments, wishes or Wishes())
+        return _predict(trace, recipe, cluster, about, on or cluster.device.name, source, notes, expandable_segments, wishes or RunRequest())
 
 
 def _predict(
     trace: Trace, recipe: Recipe, cluster: Cluster, about: Mapping[str, Any], on: str, source: Source | None,
-    notes: tuple[str, ...], expandable_segments: bool, wishes: Wishes,
+    notes: tuple[str, ...], expandable_segments: bool, wishes: RunRequest,
 ) -> Prediction:  # fmt: skip
     from foretell.lower.blocks import KEEP, blocks_of
     from foretell.lower.spread import mesh_told

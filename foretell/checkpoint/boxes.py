@@ -54,7 +54,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorSpread:
     """One way a tensor is spread over ranks: rank `rank` of `ranks` gets its share along `dim`.
 
     With segments every one of them is shared evenly; without, rows are dealt out as `torch.chunk` does, the last
@@ -68,24 +68,24 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BoxPart:
     """A block of a rank's piece and where it lies in the whole."""
 
     local: Box
     whole: Box
 
 
-def parts(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[Part, ...]:
+def parts(shape: Sequence[int], cuts: Iterable[TensorSpread]) -> tuple[BoxPart, ...]:
     """What a rank has of a tensor, the cuts made one after the other; none if it has nothing. Of an empty tensor every
     rank has all."""
     if 0 in shape:
-        return (Part(whole(shape), whole(shape)),)
+        return (BoxPart(whole(shape), whole(shape)),)
     dims: list[list[Run]] = [[(0, size)] for size in shape]
     for cut in cuts:
         dims[cut.dim] = _shared(dims[cut.dim], cut) if cut.segments else _chunk(dims[cut.dim], cut)
     runs = [_placed(_joined(along)) for along in dims]
     return tuple(
-        Part(
+        BoxPart(
             Box(tuple(local for local, _, _ in chosen), tuple(length for _, _, length in chosen)),
             Box(tuple(start for _, start, _ in chosen), tuple(length for _, _, length in chosen)),
         )
@@ -93,7 +93,7 @@ def parts(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[Part, ...]:
     )
 
 
-def local_shape(shape: Sequence[int], cuts: Iterable[Cut]) -> Shape:
+def local_shape(shape: Sequence[int], cuts: Iterable[TensorSpread]) -> Shape:
     """The shape of a rank's piece."""
     sizes = list(shape)
     for cut in cuts:
@@ -104,13 +104,13 @@ def local_shape(shape: Sequence[int], cuts: Iterable[Cut]) -> Shape:
     return tuple(sizes)
 
 
-def _chunk(runs: list[Run], cut: Cut) -> list[Run]:
+def _chunk(runs: list[Run], cut: TensorSpread) -> list[Run]:
     total = sum(length for _, length in runs)
     each = -(-total // cut.ranks)
     return _taken(runs, cut.rank * each, min(total, (cut.rank + 1) * each))
 
 
-def _shared(runs: list[Run], cut: Cut) -> list[Run]:
+def _shared(runs: list[Run], cut: TensorSpread) -> list[Run]:
     found: list[Run] = []
     at = 0
     for segment in cut.segments:

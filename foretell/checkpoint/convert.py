@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretell.checkpoint.format import CODES, Spec
+from foretell.checkpoint.format import CODES, TensorMeta
 from foretell.checkpoint.pretrained import INDEX, buffers_of
 from foretell.checkpoint.read import Reader, item_bytes
-from foretell.checkpoint.store import Saved, sync
+from foretell.checkpoint.store import SavedCheckpoint, sync
 from foretell.checkpoint.tree import dtype_name, dtype_of
 from foretell.checkpoint.write import check_room, pwrite
 from foretell.errors import FileFormatError, UserError
@@ -39,7 +39,7 @@ class Written:
 
 
 def to_hugging_face(
-    saved: Saved, out: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES, config: Mapping[str, Any] | None = None
+    saved: SavedCheckpoint, out: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES, config: Mapping[str, Any] | None = None
 ) -> Written:
     """Write the model's weights under their own names, all of them or nothing. `config` becomes config.json."""
     if dtype is not None and dtype not in DTYPES:
@@ -51,7 +51,7 @@ def to_hugging_face(
     listed = {full.removeprefix("model/"): spec for full, spec in reader.tensors.items() if full.startswith("model/")}
     if "__metadata__" in listed:
         raise FileFormatError(f"{saved.path} has a weight that is called __metadata__, which no safetensors file can", "rename it")
-    listed |= {name: Spec(tuple(value.shape), dtype_name(value.dtype)) for name, value in buffers.items() if name not in listed}
+    listed |= {name: TensorMeta(tuple(value.shape), dtype_name(value.dtype)) for name, value in buffers.items() if name not in listed}
     listed = {name: _as(spec, dtype) for name, spec in listed.items()}
     shards = list(_shards(listed, shard_bytes))
     names = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
@@ -86,15 +86,15 @@ def to_hugging_face(
     return Written(path=out, files=tuple(names), tensors=len(listed), bytes=total)
 
 
-def _as(spec: Spec, dtype: str | None) -> Spec:
-    return Spec(spec.shape, dtype) if dtype and dtype_of(spec.dtype).is_floating_point else spec
+def _as(spec: TensorMeta, dtype: str | None) -> TensorMeta:
+    return TensorMeta(spec.shape, dtype) if dtype and dtype_of(spec.dtype).is_floating_point else spec
 
 
 def _shard_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def _shards(listed: Mapping[str, Spec], most: int) -> Iterator[list[str]]:
+def _shards(listed: Mapping[str, TensorMeta], most: int) -> Iterator[list[str]]:
     """Names in the order they are in, as many to a file as fit."""
     row: list[str] = []
     size = 0
@@ -108,7 +108,7 @@ def _shards(listed: Mapping[str, Spec], most: int) -> Iterator[list[str]]:
         yield row
 
 
-def _write(path: Path, listed: Mapping[str, Spec], tensor: Any) -> None:
+def _write(path: Path, listed: Mapping[str, TensorMeta], tensor: Any) -> None:
     """One file, tensor by tensor: no more than one of them is in memory."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0

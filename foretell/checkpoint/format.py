@@ -52,7 +52,7 @@ class Damaged(FileFormatError):
     """A checkpoint, or a file of it, that is not as it was written; an older one may be."""
 
 
-class Spec(NamedTuple):
+class TensorMeta(NamedTuple):
     """A whole tensor."""
 
     shape: Shape
@@ -64,7 +64,7 @@ class Spec(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class File:
+class CheckpointFile:
     """One file of a checkpoint."""
 
     bytes: int
@@ -81,8 +81,8 @@ class Manifest:
     generation: str
     step: int
     world: int
-    files: Mapping[str, File]
-    tensors: Mapping[str, Spec]
+    files: Mapping[str, CheckpointFile]
+    tensors: Mapping[str, TensorMeta]
     """`model/NAME` and `optimizer/NAME/KEY` → the whole tensor."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """plan, data, schedule, optimizer, versions, date."""
@@ -93,7 +93,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class FileEntry:
     """A box of a tensor in a file."""
 
     key: str
@@ -117,7 +117,7 @@ class Header:
     rank: int
     generation: str
     step: int
-    entries: tuple[Entry, ...]
+    entries: tuple[FileEntry, ...]
     own: Any = None
     """Outline of what the rank keeps for itself; see `tree`."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -227,7 +227,7 @@ def _generation(value: Any) -> str:
     return value
 
 
-def _entry(key: str, said: Any, listed: Any) -> Entry:
+def _entry(key: str, said: Any, listed: Any) -> FileEntry:
     name, dtype, shape, offset, size, sums = said
     box, full = Box(shape_of(offset), shape_of(size)), shape_of(shape)
     if not isinstance(name, str) or _dtype(dtype) is None or not len(box.offset) == len(box.size) == len(full):
@@ -240,7 +240,7 @@ def _entry(key: str, said: Any, listed: Any) -> Entry:
     if listed != _listed(dtype, box, start, end):
         raise ValueError(f"{key} is told in two ways")
     crc32 = tuple(int(sums[at : at + 8], 16) for at in range(0, len(sums), 8))
-    return Entry(key=key, name=name, dtype=dtype, shape=full, box=box, start=start, end=end, crc32=crc32)
+    return FileEntry(key=key, name=name, dtype=dtype, shape=full, box=box, start=start, end=end, crc32=crc32)
 
 
 def shape_of(value: Any) -> Shape:
@@ -255,7 +255,7 @@ def shape_of(value: Any) -> Shape:
     return found
 
 
-def _check_own(outline: Any, entries: Mapping[str, Entry]) -> None:
+def _check_own(outline: Any, entries: Mapping[str, FileEntry]) -> None:
     """Whether an outline is one (see `tree`) and names tensors that are there."""
     if not isinstance(outline, dict) or "{" not in outline:
         raise ValueError("what the rank keeps for itself has no names")
@@ -277,7 +277,7 @@ def _check_own(outline: Any, entries: Mapping[str, Entry]) -> None:
             left += [part for _, part in parts] if pairs else parts
 
 
-def data_sum(entries: tuple[Entry, ...]) -> int:
+def data_sum(entries: tuple[FileEntry, ...]) -> int:
     """One checksum of all checksums of a file."""
     ordered = sorted(entries, key=lambda entry: entry.start)
     return zlib.crc32(",".join(f"{value:08x}" for entry in ordered for value in entry.crc32).encode())
@@ -360,18 +360,18 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     about.check(others, world)
     return Manifest(
         generation=_generation(content["generation"]), step=about.whole(content["step"], "step"), world=world, files=files,
-        tensors={name: Spec(shape_of(spec[1:]), _dtype(spec[0])) for name, spec in content["tensors"].items()}, about=others,
+        tensors={name: TensorMeta(shape_of(spec[1:]), _dtype(spec[0])) for name, spec in content["tensors"].items()}, about=others,
     )  # fmt: skip
 
 
-def _file(name: str, said: Any) -> File:
+def _file(name: str, said: Any) -> CheckpointFile:
     if not _FILE.fullmatch(name):
         raise ValueError(f"'{name}' is not the name of a file of a checkpoint")
     sizes = {key: about.whole(said[key], f"{key} of {name}") for key in ("bytes", "header_bytes")}
     sums = {key: about.whole(said[key], f"{key} of {name}", most=2**32 - 1) for key in ("header_crc32", "crc32")}
     if len(said) != 4 or not 0 < sizes["header_bytes"] <= min(sizes["bytes"], MOST_HEADER_BYTES):
         raise ValueError(f"{name} has a header of {sizes['header_bytes']} bytes")
-    return File(**sizes, **sums)
+    return CheckpointFile(**sizes, **sums)
 
 
 def _dtype(name: Any) -> str:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from foretell.checkpoint import about, store
-from foretell.checkpoint.format import MANIFEST, NAMES, OLDER, Damaged, Spec, itemsize, shape_of
+from foretell.checkpoint.format import MANIFEST, NAMES, OLDER, Damaged, TensorMeta, itemsize, shape_of
 from foretell.checkpoint.read import Reader
 from foretell.checkpoint.tree import dtype_name, dtype_of
 from foretell.errors import FileFormatError, UserError
@@ -35,7 +35,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class InitReport:
     """What `--init-from` did."""
 
     path: str
@@ -67,11 +67,11 @@ class Report:
 class Offer:
     """A tensor that is there to be had; read when asked."""
 
-    spec: Spec
+    spec: TensorMeta
     read: Callable[[], Tensor]
 
 
-def load_into(model: nn.Module, path: Path, *, may_miss: Sequence[str] = ()) -> Report:
+def load_into(model: nn.Module, path: Path, *, may_miss: Sequence[str] = ()) -> InitReport:
     """Put pretrained weights into a model of real tensors. `may_miss`: names, or their beginnings, that need not be there."""
     offers = offered(path)
     wanted = _wanted(model)
@@ -79,7 +79,7 @@ def load_into(model: nn.Module, path: Path, *, may_miss: Sequence[str] = ()) -> 
     named: dict[str, str] = {}
     for original in offers:
         named.setdefault(rename(original), original)
-    pairs: list[tuple[_Group, list[str]]] = []
+    pairs: list[tuple[_TiedNames, list[str]]] = []
     missing: list[str] = []
     built: list[str] = []
     wrong: list[str] = []
@@ -103,7 +103,7 @@ def load_into(model: nn.Module, path: Path, *, may_miss: Sequence[str] = ()) -> 
             tensor.copy_(value)
     used = {name for _, had in pairs for name in had}
     path = store.resolve(path) if path.is_dir() and _has_checkpoints(path) else path
-    return Report(
+    return InitReport(
         path=str(path), matched=tuple(group.names[0] for group, _ in pairs), missing=tuple(missing), built=tuple(built),
         left_over=tuple(name for name in offers if name not in used), cast=cast, prefix=words,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _TiedNames:
     """A tensor of the model under all its names."""
 
     names: tuple[str, ...]
@@ -125,14 +125,14 @@ class _Group:
     is_parameter: bool
 
 
-def _wanted(model: nn.Module) -> list[_Group]:
+def _wanted(model: nn.Module) -> list[_TiedNames]:
     groups: dict[int, tuple[list[str], Tensor, bool]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), ([], parameter.detach(), True))[0].append(name)
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             groups.setdefault(id(value), ([], value.detach(), False))[0].append(name)
-    return [_Group(tuple(names), tensor, is_parameter) for names, tensor, is_parameter in groups.values()]
+    return [_TiedNames(tuple(names), tensor, is_parameter) for names, tensor, is_parameter in groups.values()]
 
 
 def _renaming(offers: Iterable[str], wanted: Sequence[str]) -> tuple[Callable[[str], str], str]:
@@ -150,8 +150,8 @@ def _without(first: str, name: str) -> str:
     return name.removeprefix(first)
 
 
-def _unlike(group: _Group, had: Sequence[tuple[str, Spec]]) -> list[str]:
-    mine = Spec(tuple(group.tensor.shape), dtype_name(group.tensor.dtype))
+def _unlike(group: _TiedNames, had: Sequence[tuple[str, TensorMeta]]) -> list[str]:
+    mine = TensorMeta(tuple(group.tensor.shape), dtype_name(group.tensor.dtype))
     found = []
     for name, spec in had:
         floats = dtype_of(spec.dtype).is_floating_point == group.tensor.is_floating_point()
@@ -177,7 +177,7 @@ def _refuse(path: Path, missing: Sequence[str], unlike: Sequence[str], *, matche
     )  # fmt: skip
 
 
-def _read(group: _Group, had: Sequence[str], offers: Mapping[str, Offer]) -> Tensor:
+def _read(group: _TiedNames, had: Sequence[str], offers: Mapping[str, Offer]) -> Tensor:
     value = offers[had[0]].read()
     for other in had[1:]:
         if not torch.equal(value, offers[other].read()):
@@ -250,7 +250,7 @@ def _of_checkpoint(path: Path) -> dict[str, Offer]:
         if full.startswith("model/"):
             found[full.removeprefix("model/")] = Offer(spec, lambda full=full: reader.whole(full))  # type: ignore[misc]
     for name, value in buffers_of(reader).items():
-        found.setdefault(name, Offer(Spec(tuple(value.shape), dtype_name(value.dtype)), lambda value=value: value))  # type: ignore[misc]
+        found.setdefault(name, Offer(TensorMeta(tuple(value.shape), dtype_name(value.dtype)), lambda value=value: value))  # type: ignore[misc]
     return found
 
 
@@ -314,7 +314,7 @@ def _header_of(path: Path) -> tuple[int, bytes]:
 
 
 def _offer(path: Path, base: int, size: int, name: str, entry: Mapping[str, Any]) -> Offer:
-    spec = Spec(shape_of(entry["shape"]), NAMES[entry["dtype"]])
+    spec = TensorMeta(shape_of(entry["shape"]), NAMES[entry["dtype"]])
     start, end = (about.whole(value, f"a place of {name}") for value in entry["data_offsets"])
     if end - start != prod(spec.shape) * itemsize(spec.dtype) or base + end > size:
         raise ValueError(f"{name} has another size than it says")

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from foretell.checkpoint import store
 from foretell.checkpoint.boxes import Box, whole
-from foretell.checkpoint.format import CHUNK_BYTES, OLDER, Damaged, Entry, Header, Spec, itemsize, opened
-from foretell.checkpoint.store import THREADS, Saved
+from foretell.checkpoint.format import CHUNK_BYTES, OLDER, Damaged, FileEntry, Header, TensorMeta, itemsize, opened
+from foretell.checkpoint.store import THREADS, SavedCheckpoint
 from foretell.checkpoint.tree import dtype_of, filled, names
 from foretell.errors import InternalError, UserError
 from foretell.units import human_bytes
@@ -36,7 +36,7 @@ class Want:
 class _Source:
     path: Path
     base: int
-    entry: Entry
+    entry: FileEntry
     loose: frozenset[str]
 
 
@@ -44,7 +44,7 @@ class Reader:
     """A checkpoint whose manifest and headers are as they were written, and whose files hold every tensor in full: no more
     memory is asked for than there are bytes."""
 
-    def __init__(self, saved: Saved) -> None:
+    def __init__(self, saved: SavedCheckpoint) -> None:
         self.saved, self._loose = saved, store.loose(saved.about)
         self.headers: Mapping[int, Header] = {h.rank: h for h in store.headers(saved).values()}
         lacking = store.missing(saved.manifest, self.headers.values())
@@ -57,7 +57,7 @@ class Reader:
                     self._sources[entry.name].append(self._source(header.rank, entry))
 
     @property
-    def tensors(self) -> Mapping[str, Spec]:
+    def tensors(self) -> Mapping[str, TensorMeta]:
         return self.saved.manifest.tensors
 
     def read(self, wants: Sequence[Want]) -> None:
@@ -98,7 +98,7 @@ class Reader:
                 raise Damaged(f"{self.saved.path} has no {only} of rank {rank}", OLDER)
         needed = names(outline)
         entries = [entry for entry in header.entries if not entry.name and entry.key in needed]
-        tensors = {entry.key: _memory(Spec(entry.box.size, entry.dtype), entry.key) for entry in entries}
+        tensors = {entry.key: _memory(TensorMeta(entry.box.size, entry.dtype), entry.key) for entry in entries}
         jobs = [
             (self._source(rank, entry), [(Want(name=entry.key, box=entry.box, into=tensors[entry.key]), entry.box)])
             for entry in entries
@@ -113,12 +113,12 @@ class Reader:
             if writer % ranks == rank:
                 self.own(writer)
 
-    def _source(self, rank: int, entry: Entry) -> _Source:
+    def _source(self, rank: int, entry: FileEntry) -> _Source:
         name = f"rank-{rank:05d}.safetensors"
         return _Source(self.saved.path / name, self.saved.files[name].header_bytes, entry, self._loose)
 
 
-def _memory(spec: Spec, name: str) -> Tensor:
+def _memory(spec: TensorMeta, name: str) -> Tensor:
     try:
         return torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
     except (RuntimeError, MemoryError) as error:
@@ -174,7 +174,7 @@ def _fill(handle: int, source: _Source, wants: list[tuple[Want, Box]]) -> None:
         want.into[common.within(want.box).slices()] = rows[inner.slices()].reshape(common.size)
 
 
-def differences(wanted: Mapping[str, Spec], found: Mapping[str, Spec]) -> tuple[str, ...]:
+def differences(wanted: Mapping[str, TensorMeta], found: Mapping[str, TensorMeta]) -> tuple[str, ...]:
     """How the tensors of a model and of a checkpoint differ, in words; names without their first part."""
     told = []
     for name in dict.fromkeys((*wanted, *found)):
@@ -189,7 +189,7 @@ def differences(wanted: Mapping[str, Spec], found: Mapping[str, Spec]) -> tuple[
     return tuple(told)
 
 
-def item_bytes(spec: Spec) -> int:
+def item_bytes(spec: TensorMeta) -> int:
     size = itemsize(spec.dtype)
     for length in spec.shape:
         size *= length

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from foretell.checkpoint import store
-from foretell.checkpoint.format import MANIFEST, File, Header, Manifest, Spec, dump_manifest, file_name
-from foretell.checkpoint.store import PARTIAL, Saved
-from foretell.checkpoint.write import Image, Layout, Live, Piece, pwrite, write_file
+from foretell.checkpoint.format import MANIFEST, CheckpointFile, Header, Manifest, TensorMeta, dump_manifest, file_name
+from foretell.checkpoint.store import PARTIAL, SavedCheckpoint
+from foretell.checkpoint.write import FileLayout, Image, Live, TensorPiece, pwrite, write_file
 from foretell.errors import FileFormatError, UserError
 
 KEEP = 2
@@ -41,7 +41,7 @@ MEMORY_SHARE = 0.8
 """Of the host's free memory: an image that needs more is not made, and training waits while the file is written."""
 
 
-class Team(Protocol):
+class SaveGroup(Protocol):
     """The ranks that save together."""
 
     @property
@@ -64,10 +64,10 @@ class NotSaved:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Done:
+class SaveResult:
     """How a save went."""
 
-    result: Saved | NotSaved
+    result: SavedCheckpoint | NotSaved
     stall_seconds: float
     """How long training waited."""
     seconds: float
@@ -87,7 +87,7 @@ class _Under:
     partial: Path
     final: Path
     about: Mapping[str, Any]
-    layout: Layout
+    layout: FileLayout
     source: Image | Live
     began: float
     stall_seconds: float = 0.0
@@ -112,7 +112,7 @@ class Saver:
     """Saves of one run on this rank. `team` is used by the caller's thread, `back` by the writing thread alone."""
 
     def __init__(
-        self, folder: Path, team: Team, back: Team, *, keep: int = KEEP, pin: bool = False,
+        self, folder: Path, team: SaveGroup, back: SaveGroup, *, keep: int = KEEP, pin: bool = False,
         spare: Callable[[], int | None] | None = None,
     ) -> None:  # fmt: skip
         """`spare` tells how many bytes of host memory can be had; None where that is not known."""
@@ -123,7 +123,7 @@ class Saver:
         self._image: Image | None = None
         self._thread: threading.Thread | None = None
         self._warming: threading.Thread | None = None
-        self._done: Done | None = None
+        self._done: SaveResult | None = None
         self._under: _Under | None = None
         self._last: _Under | None = None
         """What goes on beside training, until it is told: how long training waits for it is known late."""
@@ -132,9 +132,9 @@ class Saver:
 
     # ------------------------------------------------------------ what the training loop calls
 
-    def warm(self, pieces: Sequence[Piece], own: Mapping[str, Any]) -> None:
+    def warm(self, pieces: Sequence[TensorPiece], own: Mapping[str, Any]) -> None:
         """Get memory for images ahead of the first save, aside; tensors will be of these shapes."""
-        layout = Layout(pieces, own, {})
+        layout = FileLayout(pieces, own, {})
 
         def work() -> None:
             with contextlib.suppress(RuntimeError, MemoryError):
@@ -144,7 +144,7 @@ class Saver:
         self._warming.start()
 
     def begin(
-        self, step: int, pieces: Sequence[Piece], own: Mapping[str, Any], about: Mapping[str, Any], *,
+        self, step: int, pieces: Sequence[TensorPiece], own: Mapping[str, Any], about: Mapping[str, Any], *,
         extra: Mapping[str, Any] | None = None, wait: bool = False,
     ) -> None:  # fmt: skip
         """Save this moment; all ranks call it. With `wait` it is done when this returns, and no image is made."""
@@ -153,7 +153,7 @@ class Saver:
         began = time.perf_counter()
         made = self._agree(step, pieces, own, extra or {})
         if isinstance(made, NotSaved):
-            self._done = Done(result=made, stall_seconds=time.perf_counter() - began, seconds=time.perf_counter() - began)
+            self._done = SaveResult(result=made, stall_seconds=time.perf_counter() - began, seconds=time.perf_counter() - began)
             return
         generation, layout = made
         name = store.folder_name(step)
@@ -189,7 +189,7 @@ class Saver:
         under.stall_seconds += time.perf_counter() - began
         self.stall_seconds = under.stall_seconds
 
-    def poll(self) -> Done | None:
+    def poll(self) -> SaveResult | None:
         """How the last save went, told once and as soon as it is known."""
         if self._thread is not None and self._thread.is_alive():
             return None
@@ -208,13 +208,13 @@ class Saver:
     # ------------------------------------------------------------ begin
 
     def _agree(
-        self, step: int, pieces: Sequence[Piece], own: Mapping[str, Any], extra: Mapping[str, Any]
-    ) -> tuple[str, Layout] | NotSaved:
+        self, step: int, pieces: Sequence[TensorPiece], own: Mapping[str, Any], extra: Mapping[str, Any]
+    ) -> tuple[str, FileLayout] | NotSaved:
         """A folder for all of them, and what this rank puts there."""
         generation, layout = secrets.token_hex(8), None
         said: dict[str, Any] = {"generation": generation}
         try:
-            layout = Layout(pieces, own, extra)
+            layout = FileLayout(pieces, own, extra)
             if self.team.rank == 0:
                 self._make_folder(f"{store.folder_name(step)}.{generation[:8]}{PARTIAL}")
         except (OSError, UserError, RuntimeError, MemoryError) as error:
@@ -233,7 +233,7 @@ class Saver:
             shutil.rmtree(left, ignore_errors=True)
         (self.folder / name).mkdir(mode=0o700)
 
-    def _image_for(self, layout: Layout) -> Image | None:
+    def _image_for(self, layout: FileLayout) -> Image | None:
         """Memory to copy everything to; None where there is not enough."""
         image, ways = self._image, (layout.elsewhere(host=False), layout.elsewhere(host=True))
         if image is None or image.form != layout.form or image.direct not in ways:
@@ -244,7 +244,7 @@ class Saver:
                 return None
         return self._image
 
-    def _new_image(self, layout: Layout) -> Image | None:
+    def _new_image(self, layout: FileLayout) -> Image | None:
         """An image of everything that has no bytes elsewhere; where that is too large, of what is not in host memory."""
         free = self.spare()
         for host in (False, True):
@@ -287,14 +287,14 @@ class Saver:
             result = NotSaved(step=under.step, why=f"rank {self.back.rank}: {_words(error)}")
         direct = under.source.direct if isinstance(under.source, Image) else frozenset()
         sizes = [under.layout.entries[number] for number in direct if under.layout.reads[number] is None]
-        self._done = Done(
+        self._done = SaveResult(
             result=result, stall_seconds=under.stall_seconds, seconds=seconds, check_seconds=check_seconds,
             direct_bytes=sum(entry.end - entry.start for entry in sizes),
         )  # fmt: skip
 
-    def _saved(self, under: _Under) -> tuple[Saved | NotSaved, float, float]:
+    def _saved(self, under: _Under) -> tuple[SavedCheckpoint | NotSaved, float, float]:
         name = file_name(self.back.rank)
-        own: File | None = None
+        own: CheckpointFile | None = None
         said: dict[str, Any] = {}
         try:
             if under.broken:
@@ -322,20 +322,20 @@ class Saver:
         if why or own is None:
             return NotSaved(step=under.step, why=why), seconds, 0.0
         if manifest is None:
-            files = {file_name(rank): File(**one) for rank, one in enumerate(told)}
+            files = {file_name(rank): CheckpointFile(**one) for rank, one in enumerate(told)}
             manifest = self._draft(under, files)
-        saved = Saved(path=under.final, manifest=manifest)
+        saved = SavedCheckpoint(path=under.final, manifest=manifest)
         bad = self._checked(saved, name, aside)
         return NotSaved(step=under.step, why=bad) if bad else saved, seconds, time.perf_counter() - under.began - seconds
 
-    def _draft(self, under: _Under, files: Mapping[str, File]) -> Manifest:
+    def _draft(self, under: _Under, files: Mapping[str, CheckpointFile]) -> Manifest:
         return Manifest(
             generation=under.generation, step=under.step, world=self.back.world, files=files, tensors={}, about=under.about
         )
 
     def _commit(self, under: _Under, told: Sequence[Mapping[str, int]]) -> tuple[Manifest, Path | None]:
         """Rank 0: everything is there, so it gets its name. What had that name is put aside, and told."""
-        draft = self._draft(under, {file_name(rank): File(**one) for rank, one in enumerate(told)})
+        draft = self._draft(under, {file_name(rank): CheckpointFile(**one) for rank, one in enumerate(told)})
         written = []
         for name in draft.files:
             if not (under.partial / name).exists():
@@ -354,7 +354,7 @@ class Saver:
         store.sync(self.folder)
         return manifest, aside
 
-    def _checked(self, saved: Saved, name: str, aside: Path | None) -> str:
+    def _checked(self, saved: SavedCheckpoint, name: str, aside: Path | None) -> str:
         """Read this rank's file back. What is wrong with any rank's; empty where nothing is."""
         found: list[str] = []
         if (saved.path / name).exists():  # on a slow shared disk the new name may not be known everywhere yet
@@ -373,12 +373,12 @@ class Saver:
         return ""
 
 
-def _tensors(written: Sequence[Header]) -> dict[str, Spec]:
-    found: dict[str, Spec] = {}
+def _tensors(written: Sequence[Header]) -> dict[str, TensorMeta]:
+    found: dict[str, TensorMeta] = {}
     for header in written:
         for entry in header.entries:
             if entry.name:
-                found.setdefault(entry.name, Spec(entry.shape, entry.dtype))
+                found.setdefault(entry.name, TensorMeta(entry.shape, entry.dtype))
     return dict(sorted(found.items()))
 
 

@@ -19,9 +19,9 @@ from foretell.checkpoint.format import (
     CHUNK_BYTES,
     MANIFEST,
     OLDER,
+    CheckpointFile,
     Damaged,
-    Entry,
-    File,
+    FileEntry,
     Header,
     Manifest,
     opened,
@@ -37,7 +37,7 @@ _NAME = re.compile(r"step-([0-9]{1,18})(?:-[0-9a-f]{1,32})?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint that has everything it should have, as far as names and sizes tell."""
 
     path: Path
@@ -52,7 +52,7 @@ class Saved:
         return self.manifest.about
 
     @property
-    def files(self) -> Mapping[str, File]:
+    def files(self) -> Mapping[str, CheckpointFile]:
         return self.manifest.files
 
     @property
@@ -75,7 +75,7 @@ def candidates(folder: Path) -> list[Path]:
     return [path for *_, path in sorted(found)]
 
 
-def look(path: Path) -> Saved:
+def look(path: Path) -> SavedCheckpoint:
     """A checkpoint whose manifest can be trusted and whose files are there in full; raises what is wrong."""
     manifest = read_manifest(path)
     for name, file in manifest.files.items():
@@ -85,10 +85,10 @@ def look(path: Path) -> Saved:
             raise Damaged(f"{path / name} is missing", OLDER) from None
         if size != file.bytes:
             raise Damaged(f"{path / name} has {size} bytes and was written with {file.bytes}", OLDER)
-    return Saved(path=path, manifest=manifest)
+    return SavedCheckpoint(path=path, manifest=manifest)
 
 
-def complete(folder: Path) -> list[Saved]:
+def complete(folder: Path) -> list[SavedCheckpoint]:
     """Checkpoints that have everything, the newest first; not a byte of their tensors is read."""
     found = []
     for path in candidates(folder):
@@ -165,7 +165,7 @@ def _tell_other_generation(raw: bytes, path: Path, manifest: Manifest) -> None:
         raise Damaged(f"{path} belongs to another save ({found[1].decode()}, not {manifest.generation})", OLDER)
 
 
-def headers(saved: Saved) -> dict[str, Header]:
+def headers(saved: SavedCheckpoint) -> dict[str, Header]:
     """All of them; the first that is not as written is raised."""
     with ThreadPoolExecutor(THREADS) as pool:
         found = pool.map(lambda name: read_header(saved.path, name, saved.manifest), saved.files)
@@ -179,7 +179,7 @@ def loose(about: Mapping[str, Any]) -> frozenset[str]:
 
 
 def read_chunks(
-    handle: int, base: int, entry: Entry, first: int, into: memoryview, where: Path, loose: frozenset[str] = frozenset()
+    handle: int, base: int, entry: FileEntry, first: int, into: memoryview, where: Path, loose: frozenset[str] = frozenset()
 ) -> None:
     """Fill `into` with the bytes of an entry from chunk `first` on, and check every chunk against its checksum. Values that
     are not finite are damage too, but for tensors in `loose`."""

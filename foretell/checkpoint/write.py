@@ -16,7 +16,17 @@ import torch
 from torch import Tensor
 
 from foretell.checkpoint.boxes import Box, Shape, whole
-from foretell.checkpoint.format import CHUNK_BYTES, OWN, Entry, File, Header, data_sum, dump_header, entry_key, itemsize
+from foretell.checkpoint.format import (
+    CHUNK_BYTES,
+    OWN,
+    CheckpointFile,
+    FileEntry,
+    Header,
+    data_sum,
+    dump_header,
+    entry_key,
+    itemsize,
+)
 from foretell.checkpoint.store import THREADS
 from foretell.checkpoint.tree import Outline, dtype_name
 from foretell.errors import UserError
@@ -24,7 +34,7 @@ from foretell.units import DTYPE_BYTES, human_bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Piece:
+class TensorPiece:
     """A box of a whole tensor, and this rank's tensor with what is in it."""
 
     name: str
@@ -36,10 +46,10 @@ class Piece:
     """Gives the bytes from one place to another, as uint8 in host memory, where the tensor itself has none."""
 
 
-class Layout:
+class FileLayout:
     """Where every tensor of a rank's file lies. Larger items come first, so that none begins at an odd place."""
 
-    def __init__(self, pieces: Sequence[Piece], own: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+    def __init__(self, pieces: Sequence[TensorPiece], own: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         outline = Outline(own, OWN)
         self.own, self.extra = outline.tree, dict(extra)
         shapes: list[tuple[str, str, Shape, Box, Tensor, Callable[[int, int], Tensor] | None]] = [
@@ -47,7 +57,7 @@ class Layout:
         ]
         shapes += [(entry_key(p.name, p.shape, p.box), p.name, p.shape, p.box, p.tensor, p.read) for p in pieces]
         shapes.sort(key=lambda one: (-_size(one[4]), one[0]))
-        self.entries: list[Entry] = []
+        self.entries: list[FileEntry] = []
         self.tensors: list[Tensor] = []
         self.reads: list[Callable[[int, int], Tensor] | None] = []
         at = 0
@@ -56,7 +66,7 @@ class Layout:
             if dtype not in DTYPE_BYTES:
                 raise UserError(f"{key} is of {dtype}, which cannot be saved", "keep it in another dtype")
             end = at + box.volume * itemsize(dtype)
-            self.entries.append(Entry(key=key, name=name, dtype=dtype, shape=shape, box=box, start=at, end=end))
+            self.entries.append(FileEntry(key=key, name=name, dtype=dtype, shape=shape, box=box, start=at, end=end))
             self.tensors.append(tensor.detach())
             self.reads.append(read)
             at = end
@@ -85,7 +95,7 @@ class Image:
 
     Entries in `direct` have no place in it: they are written from where they are, and may not change until then."""
 
-    def __init__(self, layout: Layout, *, pin: bool, direct: frozenset[int] = frozenset()) -> None:
+    def __init__(self, layout: FileLayout, *, pin: bool, direct: frozenset[int] = frozenset()) -> None:
         self.form, self.direct = layout.form, direct
         self._at, size = {}, 0
         for number, entry in enumerate(layout.entries):
@@ -96,7 +106,7 @@ class Image:
         self.memory.fill_(0)  # pages are given out when first touched: now, and not in the middle of a save
         self._live: Live | None = None
 
-    def take(self, layout: Layout, *, own: bool) -> None:
+    def take(self, layout: FileLayout, *, own: bool) -> None:
         """Copy what the rank keeps for itself, or everything else, as it is now. On a GPU it is only asked for."""
         self._live = Live(layout)
         for number, (entry, tensor) in enumerate(zip(layout.entries, layout.tensors, strict=True)):
@@ -105,14 +115,14 @@ class Image:
                 into = self.memory[start : start + entry.end - entry.start].view(tensor.dtype).view(entry.box.size)
                 into.copy_(tensor, non_blocking=True)
 
-    def bytes_of(self, layout: Layout, number: int, first: int, last: int) -> Any:
+    def bytes_of(self, layout: FileLayout, number: int, first: int, last: int) -> Any:
         if number in self.direct:
             assert self._live is not None
             return self._live.bytes_of(layout, number, first, last)
         start = self._at[number]
         return self.memory[start + first : start + last].numpy()
 
-    def forget(self, layout: Layout, *, direct: bool) -> None:
+    def forget(self, layout: FileLayout, *, direct: bool) -> None:
         """Let go of tensors that are copied, or of those that were written from where they are."""
         for number in range(len(layout.tensors)):
             if direct == (number in self.direct):
@@ -123,14 +133,14 @@ class Image:
 class Live:
     """Bytes of tensors as they are now, a chunk at a time: slower than an image for those who wait, but no copy of all."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: FileLayout) -> None:
         self.layout = layout
         self._flat = functools.lru_cache(maxsize=2 * THREADS)(self._flattened)
 
     def _flattened(self, number: int) -> Tensor:
         return self.layout.tensors[number].contiguous().reshape(-1).view(torch.uint8)
 
-    def bytes_of(self, layout: Layout, number: int, first: int, last: int) -> Any:
+    def bytes_of(self, layout: FileLayout, number: int, first: int, last: int) -> Any:
         read = layout.reads[number]
         if read is not None:
             return read(first, last).numpy()
@@ -138,9 +148,9 @@ class Live:
 
 
 def write_file(
-    path: Path, layout: Layout, *, rank: int, step: int, generation: str, source: Image | Live, checks: bool = True,
+    path: Path, layout: FileLayout, *, rank: int, step: int, generation: str, source: Image | Live, checks: bool = True,
     free: Callable[[], None] = lambda: None,
-) -> File:  # fmt: skip
+) -> CheckpointFile:  # fmt: skip
     """Write, sync and tell what must be there. An error of any thread is raised here. `checks` is off in measurements; `free`
     is called as soon as what is written from where it is may change again."""
     header = Header(
@@ -174,7 +184,7 @@ def write_file(
         os.fsync(handle)
     finally:
         os.close(handle)
-    return File(bytes=base + layout.bytes, header_bytes=base, header_crc32=zlib.crc32(head), crc32=data_sum(entries))
+    return CheckpointFile(bytes=base + layout.bytes, header_bytes=base, header_crc32=zlib.crc32(head), crc32=data_sum(entries))
 
 
 Extent = list[tuple[int, int, int]]
@@ -184,7 +194,7 @@ Extent = list[tuple[int, int, int]]
 class _Job:
     """A file under way; its methods run in several threads."""
 
-    def __init__(self, handle: int, base: int, layout: Layout, source: Image | Live) -> None:
+    def __init__(self, handle: int, base: int, layout: FileLayout, source: Image | Live) -> None:
         self.handle, self.base, self.layout, self.source = handle, base, layout, source
         self.sums: dict[tuple[int, int], int] = {}
 
@@ -224,11 +234,11 @@ def _all(pool: ThreadPoolExecutor, work: Callable[[Extent], None], extents: list
         raise
 
 
-def _chunks(entry: Entry) -> int:
+def _chunks(entry: FileEntry) -> int:
     return -(-(entry.end - entry.start) // CHUNK_BYTES)
 
 
-def _extents(entries: Sequence[Entry], direct: frozenset[int]) -> Iterator[Extent]:
+def _extents(entries: Sequence[FileEntry], direct: frozenset[int]) -> Iterator[Extent]:
     """In one row only what is written from where it is, or only what is not."""
     row: Extent = []
     size = 0

@@ -29,7 +29,7 @@ Import = tuple[str, str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ScriptPart:
     """One stretch of the script."""
 
     title: str
@@ -37,12 +37,12 @@ class Part:
     imports: frozenset[Import] = frozenset()
 
 
-def piece(name: str, flags: Mapping[str, bool], values: Mapping[str, str] | None = None) -> Part:
+def piece(name: str, flags: Mapping[str, bool], values: Mapping[str, str] | None = None) -> ScriptPart:
     """A part of the folder `pieces` as this plan needs it; `values` replace those of its constants."""
     return part_of((PIECES / f"{name}.py").read_text(encoding="utf-8"), flags, values)
 
 
-def part_of(source: str, flags: Mapping[str, bool] | None = None, values: Mapping[str, str] | None = None) -> Part:
+def part_of(source: str, flags: Mapping[str, bool] | None = None, values: Mapping[str, str] | None = None) -> ScriptPart:
     """Any Python text as a part: without its docstring, which becomes the title, and without its imports.
 
     Conditions are looked for where there are flags: in foretell's own pieces, never in text that holds names of a plan.
@@ -63,10 +63,10 @@ def part_of(source: str, flags: Mapping[str, bool] | None = None, values: Mappin
     if title:
         _drop(tree.body[0], lines)
     body = re.sub(r"\n{4,}", "\n\n\n", "\n".join(line for line in lines if line is not None).strip("\n"))
-    return Part(title=title, body=body, imports=frozenset(imports_of(tree)))
+    return ScriptPart(title=title, body=body, imports=frozenset(imports_of(tree)))
 
 
-def script(header: str, parts: Iterable[Part]) -> str:
+def script(header: str, parts: Iterable[ScriptPart]) -> str:
     """The whole file."""
     parts = [part for part in parts if part.body]
     body = "\n\n\n".join(f"# {'-' * 3} {part.title} {'-' * max(3, 92 - len(part.title))}\n\n{part.body}" for part in parts)

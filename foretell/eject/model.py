@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from foretell import zoo
-from foretell.eject.compose import Part, dotted, is_word, literal, part_of, taken
+from foretell.eject.compose import ScriptPart, dotted, is_word, literal, part_of, taken
 from foretell.errors import UserError
 from foretell.plan.recipe import source_of
 from foretell.plan.types import Plan
@@ -34,7 +34,7 @@ _IMPORTS = "from typing import Any\n\nimport torch\nfrom torch import Tensor, nn
 class Brought:
     """What the script has of the model, and what it learns from."""
 
-    part: Part
+    part: ScriptPart
     workload: Workload
     """On fake tensors."""
     samples: str

@@ -11,14 +11,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from foretell.eject.places import File, NotFound, called, receiver
+from foretell.eject.places import NotFound, SourceFile, called, receiver
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.plan.blocks import expand
 from foretell.plan.precision import in_plan
 from foretell.plan.recipe import known_blocks
 from foretell.plan.types import FP16, Plan
-from foretell.search.traces.scripted import Facts, facts_of
+from foretell.search.traces.scripted import ScriptFacts, facts_of
 from foretell.trace.script.words import of_model
 
 COUNT = "micro_batches"
@@ -53,21 +53,21 @@ class Patch:
 @dataclass
 class _Edits:
     plan: Plan
-    facts: Facts
-    files: dict[str, File] = field(default_factory=dict)
+    facts: ScriptFacts
+    files: dict[str, SourceFile] = field(default_factory=dict)
     instructions: list[str] = field(default_factory=list)
     imports: dict[str, list[str]] = field(default_factory=dict)
     """File → import lines."""
     top: dict[str, list[str]] = field(default_factory=dict)
 
-    def at(self, what: str) -> tuple[File, int]:
+    def at(self, what: str) -> tuple[SourceFile, int]:
         """The file and line where the script does something."""
         if what not in self.facts.places:
             raise NotFound(f"no line of the script's own makes its {what}")
         path, line, _ = self.facts.places[what]
         name = os.path.relpath(path)
         if name not in self.files:
-            self.files[name] = File(name)
+            self.files[name] = SourceFile(name)
         return self.files[name], int(line)
 
     def line(self, what: str) -> str:
@@ -77,7 +77,7 @@ class _Edits:
     def direct(self, what: str) -> bool:
         return bool(self.facts.places.get(what, ("", 0, False))[2])
 
-    def needs(self, file: File, *lines: str) -> None:
+    def needs(self, file: SourceFile, *lines: str) -> None:
         found = self.imports.setdefault(file.path, [])
         found += [line for line in lines if line not in found and line not in file.lines]
 
@@ -155,7 +155,7 @@ def _command(edits: _Edits) -> str:
 # --- the loader --------------------------------------------------------------------------------------------------------
 
 
-def _keyword(file: File, call: ast.Call, name: str, value: str) -> None:
+def _keyword(file: SourceFile, call: ast.Call, name: str, value: str) -> None:
     there = next((one for one in call.keywords if one.arg == name), None)
     if there is not None:
         file.replace(there.value, value)
@@ -169,12 +169,12 @@ def _keyword(file: File, call: ast.Call, name: str, value: str) -> None:
         file.append(last, f", {name}={value}")
 
 
-def _library_call(edits: _Edits, which: int) -> tuple[File, ast.Call, str] | None:
+def _library_call(edits: _Edits, which: int) -> tuple[SourceFile, ast.Call, str] | None:
     """The call of a library that says the micro-batch (0) or accumulation (1), in the script's file."""
     name = os.path.relpath(edits.facts.script.file) if edits.facts.script.file else ""
     if not name:
         return None
-    file = edits.files.setdefault(name, File(name))
+    file = edits.files.setdefault(name, SourceFile(name))
     for kind, words in _KEYWORDS.items():
         calls = file.calls(kind) if words[which] else []
         if calls:
@@ -200,7 +200,7 @@ def _loader(edits: _Edits) -> None:
         _spread_samples(edits, file, call)
 
 
-def _spread_samples(edits: _Edits, file: File, call: ast.Call) -> None:
+def _spread_samples(edits: _Edits, file: SourceFile, call: ast.Call) -> None:
     words = {one.arg: one for one in call.keywords}
     if len(call.args) != 1 and not (len(call.args) == 2 and isinstance(call.args[0], ast.expr)):
         raise NotFound(f"{file.path}:{call.lineno} gives its loader more by place than data and size")
@@ -344,7 +344,7 @@ def _model_lines(edits: _Edits) -> list[str]:
     return lines
 
 
-def _model_imports(edits: _Edits, file: File) -> None:
+def _model_imports(edits: _Edits, file: SourceFile) -> None:
     modes = {one.mode for one in edits.plan.blocks.values()}
     if not file.imported("torch"):
         edits.needs(file, "import torch")
@@ -363,7 +363,7 @@ def _start(edits: _Edits) -> None:
     if not edits.facts.script.file:
         raise NotFound("the script is started as a module")
     name = os.path.relpath(edits.facts.script.file)
-    file = edits.files.setdefault(name, File(name))
+    file = edits.files.setdefault(name, SourceFile(name))
     numbered = ("cuda:0", "cuda:1")
     fixed = next((node.lineno for node in ast.walk(file.tree) if isinstance(node, ast.Constant) and node.value in numbered), None)
     if fixed is not None:
@@ -382,7 +382,7 @@ def _by_a_library(edits: _Edits) -> Patch:
     """Several devices of a script whose loop is a library's: what to tell that library."""
     plan, facts = edits.plan, edits.facts
     name = os.path.relpath(facts.script.file) if facts.script.file else ""
-    file = File(name) if name else None
+    file = SourceFile(name) if name else None
     calls = [(kind, call) for kind in (*_KEYWORDS, "Fabric") if file is not None for call in file.calls(kind)]
     where = {kind: f"{name}:{call.lineno}" for kind, call in calls}
     mesh, shards = plan.mesh, plan.mesh.dp_shard > 1

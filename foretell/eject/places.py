@@ -20,7 +20,7 @@ class NotFound(Exception):
     """The place is not one that can be told by its lines."""
 
 
-class File:
+class SourceFile:
     """One file of the user's, and what is to change in it."""
 
     def __init__(self, path: str) -> None:

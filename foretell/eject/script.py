@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from foretell.eject.compose import Part, is_word, literal, part_of, piece, script
+from foretell.eject.compose import ScriptPart, is_word, literal, part_of, piece, script
 from foretell.eject.model import Brought, bring
 from foretell.errors import UserError
 from foretell.plan import legal, paths
@@ -17,7 +17,7 @@ from foretell.plan.recipe import refuse_other_model
 from foretell.plan.text import plain, shell_word
 from foretell.plan.types import AXES, FP16, KEEP, PRECISIONS, Mesh, Plan
 from foretell.runtime.parallel.shard import units
-from foretell.runtime.train.folder import Settings
+from foretell.runtime.train.folder import RunSettings
 from foretell.trace.fold.blocks import find_blocks
 
 SCHEDULES = {"gpipe": "gpipe", "1f1b": "one", "interleaved-1f1b": "looped"}
@@ -39,9 +39,9 @@ class Ejected:
     notes: tuple[str, ...]
 
 
-def eject(plan: Plan, out: Path, settings: Settings | None = None) -> Ejected:
+def eject(plan: Plan, out: Path, settings: RunSettings | None = None) -> Ejected:
     """The script of a plan, to be written to `out`; raises what needs foretell's own runtime, and why."""
-    settings = settings or Settings()
+    settings = settings or RunSettings()
     legal.check(plan, legal.facts_of(plan))
     for what, why in needs_runtime(plan):
         raise UserError(f"{what} cannot be ejected: {why}", "run it with `foretell run`, or change that in the plan")
@@ -136,7 +136,7 @@ def _plain_units(brought: Brought, blocks: Sequence[str]) -> bool:
     return [[id(block) for block in unit] for unit in units(model, blocks)] == [[id(model.get_submodule(path))] for path in blocks]
 
 
-def _values(plan: Plan, brought: Brought, blocks: Sequence[str], settings: Settings, out: Path) -> dict[str, str]:
+def _values(plan: Plan, brought: Brought, blocks: Sequence[str], settings: RunSettings, out: Path) -> dict[str, str]:
     mesh = {axis: getattr(plan.mesh, axis) for axis in AXES if getattr(plan.mesh, axis) > 1 and axis != "ep"}
     if plan.mesh.dp_replicate > 1:
         mesh["dp_shard"] = plan.mesh.dp_shard
@@ -179,7 +179,7 @@ def _rows_text(values: Mapping[str, Any]) -> str:
     return "{\n" + "".join(f"    {literal(key)}: {literal(value)},\n" for key, value in values.items()) + "}"
 
 
-def _pieces(plan: Plan, flags: Mapping[str, bool], values: Mapping[str, str]) -> list[Part]:
+def _pieces(plan: Plan, flags: Mapping[str, bool], values: Mapping[str, str]) -> list[ScriptPart]:
     names = ["order"] if flags["ordered"] else []
     names += ["text"] if flags["text"] else []
     names += ["own"] if flags["indexed"] or flags["stream"] else []

@@ -19,7 +19,7 @@ CROOKED = frozenset({"aten.mkldnn_rnn_layer.default"})
 _LOOSE = (types.ACTIVATION, types.LOGITS, types.TEMPORARY)
 
 
-class Unlike(Exception):
+class BatchMismatch(Exception):
     """The two traces are not of the same step."""
 
 
@@ -31,9 +31,9 @@ def rebatch(small: Trace, large: Trace, sizes: tuple[int, int], micro_batch: int
         return large
     line = _Line(sizes, micro_batch)
     if small.programs.keys() != large.programs.keys() or small.storages.keys() != large.storages.keys():
-        raise Unlike("the traces have other programs or storages")
+        raise BatchMismatch("the traces have other programs or storages")
     if any(op.name in CROOKED for op in small.ops()):
-        raise Unlike("what a recurrent layer keeps on this CPU is not known for other micro-batches")
+        raise BatchMismatch("what a recurrent layer keeps on this CPU is not known for other micro-batches")
     programs = {
         name: Program(name, line.ops(program.ops, large.programs[name].ops)) for name, program in small.programs.items()
     }
@@ -55,7 +55,7 @@ class _Line:
             return one
         slope, rest = divmod(two - one, self.second - self.first)
         if rest:
-            raise Unlike(f"a size of {one} and {two} is not on a line of whole numbers")
+            raise BatchMismatch(f"a size of {one} and {two} is not on a line of whole numbers")
         return one + slope * (self.wanted - self.first)
 
     def spec(self, one: TensorSpec, two: TensorSpec) -> TensorSpec:
@@ -64,19 +64,19 @@ class _Line:
         found = self.specs.get((one, two))
         if found is None:
             if one.dtype != two.dtype or len(one.shape) != len(two.shape):
-                raise Unlike("a tensor has another dtype or rank")
+                raise BatchMismatch("a tensor has another dtype or rank")
             shape = tuple(self.at(a, b) for a, b in zip(one.shape, two.shape, strict=True))
             found = self.specs[one, two] = TensorSpec(shape, one.dtype)
         return found
 
     def refs(self, one: Sequence[Ref], two: Sequence[Ref]) -> tuple[Ref, ...]:
         if len(one) != len(two) or any(a.storage != b.storage for a, b in zip(one, two, strict=True)):
-            raise Unlike("an op works on other tensors")
+            raise BatchMismatch("an op works on other tensors")
         return tuple(Ref(a.storage, self.spec(a.spec, b.spec)) for a, b in zip(one, two, strict=True))
 
     def ops(self, one: Sequence[Op], two: Sequence[Op]) -> tuple[Op, ...]:
         if len(one) != len(two):
-            raise Unlike("a program has another number of ops")
+            raise BatchMismatch("a program has another number of ops")
         return tuple(self.op(a, b) for a, b in zip(one, two, strict=True))
 
     def op(self, one: Op, two: Op) -> Op:
@@ -85,7 +85,7 @@ class _Line:
             and one.allocates == two.allocates and one.frees == two.frees and len(one.attrs) == len(two.attrs)
         )  # fmt: skip
         if not same or (one.flops is None) != (two.flops is None):
-            raise Unlike(f"{two.name} in {two.module} where {one.name} was")
+            raise BatchMismatch(f"{two.name} in {two.module} where {one.name} was")
         flops = one.flops if one.flops is None or two.flops is None else self.at(one.flops, two.flops)
         attrs = one.attrs if one.attrs == two.attrs else tuple(map(self.attr, one.attrs, two.attrs))
         return Op(
@@ -98,11 +98,11 @@ class _Line:
             return one
         if type(one) is int and type(two) is int:
             return self.at(one, two)
-        raise Unlike(f"an op has {one!r} at one micro-batch and {two!r} at another")
+        raise BatchMismatch(f"an op has {one!r} at one micro-batch and {two!r} at another")
 
     def storage(self, one: Storage, two: Storage) -> Storage:
         if one._replace(nbytes=0) != two._replace(nbytes=0, role=one.role if two.role in _LOOSE else two.role):
-            raise Unlike("a storage is for something else")
+            raise BatchMismatch("a storage is for something else")
         return one if one.nbytes == two.nbytes else one._replace(nbytes=self.at(one.nbytes, two.nbytes))
 
     def batch(self, one: object, two: object) -> list[list[Any]]:

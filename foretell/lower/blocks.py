@@ -24,7 +24,7 @@ _SILENT = frozenset({"aten.detach.default", "foretell.begin"})
 """Ops that one trace may have and another lack; none of them makes a storage."""
 
 
-class Unlike(Exception):
+class TraceMismatch(Exception):
     """The traces do not run the same ops, so that no mixture of them can be vouched for."""
 
 
@@ -76,7 +76,7 @@ def _mixed(
 ) -> tuple[Op, ...]:
     plain = pieces[KEEP]
     if any([block for block, _ in other] != [block for block, _ in plain] for other in pieces.values()):
-        raise Unlike("blocks do not run in the same order in every mode")
+        raise TraceMismatch("blocks do not run in the same order in every mode")
     for mode, other in pieces.items():
         for (_, mine), (_, theirs) in zip(plain, other, strict=True):
             names[mode].learn(mine, theirs)
@@ -129,14 +129,14 @@ class _Names:
 
     def __init__(self, plain: Trace, trace: Trace, storages: dict[int, Storage], fresh: Iterator[int]) -> None:
         if len(plain.resident) != len(trace.resident):
-            raise Unlike("the traces do not begin with the same tensors")
+            raise TraceMismatch("the traces do not begin with the same tensors")
         self.known = dict(zip(trace.resident, plain.resident, strict=True))
         self.old, self.storages, self.fresh = trace.storages, storages, fresh
 
     def learn(self, mine: Sequence[Op], theirs: Sequence[Op]) -> None:
         for one, two in zip(_telling(mine), _telling(theirs), strict=False):
             if one.name != two.name or len(one.allocates) != len(two.allocates):
-                raise Unlike(f"{two.name} in {two.module or 'the model'} where the plain step has {one.name}")
+                raise TraceMismatch(f"{two.name} in {two.module or 'the model'} where the plain step has {one.name}")
             for plain, other in zip(one.allocates, two.allocates, strict=True):
                 self.known.setdefault(other, plain)
 

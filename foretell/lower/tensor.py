@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foretell.lower.pipeline.cut import Stage
+from foretell.lower.pipeline.cut import CutStage
 from foretell.trace import types
 from foretell.trace.types import Op, Ref, Storage, TensorSpec, Trace
 
@@ -26,7 +26,7 @@ def degree(trace: Trace) -> int:
     return ranks if trace.meta.get(SPLIT_STREAM) else 1
 
 
-def whole_between(stage: Stage, ranks: int, storages: dict[int, Storage]) -> Stage:
+def whole_between(stage: CutStage, ranks: int, storages: dict[int, Storage]) -> CutStage:
     """The stage with whole tensors where it meets its neighbours."""
     if ranks == 1:
         return stage

@@ -21,7 +21,7 @@ _LATEST = 200
 """Steps by which the slowest rank is found while all of them run."""
 
 
-class Group(Readings):
+class RankGroup(Readings):
     """Grows with every message; figures are those of `slowest`, peaks the largest of all."""
 
     def __init__(self) -> None:

@@ -68,7 +68,7 @@ class Watching:
         self._autocast: torch.dtype | None = None
         self._busy = False
         self._hook: Any = None
-        self._watch = hooks.Watch(self._hear)
+        self._watch = hooks.StepHooks(self._hear)
 
     @property
     def path(self) -> Path:
@@ -223,7 +223,7 @@ def lightning_callback(**options: Any) -> Any:
     name = "lightning.pytorch.callbacks" if importlib.util.find_spec("lightning") else "pytorch_lightning.callbacks"
     base: Any = importlib.import_module(name).Callback
 
-    class Watch(base):  # type: ignore[misc]
+    class WatchCallback(base):  # type: ignore[misc]
         watching: Watching | None = None
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
@@ -247,14 +247,14 @@ def lightning_callback(**options: Any) -> Any:
             if watching is not None:
                 watching.end(error)
 
-    return Watch()
+    return WatchCallback()
 
 
 def trainer_callback(**options: Any) -> Any:
     """For `transformers.Trainer(callbacks=[foretell.trainer_callback()])`; options are those of `watch`."""
     from transformers import TrainerCallback
 
-    class Watch(TrainerCallback):
+    class WatchCallback(TrainerCallback):
         watching: Watching | None = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **more: Any) -> None:
@@ -267,4 +267,4 @@ def trainer_callback(**options: Any) -> Any:
             if watching is not None:
                 watching.end(None)
 
-    return Watch()
+    return WatchCallback()

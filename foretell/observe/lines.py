@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from foretell.observe.group import SPREAD, Group
+from foretell.observe.group import SPREAD, RankGroup
 from foretell.observe.readings import SLOWER, Readings
 from foretell.quantities import FITS, NO, Holder
 from foretell.report import words
 from foretell.runtime.observe import machine_load
-from foretell.runtime.observe.machine_load import Load
+from foretell.runtime.observe.machine_load import MachineLoad
 from foretell.search.advice.faster import Gain
-from foretell.search.advice.script_ways import Way
+from foretell.search.advice.script_ways import CheckedChange
 from foretell.units import gib, human_bytes
 
 PROBE = "foretell probe"
@@ -35,7 +35,7 @@ def steps(count: int) -> str:
     return f"{count} step" if count == 1 else f"{count} steps"
 
 
-def beside(readings: Readings, predicted: Mapping[str, Any], why_not: str = "", load: Load | None = None) -> str:
+def beside(readings: Readings, predicted: Mapping[str, Any], why_not: str = "", load: MachineLoad | None = None) -> str:
     """Predicted beside measured after the first steps, in one line."""
     found = [f"step {readings.steps}{_of_ranks(readings)}"]
     seconds = readings.step_seconds
@@ -49,7 +49,7 @@ def beside(readings: Readings, predicted: Mapping[str, Any], why_not: str = "", 
 
 
 def _of_ranks(readings: Readings) -> str:
-    if not isinstance(readings, Group) or readings.world < 2:
+    if not isinstance(readings, RankGroup) or readings.world < 2:
         return ""
     if not readings.elsewhere:
         return f" of {readings.world} ranks"
@@ -65,7 +65,7 @@ def _spans(numbers: Sequence[int]) -> Iterator[str]:
 
 
 def _slowest(readings: Readings) -> str:
-    if not isinstance(readings, Group) or (share := readings.time_spread()) <= SPREAD:
+    if not isinstance(readings, RankGroup) or (share := readings.time_spread()) <= SPREAD:
         return ""
     return f" on rank {readings.slowest.rank}, {words.percent(share)} more than on the fastest"
 
@@ -95,7 +95,7 @@ def _memory(readings: Readings, predicted: Mapping[str, Any]) -> Iterator[str]:
     text = f"{size(peak)} {what}"
     if said is not None and band is not None:
         text += f", predicted {size(said)} ({size(band[0])} – {size(band[1])}), {inside(peak, *band)}"
-    if isinstance(readings, Group) and (apart := readings.memory_spread())[0] > SPREAD:
+    if isinstance(readings, RankGroup) and (apart := readings.memory_spread())[0] > SPREAD:
         text += f" (rank {readings.largest.rank}; {size(apart[1])} on the least)"
     yield text
 
@@ -172,7 +172,7 @@ def also_out_of_memory(told: Mapping[str, Any]) -> str:
     return f"OUT OF MEMORY{_on_rank(told)} too: {amount}"
 
 
-def remedies(ways: Sequence[Way], tried: int) -> list[str]:
+def remedies(ways: Sequence[CheckedChange], tried: int) -> list[str]:
     """What would have made it fit, each predicted with the change made."""
     if not ways:
         return ["  would fit  no change to the script was found that could be checked"]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 
-class Teller:
+class Connection:
     """One of the processes."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -43,7 +43,7 @@ class Listener:
         self._ready = selectors.DefaultSelector()
         self._ready.register(self._socket, selectors.EVENT_READ)
 
-    def messages(self, seconds: float) -> Iterator[tuple[Teller, dict[str, Any]]]:
+    def messages(self, seconds: float) -> Iterator[tuple[Connection, dict[str, Any]]]:
         """What was told within that time: a None of a message says that its process tells nothing more."""
         for key, _ in self._ready.select(seconds):
             if key.data is None:
@@ -61,9 +61,9 @@ class Listener:
             if _user_of(connection) not in (None, os.getuid()):
                 connection.close()
                 return
-            self._ready.register(connection, selectors.EVENT_READ, Teller(connection))
+            self._ready.register(connection, selectors.EVENT_READ, Connection(connection))
 
-    def _read(self, teller: Teller) -> Iterator[dict[str, Any]]:
+    def _read(self, teller: Connection) -> Iterator[dict[str, Any]]:
         try:
             piece = teller.connection.recv(1 << 16)
         except OSError:  # it was killed

@@ -22,11 +22,11 @@ from typing import Any
 from foretell.errors import UserError
 from foretell.files import write_atomically
 from foretell.hardware.this_machine import cpu_name
-from foretell.observe.group import Group
+from foretell.observe.group import RankGroup
 from foretell.observe.readings import Readings
 from foretell.plan import file as plans
 from foretell.plan.types import Plan
-from foretell.runtime.observe.machine_load import Meter
+from foretell.runtime.observe.machine_load import LoadMeter
 from foretell.runtime.observe.measurement import FILE, Measurement, nearest, stretches
 from foretell.runtime.train import folder, log
 from foretell.search.traces import file as traces_file
@@ -47,9 +47,9 @@ class Record:
         self.path, self.command, self.versions = path, command, dict(versions)
         self._missing: dict[str, str] = {}
         """Files that could not be written the last time, and why."""
-        self.load = Meter(gpus=True)
+        self.load = LoadMeter(gpus=True)
         self.started, self.since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
-        self.log = log.Log(path)
+        self.log = log.RunLog(path)
         self.log.write("start", 0, command=command)
         self._rows = 0
 
@@ -77,7 +77,7 @@ class Record:
 
     def measured(self, readings: Readings, plan: Plan, unit: str, per_step: int) -> None:
         """Rows of steps that are new, of the first rank; and the measurement as it stands, of the slowest."""
-        first = next(iter(readings.ranks), readings) if isinstance(readings, Group) else readings
+        first = next(iter(readings.ranks), readings) if isinstance(readings, RankGroup) else readings
         for seconds in first.seconds[self._rows :]:
             self._rows += 1
             self.log.write("step", self._rows + 1, seconds=round(seconds, 7))
@@ -111,7 +111,7 @@ def measurement_of(readings: Readings, plan: Plan, unit: str, per_step: int, abo
         phases={name: value for name, value in phases.items() if value is not None}, overhead=(parts["between"] or 0.0) / median,
         stretches=tuple(stretches(readings.seconds[readings.skipped :])), allocated_bytes=memory.get("allocated_peak"),
         reserved_bytes=memory.get("reserved_peak"), host_bytes=memory.get("rss_peak", 0), mfu=None,
-        by_rank=tuple(readings.by_rank()) if isinstance(readings, Group) else (),
+        by_rank=tuple(readings.by_rank()) if isinstance(readings, RankGroup) else (),
         flops_per_step=float(flops) if flops else None, peak_flops_per_second=None, first_loss=None, last_loss=None, eval_loss=None,
         save_seconds=None, eval_seconds=None, hardware=hardware, versions={**about.versions, **readings.versions}, command=about.command,
         delayed=readings.delay_share(), load=about.load.read(), started=about.started, wall_seconds=time.monotonic() - about.since,

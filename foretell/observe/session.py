@@ -23,15 +23,15 @@ from typing import Any
 
 from foretell.errors import ForetellError, UserError
 from foretell.observe import lines
-from foretell.observe.group import Group
+from foretell.observe.group import RankGroup
 from foretell.observe.listen import Listener
 from foretell.observe.machine import cluster_of, one_of
 from foretell.observe.record import Record
 from foretell.observe.tell import RAM_BAND, Predicted, Say, Teller
-from foretell.search.advice.script_faster import Search as Faster
-from foretell.search.advice.script_ways import Search
+from foretell.search.advice.script_faster import ScriptSpeedSearch as Faster
+from foretell.search.advice.script_ways import ScriptFitSearch
 from foretell.search.traces import followed
-from foretell.trace.script.words import Script
+from foretell.trace.script.words import ScriptCommand
 
 BEFORE, BESIDE, NO = "before", "beside", "no"
 PATIENCE_SECONDS = 60.0
@@ -40,10 +40,10 @@ _PR_SET_PDEATHSIG = 1
 _BOOT = str(Path(__file__).resolve().parents[1] / "runtime" / "observe" / "boot")
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class WatchRequest:
     """What was typed."""
 
-    script: Script
+    script: ScriptCommand
     on: str = "auto"
     limit: int | None = None
     predict: str = BEFORE
@@ -51,7 +51,7 @@ class Asked:
     time_limit: float = 600.0
 
 
-def predict(asked: Asked, found: Predicted) -> None:
+def predict(asked: WatchRequest, found: Predicted) -> None:
     """Follow the script on fake tensors and cost it; whatever is in the way is a reason, and no error."""
     try:
         if asked.predict == NO:
@@ -75,10 +75,10 @@ def predict(asked: Asked, found: Predicted) -> None:
 class Session(Teller):
     """One watched script."""
 
-    def __init__(self, asked: Asked, record: Record, say: Say) -> None:
+    def __init__(self, asked: WatchRequest, record: Record, say: Say) -> None:
         super().__init__(shlex.join(asked.script.words), asked.on, record, say)
         self.asked = asked
-        self.readings: Group = Group()
+        self.readings: RankGroup = RankGroup()
         self.signals: list[int] = []
         self._explained = False
 
@@ -181,7 +181,7 @@ class Session(Teller):
             self.say(line)
         ways, tried = [], 0
         if cost is not None and step is not None and cluster is not None and room is not None:
-            search = Search(step, followed.with_room(cluster, room), self.asked.on)
+            search = ScriptFitSearch(step, followed.with_room(cluster, room), self.asked.on)
             ways = search.ways()
             tried = len(search.tried)
             for line in lines.remedies(ways, tried):

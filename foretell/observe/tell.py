@@ -10,7 +10,7 @@ from typing import Any
 
 from foretell.hardware.types import Cluster
 from foretell.observe import lines
-from foretell.observe.group import Group
+from foretell.observe.group import RankGroup
 from foretell.observe.readings import LEAK_SAMPLES, WAITS, WINDOW, Readings
 from foretell.observe.record import Record
 from foretell.plan.types import Plan
@@ -78,7 +78,7 @@ class Teller:
 
     def _all_here(self) -> bool:
         """Whether every rank has taken steps."""
-        return not isinstance(self.readings, Group) or self.readings.whole or self.readings.ended
+        return not isinstance(self.readings, RankGroup) or self.readings.whole or self.readings.ended
 
     def _ready(self) -> bool:
         """Whether there is a prediction, or there will be none."""

@@ -14,12 +14,12 @@ from math import prod
 from typing import Any
 
 from foretell.errors import UserError
-from foretell.plan.tensor.derive import Collective
+from foretell.plan.tensor.derive import Exchange
 from foretell.plan.tensor.exchange import GATHER, REDUCE, SCATTER
 from foretell.plan.tensor.flow import refs_of
 from foretell.plan.tensor.rules import base_name, decide, writes
-from foretell.plan.tensor.types import Cut, Operand, Partial, Place, Refuse, Result, Setting, Shard, operands
-from foretell.trace.flow.calls import Call, Flow, Ref
+from foretell.plan.tensor.types import Operand, Partial, Place, Refuse, Result, Setting, Shard, SliceKey, operands
+from foretell.trace.flow.calls import Call, Flow, ValueRef
 from foretell.units import DTYPE_BYTES
 
 ATTENTION = "scaled_dot_product_attention"
@@ -28,7 +28,7 @@ ALONG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class ContextSplit:
     """How a model's positions are shared."""
 
     ranks: int
@@ -38,7 +38,7 @@ class Shared:
     """Which tensors of the batch are split, counted in its order."""
     attentions: int
     """Calls of attention that run on parts."""
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[Exchange, ...] = ()
     gathered: Mapping[str, int] = field(default_factory=dict)
     """Where activations are needed whole outside the blocks, and how many bytes of them."""
 
@@ -54,7 +54,7 @@ class Shared:
         return sum(one.nbytes for one in self.collectives if one.kind == GATHER and one.phase == "forward")
 
 
-def share(flow: Flow, ranks: int) -> Shared:
+def share(flow: Flow, ranks: int) -> ContextSplit:
     """Follow a flow whose positions are shared by so many ranks; raises a `UserError` that says why they cannot be."""
     leaves = _leaves(flow)
     if not leaves:
@@ -72,7 +72,7 @@ def share(flow: Flow, ranks: int) -> Shared:
             )
     follow = _Follow(flow, Setting(ranks, sequence=False, context=True), leaves)
     follow.run()
-    return Shared(
+    return ContextSplit(
         ranks=ranks, positions=max(flow.values[value].shape[ALONG] for value in leaves),
         leaves=tuple(inputs.index(value) for value in leaves), attentions=follow.attentions,
         collectives=tuple(follow.collectives), gathered=follow.gathered,
@@ -102,7 +102,7 @@ class _Follow:
     def __init__(self, flow: Flow, setting: Setting, leaves: Iterable[int]) -> None:
         self.flow, self.setting = flow, setting
         self.places: dict[int, Place] = {value: Shard(ALONG, (flow.values[value].shape[ALONG],)) for value in leaves}
-        self.collectives: list[Collective] = []
+        self.collectives: list[Exchange] = []
         self.gathered: dict[str, int] = {}
         self.attentions = 0
         self._done: set[tuple[int, Any]] = set()
@@ -177,17 +177,17 @@ class _Follow:
             self._add(backward, "backward", size, call)
 
     def _add(self, kind: str, phase: str, size: int, call: Call) -> None:
-        self.collectives.append(Collective(kind=kind, phase=phase, nbytes=size, module=call.module))
+        self.collectives.append(Exchange(kind=kind, phase=phase, nbytes=size, module=call.module))
 
     def _size(self, value: int) -> int:
         info = self.flow.values[value]
         return prod(info.shape) * DTYPE_BYTES[info.dtype]
 
     def _operand(self, value: Any, slots: list[int]) -> Any:
-        if isinstance(value, Ref):
+        if isinstance(value, ValueRef):
             info = self.flow.values[value.value]
             slots.append(value.value)
             return Operand(len(slots) - 1, info.shape, self.places.get(value.value), info.dtype == "bool")
-        if isinstance(value, tuple) and not isinstance(value, Cut):
+        if isinstance(value, tuple) and not isinstance(value, SliceKey):
             return tuple(self._operand(item, slots) for item in value)
         return value

@@ -27,7 +27,7 @@ USUAL: Mapping[str, float] = {"idle": 0.12, "awake": 0.06, "compute": 0.67, "mem
 ASSUMED_BAND = (0.7, 1.3)
 
 
-class Load(NamedTuple):
+class DeviceLoad(NamedTuple):
     """What a stretch of work asks of a device: shares between 0 and 1, averaged over its seconds."""
 
     busy: float
@@ -53,7 +53,7 @@ class PowerModel:
     error: float = 0.0
     """Median relative error of the readings, each held out."""
 
-    def watts(self, load: Load) -> float:
+    def watts(self, load: DeviceLoad) -> float:
         found = sum(self.weights[name] * term for name, term in zip(NAMES, load.terms(), strict=True))
         return min(self.limit, found)
 
@@ -76,7 +76,7 @@ def usual(device: Device) -> PowerModel | None:
     return PowerModel(weights=weights, limit=device.tdp_watts, provenance=ASSUMED)
 
 
-def learn(readings: Sequence[tuple[Load, float]], limit: float) -> PowerModel:
+def learn(readings: Sequence[tuple[DeviceLoad, float]], limit: float) -> PowerModel:
     """Fit the weights to (load, watts) readings."""
     rows = [load.terms() for load, _ in readings]
     watts = [value for _, value in readings]
@@ -114,7 +114,7 @@ DENSE_FLOPS_PER_BYTE = 12
 """FLOPs a byte above which an op is taken to run on the cores' product units."""
 
 
-def load_of(trace: Trace, device: Device, step_seconds: float, busy_seconds: float) -> Load:
+def load_of(trace: Trace, device: Device, step_seconds: float, busy_seconds: float) -> DeviceLoad:
     """What a steady step asks of the device."""
     compute = memory = 0.0
     for name, times in steady(trace):
@@ -131,7 +131,7 @@ def load_of(trace: Trace, device: Device, step_seconds: float, busy_seconds: flo
             if op.flops and op.flops > DENSE_FLOPS_PER_BYTE * moved:
                 dtype = op.inputs[1 if called == "addmm" else 0].spec.dtype
                 compute += times * op.flops / device.peak(dtype)
-    return Load(
+    return DeviceLoad(
         min(1.0, busy_seconds / step_seconds), compute / step_seconds,
         memory / device.memory_bandwidth_bytes_per_second / step_seconds,
     )  # fmt: skip

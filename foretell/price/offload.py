@@ -8,7 +8,7 @@ from typing import Any
 
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster, Device
-from foretell.lower.offload.states import Unit
+from foretell.lower.offload.states import StateUnit
 from foretell.plan.states import bytes_of, form_of, width_of_weights
 from foretell.plan.types import Mesh, Plan
 
@@ -67,7 +67,7 @@ def _mean(slow: float, fast: float, share: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class OffloadBytes:
     """Bytes that each element of a unit takes along."""
 
     states: float
@@ -112,21 +112,21 @@ def _largest(profile: Profile, name: str) -> Mapping[str, Any] | None:
     return max((copy for copy in profile.copies if copy["name"] == name), key=lambda copy: copy["bytes"], default=None)
 
 
-def priced(units: Sequence[Unit], plan: Plan, how: Rates) -> bool:
+def priced(units: Sequence[StateUnit], plan: Plan, how: Rates) -> bool:
     """Whether all that the plan moves and updates has a measured speed."""
     on_disk = any(unit.away and not unit.on_host for unit in units)
     return (not plan.cpu_share or how.cpu is not None) and (not on_disk or how.disk is not None)
 
 
-def load_of(plan: Plan) -> Load:
+def load_of(plan: Plan) -> OffloadBytes:
     """What an element takes along."""
     width = width_of_weights(plan)
     form = form_of(plan)
     touched = TOUCHED.get(form, TOUCHED_USUALLY)
-    return Load(states=bytes_of(form, width), weight=width, cpu_share=plan.cpu_share, early=plan.clip is None, touched=touched)
+    return OffloadBytes(states=bytes_of(form, width), weight=width, cpu_share=plan.cpu_share, early=plan.clip is None, touched=touched)
 
 
-def beside(units: Sequence[Unit], plan: Plan, how: Rates) -> float:
+def beside(units: Sequence[StateUnit], plan: Plan, how: Rates) -> float:
     """Seconds a step that the link is busy, the busier way."""
     load = load_of(plan)
     through = sum(unit.elements for unit in units if unit.away) * (1 - load.cpu_share) * load.states

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from foretell.errors import ModelError
 
 if TYPE_CHECKING:
-    from foretell.prove.zoo_rows import Row
+    from foretell.prove.zoo_rows import CheckRow
     from foretell.quantities import Prediction
 
 
@@ -25,7 +25,7 @@ class Check:
     predicted_seconds: float | None = None
     """Of a step on this CPU; None where no profile of a CPU is at hand."""
     measured_seconds: float | None = None
-    rows: tuple[Row, ...] = ()
+    rows: tuple[CheckRow, ...] = ()
     """All that was checked, a row for each phase."""
 
     @property

@@ -28,7 +28,7 @@ Sizes = Mapping[str, int | float | str | bool]
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A model's sizes, and the FLOPs of one training sample, roughly."""
 
     model: str
@@ -60,7 +60,7 @@ _UNLIKE = ("vocab_size", "context", "dropout", "classes", "image", "tied")
 """Settings that do not make another model."""
 
 
-def known(shape: Shape) -> bool:
+def known(shape: ModelShape) -> bool:
     """Whether a model of the zoo, or one that profiles are fitted on, has these very sizes."""
     module = zoo.get(shape.model).module
     mine = {**zoo.get(shape.model).config, **shape.overrides}
@@ -69,7 +69,7 @@ def known(shape: Shape) -> bool:
     return any(all(sizes[name] == mine.get(name) for name in sizes if name not in _UNLIKE) for sizes in taken)
 
 
-def _config(dice: Dice, index: int, family: str, shape: Shape, kind: str, memory_bytes: int) -> Config:
+def _config(dice: Dice, index: int, family: str, shape: ModelShape, kind: str, memory_bytes: int) -> Config:
     on_cpu = kind == "cpu"
     low, high = _WORK[kind]
     work = dice.times(low, high * (1.0 if on_cpu else min(1.0, memory_bytes / _FULL_SIZE_BYTES)))
@@ -134,16 +134,16 @@ def _stack(layers: int, dim: int, seq: int, vocab: int, per_layer: float) -> flo
     return 6.0 * seq * (layers * (per_layer * dim * dim + 2 * seq * dim) + vocab * dim)
 
 
-def _gpt(dice: Dice, tiny: bool) -> Shape:
+def _gpt(dice: Dice, tiny: bool) -> ModelShape:
     seq, vocab = _text(dice, tiny)
     layers = _depth(dice, tiny)
     heads, dim = _heads(dice, 48 if tiny else 320, 224 if tiny else 1900, tiny)
     dropout = dice.pick((0.0, 0.0, 0.0, 0.1))
     over = {"layers": layers, "dim": dim, "heads": heads, "context": seq, "vocab_size": vocab, "dropout": dropout}
-    return Shape("gpt-tiny" if tiny else "gpt2", over, _stack(layers, dim, seq, vocab, 12), seq=seq)
+    return ModelShape("gpt-tiny" if tiny else "gpt2", over, _stack(layers, dim, seq, vocab, 12), seq=seq)
 
 
-def _llama(dice: Dice, tiny: bool) -> Shape:
+def _llama(dice: Dice, tiny: bool) -> ModelShape:
     seq, vocab = _text(dice, tiny)
     layers = _depth(dice, tiny, 2, 20)
     group = dice.pick((1, 2, 4))
@@ -154,10 +154,10 @@ def _llama(dice: Dice, tiny: bool) -> Shape:
         "vocab_size": vocab, "tied": dice.share() < 0.4,
     }  # fmt: skip
     flops = _stack(layers, dim, seq, vocab, 2 + 2 / group + 3 * ffn / dim)
-    return Shape("llama-tiny" if tiny else "llama3-1b", over, flops, seq=seq)
+    return ModelShape("llama-tiny" if tiny else "llama3-1b", over, flops, seq=seq)
 
 
-def _mixtral(dice: Dice, tiny: bool) -> Shape:
+def _mixtral(dice: Dice, tiny: bool) -> ModelShape:
     seq, vocab = _text(dice, tiny)
     layers = _depth(dice, tiny, 2, 7)
     group = dice.pick((1, 2, 4))
@@ -168,19 +168,19 @@ def _mixtral(dice: Dice, tiny: bool) -> Shape:
         "vocab_size": vocab, "experts": dice.pick((3, 4, 6) if tiny else (4, 6, 8, 12)), "top_k": dice.pick((1, 2, 2)),
     }  # fmt: skip
     flops = _stack(layers, dim, seq, vocab, 2 + 2 / group + 3 * 1.25 * int(over["top_k"]) * ffn / dim)
-    return Shape("mixtral-tiny" if tiny else "mixtral-8x7b", over, flops, seq=seq)
+    return ModelShape("mixtral-tiny" if tiny else "mixtral-8x7b", over, flops, seq=seq)
 
 
-def _bert(dice: Dice, tiny: bool) -> Shape:
+def _bert(dice: Dice, tiny: bool) -> ModelShape:
     seq, vocab = _text(dice, tiny)
     layers = _depth(dice, tiny)
     heads, dim = _heads(dice, 48 if tiny else 256, 192 if tiny else 1400, tiny)
     dropout = 0.0 if tiny else dice.pick((0.0, 0.1))
     over = {"layers": layers, "dim": dim, "heads": heads, "context": seq, "vocab_size": vocab, "dropout": dropout}
-    return Shape("bert-tiny" if tiny else "bert-base", over, _stack(layers, dim, seq, vocab, 12), seq=seq)
+    return ModelShape("bert-tiny" if tiny else "bert-base", over, _stack(layers, dim, seq, vocab, 12), seq=seq)
 
 
-def _t5(dice: Dice, tiny: bool) -> Shape:
+def _t5(dice: Dice, tiny: bool) -> ModelShape:
     seq, vocab = _text(dice, tiny)
     layers = _depth(dice, tiny, 3, 16)
     heads, dim = _heads(dice, 48 if tiny else 320, 160 if tiny else 1280, tiny)
@@ -190,116 +190,116 @@ def _t5(dice: Dice, tiny: bool) -> Shape:
         "vocab_size": vocab,
     }  # fmt: skip
     flops = _stack(layers, dim, seq, vocab // 4, 6.0 + 2.5 * ffn / dim)
-    return Shape("t5-tiny" if tiny else "t5-small", over, flops, seq=seq)
+    return ModelShape("t5-tiny" if tiny else "t5-small", over, flops, seq=seq)
 
 
-def _lstm(dice: Dice, tiny: bool) -> Shape:
+def _lstm(dice: Dice, tiny: bool) -> ModelShape:
     hidden = 16 * dice.whole(3, 14) if tiny else 64 * dice.whole(5, 26)
     embed = 16 * dice.whole(2, 8) if tiny else 32 * dice.whole(6, 24)
     seq = dice.pick((16, 32, 48) if tiny else (48, 96, 128, 192))
     layers, vocab = dice.whole(1, 4), dice.pick((256, 768) if tiny else (10000, 20000, 40000))
     over = {"layers": layers, "hidden": hidden, "embed": embed, "vocab_size": vocab, "context": seq, "dropout": 0.0}
-    return Shape("lstm-tiny" if tiny else "lstm-lm", over, 6.0 * seq * (layers * 8 * hidden**2 + vocab * embed), seq=seq)
+    return ModelShape("lstm-tiny" if tiny else "lstm-lm", over, 6.0 * seq * (layers * 8 * hidden**2 + vocab * embed), seq=seq)
 
 
-def _ssm(dice: Dice, tiny: bool) -> Shape:
+def _ssm(dice: Dice, tiny: bool) -> ModelShape:
     seq = dice.pick((24, 48, 96) if tiny else (128, 256, 384, 640))
     layers, dim = _depth(dice, tiny, 2, 14), 16 * dice.whole(2, 8) if tiny else 64 * dice.whole(5, 15)
     state, vocab = dice.pick((4, 8, 12) if tiny else (8, 12, 16)), dice.pick((256, 768) if tiny else (16000, 50304))
     over = {"layers": layers, "dim": dim, "state": state, "context": seq, "vocab_size": vocab}
     flops = 6.0 * seq * (layers * (6 * dim**2 + 60 * state * dim) + vocab * dim)
-    return Shape("ssm-tiny" if tiny else "mamba-130m", over, 4 * flops, seq=seq)
+    return ModelShape("ssm-tiny" if tiny else "mamba-130m", over, 4 * flops, seq=seq)
 
 
-def _graphsage(dice: Dice, tiny: bool) -> Shape:
+def _graphsage(dice: Dice, tiny: bool) -> ModelShape:
     nodes = round(dice.times(200, 4000) if tiny else dice.times(20_000, 600_000))
     hidden = 8 * dice.whole(2, 12) if tiny else 32 * dice.whole(2, 14)
     over = {
         "nodes": nodes, "edges": int(nodes * dice.between(4, 14)), "layers": dice.whole(2, 4),
         "features": 8 * dice.whole(2, 20), "hidden": hidden, "classes": dice.whole(5, 60),
     }  # fmt: skip
-    return Shape("graphsage-tiny" if tiny else "graphsage", over, 1.0)
+    return ModelShape("graphsage-tiny" if tiny else "graphsage", over, 1.0)
 
 
-def _vit(dice: Dice, tiny: bool) -> Shape:
+def _vit(dice: Dice, tiny: bool) -> ModelShape:
     patch = 8 if tiny else dice.pick((14, 16, 16, 32))
     image = patch * (dice.whole(3, 8) if tiny else dice.pick((10, 12, 14, 16, 20)))
     depth = _depth(dice, tiny)
     heads, dim = _heads(dice, 48 if tiny else 256, 192 if tiny else 1400, tiny)
     over = {"patch": patch, "dim": dim, "depth": depth, "heads": heads, "image": image, "classes": dice.pick((10, 100, 1000))}
-    return Shape("vit-tiny" if tiny else "vit-b16", over, _stack(depth, dim, (image // patch) ** 2 + 1, 0, 12))
+    return ModelShape("vit-tiny" if tiny else "vit-b16", over, _stack(depth, dim, (image // patch) ** 2 + 1, 0, 12))
 
 
-def _dit(dice: Dice, tiny: bool) -> Shape:
+def _dit(dice: Dice, tiny: bool) -> ModelShape:
     image = 2 * (dice.whole(4, 8) if tiny else dice.pick((12, 16, 20, 24)))
     depth = _depth(dice, tiny, 3, 22)
     heads, dim = _heads(dice, 48 if tiny else 256, 128 if tiny else 1200, tiny)
     over = {"depth": depth, "dim": dim, "heads": heads, "patch": 2, "image": image}
-    return Shape("dit-tiny" if tiny else "dit-b2", over, _stack(depth, dim, (image // 2) ** 2, 0, 18))
+    return ModelShape("dit-tiny" if tiny else "dit-b2", over, _stack(depth, dim, (image // 2) ** 2, 0, 18))
 
 
-def _resnet(dice: Dice, tiny: bool) -> Shape:
+def _resnet(dice: Dice, tiny: bool) -> ModelShape:
     depths = [dice.whole(1, 2) if tiny else dice.whole(2, 9) for _ in range(4)]
     width = 8 * dice.whole(1, 4) if tiny else 16 * dice.whole(2, 7)
     image = 32 * (dice.whole(1, 3) if tiny else dice.whole(4, 9))
     over = {**{f"depth{level}": depth for level, depth in enumerate(depths, 1)}, "width": width, "classes": dice.pick((10, 100, 1000))}
     flops = 1.5e9 * sum(depths) * (width / 64) ** 2 * (image / 224) ** 2
-    return Shape("resnet-tiny" if tiny else "resnet50", over, flops, image=image)
+    return ModelShape("resnet-tiny" if tiny else "resnet50", over, flops, image=image)
 
 
-def _convnext(dice: Dice, tiny: bool) -> Shape:
+def _convnext(dice: Dice, tiny: bool) -> ModelShape:
     depths = [dice.whole(1, 2) if tiny else dice.whole(2, 4), *(dice.whole(1, 2) if tiny else dice.whole(2, n) for n in (4, 20, 4))]
     width = 8 * dice.whole(1, 4) if tiny else 16 * dice.whole(3, 11)
     image = 32 * (dice.whole(1, 3) if tiny else dice.whole(4, 9))
     over = {f"d{level + 1}": width << level for level in range(4)} | {f"n{level + 1}": n for level, n in enumerate(depths)}
     flops = 2.6e9 * sum(depths) * (width / 128) ** 2 * (image / 224) ** 2
-    return Shape("convnext-micro" if tiny else "convnext-base", over, flops, image=image)
+    return ModelShape("convnext-micro" if tiny else "convnext-base", over, flops, image=image)
 
 
-def _unet(dice: Dice, tiny: bool) -> Shape:
+def _unet(dice: Dice, tiny: bool) -> ModelShape:
     levels = dice.whole(1, 3) if tiny else dice.whole(2, 5)
     channels = 4 * dice.whole(1, 4) if tiny else 8 * dice.whole(3, 12)
     image = (1 << levels) * (dice.whole(3, 8) if tiny else max(2, round(dice.between(96, 384) / (1 << levels))))
     over = {"channels": channels, "levels": levels, "classes": dice.whole(2, 20)}
     flops = 9e10 * levels * (channels / 64) ** 2 * (image / 256) ** 2
-    return Shape("unet-tiny" if tiny else "unet", over, flops, image=image)
+    return ModelShape("unet-tiny" if tiny else "unet", over, flops, image=image)
 
 
-def _tnt(dice: Dice, tiny: bool) -> Shape:
+def _tnt(dice: Dice, tiny: bool) -> ModelShape:
     inner_heads, heads = dice.pick((2, 4)), dice.whole(2, 5) if tiny else dice.whole(4, 10)
     each, side = dice.pick((16, 24) if tiny else (48, 64)), dice.whole(3, 5) if tiny else dice.whole(8, 15)
     over = {
         "depth": _depth(dice, tiny, 3, 16), "inner_dim": inner_heads * dice.pick((4, 6) if tiny else (6, 8, 10)),
         "inner_heads": inner_heads, "outer_dim": heads * each, "outer_heads": heads, "image": 16 * side,
     }  # fmt: skip
-    return Shape("tnt-tiny" if tiny else "tnt-s", over, 2.5 * _stack(int(over["depth"]), heads * each, side * side, 0, 14))
+    return ModelShape("tnt-tiny" if tiny else "tnt-s", over, 2.5 * _stack(int(over["depth"]), heads * each, side * side, 0, 14))
 
 
-def _raftmlp(dice: Dice, tiny: bool) -> Shape:
+def _raftmlp(dice: Dice, tiny: bool) -> ModelShape:
     width = 8 * dice.whole(1, 3) if tiny else 16 * dice.whole(2, 8)
     depths = [dice.whole(1, 2) if tiny else dice.whole(2, 6) for _ in range(4)]
     image = 32 * (dice.whole(1, 3) if tiny else dice.whole(4, 8))
     over = {f"dim{level + 1}": width << level for level in range(4)} | {f"n{level + 1}": n for level, n in enumerate(depths)}
     flops = 1.0e9 * sum(depths) * (width / 64) ** 2 * (image / 224) ** 2
-    return Shape("raftmlp-tiny" if tiny else "raftmlp-s", {**over, "image": image}, flops)
+    return ModelShape("raftmlp-tiny" if tiny else "raftmlp-s", {**over, "image": image}, flops)
 
 
-def _scaling_mlp(dice: Dice, tiny: bool) -> Shape:
+def _scaling_mlp(dice: Dice, tiny: bool) -> ModelShape:
     depth, dim = dice.whole(1, 5) if tiny else dice.whole(3, 18), 16 * dice.whole(2, 12) if tiny else 128 * dice.whole(3, 14)
     expansion, image = dice.pick((2, 3, 4)), dice.pick((16, 24, 32) if tiny else (32, 48, 64))
     over = {"depth": depth, "dim": dim, "expansion": expansion, "image": image}
-    return Shape("scaling-mlp-tiny" if tiny else "scaling-mlp-b12", over, 6.0 * (depth * 2 * expansion * dim**2 + 3 * image**2 * dim))
+    return ModelShape("scaling-mlp-tiny" if tiny else "scaling-mlp-b12", over, 6.0 * (depth * 2 * expansion * dim**2 + 3 * image**2 * dim))
 
 
-def _fno(dice: Dice, tiny: bool) -> Shape:
+def _fno(dice: Dice, tiny: bool) -> ModelShape:
     modes = dice.whole(2, 8) if tiny else dice.whole(8, 28)
     image = 2 * modes + 8 * dice.whole(1, 4) if tiny else 16 * dice.whole(5, 14)
     width, depth = 8 * dice.whole(1, 5) if tiny else 16 * dice.whole(2, 7), dice.whole(1, 4) if tiny else dice.whole(2, 6)
     over = {"modes": modes, "width": width, "depth": depth}
-    return Shape("fno-tiny" if tiny else "fno2d", over, 2e10 * depth * (width / 64) * (image / 128) ** 2, image=image)
+    return ModelShape("fno-tiny" if tiny else "fno2d", over, 2e10 * depth * (width / 64) * (image / 128) ** 2, image=image)
 
 
-_SHAPES: Mapping[str, Callable[[Dice, bool], Shape]] = {
+_SHAPES: Mapping[str, Callable[[Dice, bool], ModelShape]] = {
     "gpt": _gpt, "llama": _llama, "mixtral": _mixtral, "bert": _bert, "t5": _t5, "lstm": _lstm, "ssm": _ssm,
     "graphsage": _graphsage, "vit": _vit, "dit": _dit, "resnet": _resnet, "convnext": _convnext, "unet": _unet,
     "tnt": _tnt, "raftmlp": _raftmlp, "scaling_mlp": _scaling_mlp, "fno": _fno,

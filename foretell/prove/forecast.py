@@ -52,7 +52,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ForecastRequest:
     """What is to be forecast."""
 
     seed: str
@@ -74,7 +74,7 @@ class Asked:
 
 
 def forecast(
-    asked: Asked, versions: Mapping[str, str], made: str, *, journal: Path | None = None, progress: Progress = lambda _: None
+    asked: ForecastRequest, versions: Mapping[str, str], made: str, *, journal: Path | None = None, progress: Progress = lambda _: None
 ) -> Sealed:
     """Draw, predict and choose rows until there are as many as asked for, about half of them near a limit of memory."""
     if asked.count < 1:
@@ -99,7 +99,7 @@ def forecast(
     )  # fmt: skip
 
 
-def _stamp(asked: Asked) -> dict[str, str]:
+def _stamp(asked: ForecastRequest) -> dict[str, str]:
     """Which profile the seconds rest on."""
     device = asked.cluster.device
     found = next((known for name in (device.name, *kin_of(device)) if (known := asked.profile(name)) is not None), None)
@@ -152,7 +152,7 @@ class _Picked:
         return tuple(sorted((*self.near, *self.free), key=lambda row: row.config.index))
 
 
-def _too_much(row: Forecast, asked: Asked) -> str:
+def _too_much(row: Forecast, asked: ForecastRequest) -> str:
     most = MOST_SHARE[asked.kind] * asked.memory_bytes
     if row.error:
         return ""
@@ -166,7 +166,7 @@ def _too_much(row: Forecast, asked: Asked) -> str:
 # ---------------------------------------------------------------------------------------------- predictions
 
 
-def _predicted(asked: Asked, book: _Journal, progress: Progress) -> Iterator[Forecast]:
+def _predicted(asked: ForecastRequest, book: _Journal, progress: Progress) -> Iterator[Forecast]:
     """Draw after draw, predicted."""
     index, together = 0, min(TOGETHER, asked.count)
     while True:
@@ -179,7 +179,7 @@ def _predicted(asked: Asked, book: _Journal, progress: Progress) -> Iterator[For
             yield book.rows[config.index]
 
 
-def traces_of(configs: Sequence[Config], asked: Asked, progress: Progress) -> Iterator[Trace | Forecast]:
+def traces_of(configs: Sequence[Config], asked: ForecastRequest, progress: Progress) -> Iterator[Trace | Forecast]:
     """Traces in order; where one cannot be made, a forecast that says so."""
     from foretell.search.traces.child import trace_all
     from foretell.trace.store.file import loads
@@ -199,14 +199,14 @@ def traces_of(configs: Sequence[Config], asked: Asked, progress: Progress) -> It
             yield Forecast(config=config, error=str(error).splitlines()[0][:300])
 
 
-def _request(config: Config, asked: Asked) -> dict[str, Any]:
+def _request(config: Config, asked: ForecastRequest) -> dict[str, Any]:
     capability = () if asked.kind == "cpu" else asked.cluster.device.compute_capability or (9, 0)
     recipe = replace(config.recipe(), compile="none")
     asks = request(config.source(), recipe, capability, {})
     return {**asks, "in_turn": True}  # losses as `measure` runs them: the user's own step, not a plan's
 
 
-def _pacers(asked: Asked) -> dict[str, float]:
+def _pacers(asked: ForecastRequest) -> dict[str, float]:
     """Small models of the zoo and their seconds by this CPU's profile."""
     from foretell.search.traces.child import trace_all
     from foretell.trace.store.file import loads
@@ -223,7 +223,7 @@ def _pacers(asked: Asked) -> dict[str, float]:
     return found
 
 
-def predict(config: Config, counted: Trace, asked: Asked) -> Forecast:
+def predict(config: Config, counted: Trace, asked: ForecastRequest) -> Forecast:
     """Bytes, seconds and verdicts of a traced configuration."""
     try:
         return _on_cpu(config, counted, asked) if asked.kind == "cpu" else _on_gpu(config, counted, asked)
@@ -231,7 +231,7 @@ def predict(config: Config, counted: Trace, asked: Asked) -> Forecast:
         return Forecast(config=config, error=f"{type(error).__name__}: {error}"[:300])
 
 
-def _on_gpu(config: Config, counted: Trace, asked: Asked) -> Forecast:
+def _on_gpu(config: Config, counted: Trace, asked: ForecastRequest) -> Forecast:
     cluster = asked.cluster
     extra = overhead(cluster.device, TORCH)
     cost = _cost(config, counted, asked)
@@ -254,11 +254,11 @@ def _on_gpu(config: Config, counted: Trace, asked: Asked) -> Forecast:
     )  # fmt: skip
 
 
-def _cost(config: Config, counted: Trace, asked: Asked) -> PlanCost:
+def _cost(config: Config, counted: Trace, asked: ForecastRequest) -> PlanCost:
     return predict_step(counted, config.recipe(), asked.cluster, Options(profile_of=asked.profile), micro_batch=config.micro_batch)
 
 
-def _on_cpu(config: Config, counted: Trace, asked: Asked) -> Forecast:
+def _on_cpu(config: Config, counted: Trace, asked: ForecastRequest) -> Forecast:
     cost = _cost(config, counted, asked)
     time, memory = cost.time, cost.worst.memory
     bands: dict[str, tuple[float, float]] = {"allocated": memory.bands["allocated_bytes"]}

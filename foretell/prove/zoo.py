@@ -25,8 +25,8 @@ from foretell.errors import ForetellError, UnknownName, UserError
 from foretell.plan.types import Mesh, Plan
 from foretell.prove import zoo_cpu, zoo_plan, zoo_rows
 from foretell.prove.zoo_cpu import SAMPLES, Pacers, Seen, with_phase
-from foretell.prove.zoo_plan import PARTS, STEPS, Planned, Ran, first_line, run_plan
-from foretell.prove.zoo_rows import MEMORY_BAR, NONE, OK, TIME_BAR, Row
+from foretell.prove.zoo_plan import PARTS, STEPS, Planned, RankResult, first_line, run_plan
+from foretell.prove.zoo_rows import MEMORY_BAR, NONE, OK, TIME_BAR, CheckRow
 from foretell.runtime.check import verify
 from foretell.runtime.process.pool import Pool, RankFailure
 from foretell.trace.load.model import Source
@@ -39,7 +39,7 @@ WHY_BOUND = "sums in another order"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class CheckRequest:
     """One row to be made."""
 
     entry: zoo.Entry
@@ -79,13 +79,13 @@ def small(name: str) -> zoo.Entry:
     return entry
 
 
-def asked_of(entries: Sequence[zoo.Entry]) -> list[Asked]:
+def asked_of(entries: Sequence[zoo.Entry]) -> list[CheckRequest]:
     """A row for each entry and phase, and one for its phases in turn."""
     found = []
     for entry in entries:
         phases = tuple(getattr(zoo.load(entry), "PHASES", ()))
-        found += [Asked(entry=entry, phases=(phase,)) for phase in phases] or [Asked(entry=entry)]
-        found += [Asked(entry=entry, phases=phases)] if len(phases) > 1 else []
+        found += [CheckRequest(entry=entry, phases=(phase,)) for phase in phases] or [CheckRequest(entry=entry)]
+        found += [CheckRequest(entry=entry, phases=phases)] if len(phases) > 1 else []
     return found
 
 
@@ -111,12 +111,12 @@ def commit() -> str:
 
 
 def check(
-    asked: Sequence[Asked], *, device: str = "cpu", keep: Path | None = None, progress: Progress = lambda _: None
-) -> list[Row]:
+    asked: Sequence[CheckRequest], *, device: str = "cpu", keep: Path | None = None, progress: Progress = lambda _: None
+) -> list[CheckRow]:
     """All rows on this CPU or GPU, those that were kept among them."""
     said = about(_device_name(device))
     known = zoo_rows.read(keep) if keep is not None else {}
-    found: dict[tuple[str, str], Row] = {}
+    found: dict[tuple[str, str], CheckRow] = {}
     for one in asked:
         row = known.get((one.entry.name, one.phase, said["device"]))
         if row is not None:
@@ -148,13 +148,13 @@ def _device_name(device: str) -> str:
     return str(here["device"])
 
 
-RowOf = Callable[["Asked"], Row]
+RowOf = Callable[["CheckRequest"], CheckRow]
 
 
 @contextmanager
 def _cuda_checker(progress: Progress) -> Iterator[RowOf]:
     from foretell.hardware import parse
-    from foretell.prove.forecast import Asked as Forecasting
+    from foretell.prove.forecast import ForecastRequest as Forecasting
     from foretell.prove.zoo_cuda import CudaChecker
 
     cluster = parse(_device_name("cuda"))
@@ -196,10 +196,10 @@ class Checker:
     pool: Pool
     pacers: Pacers
 
-    def row(self, asked: Asked) -> Row:
+    def row(self, asked: CheckRequest) -> CheckRow:
         began = time.monotonic()
         entry = asked.entry
-        row = Row(name=entry.name, module=entry.module, paper=entry.paper, phase=asked.phase, samples=SAMPLES, trap=trap_of(entry))
+        row = CheckRow(name=entry.name, module=entry.module, paper=entry.paper, phase=asked.phase, samples=SAMPLES, trap=trap_of(entry))
         failures: dict[str, str] = {}
         excuses: dict[str, str] = {}
         try:
@@ -214,7 +214,7 @@ class Checker:
 
     # ------------------------------------------------------------ trace, memory, time
 
-    def _seen(self, row: Row, asked: Asked, failures: dict[str, str], excuses: dict[str, str]) -> Row:
+    def _seen(self, row: CheckRow, asked: CheckRequest, failures: dict[str, str], excuses: dict[str, str]) -> CheckRow:
         seen: Seen = self._call(1, "trace", zoo_cpu.look, asked.source, asked.phases, self.pacers)[0]
         row = replace(
             row, ops=seen.ops, uncovered=seen.uncovered, predicted_bytes=seen.predicted_bytes,
@@ -235,7 +235,7 @@ class Checker:
 
     # ------------------------------------------------------------ plan and ranks
 
-    def _planned(self, row: Row, asked: Asked, failures: dict[str, str], excuses: dict[str, str]) -> Row:
+    def _planned(self, row: CheckRow, asked: CheckRequest, failures: dict[str, str], excuses: dict[str, str]) -> CheckRow:
         source = with_phase(replace(asked.source, micro_batch=1), asked.phase)
         found: Planned = self._call(1, "plan", zoo_cpu.plan_for, source)[0]
         row = replace(row, global_batch=found.global_batch, plain_bytes=found.plain_bytes, cap_bytes=found.cap_bytes)
@@ -248,15 +248,15 @@ class Checker:
             row = self._run(row, source, found, failures)
         return self._split(row, source, plan, found.global_batch, failures, excuses)
 
-    def _run(self, row: Row, source: Source, found: Planned, failures: dict[str, str]) -> Row:
+    def _run(self, row: CheckRow, source: Source, found: Planned, failures: dict[str, str]) -> CheckRow:
         """Run the plan: below its cap, and with the losses of the plain run."""
         from foretell.search.solve.choose import told
 
         assert found.plan is not None
         plan = found.plan
         source = replace(source, micro_batch=plan.micro_batch)
-        ran: list[Ran] = self._call(plan.mesh.world, "plan", run_plan, source, plan)
-        plain: verify.Run = self._call(1, "plan", verify.reference_rank, source, plan, STEPS)[0]
+        ran: list[RankResult] = self._call(plan.mesh.world, "plan", run_plan, source, plan)
+        plain: verify.VerifyRun = self._call(1, "plan", verify.reference_rank, source, plan, STEPS)[0]
         most = max(one.peak_bytes for one in ran)
         off = max(verify.losses_apart(plain.losses, one.losses) for one in ran)
         if most > found.cap_bytes:
@@ -269,15 +269,15 @@ class Checker:
         )  # fmt: skip
 
     def _split(
-        self, row: Row, source: Source, plan: Plan, samples: int, failures: dict[str, str], excuses: dict[str, str]
-    ) -> Row:
+        self, row: CheckRow, source: Source, plan: Plan, samples: int, failures: dict[str, str], excuses: dict[str, str]
+    ) -> CheckRow:
         """Two ranks beside one process: as planned where the plan has two, else the same plan with its states sharded."""
         split = plan if plan.mesh.world == 2 else plan.with_(
             mesh=Mesh(dp_shard=2), accumulate=max(1, samples // (2 * plan.micro_batch)), predicted={},
         )  # fmt: skip
         source = replace(source, micro_batch=split.micro_batch)
-        known: verify.Run = self._call(1, "ranks", verify.reference_rank, source, split, STEPS)[0]
-        runs: list[verify.Run] = self._call(2, "ranks", verify.run_rank, source, split, STEPS)
+        known: verify.VerifyRun = self._call(1, "ranks", verify.reference_rank, source, split, STEPS)[0]
+        runs: list[verify.VerifyRun] = self._call(2, "ranks", verify.run_rank, source, split, STEPS)
         found = verify.compare(known, verify.merge(runs))
         if not found.good:
             said = f"losses {found.loss:.1e} off, {found.gradient_name} {found.gradient:.1e} (allowed {found.gradient_bound:.0e}: {WHY_BOUND})"
@@ -305,7 +305,7 @@ class Checker:
             raise Failed(column, f"rank {rank}: {why}" if ranks > 1 else why) from None
 
 
-def _in_turn(row: Row) -> Row:
+def _in_turn(row: CheckRow) -> CheckRow:
     """Phases in turn are predicted for one device; plans are of one phase."""
     return replace(row, columns={**row.columns, "plan": "one phase at a time", "ranks": "one phase at a time"})
 

@@ -16,7 +16,7 @@ from foretell.hardware import Cluster
 from foretell.hardware.profile import find_profile
 from foretell.price.kernels.features import launches
 from foretell.prove.zoo_plan import HereTraces, Planned, planned
-from foretell.simulate.pace import Pace, Said, pace_of, said
+from foretell.simulate.pace import Pace, ProfileSeconds, pace_of, said
 from foretell.simulate.plan import Options
 from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from foretell.price.time import Machine
     from foretell.trace.record.step import Step
 
-Pacers = Mapping[str, tuple[Said, float]]
+Pacers = Mapping[str, tuple[ProfileSeconds, float]]
 """Model → its seconds by the profile, and measured."""
 RECIPE = Recipe(precision="fp32")
 SAMPLES = 2

@@ -21,9 +21,9 @@ from foretell.prove import forecast, zoo_rows
 from foretell.prove.run import in_child
 from foretell.prove.types import Config, Forecast
 from foretell.prove.zoo_plan import CARE, STEPS, first_line
-from foretell.prove.zoo_rows import GPU_MEMORY_BAR, NONE, OK, TIME_BAR, Row
+from foretell.prove.zoo_rows import GPU_MEMORY_BAR, NONE, OK, TIME_BAR, CheckRow
 from foretell.runtime.check import verify
-from foretell.search.solve.choose import Wishes, choose, told
+from foretell.search.solve.choose import SearchConstraints, choose, told
 from foretell.simulate.parts import TORCH
 from foretell.simulate.plan import Options
 from foretell.trace.load.model import Source
@@ -36,15 +36,15 @@ SAMPLES = 256
 class CudaChecker:
     """Makes rows, one after another, on one GPU."""
 
-    asked: forecast.Asked
+    asked: forecast.ForecastRequest
 
     @property
     def cluster(self) -> Cluster:
         return self.asked.cluster
 
-    def row(self, name: str, module: str, paper: str, phases: tuple[str, ...], trap: str) -> Row:
+    def row(self, name: str, module: str, paper: str, phases: tuple[str, ...], trap: str) -> CheckRow:
         began = time.monotonic()
-        row = Row(name=name, module=module, paper=paper, phase="+".join(phases), samples=SAMPLES, trap=trap)
+        row = CheckRow(name=name, module=module, paper=paper, phase="+".join(phases), samples=SAMPLES, trap=trap)
         failures: dict[str, str] = {}
         excuses: dict[str, str] = {}
         if len(phases) > 1:
@@ -60,11 +60,11 @@ class CudaChecker:
 
     # ------------------------------------------------------------ trace, memory, time
 
-    def _config(self, row: Row) -> Config:
+    def _config(self, row: CheckRow) -> Config:
         overrides: dict[str, Any] = {"phase": row.phase} if row.phase else {}
         return Config(index=0, model=row.name, overrides=overrides, micro_batch=SAMPLES, precision="fp32")
 
-    def _seen(self, row: Row, failures: dict[str, str], excuses: dict[str, str]) -> Row:
+    def _seen(self, row: CheckRow, failures: dict[str, str], excuses: dict[str, str]) -> CheckRow:
         config = self._config(row)
         (trace,) = forecast.traces_of([config], self.asked, lambda _: None)
         said = trace if isinstance(trace, Forecast) else forecast.predict(config, trace, self.asked)
@@ -96,7 +96,7 @@ class CudaChecker:
     def plan_for(self, source: Source, samples: int = SAMPLES) -> tuple[int, int, Plan | None, int | None, str]:
         """Reserved bytes of the plain step, the cap, the plan for it with its reserved bytes, or why there is none."""
         options = Options(profile_of=self.asked.profile)
-        wishes = Wishes(global_batch=samples, precision="fp32", compile=("none",), clip=None)
+        wishes = SearchConstraints(global_batch=samples, precision="fp32", compile=("none",), clip=None)
         free = choose(source, self.cluster, "auto", replace(wishes, micro_batch=samples), options=options, exact=True)
         if free.best is None or free.best.cost is None:
             return 0, 0, None, None, "the plain step does not fit"
@@ -111,7 +111,7 @@ class CudaChecker:
         holders = found.infeasible.holders[:3] if found.infeasible else ()
         return plain, cap, None, None, ", ".join(["no plan fits", *(f"{one.category} {one.name} {one.bytes:,} B" for one in holders)])
 
-    def _planned(self, row: Row, failures: dict[str, str], excuses: dict[str, str]) -> Row:
+    def _planned(self, row: CheckRow, failures: dict[str, str], excuses: dict[str, str]) -> CheckRow:
         source = replace(self._config(row).source(), micro_batch=1)
         plain, cap, plan, predicted, why = self.plan_for(source)
         row = replace(row, global_batch=SAMPLES, plain_bytes=plain or None, cap_bytes=cap or None)

@@ -16,7 +16,7 @@ from foretell.errors import ForetellError
 from foretell.hardware.types import Cluster
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Mesh, Plan
-from foretell.search.solve.choose import Choice, Wishes, choose
+from foretell.search.solve.choose import Choice, SearchConstraints, choose
 from foretell.search.traces.needed import Traces
 from foretell.simulate.memory.memory import CAREFUL_RAM_SHARE as CAREFUL_SHARE
 from foretell.simulate.memory.memory import PROCESS_BYTES
@@ -82,7 +82,7 @@ def _planned(source: Source, cluster: Cluster, traces: Traces, options: Options,
     for ranks, meshes in MESHES.items():
         room = capped(cluster, int((1 - CARE) * asked.cap_bytes), ranks)
         for size in (micro, max(1, micro // PARTS)):
-            wishes = Wishes(global_batch=asked.global_batch, micro_batch=size, meshes=meshes, compile=("none",), clip=None)
+            wishes = SearchConstraints(global_batch=asked.global_batch, micro_batch=size, meshes=meshes, compile=("none",), clip=None)
             found = choose(source, room, "auto", wishes, options=options, traces=traces)
             if found.best is not None and found.best.cost is not None:
                 held = found.best.cost.worst.memory.allocated_bytes
@@ -129,14 +129,14 @@ def _held(costs: Sequence[PlanCost], cap: int) -> str:
 
 
 @dataclass(frozen=True)
-class Ran:
+class RankResult:
     """What a rank saw of a plan's first steps."""
 
     losses: list[float]
     peak_bytes: int
 
 
-def run_plan(_rank: int, _world: int, source: Source, plan: Plan, steps: int = STEPS) -> Ran:
+def run_plan(_rank: int, _world: int, source: Source, plan: Plan, steps: int = STEPS) -> RankResult:
     """Some steps of a plan on this rank of a CPU; the highest point of live tensors, the step's data among them."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -157,7 +157,7 @@ def run_plan(_rank: int, _world: int, source: Source, plan: Plan, steps: int = S
     with no_collection(), quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         losses = [job.train_step(mine).loss.item() for _ in range(steps)]
     peak = peaks_of(recorded.profiler.kineto_results.events())[0]
-    return Ran(losses, sum(size for _, size in held) + peak)
+    return RankResult(losses, sum(size for _, size in held) + peak)
 
 
 def carried(_rank: int, _world: int, source: Source) -> list[str]:

@@ -21,7 +21,7 @@ MEMORY_BAR, GPU_MEMORY_BAR, TIME_BAR = 0.05, 0.08, 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CheckRow:
     """One entry in one phase, or in several phases in turn, on one device."""
 
     name: str
@@ -95,12 +95,12 @@ class Row:
         return {**asdict(self), "memory_error": self.memory_error, "time_error": self.time_error}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Row:
+    def from_json(cls, data: Mapping[str, Any]) -> CheckRow:
         known = {item.name: data[item.name] for item in fields(cls) if item.name in data}
         return cls(**{**known, "uncovered": tuple(known.get("uncovered", ()))})
 
 
-def judged(row: Row, failures: Mapping[str, str], excuses: Mapping[str, str]) -> Row:
+def judged(row: CheckRow, failures: Mapping[str, str], excuses: Mapping[str, str]) -> CheckRow:
     """The row with its status: columns that failed, and columns that could not hold, each with a few words."""
     columns = {
         name: NO if name in failures else excuses.get(name) or row.columns.get(name, NONE) for name in COLUMNS
@@ -113,9 +113,9 @@ def judged(row: Row, failures: Mapping[str, str], excuses: Mapping[str, str]) ->
 # ---------------------------------------------------------------------------------------------- the file
 
 
-def read(path: Path) -> dict[tuple[str, str, str], Row]:
+def read(path: Path) -> dict[tuple[str, str, str], CheckRow]:
     """Rows that were kept, the last of each key; a line that was cut off does not count."""
-    found: dict[tuple[str, str, str], Row] = {}
+    found: dict[tuple[str, str, str], CheckRow] = {}
     if not path.exists():
         return found
     try:
@@ -124,14 +124,14 @@ def read(path: Path) -> dict[tuple[str, str, str], Row]:
         raise UserError(f"--keep {path} cannot be read: {error}", "name a file of rows, or a new one") from None
     for line in text.splitlines():
         try:
-            row = Row.from_json(json_of(line))
+            row = CheckRow.from_json(json_of(line))
         except (ValueError, TypeError, AttributeError):
             continue
         found[row.key] = row
     return found
 
 
-def append(path: Path, row: Row) -> None:
+def append(path: Path, row: CheckRow) -> None:
     """Write a row at once, behind whatever a stopped run left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     cut = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
@@ -142,9 +142,9 @@ def append(path: Path, row: Row) -> None:
 # ---------------------------------------------------------------------------------------------- all of them
 
 
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
+def summary(rows: Sequence[CheckRow]) -> dict[str, Any]:
     """Counts by row and by module, errors of memory and time by module: a module is as good as its worst row."""
-    modules: dict[str, list[Row]] = {}
+    modules: dict[str, list[CheckRow]] = {}
     for row in rows:
         modules.setdefault(row.module, []).append(row)
     order = (PASS, REASON, FAIL)
@@ -164,7 +164,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _worst(rows: Iterable[Row], name: str) -> float | None:
+def _worst(rows: Iterable[CheckRow], name: str) -> float | None:
     found = [value for row in rows if (value := getattr(row, name)) is not None]
     return max(found, key=abs) if found else None
 
@@ -176,7 +176,7 @@ def _spread(errors: Iterable[float | None]) -> dict[str, float] | None:
     return {"modules": len(known), "median": statistics.median(map(abs, known)), "worst": max(known, key=abs)}
 
 
-def closing(rows: Sequence[Row]) -> str:
+def closing(rows: Sequence[CheckRow]) -> str:
     """One line of all."""
     total = summary(rows)
     words = [f"{total['modules_by_status'][PASS]} of {total['modules']} modules pass"]
@@ -194,7 +194,7 @@ def closing(rows: Sequence[Row]) -> str:
 HEADS = ("entry", "ops", "memory", "", "time", "", "at half the memory", "", "2 ranks", "trap", "status")
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[CheckRow]) -> list[str]:
     """All rows for people, then what did not hold and which traps are open."""
     cells = [HEADS, *(_cells(row) for row in rows)]
     wide = [max(len(line[column]) for line in cells) for column in range(len(HEADS))]
@@ -213,7 +213,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     return [*lines, "", closing(rows)] if rows else lines
 
 
-def line(row: Row) -> str:
+def line(row: CheckRow) -> str:
     """One row while others are still to come."""
     parts = [row.title, row.status]
     parts += [f"memory {row.memory_error:+.1%}"] if row.memory_error is not None else []
@@ -223,7 +223,7 @@ def line(row: Row) -> str:
     return f"{'  '.join(parts)}  ({row.seconds:.0f} s)"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: CheckRow) -> tuple[str, ...]:
     memory, time = row.memory_error, row.time_error
     held = f"{row.plan_measured_bytes / row.plain_bytes:.0%}" if row.plan_measured_bytes and row.plain_bytes else ""
     return (

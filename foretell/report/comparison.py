@@ -81,7 +81,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class StepPart:
     """Where seconds of a step went."""
 
     name: str
@@ -114,7 +114,7 @@ class Comparison:
     comparable: bool
     """False where nothing was predicted, or for another kind of device."""
     lines: tuple[Line, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
     """Where the time of a step went."""
     kinds: Mapping[str, float]
     """Predicted seconds of a step by what the device does, and what it waits for."""
@@ -300,18 +300,18 @@ def _process_band(tensors: float | None) -> tuple[float | None, float | None]:
     return tensors + PROCESS_BYTES[0], tensors * (1 + PROCESS_SHARE) + PROCESS_BYTES[1]
 
 
-def _parts(said: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[Part]:
+def _parts(said: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[StepPart]:
     """Seconds of a step, phase by phase. Predicted spans have waits in them; where a plan has phases alone, they are
     seconds in which the device computes."""
     found, spans, phases = measured["phases"], said.get("spans") or {}, said.get("phases") or {}
     computing = sum(seconds for name, seconds in phases.items() if name != "update") if phases else None
     note = "without waits" if phases and not spans else ""
-    yield Part(
+    yield StepPart(
         name="forward and backward", predicted=spans.get("backward", computing), measured=found.get("backward"), note=note
     )
-    yield Part(name="update", predicted=spans.get("update", phases.get("update")), measured=found.get("update"), note=note)
+    yield StepPart(name="update", predicted=spans.get("update", phases.get("update")), measured=found.get("update"), note=note)
     data = found.get("data")
-    yield Part(
+    yield StepPart(
         name="between steps", predicted=None, measured=found.get("between"),
         note=f"{words.seconds(data)} to fetch data" if data else "",
     )  # fmt: skip
@@ -319,7 +319,7 @@ def _parts(said: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[Par
     for name, title in (("waiting_for_host", own), ("communication", "communication")):
         seconds = (said.get("breakdown") or {}).get(name)
         if seconds:
-            yield Part(name=title, predicted=seconds, measured=None, note="in the phases")
+            yield StepPart(name=title, predicted=seconds, measured=None, note="in the phases")
 
 
 def _drift(measured: Mapping[str, Any]) -> Drift | None:

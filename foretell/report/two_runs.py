@@ -70,7 +70,7 @@ class Side:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class SettingDifference:
     """Something the runs were given that is not the same."""
 
     what: str
@@ -121,7 +121,7 @@ class TwoRuns:
     same_model: bool
     settings_known: bool
     """False where one of them is of a watched script."""
-    differs: tuple[Difference, ...]
+    differs: tuple[SettingDifference, ...]
     lines: tuple[Pair, ...]
     parts: tuple[Pair, ...]
     """Where the seconds of a step went."""
@@ -144,7 +144,7 @@ class TwoRuns:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
+class _RunFiles:
     """What the files of a run say."""
 
     path: Path
@@ -162,12 +162,12 @@ def of_folders(a: str | Path, b: str | Path) -> TwoRuns:
     return compare(_read(Path(a)), _read(Path(b)))
 
 
-def _read(path: Path) -> _Run:
+def _read(path: Path) -> _RunFiles:
     measured = measured_of(path)
     settings = read_settings(path)
     rows = log.read(path / log.LOG)
     losses = [row.get("loss") for row in rows if row.get("event") == "step"]
-    return _Run(
+    return _RunFiles(
         path=path, plan=plans.read(path / "plan.json"), measured=measured, settings=settings.to_json() if settings is not None else None,
         losses=tuple(float(one) for one in losses if isinstance(one, int | float) and math.isfinite(one)),
     )  # fmt: skip
@@ -176,7 +176,7 @@ def _read(path: Path) -> _Run:
 # --- comparing -------------------------------------------------------------------------------------------------------
 
 
-def compare(a: _Run, b: _Run) -> TwoRuns:
+def compare(a: _RunFiles, b: _RunFiles) -> TwoRuns:
     models = [str(run.plan.model.get("model", "")) for run in (a, b)]
     differs = tuple(_differs(a, b))
     return TwoRuns(
@@ -186,12 +186,12 @@ def compare(a: _Run, b: _Run) -> TwoRuns:
     )  # fmt: skip
 
 
-def _names(a: _Run, b: _Run) -> tuple[str, str]:
+def _names(a: _RunFiles, b: _RunFiles) -> tuple[str, str]:
     """Names of the folders; their paths where those are the same."""
     return (a.path.resolve().name, b.path.resolve().name) if a.path.resolve().name != b.path.resolve().name else (str(a.path), str(b.path))
 
 
-def _side(run: _Run, name: str) -> Side:
+def _side(run: _RunFiles, name: str) -> Side:
     from foretell.search.solve.choose import told
 
     measured = run.measured
@@ -201,7 +201,7 @@ def _side(run: _Run, name: str) -> Side:
     )  # fmt: skip
 
 
-def _differs(a: _Run, b: _Run) -> Iterator[Difference]:
+def _differs(a: _RunFiles, b: _RunFiles) -> Iterator[SettingDifference]:
     for what, one, other in (
         ("model", _model(a.plan), _model(b.plan)),
         ("plan", _plan(a.plan), _plan(b.plan)),
@@ -214,7 +214,7 @@ def _differs(a: _Run, b: _Run) -> Iterator[Difference]:
         mine, theirs = dict(_flat(one)), dict(_flat(other))
         for field in dict.fromkeys((*mine, *theirs)):
             if mine.get(field) != theirs.get(field):
-                yield Difference(what=what, field=field, a=mine.get(field), b=theirs.get(field))
+                yield SettingDifference(what=what, field=field, a=mine.get(field), b=theirs.get(field))
 
 
 def _model(plan: Plan) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def _flat(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
             yield f"{before}{name}", part
 
 
-def _lines(a: _Run, b: _Run) -> Iterator[Pair]:
+def _lines(a: _RunFiles, b: _RunFiles) -> Iterator[Pair]:
     (spread_a, spread_b), units = (_spread(run.measured) for run in (a, b)), [str(run.measured["unit"]) for run in (a, b)]
     mine, theirs = a.measured, b.measured
     yield Pair(name="step", unit=SECONDS, a=mine["step_seconds"], b=theirs["step_seconds"], a_spread=spread_a, b_spread=spread_b)
@@ -269,20 +269,20 @@ def _rate(per_step: float, spread: tuple[float, float]) -> tuple[float, float] |
     return (per_step / spread[1], per_step / spread[0]) if spread[0] > 0 else None
 
 
-def _losses(run: _Run) -> tuple[float, float] | None:
+def _losses(run: _RunFiles) -> tuple[float, float] | None:
     """Eight of ten losses of the run's last steps."""
     last = sorted(run.losses[-max(LEAST_LOSSES, int(LAST * len(run.losses))) :])
     return (nearest(last, 0.1), nearest(last, 0.9)) if len(last) >= LEAST_LOSSES else None
 
 
-def _parts(a: _Run, b: _Run) -> Iterator[Pair]:
+def _parts(a: _RunFiles, b: _RunFiles) -> Iterator[Pair]:
     for field, name in _PHASES:
         mine, theirs = (run.measured["phases"].get(field) for run in (a, b))
         if mine is not None or theirs is not None:
             yield Pair(name=name, unit=SECONDS, a=mine, b=theirs, note="inside between steps" if field == "data" else "")
 
 
-def _notes(a: _Run, b: _Run, models: Sequence[str]) -> Iterator[str]:
+def _notes(a: _RunFiles, b: _RunFiles, models: Sequence[str]) -> Iterator[str]:
     if models[0] != models[1]:
         yield f"the runs are of different models ({models[0]} and {models[1]}): the figures are not of the same work"
     per = [run.measured["per_step"] for run in (a, b)]

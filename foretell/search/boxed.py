@@ -14,7 +14,7 @@ from foretell.lower.blocks import KEEP, blocks_of
 from foretell.plan.mesh import check_rank, coordinates
 from foretell.plan.types import Plan
 from foretell.price.network.messages import Messages
-from foretell.runtime.box.script import Script
+from foretell.runtime.box.script import BoxScript
 from foretell.search.traces.needed import Traces
 from foretell.simulate.arrivals import Arrivals, arrivals
 from foretell.simulate.plan import Options, PlanCost, modes_of, predict_plan
@@ -100,8 +100,8 @@ def expect(plan: Plan, rank: int, *, traces: Traces | None = None, cluster: Clus
     )  # fmt: skip
 
 
-def scripts(plan: Plan, rank: int, expected: Expected, cluster: Cluster | None = None) -> tuple[Script, Script]:
+def scripts(plan: Plan, rank: int, expected: Expected, cluster: Cluster | None = None) -> tuple[BoxScript, BoxScript]:
     """What stand-ins are told: as predicted, and where messages take no time."""
     messages = Messages(plan, cluster or parse(plan.hardware), rank)
-    usual = Script(seconds=messages.seconds, channels=messages.channels, arrivals=expected.arrivals)
-    return usual, Script(channels=messages.channels, arrivals=expected.free_arrivals, free=True)
+    usual = BoxScript(seconds=messages.seconds, channels=messages.channels, arrivals=expected.arrivals)
+    return usual, BoxScript(channels=messages.channels, arrivals=expected.free_arrivals, free=True)

@@ -21,7 +21,7 @@ ROUNDS = 8
 
 
 @dataclass(frozen=True)
-class Said:
+class ProfileSeconds:
     """Seconds of a step by a profile."""
 
     ops: float
@@ -38,7 +38,7 @@ class Pace:
     models: int = 0
     """That it was taken from."""
 
-    def seconds(self, said: Said) -> float:
+    def seconds(self, said: ProfileSeconds) -> float:
         return self.ops * said.ops + self.host * said.host
 
     def slowed(self, factor: float) -> Pace:
@@ -53,15 +53,15 @@ class Pace:
         )
 
 
-def said(trace: Trace, machine: Machine) -> Said:
+def said(trace: Trace, machine: Machine) -> ProfileSeconds:
     """What a profile says of a steady step on a machine whose host computes itself."""
     ops = host = 0.0
     for task in step_tasks(trace, alone(machine)):
         ops, host = ops + task.seconds, host + task.host_seconds
-    return Said(ops, host)
+    return ProfileSeconds(ops, host)
 
 
-def pace_of(pacers: Sequence[tuple[Said, float]]) -> Pace:
+def pace_of(pacers: Sequence[tuple[ProfileSeconds, float]]) -> Pace:
     """The pace by models whose seconds were predicted and measured."""
     known = [(one, measured) for one, measured in pacers if measured > 0 and one.ops + one.host > 0]
     if not known:
@@ -77,7 +77,7 @@ NEAR = 0.05
 """Relative errors below this count by their squares, above by their size."""
 
 
-def _fitted(known: Sequence[tuple[Said, float]], errors: Sequence[float]) -> tuple[float, float]:
+def _fitted(known: Sequence[tuple[ProfileSeconds, float]], errors: Sequence[float]) -> tuple[float, float]:
     rows = [(one.ops / measured, one.host / measured, NEAR / max(NEAR, error)) for (one, measured), error in zip(known, errors, strict=True)]
     aa, bb, ab = (sum(w * x * y for x, y, w in picked) for picked in (
         [(a, a, w) for a, _, w in rows], [(b, b, w) for _, b, w in rows], [(a, b, w) for a, b, w in rows]))  # fmt: skip

@@ -14,7 +14,14 @@ from foretell.plan.types import Plan
 from foretell.price.host import steady
 from foretell.price.speeds import Options, axis_of, message
 from foretell.quantities import ASSUMED, FITS, NO, TIGHT, Infeasible, Memory, Time
-from foretell.simulate.memory.memory import Outcome, careful_limit, predict_memory, run_order, sizes_for, tight_share
+from foretell.simulate.memory.memory import (
+    MemoryOutcome,
+    careful_limit,
+    predict_memory,
+    run_order,
+    sizes_for,
+    tight_share,
+)
 from foretell.simulate.memory.replay import Replay
 from foretell.simulate.time.streams import Timeline
 from foretell.trace.cuda.versions import doubt, of, widening
@@ -153,7 +160,7 @@ class PlanCost:
         return found
 
 
-def memory_of(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> Outcome:
+def memory_of(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> MemoryOutcome:
     """Bytes of one rank on its device; communication buffers only where ranks talk."""
     world = plan.mesh.world
     used = cluster if world > 1 else replace(cluster, nodes=1, devices_per_node=1, groups=(), matrix=None)
@@ -161,7 +168,7 @@ def memory_of(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> Outco
     return predict_memory(local, used, extra, expandable=how.expandable, ranks=world)
 
 
-def memory_of_all(locals_: Sequence[Trace], plan: Plan, cluster: Cluster, how: Options) -> list[Outcome]:
+def memory_of_all(locals_: Sequence[Trace], plan: Plan, cluster: Cluster, how: Options) -> list[MemoryOutcome]:
     """The same of several ranks: in full of the one that needs most and those that may not fit, peaks of the others."""
     extra = overhead(cluster.device, TORCH)
     sizes = sizes_for(cluster, extra)
@@ -189,7 +196,7 @@ def memory_of_all(locals_: Sequence[Trace], plan: Plan, cluster: Cluster, how: O
                 full.memory, allocated_bytes=allocated, reserved_bytes=reserved, device_bytes=device,
                 margin_bytes=capacity - device, bands={}, categories={}, holders=(), phases=(),
             )  # fmt: skip
-            found.append(Outcome(verdict, memory))
+            found.append(MemoryOutcome(verdict, memory))
     return found
 
 

@@ -72,7 +72,7 @@ def predict_pipeline(whole: Trace, plan: Plan, cluster: Cluster, how: Options) -
 
 
 @dataclass(frozen=True)
-class Ran:
+class PipelineStep:
     """A step of all ranks of a pipeline."""
 
     time: Time
@@ -80,7 +80,7 @@ class Ran:
     events: tuple[Events, ...]
 
 
-def pipeline_time(ranks: Sequence[RankTrace], plan: Plan, cluster: Cluster, how: Options) -> Ran | None:
+def pipeline_time(ranks: Sequence[RankTrace], plan: Plan, cluster: Cluster, how: Options) -> PipelineStep | None:
     """The step and what each rank does in it; None where nothing is known of the device's speed."""
     speeds = [speeds_of(plan, cluster, how, one.rank) for one in ranks]
     known = [one for one in speeds if one is not None]
@@ -88,7 +88,7 @@ def pipeline_time(ranks: Sequence[RankTrace], plan: Plan, cluster: Cluster, how:
         return None
     events = tuple(Events(one, each) for one, each in zip(ranks, known, strict=True))
     timeline = together(events, plan)
-    return Ran(_as_time(max(events, key=lambda one: one.busy), timeline.seconds), timeline, events)
+    return PipelineStep(_as_time(max(events, key=lambda one: one.busy), timeline.seconds), timeline, events)
 
 
 HALVES = {"I": 1.0, "W": 1.8}

@@ -17,7 +17,7 @@ from foretell.price.speeds import Options, profile_for
 from foretell.price.time import Machine, op_prices, unmeasured_ops
 from foretell.quantities import Cost, Energy, Mfu, Run, Throughput, Time, Utilisation
 from foretell.simulate.parts import PlanCost, sequence_length
-from foretell.simulate.wishes import Amount, Wishes
+from foretell.simulate.wishes import Amount, RunRequest
 from foretell.trace.types import TF32, Trace
 
 CONVENTION = "2 FLOPs a multiply-add, forward and backward counted op by op from the trace; causal attention at half; recomputation only in hfu"
@@ -37,9 +37,9 @@ class Speed:
     notes: tuple[str, ...] = ()
 
 
-def speed(cost: PlanCost, cluster: Cluster, how: Options, wishes: Wishes | None = None, copies: int = 1) -> Speed:
+def speed(cost: PlanCost, cluster: Cluster, how: Options, wishes: RunRequest | None = None, copies: int = 1) -> Speed:
     """What follows from a plan's seconds, for all of its ranks together, and for so many copies of it side by side."""
-    asked, device, time, plan = wishes or Wishes(), cluster.device, cost.time, cost.plan
+    asked, device, time, plan = wishes or RunRequest(), cluster.device, cost.time, cost.plan
     known = machine(device, profile_for(cluster, how.profile_of))
     if known is None or time is None:
         return Speed(notes=(f"no speed: nothing was measured on a {device.backend} device yet; run `foretell probe` there",))
@@ -71,7 +71,7 @@ def speed(cost: PlanCost, cluster: Cluster, how: Options, wishes: Wishes | None 
     )  # fmt: skip
 
 
-def _utilisation(local: Trace, known: Machine, time: Time, load: watts.Load) -> Utilisation:
+def _utilisation(local: Trace, known: Machine, time: Time, load: watts.DeviceLoad) -> Utilisation:
     """Of a step's time, of multiprocessors, of product units and of memory; each op's share weighted by its seconds."""
     prices, worked = op_prices(local, known), 0.0
     for name, times in steady(local):

@@ -35,7 +35,7 @@ class Amount:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class RunRequest:
     """What the user asked for besides the model and the hardware."""
 
     amount: Amount | None = None

@@ -11,10 +11,10 @@ import pytest
 
 from foretell.plan.types import Mesh, Plan
 from foretell.runtime.check import verify
-from foretell.runtime.process.pool import World
+from foretell.runtime.process.pool import PoolWorld
 from foretell.trace.load.model import Source
 
-Ranks = Callable[[int], World]
+Ranks = Callable[[int], PoolWorld]
 STEPS = 3
 """Gradients are compared at the first one; a wrong update, or a state that is lost, shows in the losses from the second on."""
 

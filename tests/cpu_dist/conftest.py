@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from foretell.runtime.process.pool import Pool, World
+from foretell.runtime.process.pool import Pool, PoolWorld
 from tests import forks
 
 HERE = Path(__file__).parent
@@ -19,7 +19,7 @@ POOL = Pool(largest=16, preload=["numpy", *forks.MORE])
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Callable[[int], World]:
+def ranks() -> Callable[[int], PoolWorld]:
     forks.share_ranks()
     return POOL.ranks
 

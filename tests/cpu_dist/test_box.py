@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Mesh, Pipeline, Plan
 from foretell.runtime.box.group import opened
-from foretell.runtime.box.run import Asked, Steps, rehearse
-from foretell.runtime.box.script import Script
+from foretell.runtime.box.run import BoxRequest, BoxSteps, rehearse
+from foretell.runtime.box.script import BoxScript
 from foretell.search.boxed import expect, scripts
 from foretell.trace.load.model import Source
 from tests.cpu_dist.beside_one import Ranks
@@ -82,7 +82,7 @@ class Asks(TorchDispatchMode):
 
 def asked(rank: int, world: int, plan: Plan) -> list[tuple[str, int]]:
     """Of the second step of a real run: the first one of a pipeline learns what is sent."""
-    steps = Steps(plan, Asked(rank=rank, device="cpu"), None)
+    steps = BoxSteps(plan, BoxRequest(rank=rank, device="cpu"), None)
     steps.timed(0, 1)
     with Asks() as asks:
         steps.timed(0, 1)
@@ -91,8 +91,8 @@ def asked(rank: int, world: int, plan: Plan) -> list[tuple[str, int]]:
 
 
 def boxed(plan: Plan, rank: int) -> list[tuple[str, int]]:
-    with opened(Script(), torch.device("cpu"), rank, plan.mesh.world) as box:
-        steps = Steps(plan, Asked(rank=rank, device="cpu"), box)
+    with opened(BoxScript(), torch.device("cpu"), rank, plan.mesh.world) as box:
+        steps = BoxSteps(plan, BoxRequest(rank=rank, device="cpu"), box)
         steps.timed(0, 1)
         with box.recorded() as messages:
             steps.timed(0, 1)
@@ -114,7 +114,7 @@ def test_a_box_asks_for_what_a_rank_asks_for(name: str, ranks: Ranks) -> None:
 
 def test_stand_ins_take_the_seconds_they_are_told() -> None:
     plan = planned(Mesh(dp_shard=64))
-    found = rehearse(plan, Script(seconds=lambda *_: 0.02), Script(free=True), Asked(rank=40, device="cpu", steps=2, warmup=1))
+    found = rehearse(plan, BoxScript(seconds=lambda *_: 0.02), BoxScript(free=True), BoxRequest(rank=40, device="cpu", steps=2, warmup=1))
     assert found.messages >= 10 and found.message_seconds == pytest.approx(0.02 * found.messages)
     assert min(found.steps) >= found.message_seconds, "they follow each other"
     assert found.free_seconds is not None and found.exposed_seconds is not None
@@ -125,7 +125,7 @@ def test_stand_ins_take_the_seconds_they_are_told() -> None:
 def test_messages_take_at_least_what_the_model_says(name: str) -> None:
     plan, rank = PLANS[name]
     usual, free = scripts(plan, rank, expected := expect(plan, rank))
-    found = rehearse(plan, usual, free, Asked(rank=rank, device="cpu", steps=1, warmup=1))
+    found = rehearse(plan, usual, free, BoxRequest(rank=rank, device="cpu", steps=1, warmup=1))
     assert expected.step_seconds is not None and 0 < expected.free_seconds < expected.step_seconds  # type: ignore[operator]
     waits = [delay for chains in expected.arrivals.receives.values() for delay in chains if delay is not None]
     assert found.step_seconds >= max([*waits, found.message_seconds if not waits else 0.0])
@@ -136,7 +136,7 @@ def test_a_rank_that_fails_leaves_no_group_behind() -> None:
     plan = planned(Mesh(dp_shard=4))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            rehearse(plan, Script(), Script(free=True), Asked(device="cpu"), say=_interrupt)
+            rehearse(plan, BoxScript(), BoxScript(free=True), BoxRequest(device="cpu"), say=_interrupt)
         assert not dist.is_initialized()
 
 

@@ -81,14 +81,14 @@ def hop(rank: int, world: int, out: str, plan: Plan, steps: int, target: str) ->
     screen = Quiet()
     here = members.start(plan, device="cpu")
     control = Control(here)
-    asked = folders.Settings.from_json(control.first(lambda: folders.go_on(Path(out), plan, {"steps": steps}).to_json()))
+    asked = folders.RunSettings.from_json(control.first(lambda: folders.go_on(Path(out), plan, {"steps": steps}).to_json()))
     under_way = train._prepared(plan, asked, here, Folder(path=Path(out)), control, screen, "", resume=True)
     under_way.resume()
     assert under_way.saver is not None
     usual, under_way.saver.folder = under_way.saver.folder, Path(target)
     kept, under_way.last_saved = under_way.last_saved, None
     under_way.origin = under_way.step, under_way.feed.first  # as training notes it when it begins
-    assert isinstance(under_way.save(), save.Saved)
+    assert isinstance(under_way.save(), save.SavedCheckpoint)
     under_way.saver.folder, under_way.last_saved = usual, kept
     under_way.all_steps(Signals())
     return screen.said
@@ -148,14 +148,14 @@ def test_so_do_experts_and_positions_on_several_ranks(ranks: Any, tmp_path: Path
 # ---------------------------------------------------------------- flipped bits, and what is live
 
 
-def prepared(out: Path, plan: Plan) -> train.Run:
+def prepared(out: Path, plan: Plan) -> train.TrainingRun:
     """A run of one process that is about to resume."""
     here = members.start(plan, device="cpu")
     settings = folders.go_on(out, plan, {})
     return train._prepared(plan, settings, here, Folder(path=out), Control(here), Quiet(), "", resume=True)
 
 
-def live(under_way: train.Run) -> list[torch.Tensor]:
+def live(under_way: train.TrainingRun) -> list[torch.Tensor]:
     """Everything that a load may change."""
     model = [value.clone() for _, value in sorted(under_way.job.parts[0].state_dict().items())]
     moments = [

@@ -20,7 +20,7 @@ from foretell.errors import UserError
 from foretell.plan.context import share
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency
 from foretell.runtime.box.group import opened
-from foretell.runtime.box.script import Script
+from foretell.runtime.box.script import BoxScript
 from foretell.runtime.check import verify
 from foretell.runtime.parallel.apply import apply
 from foretell.runtime.parallel.context.positions import prepare
@@ -107,7 +107,7 @@ def test_a_model_that_is_not_yet_where_its_batch_is_shares_the_same_positions() 
     """A rank moves its model to the GPU as it shards it, after this; a model on `meta` is as far from its batch."""
     plan, source = Case("llama", Mesh(cp=2)).plan, MODELS["llama"]
     work, away = verify.build(source), verify.build(source)
-    with opened(Script(), torch.device("cpu"), 1, 2):
+    with opened(BoxScript(), torch.device("cpu"), 1, 2):
         ranks = start(plan, device="cpu")
         here = prepare(work.model, ranks, work.batch, work.loss)
         there = prepare(away.model.to("meta"), ranks, away.batch, away.loss)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from foretell.lower.ddp import Replicas, replicated
-from foretell.runtime.process.pool import World
+from foretell.runtime.process.pool import PoolWorld
 from foretell.simulate.memory.replay import peak_live
 from foretell.trace import types
 from foretell.trace.recipe import Recipe
@@ -75,7 +75,7 @@ def all_of_them(rank: int, world: int) -> dict[str, int]:
     return {name: most(**case) for name, case in CASES.items()}
 
 
-def test_buckets_are_those_of_pytorch(ranks: Callable[[int], World]) -> None:
+def test_buckets_are_those_of_pytorch(ranks: Callable[[int], PoolWorld]) -> None:
     seen: list[dict[str, int]] = ranks(2).run(all_of_them)
 
     def build() -> Workload:

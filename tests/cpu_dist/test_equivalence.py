@@ -20,7 +20,7 @@ from foretell.plan.types import Mesh, Pipeline, Plan, Residency, Split
 from foretell.runtime.check import verify
 from foretell.runtime.parallel.apply import apply
 from foretell.runtime.parallel.ranks import start
-from foretell.runtime.process.pool import World
+from foretell.runtime.process.pool import PoolWorld
 from foretell.trace.load.model import Source
 from tests.cpu_dist.beside_one import STEPS
 
@@ -136,18 +136,18 @@ def count_sums(rank: int, world: int, plan: Plan) -> int:
     return sums.number
 
 
-def test_replicas_sum_their_gradients_once_a_step(ranks: Callable[[int], World]) -> None:
+def test_replicas_sum_their_gradients_once_a_step(ranks: Callable[[int], PoolWorld]) -> None:
     """Four blocks and the root, however many micro-batches there are."""
     plan = case("", "gpt", Mesh(dp_replicate=2), accumulate=3).plan
     assert ranks(2).run(count_sums, plan) == [5, 5]
 
 
 @pytest.fixture(scope="module")
-def reference(ranks: Callable[[int], World]) -> Callable[[Case], verify.Run]:
+def reference(ranks: Callable[[int], PoolWorld]) -> Callable[[Case], verify.VerifyRun]:
     """One plain run for every model, number of micro-batches, limit and optimizer, in a process of one thread."""
-    known: dict[Any, verify.Run] = {}
+    known: dict[Any, verify.VerifyRun] = {}
 
-    def of(case: Case) -> verify.Run:
+    def of(case: Case) -> verify.VerifyRun:
         plan = case.plan
         key = (case.model, plan.mesh.data * plan.accumulate, plan.clip, plan.optimizer)
         if key not in known:
@@ -161,7 +161,7 @@ def reference(ranks: Callable[[int], World]) -> Callable[[Case], verify.Run]:
     "case", [pytest.param(case, id=case.name, marks=pytest.mark.slow(reason=case.slow) if case.slow else ()) for case in CASES]
 )
 def test_a_plan_computes_what_one_process_computes(
-    case: Case, ranks: Callable[[int], World], reference: Callable[[Case], verify.Run]
+    case: Case, ranks: Callable[[int], PoolWorld], reference: Callable[[Case], verify.VerifyRun]
 ) -> None:
     if case.model == "hf" and importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers")

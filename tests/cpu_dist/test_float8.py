@@ -10,7 +10,7 @@ from foretell.plan.types import Mesh, Plan
 from foretell.runtime.check import verify
 from foretell.runtime.parallel.apply import apply
 from foretell.runtime.parallel.ranks import start
-from foretell.runtime.process.pool import World
+from foretell.runtime.process.pool import PoolWorld
 from foretell.trace.load.model import Source
 
 SOURCE = Source(model="gpt-tiny", overrides={"layers": 2, "dim": 32, "heads": 4, "vocab_size": 64, "context": 16}, micro_batch=2)
@@ -27,7 +27,7 @@ def losses(_rank: int, _world: int, plan: Plan, precision: str) -> list[float]:
     return [job.train_step(mine).loss.item() for _ in range(5)]
 
 
-def test_two_ranks_train_in_float8_as_one_does(ranks: Callable[[int], World]) -> None:
+def test_two_ranks_train_in_float8_as_one_does(ranks: Callable[[int], PoolWorld]) -> None:
     """Two mantissa bits in gradients, three in the rest: a loss, the mean of many, is within 2⁻⁵ of that of bf16."""
     pytest.importorskip("torchao")
     plan = Plan(model={}, hardware="auto", micro_batch=2, clip=1.0)

@@ -15,7 +15,7 @@ from foretell.plan.types import Mesh, Pipeline, Plan
 from foretell.runtime.check import verify
 from foretell.runtime.parallel.apply import Job, apply
 from foretell.runtime.parallel.ranks import start
-from foretell.runtime.process.pool import World
+from foretell.runtime.process.pool import PoolWorld
 from foretell.runtime.train import clip, save, scaler
 from foretell.runtime.train.guard import RunFailed
 from foretell.trace.load.model import Source
@@ -72,9 +72,9 @@ def test_steps_are_those_of_torchs_own_scaler(optimizer: str, limit: float | Non
     plan, hurt = FP16.with_(optimizer=optimizer, clip=limit), 2
     wanted, weights = by_hand(plan, 6, hurt)
     job, found = job_of(plan), []
-    plain = scaler.Scaler.up
+    plain = scaler.LossScaler.up
     for step in range(6):
-        monkeypatch.setattr(scaler.Scaler, "up", (lambda mine, loss: plain(mine, loss * 1e20)) if step == hurt else plain)
+        monkeypatch.setattr(scaler.LossScaler, "up", (lambda mine, loss: plain(mine, loss * 1e20)) if step == hurt else plain)
         before = [p.detach().clone() for p in job.parameters()]
         result = job.train_step(verify.batches(SOURCE, 2))
         assert result.loss_scale is not None and result.grad_norm is not None
@@ -126,7 +126,7 @@ LONG = ("replicas, not clipped", "tensor")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow(reason="another mesh of the same rule") if name in LONG else ()) for name in MESHES]
 )
-def test_ranks_in_fp16_compute_what_one_fp32_process_does(name: str, ranks: Callable[[int], World]) -> None:
+def test_ranks_in_fp16_compute_what_one_fp32_process_does(name: str, ranks: Callable[[int], PoolWorld]) -> None:
     plan = MESHES[name]
     known = ranks(1).run(verify.reference_rank, SOURCE, plan, 5)[0]
     bounds = ranks(1).run(verify.bounds_rank, SOURCE, plan, known, 5)[0]
@@ -154,7 +154,7 @@ def overflow_on_one_rank(rank: int, world: int, plan: Plan) -> list[tuple[float,
     return seen
 
 
-def test_an_overflow_on_one_rank_is_skipped_on_all(ranks: Callable[[int], World]) -> None:
+def test_an_overflow_on_one_rank_is_skipped_on_all(ranks: Callable[[int], PoolWorld]) -> None:
     """Whatever this rank's own pieces are, and whichever stage it has."""
     for name in ("replicas, not clipped", "pipeline"):
         one, two = ranks(2).run(overflow_on_one_rank, MESHES[name])
@@ -178,8 +178,8 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 def hurting(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
     """Multiply the losses of these micro-batches, counted from the start, hugely."""
-    plain, count = scaler.Scaler.up, iter(range(10**6))
-    monkeypatch.setattr(scaler.Scaler, "up", lambda mine, loss: plain(mine, loss * (1e30 if next(count) in calls else 1.0)))
+    plain, count = scaler.LossScaler.up, iter(range(10**6))
+    monkeypatch.setattr(scaler.LossScaler, "up", lambda mine, loss: plain(mine, loss * (1e30 if next(count) in calls else 1.0)))
 
 
 def test_a_run_goes_on_after_an_overflow_and_a_resumed_one_keeps_the_scale(

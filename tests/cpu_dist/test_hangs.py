@@ -19,7 +19,7 @@ from foretell.runtime.process.control import Control
 from foretell.runtime.process.judge import HANG_VARIABLE
 from foretell.runtime.process.pool import RankFailure
 from foretell.runtime.process.progress import STEP
-from foretell.runtime.process.watch import Watch
+from foretell.runtime.process.watch import RankWatch
 from foretell.runtime.train import save
 from foretell.runtime.train.run import run
 from tests import forks
@@ -114,7 +114,7 @@ def test_a_rank_that_computes_is_waited_for(ranks: Any, tmp_path: Path, plan: Pl
 def _one_late(rank: int, world: int) -> tuple[str, str]:
     """Rank 1 computes for longer than a collective may take: rank 0's fails, and has something to say."""
     control = Control(members.start(PLAN.with_(mesh=Mesh(dp_shard=2)), device="cpu"), timeout_s=3.0)
-    watch = Watch(control, tell=lambda _: None, grace_s=60.0)
+    watch = RankWatch(control, tell=lambda _: None, grace_s=60.0)
     watch.progress.stepped(4)
     watch.progress.at(STEP)
     said = hint = ""
@@ -144,7 +144,7 @@ def _silent_rank(rank: int, world: int, silence: float) -> tuple[str, float, boo
     plan = PLAN.with_(mesh=Mesh(dp_shard=2))
     control = Control(members.start(plan, device="cpu"))
     seen, proc.place = proc.place, lambda: f"machine {rank}"
-    watch = Watch(control, tell=lambda _: None, silence_s=silence, grace_s=60.0)
+    watch = RankWatch(control, tell=lambda _: None, silence_s=silence, grace_s=60.0)
     proc.place = seen
     other = control.gather(os.getpid())[1]
     began = time.monotonic()
@@ -168,7 +168,7 @@ def test_a_rank_of_another_machine_that_gives_no_sign_of_life_is_named_in_time(r
 
 def test_a_run_of_one_rank_that_stands_still_says_where_and_goes_on(tmp_path: Path) -> None:
     said: list[str] = []
-    watch = Watch(Control(members.start(PLAN, device="cpu")), tell=said.append, say_s=1.5)
+    watch = RankWatch(Control(members.start(PLAN, device="cpu")), tell=said.append, say_s=1.5)
     watch.progress.stepped(4)
     watch.progress.at(STEP)
     end = time.monotonic() + 20

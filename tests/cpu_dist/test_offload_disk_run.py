@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from foretell.checkpoint.write import Image, Layout
+from foretell.checkpoint.write import FileLayout, Image
 from foretell.cli import main
 from foretell.plan import file as plans
 from foretell.plan.types import MASTER, Plan
@@ -62,7 +62,7 @@ def test_updates_during_backward_wait_for_a_save(tmp_path: Path, monkeypatch: py
     """Where nothing is clipped; a thread updates as on a GPU, and copying for a save takes longer than a step."""
     free, take = {"clip": None, "precision": MASTER}, Image.take
 
-    def slowly(image: Image, layout: Layout, *, own: bool) -> None:
+    def slowly(image: Image, layout: FileLayout, *, own: bool) -> None:
         time.sleep(0.0 if own else 0.5)
         take(image, layout, own=own)
 

@@ -21,7 +21,7 @@ from foretell.runtime.offload import shards
 from foretell.runtime.offload.engine import Offloaded
 from foretell.runtime.parallel.apply import Job, apply
 from foretell.runtime.parallel.ranks import start
-from foretell.runtime.process.pool import RankFailure, World
+from foretell.runtime.process.pool import PoolWorld, RankFailure
 from foretell.runtime.train import log as logs
 from foretell.runtime.train.run import run
 from foretell.trace.record.step import Workload
@@ -135,7 +135,7 @@ AGAIN = pytest.mark.slow(reason="two more worlds; what is moved how is in the ot
     ids=["shards", "no clipping", "mixed, recomputed", "replicas", "both", "three", "masters", "split"],
 )  # fmt: skip
 def test_moved_states_give_the_numbers_of_those_that_stay(
-    ranks: Callable[[int], World], mesh: Mesh, more: dict[str, Any], tied: bool
+    ranks: Callable[[int], PoolWorld], mesh: Mesh, more: dict[str, Any], tied: bool
 ) -> None:
     moved = plan(mesh, **{"states": EVERYTHING, **more})
     there = ranks(mesh.world).run(numbers, moved, tied)
@@ -179,7 +179,7 @@ def by_hand(rank: int, world: int, count: int) -> tuple[list[float], dict[str, T
     return said, {name: p.detach() for name, p in masters.items()}
 
 
-def test_masters_beside_sharded_weights_are_what_one_process_has(ranks: Callable[[int], World]) -> None:
+def test_masters_beside_sharded_weights_are_what_one_process_has(ranks: Callable[[int], PoolWorld]) -> None:
     asked = plan(TWO, precision=MASTER, states=EVERYTHING, clip=None, accumulate=1)
     found = ranks(2).run(numbers, asked)[0]
     said, known = ranks(1).run(by_hand, 2)[0]
@@ -252,7 +252,7 @@ def ask(rank: int, world: int, sizes: list[int]) -> None:
     shards.agreed(start(plan(TWO), device="cpu"))(sizes[rank])
 
 
-def test_ranks_of_a_machine_ask_for_host_memory_together(ranks: Callable[[int], World]) -> None:
+def test_ranks_of_a_machine_ask_for_host_memory_together(ranks: Callable[[int], PoolWorld]) -> None:
     there = shards.available()
     assert there is not None
     ranks(2).run(ask, [4096, 0])

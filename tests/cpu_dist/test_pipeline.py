@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from foretell.errors import UserError
 from foretell.plan.types import Mesh, Pipeline, Plan
 from foretell.runtime.parallel import ranks as places
-from foretell.runtime.parallel.pipeline.dry_run import Event, Notes, dry_run
-from foretell.runtime.parallel.pipeline.stages import Stages, cut
+from foretell.runtime.parallel.pipeline.dry_run import Notes, RankEvent, dry_run
+from foretell.runtime.parallel.pipeline.stages import RankStages, cut
 from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.parallel.shard import shard
-from foretell.runtime.process.pool import RankFailure, World
+from foretell.runtime.process.pool import PoolWorld, RankFailure
 from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.load.model import Source, load
 from foretell.trace.record.step import Batch, Workload, compute_loss
@@ -175,7 +175,7 @@ def split_llama(model: nn.Module, ranks: Ranks) -> None:
     model.rotary.forward = lambda x: rotary(x.new_zeros(1, x.shape[1] * mesh.size(), 1))
 
 
-def start(plan: Plan, source: Source) -> tuple[Ranks, Stages]:
+def start(plan: Plan, source: Source) -> tuple[Ranks, RankStages]:
     ranks = places.start(plan, device="cpu")
     work = build(source)
     if plan.mesh.tp > 1:
@@ -215,7 +215,7 @@ def params(*cases: Case) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", params(*CASES))
-def test_stages_compute_what_one_process_computes(case: Case, ranks: Callable[[int], World]) -> None:
+def test_stages_compute_what_one_process_computes(case: Case, ranks: Callable[[int], PoolWorld]) -> None:
     if case.model == "hf":
         pytest.importorskip("transformers")
     source, plan = MODELS[case.model], case.plan
@@ -253,7 +253,7 @@ def evaluate(rank: int, world: int, source: Source, plan: Plan, batches: list[Ba
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-v"])
-def test_evaluation_takes_batches_of_any_shape(schedule: str, ranks: Callable[[int], World]) -> None:
+def test_evaluation_takes_batches_of_any_shape(schedule: str, ranks: Callable[[int], PoolWorld]) -> None:
     source = MODELS["t5"]
     one, three = ("decoder.blocks.0",), ("encoder.blocks.1", "decoder.blocks.0", "decoder.blocks.1")
     plan = Case("t5", schedule, one if schedule == "1f1b" else three).plan
@@ -275,7 +275,7 @@ def test_evaluation_takes_batches_of_any_shape(schedule: str, ranks: Callable[[i
 # --- the dry run against the real one --------------------------------------------------------------------------------
 
 
-def noted(rank: int, world: int, source: Source, plan: Plan, batches: list[Batch]) -> list[Event]:
+def noted(rank: int, world: int, source: Source, plan: Plan, batches: list[Batch]) -> list[RankEvent]:
     ranks, stages = start(plan, source)
     notes = Notes(stages)
     mine = batches[ranks.data_rank :: ranks.data_size]
@@ -297,7 +297,7 @@ def noted(rank: int, world: int, source: Source, plan: Plan, batches: list[Batch
         Case("t5", "zero-bubble", ("decoder.blocks.1",), slow="one loop and one split backward are enough"),
     ),
 )
-def test_a_dry_run_does_what_a_real_one_does(case: Case, ranks: Callable[[int], World]) -> None:
+def test_a_dry_run_does_what_a_real_one_does(case: Case, ranks: Callable[[int], PoolWorld]) -> None:
     source, plan = MODELS[case.model], case.plan
     steps = data(source, 1, case.count * case.shard)
     found = ranks(plan.mesh.world).run(noted, source, plan, steps[0])
@@ -316,7 +316,7 @@ def differ(rank: int, world: int, source: Source, plan: Plan) -> None:
     stages.run([long, short, long, short])
 
 
-def test_micro_batches_of_different_shapes_are_refused(ranks: Callable[[int], World]) -> None:
+def test_micro_batches_of_different_shapes_are_refused(ranks: Callable[[int], PoolWorld]) -> None:
     with pytest.raises(RankFailure) as failure:
         ranks(2).run(differ, MODELS["gpt"], Case("gpt", "1f1b", blocks(2)).plan)
     assert isinstance(failure.value.first, UserError) and "differ in shape" in str(failure.value.first)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from foretell.hardware.probe import ranks as probe
 from foretell.plan.types import Mesh, Pipeline, Plan
 from foretell.runtime.parallel import ranks as places
-from foretell.runtime.process.pool import World
+from foretell.runtime.process.pool import PoolWorld
 from foretell.search.heterogeneous.place import Traffic, place
 
 
@@ -30,7 +30,7 @@ def start(rank: int, world: int, plan: Plan, port: int) -> list[Any] | None:
     return every if me.is_first else None
 
 
-def test_processes_take_the_places_of_the_plan(ranks: Callable[[int], World]) -> None:
+def test_processes_take_the_places_of_the_plan(ranks: Callable[[int], PoolWorld]) -> None:
     order = (2, 0, 3, 1)
     plan = Plan(
         model={"model": "gpt-tiny"}, hardware="CPU", mesh=Mesh(pp=2, dp_shard=2), placement=order, accumulate=2,
@@ -102,7 +102,7 @@ def _wait(works: list[Any]) -> None:
         work.wait()
 
 
-def test_stages_keep_off_a_link_that_was_measured_slow(ranks: Callable[[int], World]) -> None:
+def test_stages_keep_off_a_link_that_was_measured_slow(ranks: Callable[[int], PoolWorld]) -> None:
     """Every pair is measured, the plan's order keeps neighbours off the slow one, and messages really pass sooner."""
     slow, mesh = frozenset({1, 2}), Mesh(pp=4)
     pairs = ranks(4).run(measured_pairs, slow)[0]

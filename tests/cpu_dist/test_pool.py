@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from foretell.errors import UserError
-from foretell.runtime.process.pool import RankFailure, World
+from foretell.runtime.process.pool import PoolWorld, RankFailure
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,25 +73,25 @@ def sleep(rank: int, world: int) -> None:
     time.sleep(60)
 
 
-def test_ranks_add_up_and_are_used_again(ranks: Callable[[int], World]) -> None:
+def test_ranks_add_up_and_are_used_again(ranks: Callable[[int], PoolWorld]) -> None:
     first, second = ranks(2).run(total, 1.0), ranks(3).run(total, 2.0)
     assert [value for _, value in first] == [3.0, 3.0] and [value for _, value in second] == [12.0] * 3
     assert [pid for pid, _ in first] == [pid for pid, _ in second][:2]
 
 
-def test_a_rank_with_nothing_to_do_does_not_hang_up_on_the_others(ranks: Callable[[int], World]) -> None:
+def test_a_rank_with_nothing_to_do_does_not_hang_up_on_the_others(ranks: Callable[[int], PoolWorld]) -> None:
     """One that is done before another has connected to all used to fail the call, most of all on a busy machine."""
     for _ in range(10):
         assert ranks(4).run(nothing) == [0, 1, 2, 3]
 
 
-def test_meshes_of_one_call_are_unknown_to_the_next(ranks: Callable[[int], World]) -> None:
+def test_meshes_of_one_call_are_unknown_to_the_next(ranks: Callable[[int], PoolWorld]) -> None:
     for shape, axis, others in [((2, 2), "a", 0), ((2, 2), "a", 1), ((1, 4), "b", 2), ((2, 2), "b", 3)]:
         for difference in ranks(4).run(matrix, shape, axis, others):
             assert difference.abs().max() < 1e-5
 
 
-def test_a_failure_names_its_rank_and_the_pool_goes_on(ranks: Callable[[int], World]) -> None:
+def test_a_failure_names_its_rank_and_the_pool_goes_on(ranks: Callable[[int], PoolWorld]) -> None:
     with pytest.raises(RankFailure) as caught:
         ranks(3).run(fail, 1)
     assert "a problem" in caught.value.errors[1] and "in fail" in caught.value.errors[1]
@@ -99,13 +99,13 @@ def test_a_failure_names_its_rank_and_the_pool_goes_on(ranks: Callable[[int], Wo
     assert len(ranks(3).run(total, 1.0)) == 3
 
 
-def test_a_rank_that_dies_is_named_and_replaced(ranks: Callable[[int], World]) -> None:
+def test_a_rank_that_dies_is_named_and_replaced(ranks: Callable[[int], PoolWorld]) -> None:
     with pytest.raises(RankFailure, match="rank 1: died, ended by signal 9"):
         ranks(2).run(die)
     assert [value for _, value in ranks(2).run(total, 1.0)] == [3.0, 3.0]
 
 
-def test_a_call_that_does_not_end_is_ended(ranks: Callable[[int], World]) -> None:
+def test_a_call_that_does_not_end_is_ended(ranks: Callable[[int], PoolWorld]) -> None:
     start = time.monotonic()
     with pytest.raises(RankFailure, match="did not answer in time"):
         ranks(2).run(sleep, timeout_s=1.0)
@@ -140,7 +140,7 @@ def test_no_rank_outlives_the_process_that_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted where the kernel shows them")
-def test_calls_leave_no_threads_behind(ranks: Callable[[int], World]) -> None:
+def test_calls_leave_no_threads_behind(ranks: Callable[[int], PoolWorld]) -> None:
     """Every process group has three, which wake up a hundred times a second."""
     world = ranks(4)
     world.run(matrix, (2, 2), "a", 0)

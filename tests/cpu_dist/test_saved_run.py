@@ -19,8 +19,8 @@ from foretell.plan.recipe import recipe_of
 from foretell.plan.types import MASTER, Mesh, Plan, Residency
 from foretell.runtime.check import verify
 from foretell.runtime.offload import saved as moving
-from foretell.runtime.offload.memory.disk import Shelf
-from foretell.runtime.offload.saved import Saved
+from foretell.runtime.offload.memory.disk import DiskFile
+from foretell.runtime.offload.saved import OffloadedActivations
 from foretell.runtime.parallel.apply import apply
 from foretell.runtime.parallel.ranks import start
 from foretell.trace.load.model import Source
@@ -79,8 +79,9 @@ def test_ranks_that_share_parameters_move_their_own_activations(ranks: Any) -> N
 def test_activations_on_disk_come_back_as_they_were(name: str, tmp_path: Path) -> None:
     model, batch, loss, blocks = made(name)
     moved = copy.deepcopy(model)
-    shelf = functools.partial(Shelf, folder=tmp_path, reserve=0)
-    saved = Saved(moved, {path: "disk" if place else "host" for place, path in enumerate(blocks[:-1])}, CPU, shelf=shelf, least=LEAST, grow=4096)
+    shelf = functools.partial(DiskFile, folder=tmp_path, reserve=0)
+    places = {path: "disk" if place else "host" for place, path in enumerate(blocks[:-1])}
+    saved = OffloadedActivations(moved, places, CPU, shelf=shelf, least=LEAST, grow=4096)
     for _ in range(3):
         for one in (model, moved):
             loss_of(one, batch, loss).backward()
@@ -96,14 +97,14 @@ def test_activations_on_disk_come_back_as_they_were(name: str, tmp_path: Path) -
 def test_a_disk_that_fails_is_said_and_nothing_hangs(tmp_path: Path) -> None:
     model, batch, loss, blocks = made("gpt")
 
-    class Broken(Shelf):
+    class Broken(DiskFile):
         def read(self, *args: Any, **kwargs: Any) -> Any:
             return self.later(self._broken)
 
         def _broken(self) -> None:
             raise OSError(5, "Input/output error")
 
-    saved = Saved(model, dict.fromkeys(blocks, "disk"), CPU, shelf=functools.partial(Broken, folder=tmp_path, reserve=0), least=LEAST)
+    saved = OffloadedActivations(model, dict.fromkeys(blocks, "disk"), CPU, shelf=functools.partial(Broken, folder=tmp_path, reserve=0), least=LEAST)
     with pytest.raises(OSError, match="Input/output error"):
         loss_of(model, batch, loss).backward()
     saved.close()

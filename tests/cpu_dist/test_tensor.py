@@ -17,11 +17,11 @@ from foretell.runtime.check import verify
 from foretell.runtime.parallel.ranks import start
 from foretell.runtime.parallel.tensor import split as tensor
 from foretell.runtime.parallel.tensor.values import SplitTensor
-from foretell.runtime.process.pool import RankFailure, World
+from foretell.runtime.process.pool import PoolWorld, RankFailure
 from foretell.trace.load.model import Source
 from foretell.trace.record.step import Workload, compute_loss
 
-Ranks = Callable[[int], World]
+Ranks = Callable[[int], PoolWorld]
 
 
 @dataclass(frozen=True)

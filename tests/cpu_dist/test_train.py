@@ -20,7 +20,7 @@ import torch
 from foretell.checkpoint.read import item_bytes
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Pipeline, Plan
-from foretell.runtime.observe.measure import DeviceClock, HostClock, Measurement, Reading
+from foretell.runtime.observe.measure import DeviceClock, HostClock, Measurement, StepReading
 from foretell.runtime.train import log as logs
 from foretell.runtime.train import loop, save
 from tests.cpu_dist.train_cases import (
@@ -195,7 +195,7 @@ class Event:
 
 def test_a_device_is_read_one_step_late_and_nothing_is_lost() -> None:
     clock = DeviceClock(Event, pin=False)
-    found: list[list[Reading]] = []
+    found: list[list[StepReading]] = []
     for step in range(1, 9):
         if step == 5:
             found.append(clock.read(all=True))

@@ -23,7 +23,7 @@ from foretell.plan.recipe import model_of
 from foretell.plan.types import Mesh, Plan
 from foretell.runtime.train import log as logs
 from foretell.runtime.train import save
-from foretell.runtime.train.folder import Folder, Settings
+from foretell.runtime.train.folder import Folder, RunSettings
 from foretell.runtime.train.guard import RunFailed
 from foretell.trace.load.model import Source
 from tests.cpu_dist.train_cases import (
@@ -328,6 +328,6 @@ def test_more_gpus_than_there_are_says_how_to_start(
 
 
 def test_settings_are_kept_as_they_were(tmp_path: Path) -> None:
-    settings = Settings(**{**SETTINGS, "log": ("wandb",)})
-    assert Settings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+    settings = RunSettings(**{**SETTINGS, "log": ("wandb",)})
+    assert RunSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
     assert Folder(path=tmp_path).checkpoints == tmp_path / "checkpoints"

@@ -274,7 +274,7 @@ def test_a_logging_service_that_fails_is_left_out(tmp_path: Path) -> None:
         raise ConnectionError("no route")
 
     told: list[str] = []
-    log = logs.Log(tmp_path, [SimpleNamespace(write=fail, close=fail)], tell=told.append)
+    log = logs.RunLog(tmp_path, [SimpleNamespace(write=fail, close=fail)], tell=told.append)
     for step in (1, 2):
         log.write("step", step, loss=1.0)
     log.close()

@@ -18,7 +18,7 @@ from foretell.plan.types import Mesh, Pipeline, Plan
 from foretell.runtime.check import verify
 from foretell.runtime.parallel.apply import apply
 from foretell.runtime.parallel.ranks import start
-from foretell.runtime.process.pool import World
+from foretell.runtime.process.pool import PoolWorld
 from foretell.trace.load.model import Source
 
 GPT = Source(model="gpt-tiny", overrides={"layers": 4, "dim": 16, "heads": 2, "vocab_size": 32, "context": 8})
@@ -141,7 +141,7 @@ def resume(rank: int, world: int, plan: Plan) -> tuple[list[float], list[float],
     ],
     ids=["shards", "one rank holds the first and the last stage, whose weights are tied"],
 )  # fmt: skip
-def test_a_state_taken_after_evaluating_continues_to_the_bit(plan: Plan, ranks: Callable[[int], World]) -> None:
+def test_a_state_taken_after_evaluating_continues_to_the_bit(plan: Plan, ranks: Callable[[int], PoolWorld]) -> None:
     for went_on, took_up, sharded in ranks(2).run(resume, plan):
         assert went_on == took_up and went_on[1] < went_on[0]
         assert (sharded > 0) == (plan.mesh.dp_shard > 1)

@@ -14,7 +14,7 @@ import pytest
 
 from foretell.cli import main
 from foretell.observe import lines
-from foretell.observe.group import Group
+from foretell.observe.group import RankGroup
 from foretell.report import comparison
 from foretell.runtime.train import log
 from foretell.trace.script import words
@@ -132,7 +132,7 @@ def told(rank: int, steps: int, seconds: float, peak: int, *, world: int = 2, lo
 
 
 def test_the_slowest_rank_and_the_largest_stand_for_all() -> None:
-    group = Group()
+    group = RankGroup()
     group.hear_from("a", told(1, 8, 0.20, 4 << 30))
     assert not group.whole  # the other has not stepped yet
     group.hear_from("b", told(0, 9, 0.10, 6 << 30))
@@ -146,7 +146,7 @@ def test_the_slowest_rank_and_the_largest_stand_for_all() -> None:
 
 
 def test_ranks_of_other_nodes_are_said_to_be_there() -> None:
-    group = Group()
+    group = RankGroup()
     for rank in (4, 5, 6, 7):
         group.hear_from(rank, told(rank, 8, 0.1, 1 << 30, world=8, local=4))
     assert group.whole and "on ranks 4-7 of 8 (the others run on other nodes)" in lines.beside(group, {})

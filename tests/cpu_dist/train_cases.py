@@ -105,7 +105,7 @@ def write_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(folder / "own.py")
 
 
-def go(out: Path, plan: Plan = PLAN, *, screen: Quiet | None = None, resume: bool = False, **changed: Any) -> loop.Outcome:
+def go(out: Path, plan: Plan = PLAN, *, screen: Quiet | None = None, resume: bool = False, **changed: Any) -> loop.RunOutcome:
     asked = changed if resume else {**SETTINGS, **changed}
     return run(plan, asked, screen=screen or Quiet(), out=out, resume=resume, device="cpu")
 

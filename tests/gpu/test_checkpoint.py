@@ -11,7 +11,7 @@ import torch
 
 from foretell.checkpoint import store
 from foretell.checkpoint.read import Reader
-from foretell.checkpoint.saver import Saved
+from foretell.checkpoint.saver import SavedCheckpoint
 from foretell.plan.types import Plan
 from foretell.runtime.parallel import ranks as members
 from foretell.runtime.parallel.apply import apply
@@ -55,7 +55,7 @@ def test_what_is_saved_is_of_the_moment_though_steps_go_on(tmp_path: Path) -> No
     saver.before_update()
     saver.wait()
     done = saver.poll()
-    assert done is not None and isinstance(done.result, Saved)
+    assert done is not None and isinstance(done.result, SavedCheckpoint)
     for step, tensors in enumerate(wanted):
         reader = Reader(store.look(tmp_path / store.folder_name(step)))
         assert len(tensors) > 100 and any(name.endswith("exp_avg") for name in tensors)

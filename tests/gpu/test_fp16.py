@@ -79,9 +79,9 @@ def test_steps_are_those_of_torchs_own_scaler(more: dict[str, Any], monkeypatch:
     """Scales to the bit, losses nearly: attention's backward adds in an order that changes from run to run."""
     plan = PLAN.with_(**more)
     wanted = by_hand(plan)
-    job, found, plain = job_of(plan), [], scaler.Scaler.up
+    job, found, plain = job_of(plan), [], scaler.LossScaler.up
     for step in range(STEPS):
-        monkeypatch.setattr(scaler.Scaler, "up", (lambda mine, loss: plain(mine, loss * 1e20)) if step == HURT else plain)
+        monkeypatch.setattr(scaler.LossScaler, "up", (lambda mine, loss: plain(mine, loss * 1e20)) if step == HURT else plain)
         result = job.train_step(batches(plan))
         assert result.loss_scale is not None and result.grad_norm is not None
         assert bool(result.grad_norm.isfinite()) == (step != HURT)
@@ -129,8 +129,8 @@ class Quiet:
 
 def test_a_run_keeps_its_scale_through_an_overflow_and_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read one step late, as a device is: the third of ten steps overflows, and the run resumed after five goes on alike."""
-    plain, count = scaler.Scaler.up, iter(range(10**6))
-    monkeypatch.setattr(scaler.Scaler, "up", lambda mine, loss: plain(mine, loss * (1e30 if next(count) == 4 else 1.0)))
+    plain, count = scaler.LossScaler.up, iter(range(10**6))
+    monkeypatch.setattr(scaler.LossScaler, "up", lambda mine, loss: plain(mine, loss * (1e30 if next(count) == 4 else 1.0)))
     asked = {"steps": 10, "data": str(Path(json.__file__).parent), "lr": 1e-3, "schedule": "constant", "save_every": 5}
     plan = PLAN.with_(model={**PLAN.model, "seq": 64})
     run(plan, asked, screen=Quiet(), out=tmp_path / "a", device="cuda")

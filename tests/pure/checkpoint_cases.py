@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from foretell.checkpoint import saver, store
-from foretell.checkpoint.boxes import Cut, parts
+from foretell.checkpoint.boxes import TensorSpread, parts
 from foretell.checkpoint.saver import Saver
-from foretell.checkpoint.write import Piece
+from foretell.checkpoint.write import TensorPiece
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64,
@@ -71,17 +71,17 @@ def some_tensors(seed: int = 0) -> dict[str, Tensor]:
     return made
 
 
-def cuts_of(shape: tuple[int, ...], rank: int, world: int) -> list[Cut]:
-    return [Cut(0, rank, world)] if shape and world > 1 else []
+def cuts_of(shape: tuple[int, ...], rank: int, world: int) -> list[TensorSpread]:
+    return [TensorSpread(0, rank, world)] if shape and world > 1 else []
 
 
-def pieces_of(tensors: dict[str, Tensor], rank: int, world: int) -> list[Piece]:
+def pieces_of(tensors: dict[str, Tensor], rank: int, world: int) -> list[TensorPiece]:
     """Rows over the ranks; what has no rows is written by rank 0."""
     found = []
     for name, tensor in tensors.items():
         if tensor.dim() or rank == 0:
             found += [
-                Piece(name=name, shape=tuple(tensor.shape), box=part.whole, tensor=tensor[part.whole.slices()])
+                TensorPiece(name=name, shape=tuple(tensor.shape), box=part.whole, tensor=tensor[part.whole.slices()])
                 for part in parts(tensor.shape, cuts_of(tuple(tensor.shape), rank, world))
             ]
     return found
@@ -90,7 +90,7 @@ def pieces_of(tensors: dict[str, Tensor], rank: int, world: int) -> list[Piece]:
 def save(
     folder: Path, tensors: dict[str, Tensor], *, world: int = 2, step: int = 5, wait: bool = False, keep: int = 2,
     good: set[Path] | None = None,
-) -> list[saver.Done]:  # fmt: skip
+) -> list[saver.SaveResult]:  # fmt: skip
     teams, backs = Threads(world), Threads(world)
 
     def one(rank: int) -> Any:

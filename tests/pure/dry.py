@@ -27,7 +27,7 @@ from foretell.runtime.parallel.apply import Job, apply
 from foretell.runtime.parallel.ranks import Ranks, form
 from foretell.trace import types
 from foretell.trace.record.capture import _add_in_place
-from foretell.trace.record.recorder import Row, _in_formula, tensors_in
+from foretell.trace.record.recorder import RecordedOp, _in_formula, tensors_in
 from foretell.trace.record.step import Workload
 
 MESSAGES = {
@@ -74,7 +74,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.programs: dict[str, list[Row]] = {"": []}
+        self.programs: dict[str, list[RecordedOp]] = {"": []}
         self.sizes: dict[int, int] = {}
         self.moved: dict[int, int] = {}
         self.phase = ""
@@ -86,11 +86,11 @@ class Watch(TorchDispatchMode):
         self._row("begin")
 
     @property
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[RecordedOp]:
         return list(self.programs.values())[-1]
 
-    def _row(self, name: str) -> Row:
-        row = Row(name, "", self.phase)
+    def _row(self, name: str) -> RecordedOp:
+        row = RecordedOp(name, "", self.phase)
         self._rows.append(row)
         return row
 
@@ -115,11 +115,11 @@ class Watch(TorchDispatchMode):
         row.outputs = tuple(self._ref(tensor, row) for tensor in tensors_in(output))
         return output
 
-    def _ref(self, tensor: Tensor, born: Row | None) -> types.Ref:
+    def _ref(self, tensor: Tensor, born: RecordedOp | None) -> types.Ref:
         spec = types.TensorSpec(tuple(tensor.shape), str(tensor.dtype)[6:])
         return types.Ref(self.storage_id(tensor, born), spec)
 
-    def storage_id(self, tensor: Tensor, born: Row | None = None) -> int:
+    def storage_id(self, tensor: Tensor, born: RecordedOp | None = None) -> int:
         storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
         key = storage._cdata
         if key in self._ids:
@@ -166,7 +166,7 @@ class Seen:
     """(kind, ranks, bytes of the larger buffer) → how often."""
     left: int
     """Bytes that outlive the step and were not there before it."""
-    rows: list[Row] = field(default_factory=list, repr=False)
+    rows: list[RecordedOp] = field(default_factory=list, repr=False)
 
 
 @contextmanager
@@ -213,7 +213,7 @@ def _alone(stack: ExitStack, plan: Plan) -> None:
     """What ranks of a pipeline tell each other before the first step is known here: shapes, and that all know them."""
     from torch.distributed.pipelining import schedules
 
-    from foretell.runtime.parallel.pipeline.stages import Stages
+    from foretell.runtime.parallel.pipeline.stages import RankStages
 
     def agreed(_: Any, stages: list[Any], *args: Any) -> None:
         for stage in stages:
@@ -222,7 +222,7 @@ def _alone(stack: ExitStack, plan: Plan) -> None:
     if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
         stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", agreed))
 
-    def forms(stages: Stages, _: Any) -> Any:
+    def forms(stages: RankStages, _: Any) -> Any:
         """What crosses, in the dtype that FSDP2 computes in, of this rank's positions."""
         low = plan.precision == "bf16-mixed" and plan.mesh.spread > 1
 
@@ -233,7 +233,7 @@ def _alone(stack: ExitStack, plan: Plan) -> None:
 
         return tuple(tuple(map(seen, one)) for one in stages.crossing)
 
-    stack.enter_context(mock.patch.object(Stages, "_find_forms", forms))
+    stack.enter_context(mock.patch.object(RankStages, "_find_forms", forms))
 
 
 def _two_steps(job: Job, batches: list[Any], watch: Watch) -> Seen:
@@ -272,7 +272,7 @@ def _step(job: Job, batches: list[Any], watch: Watch, name: str) -> None:
     job.update(loss)
 
 
-def highest(rows: list[Row], alive: set[int], sizes: Mapping[int, int]) -> dict[str, int]:
+def highest(rows: list[RecordedOp], alive: set[int], sizes: Mapping[int, int]) -> dict[str, int]:
     """Phase → most bytes alive at once."""
     peaks: dict[str, int] = {}
     live = sum(sizes[number] for number in alive)
@@ -285,7 +285,7 @@ def highest(rows: list[Row], alive: set[int], sizes: Mapping[int, int]) -> dict[
     return peaks
 
 
-def messages(rows: list[Row]) -> dict[tuple[str, int, int], int]:
+def messages(rows: list[RecordedOp]) -> dict[tuple[str, int, int], int]:
     found: dict[tuple[str, int, int], int] = {}
     for row in rows:
         kind = MESSAGES.get(row.name)

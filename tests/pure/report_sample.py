@@ -19,7 +19,7 @@ from foretell.plan.recipe import recipe_of
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency
 from foretell.report.html import front as html_front
 from foretell.report.html.detail import Detail, of_traces
-from foretell.report.html.front import Dropped, Front, Point
+from foretell.report.html.front import Dropped, Front, FrontPoint
 from foretell.simulate.plan import Options
 from foretell.trace.recipe import Recipe
 from foretell.trace.record.capture import capture
@@ -95,9 +95,9 @@ def front(hostile: bool = False) -> Front:
     words = HOSTILE if hostile else "pp 2, micro-batch 2"
     return Front(
         costed=42, points=(
-            Point(words=words, seconds=0.02, memory_bytes=3e9, cost_per_step=1e-4, joules_per_step=12.0, chosen=True),
-            Point(words="dp_shard 2", seconds=0.03, memory_bytes=2e9, cost_per_step=2e-4, joules_per_step=9.0, why="50 % slower"),
-            Point(words="one device", seconds=0.05, memory_bytes=4e9, on_front=False, why=words),
+            FrontPoint(words=words, seconds=0.02, memory_bytes=3e9, cost_per_step=1e-4, joules_per_step=12.0, chosen=True),
+            FrontPoint(words="dp_shard 2", seconds=0.03, memory_bytes=2e9, cost_per_step=2e-4, joules_per_step=9.0, why="50 % slower"),
+            FrontPoint(words="one device", seconds=0.05, memory_bytes=4e9, on_front=False, why=words),
         ), dropped=(Dropped(words="tp 3", why="heads do not divide"),),
     )  # fmt: skip
 

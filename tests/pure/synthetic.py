@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from foretell.search.estimate.plan import Layout, Quick
-from foretell.search.space.residency import KEPT, Way
-from foretell.search.space.stages import Stack, in_flight, rank_of
+from foretell.search.space.residency import KEPT, RecomputeOption
+from foretell.search.space.stages import BlockStack, in_flight, rank_of
 
 AGAIN = {"keep": (0.0, 0.0), "selective": (0.4, 0.08), "recompute": (0.85, 0.33)}
 """Mode → share of a block's bytes that it saves, share of its seconds that it costs."""
@@ -36,13 +36,13 @@ class Made:
         talk = self.tensor_talk * (mesh.tp - 1) * layout.micro_batch
         return layout.micro_batch / mesh.tp + talk, layout.micro_batch / mesh.tp, 1 / (mesh.tp * mesh.dp_shard)
 
-    def stack(self, layout: Layout, treated: bool = False) -> Stack:
+    def stack(self, layout: Layout, treated: bool = False) -> BlockStack:
         time, held, state = self._scale(layout)
-        return Stack(
+        return BlockStack(
             seconds=tuple(s * time for s in self.seconds), held=tuple(h * held for h in self.held),
             state=tuple(s * state for s in self.state), before=(0.0, 0.0, 0.0), after=(0.3 * time, 0.5 * held, 2 * state),
             ways=tuple(
-                (KEPT, *(Way(h * held * saves, s * time * more, mode)
+                (KEPT, *(RecomputeOption(h * held * saves, s * time * more, mode)
                          for mode, (saves, more) in AGAIN.items() if saves))
                 for s, h in zip(self.seconds, self.held, strict=True)
             ),

@@ -227,10 +227,10 @@ def test_blocks_that_share_parameters_are_sharded_together_or_left_to_the_root()
 # --- comparing -------------------------------------------------------------------------------------------------------
 
 
-def run(scale: float = 1.0, loss: float = 2.0, **gradients: Tensor) -> verify.Run:
+def run(scale: float = 1.0, loss: float = 2.0, **gradients: Tensor) -> verify.VerifyRun:
     torch.manual_seed(0)
     usual = {"a": torch.randn(64), "b": torch.randn(8) * 1e-3, **gradients}
-    return verify.Run([loss, loss], [], {name: grad * scale for name, grad in usual.items() if grad.numel()})
+    return verify.VerifyRun([loss, loss], [], {name: grad * scale for name, grad in usual.items() if grad.numel()})
 
 
 def test_a_comparison_can_fail() -> None:
@@ -270,8 +270,8 @@ def test_bf16_bounds_are_counted(tmp_path: Path) -> None:
     single, roundings = verify.rounded(source, asked, steps=1)
     bounds = verify.bounds_of(source, asked, known, steps=1)
     assert roundings == 5 and bounds.gradient == math.sqrt(5) / 256 and bounds.loss == 1 / 256
-    assert verify.compare(known, verify.Run(known.losses, [], single.gradients), bounds).good
-    assert not verify.compare(known, verify.Run(known.losses, [], single.gradients)).good, "bf16 is no fp32"
+    assert verify.compare(known, verify.VerifyRun(known.losses, [], single.gradients), bounds).good
+    assert not verify.compare(known, verify.VerifyRun(known.losses, [], single.gradients)).good, "bf16 is no fp32"
 
 
 # --- twins -----------------------------------------------------------------------------------------------------------

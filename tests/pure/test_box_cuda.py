@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretell.runtime.box.script import Script
+from foretell.runtime.box.script import BoxScript
 from foretell.simulate.arrivals import Arrivals
 
 LAUNCHED: list[tuple[str, int, str, Any]] = []
@@ -109,7 +109,7 @@ def ins(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_gather_fills_every_slot_and_takes_its_time_on_the_stream_of_who_waits(ins: Any) -> None:
-    box = ins(Script(channels=lambda nbytes: 7))
+    box = ins(BoxScript(channels=lambda nbytes: 7))
     target = torch.zeros(4 * 6, dtype=torch.bfloat16)
     source = target[6:12].normal_()
     work = box.gather("g", target, source, 3e-6, True)
@@ -118,7 +118,7 @@ def test_a_gather_fills_every_slot_and_takes_its_time_on_the_stream_of_who_waits
 
 
 def test_what_is_not_waited_for_runs_on_the_groups_own_stream(ins: Any) -> None:
-    box = ins(Script())
+    box = ins(BoxScript())
     source, target = torch.randn(3, 8), torch.zeros(8)
     work = box.reduce("g", target, source, True, 5e-6, False)
     assert torch.allclose(target, source.mean(0)) and LAUNCHED[0][0] == "add_up" and LAUNCHED[0][2] != "compute"
@@ -130,7 +130,7 @@ def test_what_is_not_waited_for_runs_on_the_groups_own_stream(ins: Any) -> None:
 
 
 def test_free_messages_take_no_time_and_still_fill(ins: Any) -> None:
-    box = ins(Script(free=True))
+    box = ins(BoxScript(free=True))
     source, target = torch.randn(4, 8), torch.zeros(8)
     box.reduce("g", target, source, True, 5e-6, True)
     assert target.equal(source[0]) and LAUNCHED[0][3] == 0
@@ -140,7 +140,7 @@ def test_free_messages_take_no_time_and_still_fill(ins: Any) -> None:
 
 def test_a_message_of_another_stage_comes_when_its_chains_have_ended(ins: Any) -> None:
     told = Arrivals(sends=("F0.0", "F0.1"), receives={"B1.0": (None, 4e-6, None), "B1.1": (9e-6, None, 2e-6)}, end=(None, 1e-6, 6e-6))
-    box = ins(Script(arrivals=told))
+    box = ins(BoxScript(arrivals=told))
     box.begin_step()
     activation, gradient = torch.randn(4), torch.zeros(4)
     box.send("to 1", activation, 1e-6, "F0.0").wait()

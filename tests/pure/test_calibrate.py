@@ -18,7 +18,7 @@ from foretell.price.calibrate.fit import _serial, in_step
 from foretell.price.machine import machine
 from foretell.simulate.plan import Options, predict_step
 from foretell.simulate.whole import Speed, speed
-from foretell.simulate.wishes import Amount, Wishes
+from foretell.simulate.wishes import Amount, RunRequest
 from foretell.trace.recipe import Recipe
 from foretell.trace.types import PARAMETER, Op, Program, Ref, Storage, TensorSpec, Trace
 
@@ -68,7 +68,7 @@ def test_a_cpu_whose_ops_take_longer_in_a_step_is_found_out() -> None:
 def _answer(trace: Trace, hardware: str = "H200", **wishes: Any) -> Speed:
     cluster = parse(hardware)
     cost = predict_step(trace, Recipe(shards=cluster.count), cluster, HOW, micro_batch=8)
-    return speed(cost, cluster, HOW, Wishes(**wishes))
+    return speed(cost, cluster, HOW, RunRequest(**wishes))
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,7 @@ def test_journal_and_profile_keep_them_and_older_ones_lack_them(tmp_path: Path) 
     assert replace(again, latency=(), rates=()) == replace(old, latency=(), rates=())
     about, entries = journal.read(SHIPPED.with_name("H200-SXM-141GB.rows.jsonl.gz"))
     few = [entry for entry in entries if entry.stage in ("level", "launch")]
-    more = [*few, *(journal.Entry("latency", 0.1, row) for row in LATENCY), *(journal.Entry("rate", 0.1, row) for row in RATES)]
+    more = [*few, *(journal.JournalEntry("latency", 0.1, row) for row in LATENCY), *(journal.JournalEntry("rate", 0.1, row) for row in RATES)]
     journal.write(tmp_path / "rows.jsonl", about, more)
     found = journal.gather(tmp_path / "rows.jsonl")
     assert found.latency == LATENCY and found.rates == RATES

@@ -21,17 +21,17 @@ from torch import Tensor
 
 from foretell.checkpoint import format as layout
 from foretell.checkpoint import read, saver, store, write
-from foretell.checkpoint.boxes import Box, Cut, local_shape, parts, uncovered, whole
+from foretell.checkpoint.boxes import Box, TensorSpread, local_shape, parts, uncovered, whole
 from foretell.checkpoint.format import Damaged, read_manifest
 from foretell.checkpoint.read import Reader, Want
-from foretell.checkpoint.saver import NotSaved, Saved, Saver
-from foretell.checkpoint.write import Piece
+from foretell.checkpoint.saver import NotSaved, SavedCheckpoint, Saver
+from foretell.checkpoint.write import TensorPiece
 from tests.pure.checkpoint_cases import Threads, cuts_of, save, saved_in, some_tensors
 
 # ---------------------------------------------------------------- boxes
 
 
-def _cut_by_hand(tensor: Tensor, cut: Cut) -> Tensor:
+def _cut_by_hand(tensor: Tensor, cut: TensorSpread) -> Tensor:
     """What one cut leaves, with torch's own split and chunk."""
     if not cut.segments:
         chunks = tensor.chunk(cut.ranks, dim=cut.dim)
@@ -40,7 +40,7 @@ def _cut_by_hand(tensor: Tensor, cut: Cut) -> Tensor:
     return torch.cat(shares, dim=cut.dim)
 
 
-def _random_cuts(dice: random.Random, shape: tuple[int, ...], ranks: int) -> list[list[Cut]]:
+def _random_cuts(dice: random.Random, shape: tuple[int, ...], ranks: int) -> list[list[TensorSpread]]:
     """Cuts of every rank: perhaps a split of segments over some, then chunks of rows over others."""
     tp = dice.choice([1, ranks])
     dp = ranks // tp
@@ -53,8 +53,8 @@ def _random_cuts(dice: random.Random, shape: tuple[int, ...], ranks: int) -> lis
     made = []
     for t in range(tp):
         for d in range(dp):
-            own = [Cut(dim, t, tp, segments)] if dim is not None and tp > 1 else []
-            made.append([*own, Cut(0, d, dp)] if dp > 1 else own)
+            own = [TensorSpread(dim, t, tp, segments)] if dim is not None and tp > 1 else []
+            made.append([*own, TensorSpread(0, d, dp)] if dp > 1 else own)
     return made
 
 
@@ -86,12 +86,12 @@ def test_boxes_are_what_torch_cuts(seed: int) -> None:
 
 def test_what_two_ranks_have_of_a_fused_layer() -> None:
     """[q | k | v] of 4 rows each over two tensor ranks, then over two data ranks."""
-    cuts = [Cut(0, 1, 2, (4, 4, 4)), Cut(0, 1, 2)]
+    cuts = [TensorSpread(0, 1, 2, (4, 4, 4)), TensorSpread(0, 1, 2)]
     assert [(part.local, part.whole) for part in parts((12, 5), cuts)] == [
         (Box((0, 0), (1, 5)), Box((7, 0), (1, 5))), (Box((1, 0), (2, 5)), Box((10, 0), (2, 5))),
     ]  # fmt: skip
     assert parts((), []) and parts((), [])[0].whole == Box((), ())
-    assert parts((3, 4), [Cut(0, 3, 4)]) == () and local_shape((3, 4), [Cut(0, 3, 4)]) == (0, 4)
+    assert parts((3, 4), [TensorSpread(0, 3, 4)]) == () and local_shape((3, 4), [TensorSpread(0, 3, 4)]) == (0, 4)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_any_ranks_saved_any_others_read(tmp_path: Path, world: int, wait: bool, small_chunks: None) -> None:
     tensors = some_tensors()
     done = save(tmp_path, tensors, world=world, wait=wait)
-    assert all(isinstance(one.result, Saved) for one in done), done
+    assert all(isinstance(one.result, SavedCheckpoint) for one in done), done
     assert store.problems(saved_in(tmp_path)) == []
     reader = Reader(store.look(saved_in(tmp_path)))
     for name, tensor in tensors.items():
@@ -115,7 +115,7 @@ def test_what_any_ranks_saved_any_others_read(tmp_path: Path, world: int, wait: 
         for rank in range(others):
             for name, tensor in tensors.items():
                 for columns in (False, tensor.dim() > 1 and tensor.shape[1] % 2 == 0):
-                    cuts = [*([Cut(1, 1, 2, (tensor.shape[1],))] if columns else []), *cuts_of(tuple(tensor.shape), rank, others)]
+                    cuts = [*([TensorSpread(1, 1, 2, (tensor.shape[1],))] if columns else []), *cuts_of(tuple(tensor.shape), rank, others)]
                     piece = torch.zeros(local_shape(tensor.shape, cuts), dtype=tensor.dtype)
                     reader.read([Want(name=name, box=p.whole, into=piece[p.local.slices()]) for p in parts(tensor.shape, cuts)])
                     wanted = tensor
@@ -143,14 +143,14 @@ def test_what_changes_while_it_is_written_is_saved_as_it_was(tmp_path: Path) -> 
     weight, buffer = torch.randn(2000, 500), torch.zeros(10)
     before = weight.clone()
     one = Saver(tmp_path, Threads(1).of(0), Threads(1).of(0))
-    piece = Piece(name="model/w", shape=(2000, 500), box=whole((2000, 500)), tensor=weight)
+    piece = TensorPiece(name="model/w", shape=(2000, 500), box=whole((2000, 500)), tensor=weight)
     one.begin(1, [piece], {"random": {}, "buffers": {"b": buffer}, "more": {}}, {})
     buffer += 1
     one.before_update()
     weight.zero_()
     one.wait()
     done = one.poll()
-    assert done is not None and isinstance(done.result, Saved) and one.poll() is None
+    assert done is not None and isinstance(done.result, SavedCheckpoint) and one.poll() is None
     reader = Reader(done.result)
     assert torch.equal(reader.whole("model/w"), before) and torch.equal(reader.own(0)["buffers"]["b"], torch.zeros(10))
 
@@ -158,7 +158,7 @@ def test_what_changes_while_it_is_written_is_saved_as_it_was(tmp_path: Path) -> 
 def test_memory_that_is_not_there_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver, "free_memory", lambda: 0)
     done = save(tmp_path, some_tensors())
-    assert all(isinstance(one.result, Saved) and one.stall_seconds >= one.seconds for one in done)
+    assert all(isinstance(one.result, SavedCheckpoint) and one.stall_seconds >= one.seconds for one in done)
 
 
 def test_what_cannot_be_saved_is_told_and_leaves_nothing(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from foretell.checkpoint import store
 from foretell.checkpoint.boxes import whole
 from foretell.checkpoint.format import Damaged
 from foretell.checkpoint.read import Reader
-from foretell.checkpoint.saver import Done, NotSaved, Saved, Saver
-from foretell.checkpoint.write import Piece
+from foretell.checkpoint.saver import NotSaved, SavedCheckpoint, Saver, SaveResult
+from foretell.checkpoint.write import TensorPiece
 from foretell.plan.types import MASTER, Plan
 from foretell.runtime.check import verify
 from foretell.runtime.parallel.apply import Job, apply
@@ -30,26 +30,26 @@ def saver(folder: Path, spare: int) -> Saver:
     return Saver(folder, Threads(1).of(0), Threads(1).of(0), spare=lambda: spare)
 
 
-def near(name: str, tensor: Tensor) -> Piece:
-    return Piece(name=name, shape=tuple(tensor.shape), box=whole(tensor.shape), tensor=tensor)
+def near(name: str, tensor: Tensor) -> TensorPiece:
+    return TensorPiece(name=name, shape=tuple(tensor.shape), box=whole(tensor.shape), tensor=tensor)
 
 
-def far(name: str, tensor: Tensor) -> Piece:
+def far(name: str, tensor: Tensor) -> TensorPiece:
     """A tensor of which only bytes can be asked for."""
     flat = tensor.reshape(-1).view(torch.uint8)
     like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return Piece(name=name, shape=tuple(tensor.shape), box=whole(tensor.shape), tensor=like, read=lambda a, b: flat[a:b].clone())
+    return TensorPiece(name=name, shape=tuple(tensor.shape), box=whole(tensor.shape), tensor=like, read=lambda a, b: flat[a:b].clone())
 
 
-def done(one: Saver) -> Done:
+def done(one: Saver) -> SaveResult:
     one.wait(60)
     found = one.poll()
     assert found is not None and one.poll() is None
     return found
 
 
-def contents(found: Done) -> Reader:
-    assert isinstance(found.result, Saved) and store.problems(found.result.path) == []
+def contents(found: SaveResult) -> Reader:
+    assert isinstance(found.result, SavedCheckpoint) and store.problems(found.result.path) == []
     return Reader(found.result)
 
 
@@ -101,7 +101,7 @@ def test_what_cannot_be_read_is_told_and_nobody_waits_for_it(tmp_path: Path) -> 
         raise OSError(5, "Input/output error")
 
     like = torch.empty(3000, device="meta")
-    piece = Piece(name="optimizer/p/exp_avg", shape=(3000,), box=whole((3000,)), tensor=like, read=read)
+    piece = TensorPiece(name="optimizer/p/exp_avg", shape=(3000,), box=whole((3000,)), tensor=like, read=read)
     one = saver(tmp_path, LITTLE)
     one.begin(1, [piece], {"random": {}, "buffers": {}, "more": {}}, {})
     waits = threading.Thread(target=one.before_update, daemon=True)

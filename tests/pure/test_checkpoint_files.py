@@ -102,10 +102,10 @@ def test_sizes_that_are_lies_are_refused_before_memory_is_asked_for(tmp_path: Pa
     raw = dump_manifest(replace(manifest, files={name: replace(file, header_bytes=file.bytes + 1)}))
     with pytest.raises(Damaged, match="has a header of"):
         parse_manifest(raw, path)
-    raw = dump_manifest(replace(manifest, tensors={"model/x": layout.Spec((-1, 5), "float32")}))
+    raw = dump_manifest(replace(manifest, tensors={"model/x": layout.TensorMeta((-1, 5), "float32")}))
     with pytest.raises(Damaged, match="negative"):
         parse_manifest(raw, path)
-    rewritten(path, files={name: file}, tensors={**manifest.tensors, "model/more": layout.Spec((1000, 1000), "float32")})
+    rewritten(path, files={name: file}, tensors={**manifest.tensors, "model/more": layout.TensorMeta((1000, 1000), "float32")})
     assert "model/more is not whole: 1000000 of its 1000000 elements are in no file" in store.problems(path)[0]
 
 

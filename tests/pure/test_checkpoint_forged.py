@@ -32,7 +32,7 @@ from foretell.runtime.parallel import ranks as members
 from foretell.runtime.process.control import Control
 from foretell.runtime.train import folder as folders
 from foretell.runtime.train import train
-from foretell.runtime.train.folder import Folder, Settings
+from foretell.runtime.train.folder import Folder, RunSettings
 from foretell.runtime.train.run import run
 from tests.pure.checkpoint_cases import save, saved_in, some_tensors
 
@@ -223,7 +223,7 @@ class Silent:
 class Bench:
     """A run that can take up any checkpoint, and one good checkpoint of it."""
 
-    run: train.Run
+    run: train.TrainingRun
     good: Path
     work: Path
 
@@ -288,7 +288,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     outcome = run(plan, {"steps": 2}, screen=Silent(), out=folder / "first", device="cpu")
     assert outcome.saved is not None
     ranks = members.start(plan, device="cpu")
-    settings = Settings(steps=9, no_save=True)
+    settings = RunSettings(steps=9, no_save=True)
     folders.begin(folder / "second", plan, settings)
     try:
         where = Folder(path=folder / "second")

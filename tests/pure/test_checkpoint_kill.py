@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from foretell.checkpoint import store
-from foretell.checkpoint.boxes import Cut, parts
+from foretell.checkpoint.boxes import TensorSpread, parts
 from foretell.checkpoint.read import Reader
-from foretell.checkpoint.saver import Saved, Saver
-from foretell.checkpoint.write import Piece
+from foretell.checkpoint.saver import SavedCheckpoint, Saver
+from foretell.checkpoint.write import TensorPiece
 
 SHAPE = (64, 700)
 WORLD = 2
@@ -50,14 +50,14 @@ def save(folder: Path, step: int, value: float) -> bool:
 
     def one(rank: int) -> None:
         mine = Saver(folder, teams[rank], backs[rank])
-        (part,) = parts(SHAPE, [Cut(0, rank, WORLD)])
+        (part,) = parts(SHAPE, [TensorSpread(0, rank, WORLD)])
         tensor = torch.full(part.whole.size, value)
-        pieces = [Piece(name=f"model/{name}", shape=SHAPE, box=part.whole, tensor=tensor) for name in "abc"]
+        pieces = [TensorPiece(name=f"model/{name}", shape=SHAPE, box=part.whole, tensor=tensor) for name in "abc"]
         mine.begin(step, pieces, {"random": {}, "buffers": {}, "more": {}}, {"plan": {}})
         mine.before_update()
         mine.wait()
         done = mine.poll()
-        good.append(done is not None and isinstance(done.result, Saved))
+        good.append(done is not None and isinstance(done.result, SavedCheckpoint))
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(WORLD)]
     for thread in threads:

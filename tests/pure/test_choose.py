@@ -20,10 +20,10 @@ from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Mesh, Plan
 from foretell.search.solve import choose as chooser
 from foretell.search.solve import climb, engine, question
-from foretell.search.solve.choose import Candidate, Choice, Wishes, told, why_slower
+from foretell.search.solve.choose import Candidate, Choice, SearchConstraints, told, why_slower
 from foretell.search.solve.climb import Climb, work_of
 from foretell.search.space import layouts as space
-from foretell.search.traces.needed import Facts, Traces
+from foretell.search.traces.needed import ModelFacts, Traces
 from foretell.simulate.memory.memory import PROCESS_BYTES
 from foretell.simulate.plan import Options
 from foretell.trace.load.model import Source, load
@@ -50,14 +50,14 @@ class Here(Traces):
         key = (recipe, plan.model["model"], plan.model.get("seq"), plan.micro_batch, self.capability)
         if key not in MADE:
             MADE[key] = capture(lambda: load(source_of(plan)), recipe, capability=self.capability)
-        self.facts = Facts({"weight": ((2, 2), "float32")}, ())
+        self.facts = ModelFacts({"weight": ((2, 2), "float32")}, ())
         return MADE[key]
 
 
 def search(model: str, hardware: str, *, cluster: Cluster | None = None, **wishes: Any) -> Climb:
     found = cluster or parse(hardware)
     capability = None if found.device.backend == "cpu" else (9, 0)
-    return Climb(Source(model=model), found, hardware, Wishes(**wishes), OPTIONS, Here(capability=capability), lambda _: None)
+    return Climb(Source(model=model), found, hardware, SearchConstraints(**wishes), OPTIONS, Here(capability=capability), lambda _: None)
 
 
 def chosen(model: str, hardware: str, **wishes: Any) -> Choice:
@@ -199,13 +199,13 @@ def test_a_cpu_prefers_the_larger_micro_batch_among_alike() -> None:
 
 def test_what_a_search_finds_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(question, "Traces", Here)
-    choice = chooser.choose(Source(model="gpt-tiny"), parse("H200"), "H200", Wishes(global_batch=8), options=OPTIONS)
+    choice = chooser.choose(Source(model="gpt-tiny"), parse("H200"), "H200", SearchConstraints(global_batch=8), options=OPTIONS)
     assert choice.best is not None and choice.best.cost is not None and choice.found is not None
     assert choice.plan.predicted["step_seconds"] == choice.best.cost.time.step_seconds  # type: ignore[union-attr]
     assert choice.runners_up and all(one.fits and one.why for one in choice.runners_up)
-    none = chooser.choose(Source(model="gpt-tiny"), parse("H200,memory=600MiB"), "H200", Wishes(compile=("none",)), options=OPTIONS)
+    none = chooser.choose(Source(model="gpt-tiny"), parse("H200,memory=600MiB"), "H200", SearchConstraints(compile=("none",)), options=OPTIONS)
     assert none.best is None and none.infeasible is not None and none.infeasible.holders and none.dropped[0].why
-    slow = chooser.choose(Source(model="gpt-tiny"), parse("H200"), "H200", Wishes(global_batch=8, compile=("none",)), options=Options())
+    slow = chooser.choose(Source(model="gpt-tiny"), parse("H200"), "H200", SearchConstraints(global_batch=8, compile=("none",)), options=Options())
     assert slow.found is None and slow.best is not None and any("one by one" in note for note in slow.notes)
 
 

@@ -25,12 +25,12 @@ from foretell.plan import file as plans
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Plan
 from foretell.price.calibrate import corrections
-from foretell.price.calibrate.corrections import Run, kind_of, learn, teach
+from foretell.price.calibrate.corrections import MeasuredRun, kind_of, learn, teach
 from foretell.quantities import Time
 from foretell.report import comparison
 from foretell.report.comparison import Comparison, compare, render
 from foretell.report.html import figures as html_figures
-from foretell.runtime.observe.measure import Reading
+from foretell.runtime.observe.measure import StepReading
 from foretell.runtime.train import log
 from foretell.simulate.plan import Options, predict_plan
 from foretell.trace.types import Trace
@@ -96,7 +96,7 @@ def test_an_error_has_one_sign_in_the_table_the_chart_the_json_and_the_live_line
     row = chart.data["rows"][0]
     assert row["error"] == pytest.approx(wanted) and "error −64 %" in row["told"]
     assert (row["low"] <= row["error"] <= row["high"]) is step.inside
-    reading = Reading(step=1, loss=1.0, grad_norm=None, seconds=measured, backward_seconds=0.4, update_seconds=0.1, between_seconds=0.0)
+    reading = StepReading(step=1, loss=1.0, grad_norm=None, seconds=measured, backward_seconds=0.4, update_seconds=0.1, between_seconds=0.0)
     assert log.line(reading, 9, rate=1.0, unit="samples", predicted_seconds=predicted).endswith("predicted 200 ms (-63.5 %)")
 
 
@@ -284,7 +284,7 @@ def test_a_cpu_learns_how_slow_it_really_is() -> None:
     known, predict = shipped("CPU"), predictor("gpt-tiny", 2, gpu=False)
     real = truth(known, compute=1.3, memory=0.8, host=1.5)
     measured = predict(real)
-    run = Run(name="a", step_seconds=measured.step_seconds, shares=shares(measured), **CALM)
+    run = MeasuredRun(name="a", step_seconds=measured.step_seconds, shares=shares(measured), **CALM)
     found = teach(known, predict, run, serial=True, date="2026-01-02T03:04:05+00:00")
     assert not isinstance(found, str)
     assert dict(found.factors) == pytest.approx({"compute": 1.3, "memory": 0.8, "host": 1.5}, rel=0.02)
@@ -301,7 +301,7 @@ def test_a_cpu_learns_how_slow_it_really_is() -> None:
 def test_without_a_look_at_single_ops_all_kinds_move_alike() -> None:
     known, predict = shipped("CPU"), predictor("gpt-tiny", 2, gpu=False)
     seconds = predict(truth(known, compute=1.3, memory=1.3, host=1.3)).step_seconds
-    found = teach(known, predict, Run(name="a", step_seconds=seconds, **CALM), serial=True, date="x")
+    found = teach(known, predict, MeasuredRun(name="a", step_seconds=seconds, **CALM), serial=True, date="x")
     assert not isinstance(found, str)
     assert dict(found.factors) == pytest.approx({"compute": 1.3, "memory": 1.3, "host": 1.3}, rel=0.01)
 
@@ -310,13 +310,13 @@ def test_a_busy_gpu_teaches_about_its_ops_and_a_waiting_one_about_its_host() -> 
     known, busy, waiting = shipped("H200-SXM-141GB"), predictor("gpt2", 16, gpu=True), predictor("gpt-tiny", 2, gpu=True)
     assert busy(known).binds in ("compute", "memory bandwidth") and waiting(known).binds == "host"
     measured = busy(truth(known, compute=1.2, memory=1.1))
-    run = Run(name="a", step_seconds=measured.step_seconds, shares=shares(measured), **CALM)
+    run = MeasuredRun(name="a", step_seconds=measured.step_seconds, shares=shares(measured), **CALM)
     found = teach(known, busy, run, serial=False, date="x")
     assert not isinstance(found, str) and set(found.factors) == {"compute", "memory"}
     assert dict(found.factors) == pytest.approx({"compute": 1.2, "memory": 1.1}, rel=0.03)
     assert found.profile.host == known.host
     slow = waiting(truth(known, host=1.4))
-    lesson = teach(known, waiting, Run(name="b", step_seconds=slow.step_seconds, **CALM), serial=False, date="x")
+    lesson = teach(known, waiting, MeasuredRun(name="b", step_seconds=slow.step_seconds, **CALM), serial=False, date="x")
     assert not isinstance(lesson, str) and dict(lesson.factors) == pytest.approx({"host": 1.4}, rel=0.03)
     assert lesson.profile.fitted["in_step"] == known.fitted["in_step"]
 
@@ -331,15 +331,15 @@ def test_a_busy_gpu_teaches_about_its_ops_and_a_waiting_one_about_its_host() -> 
 )  # fmt: skip
 def test_a_run_that_proves_nothing_teaches_nothing(change: dict[str, Any], why: str) -> None:
     time = predictor("gpt2", 16, gpu=True)(shipped("H200-SXM-141GB"))
-    run = Run(**{"name": "a", "step_seconds": 1.2 * time.step_seconds, **CALM, **change})
+    run = MeasuredRun(**{"name": "a", "step_seconds": 1.2 * time.step_seconds, **CALM, **change})
     lesson = learn(time, run, serial=False)
     assert lesson.factors == {} and why in lesson.why
-    assert learn(time, Run(name="a", step_seconds=1.2 * time.step_seconds, **CALM), serial=False).factors
+    assert learn(time, MeasuredRun(name="a", step_seconds=1.2 * time.step_seconds, **CALM), serial=False).factors
 
 
 def test_factors_are_bounded() -> None:
     known, predict = shipped("CPU"), predictor("gpt-tiny", 2, gpu=False)
-    found = teach(known, predict, Run(name="a", step_seconds=2.8 * predict(known).step_seconds, **CALM), serial=True, date="x")
+    found = teach(known, predict, MeasuredRun(name="a", step_seconds=2.8 * predict(known).step_seconds, **CALM), serial=True, date="x")
     assert not isinstance(found, str) and max(found.factors.values()) == 2.0
 
 

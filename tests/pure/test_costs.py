@@ -12,8 +12,8 @@ from foretell.hardware import parse
 from foretell.price.speeds import profile_for
 from foretell.search.block_costs.kept import KIND, Costs, Exact, Kept, Known, kept
 from foretell.search.solve import costing
-from foretell.search.solve.find import Found, find
-from foretell.search.space.constraints import Wishes
+from foretell.search.solve.find import SearchResult, find
+from foretell.search.space.constraints import SearchConstraints
 from foretell.trace.load.model import Source
 from foretell.trace.store import cache as store
 from tests.pure import golden
@@ -26,8 +26,8 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def search(*, cache: bool = True, exact: bool | None = False, **wishes: Any) -> Found:
-    asked, traces = Wishes(**{"global_batch": 64, "fixed": {"dp_shard": 2}, **wishes}), Here(capability=(9, 0), cache=cache)
+def search(*, cache: bool = True, exact: bool | None = False, **wishes: Any) -> SearchResult:
+    asked, traces = SearchConstraints(**{"global_batch": 64, "fixed": {"dp_shard": 2}, **wishes}), Here(capability=(9, 0), cache=cache)
     return find(Source(model="gpt-tiny"), parse("H100:4"), "H100:4", asked, options=OPTIONS, traces=traces, exact=exact)
 
 
@@ -35,7 +35,7 @@ def entries(folder: Path) -> list[Path]:
     return sorted((folder / KIND).glob("*.json"))
 
 
-def same(one: Found, other: Found) -> bool:
+def same(one: SearchResult, other: SearchResult) -> bool:
     assert one.best is not None and other.best is not None
     return [(p.point.layout, p.point.quick) for p in (one.best, *one.runners_up)] == [
         (p.point.layout, p.point.quick) for p in (other.best, *other.runners_up)
@@ -54,7 +54,7 @@ def test_a_search_with_kept_costs_answers_as_one_without(empty: Path) -> None:
 
 
 def test_a_question_asked_again_costs_no_plan_op_by_op(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(found: Found) -> list[object]:
+    def told(found: SearchResult) -> list[object]:
         return [(one.plan, one.cost, one.why) for one in (found.best, *found.runners_up, *found.dropped, *found.front) if one is not None]
 
     alone, first = (search(cache=cache, exact=None) for cache in (False, True))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from foretell.errors import ModelError, UserError
 from foretell.runtime.data import text as corpora
-from foretell.runtime.data.samples import Example, Feed, Own, Share, Stream, own_samples, shuffled
+from foretell.runtime.data.samples import Example, Feed, Own, RankSamples, Stream, own_samples, shuffled
 from foretell.runtime.data.text import Corpus, Windows, read_corpus, text_form
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ class Numbers:
 def run(count: int, *, ranks: int, micro_batch: int, accumulate: int, steps: int) -> list[list[int]]:
     """Samples of every step, in the order of the step's global batch, put together from the ranks' micro-batches."""
     made = Own(Numbers(count), seed=5, owner="numbers")
-    shares = [Share(micro_batch=micro_batch, accumulate=accumulate, ranks=ranks, rank=rank) for rank in range(ranks)]
+    shares = [RankSamples(micro_batch=micro_batch, accumulate=accumulate, ranks=ranks, rank=rank) for rank in range(ranks)]
     feeds = [Feed(made, share, seed=5, device=CPU) for share in shares]
     found = []
     for _ in range(steps):
@@ -89,20 +89,20 @@ def test_the_global_batch_is_the_same_however_many_ranks_share_it() -> None:
 
 @pytest.mark.parametrize(("count", "first"), [(5000, 4000), (5000, 0), (3, 1), (20_000, 3000), (4096, 4090), (9000, 8000)])
 def test_a_step_over_any_boundary_has_the_samples_of_the_order(count: int, first: int) -> None:
-    feed = Feed(Own(Numbers(count), seed=1, owner="n"), Share(micro_batch=500, accumulate=9), seed=1, device=CPU)
+    feed = Feed(Own(Numbers(count), seed=1, owner="n"), RankSamples(micro_batch=500, accumulate=9), seed=1, device=CPU)
     wanted = [int(shuffled(count, 1, n // count, np.array([n % count]))[0]) for n in range(first, first + 4500, 7)]
     assert feed.places(first)[0].reshape(-1)[::7].tolist() == wanted
 
 
 def test_where_it_is_can_be_said_and_gone_back_to_with_other_ranks() -> None:
-    share = Share(micro_batch=4, accumulate=2)
+    share = RankSamples(micro_batch=4, accumulate=2)
     feed = Feed(Own(Numbers(21), seed=1, owner="n"), share, seed=1, device=CPU)
     for _ in range(7):
         feed.next()
     state = feed.state()
     assert state == {"seed": 1, "epoch": 2, "position": 14}
     wanted = torch.cat(feed.next())
-    again = Feed(Own(Numbers(21), seed=1, owner="n"), Share(micro_batch=8), seed=1, device=CPU)
+    again = Feed(Own(Numbers(21), seed=1, owner="n"), RankSamples(micro_batch=8), seed=1, device=CPU)
     again.seek(state)
     assert torch.equal(torch.cat(again.next()), wanted)
     assert torch.equal(torch.cat(again.at(7 * 8)), wanted)
@@ -243,7 +243,7 @@ def test_samples_leave_the_runs_random_numbers_alone() -> None:
 
 
 def test_worker_processes_give_the_same_samples() -> None:
-    share = Share(micro_batch=3, accumulate=2)
+    share = RankSamples(micro_batch=3, accumulate=2)
     torch.manual_seed(0)
     inline, ahead = (
         Feed(Own(Noisy(20), seed=2, owner="n"), share, seed=2, device=CPU, workers=workers) for workers in (0, 1)
@@ -262,10 +262,10 @@ def test_a_stream_is_read_on_and_found_again() -> None:
 
     made = own_samples(begin, seed=0, owner="s")
     assert isinstance(made, Stream)
-    feeds = [Feed(made, Share(micro_batch=2, ranks=2, rank=rank), seed=0, device=CPU) for rank in (0, 1)]
+    feeds = [Feed(made, RankSamples(micro_batch=2, ranks=2, rank=rank), seed=0, device=CPU) for rank in (0, 1)]
     assert [feed.next()[0].tolist() for feed in feeds] == [[100, 101], [102, 103]]
     assert [feed.next()[0].tolist() for feed in feeds] == [[104, 105], [106, 107]]
-    later = Feed(own_samples(begin, seed=0, owner="s"), Share(micro_batch=4), seed=0, device=CPU)
+    later = Feed(own_samples(begin, seed=0, owner="s"), RankSamples(micro_batch=4), seed=0, device=CPU)
     later.seek(feeds[0].state())
     assert later.next()[0].tolist() == [108, 109, 110, 111]
     later.first = 28
@@ -289,5 +289,5 @@ def test_what_data_returns_is_taken_as_it_is_or_refused() -> None:
 
 def test_the_example_comes_again_and_says_so() -> None:
     example = Example({"x": torch.ones(2)})
-    feed = Feed(example, Share(micro_batch=2), seed=0, device=CPU)
+    feed = Feed(example, RankSamples(micro_batch=2), seed=0, device=CPU)
     assert torch.equal(feed.next()[0]["x"], feed.next()[0]["x"]) and "not for learning" in example.note

@@ -21,9 +21,9 @@ from torch import Tensor
 from foretell.errors import UserError
 from foretell.runtime.offload.memory import stage as stages
 from foretell.runtime.offload.memory.arena import ALIGN, Arena, bytes_for
-from foretell.runtime.offload.memory.disk import Shelf
+from foretell.runtime.offload.memory.disk import DiskFile
 from foretell.runtime.offload.memory.folder import free, in_memory
-from foretell.runtime.offload.memory.stage import Stage
+from foretell.runtime.offload.memory.stage import StagingBuffers
 from foretell.units import MIB
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,8 +32,8 @@ LIMIT = 60.0
 """Seconds after which something that is waited for hangs."""
 
 
-def shelf(folder: Path, nbytes: int, **more: object) -> Shelf:
-    return Shelf(nbytes, folder, **{"reserve": 0, "piece": 4 * ALIGN, **more})  # type: ignore[arg-type]
+def shelf(folder: Path, nbytes: int, **more: object) -> DiskFile:
+    return DiskFile(nbytes, folder, **{"reserve": 0, "piece": 4 * ALIGN, **more})  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -157,18 +157,18 @@ def test_kill_9_leaves_nothing_on_disk(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_too_small_is_said_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"keeps 953,674.3 GiB on disk in {tmp_path}, and .* are free there.*--disk"):
-        Shelf(1024 * 10**12, tmp_path)
+        DiskFile(1024 * 10**12, tmp_path)
     with pytest.raises(UserError, match="are left to others"):
-        Shelf(ALIGN, tmp_path, reserve=10**16)
+        DiskFile(ALIGN, tmp_path, reserve=10**16)
     with files_no_larger_than(MIB), pytest.raises(UserError, match=f"4.0 MiB on disk in {tmp_path}.*File too large"):
-        Shelf(4 * MIB, tmp_path, reserve=0)
+        DiskFile(4 * MIB, tmp_path, reserve=0)
     with pytest.raises(UserError, match=r"none.*No such file"):
-        Shelf(ALIGN, tmp_path / "none")
+        DiskFile(ALIGN, tmp_path / "none")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file.*Not a directory"):
-        Shelf(ALIGN, tmp_path / "file", reserve=0)
+        DiskFile(ALIGN, tmp_path / "file", reserve=0)
     with pytest.raises(UserError, match="no file can be made in /proc"):
-        Shelf(0, "/proc", reserve=-ALIGN)
+        DiskFile(0, "/proc", reserve=-ALIGN)
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -214,11 +214,11 @@ def test_a_disk_is_told_to_be_slow_only_when_it_is(tmp_path: Path) -> None:
 
 
 @contextmanager
-def staged(folder: Path, chunks: dict[object, int], buffers: int) -> Iterator[Stage]:
+def staged(folder: Path, chunks: dict[object, int], buffers: int) -> Iterator[StagingBuffers]:
     host, disk = stages.needs(chunks, DTYPES, buffers)
     arena = Arena(host, register=False)
     with shelf(folder, disk) as store:
-        yield Stage(store, arena, chunks, DTYPES, buffers)
+        yield StagingBuffers(store, arena, chunks, DTYPES, buffers)
         assert store._next == store.nbytes and arena._next == arena.nbytes  # exactly what was said
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from foretell.hardware import parse
-from foretell.price.energy import Load, PowerModel, cost, energy, learn, load_of, usual, whole_run
+from foretell.price.energy import DeviceLoad, PowerModel, cost, energy, learn, load_of, usual, whole_run
 from foretell.quantities import ASSUMED, MEASURED, Throughput, Time
 from foretell.trace.types import Op, Program, Ref, TensorSpec, Trace
 
@@ -21,23 +21,23 @@ def test_a_known_power_law_is_found_again() -> None:
     rng = random.Random(1)
     true = {"idle": 90.0, "awake": 200.0, "compute": 500.0, "memory": 400.0}
     model = PowerModel(weights=true, limit=1000.0)
-    loads = [Load(rng.random(), rng.uniform(0, 0.5), rng.uniform(0, 0.5)) for _ in range(40)]
+    loads = [DeviceLoad(rng.random(), rng.uniform(0, 0.5), rng.uniform(0, 0.5)) for _ in range(40)]
     found = learn([(load, model.watts(load)) for load in loads], 1000.0)
-    for load in (Load(1.0, 0.4, 0.1), Load(0.2, 0.0, 0.1), Load(0.9, 0.1, 0.45)):
+    for load in (DeviceLoad(1.0, 0.4, 0.1), DeviceLoad(0.2, 0.0, 0.1), DeviceLoad(0.9, 0.1, 0.45)):
         assert found.watts(load) == pytest.approx(model.watts(load), rel=0.06)
     assert found.error < 0.06
 
 
 def test_watts_never_pass_the_limit() -> None:
     model = PowerModel(weights={"idle": 100, "awake": 300, "compute": 600, "memory": 600}, limit=700)
-    assert model.watts(Load(1, 1, 1)) == 700 and model.watts(Load(0, 0, 0)) == 100
+    assert model.watts(DeviceLoad(1, 1, 1)) == 700 and model.watts(DeviceLoad(0, 0, 0)) == 100
 
 
 def test_a_device_never_read_borrows_shares_of_its_own_limit() -> None:
     device = parse("L4").device
     model = usual(device)
     assert model is not None and model.provenance == ASSUMED
-    assert device.tdp_watts is not None and model.watts(Load(1, 1, 1)) == device.tdp_watts
+    assert device.tdp_watts is not None and model.watts(DeviceLoad(1, 1, 1)) == device.tdp_watts
 
 
 def test_load_of_a_product_and_an_addition() -> None:
@@ -54,7 +54,7 @@ def test_load_of_a_product_and_an_addition() -> None:
 
 def test_joules_and_carbon_of_a_step() -> None:
     model = PowerModel(weights={"idle": 100, "awake": 0, "compute": 0, "memory": 0}, limit=700)
-    found = energy(STEP, model.watts(Load(1, 0, 0)), model, 8, (360.0, "a grid"), pue=1.5)
+    found = energy(STEP, model.watts(DeviceLoad(1, 0, 0)), model, 8, (360.0, "a grid"), pue=1.5)
     assert found.joules_per_step == 100 * 0.5 * 8
     assert found.carbon_grams_per_step == pytest.approx(400 * 1.5 / 3.6e6 * 360)
     assert found.low_joules < found.joules_per_step < found.high_joules and found.provenance == MEASURED

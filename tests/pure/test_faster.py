@@ -20,7 +20,7 @@ from foretell.hardware import parse
 from foretell.quantities import FITS, NO, Prediction
 from foretell.search.advice import faster_ways
 from foretell.search.advice.faster import faster
-from foretell.search.advice.faster_ways import BOUNDED, CHANGES, EXACT, Question
+from foretell.search.advice.faster_ways import BOUNDED, CHANGES, EXACT, SpeedRequest
 from foretell.simulate.memory.replay import peak_live
 from foretell.trace.flow.unaligned import unaligned
 from foretell.trace.load.model import Source, load
@@ -39,9 +39,9 @@ def answer() -> Prediction:
     return api.fit("gpt2", hardware="H200", **SMALL)
 
 
-def question(**more: Any) -> Question:
+def question(**more: Any) -> SpeedRequest:
     given = {"recipe": Recipe(precision="fp32", optimizer="adamw"), "cluster": parse("H200"), "micro_batch": 2, "settings": ("vocab_size",)}
-    return Question(**{**given, **more})
+    return SpeedRequest(**{**given, **more})
 
 
 def drawn_costs(draw: random.Random, answer: Prediction) -> Any:

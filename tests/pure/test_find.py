@@ -21,12 +21,12 @@ from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Mesh, Pipeline, Plan
 from foretell.search.solve import costing
 from foretell.search.solve.explain import differs, told, what_ifs
-from foretell.search.solve.find import Finder, Found, Unsuited, find
+from foretell.search.solve.find import Finder, SearchResult, Unsuited, find
 from foretell.search.solve.front import Point
 from foretell.search.solve.rehearse import rehearse
 from foretell.search.space import explore as space_explore
-from foretell.search.space.constraints import Wishes
-from foretell.search.traces.needed import Facts, Traces
+from foretell.search.space.constraints import SearchConstraints
+from foretell.search.traces.needed import ModelFacts, Traces
 from foretell.simulate.plan import KEEP, Options, predict_plan
 from foretell.trace.load.model import Source, load
 from foretell.trace.record.capture import capture
@@ -43,7 +43,7 @@ class Here(Traces):
         return {mode: self._made(plan, mode) for mode in modes}
 
     def prepare(self, plans: Iterable[tuple[Plan, str]]) -> None:
-        self.facts = Facts({"weight": ((2, 2), "float32")}, ())
+        self.facts = ModelFacts({"weight": ((2, 2), "float32")}, ())
 
     def _at_hand(self, asked: Any) -> bool:
         return True
@@ -58,10 +58,10 @@ class Here(Traces):
         return MADE[key]
 
 
-def search(hardware: str, *, model: str = "gpt-tiny", exact: bool | None = None, what_if: bool = False, **wishes: Any) -> Found:
+def search(hardware: str, *, model: str = "gpt-tiny", exact: bool | None = None, what_if: bool = False, **wishes: Any) -> SearchResult:
     traces = Here(capability=(9, 0))
     return find(
-        Source(model=model), parse(hardware), hardware, Wishes(**wishes), options=OPTIONS, traces=traces, exact=exact, what_if=what_if
+        Source(model=model), parse(hardware), hardware, SearchConstraints(**wishes), options=OPTIONS, traces=traces, exact=exact, what_if=what_if
     )
 
 
@@ -176,7 +176,7 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_patience_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     traces = Here(capability=(9, 0))
-    found = find(Source(model="gpt-tiny"), parse("H100:4"), "H100:4", Wishes(global_batch=32), options=OPTIONS,
+    found = find(Source(model="gpt-tiny"), parse("H100:4"), "H100:4", SearchConstraints(global_batch=32), options=OPTIONS,
                  traces=traces, exact=False, patience=0.02)  # fmt: skip
     assert "seconds were over" in found.stopped
 
@@ -201,7 +201,7 @@ def test_a_plan_that_does_not_fit_op_by_op_is_dropped(cache_dir: Path, monkeypat
 
 def test_a_device_of_unknown_speed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unsuited, match="speed"):
-        find(Source(model="gpt-tiny"), parse("H100"), "H100", Wishes(), options=Options(), traces=Here(capability=(9, 0)))
+        find(Source(model="gpt-tiny"), parse("H100"), "H100", SearchConstraints(), options=Options(), traces=Here(capability=(9, 0)))
 
 
 def test_how_two_layouts_differ() -> None:
@@ -219,12 +219,12 @@ def test_a_change_that_uses_no_device_more_is_told() -> None:
     assert found.best is not None
     best = found.best.point
 
-    def slower(cluster: Any, wishes: Wishes) -> Point | None:
+    def slower(cluster: Any, wishes: SearchConstraints) -> Point | None:
         return replace(best, devices=cluster.count, seconds=best.seconds * 2)
 
-    rows = what_ifs(parse("H100:2"), Wishes(global_batch=32), best, slower)
+    rows = what_ifs(parse("H100:2"), SearchConstraints(global_batch=32), best, slower)
     assert rows[0].words.startswith("no gain") and rows[0].faster == 0.0
-    assert what_ifs(parse("H100:2"), Wishes(), best, lambda cluster, wishes: None)[0].point is None
+    assert what_ifs(parse("H100:2"), SearchConstraints(), best, lambda cluster, wishes: None)[0].point is None
 
 
 def test_a_pipeline_is_rehearsed_before_it_runs() -> None:

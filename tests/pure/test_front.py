@@ -12,7 +12,7 @@ from foretell.plan.types import Mesh
 from foretell.search.estimate.plan import Layout, Quick
 from foretell.search.solve.explain import why_lost
 from foretell.search.solve.front import MOST_POINTS, Point, best_of, complaint, effort, front, pareto, score
-from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import SearchConstraints
 
 GIB = 1 << 30
 
@@ -48,27 +48,27 @@ def test_the_front_is_what_no_other_beats() -> None:
 
 def test_the_shown_front_has_the_best_and_points_apart() -> None:
     points = [point(1 + n / 500, 60 - n / 10) for n in range(300)]
-    best = best_of(points, Wishes(global_batch=1))
-    shown = front(points, Wishes(global_batch=1), best)
+    best = best_of(points, SearchConstraints(global_batch=1))
+    shown = front(points, SearchConstraints(global_batch=1), best)
     assert best in shown and len(shown) <= MOST_POINTS
     assert list(shown) == sorted(shown, key=lambda p: p.seconds)
-    near = front([point(1.0, 60), point(1.001, 59.9), point(1.5, 30)], Wishes(global_batch=1))
+    near = front([point(1.0, 60), point(1.001, 59.9), point(1.5, 30)], SearchConstraints(global_batch=1))
     assert [p.seconds for p in near] == [1.0, 1.5]
-    assert len(front([point(1.0, 60), point(3.0, 59)], Wishes(global_batch=1))) == 1
+    assert len(front([point(1.0, 60), point(3.0, 59)], SearchConstraints(global_batch=1))) == 1
 
 
 def test_a_faster_plan_that_lost_says_why() -> None:
     """The best by the rules is not always the fastest; the row of every faster one gives the rule."""
     best = point(1.0, 60)
-    wishes = Wishes(global_batch=1)
+    wishes = SearchConstraints(global_batch=1)
     tight, alike, larger = point(0.985, 79.5), point(0.995, 60, compile="model"), replace(point(1.9, 60, accumulate=2), per_step=200)
     assert best_of([best, tight], wishes) is best and "memory is tight" in why_lost(best, tight)
     assert best_of([best, alike], wishes) is best and why_lost(best, alike) == "0.5% faster, and more complex; plans within 1% count as equal"
-    assert best_of([best, larger], Wishes()) is larger, "five percent are enough for twice the batch"
+    assert best_of([best, larger], SearchConstraints()) is larger, "five percent are enough for twice the batch"
     hardly = replace(larger, seconds=1.96)
-    assert best_of([best, hardly], Wishes()) is best and "2.0% faster with 2 times the batch" in why_lost(best, hardly)
+    assert best_of([best, hardly], SearchConstraints()) is best and "2.0% faster with 2 times the batch" in why_lost(best, hardly)
     long = replace(point(1.5, 60, accumulate=2), per_step=200)
-    assert best_of([best, long], Wishes(objective="latency")) is best and why_lost(best, long, "latency") == "a step takes 50% longer"
+    assert best_of([best, long], SearchConstraints(objective="latency")) is best and why_lost(best, long, "latency") == "a step takes 50% longer"
 
 
 def test_objectives_choose_differently() -> None:
@@ -78,34 +78,34 @@ def test_objectives_choose_differently() -> None:
     points = [fast, cheap, frugal]
     wanted = {"throughput": fast, "latency": fast, "cost": cheap, "energy": frugal, "smallest": cheap}
     for objective, best in wanted.items():
-        assert best_of(points, Wishes(global_batch=1, objective=objective)) is best
+        assert best_of(points, SearchConstraints(global_batch=1, objective=objective)) is best
     with pytest.raises(UserError, match="price"):
-        best_of([replace(fast, dollars=None)], Wishes(global_batch=1, objective="cost"))
+        best_of([replace(fast, dollars=None)], SearchConstraints(global_batch=1, objective="cost"))
 
 
 def test_of_alike_plans_the_simplest_and_a_tight_one_must_be_better() -> None:
     plain, looped = point(1.005), point(1.0, interleave=2, schedule="interleaved-1f1b")
-    assert best_of([looped, plain], Wishes(global_batch=1)) is plain
+    assert best_of([looped, plain], SearchConstraints(global_batch=1)) is plain
     assert effort(plain.layout) < effort(looped.layout)
     tight, roomy = point(1.0, memory=79.0), point(1.02, memory=40.0)
-    assert tight.tight and best_of([tight, roomy], Wishes(global_batch=1)) is roomy
-    assert best_of([tight, point(1.2, memory=40.0)], Wishes(global_batch=1)) is tight
+    assert tight.tight and best_of([tight, roomy], SearchConstraints(global_batch=1)) is roomy
+    assert best_of([tight, point(1.2, memory=40.0)], SearchConstraints(global_batch=1)) is tight
 
 
 def test_a_free_batch_is_doubled_only_for_a_gain() -> None:
     small = point(1.0)
     large = replace(small, layout=replace(small.layout, micro_batch=2), per_step=200, seconds=1.99)
     larger = replace(large, seconds=1.8)
-    assert best_of([small, large], Wishes()) is small
-    assert best_of([small, larger], Wishes()) is larger
-    assert score(large, Wishes(global_batch=2)) < score(small, Wishes(global_batch=2))
+    assert best_of([small, large], SearchConstraints()) is small
+    assert best_of([small, larger], SearchConstraints()) is larger
+    assert score(large, SearchConstraints(global_batch=2)) < score(small, SearchConstraints(global_batch=2))
 
 
 def test_limits_of_a_whole_run() -> None:
     one = point(1.0, dollars=0.5)  # 100 tokens a second
-    wishes = Wishes(global_batch=1, tokens=1e6, deadline_seconds=9000.0)
+    wishes = SearchConstraints(global_batch=1, tokens=1e6, deadline_seconds=9000.0)
     assert "more than allowed" in complaint(one, wishes) and best_of([one], wishes) is None
     assert not complaint(one, replace(wishes, deadline_seconds=10001.0))
-    assert "costs $5,000" in complaint(one, Wishes(global_batch=1, tokens=1e6, budget=4000.0))
-    assert not complaint(one, Wishes(global_batch=1, tokens=1e6, budget=5001.0))
+    assert "costs $5,000" in complaint(one, SearchConstraints(global_batch=1, tokens=1e6, budget=4000.0))
+    assert not complaint(one, SearchConstraints(global_batch=1, tokens=1e6, budget=5001.0))
     assert not front([one], wishes)

@@ -21,7 +21,7 @@ from foretell.prove.fuzz.generate import draw
 from foretell.prove.fuzz.render import render, shapes_of
 from foretell.prove.fuzz.shrink import shrunk
 from foretell.prove.fuzz.table_moves import BY_NAME, KINDS, OPERATORS
-from foretell.prove.fuzz.types import Failure, Operator, Verdict
+from foretell.prove.fuzz.types import Failure, FuzzVerdict, Operator
 from foretell.runtime.parallel.apply import apply
 from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
@@ -192,7 +192,7 @@ def test_a_campaign_outlives_a_process_that_dies(tmp_path: Path) -> None:
         died = worker.ask("shrink", 0, {"no": "failure"}, 60)
         assert isinstance(died, str) and died.startswith("crash")
         answer = worker.ask("judge", 0, None, 60)
-        assert isinstance(answer, dict) and Verdict.from_json(answer).composed
+        assert isinstance(answer, dict) and FuzzVerdict.from_json(answer).composed
         slow = worker.ask("judge", 1, None, 0.0)
         assert isinstance(slow, str) and slow.startswith("hang")
     finally:
@@ -210,13 +210,13 @@ def test_the_command_tells_the_whole_and_says_what_is_wrong(tmp_path: Path, caps
 
 
 def test_a_failure_is_told_with_its_file() -> None:
-    good = Verdict(0, 5, ("add",), 100, 100, traced=True, composed=True)
-    bad = Verdict(1, 3, ("mul",), 200, 100, traced=True, failure=Failure("memory", "too much"))
+    good = FuzzVerdict(0, 5, ("add",), 100, 100, traced=True, composed=True)
+    bad = FuzzVerdict(1, 3, ("mul",), 200, 100, traced=True, failure=Failure("memory", "too much"))
     found = campaign.Campaign("1", 2, [good, bad], ["memory_1.py"])
     assert found.line() == (
         "2 models, 8 ops of 2 kinds; traced 2, memory within 5% 1 (median 50.00%, worst 100.00%), composed equal 1; failures 1 → memory_1.py"
     )
-    assert Verdict.from_json(json.loads(json.dumps(found.verdicts[1].to_json()))) == found.verdicts[1]
+    assert FuzzVerdict.from_json(json.loads(json.dumps(found.verdicts[1].to_json()))) == found.verdicts[1]
 
 
 # --- what they found -------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from foretell.report.html import front as html_front
 from foretell.search.traces import child as tracer
 from foretell.search.traces.needed import Traces, question
 from foretell.trace.sandbox import child
-from foretell.trace.sandbox.process import Ended
+from foretell.trace.sandbox.process import WorkerEnded
 from foretell.trace.store import cache
 from foretell.trace.store import file as trace_file
 from foretell.trace.store import traces as stored
@@ -143,10 +143,10 @@ def no_more_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace of gpt-tiny for `fit` is answered at once; whatever else would be traced was killed."""
     known: dict[str, dict[str, Any]] = {}
 
-    def ask(module: str, requests: Sequence[Mapping[str, Any]], **_: Any) -> list[dict[str, Any]] | Ended:
+    def ask(module: str, requests: Sequence[Mapping[str, Any]], **_: Any) -> list[dict[str, Any]] | WorkerEnded:
         (asked,) = requests[:1]
         if asked["source"]["model"] != "gpt-tiny" or asked["source"]["overrides"] or module != "foretell.trace.sandbox.child":
-            return Ended([], -9, "")
+            return WorkerEnded([], -9, "")
         key = question(asked)
         if key not in known:
             known[key] = child.trace_asked(asked)

@@ -81,7 +81,7 @@ def test_shapes_are_read_from_a_docstring_and_else_from_annotation_and_name() ->
 
 def test_sizes_are_settings_of_the_config_and_what_is_computed_from_them() -> None:
     model = SimpleNamespace(config=Config())
-    sizes = hub_told.Sizes(Source(model="hf:x", micro_batch=3), model, {}, 7)
+    sizes = hub_told.ShapeWords(Source(model="hf:x", micro_batch=3), model, {}, 7)
     told = hub_told.of_forward(forward)
     assert sizes.of(told["x"]) == (3, 7, 12)
     assert sizes.of(told["y"]) == (3, 11, 4)
@@ -139,8 +139,8 @@ class Part(nn.Module):
         return made + extra.unsqueeze(1) + pixel_values.mean() * (batch_size + num_frames + num_channels + height + width)
 
 
-def asked(model: nn.Module, **source: Any) -> hub_widen.Asked:
-    return hub_widen.Asked(Source(model="hf:x", image=8, **source), model, "x", 7, 100)
+def asked(model: nn.Module, **source: Any) -> hub_widen.BatchTrial:
+    return hub_widen.BatchTrial(Source(model="hf:x", image=8, **source), model, "x", 7, 100)
 
 
 def test_a_refused_batch_becomes_one_that_runs() -> None:

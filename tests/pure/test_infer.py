@@ -14,7 +14,7 @@ from foretell.cli.plan.infer import infer_command
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
-from foretell.search.inference.split import Place, Split, Unit, split_front
+from foretell.search.inference.split import InferenceSplit, InferenceUnit, Place, split_front
 from foretell.search.inference.units import (
     InferPlan,
     _runs,
@@ -37,10 +37,10 @@ def link(source: int, target: int, nbytes: int) -> float:
     return 0.1 * abs(source - target) + nbytes * (1 + source) * 1e-3
 
 
-def drawn(seed: int, count: int, devices: int) -> tuple[list[Unit], list[Place]]:
+def drawn(seed: int, count: int, devices: int) -> tuple[list[InferenceUnit], list[Place]]:
     draw = random.Random(seed)
     units = [
-        Unit(
+        InferenceUnit(
             name=str(index), seconds=tuple(draw.choice([0.5, 1.0, 3.0]) * draw.uniform(0.9, 1.1) for _ in range(devices)),
             weights=((index, draw.randint(1, 9)), (draw.randint(90, 92), 5)), live_bytes=draw.randint(0, 6),
             sends_bytes=draw.choice([10, 100, 1000]),
@@ -51,7 +51,7 @@ def drawn(seed: int, count: int, devices: int) -> tuple[list[Unit], list[Place]]
     return units, places
 
 
-def brute(units: list[Unit], places: list[Place], given: int) -> set[Point]:
+def brute(units: list[InferenceUnit], places: list[Place], given: int) -> set[Point]:
     """Every contiguous split over every order of every set of devices; those that no other beats."""
     points: list[Point] = []
     for used in range(1, len(places) + 1):
@@ -61,7 +61,7 @@ def brute(units: list[Unit], places: list[Place], given: int) -> set[Point]:
     return {p for p in points if not any(q != p and all(a <= b for a, b in zip(q, p, strict=True)) for q in points)}
 
 
-def measured(units: list[Unit], places: list[Place], order: tuple[int, ...], ends: tuple[int, ...], given: int) -> list[Point]:
+def measured(units: list[InferenceUnit], places: list[Place], order: tuple[int, ...], ends: tuple[int, ...], given: int) -> list[Point]:
     latency = slowest = fullest = 0.0
     last = 0
     for device, (first, end) in zip(order, pairwise(ends), strict=True):
@@ -83,7 +83,7 @@ def rounded(points: set[Point]) -> set[Point]:
     return {tuple(float(f"{value:.9g}") for value in point) for point in points}  # type: ignore[misc]
 
 
-def point(split: Split) -> Point:
+def point(split: InferenceSplit) -> Point:
     return split.latency_seconds, split.slowest_seconds, split.fullest
 
 

@@ -365,7 +365,7 @@ AS_FILE = [f'a"; import os; os system("touch {CANARY}") #', f"a\nimport os\ntouc
 def scripted(folder: Path, evil: str, stem: str = "own") -> Any:
     """The script of a model whose modules, settings, batch and out path have this name; all of the corpus is in its settings."""
     from foretell.eject.script import eject
-    from foretell.runtime.train.folder import Settings
+    from foretell.runtime.train.folder import RunSettings
 
     folder.mkdir(parents=True)
     path = folder / f"{stem}.py"
@@ -375,7 +375,7 @@ def scripted(folder: Path, evil: str, stem: str = "own") -> Any:
         model={"model": f"{path}:net", "overrides": {**settings, "more": CONDITIONS}}, hardware=f"auto {evil}",
         precision="fp32", notes=(evil,), predicted={evil: evil}, compile="blocks",
     )  # fmt: skip
-    return eject(plan, folder / f"train{evil.replace('/', '_')}.py", Settings(schedule="constant"))
+    return eject(plan, folder / f"train{evil.replace('/', '_')}.py", RunSettings(schedule="constant"))
 
 
 @pytest.fixture(scope="module")

@@ -29,18 +29,18 @@ from foretell.runtime.process.progress import (
     WAITING,
     Monitor,
     Progress,
-    Report,
+    RankReport,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
 
-CALM = Report(
+CALM = RankReport(
     beat=1, kind=WAITING, seconds=100.0, same_seconds=100.0, phase=STEP, step=6, steps=6, step_seconds=0.5,
     recovered_seconds=0.0, collectives=40, where="a.py:3 in forward",
 )  # fmt: skip
 
 
-def judged(*reports: Report, **limits: float) -> Judge:
+def judged(*reports: RankReport, **limits: float) -> Judge:
     found = Judge(len(reports), Limits(**limits))
     for rank, report in enumerate(reports):
         found.hear(rank, report)
@@ -136,9 +136,9 @@ def test_the_limit_is_the_users_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reports_that_are_none_are_not_believed() -> None:
     good = CALM.to_json()
-    assert Report.from_json(good) == CALM
+    assert RankReport.from_json(good) == CALM
     for bad in (None, [], {}, {**good, "more": 1}, {**good, "kind": 1}, {**good, "seconds": "1"}, {**good, "steps": True}):
-        assert Report.from_json(bad) is None
+        assert RankReport.from_json(bad) is None
 
 
 # ---------------------------------------------------------------- seen from outside
@@ -232,7 +232,7 @@ def monitored(folder: Path) -> None:
     for name in ("own.py", "torch/distributed/c10d.py"):
         exec(compile(code, str(folder / name), "exec"), spaces.setdefault(name, {"__name__": name}))
     done = threading.Event()
-    reports: list[Report] = []
+    reports: list[RankReport] = []
 
     def look(monitor: Monitor, kinds: tuple[str, ...]) -> None:
         """Until it looks as it should, on a machine that may be busy with other things."""
@@ -243,7 +243,7 @@ def monitored(folder: Path) -> None:
                 break
         done.set()
 
-    def during(file: str, wait: object, *kinds: str) -> Report:
+    def during(file: str, wait: object, *kinds: str) -> RankReport:
         done.clear()
         told.at(STEP)
         thread = threading.Thread(target=look, args=(monitor, kinds))

@@ -16,7 +16,7 @@ import pytest
 
 from foretell.runtime.process import proc
 from foretell.runtime.process.judge import Limits
-from foretell.runtime.process.launch import Ended, launch
+from foretell.runtime.process.launch import RunEnded, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,7 +85,7 @@ def children() -> set[int]:
     return set(proc._children(os.getpid()))
 
 
-def ended(rank: str, ways: str) -> Ended:
+def ended(rank: str, ways: str) -> RunEnded:
     before = children()
     found = launch([ways], len(ways.split(",")), limits=Limits(hang_s=1.5), program=[rank])
     assert children() == before  # none is left
@@ -111,7 +111,7 @@ def test_a_rank_that_is_stopped_or_asleep_is_named_and_all_are_ended(rank: str, 
 
 def test_a_rank_that_computes_is_waited_for(rank: str) -> None:
     """Three times as long as a sleeper would be."""
-    assert ended(rank, "leaves,computes") == Ended(0)
+    assert ended(rank, "leaves,computes") == RunEnded(0)
 
 
 # ---------------------------------------------------------------- signals

@@ -12,15 +12,15 @@ from foretell.cli import main
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.search.solve.choose import choose
-from foretell.search.solve.planned_batch import FAR, NEAR, Advice, advice, batch_for
+from foretell.search.solve.planned_batch import FAR, NEAR, BatchAdvice, advice, batch_for
 from foretell.search.solve.step_law import step_law
-from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import SearchConstraints
 from foretell.trace.load.model import Source
 
 SHAPES = {"embedding": ((50000, 1000), "float32"), "blocks.0.w": ((1000, 1000), "float32"), "blocks.1.w": ((1000, 1000), "float32")}
 
 
-def told(tokens: float = 10e9, **more: object) -> Advice:
+def told(tokens: float = 10e9, **more: object) -> BatchAdvice:
     found = advice(SHAPES, ("blocks.0", "blocks.1"), tokens, 1000, **{"devices": 8, "fixed": {}, **more})  # type: ignore[arg-type]
     assert found is not None
     return found
@@ -70,7 +70,7 @@ def test_samples_that_are_no_tokens_have_no_law() -> None:
     with pytest.raises(UserError, match="no rows of tokens"):
         advice(SHAPES, ("blocks.0",), 1e9, None, devices=1, fixed={}, followed=True)
     with pytest.raises(UserError, match="without the length of the run"):
-        choose(Source(model="gpt-tiny"), parse("H100"), "H100", Wishes(), by_law=True)
+        choose(Source(model="gpt-tiny"), parse("H100"), "H100", SearchConstraints(), by_law=True)
 
 
 @pytest.mark.slow(reason="a search through the command line; the law itself is tested above")

@@ -16,7 +16,7 @@ from foretell.report.comparison import compare, render
 from foretell.report.html import data as html_data
 from foretell.report.html import sections as html_sections
 from foretell.runtime.observe import machine_load as load
-from foretell.runtime.observe.machine_load import Load, Meter, OnGpu, Other
+from foretell.runtime.observe.machine_load import LoadMeter, MachineLoad, OnGpu, Other
 from foretell.runtime.observe.measurement import Measurement
 from tests.pure.test_comparison import CPU, MEASURED, PLAN, folder
 
@@ -42,7 +42,7 @@ def spinner() -> Any:
 def test_who_uses_the_cores(spinner: Any) -> None:
     """Seconds of a process that computes, by its own clock: the run's own where it is the run, another's where it is not."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True) as idle:
-        mine, theirs = Meter(spinner.pid), Meter(idle.pid)
+        mine, theirs = LoadMeter(spinner.pid), LoadMeter(idle.pid)
         began = time.monotonic()
         spinner.stdin.write("go\n")
         spinner.stdin.flush()
@@ -59,15 +59,15 @@ def test_who_uses_the_cores(spinner: Any) -> None:
 
 
 def test_what_is_said() -> None:
-    busy = Load(cores=2, load_average=9.8, own_cores=0.5, other_cores=1.4, others=(Other(name="python", processes=2, cores=1.2),))
+    busy = MachineLoad(cores=2, load_average=9.8, own_cores=0.5, other_cores=1.4, others=(Other(name="python", processes=2, cores=1.2),))
     assert load.words(busy, 0.57) == (
         "this machine was busy: load 9.8 on 2 cores, other processes used 1.4 of them (python 1.2), this run waited for a core 57 % of the time"
     )
-    assert load.words(Load(cores=8, load_average=1.2, own_cores=1.0, other_cores=0.3), 0.01) == ""
-    assert load.words(Load(cores=8, load_average=8.4, own_cores=8.0, other_cores=0.02), 0.02) == "", "its own threads"
-    assert "more threads than cores" in load.words(Load(cores=2, load_average=4.0, own_cores=1.9, other_cores=0.01), 0.5)
-    assert "host gave 1.5 to other guests" in load.words(Load(cores=4, load_average=2.0, own_cores=2.0, other_cores=0.0, stolen_cores=1.5))
-    shared = Load(cores=8, load_average=1.0, own_cores=1.0, other_cores=0.1, gpu_others=(OnGpu(device=0, name="python", bytes=3 << 30),))
+    assert load.words(MachineLoad(cores=8, load_average=1.2, own_cores=1.0, other_cores=0.3), 0.01) == ""
+    assert load.words(MachineLoad(cores=8, load_average=8.4, own_cores=8.0, other_cores=0.02), 0.02) == "", "its own threads"
+    assert "more threads than cores" in load.words(MachineLoad(cores=2, load_average=4.0, own_cores=1.9, other_cores=0.01), 0.5)
+    assert "host gave 1.5 to other guests" in load.words(MachineLoad(cores=4, load_average=2.0, own_cores=2.0, other_cores=0.0, stolen_cores=1.5))
+    shared = MachineLoad(cores=8, load_average=1.0, own_cores=1.0, other_cores=0.1, gpu_others=(OnGpu(device=0, name="python", bytes=3 << 30),))
     assert load.words(shared).endswith("1 other process was on its GPUs (python, 3.0 GiB)")
     assert load.words(None, 0.5) == "this machine was busy: this run waited for a core 50 % of the time" and load.words(None, None) == ""
 
@@ -85,7 +85,8 @@ def test_other_processes_on_the_run_s_gpus(own: set[int], wanted: Any, monkeypat
     assert load.gpu_others(own) == wanted
 
 
-BUSY = {**Load(cores=2, load_average=9.8, own_cores=0.4, other_cores=1.6).to_json(), "others": [{"name": "chrome", "processes": 3, "cores": 1.5}]}
+OTHERS = [{"name": "chrome", "processes": 3, "cores": 1.5}]
+BUSY = {**MachineLoad(cores=2, load_average=9.8, own_cores=0.4, other_cores=1.6).to_json(), "others": OTHERS}
 
 
 def test_every_screen_says_that_the_machine_was_busy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from foretell.hardware import Cluster, overhead, parse
 from foretell.quantities import CATEGORIES, FITS, NO, TIGHT
-from foretell.simulate.memory.memory import Outcome, fits_in, predict_memory, run_order, sizes_for, smallest_limit
+from foretell.simulate.memory.memory import MemoryOutcome, fits_in, predict_memory, run_order, sizes_for, smallest_limit
 from foretell.simulate.memory.replay import CUBLASLT_WORKSPACE_BYTES, Replay, Sizes, holders_at
 from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
@@ -29,7 +29,7 @@ def traced(model: str = "gpt-tiny", micro_batch: int = 4, **recipe: Any) -> Trac
     return capture(lambda: load(Source(model=model, micro_batch=micro_batch)), Recipe(**recipe))
 
 
-def outcome(trace: Trace, cluster: Cluster = H100, **more: Any) -> Outcome:
+def outcome(trace: Trace, cluster: Cluster = H100, **more: Any) -> MemoryOutcome:
     return predict_memory(trace, cluster, EXTRA, **more)
 
 

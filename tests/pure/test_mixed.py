@@ -12,7 +12,7 @@ from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.plan import legal
 from foretell.plan.types import Mesh, Pipeline, Plan
-from foretell.search.heterogeneous.pipeline import Bytes, Island, Shared, islands, one_f_one_b, share, share_best
+from foretell.search.heterogeneous.pipeline import Bytes, Island, SharedBlocks, islands, one_f_one_b, share, share_best
 from foretell.units import GIB
 
 SPEED = {"H100-SXM-80GB": 1.0, "A100-SXM-80GB": 0.4, "V100-SXM-16GB": 0.15}
@@ -114,4 +114,4 @@ def test_three_hundred_unlike_layers_on_64_mixed_devices() -> None:
     quick = [stage.last - stage.first for stage in shared.stages if stage.device.startswith("H100")]
     slow = [stage.last - stage.first for stage in shared.stages if stage.device.startswith("V100")]
     assert sum(quick) / len(quick) > 3 * sum(slow) / len(slow)
-    assert isinstance(shared, Shared)
+    assert isinstance(shared, SharedBlocks)

@@ -317,7 +317,7 @@ def test_the_pump_takes_what_is_needed_first() -> None:
     units = [layout.unit(str(number), {"p": 1}) for number in range(6)]
     begun, free = [], threading.Event()
 
-    def start(unit: layout.Unit) -> None:
+    def start(unit: layout.OffloadUnit) -> None:
         begun.append(unit.path)
         if unit.path == "5":
             free.wait(5)
@@ -339,7 +339,7 @@ def test_two_threads_that_update_share_no_scratch(model: Model, samples: list[Te
     their kernels would mix."""
     users: dict[int, set[str]] = {}
 
-    def watched(form: forms.Form, runs: list[forms.Run], wide: Tensor, *rest: Any, **more: Any) -> None:
+    def watched(form: forms.StateFormat, runs: list[forms.ElementRun], wide: Tensor, *rest: Any, **more: Any) -> None:
         users.setdefault(wide.data_ptr(), set()).add(threading.current_thread().name)
         forms.update(form, runs, wide, *rest, **more)
 
@@ -380,7 +380,7 @@ def test_an_update_never_waits_for_a_value_of_the_device(model: Model, samples: 
 
 
 def test_a_failure_of_the_pump_is_told_where_it_is_waited_for() -> None:
-    def start(unit: layout.Unit) -> None:
+    def start(unit: layout.OffloadUnit) -> None:
         raise ValueError("no more room")
 
     unit = layout.unit("b", {"p": 1})
@@ -392,7 +392,7 @@ def test_a_failure_of_the_pump_is_told_where_it_is_waited_for() -> None:
 
 
 def test_running_out_of_memory_in_the_pump_is_told_as_that() -> None:
-    def start(unit: layout.Unit) -> None:
+    def start(unit: layout.OffloadUnit) -> None:
         raise torch.OutOfMemoryError("no more room")
 
     pump = Pump(start, {"b": 0}, threaded=True)

@@ -166,11 +166,11 @@ def test_where_a_run_is_cut_changes_no_bit() -> None:
             wide = torch.empty(form.scratch * unit.elements)
             for number, grad in enumerate(grads):
                 runs = [
-                    forms.Run(weight[low:high], grad[low:high], {k: a[form.run(k, low, high - low)] for k, a in kept.items()},
+                    forms.ElementRun(weight[low:high], grad[low:high], {k: a[form.run(k, low, high - low)] for k, a in kept.items()},
                               torch.tensor(number + 1.0))
                     for low, high in itertools.pairwise(cuts)
                 ]  # fmt: skip
-                forms.update(form, runs, wide, forms.Settings(lr=1e-2), scale=torch.tensor([0.7]), skip=None)
+                forms.update(form, runs, wide, forms.StepSettings(lr=1e-2), scale=torch.tensor([0.7]), skip=None)
             ends.append([weight, *(kept[key][form.part(key, 0, elements)] for key in kept)])
         assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
         assert bool((ends[0][0] != 0).all())

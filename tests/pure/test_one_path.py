@@ -171,7 +171,7 @@ def test_sealed_forecasts_say_the_same(name: str) -> None:
         index=0, model=str(plan.model["model"]), overrides=plan.model["overrides"], micro_batch=plan.micro_batch, seq=plan.model["seq"],
         precision=recipe.precision, optimizer=plan.optimizer, accumulate=plan.accumulate, clip=plan.clip, compile=plan.compile,
     )  # fmt: skip
-    asked = forecast.Asked(seed="", count=1, cluster=case.cluster)
+    asked = forecast.ForecastRequest(seed="", count=1, cluster=case.cluster)
     trace = golden.traces(case.cluster.device.compute_capability).of(plan, ["keep"])["keep"]
     found = forecast.predict(config, trace, asked)
     assert not found.error and known.time is not None
@@ -180,11 +180,11 @@ def test_sealed_forecasts_say_the_same(name: str) -> None:
 
 
 def test_a_plan_that_is_searched_has_the_numbers_of_its_own_prediction(here: None) -> None:
-    from foretell.search.solve.choose import Wishes, choose
+    from foretell.search.solve.choose import SearchConstraints, choose
     from foretell.trace.load.model import Source
 
     source = Source(model="gpt2", overrides={"layers": 4}, seq=256)
-    choice = choose(source, golden.CASES["fsdp"].cluster, "H100:8", Wishes(global_batch=16), options=golden.OPTIONS)
+    choice = choose(source, golden.CASES["fsdp"].cluster, "H100:8", SearchConstraints(global_batch=16), options=golden.OPTIONS)
     best = choice.best
     assert best is not None and best.cost is not None
     plan: Plan = choice.plan

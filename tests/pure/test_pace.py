@@ -15,7 +15,7 @@ from foretell.price.host import START, HostModel
 from foretell.price.kernels.lines import lines
 from foretell.price.kernels.shapes import Shape
 from foretell.prove import zoo_cpu
-from foretell.simulate.pace import Pace, Said, pace_of, said
+from foretell.simulate.pace import Pace, ProfileSeconds, pace_of, said
 from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
 from foretell.trace.record.on_cpu import trace_as_cpu
@@ -28,10 +28,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # ---------------------------------------------------------------- two factors
 
 
-def pacers(rng: random.Random, ops: float, host: float, noise: float = 0.0, count: int = 10) -> list[tuple[Said, float]]:
+def pacers(rng: random.Random, ops: float, host: float, noise: float = 0.0, count: int = 10) -> list[tuple[ProfileSeconds, float]]:
     found = []
     for _ in range(count):
-        one = Said(rng.uniform(1e-3, 20e-3), rng.uniform(0.3e-3, 6e-3))
+        one = ProfileSeconds(rng.uniform(1e-3, 20e-3), rng.uniform(0.3e-3, 6e-3))
         found.append((one, (ops * one.ops + host * one.host) * (1 + rng.uniform(-noise, noise))))
     return found
 
@@ -58,19 +58,19 @@ def test_one_model_that_is_far_off_does_not_set_the_pace() -> None:
 
 
 def test_models_that_are_all_alike_give_one_factor() -> None:
-    found = pace_of([(Said(2e-3, 1e-3), 4.5e-3), (Said(4e-3, 2e-3), 9e-3)])
+    found = pace_of([(ProfileSeconds(2e-3, 1e-3), 4.5e-3), (ProfileSeconds(4e-3, 2e-3), 9e-3)])
     assert found.ops == pytest.approx(1.5, rel=1e-3) and found.host == pytest.approx(1.5, rel=1e-3)
     assert pace_of([]) == Pace()
 
 
 def test_no_factor_is_below_zero() -> None:
-    found = pace_of([(Said(1e-3, 1e-3), 1e-3), (Said(1e-3, 9e-3), 0.8e-3), (Said(2e-3, 0.1e-3), 2.5e-3)])
+    found = pace_of([(ProfileSeconds(1e-3, 1e-3), 1e-3), (ProfileSeconds(1e-3, 9e-3), 0.8e-3), (ProfileSeconds(2e-3, 0.1e-3), 2.5e-3)])
     assert found.ops > 0 and found.host > 0
 
 
 def test_a_model_never_paces_itself() -> None:
     known = dict(zip("abcdefgh", pacers(random.Random(3), 1.2, 0.8, count=8), strict=True))
-    wild = {**known, "x": (Said(5e-3, 1e-3), 1.0)}
+    wild = {**known, "x": (ProfileSeconds(5e-3, 1e-3), 1.0)}
     assert zoo_cpu.pace_without(wild, "x") == zoo_cpu.pace_without(known, "x")
     assert zoo_cpu.pace_without(wild, "x").models == 8 and zoo_cpu.pace_without(wild, "a").models == 8
     assert not {entry.name for entry in _checked()} & set(zoo_cpu.PACERS)
@@ -79,7 +79,7 @@ def test_a_model_never_paces_itself() -> None:
 def test_a_machine_that_is_slower_for_a_while_slows_the_pace() -> None:
     assert zoo_cpu.drift([2.0, 4.0], [3.0, 6.0]) == 1.5 and zoo_cpu.drift([], []) == 1.0
     slow = Pace(ops=1.2, host=0.8, models=9).slowed(1.5)
-    assert slow.seconds(Said(2.0, 1.0)) == pytest.approx(1.5 * 3.2) and slow.models == 9
+    assert slow.seconds(ProfileSeconds(2.0, 1.0)) == pytest.approx(1.5 * 3.2) and slow.models == 9
     assert set(zoo_cpu.BEAT) < set(zoo_cpu.PACERS)
 
 

@@ -20,7 +20,7 @@ from foretell import zoo
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
-from foretell.lower.batch import Unlike, rebatch
+from foretell.lower.batch import BatchMismatch, rebatch
 from foretell.lower.blocks import blocks_of, compose
 from foretell.lower.pipeline.order import Event, orders
 from foretell.lower.pipeline.rank import rank_traces
@@ -190,7 +190,7 @@ def test_a_micro_batch_of_twelve_follows_from_two_and_four(name: str) -> None:
 
 def test_traces_of_other_models_are_not_put_together() -> None:
     gpt, llama = (recorded(workload(name, size, **FEW[name]), Recipe()) for name, size in (("gpt-tiny", 2), ("llama-tiny", 4)))
-    with pytest.raises(Unlike):
+    with pytest.raises(BatchMismatch):
         rebatch(gpt, llama, (2, 4), 8)
 
 

@@ -25,7 +25,7 @@ from foretell.search.solve.choice import Choice, told
 from foretell.search.solve.choose import as_choice
 from foretell.search.solve.explain import told as explained
 from foretell.search.space import layouts as space
-from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import SearchConstraints
 from foretell.search.space.constraints import check as check_wishes
 from foretell.simulate.plan import predict_plan, sharded
 from foretell.trace.recipe import COMPUTES, PRECISIONS, Recipe
@@ -51,7 +51,7 @@ def test_every_device_computes_in_what_is_chosen_for_it(device: Any) -> None:
             precision.refuse_plan(name, cluster)
             made = Plan(model={"model": "x"}, hardware="auto", precision=name, mesh=Mesh(dp_shard=count))
             assert legal.complaints(made, legal.facts_of(made, cluster)) == ()
-        check_wishes(Wishes(precision=precision.default(cluster)), cluster)
+        check_wishes(SearchConstraints(precision=precision.default(cluster)), cluster)
 
 
 def test_what_is_chosen() -> None:
@@ -102,7 +102,7 @@ def test_devices_too_old_for_the_compiler() -> None:
     made = Plan(model={"model": "x"}, hardware="P100", precision=FP16, compile="model")
     assert [one.field for one in legal.complaints(made, legal.facts_of(made, parse("P100")))] == ["compile"]
     assert legal.complaints(made, legal.facts_of(made, parse("T4"))) == ()
-    room = space.Room(cluster=parse("P100"), blocks=2, wishes=Wishes())
+    room = space.Room(cluster=parse("P100"), blocks=2, wishes=SearchConstraints())
     assert {layout.compile for one in space.every(room) for layout in space.compiles(room, one)} == {"none"}
     with pytest.raises(UserError, match=r"too old for torch\.compile"):
         api.fit("gpt-tiny", hardware="P100", compile=True)
@@ -121,7 +121,7 @@ def test_scaled_gradients_do_not_move(more: dict[str, Any]) -> None:
 
 def test_a_precision_that_hardware_lacks_is_refused_before_the_search() -> None:
     with pytest.raises(UserError, match="--precision bf16-mixed: T4 has no bfloat16 units") as error:
-        check_wishes(Wishes(precision="bf16-mixed"), parse("T4:4"))
+        check_wishes(SearchConstraints(precision="bf16-mixed"), parse("T4:4"))
     assert error.value.remedy == "--precision fp16-mixed, or fp32"
 
 

@@ -132,16 +132,16 @@ def test_a_journal_of_another_machine_is_refused_with_both_named(tmp_path: Path,
 
 def test_of_what_was_measured_twice_the_later_counts() -> None:
     entries = [
-        journal.Entry("ops", 0.1, ops(1, 1.0)), journal.Entry("ops", 0.1, ops(2, 2.0)), journal.Entry("ops", 0.1, ops(1, 3.0)),
-        journal.Entry("copy", 0.1, {"name": "pin", "bytes": 4, "seconds": 1.0}),
-        journal.Entry("copy", 0.1, {"name": "pin", "bytes": 8, "seconds": 1.0}),
-        journal.Entry("copy", 0.1, {"name": "pin", "bytes": 4, "seconds": 2.0}),
-        journal.Entry("clocks", 0.0, {"sm_before_mhz": 1.0, "sm_max_mhz": 9.0}),
-        journal.Entry("clocks", 0.0, {"sm_after_mhz": 2.0, "sm_max_mhz": 9.0}),
-        journal.Entry("failed", 0.0, {"case": ["norm", 1], "why": "RuntimeError: no"}),
-        journal.Entry("skipped", 0.0, {"stage": "disk", "why": "full"}),
-        journal.Entry("skipped", 0.0, {"stage": "power", "why": "no driver"}),
-        journal.Entry("finished", 0.0, {"stage": "disk", "mode": "quick"}),
+        journal.JournalEntry("ops", 0.1, ops(1, 1.0)), journal.JournalEntry("ops", 0.1, ops(2, 2.0)), journal.JournalEntry("ops", 0.1, ops(1, 3.0)),
+        journal.JournalEntry("copy", 0.1, {"name": "pin", "bytes": 4, "seconds": 1.0}),
+        journal.JournalEntry("copy", 0.1, {"name": "pin", "bytes": 8, "seconds": 1.0}),
+        journal.JournalEntry("copy", 0.1, {"name": "pin", "bytes": 4, "seconds": 2.0}),
+        journal.JournalEntry("clocks", 0.0, {"sm_before_mhz": 1.0, "sm_max_mhz": 9.0}),
+        journal.JournalEntry("clocks", 0.0, {"sm_after_mhz": 2.0, "sm_max_mhz": 9.0}),
+        journal.JournalEntry("failed", 0.0, {"case": ["norm", 1], "why": "RuntimeError: no"}),
+        journal.JournalEntry("skipped", 0.0, {"stage": "disk", "why": "full"}),
+        journal.JournalEntry("skipped", 0.0, {"stage": "power", "why": "no driver"}),
+        journal.JournalEntry("finished", 0.0, {"stage": "disk", "mode": "quick"}),
     ]  # fmt: skip
     found = journal.measured(ABOUT, entries, "quick")
     assert sorted(row.seconds for row in found.rows) == [2.0, 3.0]

@@ -296,7 +296,7 @@ def test_a_forecast_on_this_cpu_is_sealed_run_and_told(capsys: Any, tmp_path: Pa
 def test_losses_that_run_backward_one_by_one_are_forecast_so() -> None:
     """As `measure` runs them: a layer's activations are gone before the next layer's loss."""
     config = Config(index=0, model="ff-tiny", overrides={}, micro_batch=8, precision="fp32")
-    asked = forecasts.Asked(seed="", count=1, cluster=parse("CPU"))
+    asked = forecasts.ForecastRequest(seed="", count=1, cluster=parse("CPU"))
     (trace,) = forecasts.traces_of([config], asked, lambda _: None)
     assert not isinstance(trace, Forecast)
     measured = measure_on_cpu(config.source(), config.recipe())[0]

@@ -280,8 +280,8 @@ def test_rows_go_into_the_journal_in_the_place_of_older_ones(tmp_path: Path, mon
     profile = find_profile("CPU")
     assert profile is not None
     save(profile, path)
-    kept = journals.Entry("ops", 0.1, {"case": ["linear", 0], "rows": []})
-    old = journals.Entry("ops", 0.1, {"case": ["singular", 0], "rows": [row("_linalg_svd", (1, 2, 2), 0.0).to_list()]})
+    kept = journals.JournalEntry("ops", 0.1, {"case": ["linear", 0], "rows": []})
+    old = journals.JournalEntry("ops", 0.1, {"case": ["singular", 0], "rows": [row("_linalg_svd", (1, 2, 2), 0.0).to_list()]})
     journals.write(journals.packed_path(journal_path(path)), here, [kept, old])
     monkeypatch.setattr(probed, "SECONDS", 0.7)
     assert probed.main([str(path), "--only", "singular"]) == 0
@@ -298,7 +298,7 @@ def journal_beside(path: Path, families: Sequence[str]) -> Path:
     assert profile is not None
     save(profile, path)
     journal = journals.packed_path(journal_path(path))
-    journals.write(journal, about("cpu"), [journals.Entry("ops", 0.1, {"case": [family, 0], "rows": []}) for family in families])
+    journals.write(journal, about("cpu"), [journals.JournalEntry("ops", 0.1, {"case": [family, 0], "rows": []}) for family in families])
     return journal
 
 

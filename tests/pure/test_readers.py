@@ -18,7 +18,7 @@ from foretell.errors import FileFormatError
 from foretell.plan.types import Plan
 from foretell.runtime.observe.measurement import Measurement
 from foretell.runtime.train import folder, log
-from foretell.runtime.train.folder import Settings
+from foretell.runtime.train.folder import RunSettings
 from foretell.search.traces import file as traces_file
 from tests.pure import report_sample as sample
 
@@ -105,7 +105,7 @@ def test_settings(values: dict[str, Any], words: str, tmp_path: Path, capsys: py
 
 
 def test_settings_of_another_version_are_read() -> None:
-    assert Settings.from_json({"steps": 7, "later": 1}) == Settings(steps=7)
+    assert RunSettings.from_json({"steps": 7, "later": 1}) == RunSettings(steps=7)
 
 
 ROWS: list[tuple[Any, str]] = [
@@ -124,7 +124,7 @@ def test_rows_of_a_log(row: Any, words: str, tmp_path: Path, capsys: pytest.Capt
     assert main(["report", str(run)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{path}, line 1: {words}" in line
-    log.Log(run, last_step=10).close()
+    log.RunLog(run, last_step=10).close()
     assert log.read(path) == [one for one in good if one["step"] <= 10], "a resumed run drops the row and goes on"
 
 

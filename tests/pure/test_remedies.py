@@ -23,7 +23,7 @@ from foretell.report import command
 from foretell.report.terminal import screen
 from foretell.search.advice import fit as advice
 from foretell.search.advice import ways as advice_ways
-from foretell.search.advice.ways import Asked
+from foretell.search.advice.ways import FitRequest
 from foretell.search.traces import child
 from foretell.simulate.memory.memory import predict_memory
 from foretell.simulate.memory.remedies import Outlook, outlook
@@ -90,11 +90,11 @@ def looks(**changes: Any) -> Outlook:
     return Outlook(**{**values, "loose": MIB, **changes})
 
 
-def asked(on: str = "H100", *, micro_batch: int = 1, resizable: bool = True, **recipe: Any) -> Asked:
-    return Asked(recipe=Recipe(**recipe), cluster=parse(on), on=on, micro_batch=micro_batch, resizable=resizable)
+def asked(on: str = "H100", *, micro_batch: int = 1, resizable: bool = True, **recipe: Any) -> FitRequest:
+    return FitRequest(recipe=Recipe(**recipe), cluster=parse(on), on=on, micro_batch=micro_batch, resizable=resizable)
 
 
-def flags(ways: list[advice_ways.Way]) -> list[str]:
+def flags(ways: list[advice_ways.OptionChange]) -> list[str]:
     return [way.flag for way in ways]
 
 
@@ -169,13 +169,13 @@ def answer(verdict: str, gib: float, capacity: float = 10.0, count: int = 1, **m
 
 
 def advised(
-    fitting: Mapping[str, float], looked: Outlook, given: Asked, *, verdict: str = NO, seconds: float = 60.0
+    fitting: Mapping[str, float], looked: Outlook, given: FitRequest, *, verdict: str = NO, seconds: float = 60.0
 ) -> tuple[Prediction, list[str]]:
     """What is told where each way needs so many GiB of 10; a way that is not named cannot be done to the model."""
     seen: list[str] = []
 
     def attempt(options: Mapping[str, Any]) -> Prediction:
-        flag = advice_ways.Way(options=options, change="", costs="").flag
+        flag = advice_ways.OptionChange(options=options, change="", costs="").flag
         seen.append(flag)
         if flag not in fitting:
             raise ModelError("it cannot be done", "")

@@ -29,13 +29,13 @@ from foretell.report.html import front as html_front
 from foretell.report.html import page as html
 from foretell.report.html import sections as html_sections
 from foretell.report.html.figures import COLOURS, sizes, thinned, times
-from foretell.report.html.front import Front, Point
+from foretell.report.html.front import Front, FrontPoint
 from foretell.report.html.memory import snapshot
 from foretell.report.html.page import Cell, Chart, Figure, Page, Section, Table
 from foretell.search.estimate.plan import Layout, Quick
 from foretell.search.solve import front as search_front
 from foretell.search.solve.choose import Candidate, Choice
-from foretell.search.solve.find import Finalist, Found
+from foretell.search.solve.find import Finalist, SearchResult
 from tests.pure import report_sample as sample
 
 CASES: dict[str, Callable[[], tuple[Plan, str]]] = {
@@ -139,7 +139,7 @@ def test_a_front_reads_back(tmp_path: Path) -> None:
     assert path.name == "a.plan.front.json"
     assert html_front.read(path) == sample.front()
     assert html_front.read(tmp_path / "none.front.json") is None
-    assert html_front.from_json([{"words": "alone", "seconds": 1}]) == Front(points=(Point(words="alone", seconds=1),))
+    assert html_front.from_json([{"words": "alone", "seconds": 1}]) == Front(points=(FrontPoint(words="alone", seconds=1),))
     known = html_front.from_json({"points": [{"words": "x", "later": 1}], "later": 2})
     assert known.points[0].seconds is None and known.chosen is None
 
@@ -177,7 +177,7 @@ def test_a_search_becomes_a_front() -> None:
         return Finalist(point=point, plan=plan, why="" if plan is first else "dearer")
 
     best, other = finalist(first, 1.0, 0.5), finalist(second, 2.0, None)
-    whole = Choice(best=candidates[0], costed=9, found=Found(best=best, front=(best, other), runners_up=(other,), costed=9))
+    whole = Choice(best=candidates[0], costed=9, found=SearchResult(best=best, front=(best, other), runners_up=(other,), costed=9))
     front = html_front.of_choice(whole, second)
     assert [(point.seconds, point.cost_per_step, point.chosen, point.unit) for point in front.points] == [
         (1.0, 0.5, False, "tokens"), (2.0, None, True, "tokens")
@@ -186,8 +186,8 @@ def test_a_search_becomes_a_front() -> None:
 
 
 def test_plans_of_unlike_batches_are_compared_by_token() -> None:
-    points = (Point(words="small", seconds=1.0, memory_bytes=1e9, per_step=1000, unit="tokens", chosen=True),
-              Point(words="large", seconds=1.5, memory_bytes=2e9, per_step=2000, unit="tokens"))  # fmt: skip
+    points = (FrontPoint(words="small", seconds=1.0, memory_bytes=1e9, per_step=1000, unit="tokens", chosen=True),
+              FrontPoint(words="large", seconds=1.5, memory_bytes=2e9, per_step=2000, unit="tokens"))  # fmt: skip
     subject = html_data.Subject(path=Path("p"), plan=Plan(model={}, hardware="H100"), plan_path=Path("p"), front=Front(points=points))
     section = next(section for section in html_sections.page(subject).sections if section.name == "front")
     chart = section.figures[0].chart
@@ -205,13 +205,13 @@ def test_a_plan_that_another_betters_is_never_on_the_front() -> None:
     """Whatever the file says, against the definition; and every plan that was not chosen says why."""
     rng = random.Random(3)
     points = tuple(
-        Point(words=f"plan {number}", seconds=rng.randint(1, 5), memory_bytes=rng.randint(1, 5), cost_per_step=rng.choice([None, 1, 2]),
+        FrontPoint(words=f"plan {number}", seconds=rng.randint(1, 5), memory_bytes=rng.randint(1, 5), cost_per_step=rng.choice([None, 1, 2]),
               joules_per_step=rng.randint(1, 3), per_step=rng.choice([100, 200]), unit="tokens", chosen=not number)
         for number in range(20)
     )  # fmt: skip
     front = html_front.from_json(json.loads(json.dumps(Front(points=points).to_json())))
 
-    def each(point: Point) -> list[float | None]:
+    def each(point: FrontPoint) -> list[float | None]:
         by_token = [None if v is None else v / (point.per_step or 1) for v in (point.seconds, point.cost_per_step, point.joules_per_step)]
         return [*by_token, point.memory_bytes]
 
@@ -511,7 +511,7 @@ def test_columns_have_one_unit() -> None:
 
 
 def test_thinning_keeps_both_ends() -> None:
-    rows = [html_data.Row(step=n, loss=None, seconds=None, rate=None, norm=None) for n in range(1000)]
+    rows = [html_data.LogRow(step=n, loss=None, seconds=None, rate=None, norm=None) for n in range(1000)]
     kept = [row.step for row in thinned(rows, 24)]
     assert len(kept) == 24 and kept[0] == 0 and kept[-1] == 999
     assert thinned(rows[:5], 24) == rows[:5]

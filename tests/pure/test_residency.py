@@ -8,13 +8,13 @@ from itertools import product
 
 import pytest
 
-from foretell.search.space.residency import KEPT, Treatment, Way, Ways, at_least, least
+from foretell.search.space.residency import KEPT, RecomputeOption, Treatment, Ways, at_least, least
 
 
 def ways(rng: random.Random, modes: int = 3) -> Ways:
     """A block with random ways; now and then one that is worse than another in both."""
     names = ("selective", "recompute", "host", "disk")[: modes - 1]
-    return (KEPT, *(Way(rng.uniform(1, 100), rng.uniform(0.01, 10), name) for name in names))
+    return (KEPT, *(RecomputeOption(rng.uniform(1, 100), rng.uniform(0.01, 10), name) for name in names))
 
 
 def by_hand(blocks: Sequence[Ways], need: float) -> float | None:
@@ -84,7 +84,7 @@ def test_the_least_seconds_by_mixed_integer_programming(seed: int) -> None:
 
 
 def test_alike_blocks_are_counted_and_the_first_give_way_first() -> None:
-    block = (KEPT, Way(10, 1.0, "selective"), Way(30, 5.0, "recompute"))
+    block = (KEPT, RecomputeOption(10, 1.0, "selective"), RecomputeOption(30, 5.0, "recompute"))
     found = least([block] * 8, 60.0)
     assert found is not None and found.seconds == pytest.approx(6.0) and found.modes == ("selective",) * 6 + ("keep",) * 2
     found = least([block] * 4, 55.0)
@@ -94,7 +94,7 @@ def test_alike_blocks_are_counted_and_the_first_give_way_first() -> None:
 
 
 def test_frozen_blocks_with_nothing_to_give_stay_as_they_are() -> None:
-    block = (KEPT, Way(10, 1.0, "selective"), Way(30, 5.0, "recompute"))
+    block = (KEPT, RecomputeOption(10, 1.0, "selective"), RecomputeOption(30, 5.0, "recompute"))
     found = least([(KEPT,)] * 3 + [block] * 2, 20.0)
     assert found is not None and found.modes == ("keep",) * 3 + ("selective",) * 2
     assert least([(KEPT,)] * 3, 1.0) is None

@@ -13,7 +13,7 @@ from foretell.cli.run.run import _before
 from foretell.plan import file as plans
 from foretell.plan.types import Plan
 from foretell.report.comparison import repeats
-from foretell.runtime.train.folder import Settings
+from foretell.runtime.train.folder import RunSettings
 from tests.pure.test_two_runs import run
 
 ASKED: dict[str, Any] = {"steps": 120, "lr": 1e-3, "seed": 3, "log": ("tensorboard",), "eval_every": 10}
@@ -36,7 +36,7 @@ def test_a_run_is_not_started_from_a_run_folder_unasked(
     steps: int, settled: bool, problem: str, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    settings = Settings(**ASKED).settled(TINY).to_json() if settled else None
+    settings = RunSettings(**ASKED).settled(TINY).to_json() if settled else None
     made = run(tmp_path / "a", [1.0] * steps, settings, plan=TINY, command="foretell watch -- python train.py")
     before = content(tmp_path)
     assert main(["run", str(made), "--device", "cpu"]) == 2
@@ -47,10 +47,10 @@ def test_a_run_is_not_started_from_a_run_folder_unasked(
 
 def test_again_has_the_settings_of_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a schedule only what was asked for: the rest follows from the steps, which may be others now."""
-    made = run(tmp_path / "a", [1.0] * 100, Settings(**ASKED).settled(TINY).to_json(), plan=TINY)
+    made = run(tmp_path / "a", [1.0] * 100, RunSettings(**ASKED).settled(TINY).to_json(), plan=TINY)
     assert _before(made, None, resume=False, again=True) == ASKED
-    assert Settings(**ASKED).settled(TINY).warmup == 6
-    longer = Settings(**ASKED, schedule_steps=400, warmup=7).settled(TINY)
+    assert RunSettings(**ASKED).settled(TINY).warmup == 6
+    longer = RunSettings(**ASKED, schedule_steps=400, warmup=7).settled(TINY)
     made = run(tmp_path / "b", [1.0] * 100, longer.to_json(), plan=TINY)
     assert _before(made, None, resume=False, again=True) == {**ASKED, "schedule_steps": 400, "warmup": 7}
     plans.write(TINY, tmp_path / "plan.json")
@@ -66,7 +66,7 @@ def test_again_has_the_settings_of_before(tmp_path: Path, capsys: pytest.Capture
 def test_a_folder_with_a_plan_alone_is_run(tmp_path: Path) -> None:
     plans.write(TINY, tmp_path / "plan.json")
     assert _before(tmp_path, None, resume=False, again=False) == {}
-    made = run(tmp_path / "a", [1.0], Settings(**ASKED).to_json())
+    made = run(tmp_path / "a", [1.0], RunSettings(**ASKED).to_json())
     assert _before(made, tmp_path / "b", resume=False, again=False) == {}, "another folder is named"
     assert _before(made, None, resume=True, again=False) == {}
 

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from foretell import zoo
 from foretell.runtime.offload import parcels
-from foretell.runtime.offload.memory.slots import Slots, Space
-from foretell.runtime.offload.saved import Saved
+from foretell.runtime.offload.memory.slots import OffsetSpace, Slots
+from foretell.runtime.offload.saved import OffloadedActivations
 from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.record.step import Workload, compute_loss, recompute_block
 
@@ -86,7 +86,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert expected and all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def nothing_left(saved: Saved) -> None:
+def nothing_left(saved: OffloadedActivations) -> None:
     """Without the help of a garbage collection: nothing holds itself in a circle."""
     assert saved.hosts.live == 0
     assert not saved._known and not saved._calls and not saved._unsent
@@ -138,7 +138,7 @@ def test_moving_activations_changes_no_bit_and_moves_each_byte_once(name: str) -
     moved = copy.deepcopy(model)
     last = len(blocks) - len(blocks) // 3
     modes = {path: "host" if place < last else "keep" for place, path in enumerate(blocks)}
-    saved = Saved(moved, modes, CPU, least=LEAST, grow=4096)
+    saved = OffloadedActivations(moved, modes, CPU, least=LEAST, grow=4096)
     for step in range(STEPS):
         plain = loss_of(model, batch, loss)
         plain.backward()
@@ -163,7 +163,7 @@ def test_parts_of_a_storage_that_are_overwritten_one_after_the_other_come_back_a
     with torch.backends.mkldnn.flags(enabled=False):
         model, batch, loss, blocks = made("lstm")
         moved = copy.deepcopy(model)
-        saved = Saved(moved, dict.fromkeys(blocks, "host"), CPU, least=LEAST, grow=4096)
+        saved = OffloadedActivations(moved, dict.fromkeys(blocks, "host"), CPU, least=LEAST, grow=4096)
         for _ in range(STEPS):
             loss_of(model, batch, loss).backward()
             loss_of(moved, batch, loss).backward()
@@ -175,7 +175,7 @@ def test_parts_of_a_storage_that_are_overwritten_one_after_the_other_come_back_a
 
 def test_what_is_moved_is_not_on_the_device_when_forward_is_over() -> None:
     model, batch, loss, blocks = made("gpt")
-    saved = Saved(model, dict.fromkeys(blocks[:-2], "host") | dict.fromkeys(blocks[-2:], "keep"), CPU, least=LEAST)
+    saved = OffloadedActivations(model, dict.fromkeys(blocks[:-2], "host") | dict.fromkeys(blocks[-2:], "keep"), CPU, least=LEAST)
     for _ in range(2):
         found = loss_of(model, batch, loss)
         parcels = list(saved._known.values())
@@ -191,14 +191,14 @@ def test_what_is_moved_is_not_on_the_device_when_forward_is_over() -> None:
 # ---------------------------------------------------------------------- what models do
 
 
-def beside(change: Callable[[nn.Module], Any], run: Callable[[nn.Module], Any], count: int = 4) -> Saved:
+def beside(change: Callable[[nn.Module], Any], run: Callable[[nn.Module], Any], count: int = 4) -> OffloadedActivations:
     """Run a stack with and without moved activations: the same gradients."""
     torch.manual_seed(0)
     plain = Stack(count)
     moved = copy.deepcopy(plain)
     change(plain)
     change(moved)
-    saved = Saved(moved, {f"blocks.{place}": "host" for place in range(count - 1)}, CPU, least=LEAST, grow=4096)
+    saved = OffloadedActivations(moved, {f"blocks.{place}": "host" for place in range(count - 1)}, CPU, least=LEAST, grow=4096)
     for _ in range(STEPS):
         for model in (plain, moved):
             torch.manual_seed(1)
@@ -248,7 +248,7 @@ def test_blocks_that_compute_again_beside_blocks_that_move() -> None:
     moved.load_state_dict(plain.state_dict())
     recompute_block(moved.blocks[1], "full")
     recompute_block(moved.blocks[2], "full")
-    saved = Saved(moved, {"blocks.0": "host", "blocks.1": "recompute", "blocks.2": "recompute", "blocks.3": "host"}, CPU, least=LEAST)
+    saved = OffloadedActivations(moved, {"blocks.0": "host", "blocks.1": "recompute", "blocks.2": "recompute", "blocks.3": "host"}, CPU, least=LEAST)
     for model in (plain, moved):
         model(sample()).square().mean().backward()
     same(gradients(moved), gradients(plain))
@@ -272,7 +272,7 @@ def test_autocast_and_double_backward() -> None:
 
 def test_without_gradients_nothing_moves() -> None:
     model = Stack()
-    saved = Saved(model, {"blocks.0": "host"}, CPU, least=1)
+    saved = OffloadedActivations(model, {"blocks.0": "host"}, CPU, least=1)
     with torch.no_grad():
         model(sample())
     assert saved.moved == (0, 0, 0)
@@ -282,7 +282,7 @@ def test_without_gradients_nothing_moves() -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_an_error_or_a_graph_that_nobody_differentiates_leaves_nothing(first: bool) -> None:
     model = Stack()
-    saved = Saved(model, {f"blocks.{place}": "host" for place in range(4)}, CPU, least=1)
+    saved = OffloadedActivations(model, {f"blocks.{place}": "host" for place in range(4)}, CPU, least=1)
     if not first:
         model(sample()).sum().backward()
     plain = model.blocks[1].down.forward
@@ -309,7 +309,7 @@ def test_shapes_that_change_later_are_moved_too() -> None:
     torch.manual_seed(0)
     plain = Stack()
     moved = copy.deepcopy(plain)
-    saved = Saved(moved, {f"blocks.{place}": "host" for place in range(3)}, CPU, least=LEAST, grow=4096)
+    saved = OffloadedActivations(moved, {f"blocks.{place}": "host" for place in range(3)}, CPU, least=LEAST, grow=4096)
     sizes = []
     for rows in (4, 16, 16, 8, 32, 4, 4):
         for model in (plain, moved):
@@ -340,7 +340,7 @@ def test_an_overwritten_tensor_is_refused_as_without_moving_and_a_new_value_is_a
         torch.manual_seed(0)
         plain = Overwriting(wrong=wrong)
         moved = nn.ModuleDict({"block": copy.deepcopy(plain)})
-        saved = Saved(moved, {"block": "host"}, CPU, least=1)
+        saved = OffloadedActivations(moved, {"block": "host"}, CPU, least=1)
         for _ in range(2):
             for model in (plain, moved["block"]):
                 loss = model(sample()).square().mean()
@@ -429,7 +429,7 @@ def test_copies_that_are_as_late_as_they_may_be_are_waited_for(name: str, kept: 
     moved = copy.deepcopy(model)
     modes = {path: "host" if place < len(blocks) - kept else "keep" for place, path in enumerate(blocks)}
     lanes: Any = (Compute(), Lazy(), Lazy())
-    saved = Saved(moved, modes, CPU, least=LEAST, grow=4096, lanes=lanes)
+    saved = OffloadedActivations(moved, modes, CPU, least=LEAST, grow=4096, lanes=lanes)
     for micro in (1, 2, 2):
         for one in (model, moved):
             losses = [loss_of(one, batch, loss) for _ in range(micro)]
@@ -459,7 +459,7 @@ class Bytes:
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=60))
 @settings(max_examples=60, deadline=None)
 def test_stretches_never_overlap_and_all_come_back(orders: list[tuple[bool, int]]) -> None:
-    space, taken = Space(), {}
+    space, taken = OffsetSpace(), {}
     for give, size in orders:
         if give and taken:
             offset = sorted(taken)[size % len(taken)]

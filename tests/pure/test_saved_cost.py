@@ -15,7 +15,7 @@ from foretell.plan.blocks import compress
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Plan, Residency
 from foretell.price import offload
-from foretell.runtime.offload.saved import Saved
+from foretell.runtime.offload.saved import OffloadedActivations
 from foretell.simulate.memory.replay import peak_live
 from foretell.simulate.plan import Options, PlanCost, predict_plan
 from foretell.trace.load.model import Source, load
@@ -57,11 +57,11 @@ def test_what_moves_and_what_is_left_is_what_a_run_shows(name: str, kept: int, m
     assert isinstance(blocks, (list, tuple))
     modes = {path: "host" if place < len(blocks) - kept else "keep" for place, path in enumerate(blocks)}
     plan = plan_of(source, modes)
-    runs: list[Saved] = []
+    runs: list[OffloadedActivations] = []
 
     def moving(asked: Source) -> Workload:
         workload = load(asked)
-        runs.append(Saved(workload.model, modes, torch.device("cpu"), least=LEAST))
+        runs.append(OffloadedActivations(workload.model, modes, torch.device("cpu"), least=LEAST))
         return workload
 
     monkeypatch.setattr(here, "load", moving)

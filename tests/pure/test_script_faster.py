@@ -8,7 +8,7 @@ import pytest
 
 from foretell.hardware import parse as parse_hardware
 from foretell.search.advice.faster_ways import BOUNDED, CHANGES
-from foretell.search.advice.script_faster import Search
+from foretell.search.advice.script_faster import ScriptSpeedSearch
 from foretell.search.traces.followed import Followed, cost, follow
 from foretell.simulate.memory.replay import peak_live
 from foretell.trace import types
@@ -69,7 +69,7 @@ def test_what_a_step_leaves_to_the_next_stays_eager_and_the_model_is_compiled() 
 def test_gains_are_told_best_first_and_hold_when_the_change_is_made() -> None:
     step = followed("conv_ema")
     plain = cost(step, H100, "H100")
-    found = Search(step, H100, "H100", plain, seconds=600).advice()
+    found = ScriptSpeedSearch(step, H100, "H100", plain, seconds=600).advice()
     assert plain.time is not None and found.whole and found.tried >= 4
     assert [gain.speedup for gain in found.gains] == sorted((gain.speedup for gain in found.gains), reverse=True)
     by_words = {gain.change: gain for gain in found.gains}
@@ -86,7 +86,7 @@ def test_a_script_that_compiles_its_model_is_costed_as_compiled() -> None:
     assert step.recipe.compile == "model" and not any("eager" in str(line) for line in step.trace.meta["assumed"])  # type: ignore[attr-defined]
     plan = cost(step, H100, "H100")
     assert plan.time is not None and plan.plan.compile == "model"
-    assert "torch.compile" not in " ".join(gain.change for gain in Search(step, H100, "H100", plain=plan, seconds=0.0).advice().gains)
+    assert "torch.compile" not in " ".join(gain.change for gain in ScriptSpeedSearch(step, H100, "H100", plain=plan, seconds=0.0).advice().gains)
 
 
 def test_a_file_that_compiles_its_model_is_costed_as_compiled(tmp_path: Path) -> None:

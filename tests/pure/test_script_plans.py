@@ -13,12 +13,12 @@ import pytest
 
 from foretell import api
 from foretell.eject.patch import Patch, patch
-from foretell.eject.places import File, NotFound
+from foretell.eject.places import NotFound, SourceFile
 from foretell.errors import ForetellError, UserError
 from foretell.hardware import parse
 from foretell.plan.file import read, write
 from foretell.plan.types import Mesh, Plan, Residency
-from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import SearchConstraints
 from foretell.search.traces.scripted import choose_for
 from foretell.trace.load.model import Source, describe, load
 
@@ -53,7 +53,7 @@ def applied(made: Patch, home: Path, name: str) -> Path:
 
 
 def planned(words: list[str], on: str, home: Path, **wishes: object) -> Plan:
-    found = choose_for(words, parse(on), on, Wishes(**wishes), exact=True)  # type: ignore[arg-type]
+    found = choose_for(words, parse(on), on, SearchConstraints(**wishes), exact=True)  # type: ignore[arg-type]
     path = home / "plan.json"
     write(found.plan, path)
     assert read(path) == found.plan
@@ -134,7 +134,7 @@ REFUSED = {
 def test_what_no_change_could_give_is_refused_in_one_line(kind: str, home: Path) -> None:
     words, on, wishes, told = REFUSED[kind]
     with pytest.raises(UserError) as caught:
-        choose_for(words, parse(on), on, Wishes(**wishes))  # type: ignore[arg-type]
+        choose_for(words, parse(on), on, SearchConstraints(**wishes))  # type: ignore[arg-type]
     assert told in caught.value.problem.replace("(model, ema)", "(ema, model)") and caught.value.remedy
 
 
@@ -160,13 +160,13 @@ for epoch in range(2):
 def test_places_that_lines_do_not_tell_are_not_guessed(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(LOOP)
-    file = File(str(path))
+    file = SourceFile(str(path))
     with pytest.raises(NotFound, match="more than one statement"):
         file.statement(7)
     with pytest.raises(NotFound, match="does not call DataLoader"):
         file.call(3, "DataLoader")
     path.write_text(LOOP.replace("; scheduler.step()", "\n        scheduler.step()  # é"))
-    file = File(str(path))
+    file = SourceFile(str(path))
     node = file.statement(6)
     assert [type(one) for one in file.loops(node)] == [ast.For, ast.For]
     file.guard([file.statement(7), file.statement(8), file.statement(4)], "n % 2 == 0")

@@ -10,8 +10,8 @@ import pytest
 
 from foretell.lower.pipeline.order import orders
 from foretell.plan.legal import micro_batches_allowed
-from foretell.search.space.residency import KEPT, Way, at_least
-from foretell.search.space.stages import Stack, _Pricing, cut, in_flight, joint, rank_of
+from foretell.search.space.residency import KEPT, RecomputeOption, at_least
+from foretell.search.space.stages import BlockStack, _Pricing, cut, in_flight, joint, rank_of
 
 
 def every_cut(blocks: int, stages: int) -> list[tuple[int, ...]]:
@@ -52,12 +52,12 @@ def test_cuts_and_residency_together_equal_trying_everything(seed: int) -> None:
     kinds = rng.choice((1, 2, 2))
     drawn = [(rng.uniform(1, 3), rng.uniform(5, 20), rng.uniform(10, 30), rng.uniform(0.3, 0.8)) for _ in range(kinds)]
     which = [rng.randrange(kinds) for _ in range(blocks)]
-    stack = Stack(
+    stack = BlockStack(
         seconds=tuple(drawn[k][0] for k in which), held=tuple(drawn[k][1] for k in which),
         state=tuple(drawn[k][2] for k in which), before=(0.5, 1.0, 5.0), after=(1.5, 6.0, 20.0),
         ways=tuple(
-            (KEPT, Way(0.4 * drawn[k][1], 0.1 * drawn[k][0], "selective"),
-             Way(drawn[k][3] * drawn[k][1], 0.35 * drawn[k][0], "recompute")) for k in which
+            (KEPT, RecomputeOption(0.4 * drawn[k][1], 0.1 * drawn[k][0], "selective"),
+             RecomputeOption(drawn[k][3] * drawn[k][1], 0.35 * drawn[k][0], "recompute")) for k in which
         ),
     )  # fmt: skip
     flights = in_flight("1f1b", stages, 1, 8)
@@ -75,7 +75,7 @@ def test_cuts_and_residency_together_equal_trying_everything(seed: int) -> None:
         assert _slowest(stack, found.cuts, modes, flights, [r * (1 + 1e-9) for r in rooms]) == pytest.approx(best, rel=1e-8)
 
 
-def _slowest(stack: Stack, cuts: Sequence[int], modes: Sequence[int], flights: Sequence[int], room: Sequence[float]) -> float:
+def _slowest(stack: BlockStack, cuts: Sequence[int], modes: Sequence[int], flights: Sequence[int], room: Sequence[float]) -> float:
     slowest = 0.0
     for stage, (start, end) in enumerate(pairwise([0, *cuts, len(stack.seconds)])):
         ends = [stack.before] * (stage == 0) + [stack.after] * (stage == len(flights) - 1)
@@ -111,9 +111,9 @@ def test_what_is_held_is_what_the_schedule_holds(schedule: str, ranks: int) -> N
 def test_three_hundred_unlike_blocks_are_cut() -> None:
     rng = random.Random(3)
     held = [rng.uniform(50, 100) for _ in range(300)]
-    stack = Stack(
+    stack = BlockStack(
         seconds=tuple(rng.uniform(1, 2) for _ in held), held=tuple(held), state=tuple(3 * h for h in held),
-        ways=tuple((KEPT, Way(h * 0.5, rng.uniform(0.05, 0.1), "selective"), Way(h * 0.9, 0.4, "recompute")) for h in held),
+        ways=tuple((KEPT, RecomputeOption(h * 0.5, rng.uniform(0.05, 0.1), "selective"), RecomputeOption(h * 0.9, 0.4, "recompute")) for h in held),
     )  # fmt: skip
     flights = in_flight("1f1b", 8, 1, 32)
     found = joint(stack, flights, [4.6 * sum(held) / 8] * 8)
@@ -123,11 +123,14 @@ def test_three_hundred_unlike_blocks_are_cut() -> None:
 def test_the_bound_of_many_kinds_is_that_of_the_blocks_one_by_one() -> None:
     rng = random.Random(8)
     kinds = [
-        (KEPT, Way(rng.uniform(1, 9), rng.uniform(0.1, 1), "selective"), Way(rng.uniform(9, 20), rng.uniform(1, 3), "recompute"))
+        (
+            KEPT, RecomputeOption(rng.uniform(1, 9), rng.uniform(0.1, 1), "selective"),
+            RecomputeOption(rng.uniform(9, 20), rng.uniform(1, 3), "recompute"),
+        )
         for _ in range(7)
-    ]
+    ]  # fmt: skip
     ways = tuple(rng.choice(kinds) for _ in range(40))
-    stack = Stack(seconds=(1.0,) * 40, held=(20.0,) * 40, state=(0.0,) * 40, ways=ways)
+    stack = BlockStack(seconds=(1.0,) * 40, held=(20.0,) * 40, state=(0.0,) * 40, ways=ways)
     pricing = _Pricing(stack=stack, flights=(1,), room=(0.0,), worth=(1.0,))
     for start, end, share in ((0, 40, 0.3), (5, 22, 0.9), (11, 12, 0.5), (0, 40, 1.1)):
         need = share * sum(max(way.saves for way in block) for block in ways[start:end])

@@ -21,10 +21,10 @@ from foretell.search.estimate.depth import Depth
 from foretell.search.estimate.plan import Layout, plan_of
 from foretell.search.heterogeneous.polish import nearby
 from foretell.search.heterogeneous.price import MixedPricer
-from foretell.search.solve.find import Finder, Found, find
-from foretell.search.space.constraints import Wishes
+from foretell.search.solve.find import Finder, SearchResult, find
+from foretell.search.space.constraints import SearchConstraints
 from foretell.search.space.fill import fill
-from foretell.search.traces.needed import Facts, Traces
+from foretell.search.traces.needed import ModelFacts, Traces
 from foretell.simulate.plan import KEEP, Options, predict_plan
 from foretell.trace.load.model import Source, load
 from foretell.trace.record.capture import capture
@@ -42,7 +42,7 @@ class Here(Traces):
         return {mode: self._made(plan, mode) for mode in modes}
 
     def prepare(self, plans: Iterable[tuple[Plan, str]]) -> None:
-        self.facts = Facts({"blocks.0.weight": ((512, 512), "float32")}, ())
+        self.facts = ModelFacts({"blocks.0.weight": ((512, 512), "float32")}, ())
 
     def _at_hand(self, asked: Mapping[str, Any]) -> bool:
         return True
@@ -59,14 +59,14 @@ class Here(Traces):
 
 def finder(cluster: Cluster, **wishes: Any) -> Finder:
     source = Source(model="gpt-tiny", overrides=SMALL, seq=128)
-    made = Finder(source, cluster, "x", Wishes(**wishes), OPTIONS, Here(capability=(9, 0)), lambda _: None, None)
+    made = Finder(source, cluster, "x", SearchConstraints(**wishes), OPTIONS, Here(capability=(9, 0)), lambda _: None, None)
     made.sheet(cluster)
     return made
 
 
-def search(cluster: Cluster, *, exact: bool | None = None, **wishes: Any) -> Found:
+def search(cluster: Cluster, *, exact: bool | None = None, **wishes: Any) -> SearchResult:
     return find(
-        Source(model="gpt-tiny", overrides=SMALL, seq=128), cluster, "x", Wishes(**wishes), options=OPTIONS,
+        Source(model="gpt-tiny", overrides=SMALL, seq=128), cluster, "x", SearchConstraints(**wishes), options=OPTIONS,
         traces=Here(capability=(9, 0)), exact=exact,
     )  # fmt: skip
 

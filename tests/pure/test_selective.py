@@ -15,7 +15,7 @@ from foretell.errors import ModelError
 from foretell.hardware import parse
 from foretell.hardware.profile import find_profile
 from foretell.search.block_costs.residency import KEEP, MODES, RECOMPUTE, SELECTIVE, modes_of
-from foretell.search.solve.choose import Wishes, choose
+from foretell.search.solve.choose import SearchConstraints, choose
 from foretell.simulate.plan import Options
 from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
@@ -131,7 +131,7 @@ def test_a_plan_for_such_a_model_is_one_that_runs(device: str, tmp_path: Path) -
     (tmp_path / "model.py").write_text(CODE)
     source, cluster = Source(model=f"{tmp_path / 'model.py'}:model"), parse(device)
     options = Options(profile_of=functools.cache(find_profile))
-    wishes = Wishes(global_batch=16, micro_batch=16, precision="fp32", compile=("none",), ranks=(1,))
+    wishes = SearchConstraints(global_batch=16, micro_batch=16, precision="fp32", compile=("none",), ranks=(1,))
     free = choose(source, cluster, device, wishes, options=options)
     assert free.best is not None and free.best.cost is not None and not free.best.plan.blocks
     need = free.best.cost.worst.memory.device_bytes

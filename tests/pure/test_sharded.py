@@ -28,7 +28,7 @@ from foretell.trace.cuda.select import cuda_choices
 from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.recipe import Recipe
 from foretell.trace.record.capture import _add_in_place, capture
-from foretell.trace.record.recorder import Recorder, Row
+from foretell.trace.record.recorder import RecordedOp, Recorder
 from foretell.trace.record.step import Step, Workload
 from foretell.zoo import gpt
 
@@ -145,7 +145,7 @@ def _on_device(key: str, value: Any, recipe: Recipe) -> bool:
     return isinstance(value, Tensor) and (key != "step" or recipe.optimizer.endswith("-fused"))
 
 
-def highest(ops: Iterable[Row | types.Op], alive: set[int], sizes: Mapping[int, int]) -> dict[str, int]:
+def highest(ops: Iterable[RecordedOp | types.Op], alive: set[int], sizes: Mapping[int, int]) -> dict[str, int]:
     """Phase → most bytes alive at once; `alive` is brought up to date."""
     peaks: dict[str, int] = {}
     live = sum(sizes[number] for number in alive)

@@ -14,7 +14,7 @@ from pathlib import Path
 from foretell.hardware import overhead, parse
 from foretell.lower.fsdp.sharded import shard
 from foretell.quantities import NO, TIGHT
-from foretell.simulate.memory.memory import Outcome, careful_limit, fits_in, predict_memory, run_order, sizes_for
+from foretell.simulate.memory.memory import MemoryOutcome, careful_limit, fits_in, predict_memory, run_order, sizes_for
 from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.record.capture import capture
@@ -39,7 +39,7 @@ def rank() -> Trace:
     return shard(capture(lambda: load(source), Recipe(precision="fsdp-bf16", shards=8)), 8)
 
 
-def outcome(trace: Trace, limit: int) -> Outcome:
+def outcome(trace: Trace, limit: int) -> MemoryOutcome:
     device = H200.device.with_memory(limit + BESIDE, "a test")
     return predict_memory(trace, replace(H200, device=device), EXTRA)
 

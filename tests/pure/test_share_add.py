@@ -102,7 +102,7 @@ def test_an_added_cpu_speaks_for_the_same_cpu_alone(tmp_path: Path, cache_dir: P
 # ---------------------------------------------------------------- several of one device
 
 
-def two(small: bytes, factor: float) -> list[file.Shared]:
+def two(small: bytes, factor: float) -> list[file.SharedProbe]:
     def later(data: dict[str, Any]) -> None:
         times(factor)(data)
         data["about"]["date"] = "2026-11-16"

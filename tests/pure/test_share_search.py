@@ -25,9 +25,9 @@ from foretell.price.kernels.shapes import short
 from foretell.search.block_costs.ops import cut
 from foretell.search.block_costs.sheet import Sheet
 from foretell.search.estimate.plan import Layout, Quick, plan_of, quick
-from foretell.search.solve.find import Finder, Found, find
-from foretell.search.space.constraints import Wishes
-from foretell.search.traces.needed import Facts, Traces
+from foretell.search.solve.find import Finder, SearchResult, find
+from foretell.search.space.constraints import SearchConstraints
+from foretell.search.traces.needed import ModelFacts, Traces
 from foretell.search.traces.shares import Shares, shares_of
 from foretell.search.traces.split import capture_split
 from foretell.simulate.plan import Options, PlanCost, predict_plan
@@ -49,7 +49,7 @@ class Here(Traces):
         return {mode: self._made(plan, mode) for mode in modes}
 
     def prepare(self, plans: Iterable[tuple[Plan, str]]) -> None:
-        self.facts = Facts({"weight": ((2, 2), "float32")}, ())
+        self.facts = ModelFacts({"weight": ((2, 2), "float32")}, ())
 
     def shares(self, plan: Plan) -> Shares:
         return shares_of(lambda: load(source_of(plan)))
@@ -77,7 +77,7 @@ class Here(Traces):
 
 
 def finder(source: Source, hardware: str, **wishes: Any) -> Finder:
-    return Finder(source, parse(hardware), hardware, Wishes(**wishes), OPTIONS, Here(capability=(9, 0)), lambda _: None, True)
+    return Finder(source, parse(hardware), hardware, SearchConstraints(**wishes), OPTIONS, Here(capability=(9, 0)), lambda _: None, True)
 
 
 SHEETS: dict[str, Sheet] = {}
@@ -165,7 +165,7 @@ def test_a_block_sends_and_computes_what_its_trace_does(source: Source, mesh: Me
 # ---------------------------------------------------------------------- against trying everything
 
 
-def everything(source: Source, hardware: str, found: Found, wishes: Wishes, axis: str) -> Iterator[tuple[float, Plan]]:
+def everything(source: Source, hardware: str, found: SearchResult, wishes: SearchConstraints, axis: str) -> Iterator[tuple[float, Plan]]:
     """Every legal plan of all devices without a pipeline or recomputation, costed op by op. Experts go without tp and cp,
     and a model without experts has no ep."""
     cluster = parse(hardware)
@@ -199,8 +199,8 @@ def everything(source: Source, hardware: str, found: Found, wishes: Wishes, axis
                             yield (cost.time.step_seconds if cost.fits else float("inf")), plan
 
 
-def search(source: Source, hardware: str, **wishes: Any) -> tuple[Found, Wishes]:
-    asked = Wishes(**wishes)
+def search(source: Source, hardware: str, **wishes: Any) -> tuple[SearchResult, SearchConstraints]:
+    asked = SearchConstraints(**wishes)
     return find(source, parse(hardware), hardware, asked, options=OPTIONS, traces=Here(capability=(9, 0)), exact=True), asked
 
 

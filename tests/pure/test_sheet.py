@@ -19,7 +19,7 @@ from foretell.price.kernels.shapes import short
 from foretell.price.machine import machine
 from foretell.price.time import op_prices
 from foretell.search.block_costs.compiled import judged, shortened
-from foretell.search.block_costs.ops import AFTER, BEFORE, Source, cut
+from foretell.search.block_costs.ops import AFTER, BEFORE, PieceSource, cut
 from foretell.search.block_costs.residency import in_mode
 from foretell.search.block_costs.sheet import sheet_of
 from foretell.search.block_costs.tensor import split
@@ -58,7 +58,7 @@ ALIKE = pytest.mark.slow(reason="one kind of block after another, as in gpt-tiny
     "name", ["gpt-tiny", "t5-tiny", "mixtral-tiny", *(pytest.param(name, marks=ALIKE) for name in ("llama-tiny", "vit-tiny"))]
 )
 def test_pieces_of_any_micro_batch_follow_from_two_traces(name: str) -> None:
-    source = Source(traced(name, 2), traced(name, 4), (2, 4))
+    source = PieceSource(traced(name, 2), traced(name, 4), (2, 4))
     said, truth = source.at(8), cut(traced(name, 8))
     assert said.kinds == truth.kinds and said.boundary == truth.boundary and said.inputs == truth.inputs
     for key, piece in truth.pieces.items():

@@ -16,7 +16,7 @@ from foretell.plan.types import Pipeline, Plan, Residency
 from foretell.search.estimate.plan import Layout
 from foretell.search.solve.front import Point, best_of, point_of, score
 from foretell.search.space import layouts as space
-from foretell.search.space.constraints import Wishes, check
+from foretell.search.space.constraints import SearchConstraints, check
 from foretell.search.space.explore import Explorer
 from foretell.search.space.fill import Filled, fill
 from tests.pure.synthetic import Made
@@ -27,7 +27,7 @@ def room(
     **wishes: Any,
 ) -> space.Room:  # fmt: skip
     return space.Room(
-        cluster=parse(hardware), blocks=blocks, wishes=Wishes(**wishes), tensor=tensor, context=context, experts=experts
+        cluster=parse(hardware), blocks=blocks, wishes=SearchConstraints(**wishes), tensor=tensor, context=context, experts=experts
     )
 
 
@@ -142,7 +142,7 @@ def test_nothing_fits_and_the_nearest_is_told() -> None:
 def test_the_smallest_uses_no_more_devices_than_it_must() -> None:
     made = replace(EVEN, capacity=70.0)
     found = Explorer(room=room("H100:8", tensor=(1, 2, 4, 8), global_batch=8, objective="smallest"), pricer=made).run()
-    best = best_of(found.points, Wishes(global_batch=8, objective="smallest"))
+    best = best_of(found.points, SearchConstraints(global_batch=8, objective="smallest"))
     assert best is not None and best.devices == 2
     assert not fill(Layout(mesh=replace(best.layout.mesh, tp=1, pp=1, dp_shard=1, dp_replicate=1), micro_batch=1, accumulate=8), made).fits  # type: ignore[union-attr]
 
@@ -153,7 +153,7 @@ def test_a_margin_is_left_free() -> None:
     made = replace(EVEN, capacity=capacity, held=(capacity / 8,) * 4, state=(capacity / 10,) * 4)
     for margin in (0.0, 0.1, 0.3):
         found = Explorer(room=room("H100", global_batch=1, margin=margin), pricer=made).run()
-        best = best_of(found.points, Wishes(global_batch=1, margin=margin))
+        best = best_of(found.points, SearchConstraints(global_batch=1, margin=margin))
         assert best is not None and best.memory_bytes <= capacity * (1 - margin)
 
 
@@ -187,11 +187,11 @@ def test_a_margin_is_left_free() -> None:
 )
 def test_what_cannot_be_wished_is_told_in_one_line(wishes: dict[str, Any], hardware: str, told: str) -> None:
     with pytest.raises(UserError) as error:
-        check(Wishes(**wishes), parse(hardware), blocks=4)
+        check(SearchConstraints(**wishes), parse(hardware), blocks=4)
     line = f"{error.value.problem}; try: {error.value.remedy}"
     assert told in line and "\n" not in line and error.value.remedy
 
 
 def test_wishes_that_agree_pass() -> None:
-    check(Wishes(fixed={"tp": 2, "pp": 2, "dp_shard": 2}, global_batch=8, objective="latency"), parse("H100:8"), blocks=4)
-    check(Wishes(objective="smallest", fixed={"tp": 2}), parse("H100:8"), blocks=4)
+    check(SearchConstraints(fixed={"tp": 2, "pp": 2, "dp_shard": 2}, global_batch=8, objective="latency"), parse("H100:8"), blocks=4)
+    check(SearchConstraints(objective="smallest", fixed={"tp": 2}), parse("H100:8"), blocks=4)

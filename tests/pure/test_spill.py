@@ -18,12 +18,12 @@ from foretell.hardware import parse
 from foretell.hardware.probe import updates
 from foretell.hardware.profile import Profile, find_profile
 from foretell.hardware.types import Cluster
-from foretell.lower.offload.states import Unit
+from foretell.lower.offload.states import StateUnit
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.states import CHUNK
 from foretell.plan.types import MASTER, Mesh, Plan
 from foretell.price import offload
-from foretell.price.offload import Load, Rates
+from foretell.price.offload import OffloadBytes, Rates
 from foretell.search.offload.found import Spilled, fewest
 from foretell.search.offload.plans import or_moved, spilled
 from foretell.search.offload.search import Spill, meshes, spill
@@ -31,8 +31,8 @@ from foretell.search.offload.words import helps, lines
 from foretell.search.solve.choice import Choice
 from foretell.search.solve.question import Question
 from foretell.search.space.caps import host_of, size_of
-from foretell.search.space.constraints import Wishes, check
-from foretell.search.traces.needed import Facts, Traces
+from foretell.search.space.constraints import SearchConstraints, check
+from foretell.search.traces.needed import ModelFacts, Traces
 from foretell.simulate.offload.timing import Mark, Marks, played
 from foretell.simulate.plan import Options
 from foretell.trace.load.model import Source, load
@@ -61,12 +61,12 @@ class Here(Traces):
         key = (recipe, repr(source_of(plan)))
         if key not in MADE:
             MADE[key] = capture(lambda: load(source_of(plan)), recipe, capability=(9, 0))
-        self.facts = Facts({"weight": ((2, 2), "float32")}, ())
+        self.facts = ModelFacts({"weight": ((2, 2), "float32")}, ())
         return MADE[key]
 
 
 def question(cap: int | None = None, options: Options = OPTIONS, on: str = "H200", **wishes: Any) -> Question:
-    asked = Wishes(**{"precision": MASTER, "global_batch": 8, "micro_batch": 8, "host": 8 * GIB, **wishes})
+    asked = SearchConstraints(**{"precision": MASTER, "global_batch": 8, "micro_batch": 8, "host": 8 * GIB, **wishes})
     cluster = parse(on)
     if cap is not None:
         cluster = replace(cluster, device=cluster.device.with_memory(cap, "a cap"))
@@ -175,7 +175,7 @@ def test_a_host_that_is_too_small_or_unknown_is_said() -> None:
     with pytest.raises(UserError, match="not known") as error:
         spill(question(cap, host=None))
     assert "--host" in str(error.value)
-    assert host_of(parse("H200"), Wishes()) is None and host_of(parse("H200"), Wishes(host=5)) == 5
+    assert host_of(parse("H200"), SearchConstraints()) is None and host_of(parse("H200"), SearchConstraints(host=5)) == 5
 
 
 def test_nothing_fits_says_who_holds_the_bytes_and_what_would_help() -> None:
@@ -183,7 +183,7 @@ def test_nothing_fits_says_who_holds_the_bytes_and_what_would_help() -> None:
     assert choice.best is None and choice.infeasible is not None and choice.infeasible.holders
     assert choice.tried == 4 and choice.relaxations == (), "each format was tried, and none is enough"
     mixed = spill(question(600 * MIB, precision=None))
-    assert [flag for flag, *_ in helps(mixed, Wishes())][:2] == [f"--precision {MASTER}", f"--precision {MASTER} --state-format split"]
+    assert [flag for flag, *_ in helps(mixed, SearchConstraints())][:2] == [f"--precision {MASTER}", f"--precision {MASTER} --state-format split"]
 
 
 def test_what_is_said_to_help_was_tried_and_does() -> None:
@@ -205,13 +205,13 @@ def test_what_is_said_to_help_was_tried_and_does() -> None:
 
 
 def test_devices_share_all_parameters_or_those_of_a_machine() -> None:
-    plain, two = Wishes(), parse("2x8xH200")
+    plain, two = SearchConstraints(), parse("2x8xH200")
     assert meshes(parse("H200"), plain) == [Mesh()]
     assert meshes(parse("4xH200"), plain) == [Mesh(dp_shard=4)]
     assert meshes(two, plain) == [Mesh(dp_shard=16), Mesh(dp_replicate=2, dp_shard=8)]
-    assert meshes(two, Wishes(fixed={"dp_shard": 4})) == [Mesh(dp_replicate=4, dp_shard=4)]
-    assert meshes(two, Wishes(fixed={"dp_replicate": 16, "dp_shard": 16})) == []
-    assert meshes(two, Wishes(fixed={"tp": 2})) == []
+    assert meshes(two, SearchConstraints(fixed={"dp_shard": 4})) == [Mesh(dp_replicate=4, dp_shard=4)]
+    assert meshes(two, SearchConstraints(fixed={"dp_replicate": 16, "dp_shard": 16})) == []
+    assert meshes(two, SearchConstraints(fixed={"tp": 2})) == []
 
 
 def shared(part: float | None = None, **wishes: Any) -> tuple[Question, Spill]:
@@ -257,7 +257,7 @@ def test_ranks_of_a_machine_share_its_memory() -> None:
         _, other = shared(host=host)
         found = other.priced(all_away)
         assert (found.over == "") is enough and found.host_bytes == needs
-    said = helps(Spilled(best=None, nearest=found), Wishes())
+    said = helps(Spilled(best=None, nearest=found), SearchConstraints())
     assert f"--host {-(-needs // GIB)}GiB" in [flag for flag, *_ in said]
 
 
@@ -313,29 +313,29 @@ def marks(count: int, forward: float, backward: float) -> Marks:
     return Marks((*found, Mark(end, "leave", "")), end)
 
 
-def units(count: int, elements: int, **more: Any) -> tuple[Unit, ...]:
-    return tuple(Unit(str(number), elements, "host", **more) for number in range(count))
+def units(count: int, elements: int, **more: Any) -> tuple[StateUnit, ...]:
+    return tuple(StateUnit(str(number), elements, "host", **more) for number in range(count))
 
 
 def test_states_hide_in_the_next_forward_with_clipping_and_in_the_whole_step_without() -> None:
     step = marks(4, 1.0, 2.0)
     light, heavy = (units(4, n) for n in (5, 20))  # a second of link each, four seconds each
     for early in (False, True):
-        load = Load(states=2, weight=1, early=early)
+        load = OffloadBytes(states=2, weight=1, early=early)
         some, much = (played(step, many, load, RATES).seconds for many in (light, heavy))
         assert some == pytest.approx(step.end + 1.0, rel=0.01)  # the last to be left is the first that is needed
         assert much == pytest.approx(22.0 if early else 8.0 + 16.0 + 1.0, rel=0.01)  # left at 6, 8, 10 and 12, and in that order
     long = units(4, 40 * CHUNK)
     each = 4.0 / (40 * CHUNK)
     wide = Rates(up=2 / each, down=2 / each, device=1e15)
-    first = played(step, long, Load(states=2, weight=1, early=True), wide).seconds
+    first = played(step, long, OffloadBytes(states=2, weight=1, early=True), wide).seconds
     assert 16.0 <= first < 21.5, "of what waits, the unit that is needed first goes first"
-    assert played(step, units(4, 1), Load(states=0, weight=0), RATES).seconds == pytest.approx(step.end)
+    assert played(step, units(4, 1), OffloadBytes(states=0, weight=0), RATES).seconds == pytest.approx(step.end)
 
 
 def test_weights_that_come_and_go_cost_their_link() -> None:
     step = marks(4, 1.0, 2.0)
-    idle = Load(states=0, weight=1)
+    idle = OffloadBytes(states=0, weight=1)
     hidden = played(step, units(4, 5, weights="host"), idle, RATES).seconds  # half a second each time
     assert step.end + 1.4 <= hidden <= step.end + 2.6, "of the first block, gradients up, weights down, weights up"
     late = played(step, units(4, 40, weights="host"), idle, RATES).seconds  # four seconds each time, the last block once
@@ -350,7 +350,7 @@ def test_both_engines_are_done_together_at_the_balance() -> None:
     assert both.cpu == pytest.approx(2.27e9, rel=0.01) and both.up == pytest.approx(40e9, rel=0.01)
     step = marks(4, 0.01, 0.02)
     many = units(4, 10**9)
-    seconds = {x: played(step, many, Load(states=12, weight=2, cpu_share=x), rates).seconds for x in (0.0, share, 0.9)}
+    seconds = {x: played(step, many, OffloadBytes(states=12, weight=2, cpu_share=x), rates).seconds for x in (0.0, share, 0.9)}
     assert seconds[share] < min(seconds[0.0], seconds[0.9])
 
 
@@ -392,7 +392,7 @@ def test_sizes() -> None:
 ])  # fmt: skip
 def test_what_cannot_be_asked(asked: dict[str, Any], hardware: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check(Wishes(**asked), parse(hardware))
+        check(SearchConstraints(**asked), parse(hardware))
 
 
 def test_nothing_fits_and_the_host_is_unknown_asks_for_it() -> None:

@@ -12,7 +12,7 @@ from foretell.simulate.foreign.schedule import (
     ZB_1P,
     ZB_2P,
     ZB_V,
-    Stage,
+    StageSeconds,
     partition,
     run_through,
     schedule_of,
@@ -21,7 +21,7 @@ from foretell.simulate.foreign.schedule import (
 SIZES = [(4, 8), (8, 24), (8, 64), (16, 48), (4, 400)]
 
 
-def through(ranks: int, micros: int, schedule: str, stage: Stage, parts: int = 1) -> float:
+def through(ranks: int, micros: int, schedule: str, stage: StageSeconds, parts: int = 1) -> float:
     count = ranks * parts
     return run_through([stage] * count, [0.0] * count, micros=micros, ranks=ranks, schedule=schedule)
 
@@ -31,7 +31,7 @@ def through(ranks: int, micros: int, schedule: str, stage: Stage, parts: int = 1
 
 @pytest.mark.parametrize(("ranks", "micros"), SIZES)
 def test_one_by_one_and_gpipe_wait_for_the_depth_less_one(ranks: int, micros: int) -> None:
-    stage = Stage(1.0, 1.3, 0.9)
+    stage = StageSeconds(1.0, 1.3, 0.9)
     for schedule in (ONE_BY_ONE, GPIPE):
         assert through(ranks, micros, schedule, stage) == pytest.approx((micros + ranks - 1) * stage.total)
 
@@ -39,7 +39,7 @@ def test_one_by_one_and_gpipe_wait_for_the_depth_less_one(ranks: int, micros: in
 @pytest.mark.parametrize(("ranks", "micros"), SIZES)
 @pytest.mark.parametrize("parts", [2, 3])
 def test_interleaving_divides_the_wait_by_the_parts(ranks: int, micros: int, parts: int) -> None:
-    stage = Stage(1.0 / parts, 1.0 / parts, 1.0 / parts)
+    stage = StageSeconds(1.0 / parts, 1.0 / parts, 1.0 / parts)
     expected = micros * 3.0 + (ranks - 1) * 3.0 / parts
     assert through(ranks, micros, ONE_BY_ONE, stage, parts) == pytest.approx(expected)
 
@@ -47,15 +47,15 @@ def test_interleaving_divides_the_wait_by_the_parts(ranks: int, micros: int, par
 @pytest.mark.parametrize(("ranks", "micros"), SIZES)
 def test_zero_bubble_waits_as_its_paper_says(ranks: int, micros: int) -> None:
     """(p - 1)(F + B - W) at the memory of 1F1B, none at twice that, where the three take alike."""
-    stage = Stage(1.0, 1.0, 1.0)
+    stage = StageSeconds(1.0, 1.0, 1.0)
     assert through(ranks, micros, ZB_1P, stage) == pytest.approx(3 * micros + ranks - 1)
     assert through(ranks, micros, ZB_2P, stage) == pytest.approx(3 * micros)
-    half = Stage(0.5, 0.5, 0.5)
+    half = StageSeconds(0.5, 0.5, 0.5)
     assert through(ranks, micros, ZB_V, half, 2) < through(ranks, micros, ZB_1P, stage)
 
 
 def test_no_schedule_is_quicker_than_its_busiest_rank() -> None:
-    stages = [Stage(1.0, 1.0, 1.0)] * 3 + [Stage(1.5, 2.0, 1.5)]
+    stages = [StageSeconds(1.0, 1.0, 1.0)] * 3 + [StageSeconds(1.5, 2.0, 1.5)]
     for schedule in (ONE_BY_ONE, GPIPE, ZB_1P, ZB_2P):
         seconds = run_through(stages, [0.1] * 4, micros=16, ranks=4, schedule=schedule)
         assert seconds >= 16 * stages[-1].total

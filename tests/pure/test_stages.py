@@ -19,7 +19,7 @@ from foretell.errors import UnknownName, UserError
 from foretell.plan.types import Mesh, Pipeline, Plan
 from foretell.runtime.parallel.pipeline.dry_run import Dry, crossing_of, dry_run
 from foretell.runtime.parallel.pipeline.ghost import Ghost, ghost_like, is_ghost
-from foretell.runtime.parallel.pipeline.part import Form, stage_of
+from foretell.runtime.parallel.pipeline.part import BoundaryTensor, stage_of
 from foretell.runtime.parallel.pipeline.stages import _parts, chart
 from foretell.trace.flow.stages import look
 from foretell.trace.load.model import Source, load
@@ -93,7 +93,7 @@ def in_turn(work: Workload, cuts: tuple[str, ...]) -> tuple[Tensor, dict[str, Te
         crossed.append((given, received))
         given = stage.run(part, received, work.batch)
         if not stage.is_last:
-            assert tuple(map(Form.of, given)) == course.crossing[stage.index + 1]
+            assert tuple(map(BoundaryTensor.of, given)) == course.crossing[stage.index + 1]
     given.backward()
     for sent, received in reversed(crossed[1:]):
         torch.autograd.backward(sent, [value.grad for value in received])
@@ -245,7 +245,7 @@ def test_what_the_batch_alone_decides_does_not_cross() -> None:
         return model.last(x * scale + mask)
 
     work = workload(forward)
-    assert chart(work.model, work.batch, work.loss, ("blocks.1",)).crossing == ((), (Form((3, DIM), torch.float32),))
+    assert chart(work.model, work.batch, work.loss, ("blocks.1",)).crossing == ((), (BoundaryTensor((3, DIM), torch.float32),))
     assert_same(work, ("blocks.1",))
 
 
@@ -499,9 +499,9 @@ def test_a_dry_run_gathers_and_scatters_shards() -> None:
     assert scattered == 2 * held  # fp32 gradients of both shards, once a step
     gathered = [e.nbytes for e in found.events if e.what == "allgather_base"]
     assert sum(gathered) % 2 == 0 and max(gathered) < scattered
-    assert found.crossing[1] == (Form((2, 8, 128), torch.bfloat16),)
+    assert found.crossing[1] == (BoundaryTensor((2, 8, 128), torch.bfloat16),)
     plan = Plan(
         model={}, hardware="auto", micro_batch=2, mesh=Mesh(pp=2), pipeline=Pipeline(cuts=("blocks.2",)), accumulate=2
     )
     crossing = crossing_of(Source(model="gpt-tiny", seq=8, micro_batch=2), plan)
-    assert crossing[1] == (Form((2, 8, 128), torch.float32),)  # autocast leaves what is added up in fp32
+    assert crossing[1] == (BoundaryTensor((2, 8, 128), torch.float32),)  # autocast leaves what is added up in fp32

@@ -20,7 +20,7 @@ from foretell.plan.tensor.alike import alike
 from foretell.plan.tensor.derive import Derived, derive, refusal
 from foretell.plan.tensor.types import Shard
 from foretell.runtime.parallel.tensor import split as tensor
-from foretell.runtime.parallel.tensor.exchange import Team
+from foretell.runtime.parallel.tensor.exchange import TensorGroup
 from foretell.trace.flow.calls import Flow, record
 from foretell.trace.load.model import Source, load
 from foretell.trace.record.step import Workload, compute_loss
@@ -334,7 +334,7 @@ def test_exchanges_are_those_of_a_dry_run(model: str, sequence: bool, dry_mesh: 
     found = derive(flow_of(model, **sizes), RANKS, sequence=sequence)
     with FakeTensorMode():
         workload = load(Source(model=model, micro_batch=2, **sizes))
-        applied = tensor.apply(workload.model, found, Team(dry_mesh, found.setting))
+        applied = tensor.apply(workload.model, found, TensorGroup(dry_mesh, found.setting))
         with Messages() as messages:
             loss = compute_loss(workload)
             messages.phase = "backward"

@@ -18,7 +18,7 @@ from foretell.errors import UserError
 from foretell.plan.tensor.types import PARTIAL, Operand, Place, Refine, Refuse, Setting, Shard
 from foretell.plan.tensor.views import reshaped
 from foretell.runtime.parallel.tensor import values as tensor_values
-from foretell.runtime.parallel.tensor.exchange import Team, joined, part
+from foretell.runtime.parallel.tensor.exchange import TensorGroup, joined, part
 from foretell.runtime.parallel.tensor.split import reordered
 
 RANKS = 2
@@ -44,7 +44,7 @@ class Ring:
         return found
 
 
-class ThreadTeam(Team):
+class ThreadTeam(TensorGroup):
     """A team whose exchanges go through memory."""
 
     def __init__(self, ring: Ring, rank: int, setting: Setting) -> None:

@@ -17,7 +17,7 @@ from foretell import api
 from foretell.cli import main
 from foretell.errors import ModelError, UserError
 from foretell.trace.sandbox import process, server
-from foretell.trace.sandbox.process import Ended, ask
+from foretell.trace.sandbox.process import WorkerEnded, ask
 from foretell.units import human_seconds, parse_duration
 from tests import forks
 
@@ -137,7 +137,7 @@ def test_stopping_ends_workers_that_are_only_just_starting(tmp_path: Path) -> No
     began = time.monotonic()
     thread.start()
     thread.join(20)
-    assert not thread.is_alive() and time.monotonic() - began < 20 and isinstance(found[0], Ended)
+    assert not thread.is_alive() and time.monotonic() - began < 20 and isinstance(found[0], WorkerEnded)
 
 
 def test_answers_come_in_order_and_whole_whatever_their_size() -> None:
@@ -150,7 +150,7 @@ def test_answers_come_in_order_and_whole_whatever_their_size() -> None:
 @pytest.mark.parametrize(("how", "code"), [("die", -signal.SIGSEGV), ("leave", 3)])
 def test_a_worker_that_dies_is_told_with_what_it_printed(how: str, code: int) -> None:
     found = ask("worker_of_test", [{"do": "a"}, {"do": how}])
-    assert isinstance(found, Ended)
+    assert isinstance(found, WorkerEnded)
     assert (found.code, len(found.answers)) == (code, 1) and f"working on {how}" in found.tail
 
 
@@ -160,7 +160,7 @@ def test_the_time_limit_ends_the_worker_and_all_it_started(tmp_path: Path, how: 
     for limit in (1.0, 5.0, 30.0):  # a busy machine may not even have begun at the first
         started = time.monotonic()
         found = ask("worker_of_test", [{"do": "a"}, {"do": how, "pids": str(pids)}], time_limit=limit)
-        assert isinstance(found, Ended) and found.code is None
+        assert isinstance(found, WorkerEnded) and found.code is None
         assert time.monotonic() - started < 2 * limit + 10
         if pids.exists():
             break

@@ -138,7 +138,7 @@ def test_versions_are_read_as_torch_writes_them() -> None:
     assert [versions.holds(versions.RMS_NORM_IN_FP32, one) for one in some] == [False, False, True, True, True]
     assert [versions.holds(versions.DROPOUT_IN_CUDNN, one) for one in some] == [True, True, False, False, False]
     with pytest.raises(ValueError, match="no bounds"):
-        _ = versions.Rule(name="x", versions="==2.12", changes="", source="").bounds
+        _ = versions.ReleaseRule(name="x", versions="==2.12", changes="", source="").bounds
 
 
 # ---------------------------------------------------------------------- a release that was not checked

@@ -306,7 +306,7 @@ def test_a_round_of_two_optimizers_is_one_step() -> None:
 
     told: list[dict[str, object]] = []
     both = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1) for _ in range(2)]
-    seen = hooks.Watch(told.append)
+    seen = hooks.StepHooks(told.append)
     seen.install()
     try:
         for _ in range(5):

@@ -17,11 +17,11 @@ from foretell.errors import UnknownName, UserError
 from foretell.hardware import parse
 from foretell.prove import zoo as checks
 from foretell.prove import zoo_cpu, zoo_plan, zoo_rows
-from foretell.prove.zoo_rows import FAIL, NO, OK, PASS, REASON, Row
+from foretell.prove.zoo_rows import FAIL, NO, OK, PASS, REASON, CheckRow
 from foretell.runtime.check import verify
 from foretell.runtime.parallel import shard
 from foretell.runtime.process.pool import Pool
-from foretell.simulate.pace import Pace, Said
+from foretell.simulate.pace import Pace, ProfileSeconds
 from foretell.simulate.plan import Options
 from foretell.trace.load.model import Source
 from foretell.trace.record.on_cpu import trace_as_cpu
@@ -40,8 +40,8 @@ def checker() -> Iterator[checks.Checker]:
         pool.close()
 
 
-def asked(name: str, *phases: str) -> checks.Asked:
-    return checks.Asked(entry=zoo.get(name), phases=phases)
+def asked(name: str, *phases: str) -> checks.CheckRequest:
+    return checks.CheckRequest(entry=zoo.get(name), phases=phases)
 
 
 # ---------------------------------------------------------------- whole rows
@@ -74,7 +74,7 @@ def test_a_module_is_traced_predicted_planned_and_run_as_planned(
     assert row.loss_difference is not None and row.loss_difference <= verify.LOSS_BOUND
     assert row.gradient_difference is not None and 0 < row.gradient_difference <= verify.GRADIENT_BOUND
     assert row.columns["plan"] == row.columns["ranks"] == OK
-    assert Row.from_json(json.loads(json.dumps(row.to_json()))) == row
+    assert CheckRow.from_json(json.loads(json.dumps(row.to_json()))) == row
 
 
 def test_phases_in_turn_hold_more_than_each(checker: checks.Checker) -> None:
@@ -94,7 +94,7 @@ def test_phases_with_weights_of_their_own_are_nothing_to_train_in_turn(checker: 
 
 def test_a_model_that_raises_is_a_row_and_the_next_one_goes_on(checker: checks.Checker) -> None:
     entry = replace(zoo.get("gauss_rbf-tiny"))
-    row = checker.row(checks.Asked(entry=entry, phases=("nonsense",)))
+    row = checker.row(checks.CheckRequest(entry=entry, phases=("nonsense",)))
     assert row.status == FAIL and row.failed == ("trace",) and "phase" in row.reason
     assert checker.pool.ranks(1).run(_alive) == [1]
 
@@ -126,7 +126,7 @@ def test_a_wrong_prediction_does_not_pass(checker: checks.Checker, monkeypatch: 
     )  # fmt: skip
     monkeypatch.setattr(checks.Checker, "_call", lambda *_: [seen])
     failures: dict[str, str] = {}
-    row = checker._seen(Row(name="x", module="x"), asked("gauss_rbf-tiny"), failures, {})
+    row = checker._seen(CheckRow(name="x", module="x"), asked("gauss_rbf-tiny"), failures, {})
     assert failures == {"trace": "no rule for aten.new.default", "memory": "+6.0% off", "time": "+30% off"}
     told = zoo_rows.judged(row, failures, {})
     assert told.status == FAIL and [told.columns[name] for name in ("trace", "memory", "time")] == [NO] * 3
@@ -139,9 +139,9 @@ def test_a_wrong_prediction_does_not_pass(checker: checks.Checker, monkeypatch: 
 
 
 def test_seconds_are_held_at_the_pace_of_others() -> None:
-    said = [Said(8e-3, 1e-3), Said(2e-3, 3e-3), Said(4e-3, 2e-3)]
+    said = [ProfileSeconds(8e-3, 1e-3), ProfileSeconds(2e-3, 3e-3), ProfileSeconds(4e-3, 2e-3)]
     pacers = {name: (one, 3 * one.ops + 2 * one.host) for name, one in zip("abc", said, strict=True)}
-    pacers["gauss_rbf-tiny"] = (Said(1e-3, 1e-3), 90.0)
+    pacers["gauss_rbf-tiny"] = (ProfileSeconds(1e-3, 1e-3), 90.0)
     seen = zoo_cpu.look(0, 1, Source(model="gauss_rbf-tiny", micro_batch=2), (), pacers)
     assert seen.pace is not None and seen.pace.models == 3 and seen.measured_seconds and seen.predicted_seconds
     assert seen.pace.ops == pytest.approx(3, rel=0.1) and seen.pace.host == pytest.approx(2, rel=0.2)
@@ -224,11 +224,11 @@ def test_rows_are_kept_at_once_and_not_made_again(tmp_path: Path, monkeypatch: p
     made: list[str] = []
 
     class Stopping:
-        def row(self, one: checks.Asked) -> Row:
+        def row(self, one: checks.CheckRequest) -> CheckRow:
             if len(made) == 2:
                 raise KeyboardInterrupt
             made.append(one.entry.name)
-            return Row(name=one.entry.name, module=one.entry.module, status=PASS)
+            return CheckRow(name=one.entry.name, module=one.entry.module, status=PASS)
 
     from contextlib import contextmanager
 
@@ -252,8 +252,8 @@ def test_rows_are_kept_at_once_and_not_made_again(tmp_path: Path, monkeypatch: p
 
 
 def test_a_module_is_as_good_as_its_worst_row() -> None:
-    def row(name: str, status: str, predicted: int) -> Row:
-        return Row(name=f"{name}-tiny", module=name, status=status, predicted_bytes=predicted, measured_bytes=100)
+    def row(name: str, status: str, predicted: int) -> CheckRow:
+        return CheckRow(name=f"{name}-tiny", module=name, status=status, predicted_bytes=predicted, measured_bytes=100)
 
     rows = [row("a", PASS, 101), row("a", FAIL, 110), row("b", PASS, 98), row("c", REASON, 100), row("c", PASS, 104)]
     total = zoo_rows.summary(rows)

@@ -17,7 +17,7 @@ from foretell.errors import UserError
 from foretell.plan.text import shell_word
 
 if TYPE_CHECKING:
-    from foretell.hardware.probe.ranks import Fabric
+    from foretell.hardware.probe.ranks import MeasuredLinks
     from foretell.hardware.profile import Measured, Profile
 
 Progress = Callable[[str, float], None]
@@ -58,7 +58,7 @@ def probe(
         return _ranks(device, out, force=force, json=json)
     from foretell.runtime.observe import machine_load as load
 
-    meter = load.Meter()
+    meter = load.LoadMeter()
     try:
         with bar() as progress:
             measured, profile, path = probe_machine(
@@ -229,7 +229,7 @@ def _ranks(device: str, out: Path | None, *, force: bool, json: bool) -> int:
     return common.YES
 
 
-def _attach(fabric: Fabric) -> Path | None:
+def _attach(fabric: MeasuredLinks) -> Path | None:
     """Add collectives and links to the user's own profile of the device, if there is one."""
     from foretell.hardware.probe.ranks import attached
     from foretell.hardware.profile import load, own_path, save
@@ -241,7 +241,7 @@ def _attach(fabric: Fabric) -> Path | None:
         return None
 
 
-def _rank_lines(fabric: Fabric, path: Path, profile: Path | None) -> list[str]:
+def _rank_lines(fabric: MeasuredLinks, path: Path, profile: Path | None) -> list[str]:
     cluster = fabric.cluster
     rates = [row["bytes_per_second"] for row in fabric.pairs]
     latency = [row["latency_seconds"] for row in fabric.pairs]

@@ -11,7 +11,7 @@ from foretell.plan.text import shell_word
 
 if TYPE_CHECKING:
     from foretell.hardware.share.added import Added
-    from foretell.hardware.share.file import Shared
+    from foretell.hardware.share.file import SharedProbe
 
 
 def share(device: str, out: Path | None, *, resume: bool, force: bool, json: bool) -> int:
@@ -30,7 +30,7 @@ def share(device: str, out: Path | None, *, resume: bool, force: bool, json: boo
     return _tell(shared, path, json=json)
 
 
-def _tell(shared: Shared, path: Path, *, json: bool) -> int:
+def _tell(shared: SharedProbe, path: Path, *, json: bool) -> int:
     from foretell.hardware.probe.summary import summary
 
     measured, size = shared.measured, path.stat().st_size

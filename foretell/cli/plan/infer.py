@@ -13,7 +13,7 @@ from foretell.trace.sandbox.process import TIME_LIMIT
 
 if TYPE_CHECKING:
     from foretell.quantities import Prediction
-    from foretell.search.inference.split import Split
+    from foretell.search.inference.split import InferenceSplit
     from foretell.search.inference.units import InferPlan
     from foretell.trace.load.model import Source
 
@@ -99,7 +99,7 @@ def _fit_lines(alone: Prediction, found: InferPlan, verdict: str) -> list[str]:
 
 
 def as_json(found: InferPlan) -> dict[str, Any]:
-    def one(way: Split) -> dict[str, Any]:
+    def one(way: InferenceSplit) -> dict[str, Any]:
         return {
             "latency_seconds": way.latency_seconds,
             "requests_per_second": way.per_second,
@@ -128,7 +128,7 @@ def as_json(found: InferPlan) -> dict[str, Any]:
     }
 
 
-def _best_at(split: Split, found: InferPlan) -> list[str]:
+def _best_at(split: InferenceSplit, found: InferPlan) -> list[str]:
     named = (("latency", found.quickest), ("throughput", found.busiest), ("memory", found.leanest))
     return [name for name, best in named if best == split]
 
@@ -168,7 +168,7 @@ def _table(found: InferPlan) -> list[str]:
     return lines
 
 
-def _parts(one: Split, found: InferPlan, alike: bool) -> str:
+def _parts(one: InferenceSplit, found: InferPlan, alike: bool) -> str:
     """How many units each device runs, or which where devices differ."""
     if alike:
         return " ".join(str(part.last - part.first) for part in one.parts)
@@ -179,7 +179,7 @@ def _notes(notes: Sequence[str], width: int) -> list[str]:
     return [line for note in notes for line in textwrap.wrap(f"note: {note}", width, subsequent_indent="      ")]
 
 
-def _chosen(found: InferPlan) -> list[Split]:
+def _chosen(found: InferPlan) -> list[InferenceSplit]:
     """The best at something, and evenly of the others, by latency."""
     front = list(found.front)
     if len(front) <= SHOWN:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foretell.plan.types import Plan
     from foretell.quantities import Run
     from foretell.search.solve.choose import Candidate, Choice
-    from foretell.search.space.constraints import Wishes
+    from foretell.search.space.constraints import SearchConstraints
     from foretell.simulate.plan import PlanCost
 
 SHOWN = 6
@@ -75,7 +75,7 @@ def plan(
 ) -> int:  # fmt: skip
     """Find the best plan to train MODEL on HW and write it. Exit 0 found, 1 nothing fits, 2 bad input."""
     from foretell.search.space.caps import size_of
-    from foretell.search.space.constraints import Wishes, check
+    from foretell.search.space.constraints import SearchConstraints, check
     from foretell.trace.load import model as loading
     from foretell.trace.recipe import Recipe
 
@@ -86,7 +86,7 @@ def plan(
         return _inferring(replace(source, micro_batch=micro_batch or 1), on, precision, json, not no_cache, time_limit)
     length = fit.amount("--tokens", tokens)
     axes = {"tp": tp, "pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "cp": cp, "ep": ep}
-    wishes = Wishes(
+    wishes = SearchConstraints(
         global_batch=global_batch, precision=precision, optimizer=optimizer, clip=clip or None,
         compile=(compile,) if compile else (), objective=objective, schedule=schedule, micro_batch=micro_batch, margin=margin,
         tokens=length, deadline_seconds=seconds_of(deadline), budget=budget, hbm=size_of("hbm", hbm), host=size_of("host", host),
@@ -173,7 +173,7 @@ def _named(model: str | None, context: typer.Context) -> tuple[list[str] | None,
 
 
 def _choose(
-    source: Any, on: str, wishes: Wishes, cache: bool, how: dict[str, Any], doing: Doing, words: list[str] | None = None
+    source: Any, on: str, wishes: SearchConstraints, cache: bool, how: dict[str, Any], doing: Doing, words: list[str] | None = None
 ) -> Choice:  # fmt: skip
     from foretell.hardware import parse
     from foretell.hardware.profile import find_profile

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from foretell.hardware.types import Cluster
     from foretell.plan.types import Plan
     from foretell.report.terminal.box import Boxed
-    from foretell.runtime.box.run import Asked, Rehearsal
+    from foretell.runtime.box.run import BoxRequest, Rehearsal
     from foretell.search.boxed import Expected
 
 STEPS = 10
@@ -111,12 +111,12 @@ def _cuda() -> bool:
 
 def _boxed(plan: Plan, cluster: Cluster, how: dict[str, Any], device: str, doing: common.Doing) -> Boxed:
     """Predict, check that it fits, run."""
-    from foretell.runtime.box.run import Asked, rehearse
+    from foretell.runtime.box.run import BoxRequest, rehearse
     from foretell.runtime.parallel.ranks import device_of
     from foretell.search.boxed import expect, scripts
 
     device_of(device)
-    asked = Asked(device=device, **{**how, "scratch": Path(how["scratch"]) if how.get("scratch") else None})
+    asked = BoxRequest(device=device, **{**how, "scratch": Path(how["scratch"]) if how.get("scratch") else None})
     doing.tell("predicting")
     expected = expect(plan, asked.rank, cluster=cluster)
     _refuse_too_large(expected, asked)
@@ -124,7 +124,7 @@ def _boxed(plan: Plan, cluster: Cluster, how: dict[str, Any], device: str, doing
     return _compared(plan, cluster, expected, found, device)
 
 
-def _refuse_too_large(expected: Expected, asked: Asked) -> None:
+def _refuse_too_large(expected: Expected, asked: BoxRequest) -> None:
     """Against all of this device: on a CPU one rank has what the plan's ranks would share."""
     import torch
 

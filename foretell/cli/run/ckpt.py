@@ -14,7 +14,7 @@ from foretell.errors import FileFormatError, UserError
 
 if TYPE_CHECKING:
     from foretell.checkpoint.format import Manifest
-    from foretell.checkpoint.store import Saved
+    from foretell.checkpoint.store import SavedCheckpoint
 
 _PATH = typer.Argument(..., metavar="PATH", show_default=False, help="A run folder, a folder of checkpoints, or a checkpoint.")
 _JSON = typer.Option(False, "--json", help=common.JSON_HELP)
@@ -50,7 +50,7 @@ def _row(path: Path) -> dict[str, Any]:
     return {"path": str(path), **_facts(saved)}
 
 
-def _facts(saved: Saved) -> dict[str, Any]:
+def _facts(saved: SavedCheckpoint) -> dict[str, Any]:
     about = saved.about
     return {
         "step": saved.step, "bytes": saved.bytes, "ranks": saved.manifest.world, "date": about.get("date"),
@@ -132,7 +132,7 @@ def show(
     return common.YES
 
 
-def _chosen(path: Path) -> Saved:
+def _chosen(path: Path) -> SavedCheckpoint:
     """The newest that has everything; newer ones that have not are told."""
     from foretell.checkpoint import store
 
@@ -144,7 +144,7 @@ def _chosen(path: Path) -> Saved:
     return saved
 
 
-def _content(saved: Saved) -> dict[str, Any]:
+def _content(saved: SavedCheckpoint) -> dict[str, Any]:
     found = {name: value for name, value in saved.about.items() if name != "versions"}
     tensors = {name: [spec.dtype, *spec.shape] for name, spec in saved.manifest.tensors.items()}
     files = {name: vars(file) for name, file in saved.files.items()}
@@ -166,7 +166,7 @@ def _sizes(manifest: Manifest) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _lines(saved: Saved) -> list[str]:
+def _lines(saved: SavedCheckpoint) -> list[str]:
     from foretell.units import human_bytes
 
     about, plan = saved.about, saved.about.get("plan", {})
@@ -215,7 +215,7 @@ def convert(
     return common.YES
 
 
-def _config(saved: Saved) -> dict[str, Any] | None:
+def _config(saved: SavedCheckpoint) -> dict[str, Any] | None:
     """The config.json of a transformers model; None for others, and where transformers cannot make one, which is told."""
     from foretell.plan import file
     from foretell.plan.recipe import source_of

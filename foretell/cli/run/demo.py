@@ -61,7 +61,7 @@ def _sleeping_threads() -> Iterator[None]:
 
 
 def _demo(out: Path, *, json: bool) -> int:
-    stages = Stages(quiet=json)
+    stages = DemoPhases(quiet=json)
     path = out.with_name(f"{out.name}.plan.json")
     _check(out)
     _machine(stages)
@@ -80,7 +80,7 @@ def _demo(out: Path, *, json: bool) -> int:
 
 
 @dataclass
-class Stages:
+class DemoPhases:
     """One line for every phase: what it did, and how long it took."""
 
     quiet: bool
@@ -120,7 +120,7 @@ def _check(out: Path) -> None:
         raise UserError(f"the run folder {out} cannot be written: {error.strerror or error}", "give another --out") from None
 
 
-def _machine(stages: Stages) -> None:
+def _machine(stages: DemoPhases) -> None:
     def look() -> str:
         from foretell.hardware import parse
         from foretell.units import gib
@@ -152,7 +152,7 @@ def _cpu() -> str:
     return cpu_name()
 
 
-def _choose(stages: Stages) -> Plan:
+def _choose(stages: DemoPhases) -> Plan:
     """The best plan for this machine, as fast as the machine is now."""
     from foretell import api
     from foretell.search.solve.choose import told
@@ -209,7 +209,7 @@ def _text() -> tuple[Path, int]:
 # --- training and telling --------------------------------------------------------------------------------------------
 
 
-def _train(stages: Stages, path: Path, out: Path, text: Path, steps: int, plan: Plan) -> int:
+def _train(stages: DemoPhases, path: Path, out: Path, text: Path, steps: int, plan: Plan) -> int:
     """`foretell run` in a process of its own, as a user would type it."""
     from foretell.report.words import seconds, step_span
     from foretell.runtime.process.child import command
@@ -232,7 +232,7 @@ def _tokens(plan: Plan) -> int:
     return int(plan.predicted.get("tokens_per_step", 0)) // max(1, plan.global_batch) or 1
 
 
-def _tell(stages: Stages, out: Path, path: Path, *, json: bool) -> int:
+def _tell(stages: DemoPhases, out: Path, path: Path, *, json: bool) -> int:
     from foretell.cli import compare
 
     found = compare.written(out)
@@ -255,7 +255,7 @@ def _tell(stages: Stages, out: Path, path: Path, *, json: bool) -> int:
     return common.YES if ok else common.NO_OR_FAILED
 
 
-def _explain(stages: Stages, found: Comparison) -> None:
+def _explain(stages: DemoPhases, found: Comparison) -> None:
     """Where the step was not as predicted on a CPU: whether the machine is still as fast as it was."""
     from foretell import api
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from foretell.plan.types import Plan
     from foretell.report.comparison import Comparison
     from foretell.runtime.process.signals import Signals
-    from foretell.runtime.train.loop import Outcome
+    from foretell.runtime.train.loop import RunOutcome
     from foretell.search.profiles.learn import Taught
 
 PLAIN_SECONDS = 5.0
@@ -163,7 +163,7 @@ def _here(
     from foretell.runtime.train import folder
 
     folder.check(plan, asked, resume=resume)
-    screen = Screen()
+    screen = LiveScreen()
     with Signals(lambda text: screen.say(text) if common.speaks() else None, phase=EARLY) as signals:
         try:
             outcome = _trained(plan, asked, screen, out, device, signals, resume=resume)
@@ -183,8 +183,8 @@ def _here(
 
 
 def _trained(
-    plan: Plan, asked: dict[str, Any], screen: Screen, out: Path | None, device: str, signals: Signals, *, resume: bool
-) -> Outcome | int:
+    plan: Plan, asked: dict[str, Any], screen: LiveScreen, out: Path | None, device: str, signals: Signals, *, resume: bool
+) -> RunOutcome | int:
     """How the run ended; an exit status where it failed and it is not on this rank to tell."""
     from foretell.runtime.process import launch
 
@@ -213,9 +213,9 @@ def _keep_traces(plan: Plan, folder: Path) -> None:
 
 
 def _run(
-    plan: Plan, asked: dict[str, Any], screen: Screen, out: Path | None, device: str, command: str, signals: Signals, *,
+    plan: Plan, asked: dict[str, Any], screen: LiveScreen, out: Path | None, device: str, command: str, signals: Signals, *,
     resume: bool,
-) -> Outcome:  # fmt: skip
+) -> RunOutcome:  # fmt: skip
     try:
         from foretell.runtime.train.run import run
     except ModuleNotFoundError as error:
@@ -228,7 +228,7 @@ def _run(
 # --- speaking --------------------------------------------------------------------------------------------------------
 
 
-class Screen:
+class LiveScreen:
     """One live line on a terminal; elsewhere a line now and then. All of it on stderr."""
 
     def __init__(self) -> None:
@@ -279,7 +279,7 @@ def _tell_early(signal: str, status: int, *, json: bool) -> int:
     return status
 
 
-def _tell(outcome: Outcome, path: Path, compared: Comparison | None, taught: Taught | None, *, json: bool) -> int:
+def _tell(outcome: RunOutcome, path: Path, compared: Comparison | None, taught: Taught | None, *, json: bool) -> int:
     from foretell.runtime.process.signals import exit_status
 
     status = exit_status(outcome.signal) if outcome.status == "stopped" else common.YES
@@ -304,7 +304,7 @@ def _tell(outcome: Outcome, path: Path, compared: Comparison | None, taught: Tau
     return status
 
 
-def _lines(outcome: Outcome, path: Path) -> list[str]:
+def _lines(outcome: RunOutcome, path: Path) -> list[str]:
     from foretell.runtime.train.log import seconds
     from foretell.units import human_bytes
 

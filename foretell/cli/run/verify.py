@@ -14,7 +14,7 @@ from foretell.cli import common
 
 if TYPE_CHECKING:
     from foretell.runtime.check.twin import Twin
-    from foretell.runtime.check.verify import Case, Difference
+    from foretell.runtime.check.verify import Difference, PlanCheck
 
 
 def verify(
@@ -45,7 +45,7 @@ def _verify(name: str, asked: Any, steps: int, limit: float, *, json: bool) -> i
         cases = cases_of(twin.plan)
         if not json:
             common.emit("\n".join(_head(name, twin, steps, max(len(case.name) for case in cases))))
-        found: list[tuple[Case, Difference]] = []
+        found: list[tuple[PlanCheck, Difference]] = []
         for number, case in enumerate(cases, 1):
             run = partial(verifier.run, case)
             found.append((case, common.call(run, f"case {number} of {len(cases)}: {case.name}")))
@@ -79,7 +79,7 @@ def _head(name: str, twin: Twin, steps: int, width: int) -> list[str]:
     ]
 
 
-def _line(case: Case, found: Difference, width: int) -> str:
+def _line(case: PlanCheck, found: Difference, width: int) -> str:
     begin = f"{case.name:<{width}}  {case.plan.mesh.world:>5}  "
     if found.problem and found.loss != found.loss:
         return f"{begin}FAILED: {found.problem}"
@@ -92,7 +92,7 @@ def _line(case: Case, found: Difference, width: int) -> str:
 # --- for programs ----------------------------------------------------------------------------------------------------
 
 
-def _content(name: str, twin: Twin, steps: int, found: list[tuple[Case, Difference]], good: bool) -> dict[str, Any]:
+def _content(name: str, twin: Twin, steps: int, found: list[tuple[PlanCheck, Difference]], good: bool) -> dict[str, Any]:
     return {
         "assumptions": [
             "a plan that is right on a small twin of the same classes and axes is right on the model",

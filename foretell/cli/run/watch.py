@@ -40,7 +40,7 @@ def watch(
     what held it, and what would have fitted. Exit status and output are the script's own.
     """
     from foretell.observe import record
-    from foretell.observe.session import BEFORE, BESIDE, NO, Asked, Session
+    from foretell.observe.session import BEFORE, BESIDE, NO, Session, WatchRequest
     from foretell.trace.script.words import named
     from foretell.units import parse_bytes
 
@@ -61,7 +61,7 @@ def watch(
     if limit is not None and not on.strip().casefold().startswith(("auto", "cpu")):
         raise UserError(f"--memory-limit holds the script to it where it runs, and --on {on} may be another device", "leave --on out")
     path = out or _new_folder(Path("runs") / f"{Path(script.name).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-    asked = Asked(script=script, on=on, limit=limit, predict=predict, out=path, time_limit=time_limit)
+    asked = WatchRequest(script=script, on=on, limit=limit, predict=predict, out=path, time_limit=time_limit)
     status = Session(asked, record.Record(path, shlex.join(["foretell", *common.typed()]), common.versions()), say).run()
     if status < 0:  # ended by a signal: so does this
         signal.signal(-status, signal.SIG_DFL)

@@ -14,7 +14,7 @@ from foretell.errors import UserError
 from foretell.plan.text import shell_word
 
 if TYPE_CHECKING:
-    from foretell.prove.forecast import Asked
+    from foretell.prove.forecast import ForecastRequest
     from foretell.prove.types import Sealed
 
 USUAL_COUNT = 20
@@ -95,12 +95,12 @@ def _seal(seed: str, count: int, on: str, path: Path) -> str:
     return found
 
 
-def _asked(seed: str, count: int, on: str) -> Asked:
+def _asked(seed: str, count: int, on: str) -> ForecastRequest:
     """The device that is predicted for."""
     from dataclasses import replace
 
     from foretell.hardware import parse
-    from foretell.prove.forecast import Asked
+    from foretell.prove.forecast import ForecastRequest
     from foretell.prove.run import this_device
 
     if on != "auto":
@@ -109,12 +109,12 @@ def _asked(seed: str, count: int, on: str) -> Asked:
             raise UserError(f"{on} is {cluster.count} devices, and rows are run on one", "name one device, such as H200")
         if cluster.device.backend == "cpu":
             raise UserError(f"{on} is a CPU, and CPUs differ too much to be predicted unseen", "leave --on away, on that machine")
-        return Asked(seed=seed, count=count, cluster=cluster)
+        return ForecastRequest(seed=seed, count=count, cluster=cluster)
     here = this_device()
     cluster = parse(here["device"] if here["backend"] != "cpu" else "auto")
     cluster = replace(cluster, device=cluster.device.with_memory(int(here["memory_bytes"]), "reported by torch on this machine"))
     reported = here["reported_as"] if here["backend"] == "cpu" else None
-    return Asked(seed=seed, count=count, cluster=cluster, reported_as=reported)
+    return ForecastRequest(seed=seed, count=count, cluster=cluster, reported_as=reported)
 
 
 def _sealed(path: Path, *, json: bool) -> int:

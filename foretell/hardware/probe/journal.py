@@ -30,7 +30,7 @@ KIND, SCHEMA = "foretell-journal", 1
 _ANEW = "start anew without --resume"
 
 
-class Entry(NamedTuple):
+class JournalEntry(NamedTuple):
     """One line: what was done, how long that took, what came of it."""
 
     stage: str
@@ -41,9 +41,9 @@ class Entry(NamedTuple):
 class Journal:
     """An open journal. What `add` returned from is kept, whatever happens next."""
 
-    def __init__(self, path: Path, about: About, entries: Iterable[Entry] = ()) -> None:
+    def __init__(self, path: Path, about: About, entries: Iterable[JournalEntry] = ()) -> None:
         self.path, self.about = path, about
-        self.entries: list[Entry] = list(entries)
+        self.entries: list[JournalEntry] = list(entries)
         self._stream = path.open("r+b", buffering=0)
         self._end = self._stream.seek(0, os.SEEK_END)
 
@@ -57,7 +57,7 @@ class Journal:
         except OSError as error:
             raise self._full(error) from None
         self._end += len(line)
-        self.entries.append(Entry(stage, spent, dict(content)))
+        self.entries.append(JournalEntry(stage, spent, dict(content)))
 
     def _full(self, error: OSError) -> UserError:
         with contextlib.suppress(OSError):  # else the cut line is dropped when the journal is read
@@ -102,7 +102,7 @@ def begin(path: Path, about: About, *, resume: bool) -> Journal:
         raise UserError(f"cannot write the journal '{path}': {error.strerror}; nothing was measured", remedy) from None
 
 
-def _lines(about: About, entries: Iterable[Entry]) -> bytes:
+def _lines(about: About, entries: Iterable[JournalEntry]) -> bytes:
     head = {"kind": KIND, "schema": SCHEMA, **asdict(about)}
     rows = [head, *([entry.stage, round(entry.spent, 4), entry.content] for entry in entries)]
     return b"".join(json.dumps(row, separators=(",", ":")).encode() + b"\n" for row in rows)
@@ -120,7 +120,7 @@ def pack(path: Path) -> Path:
     return packed
 
 
-def write(path: Path, about: About, entries: Iterable[Entry]) -> None:
+def write(path: Path, about: About, entries: Iterable[JournalEntry]) -> None:
     """A whole journal at once; compressed where the name says so, like cases side by side, which makes it smaller."""
     if not path.name.endswith(".gz"):
         write_atomically(path, _lines(about, entries))
@@ -129,13 +129,13 @@ def write(path: Path, about: About, entries: Iterable[Entry]) -> None:
     write_atomically(path, gzip.compress(_lines(about, alike), mtime=0))
 
 
-def _family(entry: Entry) -> str:
+def _family(entry: JournalEntry) -> str:
     """Of a case that was measured; what else there is comes first."""
     case = entry.content.get("case")
     return str(case[0]) if entry.stage == "ops" and isinstance(case, list) and case else ""
 
 
-def read(path: Path) -> tuple[About, list[Entry]]:
+def read(path: Path) -> tuple[About, list[JournalEntry]]:
     """What a journal holds; damage anywhere but in a last line that was cut short is an error."""
     try:
         content = path.read_bytes()
@@ -170,14 +170,14 @@ def _about(path: Path, head: Any) -> About:
     return decode(About, head, f"the first line of the journal '{path}'", _ANEW)
 
 
-def _entry(path: Path, number: int, row: Any) -> Entry:
+def _entry(path: Path, number: int, row: Any) -> JournalEntry:
     where = f"line {number} of the journal '{path}'"
     if not (isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) and isinstance(row[2], dict)):
         raise FileFormatError(f"{where} is no measurement", _ANEW)
     stage, spent, content = row
     decode(float, spent, where, _ANEW)
     decode(_CONTENT.get(stage, _Figures), content, where, _ANEW)
-    return Entry(stage, float(spent), content)
+    return JournalEntry(stage, float(spent), content)
 
 
 _Figures = dict[str, float | str | bool | None]
@@ -212,7 +212,7 @@ class _Failed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Step:
+class _StepLine:
     config: Mapping[str, Any]
     seconds: float
     host_seconds: float | None
@@ -222,26 +222,26 @@ class _Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Level:
+class _LevelLine:
     working_set_bytes: float
     bytes_per_second: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Latency:
+class _LatencyLine:
     working_set_bytes: float
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rate:
+class _RateLine:
     dtype: str
     side: float
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Copy:
+class _CopyLine:
     name: str
     bytes: float
     seconds: float
@@ -249,7 +249,7 @@ class _Copy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Power:
+class _PowerLine:
     name: str
     watts: float | None
 
@@ -272,7 +272,8 @@ class _Note:
 
 
 _CONTENT: Mapping[str, Any] = {
-    "ops": _Ops, "failed": _Failed, "step": _Step, "level": _Level, "latency": _Latency, "rate": _Rate, "copy": _Copy, "power": _Power,
+    "ops": _Ops, "failed": _Failed, "step": _StepLine, "level": _LevelLine, "latency": _LatencyLine, "rate": _RateLine, "copy": _CopyLine,
+    "power": _PowerLine,
     "skipped": _Skipped, "finished": _Finished, "note": _Note, "clocks": dict[str, float], "launch": dict[str, float],
 }  # fmt: skip
 """Stage → what a line of it holds."""
@@ -301,12 +302,12 @@ def gather(path: str | Path, mode: str = "quick") -> Measured:
     return measured(about, entries, modes[-1] if modes else mode, stages("cpu" if about.backend == "cpu" else "cuda"))
 
 
-def measured(about: About, entries: Iterable[Entry], mode: str, expected: Iterable[str] = ()) -> Measured:
+def measured(about: About, entries: Iterable[JournalEntry], mode: str, expected: Iterable[str] = ()) -> Measured:
     """Measurements out of a journal; of the same thing measured twice the later counts.
 
     `expected` are stages that should have finished; those that have not are said to be missing.
     """
-    latest: dict[tuple[Any, ...], Entry] = {}
+    latest: dict[tuple[Any, ...], JournalEntry] = {}
     for entry in entries:
         latest[_key(entry)] = entry
     kept = list(latest.values())
@@ -326,7 +327,7 @@ def measured(about: About, entries: Iterable[Entry], mode: str, expected: Iterab
     )  # fmt: skip
 
 
-def _key(entry: Entry) -> tuple[Any, ...]:
+def _key(entry: JournalEntry) -> tuple[Any, ...]:
     content = entry.content
     if entry.stage in ("ops", "failed"):
         return ("ops", *content["case"])
@@ -336,16 +337,16 @@ def _key(entry: Entry) -> tuple[Any, ...]:
     return (entry.stage, *(content.get(name) for name in names), *(content if entry.stage == "clocks" else ()))
 
 
-def _case(entry: Entry) -> Case:
+def _case(entry: JournalEntry) -> Case:
     family, number = entry.content["case"]
     return Case(family, number, tuple(OpRow.from_list(row) for row in entry.content["rows"]))
 
 
-def _all(entries: Iterable[Entry], stage: str) -> tuple[dict[str, Any], ...]:
+def _all(entries: Iterable[JournalEntry], stage: str) -> tuple[dict[str, Any], ...]:
     return tuple(entry.content for entry in entries if entry.stage == stage)
 
 
-def _failures(entries: Iterable[Entry]) -> list[str]:
+def _failures(entries: Iterable[JournalEntry]) -> list[str]:
     """How many cases could not run, and the commonest reason."""
     why = [f"{entry.content['case'][0]}: {entry.content['why']}" for entry in entries if entry.stage == "failed"]
     if not why:

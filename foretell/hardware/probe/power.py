@@ -25,7 +25,7 @@ def watts(mode: str, until: float) -> Iterator[tuple[float, dict[str, Any]]]:
         if found is None:
             return
         pynvml, handle = found
-        meter = Meter(pynvml, handle)
+        meter = PowerMeter(pynvml, handle)
         began = time.perf_counter()
         yield time.perf_counter() - began, meter.idle(HELD_SECONDS[mode])
         for name, make in _loads(mode):
@@ -39,7 +39,7 @@ def watts(mode: str, until: float) -> Iterator[tuple[float, dict[str, Any]]]:
             yield time.perf_counter() - began, {"name": name, **row, "rate": work / row["seconds"], "unit": unit}
 
 
-class Meter:
+class PowerMeter:
     """Joules and clocks of one GPU."""
 
     def __init__(self, pynvml: Any, handle: Any) -> None:

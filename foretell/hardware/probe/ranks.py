@@ -50,7 +50,7 @@ _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fabric:
+class MeasuredLinks:
     """What the ranks found."""
 
     about: About
@@ -64,7 +64,7 @@ class Fabric:
 
 def probe_ranks(
     device: str = "auto", *, force: bool = False, progress: Callable[[str, float], None] = lambda doing, share: None
-) -> Fabric | None:
+) -> MeasuredLinks | None:
     """Measure what joins the ranks; all of them call this. A GPU in use is refused unless `force`."""
     kind = machine.choose(device)
     if kind == "cuda" and not force:
@@ -91,19 +91,19 @@ def probe_ranks(
         return None
     order = sorted(range(len(facts)), key=lambda rank: (facts[rank]["node"], facts[rank]["local"], rank))
     cluster, more = merge([facts[rank] for rank in order], _renumbered(pairs, order))
-    return Fabric(
+    return MeasuredLinks(
         about=machine.about(kind), cluster=cluster, backend=backend, collectives=tuple(found),
         pairs=tuple(_renumbered(pairs, order)), notes=(*dict.fromkeys(notes), *more),
     )  # fmt: skip
 
 
-def write(fabric: Fabric, out: str | Path) -> Path:
+def write(fabric: MeasuredLinks, out: str | Path) -> Path:
     """The cluster as a hardware file, whole or not at all, and beside it the rows as a journal."""
     target = Path(out)
     entries = [
-        *(journal.Entry("collective", 0.0, row) for row in fabric.collectives),
-        *(journal.Entry("pair", 0.0, row) for row in fabric.pairs),
-        *(journal.Entry("note", 0.0, {"text": text}) for text in fabric.notes),
+        *(journal.JournalEntry("collective", 0.0, row) for row in fabric.collectives),
+        *(journal.JournalEntry("pair", 0.0, row) for row in fabric.pairs),
+        *(journal.JournalEntry("note", 0.0, {"text": text}) for text in fabric.notes),
     ]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def write(fabric: Fabric, out: str | Path) -> Path:
     return target
 
 
-def attached(profile: Profile, fabric: Fabric) -> Profile:
+def attached(profile: Profile, fabric: MeasuredLinks) -> Profile:
     """A device's profile with what joins several of it."""
     return replace(profile, collectives=fabric.collectives, links=fabric.cluster.matrix)
 

@@ -26,7 +26,7 @@ from foretell.hardware.catalog import devices as catalogue
 from foretell.hardware.probe import journal, machine, ops, run
 from foretell.hardware.profile import folder
 from foretell.hardware.share.check import complaints
-from foretell.hardware.share.file import END, MOST_BYTES, Shared, read, shared_of, write
+from foretell.hardware.share.file import END, MOST_BYTES, SharedProbe, read, shared_of, write
 
 Progress = Callable[[str, float], None]
 RANKS_SECONDS = 40.0
@@ -36,7 +36,7 @@ ALL_SECONDS = 290.0
 _MACHINES = ("x86_64", "aarch64", "arm64")
 
 
-def share(device: str, *, out: Path | None = None, resume: bool = False, force: bool = False, progress: Progress) -> tuple[Shared, Path]:
+def share(device: str, *, out: Path | None = None, resume: bool = False, force: bool = False, progress: Progress) -> tuple[SharedProbe, Path]:
     """Measure this machine and write the file."""
     began = time.monotonic()
     kind = machine.choose(device)
@@ -95,7 +95,7 @@ def _kept(out: Path, content: bytes) -> None:
 # ---------------------------------------------------------------- nobody's machine
 
 
-def _anonymous(shared: Shared) -> None:
+def _anonymous(shared: SharedProbe) -> None:
     """The file's alphabet has no paths, and its other texts are words of the probe; this looks for the names of this machine and of
     its user among what the machine says of itself."""
     about = shared.measured.about

@@ -28,7 +28,7 @@ LOCK = "lock"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class AddedFile:
     """One added file."""
 
     digest: str
@@ -52,7 +52,7 @@ class Added:
     """Whether the catalogue has the device."""
     figures: Mapping[str, Any]
     threads: int | None
-    sources: tuple[Source, ...]
+    sources: tuple[AddedFile, ...]
     low: float = 1.0
     high: float = 1.0
     """Between which factors of the middle the files lie."""

@@ -15,7 +15,7 @@ from foretell.hardware.catalog import GENERIC_CPU, find_reported
 from foretell.hardware.catalog import devices as catalogue
 from foretell.hardware.probe.summary import product_rate
 from foretell.hardware.profile import OpRow
-from foretell.hardware.share.file import REMEDY, STAGES, Shared
+from foretell.hardware.share.file import REMEDY, STAGES, SharedProbe
 from foretell.hardware.types import PEAK_DTYPES, Device
 
 ABOVE = 1.1
@@ -61,13 +61,13 @@ _UNARY = ("aten.gelu.", "aten.relu.", "aten.exp.", "aten.tanh.", "aten.silu.", "
 """Ops that read and write every element once."""
 
 
-def refuse(shared: Shared, path: str) -> None:
+def refuse(shared: SharedProbe, path: str) -> None:
     found = next(complaints(shared), None)
     if found is not None:
         raise FileFormatError(f"'{path}': {found}", REMEDY)
 
 
-def complaints(shared: Shared) -> Iterator[str]:
+def complaints(shared: SharedProbe) -> Iterator[str]:
     """What cannot be, the gravest first."""
     device = shared.device
     yield from _figures(shared, device)
@@ -79,7 +79,7 @@ def complaints(shared: Shared) -> Iterator[str]:
     yield from _others(shared, device)
 
 
-def _figures(shared: Shared, device: Device) -> Iterator[str]:
+def _figures(shared: SharedProbe, device: Device) -> Iterator[str]:
     """The device is one that can be, and the one that its name says."""
     about = shared.measured.about
     for name, (least, most) in MOST.items():
@@ -116,7 +116,7 @@ def _unlike(device: Device, known: Device) -> Iterator[str]:
             yield f"{name} is {said:,.4g}, and {known.name} has {usual:,.4g}"
 
 
-def _numbers(shared: Shared) -> Iterator[str]:
+def _numbers(shared: SharedProbe) -> Iterator[str]:
     """Positive where it must be, and not longer than anybody waits."""
     measured = shared.measured
     rows = measured.rows
@@ -142,7 +142,7 @@ def _numbers(shared: Shared) -> Iterator[str]:
         yield f"clocks are {dict(measured.clocks)}"
 
 
-def _missing(shared: Shared) -> Iterator[str]:
+def _missing(shared: SharedProbe) -> Iterator[str]:
     measured = shared.measured
     strange = [stage for stage in measured.missing if stage not in STAGES]
     if strange:
@@ -158,7 +158,7 @@ def _missing(shared: Shared) -> Iterator[str]:
             yield f"{name} were not measured; let the probe finish"
 
 
-def _references(shared: Shared, device: Device) -> Iterator[str]:
+def _references(shared: SharedProbe, device: Device) -> Iterator[str]:
     """Reference steps are the probe's own: what a file names is traced when it is added, so it must name nothing else."""
     from foretell.hardware.probe.cases.steps import configs
 
@@ -169,7 +169,7 @@ def _references(shared: Shared, device: Device) -> Iterator[str]:
             return
 
 
-def _too_fast(shared: Shared, device: Device) -> Iterator[str]:
+def _too_fast(shared: SharedProbe, device: Device) -> Iterator[str]:
     for row in shared.measured.rows:
         found = product_rate(row)
         if found is None or row.seconds < TIMED_SECONDS:
@@ -200,7 +200,7 @@ def _too_fast(shared: Shared, device: Device) -> Iterator[str]:
             return
 
 
-def _too_slow(shared: Shared, device: Device) -> Iterator[str]:
+def _too_slow(shared: SharedProbe, device: Device) -> Iterator[str]:
     """Wrong units, another device's rows, or a machine that was in use. A CPU's peak is assumed, so it may be far from it."""
     best: dict[str, float] = {}
     for row in shared.measured.rows:
@@ -218,7 +218,7 @@ def _too_slow(shared: Shared, device: Device) -> Iterator[str]:
         yield f"memory moves at most {told}: other units, or a device that was in use"
 
 
-def _others(shared: Shared, device: Device) -> Iterator[str]:
+def _others(shared: SharedProbe, device: Device) -> Iterator[str]:
     for copy in shared.measured.copies:
         if copy["bytes"] / copy["seconds"] > COPIES_BYTES_PER_SECOND:
             yield f"a copy ({copy['name']}) moves {copy['bytes'] / copy['seconds'] / 1e9:,.4g} GB/s"

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from foretell.hardware.profile import Case, Measured, OpRow
-from foretell.hardware.share.file import Shared
+from foretell.hardware.share.file import SharedProbe
 
 TIMED_SECONDS = 5e-6
 """Shorter rows say little about how fast a device is."""
@@ -39,7 +39,7 @@ class Combined:
         return max((1.0, *self.factors))
 
 
-def combined(files: Sequence[Shared], band: tuple[float, float]) -> Combined:
+def combined(files: Sequence[SharedProbe], band: tuple[float, float]) -> Combined:
     """The middle of files of one device; `band` is what each of them alone is believed within."""
     if len(files) == 1:
         return Combined(measured=files[0].measured, factors=(1.0,))
@@ -61,7 +61,7 @@ def combined(files: Sequence[Shared], band: tuple[float, float]) -> Combined:
     return Combined(measured=middle, factors=factors, contradiction=_contradiction(files, factors, band))
 
 
-def _contradiction(files: Sequence[Shared], factors: Sequence[float], band: tuple[float, float]) -> str:
+def _contradiction(files: Sequence[SharedProbe], factors: Sequence[float], band: tuple[float, float]) -> str:
     """The two that are furthest apart, where what one is believed within does not meet the other's."""
     slow, quick = max(range(len(files)), key=factors.__getitem__), min(range(len(files)), key=factors.__getitem__)
     if factors[slow] * band[0] <= factors[quick] * band[1]:
@@ -98,7 +98,7 @@ def geometric(values: Iterable[float]) -> float:
     return math.exp(median(logs)) if logs else 0.0
 
 
-def _cases(files: Sequence[Shared], rows: Sequence[_Rows], factors: Sequence[float]) -> tuple[Case, ...]:
+def _cases(files: Sequence[SharedProbe], rows: Sequence[_Rows], factors: Sequence[float]) -> tuple[Case, ...]:
     found: dict[tuple[str, int], dict[tuple[Any, ...], list[OpRow]]] = {}
     for one, factor in zip(rows, factors, strict=True):
         for key, row in one.items():

@@ -54,7 +54,7 @@ _STEP = ("config", "seconds", "spread", "host_seconds", "busy_seconds", "steps",
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class SharedProbe:
     """What one person measured of one device, as a file has it."""
 
     measured: Measured
@@ -92,7 +92,7 @@ def device_of(figures: Mapping[str, Any], source: str) -> Device:
 # ---------------------------------------------------------------- writing
 
 
-def shared_of(measured: Measured, *, known: bool, seed: int = 1, collectives: Any = (), links: Any = None) -> Shared:
+def shared_of(measured: Measured, *, known: bool, seed: int = 1, collectives: Any = (), links: Any = None) -> SharedProbe:
     """What may be shared of measurements: nothing that tells whose machine it was."""
     about = replace(measured.about, date=measured.about.date[:10], figures={name: measured.about.figures.get(name) for name in FIGURES})
     missing = tuple(stage for stage in STAGES if any(text.startswith(f"{stage}:") for text in measured.missing))
@@ -100,10 +100,10 @@ def shared_of(measured: Measured, *, known: bool, seed: int = 1, collectives: An
     disturbed = any(text.startswith("other work was going on") for text in measured.notes)
     plain = replace(measured, about=about, mode=MODE, missing=missing, notes=(), steps=steps)
     rows = tuple({name: row[name] for name in ("op", "bytes", "ranks", "nodes", "backend", "seconds")} for row in collectives)
-    return Shared(measured=plain, known=known, disturbed=disturbed, collectives=rows, links=links, seed=seed)
+    return SharedProbe(measured=plain, known=known, disturbed=disturbed, collectives=rows, links=links, seed=seed)
 
 
-def content_of(shared: Shared) -> dict[str, Any]:
+def content_of(shared: SharedProbe) -> dict[str, Any]:
     """Everything in the file but its digest."""
     measured = shared.measured
     return {
@@ -133,7 +133,7 @@ def digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical({name: value for name, value in content.items() if name != "digest"})).hexdigest()
 
 
-def write(shared: Shared) -> bytes:
+def write(shared: SharedProbe) -> bytes:
     """The bytes of a file; the same measurements give the same."""
     content = content_of(shared)
     return gzip.compress(canonical({**content, "digest": digest_of(content)}), 9, mtime=0)
@@ -142,7 +142,7 @@ def write(shared: Shared) -> bytes:
 # ---------------------------------------------------------------- reading
 
 
-def load(path: Path) -> Shared:
+def load(path: Path) -> SharedProbe:
     """Read a file that somebody else wrote."""
     try:
         if not path.is_file():
@@ -154,7 +154,7 @@ def load(path: Path) -> Shared:
     return read(content, str(path))
 
 
-def read(content: bytes, path: str) -> Shared:
+def read(content: bytes, path: str) -> SharedProbe:
     """What a file holds, if it holds what it should; `path` is what errors call it. Plausibility is `check`'s."""
     data = _data(content, path)
     if not isinstance(data, dict) or data.get("kind") != KIND:
@@ -225,21 +225,21 @@ def _text(value: str, where: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Level:
+class _SharedLevel:
     working_set_bytes: float
     bytes_per_second: float
     spread: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Latency:
+class _SharedLatency:
     working_set_bytes: float
     seconds: float
     spread: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rate:
+class _SharedRate:
     dtype: str
     side: int
     seconds: float
@@ -247,7 +247,7 @@ class _Rate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Copy:
+class _SharedCopy:
     name: str
     bytes: float
     seconds: float
@@ -255,7 +255,7 @@ class _Copy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Power:
+class _SharedPower:
     name: str
     watts: float
     clock_mhz: float | None = None
@@ -296,21 +296,21 @@ class _Content:
     missing: tuple[str, ...]
     clocks: Mapping[str, float]
     launch: Mapping[str, float]
-    levels: tuple[_Level, ...]
-    copies: tuple[_Copy, ...]
-    power: tuple[_Power, ...]
+    levels: tuple[_SharedLevel, ...]
+    copies: tuple[_SharedCopy, ...]
+    power: tuple[_SharedPower, ...]
     steps: tuple[_Step, ...]
     collectives: tuple[_Collective, ...]
     ops: Mapping[str, Any]
     links: tuple[tuple[float, ...], ...] | None = field(default=None)
-    latency: tuple[_Latency, ...] = ()
-    rates: tuple[_Rate, ...] = ()
+    latency: tuple[_SharedLatency, ...] = ()
+    rates: tuple[_SharedRate, ...] = ()
 
 
 _ALLOWED = {"kind", "schema", "units", "digest", *(item.name for item in fields(_Content))}
 
 
-def _shared(data: Mapping[str, Any]) -> Shared:
+def _shared(data: Mapping[str, Any]) -> SharedProbe:
     unknown = sorted(set(data) - _ALLOWED)
     if unknown:
         raise Mismatch(unknown[0], "is no field of a shared probe")
@@ -328,7 +328,7 @@ def _shared(data: Mapping[str, Any]) -> Shared:
         launch=content.launch, **{name: tuple(data[name]) for name in ("steps", "levels", "copies", "power")},
         **{name: tuple(data.get(name, ())) for name in LATER},
     )  # fmt: skip
-    found = Shared(
+    found = SharedProbe(
         measured=measured, known=content.known, disturbed=content.disturbed, seed=content.seed, digest=data["digest"],
         collectives=tuple(data["collectives"]), links=content.links,
     )  # fmt: skip

@@ -40,9 +40,9 @@ from foretell.lower.fsdp.units import (
     LAST,
     MODEL_END,
     MORE,
+    FsdpSharding,
+    FsdpUnit,
     Storages,
-    Unit,
-    Way,
     units_of,
 )
 from foretell.lower.fsdp.weave import Weaver, block_of
@@ -68,7 +68,7 @@ def shard(
     """
     if ranks * replicate < 2 and units is None and beside is None:
         raise ValueError(f"sharding needs at least 2 ranks, got {ranks}")
-    way = Way(
+    way = FsdpSharding(
         ranks=ranks, replicate=replicate, reshard=reshard_of(reshard, ranks), wide=wide_of(trace), reduce=reduce,
         inside=units is not None, apart={path: reshard_of(one, ranks) for path, one in (apart or {}).items()},
     )  # fmt: skip
@@ -126,7 +126,7 @@ def wide_of(trace: Trace) -> Mapping[str, str]:
     return _WIDE.get(str(recipe.get("precision", "fsdp-bf16")), {})
 
 
-def _meta(trace: Trace, units: Mapping[str, Unit], way: Way) -> dict[str, object]:
+def _meta(trace: Trace, units: Mapping[str, FsdpUnit], way: FsdpSharding) -> dict[str, object]:
     return {
         **trace.meta, "ranks": way.ranks * way.replicate, "shards": way.ranks,
         "units": [path for path, unit in units.items() if unit.parameters],
@@ -136,7 +136,7 @@ def _meta(trace: Trace, units: Mapping[str, Unit], way: Way) -> dict[str, object
 # ---------------------------------------------------------------------- the update
 
 
-def on_shards(ops: Sequence[Op], units: Mapping[str, Unit], way: Way, storages: Storages) -> tuple[Op, ...]:
+def on_shards(ops: Sequence[Op], units: Mapping[str, FsdpUnit], way: FsdpSharding, storages: Storages) -> tuple[Op, ...]:
     """The same ops on fp32 shards: an optimizer works element by element, on the shapes of its parameters."""
     shapes = {piece.spec.shape for unit in units.values() for piece in unit.parameters}
     place = {whole: kept for unit in units.values() for whole, kept in unit.shards.items()}

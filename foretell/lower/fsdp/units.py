@@ -29,7 +29,7 @@ DP_SHARD, DP_REPLICATE = "dp_shard", "dp_replicate"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class FsdpSharding:
     """How parameters are sharded."""
 
     ranks: int
@@ -65,25 +65,25 @@ class Way:
         return self.reduce or dtype
 
 
-class Piece(NamedTuple):
+class ShardedParameter(NamedTuple):
     """A parameter, which is sharded by rows."""
 
     storage: int
     spec: TensorSpec
     """Whole, as compute sees it."""
 
-    def rows(self, way: Way) -> TensorSpec:
+    def rows(self, way: FsdpSharding) -> TensorSpec:
         """What one rank keeps of it."""
         return TensorSpec(way.part(self.spec.shape), way.kept(self.spec.dtype))
 
 
 @dataclass
-class Unit:
+class FsdpUnit:
     """What is gathered and reduced at once: a block, or what is left for the root."""
 
     path: str
-    parameters: list[Piece] = field(default_factory=list)
-    trained: list[Piece] = field(default_factory=list)
+    parameters: list[ShardedParameter] = field(default_factory=list)
+    trained: list[ShardedParameter] = field(default_factory=list)
     """Parameters that get a gradient: those that the optimizer touches."""
     gradients: list[int] = field(default_factory=list)
     """Storages of the whole gradients; two gradients may share one."""
@@ -129,23 +129,23 @@ class Storages:
 
 
 def units_of(
-    trace: Trace, way: Way, storages: Storages, chosen: Sequence[str] | None = None, left: Sequence[str] = (),
+    trace: Trace, way: FsdpSharding, storages: Storages, chosen: Sequence[str] | None = None, left: Sequence[str] = (),
     beside: Sequence[str] | None = None,
-) -> dict[str, Unit]:  # fmt: skip
+) -> dict[str, FsdpUnit]:  # fmt: skip
     """Path → unit, the root first; every parameter and gradient in the one it belongs to.
 
     With `chosen` these are the units, and only what they hold; what modules in `left` hold is in none. With `beside` these are
     the units beside the root, not the blocks."""
     blocks = (trace.meta.get("blocks", ()) if beside is None else beside) if chosen is None else chosen
     assert isinstance(blocks, Sequence)
-    units = {path: Unit(path) for path in ("", *blocks)}
+    units = {path: FsdpUnit(path) for path in ("", *blocks)}
     out = {number for number, storage in trace.storages.items() if _out(storage.module, units, chosen, left)}
     specs, trained = _specs(trace), {ref.storage for op in _ops(trace, "update") for ref in op.inputs}
     for number in trace.resident:
         storage = trace.storages[number]
         if storage.role == types.PARAMETER and number not in out:
             unknown = TensorSpec((storage.nbytes // DTYPE_BYTES["bfloat16"],), "bfloat16")
-            piece = Piece(number, specs.get(number, unknown))
+            piece = ShardedParameter(number, specs.get(number, unknown))
             unit = units[unit_of(storage.module, units)]
             unit.parameters.append(piece)
             unit.trained.extend([piece] if number in trained else [])
@@ -157,7 +157,7 @@ def units_of(
     return units
 
 
-def _out(module: str, units: Mapping[str, Unit], chosen: Sequence[str] | None, left: Sequence[str]) -> bool:
+def _out(module: str, units: Mapping[str, FsdpUnit], chosen: Sequence[str] | None, left: Sequence[str]) -> bool:
     """Whether what a module holds is in no unit."""
     if chosen is not None and not unit_of(module, units):
         return True
@@ -179,7 +179,7 @@ def _ops(trace: Trace, name: str) -> tuple[Op, ...]:
     return trace.programs[name].ops if name in trace.programs else ()
 
 
-def unit_of(module: str, units: Mapping[str, Unit]) -> str:
+def unit_of(module: str, units: Mapping[str, FsdpUnit]) -> str:
     """Path of the unit that a module is part of."""
     path = module
     while path and path not in units:
@@ -187,7 +187,7 @@ def unit_of(module: str, units: Mapping[str, Unit]) -> str:
     return path
 
 
-def _allocate(unit: Unit, way: Way, storages: Storages) -> None:
+def _allocate(unit: FsdpUnit, way: FsdpSharding, storages: Storages) -> None:
     """Name the storages that a unit uses, and size them."""
     gathered, cast = 0, 0
     for piece in unit.parameters:

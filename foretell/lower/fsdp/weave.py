@@ -14,9 +14,9 @@ from foretell.lower.fsdp.units import (
     END,
     MODEL_END,
     MORE,
-    Piece,
-    Unit,
-    Way,
+    FsdpSharding,
+    FsdpUnit,
+    ShardedParameter,
     unit_of,
 )
 from foretell.trace import types
@@ -33,7 +33,7 @@ class Weaver:
     """Writes the ops of a micro-batch, or of an evaluation, with what FSDP2 does around them."""
 
     def __init__(
-        self, units: Mapping[str, Unit], way: Way, old: Mapping[int, Storage], *, role: str, within: bool = False
+        self, units: Mapping[str, FsdpUnit], way: FsdpSharding, old: Mapping[int, Storage], *, role: str, within: bool = False
     ) -> None:
         self.units, self.way, self.old = units, way, old
         self.within = within
@@ -183,7 +183,7 @@ class Weaver:
             allocates=born, frees=tuple(number for number in born if number != unit.gradient),
         )  # fmt: skip
 
-    def _sum_over_replicas(self, unit: Unit, source: Ref, spec: TensorSpec) -> None:
+    def _sum_over_replicas(self, unit: FsdpUnit, source: Ref, spec: TensorSpec) -> None:
         """Scatter inside the group (or copy, where it is one rank); then hold the result, or sum it over groups."""
         apart = unit.reduce_output >= 0
         scattered = Ref(unit.reduce_output if apart else unit.gradient, spec)
@@ -205,11 +205,11 @@ class Weaver:
         )  # fmt: skip
         self.held_sums.extend([scattered.storage] if apart else [])
 
-    def _gradients(self, unit: Unit) -> list[Ref]:
+    def _gradients(self, unit: FsdpUnit) -> list[Ref]:
         """The whole gradients of a unit, each as flat bytes of its storage."""
         return [Ref(number, TensorSpec((self.old[number].nbytes,), "uint8")) for number in unit.gradients]
 
-    def _start_gather(self, unit: Unit, where: str | None = None) -> None:
+    def _start_gather(self, unit: FsdpUnit, where: str | None = None) -> None:
         if self.way.ranks == 1:
             return
         if unit.path in self.spread:
@@ -223,7 +223,7 @@ class Weaver:
             allocates=(source, unit.gather_output), frees=(source,), ranks=ranks,
         )  # fmt: skip
 
-    def _copy_out(self, unit: Unit, *frees: int) -> None:
+    def _copy_out(self, unit: FsdpUnit, *frees: int) -> None:
         self.whole.add(unit.path)
         if self.way.ranks == 1:
             self._copy(unit)
@@ -238,7 +238,7 @@ class Weaver:
             allocates=tuple(ref.storage for ref in whole), frees=(*parts, *frees),
         )  # fmt: skip
 
-    def _copy(self, unit: Unit) -> None:
+    def _copy(self, unit: FsdpUnit) -> None:
         """Plain replicas: each parameter is cast and copied; a cast goes when the next one is made."""
         before: tuple[int, ...] = ()
         for piece in unit.parameters:
@@ -252,7 +252,7 @@ class Weaver:
         if before:
             self._emit("foretell.all_gather_wait", unit.path, frees=before)
 
-    def _spread(self, unit: Unit) -> None:
+    def _spread(self, unit: FsdpUnit) -> None:
         """Keep the part of each parameter that fewer ranks share, and give the whole back."""
         for piece in unit.parameters if unit.path in self.whole else ():
             part = Ref(unit.parts[piece.storage], self._part(piece, unit))
@@ -261,29 +261,29 @@ class Weaver:
         self.whole.discard(unit.path)
         self.spread.add(unit.path)
 
-    def _part(self, piece: Piece, unit: Unit) -> TensorSpec:
+    def _part(self, piece: ShardedParameter, unit: FsdpUnit) -> TensorSpec:
         padded = self.way.ranks * piece.rows(self.way).numel
         return TensorSpec((padded // int(self.way.after(unit.path)),), piece.spec.dtype)
 
-    def _gathered(self, unit: Unit) -> Ref:
+    def _gathered(self, unit: FsdpUnit) -> Ref:
         """The result of a unit's all-gather, as one flat tensor."""
         return self._once(unit, "gathered", lambda: self._flat(unit))
 
-    def _once(self, unit: Unit, what: str, made: Callable[[], T]) -> T:
+    def _once(self, unit: FsdpUnit, what: str, made: Callable[[], T]) -> T:
         key = (unit.path, what)
         if key not in self.lists:
             self.lists[key] = made()
         found: T = self.lists[key]
         return found
 
-    def _flat(self, unit: Unit) -> Ref:
+    def _flat(self, unit: FsdpUnit) -> Ref:
         counts = [(self.way.ranks * piece.rows(self.way).numel, piece.spec.dtype) for piece in unit.parameters]
         if len({dtype for _, dtype in counts}) == 1:
             return Ref(unit.gather_output, TensorSpec((sum(count for count, _ in counts),), counts[0][1]))
         nbytes = sum(count * DTYPE_BYTES[dtype] for count, dtype in counts)
         return Ref(unit.gather_output, TensorSpec((nbytes,), "uint8"))
 
-    def _reshard(self, unit: Unit, *frees: int) -> None:
+    def _reshard(self, unit: FsdpUnit, *frees: int) -> None:
         whole = tuple(piece.storage for piece in unit.parameters) if unit.path in self.whole else ()
         self.whole.discard(unit.path)
         if whole or frees:
@@ -337,7 +337,7 @@ def _touches_parameters(op: Op, old: Mapping[int, Storage]) -> bool:
     return any(old[ref.storage].role == types.PARAMETER for ref in op.inputs)
 
 
-def _backward_units(ops: Sequence[Op], units: Mapping[str, Unit]) -> list[str]:
+def _backward_units(ops: Sequence[Op], units: Mapping[str, FsdpUnit]) -> list[str]:
     """The unit of every backward op; an op of no module belongs to the block around it."""
     found = [unit_of(op.module, units) for op in ops]
     last = 0
@@ -351,6 +351,6 @@ def _backward_units(ops: Sequence[Op], units: Mapping[str, Unit]) -> list[str]:
 
 def block_of(ops: Sequence[Op], blocks: Iterable[str]) -> list[str]:
     """The block of every op of a micro-batch, forward and backward; empty for what is in none."""
-    units = {path: Unit(path) for path in ("", *blocks)}
+    units = {path: FsdpUnit(path) for path in ("", *blocks)}
     start = next((i for i, op in enumerate(ops) if op.phase in _BACKWARD), len(ops))
     return [unit_of(op.module, units) for op in ops[:start]] + _backward_units(ops[start:], units)

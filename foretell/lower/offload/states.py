@@ -36,7 +36,7 @@ ENDS_NORM = ("_foreach_mul_", "_record_function_enter_new", "zeros", "_foreach_a
 
 
 @dataclass(frozen=True)
-class Unit:
+class StateUnit:
     """What is updated together."""
 
     path: str
@@ -60,14 +60,14 @@ class Unit:
         return self.weights != DEVICE
 
 
-def units_of(trace: Trace, plan: Plan) -> tuple[Unit, ...]:
+def units_of(trace: Trace, plan: Plan) -> tuple[StateUnit, ...]:
     """In the order that forward needs them."""
     blocks = blocks_of(trace)
     where, gone, width = tiers(plan, blocks), streamed(plan, blocks), width_of_weights(plan)
     gradients = _by_owner(trace, blocks, _gradients(trace))
     sizes = _by_owner(trace, blocks, _shards(trace)) if SHARDS in trace.meta else gradients
     return tuple(
-        Unit(path, sum(-(-trace.storages[n].nbytes // width // ALIGN) * ALIGN for n in sizes[path]), where[path], tuple(numbers),
+        StateUnit(path, sum(-(-trace.storages[n].nbytes // width // ALIGN) * ALIGN for n in sizes[path]), where[path], tuple(numbers),
              HOST if path in gone else DEVICE)
         for path, numbers in gradients.items()
         if numbers
@@ -138,7 +138,7 @@ def moved(trace: Trace, plan: Plan) -> Trace:
                    meta={**trace.meta, MOVED: True})  # fmt: skip
 
 
-def _kept(units: Sequence[Unit], plan: Plan, storages: dict[int, Storage]) -> list[int]:
+def _kept(units: Sequence[StateUnit], plan: Plan, storages: dict[int, Storage]) -> list[int]:
     """States that stay, the ring, what an update needs for itself, and blocks that are at hand."""
     form, weight = form_of(plan), width_of_weights(plan)
     each = bytes_of(form, weight)
@@ -169,7 +169,7 @@ def _until_norm(ops: Sequence[Op]) -> tuple[Op, ...]:
     return tuple(kept)
 
 
-def _waiting(ops: Sequence[Op], units: Sequence[Unit], blocks: Sequence[str]) -> Iterable[Op]:
+def _waiting(ops: Sequence[Op], units: Sequence[StateUnit], blocks: Sequence[str]) -> Iterable[Op]:
     left = {unit.path: unit for unit in units}
     for op in ops:
         if op.phase == "forward":
@@ -181,7 +181,7 @@ def _waiting(ops: Sequence[Op], units: Sequence[Unit], blocks: Sequence[str]) ->
         yield op
 
 
-def _fetching(ops: Sequence[Op], leaving: Mapping[str, Unit], blocks: Sequence[str]) -> Iterable[Op]:
+def _fetching(ops: Sequence[Op], leaving: Mapping[str, StateUnit], blocks: Sequence[str]) -> Iterable[Op]:
     left = dict(leaving)
     for op in ops:
         unit = left.pop(_owner(op.module, blocks), None) if op.phase != "forward" else None
@@ -190,7 +190,7 @@ def _fetching(ops: Sequence[Op], leaving: Mapping[str, Unit], blocks: Sequence[s
         yield op
 
 
-def _left(ops: Sequence[Op], leaving: Mapping[str, Unit], blocks: Sequence[str]) -> tuple[Op, ...]:
+def _left(ops: Sequence[Op], leaving: Mapping[str, StateUnit], blocks: Sequence[str]) -> tuple[Op, ...]:
     """Gradients that go down: they are forgotten when those of the block before theirs go, or at the end."""
     last: dict[str, int] = {}
     for at, op in enumerate(ops):

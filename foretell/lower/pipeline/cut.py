@@ -25,7 +25,7 @@ _OWNED = (types.PARAMETER, types.GRADIENT, types.OPTIMIZER, types.BUFFER)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class CutStage:
     """What one stage does with one micro-batch. Storages are numbered as in the trace of one device."""
 
     index: int
@@ -48,13 +48,13 @@ class Stage:
     """Gradient on one device → the storage that is this stage's gradient of the same parameter, where they differ."""
 
 
-def cut(trace: Trace, stages: Sequence[Sequence[str]]) -> tuple[Stage, ...]:
+def cut(trace: Trace, stages: Sequence[Sequence[str]]) -> tuple[CutStage, ...]:
     """The stages of a micro-batch; `stages` are the blocks of each."""
     work = _Cut(trace, stages)
     return tuple(work.stage(index) for index in range(len(stages)))
 
 
-def some(trace: Trace, stages: Sequence[Sequence[str]], wanted: Iterable[int]) -> tuple[Stage, ...]:
+def some(trace: Trace, stages: Sequence[Sequence[str]], wanted: Iterable[int]) -> tuple[CutStage, ...]:
     """The same of some of the stages."""
     work = _Cut(trace, stages)
     return tuple(work.stage(index) for index in wanted)
@@ -140,7 +140,7 @@ class _Cut:
 
     # ------------------------------------------------------------------ one stage
 
-    def stage(self, index: int) -> Stage:
+    def stage(self, index: int) -> CutStage:
         forward = [p for p in range(self.start) if self.where[p] == index]
         backward = [p for p in range(self.start, len(self.ops)) if self.where[p] == index]
         again = [p for p in self.plain if self.where[p] < index and (not forward or p < forward[0])]
@@ -149,7 +149,7 @@ class _Cut:
         back, given = self._crossing_back(index + 1), self._crossing_back(index)
         resident, tied = self._resident(index)
         done = _Deaths(self, index, forward, backward, {ref.storage for ref in sent}, {ref.storage for ref in given})
-        return Stage(
+        return CutStage(
             index=index, forward=done.forward, backward=done.backward, received=received, sent=sent,
             gradients_received=back, gradients_sent=given, resident=resident, held=done.held, tied=tied,
             owners=frozenset(

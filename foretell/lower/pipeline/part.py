@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from foretell.lower.fsdp.sharded import reshard_of, wide_of
-from foretell.lower.fsdp.units import Way
+from foretell.lower.fsdp.units import FsdpSharding
 from foretell.lower.fsdp.weave import loss_inside
-from foretell.lower.pipeline.cut import Stage
+from foretell.lower.pipeline.cut import CutStage
 from foretell.lower.pipeline.halves import halves, unshared, weight_readers
 from foretell.lower.pipeline.shard import StageWeaver, stage_trace
 from foretell.lower.steps import adding
@@ -25,10 +25,10 @@ EACH = (INPUT, HELD, RECEIVED, GRADIENT_RECEIVED, GRADIENT_SENT)
 """Kinds of storages that every micro-batch has its own of."""
 
 
-class Part:
+class StagePart:
     """A stage on its rank. Storages are numbered as in the trace of one device, with new ones behind."""
 
-    def __init__(self, trace: Trace, stage: Stage, plan: Plan) -> None:
+    def __init__(self, trace: Trace, stage: CutStage, plan: Plan) -> None:
         assert plan.pipeline is not None
         self.trace, self.plan = trace, plan
         self.index = stage.index
@@ -71,7 +71,7 @@ class Part:
         if mesh.spread == 1:
             return None
         ranks = mesh.dp_shard * mesh.cp
-        way = Way(
+        way = FsdpSharding(
             ranks=ranks, replicate=mesh.dp_replicate, reshard=reshard_of(plan.reshard, ranks),
             wide=wide_of(trace), reduce="float32" if plan.precision in MIXED else None,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from foretell.lower.pipeline.part import (
     RECEIVED,
     RESIDENT,
     TEMPORARY,
-    Part,
+    StagePart,
 )
 from foretell.plan.blocks import rank_of_stage, stages_of, stages_of_rank
 from foretell.plan.types import Plan
@@ -60,13 +60,13 @@ def rank_traces(trace: Trace, plan: Plan, *, holds_sends: bool = False) -> tuple
     holders = {number: sorted(ranks) for number, ranks in ties.items()}
     found = []
     for rank, order in enumerate(every):
-        parts = [Part(trace, stages[index], plan) for index in stages_of_rank(plan, rank)]
+        parts = [StagePart(trace, stages[index], plan) for index in stages_of_rank(plan, rank)]
         found.append(_Rank(trace, rank, parts, plan, holds_sends, holders).arranged(order))
     return tuple(found)
 
 
 def arranged(
-    trace: Trace, rank: int, parts: Sequence[Part], plan: Plan, order: Order, ties: Mapping[int, Sequence[int]]
+    trace: Trace, rank: int, parts: Sequence[StagePart], plan: Plan, order: Order, ties: Mapping[int, Sequence[int]]
 ) -> RankTrace:
     """The step of one rank that runs its stages' events in some order; `ties`: parameter that several ranks hold → those."""
     return _Rank(trace, rank, parts, plan, True, ties).arranged(order)
@@ -76,7 +76,7 @@ def arranged(
 class _Rank:
     trace: Trace
     rank: int
-    parts: Sequence[Part]
+    parts: Sequence[StagePart]
     plan: Plan
     holds_sends: bool
     ties: Mapping[int, Sequence[int]]
@@ -107,7 +107,7 @@ class _Rank:
             self.storages[found] = storage
         return found
 
-    def of(self, part: Part, number: int, micro: int) -> int:
+    def of(self, part: StagePart, number: int, micro: int) -> int:
         """The storage of this rank that stands for one of a stage's."""
         kind = part.kinds.get(number, TEMPORARY)
         which = 0 if kind not in EACH else micro if kind == GRADIENT_SENT else self.slots.get(part.index, {}).get(micro, micro)
@@ -175,7 +175,7 @@ class _Rank:
         if event.kind != "I":
             del slots[event.micro]
 
-    def _let_go(self, part: Part, sent: list[int]) -> None:
+    def _let_go(self, part: StagePart, sent: list[int]) -> None:
         """When gradients that were sent die: 1f1b drops them after its next backward, gpipe and loops at once."""
         assert self.plan.pipeline is not None
         if self._here(part.index - 1):  # they take the place of the other stage's buffers
@@ -198,7 +198,7 @@ class _Rank:
         """Whether a stage is on this rank."""
         return any(part.index == index for part in self.parts)
 
-    def _messages(self, name: str, part: Part, refs: Sequence[Ref], event: Event, phase: str) -> None:
+    def _messages(self, name: str, part: StagePart, refs: Sequence[Ref], event: Event, phase: str) -> None:
         if self._here(part.index + (1 if (name == SEND) == (phase == "forward") else -1)):
             return
         for ref in refs:
@@ -206,7 +206,7 @@ class _Rank:
             inputs, outputs = (moved, ()) if name == SEND else ((), moved)
             self.out.append(Op(name, inputs, outputs, "", phase, 0, attrs=_PAIR))
 
-    def _renamed(self, part: Part, ops: Sequence[Op], micro: int) -> Iterator[Op]:
+    def _renamed(self, part: StagePart, ops: Sequence[Op], micro: int) -> Iterator[Op]:
         place = self.slots.get(part.index, {}).get(micro, -1 - micro)
         sent = {ref.storage for ref in part.gradients_sent}
         for op in ops:
@@ -217,7 +217,7 @@ class _Rank:
                     self.renamed[id(op), place] = known
             yield known[1]
 
-    def _rename(self, part: Part, op: Op, micro: int) -> Op:
+    def _rename(self, part: StagePart, op: Op, micro: int) -> Op:
         place = self.slots.get(part.index, {}).get(micro, micro)
         known = self.numbers.setdefault((part.index, micro, place), {})
 
@@ -268,7 +268,7 @@ class _Rank:
             if mine:
                 yield self._joined(mine)
 
-    def _joined(self, mine: Sequence[tuple[Part, Op]]) -> Op:
+    def _joined(self, mine: Sequence[tuple[StagePart, Op]]) -> Op:
         renamed = [next(self._renamed(part, (op,), 0)) for part, op in mine]
         first = renamed[0]
         return replace(

@@ -11,7 +11,7 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 
 from foretell.lower.fsdp.sharded import on_shards
-from foretell.lower.fsdp.units import ALONE, Storages, Unit, Way, units_of
+from foretell.lower.fsdp.units import ALONE, FsdpSharding, FsdpUnit, Storages, units_of
 from foretell.lower.fsdp.weave import Weaver
 from foretell.trace import types
 from foretell.trace.types import Op, Ref, Storage, TensorSpec, Trace
@@ -21,7 +21,7 @@ from foretell.units import DTYPE_BYTES
 class StageWeaver(Weaver):
     """Weaves the events of one stage in the order they come; storages are those of the trace of one device."""
 
-    def __init__(self, trace: Trace, way: Way, *, looped: bool, loss_inside: bool, split: bool) -> None:
+    def __init__(self, trace: Trace, way: FsdpSharding, *, looped: bool, loss_inside: bool, split: bool) -> None:
         self.storages = Storages(trace.storages)
         units = units_of(trace, way, self.storages)
         super().__init__(units, way, ChainMap(dict(trace.storages), self.storages.all), role=ALONE)
@@ -44,7 +44,7 @@ class StageWeaver(Weaver):
                 size = self.old[number].nbytes // DTYPE_BYTES[dtype] * DTYPE_BYTES[way.summed(dtype)]
                 self.sums[number] = self.storages.add(size, types.GRADIENT, unit.path)
 
-    def _widens(self, unit: Unit) -> bool:
+    def _widens(self, unit: FsdpUnit) -> bool:
         return any(self.way.summed(piece.spec.dtype) != piece.spec.dtype for piece in unit.trained)
 
     @property
@@ -91,7 +91,7 @@ class StageWeaver(Weaver):
         self.added.clear()
         return self.out
 
-    def _gradients(self, unit: Unit) -> list[Ref]:
+    def _gradients(self, unit: FsdpUnit) -> list[Ref]:
         return [Ref(number, TensorSpec((self.storages.all[number].nbytes,), "uint8")) for number in unit.gradients]
 
     def _after_backward(self, path: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from foretell.trace.flow.calls import Call, Cut, Flow, Ref
+from foretell.trace.flow.calls import Call, Flow, SliceKey, ValueRef
 
 
 def alike(flow: Flow, paths: Sequence[str]) -> dict[str, str]:
@@ -39,9 +39,9 @@ def _signature(flow: Flow, path: str, calls: Sequence[Call]) -> Hashable:
         return names[value]
 
     def frozen(value: Any) -> Hashable:
-        if isinstance(value, Ref):
+        if isinstance(value, ValueRef):
             return named(value.value)
-        if isinstance(value, tuple) and not isinstance(value, Cut):
+        if isinstance(value, tuple) and not isinstance(value, SliceKey):
             return tuple(frozen(item) for item in value)
         if isinstance(value, Mapping):
             return tuple((key, frozen(item)) for key, item in value.items())

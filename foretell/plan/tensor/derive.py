@@ -40,7 +40,7 @@ WORTH = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective:
+class Exchange:
     """One exchange between the ranks of the tensor axis."""
 
     kind: str
@@ -71,7 +71,7 @@ class Derived:
     """What activations between split regions are split along: positions, samples; empty where they are whole."""
     loss: bool
     """Whether the loss is computed on split logits."""
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[Exchange, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -286,7 +286,7 @@ def _derived(flow: Flow, setting: Setting, leg: Leg, choices: Choices, notes: li
         whole={key: reason for key, reason in choices.banned.items() if key not in places},
         sequence=tuple(dict.fromkeys("positions" if dim else "samples" for dim in sorted(leg.stream, reverse=True))),
         loss=leg.loss,
-        collectives=tuple(Collective(kind=k, phase=p, nbytes=n, module=m) for k, p, n, m in leg.exchanges),
+        collectives=tuple(Exchange(kind=k, phase=p, nbytes=n, module=m) for k, p, n, m in leg.exchanges),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from foretell.plan.tensor.types import (
     edges,
     operands,
 )
-from foretell.trace.flow.calls import Call, Cut, Flow, Ref, Value
+from foretell.trace.flow.calls import Call, Flow, FlowValue, SliceKey, ValueRef
 from foretell.units import DTYPE_BYTES
 
 Span = tuple[int, int] | None
@@ -141,7 +141,7 @@ def weight_uses(flow: Flow) -> dict[str, Use]:
     for call in flow.calls:
         name = base_name(call.name)[0]
         for position, value in enumerate(call.args if name in WEIGHTED else ()):
-            if isinstance(value, Ref) and value.value in keys:
+            if isinstance(value, ValueRef) and value.value in keys:
                 use = layer_use(name, position, len(flow.values[value.value].shape))
                 key = keys[value.value]
                 if use is not None and (use.table or key not in found):
@@ -220,11 +220,11 @@ class Pass:
         return given, {key: self._operand(value, slots) for key, value in call.kwargs.items()}, slots
 
     def _operand(self, value: Any, slots: list[int]) -> Any:
-        if isinstance(value, Ref):
+        if isinstance(value, ValueRef):
             slots.append(value.value)
             known = self.flow.values[value.value]
             return Operand(len(slots) - 1, known.shape, self.places.get(value.value), known.dtype == "bool")
-        if isinstance(value, Cut):
+        if isinstance(value, SliceKey):
             return value
         return tuple(self._operand(item, slots) for item in value) if isinstance(value, tuple) else value
 
@@ -248,7 +248,7 @@ class Pass:
             self._count(call, value, x.place, want, shares)
         self._count_special(call, result, [self.flow.values[slots[x.slot]] for x in found])
 
-    def _count_special(self, call: Call, result: Result, found: list[Value]) -> None:
+    def _count_special(self, call: Call, result: Result, found: list[FlowValue]) -> None:
         if result.special == "embedding":
             output = self.flow.values[call.outputs[0]]
             forward, backward = way(PARTIAL, result.places(1)[0], False)
@@ -318,7 +318,7 @@ class Pass:
         """A layer, fed by what is whole or of the stream, may begin a split region."""
         name = base_name(call.name)[0]
         for position, ref in enumerate(call.args):
-            value = ref.value if isinstance(ref, Ref) else -1
+            value = ref.value if isinstance(ref, ValueRef) else -1
             use = layer_use(name, position, len(self.flow.values[value].shape)) if value >= 0 else None
             root = self.roots.get(value)
             if use is None or root is None or self.places.get(value) is not None:
@@ -511,9 +511,9 @@ def _within(span: Span, start: int, length: int, x: Operand) -> Span:
 def refs_of(*values: Any) -> list[int]:
     found: list[int] = []
     for value in values:
-        if isinstance(value, Ref):
+        if isinstance(value, ValueRef):
             found.append(value.value)
-        elif isinstance(value, (tuple, list)) and not isinstance(value, Cut):
+        elif isinstance(value, (tuple, list)) and not isinstance(value, SliceKey):
             found += refs_of(*value)
         elif isinstance(value, Mapping):
             found += refs_of(*value.values())

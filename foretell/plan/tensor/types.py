@@ -12,12 +12,30 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
-from foretell.trace.flow.calls import Cut
+from foretell.trace.flow.calls import SliceKey
 
 Shape = tuple[int, ...]
 __all__ = [
-    "PARTIAL", "Cut", "Operand", "Partial", "Place", "Refine", "Refuse", "Result", "Setting", "Shape", "Shard", "between", "broadcast",
-    "divided", "edges", "global_shape", "local_shape", "operands", "replaced", "share",
+    "PARTIAL",
+    "Operand",
+    "Partial",
+    "Place",
+    "Refine",
+    "Refuse",
+    "Result",
+    "Setting",
+    "Shape",
+    "Shard",
+    "SliceKey",
+    "between",
+    "broadcast",
+    "divided",
+    "edges",
+    "global_shape",
+    "local_shape",
+    "operands",
+    "replaced",
+    "share",
 ]  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from foretell.plan.tensor.types import (
     PARTIAL,
-    Cut,
     Operand,
     Partial,
     Place,
@@ -20,6 +19,7 @@ from foretell.plan.tensor.types import (
     Setting,
     Shape,
     Shard,
+    SliceKey,
     between,
     divided,
     edges,
@@ -298,11 +298,11 @@ def narrow(s: Setting, x: Operand, dim: int, start: int, length: int) -> Result:
     dim = wrap(dim, len(x.shape))
     if not isinstance(x.place, Shard) or x.place.dim != dim:
         return Result(x.place, keep(x))
-    at, part, span = _slice(s, x, dim, Cut(start, start + length, None))
+    at, part, span = _slice(s, x, dim, SliceKey(start, start + length, None))
     return Result(part, keep(x), (x, dim, at.start, at.stop - at.start), {}, along=True, spans=(span,))
 
 
-def _slice(s: Setting, x: Operand, dim: int, cut: Cut) -> tuple[Cut, Shard, tuple[int, int]]:
+def _slice(s: Setting, x: Operand, dim: int, cut: SliceKey) -> tuple[SliceKey, Shard, tuple[int, int]]:
     """A slice along the split dimension: of one rank's part, how it lies, and where it is in the whole."""
     place = x.place
     assert isinstance(place, Shard)
@@ -310,24 +310,24 @@ def _slice(s: Setting, x: Operand, dim: int, cut: Cut) -> tuple[Cut, Shard, tupl
     every = all(segment % (step * s.ranks) == 0 for segment in place.segments)
     if step > 1 and start < step and stop > x.shape[dim] - step + start and every:
         segments = tuple(segment // step for segment in place.segments)
-        return Cut(start, None, step), Shard(dim, segments, place.stream), (0, x.shape[dim])
+        return SliceKey(start, None, step), Shard(dim, segments, place.stream), (0, x.shape[dim])
     if step != 1 or stop <= start:
         raise Refuse("takes scattered entries of the split dimension")
     _aligned(s, x, (start, stop))
     part = _part(place, start, stop)
     before = share(_part(place, 0, start).segments, s.ranks) if start else 0
-    return Cut(before, before + share(part.segments, s.ranks), None), part, (start, stop - start)
+    return SliceKey(before, before + share(part.segments, s.ranks), None), part, (start, stop - start)
 
 
 def getitem(s: Setting, x: Operand, index: Any) -> Result:
-    items = list(index) if isinstance(index, tuple) and not isinstance(index, Cut) else [index]
+    items = list(index) if isinstance(index, tuple) and not isinstance(index, SliceKey) else [index]
     if not isinstance(x.place, Shard):
         return Result(x.place, keep(x))
-    if Ellipsis in [item for item in items if not isinstance(item, (Operand, Cut))]:
+    if Ellipsis in [item for item in items if not isinstance(item, (Operand, SliceKey))]:
         at = next(i for i, item in enumerate(items) if item is Ellipsis)
         used = sum(_uses(item) for item in items if item is not Ellipsis)
-        items[at : at + 1] = [Cut(None, None, None)] * (len(x.shape) - used)
-    tensors = [item for item in items if isinstance(item, (Operand, tuple)) and not isinstance(item, Cut)]
+        items[at : at + 1] = [SliceKey(None, None, None)] * (len(x.shape) - used)
+    tensors = [item for item in items if isinstance(item, (Operand, tuple)) and not isinstance(item, SliceKey)]
     if len(tensors) > 1 or any(not isinstance(item, Operand) for item in tensors):
         raise Refuse("indexed by several tensors")
     return _indexed(s, x, items)
@@ -353,8 +353,8 @@ def _indexed(s: Setting, x: Operand, items: list[Any]) -> Result:
             out += 1
             continue
         here = dim <= found < dim + _uses(item)
-        if isinstance(item, Cut):
-            if here and item != Cut(None, None, None):
+        if isinstance(item, SliceKey):
+            if here and item != SliceKey(None, None, None):
                 local[position], part, span = _slice(s, x, dim, item)
                 landed = part.at(out)
             elif here:

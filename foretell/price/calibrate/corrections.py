@@ -47,7 +47,7 @@ KEPT = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class MeasuredRun:
     """What of a run says something about its machine."""
 
     name: str
@@ -62,7 +62,7 @@ class Run:
     """compute, memory, host → share of a step, where steps were watched op by op."""
 
     @classmethod
-    def of(cls, measured: Mapping[str, Any], name: str, ranks: int, shares: Mapping[str, float] | None = None) -> Run:
+    def of(cls, measured: Mapping[str, Any], name: str, ranks: int, shares: Mapping[str, float] | None = None) -> MeasuredRun:
         """From the JSON of a measurement."""
         seconds = float(measured["step_seconds"])
         return cls(
@@ -109,7 +109,7 @@ _INSIDE = frozenset({
 # ---------------------------------------------------------------- learning
 
 
-def learn(time: Time, run: Run, *, serial: bool) -> Lesson:
+def learn(time: Time, run: MeasuredRun, *, serial: bool) -> Lesson:
     """What a run says of the machine that `time` was predicted for; `serial`: the host itself computes, as a CPU does."""
     why = too_wild(run) or _bound_otherwise(time, run, serial)
     if why:
@@ -135,7 +135,7 @@ def learn(time: Time, run: Run, *, serial: bool) -> Lesson:
     return Lesson(factors={kind: bounded(left * shares[kind] / total / parts[kind]) for kind in kept})
 
 
-def too_wild(run: Run) -> str:
+def too_wild(run: MeasuredRun) -> str:
     """Why a run says nothing about its machine; empty where it does."""
     if run.ranks > 1:
         return f"{run.ranks} ranks wait for each other: only a run of one says what a device takes"
@@ -148,7 +148,7 @@ def too_wild(run: Run) -> str:
     return ""
 
 
-def _bound_otherwise(time: Time, run: Run, serial: bool) -> str:
+def _bound_otherwise(time: Time, run: MeasuredRun, serial: bool) -> str:
     if time.binds == "network" or time.exposed_communication_seconds > LEAST_SHARE * time.step_seconds:
         return "the step waits for communication, which has no factor"
     if serial or run.shares is None:
@@ -172,14 +172,14 @@ def bounded(factor: float, bounds: tuple[float, float] = BOUNDS) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ProfileCorrection:
     """A corrected profile, and the factors that made it."""
 
     profile: Profile
     factors: Mapping[str, float]
 
 
-def teach(profile: Profile, predict: Callable[[Profile], Time], run: Run, *, serial: bool, date: str) -> Found | str:
+def teach(profile: Profile, predict: Callable[[Profile], Time], run: MeasuredRun, *, serial: bool, date: str) -> ProfileCorrection | str:
     """The profile corrected by a run, in a few rounds, since a step is no plain sum; or why it is left as it is."""
     factors: dict[str, float] = {}
     time, best = predict(profile), None
@@ -196,7 +196,7 @@ def teach(profile: Profile, predict: Callable[[Profile], Time], run: Run, *, ser
         error = abs(time.step_seconds / run.step_seconds - 1)
         if error >= least:
             break
-        best, least = Found(profile=tried, factors=dict(factors)), error
+        best, least = ProfileCorrection(profile=tried, factors=dict(factors)), error
     return best or why or "no correction brings the prediction closer"
 
 

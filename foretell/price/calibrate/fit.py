@@ -176,7 +176,7 @@ def in_step(steps: Sequence[tuple[tuple[float, float], float]]) -> dict[str, flo
     return {"compute": (left * bb - right * ab) / determinant, "memory": (right * aa - left * ab) / determinant}
 
 
-def _load_points(points: Sequence[Mapping[str, Any]], device: Device) -> list[tuple[energy.Load, float]]:
+def _load_points(points: Sequence[Mapping[str, Any]], device: Device) -> list[tuple[energy.DeviceLoad, float]]:
     """Readings while one op ran over and over; `unit` says whether its rate is FLOPs or bytes."""
     found = []
     for point in points:
@@ -184,17 +184,17 @@ def _load_points(points: Sequence[Mapping[str, Any]], device: Device) -> list[tu
         if not watts or point["name"].endswith(ZEROS):
             continue
         if point["name"] == "idle":
-            found.append((energy.Load(0.0, 0.0, 0.0), float(watts)))
+            found.append((energy.DeviceLoad(0.0, 0.0, 0.0), float(watts)))
         elif rate and unit.startswith("flop"):
             dtype = next((name for name in ("tf32", "float32", "float16", "bfloat16") if name in unit or name in point["name"]), "bfloat16")
-            found.append((energy.Load(1.0, rate / device.peak(dtype), 0.1), float(watts)))
+            found.append((energy.DeviceLoad(1.0, rate / device.peak(dtype), 0.1), float(watts)))
         elif rate and unit.startswith("byte"):
             busy = float(point.get("busy", 1.0))
-            found.append((energy.Load(busy, 0.0, rate / device.memory_bandwidth_bytes_per_second), float(watts)))
+            found.append((energy.DeviceLoad(busy, 0.0, rate / device.memory_bandwidth_bytes_per_second), float(watts)))
     return found
 
 
-def _step_readings(steps: Sequence[Step], busy: Sequence[float], device: Device) -> list[tuple[energy.Load, float]]:
+def _step_readings(steps: Sequence[Step], busy: Sequence[float], device: Device) -> list[tuple[energy.DeviceLoad, float]]:
     return [
         (energy.load_of(trace, device, step["seconds"], seconds), float(step["watts"]))
         for (step, trace), seconds in zip(steps, busy, strict=True)

@@ -37,7 +37,7 @@ MANY: dict[str, Any] = {"depth": 6, "trees": 240, "rate": 0.1, "feature_share": 
 
 
 @dataclass(frozen=True)
-class Part:
+class FoldModel:
     """What one fold's rows taught."""
 
     laws: Mapping[str, Law]
@@ -57,7 +57,7 @@ class Part:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Part:
+    def from_dict(cls, data: Mapping[str, Any]) -> FoldModel:
         return cls(data["laws"], Trees.from_dict(data["trees"]) if data["trees"] is not None else None)
 
 
@@ -65,7 +65,7 @@ class Part:
 class Family:
     """What was learned of one family of ops."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[FoldModel, ...]
     accuracy: Mapping[str, float]
     """Held-out errors: rows, plain_median, plain_mean, plain_p90, trees_median, ..., r2."""
 
@@ -82,7 +82,7 @@ class Family:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Family:
-        return cls(tuple(Part.from_dict(one) for one in data["parts"]), dict(data["accuracy"]))
+        return cls(tuple(FoldModel.from_dict(one) for one in data["parts"]), dict(data["accuracy"]))
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _family(rows: list[tuple[Described, float, object]], seed: int) -> Family:
     group = np.unique([repr(g) for _, _, g in rows], return_inverse=True)[1]
     folds = min(FOLDS, int(group.max()) + 1)
     if folds < 2:
-        whole = Part(laws_of(described, seconds), None)
+        whole = FoldModel(laws_of(described, seconds), None)
         return Family((whole,), {"rows": float(len(rows))})
     fold = (np.random.default_rng(seed).permutation(int(group.max()) + 1) % folds)[group]
     settings = {**SETTINGS, **(MANY if len(rows) > MANY_ROWS else {})}
@@ -184,12 +184,12 @@ def _family(rows: list[tuple[Described, float, object]], seed: int) -> Family:
             weights = 1 + 2 * np.minimum(1, seconds[seen] / LONG_SECONDS)
             trees = fit(x[seen], left[seen], features, seed=seed + number, weights=weights, **settings)
             held[out] = left[out] - trees.predict(x[out])
-        parts.append(Part(laws, trees))
+        parts.append(FoldModel(laws, trees))
     accuracy = {"rows": float(len(rows)), **_errors("plain", plain, seconds)}
     if parts[0].trees is not None:
         accuracy |= _errors("trees", held, seconds)
     if accuracy.get("trees_mean", math.inf) >= accuracy["plain_mean"]:
-        parts, held = [Part(part.laws, None) for part in parts], plain
+        parts, held = [FoldModel(part.laws, None) for part in parts], plain
     accuracy["r2"] = float(1 - np.var(held) / np.var(np.log(seconds))) if np.ptp(seconds) else 0.0
     return Family(tuple(parts), accuracy)
 

@@ -10,21 +10,21 @@ from foretell.trace.types import TensorSpec
 from foretell.units import DTYPE_BYTES, MIB
 
 
-class Device(NamedTuple):
+class ScratchDevice(NamedTuple):
     multiprocessors: int
     threads: int
     """Resident threads per multiprocessor."""
 
 
-_DEVICES: dict[tuple[int, int], Device] = {
-    (7, 0): Device(80, 2048), (7, 5): Device(72, 1024), (8, 0): Device(108, 2048), (8, 6): Device(84, 1536),
-    (8, 7): Device(16, 1536), (8, 9): Device(142, 1536), (9, 0): Device(132, 2048), (10, 0): Device(148, 2048),
-    (10, 3): Device(160, 2048), (12, 0): Device(188, 1536), (12, 1): Device(48, 1536),
+_DEVICES: dict[tuple[int, int], ScratchDevice] = {
+    (7, 0): ScratchDevice(80, 2048), (7, 5): ScratchDevice(72, 1024), (8, 0): ScratchDevice(108, 2048), (8, 6): ScratchDevice(84, 1536),
+    (8, 7): ScratchDevice(16, 1536), (8, 9): ScratchDevice(142, 1536), (9, 0): ScratchDevice(132, 2048), (10, 0): ScratchDevice(148, 2048),
+    (10, 3): ScratchDevice(160, 2048), (12, 0): ScratchDevice(188, 1536), (12, 1): ScratchDevice(48, 1536),
 }  # fmt: skip
 """The largest part of each compute capability: more multiprocessors mean more staging."""
 
 
-def device(capability: tuple[int, int]) -> Device:
+def device(capability: tuple[int, int]) -> ScratchDevice:
     """The device of this compute capability, or of the newest one known that is older."""
     older = [known for known in _DEVICES if known <= tuple(capability)]
     return _DEVICES[max(older) if older else min(_DEVICES)]
@@ -44,7 +44,7 @@ _BLOCK_THREADS, _WARP = 512, 32
 _LEAST_PER_THREAD, _MOST_PER_THREAD = 16, 256
 
 
-def reduction_staging(spec: TensorSpec, dims: frozenset[int], accumulator: int, device: Device) -> tuple[int, ...]:
+def reduction_staging(spec: TensorSpec, dims: frozenset[int], accumulator: int, device: ScratchDevice) -> tuple[int, ...]:
     """ATen's Reduce.cuh for a contiguous input: bytes of partial results and of semaphores; empty if not split.
 
     Follows setReduceConfig: a block is laid over the fastest dimension, vectors of 4 over the outputs if that

@@ -111,7 +111,7 @@ def _numbers(data: Mapping[str, Any], name: str, axes: int) -> Floats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TreeSettings:
     """What `fit` and `out_of_fold` take by name."""
 
     depth: int = 6
@@ -137,7 +137,7 @@ def fit(
     x: ArrayLike, y: ArrayLike, features: Sequence[str], *, seed: int = 0, weights: ArrayLike | None = None,
     validation: tuple[ArrayLike, ArrayLike] | float | None = None, **settings: Any,
 ) -> Trees:  # fmt: skip
-    """Trees that predict `y` from the rows of `x`, under `Settings` by name; the same seed gives the same trees.
+    """Trees that predict `y` from the rows of `x`, under `TreeSettings` by name; the same seed gives the same trees.
 
     With `validation`, rows of its own or a share of these, the trees end where its error is least.
     """
@@ -150,7 +150,7 @@ def fit(
         if held.all() or not held.any():
             raise InternalError(f"{len(held)} rows cannot give a share of {validation} to validation")
         seen, watched = seen[~held], seen[held]
-    return _boosted(seen, watched, tuple(features), Settings(**settings), rng)
+    return _boosted(seen, watched, tuple(features), TreeSettings(**settings), rng)
 
 
 def out_of_fold(
@@ -188,7 +188,7 @@ def _table(x: ArrayLike, y: ArrayLike, features: Sequence[str], weights: ArrayLi
 
 
 def _boosted(
-    seen: Floats, watched: Floats | None, features: tuple[str, ...], s: Settings, rng: np.random.Generator
+    seen: Floats, watched: Floats | None, features: tuple[str, ...], s: TreeSettings, rng: np.random.Generator
 ) -> Trees:
     columns, targets, shares = seen[:, :-2].T, seen[:, -2], seen[:, -1]
     cuts = [_cuts(column, s.bins) for column in columns]
@@ -223,7 +223,7 @@ def _boosted(
 
 
 def _grown(
-    codes: Ints, cuts: Ints, pull: Floats, say: Floats, s: Settings, rng: np.random.Generator
+    codes: Ints, cuts: Ints, pull: Floats, say: Floats, s: TreeSettings, rng: np.random.Generator
 ) -> tuple[list[int], list[int], Ints]:
     """The questions of one tree, as features and bin numbers, and the leaf of every row."""
     vary = np.flatnonzero(cuts)
@@ -242,7 +242,7 @@ def _grown(
     return asked, bin_numbers, leaf
 
 
-def _gains(codes: Ints, leaf: Ints, shape: tuple[int, int], pull: Floats, say: Floats, s: Settings) -> Floats:
+def _gains(codes: Ints, leaf: Ints, shape: tuple[int, int], pull: Floats, say: Floats, s: TreeSettings) -> Floats:
     """(features × thresholds): how much asking this of every leaf lowers the squares; leaves too small do not count."""
     leaves, width = shape
     cell = (codes + leaf * width + np.arange(len(codes))[:, None] * (leaves * width)).ravel()
@@ -258,7 +258,7 @@ def _gains(codes: Ints, leaf: Ints, shape: tuple[int, int], pull: Floats, say: F
     return gain
 
 
-def _leaf_values(leaf: Ints, pull: Floats, say: Floats, s: Settings) -> Floats:
+def _leaf_values(leaf: Ints, pull: Floats, say: Floats, s: TreeSettings) -> Floats:
     """What every leaf has left over, drawn towards its parent's, and that towards its own."""
     sums = [np.bincount(leaf, values, 1 << s.depth) for values in (pull, say, None)]
     values = np.zeros(1)

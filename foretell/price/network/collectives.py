@@ -32,40 +32,40 @@ ALL_TO_ALL, BROADCAST, P2P = "all_to_all", "broadcast", "p2p"
 OPERATIONS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, P2P)
 
 
-class Part(NamedTuple):
+class RateFraction(NamedTuple):
     """A fraction of a nominal rate, and where it is known from."""
 
     fraction: float
     source: str
 
 
-REACHED: Mapping[str, Part] = {
-    "NVLink5": Part(0.80, "NCCL's topology table counts 40.1 of 50 GB/s for each of its links"),
-    "NVLink4": Part(0.82, "NCCL's topology table counts 20.6 of 25 GB/s a link; its authors expect 370 of 450 GB/s"),
-    "nvlink": Part(
+REACHED: Mapping[str, RateFraction] = {
+    "NVLink5": RateFraction(0.80, "NCCL's topology table counts 40.1 of 50 GB/s for each of its links"),
+    "NVLink4": RateFraction(0.82, "NCCL's topology table counts 20.6 of 25 GB/s a link; its authors expect 370 of 450 GB/s"),
+    "nvlink": RateFraction(
         0.80, "NCCL's topology table counts 20 of 25 GB/s a link on V100 and A100; tests on A100 show 200 to 235"
     ),
-    "xgmi": Part(0.70, "assumed; public tests on eight MI300X reach 310 to 330 of 448 GB/s"),
-    "c2c": Part(0.80, "assumed as NVLink"),
-    "pcie": Part(0.60, "assumed; NCCL counts 12 of 15.75 GB/s for gen 3, and eight cards on two bridges reach less"),
-    "memory": Part(0.30, "assumed: staged through host memory"),
-    "infiniband": Part(
+    "xgmi": RateFraction(0.70, "assumed; public tests on eight MI300X reach 310 to 330 of 448 GB/s"),
+    "c2c": RateFraction(0.80, "assumed as NVLink"),
+    "pcie": RateFraction(0.60, "assumed; NCCL counts 12 of 15.75 GB/s for gen 3, and eight cards on two bridges reach less"),
+    "memory": RateFraction(0.30, "assumed: staged through host memory"),
+    "infiniband": RateFraction(
         0.96, "NCCL's authors expect 46 to 48 of 50 GB/s a card; four 25 GB/s cards were seen to reach 96"
     ),
-    "roce": Part(0.92, "assumed a little below InfiniBand"),
-    "slingshot": Part(0.85, "assumed"),
-    "efa": Part(0.80, "assumed"),
-    "OPA100": Part(0.40, "set on published runs of one machine, between 0.25 and 0.6; its users measured far less"),
-    "omnipath": Part(0.60, "assumed; BigScience measured far less on theirs"),
-    "ethernet": Part(0.80, "assumed: sockets"),
+    "roce": RateFraction(0.92, "assumed a little below InfiniBand"),
+    "slingshot": RateFraction(0.85, "assumed"),
+    "efa": RateFraction(0.80, "assumed"),
+    "OPA100": RateFraction(0.40, "set on published runs of one machine, between 0.25 and 0.6; its users measured far less"),
+    "omnipath": RateFraction(0.60, "assumed; BigScience measured far less on theirs"),
+    "ethernet": RateFraction(0.80, "assumed: sockets"),
 }
 """By name of a link, else by its kind: the part of the nominal rate a large ring reaches."""
 
-SWITCH_REDUCES: Mapping[str, Part] = {
-    "NVLink4": Part(
+SWITCH_REDUCES: Mapping[str, RateFraction] = {
+    "NVLink4": RateFraction(
         0.61, "NCCL's authors: about 275 GB/s of buffer (480 of bus) for a large all-reduce over eight H100"
     ),
-    "NVLink5": Part(0.53, "public tests: 830 to 840 GB/s of bus over eight B200, which is 477 of buffer"),
+    "NVLink5": RateFraction(0.53, "public tests: 830 to 840 GB/s of bus over eight B200, which is 477 of buffer"),
 }
 """Buffer bytes per second of an all-reduce in the switch, over the nominal rate of the link."""
 
@@ -334,9 +334,9 @@ def copy(nbytes: float, link: Link, *, duplex: bool = False, pinned: bool = True
     )  # fmt: skip
 
 
-COPIES: Mapping[str, Part] = {
-    "alone": Part(0.84, "measured on one H200: 53.2 and 53.4 of 63.0 GB/s; assumed for other links"),
-    "duplex": Part(0.77, "measured on one H200: 48 and 51 of 63.0 GB/s each way at once; assumed for other links"),
+COPIES: Mapping[str, RateFraction] = {
+    "alone": RateFraction(0.84, "measured on one H200: 53.2 and 53.4 of 63.0 GB/s; assumed for other links"),
+    "duplex": RateFraction(0.77, "measured on one H200: 48 and 51 of 63.0 GB/s each way at once; assumed for other links"),
 }
 PAGEABLE_BYTES_PER_SECOND = 5e9
 """Assumed: unpinned memory goes through one more copy on the host, measured at 9.6 GB/s read and written."""
@@ -349,8 +349,8 @@ def reached(link: Link) -> float:
     return link.bytes_per_second * _part(link).fraction
 
 
-def _part(link: Link) -> Part:
-    return REACHED.get(link.name) or REACHED.get(link.kind) or Part(0.6, "assumed: an unknown kind of link")
+def _part(link: Link) -> RateFraction:
+    return REACHED.get(link.name) or REACHED.get(link.kind) or RateFraction(0.6, "assumed: an unknown kind of link")
 
 
 def _wire(operation: str, ranks: int) -> float:

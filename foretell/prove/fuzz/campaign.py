@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from foretell.prove.fuzz.types import Failure, Verdict
+from foretell.prove.fuzz.types import Failure, FuzzVerdict
 
 HANG_SECONDS = 90.0
 """After which a model that does not answer is ended."""
@@ -31,12 +31,12 @@ class Campaign:
 
     seed: str
     asked: int
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[FuzzVerdict] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
-    def failed(self) -> list[Verdict]:
+    def failed(self) -> list[FuzzVerdict]:
         return [one for one in self.verdicts if one.failure is not None]
 
     def summary(self) -> dict[str, Any]:
@@ -139,20 +139,20 @@ def run(seed: str, count: int, ops: int, folder: Path, *, progress: Progress = l
     return found
 
 
-def _judged(worker: Worker, index: int) -> Verdict:
+def _judged(worker: Worker, index: int) -> FuzzVerdict:
     answer = worker.ask("judge", index, None, HANG_SECONDS)
     if isinstance(answer, str):
-        return Verdict(index, failure=Failure(answer.partition(":")[0], f"the model was to be judged; {answer}"))
-    return Verdict.from_json(answer)
+        return FuzzVerdict(index, failure=Failure(answer.partition(":")[0], f"the model was to be judged; {answer}"))
+    return FuzzVerdict.from_json(answer)
 
 
-def _write_row(folder: Path, verdict: Verdict) -> None:
+def _write_row(folder: Path, verdict: FuzzVerdict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "rows.jsonl").open("w" if verdict.index == 0 else "a", encoding="utf-8") as stream:
         stream.write(json.dumps(verdict.to_json()) + "\n")
 
 
-def _written(worker: Worker, verdict: Verdict, folder: Path, *, shrink: bool) -> Path:
+def _written(worker: Worker, verdict: FuzzVerdict, folder: Path, *, shrink: bool) -> Path:
     """The failure as a file: reduced where that can be done in time, else the whole model."""
     assert verdict.failure is not None
     path = folder / f"{verdict.failure.kind}_{verdict.index}.py"
@@ -164,11 +164,11 @@ def _written(worker: Worker, verdict: Verdict, folder: Path, *, shrink: bool) ->
     return path
 
 
-def _reducible(verdict: Verdict) -> bool:
+def _reducible(verdict: FuzzVerdict) -> bool:
     return verdict.failure is not None and verdict.failure.kind not in ("crash", "hang", "fuzzer")
 
 
-def operators_seen(verdicts: Sequence[Verdict]) -> Mapping[str, int]:
+def operators_seen(verdicts: Sequence[FuzzVerdict]) -> Mapping[str, int]:
     """Operator → models that have it."""
     names = [name for one in verdicts for name in one.names]
     return {name: names.count(name) for name in sorted(set(names))}

@@ -24,7 +24,7 @@ from foretell.errors import ForetellError
 from foretell.plan.types import Mesh, Plan, Residency
 from foretell.prove.fuzz.generate import draw
 from foretell.prove.fuzz.render import Broken, render
-from foretell.prove.fuzz.types import Failure, Model, Verdict
+from foretell.prove.fuzz.types import Failure, FuzzVerdict, Model
 from foretell.runtime.parallel.apply import apply
 from foretell.runtime.parallel.ranks import Ranks
 from foretell.simulate.memory.replay import peak_live
@@ -60,7 +60,7 @@ def predict(trace: Trace) -> int:
 
 
 @dataclass(frozen=True)
-class Run:
+class TwoSteps:
     """What two steps gave."""
 
     losses: tuple[float, ...]
@@ -79,7 +79,7 @@ class NoModel(Exception):
 # ---------------------------------------------------------------------------------------------- drawing
 
 
-def drawn(seed: str, index: int, ops: int, folder: Path) -> tuple[Model, Run, int]:
+def drawn(seed: str, index: int, ops: int, folder: Path) -> tuple[Model, TwoSteps, int]:
     """The first draw that is a model, what it computes, and how many draws were none."""
     for turn in range(MOST_TURNS):
         model = draw(seed, index, ops, turn)
@@ -125,7 +125,7 @@ def _optimizer(name: str, parameters: Sequence[nn.Parameter]) -> torch.optim.Opt
     return torch.optim.SGD(parameters, lr=RATE, momentum=0.9 if kind == "momentum" else 0.0, **flags)
 
 
-def plain(model: Model, source: Source) -> Run:
+def plain(model: Model, source: Source) -> TwoSteps:
     """Two steps by hand."""
     try:
         return _plain(model, source)
@@ -135,7 +135,7 @@ def plain(model: Model, source: Source) -> Run:
         raise NoModel(f"{type(error).__name__}: {error}") from error
 
 
-def _plain(model: Model, source: Source) -> Run:
+def _plain(model: Model, source: Source) -> TwoSteps:
     torch.manual_seed(0)
     workload = load(source)
     module, loss_of = workload.model.train(), workload.loss
@@ -172,10 +172,10 @@ def _plain(model: Model, source: Source) -> Run:
     weights = {name: p.detach().clone() for name, p in module.named_parameters()}
     if not all(bool(weight.isfinite().all()) for weight in weights.values()):
         raise NoModel("a weight is not finite")
-    return Run(tuple(losses), gradients, weights, norm)
+    return TwoSteps(tuple(losses), gradients, weights, norm)
 
 
-def composed(model: Model, source: Source) -> Run:
+def composed(model: Model, source: Source) -> TwoSteps:
     """The same two steps through foretell's runtime."""
     torch.manual_seed(0)
     workload = load(source)
@@ -200,13 +200,13 @@ def composed(model: Model, source: Source) -> Run:
         weights = {name: p.detach().clone() for name, p in job.named_parameters()}
     finally:
         job.close()
-    return Run(tuple(losses), gradients, weights, norm)
+    return TwoSteps(tuple(losses), gradients, weights, norm)
 
 
 # ---------------------------------------------------------------------------------------------- judging
 
 
-def differs(model: Model, expected: Run, found: Run) -> str:
+def differs(model: Model, expected: TwoSteps, found: TwoSteps) -> str:
     """What is not equal, in words; nothing where all is."""
     exact = model.clip is None or (expected.norm is not None and expected.norm < model.clip)
     if expected.losses[0] != found.losses[0] or (exact and expected.losses != found.losses):
@@ -231,7 +231,7 @@ def _near(expected: float | None, found: float | None) -> bool:
     return expected is not None and found is not None and abs(found - expected) <= CLIPPED_WITHIN * (1e-6 + expected)
 
 
-def _traced(source: Source, recipe: Recipe, verdict: Verdict) -> tuple[Trace | None, Verdict]:
+def _traced(source: Source, recipe: Recipe, verdict: FuzzVerdict) -> tuple[Trace | None, FuzzVerdict]:
     """Both traces; that of the CPU, and what was found."""
     kind = "trace"
     try:
@@ -248,11 +248,11 @@ def _traced(source: Source, recipe: Recipe, verdict: Verdict) -> tuple[Trace | N
     return here, replace(verdict, traced=True)
 
 
-def judged(model: Model, folder: Path, *, run: Run | None = None, predict: Predict = predict, only: str = "") -> Verdict:
+def judged(model: Model, folder: Path, *, run: TwoSteps | None = None, predict: Predict = predict, only: str = "") -> FuzzVerdict:
     """All that is asked of a model, until something does not hold; `only` one kind where a failure is being reduced."""
     began = time.perf_counter()
     source = written(model, folder)
-    verdict = Verdict(model.index, model.ops, model.names, blocks=model.repeats if model.block is not None else 0)
+    verdict = FuzzVerdict(model.index, model.ops, model.names, blocks=model.repeats if model.block is not None else 0)
     run = run or plain(model, source)
     found = _judged(model, source, run, verdict, predict, only)
     if found.failure is not None and REFUSED in found.failure.said:
@@ -266,7 +266,7 @@ def judged(model: Model, folder: Path, *, run: Run | None = None, predict: Predi
     return replace(verdict, seconds=time.perf_counter() - began)
 
 
-def _judged(model: Model, source: Source, run: Run, verdict: Verdict, predict: Predict, only: str) -> Verdict:
+def _judged(model: Model, source: Source, run: TwoSteps, verdict: FuzzVerdict, predict: Predict, only: str) -> FuzzVerdict:
     recipe = recipe_of(model)
     if only != "compose":
         trace, verdict = _traced(source, recipe, verdict)
@@ -313,17 +313,17 @@ if __name__ == "__main__":
 
 def tell(path: str, *, kind: str = "", **recipe: Any) -> str:
     """Judge a model that is a file already; what is found."""
-    from foretell.prove.fuzz.types import Graph
+    from foretell.prove.fuzz.types import ModelGraph
 
-    model = Model("", 0, Graph((), (), ()), (), **{**recipe, "modes": tuple(recipe.get("modes", ()))})
+    model = Model("", 0, ModelGraph((), (), ()), (), **{**recipe, "modes": tuple(recipe.get("modes", ()))})
     source = Source(model=f"{path}:build")
-    found = _judged(model, source, plain(model, source), Verdict(0), predict, kind)
+    found = _judged(model, source, plain(model, source), FuzzVerdict(0), predict, kind)
     if found.failure is not None:
         return f"{found.failure.kind}: {found.failure.said}"
     return f"nothing fails; predicted peak {found.predicted:,} bytes, measured {found.measured:,}: {found.error:+.1%}"
 
 
-def _compared(model: Model, source: Source, run: Run, verdict: Verdict) -> Verdict:
+def _compared(model: Model, source: Source, run: TwoSteps, verdict: FuzzVerdict) -> FuzzVerdict:
     try:
         said = differs(model, run, composed(model, source))
     except Exception as error:

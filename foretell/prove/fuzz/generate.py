@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foretell.prove.fuzz import rules
-from foretell.prove.fuzz.rules import Rule, Sizes, factored, holds
+from foretell.prove.fuzz.rules import InferredRule, Sizes, factored, holds
 from foretell.prove.fuzz.table_moves import OPERATORS
-from foretell.prove.fuzz.types import Graph, Held, Model, Node, Operator, Shape, Slot, Term
+from foretell.prove.fuzz.types import CallNode, Held, Model, ModelGraph, OperandSlot, Operator, Shape, Term
 
 USUAL_OPS = 14
 LEAST_OPS = 3
@@ -47,7 +47,7 @@ class _Draft:
     prefix: str = ""
     live: list[_Live] = field(default_factory=list)
     held: list[Held] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[CallNode] = field(default_factory=list)
 
     def fresh(self, letter: str) -> str:
         return f"{letter}{len(self.held) + sum(len(node.outs) for node in self.nodes) + len(self.nodes)}"
@@ -125,7 +125,7 @@ def _apply(draft: _Draft, operator: Operator) -> bool:
     return False
 
 
-def _pick(draft: _Draft, slot: Slot) -> _Live | None:
+def _pick(draft: _Draft, slot: OperandSlot) -> _Live | None:
     """A live value for a slot: those of late and those nobody took yet more often, tiny ones seldom."""
     fits = [one for one in draft.live if len(one.shape) in slot.ranks and one.dtype == _DTYPES[slot.kind]]
     if not fits:
@@ -180,7 +180,7 @@ def _discrete(operator: Operator, rank: int, dice: random.Random) -> dict[str, A
     return chosen
 
 
-def solved(rule: Rule, known: Mapping[str, int], dice: random.Random) -> Sizes | None:
+def solved(rule: InferredRule, known: Mapping[str, int], dice: random.Random) -> Sizes | None:
     """Sizes for what is open, so that the rule allows them: forced by equalities, else guessed and tried."""
     names = [*(name for group in rule.groups for name in group), *rule.free]
     if not all(holds(one, known) for one in rule.valid if _names(one) <= known.keys()):
@@ -205,7 +205,7 @@ def _names(predicate: tuple[Any, ...]) -> set[str]:
     return {name for name in flat if isinstance(name, str)}
 
 
-def _forced(rule: Rule, sizes: Sizes) -> None:
+def _forced(rule: InferredRule, sizes: Sizes) -> None:
     """What follows from what is known."""
     changed = True
     while changed:
@@ -246,12 +246,12 @@ def _add(
     number = len(draft.nodes)
     outs = tuple(f"v{number}" if len(found) == 1 else f"v{number}_{part}" for part in range(len(found)))
     layer = f"m{number}" if operator.layer else ""
-    draft.nodes.append(Node(operator.name, tuple(inputs), outs, dict(args), layer))
+    draft.nodes.append(CallNode(operator.name, tuple(inputs), outs, dict(args), layer))
     for name, (dtype, shape) in zip(outs, found, strict=True):
         draft.live.append(_Live(name, shape, dtype))
 
 
-def _held(draft: _Draft, slot: Slot, shape: Shape, shapes: Sequence[Shape], args: Mapping[str, Any]) -> str:
+def _held(draft: _Draft, slot: OperandSlot, shape: Shape, shapes: Sequence[Shape], args: Mapping[str, Any]) -> str:
     """A parameter or buffer of that shape; now and then a parameter that is there already, or one that is not trained."""
     if slot.kind in "pf":
         alike = [one.name for one in draft.held if one.kind == "p" and one.shape == shape]
@@ -265,7 +265,7 @@ def _held(draft: _Draft, slot: Slot, shape: Shape, shapes: Sequence[Shape], args
 # ---------------------------------------------------------------------------------------------- blocks, ends
 
 
-def _blocks(draft: _Draft, operators: Sequence[Operator]) -> tuple[Graph | None, int]:
+def _blocks(draft: _Draft, operators: Sequence[Operator]) -> tuple[ModelGraph | None, int]:
     """A block that keeps a value's shape, and the node that calls it several times."""
     dice = draft.dice
     wanted = [
@@ -283,11 +283,11 @@ def _blocks(draft: _Draft, operators: Sequence[Operator]) -> tuple[Graph | None,
     for _ in range(dice.randint(1, 5)):
         _extend(inner, operators)
     same = [one for one in inner.live[1:] if one.shape == start.shape and one.dtype == "float32"]
-    graph = Graph(tuple(inner.held), tuple(inner.nodes), (same[-1].name,))
+    graph = ModelGraph(tuple(inner.held), tuple(inner.nodes), (same[-1].name,))
     repeats = dice.randint(2, 4)
     name = f"v{len(draft.nodes)}"
     start.used += 1
-    draft.nodes.append(Node("blocks", (start.name,), (name,), {}, "blocks"))
+    draft.nodes.append(CallNode("blocks", (start.name,), (name,), {}, "blocks"))
     draft.live.append(_Live(name, start.shape, "float32"))
     return graph, repeats
 
@@ -299,11 +299,11 @@ def _anchor(draft: _Draft) -> None:
     scale = next(operator for operator in OPERATORS if operator.name == "mul")
     name = draft.hold("p", shape)
     out = f"v{len(draft.nodes)}"
-    draft.nodes.append(Node(scale.name, (last.name, name), (out,), {}))
+    draft.nodes.append(CallNode(scale.name, (last.name, name), (out,), {}))
     draft.live.append(_Live(out, last.shape or (1,), "float32"))
 
 
-def _ended(draft: _Draft) -> tuple[Graph, tuple[Term, ...]]:
+def _ended(draft: _Draft) -> tuple[ModelGraph, tuple[Term, ...]]:
     """What nobody took goes into the loss, the last of it at least."""
     dice = draft.dice
     made = {out for node in draft.nodes for out in node.outs}
@@ -318,4 +318,4 @@ def _ended(draft: _Draft) -> tuple[Graph, tuple[Term, ...]]:
         elif len(one.shape) > 1 and one.shape[-1] > 1:
             hows += ["logits", "target"]
         terms.append(Term(one.name, dice.choice(hows)))
-    return Graph(tuple(draft.held), tuple(draft.nodes), tuple(term.value for term in terms)), tuple(terms)
+    return ModelGraph(tuple(draft.held), tuple(draft.nodes), tuple(term.value for term in terms)), tuple(terms)

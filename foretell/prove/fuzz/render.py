@@ -8,7 +8,7 @@ import torch
 
 from foretell.prove.fuzz import rules
 from foretell.prove.fuzz.table_moves import BY_NAME, HELPERS
-from foretell.prove.fuzz.types import Graph, Held, Model, Node, Shape
+from foretell.prove.fuzz.types import CallNode, Held, Model, ModelGraph, Shape
 
 _HEAD = '''"""{doc}"""
 
@@ -34,7 +34,7 @@ def shapes_of(model: Model) -> dict[str, tuple[Shape, str]]:
     return _values(model.main, first.shape if inner is not None else None)
 
 
-def _values(graph: Graph, block: Shape | None) -> dict[str, tuple[Shape, str]]:
+def _values(graph: ModelGraph, block: Shape | None) -> dict[str, tuple[Shape, str]]:
     kinds = {"x": "f", "p": "f", "frozen": "f", "unused": "f"}
     found: dict[str, tuple[Shape, str]] = {
         one.name: (one.shape, str(rules.DTYPES[kinds.get(one.kind, one.kind)])[6:]) for one in graph.held
@@ -73,7 +73,7 @@ def render(model: Model, doc: str = "", main: str = "") -> str:
     return "\n".join(parts) + main
 
 
-def _module(name: str, graph: Graph, model: Model) -> str:
+def _module(name: str, graph: ModelGraph, model: Model) -> str:
     lines = ["", f"class {name}(nn.Module):", "    def __init__(self):", "        super().__init__()"]
     lines += [f"        {line}" for one in graph.held if one.kind != "x" for line in _made(one)]
     for node in graph.nodes:
@@ -101,7 +101,7 @@ def _made(one: Held) -> list[str]:
     return [f'self.register_buffer("{one.name}", {value})']
 
 
-def _forward(graph: Graph, forgets: bool) -> list[str]:
+def _forward(graph: ModelGraph, forgets: bool) -> list[str]:
     held = {one.name: one.name if one.kind == "x" else f"self.{one.name}" for one in graph.held}
     last = {name: number for number, node in enumerate(graph.nodes) for name in node.inputs if isinstance(name, str)}
     lines = []
@@ -117,7 +117,7 @@ def _forward(graph: Graph, forgets: bool) -> list[str]:
     return lines
 
 
-def written(node: Node, held: Mapping[str, str]) -> str:
+def written(node: CallNode, held: Mapping[str, str]) -> str:
     """The node's call as Python."""
     operator = BY_NAME[node.op]
     given = [str(one) if isinstance(one, tuple) else held.get(one, one) for one in node.inputs]

@@ -215,7 +215,7 @@ def _expressions(groups: Sequence[Sequence[str]], free: Sequence[str]) -> Iterat
 
 
 @dataclass(frozen=True)
-class Rule:
+class InferredRule:
     """What was inferred of a case."""
 
     groups: tuple[tuple[str, ...], ...]
@@ -240,10 +240,10 @@ class Rule:
 
 
 Key = tuple[str, tuple[int, ...], tuple[tuple[str, Any], ...]]
-_KNOWN: dict[Key, Rule | None] = {}
+_KNOWN: dict[Key, InferredRule | None] = {}
 
 
-def rule_of(operator: Operator, ranks: Sequence[int], discrete: Mapping[str, Any]) -> Rule | None:
+def rule_of(operator: Operator, ranks: Sequence[int], discrete: Mapping[str, Any]) -> InferredRule | None:
     """The rule of a case; None where it never worked, or gives what no expression fits."""
     key = (operator.name, tuple(ranks), tuple(sorted(discrete.items())))
     if key not in _KNOWN:
@@ -251,7 +251,7 @@ def rule_of(operator: Operator, ranks: Sequence[int], discrete: Mapping[str, Any
     return _KNOWN[key]
 
 
-def known() -> Mapping[Key, Rule | None]:
+def known() -> Mapping[Key, InferredRule | None]:
     """Cases that were asked for so far."""
     return _KNOWN
 
@@ -298,7 +298,7 @@ class _Trials:
         self.worked = [one for one, form in zip(self.worked, forms, strict=True) if form == usual]
 
 
-def _infer(operator: Operator, ranks: tuple[int, ...], discrete: Mapping[str, Any]) -> Rule | None:
+def _infer(operator: Operator, ranks: tuple[int, ...], discrete: Mapping[str, Any]) -> InferredRule | None:
     trials = _Trials(operator, ranks, discrete)
     dice = random.Random(f"{operator.name} {ranks} {sorted(discrete.items())}")
     _seed(trials, dice)
@@ -310,7 +310,7 @@ def _infer(operator: Operator, ranks: tuple[int, ...], discrete: Mapping[str, An
     if outputs is None:
         return None
     valid, loose = _fit_valid(trials)
-    return Rule(trials.groups, trials.free, valid, outputs, loose)
+    return InferredRule(trials.groups, trials.free, valid, outputs, loose)
 
 
 def _seed(trials: _Trials, dice: random.Random) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from foretell.prove.fuzz.render import Broken, shapes_of
-from foretell.prove.fuzz.types import Graph, Held, Model, Node, Shape, Term
+from foretell.prove.fuzz.types import CallNode, Held, Model, ModelGraph, Shape, Term
 
 Fails = Callable[[Model], bool]
 MOST_TRIALS = 160
@@ -76,7 +76,7 @@ def _without_blocks(model: Model) -> Iterator[Model]:
         yield model.with_(repeats=2, modes=model.modes[:2])
 
 
-def _inlined(model: Model, at: Node) -> Model | None:
+def _inlined(model: Model, at: CallNode) -> Model | None:
     """The block once, in the main graph."""
     block = model.block
     assert block is not None
@@ -100,7 +100,7 @@ def _inlined(model: Model, at: Node) -> Model | None:
 
 def _shorter(model: Model, which: str) -> Iterator[Model]:
     """Without one node: what it made is one of its inputs, or comes from outside."""
-    graph: Graph = getattr(model, which)
+    graph: ModelGraph = getattr(model, which)
     shapes = _shapes(model, graph)
     if shapes is None:
         return
@@ -151,7 +151,7 @@ def _narrower(model: Model) -> Iterator[Model]:
             yield model.with_(**changed)
 
 
-def _resized(graph: Graph, size: int, smaller: int) -> Graph:
+def _resized(graph: ModelGraph, size: int, smaller: int) -> ModelGraph:
     def shape_of(shape: Shape) -> Shape:
         return tuple(smaller if one == size else one for one in shape)
 
@@ -167,14 +167,14 @@ def _resized(graph: Graph, size: int, smaller: int) -> Graph:
 # ---------------------------------------------------------------------------------------------- graphs
 
 
-def _shapes(model: Model, graph: Graph) -> dict[str, tuple[Shape, str]] | None:
+def _shapes(model: Model, graph: ModelGraph) -> dict[str, tuple[Shape, str]] | None:
     try:
         return shapes_of(model) if graph is model.main else shapes_of(model.with_(main=graph, block=None))
     except (Broken, KeyError):
         return None
 
 
-def _with(model: Model, which: str, graph: Graph, names: dict[str, str]) -> Model:
+def _with(model: Model, which: str, graph: ModelGraph, names: dict[str, str]) -> Model:
     if which == "block":
         return model.with_(block=graph)
     return model.with_(main=graph, terms=tuple(replace(term, value=names.get(term.value, term.value)) for term in model.terms))
@@ -184,12 +184,12 @@ def _renamed_terms(terms: Sequence[Term], old: str, new: str) -> tuple[Term, ...
     return tuple(replace(term, value=new if term.value == old else term.value) for term in terms)
 
 
-def _replaced(graph: Graph, gone: Node, stands: str) -> Graph:
+def _replaced(graph: ModelGraph, gone: CallNode, stands: str) -> ModelGraph:
     kept = graph.with_(nodes=tuple(node for node in graph.nodes if node is not gone))
     return _renamed(kept, dict.fromkeys(gone.outs, stands))
 
 
-def _renamed(graph: Graph, names: dict[str, str]) -> Graph:
+def _renamed(graph: ModelGraph, names: dict[str, str]) -> ModelGraph:
     nodes = tuple(
         replace(node, inputs=tuple(names.get(one, one) if isinstance(one, str) else one for one in node.inputs))
         for node in graph.nodes
@@ -215,7 +215,7 @@ def _tidied(model: Model) -> Model | None:
     return tidy if all(shapes[term.value][0] or term.how != "logits" for term in terms) else None
 
 
-def _needed(graph: Graph) -> Graph:
+def _needed(graph: ModelGraph) -> ModelGraph:
     """What the outputs come from."""
     wanted = set(graph.outputs)
     nodes = []

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from foretell.prove.fuzz.types import Operator, Slot
+from foretell.prove.fuzz.types import OperandSlot, Operator
 
 
-def _slot(text: str) -> Slot:
+def _slot(text: str) -> OperandSlot:
     """`f34<expr`: kind, ranks that are tried (all of 1 to 4 unless told), and below what indices stay."""
     word, _, high = text.partition("<")
-    return Slot(word[0], tuple(map(int, word[1:])) or (1, 2, 3, 4), high)
+    return OperandSlot(word[0], tuple(map(int, word[1:])) or (1, 2, 3, 4), high)
 
 
 def make(kind: str, name: str, call: str, slots: str = "f", **more: Any) -> Operator:

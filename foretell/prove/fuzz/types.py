@@ -13,7 +13,7 @@ Args = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Slot:
+class OperandSlot:
     """What an operator takes at one place."""
 
     kind: str
@@ -32,7 +32,7 @@ class Operator:
     kind: str
     call: str
     """Python, with {0}, {1} ... for what the slots hold, {name} for arguments and {layer} for the module."""
-    slots: tuple[Slot, ...]
+    slots: tuple[OperandSlot, ...]
     args: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Name → values to choose from, or `axis` (a dim of slot 0), `order` (a permutation of its dims), `size` (a number)."""
     layer: str = ""
@@ -58,7 +58,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Node:
+class CallNode:
     """One call."""
 
     op: str
@@ -70,14 +70,14 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Graph:
+class ModelGraph:
     """Calls in order, over what is held."""
 
     held: tuple[Held, ...]
-    nodes: tuple[Node, ...]
+    nodes: tuple[CallNode, ...]
     outputs: tuple[str, ...]
 
-    def with_(self, **changes: Any) -> Graph:
+    def with_(self, **changes: Any) -> ModelGraph:
         return replace(self, **changes)
 
 
@@ -96,9 +96,9 @@ class Model:
 
     seed: str
     index: int
-    main: Graph
+    main: ModelGraph
     terms: tuple[Term, ...]
-    block: Graph | None = None
+    block: ModelGraph | None = None
     """What the node `blocks` of the main graph repeats."""
     repeats: int = 0
     forgets: bool = False
@@ -141,7 +141,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FuzzVerdict:
     """What was found of one model."""
 
     index: int
@@ -169,7 +169,7 @@ class Verdict:
         return {**asdict(self), "error": self.error}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Verdict:
+    def from_json(cls, data: Mapping[str, Any]) -> FuzzVerdict:
         known = {key: value for key, value in data.items() if key != "error"}
         known["names"] = tuple(known["names"])
         if known.get("failure") is not None:

@@ -44,13 +44,13 @@ def judge(seed: str, index: int, ops: int, folder: Path) -> dict[str, Any]:
     from dataclasses import replace
 
     from foretell.prove.fuzz import check
-    from foretell.prove.fuzz.types import Failure, Verdict
+    from foretell.prove.fuzz.types import Failure, FuzzVerdict
 
     try:
         model, run, turn = check.drawn(seed, index, ops, folder)
         return replace(check.judged(model, folder, run=run), redrawn=turn).to_json()
     except Exception as error:
-        return Verdict(index, failure=Failure("fuzzer", f"{type(error).__name__}: {error}"[:2000])).to_json()
+        return FuzzVerdict(index, failure=Failure("fuzzer", f"{type(error).__name__}: {error}"[:2000])).to_json()
 
 
 def reduce(seed: str, index: int, ops: int, folder: Path, failure: dict[str, Any], *, shrink: bool) -> dict[str, Any]:

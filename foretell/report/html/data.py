@@ -25,7 +25,7 @@ _TOLD = ("predicted", "notes", "version")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class LogRow:
     """A step of a run, as its log has it; None where it was no number."""
 
     step: int
@@ -50,8 +50,8 @@ class Subject:
     comparison: Comparison | None = None
     """None for a plan alone, and for a run that has not ended."""
     measured: Mapping[str, Any] | None = None
-    steps: tuple[Row, ...] = ()
-    evaluations: tuple[Row, ...] = ()
+    steps: tuple[LogRow, ...] = ()
+    evaluations: tuple[LogRow, ...] = ()
     settings: Mapping[str, Any] | None = None
     front: Front | None = None
     command: str = ""
@@ -89,8 +89,8 @@ def _of_run(run: Path) -> Subject:
     )  # fmt: skip
 
 
-def _row(row: Mapping[str, Any]) -> Row:
-    return Row(
+def _row(row: Mapping[str, Any]) -> LogRow:
+    return LogRow(
         step=int(row["step"]), loss=_number(row.get("loss")), seconds=_number(row.get("seconds")),
         rate=_number(row.get("lr")), norm=_number(row.get("grad_norm")),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.profile import Profile, find_profile
 from foretell.hardware.types import Cluster, Device
-from foretell.lower.blocks import KEEP, Unlike, blocks_of
+from foretell.lower.blocks import KEEP, TraceMismatch, blocks_of
 from foretell.plan.recipe import known_blocks, mode_of, recipe_of
 from foretell.plan.types import Plan
 from foretell.price import energy as watts
@@ -47,7 +47,7 @@ class BlockCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slot:
+class EventSlot:
     """One event of a pipeline."""
 
     rank: int
@@ -67,7 +67,7 @@ class Detail:
     curve: MemoryCurve
     """Of the rank that needs most."""
     blocks: tuple[BlockCost, ...] = ()
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[EventSlot, ...] = ()
     """Empty without a pipeline."""
     timeline: Timeline | None = None
     """None where nothing is known of the device's speed."""
@@ -90,7 +90,7 @@ def of_plan(plan: Plan, run: Path | None = None, *, time_limit: float = TIME_LIM
     traces = Traces(capability=_capability(cluster), own=own, time_limit=time_limit)
     try:
         return of_traces(traces.of(plan, _modes(plan)), plan, cluster, _options(plan, cluster))
-    except Unlike as error:
+    except TraceMismatch as error:
         raise UserError(f"the traces of the plan's residencies do not match: {error}", "use one residency for all blocks") from None
 
 
@@ -166,7 +166,7 @@ def _stretched(timeline: Timeline, scale: float) -> Timeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Seen:
+class _RankStep:
     """One rank's step, and the timelines it comes from."""
 
     rank: int
@@ -175,21 +175,21 @@ class _Seen:
     timeline: Timeline | None = None
     parts: tuple[tuple[Timeline, int], ...] = ()
     """Timelines of ops, and how often each runs in a step."""
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[EventSlot, ...] = ()
 
 
-def _seen(cost: PlanCost) -> _Seen:
+def _seen(cost: PlanCost) -> _RankStep:
     """Of the rank that needs most memory."""
     place = max(range(len(cost.ranks)), key=lambda number: cost.ranks[number].memory.device_bytes)
     rank, timeline = cost.ranks[place].rank, cost.timeline
     if not cost.events:
-        return _Seen(rank=rank, local=cost.programs[place], timeline=timeline, parts=((timeline, 1),) if timeline else ())
+        return _RankStep(rank=rank, local=cost.programs[place], timeline=timeline, parts=((timeline, 1),) if timeline else ())
     assert timeline is not None
     parts = tuple((part, times) for one in cost.events for part, _, times in one.times())
-    return _Seen(rank=rank, local=cost.programs[place], timeline=timeline, parts=parts, slots=tuple(_slots(cost.events, timeline)))
+    return _RankStep(rank=rank, local=cost.programs[place], timeline=timeline, parts=parts, slots=tuple(_slots(cost.events, timeline)))
 
 
-def _slots(events: Sequence[Events], timeline: Timeline) -> Iterator[Slot]:
+def _slots(events: Sequence[Events], timeline: Timeline) -> Iterator[EventSlot]:
     """Events of all ranks with their times: the tasks of a rank are in the order of its events, the update last."""
     waiting = {one.rank.rank: iter([event for event, _, _ in one.rank.events]) for one in events}
     for task, start, finish in zip(timeline.tasks, timeline.start, timeline.finish, strict=True):
@@ -198,7 +198,7 @@ def _slots(events: Sequence[Events], timeline: Timeline) -> Iterator[Slot]:
         rank = int(task.resource.removeprefix("rank "))
         event = next(waiting[rank], None)
         stage, micro = (event.stage, event.micro) if event is not None else (-1, -1)
-        yield Slot(rank=rank, kind=task.name, stage=stage, micro=micro, start=start, finish=finish)
+        yield EventSlot(rank=rank, kind=task.name, stage=stage, micro=micro, start=start, finish=finish)
 
 
 def _by_block(timeline: Timeline, blocks: Sequence[str]) -> Iterator[tuple[str, str, float]]:

@@ -10,8 +10,8 @@ from foretell.plan import paths
 from foretell.quantities import CATEGORIES, Memory
 from foretell.report import words
 from foretell.report.comparison import BYTES, SECONDS, Comparison, Line
-from foretell.report.html.data import Row, Subject
-from foretell.report.html.detail import BlockCost, Detail, Slot
+from foretell.report.html.data import LogRow, Subject
+from foretell.report.html.detail import BlockCost, Detail, EventSlot
 from foretell.report.html.memory import AROUND, REST, MemoryCurve
 from foretell.report.html.page import Cell, Chart, Figure, Section, Table
 from foretell.units import GIB, KIB, MIB, gib, human_bytes, relative_error
@@ -166,7 +166,7 @@ def _every_step(subject: Subject, found: Comparison) -> Figure | None:
     )  # fmt: skip
 
 
-def thinned(rows: Sequence[Row], most: int) -> list[Row]:
+def thinned(rows: Sequence[LogRow], most: int) -> list[LogRow]:
     """At most so many, evenly spread, the first and the last among them."""
     if len(rows) <= most:
         return list(rows)
@@ -347,7 +347,7 @@ def pipeline(subject: Subject, detail: Detail | None) -> Section | None:
     return Section(name="pipeline", title="Pipeline", lead=lead, figures=(Figure(chart=chart, table=table),))
 
 
-def _event(slot: Slot) -> str:
+def _event(slot: EventSlot) -> str:
     name = EVENTS.get(slot.kind, (slot.kind, 0))[0]
     return f"{name} of micro-batch {slot.micro}, stage {slot.stage}, rank {slot.rank}" if slot.micro >= 0 else f"{name}, rank {slot.rank}"
 

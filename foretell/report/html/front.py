@@ -52,7 +52,7 @@ _AGAIN = "make the plan again with `foretell plan`, or delete the file"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class FrontPoint:
     """One plan that fits."""
 
     words: str
@@ -81,7 +81,7 @@ class Dropped:
 class Front:
     """Plans of one search."""
 
-    points: tuple[Point, ...]
+    points: tuple[FrontPoint, ...]
     dropped: tuple[Dropped, ...] = ()
     costed: int = 0
     currency: str = "USD"
@@ -89,7 +89,7 @@ class Front:
     version: int = VERSION
 
     @property
-    def chosen(self) -> Point | None:
+    def chosen(self) -> FrontPoint | None:
         return next((point for point in self.points if point.chosen), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def marked(front: Front) -> Front:
     return replace(front, points=tuple(replace(point, on_front=flag) for point, flag in zip(front.points, flags, strict=True)))
 
 
-def _figures(point: Point) -> tuple[float | None, ...]:
+def _figures(point: FrontPoint) -> tuple[float | None, ...]:
     """Seconds, bytes, money and joules, all but the bytes for each token."""
     unit = point.per_step or 1.0
     each = (None if value is None else value / unit for value in (point.seconds, point.cost_per_step, point.joules_per_step))
@@ -137,25 +137,25 @@ def _betters(one: tuple[float | None, ...], other: tuple[float | None, ...]) -> 
     return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
 
-def _finalist(one: Finalist, chosen: bool, unit: str) -> Point:
+def _finalist(one: Finalist, chosen: bool, unit: str) -> FrontPoint:
     from foretell.search.solve.choose import told
 
     point, said = one.point, one.plan.predicted
-    return Point(
+    return FrontPoint(
         words=told(one.plan), seconds=point.seconds, memory_bytes=point.memory_bytes, cost_per_step=point.dollars,
         joules_per_step=point.joules, chosen=chosen, why=one.why, low_seconds=said.get("low_seconds"),
         high_seconds=said.get("high_seconds"), per_step=point.per_step, unit=unit,
     )  # fmt: skip
 
 
-def _candidate(one: Candidate, chosen: bool) -> Point:
+def _candidate(one: Candidate, chosen: bool) -> FrontPoint:
     from foretell.search.solve.choose import told
 
     cost = one.cost
     if cost is None:
-        return Point(words=told(one.plan), chosen=chosen, why=one.why)
+        return FrontPoint(words=told(one.plan), chosen=chosen, why=one.why)
     time = cost.time
-    return Point(
+    return FrontPoint(
         words=told(one.plan), chosen=chosen, why=one.why, memory_bytes=cost.worst.memory.device_bytes, per_step=cost.per_step,
         unit=cost.unit, seconds=time.step_seconds if time else None, low_seconds=time.low_seconds if time else None,
         high_seconds=time.high_seconds if time else None,
@@ -199,7 +199,7 @@ def from_json(data: Any, where: str = "the front") -> Front:
     if not isinstance(data.get("dropped") or [], list):
         raise FileFormatError(f"{where}: dropped is no list", _AGAIN)
     given = _named(Front, data, where)
-    points = tuple(_one(Point, point, f"{where}, point {number}") for number, point in enumerate(data["points"]))
+    points = tuple(_one(FrontPoint, point, f"{where}, point {number}") for number, point in enumerate(data["points"]))
     dropped = tuple(_one(Dropped, one, f"{where}, dropped {number}") for number, one in enumerate(data.get("dropped") or ()))
     return marked(Front(**{**given, "points": points, "dropped": dropped}))
 

@@ -57,9 +57,9 @@ class MemoryCurve:
     """Name, from and to."""
     held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Block → category → bytes at the peak."""
-    events: tuple[Event, ...] = ()
+    events: tuple[MemoryEvent, ...] = ()
     """Allocations and frees of the step; empty where there are too many."""
-    before: tuple[Event, ...] = ()
+    before: tuple[MemoryEvent, ...] = ()
     """What was alive when it began."""
     segments: tuple[tuple[int, int], ...] = ()
     """Address and bytes of what the allocator has from the device when the step has ended; none on a CPU."""
@@ -81,7 +81,7 @@ class MemoryCurve:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class MemoryEvent:
     """Bytes that came or went."""
 
     comes: bool
@@ -176,8 +176,8 @@ class _Moments:
         self.clock = clock
         self.found: dict[int, tuple[int, float, dict[str, int]]] = {}
         self.highest: tuple[int, float, str, str] = (-1, 0.0, "", "")
-        self.events: list[Event] = []
-        self.before: list[Event] = []
+        self.events: list[MemoryEvent] = []
+        self.before: list[MemoryEvent] = []
         self.segments: tuple[tuple[int, int], ...] = ()
 
     def look(self, op: Op, totals: Mapping[str, int], scratch: int, allocated: int) -> bool:
@@ -244,7 +244,7 @@ def _replayed(trace: Trace, cluster: Cluster, watch: _Watch, moments: _Moments) 
         number = whose.get(address)
         storage = trace.storages[number] if number is not None else None
         what, module = (storage.role, storage.module) if storage is not None else (REST, "")
-        moments.before.append(Event(True, address, nbytes, 0.0, what, module))
+        moments.before.append(MemoryEvent(True, address, nbytes, 0.0, what, module))
 
     def look(op: Op | None, buffers: tuple[int, ...]) -> None:
         if op is not None and moments.look(op, watch.totals, sum(buffers), allocator.allocated):
@@ -259,7 +259,7 @@ def _replayed(trace: Trace, cluster: Cluster, watch: _Watch, moments: _Moments) 
         at = moments.clock.now(op)
         for comes, address, size in pending:
             of = op if comes or not now else now[-1]
-            moments.events.append(Event(comes, address, size, at, of.name if of else "", of.module if of else ""))
+            moments.events.append(MemoryEvent(comes, address, size, at, of.name if of else "", of.module if of else ""))
         pending.clear()
         if op is not None:
             now[:] = [op]
@@ -288,7 +288,7 @@ def snapshot(curve: MemoryCurve) -> dict[str, Any]:
     return {"segments": list(_segments(segments, left)), "device_traces": [traced], "allocator_settings": {}}
 
 
-def _segments(segments: Sequence[tuple[int, int]], left: Sequence[Event]) -> Iterator[dict[str, Any]]:
+def _segments(segments: Sequence[tuple[int, int]], left: Sequence[MemoryEvent]) -> Iterator[dict[str, Any]]:
     """What the allocator has from the device, each piece with its blocks."""
     place = 0
     for address, total in segments:
@@ -304,7 +304,7 @@ def _segments(segments: Sequence[tuple[int, int]], left: Sequence[Event]) -> Ite
         }  # fmt: skip
 
 
-def _left(curve: MemoryCurve) -> list[Event]:
+def _left(curve: MemoryCurve) -> list[MemoryEvent]:
     """What is alive when the step has ended."""
     alive = {one.address: one for one in curve.before}
     for one in curve.events:
@@ -315,7 +315,7 @@ def _left(curve: MemoryCurve) -> list[Event]:
     return list(alive.values())
 
 
-def _laid_out(address: int, total: int, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+def _laid_out(address: int, total: int, events: Sequence[MemoryEvent]) -> Iterator[dict[str, Any]]:
     """Blocks of one segment, one after the other, with what is free between them."""
     end = address
     for one in events:
@@ -331,7 +331,7 @@ def _free(address: int, size: int) -> dict[str, Any]:
     return {"address": address, "size": size, "requested_size": 0, "state": "inactive", "frames": []}
 
 
-def _frames(event: Event) -> list[dict[str, Any]]:
+def _frames(event: MemoryEvent) -> list[dict[str, Any]]:
     return [{"name": event.what, "filename": event.module or "step", "line": 0}]
 
 

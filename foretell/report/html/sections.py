@@ -24,7 +24,7 @@ from foretell.report.html import summary as html_summary
 from foretell.report.html.data import Subject
 from foretell.report.html.detail import Detail
 from foretell.report.html.figures import seconds, signed, size, sizes
-from foretell.report.html.front import Front, Point
+from foretell.report.html.front import Front, FrontPoint
 from foretell.report.html.page import Cell, Chart, Figure, Page, Section, Table
 from foretell.report.terminal.plan import MODE_WORDS, SCHEDULE_WORDS, TALK_WORDS
 from foretell.trace.load.model import is_script
@@ -130,7 +130,7 @@ def _remarks(subject: Subject, said: Mapping[str, Any], detail: Detail | None, w
 # --- the front -------------------------------------------------------------------------------------------------------
 
 
-def _letters(front: Front) -> list[tuple[str, Point]]:
+def _letters(front: Front) -> list[tuple[str, FrontPoint]]:
     """The points that are told of, each with a short name; the chosen one first, then the fastest."""
     order = sorted(front.points, key=lambda point: (not point.chosen, not point.on_front, point.seconds is None, point.seconds or 0.0))
     names = string.ascii_uppercase if len(order) <= 26 else [str(number + 1) for number in range(len(order))]
@@ -157,7 +157,7 @@ def _each(front: Front) -> tuple[str, Front]:
     if len({point.per_step for point in front.points}) < 2:
         return "a step", front
 
-    def each(point: Point) -> Point:
+    def each(point: FrontPoint) -> FrontPoint:
         def scaled(value: float | None) -> float | None:
             return value * MILLION / point.per_step if value is not None and point.per_step else None
 
@@ -223,7 +223,7 @@ def _others(given: Front | None) -> Section | None:
     return Section(name="others", title="Why alternatives were rejected", lead=lead, figures=tuple(drawn))
 
 
-def _beside_chosen(point: Point, chosen: Point | None) -> str:
+def _beside_chosen(point: FrontPoint, chosen: FrontPoint | None) -> str:
     """What sets a plan apart from the chosen one, where no reason was written down."""
     if chosen is None or not point.seconds or not chosen.seconds:
         return "–"

@@ -46,7 +46,7 @@ ASCII = str.maketrans(
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """One stretch of the bar."""
 
     name: str
@@ -61,23 +61,23 @@ class Part:
         return _LOOKS.get(self.name, _LOOKS["other"])[2]
 
 
-def parts(memory: Memory) -> list[Part]:
+def parts(memory: Memory) -> list[BarPart]:
     """What the device's memory is taken by, then what is left; empty parts are left out.
 
     `unused` is what the caching allocator holds without handing it out, `context` what stands beside the allocator, and
     `safety margin` what must stay free where it does not fit: the prediction is that uncertain.
     """
-    found = [Part(name, memory.categories.get(name, 0)) for name in CATEGORIES]
+    found = [BarPart(name, memory.categories.get(name, 0)) for name in CATEGORIES]
     known = sum(part.bytes for part in found)
     beside = memory.device_bytes - memory.reserved_bytes
     seen = [phase.device_bytes - phase.reserved_bytes for phase in memory.phases] if memory.margin_bytes < 0 else []
     context = min([beside, *seen])
     found += [
-        Part("other", memory.allocated_bytes - known),
-        Part("unused", memory.reserved_bytes - memory.allocated_bytes),
-        Part("context", context),
-        Part("safety margin", beside - context),
-        Part("spare", memory.capacity_bytes - memory.device_bytes),
+        BarPart("other", memory.allocated_bytes - known),
+        BarPart("unused", memory.reserved_bytes - memory.allocated_bytes),
+        BarPart("context", context),
+        BarPart("safety margin", beside - context),
+        BarPart("spare", memory.capacity_bytes - memory.device_bytes),
     ]
     return [part for part in found if part.bytes > 0]
 

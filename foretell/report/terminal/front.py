@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from foretell.quantities import Run
     from foretell.search.advice.relax import Relaxation
     from foretell.search.solve.explain import WhatIf
-    from foretell.search.solve.find import Finalist, Found
+    from foretell.search.solve.find import Finalist, SearchResult
     from foretell.search.solve.found import Reason
-    from foretell.search.solve.planned_batch import Advice
+    from foretell.search.solve.planned_batch import BatchAdvice
     from foretell.simulate.plan import PlanCost
 
 SHOWN = 6
 """Plans that lost and are told of."""
 
 
-def best_lines(found: Found) -> Iterator[str]:
+def best_lines(found: SearchResult) -> Iterator[str]:
     """The best plan and its figures."""
     from foretell.search.solve.explain import told
 
@@ -42,7 +42,7 @@ def best_lines(found: Found) -> Iterator[str]:
         yield f"  NOTE    the search was ended early ({found.stopped}): the best so far"
 
 
-def law_lines(law: Advice | None) -> Iterator[str]:
+def law_lines(law: BatchAdvice | None) -> Iterator[str]:
     """What the Step Law says of the run."""
     for number, line in enumerate(law.lines() if law is not None else ()):
         yield f"  {'law' if not number else '':<6}  {line}"
@@ -85,7 +85,7 @@ def unit_of(one: Finalist) -> str:
     return "samples" if "samples_per_step" in one.plan.predicted else "tokens"
 
 
-def front_lines(found: Found) -> Iterator[str]:
+def front_lines(found: SearchResult) -> Iterator[str]:
     """A numbered table: time, memory, money, energy."""
     from foretell.search.solve.explain import told
 
@@ -110,7 +110,7 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield f"  {'  '.join([*cells, row[-1]])}".rstrip()
 
 
-def reason_lines(found: Found, all_of_them: bool = False) -> Iterator[str]:
+def reason_lines(found: SearchResult, all_of_them: bool = False) -> Iterator[str]:
     """What binds, and where each other plan loses."""
     from foretell.search.solve.explain import told
 
@@ -146,7 +146,7 @@ def no_plan(reasons: Sequence[Reason], model: str, hardware: str, costed: str, v
     return f"No plan for {model} on {hardware}{why}; {costed} costed."
 
 
-def nothing_lines(found: Found, reasons: Sequence[Reason], model: str, hardware: str) -> Iterator[str]:
+def nothing_lines(found: SearchResult, reasons: Sequence[Reason], model: str, hardware: str) -> Iterator[str]:
     """Why no plan can be had."""
     were = "1 layout was" if found.costed == 1 else f"{found.costed} layouts were"
     yield no_plan(reasons, model, hardware, were, "keeps the limits" if found.unmet else "fits")
@@ -188,7 +188,7 @@ def retyped(typed: Sequence[str], one: Relaxation) -> list[str]:
 # ---------------------------------------------------------------------- JSON
 
 
-def content(found: Found) -> dict[str, Any]:
+def content(found: SearchResult) -> dict[str, Any]:
     """The same for programs."""
     return {
         "placement": found.best.placed.to_json() if found.best is not None and found.best.placed is not None else None,

@@ -190,7 +190,7 @@ def _limit(capacity: int, used: int, width: int) -> Text:
     return Text(f"{told} ▲".rjust(column + 1) if column + 1 >= len(told) + 2 else f"{' ' * column}▲", "red")
 
 
-def _legend(prediction: Prediction, found: list[bar.Part], width: int) -> list[Text]:
+def _legend(prediction: Prediction, found: list[bar.BarPart], width: int) -> list[Text]:
     name, scale = bar.unit(prediction.memory)
     entries = [(part, f"{part.name} {bar.number(part.bytes, scale)}{f' {name}' if part is found[-1] else ''}") for part in found]
     lines, line = [], Text()

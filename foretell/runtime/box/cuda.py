@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foretell.errors import UserError
-from foretell.runtime.box.script import Script
-from foretell.runtime.box.stand_ins import ACTIVATION, NS, Done, Later, drawn, tiled
+from foretell.runtime.box.script import BoxScript
+from foretell.runtime.box.stand_ins import ACTIVATION, NS, DoneWork, Later, drawn, tiled
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _FILL_BLOCKS = 8
@@ -23,7 +23,7 @@ _ALL_BLOCKS = 128
 class OnCuda:
     """Messages of one GPU."""
 
-    def __init__(self, script: Script, device: torch.device) -> None:
+    def __init__(self, script: BoxScript, device: torch.device) -> None:
         try:
             from foretell.runtime.box import kernels
         except ImportError as error:
@@ -36,11 +36,11 @@ class OnCuda:
         self.script = script
 
     @property
-    def script(self) -> Script:
+    def script(self) -> BoxScript:
         return self._script
 
     @script.setter
-    def script(self, script: Script) -> None:
+    def script(self, script: BoxScript) -> None:
         """Times of arrivals go to the device once."""
         self._script, told = script, script.arrivals
         self._places = {name: place for place, name in enumerate(told.sends, 1)}
@@ -148,7 +148,7 @@ class OnCuda:
         """Launch on the line's own stream, after all that the caller's stream has done; or on the caller's, where it waits."""
         if now:
             launch()
-            return Done()
+            return DoneWork()
         stream = self._streams.get(line)
         if stream is None:
             stream = self._streams[line] = torch.cuda.Stream(self.device)

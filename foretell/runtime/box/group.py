@@ -17,17 +17,17 @@ from torch import Tensor
 
 from foretell.errors import InternalError
 from foretell.price.network.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, P2P, REDUCE_SCATTER
-from foretell.runtime.box.script import Message, Script
-from foretell.runtime.box.stand_ins import Done, OnCpu, StandIns, drawn, tiled
+from foretell.runtime.box.script import BoxMessage, BoxScript
+from foretell.runtime.box.stand_ins import DoneWork, OnCpu, StandIns, drawn, tiled
 from foretell.runtime.parallel.ranks import BOX
 
 SEND, RECEIVE = "send", "receive"
 
 
-class Box:
+class BoxState:
     """What all groups of a box share."""
 
-    def __init__(self, script: Script, device: torch.device) -> None:
+    def __init__(self, script: BoxScript, device: torch.device) -> None:
         self.device = device
         if device.type == "cuda":
             from foretell.runtime.box.cuda import OnCuda
@@ -37,7 +37,7 @@ class Box:
             self.stand_ins = OnCpu(script)
         self.names: dict[int, str] = {}
         """Tensor that is about to be sent or received → the message it is, of a pipeline."""
-        self.messages: list[Message] = []
+        self.messages: list[BoxMessage] = []
         self.recording = False
 
     def name(self, tensor: Tensor, message: str) -> None:
@@ -48,11 +48,11 @@ class Box:
         asked = P2P if operation in (SEND, RECEIVE) else operation
         found = 0.0 if script.free else script.seconds(asked, nbytes, ranks)
         if self.recording:
-            self.messages.append(Message(operation, nbytes, ranks, found))
+            self.messages.append(BoxMessage(operation, nbytes, ranks, found))
         return found
 
     @contextmanager
-    def recorded(self) -> Iterator[list[Message]]:
+    def recorded(self) -> Iterator[list[BoxMessage]]:
         """Every message, in order."""
         self.messages, self.recording = [], True
         try:
@@ -61,18 +61,18 @@ class Box:
             self.recording = False
 
 
-_open: list[Box] = []
+_open: list[BoxState] = []
 """The box of this process, while there is one: PyTorch makes groups by a function that knows of none."""
 
 
 @contextmanager
-def opened(script: Script, device: torch.device, rank: int, world: int) -> Iterator[Box]:
+def opened(script: BoxScript, device: torch.device, rank: int, world: int) -> Iterator[BoxState]:
     """A box in which this process is one rank of many; `torch.distributed` is initialised, and is not afterwards."""
     if dist.is_initialized():
         raise InternalError("a box needs a process without a process group")
     if not hasattr(dist.Backend, BOX.upper()):
         dist.Backend.register_backend(BOX, _made, devices=["cpu", "cuda"])
-    box = Box(script, device)
+    box = BoxState(script, device)
     _open.append(box)
     try:
         dist.init_process_group(BOX, store=dist.HashStore(), rank=rank, world_size=world)
@@ -84,14 +84,14 @@ def opened(script: Script, device: torch.device, rank: int, world: int) -> Itera
         _open.remove(box)
 
 
-def _made(store: Any, rank: int, size: int, timeout: Any) -> Group:
-    return Group(rank, size, _open[-1])
+def _made(store: Any, rank: int, size: int, timeout: Any) -> BoxGroup:
+    return BoxGroup(rank, size, _open[-1])
 
 
-class Group(dist.ProcessGroup):
+class BoxGroup(dist.ProcessGroup):
     """Some ranks of a box."""
 
-    def __init__(self, rank: int, size: int, box: Box) -> None:
+    def __init__(self, rank: int, size: int, box: BoxState) -> None:
         super().__init__(rank, size)
         self.box = box
         self._known: tuple[int, ...] | None = None
@@ -124,7 +124,7 @@ class Group(dist.ProcessGroup):
         seconds = self.box.seconds(ALL_GATHER, target.nbytes, self.ranks)
         if self._elsewhere((target, source)):
             tiled(target, source)
-            return Done()
+            return DoneWork()
         return self.box.stand_ins.gather(self.line, target, source, seconds, _waits(opts))
 
     def all_gather_single(self, target: Tensor, source: Tensor, opts: Any = None) -> dist._Work:
@@ -143,13 +143,13 @@ class Group(dist.ProcessGroup):
         for pieces, source in zip(targets, sources, strict=True):
             for piece in pieces:
                 tiled(piece, source)
-        return Done()
+        return DoneWork()
 
     def _scattered(self, target: Tensor, source: Tensor, opts: Any) -> dist._Work:
         seconds = self.box.seconds(REDUCE_SCATTER, source.nbytes, self.ranks)
         if self._elsewhere((target, source)):
             tiled(target, source.reshape(-1)[: target.numel()])
-            return Done()
+            return DoneWork()
         return self.box.stand_ins.reduce(self.line, target, source, _is_mean(opts), seconds, _waits(opts))
 
     def reduce_scatter_single(self, target: Tensor, source: Tensor, opts: Any = None) -> dist._Work:
@@ -166,7 +166,7 @@ class Group(dist.ProcessGroup):
         self.box.seconds(REDUCE_SCATTER, sum(tensor.nbytes for pieces in sources for tensor in pieces), self.ranks)
         for target, pieces in zip(targets, sources, strict=True):
             target.detach().copy_(pieces[self.rank()])
-        return Done()
+        return DoneWork()
 
     # ------------------------------------------------------------ in place
 
@@ -174,7 +174,7 @@ class Group(dist.ProcessGroup):
         nbytes = sum(tensor.nbytes for tensor in tensors)
         seconds = self.box.seconds(operation, nbytes, self.ranks)
         if self._elsewhere(tensors):
-            return Done()
+            return DoneWork()
         everyone = len(self.ranks) == dist.get_world_size()
         return self.box.stand_ins.keep(self.line, tensors, seconds, _waits(opts), ends=everyone and operation == ALL_REDUCE)
 
@@ -192,16 +192,16 @@ class Group(dist.ProcessGroup):
         return self._kept(BROADCAST, tensors, opts)
 
     def barrier(self, opts: Any = None) -> dist._Work:
-        return Done()
+        return DoneWork()
 
     def scatter(self, targets: list[Tensor], sources: list[list[Tensor]], opts: Any = None) -> dist._Work:
         if sources:
             for target, pieces in zip(targets, sources, strict=True):
                 target.detach().copy_(pieces[self.rank()])
-        return Done()
+        return DoneWork()
 
     def gather(self, targets: list[list[Tensor]], sources: list[Tensor], opts: Any = None) -> dist._Work:
-        return self.allgather(targets, sources, opts) if targets else Done()
+        return self.allgather(targets, sources, opts) if targets else DoneWork()
 
     # ------------------------------------------------------------ all to all, one to one
 
@@ -212,7 +212,7 @@ class Group(dist.ProcessGroup):
         seconds = self.box.seconds(ALL_TO_ALL, max(target.nbytes, source.nbytes), self.ranks)
         if self._elsewhere((target, source)):
             tiled(target, source)
-            return Done()
+            return DoneWork()
         return self.box.stand_ins.gather(self.line, target, source, seconds, _waits(opts))
 
     alltoall_base = all_to_all_single
@@ -221,13 +221,13 @@ class Group(dist.ProcessGroup):
         for target, source in zip(targets, sources, strict=True):
             if target.numel():
                 tiled(target, source) if source.numel() else drawn(target)
-        return Done()
+        return DoneWork()
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> dist._Work:
         (tensor,) = tensors
         seconds, name = self.box.seconds(SEND, tensor.nbytes, self.ranks), self.box.names.pop(id(tensor), "")
         if self._elsewhere(tensors):
-            return Done()
+            return DoneWork()
         return self.box.stand_ins.send(f"{self.line} to {to}", tensor, seconds, name)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist._Work:
@@ -235,14 +235,14 @@ class Group(dist.ProcessGroup):
         seconds, name = self.box.seconds(RECEIVE, tensor.nbytes, self.ranks), self.box.names.pop(id(tensor), "")
         if self._elsewhere(tensors):
             drawn(tensor)
-            return Done()
+            return DoneWork()
         return self.box.stand_ins.receive(f"{self.line} from {source}", tensor, seconds, name)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist._Work:
         return self.recv(tensors, (self.rank() + 1) % self.size(), tag)
 
 
-class _All(Done):
+class _All(DoneWork):
     """Several at once."""
 
     def __init__(self, works: Sequence[dist._Work]) -> None:

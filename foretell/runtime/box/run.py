@@ -26,14 +26,14 @@ from torch.distributed.tensor import DTensor
 from foretell.plan.mesh import check_rank
 from foretell.plan.recipe import source_of
 from foretell.plan.types import Plan
-from foretell.runtime.box.group import Box, opened
-from foretell.runtime.box.script import Message, Script
+from foretell.runtime.box.group import BoxState, opened
+from foretell.runtime.box.script import BoxMessage, BoxScript
 from foretell.runtime.box.stages import boxed_stage, forms_of
-from foretell.runtime.data.samples import Feed, Share
+from foretell.runtime.data.samples import Feed, RankSamples
 from foretell.runtime.observe import measure
 from foretell.runtime.parallel import ranks as members
 from foretell.runtime.parallel.apply import Job, Piped, apply
-from foretell.runtime.train.folder import Settings
+from foretell.runtime.train.folder import RunSettings
 from foretell.runtime.train.guard import RunFailed
 from foretell.runtime.train.prepare import build, samples_of
 from foretell.runtime.train.rng import seed_all, step_seed
@@ -49,7 +49,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class BoxRequest:
     """How to rehearse."""
 
     rank: int = 0
@@ -106,7 +106,7 @@ class Rehearsal:
         return {**asdict(self), "exposed_seconds": self.exposed_seconds, "exposed_share": self.exposed_share}
 
 
-def rehearse(plan: Plan, script: Script, free: Script, asked: Asked, *, say: Say = lambda _: None) -> Rehearsal:
+def rehearse(plan: Plan, script: BoxScript, free: BoxScript, asked: BoxRequest, *, say: Say = lambda _: None) -> Rehearsal:
     """Run one rank of a plan in this process; `script` says what its messages take, `free` is the same where they take nothing."""
     check_rank(plan, asked.rank)
     device = members.device_of(asked.device)
@@ -115,7 +115,7 @@ def rehearse(plan: Plan, script: Script, free: Script, asked: Asked, *, say: Say
         began = time.monotonic()
         try:
             say("building the model")
-            steps = Steps(plan, asked, box, scratch, say)
+            steps = BoxSteps(plan, asked, box, scratch, say)
             return _measured(steps, free, time.monotonic() - began)
         except torch.OutOfMemoryError as error:
             first = str(error).splitlines()[0]
@@ -125,7 +125,7 @@ def rehearse(plan: Plan, script: Script, free: Script, asked: Asked, *, say: Say
 
 
 @contextmanager
-def _scratch(plan: Plan, asked: Asked) -> Iterator[Path | None]:
+def _scratch(plan: Plan, asked: BoxRequest) -> Iterator[Path | None]:
     """A folder that goes with the box, where the plan keeps something on disk."""
     if "disk" not in {*plan.states.values(), *plan.weights.values(), *(one.mode for one in plan.blocks.values())}:
         yield None
@@ -134,12 +134,12 @@ def _scratch(plan: Plan, asked: Asked) -> Iterator[Path | None]:
         yield Path(folder)
 
 
-def _measured(steps: Steps, free: Script, built: float) -> Rehearsal:
+def _measured(steps: BoxSteps, free: BoxScript, built: float) -> Rehearsal:
     asked, box, ranks = steps.asked, steps.box, steps.ranks
     try:
         seconds = steps.timed(asked.warmup, asked.steps, "step")
         memory = measure.memory(ranks.device)
-        messages: list[Message] = []
+        messages: list[BoxMessage] = []
         if box is not None:
             with box.recorded() as messages:
                 steps.timed(0, 1, "recorded step")
@@ -160,13 +160,13 @@ def _measured(steps: Steps, free: Script, built: float) -> Rehearsal:
     )  # fmt: skip
 
 
-class Steps:
+class BoxSteps:
     """One rank, ready to run steps as the loop of a run does."""
 
-    def __init__(self, plan: Plan, asked: Asked, box: Box | None, scratch: Path | None = None, say: Say = lambda _: None) -> None:
+    def __init__(self, plan: Plan, asked: BoxRequest, box: BoxState | None, scratch: Path | None = None, say: Say = lambda _: None) -> None:
         self.plan, self.asked, self.box, self.say = plan, asked, box, say
         self.ranks = members.start(plan, device=asked.device)
-        settings = Settings(data=asked.data, seed=asked.seed, no_save=True).settled(plan)
+        settings = RunSettings(data=asked.data, seed=asked.seed, no_save=True).settled(plan)
         with no_initialisation():
             workload = build(plan, asked.seed)
         on_host = plan.offloads or self.ranks.device.type == "cpu"
@@ -176,7 +176,7 @@ class Steps:
         self.job = self._applied(workload, settings, scratch)
         if not on_host:
             _draw(self.job.named_parameters())
-        share = Share(micro_batch=plan.micro_batch, accumulate=plan.accumulate, ranks=self.ranks.data_size, rank=self.ranks.data_rank)
+        share = RankSamples(micro_batch=plan.micro_batch, accumulate=plan.accumulate, ranks=self.ranks.data_size, rank=self.ranks.data_rank)
         self.feed = Feed(samples, share, seed=asked.seed, device=self.ranks.device)
         self.clock = measure.clock_of(self.ranks.device)
         self.step, self.finite = 0, True
@@ -184,7 +184,7 @@ class Steps:
         gc.freeze()
         measure.forget_peaks(self.ranks.device)
 
-    def _applied(self, workload: Workload, settings: Settings, scratch: Path | None) -> Job:
+    def _applied(self, workload: Workload, settings: RunSettings, scratch: Path | None) -> Job:
         plan = self.plan
         job = apply(workload, plan, self.ranks, learning_rate=settings.schedule_for(plan).at(0), scratch=scratch)
         if isinstance(job.runner, Piped) and self.box is not None:

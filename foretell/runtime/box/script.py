@@ -12,7 +12,7 @@ Seconds = Callable[[str, int, tuple[int, ...]], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Script:
+class BoxScript:
     """How messages go."""
 
     seconds: Seconds = lambda *_: 0.0
@@ -25,7 +25,7 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Message:
+class BoxMessage:
     """Something this rank asked of others."""
 
     operation: str

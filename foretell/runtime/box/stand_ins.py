@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foretell.runtime.box.script import Script
+from foretell.runtime.box.script import BoxScript
 
 NS = 1e9
 ACTIVATION = 1.0
@@ -26,7 +26,7 @@ SLEEP = 5e-5
 """Seconds before its end that a wait on a CPU stops sleeping and looks at the clock."""
 
 
-class Done(dist._Work):
+class DoneWork(dist._Work):
     """Something whose outcome is there, or whose end the caller's stream has in its order."""
 
     def wait(self, timeout: Any = None) -> bool:
@@ -41,7 +41,7 @@ class Done(dist._Work):
         return future
 
 
-class Later(Done):
+class Later(DoneWork):
     """Something that ends later. What it reads and writes is held until someone has waited for it."""
 
     def __init__(self, wait: Callable[[], None], held: Sequence[Tensor]) -> None:
@@ -63,7 +63,7 @@ class Later(Done):
 class StandIns(Protocol):
     """Of one kind of device."""
 
-    script: Script
+    script: BoxScript
 
     def begin_step(self) -> None:
         """A step begins here."""
@@ -113,7 +113,7 @@ def drawn(tensor: Tensor) -> None:
 class OnCpu:
     """Messages on a CPU: gloo's threads are not there, so a message costs its sender no cores."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: BoxScript) -> None:
         self.script = script
         self._free: dict[str, float] = {}
         self._stamps: dict[str, float] = {"": time.perf_counter()}

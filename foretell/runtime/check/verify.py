@@ -65,7 +65,7 @@ AXES = {
 
 
 @dataclass(frozen=True)
-class Run:
+class VerifyRun:
     """What a run gave."""
 
     losses: list[float]
@@ -149,12 +149,12 @@ def draws(model: nn.Module, micro_batches: Iterable[int]) -> None:
 # --- the two runs ----------------------------------------------------------------------------------------------------
 
 
-def reference(source: Source, plan: Plan, steps: int = STEPS) -> Run:
+def reference(source: Source, plan: Plan, steps: int = STEPS) -> VerifyRun:
     """One process, fp32, nothing of the runtime: the mean loss over the global batch, clipped and updated by torch."""
     return _plain_run(source, plan.with_(precision="fp32"), steps, nullcontext())
 
 
-def _plain_run(source: Source, plan: Plan, steps: int, counted: AbstractContextManager[Any]) -> Run:
+def _plain_run(source: Source, plan: Plan, steps: int, counted: AbstractContextManager[Any]) -> VerifyRun:
     """One process in the plan's precision. `counted` is around the forward and backward of every micro-batch."""
     workload = build(source)
     model = workload.model.train()
@@ -172,7 +172,7 @@ def _plain_run(source: Source, plan: Plan, steps: int, counted: AbstractContextM
     optimizer = build_optimizer(plan.optimizer, list(trained.values()))
     for group in optimizer.param_groups:
         group["lr"] = LEARNING_RATE
-    run = Run([], [], {})
+    run = VerifyRun([], [], {})
     for _ in range(steps + MOST_SKIPPED):
         total = 0.0
         for part in parts:
@@ -212,13 +212,13 @@ def _hand_over(computed: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Pa
             parameter.grad = None
 
 
-def run_rank(_rank: int, _world: int, source: Source, plan: Plan, steps: int = STEPS, backend: str = BACKEND) -> Run:
+def run_rank(_rank: int, _world: int, source: Source, plan: Plan, steps: int = STEPS, backend: str = BACKEND) -> VerifyRun:
     """One rank's part of the same, as the plan says; gradients only where no other rank has the same."""
     quiet_warnings()
     ranks = start(plan, device="cpu")
     job = apply(build(source), plan, ranks, learning_rate=LEARNING_RATE, backend=backend)
     mine = shared(source, plan, ranks, job)
-    run = Run([], [], {})
+    run = VerifyRun([], [], {})
     for _ in range(steps + MOST_SKIPPED):
         loss = job.backward(mine)
         gradients = job.gradients() if not run.losses else {}
@@ -251,17 +251,17 @@ def quiet_warnings() -> None:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def merge(runs: Sequence[Run]) -> Run:
+def merge(runs: Sequence[VerifyRun]) -> VerifyRun:
     """The ranks' runs as one; what all of them know they must agree on."""
     gradients: dict[str, Tensor] = {}
     for run in runs:
         gradients.update(run.gradients)
     first = runs[0]
     agreed = all(run.losses == first.losses and run.norms == first.norms for run in runs)
-    return Run(first.losses if agreed else [math.nan for _ in first.losses], first.norms, gradients)
+    return VerifyRun(first.losses if agreed else [math.nan for _ in first.losses], first.norms, gradients)
 
 
-def compare(known: Run, found: Run, bounds: Bounds | None = None) -> Difference:
+def compare(known: VerifyRun, found: VerifyRun, bounds: Bounds | None = None) -> Difference:
     """A run beside its reference."""
     bounds = bounds or Bounds()
     problem = ""
@@ -283,7 +283,7 @@ def compare(known: Run, found: Run, bounds: Bounds | None = None) -> Difference:
     )
 
 
-def apart(known: Run, found: Run) -> dict[str, float]:
+def apart(known: VerifyRun, found: VerifyRun) -> dict[str, float]:
     """‖Δg‖/‖g‖ of every tensor.
 
     A gradient cannot be known better than to the rounding of the whole gradient's norm: a tensor smaller than that
@@ -315,7 +315,7 @@ def _relative(known: Iterable[float], found: Iterable[float], least: float = 1e-
 # --- what 16 bits may differ by --------------------------------------------------------------------------------------
 
 
-def bounds_of(source: Source, plan: Plan, known: Run, steps: int = STEPS) -> Bounds:
+def bounds_of(source: Source, plan: Plan, known: VerifyRun, steps: int = STEPS) -> Bounds:
     """What is allowed for the plan's precision; `known` is the fp32 reference."""
     if plan.precision == "fp32":
         return Bounds()
@@ -329,7 +329,7 @@ def bounds_of(source: Source, plan: Plan, known: Run, steps: int = STEPS) -> Bou
     )
 
 
-def rounded(source: Source, plan: Plan, steps: int = STEPS) -> tuple[Run, int]:
+def rounded(source: Source, plan: Plan, steps: int = STEPS) -> tuple[VerifyRun, int]:
     """One process in the plan's precision, and how many results in 16 bits a micro-batch makes there."""
     counted = _Roundings(getattr(torch, computes_in(plan.precision)))
     run = _plain_run(source, plan, steps, counted)
@@ -363,14 +363,14 @@ def _storage(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanCheck:
     """One thing to check about a plan."""
 
     name: str
     plan: Plan
 
 
-def cases_of(plan: Plan) -> list[Case]:
+def cases_of(plan: Plan) -> list[PlanCheck]:
     """Each axis by itself and all of them in fp32, then as planned: what is wrong is then known to its axis."""
     used = [axis for axis in AXES if getattr(plan.mesh, axis) > 1]
     plain = plan.with_(precision="fp32", compile="none", blocks={}, clip=None)
@@ -382,13 +382,13 @@ def cases_of(plan: Plan) -> list[Case]:
                 mesh = replace(mesh, dp_shard=mesh.ep)
             alone = plain.with_(mesh=mesh, pipeline=plan.pipeline if axis == "pp" else None)
             found.append(
-                Case(f"{AXES[axis]} alone, fp32", alone.with_(reshard=plan.reshard if axis == "dp_shard" else True))
+                PlanCheck(f"{AXES[axis]} alone, fp32", alone.with_(reshard=plan.reshard if axis == "dp_shard" else True))
             )
     found.append(
-        Case("as planned, but fp32" if plan.precision != "fp32" else "as planned", plan.with_(precision="fp32"))
+        PlanCheck("as planned, but fp32" if plan.precision != "fp32" else "as planned", plan.with_(precision="fp32"))
     )
     if plan.precision != "fp32":
-        found.append(Case(f"as planned, {plan.precision}", plan))
+        found.append(PlanCheck(f"as planned, {plan.precision}", plan))
     return found
 
 
@@ -398,7 +398,7 @@ class Verifier:
     def __init__(self, plan: Plan, *, steps: int = STEPS, limit_s: float = LIMIT_SECONDS) -> None:
         self.steps, self.limit_s = steps, limit_s
         self._pool = Pool(preload=["transformers"] if str(plan.model["model"]).startswith("hf:") else [])
-        self._references: dict[Any, Run] = {}
+        self._references: dict[Any, VerifyRun] = {}
         self._plan = plan
 
     def __enter__(self) -> Verifier:
@@ -413,7 +413,7 @@ class Verifier:
         self.twin: Twin = self._alone(_twin, self._plan)
         return self.twin
 
-    def run(self, case: Case) -> Difference:
+    def run(self, case: PlanCheck) -> Difference:
         """One case beside its reference. A case that fails to run is a difference, not an error."""
         source, plan = self.twin.source, case.plan
         known = self._reference(plan)
@@ -429,7 +429,7 @@ class Verifier:
             return Difference(loss_bound=bounds.loss, gradient_bound=bounds.gradient, problem=problem)
         return compare(known, merge(runs), bounds)
 
-    def _reference(self, plan: Plan) -> Run:
+    def _reference(self, plan: Plan) -> VerifyRun:
         key = (plan.mesh.data * plan.accumulate, plan.clip)
         if key not in self._references:
             self._references[key] = self._alone(reference_rank, self.twin.source, plan, self.steps)
@@ -451,9 +451,9 @@ def _twin(_rank: int, _world: int, plan: Plan) -> Twin:
     return twin(plan)
 
 
-def reference_rank(_rank: int, _world: int, source: Source, plan: Plan, steps: int = STEPS) -> Run:
+def reference_rank(_rank: int, _world: int, source: Source, plan: Plan, steps: int = STEPS) -> VerifyRun:
     return reference(source, plan, steps)
 
 
-def bounds_rank(_rank: int, _world: int, source: Source, plan: Plan, known: Run, steps: int = STEPS) -> Bounds:
+def bounds_rank(_rank: int, _world: int, source: Source, plan: Plan, known: VerifyRun, steps: int = STEPS) -> Bounds:
     return bounds_of(source, plan, known, steps)

@@ -95,7 +95,7 @@ def _mixed(numbers: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class RankSamples:
     """Which samples of a step belong to one data rank."""
 
     micro_batch: int
@@ -118,7 +118,7 @@ class Feed:
     """Hands out one step's micro-batches after the other, and says where it is."""
 
     def __init__(
-        self, samples: Samples, share: Share, *, seed: int, device: torch.device, shuffle: bool = True, first: int = 0,
+        self, samples: Samples, share: RankSamples, *, seed: int, device: torch.device, shuffle: bool = True, first: int = 0,
         workers: int = 0,
     ) -> None:  # fmt: skip
         self.samples, self.share, self.seed, self.device, self.shuffle = samples, share, seed, device, shuffle
@@ -223,7 +223,7 @@ class Feed:
             made = next(batches)
         except (OSError, EOFError, RuntimeError) as error:
             raise self.worker_died(error) from error
-        if isinstance(made, _Failed):
+        if isinstance(made, _FailedSample):
             raise ModelError(made.problem, made.remedy, made.detail)
         return made  # type: ignore[no-any-return]
 
@@ -261,11 +261,11 @@ class _Keyed(torch.utils.data.Dataset):
         try:
             return self.samples.one(*key)
         except UserError as error:
-            return _Failed(error.problem, error.remedy, error.detail)
+            return _FailedSample(error.problem, error.remedy, error.detail)
 
 
 @dataclass(frozen=True)
-class _Failed:
+class _FailedSample:
     """A sample, or a batch, that could not be made."""
 
     problem: str
@@ -274,13 +274,13 @@ class _Failed:
 
 
 def _collated_or_failed(samples: Sequence[Any]) -> Any:
-    failed = next((sample for sample in samples if isinstance(sample, _Failed)), None)
+    failed = next((sample for sample in samples if isinstance(sample, _FailedSample)), None)
     if failed is not None:
         return failed
     try:
         return _collated(samples)
     except UserError as error:
-        return _Failed(error.problem, error.remedy, error.detail)
+        return _FailedSample(error.problem, error.remedy, error.detail)
 
 
 # --- the user's own samples ------------------------------------------------------------------------------------------

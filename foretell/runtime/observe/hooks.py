@@ -56,7 +56,7 @@ _AMOUNTS = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 _UNITS = {"bytes": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
 
 Send = Callable[[dict[str, Any]], None]
-installed: Watch | None = None
+installed: StepHooks | None = None
 """The one of this process: benchmarks take its hooks off and put them back."""
 
 
@@ -65,7 +65,7 @@ def begin(given: str) -> None:
     global installed
     settings = json.loads(given)
     channel = Channel(settings["at"])
-    watch = installed = Watch(channel.send, device=settings.get("device", ""), limit=settings.get("limit"))
+    watch = installed = StepHooks(channel.send, device=settings.get("device", ""), limit=settings.get("limit"))
     watch.given = given
     watch.install()
     before = sys.excepthook
@@ -163,7 +163,7 @@ class Channel:
                 self._push()
 
 
-class Watch:
+class StepHooks:
     """Counts steps and reads clocks. Installed once in a process."""
 
     def __init__(self, send: Send, *, device: str = "", limit: int | None = None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from foretell.hardware.probe.machine import nvml
-from foretell.hardware.probe.power import Meter
+from foretell.hardware.probe.power import PowerMeter
 
 EVERY_SECONDS = 0.5
 """Between two readings: the counter moves in jumps, and a reading takes the host some microseconds."""
@@ -26,7 +26,7 @@ class Joules:
     def __init__(self, device: torch.device, read: Callable[[], float | None] | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self._stack = contextlib.ExitStack()
         found = self._stack.enter_context(nvml()) if read is None and device.type == "cuda" else None
-        self._read = read or (Meter(*found).joules if found is not None else None)
+        self._read = read or (PowerMeter(*found).joules if found is not None else None)
         self._now = now
         self._start: tuple[float, float, int] | None = None
         self._last: tuple[float, float, int] | None = None

@@ -65,7 +65,7 @@ class OnGpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class MachineLoad:
     """Of the machine, while a run was on it."""
 
     cores: int
@@ -85,15 +85,15 @@ class Load:
         return asdict(self)
 
 
-def of_json(data: Any) -> Load | None:
+def of_json(data: Any) -> MachineLoad | None:
     """From a measurement; None where it has none."""
-    return None if data is None else value_of(Load, data, "load")
+    return None if data is None else value_of(MachineLoad, data, "load")
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-class Meter:
+class LoadMeter:
     """Of a process and all its descendants, from now on; `root` is that process, this one unless told."""
 
     def __init__(self, root: int | None = None, *, gpus: bool = False, now: Callable[[], float] = time.monotonic) -> None:
@@ -118,13 +118,13 @@ class Meter:
             self._averages.append(os.getloadavg()[0])
         return True
 
-    def glance(self) -> Load:
+    def glance(self) -> MachineLoad:
         """The load average and the run's own cores: what takes no time to read."""
         own, seconds = proc.work(self.root), self._now() - self._began
         mine = max(0.0, own[0] - self._own[0]) / seconds if own and self._own and seconds >= LEAST_SECONDS else None
-        return Load(cores=os.cpu_count() or 1, load_average=self._averages[-1] if self._averages else None, own_cores=mine)
+        return MachineLoad(cores=os.cpu_count() or 1, load_average=self._averages[-1] if self._averages else None, own_cores=mine)
 
-    def read(self) -> Load:
+    def read(self) -> MachineLoad:
         self._looked = float("-inf")
         self.look()
         cores, seconds = os.cpu_count() or 1, self._now() - self._began
@@ -133,10 +133,10 @@ class Meter:
         busy, stolen = _machine()
         own = proc.work(self.root)
         if None in (busy, stolen, self._busy, self._stolen, own, self._own) or seconds < LEAST_SECONDS:
-            return Load(cores=cores, load_average=average, gpu_others=gpu)
+            return MachineLoad(cores=cores, load_average=average, gpu_others=gpu)
         assert busy is not None and stolen is not None and self._busy is not None and self._stolen is not None and own and self._own
         mine = max(0.0, own[0] - self._own[0])
-        return Load(
+        return MachineLoad(
             cores=cores, load_average=average, own_cores=mine / seconds, other_cores=max(0.0, busy - self._busy - mine) / seconds,
             stolen_cores=max(0.0, stolen - self._stolen) / seconds, others=self._others(seconds), gpu_others=gpu,
         )  # fmt: skip
@@ -241,7 +241,7 @@ def gpu_others(own: Collection[int]) -> tuple[OnGpu, ...] | None:
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-def words(load: Load | None, delayed: float | None = None) -> str:
+def words(load: MachineLoad | None, delayed: float | None = None) -> str:
     """`this machine was busy: load 9.8 on 2 cores, ...`; empty where it was not, or nobody knows."""
     waited = f"this run waited for a core {100 * delayed:.0f} % of the time" if delayed and delayed > DELAYED else ""
     if load is None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from foretell.plan.precision import computes_in
 from foretell.plan.types import Plan
-from foretell.runtime.observe.machine_load import Load
+from foretell.runtime.observe.machine_load import MachineLoad
 from foretell.runtime.observe.measurement import CONVENTION as CONVENTION
 from foretell.runtime.observe.measurement import Measurement as Measurement
 from foretell.runtime.observe.measurement import nearest, stretches
@@ -39,7 +39,7 @@ OWN_CONTEXT = 2 * 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class StepReading:
     """One step, measured."""
 
     step: int
@@ -65,7 +65,7 @@ class HostClock:
 
     def __init__(self) -> None:
         self._end: float | None = None
-        self._ready: list[Reading] = []
+        self._ready: list[StepReading] = []
 
     def begin(self) -> None:
         self._start = time.perf_counter()
@@ -76,7 +76,7 @@ class HostClock:
     def end(self, step: int, loss: Tensor, norm: Tensor | None, scale: Tensor | None = None) -> None:
         now = time.perf_counter()
         before = self._start if self._end is None else self._end
-        reading = Reading(
+        reading = StepReading(
             step=step, loss=float(loss), grad_norm=None if norm is None else float(norm),
             loss_scale=None if scale is None else float(scale), seconds=now - before,
             backward_seconds=self._middle - self._start, update_seconds=now - self._middle,
@@ -89,7 +89,7 @@ class HostClock:
         """Something else comes between two steps: evaluation, a save."""
         self._end = None
 
-    def read(self, *, all: bool = False) -> list[Reading]:
+    def read(self, *, all: bool = False) -> list[StepReading]:
         ready, self._ready = self._ready, []
         return ready
 
@@ -135,7 +135,7 @@ class DeviceClock:
     def pause(self) -> None:
         self._last = None
 
-    def read(self, *, all: bool = False) -> list[Reading]:
+    def read(self, *, all: bool = False) -> list[StepReading]:
         """Steps that are done, but for the last, which still computes; with `all`, that one too."""
         found = []
         while len(self._waiting) > (0 if all else 1):
@@ -145,7 +145,7 @@ class DeviceClock:
             between = slot.before.end.elapsed_time(slot.start) / 1e3 if slot.before is not None else 0.0
             backward = slot.start.elapsed_time(slot.middle) / 1e3
             update = slot.middle.elapsed_time(slot.end) / 1e3
-            reading = Reading(
+            reading = StepReading(
                 step=slot.step, loss=loss, grad_norm=norm if slot.has_norm else None,
                 loss_scale=scale if slot.has_scale else None, seconds=between + backward + update, backward_seconds=backward, update_seconds=update,
                 between_seconds=between,
@@ -253,7 +253,7 @@ class Tally:
     def skipped(self) -> int:
         return min(SKIP_MOST, self.steps // 2)
 
-    def add(self, reading: Reading) -> None:
+    def add(self, reading: StepReading) -> None:
         if not self.steps:
             self.first_loss = reading.loss
         self.last_loss = reading.loss
@@ -275,7 +275,7 @@ def mfu(plan: Plan, seconds: float, peak: float | None) -> float | None:
 
 def summarise(
     tally: Tally, plan: Plan, ranks: Ranks, *, unit: str, per_step: int, by_rank: Sequence[Mapping[str, Any]],
-    command: str, versions: Mapping[str, str], load: Load | None = None,
+    command: str, versions: Mapping[str, str], load: MachineLoad | None = None,
 ) -> Measurement | None:  # fmt: skip
     """The measurement of a run; None if no step was done."""
     if not tally.steps:

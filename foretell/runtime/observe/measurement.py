@@ -11,7 +11,7 @@ from typing import Any
 
 from foretell.decode import decode
 from foretell.files import read_json
-from foretell.runtime.observe.machine_load import Load
+from foretell.runtime.observe.machine_load import MachineLoad
 
 FILE = "measurement.json"
 SCHEMA_VERSION = 1
@@ -83,7 +83,7 @@ class Measurement:
     """Of all devices, by their own counters; None where they have none, or the run was too short for them."""
     delayed: float | None = None
     """Share of the time in which other processes had the cores that the slowest rank was ready to run on; None where it was not read."""
-    load: Load | None = None
+    load: MachineLoad | None = None
     """Of the machine of the first rank, and who else used it; None where it was not read."""
     convention: str = CONVENTION
     schema_version: int = SCHEMA_VERSION

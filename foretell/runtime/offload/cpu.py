@@ -15,9 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from foretell.runtime.offload.forms import MASTER, Form, Run, Settings, update
+from foretell.runtime.offload.forms import MASTER, ElementRun, StateFormat, StepSettings, update
 from foretell.runtime.offload.lanes import Mark
-from foretell.runtime.offload.layout import Piece
+from foretell.runtime.offload.layout import ParameterPiece
 
 RUN = 2 * 2**20
 """Elements that are updated at a time, by all cores together."""
@@ -28,7 +28,7 @@ SPARE = 4
 class Workers:
     """Updates chunks in the order they were asked for."""
 
-    def __init__(self, form: Form, threads: int | None = None) -> None:
+    def __init__(self, form: StateFormat, threads: int | None = None) -> None:
         self.form = form
         count = threads or max(1, (os.cpu_count() or 1) - SPARE)
         before = torch.get_num_threads()
@@ -64,8 +64,8 @@ class Workers:
             return self._told
 
     def submit(
-        self, pieces: Sequence[Piece], weights: Tensor, grads: Tensor, kept: Mapping[str, Tensor], steps: Mapping[str, int],
-        settings: Settings, here: Mark, arrive: Callable[[], Mark],
+        self, pieces: Sequence[ParameterPiece], weights: Tensor, grads: Tensor, kept: Mapping[str, Tensor], steps: Mapping[str, int],
+        settings: StepSettings, here: Mark, arrive: Callable[[], Mark],
     ) -> Future[Mark]:  # fmt: skip
         """Update a chunk once its gradients are `here`, then `arrive`, which gives the mark of the new weights."""
 
@@ -86,9 +86,9 @@ class Workers:
         return self._pool.submit(work)
 
     @torch.no_grad()
-    def _run(self, weight: Tensor, grad: Tensor, kept: Mapping[str, Tensor], step: int, settings: Settings, scale: float | None) -> None:
+    def _run(self, weight: Tensor, grad: Tensor, kept: Mapping[str, Tensor], step: int, settings: StepSettings, scale: float | None) -> None:
         factor = torch.tensor([scale]) if scale is not None else None
-        run = Run(weight=weight, grad=grad, kept=kept, step=torch.tensor(float(step)))
+        run = ElementRun(weight=weight, grad=grad, kept=kept, step=torch.tensor(float(step)))
         update(self.form, [run], self._wide, settings, scale=factor, skip=None)
 
     def close(self) -> None:

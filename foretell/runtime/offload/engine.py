@@ -27,9 +27,9 @@ from foretell.errors import UserError
 from foretell.plan.states import SLOTS, count_of
 from foretell.runtime.offload import convert
 from foretell.runtime.offload.cpu import Workers
-from foretell.runtime.offload.forms import MASTER, REST, Form, Settings, take_apart
+from foretell.runtime.offload.forms import MASTER, REST, StateFormat, StepSettings, take_apart
 from foretell.runtime.offload.lanes import Lanes, Mark, passed
-from foretell.runtime.offload.layout import CPU, DEVICE, DISK, Unit
+from foretell.runtime.offload.layout import CPU, DEVICE, DISK, OffloadUnit
 from foretell.runtime.offload.memory.arena import KEEP_FREE, Arena, available
 from foretell.runtime.offload.memory.store import Store
 from foretell.runtime.offload.pump import Pump
@@ -45,7 +45,7 @@ class Offloaded(torch.optim.Optimizer):
     """AdamW over units. `begin` starts an update, `need` makes a unit's weights the new ones, `settle` all of them."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], units: Sequence[Unit], form: Form, *, device: torch.device,
+        self, parameters: Mapping[str, nn.Parameter], units: Sequence[OffloadUnit], form: StateFormat, *, device: torch.device,
         lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
         decoupled: bool = True, slots: int = SLOTS, threads: int | None = None, arena: Arena | None = None,
         source: Callable[[str], Tensor] | None = None, hold: int | None = None, agree: Callable[[int], None] | None = None,
@@ -222,7 +222,7 @@ class Offloaded(torch.optim.Optimizer):
         else:
             self.need(path)
 
-    def _arrived(self, unit: Unit, name: str) -> Callable[[Tensor], None]:
+    def _arrived(self, unit: OffloadUnit, name: str) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
             if self._more() and not unit.streamed:
                 return
@@ -252,12 +252,12 @@ class Offloaded(torch.optim.Optimizer):
         for name, grad in self.updater.fetch(unit, list(norms), shapes, self._here.pop(path)).items():
             self.parameters[name].grad = grad
 
-    def _grads(self, unit: Unit) -> dict[str, Tensor]:
+    def _grads(self, unit: OffloadUnit) -> dict[str, Tensor]:
         found = ((name, self.parameters[name].grad) for name in unit.sizes)
         return {name: local(grad) for name, grad in found if grad is not None}
 
     @torch.no_grad()
-    def _send_down(self, unit: Unit) -> None:
+    def _send_down(self, unit: OffloadUnit) -> None:
         """Gradients of a streamed unit leave the device; their norms are kept."""
         grads = self._grads(unit)
         if not grads:
@@ -324,12 +324,12 @@ class Offloaded(torch.optim.Optimizer):
             self._stepped.clear()
             self.workers.expect(now.scale, now.skip, self.device, self.lanes.compute.mark)
         group = self.param_groups[0]
-        now.settings = Settings(
+        now.settings = StepSettings(
             lr=float(group["lr"]), beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
             weight_decay=group["weight_decay"], decoupled=self.decoupled,
         )  # fmt: skip
 
-    def _collect(self, unit: Unit) -> None:
+    def _collect(self, unit: OffloadUnit) -> None:
         """Keep a unit's gradients apart: they are alive until they are used."""
         self._started.add(unit.path)
         pending = self.pending.setdefault(unit.path, Pending())
@@ -340,7 +340,7 @@ class Offloaded(torch.optim.Optimizer):
         pending.here = self._here.pop(unit.path, None)
         pending.ready = self.lanes.compute.mark()
 
-    def _offer(self, unit: Unit) -> None:
+    def _offer(self, unit: OffloadUnit) -> None:
         """Hand a unit to those who update it."""
         pending = self.pending[unit.path]
         if self.workers is not None and any(chunk.engine == CPU for chunk in unit.chunks):
@@ -485,6 +485,6 @@ def _become(parameter: nn.Parameter, value: Tensor) -> None:
     parameter.data = value
 
 
-def every(units: Iterable[Unit], tier: str) -> int:
+def every(units: Iterable[OffloadUnit], tier: str) -> int:
     """Elements whose states are in a tier."""
     return sum(unit.elements for unit in units if unit.tier == tier)

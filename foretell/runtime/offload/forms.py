@@ -30,7 +30,7 @@ CODE, SCALE = "_code", "_scale"
 
 
 @dataclass(frozen=True)
-class Form:
+class StateFormat:
     """What is kept for each element."""
 
     name: str
@@ -68,14 +68,14 @@ class Form:
         return self.name != "plain"
 
 
-def form(name: str, weights: torch.dtype) -> Form:
+def form(name: str, weights: torch.dtype) -> StateFormat:
     """A form by its name, beside weights of a format."""
     kept = {key: weights if dtype == "weight" else getattr(torch, dtype) for key, dtype in KEPT[name].items()}
-    return Form(name, kept, weights if name == "plain" else torch.bfloat16)
+    return StateFormat(name, kept, weights if name == "plain" else torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Settings:
+class StepSettings:
     """Of one step."""
 
     lr: float
@@ -87,8 +87,8 @@ class Settings:
 
 
 @dataclass
-class Run:
-    """A run of one parameter's elements: all tensors are flat and equally long, but for codes and scales (`Form.run`)."""
+class ElementRun:
+    """A run of one parameter's elements: all tensors are flat and equally long, but for codes and scales (`StateFormat.run`)."""
 
     weight: Tensor
     grad: Tensor
@@ -97,8 +97,8 @@ class Run:
     """Updates of the parameter, this one included; on the device of the run."""
 
 
-def update(form: Form, runs: Sequence[Run], wide: Tensor, settings: Settings, *, scale: Tensor | None, skip: Tensor | None) -> None:
-    """Update runs. `wide` is scratch of fp32, `Form.scratch` times as long as all runs together; `scale` has one element that
+def update(form: StateFormat, runs: Sequence[ElementRun], wide: Tensor, settings: StepSettings, *, scale: Tensor | None, skip: Tensor | None) -> None:
+    """Update runs. `wide` is scratch of fp32, `StateFormat.scratch` times as long as all runs together; `scale` has one element that
     gradients are multiplied by, `skip` one that is 1 where nothing may change."""
     if not runs:
         return
@@ -128,7 +128,7 @@ def _widened(grad: Tensor, scale: Tensor | None, out: Tensor) -> Tensor:
     return out.copy_(grad) if scale is None else torch.mul(grad, scale, out=out)
 
 
-def _adamw(weights: list[Tensor], grads: list[Tensor], runs: Sequence[Run], settings: Settings, skip: Tensor | None) -> None:
+def _adamw(weights: list[Tensor], grads: list[Tensor], runs: Sequence[ElementRun], settings: StepSettings, skip: Tensor | None) -> None:
     first, second = ([run.kept[name] for run in runs] for name in (FIRST, SECOND))
     wide = [moment.float() if moment.dtype != weights[0].dtype else moment for moment in (*first, *second)]
     _kernel(weights, grads, wide[: len(runs)], wide[len(runs) :], [run.step for run in runs], settings, skip)
@@ -138,7 +138,7 @@ def _adamw(weights: list[Tensor], grads: list[Tensor], runs: Sequence[Run], sett
 
 
 def _kernel(
-    weights: list[Tensor], grads: list[Tensor], first: list[Tensor], second: list[Tensor], steps: list[Tensor], settings: Settings,
+    weights: list[Tensor], grads: list[Tensor], first: list[Tensor], second: list[Tensor], steps: list[Tensor], settings: StepSettings,
     skip: Tensor | None,
 ) -> None:  # fmt: skip
     kernel = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
@@ -149,7 +149,7 @@ def _kernel(
     )  # fmt: skip
 
 
-def _coded(form: Form, runs: Sequence[Run], wide: Tensor, settings: Settings, scale: Tensor | None, skip: Tensor | None) -> None:
+def _coded(form: StateFormat, runs: Sequence[ElementRun], wide: Tensor, settings: StepSettings, scale: Tensor | None, skip: Tensor | None) -> None:
     """Moments out of their codes, the update, and into codes again, in `wide` alone; a gradient's place is what coding needs."""
     parts: list[list[Tensor]] = []
     at, cut = 0, REST in form.kept
@@ -175,7 +175,7 @@ def _coded(form: Form, runs: Sequence[Run], wide: Tensor, settings: Settings, sc
             run.weight.copy_(master)
 
 
-def _split(runs: Sequence[Run], grads: list[Tensor], wide: Tensor, settings: Settings, skip: Tensor | None) -> None:
+def _split(runs: Sequence[ElementRun], grads: list[Tensor], wide: Tensor, settings: StepSettings, skip: Tensor | None) -> None:
     """fp32 weights put together from bf16 and what rounding cut off, updated and taken apart again."""
     masters, at = [], 0
     for run in runs:

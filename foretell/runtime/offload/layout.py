@@ -20,7 +20,7 @@ GPU, CPU = "gpu", "cpu"
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """A run of one parameter's elements inside a chunk."""
 
     name: str
@@ -38,7 +38,7 @@ class Chunk:
     begin: int
     """In the unit."""
     elements: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterPiece, ...]
     engine: str = GPU
 
     @property
@@ -47,7 +47,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Unit:
+class OffloadUnit:
     """Parameters that become ready and are needed together."""
 
     path: str
@@ -68,7 +68,7 @@ class Unit:
 
 def unit(
     path: str, sizes: Mapping[str, int], tier: str = DEVICE, *, chunk: int = CHUNK, cpu_share: float = 0.0, streamed: bool = False
-) -> Unit:
+) -> OffloadUnit:
     """A unit cut into chunks; of those on the host a share is updated by the CPU, evenly spread."""
     chunk = _aligned(chunk)
     starts, total = {}, 0
@@ -85,19 +85,19 @@ def unit(
             if owed >= 1.0 - 1e-9:
                 engine, owed = CPU, owed - 1.0
         chunks.append(Chunk(begin, elements, tuple(_pieces(sizes, starts, begin, elements)), engine))
-    return Unit(path, dict(sizes), tier, tuple(chunks), starts, total, streamed)
+    return OffloadUnit(path, dict(sizes), tier, tuple(chunks), starts, total, streamed)
 
 
 def _aligned(elements: int) -> int:
     return -(-elements // ALIGN) * ALIGN
 
 
-def _pieces(sizes: Mapping[str, int], starts: Mapping[str, int], begin: int, elements: int) -> Iterator[Piece]:
+def _pieces(sizes: Mapping[str, int], starts: Mapping[str, int], begin: int, elements: int) -> Iterator[ParameterPiece]:
     end = begin + elements
     for name, size in sizes.items():
         low, high = max(begin, starts[name]), min(end, starts[name] + size)
         if low < high:
-            yield Piece(name, low - starts[name], low - begin, high - low)
+            yield ParameterPiece(name, low - starts[name], low - begin, high - low)
 
 
 def group(names: Sequence[str], blocks: Sequence[str]) -> dict[str, list[str]]:

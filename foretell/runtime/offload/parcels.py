@@ -12,10 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from foretell.runtime.offload.lanes import Lane, Mark
 from foretell.runtime.offload.memory.arena import Arena
-from foretell.runtime.offload.memory.slots import Slot
+from foretell.runtime.offload.memory.slots import MemorySlot
 
 
-class Shelf(Protocol):
+class DiskFileLike(Protocol):
     """A file of a fixed size, which moves bytes beside everything else (`disk.Shelf`)."""
 
     nbytes: int
@@ -27,7 +27,7 @@ class Shelf(Protocol):
     def close(self) -> None: ...
 
 
-class Memory:
+class ArenaBytes:
     """An arena as one stretch of bytes."""
 
     def __init__(self, nbytes: int, *, register: bool) -> None:
@@ -49,7 +49,7 @@ class Stay(NamedTuple):
 class Parcel:
     """The bytes of one storage, as they were when they were saved."""
 
-    def __init__(self, tensor: Tensor, storage: torch.UntypedStorage, call: Call) -> None:
+    def __init__(self, tensor: Tensor, storage: torch.UntypedStorage, call: BlockCall) -> None:
         self.seen = StorageWeakRef(storage)
         """While it is held, no other storage gets this one's address."""
         self.alias: Tensor | None = tensor.detach()
@@ -59,8 +59,8 @@ class Parcel:
         """No bytes, but the tensor's own count of how often it was overwritten."""
         self.nbytes = storage.nbytes()
         self.device: torch.UntypedStorage | None = storage
-        self.host: Slot[Memory] | None = None
-        self.shelf: Slot[Any] | None = None
+        self.host: MemorySlot[ArenaBytes] | None = None
+        self.shelf: MemorySlot[Any] | None = None
         self.call = call
         self.tickets = 0
         self.down: Mark = None
@@ -105,7 +105,7 @@ class Ticket:
 
     __slots__ = ("_gone", "call", "offset", "parcel", "shape", "stride", "type")
 
-    def __init__(self, parcel: Parcel, call: Call, tensor: Tensor, gone: Callable[[Parcel, Call], None]) -> None:
+    def __init__(self, parcel: Parcel, call: BlockCall, tensor: Tensor, gone: Callable[[Parcel, BlockCall], None]) -> None:
         self.parcel, self.call, self._gone = parcel, call, gone
         self.type, self.shape, self.stride, self.offset = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
         parcel.tickets += 1
@@ -115,7 +115,7 @@ class Ticket:
         self._gone(self.parcel, self.call)
 
 
-class Call:
+class BlockCall:
     """One run of a block's forward."""
 
     def __init__(self, number: int, place: int, mode: str, stays: frozenset[int]) -> None:
@@ -158,7 +158,7 @@ def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
-def part(slot: Slot[Memory], nbytes: int) -> Tensor:
+def part(slot: MemorySlot[ArenaBytes], nbytes: int) -> Tensor:
     return slot.piece.bytes[slot.offset : slot.offset + nbytes]
 
 

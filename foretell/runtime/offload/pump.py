@@ -15,15 +15,15 @@ import torch
 
 from foretell.errors import ForetellError
 from foretell.runtime.offload.lanes import Mark, passed
-from foretell.runtime.offload.layout import Unit
+from foretell.runtime.offload.layout import OffloadUnit
 
 
 class Pump:
     """Starts units; without a thread of its own when they are waited for, and no sooner."""
 
-    def __init__(self, start: Callable[[Unit], None], order: Mapping[str, int], *, threaded: bool) -> None:
+    def __init__(self, start: Callable[[OffloadUnit], None], order: Mapping[str, int], *, threaded: bool) -> None:
         self._start, self._order = start, order
-        self._ready: dict[str, tuple[Unit, Mark]] = {}
+        self._ready: dict[str, tuple[OffloadUnit, Mark]] = {}
         self._under_way: str | None = None
         self._changed = threading.Condition()
         self._failed: BaseException | None = None
@@ -32,7 +32,7 @@ class Pump:
         if self._thread is not None:
             self._thread.start()
 
-    def offer(self, unit: Unit, ready: Mark = None) -> None:
+    def offer(self, unit: OffloadUnit, ready: Mark = None) -> None:
         """A unit whose gradients are there, or will be at that mark."""
         with self._changed:
             self._ready[unit.path] = (unit, ready)

@@ -32,14 +32,14 @@ from foretell.plan.types import Residency
 from foretell.runtime.offload import parcels
 from foretell.runtime.offload.lanes import Lane, Mark, passed
 from foretell.runtime.offload.memory.arena import bytes_for
-from foretell.runtime.offload.memory.slots import Slot, Slots
+from foretell.runtime.offload.memory.slots import MemorySlot, Slots
 from foretell.runtime.offload.parcels import (
-    Call,
-    Memory,
+    ArenaBytes,
+    BlockCall,
+    DiskFileLike,
     Moved,
     Parcel,
     Round,
-    Shelf,
     Stay,
     Ticket,
     bytes_of,
@@ -58,11 +58,11 @@ AHEAD = 1.25
 """Of what a block saves, how much is on the device in backward: what is still wanted of one block, and the beginning of the next."""
 
 
-class Saved:
+class OffloadedActivations:
     """The activations of some blocks of a model."""
 
     def __init__(
-        self, model: nn.Module, modes: Mapping[str, str], device: torch.device, *, shelf: Callable[[int], Shelf] | None = None,
+        self, model: nn.Module, modes: Mapping[str, str], device: torch.device, *, shelf: Callable[[int], DiskFileLike] | None = None,
         least: int = LEAST, grow: int = GROW, lanes: tuple[Lane, Lane, Lane] | None = None,
     ) -> None:  # fmt: skip
         if device.type == "cuda" and device.index is None:
@@ -72,15 +72,15 @@ class Saved:
         self._model = model
         self._tables: list[Tensor] | None = None
         """The model's larger buffers: blocks may be given them, and they stay where they are."""
-        self.hosts: Slots[Memory] = Slots(lambda n: Memory(n, register=device.type == "cuda"), least=grow)
-        self.bounces: Slots[Memory] = Slots(lambda n: Memory(n, register=device.type == "cuda"), least=grow, one=False)
+        self.hosts: Slots[ArenaBytes] = Slots(lambda n: ArenaBytes(n, register=device.type == "cuda"), least=grow)
+        self.bounces: Slots[ArenaBytes] = Slots(lambda n: ArenaBytes(n, register=device.type == "cuda"), least=grow, one=False)
         self.shelves: Slots[Any] = Slots(shelf or _no_shelf, least=grow, one=False)
         self._known: dict[int, Parcel] = {}
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, BlockCall] = {}
         self._number = 0
         self._unsent: list[Parcel] = []
         self._flying: deque[Parcel] = deque()
-        self._busy: deque[tuple[Slot[Memory], Callable[[], bool], Callable[[], object]]] = deque()
+        self._busy: deque[tuple[MemorySlot[ArenaBytes], Callable[[], bool], Callable[[], object]]] = deque()
         """Host memory that bytes pass through on their way to or from disk: whether they have, and waiting until then."""
         self._largest = 0
         self._here = self._usual = Round(0, 0, 0)
@@ -91,7 +91,7 @@ class Saved:
         self._done, self._ahead = -1, 0.0
         self._last_up: Mark = None
         self._lock = threading.Lock()
-        self._dead: deque[tuple[Parcel, Call]] = deque()
+        self._dead: deque[tuple[Parcel, BlockCall]] = deque()
         self._late: deque[Parcel] = deque()
         """Nobody wants them any more, but the disk has not brought them yet."""
         self.moved = Moved(0, 0, 0)
@@ -128,7 +128,7 @@ class Saved:
             self._unsent = []  # they stay on the device as long as anybody wants them
             raise
 
-    def _begin(self, block: nn.Module, mode: str) -> Call:
+    def _begin(self, block: nn.Module, mode: str) -> BlockCall:
         with self._work():
             if self.hosts.loose():
                 if self.device.type == "cuda":
@@ -143,9 +143,9 @@ class Saved:
             if self._tables is None:
                 self._tables = [one for one in self._model.buffers() if one.nbytes >= self.least]
             held = (*block.parameters(), *block.buffers(), *self._tables) if mode in (HOST, DISK) else ()
-            return Call(self._number, self._here.calls, mode, frozenset(key_of(one) for one in held))
+            return BlockCall(self._number, self._here.calls, mode, frozenset(key_of(one) for one in held))
 
-    def _end(self, call: Call) -> None:
+    def _end(self, call: BlockCall) -> None:
         with self._work():
             self._largest = max(self._largest, call.nbytes)
             unsent, self._unsent = self._unsent, []
@@ -159,7 +159,7 @@ class Saved:
                     self._send(parcel)
             self._pace(call)
 
-    def _pace(self, call: Call) -> None:
+    def _pace(self, call: BlockCall) -> None:
         """Wait for what should have gone by now: as if it went evenly until forward is over, and so that no more is on its way than
         kept blocks will need later. Until a first step has shown how much there is, for all but the last block's."""
         usual = self._usual
@@ -171,7 +171,7 @@ class Saved:
 
     # ------------------------------------------------------------ what autograd saves
 
-    def _pack(self, call: Call, tensor: Tensor) -> Stay | Ticket:
+    def _pack(self, call: BlockCall, tensor: Tensor) -> Stay | Ticket:
         if type(tensor) is not Tensor or tensor.device != self.device or tensor.layout is not torch.strided:
             return stay(tensor)
         storage = tensor.untyped_storage()
@@ -185,7 +185,7 @@ class Saved:
             call.parcels[parcel] = None
             return Ticket(parcel, call, tensor, self._gone)
 
-    def _parcel(self, call: Call, tensor: Tensor, storage: torch.UntypedStorage) -> Parcel:
+    def _parcel(self, call: BlockCall, tensor: Tensor, storage: torch.UntypedStorage) -> Parcel:
         known = self._known.get(storage._cdata)
         if known is not None and known.holds(tensor):
             return known
@@ -259,7 +259,7 @@ class Saved:
 
     # ------------------------------------------------------------ up
 
-    def _enter(self, call: Call, _: Any) -> None:
+    def _enter(self, call: BlockCall, _: Any) -> None:
         """Backward has come to a block: what it and those before it saved comes up."""
         if call.entered:
             return
@@ -348,7 +348,7 @@ class Saved:
         self._busy.append((slot, lambda: lifted.is_set() and passed(parcel.up), wait))
         parcel.shelf.piece.read(parcel.shelf.offset, source).add_done_callback(lift)
 
-    def _bounce(self, nbytes: int) -> Slot[Memory]:
+    def _bounce(self, nbytes: int) -> MemorySlot[ArenaBytes]:
         """Host memory to pass through: where there is none free, that of the transfer that was asked for first."""
         while True:
             while self._busy and self._busy[0][1]():
@@ -362,7 +362,7 @@ class Saved:
 
     # ------------------------------------------------------------ what is not needed any more
 
-    def _gone(self, parcel: Parcel, call: Call) -> None:
+    def _gone(self, parcel: Parcel, call: BlockCall) -> None:
         """A ticket is gone; this may be anywhere, also in the middle of our own work."""
         self._dead.append((parcel, call))
         if self._lock.acquire(blocking=False):
@@ -427,10 +427,12 @@ class Saved:
             slots.close()
 
 
-def attach(model: nn.Module, blocks: Mapping[str, Residency], device: torch.device, shelf: Callable[[int], Shelf] | None = None) -> Saved | None:
+def attach(
+    model: nn.Module, blocks: Mapping[str, Residency], device: torch.device, shelf: Callable[[int], DiskFileLike] | None = None
+) -> OffloadedActivations | None:
     """Move the activations of those of these blocks that say so; None where none does."""
     modes = {path: residency.mode for path, residency in blocks.items()}
-    return Saved(model, modes, device, shelf=shelf, least=LEAST) if {HOST, DISK} & set(modes.values()) else None
+    return OffloadedActivations(model, modes, device, shelf=shelf, least=LEAST) if {HOST, DISK} & set(modes.values()) else None
 
 
 def _no_shelf(nbytes: int) -> Any:

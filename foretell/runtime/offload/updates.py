@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from foretell.runtime.offload.cpu import Workers
-from foretell.runtime.offload.forms import Run, Settings, update
+from foretell.runtime.offload.forms import ElementRun, StepSettings, update
 from foretell.runtime.offload.lanes import Lanes, Mark
-from foretell.runtime.offload.layout import CPU, DEVICE, DISK, Chunk, Unit
-from foretell.runtime.offload.memory.store import Slot, Store
+from foretell.runtime.offload.layout import CPU, DEVICE, DISK, Chunk, OffloadUnit
+from foretell.runtime.offload.memory.store import ChunkSlot, Store
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Updater:
         self.skip: Tensor | None = None
         self.counts: Tensor | None = None
         """1 where the step counts, 0 where it is skipped."""
-        self.settings = Settings(lr=0.0)
+        self.settings = StepSettings(lr=0.0)
         self.last: Mark = None
         """When the last states went down."""
         self.started: dict[str, None] = {}
@@ -56,7 +56,7 @@ class Updater:
         self._next = 0
 
     @torch.no_grad()
-    def start(self, unit: Unit, pending: Pending) -> None:
+    def start(self, unit: OffloadUnit, pending: Pending) -> None:
         """The part of a unit that the device updates. Units whose states stay and others may be started by two threads at once:
         they share neither lane nor scratch."""
         lane, names = self.lanes.home if unit.tier == DEVICE else self.lanes.work, pending.names
@@ -80,7 +80,7 @@ class Updater:
                 self._through(unit, chunk, pending)
         pending.done = self.last if unit.streamed else lane.mark()
 
-    def _through(self, unit: Unit, chunk: Chunk, pending: Pending) -> None:
+    def _through(self, unit: OffloadUnit, chunk: Chunk, pending: Pending) -> None:
         """A chunk's states come up, are updated and go down."""
         lanes, slot = self.lanes, self.store.slots[self._next]
         self._next = (self._next + 1) % len(self.store.slots)
@@ -125,7 +125,7 @@ class Updater:
                 break
         return found
 
-    def _bring(self, unit: Unit, chunk: Chunk, pending: Pending, slot: Slot) -> None:
+    def _bring(self, unit: OffloadUnit, chunk: Chunk, pending: Pending, slot: ChunkSlot) -> None:
         """What else a streamed unit's update needs: gradients, and weights unless all of them are written anew."""
         if pending.on_host:
             self.lanes.up.wait(pending.here)
@@ -133,7 +133,7 @@ class Updater:
         if self.store.keeps_weights or any(piece.name not in pending.names for piece in chunk.pieces):
             slot.weight[: chunk.elements].copy_(self.store.weights[unit.path][chunk.begin : chunk.end], non_blocking=True)
 
-    def _update(self, chunk: Chunk, pending: Pending, kept: Mapping[str, Tensor], slot: Slot | None, wide: Tensor) -> None:
+    def _update(self, chunk: Chunk, pending: Pending, kept: Mapping[str, Tensor], slot: ChunkSlot | None, wide: Tensor) -> None:
         runs = []
         for piece in chunk.pieces:
             inside, own = slice(piece.at, piece.at + piece.elements), slice(piece.begin, piece.begin + piece.elements)
@@ -145,12 +145,12 @@ class Updater:
                 continue
             weight = self.weights[piece.name][own] if slot is None else slot.weight[inside]
             states = {name: array[self.store.form.run(name, piece.at, piece.elements)] for name, array in kept.items()}
-            runs.append(Run(weight=weight, grad=grad, kept=states, step=self.steps[piece.name]))
+            runs.append(ElementRun(weight=weight, grad=grad, kept=states, step=self.steps[piece.name]))
         update(self.store.form, runs, wide, self.settings, scale=self.scale, skip=self.skip)
 
     # ------------------------------------------------------------ gradients in host memory
 
-    def stage(self, unit: Unit, grads: Mapping[str, Tensor]) -> Mark:
+    def stage(self, unit: OffloadUnit, grads: Mapping[str, Tensor]) -> Mark:
         """Bring gradients to the host: of a streamed unit all, else what the CPU updates. The mark says when they are there."""
         lanes = self.lanes
         ready = lanes.compute.mark()
@@ -163,7 +163,7 @@ class Updater:
                         target[piece.at : piece.at + piece.elements].copy_(source, non_blocking=True)
             return lanes.down.mark()
 
-    def fetch(self, unit: Unit, names: Sequence[str], shapes: Mapping[str, torch.Size], here: Mark) -> dict[str, Tensor]:
+    def fetch(self, unit: OffloadUnit, names: Sequence[str], shapes: Mapping[str, torch.Size], here: Mark) -> dict[str, Tensor]:
         """Gradients that are in host memory, on the device again: more is to be added to them."""
         found = {name: torch.empty(shapes[name], dtype=self.store.form.weight, device=self.store.device) for name in names}
         taken = self.lanes.compute.mark()
@@ -178,13 +178,13 @@ class Updater:
         self.lanes.compute.wait(self.lanes.up.mark())
         return found
 
-    def _targets(self, unit: Unit) -> list[tuple[Chunk, Tensor]]:
+    def _targets(self, unit: OffloadUnit) -> list[tuple[Chunk, Tensor]]:
         found = ((chunk, self.store.grads.get((unit.path, chunk.begin))) for chunk in unit.chunks)
         return [(chunk, target) for chunk, target in found if target is not None]
 
     # ------------------------------------------------------------ chunks that the CPU updates
 
-    def by_cpu(self, unit: Unit, pending: Pending, steps: Mapping[str, int]) -> None:
+    def by_cpu(self, unit: OffloadUnit, pending: Pending, steps: Mapping[str, int]) -> None:
         """Give the CPU what it updates of a unit, whose gradients go to the host if they are not there."""
         chunks = [chunk for chunk in unit.chunks if chunk.engine == CPU]
         if not chunks or not pending.names:
@@ -193,7 +193,7 @@ class Updater:
             pending.here = self.stage(unit, pending.grads)
         pending.chunks = [self._ask(unit, chunk, pending, steps) for chunk in chunks]
 
-    def _ask(self, unit: Unit, chunk: Chunk, pending: Pending, steps: Mapping[str, int]) -> Future[Mark]:
+    def _ask(self, unit: OffloadUnit, chunk: Chunk, pending: Pending, steps: Mapping[str, int]) -> Future[Mark]:
         assert self.workers is not None
         key, lane = (unit.path, chunk.begin), self.lanes.fresh
         weights = self.store.updated[key]

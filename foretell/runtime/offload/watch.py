@@ -27,7 +27,7 @@ def shared(root: nn.Module, unit_of: Mapping[str, str], paths: Sequence[str]) ->
     return found
 
 
-class Watch(TorchFunctionMode):
+class EarlyUseMode(TorchFunctionMode):
     """Looks at calls while no block is under way; `found` are blocks whose weights they use."""
 
     def __init__(self, owner: Mapping[int, str], used: Callable[[str], None]) -> None:
@@ -50,7 +50,7 @@ class Look:
     """The first forward of a model, watched outside its blocks; `used` is told of a block before its weights are used."""
 
     def __init__(self, owner: Mapping[int, str], used: Callable[[str], None]) -> None:
-        self.watch: Watch | None = Watch(owner, used)
+        self.watch: EarlyUseMode | None = EarlyUseMode(owner, used)
         self._inside = 0
         self._on = False
 

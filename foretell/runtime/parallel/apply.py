@@ -35,7 +35,7 @@ from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.parallel.recompute import recompute
 from foretell.runtime.train import clip
 from foretell.runtime.train.finite import Skips, may_step
-from foretell.runtime.train.scaler import Scaler, scaler_for
+from foretell.runtime.train.scaler import LossScaler, scaler_for
 from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.record.step import (
     Batch,
@@ -50,11 +50,11 @@ from foretell.trace.record.step import (
 
 if TYPE_CHECKING:
     from foretell.runtime.offload.engine import Offloaded
-    from foretell.runtime.offload.saved import Saved
-    from foretell.runtime.parallel.context.positions import Context
+    from foretell.runtime.offload.saved import OffloadedActivations
+    from foretell.runtime.parallel.context.positions import ContextParallel
     from foretell.runtime.parallel.expert.experts import Experts
-    from foretell.runtime.parallel.pipeline.stages import Stages
-    from foretell.runtime.parallel.tensor.split import Applied, Prepared
+    from foretell.runtime.parallel.pipeline.stages import RankStages
+    from foretell.runtime.parallel.tensor.split import Prepared, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Runner(Protocol):
 
     parts: list[nn.Module]
     """The model, or the stages of it that this rank has."""
-    scaler: Scaler | None
+    scaler: LossScaler | None
     """What the loss is multiplied by before backward, where it is."""
 
     def backward(self, micro_batches: Sequence[Batch]) -> Tensor | None:
@@ -92,7 +92,7 @@ class Job:
 
     def __init__(
         self, plan: Plan, ranks: Ranks, runner: Runner, place: Callable[[Batch], Batch], *,
-        learning_rate: float | None = None, split: Applied | None = None, away: Saved | None = None,
+        learning_rate: float | None = None, split: TensorParallel | None = None, away: OffloadedActivations | None = None,
         scratch: str | Path | None = None,
     ) -> None:  # fmt: skip
         self.away = away
@@ -124,7 +124,7 @@ class Job:
 
         (model,) = self.parts
         found = attach.optimizer(model, self.plan, find_blocks(model), trained, self.ranks, learning_rate, scratch)
-        assert isinstance(self.runner, Whole)
+        assert isinstance(self.runner, WholeModel)
         self.runner.watch(found, self.skips)
         return found
 
@@ -308,16 +308,16 @@ def _other(problem: str) -> UserError:
     return UserError(problem, "it belongs to another model or another plan")
 
 
-class Whole:
+class WholeModel:
     """The whole model on this rank: every micro-batch forward, then backward."""
 
     def __init__(
         self, model: nn.Module, loss: Loss | None, guard: Callable[[], AbstractContextManager[Any]],
-        context: Context | None = None,
+        context: ContextParallel | None = None,
     ) -> None:  # fmt: skip
         self.model, self.loss, self.guard, self.context = model, loss, guard, context
         self.parts = [model]
-        self.scaler: Scaler | None = None
+        self.scaler: LossScaler | None = None
         self._moved: Offloaded | None = None
         self._skips: Skips | None = None
         self._more = False
@@ -360,9 +360,9 @@ class Whole:
 class Piped:
     """Some stages of the model on this rank: the schedule says what runs when."""
 
-    def __init__(self, stages: Stages) -> None:
+    def __init__(self, stages: RankStages) -> None:
         self.stages, self.parts = stages, stages.parts
-        self.scaler: Scaler | None = None
+        self.scaler: LossScaler | None = None
 
     def copies(self, name: str) -> int:
         return len(self.stages.flow.parameters[name])
@@ -417,7 +417,7 @@ def apply(
         loss = workload.loss
         if plan.kernels.get("loss") == "compiled" and loss is not None:
             loss = torch.compile(loss, backend=backend)
-        runner: Runner = Whole(model, loss, autocast(plan, ranks), context)
+        runner: Runner = WholeModel(model, loss, autocast(plan, ranks), context)
         held = [paths]
     else:
         from foretell.runtime.parallel.pipeline.stages import cut
@@ -452,17 +452,17 @@ def apply(
     return Job(plan, ranks, runner, place, learning_rate=learning_rate, split=split, away=away, scratch=scratch)
 
 
-def _away(part: nn.Module, kept: Mapping[str, Residency], device: torch.device, scratch: str | Path | None) -> Saved | None:
+def _away(part: nn.Module, kept: Mapping[str, Residency], device: torch.device, scratch: str | Path | None) -> OffloadedActivations | None:
     """Move the activations of blocks that say so."""
     if not any(residency.mode in AWAY for residency in kept.values()):
         return None
-    from foretell.runtime.offload.memory.disk import Shelf
+    from foretell.runtime.offload.memory.disk import DiskFile
     from foretell.runtime.offload.saved import attach
 
-    return attach(part, kept, device, functools.partial(Shelf, folder=scratch or tempfile.gettempdir()))
+    return attach(part, kept, device, functools.partial(DiskFile, folder=scratch or tempfile.gettempdir()))
 
 
-def _split(runner: Runner, found: Prepared | None) -> Applied | None:
+def _split(runner: Runner, found: Prepared | None) -> TensorParallel | None:
     """Split what this rank holds. From one stage to the next tensors go whole."""
     if found is None:
         return None

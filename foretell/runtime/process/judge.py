@@ -16,7 +16,17 @@ from dataclasses import dataclass
 
 from foretell.errors import UserError
 from foretell.runtime.process import proc
-from foretell.runtime.process.progress import ASLEEP, BUSY, DEVICE, FAILED, GAP_SECONDS, MOVING, STEP, WAITING, Report
+from foretell.runtime.process.progress import (
+    ASLEEP,
+    BUSY,
+    DEVICE,
+    FAILED,
+    GAP_SECONDS,
+    MOVING,
+    STEP,
+    WAITING,
+    RankReport,
+)
 
 TIMEOUT_SECONDS = 600.0
 """A collective that takes longer than this ends the run: another rank is gone or stuck."""
@@ -61,7 +71,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class EndReason:
     """Why the run ends."""
 
     problem: str
@@ -77,14 +87,14 @@ class _Stand:
 
     kind: str
     seconds: float
-    report: Report | None
+    report: RankReport | None
 
 
 @dataclass
-class _Seen:
+class _RankSeen:
     """What is known of a rank."""
 
-    report: Report | None = None
+    report: RankReport | None = None
     heard: float = 0.0
     """When it last said something new."""
     pid: int | None = None
@@ -98,7 +108,7 @@ class Judge:
 
     def __init__(self, world: int, limits: Limits) -> None:
         self.world, self.limits = world, limits
-        self.ranks = {rank: _Seen() for rank in range(world)}
+        self.ranks = {rank: _RankSeen() for rank in range(world)}
         self._looked = time.monotonic()
         self._told: tuple[int, ...] = ()
 
@@ -124,7 +134,7 @@ class Judge:
             elif seen.stopped is None:
                 seen.stopped = now
 
-    def hear(self, rank: int, report: Report | None) -> None:
+    def hear(self, rank: int, report: RankReport | None) -> None:
         """What a rank said of itself last; the same again is nothing new."""
         seen = self.ranks[rank]
         if report is not None and (seen.report is None or report.beat != seen.report.beat):
@@ -134,7 +144,7 @@ class Judge:
         """It has ended, and is nobody's concern any more."""
         self.ranks.pop(rank, None)
 
-    def verdict(self, *, hears: bool = True) -> Verdict | None:
+    def verdict(self, *, hears: bool = True) -> EndReason | None:
         """Who holds the run up, where that is certain. Who hears of nobody cannot say who is silent."""
         now = time.monotonic()
         if now - self._looked > GAP_SECONDS:
@@ -163,7 +173,7 @@ class Judge:
 
     # ------------------------------------------------------------ one rank
 
-    def _stand(self, seen: _Seen, now: float) -> _Stand:
+    def _stand(self, seen: _RankSeen, now: float) -> _Stand:
         report = seen.report
         if seen.stopped is not None:
             return _Stand(STOPPED, now - seen.stopped, report)
@@ -176,7 +186,7 @@ class Judge:
 
     # ------------------------------------------------------------ all of them
 
-    def _hung(self, stands: Mapping[int, _Stand]) -> Verdict | None:
+    def _hung(self, stands: Mapping[int, _Stand]) -> EndReason | None:
         """Nobody works, somebody waits, and somebody is stopped or asleep."""
         stopped = [rank for rank, stand in stands.items() if stand.kind == STOPPED]
         if self._others_wait(stopped, stands, self.limits.hang_s, (*_WAIT, ASLEEP, LOST)):
@@ -201,7 +211,7 @@ class Judge:
         recovered = max((report.recovered_seconds for report in reports), default=0.0)
         return base + min(10 * longest, 0.5 * base) + 3 * recovered
 
-    def _late(self, stands: Mapping[int, _Stand]) -> Verdict | None:
+    def _late(self, stands: Mapping[int, _Stand]) -> EndReason | None:
         """Collectives are about to fail: better to say who is missing."""
         most = self.limits.most_s
         if any(stand.report is None for stand in stands.values()):
@@ -224,7 +234,7 @@ def _holds_up(stand: _Stand, after: float) -> bool:
     return stand.kind not in (WAITING, DEVICE, UNKNOWN) and report is not None and report.steps > 0 and report.same_seconds >= after
 
 
-def blamed(reports: Mapping[int, Report]) -> Verdict | None:
+def blamed(reports: Mapping[int, RankReport]) -> EndReason | None:
     """After a collective failed on its own: who did not take part, if anyone can be named."""
     others = {rank: report for rank, report in reports.items() if report.phase != FAILED}
     missing = [rank for rank, report in others.items() if report.kind not in (WAITING, DEVICE)]
@@ -237,20 +247,20 @@ def blamed(reports: Mapping[int, Report]) -> Verdict | None:
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-def _gone(ranks: Sequence[int], seconds: float) -> Verdict:
+def _gone(ranks: Sequence[int], seconds: float) -> EndReason:
     verb = "is" if len(ranks) == 1 else "are"
     problem = f"{_ranks(ranks)} {verb} gone (no sign of life for {seconds:.0f} s)"
-    return Verdict(problem=problem, remedy="", culprits=tuple(ranks), gone=True)
+    return EndReason(problem=problem, remedy="", culprits=tuple(ranks), gone=True)
 
 
-def _stopped(ranks: Sequence[int], known: Mapping[int, _Seen]) -> Verdict:
+def _stopped(ranks: Sequence[int], known: Mapping[int, _RankSeen]) -> EndReason:
     verb = "is" if len(ranks) == 1 else "are"
     processes = ", ".join(str(known[rank].pid) for rank in ranks)
     problem = f"{_ranks(ranks)} {verb} stopped (SIGSTOP to process {processes}) and the other ranks wait"
-    return Verdict(problem=problem, remedy="continue a stopped rank in time with kill -CONT", culprits=tuple(ranks))
+    return EndReason(problem=problem, remedy="continue a stopped rank in time with kill -CONT", culprits=tuple(ranks))
 
 
-def _asleep(ranks: Sequence[int], stands: Mapping[int, _Stand]) -> Verdict:
+def _asleep(ranks: Sequence[int], stands: Mapping[int, _Stand]) -> EndReason:
     first = stands[ranks[0]]
     report = first.report
     assert report is not None
@@ -260,19 +270,19 @@ def _asleep(ranks: Sequence[int], stands: Mapping[int, _Stand]) -> Verdict:
         f"it does nothing{silent}, at {report.where}"
     )
     remedy = f"look there; where a step may rightly wait that long, allow more with {HANG_VARIABLE}=SECONDS"
-    return Verdict(problem=problem, remedy=remedy, culprits=tuple(ranks))
+    return EndReason(problem=problem, remedy=remedy, culprits=tuple(ranks))
 
 
-def _missing(ranks: Sequence[int], reports: Mapping[int, Report], seconds: float | None) -> Verdict:
+def _missing(ranks: Sequence[int], reports: Mapping[int, RankReport], seconds: float | None) -> EndReason:
     if not ranks:
         at = "; ".join(f"rank {rank} at {report.where}" for rank, report in sorted(reports.items())[:4])
         problem = f"all ranks wait for each other for {seconds or 0:.0f} s: {at}"
-        return Verdict(problem=problem, remedy="see that every rank calls the same collectives in the same order", culprits=())
+        return EndReason(problem=problem, remedy="see that every rank calls the same collectives in the same order", culprits=())
     report = reports[ranks[0]]
     verb = "computes" if report.kind == BUSY else "is"
     since = f"for {seconds:.0f} s " if seconds is not None else ""
     problem = f"the other ranks waited {since}for {_ranks(ranks)}, which {verb} in {report.phase} of step {report.step + 1}, at {report.where}"
-    return Verdict(problem=problem, remedy="look there: ranks must not keep each other waiting that long", culprits=tuple(ranks))
+    return EndReason(problem=problem, remedy="look there: ranks must not keep each other waiting that long", culprits=tuple(ranks))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

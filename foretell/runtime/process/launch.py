@@ -27,8 +27,8 @@ from foretell.hardware.this_machine import physical_cores
 from foretell.plan.legal import launch as command_for
 from foretell.plan.types import Plan
 from foretell.runtime.process.guardian import Guardian
-from foretell.runtime.process.judge import TIMEOUT_SECONDS, Judge, Limits, Verdict
-from foretell.runtime.process.progress import Report
+from foretell.runtime.process.judge import TIMEOUT_SECONDS, EndReason, Judge, Limits
+from foretell.runtime.process.progress import RankReport
 from foretell.runtime.process.signals import ENDS, SECOND_AFTER_SECONDS, STOPS, caught, exit_status, leave_dead_terminal
 
 LAUNCHED = "FORETELL_LAUNCHED"
@@ -45,7 +45,7 @@ _SPOKEN = (1, 2, 70, 130, 143)
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunEnded:
     """How a launched run ended, and what to say if nobody has said it."""
 
     status: int
@@ -103,7 +103,7 @@ def gpus() -> int:
 def launch(
     words: Sequence[str], world: int, *, say: Callable[[str], None] = lambda _: None, limits: Limits | None = None,
     program: Sequence[str] = ("-m", "foretell"),
-) -> Ended:  # fmt: skip
+) -> RunEnded:  # fmt: skip
     """Run `python -m foretell WORDS` as so many ranks; `say` gets lines for the screen."""
     outlook = _Outlook(world, limits or Limits.usual(TIMEOUT_SECONDS), say)
     port = _free_port()
@@ -223,7 +223,7 @@ class _Outlook:
         self._texts[rank] = b""
         return theirs
 
-    def look(self, children: Sequence[subprocess.Popen[bytes]]) -> Verdict | None:
+    def look(self, children: Sequence[subprocess.Popen[bytes]]) -> EndReason | None:
         """About once a second, however often it is asked."""
         if time.monotonic() < self._next:
             return None
@@ -240,7 +240,7 @@ class _Outlook:
             self.say(line)
         return self.judge.verdict()
 
-    def _heard(self, rank: int) -> Report | None:
+    def _heard(self, rank: int) -> RankReport | None:
         """The last whole line that a rank wrote."""
         text = self._texts[rank]
         with contextlib.suppress(OSError):
@@ -248,7 +248,7 @@ class _Outlook:
                 text += part
         *lines, self._texts[rank] = text.split(b"\n")
         with contextlib.suppress(ValueError):
-            return Report.from_json(json_of(lines[-1])) if lines else None
+            return RankReport.from_json(json_of(lines[-1])) if lines else None
         return None
 
     def close(self) -> None:
@@ -256,7 +256,7 @@ class _Outlook:
             os.close(pipe)
 
 
-def _wait(children: list[subprocess.Popen[bytes]], outlook: _Outlook) -> Ended:
+def _wait(children: list[subprocess.Popen[bytes]], outlook: _Outlook) -> RunEnded:
     """Until all have ended; after a failure, not for ever."""
     deadline = float("inf")
     first = -1
@@ -269,18 +269,18 @@ def _wait(children: list[subprocess.Popen[bytes]], outlook: _Outlook) -> Ended:
         verdict = outlook.look(children) if first < 0 else None
         if verdict is not None:
             _end(children)
-            return Ended(1, f"{verdict.problem}; all ranks stopped", verdict.remedy)
+            return RunEnded(1, f"{verdict.problem}; all ranks stopped", verdict.remedy)
         time.sleep(0.05)
     failed = [rank for rank, code in enumerate(codes) if code]
     if not failed:
-        return Ended(0)
+        return RunEnded(0)
     rank = first if first >= 0 else min(failed, key=lambda rank: codes[rank] or 0)  # a signal before a status
     code = codes[rank] or 0
     if -code in STOPS:  # it was asked to stop before it listened: nothing was begun
-        return Ended(exit_status(_signal_name(-code)))
+        return RunEnded(exit_status(_signal_name(-code)))
     if code < 0:
-        return Ended(1, f"rank {rank} was ended by signal {-code} ({_signal_name(-code)}); all ranks stopped")
-    return Ended(code) if code in _SPOKEN else Ended(1, f"rank {rank} ended with exit status {code}; all ranks stopped")
+        return RunEnded(1, f"rank {rank} was ended by signal {-code} ({_signal_name(-code)}); all ranks stopped")
+    return RunEnded(code) if code in _SPOKEN else RunEnded(1, f"rank {rank} ended with exit status {code}; all ranks stopped")
 
 
 def _signal_name(number: int) -> str:

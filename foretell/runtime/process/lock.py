@@ -68,7 +68,7 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _LockRead:
     """A lock as it was read; its owner is None where nobody can tell."""
 
     owner: Owner | None
@@ -216,7 +216,7 @@ def _replaced(draft: Path, path: Path, stale_s: float) -> str:
     return f"the lock of {found.owner or path} is taken over: {why}"
 
 
-def _read(handle: int, path: Path, draft: Path) -> _Found:
+def _read(handle: int, path: Path, draft: Path) -> _LockRead:
     about = os.fstat(handle)
     if not stat.S_ISREG(about.st_mode):
         raise _unreadable(path, "it is not a file")
@@ -227,7 +227,7 @@ def _read(handle: int, path: Path, draft: Path) -> _Found:
     if (now.st_ino, now.st_dev) != (about.st_ino, about.st_dev):
         raise _Gone
     os.utime(draft)  # by the same clock as the other's heartbeat
-    return _Found(owner=_parsed(os.read(handle, _MOST_BYTES)), age=draft.stat().st_mtime - about.st_mtime, beat=about.st_mtime)
+    return _LockRead(owner=_parsed(os.read(handle, _MOST_BYTES)), age=draft.stat().st_mtime - about.st_mtime, beat=about.st_mtime)
 
 
 def _parsed(content: bytes) -> Owner | None:
@@ -267,7 +267,7 @@ def _looked_up(owner: Owner) -> bool:
     return owner.host == socket.gethostname() and not proc.boot_id()
 
 
-def _dead(found: _Found, stale_s: float) -> str:
+def _dead(found: _LockRead, stale_s: float) -> str:
     """Why an owner is taken for dead; empty where it may live."""
     owner = found.owner
     if owner is not None and _looked_up(owner):
@@ -284,7 +284,7 @@ def _dead(found: _Found, stale_s: float) -> str:
     return f"it gave no heartbeat for {_span(found.age)}" if found.age >= stale_s else ""
 
 
-def _in_use(path: Path, found: _Found, stale_s: float) -> UserError:
+def _in_use(path: Path, found: _LockRead, stale_s: float) -> UserError:
     owner = found.owner
     if owner is not None and _looked_up(owner):
         return UserError(

@@ -60,7 +60,7 @@ class RankFailure(Exception):
 
 
 @dataclass(frozen=True)
-class World:
+class PoolWorld:
     """So many ranks of a pool."""
 
     pool: Pool
@@ -82,10 +82,10 @@ class Pool:
         self._calls = 0
         atexit.register(self.close)
 
-    def ranks(self, count: int) -> World:
+    def ranks(self, count: int) -> PoolWorld:
         if not 1 <= count <= self.largest:
             raise ValueError(f"{count} ranks asked of a pool of {self.largest}")
-        return World(self, count)
+        return PoolWorld(self, count)
 
     def run(
         self, world: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float

@@ -82,7 +82,7 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class RankReport:
     """What a rank says of itself, once a second."""
 
     beat: int
@@ -108,7 +108,7 @@ class Report:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Any) -> Report | None:
+    def from_json(cls, data: Any) -> RankReport | None:
         """None where it is not a report."""
         if not isinstance(data, dict) or data.keys() != {item.name for item in fields(cls)}:
             return None
@@ -134,7 +134,7 @@ class Monitor:
         self._count = -1
         self._slept = self._recovered = 0.0
 
-    def report(self) -> Report:
+    def report(self) -> RankReport:
         """To be asked about once a second."""
         now = time.monotonic()
         if now - self._looked > GAP_SECONDS:  # stopped and continued: that time does not count
@@ -156,7 +156,7 @@ class Monitor:
             self.idle.look(now)
         kind, seconds = self._kind(frame)
         self._slept = seconds if kind == ASLEEP and progress.phase == STEP else 0.0
-        return Report(
+        return RankReport(
             beat=self._beat, kind=kind, seconds=round(seconds, 2), same_seconds=round(now - self._same, 2), phase=progress.phase,
             step=progress.step, steps=progress.steps, step_seconds=round(progress.step_seconds(), 4), recovered_seconds=round(self._recovered, 2),
             collectives=started, where=where(frame) if frame is not None else "",

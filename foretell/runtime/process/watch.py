@@ -26,9 +26,18 @@ import torch.distributed as dist
 from foretell.decode import json_of
 from foretell.runtime.process import proc
 from foretell.runtime.process.control import Control, is_collective
-from foretell.runtime.process.judge import FRESH_SECONDS, TIMEOUT_SECONDS, Judge, Limits, Verdict, blamed
+from foretell.runtime.process.judge import FRESH_SECONDS, TIMEOUT_SECONDS, EndReason, Judge, Limits, blamed
 from foretell.runtime.process.launch import launcher_lives, tell_launcher
-from foretell.runtime.process.progress import DATA, FAILED, GAP_SECONDS, LOOK_SECONDS, STEP, Monitor, Progress, Report
+from foretell.runtime.process.progress import (
+    DATA,
+    FAILED,
+    GAP_SECONDS,
+    LOOK_SECONDS,
+    STEP,
+    Monitor,
+    Progress,
+    RankReport,
+)
 from foretell.runtime.process.signals import Stopped, exit_status
 
 BEAT_SECONDS = 1.0
@@ -43,7 +52,7 @@ _DEVICE_AFTER_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class RankMessage:
     """What one rank tells the others before the run ends."""
 
     why: str
@@ -60,7 +69,7 @@ class Said:
     """Save what was trained: after so many updates."""
 
 
-class Watch:
+class RankWatch:
     """Progress of all ranks; `verdict` says who is gone or hangs, if anyone."""
 
     def __init__(
@@ -73,7 +82,7 @@ class Watch:
         self.progress = Progress()
         look_s = min(LOOK_SECONDS, self.limits.hang_s / 2, self.limits.say_s / 2)
         self.monitor = Monitor(self.progress, collectives=_collectives, device_works=self._device_works, look_s=look_s)
-        self.said: Said | None = None
+        self.said: RankMessage | None = None
         self.salvage: Callable[[int], None] = lambda _: None
         """Called with a number of updates where another rank asks to save that; the main thread is stuck, or on its way out."""
         self._saving = threading.Event()
@@ -151,7 +160,7 @@ class Watch:
             return
         self._done.set()
         self._thread.join(timeout=2 * BEAT_SECONDS)
-        self._send(Said(why=why, signal=signal, salvage=salvage))
+        self._send(RankMessage(why=why, signal=signal, salvage=salvage))
         time.sleep(2 * BEAT_SECONDS if self.ranks.is_first else 0)
 
     def settle(self, seconds: float) -> None:
@@ -176,7 +185,7 @@ class Watch:
         if self.said is not None and not self._done.wait(self.grace_s):
             self._end(self.said)
 
-    def _end(self, said: Said) -> None:
+    def _end(self, said: RankMessage) -> None:
         """The main thread is stuck: end this process, and those beside it that cannot."""
         for rank in said.ends:
             pid = self.peers.get(rank)
@@ -190,7 +199,7 @@ class Watch:
             self.tell(f"error: {said.why}; all ranks stop" + (f"; try: {hint}" if hint else ""))
         os._exit(1)
 
-    def _look(self) -> Said | None:
+    def _look(self) -> RankMessage | None:
         """One look around: what another rank said before it gave up, who is no more, or who hangs; None while all is well."""
         report = self.monitor.report()
         tell_launcher(report.to_json())
@@ -219,7 +228,7 @@ class Watch:
         verdict = self.judge.verdict(hears=hears)
         return self._sent(verdict) if verdict is not None else None
 
-    def _say_alone(self, report: Report) -> None:
+    def _say_alone(self, report: RankReport) -> None:
         """Nobody waits, so nobody is harmed; but a person may wonder."""
         late = report.steps > 0 and report.phase in (STEP, DATA)
         late = late and report.same_seconds >= max(self.limits.say_s, 10 * report.step_seconds)
@@ -227,7 +236,7 @@ class Watch:
             self.tell(f"no step for {report.same_seconds:.0f} s: in {report.phase} of step {report.step + 1}, at {report.where}")
         self._told = late
 
-    def _asked(self, report: Report) -> Said | None:
+    def _asked(self, report: RankReport) -> RankMessage | None:
         """Ask the store aside, about once a second; what another rank said there."""
         aside = self._aside
         if not aside.works:
@@ -247,15 +256,15 @@ class Watch:
         said, reports = aside.result
         for rank, text in enumerate(reports):
             self.judge.hear(rank, _report(text))
-        return said if isinstance(said, Said) else None
+        return said if isinstance(said, RankMessage) else None
 
-    def _exchange(self, report: Report | None, wants: list[int]) -> tuple[Said | None, list[bytes]]:
+    def _exchange(self, report: RankReport | None, wants: list[int]) -> tuple[RankMessage | None, list[bytes]]:
         if report is not None:
             self.store.set(f"report/{self.ranks.rank}", json.dumps(report.to_json()))
         said = _said(self.store.get("verdict")) if self.store.check(["verdict"]) else None
         return said, self.store.multi_get([f"report/{rank}" for rank in wants]) if wants else []
 
-    def _gone_peer(self, rank: int, now: float) -> Said | None:
+    def _gone_peer(self, rank: int, now: float) -> RankMessage | None:
         """It may have said why: the store is asked once more before it is said to be gone."""
         self._missing = self._missing or (rank, now)
         first, since = self._missing
@@ -264,12 +273,12 @@ class Watch:
             return None
         return self._gone(first, f"its process {self.peers[first]} ended")
 
-    def _gone(self, rank: int, how: str) -> Said:
-        return Said(why=f"rank {rank} is gone ({how})", died=True, speaker=1 if rank == 0 else 0)
+    def _gone(self, rank: int, how: str) -> RankMessage:
+        return RankMessage(why=f"rank {rank} is gone ({how})", died=True, speaker=1 if rank == 0 else 0)
 
-    def _sent(self, verdict: Verdict) -> Said:
+    def _sent(self, verdict: EndReason) -> RankMessage:
         speaker = next((rank for rank in range(self.ranks.world) if rank not in verdict.culprits), 0)
-        said = Said(
+        said = RankMessage(
             why=verdict.problem, remedy=verdict.remedy, speaker=speaker, died=verdict.gone,
             ends=() if verdict.gone else verdict.culprits,
         )  # fmt: skip
@@ -278,13 +287,13 @@ class Watch:
 
     # ------------------------------------------------------------ the store
 
-    def _send(self, said: Said) -> None:
+    def _send(self, said: RankMessage) -> None:
         """The first word counts. A store that does not answer is not waited for."""
         aside = _Aside()
         aside.begin(lambda: self.store.compare_set("verdict", "", json.dumps(asdict(said))))
         aside.wait(2 * BEAT_SECONDS)
 
-    def _unexplained(self, error: Exception) -> Said:
+    def _unexplained(self, error: Exception) -> RankMessage:
         """Nobody is gone and nobody was judged, and yet a collective failed: say who did not take part, as far as known."""
         what = f"a collective failed ({' '.join(str(error).split())[:200]})"
         aside = _Aside()
@@ -293,8 +302,8 @@ class Watch:
         found = {rank: report for rank, text in enumerate((aside.result or (None, []))[1]) if (report := _report(text))}
         verdict = blamed(found) if len(found) == self.ranks.world else None
         if verdict is None:
-            return Said(why=what, remedy="see that all ranks and the network between them are well")
-        return Said(why=f"{verdict.problem}: {what}", remedy=verdict.remedy)
+            return RankMessage(why=what, remedy="see that all ranks and the network between them are well")
+        return RankMessage(why=f"{verdict.problem}: {what}", remedy=verdict.remedy)
 
     def _device_works(self) -> bool:
         """Whether the device still has something to do; as good as no where it cannot tell."""
@@ -348,14 +357,14 @@ def _collectives() -> int:
     return total
 
 
-def _report(text: bytes) -> Report | None:
+def _report(text: bytes) -> RankReport | None:
     with contextlib.suppress(ValueError):
-        return Report.from_json(json_of(text))
+        return RankReport.from_json(json_of(text))
     return None
 
 
-def _said(text: bytes) -> Said | None:
+def _said(text: bytes) -> RankMessage | None:
     with contextlib.suppress(ValueError, TypeError):
         found = json_of(text)
-        return Said(**{**found, "ends": tuple(found.get("ends", ()))})
+        return RankMessage(**{**found, "ends": tuple(found.get("ends", ()))})
     return None

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from foretell.checkpoint.about import LARGEST
-from foretell.checkpoint.format import OLDER, Damaged, Spec
-from foretell.checkpoint.store import Saved
+from foretell.checkpoint.format import OLDER, Damaged, TensorMeta
+from foretell.checkpoint.store import SavedCheckpoint
 from foretell.checkpoint.tree import dtype_of
 from foretell.runtime.offload import codes
 from foretell.runtime.offload.forms import CODE, FIRST, SCALE, SECOND
@@ -22,7 +22,7 @@ _NEEDED = {"adam": ("step", FIRST, SECOND), "adamw": ("step", FIRST, SECOND), "m
 """Optimizer → what its state has, once there is any; a moment may be in codes."""
 
 
-def data_of(saved: Saved, count: int | None) -> Mapping[str, Any]:
+def data_of(saved: SavedCheckpoint, count: int | None) -> Mapping[str, Any]:
     """Where the run was among `count` samples."""
     data = saved.about.get("data", {})
     if not all(name in data for name in ("epoch", "position", "digest")):
@@ -32,7 +32,7 @@ def data_of(saved: Saved, count: int | None) -> Mapping[str, Any]:
     return data  # type: ignore[no-any-return]
 
 
-def check_settings(saved: Saved, values: Mapping[str, Any], live: Mapping[str, Any], flags: Sequence[str]) -> None:
+def check_settings(saved: SavedCheckpoint, values: Mapping[str, Any], live: Mapping[str, Any], flags: Sequence[str]) -> None:
     """Settings of a group of parameters, beside those that the optimizer here has."""
     for name, value in values.items():
         if name in flags or not _alike(value, live.get(name)):
@@ -54,7 +54,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
 
 
-def check_states(saved: Saved, states: Mapping[str, Mapping[str, Spec]], weights: Mapping[str, Spec], optimizer: str) -> None:
+def check_states(saved: SavedCheckpoint, states: Mapping[str, Mapping[str, TensorMeta]], weights: Mapping[str, TensorMeta], optimizer: str) -> None:
     """State that is tensors (by parameter and key), and state that is none; `weights` are those of the model by name."""
     plain = saved.about.get("optimizer", {}).get("state", {})
     for name in {*states, *plain}:
@@ -71,7 +71,7 @@ def check_states(saved: Saved, states: Mapping[str, Mapping[str, Spec]], weights
                 raise Damaged(f"{saved.path} has {str(value)[:40]!a} as {key} of {name}", OLDER)
 
 
-def _fits(key: str, spec: Spec, elements: int, weight: Spec) -> bool:
+def _fits(key: str, spec: TensorMeta, elements: int, weight: TensorMeta) -> bool:
     if key == "step":
         return math.prod(spec.shape) == 1 and dtype_of(spec.dtype).is_floating_point
     if key.endswith(SCALE):

@@ -43,7 +43,7 @@ CHANGEABLE = ("steps", "schedule_steps", "eval_every", "eval_batches", "save_eve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class RunSettings:
     """What a run is besides its plan."""
 
     steps: int = 100
@@ -101,7 +101,7 @@ class Settings:
         warmup = self.warmup if self.warmup is not None else usual_warmup(length)
         return Schedule(kind=self.schedule, peak=rate, steps=length, warmup=warmup)
 
-    def settled(self, plan: Plan) -> Settings:
+    def settled(self, plan: Plan) -> RunSettings:
         """With the schedule spelled out, so that a resumed run of another length has the same one."""
         schedule = self.schedule_for(plan)
         return replace(self, schedule_steps=schedule.steps, warmup=schedule.warmup)
@@ -109,7 +109,7 @@ class Settings:
     def asked(self) -> dict[str, Any]:
         """What is not as usual: that makes the same run again. A schedule that follows from the steps follows from them again."""
         free = {"schedule_steps": self.schedule_steps == self.steps, "warmup": self.warmup == usual_warmup(self.schedule_steps or self.steps)}
-        usual = Settings()
+        usual = RunSettings()
         return {
             item.name: getattr(self, item.name) for item in fields(self)
             if getattr(self, item.name) != getattr(usual, item.name) and not free.get(item.name)
@@ -119,7 +119,7 @@ class Settings:
         return asdict(self) | {"log": list(self.log), "init_missing": list(self.init_missing)}
 
     @classmethod
-    def from_json(cls, data: Any, where: str = SETTINGS) -> Settings:
+    def from_json(cls, data: Any, where: str = SETTINGS) -> RunSettings:
         """From its JSON; a field of another type is a `FileFormatError` that names it and `where` it stands."""
         return decode(cls, data, where, "start a new run")
 
@@ -139,7 +139,7 @@ class Folder:
         write_atomically(self.path / name, json.dumps(content, indent=2) + "\n")
 
 
-def read_settings(run: Path) -> Settings | None:
+def read_settings(run: Path) -> RunSettings | None:
     """What a run was asked for, from its folder; None where there is no such file."""
     path = run / SETTINGS
     try:
@@ -147,7 +147,7 @@ def read_settings(run: Path) -> Settings | None:
     except FileNotFoundError:
         return None
     try:
-        return Settings.from_json(data, str(path))
+        return RunSettings.from_json(data, str(path))
     except FileFormatError:
         raise
     except UserError as error:
@@ -155,9 +155,9 @@ def read_settings(run: Path) -> Settings | None:
 
 
 def check(plan: Plan, asked: Mapping[str, Any], *, resume: bool = False) -> None:
-    """Raise what is wrong as far as it can be seen before anything starts. `asked` are fields of `Settings`."""
+    """Raise what is wrong as far as it can be seen before anything starts. `asked` are fields of `RunSettings`."""
     legal.check(plan, legal.facts_of(plan))
-    settings = Settings(**asked)
+    settings = RunSettings(**asked)
     if not resume:  # a resumed run has its own
         settings.schedule_for(plan)
     if settings.init_from is not None and not resume and not Path(settings.init_from).exists():
@@ -195,7 +195,7 @@ class Past:
 
     step: int
     """Updates that were done, as far as the log says."""
-    settings: Settings | None
+    settings: RunSettings | None
     """None of a script that was watched."""
     ended: str
     """When it was measured last, by UTC; empty where it never was."""
@@ -254,7 +254,7 @@ def _refuse_a_run(path: Path) -> None:
         raise UserError(f"{path} holds a run already", "resume it with --resume, or give another --out")
 
 
-def begin(path: Path, plan: Plan, settings: Settings) -> None:
+def begin(path: Path, plan: Plan, settings: RunSettings) -> None:
     """Make a new run folder and see that it can be written to; one that holds a run is left alone."""
     _refuse_a_run(path)
     try:
@@ -266,7 +266,7 @@ def begin(path: Path, plan: Plan, settings: Settings) -> None:
         raise UserError(f"the run folder {path} cannot be written: {error.strerror or error}", "give another --out") from error
 
 
-def go_on(path: Path, plan: Plan, asked: dict[str, Any]) -> Settings:
+def go_on(path: Path, plan: Plan, asked: dict[str, Any]) -> RunSettings:
     """Settings of the run in a folder, with what may change changed; anything else asked otherwise is refused."""
     if not (path / PLAN).is_file():
         raise UserError(f"{path} holds no run to resume", "leave --resume out to start one there, or give its folder as --out")
@@ -286,7 +286,7 @@ def go_on(path: Path, plan: Plan, asked: dict[str, Any]) -> Settings:
     changed = {name: asked[name] for name in CHANGEABLE if name in asked}
     if changed.get("mtbf") is not None or changed.get("save_every"):  # one takes the other's place
         changed = {"mtbf": None, "save_every": 0, **changed}
-    settings = Settings.from_json({**before.settled(stored).to_json(), **changed})
+    settings = RunSettings.from_json({**before.settled(stored).to_json(), **changed})
     settings.schedule_for(plan)
     write_atomically(path / SETTINGS, json.dumps(settings.to_json(), indent=2) + "\n")
     return settings

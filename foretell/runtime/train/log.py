@@ -17,7 +17,7 @@ from foretell.files import write_atomically
 from foretell.units import gib, relative_error, signed_percent
 
 if TYPE_CHECKING:
-    from foretell.runtime.observe.measure import Reading
+    from foretell.runtime.observe.measure import StepReading
 
 ADAPTERS = ("tensorboard", "wandb")
 LOG = "log.jsonl"
@@ -31,7 +31,7 @@ class Adapter(Protocol):
     def close(self) -> None: ...
 
 
-class Log:
+class RunLog:
     """`log.jsonl` of a run folder and whatever adapters were asked for. Rows after `last_step` are of a run that was
     cut short and will be written again, so they go.
 
@@ -158,7 +158,7 @@ class _Row:
 
 
 def line(
-    reading: Reading, total: int, *, rate: float, unit: str, mfu: float | None = None, memory_bytes: int | None = None,
+    reading: StepReading, total: int, *, rate: float, unit: str, mfu: float | None = None, memory_bytes: int | None = None,
     predicted_seconds: float | None = None, measured_seconds: float | None = None, busy: bool = False,
 ) -> str:  # fmt: skip
     """`step 12/100  loss 3.2145  86.1 ms  380,000 tokens/s  MFU 31.5 %  30.4 GiB  predicted 84.3 ms (-2.1 %)`; `busy`: so is the machine."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from foretell.checkpoint.format import Spec
+from foretell.checkpoint.format import TensorMeta
 from foretell.checkpoint.interval import steps_between
 from foretell.errors import UserError
 from foretell.plan import file as plans
@@ -28,7 +28,7 @@ from foretell.runtime.observe import machine_load as load
 from foretell.runtime.observe import measure
 from foretell.runtime.observe.hooks import delayed
 from foretell.runtime.observe.joules import Joules
-from foretell.runtime.observe.measure import Measurement, Reading, Tally
+from foretell.runtime.observe.measure import Measurement, StepReading, Tally
 from foretell.runtime.parallel.apply import Job
 from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.process import blame, launch
@@ -37,7 +37,7 @@ from foretell.runtime.process.progress import DATA, END, EVALUATION, SAVE, STEP,
 from foretell.runtime.process.progress import LOG as LOGGING
 from foretell.runtime.process.signals import STEPS, Signals
 from foretell.runtime.train import guard, log, save
-from foretell.runtime.train.folder import MEASUREMENT, Folder, Settings
+from foretell.runtime.train.folder import MEASUREMENT, Folder, RunSettings
 from foretell.runtime.train.guard import RunFailed
 from foretell.runtime.train.prepare import applies
 from foretell.runtime.train.rng import seed_all, step_seed
@@ -60,7 +60,7 @@ SALVAGE_SECONDS = 60.0
 DONE, STOPPED = "done", "stopped"
 
 
-class Screen(Protocol):
+class RunScreen(Protocol):
     """Where a run speaks; on rank 0 only."""
 
     def step(self, text: str, step: int) -> None:
@@ -71,7 +71,7 @@ class Screen(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """How a run ended."""
 
     status: str
@@ -80,28 +80,28 @@ class Outcome:
     step: int
     folder: Path
     measurement: Measurement | None
-    saved: save.Saved | None
+    saved: save.SavedCheckpoint | None
     compares: bool = True
     """What the plan predicts is of this kind of device."""
 
 
 @dataclass(kw_only=True)
-class Run:
+class TrainingRun:
     """A run under way on this rank."""
 
     plan: Plan
-    settings: Settings
+    settings: RunSettings
     ranks: Ranks
     folder: Folder
     control: Control
-    screen: Screen
+    screen: RunScreen
     command: str
     job: Job
     feed: Feed
     held: Feed | None
     unit: str
     per_step: int
-    known: Mapping[str, Spec]
+    known: Mapping[str, TensorMeta]
     """Parameters of the whole model."""
     saver: save.Saver | None
 
@@ -110,16 +110,16 @@ class Run:
         self.peak = measure.peak_flops(self.ranks.device, self.plan.precision)
         self.clock = measure.clock_of(self.ranks.device)
         self.tally, self.joules = Tally(), Joules(self.ranks.device)
-        self.load = load.Meter(os.getppid() if launch.is_rank() else None, gpus=self.ranks.device.type == "cuda")
+        self.load = load.LoadMeter(os.getppid() if launch.is_rank() else None, gpus=self.ranks.device.type == "cuda")
         self._delayed, self._busy = delayed(), False
         self.step = 0
         """Updates done."""
-        self.log: log.Log | None = None
+        self.log: log.RunLog | None = None
         self.signals, self.progress = Signals(), Progress()
-        self.bad: Reading | None = None
+        self.bad: StepReading | None = None
         self.overflows = 0
         """Steps without an update since their scaled gradients overflowed."""
-        self.last_saved: save.Saved | None = None
+        self.last_saved: save.SavedCheckpoint | None = None
         self.next_save: int | None = None
         """Where the interval is to be found: the step of the next save, the same on every rank."""
         self.origin: tuple[int, int] | None = None
@@ -151,7 +151,7 @@ class Run:
         if self.ranks.is_first:
             self.screen.say("there is no checkpoint to resume from: the run begins at its start")
 
-    def _staged(self, path: Path) -> tuple[tuple[save.Saved, save.Staged] | None, str]:
+    def _staged(self, path: Path) -> tuple[tuple[save.SavedCheckpoint, save.Staged] | None, str]:
         """What this rank needs of a checkpoint, or what is damaged of it. Nothing of the run is changed by that."""
         try:
             saved = save.look(path)
@@ -161,7 +161,7 @@ class Run:
         except save.Damaged as error:
             return None, error.problem
 
-    def _take(self, saved: save.Saved, staged: save.Staged) -> None:
+    def _take(self, saved: save.SavedCheckpoint, staged: save.Staged) -> None:
         save.take(staged, self.job)
         self.feed.seek(saved.about["data"])
         self.step, self.last_saved = saved.step, saved
@@ -176,14 +176,14 @@ class Run:
             for line in resumed(before_it, self.schedule, step=self.step, steps=self.settings.steps):
                 self.screen.say(line)
 
-    def all_steps(self, signals: Signals) -> Outcome:
+    def all_steps(self, signals: Signals) -> RunOutcome:
         self.signals = signals
         since = self.step if self.step else None
         if self.last_saved is None and self.saver is not None:
             self.loose = sorted({name for names in self.control.gather(save.nonfinite(self.job)) for name in names})
         if self.ranks.is_first:
             more = log.adapters(self.settings.log, self.folder.path, self.settings.to_json(), last_step=since)
-            self.log = log.Log(self.folder.path, more, last_step=self.step, tell=self.screen.say)
+            self.log = log.RunLog(self.folder.path, more, last_step=self.step, tell=self.screen.say)
             self.log.write("resume" if since else "start", self.step, time=time.time(), command=self.command)
         try:
             stopped = self._steps()
@@ -214,7 +214,7 @@ class Run:
             if self.log is not None:
                 self.log.close()
             gc.unfreeze()
-        return Outcome(
+        return RunOutcome(
             status=STOPPED if stopped else DONE, signal=asked, step=self.step, folder=self.folder.path,
             measurement=measured, saved=saved, compares=applies(self.plan, self.ranks),
         )  # fmt: skip
@@ -380,7 +380,7 @@ class Run:
         self.clock.pause()
         self.joules.pause()
 
-    def _note(self, readings: list[Reading]) -> None:
+    def _note(self, readings: list[StepReading]) -> None:
         for reading in readings:
             self.tally.add(reading)
             if overflowed(reading):
@@ -390,7 +390,7 @@ class Run:
             if self.log is not None:
                 self._tell(reading)
 
-    def _tell(self, reading: Reading) -> None:
+    def _tell(self, reading: StepReading) -> None:
         """Write the step down and, now and then, show it."""
         assert self.log is not None
         now = time.monotonic()
@@ -436,12 +436,12 @@ class Run:
             self.log.write("eval", self.step, loss=self.tally.eval_loss, seconds=self.tally.eval_seconds[-1])
             self.screen.say(f"step {self.step}: held-out loss {self.tally.eval_loss:.4f}")
 
-    def _tell_save(self) -> save.Saved | save.NotSaved | None:
+    def _tell_save(self) -> save.SavedCheckpoint | save.NotSaved | None:
         """How the last save went, as soon as that is known."""
         done = self.saver.poll() if self.saver is not None else None
         if done is None:
             return None
-        good = done.result if isinstance(done.result, save.Saved) else None
+        good = done.result if isinstance(done.result, save.SavedCheckpoint) else None
         why = done.result.why if isinstance(done.result, save.NotSaved) else None
         self.last_saved = good or self.last_saved
         if self.log is not None:
@@ -465,7 +465,7 @@ class Run:
         cost, step = (max(said) for said in zip(*told, strict=True))
         self.next_save = self.step + steps_between(cost, self.settings.mtbf, step, self.settings.steps)
 
-    def save(self, *, wait: bool = True) -> save.Saved | save.NotSaved | None:
+    def save(self, *, wait: bool = True) -> save.SavedCheckpoint | save.NotSaved | None:
         """A checkpoint of this moment; one that fails is told and leaves the one before. Without `wait` it is written
         while the next steps run, and nothing is known of it yet."""
         assert self.saver is not None
@@ -513,7 +513,7 @@ class Run:
         """Share of the time that this thread was ready to run and had no core."""
         return min(1.0, (delayed() - self._delayed) / max(1e-9, time.monotonic() - self.tally.since))
 
-    def _give_up(self, bad: Reading) -> None:
+    def _give_up(self, bad: StepReading) -> None:
         """A number that is none: the step leaves no trace but its number; save, look for the first block, say so."""
         share, first = self.feed.share.step, self._first_sample(bad.step - 1)
         self.job.settle()
@@ -526,7 +526,7 @@ class Run:
         self._seed(bad.step - 1)
         scaled = f" with the loss scaled by {bad.loss_scale:g}" if bad.loss_scale is not None else ""
         where = guard.find_first(self.job, self.feed.at(first), self.control)
-        kept = f"saved after step {self.step} in {done.path}" if isinstance(done, save.Saved) else self._kept()
+        kept = f"saved after step {self.step} in {done.path}" if isinstance(done, save.SavedCheckpoint) else self._kept()
         if self.log is not None:
             self.log.write("not finite", bad.step, what=what, where=where, first_sample=first)
         raise RunFailed(

@@ -14,7 +14,7 @@ from foretell.plan.types import Plan
 from foretell.runtime.data.samples import Example, Samples, own_samples
 from foretell.runtime.data.text import Windows, read_corpus, text_form
 from foretell.runtime.parallel.ranks import Ranks
-from foretell.runtime.train.folder import Settings
+from foretell.runtime.train.folder import RunSettings
 from foretell.runtime.train.rng import seed_all
 from foretell.trace.load import model as load
 from foretell.trace.record.step import Batch, Workload
@@ -29,7 +29,7 @@ def build(plan: Plan, seed: int) -> Workload:
     return workload
 
 
-def samples_of(plan: Plan, settings: Settings, workload: Workload) -> tuple[Samples, Samples | None]:
+def samples_of(plan: Plan, settings: RunSettings, workload: Workload) -> tuple[Samples, Samples | None]:
     """What to learn from, and what to evaluate on if there is any."""
     name = str(plan.model["model"])
     own = settings.data or name.partition(":")[0]
@@ -48,7 +48,7 @@ def samples_of(plan: Plan, settings: Settings, workload: Workload) -> tuple[Samp
     return Windows(corpus, seq, form), Windows(corpus, seq, form, split="eval")
 
 
-def _own(data: Callable[..., Any], plan: Plan, settings: Settings, owner: str) -> tuple[Samples, Samples | None]:
+def _own(data: Callable[..., Any], plan: Plan, settings: RunSettings, owner: str) -> tuple[Samples, Samples | None]:
     known = {"micro_batch": plan.micro_batch, "seq": plan.model.get("seq"), "image": plan.model.get("image"), "seed": settings.seed}
 
     def of(split: str) -> Samples | None:

@@ -14,18 +14,18 @@ from foretell.runtime.process.control import Control, is_collective
 from foretell.runtime.process.lock import Lock
 from foretell.runtime.process.signals import EARLY, Signals, Stopped
 from foretell.runtime.train import folder as folders
-from foretell.runtime.train.folder import Folder, Settings
+from foretell.runtime.train.folder import Folder, RunSettings
 from foretell.runtime.train.guard import RunFailed
 from foretell.runtime.train.log import LOG, read
-from foretell.runtime.train.loop import Outcome, Screen
+from foretell.runtime.train.loop import RunOutcome, RunScreen
 from foretell.runtime.train.train import train
 
 
 def run(
-    plan: Plan, asked: Mapping[str, Any], *, screen: Screen, out: Path | None = None, resume: bool = False,
+    plan: Plan, asked: Mapping[str, Any], *, screen: RunScreen, out: Path | None = None, resume: bool = False,
     device: str = "auto", command: str = "", signals: Signals | None = None,
-) -> Outcome:  # fmt: skip
-    """What `foretell run` does once there are processes; every rank calls it. `asked` are fields of `Settings`; `signals` are
+) -> RunOutcome:  # fmt: skip
+    """What `foretell run` does once there are processes; every rank calls it. `asked` are fields of `RunSettings`; `signals` are
     those that the caller listens to already. Raises `Stopped` where one comes before the first step is done."""
     folders.check(plan, asked, resume=resume)
     with ExitStack() as stack:
@@ -38,9 +38,9 @@ def run(
             path = Path(control.first(lambda: str(out or folders.usual_path(plan))))
             stack.enter_context(_Owned(path, control, screen, resume=resume))
             if resume:
-                settings = Settings.from_json(control.first(lambda: folders.go_on(path, plan, dict(asked)).to_json()))
+                settings = RunSettings.from_json(control.first(lambda: folders.go_on(path, plan, dict(asked)).to_json()))
             else:
-                settings = Settings(**asked).settled(plan)
+                settings = RunSettings(**asked).settled(plan)
                 control.first(lambda: folders.begin(path, plan, settings))
         except RuntimeError as error:
             signals.check()
@@ -60,7 +60,7 @@ def _is_first() -> bool:
 class _Owned:
     """A run folder while it is this run's own. The first rank holds it for all; all learn who has it where it cannot."""
 
-    def __init__(self, path: Path, control: Control, screen: Screen, *, resume: bool) -> None:
+    def __init__(self, path: Path, control: Control, screen: RunScreen, *, resume: bool) -> None:
         self.path, self.control, self.screen, self.resume = path, control, screen, resume
         self.lock: Lock | None = None
         self.made = False

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from foretell.checkpoint.boxes import Cut, Part, local_shape, parts, whole
+from foretell.checkpoint.boxes import BoxPart, TensorSpread, local_shape, parts, whole
 from foretell.checkpoint.finite import NONFINITE
-from foretell.checkpoint.format import OWN, Damaged, Spec
+from foretell.checkpoint.format import OWN, Damaged, TensorMeta
 from foretell.checkpoint.read import Reader, Want, differences
-from foretell.checkpoint.saver import MEMORY_SHARE, Done, NotSaved, Saver
-from foretell.checkpoint.store import Saved, candidates, complete, look
+from foretell.checkpoint.saver import MEMORY_SHARE, NotSaved, Saver, SaveResult
+from foretell.checkpoint.store import SavedCheckpoint, candidates, complete, look
 from foretell.checkpoint.tree import dtype_name, dtype_of
-from foretell.checkpoint.write import Piece
+from foretell.checkpoint.write import TensorPiece
 from foretell.errors import InternalError, UserError
 from foretell.plan.mesh import OWN_RANKS, coordinates
 from foretell.plan.types import MASTER, Mesh, Plan
@@ -38,7 +38,7 @@ from foretell.runtime.train import distrust
 from foretell.runtime.train.distrust import data_of
 from foretell.runtime.train.scaler import checked
 
-__all__ = ["NONFINITE", "Damaged", "Done", "NotSaved", "Reader", "Saved", "Saver", "candidates", "complete", "data_of", "look"]
+__all__ = ["NONFINITE", "Damaged", "NotSaved", "Reader", "SaveResult", "SavedCheckpoint", "Saver", "candidates", "complete", "data_of", "look"]
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _FLAGS = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -79,14 +79,14 @@ def room(ranks: Ranks) -> Callable[[], int | None]:
     return ask
 
 
-def whole_of(model: nn.Module, plan: Plan) -> dict[str, Spec]:
+def whole_of(model: nn.Module, plan: Plan) -> dict[str, TensorMeta]:
     """Every parameter of a model before anything is done to it, as its checkpoint has it."""
 
     def dtype(parameter: nn.Parameter) -> str:
         casts = plan.precision in ("bf16", MASTER) and parameter.is_floating_point()
         return "bfloat16" if casts else dtype_name(parameter.dtype)
 
-    return {f"{MODEL}/{name}": Spec(tuple(p.shape), dtype(p)) for name, p in model.named_parameters()}
+    return {f"{MODEL}/{name}": TensorMeta(tuple(p.shape), dtype(p)) for name, p in model.named_parameters()}
 
 
 # --- what this rank has ----------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class _Held:
     tensor: Tensor
     """This rank's piece."""
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[BoxPart, ...]
     alike: tuple[str, ...]
     """Axes along which other ranks have the same piece."""
     read: Callable[[int, int], Tensor] | None = None
@@ -113,7 +113,7 @@ class _Held:
 
 def _held(job: Job, name: str, full_name: str, tensor: Tensor) -> _Held:
     """How this rank's piece of a tensor lies in the whole; `name` is the parameter's."""
-    cuts: list[Cut] = []
+    cuts: list[TensorSpread] = []
     spread: set[str] = set()
     if isinstance(tensor, DTensor):
         for axes, cut in _cuts(job, name, tensor):
@@ -126,7 +126,7 @@ def _held(job: Job, name: str, full_name: str, tensor: Tensor) -> _Held:
     return _Held(name=full_name, tensor=local, shape=tuple(tensor.shape), parts=parts(tensor.shape, cuts), alike=alike)
 
 
-def _cuts(job: Job, name: str, tensor: DTensor) -> Iterator[tuple[tuple[str, ...], Cut]]:
+def _cuts(job: Job, name: str, tensor: DTensor) -> Iterator[tuple[tuple[str, ...], TensorSpread]]:
     """The cuts that made a piece, in the order they were made, each with its axes."""
     mesh = tensor.device_mesh
     dims = {dim: _AXES.get(dim, (dim,)) for dim in mesh.mesh_dim_names or ()}
@@ -142,7 +142,7 @@ def _cuts(job: Job, name: str, tensor: DTensor) -> Iterator[tuple[tuple[str, ...
             if place is None or place.dim != along:
                 raise InternalError(f"{name} is split over the tensor axis and its rule is not known")
             segments = place.segments
-        yield axes, Cut(along, mesh.get_local_rank(number), mesh.size(number), segments)
+        yield axes, TensorSpread(along, mesh.get_local_rank(number), mesh.size(number), segments)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def _everything(job: Job, mine: Mapping[str, nn.Parameter]) -> list[_Held]:
     return list(found.values())
 
 
-def pieces(job: Job, mine: Mapping[str, nn.Parameter] | None = None) -> list[Piece]:
+def pieces(job: Job, mine: Mapping[str, nn.Parameter] | None = None) -> list[TensorPiece]:
     """What this rank writes. Ranks that hold the same pieces come to the same shares without a word between them. `mine` is
     `owned`, asked for between steps, where this is asked in the middle of one."""
     job.settle()
@@ -189,10 +189,10 @@ def pieces(job: Job, mine: Mapping[str, nn.Parameter] | None = None) -> list[Pie
     return [_piece(held, part) for held in chosen for part in held.parts]
 
 
-def _piece(held: _Held, part: Part) -> Piece:
+def _piece(held: _Held, part: BoxPart) -> TensorPiece:
     inside, read = held.tensor[part.local.slices()], held.read
     if read is None:
-        return Piece(name=held.name, shape=held.shape, box=part.whole, tensor=inside)
+        return TensorPiece(name=held.name, shape=held.shape, box=part.whole, tensor=inside)
     width, start = inside.element_size(), inside.storage_offset()
 
     def run(first: int, last: int) -> Tensor:
@@ -202,7 +202,7 @@ def _piece(held: _Held, part: Part) -> Piece:
         found = read(0, held.tensor.numel()).view(held.tensor.shape)[part.local.slices()]
         return found.reshape(-1).view(torch.uint8)[first:last]
 
-    return Piece(name=held.name, shape=held.shape, box=part.whole, tensor=inside, read=run)
+    return TensorPiece(name=held.name, shape=held.shape, box=part.whole, tensor=inside, read=run)
 
 
 def own_state(job: Job) -> dict[str, Any]:
@@ -256,7 +256,7 @@ class Between:
             return None
         return cls(mine, {p: name for name, p in job.named_parameters()}, frozenset(known["buffers"]))
 
-    def state(self, job: Job) -> tuple[list[Piece], dict[str, Any], dict[str, Any]]:
+    def state(self, job: Job) -> tuple[list[TensorPiece], dict[str, Any], dict[str, Any]]:
         """`pieces`, `own_state` and `extra`."""
         return pieces(job, self.mine), {"buffers": _buffers(job), "more": {}}, extra(job, self.names)
 
@@ -319,7 +319,7 @@ class _Asked:
     reader: Reader
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[BoxPart, ...]
 
     @property
     def nbytes(self) -> int:
@@ -338,7 +338,7 @@ class _Asked:
         return memory
 
 
-def stage(reader: Reader, job: Job, known: Mapping[str, Spec], *, spare: Callable[[], int | None] | None = None) -> Staged:
+def stage(reader: Reader, job: Job, known: Mapping[str, TensorMeta], *, spare: Callable[[], int | None] | None = None) -> Staged:
     """Read what this rank needs; raises where the checkpoint is damaged or of something else. `known` is `whole_of`. Where
     states are elsewhere because there are too many, and `spare` says that host memory has no room for all of them once more,
     every byte is checked now and read again when it is taken."""
@@ -346,7 +346,7 @@ def stage(reader: Reader, job: Job, known: Mapping[str, Spec], *, spare: Callabl
     refuse_other(saved, known, job.plan)
     asked: list[tuple[dict[str, Any], str, _Asked]] = []
     staged = Staged(weights={}, groups=_groups(saved, job))
-    kept: dict[str, dict[str, Spec]] = {}
+    kept: dict[str, dict[str, TensorMeta]] = {}
     for full, spec in reader.tensors.items():
         if full.startswith(f"{OPTIMIZER}/"):
             name, _, key = full.removeprefix(f"{OPTIMIZER}/").rpartition("/")
@@ -367,7 +367,7 @@ def stage(reader: Reader, job: Job, known: Mapping[str, Spec], *, spare: Callabl
                 asked.append((values, key, _Asked(reader, full, tuple(held.tensor.shape), held.parts)))
             else:
                 box = whole(spec.shape)
-                asked.append((values, key, _Asked(reader, full, tuple(spec.shape), (Part(box, box),))))
+                asked.append((values, key, _Asked(reader, full, tuple(spec.shape), (BoxPart(box, box),))))
     _read(reader, asked, (spare or room(job.ranks))() if job.moved is not None else None)
     staged.scaler = checked(saved.about.get("scaler"), saved.path)
     reader.check_own(job.ranks.rank, job.ranks.world)
@@ -390,7 +390,7 @@ def _read(reader: Reader, asked: Sequence[tuple[dict[str, Any], str, _Asked]], s
         into[key] = piece
 
 
-def refuse_other(saved: Saved, known: Mapping[str, Spec], plan: Plan) -> None:
+def refuse_other(saved: SavedCheckpoint, known: Mapping[str, TensorMeta], plan: Plan) -> None:
     """Raise if a checkpoint is of another model or optimizer, saying which tensors differ."""
     found = {name: spec for name, spec in saved.manifest.tensors.items() if name.startswith(f"{MODEL}/")}
     unlike = differences(known, found)
@@ -409,14 +409,14 @@ def refuse_other(saved: Saved, known: Mapping[str, Spec], plan: Plan) -> None:
         )
 
 
-def _refuse_codes(saved: Saved, keys: set[str], job: Job) -> None:
+def _refuse_codes(saved: SavedCheckpoint, keys: set[str], job: Job) -> None:
     """Raise where moments were saved in 8 bits and nobody here reads them."""
     if any(key.endswith("_code") for key in keys) and (job.moved is None or job.ranks.world > 1):
         problem = f"{saved.path} has moments in 8 bits, which are read on one device, by a plan of precision {MASTER}"
         raise UserError(problem, f"resume with precision {MASTER} on one device, any state_format; or begin anew with --init-from")
 
 
-def _groups(saved: Saved, job: Job) -> list[dict[str, Any]]:
+def _groups(saved: SavedCheckpoint, job: Job) -> list[dict[str, Any]]:
     """Settings for every group of this job's optimizer."""
     listed = saved.about.get("optimizer", {}).get("groups", [])
     names = {p: name for name, p in job.named_parameters()}
@@ -434,7 +434,7 @@ def _groups(saved: Saved, job: Job) -> list[dict[str, Any]]:
     return found
 
 
-def saved_mesh(saved: Saved) -> Mesh:
+def saved_mesh(saved: SavedCheckpoint) -> Mesh:
     try:
         return Mesh(**saved.about.get("plan", {}).get("mesh", {}))
     except TypeError:
@@ -468,7 +468,7 @@ def _stage_own(reader: Reader, job: Job, staged: Staged) -> None:
         if not isinstance(found, Tensor | None):
             raise Damaged(f"{reader.saved.path} has a buffer {name} that is no tensor", "use an older checkpoint")
         if found is None or found.shape != live.shape or found.dtype != live.dtype:
-            had = "is not in it" if found is None else f"is {Spec(tuple(found.shape), dtype_name(found.dtype))} in it"
+            had = "is not in it" if found is None else f"is {TensorMeta(tuple(found.shape), dtype_name(found.dtype))} in it"
             raise UserError(f"{reader.saved.path} is of another model: the buffer {name} {had}", "give the plan of its model")
 
 

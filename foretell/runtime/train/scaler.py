@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foretell.checkpoint.format import Damaged
 from foretell.plan.types import FP16, Plan
-from foretell.runtime.observe.measure import Reading
+from foretell.runtime.observe.measure import StepReading
 from foretell.runtime.train.finite import Skips
 
 FIRST, GROWTH, BACKOFF, GOOD_STEPS = 65536.0, 2.0, 0.5, 2000
@@ -27,7 +27,7 @@ LEAST = 2.0**-10
 """Gradients that are not finite with a scale below this are no overflow: the run has failed."""
 
 
-class Scaler:
+class LossScaler:
     """The scale and how many steps in a row went well."""
 
     def __init__(self, device: torch.device) -> None:
@@ -64,9 +64,9 @@ class Scaler:
         self.good.fill_(0 if state is None else state["good_steps"])
 
 
-def scaler_for(plan: Plan, device: torch.device) -> Scaler | None:
+def scaler_for(plan: Plan, device: torch.device) -> LossScaler | None:
     """None where gradients have a range as wide as fp32's."""
-    return Scaler(device) if plan.precision == FP16 else None
+    return LossScaler(device) if plan.precision == FP16 else None
 
 
 def checked(state: Any, where: object) -> Mapping[str, Any] | None:
@@ -79,7 +79,7 @@ def checked(state: Any, where: object) -> Mapping[str, Any] | None:
     return {"scale": float(scale), "good_steps": good}
 
 
-def overflowed(reading: Reading) -> bool:
+def overflowed(reading: StepReading) -> bool:
     """Whether a step was left out because its scaled gradients overflowed, as happens now and then: the run goes on."""
     if reading.loss_scale is None or reading.grad_norm is None or math.isfinite(reading.grad_norm):
         return False

@@ -16,31 +16,31 @@ from foretell.checkpoint.pretrained import load_into
 from foretell.errors import UserError
 from foretell.plan.text import shell_word
 from foretell.plan.types import Plan
-from foretell.runtime.data.samples import Feed, Share
+from foretell.runtime.data.samples import Feed, RankSamples
 from foretell.runtime.observe import measure
 from foretell.runtime.parallel.apply import apply
 from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.process import blame
 from foretell.runtime.process.control import Control
 from foretell.runtime.process.signals import LATE, Signals, Stopped
-from foretell.runtime.process.watch import Watch
+from foretell.runtime.process.watch import RankWatch
 from foretell.runtime.train import folder as folders
 from foretell.runtime.train import save
-from foretell.runtime.train.folder import Folder, Settings
+from foretell.runtime.train.folder import Folder, RunSettings
 from foretell.runtime.train.guard import RunFailed
-from foretell.runtime.train.loop import LEAVE_SECONDS, SALVAGE_SECONDS, Outcome, Run, Screen
+from foretell.runtime.train.loop import LEAVE_SECONDS, SALVAGE_SECONDS, RunOutcome, RunScreen, TrainingRun
 from foretell.runtime.train.prepare import applies, build, count_of, samples_of
 from foretell.units import human_bytes
 
 
 def train(
-    plan: Plan, settings: Settings, ranks: Ranks, folder: Folder, *, screen: Screen, control: Control | None = None,
+    plan: Plan, settings: RunSettings, ranks: Ranks, folder: Folder, *, screen: RunScreen, control: Control | None = None,
     resume: bool = False, command: str = "", watch_seconds: Mapping[str, float] | None = None, signals: Signals | None = None,
-) -> Outcome:  # fmt: skip
+) -> RunOutcome:  # fmt: skip
     """Run a plan. The folder is there (`folder.begin` or `folder.go_on`); every rank calls this."""
     control, signals = control or Control(ranks), signals or Signals()
-    watch = Watch(control, tell=screen.say, left=lambda: _left(folder), **dict(watch_seconds or {}))
-    run: Run | None = None
+    watch = RankWatch(control, tell=screen.say, left=lambda: _left(folder), **dict(watch_seconds or {}))
+    run: TrainingRun | None = None
     try:
         run = _prepared(plan, settings, ranks, folder, control, screen, command, resume=resume)
         if resume:
@@ -95,7 +95,7 @@ def train(
         watch.stop()
 
 
-def _give_way(run: Run | None, watch: Watch, why: str) -> None:
+def _give_way(run: TrainingRun | None, watch: RankWatch, why: str) -> None:
     """Tell the others why this rank ends, and save with them what was trained."""
     step = run.step if run is not None and run.can_salvage else None
     watch.publish(why, salvage=step)
@@ -103,7 +103,7 @@ def _give_way(run: Run | None, watch: Watch, why: str) -> None:
         run.salvage_together(step)
 
 
-def _at(run: Run) -> str:
+def _at(run: TrainingRun) -> str:
     return f"rank {run.ranks.rank} failed in step {run.step + 1}"
 
 
@@ -118,9 +118,9 @@ def _left(folder: Folder) -> str:
 
 
 def _prepared(
-    plan: Plan, settings: Settings, ranks: Ranks, folder: Folder, control: Control, screen: Screen, command: str,
+    plan: Plan, settings: RunSettings, ranks: Ranks, folder: Folder, control: Control, screen: RunScreen, command: str,
     resume: bool = False,
-) -> Run:  # fmt: skip
+) -> TrainingRun:  # fmt: skip
     workload = control.together(lambda: build(plan, settings.seed))
     known = save.whole_of(workload.model, plan)
     if settings.init_from is not None and not (resume and control.first(lambda: bool(save.candidates(folder.checkpoints)))):
@@ -137,18 +137,18 @@ def _prepared(
             screen.say(f"the plan is for {plan.hardware} and this is a {ranks.device.type}: what it predicts is not compared")
     schedule = settings.schedule_for(plan)
     job = apply(workload, plan, ranks, learning_rate=schedule.at(0), scratch=settings.scratch or folder.path)
-    share = Share(micro_batch=plan.micro_batch, accumulate=plan.accumulate, ranks=ranks.data_size, rank=ranks.data_rank)
+    share = RankSamples(micro_batch=plan.micro_batch, accumulate=plan.accumulate, ranks=ranks.data_size, rank=ranks.data_rank)
     feed = Feed(train_samples, share, seed=settings.seed, device=ranks.device, workers=settings.workers)
     held = Feed(eval_samples, share, seed=settings.seed, device=ranks.device, shuffle=False) if eval_samples else None
     measure.forget_peaks(ranks.device)
-    return Run(
+    return TrainingRun(
         plan=plan, settings=settings, ranks=ranks, folder=folder, control=control, screen=screen, command=command,
         job=job, feed=feed, held=held, unit=unit, per_step=per_sample * share.step, known=known,
         saver=None if settings.no_save else _saver(settings, ranks, folder, control),
     )  # fmt: skip
 
 
-def _saver(settings: Settings, ranks: Ranks, folder: Folder, control: Control) -> save.Saver:
+def _saver(settings: RunSettings, ranks: Ranks, folder: Folder, control: Control) -> save.Saver:
     """Its thread talks over a group of its own."""
     back = save.Members(Control(ranks))
     cuda = ranks.device.type == "cuda"

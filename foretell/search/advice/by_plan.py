@@ -11,12 +11,12 @@ from typing import Any
 from foretell.hardware.profile import find_profile
 from foretell.plan.types import COMPILES
 from foretell.quantities import Prediction, Remedy
-from foretell.search.advice.ways import Asked
+from foretell.search.advice.ways import FitRequest
 from foretell.search.offload.plans import ANY_HOST, thriftiest
 from foretell.search.solve.costing import Costing, Unsuited
 from foretell.search.solve.question import Question
 from foretell.search.space.caps import host_of
-from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import SearchConstraints
 from foretell.search.traces.needed import Traces
 from foretell.simulate.plan import Options
 from foretell.trace.load.model import Source
@@ -28,7 +28,7 @@ PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "bf16-autocast": "bf16-mixed", "fs
 
 
 def by_plan(
-    answer: Prediction, asked: Asked, source: Source | None, *, hints: Mapping[str, float], cache: bool
+    answer: Prediction, asked: FitRequest, source: Source | None, *, hints: Mapping[str, float], cache: bool
 ) -> Remedy | None:
     """The command that plans it, with what was predicted of the plan that needs least; None where plans cannot say it."""
     recipe = asked.recipe
@@ -61,9 +61,9 @@ def by_plan(
     )  # fmt: skip
 
 
-def _question(asked: Asked, source: Source, cache: bool) -> Question:
+def _question(asked: FitRequest, source: Source, cache: bool) -> Question:
     recipe, cluster = asked.recipe, asked.cluster
-    wishes = Wishes(
+    wishes = SearchConstraints(
         global_batch=asked.micro_batch * recipe.accumulate * cluster.count, precision=PRECISIONS[recipe.precision],
         optimizer=recipe.optimizer, clip=recipe.clip, compile=(recipe.compile,),
     )  # fmt: skip
@@ -73,7 +73,7 @@ def _question(asked: Asked, source: Source, cache: bool) -> Question:
     )
 
 
-def _words(asked: Asked, source: Source, recipe: Recipe) -> list[str]:
+def _words(asked: FitRequest, source: Source, recipe: Recipe) -> list[str]:
     """`plan` for the step that `fit` was asked for."""
     given: dict[str, Any] = {
         "--on": asked.on, "--global-batch": asked.micro_batch * recipe.accumulate * asked.cluster.count, "--seq": source.seq,

@@ -16,7 +16,7 @@ from typing import Any
 from foretell.errors import ForetellError
 from foretell.quantities import FITS, NO, TIGHT, Prediction
 from foretell.search.advice import faster_ways
-from foretell.search.advice.faster_ways import Faster, Question
+from foretell.search.advice.faster_ways import Faster, SpeedRequest
 from foretell.search.advice.ways import Attempt, Prepare
 
 GAINS = 1.01
@@ -67,7 +67,7 @@ class Advice:
 
 
 def faster(
-    answer: Prediction, asked: Question, attempt: Attempt, *, seconds: float = 600.0, joins: bool = True, prepare: Prepare = lambda _, __: None,
+    answer: Prediction, asked: SpeedRequest, attempt: Attempt, *, seconds: float = 600.0, joins: bool = True, prepare: Prepare = lambda _, __: None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Advice:  # fmt: skip
     """Of a step whose time is known; no change is begun after so many seconds. `joins`: look for the best of them together too, and for
@@ -88,7 +88,7 @@ def faster(
 @dataclass
 class _Search:
     answer: Prediction
-    asked: Question
+    asked: SpeedRequest
     attempt: Attempt
     seconds: float
     progress: Callable[[str], None]

@@ -8,7 +8,7 @@ from typing import Any
 
 from foretell.hardware.types import Cluster
 from foretell.quantities import Prediction
-from foretell.search.advice.ways import Way
+from foretell.search.advice.ways import OptionChange
 from foretell.trace.flow.unaligned import ALIGNED
 from foretell.trace.recipe import Recipe
 
@@ -26,7 +26,7 @@ VOCABULARY = ("vocab_size", "vocab", "n_vocab", "num_embeddings")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Faster(Way):
+class Faster(OptionChange):
     """A way with what a user types into a plain loop."""
 
     code: str = ""
@@ -53,7 +53,7 @@ class Faster(Way):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class SpeedRequest:
     """What was asked, as far as a way may change it."""
 
     recipe: Recipe
@@ -68,19 +68,19 @@ class Question:
     devices: int = 1
 
 
-def ways(asked: Question, answer: Prediction) -> list[Faster]:
+def ways(asked: SpeedRequest, answer: Prediction) -> list[Faster]:
     """All that are legal here, except for larger micro-batches, which are tried one after another."""
     found = [*_padded(asked, answer), *_formats(asked), *_compiled(asked, answer), *_laid_out(asked, answer)]
     return [*found, *_optimizers(asked), *_recomputed(asked)]
 
 
-def legal(asked: Question, options: Mapping[str, Any]) -> bool:
+def legal(asked: SpeedRequest, options: Mapping[str, Any]) -> bool:
     """Whether PyTorch runs these together: gradients that add up over replays of a recorded graph would be overwritten, and it refuses."""
     recorded = options.get("compile", asked.recipe.compile) == "graphs"
     return not (recorded and options.get("accumulate", asked.recipe.accumulate) > 1)
 
 
-def batches(asked: Question) -> Iterator[Faster]:
+def batches(asked: SpeedRequest) -> Iterator[Faster]:
     """The same samples in fewer micro-batches, then more samples a step."""
     if not asked.resizable:
         return
@@ -99,7 +99,7 @@ def batches(asked: Question) -> Iterator[Faster]:
             )  # fmt: skip
 
 
-def _padded(asked: Question, answer: Prediction) -> Iterator[Faster]:
+def _padded(asked: SpeedRequest, answer: Prediction) -> Iterator[Faster]:
     """Sizes of large products that are no multiple of what tensor cores like. Whether the setting says this size is seen when it is
     predicted (`pads`)."""
     name = next((one for one in VOCABULARY if one in asked.settings), None)
@@ -119,7 +119,7 @@ def pads(before: Prediction, then: Prediction) -> bool:
     return before.parameters <= then.parameters <= before.parameters * (1 + MOST_PADDING)
 
 
-def _formats(asked: Question) -> Iterator[Faster]:
+def _formats(asked: SpeedRequest) -> Iterator[Faster]:
     known, own = asked.cluster.device.peak_flops_per_second, asked.recipe.precision
     if own == "fp32" and "tf32" in known:
         yield Faster(
@@ -136,7 +136,7 @@ def _formats(asked: Question) -> Iterator[Faster]:
                 )  # fmt: skip
 
 
-def _compiled(asked: Question, answer: Prediction) -> Iterator[Faster]:
+def _compiled(asked: SpeedRequest, answer: Prediction) -> Iterator[Faster]:
     time = answer.time
     if asked.recipe.compile != "none" or time is None or not compiles(asked.cluster, time.breakdown, int(answer.model.get("breaks") or 0)):
         return
@@ -157,7 +157,7 @@ def compiles(cluster: Cluster, breakdown: Mapping[str, float], breaks: int) -> b
     return cluster.device.backend == "cuda" and (capability is None or capability >= (7, 0)) and not breakdown.get("recurrent") and not breaks
 
 
-def _laid_out(asked: Question, answer: Prediction) -> Iterator[Faster]:
+def _laid_out(asked: SpeedRequest, answer: Prediction) -> Iterator[Faster]:
     convolutions = (answer.time.breakdown.get("convolution", 0.0) if answer.time is not None else 0.0) > 0
     if convolutions and not asked.recipe.channels_last and asked.devices == 1:
         yield Faster(
@@ -166,7 +166,7 @@ def _laid_out(asked: Question, answer: Prediction) -> Iterator[Faster]:
         )  # fmt: skip
 
 
-def _optimizers(asked: Question) -> Iterator[Faster]:
+def _optimizers(asked: SpeedRequest) -> Iterator[Faster]:
     kind, _, variant = asked.recipe.optimizer.partition("-")
     if asked.recipe.mode == "train" and kind in ("adam", "adamw", "momentum") and variant != "fused":
         name = {"adam": "Adam", "adamw": "AdamW", "momentum": "SGD"}[kind]
@@ -174,7 +174,7 @@ def _optimizers(asked: Question) -> Iterator[Faster]:
         yield Faster(options={"optimizer": f"{kind}-fused"}, change="the fused optimizer", code=code, axis="optimizer")
 
 
-def _recomputed(asked: Question) -> Iterator[Faster]:
+def _recomputed(asked: SpeedRequest) -> Iterator[Faster]:
     weaker = {"full": ("selective", "none"), "selective": ("none",)}.get(asked.recipe.recompute, ())
     for how in weaker if asked.recipe.mode == "train" else ():
         words = "keep all activations" if how == "none" else "recompute all but products and attention"

@@ -18,7 +18,7 @@ from foretell.errors import ForetellError
 from foretell.hardware.larger import larger
 from foretell.quantities import FITS, NO, TIGHT, Prediction, Remedy
 from foretell.search.advice import ways
-from foretell.search.advice.ways import Asked, Attempt, Prepare, Way
+from foretell.search.advice.ways import Attempt, FitRequest, OptionChange, Prepare
 from foretell.simulate.memory.remedies import Outlook
 
 EACH = 3
@@ -41,7 +41,7 @@ Progress = Callable[[str], None]
 
 
 def advise(
-    answer: Prediction, asked: Asked, attempt: Attempt, *, by_plan: ByPlan = lambda: None, seconds: float,
+    answer: Prediction, asked: FitRequest, attempt: Attempt, *, by_plan: ByPlan = lambda: None, seconds: float,
     prepare: Prepare = lambda _, __: None, progress: Progress = lambda _: None,
 ) -> tuple[Prediction, bool]:  # fmt: skip
     """The answer with ways to make it fit, and whether there was time for all of them; unchanged where it fits.
@@ -59,7 +59,7 @@ def advise(
 @dataclass
 class _Advice:
     answer: Prediction
-    asked: Asked
+    asked: FitRequest
     attempt: Attempt
     by_plan: ByPlan
     outlook: Outlook
@@ -101,13 +101,13 @@ class _Advice:
     def _enough(self, remedy: Remedy) -> bool:
         return remedy.verdict == FITS or (remedy.verdict == TIGHT and self.answer.verdict == NO)
 
-    def _guess(self, way: Way, times: int = 1) -> float:
+    def _guess(self, way: OptionChange, times: int = 1) -> float:
         """Share of what there is, about."""
         changes = {**way.options, "times": times}
         after = self.outlook.after(changes, micro_batch=self.asked.micro_batch, precision=self.asked.recipe.precision)
         return self.above * after / self.answer.memory.capacity_bytes
 
-    def _first(self, given: Sequence[Way]) -> bool:
+    def _first(self, given: Sequence[OptionChange]) -> bool:
         """Predict ways of one class until one fits; whether one does."""
         tried = 0
         for number, way in enumerate(given):
@@ -127,12 +127,12 @@ class _Advice:
             self.above = max(self.above, self.above * remedy.device_bytes / self.answer.memory.capacity_bytes / guess)
         return False
 
-    def _ahead(self, given: Sequence[Way]) -> None:
+    def _ahead(self, given: Sequence[OptionChange]) -> None:
         if given:
             self.progress(f"trying {given[0].flag}")
             self.prepare([way.options for way in given], max(0.0, self.seconds - (time.monotonic() - self.began)))
 
-    def _try(self, way: Way) -> Remedy | None:
+    def _try(self, way: OptionChange) -> Remedy | None:
         """Predict one; None where it cannot be done to this model."""
         self.progress(f"trying {way.flag}")
         try:

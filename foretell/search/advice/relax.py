@@ -16,7 +16,7 @@ from foretell.hardware import parse
 from foretell.hardware.larger import larger
 from foretell.hardware.types import Cluster
 from foretell.search.solve.explain import OTHERS, Again, as_other, told
-from foretell.search.space.constraints import Wishes, flag
+from foretell.search.space.constraints import SearchConstraints, flag
 from foretell.units import gib, human_bytes
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ TIMES = (2, 3, 4, 6, 8, 16, 32)
 SECONDS = 30.0
 """After which no further change is searched for."""
 
-Sure = Callable[[Cluster, str, Wishes], "Finalist | None"]
+Sure = Callable[[Cluster, str, SearchConstraints], "Finalist | None"]
 """The best plan for other hardware or other wishes, found as `foretell plan` finds it."""
 
 
@@ -55,19 +55,19 @@ class Relaxation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class RelaxOption:
     """Something to search for."""
 
     words: str
     cluster: Cluster
     hardware: str
-    wishes: Wishes
+    wishes: SearchConstraints
     flag: str = ""
     drops: tuple[str, ...] = ()
 
 
 def relaxations(
-    cluster: Cluster, hardware: str, wishes: Wishes, again: Again, sure: Sure, *, seconds: float = SECONDS
+    cluster: Cluster, hardware: str, wishes: SearchConstraints, again: Again, sure: Sure, *, seconds: float = SECONDS
 ) -> tuple[tuple[Relaxation, ...], int]:
     """The nearest changes with which something fits, and how many were tried."""
     found: list[Relaxation] = []
@@ -92,17 +92,17 @@ def relaxations(
     return tuple(found), tried
 
 
-def _fewer_limits(cluster: Cluster, hardware: str, wishes: Wishes) -> Iterator[Change]:
+def _fewer_limits(cluster: Cluster, hardware: str, wishes: SearchConstraints) -> Iterator[RelaxOption]:
     """Without one of the user's limits."""
 
-    def without(option: str, other: Wishes, words: str = "") -> Change:
-        return Change(words=words or f"without {option}", cluster=cluster, hardware=hardware, wishes=other, drops=(option,))
+    def without(option: str, other: SearchConstraints, words: str = "") -> RelaxOption:
+        return RelaxOption(words=words or f"without {option}", cluster=cluster, hardware=hardware, wishes=other, drops=(option,))
 
     for axis in wishes.fixed:
         rest = {name: degree for name, degree in wishes.fixed.items() if name != axis}
         yield without(f"--{flag(axis)}", replace(wishes, fixed=rest))
     if wishes.meshes:
-        yield Change(words="another mesh", cluster=cluster, hardware=hardware, wishes=replace(wishes, meshes=()))
+        yield RelaxOption(words="another mesh", cluster=cluster, hardware=hardware, wishes=replace(wishes, meshes=()))
     if wishes.schedule is not None:
         yield without("--schedule", replace(wishes, schedule=None))
     if wishes.micro_batch is not None and wishes.micro_batch > 1:
@@ -116,7 +116,7 @@ def _fewer_limits(cluster: Cluster, hardware: str, wishes: Wishes) -> Iterator[C
     if wishes.hbm is not None and not cluster.groups:
         whole = _uncapped(hardware)
         try:
-            yield Change(words="without --hbm", cluster=parse(whole), hardware=whole, wishes=replace(wishes, hbm=None), drops=("--hbm",))
+            yield RelaxOption(words="without --hbm", cluster=parse(whole), hardware=whole, wishes=replace(wishes, hbm=None), drops=("--hbm",))
         except UserError:
             return
 
@@ -126,7 +126,7 @@ def _uncapped(hardware: str) -> str:
     return hardware.rpartition(",memory=")[0] or hardware
 
 
-def _other_devices(cluster: Cluster, wishes: Wishes) -> Iterator[Change]:
+def _other_devices(cluster: Cluster, wishes: SearchConstraints) -> Iterator[RelaxOption]:
     """As many devices with more memory, the least first."""
     if cluster.groups:
         return
@@ -136,20 +136,20 @@ def _other_devices(cluster: Cluster, wishes: Wishes) -> Iterator[Change]:
             counts = f"{other.nodes}x{other.devices_per_node}x" if other.nodes > 1 else f"{other.count}x" if other.count > 1 else ""
             link = f"@{cluster.link}" if cluster.link and other.nodes > 1 else ""
             spec = f"{counts}{other.device.name}{link}"
-            yield Change(
+            yield RelaxOption(
                 words=f"{other.device.name} ({gib(other.device.memory_bytes)})", cluster=other, hardware=spec,
                 wishes=replace(wishes, hbm=None), flag=f"--on {spec}", drops=("--hbm",) if wishes.hbm is not None else (),
             )  # fmt: skip
 
 
-def _more_devices(cluster: Cluster, hardware: str, wishes: Wishes) -> Iterator[Change]:
+def _more_devices(cluster: Cluster, hardware: str, wishes: SearchConstraints) -> Iterator[RelaxOption]:
     for times in TIMES if not cluster.groups else ():
         spec = larger(hardware, times)
         if spec is None:
             return
         typed = spec if wishes.hbm is None else _uncapped(spec)
         more = parse(spec)
-        yield Change(
+        yield RelaxOption(
             words=f"{more.count} devices", cluster=more, hardware=spec, wishes=replace(wishes, ranks=()), flag=f"--on {typed}"
         )
 

@@ -17,7 +17,7 @@ from foretell.hardware.types import Cluster
 from foretell.quantities import FITS, NO
 from foretell.search.advice.faster import GAINS, Advice, Gain
 from foretell.search.advice.faster_ways import BOUNDED, CHANGES, EXACT, HOST_BOUND, compiles
-from foretell.search.advice.script_ways import Change, batch_argument, bf16_words, followed_with, with_value
+from foretell.search.advice.script_ways import ScriptChange, batch_argument, bf16_words, followed_with, with_value
 from foretell.search.traces.followed import Followed, cost, make_ready
 from foretell.search.traces.followed import follow as follow_script
 from foretell.simulate.parts import PlanCost
@@ -30,47 +30,47 @@ _NAMES = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "momentum": "SGD"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class SpeedChange:
     """A change to a script's step."""
 
-    change: Change
+    change: ScriptChange
     maths: str = EXACT
     compile: str = ""
     """How, where that is the change."""
 
 
-def steps(followed: Followed, cluster: Cluster, plain: PlanCost) -> Iterator[Step]:
+def steps(followed: Followed, cluster: Cluster, plain: PlanCost) -> Iterator[SpeedChange]:
     """All that are legal for this script, what needs no following first."""
     recipe, known, seconds = followed.recipe, cluster.device.peak_flops_per_second, plain.time
     assert seconds is not None
     alone = followed.world == 1
     if recipe.compile == "none" and alone and compiles(cluster, seconds.breakdown, breaks(followed.trace)):
         costs = "minutes of compiling at first"
-        yield Step(change=Change(words="model = torch.compile(model)", costs=costs), maths=BOUNDED, compile="model")
+        yield SpeedChange(change=ScriptChange(words="model = torch.compile(model)", costs=costs), maths=BOUNDED, compile="model")
         if seconds.waiting_for_host_seconds > HOST_BOUND * seconds.step_seconds and recipe.accumulate == 1:
             words = 'model = torch.compile(model, mode="reduce-overhead")'
-            yield Step(change=Change(words=words, costs=f"{costs}; fixed shapes"), maths=BOUNDED, compile="graphs")
+            yield SpeedChange(change=ScriptChange(words=words, costs=f"{costs}; fixed shapes"), maths=BOUNDED, compile="graphs")
     if followed.script is None or cluster.device.backend == "cpu":
         return
     if recipe.precision == "fp32":
         if "bfloat16" in known:
-            yield Step(change=Change(words=bf16_words(cluster.device.torch_type), model={"autocast": "bfloat16"}), maths=BOUNDED)
+            yield SpeedChange(change=ScriptChange(words=bf16_words(cluster.device.torch_type), model={"autocast": "bfloat16"}), maths=BOUNDED)
         if "tf32" in known:
             yield _tf32()
     if seconds.breakdown.get("convolution") and alone:
         words = "channels-last: model.to(memory_format=torch.channels_last), and the images"
-        yield Step(change=Change(words=words, model={"channels_last": True}))
+        yield SpeedChange(change=ScriptChange(words=words, model={"channels_last": True}))
     kind, _, variant = recipe.optimizer.partition("-")
     if kind in _NAMES and variant != "fused" and alone:
-        yield Step(change=Change(words=f"torch.optim.{_NAMES[kind]}(..., fused=True)", model={"fused": True}))
+        yield SpeedChange(change=ScriptChange(words=f"torch.optim.{_NAMES[kind]}(..., fused=True)", model={"fused": True}))
     yield from _doubled(followed)
 
 
-def _tf32() -> Step:
-    return Step(change=Change(words='torch.set_float32_matmul_precision("high")', model={"tf32": True}), maths=BOUNDED)
+def _tf32() -> SpeedChange:
+    return SpeedChange(change=ScriptChange(words='torch.set_float32_matmul_precision("high")', model={"tf32": True}), maths=BOUNDED)
 
 
-def _doubled(followed: Followed) -> Iterator[Step]:
+def _doubled(followed: Followed) -> Iterator[SpeedChange]:
     script, size = followed.script, followed.micro_batch
     if script is None or followed.recipe.accumulate > 1:
         return
@@ -78,14 +78,14 @@ def _doubled(followed: Followed) -> Iterator[Step]:
     argument, costs = batch_argument(script.arguments, size, options), "fewer, larger optimizer steps"
     if argument is None:
         words = f"a batch size of {2 * size} instead of {size} in the script's DataLoader"
-        yield Step(change=Change(words=words, costs=costs, model={"batch": [size, 2 * size]}), maths=CHANGES)
+        yield SpeedChange(change=ScriptChange(words=words, costs=costs, model={"batch": [size, 2 * size]}), maths=CHANGES)
     else:
         arguments = with_value(script.arguments, argument, 2 * size)
-        yield Step(change=Change(words=argument.word(2 * size), costs=costs, arguments=arguments), maths=CHANGES)
+        yield SpeedChange(change=ScriptChange(words=argument.word(2 * size), costs=costs, arguments=arguments), maths=CHANGES)
 
 
 @dataclass
-class Search:
+class ScriptSpeedSearch:
     """Changes that make a followed script faster on a device, the largest gain first."""
 
     followed: Followed
@@ -110,7 +110,7 @@ class Search:
         gains = tuple(gain for step, gain in ranked if not step.compile or step is compiled)
         return Advice(gains=gains, joint=None, tried=len(made), whole=not self.late)
 
-    def _try(self, step: Step) -> Gain | None:
+    def _try(self, step: SpeedChange) -> Gain | None:
         """None where it cannot be done, does not fit, or the time is up."""
         followed, whole = self.followed, self.followed.micro_batch
         try:

@@ -22,7 +22,7 @@ from foretell.quantities import FITS, NO
 from foretell.search.traces.followed import Followed, cost
 from foretell.search.traces.followed import follow as follow_script
 from foretell.simulate.parts import PlanCost
-from foretell.trace.script.words import Script
+from foretell.trace.script.words import ScriptCommand
 
 SECONDS = 60.0
 """After which no further way is begun."""
@@ -49,7 +49,7 @@ class Argument:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class ScriptChange:
     """What is done to a script: nothing in it, its arguments, its model."""
 
     words: str
@@ -64,10 +64,10 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class CheckedChange:
     """A change, and what was predicted of the script with it."""
 
-    change: Change
+    change: ScriptChange
     verdict: str
     device_bytes: int
     allocated_bytes: int
@@ -127,7 +127,7 @@ def with_value(arguments: Sequence[str], argument: Argument, value: int) -> tupl
 # ---------------------------------------------------------------------- ways
 
 
-def halves(followed: Followed) -> list[Change]:
+def halves(followed: Followed) -> list[ScriptChange]:
     """Smaller micro-batches, with as many more of them a step: by the script's own arguments where it has them."""
     script, whole = followed.script, followed.micro_batch
     if script is None:
@@ -142,26 +142,26 @@ def halves(followed: Followed) -> list[Change]:
         costs = f"a step of {size} samples instead of {whole}, unless the script steps after every {times} of them"
         if argument is None:
             words = f"a batch size of {size} instead of {whole} in the script's DataLoader"
-            found.append(Change(words=words, costs=costs, model={"batch": [whole, size]}, same_maths=False))
+            found.append(ScriptChange(words=words, costs=costs, model={"batch": [whole, size]}, same_maths=False))
             continue
         arguments, words = with_value(script.arguments, argument, size), argument.word(size)
         if more is not None:
             count = followed.recipe.accumulate * times
             arguments, words, costs = with_value(arguments, more, count), f"{words} {more.word(count)}", "smaller kernels"
-        found.append(Change(words=words, costs=costs, arguments=arguments, same_maths=more is not None))
+        found.append(ScriptChange(words=words, costs=costs, arguments=arguments, same_maths=more is not None))
     return found
 
 
-def of_model(followed: Followed, blocks: Sequence[str]) -> list[Change]:
+def of_model(followed: Followed, blocks: Sequence[str]) -> list[ScriptChange]:
     """What a line or two of the script do to its model."""
     found = []
     if blocks and not any(op.phase == "recompute" for op in followed.trace.ops()):
         names = ", ".join(paths.fold_names(blocks))
         words = f"activation checkpointing: recompute each of {names} in backward (torch.utils.checkpoint)"
-        found.append(Change(words=words, costs="about a third more compute", model={"recompute": "full"}))
+        found.append(ScriptChange(words=words, costs="about a third more compute", model={"recompute": "full"}))
     if followed.recipe.precision == "fp32":
         kind = "cuda" if followed.trace.meta.get("capability") else "cpu"
-        found.append(Change(words=bf16_words(kind), costs="changes the numerics", model={"autocast": "bfloat16"}, same_maths=False))
+        found.append(ScriptChange(words=bf16_words(kind), costs="changes the numerics", model={"autocast": "bfloat16"}, same_maths=False))
     return found
 
 
@@ -170,8 +170,8 @@ def bf16_words(kind: str) -> str:
     return f'bf16 autocast: with torch.autocast("{kind}", torch.bfloat16) around forward and loss'
 
 
-def together(first: Change, second: Change) -> Change:
-    return Change(
+def together(first: ScriptChange, second: ScriptChange) -> ScriptChange:
+    return ScriptChange(
         words=f"{first.words}; and {second.words}", costs="; ".join(filter(None, (first.costs, second.costs))),
         same_maths=first.same_maths and second.same_maths, arguments=first.arguments or second.arguments,
         environment={**first.environment, **second.environment}, model={**first.model, **second.model},
@@ -182,7 +182,7 @@ Follow = Callable[..., Followed]
 
 
 @dataclass
-class Search:
+class ScriptFitSearch:
     """Ways to make a followed script fit on a device."""
 
     followed: Followed
@@ -191,9 +191,9 @@ class Search:
     follow: Follow = follow_script
     seconds: float = SECONDS
     began: float = field(default_factory=time.monotonic)
-    tried: list[Way] = field(default_factory=list)
+    tried: list[CheckedChange] = field(default_factory=list)
 
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[CheckedChange]:
         """Those that fit, the smallest change first; where none does, what was tried, the nearest first."""
         plain = cost(self.followed, self.cluster, self.on)
         blocks, cuda = [str(one) for one in self.followed.trace.meta.get("blocks", [])], self.cluster.device.backend == "cuda"  # type: ignore[attr-defined]
@@ -208,7 +208,7 @@ class Search:
             found += self._combined(lines, smaller)
         return found or sorted(self.tried, key=lambda way: -way.margin_bytes)[:SHOWN]
 
-    def _combined(self, lines: list[Change], smaller: list[Change]) -> list[Way]:
+    def _combined(self, lines: list[ScriptChange], smaller: list[ScriptChange]) -> list[CheckedChange]:
         if not lines:
             return []
         all_lines = lines[0] if len(lines) == 1 else together(*lines[:2])
@@ -221,7 +221,7 @@ class Search:
                 return [way]
         return []
 
-    def _largest(self, smaller: Sequence[Change], plain: PlanCost) -> Way | None:
+    def _largest(self, smaller: Sequence[ScriptChange], plain: PlanCost) -> CheckedChange | None:
         """The largest micro-batch that fits: those that a straight line through two puts far above the limit are passed over."""
         room, before, slope = plain.worst.memory.capacity_bytes, plain.worst.memory.device_bytes, 0.0
         last = 1.0
@@ -238,7 +238,7 @@ class Search:
             slope = max(slope, 0.0)
         return None
 
-    def _try(self, change: Change) -> Way | None:
+    def _try(self, change: ScriptChange) -> CheckedChange | None:
         """None where it cannot be done, or the time is up."""
         if self.tried and time.monotonic() - self.began > self.seconds:
             return None
@@ -252,7 +252,7 @@ class Search:
         except ForetellError:
             return None
         memory = made.worst.memory
-        way = Way(
+        way = CheckedChange(
             change=change, verdict=made.verdict, device_bytes=memory.device_bytes, allocated_bytes=memory.allocated_bytes,
             margin_bytes=memory.margin_bytes, step_seconds=made.time.step_seconds if made.time else None,
         )  # fmt: skip
@@ -260,18 +260,18 @@ class Search:
         return way
 
 
-SEGMENTS = Change(
+SEGMENTS = ScriptChange(
     words="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the command", environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 )
 
 
-def followed_with(step: Followed, cluster: Cluster, change: Change, follow: Follow = follow_script) -> Followed:
+def followed_with(step: Followed, cluster: Cluster, change: ScriptChange, follow: Follow = follow_script) -> Followed:
     """The script followed again, with a change to its arguments or its model."""
     assert step.script is not None
     return follow(_with(step.script, change.arguments), cluster, change=change.model)
 
 
-def _with(script: Script, arguments: tuple[str, ...] | None) -> Script:
+def _with(script: ScriptCommand, arguments: tuple[str, ...] | None) -> ScriptCommand:
     if arguments is None:
         return script
     head = script.words[: len(script.words) - len(script.arguments)]

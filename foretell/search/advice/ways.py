@@ -26,7 +26,7 @@ Prepare = Callable[[Sequence[Mapping[str, Any]], float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class OptionChange:
     """Options that change together."""
 
     options: Mapping[str, Any]
@@ -42,17 +42,17 @@ class Way:
             for name, word in _TYPED.items() if (value := self.options.get(name)) is not None
         )  # fmt: skip
 
-    def __add__(self, other: Way) -> Way:
+    def __add__(self, other: OptionChange) -> OptionChange:
         """Both; where both set an option, the other's value counts."""
         costs = "; ".join(dict.fromkeys((self.costs, other.costs)))
-        return Way(
+        return OptionChange(
             options={**self.options, **other.options}, change=f"{self.change}, {other.change}", costs=costs,
             same_maths=self.same_maths and other.same_maths,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class FitRequest:
     """What the answer was asked with, as far as a way may change it."""
 
     recipe: Recipe
@@ -73,12 +73,12 @@ class Asked:
 # ---------------------------------------------------------------------- classes of ways, the cheapest first
 
 
-def same_maths(asked: Asked, outlook: Outlook) -> list[Way]:
+def same_maths(asked: FitRequest, outlook: Outlook) -> list[OptionChange]:
     """On the same devices, computing the same."""
     return [way for way in thrifty(asked, outlook) if way.same_maths]
 
 
-def numerics(asked: Asked, outlook: Outlook) -> list[Way]:
+def numerics(asked: FitRequest, outlook: Outlook) -> list[OptionChange]:
     """On the same devices: smaller batches where statistics depend on them; other formats, alone, with what is thrifty, and both."""
     more, formats = thrifty(asked, outlook), [*_bf16(asked), *_nf4(asked)]
     both = [_sum(formats)] if len(formats) > 1 else []
@@ -88,18 +88,18 @@ def numerics(asked: Asked, outlook: Outlook) -> list[Way]:
     ]  # fmt: skip
 
 
-def adapters(asked: Asked, outlook: Outlook) -> list[Way]:
+def adapters(asked: FitRequest, outlook: Outlook) -> list[OptionChange]:
     """Training LoRA adapters instead of the model, over a base in bf16 or in four bits."""
     if not asked.training or asked.recipe.lora is not None or asked.recipe.freeze:
         return []
-    plain = Way(options={"lora": RANK}, change="train LoRA adapters only", costs="trains a different thing", same_maths=False)
+    plain = OptionChange(options={"lora": RANK}, change="train LoRA adapters only", costs="trains a different thing", same_maths=False)
     adapted = replace(asked, recipe=replace(asked.recipe, lora=RANK))
     formats = [*_bf16(asked), *_nf4(adapted)]
     bases = [plain, *(plain + one for one in formats), *([plain + _sum(formats)] if len(formats) > 1 else [])]
     return [*bases, *(base + way for base in bases for way in thrifty(asked, outlook))]
 
 
-def spread(asked: Asked, spec: str, times: int, outlook: Outlook) -> list[Way]:
+def spread(asked: FitRequest, spec: str, times: int, outlook: Outlook) -> list[OptionChange]:
     """On so many times the devices, with the batch of a step kept where they can share it: plain, then thriftier."""
     size, steps = asked.micro_batch, asked.recipe.accumulate
     options: dict[str, Any] = {"hardware": spec}
@@ -113,7 +113,7 @@ def spread(asked: Asked, spec: str, times: int, outlook: Outlook) -> list[Way]:
     options |= {"micro_batch": size} if size != asked.micro_batch else {}
     options |= {"accumulate": steps} if steps != asked.recipe.accumulate else {}
     costs = f"{times} times the devices" + ("" if shared else " and samples a step")
-    base = Way(options=options, change=f"shard over {asked.cluster.count * times} devices", costs=costs, same_maths=shared)
+    base = OptionChange(options=options, change=f"shard over {asked.cluster.count * times} devices", costs=costs, same_maths=shared)
     there = replace(asked, micro_batch=size, recipe=replace(asked.recipe, accumulate=steps))
     return [base, *(base + way for way in thrifty(there, outlook) if way.same_maths)]
 
@@ -124,7 +124,7 @@ def _largest(most: int, samples: int) -> tuple[int, int]:
     return size, samples // size
 
 
-def thrifty(asked: Asked, outlook: Outlook) -> list[Way]:
+def thrifty(asked: FitRequest, outlook: Outlook) -> list[OptionChange]:
     """What leaves devices and weights alone: single ways first, then together; the last is the strongest."""
     free, halves, again = list(_free(asked, outlook)), list(_halves(asked, outlook)), list(_recomputed(asked))
     both = [[way for way in (half, one) if way is not None] for one in (None, *again) for half in (None, *halves)]
@@ -135,7 +135,7 @@ def thrifty(asked: Asked, outlook: Outlook) -> list[Way]:
     return found
 
 
-def _sum(several: Iterable[Way]) -> Way:
+def _sum(several: Iterable[OptionChange]) -> OptionChange:
     first, *rest = several
     for way in rest:
         first = first + way
@@ -145,51 +145,51 @@ def _sum(several: Iterable[Way]) -> Way:
 # ---------------------------------------------------------------------- single ways
 
 
-def _free(asked: Asked, outlook: Outlook) -> Iterator[Way]:
+def _free(asked: FitRequest, outlook: Outlook) -> Iterator[OptionChange]:
     """What costs no time."""
     kind, _, variant = asked.recipe.optimizer.partition("-")
     if asked.training and kind.startswith("adam") and variant != "fused":
-        yield Way(options={"optimizer": f"{kind}-fused"}, change="use the fused optimizer", costs="none: it is faster")
+        yield OptionChange(options={"optimizer": f"{kind}-fused"}, change="use the fused optimizer", costs="none: it is faster")
     if not asked.expandable and outlook.loose > 0:
-        yield Way(
+        yield OptionChange(
             options={"expandable_segments": True}, change="let allocator segments grow",
             costs="set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         )  # fmt: skip
 
 
-def _halves(asked: Asked, outlook: Outlook) -> Iterator[Way]:
+def _halves(asked: FitRequest, outlook: Outlook) -> Iterator[OptionChange]:
     """Smaller micro-batches, with as many more of them a step."""
     size = asked.micro_batch
     while asked.resizable and size > 1:
         size = next(number for number in range(size // 2, 0, -1) if asked.micro_batch % number == 0)
         more = asked.recipe.accumulate * asked.micro_batch // size
         if not asked.training:
-            yield Way(options={"micro_batch": size}, change=f"a batch of {size}", costs="smaller kernels")
+            yield OptionChange(options={"micro_batch": size}, change=f"a batch of {size}", costs="smaller kernels")
             continue
         alike = not outlook.batch_norm
-        yield Way(
+        yield OptionChange(
             options={"micro_batch": size, "accumulate": more}, change=f"micro-batches of {size}, {more} a step",
             costs="smaller kernels" if alike else "batch statistics of fewer samples", same_maths=alike,
         )  # fmt: skip
 
 
-def _recomputed(asked: Asked) -> Iterator[Way]:
+def _recomputed(asked: FitRequest) -> Iterator[OptionChange]:
     known = {
         "selective": ("recompute all but products and attention", "a little more compute"),
         "full": ("recompute every block in backward", "about a third more compute"),
     }
     order = ("none", *known)
     for how in order[order.index(asked.recipe.recompute) + 1 :] if asked.training and asked.blocks else ():
-        yield Way(options={"recompute": how}, change=known[how][0], costs=known[how][1])
+        yield OptionChange(options={"recompute": how}, change=known[how][0], costs=known[how][1])
 
 
-def _bf16(asked: Asked) -> Iterator[Way]:
+def _bf16(asked: FitRequest) -> Iterator[OptionChange]:
     able = "bfloat16" in asked.cluster.device.peak_flops_per_second
     if able and asked.recipe.precision in ("fp32", "bf16-autocast", "fsdp-bf16"):
         what = "weights and optimizer state" if asked.training else "weights"
-        yield Way(options={"precision": "bf16"}, change=f"keep {what} in bf16", costs="changes the numerics", same_maths=False)
+        yield OptionChange(options={"precision": "bf16"}, change=f"keep {what} in bf16", costs="changes the numerics", same_maths=False)
 
 
-def _nf4(asked: Asked) -> Iterator[Way]:
+def _nf4(asked: FitRequest) -> Iterator[OptionChange]:
     if asked.recipe.lora is not None and not asked.recipe.nf4:
-        yield Way(options={"nf4": True}, change="keep the frozen base in 4 bits", costs="changes the numerics", same_maths=False)
+        yield OptionChange(options={"nf4": True}, change="keep the frozen base in 4 bits", costs="changes the numerics", same_maths=False)

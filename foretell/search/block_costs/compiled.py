@@ -19,7 +19,7 @@ _LATE = ("backward", "recompute")
 
 
 @dataclass(frozen=True)
-class Faster:
+class CompileGain:
     """Compiled over not compiled."""
 
     forward: float = 1.0
@@ -34,8 +34,8 @@ class Faster:
 class Compiled:
     """What compiling changes for blocks, and for the rest of a micro-batch."""
 
-    block: Faster = Faster()
-    rest: Faster = Faster()
+    block: CompileGain = CompileGain()
+    rest: CompileGain = CompileGain()
 
 
 def judged(trace: Trace, machine: Machine, way: str) -> Compiled:
@@ -62,9 +62,9 @@ def _less(one: Sums, other: Sums, times: int = 1) -> Sums:
     return a, b, c, d, e
 
 
-def _ratios(plain: Sums, quick: Sums) -> Faster:
+def _ratios(plain: Sums, quick: Sums) -> CompileGain:
     values = [min(1.5, max(0.1, q / p)) if p > 1e-9 else 1.0 for p, q in zip(plain, quick, strict=True)]
-    return Faster(*values)
+    return CompileGain(*values)
 
 
 def _sums(trace: Trace, machine: Machine) -> Sums:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from foretell.errors import UserError
 from foretell.lower.batch import rebatch
-from foretell.search.block_costs.ops import AFTER, Material, Piece, Source, of_mini, settled
+from foretell.search.block_costs.ops import AFTER, Material, Piece, PieceSource, of_mini, settled
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Ref, Storage, TensorSpec, Trace
 
@@ -26,12 +26,12 @@ MASKLESS = ("flash_attention", "cudnn_attention")
 LAYOUT = "layout:"
 
 
-class Context:
+class ContextCosts:
     """Pieces of a rank at any micro-batch and number of ranks that share a sample."""
 
-    def __init__(self, whole: Source, half: Source, positions: int) -> None:
+    def __init__(self, whole: PieceSource, half: PieceSource, positions: int) -> None:
         self.whole, self.half, self.positions = whole, half, positions
-        self._short: dict[int, Source] = {}
+        self._short: dict[int, PieceSource] = {}
 
     def at(self, micro_batch: int, ranks: int) -> Material:
         if self.positions % ranks:
@@ -40,7 +40,7 @@ class Context:
             self._short[ranks] = self._shorter(ranks)
         return _Shared(self._short[ranks].at(micro_batch), ranks).done()
 
-    def _shorter(self, ranks: int) -> Source:
+    def _shorter(self, ranks: int) -> PieceSource:
         """Traces of so many times fewer positions, the batch as it is."""
         sizes, wanted = (self.positions, self.positions // 2), self.positions // ranks
         small, large = (
@@ -48,7 +48,7 @@ class Context:
             for one, two in zip(self.whole.minis, self.half.minis, strict=True)
         )
         assert small is not None
-        return Source.from_minis(of_mini(self.whole.first, small, 1.0), small, large, self.whole)
+        return PieceSource.from_minis(of_mini(self.whole.first, small, 1.0), small, large, self.whole)
 
 
 def _even(mini: Trace) -> Trace:

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from foretell.lower.batch import Unlike, rebatch
+from foretell.lower.batch import BatchMismatch, rebatch
 from foretell.lower.blocks import blocks_of
 from foretell.lower.fsdp.sharded import block_of, wide_of
-from foretell.lower.fsdp.units import Storages, Way, units_of
+from foretell.lower.fsdp.units import FsdpSharding, Storages, units_of
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Storage, TensorSpec, Trace
 
@@ -76,7 +76,7 @@ class Material:
     meta: Mapping[str, object] = field(default_factory=dict)
 
 
-class Source:
+class PieceSource:
     """Traces of two micro-batches, cut to the pieces once; `at` gives any micro-batch."""
 
     def __init__(self, small: Trace, large: Trace | None, sizes: tuple[int, int]) -> None:
@@ -89,7 +89,7 @@ class Source:
         """What is made of the pieces once for all devices."""
 
     @classmethod
-    def from_minis(cls, first: Material, small: Trace, large: Trace | None, like: Source) -> Source:
+    def from_minis(cls, first: Material, small: Trace, large: Trace | None, like: PieceSource) -> PieceSource:
         """From traces of the pieces alone."""
         found = cls.__new__(cls)
         found.sizes, found.trace, found.first = like.sizes, like.trace, first
@@ -111,7 +111,7 @@ class Source:
         if micro_batch == self.sizes[0]:
             return self.first
         if self._large is None:
-            raise Unlike("only one micro-batch was traced")
+            raise BatchMismatch("only one micro-batch was traced")
         moved = rebatch(self._small, self._large, self.sizes, micro_batch)
         return of_mini(self.first, moved, micro_batch / self.sizes[0])
 
@@ -203,7 +203,7 @@ def kinds_of(ops: Sequence[Op], owner: Sequence[str], blocks: Sequence[str]) -> 
 def _weights(
     trace: Trace, pieces: Mapping[str | int, Piece], names: Mapping[str | int, str]
 ) -> tuple[dict[str | int, Weights], tuple[TensorSpec, ...]]:
-    units = units_of(trace, Way(ranks=2), Storages(trace.storages))
+    units = units_of(trace, FsdpSharding(ranks=2), Storages(trace.storages))
     found: dict[str | int, Weights] = {}
     for key, name in names.items():
         if key not in (BEFORE, AFTER):
@@ -270,7 +270,7 @@ def _shortened(large: Trace, like: Material) -> Trace:
     """The same pieces of the other trace; its ops must be those of the first."""
     other = cut(large)
     if other.kinds != like.kinds or other.blocks != like.blocks:
-        raise Unlike("the traces have other blocks")
+        raise BatchMismatch("the traces have other blocks")
     return _mini(other)
 
 

@@ -15,17 +15,17 @@ from typing import Any
 from foretell.errors import UserError
 from foretell.hardware import overhead
 from foretell.hardware.types import Cluster, Overhead
-from foretell.lower.batch import Unlike
+from foretell.lower.batch import BatchMismatch
 from foretell.lower.expert import EXPERTS
-from foretell.lower.fsdp.units import Way
+from foretell.lower.fsdp.units import FsdpSharding
 from foretell.price.machine import machine
 from foretell.price.speeds import Options, profile_for
 from foretell.price.time import Machine
-from foretell.search.block_costs.compiled import Compiled, Faster, judged
-from foretell.search.block_costs.context import Context
+from foretell.search.block_costs.compiled import Compiled, CompileGain, judged
+from foretell.search.block_costs.context import ContextCosts
 from foretell.search.block_costs.expert import spread
 from foretell.search.block_costs.kept import Costs
-from foretell.search.block_costs.ops import AFTER, BEFORE, Material, Source
+from foretell.search.block_costs.ops import AFTER, BEFORE, Material, PieceSource
 from foretell.search.block_costs.residency import KEEP, MODES, RECOMPUTE, in_mode, takes_selective
 from foretell.search.block_costs.work import (
     PLAIN_HOST,
@@ -48,7 +48,7 @@ from foretell.trace.types import TensorSpec, Trace
 from foretell.units import DTYPE_BYTES
 
 Key = str | int
-SourceOf = Callable[[str, int], Source]
+SourceOf = Callable[[str, int], PieceSource]
 """Precision of the recipe and tp degree → the traces; raises a UserError where the model cannot be split so."""
 
 
@@ -132,10 +132,10 @@ class Works:
         wanted: list[tuple[Key, str]] = [(BEFORE, KEEP), (AFTER, KEEP), *((item.kind, item.mode) for item in items if item.kind != LINK)]
         return self._stacker.trace(items, {key: self.coarse(*key, split=split) for key in dict.fromkeys(wanted)})
 
-    def _share(self, key: Key) -> Faster:
+    def _share(self, key: Key) -> CompileGain:
         """What compiling leaves of a piece."""
         if self._plain is None or self.prices.machine is None or self.trace is None:
-            return Faster()
+            return CompileGain()
         if self.way not in self._compiled:
             self._compiled[self.way] = judged(self.trace, self.prices.machine, self.way)
         share = self._compiled[self.way]
@@ -156,8 +156,8 @@ class Works:
         `summed`: whole gradients are added up in that dtype and shared at the end; `whole`: parameters stay whole after forward.
         """
         weights, wide = self.material.weights[key], self.material.wide if data else {}
-        shares = ((weights.trained, True, Way(ranks=ranks)), (weights.frozen, False, Way(ranks=ranks)),
-                  (weights.experts, True, Way(ranks=max(1, ranks // weights.groups), inside=True)))  # fmt: skip
+        shares = ((weights.trained, True, FsdpSharding(ranks=ranks)), (weights.frozen, False, FsdpSharding(ranks=ranks)),
+                  (weights.experts, True, FsdpSharding(ranks=max(1, ranks // weights.groups), inside=True)))  # fmt: skip
         found = 0.0
         for specs, trained, way in shares:
             for spec in specs:
@@ -207,11 +207,11 @@ class Sheet:
         self.first = first
         self.traces: Any = None
         """Where the traces come from, if they are asked for as they are needed."""
-        self.half_of: Callable[[str], Source] | None = None
+        self.half_of: Callable[[str], PieceSource] | None = None
         """Precision of the recipe → the traces of samples half as long; for ranks that share positions."""
         self.experts: tuple[tuple[str, ...], int] = ((), 0)
         """Modules that hold stacks of experts, and how many each holds; for ranks that share them."""
-        self._contexts: dict[str, Context] = {}
+        self._contexts: dict[str, ContextCosts] = {}
 
     def on(self, cluster: Cluster, options: Options | None = None) -> Sheet:
         """The same model on another kind of device, from the same traces."""
@@ -235,7 +235,7 @@ class Sheet:
                 found = self._made(recipe, micro_batch, tp, precision, cp, ep)
             except UserError as error:
                 found = error
-            except Unlike as error:
+            except BatchMismatch as error:
                 if tp * cp * ep == 1:
                     raise
                 found = UserError(f"micro-batch {micro_batch} cannot be derived: {error}", "trace it itself")
@@ -281,14 +281,14 @@ class Sheet:
         found = self.source_of(recipe, 1).at(micro_batch)
         return spread(found, ep, *self.experts) if ep > 1 else found
 
-    def _context(self, recipe: str) -> Context:
+    def _context(self, recipe: str) -> ContextCosts:
         if recipe not in self._contexts:
             if self.half_of is None or not self.length:
                 raise UserError("samples have no positions that ranks could share", "use cp 1")
             half = self.half_of(recipe)
             if sequence_length_of(half.first) != self.length // 2:
                 raise UserError("what half a sample costs is not known: the model takes no other length", "use cp 1")
-            self._contexts[recipe] = Context(self.source_of(recipe, 1), half, self.length)
+            self._contexts[recipe] = ContextCosts(self.source_of(recipe, 1), half, self.length)
         return self._contexts[recipe]
 
     def offered(self, recipe: str, tp: int) -> str | None:
@@ -316,6 +316,6 @@ def sheet_of(
 ) -> Sheet:  # fmt: skip
     """A sheet from keep traces of two micro-batches, by precision of the recipe and tensor degree."""
     how = options or Options()
-    sources = {key: Source(small, large, sizes) for key, (small, large) in traces.items()}
+    sources = {key: PieceSource(small, large, sizes) for key, (small, large) in traces.items()}
     known = machine(cluster.device, profile_for(cluster, how.profile_of))
     return Sheet(lambda recipe, tp: sources[recipe, tp], known, cluster, first=next(iter(sources))[0], **more)

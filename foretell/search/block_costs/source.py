@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from foretell.plan.precision import in_plan
 from foretell.plan.types import Mesh, Plan
-from foretell.search.block_costs.ops import Source as Pieces
+from foretell.search.block_costs.ops import PieceSource as Pieces
 from foretell.search.block_costs.residency import KEEP
 from foretell.search.traces.needed import PAIR, Traces
 

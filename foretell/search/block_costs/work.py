@@ -15,7 +15,7 @@ from foretell.price.kernels.shapes import short
 from foretell.price.network.overlap import LOST_OTHERS
 from foretell.price.speeds import axis_of, message
 from foretell.price.time import COMPUTE_KINDS, MARKS, Machine, op_prices, shape_of
-from foretell.search.block_costs.compiled import Faster
+from foretell.search.block_costs.compiled import CompileGain
 from foretell.search.block_costs.residency import Phases
 from foretell.simulate.memory.replay import Sizes
 from foretell.trace import types
@@ -290,7 +290,7 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // ROUND) * ROUND
 
 
-def scaled(work: Work, share: Faster) -> Work:
+def scaled(work: Work, share: CompileGain) -> Work:
     """The same, compiled."""
     forward = _scaled(work.forward, share.forward, share.host_forward)
     backward = _scaled(work.backward, share.backward, share.host_backward)

@@ -99,7 +99,7 @@ def _outgoing(ops: Sequence[Op], storages: Mapping[int, Storage]) -> tuple[int, 
     return tuple(number for number in dict.fromkeys(written) if number not in gone and storages[number].role not in fixed)
 
 
-class _Group:
+class _MergedOps:
     """Ops that become one: what is alive of theirs, and their highest point."""
 
     def __init__(self, base: int = 0, mark: str = "") -> None:
@@ -113,9 +113,9 @@ class _Group:
         self.beside: tuple[int, ...] = ()
         """What the op at the highest point held besides."""
 
-    def added(self, op: Op, size: Callable[[int], int], beside: tuple[int, ...]) -> _Group:
+    def added(self, op: Op, size: Callable[[int], int], beside: tuple[int, ...]) -> _MergedOps:
         """The group with one more op."""
-        found = _Group(self.base, self.mark)
+        found = _MergedOps(self.base, self.mark)
         found.ops, found.alive = [*self.ops, op], dict(self.alive)
         found.live, found.peak, found.at_peak, found.beside = self.live, self.peak, self.at_peak, self.beside
         for number in op.allocates:
@@ -168,23 +168,23 @@ class _Side:
 
     # ------------------------------------------------------------------ which go together
 
-    def _grouped(self, ops: Sequence[Op], marks: Sequence[str]) -> Iterator[_Group]:
+    def _grouped(self, ops: Sequence[Op], marks: Sequence[str]) -> Iterator[_MergedOps]:
         """Greedily: as many as stay below the highest point of all of them."""
         peak, _ = self.prices.walk(ops, self.storages)
         made = sum(self._size(number) for op in ops for number in op.allocates)
         limit = peak + TOLERANCE * made
-        group = _Group()
+        group = _MergedOps()
         for op, mark in zip(ops, marks, strict=True):
             alone = _alone(op)
             beside = self._beside(op)
             more = group.added(op, self._size, beside)
             if group.ops and (alone or mark != group.mark or op.phase != group.ops[0].phase or more.seems > limit):
                 yield group
-                more = _Group(group.base + group.live, mark).added(op, self._size, beside)
+                more = _MergedOps(group.base + group.live, mark).added(op, self._size, beside)
             more.mark, group = mark, more
             if alone:
                 yield group
-                group = _Group(group.base + group.live)
+                group = _MergedOps(group.base + group.live)
         if group.ops:
             yield group
 
@@ -200,7 +200,7 @@ class _Side:
 
     # ------------------------------------------------------------------ one op for several
 
-    def _one(self, group: _Group, known: Mapping[int, tuple[str, float]], factors: tuple[float, float]) -> Iterator[Op]:
+    def _one(self, group: _MergedOps, known: Mapping[int, tuple[str, float]], factors: tuple[float, float]) -> Iterator[Op]:
         ops = group.ops
         born = [number for op in ops for number in op.allocates]
         gone = {number for op in ops for number in op.frees}

@@ -59,7 +59,7 @@ Pair = tuple[tuple[int, str], tuple[int, str]]
 
 
 @dataclass(frozen=True)
-class Stage:
+class DeepStage:
     """The blocks of one stage, as runs of alike ones; and whether it has what is before and after the blocks."""
 
     runs: tuple[Run, ...]
@@ -75,7 +75,7 @@ class Stage:
     """Every block is walked."""
 
     @property
-    def walked(self) -> Stage:
+    def walked(self) -> DeepStage:
         """As many blocks of each run as are walked."""
         if self.whole:
             return self
@@ -86,15 +86,15 @@ class Stage:
         """All blocks."""
         return (*self.runs, *(run for runs in self.others for run in runs))
 
-    def alone(self, run: Run) -> Stage:
+    def alone(self, run: Run) -> DeepStage:
         """Two blocks of a run by themselves."""
-        return Stage(((*run[:2], WALKED),), first=self.first, last=False)
+        return DeepStage(((*run[:2], WALKED),), first=self.first, last=False)
 
-    def steps(self, made: Callable[[Pair], tuple[Run, ...]]) -> list[tuple[Stage, int]]:
+    def steps(self, made: Callable[[Pair], tuple[Run, ...]]) -> list[tuple[DeepStage, int]]:
         """What makes a stack of the first and the last block one of all: two that follow each other, in a stack that `made` says,
         and how often."""
         assert self.ends is not None
-        return [(Stage(made(pair), self.first, False), count) for pair, count in (*self.pairs, (self.ends, -1))]
+        return [(DeepStage(made(pair), self.first, False), count) for pair, count in (*self.pairs, (self.ends, -1))]
 
     @property
     def left(self) -> tuple[int, ...]:
@@ -141,17 +141,17 @@ def name_of(place: int) -> str:
     return f"stack.{place}"
 
 
-def stage_of(runs: Sequence[Run], size: Callable[[int, str], tuple[bool, bool, int]], *, first: bool = True, last: bool = True) -> Stage:
+def stage_of(runs: Sequence[Run], size: Callable[[int, str], tuple[bool, bool, int]], *, first: bool = True, last: bool = True) -> DeepStage:
     """Blocks in their runs; where there are many, those of one kind and residency as one run. Where these are still many, the
     largest kind of each residency, which stands for the others."""
     if len(runs) <= MOST_RUNS:
-        return Stage(tuple(runs), first, last)
+        return DeepStage(tuple(runs), first, last)
     counts: dict[tuple[int, str], int] = {}
     for kind, mode, count in runs:
         counts[kind, mode] = counts.get((kind, mode), 0) + count
     merged = [(kind, mode, count) for (kind, mode), count in counts.items()]
     if len(merged) <= MOST_RUNS:
-        return Stage(tuple(merged), first, last)
+        return DeepStage(tuple(merged), first, last)
     modes: dict[str, list[Run]] = {}
     for run in merged:
         modes.setdefault(run[1], []).append(run)
@@ -159,7 +159,7 @@ def stage_of(runs: Sequence[Run], size: Callable[[int, str], tuple[bool, bool, i
     pairs = tuple(sorted(Counter(pairwise(row)).items()))
     largest = [max(same, key=lambda run: size(*run[:2])) for same in modes.values()]
     others = tuple(tuple(sorted(run for run in same if run != one)) for same, one in zip(modes.values(), largest, strict=True))
-    return Stage(tuple(largest), first, last, others, pairs, (row[0], row[-1]))
+    return DeepStage(tuple(largest), first, last, others, pairs, (row[0], row[-1]))
 
 
 def inside(module: str, path: str) -> bool:
@@ -257,7 +257,7 @@ def held_bytes(trace: Trace, path: str, pauses: Pauses) -> More:
     return found[0], found[1]
 
 
-def more_of(stage: Stage, held: Callable[[Run], More]) -> list[More]:
+def more_of(stage: DeepStage, held: Callable[[Run], More]) -> list[More]:
     """Of each run: how many times what its last block holds there is besides."""
     found = []
     for place, (run, left) in enumerate(zip(stage.runs, stage.left, strict=True)):

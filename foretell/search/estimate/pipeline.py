@@ -20,10 +20,10 @@ from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import LOOPED
 from foretell.quantities import Task
 from foretell.search.block_costs.sheet import Works
-from foretell.search.estimate.depth import Depth, Peak, Stage, stage_of
+from foretell.search.estimate.depth import DeepStage, Depth, Peak, stage_of
 from foretell.search.estimate.stage import FEW, FEW_SPLIT
 from foretell.search.space.stages import rank_of
-from foretell.simulate.time.streams import Course
+from foretell.simulate.time.streams import Makespan
 
 if TYPE_CHECKING:
     from foretell.search.estimate.plan import Composer, Layout, Ops, Quick
@@ -44,7 +44,7 @@ Variant = tuple[int, tuple[tuple[str, int], ...]]
 class Order:
     """A schedule, ready to be timed."""
 
-    course: Course
+    course: Makespan
     variants: tuple[Variant, ...]
     which: tuple[int, ...]
     """Of every task: its variant; -1: a message, -2 and below: the update of rank 0, 1, ..."""
@@ -83,7 +83,7 @@ def order_of(schedule: str, ranks: int, stages: int, micro_batches: int) -> Orde
     for rank in range(ranks):
         tasks.append(Task("update", f"rank {rank}", 0.0))
         which.append(-2 - rank)
-    return Order(Course(tasks), tuple(variants), tuple(which), tuple(counts), every, tuple(map(in_flight, every)), micro_batches)
+    return Order(Makespan(tasks), tuple(variants), tuple(which), tuple(counts), every, tuple(map(in_flight, every)), micro_batches)
 
 
 class _State:
@@ -171,17 +171,17 @@ class Pipe:
         whole = self.works.material.meta.get("split_stream")
         self.message = self.works.boundary * (layout.mesh.tp if whole else 1)
 
-    def stage(self, index: int, *, whole: bool = False) -> Stage:
+    def stage(self, index: int, *, whole: bool = False) -> DeepStage:
         """The blocks of a stage; `whole`: of which every one is walked. The same for all layouts that have such a stage."""
         from foretell.search.estimate.plan import runs_of
 
         start, end = self.edges[index : index + 2]
         first, last = index == 0, index == self.count - 1
-        known, key = self.works.known, (Stage, start, end, self.modes[start:end], first, last, whole)
+        known, key = self.works.known, (DeepStage, start, end, self.modes[start:end], first, last, whole)
         if key not in known:
             runs = runs_of(self.composer.sheet.kinds[start:end], self.modes[start:end])
-            known[key] = Stage(runs, first, last, whole=True) if whole else stage_of(runs, self.works.taken, first=first, last=last)
-        found: Stage = known[key]
+            known[key] = DeepStage(runs, first, last, whole=True) if whole else stage_of(runs, self.works.taken, first=first, last=last)
+        found: DeepStage = known[key]
         return found
 
     def _share(self, compiled: Works, modes: Sequence[str]) -> float:
@@ -315,7 +315,7 @@ class Pipe:
         return found + (sizes[GRADIENT_SENT] if apart and self.schedule != "1f1b" else 0.0)
 
 
-def _names(mine: Sequence[tuple[int, Stage]]) -> dict[int, int]:
+def _names(mine: Sequence[tuple[int, DeepStage]]) -> dict[int, int]:
     """Numbers of stages that say as much as their rank needs: which is the first, which follow each other."""
     found: dict[int, int] = {}
     place = -2

@@ -22,14 +22,14 @@ from foretell.plan.blocks import compress
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.precision import in_recipe
 from foretell.plan.types import LOOPED, Mesh, Pipeline, Plan, Residency
-from foretell.price.energy import Load
+from foretell.price.energy import DeviceLoad
 from foretell.price.speeds import Seconds, Speeds, message, on_gpu
 from foretell.price.time import Machine
 from foretell.search.block_costs.kept import Kept
 from foretell.search.block_costs.ops import AFTER, BEFORE
 from foretell.search.block_costs.sheet import Sheet, Works
 from foretell.search.block_costs.work import Work
-from foretell.search.estimate.depth import Depth, Peak, Run, Stage, stage_of
+from foretell.search.estimate.depth import DeepStage, Depth, Peak, Run, stage_of
 from foretell.search.estimate.stage import Stages
 from foretell.search.estimate.step import AXES, Steps
 from foretell.simulate.memory.memory import CONTEXT_BAND_BYTES, RESERVED_BAND
@@ -213,7 +213,8 @@ class Composer:
         ops = self.ops_of(works, stage.every).times(layout.accumulate)
         memory = steps.peak(stage, layout.accumulate)
         if held == Depth.WHOLE:
-            memory = steps.used(Stage(runs_of(self.sheet.kinds, modes), whole=True), layout.accumulate, self.cluster.device.memory_bytes, self.beside)
+            stage = DeepStage(runs_of(self.sheet.kinds, modes), whole=True)
+            memory = steps.used(stage, layout.accumulate, self.cluster.device.memory_bytes, self.beside)
         if held == Depth.ALIVE and memory.reserved > self.careful:  # how long it would take does not matter
             return self.bound(ops, [memory], layout)
         found = steps.seconds(stage, layout.accumulate)
@@ -282,7 +283,7 @@ class Composer:
         bandwidth = self.cluster.device.memory_bandwidth_bytes_per_second
         watts = 0.0
         for one, update in loads:
-            load = Load(
+            load = DeviceLoad(
                 min(1.0, (one.device + update) / seconds), min(1.0, one.flops / seconds),
                 min(1.0, (one.moved / bandwidth + update) / seconds),
             )  # fmt: skip

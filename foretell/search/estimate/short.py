@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from foretell.lower.expert import EXPERTS
-from foretell.lower.fsdp.units import Storages, Way, unit_of, units_of
+from foretell.lower.fsdp.units import FsdpSharding, Storages, unit_of, units_of
 from foretell.lower.steps import FIRST
 from foretell.search.block_costs.expert import replace_first
 from foretell.search.block_costs.ops import AFTER, BEFORE, Material, Weights
@@ -49,7 +49,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Line:
+class _UpdateOp:
     """An op of the update, each tensor with whose it is."""
 
     op: Op
@@ -91,10 +91,10 @@ class Origin:
                     self.owner[number] = found
         self.resident = tuple(number for number in trace.resident if number not in self.other)
         self.programs = {name: tuple(self._joined(self._lines(program.ops))) for name, program in trace.programs.items() if name != FIRST}
-        units = units_of(trace, Way(ranks=2), Storages(trace.storages))
+        units = units_of(trace, FsdpSharding(ranks=2), Storages(trace.storages))
         self.units = {kind: units[name] for kind, name in self.names.items()} | {ROOT: units[""]}
 
-    def _lines(self, ops: Sequence[Op]) -> Iterator[_Line]:
+    def _lines(self, ops: Sequence[Op]) -> Iterator[_UpdateOp]:
         mine, other = dict[int, Key](), set(self.other)
 
         def whose(number: int) -> Key:
@@ -112,12 +112,12 @@ class Origin:
             numbers = [tuple((whose(n), n) for n in found if n not in other) for found in (op.allocates, op.frees)]
             if (op.inputs and not refs[0]) or (op.allocates and not numbers[0]):
                 continue
-            yield _Line(op, refs[0], refs[1], numbers[0], numbers[1])
+            yield _UpdateOp(op, refs[0], refs[1], numbers[0], numbers[1])
 
     @staticmethod
-    def _joined(lines: Iterable[_Line]) -> Iterator[_Line]:
+    def _joined(lines: Iterable[_UpdateOp]) -> Iterator[_UpdateOp]:
         """State that is made tensor by tensor, for one block at once."""
-        waiting: list[_Line] = []
+        waiting: list[_UpdateOp] = []
         for line in lines:
             owner = line.allocates[0][0] if line.op.name.startswith(_MAKING) and line.allocates else None
             if waiting and owner != waiting[0].allocates[0][0]:
@@ -131,12 +131,12 @@ class Origin:
             yield _together(waiting)
 
 
-def _together(lines: Sequence[_Line]) -> _Line:
+def _together(lines: Sequence[_UpdateOp]) -> _UpdateOp:
     def every(name: str) -> tuple[Any, ...]:
         return tuple(one for line in lines for one in getattr(line, name))
 
     op = replace(lines[0].op, name=_MADE) if len(lines) > 1 else lines[0].op
-    return _Line(op, every("inputs"), every("outputs"), every("allocates"), every("frees"))
+    return _UpdateOp(op, every("inputs"), every("outputs"), every("allocates"), every("frees"))
 
 
 # ---------------------------------------------------------------------- split weights
@@ -406,7 +406,7 @@ class _Stack:
 
     # ------------------------------------------------------------------ the update
 
-    def _update(self, lines: Sequence[_Line]) -> Iterator[Op]:
+    def _update(self, lines: Sequence[_UpdateOp]) -> Iterator[Op]:
         for line in lines:
             inputs = tuple(self._refs(line.inputs))
             if line.inputs and not inputs:

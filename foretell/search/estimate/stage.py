@@ -6,10 +6,10 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 
-from foretell.lower.pipeline.cut import Stage as Cut
+from foretell.lower.pipeline.cut import CutStage as Cut
 from foretell.lower.pipeline.cut import some
 from foretell.lower.pipeline.order import Order
-from foretell.lower.pipeline.part import EACH, GRADIENT_RECEIVED, GRADIENT_SENT, HELD, INPUT, RECEIVED, Part
+from foretell.lower.pipeline.part import EACH, GRADIENT_RECEIVED, GRADIENT_SENT, HELD, INPUT, RECEIVED, StagePart
 from foretell.lower.pipeline.rank import STEP, RankTrace, arranged
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import Plan
@@ -19,10 +19,10 @@ from foretell.search.block_costs.kept import Kept
 from foretell.search.block_costs.sheet import Works
 from foretell.search.block_costs.work import rounded
 from foretell.search.estimate.depth import (
+    DeepStage,
     More,
     Peak,
     Run,
-    Stage,
     between,
     deepened,
     inside,
@@ -63,11 +63,11 @@ class Stages:
     plan: Plan
     speeds: Speeds | None
     kept: Kept
-    _ran: dict[Stage, _Ran] = field(default_factory=dict)
-    _seconds: dict[Stage, dict[str, float]] = field(default_factory=dict)
+    _ran: dict[DeepStage, _Ran] = field(default_factory=dict)
+    _seconds: dict[DeepStage, dict[str, float]] = field(default_factory=dict)
     _ranks: dict[object, tuple[RankTrace, list[str]]] = field(default_factory=dict)
     _peaks: dict[object, Peak] = field(default_factory=dict)
-    _sizes: dict[Stage, dict[str, float]] = field(default_factory=dict)
+    _sizes: dict[DeepStage, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.plan.pipeline is not None
@@ -75,7 +75,7 @@ class Stages:
 
     # ------------------------------------------------------------------ lowering
 
-    def parts(self, stages: Sequence[tuple[int, Stage]], accumulate: int) -> tuple[Trace, list[Part], list[list[str]]]:
+    def parts(self, stages: Sequence[tuple[int, DeepStage]], accumulate: int) -> tuple[Trace, list[StagePart], list[list[str]]]:
         """Some walked stages on one rank, by their numbers; and the names of the last block of each of their runs."""
         known = self.works.known
         key = (tuple(stages), self.split)
@@ -83,9 +83,9 @@ class Stages:
             known[key] = cut_out(self.works, stages, self.split)
         trace, found, lasts = known[key]
         plan = replace(self.plan, accumulate=accumulate)
-        return trace, [Part(trace, replace(one, index=number), plan) for one, (number, _) in zip(found, stages, strict=True)], lasts
+        return trace, [StagePart(trace, replace(one, index=number), plan) for one, (number, _) in zip(found, stages, strict=True)], lasts
 
-    def _run(self, stage: Stage) -> _Ran:
+    def _run(self, stage: DeepStage) -> _Ran:
         """A walked stage with one event of each kind."""
         if stage not in self._ran:
             events = SPLIT if self.split else WHOLE
@@ -94,13 +94,13 @@ class Stages:
             self._ran[stage].divide(looped=part.looped and part.weaver is not None)
         return self._ran[stage]
 
-    def _events(self, stage: Stage) -> dict[str, tuple[Values, list[Values]]]:
+    def _events(self, stage: DeepStage) -> dict[str, tuple[Values, list[Values]]]:
         """Of every kind of event of a walked stage: when each stream has done with it, and how much later for a block more of
         each run."""
         found: dict[str, tuple[Values, list[Values]]] = self.kept.of("events", stage, lambda: self._simulated(stage))
         return found
 
-    def _simulated(self, stage: Stage) -> dict[str, tuple[Values, list[Values]]]:
+    def _simulated(self, stage: DeepStage) -> dict[str, tuple[Values, list[Values]]]:
         ran, found = self._run(stage), dict[str, tuple[Values, list[Values]]]()
         seen: dict[object, tuple[Values, list[Values]]] = {}
         for name, ops in ran.named.items():
@@ -114,7 +114,7 @@ class Stages:
 
     # ------------------------------------------------------------------ time
 
-    def seconds(self, stage: Stage) -> Mapping[str, float]:
+    def seconds(self, stage: DeepStage) -> Mapping[str, float]:
         """Kind of event → its seconds, and those of the update: of the device, or of a host that takes longer."""
         found = self._seconds.get(stage)
         if found is None:
@@ -166,7 +166,7 @@ class Stages:
 
     # ------------------------------------------------------------------ memory
 
-    def sizes(self, stage: Stage) -> Mapping[str, float]:
+    def sizes(self, stage: DeepStage) -> Mapping[str, float]:
         """Bytes of a stage: for each micro-batch kept from forward, left between two passes of backward, received, ...;
         `lasting` whatever runs; `event` most in an event, of one micro-batch."""
         if stage not in self._sizes:
@@ -176,22 +176,22 @@ class Stages:
             self._sizes[stage] = {name: value + sum(times * one[name] for times, one in more) for name, value in found.items()}
         return self._sizes[stage]
 
-    def _walked_sizes(self, stage: Stage) -> tuple[Values, list[Values]]:
+    def _walked_sizes(self, stage: DeepStage) -> tuple[Values, list[Values]]:
         found: tuple[Values, list[Values]] = self.kept.of("sizes", stage, lambda: _kept(self._run(stage), self.works))
         return found
 
-    def _held(self, stage: Stage, run: Run) -> More:
+    def _held(self, stage: DeepStage, run: Run) -> More:
         one = self._walked_sizes(stage.alone(run))[1][0]
         return one["lasting"], one[HELD] + one["left"]
 
-    def peak(self, rank: int, stages: Sequence[tuple[int, Stage]], order: Order, ties: Sequence[int]) -> Peak:
+    def peak(self, rank: int, stages: Sequence[tuple[int, DeepStage]], order: Order, ties: Sequence[int]) -> Peak:
         """Of a rank with these stages that runs these events; `ties` are the ranks of the first and the last stage."""
         key = (rank, tuple(stages), order)
         if key not in self._peaks:
             self._peaks[key] = Peak(*self.kept.of("peaks", key, lambda: self._replayed(rank, stages, order, ties)))
         return self._peaks[key]
 
-    def _replayed(self, rank: int, stages: Sequence[tuple[int, Stage]], order: Order, ties: Sequence[int]) -> tuple[int, int]:
+    def _replayed(self, rank: int, stages: Sequence[tuple[int, DeepStage]], order: Order, ties: Sequence[int]) -> tuple[int, int]:
         found, names = self._arranged(rank, stages, order, ties)
         more = (one for _, stage in stages for one in more_of(stage, functools.partial(self._held, stage)))
         times = dict(zip(names, more, strict=True))
@@ -201,7 +201,7 @@ class Stages:
         return astuple(replayed(deep, self.works.prices.sizes))
 
     def _arranged(
-        self, rank: int, stages: Sequence[tuple[int, Stage]], order: Order, ties: Sequence[int]
+        self, rank: int, stages: Sequence[tuple[int, DeepStage]], order: Order, ties: Sequence[int]
     ) -> tuple[RankTrace, list[str]]:
         walked = tuple((number, stage.walked) for number, stage in stages)
         key = (rank, walked, order)
@@ -214,7 +214,7 @@ class Stages:
         return self._ranks[key]
 
 
-def cut_out(works: Works, stages: Sequence[tuple[int, Stage]], split: bool) -> tuple[Trace, tuple[Cut, ...], list[list[str]]]:
+def cut_out(works: Works, stages: Sequence[tuple[int, DeepStage]], split: bool) -> tuple[Trace, tuple[Cut, ...], list[list[str]]]:
     """Stages of a short stack, between links that stand for those of other ranks."""
     items: list[Item] = []
     lists: list[list[str]] = []
@@ -243,7 +243,7 @@ def cut_out(works: Works, stages: Sequence[tuple[int, Stage]], split: bool) -> t
 class _Ran:
     """A stage and one event of each kind, lowered."""
 
-    def __init__(self, trace: Trace, part: Part, lasts: list[str], events: list[tuple[str, str, list[Op]]]) -> None:
+    def __init__(self, trace: Trace, part: StagePart, lasts: list[str], events: list[tuple[str, str, list[Op]]]) -> None:
         self.trace, self.part, self.lasts, self.events = trace, part, lasts, events
         self.named: dict[str, list[Op]] = {}
         """Kind of event → its ops."""
@@ -291,7 +291,7 @@ def _kept(ran: _Ran, works: Works) -> tuple[Values, list[Values]]:
     return found, each
 
 
-def _walked(part: Part, run: Sequence[Sequence[Op]], works: Works) -> tuple[set[int], float]:
+def _walked(part: StagePart, run: Sequence[Sequence[Op]], works: Works) -> tuple[set[int], float]:
     """What stays alive between events besides what every micro-batch has of its own; and most bytes in the last events, above
     that, with one micro-batch in flight."""
     live, most = 0, 0

@@ -12,9 +12,9 @@ from foretell.quantities import COLLECTIVES, COMPUTE, Task
 from foretell.search.block_costs.kept import Kept
 from foretell.search.block_costs.sheet import Works
 from foretell.search.estimate.depth import (
+    DeepStage,
     More,
     Peak,
-    Stage,
     around_blocks,
     deepened,
     held_bytes,
@@ -46,7 +46,7 @@ class Steps:
     kept: Kept
     _lowered: dict[object, Trace] = field(default_factory=dict)
 
-    def lowered(self, stage: Stage, accumulate: int) -> Trace:
+    def lowered(self, stage: DeepStage, accumulate: int) -> Trace:
         """One rank's step of a walked stack."""
         key = (stage, accumulate)
         if key not in self._lowered:
@@ -59,7 +59,7 @@ class Steps:
 
     # ------------------------------------------------------------------ time
 
-    def seconds(self, stage: Stage, accumulate: int) -> dict[str, float]:
+    def seconds(self, stage: DeepStage, accumulate: int) -> dict[str, float]:
         """Of a step: of the device and of the host, those of the update, and those that each axis is waited for."""
         few = self._few(accumulate)
         found = self._deep(stage, few, few)
@@ -68,7 +68,7 @@ class Steps:
             found = {name: value + (accumulate - few) * (value - less.get(name, 0.0)) for name, value in found.items()}
         return {**found, "seconds": max(found["device"], found["host"])}
 
-    def _deep(self, stage: Stage, accumulate: int, run: int) -> Values:
+    def _deep(self, stage: DeepStage, accumulate: int, run: int) -> Values:
         """With `run` of the micro-batches of a step."""
         if stage.ends is None:
             found, each = self._walked(stage.walked, accumulate, run)
@@ -82,7 +82,7 @@ class Steps:
         """Micro-batches of a step that are walked one by one: with replicas, the first and the last differ from others."""
         return min(accumulate, 3 if self.plan.mesh.dp_replicate > 1 else 2)
 
-    def _walked(self, stage: Stage, accumulate: int, run: int) -> tuple[Values, list[Values]]:
+    def _walked(self, stage: DeepStage, accumulate: int, run: int) -> tuple[Values, list[Values]]:
         """With `run` of the micro-batches of a step; and what one block more of each run adds."""
         found: tuple[Values, list[Values]] = self.kept.of(
             "steps", (stage, accumulate, run),
@@ -122,10 +122,10 @@ class Steps:
 
     # ------------------------------------------------------------------ memory
 
-    def peak(self, stage: Stage, accumulate: int) -> Peak:
+    def peak(self, stage: DeepStage, accumulate: int) -> Peak:
         return Peak(*self.kept.of("peaks", (stage, accumulate), lambda: self._replayed(stage, accumulate)))
 
-    def used(self, stage: Stage, accumulate: int, capacity: int, beside: int) -> Peak:
+    def used(self, stage: DeepStage, accumulate: int, capacity: int, beside: int) -> Peak:
         """Of a stack with every block, under the limit of a device: what is reserved there, its cache given back where it must."""
 
         def replayed() -> tuple[int, int]:
@@ -135,7 +135,7 @@ class Steps:
 
         return Peak(*self.kept.of("peaks", (stage, accumulate, capacity, beside), replayed))
 
-    def _replayed(self, stage: Stage, accumulate: int) -> tuple[int, int]:
+    def _replayed(self, stage: DeepStage, accumulate: int) -> tuple[int, int]:
         few = self._few(accumulate)
         local = self.lowered(stage.walked, few)
         more = more_of(stage, lambda run: self._held(stage.alone(run), few))
@@ -143,7 +143,7 @@ class Steps:
         deep = _fed(deep, accumulate - few)
         return astuple(replayed(deep, self.works.prices.sizes))
 
-    def _held(self, stage: Stage, accumulate: int) -> More:
+    def _held(self, stage: DeepStage, accumulate: int) -> More:
         def made() -> tuple[Values, list[Values]]:
             (path,) = stage.lasts()
             lasting, kept = held_bytes(self.lowered(stage, accumulate), path, around_blocks)

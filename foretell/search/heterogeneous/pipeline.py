@@ -51,7 +51,7 @@ class Island:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class SharedStage:
     """One stage of a shared pipeline."""
 
     device: str
@@ -67,10 +67,10 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class SharedBlocks:
     """Blocks shared among unlike stages."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[SharedStage, ...]
     placement: tuple[int, ...] = ()
     """Device of each rank, stage by stage: what `Plan.placement` takes. Empty: devices in their own order."""
 
@@ -122,7 +122,7 @@ def one_f_one_b(stage: int, stages: int) -> int:
 def share(
     order: Sequence[Island], blocks: Sequence[Bytes], seconds: Seconds,
     in_flight: Callable[[int, int], int] = one_f_one_b,
-) -> Shared | None:  # fmt: skip
+) -> SharedBlocks | None:  # fmt: skip
     """Blocks shared among stages in this order so that the slowest is quickest; None where they do not fit.
 
     Every stage gets at least one block. `in_flight` says how many micro-batches stage s of S holds.
@@ -146,14 +146,14 @@ def share(
         return None
     ends = [0, *found]
     stages = tuple(
-        Stage(
+        SharedStage(
             device=kind.device.name, first=first, last=last, seconds=time[kind.device.name][last] - time[kind.device.name][first],
             bytes=round(kept[last] - kept[first] + in_flight(stage, count) * (flying[last] - flying[first])),
             memory_bytes=kind.memory_bytes,
         )
         for stage, (kind, first, last) in enumerate(zip(kinds, ends, ends[1:], strict=False))
     )  # fmt: skip
-    return Shared(stages=stages, placement=tuple(rank for island in order for rank in island.ranks))
+    return SharedBlocks(stages=stages, placement=tuple(rank for island in order for rank in island.ranks))
 
 
 class _Room(NamedTuple):
@@ -237,9 +237,9 @@ def _all(line: Sequence[_Room], ends: Sequence[int]) -> float:
 def share_best(
     found: Sequence[Island], blocks: Sequence[Bytes], seconds: Seconds, *, micro_batches: int,
     in_flight: Callable[[int, int], int] = one_f_one_b,
-) -> Shared:  # fmt: skip
+) -> SharedBlocks:  # fmt: skip
     """The best order of the islands and the best cuts for it; a `UserError` says how much is missing where none fits."""
-    best: Shared | None = None
+    best: SharedBlocks | None = None
     for number, order in enumerate(_orders(found)):
         if number >= MOST_ORDERS:
             break
@@ -255,7 +255,7 @@ def share_best(
             "recompute blocks, a smaller micro-batch, or more devices to a stage",
         )
     plain = tuple(range(len(best.placement)))
-    return Shared(stages=best.stages, placement=() if best.placement == plain else best.placement)
+    return SharedBlocks(stages=best.stages, placement=() if best.placement == plain else best.placement)
 
 
 def _orders(found: Sequence[Island]) -> Iterable[tuple[Island, ...]]:

@@ -155,7 +155,7 @@ def _checked(traffic: Iterable[Traffic], mesh: Mesh) -> tuple[Traffic, ...]:
     return tuple(one for one in found if getattr(mesh, one.axis) > 1 and one.nbytes > 0 and one.times > 0)
 
 
-class _Group:
+class _CommGroup:
     """Positions that talk to each other, and how their slowest pair's rate becomes seconds."""
 
     __slots__ = ("axis", "fixed", "members", "pairs", "wire")
@@ -174,13 +174,13 @@ class _Problem:
         self.rates = [[min(rates[a][b], rates[b][a]) for b in range(self.world)] for a in range(self.world)]
         """Of the slower direction: rings go both ways, forward and backward messages too."""
         self.per_byte = [[1 / rate if rate else 0.0 for rate in row] for row in self.rates]
-        self.groups: list[_Group] = []
+        self.groups: list[_CommGroup] = []
         self.kinds = sorted({(one.axis, one.operation == P2P) for one in traffic})
         for number, (axis, neighbours) in enumerate(self.kinds):
             mine = [one for one in traffic if (one.axis, one.operation == P2P) == (axis, neighbours)]
             fixed = sum(one.times * START_SECONDS for one in mine)
             wire = sum(one.times * one.nbytes * _wire(one.operation, getattr(mesh, axis)) for one in mine)
-            self.groups += [_Group(number, members, neighbours, fixed, wire) for members in groups(mesh, axis)]
+            self.groups += [_CommGroup(number, members, neighbours, fixed, wire) for members in groups(mesh, axis)]
         self.of: list[list[int]] = [[] for _ in range(self.world)]
         for index, group in enumerate(self.groups):
             for member in group.members:
@@ -188,7 +188,7 @@ class _Problem:
 
     # ------------------------------------------------------------------ what an order costs
 
-    def cost(self, group: _Group, order: Sequence[int]) -> tuple[float, float]:
+    def cost(self, group: _CommGroup, order: Sequence[int]) -> tuple[float, float]:
         """Seconds of a group by its slowest pair, and by its pairs on average."""
         per_byte = self.per_byte
         pairs = [per_byte[order[a]][order[b]] for a, b in group.pairs]

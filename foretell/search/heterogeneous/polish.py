@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from foretell.hardware.types import Cluster
-from foretell.lower.fsdp.units import Storages, Way, units_of
+from foretell.lower.fsdp.units import FsdpSharding, Storages, units_of
 from foretell.plan.precision import MIXED
 from foretell.plan.types import Plan
 from foretell.price.network.collectives import ALL_GATHER, ALL_REDUCE, P2P, REDUCE_SCATTER
@@ -135,7 +135,7 @@ def estimated(layout: Layout, works: Works, kinds: Sequence[int]) -> tuple[Traff
 def _units(layout: Layout, works: Works, kinds: Sequence[int]) -> list[tuple[int, int, int]]:
     """Bytes that each block gathers, scatters, and sums over replicas."""
     mesh = layout.mesh
-    way = Way(
+    way = FsdpSharding(
         ranks=mesh.dp_shard * mesh.cp, replicate=mesh.dp_replicate, wide=works.material.wide,
         reduce="float32" if layout.precision in MIXED else None,
     )  # fmt: skip

@@ -24,10 +24,10 @@ from foretell.search.block_costs.sheet import Sheet, Works
 from foretell.search.estimate.depth import Depth, Peak
 from foretell.search.estimate.pipeline import Order, Pipe
 from foretell.search.estimate.plan import Composer, Layout, Ops, Quick, composer
-from foretell.search.heterogeneous.pipeline import Bytes, Shared, islands, share_best
+from foretell.search.heterogeneous.pipeline import Bytes, SharedBlocks, islands, share_best
 from foretell.search.space.fill import Filled, fill
 from foretell.search.space.price import SheetPricer
-from foretell.search.space.stages import Stack, in_flight
+from foretell.search.space.stages import BlockStack, in_flight
 
 BEYOND = 0.03
 """Layouts are filled when their compute alone is at most this much above the quickest that was found."""
@@ -57,7 +57,7 @@ class MixedPricer:
     least: float = float("inf")
     """Seconds a sample of the quickest layout of all devices so far."""
     _kinds: dict[tuple[Mesh, tuple[int, ...]], Kinds] = field(default_factory=dict)
-    _shared: dict[object, Shared | None] = field(default_factory=dict)
+    _shared: dict[object, SharedBlocks | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for device in self.cluster.devices if not self.each else ():
@@ -110,7 +110,7 @@ class MixedPricer:
     def limit(self, layout: Layout) -> float:
         return self.main.limit(layout)
 
-    def stack(self, layout: Layout, treated: bool = False) -> Stack:
+    def stack(self, layout: Layout, treated: bool = False) -> BlockStack:
         return self.main.stack(layout, treated)
 
     def rough(self, layout: Layout) -> float:
@@ -160,7 +160,7 @@ class MixedPricer:
             return False
         return shared.step_seconds(layout.accumulate) / layout.global_batch > self.least * (1 + BEYOND)
 
-    def by_speed(self, layout: Layout, mode: str, less: float = 0.0) -> Shared | None:
+    def by_speed(self, layout: Layout, mode: str, less: float = 0.0) -> SharedBlocks | None:
         """Cuts and order of the groups for a pipeline of one stage a rank; None where none fits.
 
         `less` are bytes of every device that are not to be used.
@@ -171,7 +171,7 @@ class MixedPricer:
             self._shared[key] = self._share(layout, mode, less)
         return self._shared[key]
 
-    def _share(self, layout: Layout, mode: str, less: float) -> Shared | None:
+    def _share(self, layout: Layout, mode: str, less: float) -> SharedBlocks | None:
         mesh, flights = layout.mesh, in_flight(layout.schedule or "1f1b", layout.mesh.pp, 1, layout.accumulate)
         main = self.main.stack(layout, mode != "keep")
         seconds = {name: _seconds(one.stack(layout), main, mode) for name, one in self.each.items()}
@@ -228,7 +228,7 @@ class _Unlike(Pipe):
         return Peak(found.reserved - more, found.allocated - more) if more else found
 
 
-def _seconds(stack: Stack, main: Stack, mode: str) -> list[float]:
+def _seconds(stack: BlockStack, main: BlockStack, mode: str) -> list[float]:
     """Of each block in a mode; what runs before and after the blocks is with the first and the last.
 
     Computing a block again is taken to cost the same share of it as on the smallest device (`main`).
@@ -243,7 +243,7 @@ def _seconds(stack: Stack, main: Stack, mode: str) -> list[float]:
     return found
 
 
-def _bytes(stack: Stack, mode: str) -> list[Bytes]:
+def _bytes(stack: BlockStack, mode: str) -> list[Bytes]:
     saves = [next((way.saves for way in ways if way.mode == mode), 0.0) for ways in stack.ways]
     held = [max(0.0, bytes_ - saved) for bytes_, saved in zip(stack.held, saves, strict=True)]
     state = list(stack.state)

@@ -27,7 +27,7 @@ MOST_FREE = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit:
+class InferenceUnit:
     """A piece of the model that is not split further."""
 
     name: str
@@ -54,7 +54,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class DevicePart:
     """The units one device runs."""
 
     device: int
@@ -70,10 +70,10 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class InferenceSplit:
     """One way to split a model."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[DevicePart, ...]
     latency_seconds: float
     slowest_seconds: float
     """Of the device or message that the others wait for."""
@@ -94,7 +94,7 @@ class _Label(NamedTuple):
     latency: float
     slowest: float
     fullest: float
-    parts: tuple[Part, ...]
+    parts: tuple[DevicePart, ...]
     used: int
     """Devices, a bit for each."""
 
@@ -102,7 +102,7 @@ class _Label(NamedTuple):
         return other.latency <= self.latency and other.slowest <= self.slowest and other.fullest <= self.fullest
 
 
-def split_front(units: Sequence[Unit], places: Sequence[Place], link: Link, input_bytes: int = 0) -> tuple[Split, ...]:
+def split_front(units: Sequence[InferenceUnit], places: Sequence[Place], link: Link, input_bytes: int = 0) -> tuple[InferenceSplit, ...]:
     """Every split that no other beats in latency, throughput and memory at once; the lowest latency first.
 
     None where nothing fits. Of splits that are equal in all three, one is kept: the one with fewest devices.
@@ -111,14 +111,14 @@ def split_front(units: Sequence[Unit], places: Sequence[Place], link: Link, inpu
         raise UserError("there is nothing to split, or nothing to split it over", "a model and at least one device")
     found = _Splits(units, places, link, input_bytes).front()
     return tuple(
-        Split(parts=one.parts, latency_seconds=one.latency, slowest_seconds=one.slowest, fullest=one.fullest) for one in found
+        InferenceSplit(parts=one.parts, latency_seconds=one.latency, slowest_seconds=one.slowest, fullest=one.fullest) for one in found
     )
 
 
 class _Splits:
     """What is searched: a candidate is a split of the first units, grown by a device each round."""
 
-    def __init__(self, units: Sequence[Unit], places: Sequence[Place], link: Link, input_bytes: int) -> None:
+    def __init__(self, units: Sequence[InferenceUnit], places: Sequence[Place], link: Link, input_bytes: int) -> None:
         self.units, self.places, self.link, self.input_bytes = units, places, link, input_bytes
         self.free = len(places) <= MOST_FREE
         self.sums = [[0.0] for _ in places]
@@ -177,7 +177,7 @@ class _Splits:
         source, nbytes = (0, self.input_bytes) if last < 0 else (last, self.units[start - 1].sends_bytes)
         message = self.link(source, device, nbytes) if source != device else 0.0
         seconds = self.sums[device][end] - self.sums[device][start]
-        part = Part(
+        part = DevicePart(
             device=device, name=place.name, first=start, last=end, seconds=seconds, bytes=size,
             receives_bytes=nbytes, receives_seconds=message,
         )  # fmt: skip
@@ -196,7 +196,7 @@ def _keep(front: list[_Label], label: _Label) -> None:
     front.append(label)
 
 
-def _sizes(units: Sequence[Unit], start: int) -> list[int]:
+def _sizes(units: Sequence[InferenceUnit], start: int) -> list[int]:
     """End → bytes of the units from `start` on; a tensor that several use counts once."""
     held: set[int] = set()
     weights = live = 0

@@ -18,7 +18,7 @@ from foretell.price.network.collectives import P2P, among, collective
 from foretell.price.speeds import alone, profile_for
 from foretell.price.time import Machine
 from foretell.quantities import ASSUMED, MEASURED
-from foretell.search.inference.split import Place, Split, Unit, split_front
+from foretell.search.inference.split import InferenceSplit, InferenceUnit, Place, split_front
 from foretell.simulate.memory.replay import peak_live
 from foretell.simulate.parts import TORCH
 from foretell.simulate.time.step import tasks_of
@@ -40,7 +40,7 @@ MOST_DEVICES = 64
 class InferPlan:
     """Splits of a model over the devices of a cluster."""
 
-    front: tuple[Split, ...]
+    front: tuple[InferenceSplit, ...]
     """None beaten by another; empty where nothing fits."""
     units: tuple[str, ...]
     devices: tuple[str, ...]
@@ -51,17 +51,17 @@ class InferPlan:
     notes: tuple[str, ...] = ()
 
     @property
-    def quickest(self) -> Split | None:
+    def quickest(self) -> InferenceSplit | None:
         """With the lowest latency."""
         return min(self.front, key=lambda split: (split.latency_seconds, split.slowest_seconds), default=None)
 
     @property
-    def busiest(self) -> Split | None:
+    def busiest(self) -> InferenceSplit | None:
         """With the most requests a second."""
         return min(self.front, key=lambda split: (split.slowest_seconds, split.latency_seconds), default=None)
 
     @property
-    def leanest(self) -> Split | None:
+    def leanest(self) -> InferenceSplit | None:
         """With the most memory to spare."""
         return min(self.front, key=lambda split: (split.fullest, split.latency_seconds), default=None)
 
@@ -150,7 +150,7 @@ def unit_seconds(trace: Trace, runs: Sequence[Sequence[Op]], known: Machine) -> 
     return found
 
 
-def units_of(trace: Trace, runs: Sequence[tuple[str, Sequence[Op]]], seconds: Sequence[Sequence[float]]) -> list[Unit]:
+def units_of(trace: Trace, runs: Sequence[tuple[str, Sequence[Op]]], seconds: Sequence[Sequence[float]]) -> list[InferenceUnit]:
     """Units with what they hold and what crosses behind them; `seconds` by device, then by unit."""
     weights = {
         number for number, storage in trace.storages.items() if storage.role in (PARAMETER, BUFFER) and not storage.host
@@ -173,7 +173,7 @@ def units_of(trace: Trace, runs: Sequence[tuple[str, Sequence[Op]]], seconds: Se
             for number, when in made.items() if when <= index < last.get(number, -1) and number not in weights
         )  # fmt: skip
         found.append(
-            Unit(
+            InferenceUnit(
                 name=name, seconds=tuple(each[index] for each in seconds), live_bytes=_live(trace, runs, index),
                 weights=tuple((number, trace.storages[number].nbytes) for number in sorted(used)), sends_bytes=sends,
             )

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
-from foretell.lower.blocks import Unlike, blocks_of
-from foretell.lower.offload.states import AT_HAND, Unit, disk_bytes, host_bytes, units_of
+from foretell.lower.blocks import TraceMismatch, blocks_of
+from foretell.lower.offload.states import AT_HAND, StateUnit, disk_bytes, host_bytes, units_of
 from foretell.lower.steps import repeated
 from foretell.plan import legal, paths
 from foretell.plan.blocks import compress
@@ -39,7 +39,7 @@ from foretell.search.solve import engine
 from foretell.search.solve.choice import told
 from foretell.search.solve.question import Question
 from foretell.search.space.caps import host_of, unknown_host
-from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import SearchConstraints
 from foretell.search.space.layouts import micro_batches
 from foretell.search.space.preferences import MOST_PLANS, weighed
 from foretell.simulate.plan import KEEP, Options, PlanCost, modes_of, predict_plan, sharded
@@ -63,7 +63,7 @@ Cell = tuple[int, int, str]
 """Micro-batch, how many make a step, residency of the blocks."""
 
 
-class Step(NamedTuple):
+class OffloadTry(NamedTuple):
     """Something to try."""
 
     bound: float
@@ -114,7 +114,7 @@ class Spill(Question):
             raise unknown_host(self.cluster)
         return self._told(best) if best is not None else self._nothing()
 
-    def candidates(self) -> Iterator[Step]:
+    def candidates(self) -> Iterator[OffloadTry]:
         """Cells; then of the best one with fewer blocks treated, and with the CPU's share of the updates."""
         yield from self._climbed()
         for around in (self._brimful, self._shared):
@@ -122,11 +122,11 @@ class Spill(Question):
             if best is not None:
                 yield from around(best)
 
-    def hopeless(self, one: Step) -> bool:
+    def hopeless(self, one: OffloadTry) -> bool:
         best = self._best()
         return best is not None and one.bound >= self.score(best)
 
-    def cost(self, one: Step) -> None:
+    def cost(self, one: OffloadTry) -> None:
         found = one.made()
         if found is not None and found.fits:
             self.found.append(found)
@@ -144,7 +144,7 @@ class Spill(Question):
         found = self.priced(self.plan(cell, self.most))
         return self.priced(self.plan(cell, self.most, weights=self.streamable)) if self.streamable and not found.cost.fits else found
 
-    def _climbed(self) -> Iterator[Step]:
+    def _climbed(self) -> Iterator[OffloadTry]:
         """Larger and larger micro-batches, until one cannot fit or, where the batch is free, gains nothing."""
         batches, before = self.batches(), None
         possible = itertools.takewhile(lambda batch: self._possible(*batch), batches)
@@ -268,7 +268,7 @@ class Spill(Question):
     def _plain(self) -> Plan:
         return Plan(model={}, hardware=self.hardware, mesh=self.mesh, **self._fixed())
 
-    def _units(self, plan: Plan, mode: str) -> tuple[Unit, ...]:
+    def _units(self, plan: Plan, mode: str) -> tuple[StateUnit, ...]:
         return units_of(self._rank(self._trace(plan, _traced(mode))), plan)
 
     def _counted(self, plan: Plan, cost: PlanCost, trace: Trace) -> Tried:
@@ -295,12 +295,12 @@ class Spill(Question):
         most = self.streamable
         return self.bytes(self.plan(cell, self.most)).fits or (most > 0 and self.bytes(self.plan(cell, self.most, weights=most)).fits)
 
-    def _cells(self, micro: int, accumulate: int) -> Iterator[Step]:
+    def _cells(self, micro: int, accumulate: int) -> Iterator[OffloadTry]:
         """Every residency of a micro-batch, by its bound: everything on the device."""
         cells = [(micro, accumulate, mode) for mode in self.modes if self._costs((micro, accumulate, mode))]
         self.traces.prepare([(self.plan(cell), _traced(cell[2])) for cell in cells])
         for bound, cell in sorted((self.score(self.priced(self.plan(cell)), bound=True), cell) for cell in cells):
-            yield Step(bound, functools.partial(self._least_moved, cell))
+            yield OffloadTry(bound, functools.partial(self._least_moved, cell))
 
     def _least_moved(self, cell: Cell) -> Tried | None:
         here = self.priced(self.plan(cell))
@@ -374,14 +374,14 @@ class Spill(Question):
     def _best(self) -> Tried | None:
         return min((one for one in self.found if one.fits), key=self.score, default=None)
 
-    def _brimful(self, best: Tried) -> Iterator[Step]:
+    def _brimful(self, best: Tried) -> Iterator[OffloadTry]:
         """Blocks that need not be recomputed, as far as there is room; and with a few more states away, if that gains."""
         modes = {one.mode for one in best.plan.blocks.values()}
         if len(modes) != 1 or best.plan.weights or DISK in best.plan.states.values():
             return
         cell, states, more = (best.plan.micro_batch, best.plan.accumulate, modes.pop()), self._away(best.plan), 0
         while states + more <= self.most:
-            yield Step(0.0, functools.partial(self._least_treated, cell, states + more))
+            yield OffloadTry(0.0, functools.partial(self._least_treated, cell, states + more))
             if self._best() is best:
                 break
             best, more = self._best() or best, more * 2 or 1
@@ -394,7 +394,7 @@ class Spill(Question):
 
         try:
             treated = fewest(count, lambda number: self.bytes(plan(number)).fits, count)
-        except Unlike:  # no mixture of these can be vouched for
+        except TraceMismatch:  # no mixture of these can be vouched for
             return None
         found = self.priced(plan(treated)) if treated is not None else None
         best = self._best()
@@ -404,7 +404,7 @@ class Spill(Question):
         names = [name for pattern in plan.states if pattern != REST for name in paths.unfold(pattern)]
         return len(names) + (REST in plan.states)
 
-    def _shared(self, best: Tried) -> Iterator[Step]:
+    def _shared(self, best: Tried) -> Iterator[OffloadTry]:
         """With the CPU updating some of the states, where its speed is known."""
         plan, rates = best.plan, self.rates
         if plan.states and rates is not None and rates.cpu is None:
@@ -415,7 +415,7 @@ class Spill(Question):
         middle = rates.balance(bytes_of(form_of(plan), width_of_weights(plan)))
         shares = {round(min(1.0, max(0.0, middle + near)), 2) for near in (0.0, *NEAR)} - {0.0}
         for share in sorted(shares):
-            yield Step(0.0, functools.partial(self.priced, plan.with_(cpu_share=share)))
+            yield OffloadTry(0.0, functools.partial(self.priced, plan.with_(cpu_share=share)))
 
     # ------------------------------------------------------------------ the answer
 
@@ -448,7 +448,7 @@ class Spill(Question):
         )  # fmt: skip
 
 
-def meshes(cluster: Cluster, wishes: Wishes) -> list[Mesh]:
+def meshes(cluster: Cluster, wishes: SearchConstraints) -> list[Mesh]:
     """How devices may share a model whose states move: all of them together, or those of each machine; none where wishes or
     unlike devices leave neither."""
     fixed, count = wishes.fixed, cluster.count

@@ -8,7 +8,7 @@ from dataclasses import replace
 from foretell.plan.states import DISK, HOST
 from foretell.plan.types import MASTER
 from foretell.search.offload.found import Spilled, Tried
-from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import SearchConstraints
 from foretell.units import GIB, gib
 
 _SMALLER = (
@@ -73,7 +73,7 @@ def _seconds(value: float | None) -> str:
     return "?" if value is None else f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.0f} ms"
 
 
-def helps(found: Spilled, wishes: Wishes, *, bf16: bool = True) -> Iterator[tuple[str, Wishes, str]]:
+def helps(found: Spilled, wishes: SearchConstraints, *, bf16: bool = True) -> Iterator[tuple[str, SearchConstraints, str]]:
     """Where nothing fits: options that take less, the wishes with them, and what they change; to be tried, not
     promised. `bf16`: whether the devices compute in it."""
     near = found.nearest

@@ -44,7 +44,7 @@ def update_profile(plan: Plan, measured: Mapping[str, Any], run: str, device: st
     that doing this twice corrects once; and it is written only where that prediction comes out closer.
     """
     seconds, cluster = float(measured["step_seconds"]), parse(plan.hardware)
-    seen = corrections.Run.of(measured, run, plan.mesh.world)
+    seen = corrections.MeasuredRun.of(measured, run, plan.mesh.world)
     profile, why = profile_of(measured["hardware"], cluster)
     why = why or corrections.too_wild(seen)
     if profile is None or why:

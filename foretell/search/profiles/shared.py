@@ -16,10 +16,10 @@ from foretell.files import write_atomically
 from foretell.hardware import catalog
 from foretell.hardware.profile import minor, save
 from foretell.hardware.share import added, file
-from foretell.hardware.share.added import Added, Source
+from foretell.hardware.share.added import Added, AddedFile
 from foretell.hardware.share.check import refuse
 from foretell.hardware.share.combine import combined
-from foretell.hardware.share.file import Shared
+from foretell.hardware.share.file import SharedProbe
 from foretell.hardware.types import Device
 from foretell.price import bands
 from foretell.search.profiles.fit import fit_profile
@@ -39,7 +39,7 @@ class Addition:
 
 def add(paths: Iterable[str | Path], progress: Progress = lambda doing, share: None) -> Addition:
     """Check every file, then fit and keep them; an error leaves everything as it was."""
-    given: dict[str, tuple[Shared, bytes]] = {}
+    given: dict[str, tuple[SharedProbe, bytes]] = {}
     for path in _files(paths):
         shared = file.load(path)
         refuse(shared, str(path))
@@ -52,10 +52,10 @@ def add(paths: Iterable[str | Path], progress: Progress = lambda doing, share: N
         raise UserError(why, "free some space, or set FORETELL_CACHE to another folder") from None
 
 
-def _kept(given: Mapping[str, tuple[Shared, bytes]], progress: Progress) -> Addition:
+def _kept(given: Mapping[str, tuple[SharedProbe, bytes]], progress: Progress) -> Addition:
     known = {source.digest for one in added.entries() for source in one.sources}
     fresh = {digest: pair for digest, pair in given.items() if digest not in known}
-    groups: dict[tuple[str, ...], list[Shared]] = {}
+    groups: dict[tuple[str, ...], list[SharedProbe]] = {}
     for shared, _ in fresh.values():
         groups.setdefault(_group(shared), []).append(shared)
     entries = {_key(one): one for one in added.entries()}
@@ -87,7 +87,7 @@ def _files(paths: Iterable[str | Path]) -> list[Path]:
     return found
 
 
-def _group(shared: Shared) -> tuple[str, ...]:
+def _group(shared: SharedProbe) -> tuple[str, ...]:
     """Files that one profile is fitted to: of one device, one minor version of torch, one model of CPU."""
     about = shared.measured.about
     own = (about.reported_as, str(about.cores), str(about.threads)) if about.backend == "cpu" else ()
@@ -99,7 +99,7 @@ def _key(one: Added) -> tuple[str, ...]:
     return (one.device, minor(one.torch), *own)
 
 
-def _before(entry: Added | None) -> list[Shared]:
+def _before(entry: Added | None) -> list[SharedProbe]:
     """Files of the same device that were added earlier, read again and checked again."""
     found = []
     for source in entry.sources if entry is not None else ():
@@ -110,19 +110,19 @@ def _before(entry: Added | None) -> list[Shared]:
     return found
 
 
-def device_for(shared: Shared) -> Device:
+def device_for(shared: SharedProbe) -> Device:
     """The catalogue's where it has it; a CPU, and a device that nobody knows, as its file says."""
     known = next((one for one in catalog.devices() if one.name == shared.measured.about.device), None)
     return shared.device if known is None or known.backend == "cpu" else known
 
 
-def _fitted(files: Sequence[Shared], progress: Progress) -> Added:
+def _fitted(files: Sequence[SharedProbe], progress: Progress) -> Added:
     band = bands.factors(bands.Evidence(device=bands.CPU if files[0].device.backend == "cpu" else bands.OWN))
     middle = combined(files, band)
     newest = max(files, key=lambda one: one.measured.about.date)
     device, about = device_for(newest), newest.measured.about
     sources = tuple(
-        Source(digest=one.digest, date=one.measured.about.date, rows=len(one.measured.rows), factor=round(factor, 4))
+        AddedFile(digest=one.digest, date=one.measured.about.date, rows=len(one.measured.rows), factor=round(factor, 4))
         for one, factor in zip(files, middle.factors, strict=True)
     )
     generation = hashlib.sha256("".join(sorted(one.digest for one in files)).encode()).hexdigest()[:12]

@@ -11,8 +11,8 @@ from foretell.plan.recipe import known_blocks
 from foretell.plan.types import AXES, FP16, Plan
 from foretell.quantities import TIGHT, Infeasible
 from foretell.search.advice.relax import Relaxation
-from foretell.search.solve.found import Candidate, Found, Reason
-from foretell.search.solve.planned_batch import Advice
+from foretell.search.solve.found import Candidate, Reason, SearchResult
+from foretell.search.solve.planned_batch import BatchAdvice
 from foretell.search.solve.reasons import sentence
 from foretell.search.space.preferences import ALIKE, lost_though_as_fast
 from foretell.simulate.plan import PlanCost
@@ -32,9 +32,9 @@ class Choice:
     """Why nothing fits: of the plan that comes nearest."""
     costed: int = 0
     notes: tuple[str, ...] = ()
-    found: Found | None = None
+    found: SearchResult | None = None
     """What the search found besides: the front, what binds, what other hardware would change."""
-    law: Advice | None = None
+    law: BatchAdvice | None = None
     """What the Step Law says of the run, where its tokens are known."""
     reasons: tuple[Reason, ...] = ()
     """Where there is no plan: why not, by count."""

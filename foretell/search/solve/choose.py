@@ -18,10 +18,10 @@ from foretell.search.solve.choice import Choice as Choice
 from foretell.search.solve.choice import told as told
 from foretell.search.solve.choice import why_slower as why_slower
 from foretell.search.solve.climb import Climb
-from foretell.search.solve.find import Found, Unsuited, found_for
+from foretell.search.solve.find import SearchResult, Unsuited, found_for
 from foretell.search.solve.found import Candidate as Candidate
 from foretell.search.solve.question import Progress, ask
-from foretell.search.space.constraints import Wishes as Wishes
+from foretell.search.space.constraints import SearchConstraints as SearchConstraints
 from foretell.search.traces.needed import Traces
 from foretell.simulate.plan import Options
 from foretell.trace.load.model import Source
@@ -30,7 +30,7 @@ from foretell.trace.sandbox.process import TIME_LIMIT
 
 
 def choose(
-    source: Source, cluster: Cluster, hardware: str, wishes: Wishes | None = None, *, options: Options | None = None,
+    source: Source, cluster: Cluster, hardware: str, wishes: SearchConstraints | None = None, *, options: Options | None = None,
     hints: Mapping[str, float] | None = None, cache: bool = True, progress: Progress = lambda _: None,
     exact: bool | None = True, what_if: bool = False, patience: float = float("inf"), by_law: bool = False,
     traces: Traces | None = None, time_limit: float = TIME_LIMIT, moves: bool = True,
@@ -61,7 +61,7 @@ def choose(
     return replace(found, notes=(*found.notes, *remarks))
 
 
-def as_choice(found: Found) -> Choice:
+def as_choice(found: SearchResult) -> Choice:
     """What a search found, as callers of `choose` know it."""
     nearest = [replace(found.nearest, why=found.needs)] if found.nearest is not None else []
     return Choice(

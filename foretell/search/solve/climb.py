@@ -29,7 +29,7 @@ from foretell.search.block_costs.residency import MODES, modes_of
 from foretell.search.solve import engine
 from foretell.search.solve.choice import Choice, explained, kind_of, told, why_slower
 from foretell.search.solve.found import Candidate
-from foretell.search.solve.planned_batch import Advice
+from foretell.search.solve.planned_batch import BatchAdvice
 from foretell.search.solve.question import Question
 from foretell.search.solve.reasons import of_candidates
 from foretell.search.space.layouts import micro_batches
@@ -70,7 +70,7 @@ class Climb(Question):
         self.remarks += [f"the search was ended early: {ended}"] if ended else []
         return _with_law(self.choice(), law)
 
-    def _lawful(self) -> Advice | None:
+    def _lawful(self) -> BatchAdvice | None:
         wishes = self.wishes
         plan = Plan(model=model_of(self.source), hardware=self.hardware, precision=wishes.precision or "fp32",
                     optimizer=wishes.optimizer, clip=wishes.clip)  # fmt: skip
@@ -270,7 +270,7 @@ class Climb(Question):
         return Choice(best=best, runners_up=slower, dropped=dropped, costed=self.costed, notes=notes)
 
 
-def _with_law(found: Choice, law: Advice | None) -> Choice:
+def _with_law(found: Choice, law: BatchAdvice | None) -> Choice:
     """What the law says, with the batch that is used, in the plan's notes too."""
     if law is None or found.best is None:
         return replace(found, law=law)

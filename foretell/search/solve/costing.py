@@ -15,7 +15,7 @@ from typing import Any
 
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
-from foretell.lower.batch import Unlike
+from foretell.lower.batch import BatchMismatch
 from foretell.plan import legal
 from foretell.plan.precision import default, in_recipe
 from foretell.plan.recipe import model_of
@@ -76,7 +76,7 @@ class Costing(Question):
                     self.sources, known, cluster, optimizer=self.wishes.optimizer, clip=self.wishes.clip,
                     first=self.recipe(cluster, cluster.count > 1),
                 )  # fmt: skip
-            except Unlike as error:
+            except BatchMismatch as error:
                 raise Unsuited(str(error)) from error
             self.sheets[key].half_of = self.sources.shorter(self.sheets[key].length)
             self.sheets[key].costs = self._kept_costs(cluster)

@@ -14,7 +14,7 @@ from foretell.hardware import parse
 from foretell.hardware.types import Cluster, Link
 from foretell.search.estimate.plan import Layout
 from foretell.search.solve.front import Point
-from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import SearchConstraints
 from foretell.search.space.preferences import ALIKE, lost_though_as_fast
 from foretell.units import GIB, gib
 
@@ -56,7 +56,7 @@ class WhatIf:
         }  # fmt: skip
 
 
-Again = Callable[[Cluster, Wishes], Point | None]
+Again = Callable[[Cluster, SearchConstraints], Point | None]
 """The best plan for other hardware or other wishes."""
 
 
@@ -157,12 +157,12 @@ def _reason(name: str) -> str:
 # ---------------------------------------------------------------------- what if
 
 
-def what_ifs(cluster: Cluster, wishes: Wishes, best: Point, again: Again) -> tuple[WhatIf, ...]:
+def what_ifs(cluster: Cluster, wishes: SearchConstraints, best: Point, again: Again) -> tuple[WhatIf, ...]:
     """One more device or node, more memory, faster links, other devices: the best plan with each."""
     return tuple(_tried(change, other, wishes, best, again) for change, other in changes(cluster))
 
 
-def _tried(change: str, cluster: Cluster, wishes: Wishes, best: Point, again: Again) -> WhatIf:
+def _tried(change: str, cluster: Cluster, wishes: SearchConstraints, best: Point, again: Again) -> WhatIf:
     point = again(cluster, wishes)
     if point is None:
         count = cluster.count

@@ -17,7 +17,7 @@ from typing import Any
 
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
-from foretell.lower.batch import Unlike
+from foretell.lower.batch import BatchMismatch
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Plan
 from foretell.quantities import NO, TIGHT
@@ -28,12 +28,12 @@ from foretell.search.solve import costing, explain, reasons
 from foretell.search.solve.costing import Costing
 from foretell.search.solve.costing import Unsuited as Unsuited
 from foretell.search.solve.found import Finalist as Finalist
-from foretell.search.solve.found import Found as Found
+from foretell.search.solve.found import SearchResult as SearchResult
 from foretell.search.solve.front import Point, best_of, complaint, front, pareto, point_of, score
-from foretell.search.solve.planned_batch import Advice
+from foretell.search.solve.planned_batch import BatchAdvice
 from foretell.search.solve.question import Question, ask
 from foretell.search.space import constraints as space_wishes
-from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import SearchConstraints
 from foretell.search.space.degrees import context_degrees, expert_degrees
 from foretell.search.space.explore import Explored, Explorer, distinct
 from foretell.search.space.fill import Filled
@@ -69,9 +69,9 @@ TENSOR = (2, 4, 8, 16, 32, 64)
 
 
 def find(
-    source: Source, cluster: Cluster, hardware: str, wishes: Wishes | None = None, *, exact: bool | None = None,
+    source: Source, cluster: Cluster, hardware: str, wishes: SearchConstraints | None = None, *, exact: bool | None = None,
     what_if: bool = False, patience: float = float("inf"), **how: Any,
-) -> Found:  # fmt: skip
+) -> SearchResult:  # fmt: skip
     """Search; `exact` says whether finalists are costed op by op: None where that is quick, True always, False never.
 
     `how` is as for `question.ask`.
@@ -79,13 +79,13 @@ def find(
     return found_for(ask(source, cluster, hardware, wishes, **how), exact=exact, what_if=what_if, patience=patience)
 
 
-def found_for(question: Question, *, exact: bool | None, what_if: bool = False, patience: float = float("inf")) -> Found:
+def found_for(question: Question, *, exact: bool | None, what_if: bool = False, patience: float = float("inf")) -> SearchResult:
     """The same for a question."""
     finder = question.into(Finder, exact=exact)
     try:
         with no_collection():
             return finder.answer(what_if=what_if, patience=patience)
-    except Unlike as error:
+    except BatchMismatch as error:
         raise Unsuited(str(error)) from error
     finally:
         finder.keep_costs()
@@ -102,7 +102,7 @@ class Finder(Costing):
         """What ranks can share of the model besides its layers."""
         return self.traces.shares(Plan(model=model_of(self.source), hardware=self.hardware))
 
-    def room(self, cluster: Cluster, wishes: Wishes, *, hard: bool = False) -> Room:
+    def room(self, cluster: Cluster, wishes: SearchConstraints, *, hard: bool = False) -> Room:
         """What plans are made for; `hard`: nothing fits that shares no positions."""
         sheet = self.sheet(cluster)
         experts = expert_degrees(sheet, cluster, wishes, lambda: self.shares)
@@ -129,7 +129,7 @@ class Finder(Costing):
 
     # ------------------------------------------------------------------ searching
 
-    def explore(self, cluster: Cluster, wishes: Wishes, patience: float = float("inf"), *, held: Depth = Depth.ALIVE) -> Explored:
+    def explore(self, cluster: Cluster, wishes: SearchConstraints, patience: float = float("inf"), *, held: Depth = Depth.ALIVE) -> Explored:
         """Layouts that fit; where none does, ranks may share positions too. `held`: how bytes are found."""
         room = self.room(cluster, wishes)
         found = self._explored(room, patience, held)
@@ -148,7 +148,7 @@ class Finder(Costing):
             filler=functools.partial(fill_by_speed, both=False) if cluster.groups else None,
         ).run()  # fmt: skip
 
-    def again(self, cluster: Cluster, wishes: Wishes) -> Point | None:
+    def again(self, cluster: Cluster, wishes: SearchConstraints) -> Point | None:
         try:
             space_wishes.check(wishes, cluster)
             found = self.explore(cluster, wishes, AGAIN_SECONDS)
@@ -158,7 +158,7 @@ class Finder(Costing):
             raise KeyboardInterrupt
         return best_of(found.points, wishes)
 
-    def sure(self, cluster: Cluster, hardware: str, wishes: Wishes) -> Finalist | None:
+    def sure(self, cluster: Cluster, hardware: str, wishes: SearchConstraints) -> Finalist | None:
         """The best plan for other hardware or other wishes, as a search of its own finds it."""
         capability, traces = cluster.device.compute_capability or (9, 0), self.traces
         if capability != traces.capability:
@@ -166,13 +166,13 @@ class Finder(Costing):
         other = Finder(self.source, cluster, hardware, wishes, self.options, traces, self.progress, self.exact, by_law=self.by_law)
         try:
             found = other.answer(what_if=False, patience=SURE_SECONDS, relax=False)
-        except (UserError, Unsuited, Unlike):
+        except (UserError, Unsuited, BatchMismatch):
             return None
         if found.stopped == "interrupted":
             raise KeyboardInterrupt
         return found.best
 
-    def answer(self, *, what_if: bool, patience: float, relax: bool = True) -> Found:
+    def answer(self, *, what_if: bool, patience: float, relax: bool = True) -> SearchResult:
         began = time.monotonic()
         sheet = self.sheet(self.cluster)
         law = self.law(sheet.blocks, sheet.length)
@@ -190,7 +190,7 @@ class Finder(Costing):
         law = replace(law, used=finalists[0].plan.global_batch) if law is not None else None
         first = replace(finalists[0], plan=self._annotated(finalists[0], explored, law))
         table = self._what_if(self._as_quick(first.point)) if what_if and not explored.stopped else ()
-        return Found(
+        return SearchResult(
             best=first, runners_up=tuple(finalists[1:]), dropped=tuple(dropped),
             front=self._front(explored, [first, *finalists[1:]], dropped),
             binds=explain.binds(first.point), what_if=table, costed=explored.costed, there=explored.there,
@@ -330,7 +330,7 @@ class Finder(Costing):
             return found[0]
         return best
 
-    def _annotated(self, one: Finalist, explored: Explored, law: Advice | None) -> Plan:
+    def _annotated(self, one: Finalist, explored: Explored, law: BatchAdvice | None) -> Plan:
         """The plan with what a reader should know before running it."""
         notes = list(one.plan.notes)
         if one.verdict == TIGHT:
@@ -345,7 +345,7 @@ class Finder(Costing):
 
     # ------------------------------------------------------------------ nothing
 
-    def _nothing(self, explored: Explored, began: float, relax: bool, dropped: Sequence[Finalist] = ()) -> Found:
+    def _nothing(self, explored: Explored, began: float, relax: bool, dropped: Sequence[Finalist] = ()) -> SearchResult:
         """Why no plan can be had, and what would have to change."""
         unmet, notes = "", (*self.traces.notes, *self.notes)
         if explored.points:
@@ -364,7 +364,7 @@ class Finder(Costing):
             infeasible = known.cost.infeasible(self.cluster.device.name) if known.cost is not None else None
         if not explored.points and near is None and explored.there == 0:
             unmet = _no_layout(self.wishes, self.cluster)
-        return Found(
+        return SearchResult(
             best=None, nearest=filled, short_bytes=int(near.short) if near else 0, infeasible=infeasible, unmet=unmet,
             relaxations=relaxed, tried=tried, reasons=reasons.of_search(explored, dropped, self.wishes, self.cluster.device.memory_bytes),
             costed=explored.costed, there=explored.there, seconds=time.monotonic() - began, stopped=explored.stopped, notes=notes,
@@ -395,7 +395,7 @@ def _short(cost: PlanCost) -> str:
     return f"{human_bytes(-cost.worst.memory.margin_bytes)} short on a device when costed op by op"
 
 
-def _no_layout(wishes: Wishes, cluster: Cluster) -> str:
+def _no_layout(wishes: SearchConstraints, cluster: Cluster) -> str:
     batch = wishes.global_batch
     if batch is not None:
         return f"{batch} samples cannot be shared by the data ranks and stages that {cluster.count} devices make"

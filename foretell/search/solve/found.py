@@ -10,7 +10,7 @@ from foretell.search.advice.relax import Relaxation, alternatives, needs
 from foretell.search.heterogeneous.polish import Placed
 from foretell.search.solve import explain
 from foretell.search.solve.front import Point
-from foretell.search.solve.planned_batch import Advice
+from foretell.search.solve.planned_batch import BatchAdvice
 from foretell.simulate.plan import PlanCost
 
 
@@ -54,7 +54,7 @@ class Reason:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """The best plan, those that lost, and the front."""
 
     best: Finalist | None
@@ -84,7 +84,7 @@ class Found:
     there: int = 0
     seconds: float = 0.0
     stopped: str = ""
-    law: Advice | None = None
+    law: BatchAdvice | None = None
     """What the Step Law says of the run, where its tokens are known."""
     notes: tuple[str, ...] = ()
 

@@ -11,7 +11,7 @@ from foretell.hardware import price_per_hour
 from foretell.hardware.types import Cluster
 from foretell.search.estimate.plan import Layout, Quick
 from foretell.search.solve import engine
-from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import SearchConstraints
 from foretell.search.space.fill import Filled
 from foretell.search.space.preferences import ALIKE, weighed
 from foretell.simulate.memory.memory import TIGHT_SHARE
@@ -71,7 +71,7 @@ def point_of(filled: Filled, cluster: Cluster, tokens_per_sample: int) -> Point:
 # ---------------------------------------------------------------------- objectives
 
 
-def score(point: Point, wishes: Wishes) -> tuple[float, float]:
+def score(point: Point, wishes: SearchConstraints) -> tuple[float, float]:
     """What to make least: first the first, then the second."""
     unit = point.per_step
     seconds = point.seconds / unit if wishes.objective != "latency" else point.seconds
@@ -85,13 +85,13 @@ def score(point: Point, wishes: Wishes) -> tuple[float, float]:
     return seconds, 0.0
 
 
-def _known(value: float | None, what: str, wishes: Wishes) -> float:
+def _known(value: float | None, what: str, wishes: SearchConstraints) -> float:
     if value is None:
         raise UserError(f"--objective {wishes.objective}: nothing is known of the device's {what}", "another objective")
     return value
 
 
-def complaint(point: Point, wishes: Wishes) -> str:
+def complaint(point: Point, wishes: SearchConstraints) -> str:
     """Which limit of a whole run a candidate does not keep; empty where it keeps all."""
     if wishes.tokens is None:
         return ""
@@ -106,7 +106,7 @@ def complaint(point: Point, wishes: Wishes) -> str:
     return ""
 
 
-def best_of(points: Iterable[Point], wishes: Wishes) -> Point | None:
+def best_of(points: Iterable[Point], wishes: SearchConstraints) -> Point | None:
     """The best by the objective; of those alike, the simplest."""
     kept = (point for point in points if not complaint(point, wishes))
     return engine.best_of(kept, lambda point: score(point, wishes), lambda point: effort(point.layout), ALIKE)
@@ -134,7 +134,7 @@ def pareto(points: Sequence[Point], values: Callable[[Point], tuple[float, ...]]
     return [point for _, point in front]
 
 
-def front(points: Sequence[Point], wishes: Wishes, best: Point | None = None) -> tuple[Point, ...]:
+def front(points: Sequence[Point], wishes: SearchConstraints, best: Point | None = None) -> tuple[Point, ...]:
     """The front that is shown: apart enough to be told from each other, `best` among them, fastest first."""
     fine = [point for point in points if not complaint(point, wishes)]
     shown: list[Point] = [best] if best is not None else []

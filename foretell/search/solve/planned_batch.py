@@ -24,7 +24,7 @@ DOUBLINGS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advice:
+class BatchAdvice:
     """The law beside the batch of a plan."""
 
     law: StepLaw
@@ -82,7 +82,7 @@ def advice(
     shapes: Mapping[str, tuple[Sequence[int], str]], blocks: Iterable[str], tokens: float, length: int | None, *,
     devices: int, fixed: Mapping[str, int], micro_batch: int | None = None, global_batch: int | None = None,
     followed: bool = False,
-) -> Advice | None:  # fmt: skip
+) -> BatchAdvice | None:  # fmt: skip
     """What the law says of a model and a run; None where nothing can be said and nobody asked for it.
 
     `shapes` are those of all parameters with their dtypes. With `followed`, `used` is what the law's batch became.
@@ -96,7 +96,7 @@ def advice(
     law = step_law(inside, tokens)
     chosen = batch_for(law.batch_tokens, length, devices, fixed, micro_batch)
     used = chosen if followed and global_batch is None else global_batch
-    return Advice(law=law, length=length, chosen=chosen, followed=followed and global_batch is None, used=used)
+    return BatchAdvice(law=law, length=length, chosen=chosen, followed=followed and global_batch is None, used=used)
 
 
 def batch_for(

@@ -12,7 +12,7 @@ from foretell.plan import legal
 from foretell.plan.recipe import model_of
 from foretell.search.solve import planned_batch as law
 from foretell.search.space import constraints as space_wishes
-from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import SearchConstraints
 from foretell.search.traces.needed import Traces
 from foretell.simulate.plan import Options
 from foretell.trace.load.model import Source
@@ -30,7 +30,7 @@ class Question:
     cluster: Cluster
     hardware: str
     """As the user wrote it."""
-    wishes: Wishes
+    wishes: SearchConstraints
     options: Options
     traces: Traces
     progress: Progress
@@ -56,7 +56,7 @@ class Question:
             facts = replace(facts, devices=max(2, self.cluster.device.sm_count), devices_per_node=None)
         return replace(facts, global_batch=self.wishes.global_batch)
 
-    def law(self, blocks: Sequence[str], length: int | None) -> law.Advice | None:
+    def law(self, blocks: Sequence[str], length: int | None) -> law.BatchAdvice | None:
         """What the Step Law says of the run, where its tokens are known; its batch becomes a wish where that was asked for."""
         wishes = self.wishes
         if wishes.tokens is None:
@@ -71,12 +71,12 @@ class Question:
 
 
 def ask(
-    source: Source, cluster: Cluster, hardware: str, wishes: Wishes | None = None, *, options: Options | None = None,
+    source: Source, cluster: Cluster, hardware: str, wishes: SearchConstraints | None = None, *, options: Options | None = None,
     hints: Mapping[str, float] | None = None, cache: bool = True, progress: Progress = lambda _: None,
     traces: Traces | None = None, by_law: bool = False, time_limit: float = TIME_LIMIT,
 ) -> Question:  # fmt: skip
     """A question whose wishes can be kept; `traces`: those at hand; `time_limit`: seconds that tracing one step may take."""
-    asked, how = wishes or Wishes(), options or Options()
+    asked, how = wishes or SearchConstraints(), options or Options()
     space_wishes.check(asked, cluster)
     law.check(by_law, asked.tokens)
     capability = None if cluster.device.backend == "cpu" else cluster.device.compute_capability or (9, 0)

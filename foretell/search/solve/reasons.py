@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from foretell.search.solve.found import Candidate, Reason
 from foretell.search.solve.front import complaint
-from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import SearchConstraints
 from foretell.units import gib
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _NUMBERS = re.compile(r"[0-9][0-9.,]*")
 _REMEDY = "; try: "
 
 
-def of_search(explored: Explored, dropped: Iterable[Candidate], wishes: Wishes, capacity: int) -> tuple[Reason, ...]:
+def of_search(explored: Explored, dropped: Iterable[Candidate], wishes: SearchConstraints, capacity: int) -> tuple[Reason, ...]:
     """Of layouts by their quick costs, and of those that were looked at more closely."""
     found = []
     if explored.unfit and explored.nearest is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan.states import HOST
-from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import SearchConstraints
 from foretell.units import GIB, parse_bytes
 
 RESERVE_SHARE, RESERVE_BYTES = 0.08, 4 * GIB
@@ -23,7 +23,7 @@ def size_of(flag: str, text: str | None) -> int | None:
     return found
 
 
-def host_of(cluster: Cluster, wishes: Wishes) -> int | None:
+def host_of(cluster: Cluster, wishes: SearchConstraints) -> int | None:
     """Bytes of host memory that plans may use; None where nobody knows how much there is."""
     if wishes.host is not None:
         return wishes.host

@@ -24,7 +24,7 @@ APART = ("tp", "cp", "pp")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class SearchConstraints:
     """What the user asks of a plan."""
 
     global_batch: int | None = None
@@ -68,7 +68,7 @@ class Wishes:
         return self.objective in ("cost", "energy", "smallest")
 
 
-def check(wishes: Wishes, cluster: Cluster | None = None, blocks: int | None = None) -> None:
+def check(wishes: SearchConstraints, cluster: Cluster | None = None, blocks: int | None = None) -> None:
     """Raise where wishes are not known, or contradict each other or the hardware; the first such, in one line."""
     _names(wishes)
     _amounts(wishes)
@@ -80,7 +80,7 @@ def check(wishes: Wishes, cluster: Cluster | None = None, blocks: int | None = N
         _blocks(wishes, blocks)
 
 
-def _names(wishes: Wishes) -> None:
+def _names(wishes: SearchConstraints) -> None:
     for what, value, known in (
         ("objective", wishes.objective, OBJECTIVES), ("precision", wishes.precision, (*PRECISIONS, MASTER)),
         ("state-format", wishes.state_format, FORMATS),
@@ -91,7 +91,7 @@ def _names(wishes: Wishes) -> None:
             raise UserError(f"--{what} {value!r} is not known", " or ".join(near) if near else f"one of {', '.join(known)}")
 
 
-def _amounts(wishes: Wishes) -> None:
+def _amounts(wishes: SearchConstraints) -> None:
     for what, number in (("global-batch", wishes.global_batch), ("micro-batch", wishes.micro_batch)):
         if number is not None and number < 1:
             raise UserError(f"--{what} is {number}", "give a whole number above zero")
@@ -107,7 +107,7 @@ def _amounts(wishes: Wishes) -> None:
         )
 
 
-def _whole_run(wishes: Wishes) -> None:
+def _whole_run(wishes: SearchConstraints) -> None:
     if wishes.state_format not in (None, "fp32") and wishes.precision != MASTER:
         raise UserError(f"--state-format {wishes.state_format} is for bf16 weights with a master", f"add --precision {MASTER}")
     for what, amount in (("deadline", wishes.deadline_seconds), ("budget", wishes.budget)):
@@ -119,7 +119,7 @@ def _whole_run(wishes: Wishes) -> None:
         raise UserError("--objective latency is given without --global-batch: one sample would win", "add --global-batch")
 
 
-def _degrees(wishes: Wishes) -> None:
+def _degrees(wishes: SearchConstraints) -> None:
     for axis, degree in wishes.fixed.items():
         if axis not in AXES:
             raise UserError(f"'{axis}' is no axis of a mesh", f"one of {', '.join(AXES)}")
@@ -145,7 +145,7 @@ def _degrees(wishes: Wishes) -> None:
         )
 
 
-def _hardware(wishes: Wishes, cluster: Cluster) -> None:
+def _hardware(wishes: SearchConstraints, cluster: Cluster) -> None:
     if wishes.precision is not None:
         refuse_plan(wishes.precision, cluster)
     if wishes.precision == MASTER and cluster.device.backend == "cpu":
@@ -171,7 +171,7 @@ def _hardware(wishes: Wishes, cluster: Cluster) -> None:
         raise UserError(f"{told} makes {ranks} ranks and there are {count} devices", "leave one of the degrees out")
 
 
-def _blocks(wishes: Wishes, blocks: int) -> None:
+def _blocks(wishes: SearchConstraints, blocks: int) -> None:
     stages = wishes.fixed.get("pp", 1)
     if stages > 1 and wishes.schedule is not None:
         allowed = stages_allowed(wishes.schedule, stages)
@@ -181,7 +181,7 @@ def _blocks(wishes: Wishes, blocks: int) -> None:
         raise UserError(f"--pp {wishes.fixed['pp']} wants {stages} stages and the model has {have}", f"--pp {max(1, blocks)} or less")
 
 
-def _told(wishes: Wishes, axes: tuple[str, ...]) -> str:
+def _told(wishes: SearchConstraints, axes: tuple[str, ...]) -> str:
     return " × ".join(f"--{flag(axis)} {wishes.fixed[axis]}" for axis in axes if axis in wishes.fixed)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.search.block_costs.sheet import Sheet
-from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import SearchConstraints
 from foretell.search.space.layouts import divisors
 from foretell.search.traces.shares import Shares
 
@@ -27,7 +27,7 @@ CONTEXT = (2, 4, 8, 16, 32, 64)
 
 
 def context_degrees(
-    sheet: Sheet, cluster: Cluster, wishes: Wishes, shares: Callable[[], Shares], tensor: int = 1, *, hard: bool = False
+    sheet: Sheet, cluster: Cluster, wishes: SearchConstraints, shares: Callable[[], Shares], tensor: int = 1, *, hard: bool = False
 ) -> tuple[int, ...]:
     """Ranks that may share a sample, where up to `tensor` may split its layers; `hard`: nothing fits without.
 
@@ -46,7 +46,7 @@ def context_degrees(
     return (1, *sizes) if sizes and shares().positions else (1,)
 
 
-def _spare(cluster: Cluster, wishes: Wishes) -> int:
+def _spare(cluster: Cluster, wishes: SearchConstraints) -> int:
     """Devices for each sample of a step."""
     assert wishes.global_batch is not None
     return cluster.count // wishes.global_batch
@@ -63,7 +63,7 @@ def _asked(given: int, cluster: Cluster, shares: Shares) -> tuple[int, ...]:
     return (given,)
 
 
-def expert_degrees(sheet: Sheet, cluster: Cluster, wishes: Wishes, shares: Callable[[], Shares]) -> tuple[int, ...]:
+def expert_degrees(sheet: Sheet, cluster: Cluster, wishes: SearchConstraints, shares: Callable[[], Shares]) -> tuple[int, ...]:
     """Ranks that may share the experts of a layer; a UserError where it is asked for and cannot be."""
     given = wishes.fixed.get("ep")
     if given is not None and given > 1:

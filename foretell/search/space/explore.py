@@ -22,7 +22,7 @@ from foretell.search.estimate.plan import Layout
 from foretell.search.solve import engine
 from foretell.search.solve.front import TIGHT, Point, complaint, point_of, score
 from foretell.search.space import layouts as space
-from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import SearchConstraints
 from foretell.search.space.fill import Filled, Pricer, fill, least_seconds
 
 BEYOND, BEYOND_LOOPED = 0.1, 0.0
@@ -89,7 +89,7 @@ class Explorer:
     """Mesh and batch → seconds of the simple schedule, without its waiting; with the schedule, those of shards alone."""
 
     @property
-    def wishes(self) -> Wishes:
+    def wishes(self) -> SearchConstraints:
         return self.room.wishes
 
     @property
@@ -307,7 +307,7 @@ def _variant(frame: Layout) -> object:
     return frame.mesh, frame.micro_batch, frame.schedule, frame.interleave, frame.compile, frame.reshard, frame.precision
 
 
-def distinct(points: Sequence[Point], wishes: Wishes) -> list[Point]:
+def distinct(points: Sequence[Point], wishes: SearchConstraints) -> list[Point]:
     """The best of every kind, the best first: a kind is a mesh, a precision, what is computed again, and how it is compiled."""
     ordered = sorted(points, key=lambda point: score(point, wishes))
     return engine.each_kind((point for point in ordered if not complaint(point, wishes)), lambda point: kind(point.layout))

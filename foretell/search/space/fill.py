@@ -20,8 +20,8 @@ from typing import Protocol
 
 from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.search.estimate.plan import Layout, Quick
-from foretell.search.space.residency import KEPT, Way, Ways, at_least, least
-from foretell.search.space.stages import Cut, Stack, cut, in_flight, joint, rank_of
+from foretell.search.space.residency import KEPT, RecomputeOption, Ways, at_least, least
+from foretell.search.space.stages import BlockStack, Cut, cut, in_flight, joint, rank_of
 
 TRIES = 4
 """Times that the need is corrected by what the quick cost says."""
@@ -49,7 +49,7 @@ class Pricer(Protocol):
         """Bytes that a rank may show and still be called fitting."""
         ...
 
-    def stack(self, layout: Layout, treated: bool = False) -> Stack:
+    def stack(self, layout: Layout, treated: bool = False) -> BlockStack:
         """What blocks cost at the layout's micro-batch and axes; with `treated`, what saving their bytes costs, too."""
         ...
 
@@ -131,7 +131,7 @@ def least_seconds(layout: Layout, pricer: Pricer, limit: float) -> float:
     return layout.accumulate * dearest + through / layout.interleave
 
 
-def _looped_seconds(layout: Layout, stack: Stack, limit: float, pricer: Pricer) -> float:
+def _looped_seconds(layout: Layout, stack: BlockStack, limit: float, pricer: Pricer) -> float:
     """Of the dearest rank with several stages, cut evenly, for one micro-batch; infinite where none fits."""
     cuts = _even_cuts(stack, layout.mesh.pp * layout.interleave)
     if cuts is None:
@@ -142,14 +142,14 @@ def _looped_seconds(layout: Layout, stack: Stack, limit: float, pricer: Pricer) 
     return float("inf") if step is None else max(made.seconds(step.modes))
 
 
-def _allowed(stack: Stack, layout: Layout) -> Stack:
+def _allowed(stack: BlockStack, layout: Layout) -> BlockStack:
     """Without recomputation where a backward in two passes does not allow it."""
     if layout.mesh.pp == 1 or layout.schedule not in SPLIT_BACKWARD:
         return stack
     return replace(stack, ways=((KEPT,),) * len(stack.ways))
 
 
-def _even_cuts(stack: Stack, stages: int) -> tuple[int, ...] | None:
+def _even_cuts(stack: BlockStack, stages: int) -> tuple[int, ...] | None:
     """Cuts for the least dearest stage when nothing is computed again."""
     return _cut_by(stack.seconds, stack.before[0], stack.after[0], stages)
 
@@ -169,7 +169,7 @@ def _cut_by(seconds: tuple[float, ...], before: float, after: float, stages: int
 @dataclass
 class _Filling:
     pricer: Pricer
-    stack: Stack
+    stack: BlockStack
     layout: Layout
     limit: float
     roomy: float
@@ -428,4 +428,4 @@ class _Filling:
 @lru_cache(maxsize=8192)
 def _held(ways: Ways, flight: int) -> Ways:
     """Ways of a block of which several micro-batches are held."""
-    return ways if flight == 1 else tuple(Way(way.saves * flight, way.seconds, way.mode) for way in ways)
+    return ways if flight == 1 else tuple(RecomputeOption(way.saves * flight, way.seconds, way.mode) for way in ways)

@@ -19,7 +19,7 @@ from foretell.plan.legal import SPLIT_BACKWARD, micro_batches_allowed, too_old_t
 from foretell.plan.precision import worth_trying
 from foretell.plan.types import Mesh
 from foretell.search.estimate.plan import Layout
-from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import SearchConstraints
 from foretell.search.space.preferences import FILL, LARGEST_MICRO_BATCH
 
 FEW = 8
@@ -38,7 +38,7 @@ class Room:
 
     cluster: Cluster
     blocks: int
-    wishes: Wishes
+    wishes: SearchConstraints
     tensor: tuple[int, ...] = (1,)
     """Degrees of tensor parallelism that the model can be split into."""
     context: tuple[int, ...] = (1,)
@@ -149,7 +149,7 @@ def batches(room: Room, layout: Layout) -> Iterator[Layout]:
         yield replace(layout, micro_batch=micro, accumulate=accumulate)
 
 
-def micro_batches(wishes: Wishes, mesh: Mesh, first: int = 1) -> list[tuple[int, int]]:
+def micro_batches(wishes: SearchConstraints, mesh: Mesh, first: int = 1) -> list[tuple[int, int]]:
     """Micro-batches and how many of them make a step, smallest first; where the batch is free, a pipeline wants several."""
     wanted, data = wishes.global_batch, mesh.data
     most = LARGEST_MICRO_BATCH if wanted is None else min(wanted // data, LARGEST_MICRO_BATCH)
@@ -186,7 +186,7 @@ def _loops(room: Room, ranks: int) -> Iterator[tuple[str, int]]:
         yield "zero-bubble-v", 2
 
 
-def _worth(schedule: str, ranks: int, micro: int, wishes: Wishes) -> bool:
+def _worth(schedule: str, ranks: int, micro: int, wishes: SearchConstraints) -> bool:
     """gpipe waits as long as 1f1b and holds more: it is for batches that 1f1b does not take, or who asks for it."""
     if schedule == "gpipe" and wishes.schedule is None:
         return micro < ranks

@@ -16,8 +16,8 @@ from foretell.search.block_costs.sheet import Sheet, Works
 from foretell.search.block_costs.work import Half, Work
 from foretell.search.estimate.depth import Depth
 from foretell.search.estimate.plan import Layout, Quick, composer, quick, recipe_for, works_of
-from foretell.search.space.residency import KEPT, Way, Ways
-from foretell.search.space.stages import Stack
+from foretell.search.space.residency import KEPT, RecomputeOption, Ways
+from foretell.search.space.stages import BlockStack
 from foretell.search.traces.needed import PAIR
 
 LARGE = 64
@@ -35,7 +35,7 @@ class SheetPricer:
     recipe: str | None = None
     """The precision of the traces, if not each layout's own."""
     _bare: dict[object, float] = field(default_factory=dict)
-    _stacks: dict[object, Stack] = field(default_factory=dict)
+    _stacks: dict[object, BlockStack] = field(default_factory=dict)
     _wires: dict[Mesh, tuple[str, dict[str, Fabric]]] = field(default_factory=dict)
     _seconds_of: dict[str, dict[tuple[str, int, str], float]] = field(default_factory=dict)
     """What split layers talk over → message → its seconds."""
@@ -58,7 +58,7 @@ class SheetPricer:
         mine = composer(self.sheet, self.cluster, layout.mesh)
         return mine.careful + mine.beside
 
-    def stack(self, layout: Layout, treated: bool = False) -> Stack:
+    def stack(self, layout: Layout, treated: bool = False) -> BlockStack:
         """Bytes and seconds of blocks for one micro-batch; the same for layouts that differ elsewhere."""
         mesh = layout.mesh
         shared = (mesh.tp, mesh.cp, mesh.ep, mesh.dp_shard, mesh.spread > 1, self._fabrics(mesh)[0], mesh.pp > 1)
@@ -118,14 +118,14 @@ class SheetPricer:
 
     # ------------------------------------------------------------------ making
 
-    def _made(self, layout: Layout, treated: bool) -> Stack:
+    def _made(self, layout: Layout, treated: bool) -> BlockStack:
         works, kinds = self.works(layout), self.sheet.kinds
         seconds, held, state = (dict[int, float]() for _ in range(3))
         ways: dict[int, Ways] = {}
         for kind in dict.fromkeys(kinds):
             seconds[kind], held[kind], state[kind] = self._piece(works, kind, layout)
             ways[kind] = self._ways(works, kind, layout.mesh) if treated else (KEPT,)
-        return Stack(
+        return BlockStack(
             seconds=tuple(seconds[kind] for kind in kinds), held=tuple(held[kind] for kind in kinds),
             state=tuple(state[kind] for kind in kinds), ways=tuple(ways[kind] for kind in kinds),
             before=self._piece(works, BEFORE, layout), after=self._piece(works, AFTER, layout),
@@ -168,7 +168,7 @@ class SheetPricer:
             work = works.work(kind, mode)
             saves = float(keep.forward.net - (work.forward.net - work.lingering))
             if saves > 0:
-                found.append(Way(saves, max(0.0, self._seconds(work, mesh) - kept), mode))
+                found.append(RecomputeOption(saves, max(0.0, self._seconds(work, mesh) - kept), mode))
         return tuple(found)
 
     def _seconds(self, work: Work, mesh: Mesh) -> float:

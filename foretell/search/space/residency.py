@@ -27,7 +27,7 @@ SLACK = 1e-9
 
 
 @dataclass(frozen=True, order=True)
-class Way:
+class RecomputeOption:
     """How a block's activations may be treated."""
 
     saves: float
@@ -37,8 +37,8 @@ class Way:
     mode: str
 
 
-Ways = tuple[Way, ...]
-KEPT = Way(0.0, 0.0, "keep")
+Ways = tuple[RecomputeOption, ...]
+KEPT = RecomputeOption(0.0, 0.0, "keep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def hull(block: Ways) -> tuple[tuple[float, float], ...]:
 @lru_cache(maxsize=4096)
 def _useful(block: Ways) -> Ways:
     """Ways that no other beats in both, keep first."""
-    found: list[Way] = []
+    found: list[RecomputeOption] = []
     for way in sorted(block or (KEPT,), key=lambda way: (way.seconds, -way.saves)):
         if not found or way.saves > found[-1].saves:
             found.append(way)
@@ -109,7 +109,7 @@ def _useful(block: Ways) -> Ways:
 @lru_cache(maxsize=4096)
 def _hull(ways: Ways) -> tuple[tuple[float, float], ...]:
     """Steps of bytes and seconds along the lower hull of a block's ways, the cheapest bytes first."""
-    hull: list[Way] = []
+    hull: list[RecomputeOption] = []
     for way in ways:
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], way):
             hull.pop()
@@ -117,11 +117,11 @@ def _hull(ways: Ways) -> tuple[tuple[float, float], ...]:
     return tuple((b.saves - a.saves, b.seconds - a.seconds) for a, b in pairwise(hull))
 
 
-def _slope(a: Way, b: Way) -> float:
+def _slope(a: RecomputeOption, b: RecomputeOption) -> float:
     return (b.seconds - a.seconds) / (b.saves - a.saves)
 
 
-def _dealt(ways: Ways, counts: Sequence[int]) -> list[Way]:
+def _dealt(ways: Ways, counts: Sequence[int]) -> list[RecomputeOption]:
     """The ways of alike blocks: what saves most comes first, since the first blocks' backward comes last, when most
     of what others hold is gone and there is room to compute again."""
     return [way for way, count in reversed(list(zip(ways, counts, strict=True))) for _ in range(count)]
@@ -130,7 +130,7 @@ def _dealt(ways: Ways, counts: Sequence[int]) -> list[Way]:
 # ---------------------------------------------------------------------- alike blocks
 
 
-class _Line:
+class _Divisions:
     """Every useful division of alike blocks among their ways, by rising bytes and seconds."""
 
     def __init__(self, ways: Ways, count: int) -> None:
@@ -149,8 +149,8 @@ class _Line:
 
 
 @lru_cache(maxsize=4096)
-def _line(ways: Ways, count: int) -> _Line:
-    return _Line(ways, count)
+def _line(ways: Ways, count: int) -> _Divisions:
+    return _Divisions(ways, count)
 
 
 # ---------------------------------------------------------------------- exact search over counts

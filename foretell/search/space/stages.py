@@ -156,7 +156,7 @@ def _from_behind(price: Price, blocks: int, stages: int, limit: float) -> list[i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack:
+class BlockStack:
     """What cutting needs to know of a model's blocks, for one micro-batch on one rank of every other axis."""
 
     seconds: tuple[float, ...]
@@ -191,7 +191,7 @@ class Cut:
 
 
 def joint(
-    stack: Stack, flights: Sequence[int], room: Sequence[float], worth: Sequence[float] | None = None
+    stack: BlockStack, flights: Sequence[int], room: Sequence[float], worth: Sequence[float] | None = None
 ) -> Cut | None:
     """Cuts and residency under which the dearest stage takes least, each stage within its `room` of bytes.
 
@@ -219,7 +219,7 @@ def joint(
 class _Pricing:
     """Seconds of stages, remembered: alike stages cost alike."""
 
-    stack: Stack
+    stack: BlockStack
     flights: tuple[int, ...]
     room: tuple[float, ...]
     worth: tuple[float, ...]

@@ -15,7 +15,7 @@ from pathlib import Path
 from foretell.errors import FileFormatError, UserError
 from foretell.files import one_line, write_atomically
 from foretell.trace.store.file import loads
-from foretell.trace.store.traces import Entry, Stored, parsed
+from foretell.trace.store.traces import Stored, TraceEntry, parsed
 from foretell.trace.types import Trace
 
 NAME = "traces.json.gz"
@@ -27,7 +27,7 @@ MOST_BYTES = 1 << 30
 _REMEDY = "delete it; what is stored in the cache is then taken"
 
 
-def write(path: Path, traces: Mapping[str, Entry]) -> None:
+def write(path: Path, traces: Mapping[str, TraceEntry]) -> None:
     """Write what answers requests; whose files it was made from is left out, since a run is reported as it was."""
     content = {"kind": KIND, "schema": SCHEMA, "traces": {name: {**asdict(one), "files": {}} for name, one in traces.items()}}
     write_atomically(path, gzip.compress(json.dumps(content).encode(), 6, mtime=0), parents=False)

@@ -27,7 +27,7 @@ from foretell.trace.record.collection import no_collection
 from foretell.trace.sandbox.process import TIME_LIMIT
 from foretell.trace.script.child import WORKER
 from foretell.trace.script.several import follow_ranks
-from foretell.trace.script.words import Script, over
+from foretell.trace.script.words import ScriptCommand, over
 from foretell.trace.types import Trace
 
 
@@ -41,7 +41,7 @@ class Followed:
     recipe: Recipe
     micro_batch: int
     notes: tuple[str, ...] = ()
-    script: Script | None = None
+    script: ScriptCommand | None = None
     world: int = 1
     """Processes of its group."""
     last: Followed | None = None
@@ -60,7 +60,7 @@ def make_ready() -> None:
 
 
 def follow(
-    script: Script, cluster: Cluster, *, change: Mapping[str, Any] | None = None, hints: Mapping[str, float] | None = None,
+    script: ScriptCommand, cluster: Cluster, *, change: Mapping[str, Any] | None = None, hints: Mapping[str, float] | None = None,
     time_limit: float = TIME_LIMIT,
 ) -> Followed:  # fmt: skip
     """The script's first step on fake tensors, as the device runs it; what it writes is gone afterwards."""
@@ -73,7 +73,7 @@ def follow(
     return replace(first, last=others[0]) if others and others[0].trace != first.trace else first
 
 
-def _of_reply(script: Script, trace: Trace, reply: Mapping[str, Any]) -> Followed:
+def _of_reply(script: ScriptCommand, trace: Trace, reply: Mapping[str, Any]) -> Followed:
     recipe = Recipe.from_json(trace.meta["recipe"])  # type: ignore[arg-type]
     return Followed(
         name=script.text, trace=trace, recipe=recipe, micro_batch=int(reply["micro_batch"]), notes=tuple(reply["notes"]), script=script,
@@ -81,7 +81,7 @@ def _of_reply(script: Script, trace: Trace, reply: Mapping[str, Any]) -> Followe
     )  # fmt: skip
 
 
-def _counted(script: Script, cluster: Cluster) -> Script:
+def _counted(script: ScriptCommand, cluster: Cluster) -> ScriptCommand:
     """With the number of its processes, which may be that of the devices; any number of them runs on a CPU."""
     if cluster.device.backend != "cpu":
         return over(script, cluster.nodes, cluster.devices_per_node, cluster.device.name)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from foretell.lower.batch import Unlike, rebatch
+from foretell.lower.batch import BatchMismatch, rebatch
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Plan
 from foretell.search.traces.shares import Shares
@@ -28,7 +28,7 @@ MODES = ("keep", "recompute", "selective")
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelFacts:
     """What building the model says of it."""
 
     shapes: Mapping[str, tuple[tuple[int, ...], str]]
@@ -54,7 +54,7 @@ class Traces:
     """Questions whose larger micro-batches cannot be derived."""
     files: dict[str, str] = field(default_factory=dict)
     """User file that some trace depends on → its hash."""
-    facts: Facts = Facts({}, ())
+    facts: ModelFacts = ModelFacts({}, ())
     """Of the model's parameters, once something of it was traced."""
 
     def of(self, plan: Plan, modes: Iterable[str]) -> dict[str, Trace]:
@@ -113,7 +113,7 @@ class Traces:
             small, large = (self._known[self._key(plan, mode, size)] for size in PAIR)
             try:
                 return rebatch(small, large, PAIR, plan.micro_batch)
-            except Unlike:
+            except BatchMismatch:
                 self._crooked.add(question)
         self.prepare([(plan, mode)])
         return self._known[self._key(plan, mode, plan.micro_batch)]
@@ -148,7 +148,7 @@ class Traces:
         """Whether nothing has to be traced for a plan's blocks in a mode."""
         return all(self._at_hand(asked) for asked in self._needed(plan, mode))
 
-    def kept(self, plan: Plan, modes: Iterable[str]) -> dict[str, stored.Entry]:
+    def kept(self, plan: Plan, modes: Iterable[str]) -> dict[str, stored.TraceEntry]:
         """What is stored of what a plan needs: by its request, as text. Nothing is traced."""
         requests = [asked for mode in modes for asked in self._needed(plan, mode)]
         found = {question(asked): self._stored(asked) for asked in requests}
@@ -175,7 +175,7 @@ class Traces:
         self.files.update(entry.files)
         self.notes.extend(note for note in entry.notes if note not in self.notes)
         if entry.shapes is not None:
-            self.facts = Facts(entry.shapes, entry.tied)
+            self.facts = ModelFacts(entry.shapes, entry.tied)
 
 
 def question(asked: Mapping[str, Any]) -> str:

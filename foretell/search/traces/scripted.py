@@ -17,7 +17,7 @@ from foretell.hardware.types import Cluster
 from foretell.plan.precision import in_plan
 from foretell.plan.types import AXES
 from foretell.search.solve.choose import Choice, choose
-from foretell.search.space.constraints import Wishes
+from foretell.search.space.constraints import SearchConstraints
 from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
 from foretell.trace.sandbox import user_code
@@ -26,7 +26,7 @@ from foretell.trace.sandbox.process import TIME_LIMIT, Progress
 from foretell.trace.script.child import request
 from foretell.trace.script.kept import followed
 from foretell.trace.script.second import first_of
-from foretell.trace.script.words import Script, model_of, of_model, parse
+from foretell.trace.script.words import ScriptCommand, model_of, of_model, parse
 from foretell.trace.store.file import dumps
 from foretell.trace.types import GRADIENT
 from foretell.units import human_bytes
@@ -37,10 +37,10 @@ _SHARED = ("tp", "cp", "ep", "pp")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class ScriptFacts:
     """What a script does, as it is."""
 
-    script: Script
+    script: ScriptCommand
     recipe: Recipe
     micro_batch: int
     resizes: bool
@@ -65,7 +65,7 @@ class Facts:
 def facts_of(
     words: Sequence[str], capability: tuple[int, int], *, hints: Mapping[str, float] | None = None, cache: bool = True,
     time_limit: float = TIME_LIMIT, progress: Progress = lambda _: None,
-) -> Facts:  # fmt: skip
+) -> ScriptFacts:  # fmt: skip
     """Follow a script as it is."""
     script = parse(words)
     if script.ranks != 1:
@@ -79,7 +79,7 @@ def facts_of(
         raise UserError(f"a plan is made for a script of one process, and {script.name} forms a group of {reply['world']}", _AS_IT_IS)
     if "round" in trace.programs:
         raise ModelError(f"{script.name} has optimizers that take turns: plans are made for one", _AS_IT_IS)
-    return Facts(
+    return ScriptFacts(
         script=script, recipe=Recipe.from_json(trace.meta["recipe"]), micro_batch=int(reply["micro_batch"]),  # type: ignore[arg-type]
         resizes=bool(reply["loads"]), modules=tuple(reply["named"]["outer"]), blocks=tuple(trace.meta["blocks"]),  # type: ignore[arg-type]
         held=bool(reply["held"]), own_steps=bool(reply["places"].get("step", ["", 0, False])[2]),
@@ -88,7 +88,7 @@ def facts_of(
     )  # fmt: skip
 
 
-def wishes_of(facts: Facts, wishes: Wishes, cluster: Cluster) -> Wishes:
+def wishes_of(facts: ScriptFacts, wishes: SearchConstraints, cluster: Cluster) -> SearchConstraints:
     """What is wished for with what the script says itself; raises what no change to it could give."""
     name, devices = facts.script.name, cluster.count
     if devices > 1 and len(facts.modules) > 1:
@@ -121,7 +121,7 @@ def wishes_of(facts: Facts, wishes: Wishes, cluster: Cluster) -> Wishes:
 
 
 def choose_for(
-    words: Sequence[str], cluster: Cluster, hardware: str, wishes: Wishes, *, cache: bool = True, time_limit: float = TIME_LIMIT,
+    words: Sequence[str], cluster: Cluster, hardware: str, wishes: SearchConstraints, *, cache: bool = True, time_limit: float = TIME_LIMIT,
     progress: Progress = lambda _: None, **how: Any,
 ) -> Choice:  # fmt: skip
     """The best plan for a script, of those that a change to its file can give."""
@@ -170,7 +170,7 @@ def _needed(change: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in change.items() if value not in ("none", "")}
 
 
-def _refuse_other(script: Script, reply: Mapping[str, Any], micro_batch: int) -> None:
+def _refuse_other(script: ScriptCommand, reply: Mapping[str, Any], micro_batch: int) -> None:
     """A script without a loader has one micro-batch only, whatever is asked for: its plans have that one (`wishes_of`)."""
     if reply["loads"] and reply["micro_batch"] != micro_batch:
         raise ModelError(f"{script.name} gives {reply['micro_batch']} samples where its loader was asked for {micro_batch}", _AS_IT_IS)

@@ -26,16 +26,16 @@ from foretell.errors import ForetellError, UserError
 from foretell.lower.context import WORK, work_of_all
 from foretell.lower.expert import EXPERTS
 from foretell.lower.tensor import SPLIT_STREAM
-from foretell.plan.context import Shared, share
+from foretell.plan.context import ContextSplit, share
 from foretell.plan.tensor.derive import Derived, derive, refusal
 from foretell.plan.tensor.types import Setting
 from foretell.runtime.check.dry_run import DryRun, dry_running
 from foretell.runtime.parallel.context.exchange import ContextTeam
-from foretell.runtime.parallel.context.positions import Context, context_of
+from foretell.runtime.parallel.context.positions import ContextParallel, context_of
 from foretell.runtime.parallel.expert import experts as expert
 from foretell.runtime.parallel.tensor import split as tensor
 from foretell.runtime.parallel.tensor import values as tensor_values
-from foretell.runtime.parallel.tensor.exchange import Team
+from foretell.runtime.parallel.tensor.exchange import TensorGroup
 from foretell.trace.cuda import attention as cuda_attention
 from foretell.trace.cuda.select import cuda_choices, real_masks
 from foretell.trace.flow.calls import record
@@ -47,7 +47,7 @@ from foretell.trace.record import capture as capturing
 from foretell.trace.record import step as step_of
 from foretell.trace.record.capture import no_initialisation
 from foretell.trace.record.collection import no_collection
-from foretell.trace.record.recorder import Recorder, Row, tensors_in
+from foretell.trace.record.recorder import RecordedOp, Recorder, tensors_in
 from foretell.trace.record.step import Step, Workload
 from foretell.trace.types import Op, Program, Trace
 
@@ -142,7 +142,7 @@ def capture_split(
         with no_initialisation():
             workload = build()
         if derived is not None:
-            tensor.apply(workload.model, derived, Team(mesh["tp"], derived.setting))
+            tensor.apply(workload.model, derived, TensorGroup(mesh["tp"], derived.setting))
             recorder.groups[mesh["tp"].get_group().group_name] = ("tp", ranks)
         if shared is not None:
             team = ContextTeam(mesh["cp"], Setting(context, sequence=False, context=True))
@@ -190,7 +190,7 @@ def _dry_run(recorder: Recorder) -> DryRun:
     return DryRun(lower_right if recorder.capability is not None else None)
 
 
-def _on_positions(workload: Workload, shared: Context) -> Workload:
+def _on_positions(workload: Workload, shared: ContextParallel) -> Workload:
     """Steps take this rank's positions of the batch."""
     return replace(workload, around=lambda one: shared.finish(step_of.compute_loss(replace(one, batch=shared.open(one.batch)))))
 
@@ -208,7 +208,7 @@ def _derived(
     return derived
 
 
-def _shared(build: Callable[[], Workload], context: int) -> Shared:
+def _shared(build: Callable[[], Workload], context: int) -> ContextSplit:
     with torch.device("meta"):
         workload = build()
     return share(record(workload), context)
@@ -232,14 +232,14 @@ class _Recorder(Recorder):
         with torch._C.DisableTorchFunctionSubclass(), _bare((args, kwargs)):
             return super().__torch_dispatch__(func, kinds, args, kwargs)
 
-    def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> Row:
+    def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> RecordedOp:
         if name.startswith("_c10d_functional."):
             attrs = (f"axis:{self._members[0]}", f"ranks:{self._members[1]}")
         with torch._C.DisableTorchFunctionSubclass(), _bare((inputs, outputs)):  # kernels of CUDA are recorded past dispatch
             return super().record(name, inputs, outputs, attrs)
 
     def storage_id(self, tensor: Tensor, born: Any = None) -> int:
-        return super().storage_id(tensor.local_tensor if isinstance(tensor, DTensor) else tensor, born)
+        return super().storage_id(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, born)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ _FILLED = 3
 """Micro-batches that are run one by one, in depths of the pipeline; further ones cost the slope between them."""
 
 
-class Stage(NamedTuple):
+class StageSeconds(NamedTuple):
     """Seconds of one micro-batch at one stage."""
 
     forward: float
@@ -60,7 +60,7 @@ def partition(layers: int, stages: int) -> list[int]:
     return found
 
 
-def run_through(stages: Sequence[Stage], messages: Sequence[float], *, micros: int, ranks: int, schedule: str) -> float:
+def run_through(stages: Sequence[StageSeconds], messages: Sequence[float], *, micros: int, ranks: int, schedule: str) -> float:
     """Seconds from the first forward to the last backward.
 
     `messages[i]` is from stage i to i+1 (and back). With more stages than ranks they are dealt out in turn, as the
@@ -76,7 +76,7 @@ def run_through(stages: Sequence[Stage], messages: Sequence[float], *, micros: i
     return seconds + (more - seconds) / ranks * (micros - few)
 
 
-def _simulate(stages: Sequence[Stage], messages: Sequence[float], micros: int, ranks: int, schedule: str) -> float:
+def _simulate(stages: Sequence[StageSeconds], messages: Sequence[float], micros: int, ranks: int, schedule: str) -> float:
     if schedule == ZB_1P and len(stages) == ranks:
         return _ordered(stages, messages, orders("zero-bubble", ranks, ranks, micros))
     if schedule == ZB_2P and len(stages) == ranks:
@@ -92,11 +92,11 @@ def _simulate(stages: Sequence[Stage], messages: Sequence[float], micros: int, r
     return seconds - spare
 
 
-def _of_rank(stages: Sequence[Stage], rank: int, ranks: int) -> float:
+def _of_rank(stages: Sequence[StageSeconds], rank: int, ranks: int) -> float:
     return sum(stage.total for stage in stages[rank::ranks])
 
 
-def _ordered(stages: Sequence[Stage], messages: Sequence[float], order: Sequence[Sequence[Event]]) -> float:
+def _ordered(stages: Sequence[StageSeconds], messages: Sequence[float], order: Sequence[Sequence[Event]]) -> float:
     """Every rank runs its events in its own order, each once its input has come."""
     done: dict[Event, float] = {}
     free = [0.0] * len(order)
@@ -109,7 +109,7 @@ def _ordered(stages: Sequence[Stage], messages: Sequence[float], order: Sequence
     return max(free)
 
 
-def _greedy(stages: Sequence[Stage], messages: Sequence[float], micros: int) -> float:
+def _greedy(stages: Sequence[StageSeconds], messages: Sequence[float], micros: int) -> float:
     """Zero-bubble: backward of inputs first, then forwards while memory allows, weights' gradients when idle.
 
     A rank holds as many micro-batches as twice the depth of the pipeline, less one. A rank's next step begins when its

@@ -26,7 +26,7 @@ from foretell.price.network.overlap import slower
 from foretell.price.speeds import Options, Speeds, axis_of, comm_time_over, fabrics_of, speeds_of
 from foretell.price.time import Reprice
 from foretell.quantities import Task
-from foretell.simulate.foreign.schedule import Stage, partition, run_through
+from foretell.simulate.foreign.schedule import StageSeconds, partition, run_through
 from foretell.simulate.time.step import drags, step_tasks, tasks_of
 from foretell.simulate.time.streams import simulate
 from foretell.trace.types import Op, Program, Trace
@@ -251,21 +251,21 @@ def network_drag(group: Fabric) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
+class LayerSeconds:
     """Seconds of forward and backward of a layer and of both ends of the model, of the update, and of gradients."""
 
-    layer: Stage
-    first: Stage
-    last: Stage
+    layer: StageSeconds
+    first: StageSeconds
+    last: StageSeconds
     update: Callable[[int, float], float]
     """Layers and share of what lies outside them → seconds of the update."""
     traffic: Callable[[int, float], float]
     """The same for gradients and parameters that travel while nothing is computed."""
 
-    def stage(self, layers: int, *, first: bool, last: bool) -> Stage:
-        parts = [Stage(*(value * layers for value in self.layer))]
+    def stage(self, layers: int, *, first: bool, last: bool) -> StageSeconds:
+        parts = [StageSeconds(*(value * layers for value in self.layer))]
         parts += [self.first] * first + [self.last] * last
-        return Stage(*(sum(values) for values in zip(*parts, strict=True)))
+        return StageSeconds(*(sum(values) for values in zip(*parts, strict=True)))
 
     def exposed(self, layers: int, first: bool, last: bool) -> float:
         return self.traffic(layers, (first + last) / 2)
@@ -275,7 +275,7 @@ class Pieces:
         return self.update(layers, (first + last) / 2) + self.exposed(layers, first, last)
 
 
-def _pieces(trace: Trace, how: ForeignPlan, cluster: Cluster, speeds: Speeds) -> Pieces:
+def _pieces(trace: Trace, how: ForeignPlan, cluster: Cluster, speeds: Speeds) -> LayerSeconds:
     """From one short stack: its last block stands for every layer, what lies around the blocks for the ends."""
     more = how.plan.accumulate > 1
     ready = _ready(trace, 2 if more else 1, how)
@@ -284,7 +284,7 @@ def _pieces(trace: Trace, how: ForeignPlan, cluster: Cluster, speeds: Speeds) ->
     again = sum(recomputed(ready, how, speeds).values())
     there = expert_seconds(how, cluster)
     layer = layer._replace(forward=layer.forward + there, inputs=layer.inputs + again + there * (2 if how.recompute == "full" else 1))
-    return Pieces(
+    return LayerSeconds(
         layer=layer, first=before, last=after, update=_update(ready, how, speeds), traffic=_traffic(ready, trace, how, speeds)
     )
 
@@ -301,11 +301,11 @@ def _parts(ops: Sequence[Op]) -> tuple[tuple[list[Op], list[Op]], ...]:
     return (forward[0], backward[2]), (forward[1], backward[1]), (forward[2], backward[0])
 
 
-def _stage(trace: Trace, forward: Sequence[Op], backward: Sequence[Op], how: ForeignPlan, speeds: Speeds) -> Stage:
+def _stage(trace: Trace, forward: Sequence[Op], backward: Sequence[Op], how: ForeignPlan, speeds: Speeds) -> StageSeconds:
     total = _seconds(trace, backward, speeds)
     weights = [op for op in backward if _makes_gradient(op, trace)] if how.schedule.startswith("zb") else []
     later = _seconds(trace, weights, speeds)
-    return Stage(_seconds(trace, forward, speeds), total - later, later)
+    return StageSeconds(_seconds(trace, forward, speeds), total - later, later)
 
 
 def _makes_gradient(op: Op, trace: Trace) -> bool:
@@ -361,7 +361,7 @@ def _late(trace: Trace, layers: int, how: ForeignPlan, speeds: Speeds) -> float:
 # ---------------------------------------------------------------- pipelines
 
 
-def _pipeline(pieces: Pieces, how: ForeignPlan, cluster: Cluster) -> StepCost:
+def _pipeline(pieces: LayerSeconds, how: ForeignPlan, cluster: Cluster) -> StepCost:
     ranks, count = how.plan.mesh.pp, how.plan.mesh.pp * how.chunks
     layers = partition(how.layers, count)
     stages = [pieces.stage(mine, first=place == 0, last=place == count - 1) for place, mine in enumerate(layers)]

@@ -59,7 +59,7 @@ CATEGORY = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MemoryOutcome:
     """The memory numbers and the verdict they lead to."""
 
     verdict: str
@@ -68,7 +68,7 @@ class Outcome:
 
 def predict_memory(
     trace: types.Trace, cluster: Cluster, overhead: Overhead, *, expandable: bool = False, ranks: int = 1
-) -> Outcome:
+) -> MemoryOutcome:
     """Replay the trace on one device of the cluster: peaks, verdict, owners of the peak. `ranks` share it if it is a CPU."""
     if cluster.device.backend == "cpu":
         return in_ram(trace, cluster.device.memory_bytes // ranks)
@@ -97,10 +97,10 @@ def predict_memory(
         phases=phases,
         provenance=_provenance(trace, overhead),
     )
-    return Outcome(verdict, memory)
+    return MemoryOutcome(verdict, memory)
 
 
-def in_ram(trace: types.Trace, capacity: int) -> Outcome:
+def in_ram(trace: types.Trace, capacity: int) -> MemoryOutcome:
     """The same of a process on a CPU, in its share of the machine's memory."""
     sizes, names = Sizes((0, 0), 0, live=True), list(dict.fromkeys(run_order(trace)))
     replay = Replay(trace, sizes)
@@ -126,7 +126,7 @@ def in_ram(trace: types.Trace, capacity: int) -> Outcome:
             + (", and buffers that gloo's threads let go late" if late else ""),
         },
     )  # fmt: skip
-    return Outcome(verdict, memory)
+    return MemoryOutcome(verdict, memory)
 
 
 def _late(trace: types.Trace) -> int:

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from foretell.lower.offload.states import NEED, Unit
+from foretell.lower.offload.states import NEED, StateUnit
 from foretell.plan.states import CHUNK, DEVICE, HOST, SLOTS
-from foretell.price.offload import Load, Rates
+from foretell.price.offload import OffloadBytes, Rates
 from foretell.quantities import COMPUTE, D2H, H2D
 from foretell.simulate.time.streams import Timeline
 
@@ -91,9 +91,9 @@ def marks_of(timeline: Timeline, paths: Iterable[str]) -> Marks:
 class _Lanes:
     """Until when each lane is taken, and what is offered to them."""
 
-    units: Mapping[str, Unit]
+    units: Mapping[str, StateUnit]
     rates: Rates
-    load: Load
+    load: OffloadBytes
     up: float = 0.0
     work: float = 0.0
     home: float = 0.0
@@ -199,7 +199,7 @@ class Played:
     """Of them, in which compute waited for states or weights, or gave the device to updates."""
 
 
-def played(marks: Marks, units: Sequence[Unit], load: Load, rates: Rates) -> Played:
+def played(marks: Marks, units: Sequence[StateUnit], load: OffloadBytes, rates: Rates) -> Played:
     """The step once it is like the one before."""
     each = load.states
     lanes = _Lanes({unit.path: unit for unit in units}, rates.together(each, load.cpu_share), load)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from foretell.lower.fsdp.sharded import COLLECTIVES as TALKING
 from foretell.lower.fsdp.sharded import DP_REPLICATE, DP_SHARD
 from foretell.lower.offload.activations import COPIES
-from foretell.lower.offload.states import NEED, Unit
+from foretell.lower.offload.states import NEED, StateUnit
 from foretell.plan.types import Plan
 from foretell.price.bands import HOST_BOUND, MOST_GUESSED, Evidence
 from foretell.price.host import beside_device, in_host_memory, steady, watched_blocks, wholly_compiled
@@ -104,7 +104,7 @@ def _timed(tasks: Sequence[Task], laps: Laps | None, speeds: Speeds, kind: Evide
     return as_time(timeline, timeline.tasks, speeds, kind), timeline
 
 
-def moved_time(local: Trace, plan: Plan, speeds: Speeds, units: Sequence[Unit], rates: Rates) -> tuple[Time, Timeline]:
+def moved_time(local: Trace, plan: Plan, speeds: Speeds, units: Sequence[StateUnit], rates: Rates) -> tuple[Time, Timeline]:
     """The same where states, or weights, come and go beside the step."""
     plain = step_tasks(local, speeds)
     own = with_copies(plain, local, speeds.copies)

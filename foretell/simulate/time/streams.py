@@ -75,7 +75,7 @@ def simulate(
     slower, since collectives take cores and memory bandwidth, and the part of `Task.slower` that counts there; it is applied to
     the overlap of the undisturbed schedule, then once more to the schedule that gives.
     """
-    run = _Run(tasks, queue)
+    run = _TaskRun(tasks, queue)
     durations = [task.seconds for task in tasks]
     result = run.steps(durations, steps)
     for stretched in (False, True) if drag else ():
@@ -86,14 +86,14 @@ def simulate(
     whole, seconds = laps.unfold(tasks), laps.alike(result.start, result.finish, result.issued)
     if seconds is None:
         return simulate(whole, queue=queue, steps=steps, drag=drag)
-    return _Run(whole, queue, checked=True).timeline(result.unfold(laps, seconds), laps.repeat(durations))
+    return _TaskRun(whole, queue, checked=True).timeline(result.unfold(laps, seconds), laps.repeat(durations))
 
 
-class Course:
+class Makespan:
     """The same tasks with other seconds each time: when the last of them ends."""
 
     def __init__(self, tasks: Sequence[Task], *, queue: int = LAUNCH_QUEUE) -> None:
-        self._run = _Run(tasks, queue)
+        self._run = _TaskRun(tasks, queue)
 
     def seconds(self, durations: Sequence[float]) -> float:
         return self._run.steps(durations, 1).end
@@ -127,7 +127,7 @@ class _Result(NamedTuple):
         )  # fmt: skip
 
 
-class _Run:
+class _TaskRun:
     """The list of tasks in a form a plain loop walks quickly."""
 
     def __init__(self, tasks: Sequence[Task], queue: int, *, checked: bool = False) -> None:

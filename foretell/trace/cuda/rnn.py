@@ -31,7 +31,7 @@ _states: WeakKeyDictionary[Recorder, Tensor] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Layer:
+class _RnnArguments:
     """The numbers `_cudnn_rnn` is called with."""
 
     kind: str
@@ -93,7 +93,7 @@ class _CudnnRnn(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, recorder: Recorder, layer: _Layer, buffer: Tensor | None, state: Tensor | None, states: int,
+        ctx: Any, recorder: Recorder, layer: _RnnArguments, buffer: Tensor | None, state: Tensor | None, states: int,
         input: Tensor, *rest: Tensor,
     ) -> Any:  # fmt: skip
         hidden, weights = rest[:states], rest[states:]
@@ -118,7 +118,7 @@ class _CudnnRnn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grad_hidden: Tensor | None) -> Any:
         input, output, reserve, buffer, state, *rest = ctx.saved_tensors
-        layer: _Layer = ctx.layer
+        layer: _RnnArguments = ctx.layer
         hidden, weights = rest[: ctx.states], rest[ctx.states :]
         wants_weights = any(ctx.needs_input_grad[6 + ctx.states :])
 
@@ -149,7 +149,7 @@ def _run(
     if kind == "lstm" and hidden[0].shape[-1] != size:
         projection = hidden[0].shape[-1]
         recorder.assumed.add("cuDNN's reserve for LSTMs with projections is taken to be that of LSTMs without")
-    layer = _Layer(
+    layer = _RnnArguments(
         kind=kind, hidden=size, projection=projection, layers=num_layers, batch_first=batch_first,
         dropout=float(dropout), train=train, both_ways=bidirectional,
     )  # fmt: skip

@@ -38,7 +38,7 @@ class Release:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class ReleaseRule:
     """Something that some releases do and others do not."""
 
     name: str
@@ -62,11 +62,11 @@ class Rule:
 
 
 @functools.cache
-def table() -> tuple[tuple[Release, ...], Mapping[str, Rule]]:
+def table() -> tuple[tuple[Release, ...], Mapping[str, ReleaseRule]]:
     """Releases from old to new, and rules by name."""
     data = tomllib.loads(FILE.read_text(encoding="utf-8"))
     releases = sorted((Release(**row) for row in data["release"]), key=lambda one: minor(one.version) or (0, 0))
-    return tuple(releases), {row["name"]: Rule(**row) for row in data["rule"]}
+    return tuple(releases), {row["name"]: ReleaseRule(**row) for row in data["rule"]}
 
 
 def holds(name: str, version: str) -> bool:

@@ -21,13 +21,13 @@ CUSTOM = "custom function"
 """How the name of a call of the user's own `torch.autograd.Function` begins."""
 
 
-class Ref(NamedTuple):
+class ValueRef(NamedTuple):
     """A tensor among the arguments of a call: the number of its value."""
 
     value: int
 
 
-class Cut(NamedTuple):
+class SliceKey(NamedTuple):
     """A slice, which unlike Python's own can be a key."""
 
     start: Any
@@ -36,7 +36,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class FlowValue:
     """A tensor as one call left it."""
 
     shape: Shape
@@ -51,7 +51,7 @@ class Call:
     module: str
     """Path of the innermost module that was running."""
     args: tuple[Any, ...]
-    """With a `Ref` in place of a tensor, tuples in place of lists and a `Cut` in place of a slice."""
+    """With a `ValueRef` in place of a tensor, tuples in place of lists and a `SliceKey` in place of a slice."""
     kwargs: Mapping[str, Any]
     outputs: tuple[int, ...]
 
@@ -60,7 +60,7 @@ class Call:
 class Flow:
     """One forward and loss."""
 
-    values: tuple[Value, ...]
+    values: tuple[FlowValue, ...]
     calls: tuple[Call, ...]
     parameters: Mapping[int, tuple[str, ...]]
     """Value → names of the parameter that it is; tied parameters have several."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from foretell.trace.types import Ref
 
 if TYPE_CHECKING:
-    from foretell.trace.record.recorder import Row
+    from foretell.trace.record.recorder import RecordedOp
 
 SOFTMAX = "aten._log_softmax.default"
 _MIXES = (
@@ -25,7 +25,7 @@ _MIXES = (
 """What these make is another tensor than what they read."""
 
 
-def logits_of(programs: Mapping[str, Iterable[Row]], born_in: Mapping[int, Row | None], parameters: Container[int]) -> set[int]:
+def logits_of(programs: Mapping[str, Iterable[RecordedOp]], born_in: Mapping[int, RecordedOp | None], parameters: Container[int]) -> set[int]:
     """Storages of logits, of their log-probabilities and of the gradients of both."""
     rows = [row for steps in programs.values() for row in steps if row.phase != "update"]
     found: set[int] = set()
@@ -40,7 +40,7 @@ def logits_of(programs: Mapping[str, Iterable[Row]], born_in: Mapping[int, Row |
     return found
 
 
-def _back_to_the_head(number: int, born_in: Mapping[int, Row | None], parameters: Container[int]) -> Iterator[int]:
+def _back_to_the_head(number: int, born_in: Mapping[int, RecordedOp | None], parameters: Container[int]) -> Iterator[int]:
     """A tensor and those it was made from one by one, up to the product that made the first."""
     seen: set[int] = set()
     while number not in seen and number not in parameters:
@@ -56,7 +56,7 @@ def _back_to_the_head(number: int, born_in: Mapping[int, Row | None], parameters
         number = read.pop()
 
 
-def _follows(row: Row, made: Ref, found: Container[int]) -> bool:
+def _follows(row: RecordedOp, made: Ref, found: Container[int]) -> bool:
     """Whether a tensor is made from logits alone, and is as large or as wide as they are."""
     read = list(_as_large(row, made))
     shape = made.spec.shape
@@ -68,12 +68,12 @@ def _alike(read: tuple[int, ...], made: tuple[int, ...]) -> bool:
     return prod(read) == prod(made) or (len(read) > 1 and len(made) > 1 and read[-1] == made[-1] and 2 * prod(made) >= prod(read))
 
 
-def _as_large(row: Row, made: Ref) -> Iterator[Ref]:
+def _as_large(row: RecordedOp, made: Ref) -> Iterator[Ref]:
     """Numbers that a row reads at least half as many of as it makes: neither targets nor a bias."""
     least = prod(made.spec.shape) / 2
     return (ref for ref in row.inputs if prod(ref.spec.shape) >= least and "float" in ref.spec.dtype)
 
 
-def _mixes(row: Row) -> bool:
+def _mixes(row: RecordedOp) -> bool:
     name = row.name.partition(".")[2].partition(".")[0].removesuffix("_backward").strip("_")
     return any(name == one or name.startswith((f"{one}_", f"cudnn_{one}", f"mkldnn_{one}", f"thnn_fused_{one}")) for one in _MIXES)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from foretell.errors import ForetellError, ModelError
-from foretell.trace.flow.calls import CUSTOM, OPENED, Call, Cut, Flow, Ref, Value, call_name, opened
+from foretell.trace.flow.calls import CUSTOM, OPENED, Call, Flow, FlowValue, SliceKey, ValueRef, call_name, opened
 from foretell.trace.record.recorder import Recorder
 from foretell.trace.record.step import Workload, compute_loss
 
@@ -22,7 +22,7 @@ _WRITES = frozenset({"__setitem__"})
 def record(workload: Workload) -> Flow:
     from foretell.trace.sandbox.blame import step_error
 
-    watch = _Watch(workload.model)
+    watch = _CallWatch(workload.model)
     recorder = Recorder()
     recorder.allow_non_fake_inputs = True
     try:
@@ -37,11 +37,11 @@ def record(workload: Workload) -> Flow:
     return watch.flow()
 
 
-class _Watch(TorchFunctionMode):
+class _CallWatch(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.values: list[Value] = []
+        self.values: list[FlowValue] = []
         self.calls: list[Call] = []
         self.inputs: frozenset[int] = frozenset()
         self.custom: dict[type, None] = {}
@@ -100,16 +100,16 @@ class _Watch(TorchFunctionMode):
         self._held.append(tensor)  # so that no other tensor gets its id
         self._numbers[id(tensor)] = len(self.values)
         shape = tuple(int(size) for size in tensor.shape)
-        self.values.append(Value(shape, str(tensor.dtype)[6:], tensor.requires_grad))
+        self.values.append(FlowValue(shape, str(tensor.dtype)[6:], tensor.requires_grad))
         return len(self.values) - 1
 
     def _frozen(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return Ref(self.number(value))
+            return ValueRef(self.number(value))
         if isinstance(value, (list, tuple)):
             return tuple(self._frozen(item) for item in value)
         if isinstance(value, slice):
-            return Cut(*(self._frozen(edge) for edge in (value.start, value.stop, value.step)))
+            return SliceKey(*(self._frozen(edge) for edge in (value.start, value.stop, value.step)))
         if value is None or value is Ellipsis or isinstance(value, (bool, int, float, str)):
             return value
         return str(value)

@@ -26,7 +26,7 @@ _LEAVE_OUT = "leave out the pipeline, or cut elsewhere"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flow:
+class StageFlow:
     """What runs and what is read in which stage."""
 
     cuts: tuple[str, ...]
@@ -50,11 +50,11 @@ class Flow:
         return frozenset(name for name, stages in self.parameters.items() if stage in stages)
 
 
-def look(model: nn.Module, batch: Batch, loss: Loss | None, cuts: Sequence[str]) -> Flow:
+def look(model: nn.Module, batch: Batch, loss: Loss | None, cuts: Sequence[str]) -> StageFlow:
     """Run one forward and the loss on fake tensors and note what each stage runs and reads."""
     cuts = tuple(cuts)
     modules = _cut_modules(model, cuts)
-    watch = _Watch(model, cuts, modules)
+    watch = _StageWatch(model, cuts, modules)
     with fake_of(model, batch) as fake_batch, watch.hooks(), watch:
         try:
             compute_loss(Workload(model, fake_batch, loss))
@@ -68,7 +68,7 @@ def look(model: nn.Module, batch: Batch, loss: Loss | None, cuts: Sequence[str])
             raise UserError(
                 f"{cut} cannot begin a stage: forward calls it {'never' if not calls else f'{calls} times'}", _LEAVE_OUT
             )
-    return Flow(cuts=cuts, modules=_outermost(model, watch), parameters=_readers(model, watch))
+    return StageFlow(cuts=cuts, modules=_outermost(model, watch), parameters=_readers(model, watch))
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def _cut_modules(model: nn.Module, cuts: tuple[str, ...]) -> list[nn.Module]:
     return [known[cut] for cut in cuts]
 
 
-class _Watch(TorchDispatchMode):
+class _StageWatch(TorchDispatchMode):
     """Counts stages as their first blocks are called; notes calls of modules and reads of parameters."""
 
     def __init__(self, model: nn.Module, cuts: tuple[str, ...], modules: list[nn.Module]) -> None:
@@ -158,7 +158,7 @@ class _Watch(TorchDispatchMode):
             self.across.add(id(module))
 
 
-def _outermost(model: nn.Module, watch: _Watch) -> dict[str, frozenset[int]]:
+def _outermost(model: nn.Module, watch: _StageWatch) -> dict[str, frozenset[int]]:
     found: dict[str, frozenset[int]] = {}
     seen: set[int] = set()
 
@@ -178,7 +178,7 @@ def _outermost(model: nn.Module, watch: _Watch) -> dict[str, frozenset[int]]:
     return found
 
 
-def _readers(model: nn.Module, watch: _Watch) -> dict[str, frozenset[int]]:
+def _readers(model: nn.Module, watch: _StageWatch) -> dict[str, frozenset[int]]:
     called: dict[str, frozenset[int]] = {}
     for path, stages in _outermost(model, watch).items():
         for name, _ in model.get_submodule(path).named_parameters():

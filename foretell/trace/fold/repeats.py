@@ -267,7 +267,7 @@ _EFFORT = 64
 _FREE = re.compile(rb"\0+")
 
 
-class _Run(NamedTuple):
+class _RepeatRun(NamedTuple):
     """Items `start` to `end` repeat with this period, affine throughout; sorts by what it saves, most first."""
 
     lost: int
@@ -278,8 +278,8 @@ class _Run(NamedTuple):
     """Repetitions it may be used for: two of any kind are affine."""
 
 
-def _run(start: int, end: int, period: int, most: int) -> _Run:
-    return _Run(-(min((end - start) // period, most) - 1) * period, start, end, period, most)
+def _run(start: int, end: int, period: int, most: int) -> _RepeatRun:
+    return _RepeatRun(-(min((end - start) // period, most) - 1) * period, start, end, period, most)
 
 
 def find_runs(signs: Sequence[int], slots: Sequence[tuple[int, ...]]) -> list[tuple[int, int, int]]:
@@ -309,7 +309,7 @@ def find_runs(signs: Sequence[int], slots: Sequence[tuple[int, ...]]) -> list[tu
     return sorted(found)
 
 
-def _candidates(signs: Sequence[int], slots: Sequence[tuple[int, ...]]) -> Iterator[_Run]:
+def _candidates(signs: Sequence[int], slots: Sequence[tuple[int, ...]]) -> Iterator[_RepeatRun]:
     flat = [number for each in slots for number in each]
     offsets = [0, *accumulate(map(len, slots))]
     effort = _EFFORT * (len(flat) + len(signs))
@@ -366,7 +366,7 @@ def _stretch(signs: Sequence[int], place: int, period: int, low: int) -> tuple[i
     return start, end + period
 
 
-def _affine(flat: list[int], offsets: list[int], start: int, end: int, period: int) -> Iterator[_Run]:
+def _affine(flat: list[int], offsets: list[int], start: int, end: int, period: int) -> Iterator[_RepeatRun]:
     """The stretches of [start, end) in which each slot makes the same step from every period to the next."""
     first, size = offsets[start], offsets[start + period] - offsets[start]
     part = flat[first : offsets[end]]

@@ -19,7 +19,7 @@ from foretell.errors import UserError
 from foretell.trace.hub import documented_inputs as told
 from foretell.trace.hub import media
 from foretell.trace.hub.named_inputs import ALWAYS, NAMED, SEQ
-from foretell.trace.hub.widen import Asked
+from foretell.trace.hub.widen import BatchTrial
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,8 +135,8 @@ class Maker:
         return self.batch
 
     @functools.cached_property
-    def asked(self) -> Asked:
-        return Asked(self.source, self.model, self.main, self.length(), self.vocabulary)
+    def asked(self) -> BatchTrial:
+        return BatchTrial(self.source, self.model, self.main, self.length(), self.vocabulary)
 
     def is_unusual(self) -> bool:
         """Whether a class takes what other classes of its kind do not: then it is asked whether it takes this batch."""

@@ -98,7 +98,7 @@ def _by_name(name: str, annotation: str) -> Told:
     return Told(kind, ("batch_size", "sequence_length") if kind == "whole" else ("batch_size", "sequence_length", "hidden_size"))
 
 
-class Sizes:
+class ShapeWords:
     """Words of a shape as numbers; the same word is the same number throughout a batch."""
 
     def __init__(self, source: Source, model: Any, batch: Mapping[str, Any], length: int) -> None:
@@ -168,7 +168,7 @@ def _plain(word: str) -> str:
     return re.sub(r"(?<=\w) (?=\w)", "_", word.strip()) or "few"
 
 
-def value(name: str, told: Told, shape: tuple[int, ...], sizes: Sizes, vocabulary: int) -> Tensor | list[Tensor] | int:
+def value(name: str, told: Told, shape: tuple[int, ...], sizes: ShapeWords, vocabulary: int) -> Tensor | list[Tensor] | int:
     """Numbers of that shape, such as an input of this name could hold."""
     import torch
 

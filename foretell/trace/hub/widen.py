@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from foretell.trace.load.model import Source
 
 Batch = dict[str, Any]
-Mend = Callable[["Asked", Batch], Batch]
+Mend = Callable[["BatchTrial", Batch], Batch]
 """What some inputs become: of numbers and names only, so that it can be done again where the model is built again."""
 TRIES, PATIENCE, DEEPEST, OFTEN = 60, 12.0, 8, 8
 """How often a model is asked, for how many CPU seconds, how many mends there are in one batch, and how many refusals at one line are followed."""
@@ -57,7 +57,7 @@ _WRONG_WANTED = (
 _NAMED_SHAPE = re.compile(r"shape [`'\"]?\(([a-z_0-9, ]+)\)")
 
 
-class Asked:
+class BatchTrial:
     """A model with the batches it may be given."""
 
     def __init__(self, source: Source, model: Any, main: str, length: int, vocabulary: int) -> None:
@@ -73,7 +73,7 @@ class Asked:
     def made(self, name: str, batch: Batch) -> Any:
         """An input as the class describes it; None where it does not."""
         written = name == "labels" or name.startswith("decoder_")
-        sizes = told.Sizes(self.source, self.model, batch, told.WRITTEN if written and "input_ids" not in batch else self._length(batch))
+        sizes = told.ShapeWords(self.source, self.model, batch, told.WRITTEN if written and "input_ids" not in batch else self._length(batch))
         said = self.told[name]
         shape = sizes.of(said)
         return told.value(name, said, shape, sizes, self.vocabulary) if shape is not None else None
@@ -239,7 +239,7 @@ class Asked:
     def _as_shape(self, name: str, words: str, batch: Batch) -> Iterator[Mend]:
         if name in batch:
             said = told.Told("float", tuple(one.strip() for one in words.split(",") if one.strip()))
-            shape = told.Sizes(self.source, self.model, batch, self.length).of(said)
+            shape = told.ShapeWords(self.source, self.model, batch, self.length).of(said)
             if shape is not None:
                 yield _reshaped(name, shape)
 
@@ -334,11 +334,11 @@ def _fitted(batch: Batch, wrong: int, wanted: int) -> Iterator[Mend]:
                 yield _reshaped(name, (*value.shape[:-1], wide * wanted // wrong))
 
 
-def _float(name: str, _: Asked, batch: Batch) -> Batch:
+def _float(name: str, _: BatchTrial, batch: Batch) -> Batch:
     return {name: batch[name].float() / 1000}  # places on a page of 1000
 
 
-def _in_patches(name: str, asked: Asked, batch: Batch) -> Batch:
+def _in_patches(name: str, asked: BatchTrial, batch: Batch) -> Batch:
     return {name: batch[name] // asked.patch}
 
 
@@ -379,7 +379,7 @@ def _reshaped(name: str, shape: tuple[int, ...]) -> Mend:
     return functools.partial(_reshape, {name: shape})
 
 
-def _reshape(shapes: dict[str, tuple[int, ...]], _: Asked, batch: Batch) -> Batch:
+def _reshape(shapes: dict[str, tuple[int, ...]], _: BatchTrial, batch: Batch) -> Batch:
     return {name: _like(batch[name], shape) for name, shape in shapes.items()}
 
 

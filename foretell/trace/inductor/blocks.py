@@ -14,7 +14,7 @@ from dataclasses import replace
 from foretell.trace import types
 from foretell.trace.inductor.emit import Emitter
 from foretell.trace.inductor.graph import BACKWARD, RECOMPUTE
-from foretell.trace.inductor.joint import Pieces, join, touched, writes
+from foretell.trace.inductor.joint import ProgramOps, join, touched, writes
 from foretell.trace.inductor.partition import partition
 from foretell.trace.types import Op, Ref, Storage
 
@@ -132,7 +132,7 @@ def _block(
     made_late = {n for op in backward for n in op.allocates}
     read = tuple(ref for op in outside for ref in op.inputs if ref.storage in made_late)
     after = [Op("foretell.output", read, (), "", BACKWARD, 0)]
-    parts = Pieces(forward, ops[first:last], backward, after, list(returned.values()))
+    parts = ProgramOps(forward, ops[first:last], backward, after, list(returned.values()))
     joint = join(parts, storages)
     free = {
         node.index for number, node in joint.inputs.items()

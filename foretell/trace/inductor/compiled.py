@@ -26,7 +26,7 @@ from foretell.trace.inductor.blocks import BlockOf, in_blocks
 from foretell.trace.inductor.cuda_graphs import replayed
 from foretell.trace.inductor.emit import Emitter
 from foretell.trace.inductor.graph import FORWARD
-from foretell.trace.inductor.joint import Joint, Pieces, join, pieces, touched
+from foretell.trace.inductor.joint import Joint, ProgramOps, join, pieces, touched
 from foretell.trace.inductor.partition import Partition, partition
 from foretell.trace.inductor.rules import SAME, VIEWS, base_name
 from foretell.trace.recipe import COMPUTES
@@ -165,7 +165,7 @@ def _without_zeros(backward: Sequence[Op], joint: Joint) -> list[Op]:
     return done
 
 
-def _closed(backward: Sequence[Op], parts: Pieces, joint: Joint) -> list[Op]:
+def _closed(backward: Sequence[Op], parts: ProgramOps, joint: Joint) -> list[Op]:
     """Backward with the deaths at its end: the gradients it was given, which the caller holds, and loose ends."""
     if not backward:
         return []

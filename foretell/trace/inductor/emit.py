@@ -47,7 +47,7 @@ class Emitter:
         lowering = Lowering(nodes, wanted, channels_last=self.channels_last)
         dying = {buffer for buffer in lowering.outside.values() if self.place.get(buffer.node.index) in self.saved}
         kernels = reorder(Fusion(lowering.steps).run(), dying)
-        return _Run(self, lowering, kernels, outputs, saved, phase).ops()
+        return _GraphWriter(self, lowering, kernels, outputs, saved, phase).ops()
 
     def new(self, nbytes: int, module: str) -> int:
         number = self._next
@@ -56,7 +56,7 @@ class Emitter:
         return number
 
 
-class _Run:
+class _GraphWriter:
     """One graph being written down."""
 
     def __init__(

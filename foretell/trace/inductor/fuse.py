@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from foretell.trace.inductor.graph import EXTERN, REDUCTION, SCATTER, without_ones
-from foretell.trace.inductor.kernels import COLUMNS, FULL, OTHER, ROWS, Buffer, Step
+from foretell.trace.inductor.kernels import COLUMNS, FULL, OTHER, ROWS, Buffer, KernelStep
 
 ROUNDS = 10
 MOST_STEPS = 64
@@ -35,7 +35,7 @@ class Kernel:
 
     __slots__ = ("columns", "first", "last", "looks", "mixed", "numel", "reads", "rnumel", "steps", "writes")
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: KernelStep) -> None:
         self.steps = [step]
         self.first = self.last = step.order
         self.numel, self.rnumel = step.numel, step.rnumel
@@ -80,7 +80,7 @@ class Kernel:
 class Fusion:
     """The merging, round by round."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[KernelStep]) -> None:
         self.kernels: list[Kernel] = [Kernel(step) for step in steps]
         self._of: dict[int, Kernel] = {step.order: kernel for step, kernel in zip(steps, self.kernels, strict=True)}
 

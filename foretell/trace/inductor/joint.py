@@ -18,7 +18,7 @@ MODEL_END = "foretell.model_end"
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ProgramOps:
     """The ops of a program, by who runs them."""
 
     forward: Sequence[Op]
@@ -33,7 +33,7 @@ class Pieces:
     """What it returns with a gradient and nobody reads, as logits beside a loss."""
 
 
-def pieces(ops: Sequence[Op], storages: Mapping[int, Storage]) -> Pieces:
+def pieces(ops: Sequence[Op], storages: Mapping[int, Storage]) -> ProgramOps:
     """Cut the ops of one micro-batch where the compiled model begins and ends."""
     late = (i for i, op in enumerate(ops) if op.phase in (BACKWARD, RECOMPUTE) and not op.name.startswith("foretell."))
     start = next(late, len(ops))
@@ -49,7 +49,7 @@ def pieces(ops: Sequence[Op], storages: Mapping[int, Storage]) -> Pieces:
     for op in ops[begin:]:
         old = any(storages[n].role == types.GRADIENT and n not in here for n in touched(op))
         (after if old else backward).append(op)
-    return Pieces(ops[:end], ops[end:begin], backward, after, outputs, _unread_outputs(ops[end:start], outputs, born))
+    return ProgramOps(ops[:end], ops[end:begin], backward, after, outputs, _unread_outputs(ops[end:start], outputs, born))
 
 
 def touched(op: Op) -> list[int]:
@@ -125,7 +125,7 @@ class Joint:
     masks: Masks | None = None
 
 
-def join(parts: Pieces, storages: dict[int, Storage], low: str = "", masked: Iterable[str] = ()) -> Joint:
+def join(parts: ProgramOps, storages: dict[int, Storage], low: str = "", masked: Iterable[str] = ()) -> Joint:
     """Build the graph of a micro-batch, or of a forward alone; what is `masked` (compiled_masks) is attention of these kinds."""
     graph = Graph()
     values = Values(graph)
@@ -157,7 +157,7 @@ def join(parts: Pieces, storages: dict[int, Storage], low: str = "", masked: Ite
     return joint
 
 
-def _zeros(parts: Pieces, joint: Joint, storages: dict[int, Storage]) -> dict[TensorSpec, Ref]:
+def _zeros(parts: ProgramOps, joint: Joint, storages: dict[int, Storage]) -> dict[TensorSpec, Ref]:
     """Zeros for the gradient of every output that nobody reads. They are added to the first gradient that looks like it."""
     for ref in parts.unread if parts.backward else ():
         number = max(storages) + 1

@@ -44,10 +44,10 @@ class Buffer:
 
     __slots__ = ("alias", "maker", "node", "readers", "size", "stored")
 
-    def __init__(self, node: Node, maker: Step | None) -> None:
+    def __init__(self, node: Node, maker: KernelStep | None) -> None:
         self.node, self.maker = node, maker
         self.size = node.size
-        self.readers: list[Step] = []
+        self.readers: list[KernelStep] = []
         self.stored = False
         """Somebody outside the graph wants it."""
         self.alias: Buffer | None = None
@@ -57,7 +57,7 @@ class Buffer:
         return f"<{self.node!r}>"
 
 
-class Step:
+class KernelStep:
     """What stores one value, or calls one library kernel."""
 
     __slots__ = ("inner", "kind", "loads", "nodes", "numel", "order", "reads", "rnumel", "shape", "writes")
@@ -95,7 +95,7 @@ class Lowering:
     def __init__(self, nodes: Sequence[Node], stored: set[int], *, channels_last: bool = False) -> None:
         self.channels_last = channels_last
         """Images are laid out with their channels together."""
-        self.steps: list[Step] = []
+        self.steps: list[KernelStep] = []
         self.buffers: dict[int, Buffer] = {}
         """By node: what stands in memory."""
         self.outside: dict[int, Buffer] = {}
@@ -244,10 +244,10 @@ class Lowering:
             return value
         return self._write(self._step(POINTWISE, node, value), node)
 
-    def _step(self, kind: str, over: Node, formula: _Formula, *, numel: int | None = None, inner: bool = True) -> Step:
+    def _step(self, kind: str, over: Node, formula: _Formula, *, numel: int | None = None, inner: bool = True) -> KernelStep:
         """A step that walks through the elements of `over`, and leaves `numel` of them if it reduces."""
         left = over.numel if numel is None else numel
-        step = Step(len(self.steps), kind, left, max(1, over.numel // max(1, left)), inner)
+        step = KernelStep(len(self.steps), kind, left, max(1, over.numel // max(1, left)), inner)
         step.shape = without_ones(over.spec.shape)
         step.reads, step.loads, step.nodes = dict(formula.reads), dict(formula.loads), dict(formula.nodes)
         if not inner:
@@ -258,7 +258,7 @@ class Lowering:
         self.steps.append(step)
         return step
 
-    def _write(self, step: Step, node: Node) -> Buffer:
+    def _write(self, step: KernelStep, node: Node) -> Buffer:
         buffer = Buffer(node, step)
         step.writes.append(buffer)
         self.values[node.index] = self.buffers[node.index] = buffer

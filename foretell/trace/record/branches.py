@@ -65,7 +65,7 @@ def _is_endless(over: ast.expr) -> bool:
     return bool(names & {"count", "cycle", "repeat", "iter"})
 
 
-class Asked(NamedTuple):
+class Condition(NamedTuple):
     """A condition of the user's code, at the moment it is asked."""
 
     answer: bool | None
@@ -79,7 +79,7 @@ class Asked(NamedTuple):
     """It stands in a loop that ends by itself."""
 
 
-def asked(frame: FrameType | None) -> Asked | None:
+def asked(frame: FrameType | None) -> Condition | None:
     """The condition that a truth value or a number is read for; None where it is none."""
     while frame is not None:
         file = frame.f_code.co_filename
@@ -89,9 +89,9 @@ def asked(frame: FrameType | None) -> Asked | None:
                 if _covers(test, position):
                     whole, guards = _whole(owner)
                     answer = None if whole is None else _of_part(test, whole, position)
-                    return Asked(answer, f"{short(file)}:{test.lineno}", isinstance(owner, ast.While), guards, owner in _counted(file))
+                    return Condition(answer, f"{short(file)}:{test.lineno}", isinstance(owner, ast.While), guards, owner in _counted(file))
         if file.endswith("/torch/__init__.py") and frame.f_code.co_name.startswith("_check"):  # torch._check and its kin raise
-            return Asked(True, f"{short(file)}:{frame.f_lineno}", False, True, False)
+            return Condition(True, f"{short(file)}:{frame.f_lineno}", False, True, False)
         if "/torch/" not in file and not _is_machinery(file):
             return None
         frame = frame.f_back

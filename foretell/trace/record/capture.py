@@ -32,7 +32,7 @@ from foretell.trace.record.copies import plain_copies
 from foretell.trace.record.cpu import cpu_choices
 from foretell.trace.record.gradients import plain_formulas
 from foretell.trace.record.ragged import any_lengths
-from foretell.trace.record.recorder import Recorder, Row
+from foretell.trace.record.recorder import RecordedOp, Recorder
 from foretell.trace.record.step import Step, Workload
 from foretell.trace.record.subclasses import own_classes
 from foretell.trace.record.values import value_of
@@ -268,7 +268,7 @@ def _add_in_place(recorder: Recorder) -> None:
     recorder.moved = moved
 
 
-def _adds_bias(before: list[Row], row: Row) -> bool:
+def _adds_bias(before: list[RecordedOp], row: RecordedOp) -> bool:
     """Whether `linear` adds its bias here, to a product of an input that was not contiguous."""
     return (
         row.name == "aten.add.Tensor"
@@ -319,7 +319,7 @@ def finished(recorder: Recorder, step: Step, roles: Roles, capability: tuple[int
     )
 
 
-def _op(row: Row, known: dict[Any, int | None]) -> types.Op:
+def _op(row: RecordedOp, known: dict[Any, int | None]) -> types.Op:
     inputs, outputs = tuple(ref.spec for ref in row.inputs), tuple(ref.spec for ref in row.outputs)
     key = (row.name, inputs, outputs, row.attrs)
     if key not in known:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-from foretell.trace.record.reads import SPECIAL, Reading
+from foretell.trace.record.reads import SPECIAL, ReadingMode
 from foretell.trace.record.recorder import Recorder
 from foretell.trace.record.values import attach, known
 
 
-def lengths_of(mode: Reading, tensor: Any, longest: int) -> list[int]:
+def lengths_of(mode: ReadingMode, tensor: Any, longest: int) -> list[int]:
     """Lengths as numbers."""
     if not isinstance(tensor, Tensor):
         return [int(length) for length in tensor]
@@ -33,7 +33,7 @@ def lengths_of(mode: Reading, tensor: Any, longest: int) -> list[int]:
         return [int(length) for length in twin.flatten().tolist()]
 
 
-def _pack(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
+def _pack(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
     source, lengths, batch_first = args
     longest = source.shape[1 if batch_first else 0]
     found = lengths_of(mode, lengths, longest)
@@ -46,7 +46,7 @@ def _pack(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) 
     return data, sizes
 
 
-def _ctc(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
+def _ctc(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
     scores, targets, _, target_lengths = args[:4]
     longest = targets.shape[1] if targets.dim() > 1 else targets.numel()
     width = 2 * max(lengths_of(mode, target_lengths, longest), default=0) + 1

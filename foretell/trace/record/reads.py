@@ -67,7 +67,7 @@ WRAPPERS = (NestedTensor,)
 _FOREIGN = ("Please convert all Tensors to FakeTensors", "Mixing fake modes")
 
 
-class Reading(QuickKeys):
+class ReadingMode(QuickKeys):
     """A fake tensor mode that has an answer whenever code wants to know what is in a tensor."""
 
     def __init__(self, hints: Mapping[str, float] | None = None) -> None:
@@ -89,7 +89,7 @@ class Reading(QuickKeys):
         self._numbers = itertools.count(1)
         self._taken_in = WeakIdKeyDictionary()
 
-    def __deepcopy__(self, memo: Any) -> Reading:
+    def __deepcopy__(self, memo: Any) -> ReadingMode:
         """Layers that are copied (`nn.TransformerEncoder` copies its own) stay under this mode: fake tensors know theirs."""
         return self
 
@@ -421,13 +421,13 @@ def _has_known_masks(func: Any, args: Any) -> bool:
 # --- ops whose outputs have sizes that depend on data ------------------------------------------------------------------
 
 
-def _nonzero(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
+def _nonzero(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
     count = mode.share(func, args[0], hint)
     with mode:
         return args[0].new_empty((args[0].dim(), count), dtype=torch.int64).t()
 
 
-def _masked_select(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
+def _masked_select(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
     source, mask = args[:2]
     whole = torch.broadcast_shapes(source.shape, mask.shape)
     count = mode.share(func, mask, hint)
@@ -435,7 +435,7 @@ def _masked_select(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float
         return source.new_empty((count * whole.numel() // max(1, mask.numel()),))
 
 
-def _index(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
+def _index(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
     """Masks among indices as the positions they stand for: one index per dimension of the mask."""
     found: list[Tensor | None] = []
     with mode:
@@ -448,7 +448,7 @@ def _index(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None)
         return func(args[0], found)
 
 
-def _as_many(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
+def _as_many(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
     """`unique` and its kin: of unknown numbers, none is there twice."""
     source = args[0]
     dim = args[1] if about(func).name in ("unique_dim", "unique_dim_consecutive") else None
@@ -462,7 +462,7 @@ def _as_many(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | Non
         return (source.new_empty(shape), source.new_empty(places, dtype=torch.int64), source.new_empty((count,), dtype=torch.int64))
 
 
-def _bincount(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
+def _bincount(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
     least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
     count = max(int(hint or 1), least)
     if hint is None and not least:
@@ -471,14 +471,14 @@ def _bincount(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | No
         return args[0].new_empty((count,), dtype=torch.int64)
 
 
-def _repeat_interleave(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
+def _repeat_interleave(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
     if hint is None:
         mode._assume(f"{mode.where(func)} is taken to repeat each once")
     with mode:
         return args[0].new_empty((max(1, round(args[0].numel() * (1.0 if hint is None else hint))),))
 
 
-def _nms(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
+def _nms(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
     """Boxes that overlap less than is allowed: none is taken to overlap more."""
     if hint is None:
         mode._assume(f"{mode.where(func)} is taken to keep every box")
@@ -491,7 +491,7 @@ def _nms(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) -
     return kept
 
 
-def _lstsq(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
+def _lstsq(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
     """Least squares as CUDA's only driver solves them: neither ranks nor singular values are found."""
     rows, columns = args[0].shape[-2:]
     vector = args[1].dim() == 1 or args[1].shape == args[0].shape[:-1]
@@ -502,7 +502,7 @@ def _lstsq(mode: Reading, func: Any, args: Any, kwargs: Any, hint: float | None)
         return args[0].new_empty((*batch, columns, *right)), left, args[0].new_empty((0,), dtype=torch.int64), args[0].new_empty((0,))
 
 
-Special = Callable[[Reading, Any, Any, Any, float | None], Any]
+Special = Callable[[ReadingMode, Any, Any, Any, float | None], Any]
 SPECIAL: dict[str, Special] = {
     "nonzero": _nonzero, "masked_select": _masked_select, "index": _index, "_unique2": _as_many, "unique_consecutive": _as_many,
     "unique_dim": _as_many, "unique_dim_consecutive": _as_many, "bincount": _bincount, "repeat_interleave": _repeat_interleave,

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from foretell.trace import types
 from foretell.trace.cuda.tf32 import rounds
-from foretell.trace.record.reads import ORDINARY, WRAPPERS, Reading
+from foretell.trace.record.reads import ORDINARY, WRAPPERS, ReadingMode
 from foretell.trace.record.values import MOST_OVERWRITTEN, about, follow, value_of
 from foretell.trace.sandbox.devices import is_elsewhere
 
@@ -123,7 +123,7 @@ _MENDS: dict[Any, Callable[[Any], Any]] = {
 """Outputs that CUDA makes in another dtype or layout than the shape rules of fake CPU tensors say."""
 
 
-class Row:
+class RecordedOp:
     """An op while it is being recorded; becomes a frozen `Op` at the end.
 
     `by_engine`: autograd itself adds two gradients that meet, or a gradient into zeros. Under a dispatch mode it makes a new
@@ -142,7 +142,7 @@ class Row:
         self.by_engine = False
 
 
-class Recorder(Reading):
+class Recorder(ReadingMode):
     """A fake tensor mode that writes down the ops it is asked for, program by program."""
 
     @classmethod
@@ -151,13 +151,13 @@ class Recorder(Reading):
 
     def __init__(self, hints: Mapping[str, float] | None = None) -> None:
         super().__init__(hints)
-        self.programs: dict[str, list[Row]] = {}
+        self.programs: dict[str, list[RecordedOp]] = {}
         self.sizes: dict[int, int] = {}
-        self.born_in: dict[int, Row | None] = {}
+        self.born_in: dict[int, RecordedOp | None] = {}
         self.alive_at_backward: set[int] = set()
         self.moved: dict[int, int] = {}
-        self._rows: list[Row] | None = None
-        self._last: Row | None = None
+        self._rows: list[RecordedOp] | None = None
+        self._last: RecordedOp | None = None
         self._ids: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._valued: set[int] = set()
@@ -317,7 +317,7 @@ class Recorder(Reading):
                     (self._valued.discard if value_of(tensor) is None else self._valued.add)(self.storage_id(tensor))
         return output
 
-    def _matters(self, func: Any, row: Row) -> bool:
+    def _matters(self, func: Any, row: RecordedOp) -> bool:
         """Whether an op may give its outputs values, or take some away."""
         op = about(func)
         if not op.follows:
@@ -347,7 +347,7 @@ class Recorder(Reading):
             self.record(name, inputs, output, attrs)
         return output
 
-    def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> Row:
+    def record(self, name: str, inputs: Any, outputs: Any, attrs: tuple[Any, ...] = ()) -> RecordedOp:
         row = self._add_row(name)
         asked = self.capability is None and row.phase in _PYTHON and name.startswith("aten.")
         row.attrs = (*attrs, types.NO_GRAD) if asked and not _written_down(inputs) else attrs
@@ -365,9 +365,9 @@ class Recorder(Reading):
         born = self.born_in.get(self.storage_id(next(tensors_in(inputs))))
         return born is not None and born.name in ("aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default")
 
-    def _add_row(self, name: str) -> Row:
+    def _add_row(self, name: str) -> RecordedOp:
         module, phase = self._whose()
-        row = Row(name, module, phase)
+        row = RecordedOp(name, module, phase)
         assert self._rows is not None
         self._rows.append(row)
         self._last = row
@@ -393,7 +393,7 @@ class Recorder(Reading):
             return self._module_of.get(number, ""), phase
         return self._here(), phase
 
-    def _refs(self, values: Any, born: Row | None) -> Iterator[types.Ref]:
+    def _refs(self, values: Any, born: RecordedOp | None) -> Iterator[types.Ref]:
         for tensor in tensors_in(values):
             for part in (tensor,) if tensor.layout is torch.strided else self.parts(tensor):
                 yield types.Ref(self.storage_id(part, born), self.spec(part))
@@ -416,7 +416,7 @@ class Recorder(Reading):
 
     # ------------------------------------------------------------------ storages
 
-    def storage_id(self, tensor: Tensor, born: Row | None = None) -> int:
+    def storage_id(self, tensor: Tensor, born: RecordedOp | None = None) -> int:
         """The id of a tensor's storage; a storage never seen before is born in `born`."""
         if tensor.layout is not torch.strided:
             tensor = self.parts(tensor)[0]
@@ -458,7 +458,7 @@ class Recorder(Reading):
             self.assumed.add(f"{name} in module '{self._here()}' is taken to be {answer}")
         return answer
 
-    def _healthy(self, asked: Row) -> bool | None:
+    def _healthy(self, asked: RecordedOp) -> bool | None:
         """Whether a number is finite, infinite or none: as in a run that goes well. PyTorch takes these questions apart."""
         made = [born.name if (born := self.born_in.get(ref.storage)) is not None else "" for ref in asked.inputs]
         if asked.name == "aten.mul.Tensor" and made == ["aten.eq.Tensor", "aten.ne.Scalar"]:

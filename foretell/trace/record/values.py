@@ -187,7 +187,7 @@ _UNIFORM = frozenset({"rand", "rand_like", "uniform", "uniform_"})
 _WHOLE_DRAW = frozenset({"randint", "randint_like"})
 
 
-class About:
+class ValueRule:
     """What an op is for values; looked at once."""
 
     __slots__ = ("draws", "follows", "name", "overwrites", "rule", "writes")
@@ -206,14 +206,14 @@ class About:
         self.overwrites = ours and self.name in _OVERWRITES
 
 
-_about: dict[int, tuple[Any, About]] = {}
+_about: dict[int, tuple[Any, ValueRule]] = {}
 """By identity: an overload's own hash takes longer than all else here."""
 
 
-def about(func: Any) -> About:
+def about(func: Any) -> ValueRule:
     found = _about.get(id(func))
     if found is None:
-        found = _about[id(func)] = (func, About(func))
+        found = _about[id(func)] = (func, ValueRule(func))
     return found[1]
 
 
@@ -314,7 +314,7 @@ def _middle_draw(func: Any, args: Any, outputs: list[Tensor]) -> Any:
     return None
 
 
-def _written(op: About, args: Any) -> Iterator[Value]:
+def _written(op: ValueRule, args: Any) -> Iterator[Value]:
     for place in op.writes:
         for tensor in flat(args[place] if place < len(args) else None):
             value = value_of(tensor)
@@ -322,13 +322,13 @@ def _written(op: About, args: Any) -> Iterator[Value]:
                 yield value
 
 
-def _forget_written(op: About, args: Any) -> None:
+def _forget_written(op: ValueRule, args: Any) -> None:
     for place in op.writes:
         for tensor in flat(args[place] if place < len(args) else None):
             forget(tensor)
 
 
-def _unknown(op: About, func: Any, args: Any, output: Any, where: Callable[[], str]) -> None:
+def _unknown(op: ValueRule, func: Any, args: Any, output: Any, where: Callable[[], str]) -> None:
     if op.writes:
         _forget_written(op, args)
         return

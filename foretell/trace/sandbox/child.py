@@ -18,7 +18,7 @@ from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
 from foretell.trace.sandbox import server, user_code
 from foretell.trace.sandbox.blame import at, users_line
-from foretell.trace.sandbox.process import TIME_LIMIT, Ended, Progress, Stop, ask, here, serve
+from foretell.trace.sandbox.process import TIME_LIMIT, Progress, Stop, WorkerEnded, ask, here, serve
 from foretell.units import human_seconds
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def ask_all(
     def asked_of(place: int) -> list[tuple[str, dict[str, Any]]]:
         mine = requests[place::workers]
         found = ask(module, mine, time_limit=time_limit, progress=progress, imports_from_here=bool(files), stop=stop)
-        if isinstance(found, Ended):
+        if isinstance(found, WorkerEnded):
             raise died(mine[len(found.answers)], found, time_limit)
         if "error" in found[-1]:
             raise as_error(found[-1]["error"])
@@ -77,7 +77,7 @@ def ask_all(
     return [next(answers[place % workers]) for place in range(len(requests))]
 
 
-def died(asked: Mapping[str, Any], ended: Ended, time_limit: float) -> ForetellError:
+def died(asked: Mapping[str, Any], ended: WorkerEnded, time_limit: float) -> ForetellError:
     """Why a process that traced is gone, and at which line of the user's it was."""
     model, tail = asked["source"]["model"], _printed(ended.tail)
     where = at(users_line(ended.tail))

@@ -42,7 +42,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Ended:
+class WorkerEnded:
     """A worker that ended, or was ended, before it had answered everything."""
 
     answers: list[Message]
@@ -59,12 +59,12 @@ def package_parent() -> str:
 def ask(
     module: str, requests: Sequence[Mapping[str, Any]], *, time_limit: float = TIME_LIMIT,
     progress: Progress = lambda _: None, imports_from_here: bool = False, stop: Stop | None = None,
-) -> list[Message] | Ended:  # fmt: skip
+) -> list[Message] | WorkerEnded:  # fmt: skip
     """Answers of `python -m MODULE` to requests, in order; the last may hold an error. Each has `time_limit` seconds.
 
     `imports_from_here`: modules of the current folder can be imported, after all others. `stop` ends it early.
     """
-    worker = _Worker(module, requests, [here()] if imports_from_here else [])
+    worker = _WorkerSide(module, requests, [here()] if imports_from_here else [])
     if stop is not None:
         stop.add(worker.kill)
     try:
@@ -101,7 +101,7 @@ def here() -> str:
         raise UserError("the current folder is gone", "cd to one that exists") from None
 
 
-class _Worker:
+class _WorkerSide:
     """The other side, as foretell sees it."""
 
     def __init__(self, module: str, requests: Sequence[Mapping[str, Any]], more: Sequence[str]) -> None:
@@ -120,7 +120,7 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):  # it ended at once: its exit status says more
             _write(self.process.stdin.fileno(), json.dumps(list(requests)).encode() + b"\n")
 
-    def answers(self, count: int, time_limit: float, progress: Progress) -> list[Message] | Ended:
+    def answers(self, count: int, time_limit: float, progress: Progress) -> list[Message] | WorkerEnded:
         found: list[Message] = []
         until = time.monotonic() + time_limit
         with selectors.DefaultSelector() as ready:
@@ -130,12 +130,12 @@ class _Worker:
                 left = until - time.monotonic()
                 if left <= 0:
                     self._dump(ready)
-                    return Ended(found, None, self._said())
+                    return WorkerEnded(found, None, self._said())
                 for message in self._messages(ready, left):
                     until = time.monotonic() + time_limit
                     if "ended" in message:
                         self._drain(ready)
-                        return Ended(found, message["ended"], self._said())
+                        return WorkerEnded(found, message["ended"], self._said())
                     if "progress" in message:
                         progress(message["progress"])
                         continue
@@ -143,7 +143,7 @@ class _Worker:
                     if len(found) == count or "error" in message:
                         return found
             self._drain(ready)
-        return Ended(found, self.process.wait(), self._said())
+        return WorkerEnded(found, self.process.wait(), self._said())
 
     def _messages(self, ready: selectors.BaseSelector, seconds: float) -> list[Message]:
         """What has arrived; a line that a killed worker left half written is passed over."""

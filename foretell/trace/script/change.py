@@ -50,7 +50,7 @@ def _images_last(_: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 @dataclass
-class Change:
+class StepChange:
     """What to do otherwise; nothing where it is all empty."""
 
     micro_batch: int = 0
@@ -68,7 +68,7 @@ class Change:
     _done: bool = False
 
     @classmethod
-    def of(cls, asked: Mapping[str, Any] | None) -> Change:
+    def of(cls, asked: Mapping[str, Any] | None) -> StepChange:
         return cls(**(asked or {}))
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:

@@ -16,8 +16,8 @@ from typing import Any
 
 from foretell.trace.sandbox.child import PRELOAD as _PRELOAD
 from foretell.trace.sandbox.child import answered
-from foretell.trace.sandbox.process import TIME_LIMIT, Ended, Progress, ask, here, serve
-from foretell.trace.script.words import Script
+from foretell.trace.sandbox.process import TIME_LIMIT, Progress, WorkerEnded, ask, here, serve
+from foretell.trace.script.words import ScriptCommand
 
 PRELOAD = (*_PRELOAD, "foretell.trace.script.follow", "torch._dynamo.config", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 """Fake tensors import the fourth, which takes as long as all the rest: once for all ranks, and the last two come with it."""
@@ -26,7 +26,7 @@ _SCRATCH = "foretell-script-"
 
 
 def request(
-    script: Script, capability: tuple[int, int] | None, hints: Mapping[str, float], keep_writes: bool, rank: int = 0,
+    script: ScriptCommand, capability: tuple[int, int] | None, hints: Mapping[str, float], keep_writes: bool, rank: int = 0,
     change: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Without a capability the script is followed as this machine's CPU runs it. `change` is what is done to it on the way (`change.Change`)."""
@@ -46,7 +46,7 @@ def follow_in_child(
     clear_stale()
     with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-", ignore_cleanup_errors=True) as scratch:
         found = ask(WORKER, [{**asked, "scratch": scratch}], time_limit=time_limit, progress=progress)
-    if isinstance(found, Ended):
+    if isinstance(found, WorkerEnded):
         raise died({"source": {"model": asked["script"]["file"] or asked["script"]["module"]}}, found, time_limit)
     if "error" in found[0]:
         raise as_error(found[0]["error"])
@@ -70,7 +70,7 @@ def clear_stale() -> None:
 def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     from foretell.trace.load.model import user_files
     from foretell.trace.sandbox.leaving import staying
-    from foretell.trace.script.change import Change
+    from foretell.trace.script.change import StepChange
     from foretell.trace.script.follow import capture_script
     from foretell.trace.script.reads import Reads, written_down
     from foretell.trace.script.spread import about
@@ -83,8 +83,8 @@ def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     os.environ["TMPDIR"] = tempfile.tempdir = aside.scratch
     reads, capability = Reads([aside.scratch]), tuple(asked["capability"]) or None
     with written_down(reads), nullcontext() if asked["keep_writes"] else kept_aside(aside), staying():
-        how: dict[str, Any] = {"hints": asked["hints"], "rank": asked["rank"], "change": Change.of(asked.get("change"))}
-        trace, seen = capture_script(Script(**given), capability=capability, **how)
+        how: dict[str, Any] = {"hints": asked["hints"], "rank": asked["rank"], "change": StepChange.of(asked.get("change"))}
+        trace, seen = capture_script(ScriptCommand(**given), capability=capability, **how)
     notes = seen.world.notes
     if aside.written:
         names = ", ".join(os.path.relpath(one) for one in aside.written[:3]) + (" ..." if len(aside.written) > 3 else "")

@@ -39,7 +39,7 @@ from foretell.trace.record.gradients import plain_formulas
 from foretell.trace.record.recorder import Recorder
 from foretell.trace.record.step import Workload
 from foretell.trace.sandbox.replaced import replaced
-from foretell.trace.script.change import Change
+from foretell.trace.script.change import StepChange
 from foretell.trace.script.made import (
     KNOWN,
     name_of,
@@ -52,13 +52,13 @@ from foretell.trace.script.made import (
     whole,
 )
 from foretell.trace.script.places import Places
-from foretell.trace.script.pretrained import Absent
+from foretell.trace.script.pretrained import MissingCheckpoint
 from foretell.trace.script.ranks import launcher_remedy
 from foretell.trace.script.second import AGAIN, AGAIN_NEXT, BETWEEN, UPDATE_AGAIN, Second, scheduled
 from foretell.trace.script.shards import imported
 from foretell.trace.script.spread import spread_told
-from foretell.trace.script.words import Script
-from foretell.trace.script.world import World, as_on_a_device, asker, rows_of, sizes
+from foretell.trace.script.words import ScriptCommand
+from foretell.trace.script.world import ScriptWorld, as_on_a_device, asker, rows_of, sizes
 
 _MICRO = ("micro_first", "micro_next")
 _UPDATE = "update_first"
@@ -66,12 +66,12 @@ _ROUNDS = ("micro_first", "round")
 """Programs of steps in which several optimizers take turns."""
 
 
-class Done(BaseException):
+class StepDone(BaseException):
     """The step is over: the script need not go on."""
 
 
 @dataclass
-class Found:
+class FollowedStep:
     """What the script turned out to do; in the place of a `Step`."""
 
     model: nn.Module
@@ -82,8 +82,8 @@ class Found:
 
 
 def capture_script(
-    script: Script, *, capability: tuple[int, int] | None, hints: Mapping[str, float] | None = None, rank: int = 0,
-    change: Change | None = None,
+    script: ScriptCommand, *, capability: tuple[int, int] | None, hints: Mapping[str, float] | None = None, rank: int = 0,
+    change: StepChange | None = None,
 ) -> tuple[types.Trace, Follower]:  # fmt: skip
     """One step of one of the script's ranks, as a device of this compute capability runs it, or without one this CPU; and what else was
     seen of it."""
@@ -97,7 +97,7 @@ def capture_script(
         as_on_a_device(script, recorder, rank, "cuda" if capability else "cpu", change.batch if change else None) as world,
         replaced(not_initialised(recorder)),
     ):  # fmt: skip
-        follower = Follower(recorder, world, change or Change())
+        follower = Follower(recorder, world, change or StepChange())
         with follower.following(), world.ranks.telling(), replaced(follower.change.patches()), replaced(follower.places.patches()):
             _run(script, follower)
     with world.ranks.telling():
@@ -108,7 +108,7 @@ def capture_script(
     return spread_told(world.ranks, trace, follower.found.model, follower.second), follower
 
 
-def _run(script: Script, follower: Follower) -> None:
+def _run(script: ScriptCommand, follower: Follower) -> None:
     before, folder = list(sys.argv), str(Path(script.file).resolve().parent) if script.file else str(Path.cwd())
     sys.argv, sys.path[:0] = [script.name, *script.arguments], [folder]
     try:
@@ -116,13 +116,13 @@ def _run(script: Script, follower: Follower) -> None:
             runpy.run_path(script.file, run_name="__main__")
         else:
             runpy.run_module(script.module, run_name="__main__", alter_sys=True)
-    except Done:
+    except StepDone:
         pass
     except SystemExit as error:
         if not follower.stepped:
             raise _left(script, error) from error
         follower.once(f"{script.name} exits")
-    except Absent as error:
+    except MissingCheckpoint as error:
         raise ModelError(error.problem, error.remedy, error.detail) from error
     except ForetellError:
         raise
@@ -137,7 +137,7 @@ def _run(script: Script, follower: Follower) -> None:
         sys.path.remove(folder)
 
 
-def _left(script: Script, error: SystemExit) -> ModelError:
+def _left(script: ScriptCommand, error: SystemExit) -> ModelError:
     """A script that left by itself: argparse's complaints are on its own stderr."""
     told = f"exit({error.code!r})" if error.code not in (None, 0) else "exit"
     return ModelError(f"{script.name} left with {told} before its first step", "start it as it is to see what it says", str(error.__context__ or ""))
@@ -146,13 +146,13 @@ def _left(script: Script, error: SystemExit) -> ModelError:
 class Follower:
     """Knows from the script's own calls where in a step it is."""
 
-    def __init__(self, recorder: Recorder, world: World, change: Change) -> None:
+    def __init__(self, recorder: Recorder, world: ScriptWorld, change: StepChange) -> None:
         self.recorder, self.world, self.change, self.places = recorder, world, change, Places()
         self.shapes: dict[str, tuple[list[int], str]] = {}
         self.tied: list[list[str]] = []
         self.named: dict[str, Any] = {}
         """How the script names its model, and which part of it is called."""
-        self.found: Found | None = None
+        self.found: FollowedStep | None = None
         self.roles: Roles | None = None
         self.done = self.stepped = False
         """Whether nothing more is needed of the script; whether its first step is over."""
@@ -196,7 +196,7 @@ class Follower:
             for hook in hooks:
                 hook.remove()
 
-    def trace(self, script: Script, capability: tuple[int, int] | None, release: str) -> types.Trace:
+    def trace(self, script: ScriptCommand, capability: tuple[int, int] | None, release: str) -> types.Trace:
         """What was recorded; raises where no step was."""
         found, roles = self.found, self.roles
         if found is None:
@@ -262,7 +262,7 @@ class Follower:
         def update(scaling: Any, *args: Any, **kwargs: Any) -> Any:
             made = updated(scaling, *args, **kwargs)
             if self.done:
-                raise Done
+                raise StepDone
             return made
 
         yield torch.autograd, "backward", back
@@ -304,12 +304,12 @@ class Follower:
     def _called(self, module: nn.Module, args: Any) -> None:
         """Before every call of a module: the outermost one that learns begins a micro-batch, unless one is under way."""
         if self.done:
-            raise Done
+            raise StepDone
         if self.recorder._stack:
             return
         if self.second.begun and self.second.late():
             self.once("the way to it takes long")
-            raise Done
+            raise StepDone
         if not self._learns(module):
             if self.second.begun and self._micros == 0 and self.second.without_gradients(module):
                 self.world.notes.append(f"{asker()}: what is computed between steps without gradients is not counted")
@@ -373,7 +373,7 @@ class Follower:
         self.change.apply(model, module, self.world.precision(module), self.recorder)
         inputs = self.world.on_device(model, self.recorder.placed)
         self.micro_batch = self.world.rows or rows_of(args) or rows_of(inputs) or 1
-        self.found = Found(model, Workload(model, inputs), Recipe(precision="fp32"))
+        self.found = FollowedStep(model, Workload(model, inputs), Recipe(precision="fp32"))
         self._resident = list(dict.fromkeys(self.recorder.storage_id(one) for one in (*in_move_order(model), *inputs)))
         there = [one for one in gc.get_objects() if type(one) is FakeTensor and one.layout is torch.strided]
         self._before = {self.recorder.storage_id(one) for one in there}
@@ -517,7 +517,7 @@ class Follower:
         self.recorder._last = None  # what the script lets go of from now on, it does because it is stopped
         self.second.done = self.done = True
         if not self.world.scales:
-            raise Done
+            raise StepDone
 
     def once(self, why: str) -> None:
         """The script takes one step only, or no second one that can be followed."""
@@ -534,7 +534,7 @@ class Follower:
         elif min(self._rounds.values()) >= 2:
             self.done = True
             self._end()
-            raise Done
+            raise StepDone
 
     # ------------------------------------------------------------------ afterwards
 

@@ -41,7 +41,7 @@ Tell = Callable[[str], None]
 Asker = Callable[[], str]
 
 
-class Absent(ModelError, OSError):
+class MissingCheckpoint(ModelError, OSError):
     """What transformers would have downloaded; a script may have another way for that, so it is an OSError too."""
 
 
@@ -113,7 +113,7 @@ def _readers(module: Any, kind: str, what: str, asker: Asker) -> Changes:
         try:
             return inner(cls, name, *args, **kwargs)
         except OSError as error:  # that of a tokenizer may be of its configuration: the outermost one names what was asked for
-            raise Absent(
+            raise MissingCheckpoint(
                 f"{asker()}: the {what} of {name} is not on this machine, and a script that is followed has no network",
                 f"start it once with a network, or save it in a folder and give that instead of {name}", getattr(error, "detail", str(error)),
             ) from error  # fmt: skip

@@ -29,7 +29,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 from foretell.errors import ModelError
 from foretell.trace.load.model import is_users
 from foretell.trace.record.recorder import Recorder
-from foretell.trace.script.words import AFTER, Script
+from foretell.trace.script.words import AFTER, ScriptCommand
 
 _PLAIN = {name: getattr(dist, name) for name in ("init_process_group", "is_initialized", "destroy_process_group", "get_rank", "get_world_size")}
 """As PyTorch has them: other stand-ins may lie over them later."""
@@ -56,7 +56,7 @@ def asker() -> str:
 
 
 @dataclass
-class Ranks:
+class ScriptRanks:
     """The group that a script forms, and what it spreads over it."""
 
     rank: int = 0
@@ -94,7 +94,7 @@ class Ranks:
         return ModelError(f"{asker()}: {what}", remedy)
 
 
-class Work:
+class DoneCollective:
     """Of a collective: done when it was asked for."""
 
     def wait(self, *_: Any) -> bool:
@@ -115,7 +115,7 @@ class Work:
 # --- the group ---------------------------------------------------------------------------------------------------------
 
 
-def environment(script: Script, rank: int) -> dict[str, str]:
+def environment(script: ScriptCommand, rank: int) -> dict[str, str]:
     """What a launcher says to its processes; nothing where there is none."""
     if not script.launched:
         return {}
@@ -128,7 +128,7 @@ def environment(script: Script, rank: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def group_of(ranks: Ranks, recorder: Recorder, script: Script) -> Iterator[tuple[Any, str, Any]]:
+def group_of(ranks: ScriptRanks, recorder: Recorder, script: ScriptCommand) -> Iterator[tuple[Any, str, Any]]:
     """What a script finds in place of `torch.distributed`."""
     backends: list[str] = []
 
@@ -164,7 +164,7 @@ def group_of(ranks: Ranks, recorder: Recorder, script: Script) -> Iterator[tuple
     yield from _wrappers(ranks)
 
 
-def _from_environment(name: str, script: Script) -> int:
+def _from_environment(name: str, script: ScriptCommand) -> int:
     value = os.environ.get(name, "")
     if not value.isdecimal():
         start = f"-- torchrun --nproc-per-node N {script.name}"
@@ -172,7 +172,7 @@ def _from_environment(name: str, script: Script) -> int:
     return int(value)
 
 
-def launcher_remedy(script: Script, error: BaseException) -> str:
+def launcher_remedy(script: ScriptCommand, error: BaseException) -> str:
     """What helps a script that asks for what a launcher would have said; empty for other errors."""
     missing = isinstance(error, KeyError) and error.args[0] in environment(replace(script, launched=True), 0)
     return f"that is for its launcher to say: -- torchrun --nproc-per-node N {script.name}" if missing and not script.launched else ""
@@ -218,7 +218,7 @@ def _meshes(recorder: Recorder, ensure: Callable[[], None]) -> Iterator[tuple[An
 # --- messages ----------------------------------------------------------------------------------------------------------
 
 
-def _messages(ranks: Ranks, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+def _messages(ranks: ScriptRanks, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     def sent(kind: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             tensors = [one for one in (*args[:2], *kwargs.values()) if isinstance(one, FakeTensor)]
@@ -226,7 +226,7 @@ def _messages(ranks: Ranks, recorder: Recorder) -> Iterator[tuple[Any, str, Any]
                 largest = max(tensors, key=lambda one: one.numel() * one.itemsize)
                 recorder.record(f"foretell.{kind}", largest, largest, ("axis:world", f"ranks:{ranks.world}"))
                 ranks.sends = True
-            return Work() if kwargs.get("async_op") else None
+            return DoneCollective() if kwargs.get("async_op") else None
 
         return call
 
@@ -260,7 +260,7 @@ def _messages(ranks: Ranks, recorder: Recorder) -> Iterator[tuple[Any, str, Any]
 class Replica(nn.Module):
     """A module in DistributedDataParallel."""
 
-    ranks: Ranks
+    ranks: ScriptRanks
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class Replica(nn.Module):
         return made
 
 
-def _wrappers(ranks: Ranks) -> Iterator[tuple[Any, str, Any]]:
+def _wrappers(ranks: ScriptRanks) -> Iterator[tuple[Any, str, Any]]:
     wrapper = type("DistributedDataParallel", (Replica,), {"ranks": ranks, "__module__": DistributedDataParallel.__module__})
     yield nn.parallel, "DistributedDataParallel", wrapper
     yield nn.parallel.distributed, "DistributedDataParallel", wrapper
@@ -327,7 +327,7 @@ def _wrappers(ranks: Ranks) -> Iterator[tuple[Any, str, Any]]:
     yield nn.SyncBatchNorm, "convert_sync_batchnorm", classmethod(synced)
 
 
-def refusal(ranks: Ranks, what: str, remedy: str) -> Callable[..., Any]:
+def refusal(ranks: ScriptRanks, what: str, remedy: str) -> Callable[..., Any]:
     """A function that is not there for scripts."""
 
     def refuse(*_: Any, **__: Any) -> Any:

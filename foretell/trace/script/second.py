@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from foretell.trace import types
-from foretell.trace.record.recorder import Recorder, Row
+from foretell.trace.record.recorder import RecordedOp, Recorder
 
 AGAIN, AGAIN_NEXT, UPDATE_AGAIN = PROGRAMS = ("again", "again_next", "update_again")
 BETWEEN = "between"
@@ -56,9 +56,9 @@ class Second:
             if parameter.grad is not None and parameter.grad.layout is torch.strided:
                 yield id(parameter), self.recorder.storage_id(parameter.grad)
 
-    def zero_grad(self) -> Row:
+    def zero_grad(self) -> RecordedOp:
         """What letting go of every gradient is, as an op of its own."""
-        row = Row("foretell.begin", "", "update")
+        row = RecordedOp("foretell.begin", "", "update")
         row.frees = list(dict.fromkeys(self._gradients.values()))
         return row
 

@@ -14,11 +14,11 @@ from foretell.errors import ModelError, UserError
 from foretell.trace.sandbox.process import TIME_LIMIT, Progress
 from foretell.trace.script.child import request
 from foretell.trace.script.kept import Kept, followed
-from foretell.trace.script.words import AFTER, Script
+from foretell.trace.script.words import AFTER, ScriptCommand
 
 
 def follow_ranks(
-    script: Script, capability: tuple[int, int] | None, hints: Mapping[str, float], keep_writes: bool, *, devices: int | None, name: str,
+    script: ScriptCommand, capability: tuple[int, int] | None, hints: Mapping[str, float], keep_writes: bool, *, devices: int | None, name: str,
     cache: bool = True, time_limit: float = TIME_LIMIT, progress: Progress = lambda _: None, change: Mapping[str, Any] | None = None,
 ) -> list[Kept]:  # fmt: skip
     """The trace and the rest of the reply, of rank 0 and of the last one where there are several.
@@ -41,7 +41,7 @@ def follow_ranks(
     return found if last is None else [*found, last]
 
 
-def _refuse(script: Script, world: int, devices: int, name: str) -> None:
+def _refuse(script: ScriptCommand, world: int, devices: int, name: str) -> None:
     if world > devices:
         found = f"{script.name} forms a group of {world} processes, and {name} is there {devices} times"
         raise UserError(found, f"--on {name}:{world}, or fewer processes")
@@ -51,7 +51,7 @@ def _refuse(script: Script, world: int, devices: int, name: str) -> None:
         raise UserError(found, f"--on {name}; or, if it is meant for several, {many}")
 
 
-def _other(script: Script, first: dict[str, Any], rank: int, follow: Callable[[], Kept]) -> Kept | None:
+def _other(script: ScriptCommand, first: dict[str, Any], rank: int, follow: Callable[[], Kept]) -> Kept | None:
     """The other rank, told of with its number where it fails; None where it needs what rank 0 would have sent it."""
     try:
         found = follow()

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from foretell.errors import ModelError
 from foretell.trace.record.recorder import Recorder
 from foretell.trace.record.step import cast_floats
-from foretell.trace.script.ranks import Ranks, asker, refusal
-from foretell.trace.script.words import Script
+from foretell.trace.script.ranks import ScriptRanks, asker, refusal
+from foretell.trace.script.words import ScriptCommand
 
 _MARK = "_foretell_sharded"
 _ZERO = "ZeroRedundancyOptimizer"
@@ -43,7 +43,7 @@ _LOUD = ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", 
 
 
 @dataclass
-class Unit:
+class FullyShardCall:
     """One call of `fully_shard`."""
 
     modules: list[nn.Module]
@@ -56,13 +56,13 @@ class Unit:
     line: str
 
 
-def precision_of(ranks: Ranks) -> str:
+def precision_of(ranks: ScriptRanks) -> str:
     """What the policy says of formats; empty where it says nothing."""
     found = {_LOW[unit.dtype] for unit in ranks.units if unit.dtype is not None}
     return found.pop() if found else ""
 
 
-def imported(script: Script) -> None:
+def imported(script: ScriptCommand) -> None:
     """What a script may shard with, before anything is replaced: it takes a while, so where no launcher starts it, only by name."""
     text = ""
     with contextlib.suppress(OSError):
@@ -74,7 +74,7 @@ def imported(script: Script) -> None:
         importlib.import_module("torch.distributed.optim")
 
 
-def sharding(ranks: Ranks, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+def sharding(ranks: ScriptRanks, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     """What a script finds in place of FSDP, where that is imported."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
@@ -113,7 +113,7 @@ def sharding(ranks: Ranks, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]
     yield recorder, "_unrecorded", _deriving(ranks, recorder)
 
 
-def _deriving(ranks: Ranks, recorder: Recorder) -> Any:
+def _deriving(ranks: ScriptRanks, recorder: Recorder) -> Any:
     """Ops before the step, watched: what is made of a sharded parameter in its shape (a mean of its past, a moment) is sharded too."""
     plain = recorder._unrecorded
 
@@ -134,7 +134,7 @@ def _deriving(ranks: Ranks, recorder: Recorder) -> Any:
     return run
 
 
-def _others(ranks: Ranks) -> Iterator[tuple[Any, str, Any]]:
+def _others(ranks: ScriptRanks) -> Iterator[tuple[Any, str, Any]]:
     """Other ways to spread a model."""
     tensors, parallel, optim = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "tensor.parallel", "optim"))
     what = "tensor parallelism in a script is not followed yet"
@@ -158,7 +158,7 @@ def _class_of(sharded: type, plain: type) -> type:
 class _Sharded:
     """What a module has more once it is sharded."""
 
-    ranks: Ranks
+    ranks: ScriptRanks
 
     def set_requires_gradient_sync(self, requires: bool, **_: Any) -> None:
         if not requires:
@@ -172,9 +172,9 @@ class _Sharded:
                 unit.reshard = reshard
 
     def unshard(self, async_op: bool = False) -> Any:
-        from foretell.trace.script.ranks import Work
+        from foretell.trace.script.ranks import DoneCollective
 
-        return Work() if async_op else None
+        return DoneCollective() if async_op else None
 
     def __getattr__(self, name: str) -> Any:
         if name in _SILENT:
@@ -187,7 +187,7 @@ class _Sharded:
 # --- one call ----------------------------------------------------------------------------------------------------------
 
 
-def _unit(ranks: Ranks, modules: list[nn.Module], mesh: Any, reshard: bool | int | None, policy: Any) -> Unit:
+def _unit(ranks: ScriptRanks, modules: list[nn.Module], mesh: Any, reshard: bool | int | None, policy: Any) -> FullyShardCall:
     shape = (ranks.world,) if mesh is None else tuple(int(mesh.size(dim)) for dim in range(mesh.ndim))
     asked = 1
     for size in shape:
@@ -209,10 +209,10 @@ def _unit(ranks: Ranks, modules: list[nn.Module], mesh: Any, reshard: bool | int
         _cast(module, policy)
     if any(unit.shape != shape for unit in ranks.units):
         raise ranks.refuse("fully_shard over another mesh than before", "one mesh for all modules")
-    return Unit(modules, reshard, low, reduce, shape, asker())
+    return FullyShardCall(modules, reshard, low, reduce, shape, asker())
 
 
-def _refuse_trained(ranks: Ranks, own: list[nn.Parameter]) -> None:
+def _refuse_trained(ranks: ScriptRanks, own: list[nn.Parameter]) -> None:
     from foretell.trace.script.follow import optimizers
 
     mine = {id(one) for one in own}
@@ -222,7 +222,7 @@ def _refuse_trained(ranks: Ranks, own: list[nn.Parameter]) -> None:
             raise ranks.refuse(what, "make the optimizer afterwards")
 
 
-def _low(ranks: Ranks, own: list[nn.Parameter], dtype: torch.dtype | None) -> torch.dtype | None:
+def _low(ranks: ScriptRanks, own: list[nn.Parameter], dtype: torch.dtype | None) -> torch.dtype | None:
     """The format that parameters are gathered in, where it is another than theirs."""
     kept = {one.dtype for one in own if one.is_floating_point()}
     if dtype is None or not kept or kept == {dtype}:
@@ -262,7 +262,7 @@ def _cast(module: nn.Module, policy: Any) -> None:
 # --- afterwards --------------------------------------------------------------------------------------------------------
 
 
-def spread_of(ranks: Ranks, model: nn.Module) -> dict[str, Any]:
+def spread_of(ranks: ScriptRanks, model: nn.Module) -> dict[str, Any]:
     """The same by paths of the whole model, as data."""
     paths = {id(module): path for path, module in model.named_modules()}
     calls = [(unit, [paths[id(module)] for module in unit.modules]) for unit in ranks.units if all(id(one) in paths for one in unit.modules)]
@@ -296,7 +296,7 @@ def _within(path: str, other: str) -> bool:
     return not other or path == other or path.startswith(f"{other}.")
 
 
-def _no_root(roots: Sequence[Unit]) -> ModelError:
+def _no_root(roots: Sequence[FullyShardCall]) -> ModelError:
     lines = ", ".join(dict.fromkeys(unit.line for unit in roots))
     what = f"fully_shard is called on {len(roots)} modules side by side ({lines}), and on none that holds them"
     return ModelError(what, "call it on the whole model last")

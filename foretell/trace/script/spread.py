@@ -9,12 +9,12 @@ from torch import nn
 
 from foretell.errors import ModelError
 from foretell.trace import types
-from foretell.trace.script.ranks import Ranks
+from foretell.trace.script.ranks import ScriptRanks
 from foretell.trace.script.second import Second, plain
 from foretell.trace.script.shards import spread_of
 
 
-def spread_told(ranks: Ranks, trace: types.Trace, model: nn.Module, second: Second) -> types.Trace:
+def spread_told(ranks: ScriptRanks, trace: types.Trace, model: nn.Module, second: Second) -> types.Trace:
     """The trace with how its script spreads it; as it is where there is one rank and nothing around the model.
 
     Of several ranks the first step is spread; when the next one lets go of its gradients is told beside it.
@@ -39,12 +39,12 @@ def spread_told(ranks: Ranks, trace: types.Trace, model: nn.Module, second: Seco
     return replace(trace, meta={**trace.meta, "recipe": recipe, "spread": told})
 
 
-def about(ranks: Ranks) -> dict[str, Any]:
+def about(ranks: ScriptRanks) -> dict[str, Any]:
     """What whoever asked compares between ranks."""
     return {"rank": ranks.rank, "world": ranks.world, "stepped": ranks.stepped, "taken": ranks.taken}
 
 
-def _replicas(ranks: Ranks, trace: types.Trace, model: nn.Module) -> dict[str, Any]:
+def _replicas(ranks: ScriptRanks, trace: types.Trace, model: nn.Module) -> dict[str, Any]:
     paths = {id(module): path for path, module in model.named_modules()}
     inside = [one for one in ranks.wrapped if id(one) in paths]
     how = {
@@ -55,7 +55,7 @@ def _replicas(ranks: Ranks, trace: types.Trace, model: nn.Module) -> dict[str, A
     return {"kind": "ddp", "world": ranks.world, "replicate": ranks.world, "shards": 1, "how": how}
 
 
-def _last_only(ranks: Ranks) -> bool:
+def _last_only(ranks: ScriptRanks) -> bool:
     """Whether the last micro-batch of a step alone sums gradients; else all do."""
     order = [ranks.summed[micro] for micro in sorted(ranks.summed)]
     if all(order):
@@ -67,7 +67,7 @@ def _last_only(ranks: Ranks) -> bool:
                      "no_sync() around all of them but the last")  # fmt: skip
 
 
-def _words(told: dict[str, Any], ranks: Ranks) -> str:
+def _words(told: dict[str, Any], ranks: ScriptRanks) -> str:
     world, how = told["world"], told["how"]
     if told["kind"] == "ddp":
         view = "gradients are views of them" if how["view"] else "beside gradients"

@@ -34,7 +34,7 @@ _OTHERS = {"use_fsdp": "FSDP", "use_deepspeed": "DeepSpeed", "use_megatron_lm": 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Script:
+class ScriptCommand:
     """What is run, and by how many processes."""
 
     words: tuple[str, ...]
@@ -68,7 +68,7 @@ def model_of(words: Sequence[str]) -> str:
     return f"{SCRIPT}:{shlex.join(words)}"
 
 
-def of_model(model: str) -> Script:
+def of_model(model: str) -> ScriptCommand:
     """The script that a source names."""
     try:
         return parse(shlex.split(model.partition(":")[2]))
@@ -76,7 +76,7 @@ def of_model(model: str) -> Script:
         raise UserError(f"'{model}' is no command: {error}", _EXAMPLE) from None
 
 
-def parse(words: Sequence[str]) -> Script:
+def parse(words: Sequence[str]) -> ScriptCommand:
     """The script that a command line names, to be followed; raises what is wrong with it."""
     script = named(words)
     if script.not_followed:
@@ -84,7 +84,7 @@ def parse(words: Sequence[str]) -> Script:
     return script
 
 
-def named(words: Sequence[str]) -> Script:
+def named(words: Sequence[str]) -> ScriptCommand:
     """The script that a command line names, also where it can only be run."""
     if not words:
         raise UserError("no command after --", _EXAMPLE)
@@ -109,17 +109,17 @@ def _without_flags(rest: list[str]) -> list[str]:
     return rest
 
 
-def _named(rest: list[str], words: tuple[str, ...], **launched: Any) -> Script:
+def _named(rest: list[str], words: tuple[str, ...], **launched: Any) -> ScriptCommand:
     if rest[:1] == ["-m"] and len(rest) > 1:
-        return Script(words=words, module=rest[1], arguments=tuple(rest[2:]), **launched)
+        return ScriptCommand(words=words, module=rest[1], arguments=tuple(rest[2:]), **launched)
     if not rest or rest[0].startswith("-"):
         raise UserError(f"'{' '.join(words)}' names no script", _EXAMPLE)
     if not Path(rest[0]).is_file():
         raise UserError(f"there is no file {rest[0]}", "name the script as you would start it from this folder")
-    return Script(words=words, file=rest[0], arguments=tuple(rest[1:]), **launched)
+    return ScriptCommand(words=words, file=rest[0], arguments=tuple(rest[1:]), **launched)
 
 
-def _launched(launcher: str, given: list[str], typed: tuple[str, ...] | None = None) -> Script:
+def _launched(launcher: str, given: list[str], typed: tuple[str, ...] | None = None) -> ScriptCommand:
     """A launcher's own options come first, then the script and its arguments."""
     typed, rest = typed or tuple(given), given[1:]
     for word in _LAUNCHERS[launcher]:
@@ -148,7 +148,7 @@ def _launched(launcher: str, given: list[str], typed: tuple[str, ...] | None = N
     return _named(rest, typed, **how, not_followed=why_not)
 
 
-def over(script: Script, nodes: int, per_node: int, name: str) -> Script:
+def over(script: ScriptCommand, nodes: int, per_node: int, name: str) -> ScriptCommand:
     """The script with its number of processes, on so many devices; raises where they are more than those."""
     if not script.launched:
         return script

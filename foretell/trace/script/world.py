@@ -28,9 +28,9 @@ from foretell.trace.record.recorder import Recorder
 from foretell.trace.sandbox.devices import is_elsewhere
 from foretell.trace.sandbox.replaced import replaced
 from foretell.trace.script.pretrained import without_weights
-from foretell.trace.script.ranks import Ranks, asker, environment, group_of
+from foretell.trace.script.ranks import ScriptRanks, asker, environment, group_of
 from foretell.trace.script.shards import precision_of, sharding, whole_tensors
-from foretell.trace.script.words import Script
+from foretell.trace.script.words import ScriptCommand
 
 _IN_THIS_PROCESS = {
     "num_workers": 0, "pin_memory": False, "prefetch_factor": None, "persistent_workers": False, "timeout": 0, "multiprocessing_context": None,
@@ -43,7 +43,7 @@ _DRAWS = torch.get_rng_state().shape
 """Of the state of a generator on the CPU."""
 
 
-class World:
+class ScriptWorld:
     """What is on the device, how products are computed there, and what was taken for something else."""
 
     def __init__(self, device: str = "cuda") -> None:
@@ -66,7 +66,7 @@ class World:
         self.batch: tuple[int, int] | None = None
         """A loader's batch size, and what is taken instead."""
         self.notes: list[str] = []
-        self.ranks = Ranks(tell=lambda note: self.notes.append(note) if note not in self.notes else None)
+        self.ranks = ScriptRanks(tell=lambda note: self.notes.append(note) if note not in self.notes else None)
 
     def on_device(self, module: nn.Module, placed: Iterable[weakref.ref[Tensor]]) -> tuple[Tensor, ...]:
         """Tensors that were moved to the device, or made there, and are alive, but for those of the model."""
@@ -85,10 +85,10 @@ class World:
 
 @contextmanager
 def as_on_a_device(
-    script: Script, recorder: Recorder, rank: int = 0, device: str = "cuda", batch: tuple[int, int] | None = None
-) -> Iterator[World]:
+    script: ScriptCommand, recorder: Recorder, rank: int = 0, device: str = "cuda", batch: tuple[int, int] | None = None
+) -> Iterator[ScriptWorld]:
     """Until the end of the block, as one of its ranks."""
-    world = World(device)
+    world = ScriptWorld(device)
     world.batch = batch
     changes = (
         *_moves(world, recorder), *_data(world, recorder), *_amp(world), *_processes(world, rank), *_network(script),
@@ -99,7 +99,7 @@ def as_on_a_device(
 
 
 @contextmanager
-def _environment(script: Script, rank: int) -> Iterator[None]:
+def _environment(script: ScriptCommand, rank: int) -> Iterator[None]:
     """What a launcher says to its processes."""
     more = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled", **environment(script, rank)}
     before = {key: os.environ.get(key) for key in more}
@@ -111,7 +111,7 @@ def _environment(script: Script, rank: int) -> Iterator[None]:
             os.environ.pop(key, None) if value is None else os.environ.__setitem__(key, value)
 
 
-def _moves(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+def _moves(world: ScriptWorld, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     to, cuda = Tensor.to, Tensor.cuda
 
     def copied(tensor: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def sizes(batch: Any) -> list[list[Any]]:
     return [[str(one.dtype)[6:], *map(int, one.shape)] for one in tree_leaves(batch) if isinstance(one, Tensor)]
 
 
-def _data(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+def _data(world: ScriptWorld, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     start, iterate = DataLoader.__init__, DataLoader.__iter__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -186,7 +186,7 @@ def _data(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     yield DataLoader, "__iter__", real
 
 
-def _arguments(world: World) -> Iterator[tuple[Any, str, Any]]:
+def _arguments(world: ScriptWorld) -> Iterator[tuple[Any, str, Any]]:
     parsed = argparse.ArgumentParser.parse_known_args
 
     def parse(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +203,7 @@ def rows_of(batch: Any) -> int:
     return next((int(one.shape[0]) for one in tree_leaves(batch) if isinstance(one, Tensor) and one.dim() > 0), 0)
 
 
-def _amp(world: World) -> Iterator[tuple[Any, str, Any]]:
+def _amp(world: ScriptWorld) -> Iterator[tuple[Any, str, Any]]:
     start, scaler = torch.autocast.__init__, torch.amp.GradScaler.__init__
 
     def autocast(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
@@ -222,7 +222,7 @@ def _amp(world: World) -> Iterator[tuple[Any, str, Any]]:
 # --- what is not there -------------------------------------------------------------------------------------------------
 
 
-def _processes(world: World, rank: int) -> Iterator[tuple[Any, str, Any]]:
+def _processes(world: ScriptWorld, rank: int) -> Iterator[tuple[Any, str, Any]]:
     def spawn(function: Callable[..., Any], args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
         world.ranks.world = max(1, nprocs)
         function(min(rank, nprocs - 1), *args)
@@ -237,7 +237,7 @@ def _processes(world: World, rank: int) -> Iterator[tuple[Any, str, Any]]:
     yield os, "fork", forked
 
 
-def _network(script: Script) -> Iterator[tuple[Any, str, Any]]:
+def _network(script: ScriptCommand) -> Iterator[tuple[Any, str, Any]]:
     connect = socket.socket.connect
 
     def refuse(*_: Any, **__: Any) -> Any:

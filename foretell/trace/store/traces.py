@@ -21,7 +21,7 @@ KIND = "traces"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class TraceEntry:
     """What is kept of one traced step besides the trace itself."""
 
     trace: str
@@ -34,12 +34,12 @@ class Entry:
     tied: tuple[tuple[str, ...], ...] = ()
 
 
-Stored = tuple[Trace, Entry]
+Stored = tuple[Trace, TraceEntry]
 
 
 def parsed(content: Mapping[str, Any]) -> Stored:
     """The trace of an entry and what stands beside it; anything wrong raises what `cache.read` drops an entry for."""
-    entry: Entry = value_of(Entry, content)
+    entry: TraceEntry = value_of(TraceEntry, content)
     return whole(loads(entry.trace)), entry
 
 

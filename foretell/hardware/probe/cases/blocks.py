@@ -77,7 +77,7 @@ def transformer(d: Draw) -> Call:
     groups = d.one([g for g in (1, 1, 4) if heads % g == 0])
     modern = groups > 1 or d.rng.random() < 0.4
 
-    class Block(nn.Module):
+    class ProbedBlock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             kind: Any = nn.RMSNorm if modern else nn.LayerNorm
@@ -96,7 +96,7 @@ def transformer(d: Draw) -> Call:
             return x + self.dropout(self.down(y))
 
     batch, length = _tokens(d, width)
-    return _run(d, Block(), d.tensor(batch, length, width, grad=False))
+    return _run(d, ProbedBlock(), d.tensor(batch, length, width, grad=False))
 
 
 def scores(d: Draw) -> Call:
@@ -107,7 +107,7 @@ def scores(d: Draw) -> Call:
     while batch > 1 and batch * heads * length * length > 5e7 * d.scale:
         batch //= 2
 
-    class Block(nn.Module):
+    class ProbedBlock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
@@ -120,7 +120,7 @@ def scores(d: Draw) -> Call:
             s = q @ k.transpose(-2, -1) + self.bias(near).permute(2, 0, 1)[None]
             return (torch.softmax(s.float(), -1).type_as(v) @ v).transpose(1, 2).reshape(b, t, c)
 
-    return _run(d, Block(), d.tensor(batch, length, width, grad=False))
+    return _run(d, ProbedBlock(), d.tensor(batch, length, width, grad=False))
 
 
 def _picture(d: Draw, most: float = 4e7) -> tuple[int, int, int]:
@@ -141,7 +141,7 @@ def residual(d: Draw) -> Call:
     act: Any = d.one((nn.ReLU, nn.ReLU, nn.SiLU))
     squeeze = d.rng.random() < 0.3
 
-    class Block(nn.Module):
+    class ProbedBlock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.body = nn.Sequential(
@@ -159,13 +159,13 @@ def residual(d: Draw) -> Call:
                 y = y * self.gate(y)
             return F.relu(x + y)
 
-    return _run(d, Block(), d.tensor(batch, channels, side, side, grad=False))
+    return _run(d, ProbedBlock(), d.tensor(batch, channels, side, side, grad=False))
 
 
 def depthwise(d: Draw) -> Call:
     batch, channels, side = _picture(d)
 
-    class Block(nn.Module):
+    class ProbedBlock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.conv = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
@@ -176,13 +176,13 @@ def depthwise(d: Draw) -> Call:
             y = self.norm(self.conv(x).permute(0, 2, 3, 1))
             return x + (self.scale * self.down(F.gelu(self.up(y)))).permute(0, 3, 1, 2)
 
-    return _run(d, Block(), d.tensor(batch, channels, side, side, grad=False))
+    return _run(d, ProbedBlock(), d.tensor(batch, channels, side, side, grad=False))
 
 
 def upward(d: Draw) -> Call:
     batch, channels, side = _picture(d, 1e7)
 
-    class Block(nn.Module):
+    class ProbedBlock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.down, self.mid = nn.Conv2d(channels, channels, 3, 2, 1), nn.Conv2d(2 * channels, channels, 3, padding=1)
@@ -194,7 +194,7 @@ def upward(d: Draw) -> Call:
             y = self.up(y) if self.up is not None else F.interpolate(y, scale_factor=2.0)
             return self.mid(torch.cat((x, y[..., : x.shape[2], : x.shape[3]]), 1)) if y.shape[2] >= x.shape[2] else y
 
-    return _run(d, Block(), d.tensor(batch, channels, side, side, grad=False))
+    return _run(d, ProbedBlock(), d.tensor(batch, channels, side, side, grad=False))
 
 
 def conditioned(d: Draw) -> Call:
@@ -203,7 +203,7 @@ def conditioned(d: Draw) -> Call:
     while batch > 1 and batch * length * width > 2e7 * d.scale:
         batch //= 2
 
-    class Block(nn.Module):
+    class ProbedBlock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.norm, self.adapt = nn.LayerNorm(width, elementwise_affine=False), nn.Linear(width, 3 * width)
@@ -213,7 +213,7 @@ def conditioned(d: Draw) -> Call:
             shift, scale, gate = self.adapt(F.silu(c)).chunk(3, -1)
             return x + gate[:, None] * self.body(self.norm(x) * (1 + scale[:, None]) + shift[:, None])
 
-    return _run(d, Block(), d.tensor(batch, length, width, grad=False), d.tensor(batch, width, grad=False))
+    return _run(d, ProbedBlock(), d.tensor(batch, length, width, grad=False), d.tensor(batch, width, grad=False))
 
 
 def mixing(d: Draw) -> Call:
@@ -222,7 +222,7 @@ def mixing(d: Draw) -> Call:
     while batch > 1 and batch * length * width > 3e7 * d.scale:
         batch //= 2
 
-    class Block(nn.Module):
+    class ProbedBlock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.norm, self.across, self.along = nn.LayerNorm(width), nn.Linear(length, length), nn.Linear(width, 2 * width)
@@ -232,7 +232,7 @@ def mixing(d: Draw) -> Call:
             a, b = self.along(x + y).chunk(2, -1)
             return a * torch.sigmoid(b)
 
-    return _run(d, Block(), d.tensor(batch, length, width, grad=False))
+    return _run(d, ProbedBlock(), d.tensor(batch, length, width, grad=False))
 
 
 def scan(d: Draw) -> Call:
@@ -241,7 +241,7 @@ def scan(d: Draw) -> Call:
     while length > 32 and batch * length * width * state > 1.5e7 * d.scale:
         length //= 2
 
-    class Block(nn.Module):
+    class ProbedBlock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.rate = nn.Parameter(torch.rand(width, state))
@@ -260,7 +260,7 @@ def scan(d: Draw) -> Call:
                 jump *= 2
             return (y * c[:, :, None]).sum(-1)
 
-    return _run(d, Block(), d.tensor(batch, length, width, grad=False))
+    return _run(d, ProbedBlock(), d.tensor(batch, length, width, grad=False))
 
 
 def routing(d: Draw) -> Call:
@@ -270,7 +270,7 @@ def routing(d: Draw) -> Call:
         tokens //= 2
     room = int(1.25 * tokens * top / experts) // 8 * 8 + 8
 
-    class Block(nn.Module):
+    class ProbedBlock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.gate = nn.Linear(width, experts, bias=False)
@@ -287,7 +287,7 @@ def routing(d: Draw) -> Call:
             y = torch.cat((y.reshape(experts * room, -1), y.new_zeros(1, y.shape[-1])))
             return (y[slot].view(-1, top, y.shape[-1]) * weight[..., None].to(y.dtype)).sum(1)
 
-    return _run(d, Block(), d.tensor(tokens, width, grad=False))
+    return _run(d, ProbedBlock(), d.tensor(tokens, width, grad=False))
 
 
 def messages(d: Draw) -> Call:
@@ -298,7 +298,7 @@ def messages(d: Draw) -> Call:
         edges //= 2
     source, target = d.integers(nodes, edges), d.integers(nodes, edges)
 
-    class Block(nn.Module):
+    class ProbedBlock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.own, self.other = nn.Linear(width, width), nn.Linear(width, width, bias=False)
@@ -308,7 +308,7 @@ def messages(d: Draw) -> Call:
             count = x.new_zeros(nodes).index_add_(0, target, x.new_ones(edges)).clamp(min=1)
             return F.relu(self.own(x) + self.other(held / count[:, None]))
 
-    return _run(d, Block(), d.tensor(nodes, width, grad=False))
+    return _run(d, ProbedBlock(), d.tensor(nodes, width, grad=False))
 
 
 def head(d: Draw) -> Call:
@@ -319,7 +319,7 @@ def head(d: Draw) -> Call:
         tokens //= 2
     asked, wanted = d.integers(words, 2, tokens // 2), d.integers(words, tokens)
 
-    class Block(nn.Module):
+    class ProbedBlock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.table, self.out = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
@@ -329,7 +329,7 @@ def head(d: Draw) -> Call:
             x = self.out(self.table(asked) + self.place + anchor)
             return F.cross_entropy(x.view(-1, words).float() if d.seed % 2 else x.view(-1, words), wanted)
 
-    return _run(d, Block(), d.tensor(width, grad=False))
+    return _run(d, ProbedBlock(), d.tensor(width, grad=False))
 
 
 BLOCKS: dict[str, tuple[Any, int]] = {

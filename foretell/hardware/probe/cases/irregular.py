@@ -375,7 +375,7 @@ def main(arguments: list[str]) -> int:
     given = _parser().parse_args(arguments)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     path = journals.packed_path(journal_path(given.profile)) if given.profile else None
-    entries: list[journals.Entry] = []
+    entries: list[journals.JournalEntry] = []
     if path is not None:
         profile, here = load(given.profile), machine_here(kind)
         if profile.device != here.device:
@@ -385,7 +385,7 @@ def main(arguments: list[str]) -> int:
     sys.stdout.write(f"measuring {', '.join(families) or 'nothing: the journal has all families'}\n")
     found = []
     for spent, content, ran in measure(kind, given.seconds or SECONDS, families):
-        found.append(journals.Entry("ops" if ran else "failed", spent, content))
+        found.append(journals.JournalEntry("ops" if ran else "failed", spent, content))
         for row in content.get("rows", ()):
             sys.stdout.write(f"{content['case'][0]:<11} {row[0]:<44} {1e6 * row[4]:11.1f} us  host {1e6 * row[6]:8.1f} us  {row[1][:2]}\n")
         if not ran:

@@ -18,7 +18,7 @@ import torch
 
 from foretell.hardware.probe.clock import host_clock
 from foretell.hardware.probe.machine import nvml
-from foretell.hardware.probe.power import Meter
+from foretell.hardware.probe.power import PowerMeter
 from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.record.step import Step
@@ -190,7 +190,7 @@ def _wait(kind: str) -> None:
 def _metered(one: Any, count: int) -> tuple[list[float], float | None]:
     """Seconds of each step, and the watts meanwhile where the driver can tell."""
     with nvml() as driver:
-        meter = Meter(*driver) if driver is not None else None
+        meter = PowerMeter(*driver) if driver is not None else None
         before, began = meter.joules() if meter else None, time.perf_counter()
         each = _cuda(one, count)
         took, after = time.perf_counter() - began, meter.joules() if meter else None

@@ -33,7 +33,7 @@ PIECE = 8 * MIB
 TRY = "plan with a smaller --disk, free space there, or name a folder on another disk"
 
 
-class _Job:
+class _Transfer:
     """Bytes on their way, and who waits for them."""
 
     def __init__(self, offset: int, data: np.ndarray, writing: bool, after: Callable[[], object] | None) -> None:
@@ -43,10 +43,10 @@ class _Job:
         self.error: BaseException | None = None
         self.pieces = self.waits = 0
         """Pieces that are not moved yet; earlier jobs that must be done before it starts."""
-        self.then: list[_Job] = []
+        self.then: list[_Transfer] = []
 
 
-class Shelf:
+class DiskFile:
     """A file of a fixed size. Transfers that touch the same bytes happen in the order they were asked for, others at once.
 
     Bytes that were never written are zero. After a write failed, nothing can be read any more: old bytes are never taken for new.
@@ -76,7 +76,7 @@ class Shelf:
         self._busy, self._since, self._moving = 0.0, 0.0, 0
         self._next = 0
         self._closed, self._failed = False, None  # type: bool, BaseException | None
-        self._under_way: list[_Job] = []
+        self._under_way: list[_Transfer] = []
         self._changed = threading.Condition()
         self._movers = ThreadPoolExecutor(threads, "foretell-disk")
         self._waiter = ThreadPoolExecutor(1, "foretell-disk-wait")
@@ -153,7 +153,7 @@ class Shelf:
         self._movers.shutdown()
         self._file.close()
 
-    def __enter__(self) -> Shelf:
+    def __enter__(self) -> DiskFile:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -166,7 +166,7 @@ class Shelf:
             raise AssertionError("only host tensors in one piece go to disk")
         if offset < 0 or offset + tensor.nbytes > self.nbytes:
             raise AssertionError(f"{tensor.nbytes} bytes at {offset} are not on a shelf of {self.nbytes}")
-        job = _Job(offset, tensor.detach().reshape(-1).view(torch.uint8).numpy(), writing, after)
+        job = _Transfer(offset, tensor.detach().reshape(-1).view(torch.uint8).numpy(), writing, after)
         with self._changed:
             if self._closed:
                 job.done.set_exception(RuntimeError(f"the shelf in {self.folder} is closed"))
@@ -181,10 +181,10 @@ class Shelf:
             self._start(job)
         return job.done
 
-    def _start(self, job: _Job) -> None:
+    def _start(self, job: _Transfer) -> None:
         _hand(self._waiter if job.after is not None else self._movers, self._cut, job)
 
-    def _cut(self, job: _Job) -> None:
+    def _cut(self, job: _Transfer) -> None:
         """Wait for what it comes after, then hand its pieces out."""
         try:
             if job.after is not None:
@@ -199,7 +199,7 @@ class Shelf:
         if not starts:
             self._finish(job)
 
-    def _piece(self, job: _Job, begin: int, end: int) -> None:
+    def _piece(self, job: _Transfer, begin: int, end: int) -> None:
         with self._changed:
             error = job.error or self._failed
             self._since = self._since if self._moving else time.perf_counter()
@@ -223,7 +223,7 @@ class Shelf:
         if last:
             self._finish(job)
 
-    def _said(self, job: _Job, error: OSError) -> UserError:
+    def _said(self, job: _Transfer, error: OSError) -> UserError:
         what = f"{'writing' if job.writing else 'reading'} {human_bytes(job.data.nbytes)} of {human_bytes(self.nbytes)} on disk"
         there = ""
         with suppress(UserError):
@@ -232,7 +232,7 @@ class Shelf:
         said.__cause__ = error
         return said
 
-    def _finish(self, job: _Job) -> None:
+    def _finish(self, job: _Transfer) -> None:
         with self._changed:
             if job.error is not None and job.writing:
                 self._failed = self._failed or job.error

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from foretell.runtime.offload.memory.arena import bytes_for
 
 
-class Piece(Protocol):
+class SlotBacking(Protocol):
     """An arena, or a file on disk."""
 
     nbytes: int
@@ -18,10 +18,10 @@ class Piece(Protocol):
     def close(self) -> None: ...
 
 
-P = TypeVar("P", bound=Piece)
+P = TypeVar("P", bound=SlotBacking)
 
 
-class Space:
+class OffsetSpace:
     """Offsets from 0 on, first fit; without a size there is always room."""
 
     def __init__(self, nbytes: int | None = None) -> None:
@@ -49,7 +49,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Slot(Generic[P]):
+class MemorySlot(Generic[P]):
     """A stretch of one piece."""
 
     piece: P
@@ -64,8 +64,8 @@ class Slots(Generic[P]):
 
     def __init__(self, make: Callable[[int], P], *, least: int, one: bool = True) -> None:
         self._make, self._least, self._one = make, least, one
-        self.pieces: list[tuple[P, Space]] = []
-        self._ideal = Space()
+        self.pieces: list[tuple[P, OffsetSpace]] = []
+        self._ideal = OffsetSpace()
         self.live = 0
         """Bytes that are taken now."""
 
@@ -85,9 +85,9 @@ class Slots(Generic[P]):
 
     def _add(self, nbytes: int) -> None:
         piece = self._make(bytes_for([nbytes]))
-        self.pieces.append((piece, Space(piece.nbytes)))
+        self.pieces.append((piece, OffsetSpace(piece.nbytes)))
 
-    def room(self, nbytes: int) -> Slot[P] | None:
+    def room(self, nbytes: int) -> MemorySlot[P] | None:
         """A stretch, unless there is none."""
         nbytes = bytes_for([nbytes])
         for piece, space in self.pieces:
@@ -96,10 +96,10 @@ class Slots(Generic[P]):
                 ideal = self._ideal.take(nbytes)
                 assert ideal is not None
                 self.live += nbytes
-                return Slot(piece, offset, nbytes, ideal)
+                return MemorySlot(piece, offset, nbytes, ideal)
         return None
 
-    def take(self, nbytes: int) -> Slot[P]:
+    def take(self, nbytes: int) -> MemorySlot[P]:
         """A stretch; where there is none, one more piece is made."""
         found = self.room(nbytes)
         if found is None:
@@ -108,7 +108,7 @@ class Slots(Generic[P]):
             assert found is not None
         return found
 
-    def give(self, slot: Slot[P]) -> None:
+    def give(self, slot: MemorySlot[P]) -> None:
         next(space for piece, space in self.pieces if piece is slot.piece).give(slot.offset, slot.nbytes)
         self._ideal.give(slot.ideal, slot.nbytes)
         self.live -= slot.nbytes

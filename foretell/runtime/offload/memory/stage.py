@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foretell.plan.states import count_of
 from foretell.runtime.offload.memory.arena import Arena, bytes_for
-from foretell.runtime.offload.memory.disk import Shelf, end, running
+from foretell.runtime.offload.memory.disk import DiskFile, end, running
 
 Arrays = dict[str, Tensor]
 """One chunk in a buffer: views of its memory, by name."""
@@ -45,13 +45,13 @@ class _Use:
         self.arrays: Arrays = {}
 
 
-class Stage:
+class StagingBuffers:
     """Chunks by key. Give back what you fetch: who fetches more than there are buffers waits until one is given back.
 
     What is only asked for ahead takes nothing from anybody: it is forgotten where a buffer is needed for something else.
     """
 
-    def __init__(self, shelf: Shelf, arena: Arena, chunks: Mapping[Any, int], dtypes: Mapping[str, torch.dtype], buffers: int = 3) -> None:
+    def __init__(self, shelf: DiskFile, arena: Arena, chunks: Mapping[Any, int], dtypes: Mapping[str, torch.dtype], buffers: int = 3) -> None:
         self.shelf, self.chunks, self.dtypes = shelf, dict(chunks), dict(dtypes)
         host, _ = needs(chunks, dtypes, 1)
         self._free = [arena.take(host, torch.uint8) for _ in range(buffers)]

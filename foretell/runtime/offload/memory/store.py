@@ -16,20 +16,20 @@ from torch import Tensor
 
 from foretell.errors import UserError
 from foretell.plan.states import BUFFERS, count_of
-from foretell.runtime.offload.forms import MASTER, REST, Form
+from foretell.runtime.offload.forms import MASTER, REST, StateFormat
 from foretell.runtime.offload.lanes import Mark
-from foretell.runtime.offload.layout import CPU, DEVICE, DISK, HOST, Chunk, Unit
+from foretell.runtime.offload.layout import CPU, DEVICE, DISK, HOST, Chunk, OffloadUnit
 from foretell.runtime.offload.memory.arena import KEEP_FREE, Arena, available, bytes_for
-from foretell.runtime.offload.memory.disk import Shelf
+from foretell.runtime.offload.memory.disk import DiskFile
 from foretell.runtime.offload.memory.folder import free, in_memory
-from foretell.runtime.offload.memory.stage import Stage, needs
+from foretell.runtime.offload.memory.stage import StagingBuffers, needs
 from foretell.units import human_bytes
 
 
-class Slot:
+class ChunkSlot:
     """Device memory for one chunk: its states, and for streamed units its weights and gradients."""
 
-    def __init__(self, form: Form, elements: int, device: torch.device, *, streamed: bool) -> None:
+    def __init__(self, form: StateFormat, elements: int, device: torch.device, *, streamed: bool) -> None:
         self.kept = {name: torch.empty(count_of(name, elements), dtype=dtype, device=device) for name, dtype in form.kept.items()}
         count = elements if streamed else 0
         self.weight, self.grad = (torch.empty(count, dtype=form.weight, device=device) for _ in range(2))
@@ -46,7 +46,7 @@ class Store:
     """Arrays by unit, and by unit and chunk."""
 
     def __init__(
-        self, units: Sequence[Unit], form: Form, device: torch.device, *, slots: int, arena: Arena | None = None,
+        self, units: Sequence[OffloadUnit], form: StateFormat, device: torch.device, *, slots: int, arena: Arena | None = None,
         folder: str | Path | None = None, agree: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
         """`agree` is asked whether so many bytes of host memory may be taken, where any are."""
@@ -62,7 +62,7 @@ class Store:
             agree(bytes_for(sizes))
         self.shelf = shelf(on_disk, folder) if self.far else None
         self.arena = (arena or Arena(bytes_for(sizes), register=device.type == "cuda")) if sizes else None
-        self.stage = Stage(self.shelf, self.arena, self.far, form.kept, buffers) if self.shelf and self.arena else None
+        self.stage = StagingBuffers(self.shelf, self.arena, self.far, form.kept, buffers) if self.shelf and self.arena else None
         self.kept = {unit.path: self._states(unit) for unit in units}
         self.weights = {unit.path: self._take(unit.elements, form.weight) for unit in units if unit.streamed}
         """Path of a streamed unit → its weights in host memory."""
@@ -78,12 +78,12 @@ class Store:
                 self._cut(unit, chunk)
         moving = [chunk for unit in units if unit.tier != DEVICE for chunk in unit.chunks if chunk.engine != CPU]
         longest = max((chunk.elements for chunk in moving), default=0)
-        self.slots = [Slot(form, longest, device, streamed=bool(self.weights)) for _ in range(slots if moving else 0)]
+        self.slots = [ChunkSlot(form, longest, device, streamed=bool(self.weights)) for _ in range(slots if moving else 0)]
         staying = max((chunk.elements for unit in units if unit.tier == DEVICE for chunk in unit.chunks), default=0)
         self.wide, self.wide_at_home = (torch.empty(n * form.scratch, dtype=torch.float32, device=device) for n in (longest, staying))
         """Scratch of updates: of states that come and go, and of those that stay."""
 
-    def _on_host(self, unit: Unit) -> Iterator[int]:
+    def _on_host(self, unit: OffloadUnit) -> Iterator[int]:
         width = self.form.weight.itemsize
         if unit.tier == HOST:
             yield from (count_of(name, unit.elements) * dtype.itemsize for name, dtype in self.form.kept.items())
@@ -104,7 +104,7 @@ class Store:
         assert self.arena is not None
         return self.arena.take(elements, dtype)
 
-    def _states(self, unit: Unit) -> dict[str, Tensor]:
+    def _states(self, unit: OffloadUnit) -> dict[str, Tensor]:
         if unit.tier == DEVICE:
             return {n: torch.zeros(count_of(n, unit.elements), dtype=t, device=self.device) for n, t in self.form.kept.items()}
         if unit.tier == DISK:
@@ -112,7 +112,7 @@ class Store:
         assert unit.tier == HOST, unit.tier
         return {name: self._take(count_of(name, unit.elements), dtype) for name, dtype in self.form.kept.items()}
 
-    def _cut(self, unit: Unit, chunk: Chunk) -> None:
+    def _cut(self, unit: OffloadUnit, chunk: Chunk) -> None:
         key = (unit.path, chunk.begin)
         if unit.tier != DISK:
             self.there[key] = {
@@ -127,26 +127,26 @@ class Store:
         else:
             self.updated[key] = self._take(chunk.elements, self.form.weight) if self.keeps_weights else self.grads[key]
 
-    def slice_of(self, unit: Unit, name: str) -> dict[str, Tensor]:
+    def slice_of(self, unit: OffloadUnit, name: str) -> dict[str, Tensor]:
         """A parameter's states."""
         begin = unit.starts[name]
         return {key: flat[self.form.part(key, begin, unit.sizes[name])] for key, flat in self.kept[unit.path].items()}
 
     # ------------------------------------------------------------ parameters whose states are on disk
 
-    def fresh(self, unit: Unit, name: str) -> dict[str, Tensor]:
+    def fresh(self, unit: OffloadUnit, name: str) -> dict[str, Tensor]:
         """A parameter's states, all zero; of those on disk what `write` shall put there first."""
         if unit.tier != DISK:
             return self.slice_of(unit, name)
         return {key: torch.zeros(unit.sizes[name], dtype=dtype) for key, dtype in self.form.kept.items() if key in (MASTER, REST)}
 
-    def arrays(self, unit: Unit, name: str) -> dict[str, Tensor]:
+    def arrays(self, unit: OffloadUnit, name: str) -> dict[str, Tensor]:
         """A parameter's states: where they are, or a copy of what is on disk."""
         if unit.tier != DISK:
             return self.slice_of(unit, name)
         return {key: self.read(unit, name, key, 0, count_of(key, unit.sizes[name])) for key in self.form.kept}
 
-    def read(self, unit: Unit, name: str, key: str, begin: int, end: int) -> Tensor:
+    def read(self, unit: OffloadUnit, name: str, key: str, begin: int, end: int) -> Tensor:
         """Entries of a parameter's array that is on disk."""
         assert self.stage is not None
         into = torch.empty(end - begin, dtype=self.form.kept[key])
@@ -156,7 +156,7 @@ class Store:
             asked.result()
         return into
 
-    def write(self, unit: Unit, name: str, arrays: Mapping[str, Tensor]) -> None:
+    def write(self, unit: OffloadUnit, name: str, arrays: Mapping[str, Tensor]) -> None:
         """A parameter's states as they are to be on disk from now on; others are where they are written."""
         if unit.tier != DISK:
             return
@@ -181,7 +181,7 @@ class Store:
             self.arena.close()
 
 
-def _runs(unit: Unit, name: str, key: str, begin: int, end: int) -> Iterator[tuple[tuple[str, int], int, int, int]]:
+def _runs(unit: OffloadUnit, name: str, key: str, begin: int, end: int) -> Iterator[tuple[tuple[str, int], int, int, int]]:
     """Where a run of a parameter's array is: chunk, first entry in the chunk, first in the run, how many."""
     for chunk in unit.chunks:
         for piece in chunk.pieces:
@@ -191,7 +191,7 @@ def _runs(unit: Unit, name: str, key: str, begin: int, end: int) -> Iterator[tup
                 yield (unit.path, chunk.begin), count_of(key, piece.at) + low - first, low - begin, high - low
 
 
-def shelf(nbytes: int, folder: str | Path | None) -> Shelf:
+def shelf(nbytes: int, folder: str | Path | None) -> DiskFile:
     """Room on disk; a folder whose files are in host memory themselves must leave enough of that."""
     where = Path(folder or tempfile.gettempdir())
     free(where)  # says if there is no such folder
@@ -201,4 +201,4 @@ def shelf(nbytes: int, folder: str | Path | None) -> Shelf:
             f"the plan keeps {human_bytes(nbytes)} on disk in {where}, which is in host memory, and {human_bytes(there)} of that can be had",
             "name a folder on a disk, such as --scratch /data/scratch",
         )
-    return Shelf(nbytes, where)
+    return DiskFile(nbytes, where)

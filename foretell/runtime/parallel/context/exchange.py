@@ -15,10 +15,10 @@ from torch import Tensor
 
 from foretell.plan.tensor.types import Partial, Place, Shard
 from foretell.runtime.parallel.tensor import values as tensor_values
-from foretell.runtime.parallel.tensor.exchange import Gather, Scatter, Team, part
+from foretell.runtime.parallel.tensor.exchange import Gather, Scatter, TensorGroup, part
 
 
-class ContextTeam(Team):
+class ContextTeam(TensorGroup):
     """The ranks that share every sample. Their parts may be split once more, over the tensor axis."""
 
     level = 0
@@ -62,7 +62,7 @@ class _Sum(torch.autograd.Function):
     """Partial → whole."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
+    def forward(ctx: Any, x: Tensor, team: TensorGroup) -> Tensor:
         ctx.team = team
         return team.all_reduce(x)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from foretell.errors import UserError
-from foretell.plan.context import ALONG, Shared, share
+from foretell.plan.context import ALONG, ContextSplit, share
 from foretell.plan.tensor.types import Setting, Shard
 from foretell.runtime.parallel.context.exchange import ContextTeam
 from foretell.runtime.parallel.ranks import Ranks
@@ -28,10 +28,10 @@ from foretell.trace.record.step import Batch, Loss, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context:
+class ContextParallel:
     """How a model's positions are shared by the ranks of a team."""
 
-    shared: Shared
+    shared: ContextSplit
     team: ContextTeam
     paths: frozenset[Any]
     """Where in a batch the tensors are that positions are taken from."""
@@ -79,7 +79,7 @@ class Context:
         return tensor_values.split(value, Shard(apart[0], (shape[apart[0]],)), self.team)
 
 
-def prepare(model: nn.Module, ranks: Ranks, batch: Batch, loss: Loss | None) -> Context | None:
+def prepare(model: nn.Module, ranks: Ranks, batch: Batch, loss: Loss | None) -> ContextParallel | None:
     """Find out how a model's positions can be shared over the context axis; None where that has one rank.
 
     Raises a `UserError` that says why where they cannot be.
@@ -105,9 +105,9 @@ def _beside(model: nn.Module, batch: Batch) -> Batch:
     return moved
 
 
-def context_of(batch: Batch, shared: Shared, team: ContextTeam) -> Context:
+def context_of(batch: Batch, shared: ContextSplit, team: ContextTeam) -> ContextParallel:
     """What was found with a batch, for all batches like it."""
-    return Context(shared=shared, team=team, paths=_paths(batch, shared.leaves))
+    return ContextParallel(shared=shared, team=team, paths=_paths(batch, shared.leaves))
 
 
 def _paths(batch: Batch, chosen: tuple[int, ...]) -> frozenset[Any]:

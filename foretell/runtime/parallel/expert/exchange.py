@@ -45,7 +45,7 @@ class _Swap(torch.autograd.Function):
         return ctx.crew.exchanged(grad, ctx.given, ctx.taken), None, None, None
 
 
-class Share(torch.autograd.Function):
+class SharedWeight(torch.autograd.Function):
     """A weight that rows of several data ranks meet: its gradient is the mean over them, as that of other weights is."""
 
     @staticmethod

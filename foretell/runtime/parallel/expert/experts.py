@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
 from foretell.errors import UserError
-from foretell.runtime.parallel.expert.exchange import Crew, Routed, Share, Stacked
+from foretell.runtime.parallel.expert.exchange import Crew, Routed, SharedWeight, Stacked
 
 STACKED, ROUTED = "stacked", "routed"
 ROWS = 6
@@ -45,7 +45,7 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Applied:
+class ExpertParallel:
     """Experts of a model, split."""
 
     experts: tuple[Experts, ...]
@@ -212,7 +212,7 @@ def _counting(module: nn.Module, numbers: Mapping[str, int]) -> Iterator[None]:
 # --- splitting -------------------------------------------------------------------------------------------------------
 
 
-def apply(model: nn.Module, experts: tuple[Experts, ...], mesh: DeviceMesh, *, plain: bool = False) -> Applied:
+def apply(model: nn.Module, experts: tuple[Experts, ...], mesh: DeviceMesh, *, plain: bool = False) -> ExpertParallel:
     """Keep this rank's experts of every stack that the model, or one stage of it, has; rows go to where theirs are.
 
     With `plain` they are tensors like any other, which know nothing of the other ranks' experts."""
@@ -230,7 +230,7 @@ def apply(model: nn.Module, experts: tuple[Experts, ...], mesh: DeviceMesh, *, p
         _send_rows(module, way, running)
     if here:
         _watch(model, running)
-    return Applied(experts=tuple(here), crew=crew, ways=ways)
+    return ExpertParallel(experts=tuple(here), crew=crew, ways=ways)
 
 
 def _has(model: nn.Module, path: str) -> bool:
@@ -276,7 +276,7 @@ def _send_rows(module: nn.Module, way: Stacked | Routed, running: list[bool]) ->
     given: dict[str, Tensor] = {}
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        local = {name: Share.apply(_local(module._parameters[name]), way.crew.size) for name in names}
+        local = {name: SharedWeight.apply(_local(module._parameters[name]), way.crew.size) for name in names}
         rows = signature.bind(*args, **kwargs).args
 
         def call(*values: Tensor) -> Tensor:

@@ -25,15 +25,15 @@ from foretell.plan.mesh import rank_at
 from foretell.plan.precision import MIXED, computes_in, in_recipe
 from foretell.plan.types import Plan
 from foretell.runtime.parallel.apply import Job, Piped, apply
-from foretell.runtime.parallel.pipeline.part import Form
-from foretell.runtime.parallel.pipeline.stages import PlainStage, Stages, Wire, chart
+from foretell.runtime.parallel.pipeline.part import BoundaryTensor
+from foretell.runtime.parallel.pipeline.stages import PlainStage, RankStages, Wire, chart
 from foretell.runtime.parallel.ranks import Ranks, form
 from foretell.trace.load.model import Source, load
 from foretell.trace.record.step import Workload, cast_floats, prepare_precision
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class RankEvent:
     """Something this rank does."""
 
     what: str
@@ -50,8 +50,8 @@ class Event:
 class Dry:
     """One step of one rank."""
 
-    events: tuple[Event, ...]
-    crossing: tuple[tuple[Form, ...], ...]
+    events: tuple[RankEvent, ...]
+    crossing: tuple[tuple[BoundaryTensor, ...], ...]
     """What each stage receives for one micro-batch, in the precision of the plan."""
     parameters: dict[int, dict[str, int]]
     """Stage of this rank → parameter → bytes held here."""
@@ -81,7 +81,7 @@ def dry_run(source: Source, plan: Plan, rank: int = 0, *, steps: int = 1) -> Dry
         dist.destroy_process_group()
 
 
-def crossing_of(source: Source, plan: Plan) -> tuple[tuple[Form, ...], ...]:
+def crossing_of(source: Source, plan: Plan) -> tuple[tuple[BoundaryTensor, ...], ...]:
     """What each stage receives for one micro-batch, in the precision of the plan. Without a tensor split."""
     assert plan.pipeline is not None
     sharded = plan.mesh.data > 1
@@ -95,7 +95,7 @@ def crossing_of(source: Source, plan: Plan) -> tuple[tuple[Form, ...], ...]:
             return chart(workload.model, batch, workload.loss, plan.pipeline.cuts).crossing
 
 
-def _steps(job: Job, workload: Workload, forms: tuple[tuple[Form, ...], ...], steps: int) -> Dry:
+def _steps(job: Job, workload: Workload, forms: tuple[tuple[BoundaryTensor, ...], ...], steps: int) -> Dry:
     assert isinstance(job.runner, Piped)
     stages, plan = job.runner.stages, job.plan
     batches = [workload.batch] * plan.accumulate
@@ -121,10 +121,10 @@ class Notes:
     With `really` off, nothing is sent and what would be received stays as it is.
     """
 
-    def __init__(self, stages: Stages, *, really: bool = True) -> None:
-        self.events: list[Event] = []
+    def __init__(self, stages: RankStages, *, really: bool = True) -> None:
+        self.events: list[RankEvent] = []
         self.really = really
-        self._tags: dict[int, Event] = {}
+        self._tags: dict[int, RankEvent] = {}
         self._sends = schedules._batch_p2p
         stages.wire = _NotedWire(stages.wire.group, self.events, really)
         stages.kind = _recorded(self)
@@ -138,10 +138,10 @@ class Notes:
         finally:
             schedules._batch_p2p = self._sends
 
-    def note(self, event: Event) -> None:
+    def note(self, event: RankEvent) -> None:
         self.events.append(event)
 
-    def tag(self, op: Any, event: Event) -> None:
+    def tag(self, op: Any, event: RankEvent) -> None:
         self._tags[id(op)] = event
 
     def _batch(self, ops: list[Any], desc: str | None = None) -> list[Any]:
@@ -186,11 +186,11 @@ def _recorded(notes: Notes) -> type[PlainStage]:
             return self._tag("receive gradients", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
         def _note(self, what: str, number: int | None) -> None:
-            notes.note(Event(what=what, stage=self.stage_index, micro_batch=number))
+            notes.note(RankEvent(what=what, stage=self.stage_index, micro_batch=number))
 
         def _tag(self, what: str, number: int, ops: list[Any]) -> list[Any]:
             for op in ops:
-                notes.tag(op, Event(what=what, stage=self.stage_index, micro_batch=number))
+                notes.tag(op, RankEvent(what=what, stage=self.stage_index, micro_batch=number))
             return ops
 
         # torch 2.13 agrees over the wire on whether shapes are known; they are.
@@ -209,18 +209,18 @@ class _One:
 
 
 class _NotedWire(Wire):
-    def __init__(self, group: Any, events: list[Event], really: bool) -> None:
+    def __init__(self, group: Any, events: list[RankEvent], really: bool) -> None:
         super().__init__(group)
         self.events, self.really = events, really
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        self.events.append(Event(what="send ties", peer=rank, nbytes=_nbytes(tensor)))
+        self.events.append(RankEvent(what="send ties", peer=rank, nbytes=_nbytes(tensor)))
         if self.really:
             with _disable_current_modes():
                 super().send(tensor, rank)
 
     def receive(self, tensor: Tensor, rank: int) -> None:
-        self.events.append(Event(what="receive ties", peer=rank, nbytes=_nbytes(tensor)))
+        self.events.append(RankEvent(what="receive ties", peer=rank, nbytes=_nbytes(tensor)))
         if self.really:
             with _disable_current_modes():
                 super().receive(tensor, rank)
@@ -229,7 +229,7 @@ class _NotedWire(Wire):
 class _Collectives(TorchDispatchMode):
     """Collectives of data and tensor parallelism, with the bytes of their larger side."""
 
-    def __init__(self, events: list[Event]) -> None:
+    def __init__(self, events: list[RankEvent]) -> None:
         super().__init__()
         self.events = events
 
@@ -238,7 +238,7 @@ class _Collectives(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
             sides = [[leaf for leaf in pytree.tree_leaves(side) if isinstance(leaf, Tensor)] for side in args]
             larger = max((sum(map(_nbytes, side)) for side in sides), default=0)
-            self.events.append(Event(what=func.__name__.split(".")[0].strip("_"), nbytes=larger))
+            self.events.append(RankEvent(what=func.__name__.split(".")[0].strip("_"), nbytes=larger))
         return func(*args, **kwargs)
 
 

@@ -36,11 +36,11 @@ from foretell.runtime.parallel.pipeline.ghost import (
     leaves_of,
     resolve,
 )
-from foretell.trace.flow.stages import Flow
+from foretell.trace.flow.stages import StageFlow
 from foretell.trace.record.step import Batch, Loss, Workload, call_model, compute_loss
 
 if TYPE_CHECKING:
-    from foretell.runtime.parallel.context.positions import Context
+    from foretell.runtime.parallel.context.positions import ContextParallel
 
 NUMBER = "micro_batch_number"
 """Keyword by which the schedule says which micro-batch a stage is to run."""
@@ -48,14 +48,14 @@ _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
-class Form:
+class BoundaryTensor:
     """A tensor that crosses from one stage to the next."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Form:
+    def of(cls, tensor: Tensor) -> BoundaryTensor:
         return cls(tuple(tensor.shape), tensor.dtype)
 
     @property
@@ -75,10 +75,10 @@ class _End(BaseException):
 
 
 @dataclass(eq=False)
-class Stage:
+class StageModules:
     """What the modules of one stage know in common."""
 
-    flow: Flow
+    flow: StageFlow
     index: int
     loss: Loss | None
     receives: tuple[int, ...] | None = None
@@ -101,7 +101,7 @@ class Stage:
     """Around forward and loss: autocast."""
     gather: Callable[[Tensor], Tensor] = lambda value: value
     """Makes what goes to the next stage plain, where tensors are split."""
-    context_of: Context | None = None
+    context_of: ContextParallel | None = None
     """How positions are shared, where they are."""
     batches: Sequence[Batch] = ()
     """Micro-batches of the step that is running."""
@@ -245,10 +245,10 @@ class _Fence(TorchDispatchMode):
 # --- what a call of a module does ------------------------------------------------------------------------------------
 
 
-class Piece(nn.Module):
+class PieceModule(nn.Module):
     """Added before the class of a module that lies whole within stages."""
 
-    _stage: Stage
+    _stage: StageModules
     _path: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -271,10 +271,10 @@ class Piece(nn.Module):
         return super().__call__(*args, **kwargs)
 
 
-class Whole(nn.Module):
+class WholeModule(nn.Module):
     """Added before the class of the model itself: called by the schedule, it runs the stage."""
 
-    _stage: Stage
+    _stage: StageModules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stage = self.__dict__["_stage"]
@@ -288,7 +288,7 @@ def _with(added: Any, kind: Any) -> Any:
     return type(kind.__name__, (added, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
-def _shapes_of(stage: Stage, path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _shapes_of(stage: StageModules, path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Ghosts of what a module would give: it is run on ghosts the first time, its shapes remembered after that."""
     given = list(leaves_of((args, kwargs)))
     key = (path, *map(_key, given), tuple(kwargs), _autocast(given))
@@ -369,7 +369,7 @@ def _elsewhere(path: str) -> UserError:
 # --- making a stage of a model ---------------------------------------------------------------------------------------
 
 
-def stage_of(model: nn.Module, stage: Stage) -> list[Callable[[], None]]:
+def stage_of(model: nn.Module, stage: StageModules) -> list[Callable[[], None]]:
     """Make this model the stage; returns what undoes it, to be called in reverse."""
     undo: list[Callable[[], None]] = []
     held = {id(parameter) for name, parameter in model.named_parameters() if name in stage.flow.held(stage.index)}
@@ -380,8 +380,8 @@ def stage_of(model: nn.Module, stage: Stage) -> list[Callable[[], None]]:
     for path, module in model.named_modules():
         _take_parameters(module, path, held, stage, undo)
     for path, module in called.items():
-        _swap(module, Piece, {"_stage": stage, "_path": path}, undo)
-    _swap(model, Whole, {"_stage": stage, "forward": _ending(model.forward)}, undo)
+        _swap(module, PieceModule, {"_stage": stage, "_path": path}, undo)
+    _swap(model, WholeModule, {"_stage": stage, "forward": _ending(model.forward)}, undo)
     return undo
 
 
@@ -398,7 +398,7 @@ def _ending(forward: Callable[..., Any]) -> Callable[..., Any]:
     return ending
 
 
-def _take_parameters(module: nn.Module, path: str, held: set[int], stage: Stage, undo: list[Any]) -> None:
+def _take_parameters(module: nn.Module, path: str, held: set[int], stage: StageModules, undo: list[Any]) -> None:
     absent = {name: p for name, p in module._parameters.items() if p is not None and id(p) not in held}
     if not absent:
         return
@@ -462,7 +462,7 @@ def _swap(module: nn.Module, added: type, attributes: Mapping[str, Any], undo: l
 
 
 @contextmanager
-def staged(model: nn.Module, stage: Stage) -> Iterator[None]:
+def staged(model: nn.Module, stage: StageModules) -> Iterator[None]:
     """The model as this stage, for a while."""
     undo = stage_of(model, stage)
     try:

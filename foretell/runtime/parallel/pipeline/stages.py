@@ -29,14 +29,14 @@ from foretell.plan.legal import SPLIT_BACKWARD, check
 from foretell.plan.precision import MIXED, computes_in
 from foretell.plan.types import LOOPED, Plan
 from foretell.runtime.parallel.pipeline.graph import used_in_line
-from foretell.runtime.parallel.pipeline.part import NUMBER, Form, Stage, stage_of, staged
+from foretell.runtime.parallel.pipeline.part import NUMBER, BoundaryTensor, StageModules, stage_of, staged
 from foretell.runtime.parallel.ranks import Ranks
-from foretell.trace.flow.stages import Flow, fake_of, look
+from foretell.trace.flow.stages import StageFlow, fake_of, look
 from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.record.step import Batch, Loss
 
 if TYPE_CHECKING:
-    from foretell.runtime.parallel.context.positions import Context
+    from foretell.runtime.parallel.context.positions import ContextParallel
 
 SCHEDULES: dict[str, type] = {
     "gpipe": schedules.ScheduleGPipe,
@@ -48,19 +48,19 @@ SCHEDULES: dict[str, type] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class PipelineFlow:
     """What was found about a model that can be cut so: what each stage holds and what crosses at each cut."""
 
-    flow: Flow
-    crossing: tuple[tuple[Form, ...], ...]
+    flow: StageFlow
+    crossing: tuple[tuple[BoundaryTensor, ...], ...]
     """Tensors that stage s receives from stage s - 1; none for the first. Shapes on one rank, for the batch that was
     given, in the model's own precision."""
-    stages: tuple[Stage, ...]
+    stages: tuple[StageModules, ...]
 
 
 def chart(
     model: nn.Module, batch: Batch, loss: Loss | None, cuts: Sequence[str], *, schedule: str | None = None
-) -> Course:
+) -> PipelineFlow:
     """Find out what every stage would hold, receive and send, by running each on fake tensors.
 
     Raises the reason where the model cannot be cut so. The model is left as it was; no other rank is needed, and every
@@ -68,8 +68,8 @@ def chart(
     """
     flow = look(model, batch, loss, cuts)
     shapes: dict[Any, Any] = {}  # of modules, for all stages
-    stages = [Stage(flow=flow, index=index, loss=loss, shapes=shapes) for index in range(flow.stages)]
-    crossing: list[tuple[Form, ...]] = [()]
+    stages = [StageModules(flow=flow, index=index, loss=loss, shapes=shapes) for index in range(flow.stages)]
+    crossing: list[tuple[BoundaryTensor, ...]] = [()]
     for stage in reversed(stages):
         if not stage.is_last:
             stage.sends = stages[stage.index + 1].receives
@@ -88,12 +88,12 @@ def chart(
                 )
     for stage in stages:
         stage.shapes = {}
-    return Course(flow=flow, crossing=tuple(crossing), stages=tuple(stages))
+    return PipelineFlow(flow=flow, crossing=tuple(crossing), stages=tuple(stages))
 
 
 def _try(
-    model: nn.Module, batch: Batch, stage: Stage, schedule: str | None
-) -> tuple[tuple[Form, ...], tuple[Form, ...]]:
+    model: nn.Module, batch: Batch, stage: StageModules, schedule: str | None
+) -> tuple[tuple[BoundaryTensor, ...], tuple[BoundaryTensor, ...]]:
     """One forward of a stage on fake tensors: the forms it received and sent."""
     where = f"the stage that begins with {stage.flow.cuts[stage.index - 1]}" if stage.index else "the first stage"
     for copies in (False, True):
@@ -113,13 +113,13 @@ def _try(
                 "leave out the pipeline, or cut elsewhere",
             ) from error
         break
-    forms = tuple(Form.of(value) for value in stage.samples)
+    forms = tuple(BoundaryTensor.of(value) for value in stage.samples)
     stage.fences, stage.samples = stage.drew, ()
     stage.losses.clear()
-    return forms, () if stage.is_last else tuple(Form.of(value) for value in given)
+    return forms, () if stage.is_last else tuple(BoundaryTensor.of(value) for value in given)
 
 
-def _refuse_in_line(stage: Stage, given: Any, model: nn.Module, schedule: str) -> None:
+def _refuse_in_line(stage: StageModules, given: Any, model: nn.Module, schedule: str) -> None:
     """Torch computes the gradient of a weight from where it meets activations. Where it meets them at two places of
     which one leads to the other, torch counts the second twice (2.11) or goes through a graph that is gone."""
     outputs = given if isinstance(given, tuple) else (given,)
@@ -133,7 +133,7 @@ def _refuse_in_line(stage: Stage, given: Any, model: nn.Module, schedule: str) -
 # --- cutting ---------------------------------------------------------------------------------------------------------
 
 
-def cut(model: nn.Module, plan: Plan, ranks: Ranks, batch: Batch, loss: Loss | None) -> Stages:
+def cut(model: nn.Module, plan: Plan, ranks: Ranks, batch: Batch, loss: Loss | None) -> RankStages:
     """Keep of the model what this rank's stages need. `batch` is an example of a micro-batch, on the model's device.
 
     Tensor splits come before this; recompute, compilation and sharding after it.
@@ -156,10 +156,10 @@ def cut(model: nn.Module, plan: Plan, ranks: Ranks, batch: Batch, loss: Loss | N
             else:
                 stage.context = functools.partial(torch.autocast, ranks.device.type, dtype)
         stage_of(part, stage)
-    return Stages(plan, ranks, course, dict(zip(mine, parts, strict=True)))
+    return RankStages(plan, ranks, course, dict(zip(mine, parts, strict=True)))
 
 
-def _parts(model: nn.Module, flow: Flow, mine: Sequence[int]) -> list[nn.Module]:
+def _parts(model: nn.Module, flow: StageFlow, mine: Sequence[int]) -> list[nn.Module]:
     """One model for each stage of this rank, with common parameters; what two of the stages hold is there twice."""
     held_later: set[str] = set(flow.held(mine[-1]))
     parts = [model]
@@ -213,10 +213,10 @@ class Wire:
         return dist.get_global_rank(self.group, rank)
 
 
-class Stages:
+class RankStages:
     """This rank's stages."""
 
-    def __init__(self, plan: Plan, ranks: Ranks, course: Course, parts: dict[int, nn.Module]) -> None:
+    def __init__(self, plan: Plan, ranks: Ranks, course: PipelineFlow, parts: dict[int, nn.Module]) -> None:
         assert plan.pipeline is not None
         self.plan, self.ranks, self.flow = plan, ranks, course.flow
         self.schedule = plan.pipeline.schedule
@@ -229,7 +229,7 @@ class Stages:
         self.wire = Wire(ranks.group("pp"))
         self.kind: type[PipelineStage] = PlainStage
         """Of torch's stages."""
-        self._forms: dict[Any, tuple[tuple[Form, ...], ...]] = {}
+        self._forms: dict[Any, tuple[tuple[BoundaryTensor, ...], ...]] = {}
         self._schedules: dict[Any, Any] = {}
 
     @property
@@ -250,7 +250,7 @@ class Stages:
                 if index == min(self.flow.parameters[name]):
                     yield name, parameter
 
-    def share(self, context: Context) -> None:
+    def share(self, context: ContextParallel) -> None:
         """Let every stage work on this rank's positions alone."""
         for stage in self.stages.values():
             stage.context_of = context
@@ -309,11 +309,11 @@ class Stages:
 
     # --- what crosses
 
-    def know(self, batch: Batch, forms: tuple[tuple[Form, ...], ...]) -> None:
+    def know(self, batch: Batch, forms: tuple[tuple[BoundaryTensor, ...], ...]) -> None:
         """What every stage receives for a micro-batch like this, so that it need not be found out."""
         self._forms[_signature(batch)] = forms
 
-    def _find_forms(self, batch: Batch) -> tuple[tuple[Form, ...], ...]:
+    def _find_forms(self, batch: Batch) -> tuple[tuple[BoundaryTensor, ...], ...]:
         """What every stage receives for a micro-batch like this: found by running one, stage after stage."""
         key = _signature(batch)
         if key not in self._forms:
@@ -321,8 +321,8 @@ class Stages:
                 self._forms[key] = self._explore(batch)
         return self._forms[key]
 
-    def _explore(self, batch: Batch) -> tuple[tuple[Form, ...], ...]:
-        found: list[tuple[Form, ...]] = [()]
+    def _explore(self, batch: Batch) -> tuple[tuple[BoundaryTensor, ...], ...]:
+        found: list[tuple[BoundaryTensor, ...]] = [()]
         given: tuple[Tensor, ...] = ()
         for index in range(self.count - 1):
             told: Any = None
@@ -330,7 +330,7 @@ class Stages:
             if index in self.stages:
                 received = self._receive(index, tuple(found), given)
                 given = self._run_one(index, self.parts[self.indices.index(index)], received, batch)
-                told = tuple(Form.of(value) for value in given)
+                told = tuple(BoundaryTensor.of(value) for value in given)
             found.append(self.wire.tell_all(told, self._rank(index)))
             if index in self.stages and index < self.count - 2:
                 sent = self._send(index, given)
@@ -359,7 +359,7 @@ class Stages:
         return given if isinstance(given, tuple) else (given,)
 
     def _receive(
-        self, index: int, forms: tuple[tuple[Form, ...], ...], local: tuple[Tensor, ...]
+        self, index: int, forms: tuple[tuple[BoundaryTensor, ...], ...], local: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         if index == 0:
             return ()
@@ -443,7 +443,7 @@ class PlainStage(PipelineStage):
 
 
 def build_schedule(
-    plan: Plan, parts: dict[int, nn.Module], forms: Sequence[tuple[Form, ...]], count: int, device: torch.device, group: Any,
+    plan: Plan, parts: dict[int, nn.Module], forms: Sequence[tuple[BoundaryTensor, ...]], count: int, device: torch.device, group: Any,
     kind: type[PipelineStage],
 ) -> Any:  # fmt: skip
     """PyTorch's schedule over this rank's stages, told all shapes, so that it has none to find out."""

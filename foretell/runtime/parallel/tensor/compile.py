@@ -17,15 +17,15 @@ from torch.utils import _pytree as pytree
 
 from foretell.plan.tensor.alike import alike
 from foretell.plan.tensor.types import Shard
-from foretell.runtime.parallel.tensor.exchange import Team
-from foretell.runtime.parallel.tensor.values import Spec, SplitTensor, plain, split
+from foretell.runtime.parallel.tensor.exchange import TensorGroup
+from foretell.runtime.parallel.tensor.values import SplitTensor, WholeSpec, plain, split
 from foretell.trace.flow.calls import Flow
 
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 def compile_blocks(
-    model: nn.Module, team: Team, places: Mapping[str, Shard], flow: Flow, paths: Sequence[str], backend: str
+    model: nn.Module, team: TensorGroup, places: Mapping[str, Shard], flow: Flow, paths: Sequence[str], backend: str
 ) -> None:
     """Compile the forward of every block that `paths` names; blocks that make the same calls are compiled once."""
     programs: dict[str, _Programs] = {}
@@ -39,7 +39,7 @@ def compile_blocks(
 class _Programs:
     """What is compiled for one block, by the shapes it is called with."""
 
-    def __init__(self, block: nn.Module, path: str, team: Team, places: Mapping[str, Shard], backend: str) -> None:
+    def __init__(self, block: nn.Module, path: str, team: TensorGroup, places: Mapping[str, Shard], backend: str) -> None:
         self.block, self.team, self.backend = block, team, backend
         self.plain_forward = block.forward
         self.places = [places.get(".".join(filter(None, (path, name)))) for name in _held_names(block)]
@@ -58,7 +58,7 @@ class _Programs:
 
     def _run(self, block: nn.Module, leaves: list[Any], tree: Any) -> Any:
         at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        specs: list[Spec | None] = [leaves[i]._spec if isinstance(leaves[i], SplitTensor) else None for i in at]
+        specs: list[WholeSpec | None] = [leaves[i]._spec if isinstance(leaves[i], SplitTensor) else None for i in at]
         constants = tuple(None if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
         key = (tuple(specs), constants, tree, block.training)
         if key not in self.known:
@@ -72,7 +72,7 @@ class _Programs:
         return pytree.tree_unflatten(given, box["tree"])
 
     def _compiled(
-        self, constants: tuple[Any, ...], tree: Any, at: list[int], specs: list[Spec | None]
+        self, constants: tuple[Any, ...], tree: Any, at: list[int], specs: list[WholeSpec | None]
     ) -> tuple[Callable[..., Any], dict[str, Any]]:
         box: dict[str, Any] = {}
 

@@ -21,7 +21,7 @@ _ops = torch.ops._c10d_functional
 _wait = _ops.wait_tensor
 
 
-class Team:
+class TensorGroup:
     """The ranks that share every layer, and what they have learned about the calls they make."""
 
     level = 1
@@ -111,7 +111,7 @@ class _Share(torch.autograd.Function):
     """Whole → whole, used differently by the ranks: gradients are summed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
+    def forward(ctx: Any, x: Tensor, team: TensorGroup) -> Tensor:
         ctx.team = team
         return x.view_as(x)
 
@@ -124,7 +124,7 @@ class _Reduce(torch.autograd.Function):
     """Partial → whole."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
+    def forward(ctx: Any, x: Tensor, team: TensorGroup) -> Tensor:
         return team.all_reduce(x)
 
     @staticmethod
@@ -136,7 +136,7 @@ class Gather(torch.autograd.Function):
     """Split → whole; shared: gradients are summed and split, else this rank's part of the one that all have."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team, place: Shard, shares: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, team: TensorGroup, place: Shard, shares: bool) -> Tensor:
         ctx.team, ctx.place, ctx.shares = team, place, shares
         return team.all_gather(x, place)
 
@@ -151,7 +151,7 @@ class Scatter(torch.autograd.Function):
     """Partial → split."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team, place: Shard) -> Tensor:
+    def forward(ctx: Any, x: Tensor, team: TensorGroup, place: Shard) -> Tensor:
         ctx.team, ctx.place = team, place
         return team.reduce_scatter(x, place)
 
@@ -164,7 +164,7 @@ class _Slice(torch.autograd.Function):
     """Whole → split."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team, place: Shard) -> Tensor:
+    def forward(ctx: Any, x: Tensor, team: TensorGroup, place: Shard) -> Tensor:
         ctx.team, ctx.place = team, place
         return team.part(x, place).contiguous()
 
@@ -177,7 +177,7 @@ class _First(torch.autograd.Function):
     """Whole → partial: the first rank's is the tensor, the others' are zero."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
+    def forward(ctx: Any, x: Tensor, team: TensorGroup) -> Tensor:
         return x.view_as(x) if team.rank == 0 else torch.zeros_like(x)
 
     @staticmethod

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from foretell.plan.tensor.types import PARTIAL, Shard
 from foretell.runtime.parallel.context.special import CONTEXT
-from foretell.runtime.parallel.tensor.exchange import Team
+from foretell.runtime.parallel.tensor.exchange import TensorGroup
 
 
 def embedding(
-    team: Team, _: Any, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+    team: TensorGroup, _: Any, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Tensor:  # fmt: skip
     """Rows this rank has and zeros for those of other ranks, summed up: kept partial, so would be all that is added."""
@@ -34,7 +34,7 @@ def embedding(
     return team.bring(found, PARTIAL, team.setting.stream(tuple(found.shape)), False)
 
 
-def randomly(team: Team, func: Any, *args: Any, **kwargs: Any) -> Any:
+def randomly(team: TensorGroup, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Every rank draws for its own part."""
     first = next(value for value in args if isinstance(value, Tensor))
     if not type(first).__name__.startswith(("Tensor", "SplitTensor", "Parameter")):
@@ -44,7 +44,7 @@ def randomly(team: Team, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def cross_entropy_classes(
-    team: Team, _: Any, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
+    team: TensorGroup, _: Any, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
     ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Of logits whose classes are split: only a maximum, a sum and one logit per row go between the ranks."""
@@ -55,7 +55,7 @@ def cross_entropy_classes(
 
 
 def cross_entropy_rows(
-    team: Team, _: Any, input: Any, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
+    team: TensorGroup, _: Any, input: Any, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
     ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Of logits whose rows are split: every rank sums its own rows."""
@@ -73,7 +73,7 @@ class _ClassesSplit(torch.autograd.Function):
     """Cross entropy of every row, zero where the target is to be ignored; computed in fp32 at least."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, team: Team) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, team: TensorGroup) -> Tensor:
         classes = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
         largest = team.all_reduce(logits.amax(-1).to(wide), "max")
@@ -96,11 +96,11 @@ class _ClassesSplit(torch.autograd.Function):
         return found, None, None, None
 
 
-def _reshape(_: Team, __: Any, x: Tensor, shape: Any) -> Tensor:
+def _reshape(_: TensorGroup, __: Any, x: Tensor, shape: Any) -> Tensor:
     return x.reshape(shape)
 
 
-def _expand(_: Team, __: Any, x: Tensor, shape: Any) -> Tensor:
+def _expand(_: TensorGroup, __: Any, x: Tensor, shape: Any) -> Tensor:
     return x.expand(shape)
 
 

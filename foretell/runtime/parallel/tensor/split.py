@@ -3,7 +3,7 @@
     record the flow ─► derive or check rules ─► parameters become DTensors ─► modules hand out this rank's parts
 
 Parameters keep their names and their place in the modules. A fused layer is stored so that each rank's share is one
-piece; `Applied.whole` and `Applied.stored` go between that order and the model's own.
+piece; `TensorParallel.whole` and `TensorParallel.stored` go between that order and the model's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from foretell.plan.tensor.types import Shard
 from foretell.plan.types import Plan, Split
 from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.parallel.tensor import values as tensor_values
-from foretell.runtime.parallel.tensor.exchange import Team, joined, part
+from foretell.runtime.parallel.tensor.exchange import TensorGroup, joined, part
 from foretell.trace.flow.calls import Flow, record
 from foretell.trace.record.step import Batch, Loss, Workload
 
@@ -31,12 +31,12 @@ gathered = tensor_values.whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class Applied:
+class TensorParallel:
     """What was done to a model."""
 
     derived: Derived
     report: tuple[str, ...]
-    team: Team
+    team: TensorGroup
     places: Mapping[str, Shard] = field(default_factory=dict)
     """Name of a split parameter → how it is split. All others are whole on every rank of the axis."""
 
@@ -64,12 +64,12 @@ class Prepared:
 
     flow: Flow
     derived: Derived
-    team: Team
+    team: TensorGroup
 
 
 def split(
     model: nn.Module, plan: Plan, ranks: Ranks, batch: Batch, loss: Loss | None = None, *, flow: Flow | None = None
-) -> Applied | None:
+) -> TensorParallel | None:
     """Split a model in place over the plan's tensor axis; None where that has one rank. See `prepare`."""
     found = prepare(model, plan, ranks, batch, loss, flow=flow)
     return None if found is None else apply(model, found.derived, found.team)
@@ -101,10 +101,10 @@ def prepare(
         raise trouble
     for function in flow.functions:
         gather_for(function)
-    return Prepared(flow=flow, derived=derived, team=Team(mesh, derived.setting))
+    return Prepared(flow=flow, derived=derived, team=TensorGroup(mesh, derived.setting))
 
 
-def apply(model: nn.Module, derived: Derived, team: Team) -> Applied:
+def apply(model: nn.Module, derived: Derived, team: TensorGroup) -> TensorParallel:
     """Split a model in place as derived."""
     _check(model)
     names: dict[nn.Parameter, list[str]] = {}
@@ -118,10 +118,10 @@ def apply(model: nn.Module, derived: Derived, team: Team) -> Applied:
             module._parameters.update({name: spread[parameter] for name, parameter in own.items()})
             _hand_out(module, {name: places[parameter] for name, parameter in own.items()}, team)
     named = {name: place for parameter, place in places.items() if place is not None for name in names[parameter]}
-    return Applied(derived=derived, report=derived.report(), team=team, places=named)
+    return TensorParallel(derived=derived, report=derived.report(), team=team, places=named)
 
 
-def _distributed(parameter: nn.Parameter, place: Shard | None, team: Team) -> nn.Parameter:
+def _distributed(parameter: nn.Parameter, place: Shard | None, team: TensorGroup) -> nn.Parameter:
     """A parameter as a DTensor of which this rank has its part."""
     data = parameter.detach()
     kept = (
@@ -146,7 +146,7 @@ def reordered(full: Tensor, place: Shard | None, size: int, *, stored: bool) -> 
 # ---------------------------------------------------------------- parameters as the model's code sees them
 
 
-def _hand_out(module: nn.Module, places: Mapping[str, Shard | None], team: Team) -> None:
+def _hand_out(module: nn.Module, places: Mapping[str, Shard | None], team: TensorGroup) -> None:
     """Let a module's code find this rank's part where it reads a parameter."""
     plain = type(module)
     body = {name: property(_getter(name, place, team)) for name, place in places.items()}
@@ -155,7 +155,7 @@ def _hand_out(module: nn.Module, places: Mapping[str, Shard | None], team: Team)
     )
 
 
-def _getter(name: str, place: Shard | None, team: Team) -> Callable[[nn.Module], Any]:
+def _getter(name: str, place: Shard | None, team: TensorGroup) -> Callable[[nn.Module], Any]:
     def get(module: nn.Module) -> Any:
         parameter = module._parameters[name]
         # A parameter that is also sharded over data ranks is on a larger mesh: nobody computes with it then.

@@ -18,26 +18,26 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from foretell.errors import UserError
 from foretell.plan.tensor.rules import base_name, decide, writes
-from foretell.plan.tensor.types import PARTIAL, Cut, Operand, Place, Refuse, Result, global_shape
+from foretell.plan.tensor.types import PARTIAL, Operand, Place, Refuse, Result, SliceKey, global_shape
 from foretell.runtime.check import dry_run
-from foretell.runtime.parallel.tensor.exchange import Team
+from foretell.runtime.parallel.tensor.exchange import TensorGroup
 from foretell.runtime.parallel.tensor.special import SPECIAL
 from foretell.trace.flow.calls import OPENED, call_name, opened
 
 _local = torch._C.DisableTorchFunctionSubclass
 
 
-class Spec:
+class WholeSpec:
     """Shape of the whole and how it lies on which kind of team; one object for each, so that it is quick to look up."""
 
     __slots__ = ("level", "place", "shape")
-    _all: ClassVar[dict[tuple[tuple[int, ...], Place, int], Spec]] = {}
+    _all: ClassVar[dict[tuple[tuple[int, ...], Place, int], WholeSpec]] = {}
 
     def __init__(self, shape: tuple[int, ...], place: Place, level: int) -> None:
         self.shape, self.place, self.level = torch.Size(shape), place, level
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], place: Place, level: int = 1) -> Spec:
+    def of(cls, shape: tuple[int, ...], place: Place, level: int = 1) -> WholeSpec:
         key = (shape, place, level)
         known = cls._all.get(key)
         if known is None:
@@ -48,9 +48,9 @@ class Spec:
 class SplitTensor(Tensor):
     """Split or partial; a tensor that is whole is a plain one."""
 
-    _spec: Spec
-    _team: Team
-    _under: tuple[Spec, Team] | None = None
+    _spec: WholeSpec
+    _team: TensorGroup
+    _under: tuple[WholeSpec, TensorGroup] | None = None
     """How this rank's part is split once more, over the ranks of an inner team."""
 
     @classmethod
@@ -89,7 +89,7 @@ _FAKE: dict[type, type] = {}
 """Class of fake tensors → that of those seen as the whole; they compute as what they were."""
 
 
-def split(local: Tensor, place: Place, team: Team) -> Tensor:
+def split(local: Tensor, place: Place, team: TensorGroup) -> Tensor:
     """See this rank's part as the whole."""
     with _local():
         if isinstance(local, SplitTensor) and local._spec.level != team.level:
@@ -129,7 +129,7 @@ def laid_bare(x: Tensor) -> Tensor:
     return inside(x, x._team) if isinstance(x, SplitTensor) else x
 
 
-def inside(x: Tensor, team: Team) -> Tensor:
+def inside(x: Tensor, team: TensorGroup) -> Tensor:
     """What the ranks of a team have of a tensor, as they see it: plain, or split over an inner team."""
     if not isinstance(x, SplitTensor) or x._spec.level != team.level:
         return x
@@ -210,7 +210,7 @@ class _Known:
             have == want and not (want is None and self.shares) for have, want in self.ways
         )
         """Operands and arguments need nothing."""
-        self.specs: dict[tuple[int, ...], Spec] = {}
+        self.specs: dict[tuple[int, ...], WholeSpec] = {}
         """Shape of a part → that of the whole."""
 
 
@@ -233,7 +233,7 @@ def _call(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return _wrapped(output, known, team, args)
 
 
-def _call_within(known: _Known, team: Team, tensors: list[Any], args: Any, kwargs: Any) -> Any:
+def _call_within(known: _Known, team: TensorGroup, tensors: list[Any], args: Any, kwargs: Any) -> Any:
     """The same where parts are split once more: what each rank then calls is a call on tensors split over the inner
     team, which knows what to do with it."""
     values = [
@@ -247,7 +247,7 @@ def _call_within(known: _Known, team: Team, tensors: list[Any], args: Any, kwarg
         return _wrapped(output, known, team, args)
 
 
-def _look_up(func: Any, name: str, args: Any, kwargs: Any, tensors: list[Any]) -> tuple[_Known, Team]:
+def _look_up(func: Any, name: str, args: Any, kwargs: Any, tensors: list[Any]) -> tuple[_Known, TensorGroup]:
     """What is known of a call like this; its tensors are collected on the way."""
     parts = [func]
     for value in args:
@@ -284,7 +284,7 @@ def _key(value: Any, tensors: list[Any]) -> Any:
     return (type(value), value) if isinstance(value, (bool, float)) else value
 
 
-def _learn(func: Any, name: str, args: Any, kwargs: Any, team: Team) -> _Known:
+def _learn(func: Any, name: str, args: Any, kwargs: Any, team: TensorGroup) -> _Known:
     slots: list[Operand] = []
     given = tuple(_operand(value, slots, team) for value in args)
     named = {key: _operand(value, slots, team) for key, value in kwargs.items()}
@@ -303,7 +303,7 @@ def _learn(func: Any, name: str, args: Any, kwargs: Any, team: Team) -> _Known:
     return _Known(func, slots, result)
 
 
-def _operand(value: Any, slots: list[Operand], team: Team) -> Any:
+def _operand(value: Any, slots: list[Operand], team: TensorGroup) -> Any:
     if isinstance(value, Tensor):
         mine = isinstance(value, SplitTensor) and value._spec.level == team.level
         place = value._spec.place if mine else None  # type: ignore[attr-defined]
@@ -311,7 +311,7 @@ def _operand(value: Any, slots: list[Operand], team: Team) -> Any:
         return slots[-1]
     if isinstance(value, (tuple, list)):
         return tuple(_operand(item, slots, team) for item in value)
-    return Cut(value.start, value.stop, value.step) if isinstance(value, slice) else value
+    return SliceKey(value.start, value.stop, value.step) if isinstance(value, slice) else value
 
 
 def _arguments(known: _Known, args: Any, kwargs: Any, values: list[Tensor]) -> tuple[Any, Any]:
@@ -336,12 +336,12 @@ def _refilled(value: Any, tensors: Iterator[Tensor]) -> Any:
 def _built(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Operand):
         return tensors[value.slot]
-    if isinstance(value, Cut):
+    if isinstance(value, SliceKey):
         return slice(*value)
     return tuple(_built(item, tensors) for item in value) if isinstance(value, tuple) else value
 
 
-def _brought(x: Tensor, have: Place, want: Place, shares: bool, team: Team) -> Tensor:
+def _brought(x: Tensor, have: Place, want: Place, shares: bool, team: TensorGroup) -> Tensor:
     """An operand as a call wants it. What was brought once is kept beside the tensor for the next call."""
     if have == want and (want is not None or not shares or not x.requires_grad):
         return _part(x)
@@ -364,7 +364,7 @@ def _brought(x: Tensor, have: Place, want: Place, shares: bool, team: Team) -> T
 # ---------------------------------------------------------------- answers
 
 
-def _wrapped(output: Any, known: _Known, team: Team, args: Any) -> Any:
+def _wrapped(output: Any, known: _Known, team: TensorGroup, args: Any) -> Any:
     if isinstance(output, Tensor):
         return _answer(output, known.out[0] if isinstance(known.out, tuple) else known.out, known, team, args)
     if not isinstance(output, (tuple, list)):
@@ -377,7 +377,7 @@ def _wrapped(output: Any, known: _Known, team: Team, args: Any) -> Any:
     return found if isinstance(output, list) else tuple(found) if type(output) is tuple else type(output)(found)
 
 
-def _answer(x: Tensor, place: Place, known: _Known, team: Team, args: Any) -> Tensor:
+def _answer(x: Tensor, place: Place, known: _Known, team: TensorGroup, args: Any) -> Tensor:
     if place is None:
         return x
     if isinstance(x, SplitTensor) and x._spec.level != team.level:
@@ -393,21 +393,21 @@ def _answer(x: Tensor, place: Place, known: _Known, team: Team, args: Any) -> Te
     return _seen(x, spec, team)
 
 
-def _joint(fresh: Tensor, x: SplitTensor, place: Place, team: Team) -> Tensor:
+def _joint(fresh: Tensor, x: SplitTensor, place: Place, team: TensorGroup) -> Tensor:
     """A fresh tensor, whose part is split over an inner team as that of `x` is, as split over an outer one too."""
     under = (x._spec, x._team)
     fresh.__dict__.pop("_ways", None)
-    spec = Spec.of(global_shape(tuple(under[0].shape), place), place, team.level)
+    spec = WholeSpec.of(global_shape(tuple(under[0].shape), place), place, team.level)
     found = _seen(fresh, spec, team)
     found._under = under  # type: ignore[attr-defined]
     return found
 
 
-def _spec_of(part: Tensor, place: Place, team: Team) -> Spec:
-    return Spec.of(global_shape(tuple(part.size()), place), place, team.level)
+def _spec_of(part: Tensor, place: Place, team: TensorGroup) -> WholeSpec:
+    return WholeSpec.of(global_shape(tuple(part.size()), place), place, team.level)
 
 
-def _seen(x: Tensor, spec: Spec, team: Team) -> Tensor:
+def _seen(x: Tensor, spec: WholeSpec, team: TensorGroup) -> Tensor:
     """Make a fresh tensor one that the model's code sees as the whole."""
     kind = type(x)
     if kind is Tensor or kind is SplitTensor:
