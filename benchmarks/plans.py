@@ -55,8 +55,8 @@ class Oracle:
 
     def __init__(self, case: Any) -> None:
         from foretell.hardware import overhead, parse
+        from foretell.hardware.find import find_profile
         from foretell.hardware.probe.machine import cpu_name
-        from foretell.hardware.profile import find_profile
         from foretell.search.traces.needed import Traces
         from foretell.simulate.parts import TORCH
         from foretell.simulate.plan import Options

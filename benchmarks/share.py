@@ -117,7 +117,8 @@ def compare(path: Path, out: Path, seconds: float) -> None:
     import torch
     from bands_rows import measured
 
-    from foretell.hardware.profile import find_profile, load
+    from foretell.hardware.find import find_profile
+    from foretell.hardware.profile import load
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

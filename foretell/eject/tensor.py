@@ -22,7 +22,8 @@ from foretell.plan.tensor.derive import Derived, derive, refusal
 from foretell.plan.tensor.flow import Again, Choices, Pass
 from foretell.plan.tensor.types import Operand, Result, Setting, Shard, local_shape
 from foretell.plan.types import Plan, Split
-from foretell.trace.flow.calls import Call, Flow, record
+from foretell.trace.flow.calls import Call, Flow
+from foretell.trace.flow.record import record
 from foretell.trace.load.model import load
 from foretell.trace.record.step import Workload
 

@@ -7,7 +7,7 @@
     price_per_hour(device), carbon_g_per_kwh("FR"), footprint(device) → money and planet
 
 Every figure carries its source; a source that begins with "assumed" is a guess. Nothing here
-imports torch, except `auto` when it looks at this machine.
+imports torch, except "auto" when it looks at this machine.
 """
 
 from foretell.hardware.catalog import devices, find

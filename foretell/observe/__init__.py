@@ -4,7 +4,7 @@
                     │  ◄── readings ──  a JSON line at a time
                     ├─► search/followed, script_ways    what was predicted; what would have made it fit
                     ├─► lines                           words on stderr
-                    └─► record                          a run folder that `compare` and `report` read
+                    └─► record                          a run folder that `foretell compare` and `report` read
 
 `inside` is the same from within a loop of the user's: `with foretell.watch(model, optimizer)`.
 """

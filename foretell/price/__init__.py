@@ -6,5 +6,5 @@
 
 `machine` is what is known of a device and its host: a measured profile, or the catalogue's figures carried over by `analytic`.
 `offload` has the speed of what lives elsewhere.
-`calibrate` fits a profile from probed rows, `corrections` learns from a run, `energy` has watts and money. Start with `machine`.
+`calibrate` fits a profile from probed rows, `calibrate` learns from a run, `energy` has watts and money. Start with `machine`.
 """

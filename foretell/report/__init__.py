@@ -1,4 +1,4 @@
-"""What people and programs read: `screen` for a terminal, `schema` for JSON.
+"""What people and programs read: `terminal` for a terminal, `schema` for JSON.
 
     screen.render(prediction, 80)      → at most 30 lines of text
     schema.answer(prediction)          → the JSON of an answer

@@ -5,7 +5,7 @@
                cuda: which kernels CUDA would select
                inductor: what torch.compile makes of a trace
                flow: which call reads what, for splits and stages
-               script: the same from a user's `train.py`
+               script: the same from a user's train.py
 
 Start with `record/capture.py`; what comes out is in `types.py`.
 """

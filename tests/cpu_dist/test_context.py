@@ -25,7 +25,7 @@ from foretell.runtime.check import verify
 from foretell.runtime.parallel.apply import apply
 from foretell.runtime.parallel.context.positions import prepare
 from foretell.runtime.parallel.ranks import start
-from foretell.trace.flow.calls import record
+from foretell.trace.flow.record import record
 from foretell.trace.load.model import Source, load
 from foretell.trace.record.step import Workload
 from tests.cpu_dist.beside_one import Case, Ranks, check, params

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from foretell.hardware.find import find_profile
 from foretell.hardware.probe import journal
-from foretell.hardware.profile import Measured, Profile, find_profile
+from foretell.hardware.profile import Measured, Profile
 from foretell.hardware.share import check, file
 from foretell.search.profiles import shared
 

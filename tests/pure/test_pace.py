@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from foretell.hardware import parse
+from foretell.hardware.find import find_profile
 from foretell.hardware.probe.ops import order
-from foretell.hardware.profile import find_profile
 from foretell.price.host import START, HostModel
 from foretell.price.kernels.lines import lines
 from foretell.price.kernels.shapes import Shape

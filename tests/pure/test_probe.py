@@ -19,12 +19,13 @@ import torch
 
 from foretell.cli import main
 from foretell.errors import UserError
+from foretell.hardware.find import find_profile
 from foretell.hardware.probe import journal, machine, memory, ops, run
 from foretell.hardware.probe.cases import families as cases
 from foretell.hardware.probe.cases import steps
 from foretell.hardware.probe.clock import Clock, Timing, host_clock
 from foretell.hardware.probe.harvest import Harvest
-from foretell.hardware.profile import Measured, find_profile, load
+from foretell.hardware.profile import Measured, load
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "foretell" / "hardware" / "profiles" / "H200-SXM-141GB.rows.jsonl.gz"

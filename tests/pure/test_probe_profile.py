@@ -14,26 +14,14 @@ import pytest
 
 from foretell.errors import FileFormatError, UserError
 from foretell.hardware import find
+from foretell.hardware.find import find_profile, profile_stamp
 from foretell.hardware.probe.cases.blocks import BLOCKS
 from foretell.hardware.probe.cases.families import FAMILIES
 from foretell.hardware.probe.cases.irregular import RARE
 from foretell.hardware.probe.cases.pictures import PICTURES
 from foretell.hardware.probe.journal import gather
 from foretell.hardware.probe.summary import fastest, products, summary
-from foretell.hardware.profile import (
-    About,
-    Case,
-    Measured,
-    OpRow,
-    Profile,
-    find_profile,
-    journal_path,
-    load,
-    minor,
-    own_path,
-    profile_stamp,
-    save,
-)
+from foretell.hardware.profile import About, Case, Measured, OpRow, Profile, journal_path, load, minor, own_path, save
 from foretell.trace.types import TensorSpec
 
 SHIPPED = Path(__file__).resolve().parents[2] / "foretell" / "hardware" / "profiles"

@@ -16,11 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.errors import UserError
 from foretell.hardware import parse
+from foretell.hardware.find import find_profile
+from foretell.hardware.probe import alone as measured_alone
 from foretell.hardware.probe import journal as journals
 from foretell.hardware.probe.cases import irregular as probed
 from foretell.hardware.probe.cases.families import Draw
 from foretell.hardware.probe.harvest import specs
-from foretell.hardware.profile import OpRow, find_profile, journal_path, save
+from foretell.hardware.profile import OpRow, journal_path, save
 from foretell.price import machine as machines
 from foretell.price.host import COUNTS, START, HostModel, call_seconds, matrix_seconds, waiting
 from foretell.price.kernels.features import Shape, describe
@@ -37,7 +39,7 @@ from foretell.trace.record.recorder import attributes
 from foretell.trace.types import Op, Program, Ref, TensorSpec, Trace
 
 H200 = parse("H200")
-PROFILES = Path(probed.__file__).parents[1] / "profiles"
+PROFILES = Path(probed.__file__).parents[2] / "profiles"
 
 
 class Seen(TorchDispatchMode):
@@ -283,8 +285,8 @@ def test_rows_go_into_the_journal_in_the_place_of_older_ones(tmp_path: Path, mon
     kept = journals.JournalEntry("ops", 0.1, {"case": ["linear", 0], "rows": []})
     old = journals.JournalEntry("ops", 0.1, {"case": ["singular", 0], "rows": [row("_linalg_svd", (1, 2, 2), 0.0).to_list()]})
     journals.write(journals.packed_path(journal_path(path)), here, [kept, old])
-    monkeypatch.setattr(probed, "SECONDS", 0.7)
-    assert probed.main([str(path), "--only", "singular"]) == 0
+    monkeypatch.setattr(measured_alone, "SECONDS", 0.7)
+    assert measured_alone.main([str(path), "--only", "singular"]) == 0
     _, entries = journals.read(journals.packed_path(journal_path(path)))
     assert entries[0] == kept and old not in entries and len(entries) > 1
     assert all(entry.content["case"][0] == "singular" for entry in entries[1:])
@@ -306,7 +308,7 @@ def test_only_what_the_journal_lacks_is_measured(tmp_path: Path, capsys: pytest.
     lacking = ("searching", "choosing")
     journal = journal_beside(tmp_path / "CPU.json", ["linear", *(family for family in probed.RARE if family not in lacking)])
     _, before = journals.read(journal)
-    assert probed.main([str(tmp_path / "CPU.json"), "--missing", "--seconds", "0.7"]) == 0
+    assert measured_alone.main([str(tmp_path / "CPU.json"), "--missing", "--seconds", "0.7"]) == 0
     assert "measuring searching, choosing\n" in capsys.readouterr().out
     _, after = journals.read(journal)
     measured = [entry for entry in after if entry.content["case"][0] in lacking]
@@ -316,15 +318,15 @@ def test_only_what_the_journal_lacks_is_measured(tmp_path: Path, capsys: pytest.
 def test_a_journal_that_has_all_is_left_as_it_is(tmp_path: Path) -> None:
     journal = journal_beside(tmp_path / "CPU.json", [*probed.RARE])
     before = journal.read_bytes()
-    assert probed.main([str(tmp_path / "CPU.json"), "--missing"]) == 0
+    assert measured_alone.main([str(tmp_path / "CPU.json"), "--missing"]) == 0
     assert journal.read_bytes() == before
 
 
 def test_families_can_be_named() -> None:
     with pytest.raises(UserError, match="no family 'nosuch'"):
-        probed.main(["--only", "nosuch"])
+        measured_alone.main(["--only", "nosuch"])
     with pytest.raises(UserError, match="--missing needs a profile"):
-        probed.main(["--missing"])
+        measured_alone.main(["--missing"])
 
 
 def test_masks_are_measured_at_no_length_that_is_known_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:

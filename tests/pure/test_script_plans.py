@@ -18,8 +18,8 @@ from foretell.errors import ForetellError, UserError
 from foretell.hardware import parse
 from foretell.plan.file import read, write
 from foretell.plan.types import Mesh, Plan, Residency
+from foretell.search.solve.scripted import choose_for
 from foretell.search.space.constraints import SearchConstraints
-from foretell.search.traces.scripted import choose_for
 from foretell.trace.load.model import Source, describe, load
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "data" / "scripts"

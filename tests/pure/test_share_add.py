@@ -18,9 +18,10 @@ import pytest
 from foretell.cli import main
 from foretell.errors import UnknownName
 from foretell.hardware import catalog, parse
+from foretell.hardware.find import find_profile, profile_stamp
 from foretell.hardware.probe import run
 from foretell.hardware.probe import share as measuring
-from foretell.hardware.profile import Measured, find_profile, profile_stamp
+from foretell.hardware.profile import Measured
 from foretell.hardware.share import added, check, file
 from foretell.hardware.share.combine import combined
 from foretell.price import bands

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from foretell.hardware import catalog, silicon, wires
+from foretell.hardware.find import find_profile
 from foretell.hardware.parse import parse
-from foretell.hardware.profile import find_profile
 from foretell.price.calibrate.kin import held_back, kin_of
 from foretell.price.kernels import elsewhere
 from foretell.price.kernels.features import describe

@@ -15,8 +15,9 @@ import pytest
 import foretell
 from foretell.errors import UserError
 from foretell.hardware import parse
+from foretell.hardware.find import find_profile
 from foretell.hardware.probe import updates
-from foretell.hardware.profile import Profile, find_profile
+from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster
 from foretell.lower.offload.states import StateUnit
 from foretell.plan.recipe import recipe_of, source_of

@@ -21,7 +21,8 @@ from foretell.plan.tensor.derive import Derived, derive, refusal
 from foretell.plan.tensor.types import Shard
 from foretell.runtime.parallel.tensor import split as tensor
 from foretell.runtime.parallel.tensor.exchange import TensorGroup
-from foretell.trace.flow.calls import Flow, record
+from foretell.trace.flow.calls import Flow
+from foretell.trace.flow.record import record
 from foretell.trace.load.model import Source, load
 from foretell.trace.record.step import Workload, compute_loss
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from foretell import api, zoo
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.profile import find_profile
+from foretell.hardware.find import find_profile
 from foretell.plan import legal
 from foretell.plan.context import share
 from foretell.plan.recipe import recipe_of
@@ -24,7 +24,7 @@ from foretell.plan.types import Plan
 from foretell.simulate.memory.remedies import Outlook
 from foretell.simulate.memory.replay import peak_live
 from foretell.simulate.plan import KEEP, Options, predict_plan
-from foretell.trace.flow.calls import record
+from foretell.trace.flow.record import record
 from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.record.capture import capture

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def share(device: str, out: Path | None, *, resume: bool, force: bool, json: bool) -> int:
     """Measure, check, write; what was stopped stays and resumes."""
     from foretell.api import share_machine
-    from foretell.cli.machine.probe import bar
+    from foretell.cli.machine.progress import bar
 
     try:
         with bar(lines=True) as progress:
@@ -65,7 +65,7 @@ def _tell(shared: SharedProbe, path: Path, *, json: bool) -> int:
 def add(paths: list[str], *, json: bool) -> int:
     """Check and keep files that others measured."""
     from foretell.api import add_shared
-    from foretell.cli.machine.probe import bar
+    from foretell.cli.machine.progress import bar
     from foretell.errors import UserError
 
     if not paths:

@@ -176,7 +176,7 @@ def _choose(
     source: Any, on: str, wishes: SearchConstraints, cache: bool, how: dict[str, Any], doing: Doing, words: list[str] | None = None
 ) -> Choice:  # fmt: skip
     from foretell.hardware import parse
-    from foretell.hardware.profile import find_profile
+    from foretell.hardware.find import find_profile
     from foretell.search.solve.choose import choose
     from foretell.simulate.plan import Options
 
@@ -185,7 +185,7 @@ def _choose(
         how = {**how, "exact": True}  # the device is here: what will run is replayed op by op first
     options = Options(profile_of=find_profile)
     if words is not None:
-        from foretell.search.traces.scripted import choose_for
+        from foretell.search.solve.scripted import choose_for
 
         return choose_for(words, cluster, hardware, wishes, options=options, cache=cache, progress=doing.tell, **how)
     return choose(source, cluster, hardware, wishes, options=options, cache=cache, progress=doing.tell, **how)

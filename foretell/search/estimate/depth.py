@@ -21,7 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import pairwise
+from functools import lru_cache
+from itertools import groupby, pairwise
 
 from foretell.lower.fsdp.units import unit_of
 from foretell.quantities import COMPUTE
@@ -335,3 +336,9 @@ def around_blocks(ops: Sequence[Op]) -> list[int]:
         return []
     ends = len(ops) - 1 if ops[-1].name.endswith("_wait") else len(ops)
     return [late[0], ends]
+
+
+@lru_cache(maxsize=4096)
+def runs_of(kinds: tuple[int, ...], modes: tuple[str, ...]) -> tuple[tuple[int, str, int], ...]:
+    """Blocks as runs of alike ones."""
+    return tuple((kind, mode, len(list(same))) for (kind, mode), same in groupby(zip(kinds, modes, strict=True)))

@@ -173,7 +173,7 @@ class Pipe:
 
     def stage(self, index: int, *, whole: bool = False) -> DeepStage:
         """The blocks of a stage; `whole`: of which every one is walked. The same for all layouts that have such a stage."""
-        from foretell.search.estimate.plan import runs_of
+        from foretell.search.estimate.depth import runs_of
 
         start, end = self.edges[index : index + 2]
         first, last = index == 0, index == self.count - 1

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from foretell.hardware.types import Cluster
@@ -29,7 +27,7 @@ from foretell.search.block_costs.kept import Kept
 from foretell.search.block_costs.ops import AFTER, BEFORE
 from foretell.search.block_costs.sheet import Sheet, Works
 from foretell.search.block_costs.work import Work
-from foretell.search.estimate.depth import DeepStage, Depth, Peak, Run, stage_of
+from foretell.search.estimate.depth import DeepStage, Depth, Peak, Run, runs_of, stage_of
 from foretell.search.estimate.stage import Stages
 from foretell.search.estimate.step import AXES, Steps
 from foretell.simulate.memory.memory import CONTEXT_BAND_BYTES, RESERVED_BAND
@@ -318,12 +316,6 @@ def _binds(parts: Mapping[str, float], seconds: float) -> str:
     if sum(value for name, value in parts.items() if name.endswith("communication")) > 0.25 * seconds:
         return "network"
     return "compute" if parts["compute"] + parts["attention"] >= parts["memory"] else "memory bandwidth"
-
-
-@lru_cache(maxsize=4096)
-def runs_of(kinds: tuple[int, ...], modes: tuple[str, ...]) -> tuple[tuple[int, str, int], ...]:
-    """Blocks as runs of alike ones."""
-    return tuple((kind, mode, len(list(same))) for (kind, mode), same in groupby(zip(kinds, modes, strict=True)))
 
 
 __all__ = ["Layout", "Quick", "plan_of", "quick", "recipe_for"]

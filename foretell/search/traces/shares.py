@@ -55,7 +55,7 @@ def shares_of(build: Callable[[], Workload]) -> Shares:
 
 def _positions(workload: Workload) -> tuple[int, str]:
     from foretell.plan.context import share
-    from foretell.trace.flow.calls import record
+    from foretell.trace.flow.record import record
 
     try:
         return share(record(workload), FEWEST).positions, ""

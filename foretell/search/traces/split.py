@@ -38,7 +38,7 @@ from foretell.runtime.parallel.tensor import values as tensor_values
 from foretell.runtime.parallel.tensor.exchange import TensorGroup
 from foretell.trace.cuda import attention as cuda_attention
 from foretell.trace.cuda.select import cuda_choices, real_masks
-from foretell.trace.flow.calls import record
+from foretell.trace.flow.record import record
 from foretell.trace.fold import deep
 from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.load.model import Source, load

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from foretell.trace.record.step import Workload
+    pass
 
 Shape = tuple[int, ...]
 OPENED = frozenset({"multi_head_attention_forward"})
@@ -70,13 +70,6 @@ class Flow:
     """Module path → its whole numbers whose name speaks of heads."""
     functions: tuple[type, ...] = ()
     """Classes of the user's own autograd functions that were called."""
-
-
-def record(workload: Workload) -> Flow:
-    """Run the model and its loss once on fake tensors and write down the calls. The model is not changed."""
-    from foretell.trace.flow.record import record as run
-
-    return run(workload)
 
 
 def call_name(function: Any) -> str:

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,16 +21,16 @@ from foretell.errors import MissingPackage, ModelError, UnknownName, UserError, 
 from foretell.trace.hub.batch import batch_of, notes_on
 from foretell.trace.hub.classes import built, decoded, mended, plain, rotated
 from foretell.trace.hub.classes import model_class as class_of_model
+from foretell.trace.hub.loss import own_loss
 from foretell.trace.hub.vision import load_timm, load_torchvision, mend_torchvision
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from foretell.trace.load.model import Source
     from foretell.trace.record.step import Workload
 
 _PACKAGES = {"hf": ("transformers",), "timm": ("timm", "torchvision"), "torchvision": ("torchvision",)}
-NO_TRAINING = "give --loss FILE:FUNCTION of something inside that does, or another class of it in a config.json (architectures)"
 _EXTRAS = {"hf": "hf", "timm": "timm", "torchvision": "torchvision"}
 
 
@@ -258,20 +258,3 @@ def _keep_all_layers(model: nn.Module) -> None:
             return plain(*args, **kwargs)
 
     model.forward = forward
-
-
-def own_loss(output: Any, batch: Any) -> Tensor:
-    """The loss the model returned; without one the mean of its first floating-point output that depends on a weight."""
-    import torch
-    from torch.utils import _pytree as pytree
-
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return loss.mean()
-    values = output.values() if isinstance(output, Mapping) else [output]
-    leaves = [leaf for value in values for leaf in pytree.tree_leaves(value)]
-    numbers = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    learnt = [x for x in numbers if x.requires_grad] if torch.is_grad_enabled() else numbers
-    if not learnt:
-        raise ModelError("no output of the model depends on a weight: there is no step of training to foretell", NO_TRAINING)
-    return learnt[0].float().mean()

@@ -176,7 +176,7 @@ def classifier(model: nn.Module, shape: tuple[int, ...], classes: int, notes: li
     """A batch of pictures under the name the model gives its input, with random targets beside them."""
     import torch
 
-    from foretell.trace.hub.build import own_loss
+    from foretell.trace.hub.loss import own_loss
     from foretell.trace.record.step import Workload
 
     name = next(iter(inspect.signature(model.forward).parameters))

@@ -27,6 +27,7 @@ from typing import Any
 from foretell.decode import json_of
 from foretell.errors import UserError
 from foretell.trace.sandbox import server
+from foretell.trace.sandbox.parent import end_with
 from foretell.trace.sandbox.server import Forked, environment, forked, import_paths
 
 TIME_LIMIT = 600.0
@@ -35,7 +36,6 @@ TAIL_BYTES = 16_384
 """What is kept of what the worker prints."""
 _PARENT_SECONDS = 0.05
 _DUMP_SECONDS = 0.5
-_PR_SET_PDEATHSIG = 1
 
 Progress = Callable[[str], None]
 Message = dict[str, Any]
@@ -276,13 +276,3 @@ def _supervise(worker: int, replies: int) -> None:
                     _write(replies, b"\n" + json.dumps({"ended": code}).encode() + b"\n")
                 break
     os.killpg(0, signal.SIGKILL)
-
-
-def end_with(parent: int) -> None:
-    """Where the kernel can: be killed when the parent ends, even if that was killed itself."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

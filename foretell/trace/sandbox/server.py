@@ -210,7 +210,7 @@ def prepare(module: str) -> list[str]:
 
 
 def main() -> None:
-    from foretell.trace.sandbox.process import end_with
+    from foretell.trace.sandbox.parent import end_with
 
     end_with(os.getppid())
     with socket.socket(fileno=int(sys.argv[2])) as connection:

@@ -213,7 +213,7 @@ def _unit(ranks: ScriptRanks, modules: list[nn.Module], mesh: Any, reshard: bool
 
 
 def _refuse_trained(ranks: ScriptRanks, own: list[nn.Parameter]) -> None:
-    from foretell.trace.script.follow import optimizers
+    from foretell.trace.script.made import optimizers
 
     mine = {id(one) for one in own}
     for one in optimizers().values():

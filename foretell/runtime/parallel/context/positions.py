@@ -23,7 +23,7 @@ from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.parallel.tensor import values as tensor_values
 from foretell.runtime.parallel.tensor.exchange import part
 from foretell.runtime.parallel.tensor.split import gather_for
-from foretell.trace.flow.calls import record
+from foretell.trace.flow.record import record
 from foretell.trace.record.step import Batch, Loss, Workload
 
 

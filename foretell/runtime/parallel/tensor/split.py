@@ -24,7 +24,8 @@ from foretell.plan.types import Plan, Split
 from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.parallel.tensor import values as tensor_values
 from foretell.runtime.parallel.tensor.exchange import TensorGroup, joined, part
-from foretell.trace.flow.calls import Flow, record
+from foretell.trace.flow.calls import Flow
+from foretell.trace.flow.record import record
 from foretell.trace.record.step import Batch, Loss, Workload
 
 gathered = tensor_values.whole
