@@ -20,7 +20,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	$(BIN)/foretell demo
+	$(BIN)/foretell run demo
 
 # Importing torch takes seconds, so a file stays with one worker; a worker uses one core, and often waits for its processes:
 # three keep two cores busy. Files go in the order they are collected in: those of many ranks, the longest, first.

@@ -1,4 +1,4 @@
-"""What `foretell advise` promises against what it brings on the GPU of this machine.
+"""What `foretell plan advise` promises against what it brings on the GPU of this machine.
 
     python benchmarks/advice_gpu.py --predict FILE               no GPU: 24 questions, the first three changes of each and all together
     python benchmarks/advice_gpu.py --measure FILE --out ROWS    run each question as it is and with each change, in a plain loop

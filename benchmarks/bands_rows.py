@@ -60,7 +60,7 @@ def measured() -> Iterator[Measured]:
 
 
 def _drawn() -> Iterator[Measured]:
-    """The forecast of draws that `foretell prove` sealed."""
+    """The forecast of draws that `foretell compare prove` sealed."""
     sealed = json.loads((SEALED / "2026-11-15-h200.json").read_text())["rows"]
     lines = (SEALED / "2026-11-15-h200.rows.jsonl").read_text().splitlines()
     seconds = {row["position"]: row["measured"].get("seconds") for row in map(json.loads, lines)}

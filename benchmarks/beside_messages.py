@@ -2,7 +2,7 @@
 
     python benchmarks/beside_messages.py --out benchmarks/results/beside_messages.jsonl        a minute, on a GPU with Triton
 
-A kernel of so many thread blocks stands in for a collective, as in `foretell box`: it holds a core with each block (`hold`), and may
+A kernel of so many thread blocks stands in for a collective, as in `foretell run box`: it holds a core with each block (`hold`), and may
 move bytes all the while (`copy`). Each op is timed alone and beside it, in one process, many times in turn; rows give the medians.
 """
 

@@ -1,4 +1,4 @@
-"""The demo: probe this machine, plan for it, and say how fast it is now; `foretell demo` runs what was planned."""
+"""The demo: probe this machine, plan for it, and say how fast it is now; `foretell run demo` runs what was planned."""
 
 from __future__ import annotations
 

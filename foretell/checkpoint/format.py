@@ -312,7 +312,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         if folder.is_dir():
             raise Damaged(f"{folder} has no {MANIFEST}: it was not finished, or it is no checkpoint", OLDER) from None
-        raise UserError(f"there is no checkpoint {folder}", "see `foretell ckpt list`") from None
+        raise UserError(f"there is no checkpoint {folder}", "see `foretell run ckpt list`") from None
     except NotADirectoryError:
         raise UserError(f"{folder} is a file and no checkpoint", "give the folder of a run or of a checkpoint") from None
     except OSError as error:

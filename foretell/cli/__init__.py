@@ -11,13 +11,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from foretell.cli import common
+from foretell.cli import common, names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the return value is the exit status. Whatever goes wrong is told here and nowhere else."""
-    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    given = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    words = names.joined(given)
     common.setup(words)
+    if (told := names.note(given)) and sys.stderr.isatty() and common.speaks():
+        common.emit(told, sys.stderr)
     try:
         return _dispatch(words)
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from foretell.cli import common, compare, report
+from foretell.cli import common, compare, names, report
 from foretell.cli.fit import advise, fit
 from foretell.cli.machine import doctor, hardware, probe
 from foretell.cli.plan import eject, export, plan, show
@@ -59,35 +59,37 @@ def root(
 
 
 app.command("fit", short_help="Does MODEL fit on HW? Exit 0 yes, 1 no.")(fit.fit)
-app.command("advise", short_help="What would make MODEL on HW faster, or make it fit, each change predicted.")(advise.advise)
-app.add_typer(zoo_app, name="zoo")
-zoo_app.callback(invoke_without_command=True, short_help="List the models known by name; `zoo check NAME` tries one.")(
-    reading(zoo.listing)
+app.command("plan", short_help="The best plan to train MODEL on HW; show, export, eject, advise.", epilog=names.below("plan"))(plan.plan)
+app.command("run", short_help="Train as a plan says, and measure it; demo, box, ckpt.", epilog=names.below("run"))(run.run)
+app.command("watch", short_help="Run your script as it is: predicted beside measured, why memory ran out.")(watch.watch)
+app.command("verify", short_help="Does a plan compute what one process computes? Exit 0 yes, 1 no.")(verify.verify)
+app.command("compare", short_help="Predicted beside measured of a run, or two runs side by side; prove.", epilog=names.below("compare"))(
+    reading(compare.compare)
 )
+app.command("report", short_help="One HTML page of a run or a plan: charts, tables, how to repeat it.")(reading(report.report))
+app.command("probe", short_help="Measure this machine, so that predictions rest on it.")(probe.probe)
+app.command("hardware", short_help="List the devices known by name; `hardware NAME` shows one.")(reading(hardware.hardware))
+app.add_typer(zoo_app, name="zoo")
+zoo_app.callback(invoke_without_command=True, short_help="List the models known by name; check, query, fuzz.")(reading(zoo.listing))
 zoo_app.command("check", short_help="Predict, run, plan and run as planned: one model or --all.")(zoo_check.check)
 zoo_app.command("query", short_help="Code, settings and measured rows of models by task, domain, ...")(reading(zoo_query.query))
-app.command("hardware", short_help="List the devices known by name; `hardware NAME` shows one.")(reading(hardware.hardware))
-app.command("probe", short_help="Measure this machine, so that predictions rest on it.")(probe.probe)
-app.command("run", short_help="Train as a plan says, and measure it.")(run.run)
-app.command("watch", short_help="Run your script as it is: predicted beside measured, why memory ran out.")(watch.watch)
-app.command("box", short_help="Run one rank of a plan here, the others stand-ins: predicted beside measured.")(box.box)
-app.add_typer(ckpt_app, name="ckpt", short_help="Checkpoints of a run: list, verify, show, convert.")
-for _name, _command in (("list", ckpt.listing), ("verify", ckpt.verify), ("show", ckpt.show), ("convert", ckpt.convert)):
-    ckpt_app.command(_name)(reading(_command))
-app.command("compare", short_help="Predicted beside measured of a run, or two runs side by side.")(reading(compare.compare))
-app.command("plan", short_help="The best plan to train MODEL on HW. Exit 0 found, 1 nothing fits.")(plan.plan)
-app.command("report", short_help="One HTML page of a run or a plan: charts, tables, how to repeat it.")(reading(report.report))
-app.command("show", short_help="Explain a plan file: mesh, stages, blocks, what was predicted.")(reading(show.show))
-app.command("verify", short_help="Does a plan compute what one process computes? Exit 0 yes, 1 no.")(verify.verify)
-app.command("prove", short_help="Predict random configurations, lock the predictions, run them, report everything.")(prove.prove)
-app.command("fuzz", short_help="Generate models and check their predictions; failures are minimised to a repro file.")(fuzz.fuzz)
-app.command("eject", short_help="Write PLAN as a training script that needs torch alone.")(eject.eject)
-app.command("export", short_help="Write PLAN for another tool: accelerate, deepspeed, torchtitan, slurm, ...")(reading(export.export))
-app.command("demo")(demo.demo)
 app.command("doctor")(reading(doctor.doctor))
 
+# Under others: see `names`.
+app.command("plan show", hidden=True)(reading(show.show))
+app.command("plan export", hidden=True)(reading(export.export))
+app.command("plan eject", hidden=True)(eject.eject)
+app.command("plan advise", hidden=True)(advise.advise)
+app.command("run demo", hidden=True)(demo.demo)
+app.command("run box", hidden=True)(box.box)
+app.add_typer(ckpt_app, name="run ckpt", hidden=True)
+for _name, _command in (("list", ckpt.listing), ("verify", ckpt.verify), ("show", ckpt.show), ("convert", ckpt.convert)):
+    ckpt_app.command(_name)(reading(_command))
+app.command("compare prove", hidden=True)(prove.prove)
+app.command("zoo fuzz", hidden=True)(fuzz.fuzz)
 
-@app.command("version")
+
+@app.command("version", hidden=True)
 def print_version(json: bool = typer.Option(False, "--json", help=common.JSON_HELP)) -> int:
     """Show the version of foretell, Python and torch."""
     found = common.versions()

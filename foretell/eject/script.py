@@ -212,7 +212,7 @@ def _header(plan: Plan, brought: Brought, command: str) -> str:
     said += [f"{plan.pipeline.schedule} over {plan.pipeline.stages} stages"] if plan.pipeline and plan.mesh.pp > 1 else []
     needs = f"torch and {plain(brought.needs)}" if brought.needs else "torch alone"
     return "\n".join([
-        f"Train {plain(str(plan.model['model']))} on {' × '.join(mesh) or 'one device'}. Written by `foretell eject`; needs {needs}.",
+        f"Train {plain(str(plan.model['model']))} on {' × '.join(mesh) or 'one device'}. Written by `foretell plan eject`; needs {needs}.",
         "",
         f"    {command}",
         "",

@@ -39,7 +39,7 @@ def write(plan: Plan) -> Exported:
         values = {"train_batch_size": plan.global_batch, **values}
     lost = _lost(plan)
     command = f"deepspeed --num_nodes {where.nodes} --num_gpus {where.per_node} YOUR_SCRIPT.py --deepspeed_config {NAME}"
-    told = {"_written_by": f"foretell export --to deepspeed, for {title(plan)}", "_not_said_here": lost}
+    told = {"_written_by": f"foretell plan export --to deepspeed, for {title(plan)}", "_not_said_here": lost}
     return Exported(files={NAME: json.dumps({**told, **values}, indent=2) + "\n"}, command=command, lost=tuple(lost))
 
 

@@ -75,7 +75,7 @@ def title(plan: Plan) -> str:
 
 def header(plan: Plan, tool: str, lost: Sequence[str]) -> str:
     """Comment lines that begin a file; in bash, YAML, TOML and Python none of them ends before its line does."""
-    lines = [f"Written by `foretell export --to {tool}` for {title(plan)}."]
+    lines = [f"Written by `foretell plan export --to {tool}` for {title(plan)}."]
     lines += ["Of the plan, this file does not say:", *(f"  - {line}" for line in lost)] if lost else []
     return "".join(f"# {plain(line)}\n" for line in lines)
 

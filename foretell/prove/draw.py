@@ -41,7 +41,7 @@ class ModelShape:
 def draw(seed: str, index: int, kind: str, memory_bytes: int) -> Config:
     """Draw number `index` of a seed for a device of that kind, cuda or cpu, and size."""
     for turn in range(100):
-        dice = Dice(f"foretell prove 1/{seed}/{kind}/{index}/{turn}")
+        dice = Dice(f"foretell compare prove 1/{seed}/{kind}/{index}/{turn}")
         family = dice.weighted(FAMILIES)
         shape = _SHAPES[family](dice, kind == "cpu")
         if not known(shape):

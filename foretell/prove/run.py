@@ -135,7 +135,7 @@ def check_device(sealed: Sealed, here: Mapping[str, Any]) -> None:
     if mine != sealed.device:
         raise UserError(
             f"the forecast is for {sealed.device} and this is {mine}",
-            "run it there, or seal one for this device with `foretell prove`",
+            "run it there, or seal one for this device with `foretell compare prove`",
         )
 
 

@@ -51,7 +51,7 @@ def read(path: Path) -> tuple[Sealed, str]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"there is no file {path}", "make one with `foretell prove --seal FILE`") from None
+        raise UserError(f"there is no file {path}", "make one with `foretell compare prove --seal FILE`") from None
     except (OSError, ValueError, RecursionError) as error:
         raise FileFormatError(f"{path} is not a sealed forecast: {one_line(error)}", "give a file that --seal wrote") from None
     if not isinstance(content, dict) or "rows" not in content or HASH not in content:

@@ -1,6 +1,6 @@
 """`foretell zoo check --device cuda`: the same columns on the GPU of this machine, each piece in a process of its own.
 
-Predictions are made without the device, as `foretell prove` makes them; measurements are its too. The plan for half the memory
+Predictions are made without the device, as `foretell compare prove` makes them; measurements are its too. The plan for half the memory
 is run under `torch.cuda.set_per_process_memory_fraction`, and its losses are held against the plain plan's on the same GPU.
 Small entries get many samples, so that what they need is more than workspaces and the allocator's grain.
 """

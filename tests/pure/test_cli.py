@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import resource
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 import foretell
 from foretell import zoo
+from foretell.cli import names
 from foretell.cli.fit import fit as fit_command
 from foretell.errors import UserError
 from foretell.hardware.profile import Profile, save
@@ -109,7 +111,13 @@ def test_help_answers_at_once() -> None:
 
 def test_help_names_every_command_and_option() -> None:
     commands = run("--help").stdout
-    assert all(f"\n  {name} " in commands for name in ("fit", "zoo", "doctor", "demo", "version"))
+    listed = re.findall(r"^  (\w+)  ", commands[commands.index("Commands:") :], re.MULTILINE)
+    assert sorted(listed) == sorted(["fit", "plan", "run", "watch", "verify", "compare", "report", "probe", "hardware", "zoo", "doctor"])
+    for name in names.UNDER.values():
+        parent, child = name.split()
+        assert f"foretell {name}" in " ".join(run(parent, "--help").stdout.split()) or parent == "zoo"
+        told = run(parent, child, "--help").stdout
+        assert told == run(child, "--help").stdout and f"Usage: foretell {name} " in told
     text = run("fit", "--help", COLUMNS="200").stdout
     for option in ("--on", "--micro-batch", "--seq", "--image", "--optimizer", "--precision", "--recompute",
                    "--accumulate", "--clip", "--lora", "--nf4", "--freeze", "--infer", "--set", "--hint", "--loss",

@@ -125,8 +125,8 @@ def test_a_write_comes_after_what_it_waits_for_and_a_read_after_the_write(tmp_pa
 HELD = 512 * MIB
 CHILD = f"""
 import sys, torch
-from foretell.runtime.offload.memory.disk import Shelf
-shelf = Shelf({HELD}, sys.argv[1], reserve=0)
+from foretell.runtime.offload.memory.disk import DiskFile
+shelf = DiskFile({HELD}, sys.argv[1], reserve=0)
 data = torch.ones(4 << 20)
 shelf.write(0, data).result()
 print("written", flush=True)

@@ -154,9 +154,10 @@ def resolved(words: Sequence[str]) -> tuple[Any, list[str]]:
     import typer
 
     from foretell.cli.app import app
+    from foretell.cli.names import joined
 
     command: Any = typer.main.get_command(app)
-    rest = list(words)
+    rest = joined(words)
     while rest and rest[0] in getattr(command, "commands", {}):
         command = command.commands[rest.pop(0)]
     return command, rest

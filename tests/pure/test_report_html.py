@@ -262,7 +262,7 @@ def test_a_page_opens_with_its_conclusion(tmp_path: Path) -> None:
     assert said["plan"].conclusion.startswith("gpt-tiny fits on 8xH100 (") and " a billion tokens" in said["plan"].conclusion
     assert said["no"].conclusion.startswith("gpt-tiny does not fit on 8xH100: ")
     assert [text for _, text in said["run"].commands] == [f"foretell compare {run}", "foretell run a.json --steps 30"]
-    assert [text for _, text in said["plan"].commands] == ["foretell run p", "foretell show p"]
+    assert [text for _, text in said["plan"].commands] == ["foretell run p", "foretell plan show p"]
     assert [text for _, text in said["going"].commands] == [f"foretell run {going} --resume"]
     for page in said.values():
         text = html.render(page)

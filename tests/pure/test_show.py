@@ -1,4 +1,4 @@
-"""`foretell show`: what it draws and says, at every width, and how it fails."""
+"""`foretell plan show`: what it draws and says, at every width, and how it fails."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_the_page_about_plans_shows_what_is_shown() -> None:
     example = json.loads(told.split("```json\n")[1].split("```")[0])
     plan = file.from_json(example)
     assert file.text_of(plan) == told.split("```json\n")[1].split("```")[0]
-    assert "$ foretell show plan.json\n" in told  # what that prints is compared where all examples of the pages are
+    assert "$ foretell plan show plan.json\n" in told  # what that prints is compared where all examples of the pages are
     for complaint in legal.complaints(plan, legal.facts_of(plan, parse(plan.hardware))):
         pytest.fail(str(complaint))
     for name in schema.load()["properties"]:

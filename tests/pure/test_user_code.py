@@ -33,10 +33,12 @@ from foretell.trace.store import traces as stored
 from tests.pure import report_sample as sample
 
 READS = {
-    "zoo", "zoo query", "hardware", "ckpt list", "ckpt verify", "ckpt show", "ckpt convert", "compare", "report", "show",
-    "export", "doctor",
+    "zoo", "zoo query", "hardware", "run ckpt list", "run ckpt verify", "run ckpt show", "run ckpt convert", "compare", "report", "plan show",
+    "plan export", "doctor",
 }  # fmt: skip
-RUNS = {"fit", "advise", "plan", "run", "watch", "verify", "eject", "probe", "prove", "fuzz", "demo", "zoo check", "box"}
+RUNS = {
+    "fit", "plan", "plan advise", "plan eject", "run", "run demo", "run box", "watch", "verify", "probe", "compare prove", "zoo check", "zoo fuzz",
+}  # fmt: skip
 NEITHER = {"version"}
 EVIL = "import pathlib\npathlib.Path(__file__).with_name('canary').touch()\n"
 MODEL = EVIL + "import torch\nfrom torch import nn\ndef build(): return nn.Linear(8, 8), (torch.zeros(2, 8),), lambda out, batch: out.sum()\n"
@@ -47,7 +49,7 @@ MODEL = EVIL + "import torch\nfrom torch import nn\ndef build(): return nn.Linea
 
 def commands() -> dict[str, Callable[..., Any]]:
     found = {}
-    for prefix, group in (("", app), ("zoo ", zoo_app), ("ckpt ", ckpt_app)):
+    for prefix, group in (("", app), ("zoo ", zoo_app), ("run ckpt ", ckpt_app)):
         for one in group.registered_commands:
             assert one.callback is not None
             found[f"{prefix}{one.name or one.callback.__name__}"] = one.callback

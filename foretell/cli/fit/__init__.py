@@ -1,1 +1,1 @@
-"""`foretell fit` and `foretell advise`."""
+"""`foretell fit` and `foretell plan advise`."""

@@ -1,4 +1,4 @@
-"""`foretell advise`: what would make a step faster, or make it fit, each change predicted."""
+"""`foretell plan advise`: what would make a step faster, or make it fit, each change predicted."""
 
 from __future__ import annotations
 

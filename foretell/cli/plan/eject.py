@@ -1,4 +1,4 @@
-"""`foretell eject PLAN`: the plan as a training script that needs torch and nothing of foretell."""
+"""`foretell plan eject PLAN`: the plan as a training script that needs torch and nothing of foretell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`foretell export PLAN --to TOOL`: the plan as files of another tool."""
+"""`foretell plan export PLAN --to TOOL`: the plan as files of another tool."""
 
 from __future__ import annotations
 

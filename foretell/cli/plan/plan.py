@@ -338,8 +338,8 @@ def climbed(choice: Choice, model: str, on: str, out: str, whole: Run | None = N
 def _next(out: str) -> str:
     from foretell.plan.text import shell_word
 
-    runs = "run" if common.script_words() is None else "eject"
-    return f"Next:  foretell show {shell_word(out)}   foretell {runs} {shell_word(out)}"
+    runs = "run" if common.script_words() is None else "plan eject"
+    return f"Next:  foretell plan show {shell_word(out)}   foretell {runs} {shell_word(out)}"
 
 
 def _relaxed(choice: Choice) -> list[str]:

@@ -1,4 +1,4 @@
-"""`foretell show`: a plan in words and drawn, and whether it may be run."""
+"""`foretell plan show`: a plan in words and drawn, and whether it may be run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def show(
     if schema:
         return _schema()
     if path is None:
-        raise UserError("no plan is given", "foretell show plan.json")
+        raise UserError("no plan is given", "foretell plan show plan.json")
     plan = file.read(path)
     cluster, unknown = _cluster(plan.hardware)
     facts = legal.facts_of(plan, cluster)

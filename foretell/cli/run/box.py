@@ -1,4 +1,4 @@
-"""`foretell box PLAN`: one rank of a plan on this device, the others replaced by stand-ins; predicted beside measured."""
+"""`foretell run box PLAN`: one rank of a plan on this device, the others replaced by stand-ins; predicted beside measured."""
 
 from __future__ import annotations
 

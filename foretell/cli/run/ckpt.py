@@ -1,4 +1,4 @@
-"""`foretell ckpt`: which checkpoints a run has, whether every byte is as it was written, and what is in them."""
+"""`foretell run ckpt`: which checkpoints a run has, whether every byte is as it was written, and what is in them."""
 
 from __future__ import annotations
 

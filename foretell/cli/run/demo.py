@@ -1,4 +1,4 @@
-"""`foretell demo`: the whole loop on this machine, small: probe, plan, train, predicted beside measured."""
+"""`foretell run demo`: the whole loop on this machine, small: probe, plan, train, predicted beside measured."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def run(
         help="On a fast disk, for states and activations that the plan keeps on disk while it runs; default: the run folder."),
     device: str = typer.Option("auto", metavar="auto|cpu|cuda", help="Where to run."),
     update_profile: bool = typer.Option(False, "--update-profile", help=compare.UPDATE_HELP),
-    box: bool = typer.Option(False, "--box", help="Train nothing: rehearse rank 0 here, the other ranks stand-ins (`foretell box`)."),
+    box: bool = typer.Option(False, "--box", help="Train nothing: rehearse rank 0 here, the other ranks stand-ins (`foretell run box`)."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:  # fmt: skip

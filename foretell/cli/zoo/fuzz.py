@@ -1,4 +1,4 @@
-"""`foretell fuzz`: generated models, each traced, measured and composed; failures become small files."""
+"""`foretell zoo fuzz`: generated models, each traced, measured and composed; failures become small files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`foretell prove`: predict configurations nobody chose, lock the predictions, run them, report every row."""
+"""`foretell compare prove`: predict configurations nobody chose, lock the predictions, run them, report every row."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _sealed(path: Path, *, json: bool) -> int:
     near = sum(row.limit_bytes is not None for row in sealed.rows)
     common.emit(
         f"sealed {len(sealed.rows)} configurations on {sealed.device}, {near} near a limit of memory, "
-        f"{len(sealed.passed_over)} draws passed over\nfile   {path}\nsha256 {found}\nNext:  foretell prove --run {shell_word(path)}"
+        f"{len(sealed.passed_over)} draws passed over\nfile   {path}\nsha256 {found}\nNext:  foretell compare prove --run {shell_word(path)}"
     )
     return common.YES
 
@@ -145,7 +145,7 @@ def _measure(path: Path, seconds: float) -> None:
         try:
             run.measure(sealed, found, run.rows_path(path), about, seconds=seconds, progress=_say)
         except KeyboardInterrupt:
-            _say(f"stopped; what was measured is kept; resume with: foretell prove --run {shell_word(path)}")
+            _say(f"stopped; what was measured is kept; resume with: foretell compare prove --run {shell_word(path)}")
             raise
 
 

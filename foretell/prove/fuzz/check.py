@@ -299,7 +299,7 @@ def repro(model: Model, failure: Failure) -> str:
     """A file that shows the failure when it is run."""
     recipe = {name: getattr(model, name) for name in ("optimizer", "recompute", "accumulate", "clip", "modes")}
     words = "\n".join(textwrap.wrap(failure.said, 120))
-    of = f"foretell fuzz, seed {model.seed}, model {model.index}, reduced to {model.ops} ops ({', '.join(model.names)})."
+    of = f"foretell zoo fuzz, seed {model.seed}, model {model.index}, reduced to {model.ops} ops ({', '.join(model.names)})."
     doc = f"{of}\n\n{words}\n\nShow it: python FILE\n"
     main = f"""
 

@@ -61,7 +61,7 @@ class _Draft:
 
 def draw(seed: str, index: int, ops: int = USUAL_OPS, turn: int = 0, operators: Sequence[Operator] = OPERATORS) -> Model:
     """Model number `index` of a seed; `turn` counts draws before it that PyTorch refused."""
-    dice = random.Random(f"foretell fuzz 1/{seed}/{index}/{ops}/{turn}")
+    dice = random.Random(f"foretell zoo fuzz 1/{seed}/{index}/{ops}/{turn}")
     count = dice.randint(min(LEAST_OPS, ops), ops)
     draft = _Draft(dice)
     for shape in dice.sample(INPUT_SHAPES, dice.choice((1, 1, 2))):

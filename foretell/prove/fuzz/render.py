@@ -62,7 +62,7 @@ def render(model: Model, doc: str = "", main: str = "") -> str:
     shapes = shapes_of(model)
     nodes = (*model.main.nodes, *(model.block.nodes if model.block is not None else ()))
     helpers = dict.fromkeys(BY_NAME[node.op].helper for node in nodes if node.op != "blocks" and BY_NAME[node.op].helper)
-    parts = [_HEAD.format(doc=doc or f"foretell fuzz, seed {model.seed}, model {model.index}: {model.ops} ops.")]
+    parts = [_HEAD.format(doc=doc or f"foretell zoo fuzz, seed {model.seed}, model {model.index}: {model.ops} ops.")]
     parts += [HELPERS[name] for name in helpers]
     if model.block is not None:
         parts.append(_module("Block", model.block, model))

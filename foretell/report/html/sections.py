@@ -76,9 +76,9 @@ def _commands(subject: Subject) -> Iterator[tuple[str, str]]:
     """What comes next, to copy."""
     path, plan = shlex.quote(str(subject.path)), shlex.quote(str(subject.plan_path))
     if subject.run is None:
-        runs = "eject" if is_script(str(subject.plan.model.get("model", ""))) else "run"
-        yield ("Write it as a script" if runs == "eject" else "Run it"), f"foretell {runs} {plan}"
-        yield "Show the plan", f"foretell show {plan}"
+        runs = "plan eject" if is_script(str(subject.plan.model.get("model", ""))) else "run"
+        yield ("Write it as a script" if runs == "plan eject" else "Run it"), f"foretell {runs} {plan}"
+        yield "Show the plan", f"foretell plan show {plan}"
     elif subject.finished:
         yield "Compare again", f"foretell compare {path}"
         yield from (("Run again", repeats(command)) for command in [_started(subject)] if command)
@@ -337,8 +337,8 @@ def _repeat(subject: Subject, files: Sequence[tuple[str, str]]) -> Section:
     if _started(subject):
         code.append(("The run, as it was started", _started(subject)))
     code.append(("A plan like this one", _plan_command(subject.plan)))
-    runs = "eject" if is_script(str(subject.plan.model.get("model", ""))) else "run"
-    again = [f"foretell show {plan_path}", f"foretell {runs} {plan_path}"]
+    runs = "plan eject" if is_script(str(subject.plan.model.get("model", ""))) else "run"
+    again = [f"foretell plan show {plan_path}", f"foretell {runs} {plan_path}"]
     again += [f"foretell compare {shlex.quote(str(subject.run))}"] if subject.run is not None else []
     code.append(("With the plan file", "\n".join([*again, f"foretell report {shlex.quote(str(subject.path))}"])))
     code.append(("The plan file itself", plans.text_of(subject.plan).rstrip()))

@@ -46,7 +46,7 @@ def top(found: Advice, typed: Sequence[str], width: int) -> list[str]:
         wrapped = textwrap.wrap(f"{gain.change} [{gain.maths}]", max(20, width - len(start)))
         lines += [start + wrapped[0], *(" " * len(start) + more for more in wrapped[1:])]
     if lines and typed:
-        command = shlex.join(["foretell", "advise", *typed[1:]])
+        command = shlex.join(["foretell", "plan", "advise", *typed[1:]])
         told = textwrap.wrap(f"how, and all together: {command}", width - GUTTER, subsequent_indent="  ", break_long_words=False)
         lines += [gutter + line for line in told]
     return lines

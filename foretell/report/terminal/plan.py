@@ -263,7 +263,7 @@ def _next(plan: Plan, complaints: Sequence[Complaint], facts: Facts, path: str) 
     if complaints:
         return []
     if is_script(str(plan.model.get("model", ""))):
-        return [_labelled("next", f"foretell eject {shell_word(path)}", "bold cyan")]
+        return [_labelled("next", f"foretell plan eject {shell_word(path)}", "bold cyan")]
     return [_labelled("next", launch(plan, facts.devices_per_node, f"run {shell_word(path)}"), "bold cyan")]
 
 

@@ -1,6 +1,6 @@
 """A rank in a box: one rank's real program of any plan on one device, every other rank replaced by a stand-in.
 
-    plan, rank ─► process group "box" ─► runtime.ranks, runtime.apply, steps as in a run ─► measured: seconds, bytes
+    plan, rank ─► process group "box" ─► parallel.ranks, parallel.apply, steps as in a run ─► measured: seconds, bytes
                         │
                         └─► each message on its real stream, with its real buffers: so many cores, for as long as the model says
 

@@ -115,7 +115,7 @@ def load(source: Source) -> Workload:
     check(source)
     if is_script(source.model):
         text = source.model.removeprefix(f"{SCRIPT}:")
-        raise UserError(f"'{text}' is a script: foretell follows it and does not run it", "foretell eject shows what to change in it for this plan")
+        raise UserError(f"'{text}' is a script: foretell follows it and does not run it", "`foretell plan eject` shows what to change in it")
     user_code.before(user_code.files_of(vars(source)))
     _notes.clear()
     try:

@@ -61,7 +61,7 @@ _GPT = (
         "gpt",
         {"vocab_size": 256, "context": 256, "layers": 6, "dim": 384, "heads": 6},
         "text",
-        "GPT-2 shape for bytes, 10.8M: the model of `foretell demo`",
+        "GPT-2 shape for bytes, 10.8M: the model of `foretell run demo`",
         seq=256,
     ),
     Entry(

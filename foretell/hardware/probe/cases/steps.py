@@ -1,6 +1,6 @@
 """Reference steps: whole steps of small models, in which the host sets the pace on a GPU.
 
-They say what Python, autograd and the dispatcher cost beside the ops themselves. The model that `foretell demo`
+They say what Python, autograd and the dispatcher cost beside the ops themselves. The model that `foretell run demo`
 predicts and then runs is left out on a CPU, so that its prediction stays one.
 """
 
