@@ -59,7 +59,7 @@ def plan_for(way: str, blocks: list[str], options: argparse.Namespace, part: int
 def say(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     """What is predicted of every way, and how many blocks `part` moves."""
     from foretell.hardware import parse
-    from foretell.hardware.find import find_profile
+    from foretell.hardware.lookup import find_profile
     from foretell.lower.blocks import blocks_of
     from foretell.plan.recipe import model_of
     from foretell.search.traces.needed import Traces

@@ -51,7 +51,7 @@ def measure(out: Path) -> None:
 
 def predict(out: Path) -> None:
     from foretell.hardware import parse
-    from foretell.hardware.find import find_profile
+    from foretell.hardware.lookup import find_profile
     from foretell.hardware.profile import OpRow
     from foretell.price.kernels.features import Shape
     from foretell.price.kernels.ops import OpModel

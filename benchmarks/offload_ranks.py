@@ -53,7 +53,7 @@ def source(options: argparse.Namespace) -> Any:
 
 def say(case: str, options: argparse.Namespace, known: Any) -> dict[str, Any]:
     from foretell.hardware import parse
-    from foretell.hardware.find import find_profile
+    from foretell.hardware.lookup import find_profile
     from foretell.plan.recipe import model_of
     from foretell.simulate.plan import Options, predict_plan
     from foretell.simulate.time import step as plan_time

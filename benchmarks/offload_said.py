@@ -61,7 +61,7 @@ def chosen(rows: list[dict[str, Any]], runs: list[int]) -> list[dict[str, Any]]:
 
 def main() -> None:
     from foretell.hardware import parse
-    from foretell.hardware.find import find_profile
+    from foretell.hardware.lookup import find_profile
     from foretell.search.traces.needed import Traces
     from foretell.simulate.plan import Options, predict_plan
 

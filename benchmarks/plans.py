@@ -55,7 +55,7 @@ class Oracle:
 
     def __init__(self, case: Any) -> None:
         from foretell.hardware import overhead, parse
-        from foretell.hardware.find import find_profile
+        from foretell.hardware.lookup import find_profile
         from foretell.hardware.probe.machine import cpu_name
         from foretell.search.traces.needed import Traces
         from foretell.simulate.parts import TORCH

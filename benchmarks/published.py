@@ -38,7 +38,7 @@ from published_plans import plan_of  # noqa: E402
 from published_traces import Traces, Untraceable, asked, depths_of  # noqa: E402
 
 from foretell.errors import ForetellError  # noqa: E402
-from foretell.hardware.find import find_profile  # noqa: E402
+from foretell.hardware.lookup import find_profile  # noqa: E402
 from foretell.price import analytic  # noqa: E402
 from foretell.price.speeds import Options  # noqa: E402
 from foretell.simulate.foreign.memory import foreign_memory  # noqa: E402

@@ -42,7 +42,7 @@ def source_of(size: dict[str, Any]) -> Any:
 def plan_of(name: str) -> Any:
     """The plan that foretell's chooser makes for this batch, without clipping, as the loop by hand."""
     from foretell.hardware import parse
-    from foretell.hardware.find import find_profile
+    from foretell.hardware.lookup import find_profile
     from foretell.plan import file
     from foretell.search.solve.choose import SearchConstraints, choose
     from foretell.simulate.plan import Options

@@ -48,7 +48,7 @@ LLAMA2_WORDS = 32000
 def measure(name: str) -> dict[str, Any]:
     """One case, twice: the first run makes the traces."""
     from foretell.hardware import parse
-    from foretell.hardware.find import find_profile
+    from foretell.hardware.lookup import find_profile
     from foretell.search.solve.explain import told
     from foretell.search.solve.find import find
     from foretell.search.space.constraints import SearchConstraints
@@ -137,7 +137,7 @@ def against(run: Run) -> dict[str, Any]:
     """Their plan and the one found, under the same quick cost."""
     from foretell.errors import UserError
     from foretell.hardware import parse
-    from foretell.hardware.find import find_profile
+    from foretell.hardware.lookup import find_profile
     from foretell.plan.types import Mesh
     from foretell.search.estimate.depth import Depth
     from foretell.search.estimate.plan import Layout

@@ -117,7 +117,7 @@ def compare(path: Path, out: Path, seconds: float) -> None:
     import torch
     from bands_rows import measured
 
-    from foretell.hardware.find import find_profile
+    from foretell.hardware.lookup import find_profile
     from foretell.hardware.profile import load
 
     warnings.simplefilter("ignore")

@@ -24,8 +24,8 @@ import numpy as np
 import silicon_rows as rows
 
 from foretell.hardware import catalog, silicon, wires
-from foretell.hardware.find import find_profile
 from foretell.hardware.links import usual
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.types import Device
 from foretell.price.analytic import family
 from foretell.price.kernels import elsewhere

@@ -22,7 +22,7 @@ CASES = {"gpt2": ("H100", 1.0), "llama3-8b": ("H100:8", 4.0), "llama3-405b": ("8
 
 def seconds_of_seconds(trace: Any, recipe: Any, cluster: Any) -> tuple[float, float]:
     """How long the prediction of step time alone takes from a trace at hand: the first time, and again."""
-    from foretell.hardware.find import find_profile
+    from foretell.hardware.lookup import find_profile
     from foretell.lower.fsdp.sharded import shard
     from foretell.plan.recipe import default_plan
     from foretell.price import machine

@@ -145,7 +145,7 @@ def predict_seconds(config: dict[str, Any]) -> dict[str, Any]:
     from memory import parts
 
     from foretell.hardware import parse
-    from foretell.hardware.find import find_profile
+    from foretell.hardware.lookup import find_profile
     from foretell.simulate.plan import Options, predict_step
     from foretell.simulate.whole import speed
     from foretell.trace.load.model import load

@@ -66,7 +66,7 @@ def predicted(job: dict[str, Any]) -> Any:
     """What a job costs alone on an H200, by the path that `foretell fit` goes."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from foretell.hardware import parse
-    from foretell.hardware.find import find_profile
+    from foretell.hardware.lookup import find_profile
     from foretell.price.speeds import Options
     from foretell.simulate.plan import predict_step
     from foretell.trace.sandbox.child import request

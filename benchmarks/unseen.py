@@ -56,7 +56,7 @@ def predict(config: dict[str, Any]) -> dict[str, Any]:
     from zoo import kept_trace
 
     from foretell.hardware import parse
-    from foretell.hardware.find import find_profile
+    from foretell.hardware.lookup import find_profile
     from foretell.simulate.plan import Options, predict_step
 
     begun = time.perf_counter()
@@ -122,7 +122,7 @@ def predicted_rows(configs: list[dict[str, Any]], journal: Path | None = None) -
     import torch
 
     from foretell.hardware import parse
-    from foretell.hardware.find import profile_stamp
+    from foretell.hardware.lookup import profile_stamp
     from foretell.prove.seal import own_code
 
     about = {

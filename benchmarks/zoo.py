@@ -109,7 +109,7 @@ def predict(config: dict[str, Any]) -> dict[str, Any]:
     from steps import roofline
 
     from foretell.hardware import parse
-    from foretell.hardware.find import find_profile
+    from foretell.hardware.lookup import find_profile
     from foretell.simulate.plan import Options, predict_step
 
     begun = time.perf_counter()
@@ -138,7 +138,7 @@ def forecast(configs: list[tuple[dict[str, Any], str]], path: Path, results: Pat
     import torch
 
     from foretell.hardware import parse
-    from foretell.hardware.find import profile_stamp
+    from foretell.hardware.lookup import profile_stamp
     from foretell.prove.seal import own_code
 
     if path.exists() and {seal_of(path), head_of(path).get("was")} & {row.get("forecast", "") for row in rows_of(results)}:

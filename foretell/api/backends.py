@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from foretell.errors import UserError
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.profile import Profile
 from foretell.hardware.this_machine import READ_HERE, cpu_name
 

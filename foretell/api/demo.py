@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretell.api.machine import probe_machine
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
 

@@ -16,7 +16,7 @@ from foretell.api import backends
 from foretell.decode import value_of
 from foretell.errors import UserError
 from foretell.hardware import Cluster, overhead, parse
-from foretell.hardware.find import profile_stamp
+from foretell.hardware.lookup import profile_stamp
 from foretell.hardware.prices import user_figures
 from foretell.plan.legal import too_old_to_compile
 from foretell.plan.precision import default_recipe, for_inference, low, missing, refuse_recipe

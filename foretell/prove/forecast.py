@@ -16,7 +16,7 @@ from typing import Any
 from foretell.decode import json_of
 from foretell.errors import ForetellError, UserError
 from foretell.hardware import overhead
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster
 from foretell.price.calibrate.kin import kin_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from foretell.hardware import Cluster
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.price.kernels.features import launches
 from foretell.prove.zoo_plan import HereTraces, Planned, planned
 from foretell.simulate.pace import Pace, ProfileSeconds, pace_of, said

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foretell.errors import UserError
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.types import Cluster
 from foretell.plan.precision import default_recipe, refuse_recipe
 from foretell.price.speeds import Options

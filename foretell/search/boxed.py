@@ -8,7 +8,7 @@ from typing import Any
 
 from foretell.decode import decode
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.types import Cluster
 from foretell.lower.blocks import KEEP, blocks_of
 from foretell.plan.mesh import check_rank, coordinates

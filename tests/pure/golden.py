@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.types import Cluster
 from foretell.plan.blocks import even_cuts
 from foretell.plan.types import AWAY, Mesh, Pipeline, Plan, Residency, Split

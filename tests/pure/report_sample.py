@@ -11,7 +11,7 @@ from typing import Any
 
 from foretell import zoo
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.lower.blocks import blocks_of
 from foretell.plan import file as plans
 from foretell.plan.blocks import even_cuts

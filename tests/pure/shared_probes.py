@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.probe import journal
 from foretell.hardware.profile import Measured, Profile
 from foretell.hardware.share import check, file

@@ -15,7 +15,7 @@ from foretell.api import backends
 from foretell.errors import UnknownName, UserError
 from foretell.hardware import parse
 from foretell.hardware.catalog import devices, find
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.price.machine import machine
 from foretell.quantities import ASSUMED, MEASURED
 from foretell.trace.load.model import Source

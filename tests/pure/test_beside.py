@@ -16,7 +16,7 @@ import pytest
 from foretell.cli import main
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.price.occupancy import blocks, share
 from foretell.price.speeds import Options
 from foretell.quantities import COMPUTE, NO, TIGHT, Task

@@ -18,7 +18,7 @@ import pytest
 from foretell import api
 from foretell.api import backends
 from foretell.cli import main
-from foretell.hardware.find import find_profile, profile_stamp
+from foretell.hardware.lookup import find_profile, profile_stamp
 from foretell.trace.sandbox import child
 from foretell.trace.store import cache
 from foretell.trace.store import traces as stored

@@ -12,7 +12,7 @@ import pytest
 
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.price import host
 from foretell.price.calibrate.fit import _serial, in_step
 from foretell.price.machine import machine

@@ -13,7 +13,7 @@ import pytest
 from foretell.cli.plan.plan import climbed
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.types import Cluster
 from foretell.plan import file, legal
 from foretell.plan.recipe import recipe_of, source_of

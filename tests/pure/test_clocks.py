@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretell.hardware import catalog
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.price.clocks import WINDOW_SECONDS, Clocks, learn, slowdowns
 from foretell.price.kernels.shapes import Shape
 from foretell.price.machine import machine

@@ -20,7 +20,7 @@ from foretell.cli import main
 from foretell.errors import FileFormatError, UserError
 from foretell.hardware import parse
 from foretell.hardware import profile as profiles
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.profile import Profile, load
 from foretell.plan import file as plans
 from foretell.plan.recipe import recipe_of, source_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.lower.blocks import blocks_of
 from foretell.lower.context import all_ranks, flops_of, work_of_all
 from foretell.lower.pipeline.rank import rank_traces

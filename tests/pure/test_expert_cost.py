@@ -11,7 +11,7 @@ import pytest
 
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.lower.steps import repeated
 from foretell.plan.recipe import recipe_of
 from foretell.plan.types import Mesh, Plan, Residency

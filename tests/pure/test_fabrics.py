@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from foretell.hardware import find, parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Mesh, Pipeline, Plan
 from foretell.price.network.collectives import ALL_GATHER, among, collective, fabric

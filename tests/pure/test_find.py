@@ -15,7 +15,7 @@ import pytest
 from foretell.cli import main
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.plan import file, legal
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Mesh, Pipeline, Plan

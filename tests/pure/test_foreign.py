@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foretell.hardware import catalog, links
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.types import Cluster
 from foretell.lower.foreign import float8, zero
 from foretell.lower.foreign.plan import ForeignPlan

@@ -13,7 +13,7 @@ import pytest
 from foretell.cli.plan.infer import infer_command
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.search.inference.split import InferenceSplit, InferenceUnit, Place, split_front
 from foretell.search.inference.units import (
     InferPlan,

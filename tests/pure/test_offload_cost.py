@@ -11,7 +11,7 @@ import pytest
 
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.lower.blocks import blocks_of
 from foretell.lower.offload import states as offload
 from foretell.plan.recipe import model_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.probe.ops import order
 from foretell.price.host import START, HostModel
 from foretell.price.kernels.lines import lines

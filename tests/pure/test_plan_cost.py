@@ -19,7 +19,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from foretell import zoo
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.lower.batch import BatchMismatch, rebatch
 from foretell.lower.blocks import blocks_of, compose
 from foretell.lower.pipeline.order import Event, orders

@@ -19,7 +19,7 @@ import torch
 
 from foretell.cli import main
 from foretell.errors import UserError
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.probe import journal, machine, memory, ops, run
 from foretell.hardware.probe.cases import families as cases
 from foretell.hardware.probe.cases import steps

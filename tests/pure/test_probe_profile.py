@@ -14,7 +14,7 @@ import pytest
 
 from foretell.errors import FileFormatError, UserError
 from foretell.hardware import find
-from foretell.hardware.find import find_profile, profile_stamp
+from foretell.hardware.lookup import find_profile, profile_stamp
 from foretell.hardware.probe.cases.blocks import BLOCKS
 from foretell.hardware.probe.cases.families import FAMILIES
 from foretell.hardware.probe.cases.irregular import RARE

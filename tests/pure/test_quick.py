@@ -20,7 +20,7 @@ import pytest
 from foretell import zoo
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.types import Cluster
 from foretell.plan.types import Mesh
 from foretell.search.block_costs.sheet import Sheet, sheet_of

@@ -14,7 +14,7 @@ import pytest
 
 from foretell import zoo
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.types import Cluster
 from foretell.plan.types import Mesh
 from foretell.quantities import FITS, NO, TIGHT

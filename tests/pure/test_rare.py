@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.probe import alone as measured_alone
 from foretell.hardware.probe import journal as journals
 from foretell.hardware.probe.cases import irregular as probed

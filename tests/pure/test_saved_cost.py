@@ -9,7 +9,7 @@ import torch
 
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.lower.offload import activations
 from foretell.plan.blocks import compress
 from foretell.plan.recipe import model_of

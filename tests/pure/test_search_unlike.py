@@ -12,7 +12,7 @@ import pytest
 
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.types import Cluster
 from foretell.plan import legal
 from foretell.plan.recipe import recipe_of, source_of

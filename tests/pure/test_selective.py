@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from foretell.errors import ModelError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.search.block_costs.residency import KEEP, MODES, RECOMPUTE, SELECTIVE, modes_of
 from foretell.search.solve.choose import SearchConstraints, choose
 from foretell.simulate.plan import Options

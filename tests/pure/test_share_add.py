@@ -18,7 +18,7 @@ import pytest
 from foretell.cli import main
 from foretell.errors import UnknownName
 from foretell.hardware import catalog, parse
-from foretell.hardware.find import find_profile, profile_stamp
+from foretell.hardware.lookup import find_profile, profile_stamp
 from foretell.hardware.probe import run
 from foretell.hardware.probe import share as measuring
 from foretell.hardware.profile import Measured

@@ -15,7 +15,7 @@ import pytest
 from foretell.cli import main
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.lower.fsdp.units import COLLECTIVES
 from foretell.plan import legal
 from foretell.plan.recipe import model_of, recipe_of, source_of

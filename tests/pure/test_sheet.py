@@ -12,7 +12,7 @@ import pytest
 from foretell import zoo
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.lower.fsdp.units import COLLECTIVES
 from foretell.price.kernels.features import FREE
 from foretell.price.kernels.shapes import short

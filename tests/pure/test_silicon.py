@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from foretell.hardware import catalog, silicon, wires
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.parse import parse
 from foretell.price.calibrate.kin import held_back, kin_of
 from foretell.price.kernels import elsewhere

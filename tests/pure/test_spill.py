@@ -15,7 +15,7 @@ import pytest
 import foretell
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.probe import updates
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foretell.api import predict
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.price.machine import machine
 from foretell.price.speeds import alone
 from foretell.simulate.memory.replay import peak_live

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from foretell import api, zoo
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.plan import legal
 from foretell.plan.context import share
 from foretell.plan.recipe import recipe_of

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from foretell import api, zoo
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.search.inference.units import plan_from
 from foretell.simulate.memory.replay import peak_live
 from foretell.trace import types

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from foretell import zoo
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.price.kernels.features import describe
 from foretell.price.kernels.shapes import Shape
 from foretell.price.machine import machine

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foretell import zoo
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.plan.types import Plan, Residency
 from foretell.price.kernels.features import describe
 from foretell.price.machine import machine

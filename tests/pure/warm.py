@@ -21,7 +21,7 @@ _PARENT = """
 import contextlib, io, json, os, sys
 import rich.console, rich.text
 import foretell.cli, foretell.quantities, foretell.report.terminal.screen
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from tests import forks
 
 forks.install()

@@ -17,7 +17,7 @@ _ORDER = ("plain", "trees")
 
 def accuracy(devices: Sequence[Device], *, json: bool) -> int:
     """Print the errors of every one of these devices that has a profile."""
-    from foretell.hardware.find import find_profile
+    from foretell.hardware.lookup import find_profile
 
     found = [profile for device in devices if (profile := find_profile(device.name)) is not None]
     if json:

@@ -137,7 +137,7 @@ def _as_json(device: Device) -> dict[str, Any]:
 
 def _measured(device: Device) -> dict[str, Any]:
     """Latency by working set and FLOP/s by dtype, where this very device's profile has them; empty in older ones."""
-    from foretell.hardware.find import find_profile
+    from foretell.hardware.lookup import find_profile
     from foretell.hardware.probe.summary import dtype_rates, loads
 
     profile = find_profile(device.name) if device.backend != "cpu" or profile_source(device)[0] == "own" else None

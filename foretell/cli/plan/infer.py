@@ -42,7 +42,7 @@ def infer_command(
 def split(source: Source, on: str, precision: str | None, cache: bool, time_limit: float) -> InferPlan:
     """Splits of a model over the devices of `on`; precision as traces name it."""
     from foretell.hardware import parse
-    from foretell.hardware.find import find_profile
+    from foretell.hardware.lookup import find_profile
     from foretell.plan.precision import for_inference, missing
     from foretell.search.inference.units import infer_plan
     from foretell.trace.recipe import COMPUTES

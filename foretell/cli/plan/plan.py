@@ -176,7 +176,7 @@ def _choose(
     source: Any, on: str, wishes: SearchConstraints, cache: bool, how: dict[str, Any], doing: Doing, words: list[str] | None = None
 ) -> Choice:  # fmt: skip
     from foretell.hardware import parse
-    from foretell.hardware.find import find_profile
+    from foretell.hardware.lookup import find_profile
     from foretell.search.solve.choose import choose
     from foretell.simulate.plan import Options
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster, Device
 from foretell.lower.blocks import KEEP, TraceMismatch, blocks_of

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.plan.types import COMPILES
 from foretell.quantities import Prediction, Remedy
 from foretell.search.advice.ways import FitRequest

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from foretell.hardware import parse
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.profile import Profile, own_path, save
 from foretell.hardware.this_machine import physical_cores
 from foretell.hardware.types import Cluster

@@ -13,7 +13,7 @@ from typing import Any
 
 from foretell.errors import UserError
 from foretell.hardware import overhead
-from foretell.hardware.find import find_profile
+from foretell.hardware.lookup import find_profile
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster
 from foretell.lower.blocks import KEEP, blocks_of
