@@ -122,6 +122,16 @@ def test_no_files_import_each_other() -> None:
     assert [sorted(one) for one in nx.strongly_connected_components(graph) if len(one) > 1] == []
 
 
+def test_no_file_hides_what_its_folder_offers() -> None:
+    """A submodule that is imported later than a function of the same name takes its place."""
+    hidden = []
+    for name, (path, tree) in sources().items():
+        if path.name == "__init__.py":
+            offers = {one.asname or one.name: node.module for node in tree.body if isinstance(node, ast.ImportFrom) for one in node.names}
+            hidden += [f"{name}.{one}" for one, origin in offers.items() if f"{name}.{one}" in sources() and origin not in (name, f"{name}.{one}")]
+    assert hidden == []
+
+
 @pytest.mark.parametrize("cycle", [True, False])
 def test_a_cycle_would_be_seen(cycle: bool) -> None:
     trees = {"a": "import b", "b": "import c", "c": "import a" if cycle else ""}
