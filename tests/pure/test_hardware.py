@@ -173,7 +173,7 @@ BAD_STRINGS = {
     "H100,memory=2TiB": "79.1 GiB", "H100,memory=0": "0 bytes", "H100,memory=60": "60 bytes",
     "H100,memory=-5GiB": "memory=-5GiB", "H100,memory=1GiB,mem=2GiB": "twice", "H100,colour=red": "'colour=red'",
     "H100,": "option", "nowhere.toml": "'nowhere.toml'", "nowhere.json": "'nowhere.json'", "H100\n:0": "'0'",
-    "9" * 5000 + "xH100": "number of devices", "H100,memory=" + "9" * 400: "not an amount",
+    "9" * 5000 + "xH100": "invalid device count", "H100,memory=" + "9" * 400: "not an amount",
 }  # fmt: skip
 
 
