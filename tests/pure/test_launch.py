@@ -162,14 +162,14 @@ def test_every_signal_that_asks_to_stop_reaches_all_ranks(rank: str, name: str) 
         time.sleep(0.6)
         child.send_signal(getattr(signal, name))  # terminals and schedulers say it twice: they still save
     status = 130 if name == "SIGINT" else 143
-    assert child.communicate(timeout=30)[0] == f"Ended(status={status}, problem='', remedy='')\n" and child.returncode == status
+    assert child.communicate(timeout=30)[0] == f"RunEnded(status={status}, problem='', remedy='')\n" and child.returncode == status
     gone(pids)
 
 
 def test_a_signal_before_ranks_listen_is_no_failure(rank: str) -> None:
     child, pids = started(rank, "deaf,deaf")
     child.send_signal(signal.SIGUSR1)
-    assert child.communicate(timeout=30)[0] == "Ended(status=143, problem='', remedy='')\n"
+    assert child.communicate(timeout=30)[0] == "RunEnded(status=143, problem='', remedy='')\n"
     gone(pids)
 
 
