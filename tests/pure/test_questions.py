@@ -249,7 +249,7 @@ def test_carbon_is_energy_by_the_grid(screen: Callable[[str], list[str]]) -> Non
 
 
 def test_the_deadline_is_kept_and_not_with_fewer(screen: Callable[[str], list[str]]) -> None:
-    shown = screen("plan gpt2")
+    shown = screen("plan gpt2 ")
     devices = re.search(r", (\d+) of its 8 devices", shown[0])
     run = re.search(r"run     10B tokens, 153K steps, ([\d.]+) hours \([\d.–]+\), \$([\d.]+), ([\d.]+) kWh", "\n".join(shown))
     assert devices is not None and run is not None
@@ -265,7 +265,7 @@ def test_the_deadline_is_kept_and_not_with_fewer(screen: Callable[[str], list[st
 
 
 def test_advice_is_what_fit_says_of_the_change(screen: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-    shown = screen("advise gpt2")
+    shown = screen("plan advise gpt2")
     eager = number(table(screen("fit gpt2 --on A100,8xA100"))["A100"]["step"])
     compiled = next(line for line in screen("fit gpt2 --on A100 --micro-batch 8 --compile") if line.startswith("step"))
     told = next(line for line in shown if "torch.compile [bounded]" in line)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -142,6 +143,7 @@ def test_seconds_and_bytes_follow_the_exact_cost(name: str, plans: list[Layout],
     if name == "llama3-1b":
         cuts = {(4,): (2,), (3,): (2,), (1, 3, 4): (1, 2, 3), (2,): (1,)}
         plans = [replace(one, cuts=cuts.get(one.cuts, ())) for one in plans]
+    misses = []
     for asked in plans:
         hardware = "H100:8" if asked.mesh.world > 1 else "H100"
         found, exact = both(name, asked, hardware)
@@ -151,7 +153,11 @@ def test_seconds_and_bytes_follow_the_exact_cost(name: str, plans: list[Layout],
         assert -0.02 * size < found.memory_bytes - size < high * size, told(name, asked, found, exact)
         whole = quick(trimmed(name, asked), sheet(name, hardware), cluster(hardware), held=Depth.WHOLE)
         assert -0.01 * size < whole.memory_bytes - size < 0.05 * size, told(name, asked, whole, exact)
+        assert whole.seconds == pytest.approx(exact.time.step_seconds, rel=slack), told(name, asked, whole, exact)
+        misses.append([abs(one.seconds / exact.time.step_seconds - 1) for one in (whole, found)])
         assert found.low < found.seconds < found.high and found.joules and len(found.stage_memory) == asked.mesh.pp
+    closer, short = (statistics.mean(each) for each in zip(*misses, strict=True))
+    assert closer <= short + 0.002, "every block is walked, not two for all"
 
 
 def test_an_optimist_is_no_slower_and_holds_no_more() -> None:

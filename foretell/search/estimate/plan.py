@@ -210,7 +210,7 @@ class Composer:
         steps = self.steps(layout, works)
         ops = self.ops_of(works, stage.every).times(layout.accumulate)
         memory = steps.peak(stage, layout.accumulate)
-        if held == Depth.WHOLE:
+        if held == Depth.WHOLE:  # bytes and seconds: what two blocks expose of their messages is not what eighty do
             stage = DeepStage(runs_of(self.sheet.kinds, modes), whole=True)
             memory = steps.used(stage, layout.accumulate, self.cluster.device.memory_bytes, self.beside)
         if held == Depth.ALIVE and memory.reserved > self.careful:  # how long it would take does not matter
