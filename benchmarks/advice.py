@@ -206,7 +206,7 @@ def _largest(ways: Sequence[Any], asked: Mapping[str, Any], count: int) -> list[
 
 def best_of_all(number: int) -> dict[str, Any]:
     from foretell import api
-    from foretell.api.advise import question_of
+    from foretell.api.advice import question_of
     from foretell.errors import ForetellError
     from foretell.hardware import parse
     from foretell.search.advice import faster_ways

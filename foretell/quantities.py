@@ -5,11 +5,13 @@ The JSON of `Prediction` is a contract: names are added, never changed, within o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from foretell.decode import value_of
+from foretell.notebook import Displayable
+from foretell.units import GIB, gib
 
 SCHEMA_VERSION = 1
 
@@ -212,8 +214,8 @@ class Infeasible:
     holders: tuple[Holder, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Prediction(Displayable):
     """The answer of `fit`."""
 
     verdict: str
@@ -256,6 +258,24 @@ class Prediction:
             return None
         name = str(self.hardware.get("name", ""))
         return Infeasible(device=name, bytes_short=-self.memory.margin_bytes, holders=self.memory.holders)
+
+    def headline(self) -> str:
+        verdict = {FITS: "fits", TIGHT: "fits, tight", NO: "does not fit"}.get(self.verdict, "unknown")
+        count = int(self.hardware.get("count", 1))
+        on = f"{count}x{self.hardware['name']}" if count > 1 else self.hardware["name"]
+        return f"{self.model.get('source')} on {on} {verdict}: {gib(self.memory.device_bytes)} of {gib(self.memory.capacity_bytes)}"
+
+    def rows(self) -> Sequence[tuple[str, str]]:
+        memory, known = self.memory, [("parameters", f"{self.parameters:,}")]
+        known.append(("memory", f"{gib(memory.device_bytes)} of {gib(memory.capacity_bytes)}, {gib(abs(memory.margin_bytes))} "
+                                f"{'spare' if memory.margin_bytes >= 0 else 'short'}"))  # fmt: skip
+        known += [(f"  {name}", gib(value)) for name, value in memory.categories.items() if value >= 0.005 * GIB]
+        if self.time is not None:
+            low, middle, high = (1e3 * value for value in (self.time.low_seconds, self.time.step_seconds, self.time.high_seconds))
+            known.append(("step", f"{middle:,.4g} ms ({low:,.4g}–{high:,.4g}), bound by {self.time.binds}; {self.time.provenance}"))
+        if self.throughput is not None:
+            known.append((f"{self.throughput.unit}/s", f"{self.throughput.per_second:,.0f}"))
+        return [*known, *((one.change, f"{gib(one.device_bytes)}") for one in self.remedies if one.fits)]
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)

@@ -9,15 +9,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretell.api import backends
+from foretell.api.call import asking
+from foretell.api.optimizers import optimizer_name
 from foretell.decode import value_of
 from foretell.errors import UserError
 from foretell.hardware import Cluster, overhead, parse
 from foretell.hardware.lookup import profile_stamp
 from foretell.hardware.prices import user_figures
+from foretell.options import FitOptions
+from foretell.options.describe import named
+from foretell.options.words import MAX
 from foretell.plan.legal import too_old_to_compile
 from foretell.plan.precision import default_recipe, for_inference, low, missing, refuse_recipe
 from foretell.plan.precision import read as read_precision
@@ -33,9 +37,10 @@ from foretell.trace.record.collection import no_collection
 from foretell.trace.sandbox.child import request
 from foretell.trace.sandbox.process import TIME_LIMIT
 from foretell.trace.store import cache as store
+from foretell.units import gib
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
@@ -45,41 +50,8 @@ ADVICE_SECONDS = 10.0
 """After which `fit` begins no further prediction of ways to make a step fit."""
 
 
-def fit(
-    model: str | nn.Module,
-    batch: Any = None,
-    *,
-    hardware: str | Cluster,
-    loss: Any = None,
-    optimizer: str = "adamw-fused",
-    precision: str | None = None,
-    recompute: str = "none",
-    accumulate: int = 1,
-    clip: float | None = None,
-    lora: int | None = None,
-    nf4: bool = False,
-    freeze: tuple[str, ...] = (),
-    infer: bool = False,
-    micro_batch: int = 1,
-    seq: int | None = None,
-    image: int | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    hints: Mapping[str, float] | None = None,
-    expandable_segments: bool = False,
-    cache: bool = True,
-    compile: bool | str = False,
-    channels_last: bool = False,
-    tokens: float | None = None,
-    samples: float | None = None,
-    epochs: float | None = None,
-    dataset_size: float | None = None,
-    region: str | None = None,
-    price: float | None = None,
-    trace_out: str | None = None,
-    time_limit: float = TIME_LIMIT,
-    advice_seconds: float | None = None,
-    progress: Callable[[str], None] = lambda doing: None,
-) -> Prediction:
+@asking(FitOptions, also=("batch",))
+def fit(model: str | nn.Module, options: FitOptions) -> Prediction:
     """Predict whether one step of a model fits on hardware, who holds the bytes, how long it takes and what it costs.
 
     `model` is a name (`llama3-8b`, `hf:llama`, `timm:resnet50`, `file.py:function`), traced in a process of its
@@ -88,24 +60,57 @@ def fit(
     Where it does not fit, or hardly, ways to make it fit are predicted too. No further one is begun after `advice_seconds`,
     10 unless said, or as many as the answer itself took, if that was longer; with 0 none is.
     """
-    asked = {**locals(), "began": time.monotonic()}
+    asked = {**named(options), "model": model, "optimizer": optimizer_name(options.optimizer), "began": time.monotonic()}
+    _refuse_idle(model, options)
+    hardware, wishes = options.hardware, run_request(asked)
     cluster = hardware if isinstance(hardware, Cluster) else parse(hardware, apple=True)
     on = hardware if isinstance(hardware, str) else cluster.device.name
     recipe = _recipe(asked, cluster)
     if recipe.compile != "none" and too_old_to_compile(cluster):
         raise UserError(f"{cluster.device.name} is too old for torch.compile: Triton needs compute capability 7.0", "leave out --compile")
-    wishes = _wishes(asked)
     if isinstance(model, str):
-        if batch is not None:
-            raise UserError("a batch is given with a model's name", "give a module, or let the name make its own batch")
+        if MAX in (options.micro_batch, options.seq):
+            return _largest(model, options)
         source = _source(asked)
-        found = _fit_source(source, recipe, cluster, on, dict(hints or {}), expandable_segments, cache, wishes, time_limit)
+        hints = dict(options.hints or {})
+        found = _fit_source(source, recipe, cluster, on, hints, options.expandable_segments, options.cache, wishes, options.time_limit)
         return _kept_advice(found, recipe, cluster, asked, source)
-    answer = _fit_module(model, batch, loss, recipe, cluster, on, hints, expandable_segments, wishes)
+    answer = _fit_module(model, options.batch, options.loss, recipe, cluster, on, options.hints, options.expandable_segments, wishes)
     return _advised(answer, recipe, cluster, asked)[0]
 
 
-def _wishes(asked: Mapping[str, Any]) -> RunRequest:
+_OF_NAMES = ("micro_batch", "seq", "image", "overrides", "time_limit", "cache")
+"""What a module has itself, or is traced without."""
+
+
+def _refuse_idle(model: Any, options: FitOptions) -> None:
+    """Raise where an argument does not apply."""
+    if options.keep_writes:
+        raise UserError("keep_writes is of a script, and a model is given", "leave it out")
+    if isinstance(model, str):
+        if options.batch is not None:
+            raise UserError("a batch is given with a model's name", "give a module, or let the name make its own batch")
+        return
+    usual = FitOptions(hardware=options.hardware)
+    if idle := [name for name in _OF_NAMES if getattr(options, name) != getattr(usual, name)]:
+        raise UserError(f"{idle[0]} is given with a module, which it says nothing of", "leave it out: the module and its batch say it themselves")
+
+
+def _largest(model: str, options: FitOptions) -> Prediction:
+    """The answer for the largest micro-batch, or the longest sequence, that fits, with what the next one lacks among its assumptions."""
+    from foretell.search.advice.largest import most
+
+    axes = [name for name in ("micro_batch", "seq") if getattr(options, name) == MAX]
+    if len(axes) > 1:
+        raise UserError("micro_batch and seq both at most have many answers", "give one of them a number")
+    (axis,) = axes
+    found = most(lambda size: fit(model, **{**named(options), axis: size, "advice_seconds": 0.0}))
+    short = "" if found.next_short is None or found.next_short <= 0 else f", which is {gib(found.next_short)} short"
+    told = f"{axis} {found.size} is the largest that fits; the next is {found.next_size}{short}" if found.size else f"no {axis} fits"
+    return replace(found.answer, assumptions=(*found.answer.assumptions, told))
+
+
+def run_request(asked: Mapping[str, Any]) -> RunRequest:
     """What else is to be told of the run."""
     amount = Amount.of(**{name: asked[name] for name in ("tokens", "samples", "epochs", "dataset_size")})
     return RunRequest(amount=amount, region=asked["region"], price=asked["price"], trace_out=asked["trace_out"])
@@ -171,54 +176,6 @@ def _fit_module(
     return predict(trace, recipe, cluster, about, on=on, expandable_segments=expandable, wishes=wishes)
 
 
-def fit_script(
-    words: Sequence[str],
-    *,
-    hardware: str | Cluster,
-    hints: Mapping[str, float] | None = None,
-    expandable_segments: bool = False,
-    tokens: float | None = None,
-    samples: float | None = None,
-    epochs: float | None = None,
-    dataset_size: float | None = None,
-    region: str | None = None,
-    price: float | None = None,
-    trace_out: str | None = None,
-    keep_writes: bool = False,
-    cache: bool = True,
-    time_limit: float = TIME_LIMIT,
-    progress: Callable[[str], None] = lambda doing: None,
-) -> Prediction:
-    """What `fit` says of a training script: `["python", "train.py", "--batch-size", "64"]`, followed as it is to its first step."""
-    asked = locals()
-    from foretell.simulate.ranks import largest
-    from foretell.trace.sandbox import user_code
-    from foretell.trace.script.several import follow_ranks
-    from foretell.trace.script.words import over
-    from foretell.trace.script.words import parse as parse_words
-
-    cluster = hardware if isinstance(hardware, Cluster) else parse(hardware, apple=True)
-    name = cluster.device.name
-    script = over(parse_words(words), cluster.nodes, cluster.devices_per_node, name)
-    on = hardware if isinstance(hardware, str) else name
-    wishes = _wishes(asked)
-    user_code.before([str(Path(script.file).resolve()) if script.file else f"module {script.module}"])
-    replies = follow_ranks(
-        script, backends.capability(cluster), dict(hints or {}), keep_writes, devices=cluster.count, name=name, cache=cache, time_limit=time_limit,
-        progress=progress,
-    )  # fmt: skip
-    about: dict[str, Any] = {"source": script.text, "description": script.text, "seq": None, "image": None, "overrides": {}}
-    answers: list[Prediction] = []
-    for trace, reply in replies:
-        if answers and trace == replies[0][0]:
-            continue  # the same step
-        recipe = Recipe.from_json(trace.meta["recipe"])  # type: ignore[arg-type]
-        sizes = {**about, "micro_batch": reply["micro_batch"]}
-        notes = tuple(reply["notes"])
-        answers.append(predict(trace, recipe, cluster, sizes, on=on, notes=notes, expandable_segments=expandable_segments, wishes=wishes))
-    return largest(answers, [reply["rank"] for _, reply in replies])
-
-
 def _kept_advice(found: _Answered, recipe: Recipe, cluster: Cluster, asked: Mapping[str, Any], source: Source) -> Prediction:
     """The answer with ways to make it fit: those of the last time, unless time was up before all were tried."""
     question = {"advice": found.question, "seconds": asked["advice_seconds"], "hardware": str(asked["hardware"])}
@@ -263,16 +220,20 @@ def _advised(
     from foretell.search.advice.fit import advise
     from foretell.search.advice.ways import FitRequest
 
-    plain = {name: value for name, value in asked.items() if name != "began"} | {"advice_seconds": 0.0, "trace_out": None}
+    plain = {name: value for name, value in asked.items() if name not in ("began", "model")} | {"advice_seconds": 0.0, "trace_out": None}
     seconds = max(least, time.monotonic() - asked["began"])
     on = asked["hardware"] if isinstance(asked["hardware"], str) else None
     given = FitRequest(
         recipe=recipe, cluster=cluster, on=on, micro_batch=int(answer.model.get("micro_batch") or 1),
         resizable=source is not None, blocks=bool(answer.model.get("blocks")), expandable=asked["expandable_segments"],
     )  # fmt: skip
+
+    def ahead(many: Sequence[Mapping[str, Any]], left: float) -> None:
+        trace_ahead([{**plain, "model": asked["model"], **changes} for changes in many], left)
+
     return advise(
-        answer, given, lambda changes: fit(**{**plain, **changes}), seconds=seconds, progress=asked["progress"],
-        prepare=lambda many, left: trace_ahead([{**plain, **changes} for changes in many], left) if source is not None and asked["cache"] else None,
+        answer, given, lambda changes: fit(asked["model"], **{**plain, **changes}), seconds=seconds, progress=asked["progress"],
+        prepare=lambda many, left: ahead(many, left) if source is not None and asked["cache"] else None,
         by_plan=lambda: by_plan(answer, given, source, hints=asked["hints"] or {}, cache=asked["cache"]),
     )  # fmt: skip
 

@@ -73,8 +73,8 @@ def check_beside_script(model: str | None, context: typer.Context, taken: Sequen
     if model is not None:
         raise UserError(f"a model ({model}) and a script are given", "name one of them")
     source = context.get_parameter_source
-    typed = [name for name in context.params if (how := source(name)) is not None and how.name == "COMMANDLINE"]
-    if other := [f"--{name.replace('_', '-')}" for name in typed if name not in (*taken, "model")]:
+    typed = [one for one in context.command.params if one.name and (how := source(one.name)) is not None and how.name == "COMMANDLINE"]
+    if other := [one.opts[0] for one in typed if one.name not in (*taken, "model")]:
         raise UserError(f"{', '.join(other)} beside a script, which says so itself", remedy)
 
 

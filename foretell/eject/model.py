@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from foretell import zoo
+import foretell.zoo as zoo
 from foretell.eject.compose import ScriptPart, dotted, is_word, literal, part_of, taken
 from foretell.errors import UserError
 from foretell.plan.recipe import source_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from foretell import zoo
+import foretell.zoo as zoo
 from foretell.prove.dice import Dice
 from foretell.prove.types import Config
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from foretell import zoo
+import foretell.zoo as zoo
 from foretell.decode import Mismatch, value_of
 from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe

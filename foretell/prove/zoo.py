@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from foretell import zoo
+import foretell.zoo as zoo
 from foretell.errors import ForetellError, UnknownName, UserError
 from foretell.plan.types import Mesh, Plan
 from foretell.prove import zoo_cpu, zoo_plan, zoo_rows

@@ -26,9 +26,10 @@ from rich.text import Text
 
 from foretell.decode import decode
 from foretell.errors import UserError
-from foretell.hardware import parse
 from foretell.hardware.catalog import GENERIC_CPU, find, find_reported
+from foretell.hardware.parse import parse
 from foretell.hardware.types import Device
+from foretell.notebook import Displayable
 from foretell.plan import file as plans
 from foretell.plan.text import shell_word
 from foretell.plan.types import Plan
@@ -104,8 +105,8 @@ class Drift:
     """Eight of ten steps lie between."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Comparison(Displayable):
     """A run held against its plan."""
 
     model: str
@@ -140,6 +141,16 @@ class Comparison:
         """Whether every measured value is in its band; None where there is nothing to compare."""
         found = [line.inside for line in self.lines if line.inside is not None]
         return all(found) if found and self.comparable else None
+
+    def headline(self) -> str:
+        told = {True: "all within its band", False: "not all within its band", None: "nothing to compare"}[self.ok]
+        return f"{self.model}, {self.plan}: {told}"
+
+    def rows(self) -> Sequence[tuple[str, str]]:
+        return [
+            (line.name, f"predicted {amount(line.predicted, line.unit)}, measured {amount(line.measured, line.unit)}")
+            for line in self.lines if line.predicted is not None and line.measured is not None
+        ]  # fmt: skip
 
     def line(self, name: str) -> Line | None:
         return next((line for line in self.lines if line.name == name), None)

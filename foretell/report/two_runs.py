@@ -20,6 +20,7 @@ from typing import Any
 from rich.text import Text
 
 from foretell.errors import UserError
+from foretell.notebook import Displayable
 from foretell.plan import file as plans
 from foretell.plan.text import shortened
 from foretell.plan.types import Plan
@@ -112,8 +113,8 @@ class Pair:
 OTHER_UNIT = "not the same unit"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TwoRuns:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TwoRuns(Displayable):
     """Two runs, held against each other."""
 
     a: Side
@@ -132,6 +133,12 @@ class TwoRuns:
     def alike(self) -> bool:
         """Whether no figure is outside the runs' own spread."""
         return not any(line.outside for line in self.lines)
+
+    def headline(self) -> str:
+        return f"{self.a.name} and {self.b.name}: {'alike' if self.alike else 'they differ by more than each varies by itself'}"
+
+    def rows(self) -> Sequence[tuple[str, str]]:
+        return [(one.name, f"{amount(one.a, one.unit)}, {amount(one.b, one.unit)}") for one in self.lines]
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)

@@ -20,9 +20,9 @@ import pytest
 import foretell
 from foretell import zoo
 from foretell.cli import names
-from foretell.cli.fit import fit as fit_command
 from foretell.errors import UserError
 from foretell.hardware.profile import Profile, save
+from foretell.options import words as option_words
 from foretell.report import schema
 from tests.pure import warm
 
@@ -172,7 +172,7 @@ BAD = {
     "timeline into nowhere": (["fit", "gpt2", "--on", "H100", "--trace-out", "no/where.json"], "UserError", "no/where.json"),
     "unknown zoo name": (["zoo", "check", "gtp2"], "UnknownName", "gpt2"),
     "no hardware": (["fit", "gpt2"], "UsageError", "--on"),
-    "not a number": (["fit", "gpt2", "--on", "H100", "--seq", "many"], "UsageError", "--seq"),
+    "not a number": (["fit", "gpt2", "--on", "H100", "--seq", "many"], "UserError", "--seq"),
     "unknown option": (["fit", "gpt2", "--on", "H100", "--sequence", "3"], "UsageError", "--sequence"),
     "unknown command": (["fitt", "gpt2"], "UsageError", "fit"),
 }
@@ -217,25 +217,25 @@ def test_debug_adds_the_traceback() -> None:
      ("a=[1,2]", [1, 2]), ("a=gelu", "gelu"), ("a=b=c", "b=c"), ('a="3"', "3"), ("a=NaN", "NaN")],
 )  # fmt: skip
 def test_settings_are_json_or_text(word: str, value: Any) -> None:
-    found = fit_command.overrides([word])
+    found = option_words.overrides([word])
     assert found == {"a": value} and type(found["a"]) is type(value)
 
 
 def test_a_later_setting_wins() -> None:
-    assert fit_command.overrides(["a=1", "b=2", "a=3"]) == {"a": 3, "b": 2}
+    assert option_words.overrides(["a=1", "b=2", "a=3"]) == {"a": 3, "b": 2}
 
 
 @pytest.mark.parametrize("word", ["a", "=1", "a=", " =1"])
 def test_settings_without_key_or_value_are_refused(word: str) -> None:
     with pytest.raises(UserError, match="KEY=VALUE"):
-        fit_command.overrides([word])
+        option_words.overrides([word])
 
 
 def test_hints_are_numbers() -> None:
-    assert fit_command.hints(["aten.nonzero*=0.5", "x=y=3"]) == {"aten.nonzero*": 0.5, "x=y": 3.0}
+    assert option_words.hints(["aten.nonzero*=0.5", "x=y=3"]) == {"aten.nonzero*": 0.5, "x=y": 3.0}
     for word in ("a", "a=", "=1", "a=nan", "a=inf"):
         with pytest.raises(UserError, match="PATTERN=NUMBER"):
-            fit_command.hints([word])
+            option_words.hints([word])
 
 
 @pytest.mark.parametrize(
@@ -244,13 +244,13 @@ def test_hints_are_numbers() -> None:
      ("1.28e3K", 1.28e6), (" 7 K ", 7e3), ("0.5", 0.5)],
 )  # fmt: skip
 def test_amounts_may_have_a_suffix(text: str, number: float) -> None:
-    assert fit_command.amount("--tokens", text) == number
+    assert option_words.amount("--tokens")(text) == number
 
 
 @pytest.mark.parametrize("text", ["", "T", "1TB", "-1", "0", "0K", "1,5", "nan", "inf", "1e999", "1 2", "_1", "0x10"])
 def test_other_amounts_are_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"--tokens .* is no amount"):
-        fit_command.amount("--tokens", text)
+        option_words.amount("--tokens")(text)
 
 
 def test_options_reach_the_api() -> None:
@@ -266,7 +266,7 @@ def test_options_reach_the_api() -> None:
         "recompute": "full", "accumulate": 2, "clip": 0.5, "lora": 8, "nf4": True, "freeze": ("wte", "wpe"),
         "infer": True, "overrides": {"layers": 2}, "hints": {"a": 0.5}, "loss": None, "expandable_segments": True,
         "cache": False, "compile": True, "channels_last": False, "tokens": None, "samples": None, "epochs": 90.0, "dataset_size": 1.28e6,
-        "region": "FR", "price": 2.5, "trace_out": "step.json", "time_limit": 600.0,
+        "region": "FR", "price": 2.5, "trace_out": "step.json", "time_limit": 600.0, "keep_writes": False,
     }  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.strip() == str(sorted(expected.items()))

@@ -17,12 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "foretell"
 
 ROOMS = (
-    "errors", "units", "files", "decode", "quantities", "zoo", "trace", "hardware", "plan", "lower", "price", "simulate", "kernels", "checkpoint",
-    "runtime", "search", "prove", "tune", "serve", "report", "eject", "export", "observe", "api", "cli",
+    "errors", "units", "files", "decode", "notebook", "quantities", "zoo", "trace", "hardware", "options", "plan", "lower", "price", "simulate",
+    "kernels", "checkpoint", "runtime", "search", "prove", "tune", "serve", "report", "eject", "export", "observe", "api", "cli",
 )  # fmt: skip
 """Top to bottom: a room imports itself and rooms before it."""
 
-PURE = ("errors", "units", "files", "decode", "trace.types", "trace.recipe", "quantities", "hardware", "plan", "lower", "price", "simulate")
+PURE = ("errors", "units", "files", "decode", "notebook", "options", "trace.types", "trace.recipe", "quantities", "hardware", "plan", "lower",
+        "price", "simulate")  # fmt: skip
 """Modules, and rooms with all their modules, that must import without torch."""
 
 MAX_FILE_LINES = 600

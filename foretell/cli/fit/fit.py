@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 import math
 import os
 import re
@@ -17,96 +16,50 @@ from foretell.cli import common
 from foretell.cli.fit import beside as side_by_side
 from foretell.cli.fit import largest as fit_most
 from foretell.cli.fit import table as fit_table
+from foretell.cli.options import taking
 from foretell.errors import UserError
+from foretell.options import FitOptions
+from foretell.options.words import MAX
 from foretell.quantities import FITS
 
-_SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 FASTER_SECONDS = 20.0
 """After which `fit` begins no further prediction of what would make a step faster; FORETELL_FASTER_SECONDS says another, 0 none at all."""
-_PYTHON_WORDS = {"True": True, "False": False, "None": None}
-
-
-TIME_LIMIT = typer.Option("10m", "--time-limit", metavar="TIME", parser=common.limit_of,
-                          help="Longest time that tracing one step may take: 30m, 2h or seconds.")  # fmt: skip
-
-
+@taking(FitOptions)
 def fit(
     context: typer.Context,
     model: str | None = typer.Argument(None, metavar="MODEL | -- python SCRIPT ...", show_default=False,
         help="Zoo name, hf:TYPE, hf:ORG/NAME, hf:config.json, timm:NAME, torchvision:NAME or file.py:function; or -- and your script's command."),
     on: str = typer.Option(..., "--on", metavar="HW", show_default=False,
                            help="H100, H100:8, 2x8xH100, H100,memory=60GiB, auto (this machine), cluster.toml; several with commas: a table."),
-    micro_batch: str = typer.Option("1", metavar="N", parser=fit_most.size, help="Samples per forward on each device; max: the largest that fits."),
-    seq: str | None = typer.Option(None, metavar="N", parser=fit_most.size, help="Tokens per sample; max: all that fit; default: the model's usual."),
-    image: int | None = typer.Option(None, metavar="N", help="Side of the image in pixels; default: the model's usual."),
-    optimizer: str = typer.Option("adamw-fused", metavar="NAME",
-                                  help="sgd, momentum, adam or adamw; with -fused, -foreach or -loop where torch has it."),
-    precision: str | None = typer.Option(None, metavar="NAME",
-        help="fp32, tf32, bf16-mixed, fp16-mixed (fp32 weights, autocast), bf16 or, with --infer, fp16; default: by device."),
-    recompute: str = typer.Option("none", metavar="HOW", help="none, full (every block) or selective."),
-    accumulate: int = typer.Option(1, metavar="N", help="Micro-batches per optimizer step."),
-    clip: float | None = typer.Option(None, metavar="X", help="Clip the gradient norm to X; default: no clipping."),
-    lora: int | None = typer.Option(None, metavar="RANK", help="Train LoRA adapters of this rank; default: every weight."),
-    nf4: bool = typer.Option(False, "--nf4", help="Hold the frozen base in 4-bit NormalFloat; needs --lora."),
-    freeze: list[str] = typer.Option([], metavar="PREFIX",
-                                     help="Freeze parameters whose names start with PREFIX; may be repeated."),
-    infer: bool = typer.Option(False, "--infer", help="Inference: one forward pass without gradients."),
-    settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE",
-        help="Change a setting of the model, such as --set layers=4; VALUE is JSON or text; may be repeated."),
-    hint: list[str] = typer.Option([], metavar="PATTERN=NUMBER",
-        help="Expected size for data-dependent ops: share of elements kept, or a value; may be repeated."),
-    loss: str | None = typer.Option(None, metavar="FILE.PY:FUNCTION",
-                                    help="Loss of (output, batch); default: the model's own."),
-    expandable_segments: bool = typer.Option(False, "--expandable-segments",
-                                             help="The caching allocator grows segments instead of adding new ones (expandable_segments:True)."),
-    compile: bool = typer.Option(False, "--compile", help="The model runs under torch.compile; default: eager."),
+    *,
+    options: dict[str, Any],
     compile_how: str | None = typer.Option(None, "--compile-how", metavar="HOW",
                                            help="model (as --compile), blocks (each block by itself), graphs (model, with CUDA graphs)."),
-    channels_last: bool = typer.Option(False, "--channels-last", help="Images and convolutions in torch.channels_last; default: as they are."),
-    tokens: str | None = typer.Option(None, metavar="N", help="Total training tokens, e.g. 1T (K, M, B or T)."),
-    samples: str | None = typer.Option(None, metavar="N", help="Total training samples, e.g. 300M."),
-    epochs: str | None = typer.Option(None, metavar="N", help="Total training epochs; needs --dataset-size."),
-    dataset_size: str | None = typer.Option(None, metavar="N", help="Samples in one epoch, such as 1.28M."),
-    region: str | None = typer.Option(None, metavar="NAME", help="Region for carbon intensity, e.g. FR; default: world average."),
-    price: float | None = typer.Option(None, metavar="DOLLARS", help="Price per device-hour; default: a list price."),
     objective: str = typer.Option("time", metavar="WHAT", help="How to sort several kinds of hardware: time, cost or energy."),
     beside: list[str] = typer.Option([], metavar="MODEL[,KEY=VALUE]...", help=side_by_side.HELP),
     footprint: bool = typer.Option(False, "--footprint", help="Hardware footprint of the run by MFU and device lifetime, with embodied carbon."),
-    trace_out: str | None = typer.Option(None, metavar="FILE", help="Write the predicted timeline as a Chrome trace."),
-    keep_writes: bool = typer.Option(False, "--keep-writes", help="Let a script write its files; default: into a scratch folder."),
-    time_limit: float = TIME_LIMIT,
     from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False,
         help="Take options from an accelerate YAML or a DeepSpeed JSON; options typed here win."),
     verbose: bool = typer.Option(False, "--verbose", help=common.VERBOSE_HELP),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
-    no_cache: bool = typer.Option(False, "--no-cache", help="Ignore the trace cache."),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:  # fmt: skip
     """Predict whether one step of MODEL fits on HW, how long it takes and what it costs. Exit 0 it fits (or is tight), 1 it does not, 2 bad input."""
-    options: dict[str, Any] = {
-        "optimizer": optimizer, "precision": precision, "recompute": recompute, "accumulate": accumulate, "clip": clip,
-        "lora": lora, "nf4": nf4, "freeze": tuple(freeze), "infer": infer,
-        "micro_batch": micro_batch, "seq": seq, "image": image, "loss": loss, "overrides": overrides(settings),
-        "hints": hints(hint), "expandable_segments": expandable_segments, "cache": not no_cache,
-        "compile": compile_how or compile, "channels_last": channels_last,
-        "tokens": amount("--tokens", tokens), "samples": amount("--samples", samples),
-        "epochs": amount("--epochs", epochs), "dataset_size": amount("--dataset-size", dataset_size),
-        "region": region, "price": price, "trace_out": trace_out, "time_limit": time_limit,
-    }  # fmt: skip
+    options["compile"] = compile_how or options["compile"]
     script = common.script_words()
     if script is not None:
-        return _follow(model, script, on, {**options, "keep_writes": keep_writes, "json": json}, context)
+        return _follow(model, script, on, {**options, "json": json}, context)
     if model is None:
         raise UserError("no model is named", "foretell fit MODEL --on HW, or foretell fit --on HW -- python train.py ...")
     theirs, on = (None, on) if from_ is None else take_over(from_, on, options, context)
-    many = _several(model, on, options, objective, alone=bool(beside or footprint or trace_out), json=json)
+    many = _several(model, on, options, objective, alone=bool(beside or footprint or options["trace_out"]), json=json)
     if many is not None:
         return many
     if footprint and not any(options[name] for name in ("tokens", "samples", "epochs")):
         raise UserError("--footprint is of a whole run, and none is given", "add --tokens, --samples or --epochs")
-    if infer and not (beside or footprint or trace_out) and count_of(on) > 1:
+    if options["infer"] and not (beside or footprint or options["trace_out"]) and count_of(on) > 1:
         return _serve(model, on, options, json)
-    prediction, said = _answered(model, on, options, advises=not (json or no_cache or beside))
+    prediction, said = _answered(model, on, options, advises=options["cache"] and not (json or beside))
     beside_it = side_by_side.predicted(model, on, options, beside) if beside else None
     return _told(prediction, on, {} if theirs is None else {"from": theirs}, _used_up(prediction, on) if footprint else None, beside_it, json, said)
 
@@ -127,7 +80,7 @@ def _told(prediction: Any, on: str, told: dict[str, Any], used_up: Any, beside_i
 def _several(model: str, on: str, options: dict[str, Any], objective: str, *, alone: bool, json: bool) -> int | None:
     """Check what was asked; answer where several kinds of hardware are named, or the largest size is asked for."""
     hardware = fit_table.several(on)
-    plain = {name: 1 if value == fit_most.MAX else value for name, value in options.items()}
+    plain = {name: 1 if value == MAX else value for name, value in options.items()}
     for one in hardware:
         check(model, one, plain)
     largest = plain != options
@@ -140,25 +93,22 @@ def _several(model: str, on: str, options: dict[str, Any], objective: str, *, al
     return fit_table.answer(model, hardware, options, objective, json)
 
 
-_OF_A_SCRIPT = ("on", "hint", "expandable_segments", "tokens", "samples", "epochs", "dataset_size", "region", "price", "trace_out", "time_limit",
-                "keep_writes", "verbose", "json", "no_cache", "debug")  # fmt: skip
+_OF_A_SCRIPT = ("hints", "expandable_segments", "tokens", "samples", "epochs", "dataset_size", "region", "price", "trace_out", "time_limit",
+                "keep_writes", "cache")  # fmt: skip
 """Options beside a script: all others the script says itself."""
+_OF_EVERY = ("on", "verbose", "json", "debug")
 
 
 def _follow(model: str | None, words: Sequence[str], on: str, options: dict[str, Any], context: typer.Context) -> int:
     """Answer for a script, as it is."""
-    common.check_beside_script(model, context, _OF_A_SCRIPT, "change it in the script or its arguments")
+    common.check_beside_script(model, context, (*_OF_A_SCRIPT, *_OF_EVERY), "change it in the script or its arguments")
     check_run(options)
-    taken = (
-        "hints", "expandable_segments", "tokens", "samples", "epochs", "dataset_size", "region", "price", "trace_out", "time_limit", "keep_writes",
-        "cache",
-    )  # fmt: skip
     doing = common.Doing(f"following {' '.join(words)}")
 
     def work() -> Any:
         from foretell import api
 
-        return api.fit_script(words, hardware=on, progress=doing.tell, **{name: options[name] for name in taken})
+        return api.fit_script(words, hardware=on, progress=doing.tell, **{name: options[name] for name in _OF_A_SCRIPT})
 
     prediction = common.call(work, doing)
     if prediction.verdict == FITS and options["cache"] and not (options["json"] or options["keep_writes"]):
@@ -363,56 +313,3 @@ def _check_writable(path: Path) -> None:
         raise UserError(f"--trace-out {str(path)!r} is a folder", "name a file in it, such as step.json")
     if not path.absolute().parent.is_dir():
         raise UserError(f"--trace-out {str(path)!r}: there is no folder {str(path.parent)!r}", "make it, or name another")
-
-
-def amount(option: str, text: str | None) -> float | None:
-    """`1T`, `300M`, `1.28e6`, `1_000` → a number above zero."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]?)\s*", text)
-    scale = _SCALES.get(match.group(2).upper()) if match else None
-    value = float(match.group(1).replace("_", "")) * scale if match and scale else 0.0
-    if not 0 < value < math.inf:
-        remedy = f"write a number above zero with K, M, B or T, such as {option} 1.5B"
-        raise UserError(f"{option} {text!r} is no amount", remedy)
-    return value
-
-
-def overrides(settings: Sequence[str]) -> dict[str, Any]:
-    """`KEY=VALUE` words as a mapping; a later one wins."""
-    found: dict[str, Any] = {}
-    for word in settings:
-        key, equals, text = word.partition("=")
-        if not equals or not key.strip() or not text:
-            raise UserError(f"--set {word!r} is not KEY=VALUE", "write it like --set layers=4")
-        found[key.strip()] = _value(text)
-    return found
-
-
-def _value(text: str) -> Any:
-    """JSON if it is JSON, Python's True, False and None as such, otherwise the text itself."""
-    if text in _PYTHON_WORDS:
-        return _PYTHON_WORDS[text]
-    try:
-        return json_text.loads(text, parse_constant=_no_constant)
-    except ValueError:
-        return text
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def hints(words: Sequence[str]) -> dict[str, float]:
-    """`PATTERN=NUMBER` words as a mapping; the pattern may hold '=' itself."""
-    found: dict[str, float] = {}
-    for word in words:
-        pattern, equals, text = word.rpartition("=")
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not equals or not pattern or not math.isfinite(value):
-            raise UserError(f"--hint {word!r} is not PATTERN=NUMBER", "write it like --hint 'aten.nonzero*=0.5'")
-        found[pattern] = value
-    return found

@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
-
 from foretell.cli import common
 from foretell.errors import UserError
+from foretell.options.words import MAX
 from foretell.units import gib
-
-MAX = "max"
-
-
-def size(text: str) -> int | str:
-    """A whole number, or `max`: what an option is read with."""
-    if text.strip().casefold() == MAX:
-        return MAX
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no whole number, and not {MAX}") from None
 
 
 def answer(model: str, on: str, options: dict[str, Any], json: bool) -> int:

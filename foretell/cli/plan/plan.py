@@ -12,106 +12,72 @@ from foretell.cli import common
 from foretell.cli.common import Doing
 from foretell.cli.fit import fit
 from foretell.cli.fit import table as fit_table
+from foretell.cli.options import taking
 from foretell.cli.plan import table as plan_table
 from foretell.errors import UserError
-from foretell.units import GIB, MIB, gib
+from foretell.options import PlanOptions
 
 if TYPE_CHECKING:
-    from foretell.hardware.types import Cluster
+    from foretell.api.plans import PlanAnswer
     from foretell.plan.types import Plan
     from foretell.quantities import Run
-    from foretell.search.solve.choose import Candidate, Choice
-    from foretell.search.space.constraints import SearchConstraints
+    from foretell.search.solve.choose import Choice
     from foretell.simulate.plan import PlanCost
 
 SHOWN = 6
 """Plans that lost and are told of."""
 
 
+@taking(PlanOptions)
 def plan(
     context: typer.Context,
     model: str | None = typer.Argument(None, metavar="MODEL | -- python SCRIPT ...", show_default=False,
         help="Zoo name, hf:TYPE, hf:FILE, timm:NAME, torchvision:NAME or FILE.PY:FUNCTION; or -- and your script's command."),
     on: str = typer.Option("auto", "--on", metavar="HW", help="H100, H100:8, 2x8xH100, auto (this machine), cluster.toml; with commas: a table."),
-    global_batch: int | None = typer.Option(None, metavar="N", help="Samples per optimizer step over all ranks; default: what runs fastest."),
-    seq: int | None = typer.Option(None, metavar="N", help="Tokens per sample; default: the model's usual."),
-    image: int | None = typer.Option(None, metavar="N", help="Side of the image in pixels; default: the model's usual."),
-    objective: str = typer.Option("throughput", metavar="NAME", help="throughput, latency, cost, energy or smallest (fewest devices)."),
-    tp: int | None = typer.Option(None, metavar="N", help="Fix the tensor-parallel size."),
-    pp: int | None = typer.Option(None, metavar="N", help="Fix the number of pipeline ranks."),
-    dp_shard: int | None = typer.Option(None, metavar="N", help="Fix the FSDP shard count."),
-    dp_replicate: int | None = typer.Option(None, metavar="N", help="Fix the number of replicas."),
-    cp: int | None = typer.Option(None, metavar="N", help="Fix the context-parallel size."),
-    ep: int | None = typer.Option(None, metavar="N", help="Fix the expert-parallel size."),
-    schedule: str | None = typer.Option(None, metavar="NAME", help="Fix the pipeline schedule, e.g. 1f1b."),
-    micro_batch: int | None = typer.Option(None, metavar="N", help="Fix the micro-batch size."),
-    margin: float = typer.Option(0.0, metavar="SHARE", help="Share of each device's memory to leave free, such as 0.1."),
-    tokens: str | None = typer.Option(None, metavar="N", help="Total training tokens, e.g. 1T: adds hours, cost and energy of the run."),
-    step_law: bool = typer.Option(False, "--step-law", help="Take the batch from the Step Law for --tokens, and say its learning rate."),
-    deadline: str | None = typer.Option(None, metavar="TIME", help="For the whole run: 30d, 12h, 90m or seconds."),
-    budget: float | None = typer.Option(None, metavar="DOLLARS", help="For the whole run."),
-    precision: str | None = typer.Option(None, metavar="NAME", help="fp32, bf16-mixed, fp16-mixed, bf16 or bf16-master; default: by device."),
-    hbm: str | None = typer.Option(None, metavar="SIZE", help="GPU memory limit per device: 24GiB, 24GB or 24 (GiB)."),
-    host: str | None = typer.Option(None, metavar="SIZE", help="Host memory limit; default: what it is known to have, less a reserve."),
-    disk: str | None = typer.Option(None, metavar="SIZE", help="Disk limit for offloading; default: no disk."),
-    state_format: str | None = typer.Option(None, metavar="NAME", help="State format with bf16-master: fp32, split, bf16, int8 or split-int8."),
-    optimizer: str = typer.Option("adamw-fused", metavar="NAME", help="As `foretell fit` takes it."),
-    clip: float = typer.Option(1.0, metavar="X", help="Clip the gradient norm to X; 0: no clipping."),
-    compile: str | None = typer.Option(None, metavar="HOW", help="Fix torch.compile: none, blocks or model; default: those measured."),
-    settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Change a setting of the model, such as layers=4; may be repeated."),
-    loss: str | None = typer.Option(None, metavar="FILE.PY:FUNCTION", help="Loss of (output, batch); default: the model's own."),
+    *,
+    options: dict[str, Any],
     out: str = typer.Option("plan.json", metavar="FILE", help="Where the plan is written."),
     point: int | None = typer.Option(None, metavar="N", help="Write plan N of the trade-offs instead of the best."),
     explain: bool = typer.Option(False, "--explain", help="Explain the bottleneck, why alternatives were rejected, and what would change it."),
-    what_if: bool = typer.Option(False, "--what-if", help="Show what one more device, more memory, faster links or other devices would change."),
-    exact: bool | None = typer.Option(None, "--exact/--quick", show_default=False,
-                                      help="Cost the best plans op by op, or none of them; default: where that is quick."),
-    time_limit: float = fit.TIME_LIMIT,
-    patience: float | None = typer.Option(None, metavar="SECONDS", help="Stop the search after this long and take the best so far."),
     infer: bool = typer.Option(False, "--infer", help="Split inference over the devices of HW instead: latency and throughput."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
-    no_cache: bool = typer.Option(False, "--no-cache", help="Ignore the trace cache."),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:  # fmt: skip
     """Find the best plan to train MODEL on HW and write it. Exit 0 found, 1 nothing fits, 2 bad input."""
-    from foretell.search.space.caps import size_of
-    from foretell.search.space.constraints import SearchConstraints, check
-    from foretell.trace.load import model as loading
-    from foretell.trace.recipe import Recipe
+    from foretell.api.plans import plan_source, whole_run
 
-    words, model = _named(model, context)
-    source = loading.Source(model=model, overrides=fit.overrides(settings), seq=seq, image=image, loss=loss)
-    loading.check(source)
+    words, name = _named(model, context)
+    asked = PlanOptions(**{**options, "hardware": on})
+    source = plan_source(name, asked)
     if infer:
-        return _inferring(replace(source, micro_batch=micro_batch or 1), on, precision, json, not no_cache, time_limit)
-    length = fit.amount("--tokens", tokens)
-    axes = {"tp": tp, "pp": pp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "cp": cp, "ep": ep}
-    wishes = SearchConstraints(
-        global_batch=global_batch, precision=precision, optimizer=optimizer, clip=clip or None,
-        compile=(compile,) if compile else (), objective=objective, schedule=schedule, micro_batch=micro_batch, margin=margin,
-        tokens=length, deadline_seconds=seconds_of(deadline), budget=budget, hbm=size_of("hbm", hbm), host=size_of("host", host),
-        disk=size_of("disk", disk) or 0, state_format=state_format, fixed={axis: degree for axis, degree in axes.items() if degree is not None},
-    )  # fmt: skip
-    check(wishes)
-    Recipe(optimizer=optimizer, clip=clip or None)
-    _check_out(Path(out), patience)
-    how = {"exact": exact, "what_if": what_if or explain, "patience": patience or float("inf"), "by_law": step_law, "time_limit": time_limit}
-    doing = Doing(f"choosing a plan for {model.removeprefix('script:')}")
+        return _inferring(replace(source, micro_batch=asked.micro_batch or 1), on, asked.precision, json, asked.cache, asked.time_limit)
+    _check_out(Path(out))
+    shown = name.removeprefix("script:")
+    doing = Doing(f"choosing a plan for {shown}")
+    options |= {"what_if": asked.what_if or explain, "progress": doing.tell}
+
+    def found_on(one: str) -> PlanAnswer:
+        from foretell import api
+
+        return api.plan(words or name, **{**options, "hardware": one})
+
     hardware = fit_table.several(on)
     if len(hardware) > 1:
-        return plan_table.answer(
-            model.removeprefix("script:"), hardware, lambda one: _choose(source, one, wishes, not no_cache, how, doing, words),
-            lambda saved: whole_run(saved, length), objective, doing, json=json,
-            plan_of=lambda choice: as_json(choice, "", choice.best.plan if choice.best else None),
-        )  # fmt: skip
-    choice = common.call(lambda: _choose(source, on, wishes, not no_cache, how, doing, words), doing)
-    checked = _rehearsed(source, saved, choice, point) if (saved := _pick(choice, point)) and on == "auto" and words is None else ""
-    told = {"explain": explain, "what_if": what_if, "point": point, "whole": whole_run(saved, length), "objective": objective}
-    return _told(choice, saved, model.removeprefix("script:"), on, out, checked, json, told)
+        return plan_table.answer(shown, hardware, found_on, asked.objective, doing, json=json)
+    answer = common.call(lambda: found_on(on), doing)
+    choice = answer.choice
+    assert choice is not None
+    saved = _pick(choice, point)
+    checked = _rehearsed(source, saved, choice, point) if saved and on == "auto" and words is None else ""
+    whole = answer.run if saved is answer.plan else whole_run(saved, asked.tokens)
+    told = {"explain": explain, "what_if": asked.what_if, "point": point, "whole": whole, "objective": asked.objective}
+    return _told(choice, saved, shown, on, out, checked, json, told)
 
 
 def _told(choice: Choice, saved: Plan | None, model: str, on: str, out: str, checked: str, json: bool, told: dict[str, Any]) -> int:
     """Write the plan, and say what it is."""
+    from foretell.api.plans import as_json
+
     _written(saved, choice, out)
     whole = told["whole"]
     if json:
@@ -128,32 +94,8 @@ def _inferring(source: Any, on: str, precision: str | None, json: bool, cache: b
     return infer_command(source, on, precision=precision, json=json, cache=cache, time_limit=time_limit)
 
 
-def whole_run(saved: Plan | None, tokens: float | None) -> Run | None:
-    """Time, money and energy of a run of so many tokens with the plan that is written."""
-    if tokens is None or saved is None:
-        return None
-    said = saved.predicted
-    if "samples_per_step" in said:
-        raise UserError("the run is given in tokens, but this model's batch has none", "leave out --tokens")
-    from foretell.price.energy import planned_run
-
-    return planned_run(tokens, "tokens", said, saved.mesh.world)
-
-
-def seconds_of(text: str | None) -> float | None:
-    """`30d`, `12h`, `90m`, `45s` or seconds."""
-    if text is None:
-        return None
-    scale = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-    number, unit = (text[:-1], text[-1]) if text[-1:] in scale else (text, "s")
-    try:
-        return float(number) * scale[unit]
-    except ValueError:
-        raise UserError(f"--deadline {text!r} is no time", "write 30d, 12h, 90m or seconds") from None
-
-
 _OF_A_SCRIPT = ("on", "global_batch", "micro_batch", "objective", "dp_shard", "dp_replicate", "tp", "pp", "cp", "ep", "margin", "tokens", "deadline",
-                "budget", "precision", "hbm", "out", "point", "explain", "what_if", "exact", "time_limit", "patience", "json", "no_cache",
+                "budget", "precision", "hbm", "out", "point", "explain", "what_if", "exact", "time_limit", "patience", "json", "cache",
                 "debug")  # fmt: skip
 """Options beside a script: all others the script says itself, or are of what it cannot do."""
 
@@ -170,37 +112,6 @@ def _named(model: str | None, context: typer.Context) -> tuple[list[str] | None,
     common.check_beside_script(model, context, _OF_A_SCRIPT, "leave it out; where the script can say it, say it there")
     parse(words)
     return words, model_of(words)
-
-
-def _choose(
-    source: Any, on: str, wishes: SearchConstraints, cache: bool, how: dict[str, Any], doing: Doing, words: list[str] | None = None
-) -> Choice:  # fmt: skip
-    from foretell.hardware import parse
-    from foretell.hardware.lookup import find_profile
-    from foretell.search.solve.choose import choose
-    from foretell.simulate.plan import Options
-
-    cluster, hardware = capped(parse(on), on, wishes.hbm)
-    if on == "auto" and how["exact"] is None:
-        how = {**how, "exact": True}  # the device is here: what will run is replayed op by op first
-    options = Options(profile_of=find_profile)
-    if words is not None:
-        from foretell.search.solve.scripted import choose_for
-
-        return choose_for(words, cluster, hardware, wishes, options=options, cache=cache, progress=doing.tell, **how)
-    return choose(source, cluster, hardware, wishes, options=options, cache=cache, progress=doing.tell, **how)
-
-
-def capped(cluster: Cluster, on: str, hbm: int | None) -> tuple[Cluster, str]:
-    """The hardware with no more memory than may be used of each device, and how a plan names it."""
-    if hbm is None:
-        return cluster, on
-    offers = cluster.device.memory_bytes
-    if not 64 * MIB <= hbm <= offers:
-        raise UserError(f"--hbm is {gib(hbm)} and {cluster.device.name} offers {gib(offers)}", f"from 64 MiB to {gib(offers)}")
-    amount = f"{hbm // MIB}MiB" if hbm % GIB else f"{hbm // GIB}GiB"
-    found = cluster.capped(amount, on)
-    return found, on if on.endswith((".toml", ".json")) else f"{on},memory={amount}"
 
 
 def _rehearsed(source: Any, saved: Plan | None, choice: Choice, point: int | None) -> str:
@@ -233,10 +144,8 @@ def _written(saved: Plan | None, choice: Choice, out: str) -> None:
     html_front.write(html_front.of_choice(choice, saved), out)  # what `foretell report` draws
 
 
-def _check_out(path: Path, patience: float | None) -> None:
+def _check_out(path: Path) -> None:
     """Before the work, not after it."""
-    if patience is not None and not patience > 0:
-        raise UserError(f"--patience is {patience:g}", "give seconds above zero")
     if path.is_dir() or not path.name:
         raise UserError(f"--out {str(path)!r} is a folder", "name a file in it, such as plan.json")
     if not path.absolute().parent.is_dir():
@@ -244,36 +153,6 @@ def _check_out(path: Path, patience: float | None) -> None:
 
 
 # ---------------------------------------------------------------------- telling
-
-
-def as_json(choice: Choice, out: str, saved: Plan | None) -> dict[str, Any]:
-    from foretell.plan.file import to_json
-    from foretell.report.terminal import front
-    from foretell.search.solve.choose import told
-
-    def one(candidate: Candidate) -> dict[str, Any]:
-        said = candidate.cost.predicted() if candidate.cost else candidate.plan.predicted or None
-        return {"plan": told(candidate.plan), "why": candidate.why, "predicted": said}
-
-    infeasible = choice.infeasible
-    return {
-        "plan": to_json(saved) if saved else None,
-        "file": out if saved else None,
-        "costed": choice.costed,
-        "runners_up": [one(candidate) for candidate in choice.runners_up],
-        "dropped": [one(candidate) for candidate in choice.dropped],
-        "infeasible": None if infeasible is None else {
-            "device": infeasible.device, "bytes_short": infeasible.bytes_short,
-            "holders": [{"name": h.name, "category": h.category, "bytes": h.bytes} for h in infeasible.holders],
-        },
-        "reasons": [{"count": one.count, "why": one.why} for one in choice.reasons],
-        "assumptions": list(choice.notes),
-        "where": list(choice.where),
-        "relaxations": [one.to_json() for one in choice.relaxations],
-        "ways_tried": choice.tried,
-        "step_law": choice.law.to_json() if choice.law is not None else None,
-        **(front.content(choice.found) if choice.found is not None else {}),
-    }  # fmt: skip
 
 
 def screen(

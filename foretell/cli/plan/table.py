@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from foretell.cli import common
@@ -14,14 +13,13 @@ from foretell.report.command import with_flag
 from foretell.units import gib, human_count, human_seconds
 
 if TYPE_CHECKING:
-    from foretell.search.solve.choose import Choice
+    from foretell.api.plans import PlanAnswer
 
-Found = Any  # a Choice, or the error that stood in its way
+Found = Any  # a PlanAnswer, or the error that stood in its way
 
 
 def answer(
-    model: str, hardware: Sequence[str], choose: Callable[[str], Choice], run_of: Callable[[Any], Any], objective: str, doing: common.Doing, *,
-    json: bool, plan_of: Callable[[Choice], dict[str, Any]],
+    model: str, hardware: Sequence[str], plan_on: Callable[[str], PlanAnswer], objective: str, doing: common.Doing, *, json: bool
 ) -> int:  # fmt: skip
     """Search each, sort what was found by the objective, and tell all in one table. No plan is written: which one, the user says next."""
 
@@ -30,17 +28,16 @@ def answer(
         for one in hardware:
             doing.tell(f"on {one}")
             try:
-                found.append((one, choose(one)))
+                found.append((one, plan_on(one)))
             except ForetellError as error:
                 found.append((one, error))
         return found
 
-    rows = [(name, found, run_of(_best(found))) for name, found in common.call(work, doing)]
+    rows = [(name, found, None if isinstance(found, Exception) else found.run) for name, found in common.call(work, doing)]
     rows.sort(key=lambda row: _rank(_best(row[1]), row[2], objective))
     if json:
         told = [
-            {"on": name, **({"error": str(found)} if isinstance(found, Exception) else plan_of(found)), "run": None if run is None else asdict(run)}
-            for name, found, run in rows
+            {"on": name, **({"error": str(found), "run": None} if isinstance(found, Exception) else found.to_json())} for name, found, _ in rows
         ]  # fmt: skip
         common.emit_json({"model": model, "objective": objective, "answers": told})
     else:
@@ -49,7 +46,7 @@ def answer(
 
 
 def _best(found: Found) -> Any:
-    return None if isinstance(found, Exception) or found.best is None else found.best.plan
+    return None if isinstance(found, Exception) else found.plan
 
 
 def _rank(plan: Any, run: Any, objective: str) -> tuple[bool, float]:
@@ -101,7 +98,9 @@ def _row(name: str, found: Found, run: Any, unit: str, runs: bool) -> list[str]:
     return [*row, told(plan)]
 
 
-def _why_not(choice: Choice) -> str:
+def _why_not(found: PlanAnswer) -> str:
+    choice = found.choice
+    assert choice is not None
     if choice.infeasible is not None:
         return f"the nearest plan is {gib(choice.infeasible.bytes_short)} short"
     return "; ".join(one.why for one in choice.reasons[:2]) or "no plan was found"

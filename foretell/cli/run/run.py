@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from foretell.cli import common, compare
+from foretell.cli.options import taking
 from foretell.cli.run import box as boxes
 from foretell.errors import UserError
+from foretell.options import RunOptions
 
 if TYPE_CHECKING:
     from foretell.plan.types import Plan
@@ -27,37 +29,12 @@ PLAIN_SECONDS = 5.0
 """Off a terminal, a line at most this often."""
 
 
+@taking(RunOptions)
 def run(
     plan: Path = typer.Argument(..., metavar="PLAN", show_default=False, help="A plan file; or a run folder, with --resume or --again."),
-    data: str | None = typer.Option(None, metavar="FOLDER|FILE.PY", show_default=False,
-        help="A folder of text, read as bytes, or a file with data(split); default: the model file's own data(), else its example batch."),
-    steps: int | None = typer.Option(None, metavar="N", show_default=False, help="Optimizer steps in all; default 100."),
-    lr: float | None = typer.Option(None, metavar="X", show_default=False, help="Peak learning rate; default: the optimizer's usual, adamw 3e-4."),
-    schedule: str | None = typer.Option(None, metavar="NAME", show_default=False, help="cosine, wsd or constant; default cosine."),
-    warmup: int | None = typer.Option(None, metavar="N", show_default=False, help="Warm-up steps; default: a twentieth of the schedule."),
-    schedule_steps: int | None = typer.Option(None, metavar="N", show_default=False,
-        help="Length of the learning-rate schedule; default: --steps of the run when it began. A resumed run keeps it unless this is given."),
-    eval_every: int | None = typer.Option(None, metavar="N", show_default=False,
-        help="Steps between evaluations on held-out samples; default: at the end."),
-    eval_batches: int | None = typer.Option(None, metavar="N", show_default=False, help="Evaluation batches; default 16."),
-    save_every: int | None = typer.Option(None, metavar="N", show_default=False, help="Steps between checkpoints; default: at the end."),
-    mtbf: str | None = typer.Option(None, metavar="TIME", show_default=False,
-        help="Mean time between failures, e.g. 4h: checkpoints at the interval that minimises lost time."),
-    keep: int | None = typer.Option(None, metavar="N", show_default=False, help="Checkpoints to keep; default 2."),
-    no_save: bool = typer.Option(False, "--no-save", help="No checkpoint at all: for measuring."),
-    init_from: str | None = typer.Option(None, metavar="PATH", show_default=False,
-        help="Weights to begin with: a safetensors file, a Hugging Face folder, a run or a checkpoint."),
-    init_missing: str | None = typer.Option(None, metavar="NAMES", show_default=False,
-        help="Tensors, or beginnings of their names, that --init-from need not have; with commas."),
-    out: Path | None = typer.Option(None, metavar="FOLDER", show_default=False, help="The run folder; default runs/MODEL-DATE."),
-    resume: bool = typer.Option(False, "--resume", help="Resume the run in --out exactly where it stopped; PLAN may use another layout."),
+    *,
+    options: dict[str, Any],
     again: bool = typer.Option(False, "--again", help="A new run of a run folder's plan, with its settings, in another folder."),
-    seed: int | None = typer.Option(None, metavar="N", show_default=False, help="Seed for initialisation, shuffling and dropout; default 0."),
-    log: str | None = typer.Option(None, metavar="NAMES", show_default=False, help="Besides log.jsonl: tensorboard, wandb or both, with a comma."),
-    workers: int | None = typer.Option(None, metavar="N", show_default=False, help="Processes that prepare your own samples; default 0."),
-    scratch: Path | None = typer.Option(None, metavar="FOLDER", show_default=False,
-        help="On a fast disk, for states and activations that the plan keeps on disk while it runs; default: the run folder."),
-    device: str = typer.Option("auto", metavar="auto|cpu|cuda", help="Where to run."),
     update_profile: bool = typer.Option(False, "--update-profile", help=compare.UPDATE_HELP),
     box: bool = typer.Option(False, "--box", help="Train nothing: rehearse rank 0 here, the other ranks stand-ins (`foretell run box`)."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
@@ -69,20 +46,13 @@ def run(
     """
     from foretell.plan import file
     from foretell.runtime.process import launch
-    from foretell.units import parse_duration
 
+    wished = RunOptions(**options)
+    resume, device = wished.resume, wished.device
+    out = Path(wished.out) if wished.out else None
     before = _before(plan, out, resume=resume, again=again) if not box else {}
     plan, out = _paths(plan, out, resume)
-    asked = {
-        "data": data, "steps": steps, "lr": lr, "schedule": schedule, "warmup": warmup, "schedule_steps": schedule_steps,
-        "eval_every": eval_every,
-        "eval_batches": eval_batches, "save_every": save_every, "no_save": no_save or None, "seed": seed,
-        "keep": keep, "mtbf": parse_duration(mtbf) if mtbf else None, "init_from": init_from,
-        "init_missing": tuple(name.strip() for name in init_missing.split(",") if name.strip()) if init_missing else None,
-        "log": tuple(name.strip() for name in log.split(",") if name.strip()) if log else None, "workers": workers,
-        "scratch": str(scratch) if scratch else None,
-    }  # fmt: skip
-    asked = before | {name: value for name, value in asked.items() if value is not None}
+    asked = before | wished.asked()
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {device} is not known", "auto, cpu or cuda")
     wanted = file.read(plan)

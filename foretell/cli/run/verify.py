@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,11 @@ from foretell.cli import common
 if TYPE_CHECKING:
     from foretell.runtime.check.twin import Twin
     from foretell.runtime.check.verify import Difference, PlanCheck
+
+ASSUMPTIONS = (
+    "a plan that is right on a small twin of the same classes and axes is right on the model",
+    "compiled graphs are run without generating code for them",
+)
 
 
 def verify(
@@ -53,7 +57,10 @@ def _verify(name: str, asked: Any, steps: int, limit: float, *, json: bool) -> i
                 common.emit(_line(*found[-1], max(len(case.name) for case in cases)))
     good = all(one.good for _, one in found)
     if json:
-        common.emit_json(_content(name, twin, steps, found, good))
+        from foretell.api.runs import Verification
+
+        told = Verification(plan=name, steps=steps, twin=twin, cases=tuple(found))
+        common.emit_json({"assumptions": list(ASSUMPTIONS), "verification": told.to_json()})
     else:
         common.emit(f"\nthe plan {'computes' if good else 'does NOT compute'} what one process computes")
     return common.YES if good else common.NO_OR_FAILED
@@ -87,28 +94,3 @@ def _line(case: PlanCheck, found: Difference, width: int) -> str:
     gradient = f"{found.gradient:.0e} of {found.gradient_bound:.0e}  {found.gradient_name}"
     wrong = "" if found.good else f"  WRONG{': ' + found.problem if found.problem else ''}"
     return f"{begin}{loss:<18}  {gradient}{wrong}"
-
-
-# --- for programs ----------------------------------------------------------------------------------------------------
-
-
-def _content(name: str, twin: Twin, steps: int, found: list[tuple[PlanCheck, Difference]], good: bool) -> dict[str, Any]:
-    return {
-        "assumptions": [
-            "a plan that is right on a small twin of the same classes and axes is right on the model",
-            "compiled graphs are run without generating code for them",
-        ],
-        "verification": {
-            "plan": name,
-            "good": good,
-            "steps": steps,
-            "twin": {
-                "model": twin.source.model, "overrides": dict(twin.source.overrides), "parameters": twin.parameters,
-                "ranks": twin.plan.mesh.world, "scaled": list(twin.notes),
-            },
-            "cases": [
-                {"name": case.name, "ranks": case.plan.mesh.world, "precision": case.plan.precision, "good": one.good, **asdict(one)}
-                for case, one in found
-            ],
-        },
-    }  # fmt: skip

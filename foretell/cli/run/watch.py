@@ -14,7 +14,7 @@ from pathlib import Path
 import typer
 
 from foretell.cli import common
-from foretell.cli.fit.fit import TIME_LIMIT
+from foretell.cli.options import TIME_LIMIT
 from foretell.errors import UserError
 
 _UNSEEN = ("-S", "-E", "-I")

@@ -28,7 +28,7 @@ def check(
 
     Exit 0 where all rows pass or say why they cannot, 1 where one fails; seconds decide with --all alone.
     """
-    from foretell import zoo
+    import foretell.zoo as zoo
 
     if (name is None) == (not all):
         raise UserError("give either NAME or --all", "foretell zoo check gpt-tiny, or foretell zoo check --all")

@@ -14,7 +14,6 @@ from foretell.errors import UserError
 from foretell.plan.text import shell_word
 
 if TYPE_CHECKING:
-    from foretell.prove.forecast import ForecastRequest
     from foretell.prove.types import Sealed
 
 USUAL_COUNT = 20
@@ -78,43 +77,14 @@ def _check(
 
 def _seal(seed: str, count: int, on: str, path: Path) -> str:
     """Predict and write the sealed file; a journal beside it lets a stopped one go on."""
-    from foretell.prove import seal
-    from foretell.prove.forecast import forecast
+    from foretell.api import proofs
 
     with common.stdout_aside():
-        asked = _asked(seed, count, on)
-        made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        journal = path.with_name(f".{path.name}.partial")
         try:
-            sealed = forecast(asked, common.versions(), made, journal=journal, progress=_say)
+            return proofs.seal(seed, count, on, path, progress=_say)
         except KeyboardInterrupt:
             _say("stopped; what was predicted is kept, and the same command goes on with it")
             raise
-        found = seal.write(sealed, path)
-        journal.unlink(missing_ok=True)
-    return found
-
-
-def _asked(seed: str, count: int, on: str) -> ForecastRequest:
-    """The device that is predicted for."""
-    from dataclasses import replace
-
-    from foretell.hardware import parse
-    from foretell.prove.forecast import ForecastRequest
-    from foretell.prove.run import this_device
-
-    if on != "auto":
-        cluster = parse(on)
-        if cluster.count > 1:
-            raise UserError(f"{on} is {cluster.count} devices, and rows are run on one", "name one device, such as H200")
-        if cluster.device.backend == "cpu":
-            raise UserError(f"{on} is a CPU, and CPUs differ too much to be predicted unseen", "leave --on away, on that machine")
-        return ForecastRequest(seed=seed, count=count, cluster=cluster)
-    here = this_device()
-    cluster = parse(here["device"] if here["backend"] != "cpu" else "auto")
-    cluster = replace(cluster, device=cluster.device.with_memory(int(here["memory_bytes"]), "reported by torch on this machine"))
-    reported = here["reported_as"] if here["backend"] == "cpu" else None
-    return ForecastRequest(seed=seed, count=count, cluster=cluster, reported_as=reported)
 
 
 def _sealed(path: Path, *, json: bool) -> int:
@@ -135,15 +105,11 @@ def _sealed(path: Path, *, json: bool) -> int:
 
 
 def _measure(path: Path, seconds: float) -> None:
-    from foretell.prove import run, seal
+    from foretell.api import proofs
 
-    sealed, found = seal.read(path)
     with common.stdout_aside():
-        here = run.this_device()
-        run.check_device(sealed, here)
-        about = {"date": time.strftime("%Y-%m-%d"), "device": here["reported_as"], "torch": here["torch"]}
         try:
-            run.measure(sealed, found, run.rows_path(path), about, seconds=seconds, progress=_say)
+            proofs.measure(path, seconds, progress=_say)
         except KeyboardInterrupt:
             _say(f"stopped; what was measured is kept; resume with: foretell compare prove --run {shell_word(path)}")
             raise

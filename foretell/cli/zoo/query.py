@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from foretell.cli import common
-from foretell.cli.zoo import find as zoo_find
 from foretell.cli.zoo import zoo as zoo_list
+from foretell.prove import zoo_models as zoo_find
 
 if TYPE_CHECKING:
     from foretell.zoo import Entry

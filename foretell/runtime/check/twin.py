@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from foretell import zoo
+import foretell.zoo as zoo
 from foretell.errors import ForetellError, UserError
 from foretell.plan import blocks as stack
 from foretell.plan.recipe import known_blocks, source_of

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from foretell import zoo
+import foretell.zoo as zoo
 from foretell.errors import ForetellError, ModelError, UnknownName, UserError, near_names
 from foretell.trace.sandbox import user_code
 from foretell.trace.sandbox.blame import CUDA_REMEDY, at, chain, defined, is_users, model_error

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 from pathlib import Path
 
-from foretell import zoo
+import foretell.zoo as zoo
 from foretell.trace.load.model import Source, zoo_keywords
 
 _OF_TRANSFORMERS = ("vocab_size",)

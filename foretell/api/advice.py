@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from html import escape
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from foretell.api.call import asking
 from foretell.api.step import fit, trace_ahead
 from foretell.decode import value_of
 from foretell.hardware import Cluster, parse
+from foretell.options import AdviseOptions
+from foretell.options.describe import named
 from foretell.quantities import NO, Prediction
 from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
@@ -18,21 +22,37 @@ from foretell.trace.store import cache as store
 if TYPE_CHECKING:
     from foretell.search.advice.faster import Advice
 
-SECONDS = 300.0
-"""After which no further change is begun."""
+class Advised(NamedTuple):
+    """The answer of `fit`, and what would make it faster; None where it does not fit: the answer then has what would make it fit."""
+
+    answer: Prediction
+    advice: Advice | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.answer.to_json(), "faster": None if self.advice is None else asdict(self.advice)}
+
+    def __repr__(self) -> str:
+        gains = self.advice.gains if self.advice is not None else ()
+        told = f"; {gains[0].speedup:.2f}x faster: {gains[0].change}" if gains else ""
+        return f"<Advised: {self.answer.headline()}{told}>"
+
+    def _repr_html_(self) -> str:
+        gains = self.advice.gains if self.advice is not None else ()
+        lines = "".join(f"<tr><td>{one.speedup:.2f}x</td><td>{escape(one.change)}</td><td>{escape(one.maths)}</td></tr>" for one in gains)
+        return f"{self.answer._repr_html_()}<table>{lines}</table>"
 
 
-def advise(
-    model: str, *, hardware: str | Cluster, seconds: float = SECONDS, progress: Callable[[str], None] = lambda doing: None, **options: Any
-) -> tuple[Prediction, Advice | None]:
+@asking(AdviseOptions)
+def advise(model: str, options: AdviseOptions) -> Advised:
     """The answer of `fit` with ways to make it fit, and, where it fits, what would make it faster. Options are those of `fit`.
 
     What was advised is kept: the same question is answered at once.
     """
-    answer = fit(model, **{**options, "hardware": hardware, "trace_out": None}, progress=progress)
+    plain = {name: value for name, value in named(options).items() if name not in ("hardware", "seconds", "progress", "batch")}
+    answer = fit(model, **plain, hardware=options.hardware, progress=options.progress)
     if answer.verdict == NO:
-        return answer, None
-    return answer, faster(model, answer, hardware=hardware, seconds=seconds, progress=progress, **options)
+        return Advised(answer, None)
+    return Advised(answer, faster(model, answer, hardware=options.hardware, seconds=options.seconds, progress=options.progress, **plain))
 
 
 def faster(
@@ -42,7 +62,8 @@ def faster(
     """What would make the step of an answer of `fit` faster; without `joins` only single changes, and batches of twice the size."""
     from foretell.search.advice import faster as search
 
-    plain = {**options, "model": model, "hardware": hardware, "trace_out": None, "advice_seconds": 0.0}
+    asked = {**options, "hardware": hardware, "trace_out": None, "advice_seconds": 0.0}
+    plain = {**asked, "model": model}
     cluster = hardware if isinstance(hardware, Cluster) else parse(hardware)
     whole, own = ({"faster": answer.to_json(), "asked": {name: str(value) for name, value in plain.items()}, "joins": each} for each in (True, joins))
     keeps = bool(options.get("cache", True)) and ".py" not in model  # a file may change
@@ -51,7 +72,7 @@ def faster(
         if kept is not None:
             return kept
     found = search.faster(
-        answer, question_of(model, answer, cluster, options), lambda changes: fit(**{**plain, **changes}), seconds=seconds, joins=joins,
+        answer, question_of(model, answer, cluster, options), lambda changes: fit(model, **{**asked, **changes}), seconds=seconds, joins=joins,
         prepare=lambda many, left: trace_ahead([{**plain, **changes} for changes in many], left) if keeps else None, progress=progress,
     )  # fmt: skip
     if keeps and found.whole:

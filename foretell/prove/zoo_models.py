@@ -1,4 +1,4 @@
-"""Modules of the zoo by tag, as `foretell zoo` and `foretell zoo query` ask for them."""
+"""Modules of the zoo by tag, as `foretell zoo`, `foretell zoo query` and `foretell.zoo` ask for them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,55 @@
+"""Options of what is done with a plan: `run` and `verify`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foretell.options import words
+from foretell.options.describe import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a plan is trained; what is None keeps the run's own, or the usual."""
+
+    data: str | None = option(None, "A folder of text, read as bytes, or a file with data(split); default: the model file's own data(), else its "
+                                    "example batch.", metavar="FOLDER|FILE.PY")  # fmt: skip
+    steps: int | None = option(None, "Optimizer steps in all; default 100.", metavar="N")
+    lr: float | None = option(None, "Peak learning rate; default: the optimizer's usual, adamw 3e-4.", metavar="X")
+    schedule: str | None = option(None, "cosine, wsd or constant; default cosine.", metavar="NAME")
+    warmup: int | None = option(None, "Warm-up steps; default: a twentieth of the schedule.", metavar="N")
+    schedule_steps: int | None = option(None, "Length of the learning-rate schedule; default: --steps of the run when it began. A resumed run keeps "
+                                              "it unless this is given.", metavar="N")  # fmt: skip
+    eval_every: int | None = option(None, "Steps between evaluations on held-out samples; default: at the end.", metavar="N")
+    eval_batches: int | None = option(None, "Evaluation batches; default 16.", metavar="N")
+    save_every: int | None = option(None, "Steps between checkpoints; default: at the end.", metavar="N")
+    mtbf: float | None = option(None, "Mean time between failures, e.g. 4h: checkpoints at the interval that minimises lost time.", metavar="TIME",
+                                typed=str, read=words.duration("--mtbf", "30m, 4h or 2d"))  # fmt: skip
+    keep: int | None = option(None, "Checkpoints to keep; default 2.", metavar="N")
+    no_save: bool = option(False, "No checkpoint at all: for measuring.")
+    init_from: str | None = option(None, "Weights to begin with: a safetensors file, a Hugging Face folder, a run or a checkpoint.", metavar="PATH")
+    init_missing: tuple[str, ...] | None = option(None, "Tensors, or beginnings of their names, that --init-from need not have; with commas.",
+                                                  metavar="NAMES", typed=str, read=words.names)  # fmt: skip
+    seed: int | None = option(None, "Seed for initialisation, shuffling and dropout; default 0.", metavar="N")
+    log: tuple[str, ...] | None = option(None, "Besides log.jsonl: tensorboard, wandb or both, with a comma.", metavar="NAMES", typed=str,
+                                         read=words.names)  # fmt: skip
+    workers: int | None = option(None, "Processes that prepare your own samples; default 0.", metavar="N")
+    scratch: str | None = option(None, "On a fast disk, for states and activations that the plan keeps on disk while it runs; default: the run "
+                                       "folder.", metavar="FOLDER")  # fmt: skip
+
+    out: str | None = option(None, "The run folder; default runs/MODEL-DATE.", metavar="FOLDER")
+    resume: bool = option(False, "Resume the run in --out exactly where it stopped; PLAN may use another layout.")
+    device: str = option("auto", "Where to run.", metavar="auto|cpu|cuda")
+
+    def asked(self) -> dict[str, object]:
+        """What was said of the training, by name."""
+        apart = {"out", "resume", "device", *(() if self.no_save else ("no_save",))}
+        return {name: value for name, value in vars(self).items() if value is not None and name not in apart}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """How a plan is held against one process."""
+
+    steps: int = option(10, "Optimizer steps whose losses are compared.", metavar="N")
+    limit: float = option(120.0, "Longest time that one case may take.", metavar="SECONDS")
