@@ -21,7 +21,6 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,7 +154,7 @@ def test_the_record_is_that_of_the_files(built: Built) -> None:
 def test_the_version_is_said_in_one_place(built: Built) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "version" not in project and project["dynamic"] == ["version"]
-    newest = [name for name, *_ in release.sections((ROOT / "CHANGELOG.md").read_text()) if name != "Unreleased"][0]
+    newest = next(name for name, *_ in release.sections((ROOT / "CHANGELOG.md").read_text()) if name != "Unreleased")
     told = [release.metadata_of(one)["Version"] for one in built[:2]]
     assert [*told, newest] == [foretell.__version__] * 3 and release.version_of(ROOT) == foretell.__version__
     assert built.wheel.name == f"foretell-{foretell.__version__}-py3-none-any.whl"
@@ -185,13 +184,13 @@ def test_metadata_that_is_wrong_is_seen(built: Built, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FORETELL_CACHE", str(tmp_path / "cache"))
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert main(ASKED) == 0
-    yield json.loads(out.getvalue())
+    return json.loads(out.getvalue())
 
 
 def test_the_installed_command_answers_as_the_checkout_does(installed: Installed, of_the_checkout: dict[str, Any]) -> None:
