@@ -133,9 +133,15 @@ def told_of(kind: type) -> dict[str, str]:
             if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
                 told[ast.unparse(field.target)] = inspect.cleandoc(str(below.value.value))
     for item in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
-        helps = [value if key == "help" else getattr(value, "help", "") for key, value in item.metadata.items()]
+        helps = [value if key == "help" else help_of(value) for key, value in item.metadata.items()]
         told[item.name] = told.get(item.name) or next((text for text in helps if isinstance(text, str) and text), "")
     return told
+
+
+def help_of(option: Any) -> str:
+    """What a flag says, said of the argument: `--no-cache` is `cache=False`."""
+    text = getattr(option, "help", "")
+    return f"False: {text[0].lower()}{text[1:]}" if text and getattr(option, "negates", False) else text
 
 
 def signature(name: str, function: Callable[..., Any]) -> str:
