@@ -1,6 +1,6 @@
 """A training script as people write them, with nothing of foretell in it. foretell follows it to its first step.
 
-    foretell fit --on H100 -- python examples/train_script.py --batch-size 4096
+    foretell fit --on H100 -- python examples/train_script.py --batch-size 256
     python examples/train_script.py --steps 3
 
 The first line prints whether it would fit on an H100 and how fast it would be there; the second trains here and prints losses.
