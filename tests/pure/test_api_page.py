@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -127,8 +128,10 @@ def told_of(kind: type) -> dict[str, str]:
     for one in reversed(kind.__mro__):
         if not one.__module__.startswith("foretell"):
             continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
-        parts = body.body if isinstance(body, ast.ClassDef) else []
+        parts: list[ast.stmt] = []
+        with contextlib.suppress(OSError, TypeError):  # a class that was made has no source
+            body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
+            parts = body.body if isinstance(body, ast.ClassDef) else []
         for field, below in itertools.pairwise(parts):
             if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
                 told[ast.unparse(field.target)] = inspect.cleandoc(str(below.value.value))

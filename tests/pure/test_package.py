@@ -127,7 +127,8 @@ def test_the_sdist_has_the_package_and_what_its_tests_and_pages_need(built: Buil
     assert {name: data for name, data in found.items() if name.startswith("foretell/")} == files_of_the_package()
     wanted = {"LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md", "Makefile", "mkdocs.yml", "constraints.txt",
               "pyproject.toml", "PKG-INFO", ".ci/run", ".ci/release.py", "tests/conftest.py", "tests/pure/test_package.py", "docs/questions.md",
-              "docs/decisions/0008-one-path.md", "examples/train_own.py"}  # fmt: skip
+              "docs/decisions/0008-one-path.md", "examples/train_own.py", "benchmarks/results/README.md", "hub/README.md",
+              ".github/workflows/ci.yml"}  # fmt: skip
     assert wanted <= set(found)
     assert [name for name in found if re.search(r"__pycache__|\.py[co]$|_cache/|^dist/|^site/|\.egg-info|^\.venv|^\.git/", name)] == []
 

@@ -95,7 +95,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
     named = list(leaves(loaded("mkdocs.yml")["nav"]))
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     joining = set(re.findall(r'"([^"]+\.md)"', re.search(r"^JOINING = .*$", (ROOT / ".ci" / "site.py").read_text(), re.MULTILINE)[0]))  # type: ignore[index]
-    assert sorted(named) == sorted(pages | joining)
+    assert sorted(named) == sorted(pages | joining), "name every page once under `nav` in mkdocs.yml"
     assert all((ROOT / name).is_file() for name in joining)
 
 
