@@ -7,11 +7,12 @@ Nothing is imported before it is needed: `foretell --help` answers without torch
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from foretell.cli import common, names
+from foretell.cli import common, complete, names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +37,11 @@ def _commands() -> Any:
 
     from foretell.cli.app import app
 
-    return typer.main.get_command(app)
+    found = typer.main.get_command(app)
+    if complete.ASKED in os.environ:
+        complete.join_words()
+        complete.install(found)
+    return found
 
 
 def _dispatch(words: list[str]) -> int:

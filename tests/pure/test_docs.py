@@ -1,6 +1,7 @@
 """Every example of README.md, CONTRIBUTING.md and docs/*.md: run against what it shows, or at least parsed.
 
     $ foretell ...      followed by lines: run, and compared line by line; `…` stands for any text, alone for any lines
+    $ python examples/  the same, in a process of its own
     foretell ...        every other command: its options must exist and take the values given
     ```python           run, in the order of the page
     <!-- file: NAME --> before a block: the block is NAME, for the examples below it
@@ -16,6 +17,7 @@ import io
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -34,7 +36,9 @@ ANY = "…"
 SHOWN = ("", "text", "console", "sh", "bash")
 """Languages of blocks that hold commands or what they print."""
 DATA = ("json", "toml", "yaml")
-COMMANDS = re.compile(r"(\$ )?(foretell|make|torchrun|python|pip|\.ci/run)\b")
+RUN = ("$ foretell ", "$ python examples/")
+"""How a block begins whose commands are run; `examples` is in the folder they run in."""
+COMMANDS = re.compile(r"(\$ )?(foretell|make|torchrun|python|pip|uvx|\.ci/run)\b")
 MARK = re.compile(r"<!-- (file|not run): (\S.*?) -->")
 
 
@@ -103,7 +107,7 @@ def problem(block: Block) -> str:
         return f"{block}: language {block.language!r} is not one that is checked"
     if examples(block):
         first = next(line for line in block.lines if line.strip())
-        return "" if first.startswith("$ foretell ") else f"{block}: output before the first `$ foretell` line"
+        return "" if first.startswith(RUN) else f"{block}: output before the first `$ foretell` line"
     return "" if only_commands(block) else f"{block}: shows more than commands; begin with `$ foretell ...`, or mark it <!-- not run: WHY -->"
 
 
@@ -187,9 +191,13 @@ def wrong_in_mention(line: str) -> str:
 
 
 def printed(command: str) -> list[str]:
-    """What a command prints, run in this process; complaints come with it."""
+    """What a command prints, run in this process; complaints come with it. A Python file has a process of its own."""
     from foretell.cli import main
 
+    if command.startswith("python "):
+        around = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, *shlex.split(command)[1:]], env=around, capture_output=True, text=True)
+        return (done.stdout if done.returncode == 0 else done.stdout + done.stderr).splitlines()
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         status = main(shlex.split(command, comments=True)[1:])
@@ -199,6 +207,8 @@ def printed(command: str) -> list[str]:
 
 def played(page: str, text: str) -> Iterator[tuple[Block, Example, list[str]]]:
     """Write the page's files, run its Python and its examples, in order, in the present folder."""
+    if "examples/" in text:
+        Path("examples").symlink_to(ROOT / "examples")
     scope: dict[str, Any] = {"__name__": "example"}
     for block in blocks(page, text):
         if block.mark == "file":
