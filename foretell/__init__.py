@@ -41,7 +41,7 @@ __all__ = [
 ]  # fmt: skip
 
 _ROOMS = ("hardware", "plan", "prove", "report", "zoo")
-"""Packages of this one that are functions as well: the room's module is callable (docs/decisions/0012-rooms-that-are-verbs.md)."""
+"""Packages of this one that are functions as well: the room's module is callable (docs/decisions/0011-rooms-that-are-verbs.md)."""
 
 
 class _Verb(ModuleType):
