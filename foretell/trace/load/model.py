@@ -23,7 +23,7 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from foretell import zoo
-from foretell.errors import ForetellError, ModelError, UnknownName, UserError, near_names
+from foretell.errors import ForetellError, MissingModel, ModelError, UnknownName, UserError, near_names
 from foretell.trace.sandbox import user_code
 from foretell.trace.sandbox.blame import CUDA_REMEDY, at, chain, defined, is_users, model_error
 
@@ -309,7 +309,7 @@ def _load_zoo(source: Source) -> Workload:
 def _check_file(target: str) -> None:
     path, name = path_and_name(target)
     if not Path(path).is_file():
-        raise UserError(f"there is no file {path}", "give the path of a Python file, as in path/file.py:function")
+        raise MissingModel(f"there is no file {path}", "give the path of a Python file, as in path/file.py:function")
     try:
         tree = ast.parse(Path(path).read_bytes(), path)
     except (SyntaxError, ValueError) as error:
@@ -328,10 +328,10 @@ def path_and_name(target: str) -> tuple[str, str]:
     return path, name
 
 
-def _no_function(path: str, name: str, functions: list[str]) -> UserError:
+def _no_function(path: str, name: str, functions: list[str]) -> MissingModel:
     asked = f"{path} has no function '{name}'" if name else f"no function given for {path}"
     example = functions[0] if functions else "build"
-    return UserError(asked, f"it has: {', '.join(functions) or 'none'}; write {path}:{example}")
+    return MissingModel(asked, f"it has: {', '.join(functions) or 'none'}; write {path}:{example}")
 
 
 def _names_of(tree: ast.Module) -> tuple[set[str], bool]:
