@@ -17,7 +17,7 @@ NO_BOUND = "none"
 _EXAMPLES = {MEMORY: "+2% or +200MiB", STEP: "+5% or +3ms", PARAMETERS: "+0% or +1M"}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-_ROUNDING = 1e-12
+_ROUNDING = 1e-14
 """Of a value: less is arithmetic and no growth."""
 _AMOUNT = re.compile(r"\s*\+?\s*([0-9]+(?:\.[0-9]+)?)\s*([%A-Za-zµ]*)\s*")
 

@@ -47,6 +47,11 @@ def code(said: str) -> str:
     return f"`{flat.replace('`', chr(39)).replace('|', chr(92) + '|')}`" if flat else ""
 
 
+def escaped(said: str) -> str:
+    """Inside HTML."""
+    return html.escape(said).replace("`", "&#96;")
+
+
 def plain(said: str) -> str:
     """Text that is nothing but text."""
     return re.sub(r"([\\`*_{}\[\]<>()#+\-!|~@:])", r"\\\1", " ".join(said.split()))
@@ -70,7 +75,7 @@ def _problem(one: ModelDiff) -> Iterator[str]:
     if one.verdict == BROKEN:
         yield f"**{code(one.model)} cannot be traced** {code(one.head_problem)}" + (f"; try: {code(one.remedy)}" if one.remedy else "")
         if one.detail:
-            yield f"\n<details><summary>Where it failed</summary>\n\n<pre>{html.escape(one.detail)}</pre>\n\n</details>"
+            yield f"\n<details><summary>Where it failed</summary>\n\n<pre>{escaped(one.detail)}</pre>\n\n</details>"
         yield ""
     elif one.verdict == UNCOMPARED:
         yield f"{code(one.model)} is not compared: the base cannot be traced: {code(one.base_problem)}"
@@ -85,7 +90,7 @@ def _details(one: ModelDiff) -> Iterator[str]:
     )  # fmt: skip
     if not any(growths for _, growths, _ in tables):
         return
-    yield f"<details><summary>What changed in <code>{html.escape(one.model)}</code> on <code>{html.escape(one.on)}</code></summary>"
+    yield f"<details><summary>What changed in <code>{escaped(one.model)}</code> on <code>{escaped(one.on)}</code></summary>"
     yield ""
     for title, growths, unit in tables:
         yield from _growths(title, growths, unit)
