@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -9,9 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from foretell.api import backends
 from foretell.api.revisions import HERE, Checkout, Repository, checked_out, repository, revision
 from foretell.api.step import fit, fit_script
 from foretell.errors import ForetellError, MissingModel, UserError
+from foretell.hardware import parse
 from foretell.report.diff.bounds import GrowthBound
 from foretell.report.diff.judge import ModelDiff, RevisionAnswer, RevisionDiff, compared
 from foretell.trace.load.model import Source, path_and_name
@@ -78,7 +81,7 @@ def _one(question: DiffQuestion, before: Checkout, now: Checkout, bounds: Mappin
     old, new = (_answer(question, one, tell(one)) for one in (before, now))
     if old.missing and new.missing:
         raise MissingModel(f"{new.problem}, in both revisions", new.remedy)
-    if old.prediction and new.prediction and old.prediction.parameters != new.prediction.parameters and question.model:
+    if old.prediction and new.prediction and old.prediction.parameters != new.prediction.parameters:
         old, new = (replace(answer, parameters=_parameters(question, one)) for answer, one in ((old, before), (new, now)))
     names = (before.revision.shown, now.revision.shown)
     return compared(question.name, question.hardware, question.told, old, new, bounds, names)
@@ -107,6 +110,23 @@ def _parameters(question: DiffQuestion, checkout: Checkout) -> Mapping[str, int]
     of_source = {name: given[name] for name in ("overrides", "micro_batch", "seq", "image", "loss") if given.get(name) is not None}
     try:
         with checkout.entered():
+            if question.script:
+                return _parameters_of_script(question)
             return parameters_of(Source(model=question.model, **of_source), time_limit=given.get("time_limit", TIME_LIMIT))
     except ForetellError:
         return None
+
+
+def _parameters_of_script(question: DiffQuestion) -> dict[str, int]:
+    """Those of its first rank, followed once more."""
+    from foretell.trace.script.several import follow_ranks
+    from foretell.trace.script.words import over
+    from foretell.trace.script.words import parse as parse_words
+
+    cluster, given = parse(question.hardware, apple=True), question.options
+    script = over(parse_words(question.script), cluster.nodes, cluster.devices_per_node, cluster.device.name)
+    replies = follow_ranks(
+        script, backends.capability(cluster), dict(given.get("hints") or {}), False, devices=cluster.count, name=cluster.device.name,
+        cache=False, time_limit=given.get("time_limit", TIME_LIMIT),
+    )  # fmt: skip
+    return {name: math.prod(shape) for name, (shape, _) in replies[0][1]["shapes"].items()}

@@ -21,7 +21,7 @@ import pytest
 from foretell import api
 from foretell.api import revisions
 from foretell.cli import common, main, names
-from foretell.cli.diff import ask
+from foretell.cli.diff import ask, file
 from foretell.quantities import FITS, NO, Holder, Prediction
 from foretell.report.diff import bounds, judge, markdown
 
@@ -179,7 +179,7 @@ def test_equal_code_is_equal_and_bounds_decide(repo: Repo, asked: Asked, capfd: 
     status, found = asked("HEAD~1", "HEAD", "--on", "H100", "--model", "mine.py:build")
     (model,) = found["diff"]["models"]
     assert status == 0 and model["verdict"] == "within" and not model["categories"] and not model["modules"] and not model["tensors"]
-    assert [one["change"] for one in model["rows"]] == [0, 0, 0, 0]
+    assert [one["change"] for one in model["rows"]] == [0, 0, 0, 0, 0]
     repo.commit(257)
     words = ["diff", "HEAD~1", "HEAD", "--on", "H100", "mine.py:build", "--max-memory", "+1MiB"]
     assert main(words) == 1, "more parameters"
@@ -213,6 +213,23 @@ def test_a_copy_that_imports_the_tree_is_refused(repo: Repo, asked: Asked) -> No
     assert status == 2 and model["head_problem"].endswith("imported from the working tree: parts/sizes.py")
 
 
+def test_a_package_that_is_installed_as_a_link_is_each_revision_s_own(
+    repo: Repo, asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo.write("bench/model.py", MODEL.replace("parts.sizes", "widget"))
+    for width in (64, 128):
+        repo.write("src/widget/__init__.py", f"WIDTH = {width}\n")
+        repo.commit()
+    about = tmp_path / "installed" / "widget-1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: widget\nVersion: 1\n")
+    (about / "direct_url.json").write_text(json.dumps({"url": repo.root.as_uri(), "dir_info": {"editable": True}}))
+    monkeypatch.syspath_prepend(about.parent)
+    status, found = asked("HEAD~1", "HEAD", "--on", "H100", "bench/model.py:build")
+    (model,) = found["diff"]["models"]
+    assert status == 1 and (row(model, "parameters")["base"], row(model, "parameters")["head"]) == (64 * 65 + 65 * 4, 128 * 129 + 129 * 4)
+
+
 def test_a_script_is_followed_in_each_revision(repo: Repo, asked: Asked) -> None:
     repo.write("train.py", TRAIN)
     repo.commit()
@@ -223,6 +240,7 @@ def test_a_script_is_followed_in_each_revision(repo: Repo, asked: Asked) -> None
     (model,) = found["diff"]["models"]
     assert status == 1 and model["model"] == "python train.py"
     assert (row(model, "parameters")["base"], row(model, "parameters")["head"]) == (256 * 257 + 257 * 4, 512 * 513 + 513 * 4)
+    assert {one["name"]: one["head"] - one["base"] for one in model["modules"]} == {"0": 512 * 513 - 256 * 257, "2": 4 * 256}
     assert row(model, "peak memory")["change"] > 4 * 4 * (512 * 513 - 256 * 257) * 0.9, "weights, gradients and two states"
 
 
@@ -378,6 +396,15 @@ def test_a_wrong_file_says_where(old: str, new: str, said: str, repo: Repo, aske
     repo.write("foretell-diff.toml", FILE.replace(old, new))
     status, found = asked("HEAD")
     assert status == 2 and said in found["error"]["message"]
+
+
+def test_the_page_s_file_is_one_that_is_read(tmp_path: Path) -> None:
+    text = re.search(r"```toml\n(.*?)```", (ROOT / "docs/diff.md").read_text(), re.DOTALL)
+    assert text is not None
+    path = tmp_path / file.NAME
+    path.write_text(text[1])
+    found = file.questions(path, file.read(path), None, file.bounds_of(path, file.read(path), {}))
+    assert {one.hardware for one in found} == {"H100", "A100"} and any(one.script for one in found) and any(one.options for one in found)
 
 
 # ---------------------------------------------------------------- what git has elsewhere

@@ -23,6 +23,10 @@ WITHIN, GROWN, NEW, BROKEN, UNCOMPARED = "within", "grown", "new", "broken", "un
 """Of a model: all in its bounds; beyond one; not there in the base; HEAD cannot be traced; only the base cannot."""
 
 
+SAME = 1e-9
+"""Share of a step that is no difference."""
+
+
 def schema() -> dict[str, Any]:
     """Of `--json`, under `diff`."""
     found: dict[str, Any] = json.loads((resources.files("foretell.report.diff") / SCHEMA).read_text(encoding="utf-8"))
@@ -65,7 +69,7 @@ class DiffRow:
     """One quantity in both revisions."""
 
     name: str
-    """`peak memory`, `device memory`, `step time`, `parameters`."""
+    """`peak memory`, `device memory`, `step time`, `device time`, `parameters`."""
     unit: str
     base: float | None
     head: float | None
@@ -80,7 +84,11 @@ class DiffRow:
 
     @property
     def change(self) -> float | None:
-        return None if self.base is None or self.head is None else self.head - self.base
+        """Sums of seconds in another order differ in their last digits: that is none."""
+        if self.base is None or self.head is None:
+            return None
+        found = self.head - self.base
+        return 0.0 if self.unit == SECONDS and abs(found) <= SAME * abs(self.head) else found
 
     @property
     def share(self) -> float | None:
@@ -197,14 +205,17 @@ def _rows(base: Prediction | None, head: Prediction | None, bounds: Mapping[str,
     def of(name: str) -> tuple[float | None, float | None]:
         return tuple(getattr(one.memory, name) if one else None for one in (base, head))  # type: ignore[return-value]
 
-    seconds = tuple(one.time.step_seconds if one and one.time else None for one in (base, head))
+    def lasts(name: str) -> tuple[float | None, float | None]:
+        return tuple(getattr(one.time, name) if one and one.time else None for one in (base, head))  # type: ignore[return-value]
+
+    speed = word(said.time.provenance) if said.time else "not known for this device"
     memory, time = said.memory, said.time
     known = {name: word(text) for name, text in memory.provenance.items()}
     return (
         row("peak memory", BYTES, known.get("allocated_bytes", ""), MEMORY, of("allocated_bytes"), memory.bands.get("allocated_bytes")),
         row("device memory", BYTES, known.get("device_bytes", ""), "", of("device_bytes"), memory.bands.get("device_bytes")),
-        row("step time", SECONDS, word(time.provenance) if time else "not known for this device", STEP, seconds,  # type: ignore[arg-type]
-            (time.low_seconds, time.high_seconds) if time else None),
+        row("step time", SECONDS, speed, STEP, lasts("step_seconds"), (time.low_seconds, time.high_seconds) if time else None),
+        row("device time", SECONDS, speed, "", lasts("device_seconds")),
         row("parameters", COUNT, COUNTED, PARAMETERS, (base.parameters if base else None, head.parameters if head else None)),
     )  # fmt: skip
 
