@@ -35,6 +35,8 @@ _SCRATCH = "foretell-diff-"
 _SUBMODULE = "160000"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _NO_LFS = ("-c", "filter.lfs.smudge=", "-c", "filter.lfs.process=", "-c", "filter.lfs.required=false")
+_OF_A_HOOK = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
+"""What git sets for hooks: it would count for submodules too."""
 _SHOWN = 3
 
 
@@ -131,7 +133,8 @@ def repository() -> Repository:
 def _git(folder: Path, words: Sequence[str], more: Mapping[str, str] | None = None, text: str | None = None) -> str:
     """What git prints; a `UserError` with what it says where it fails."""
     command = ["git", "-C", str(folder), *words]
-    environment = {**os.environ, "LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0", **(more or {})}
+    kept = {name: value for name, value in os.environ.items() if name not in _OF_A_HOOK}
+    environment = {**kept, "LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0", **(more or {})}
     try:
         done = subprocess.run(command, env=environment, input=text, capture_output=True, text=True, errors="surrogateescape", check=False)
     except FileNotFoundError:

@@ -180,6 +180,9 @@ def test_equal_code_is_equal_and_bounds_decide(repo: Repo, asked: Asked, capfd: 
     (model,) = found["diff"]["models"]
     assert status == 0 and model["verdict"] == "within" and not model["categories"] and not model["modules"] and not model["tensors"]
     assert [one["change"] for one in model["rows"]] == [0, 0, 0, 0, 0]
+    for _ in range(2):  # the second time the working tree's answer is a stored one
+        status, found = asked("HEAD", "--on", "H100", "mine.py:build")
+        assert status == 0 and [one["change"] for one in found["diff"]["models"][0]["rows"]] == [0, 0, 0, 0, 0]
     repo.commit(257)
     words = ["diff", "HEAD~1", "HEAD", "--on", "H100", "mine.py:build", "--max-memory", "+1MiB"]
     assert main(words) == 1, "more parameters"
@@ -196,6 +199,8 @@ def test_the_working_tree_is_as_it_is(repo: Repo, asked: Asked, monkeypatch: pyt
     repo.write("extra.py", "WIDTH = 128\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(repo.root), str(ROOT)]))
     monkeypatch.chdir(repo.root / "models")
+    monkeypatch.setenv("GIT_DIR", ".git")  # as git has it for a hook
+    monkeypatch.setenv("GIT_INDEX_FILE", ".git/index")
     before = repo.state()
     for words in (("HEAD",), ("HEAD", ".")):
         status, found = asked(*words, "deep.py:build", "--on", "H100", "--max-memory", "none")
@@ -330,6 +335,8 @@ WRONG = {
     "max": (["HEAD", "mine.py:build", "--on", "H100", "--micro-batch", "max"], "--micro-batch max"),
     "a size": (["HEAD", "mine.py:build", "--on", "H100", "--image", "large"], "--image"),
     "beside a script": (["HEAD", "--on", "H100", "--optimizer", "sgd", "--", "python", "train.py"], "--optimizer is not for a script"),
+    "a page in no folder": (["HEAD", "mine.py:build", "--on", "H100", "--markdown", "no/where.md"], "--markdown 'no/where.md'"),
+    "two pages": (["HEAD", "mine.py:build", "--on", "H100", "--markdown"], "--json and --markdown both print"),
     "no such file": (["HEAD", "--config", "none.toml"], "there is no file"),
 }  # fmt: skip
 
@@ -510,6 +517,7 @@ def test_both_spellings_and_a_help_of_one_screen(capsys: pytest.CaptureFixture[s
         assert main(words) == 0
         pages.append(capsys.readouterr().out)
     assert pages[0] == pages[1] and len(pages[0].splitlines()) <= 24 and pages[0].count("  foretell diff ") == 2
+    assert main(["compare", "--help"]) == 0 and "foretell compare diff" in capsys.readouterr().out
     assert names.note(["diff"]) == "", "a spelling that stays"
     assert common.without_script(names.joined(["diff", "main", "--", "python", "x.py", "--on"])) == ["compare diff", "main"]
 

@@ -64,6 +64,8 @@ def diff(
     """
     if json and markdown == STDOUT:
         raise UserError("--json and --markdown both print", "give --markdown a file")
+    if markdown not in (None, STDOUT):
+        _check_writable(Path(str(markdown)))
     base, head, models, options = _words(words or [], model)
     typed = {"memory": max_memory, "step": max_step, "parameters": max_parameters}
     script = common.script_words() or ()
@@ -72,6 +74,12 @@ def diff(
         questions, bounds = _asked(place, models, tuple(script), on, options, typed, named=config is not None)
         found = _compared(questions, base, head, bounds)
     return _told(found, json, markdown)
+
+
+def _check_writable(path: Path) -> None:
+    """Before the work, not after it."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f"--markdown {str(path)!r} is no file that can be written", "name one in a folder that exists, after the revisions")
 
 
 def _words(words: list[str], models: list[str]) -> tuple[str, str, list[str], list[str]]:
