@@ -88,11 +88,9 @@ def _one(question: DiffQuestion, before: Checkout, now: Checkout, bounds: Mappin
 
 
 def _answer(question: DiffQuestion, checkout: Checkout, progress: Callable[[str], None]) -> RevisionAnswer:
-    """What `fit` says in this revision. Its copy is gone afterwards, so that nothing of it is kept."""
+    """What `fit` says in this revision, traced now: a copy is gone afterwards, and a model may read files that no stored answer knows of."""
     progress("")
-    how = {**question.options, "progress": progress}
-    if checkout.is_copy:
-        how["cache"] = False
+    how = {**question.options, "progress": progress, "cache": False}
     try:
         with checkout.entered():
             if question.script:

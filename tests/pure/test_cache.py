@@ -125,6 +125,17 @@ def test_a_path_counts_from_the_folder_it_was_asked_in(cache_dir: Path, tmp_path
     assert keys[0] != keys[2] and keys[1] == keys[3]
 
 
+def test_a_config_that_changes_is_read_again(cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for layers in (1, 2, 2):
+        config = {"model_type": "gpt2", "n_layer": layers, "n_embd": 16, "n_head": 2, "vocab_size": 10}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found.append(api.fit("hf:config.json", hardware="H100").parameters)
+    assert found[0] < found[1] == found[2]
+
+
 def test_what_the_reader_refuses_is_dropped_and_what_is_a_bug_is_not_hidden(cache_dir: Path) -> None:
     def refuse(found: dict[str, Any]) -> int:
         return int(found["nothing"])

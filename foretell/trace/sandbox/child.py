@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretell import errors
 from foretell.errors import ForetellError, InternalError, ModelError, UserError
-from foretell.trace.load.model import Source
+from foretell.trace.load.model import Source, configs_of
 from foretell.trace.recipe import Recipe
 from foretell.trace.sandbox import server, user_code
 from foretell.trace.sandbox.blame import at, users_line
@@ -40,7 +40,7 @@ def request(
         "capability": list(capability),
         "hints": dict(hints),
     }
-    return {**asked, "folder": here()} if user_code.files_of(vars(source)) else asked
+    return {**asked, "folder": here()} if user_code.files_of(vars(source)) or configs_of(source.model) else asked
 
 
 def trace_in_child(asked: Mapping[str, Any], *, time_limit: float = TIME_LIMIT) -> tuple[str, dict[str, Any]]:
