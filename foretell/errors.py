@@ -4,6 +4,7 @@
     ├── UserError            bad input: one line, what was asked, what was found, what to try (exit 2)
     │   ├── UnknownName      a model, device or option nobody knows; lists near names
     │   ├── MissingPackage   an optional package is not installed; names the extra
+    │   ├── MissingModel     the file or the function that a model or a script names is not there
     │   ├── ModelError       the user's own code raised while it was built or run
     │   └── FileFormatError  a trace, hardware or plan file is cut short or of another version
     └── InternalError        a promise of foretell's own was broken (exit 70)
@@ -70,6 +71,10 @@ class MissingPackage(UserError):
             f"{needed_for} needs the package '{package}', which is not installed",
             f"pip install 'foretell[{extra}]'",
         )
+
+
+class MissingModel(UserError):
+    """The file, or the function in it, that a model or a script names is not there."""
 
 
 class ModelError(UserError):

@@ -11,6 +11,8 @@ from foretell.api.demo import demo_pace as demo_pace
 from foretell.api.demo import demo_plan as demo_plan
 from foretell.api.demo import demo_profile as demo_profile
 from foretell.api.demo import paced as paced
+from foretell.api.diff import DiffQuestion as DiffQuestion
+from foretell.api.diff import diff as diff
 from foretell.api.machine import Hardware as Hardware
 from foretell.api.machine import Listing as Listing
 from foretell.api.machine import ProbeAnswer as ProbeAnswer

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from foretell.cli import common, compare, names, report
+from foretell.cli.diff import diff
 from foretell.cli.fit import advise, fit
 from foretell.cli.machine import doctor, hardware, probe
 from foretell.cli.plan import eject, export, plan, show
@@ -63,7 +64,7 @@ app.command("plan", short_help="The best plan to train MODEL on HW; show, export
 app.command("run", short_help="Train as a plan says, and measure it; demo, box, ckpt.", epilog=names.below("run"))(run.run)
 app.command("watch", short_help="Run your script as it is: predicted beside measured, why memory ran out.")(watch.watch)
 app.command("verify", short_help="Does a plan compute what one process computes? Exit 0 yes, 1 no.")(verify.verify)
-app.command("compare", short_help="Predicted beside measured of a run, or two runs side by side; prove.", epilog=names.below("compare"))(
+app.command("compare", short_help="Predicted beside measured of a run, or two runs side by side; prove, diff.", epilog=names.below("compare"))(
     reading(compare.compare)
 )
 app.command("report", short_help="One HTML page of a run or a plan: charts, tables, how to repeat it.")(reading(report.report))
@@ -86,6 +87,7 @@ app.add_typer(ckpt_app, name="run ckpt", hidden=True)
 for _name, _command in (("list", ckpt.listing), ("verify", ckpt.verify), ("show", ckpt.show), ("convert", ckpt.convert)):
     ckpt_app.command(_name)(reading(_command))
 app.command("compare prove", hidden=True)(prove.prove)
+app.command("compare diff", hidden=True, cls=diff.DiffCommand, context_settings=diff.SETTINGS)(diff.diff)
 app.command("zoo fuzz", hidden=True)(fuzz.fuzz)
 
 

@@ -26,7 +26,7 @@ Matches = Callable[[str], list[str]]
 
 
 def zoo_names(start: str) -> list[str]:
-    from foretell import zoo
+    import foretell.zoo as zoo
 
     return _beginning(zoo.names(), start)
 

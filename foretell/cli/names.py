@@ -2,7 +2,7 @@
 
     fit  plan  run  watch  verify  compare  report  probe  hardware  zoo  doctor
           │     │                     │                              │
-       show   demo                  prove                    check, query, fuzz
+       show   demo                prove, diff                check, query, fuzz
      export    box
       eject   ckpt
      advise
@@ -17,14 +17,17 @@ UNDER = {
     "demo": "run demo", "prove": "compare prove", "fuzz": "zoo fuzz",
 }  # fmt: skip
 """Old spelling → what it is called now; old ones work for one more version."""
+SHORT = {"diff": "compare diff"}
+"""Short spelling → the command; both stay."""
 
 
 def joined(words: Sequence[str]) -> list[str]:
     """Two words that name one command as one."""
-    if words and words[0] in UNDER:
-        return [UNDER[words[0]], *words[1:]]
+    known = UNDER | SHORT
+    if words and words[0] in known:
+        return [known[words[0]], *words[1:]]
     both = " ".join(words[:2])
-    return [both, *words[2:]] if both in UNDER.values() else list(words)
+    return [both, *words[2:]] if both in known.values() else list(words)
 
 
 def note(words: Sequence[str]) -> str:
@@ -35,5 +38,5 @@ def note(words: Sequence[str]) -> str:
 
 def below(command: str) -> str:
     """For the end of a command's help: those under it."""
-    names = [name for name in UNDER.values() if name.split()[0] == command]
+    names = [name for name in (*UNDER.values(), *SHORT.values()) if name.split()[0] == command]
     return f"Under it: {', '.join(f'foretell {name}' for name in names)}." if names else ""

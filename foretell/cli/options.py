@@ -26,7 +26,7 @@ def taking(described: type, *, hidden: Sequence[str] = ()) -> Callable[[Callable
         known = [one for one in options_of(described) if one.cli and one.name not in own and one.name not in hidden]
 
         def called(**given: Any) -> int:
-            found = {one.name: _value(one, given.pop(one.name)) for one in known}
+            found = {one.name: value_of(one, given.pop(one.name)) for one in known}
             return command(**given, **{HERE: found})
 
         parameters: list[inspect.Parameter] = []
@@ -65,7 +65,7 @@ def _parameter(one: Option) -> inspect.Parameter:
     )
 
 
-def _value(one: Option, typed: Any) -> Any:
+def value_of(one: Option, typed: Any) -> Any:
     """What was typed, as the function takes it."""
     if one.negates:
         return not typed

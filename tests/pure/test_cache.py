@@ -19,6 +19,8 @@ from foretell import api
 from foretell.api import backends
 from foretell.cli import main
 from foretell.hardware.lookup import find_profile, profile_stamp
+from foretell.trace.load.model import Source
+from foretell.trace.recipe import Recipe
 from foretell.trace.sandbox import child
 from foretell.trace.store import cache
 from foretell.trace.store import traces as stored
@@ -110,6 +112,28 @@ def test_an_entry_follows_the_files_it_rests_on(cache_dir: Path) -> None:
     cache.write("answers", "k", {"answer": 1}, {str(cache_dir / "gone.py"): "abc"})
     assert cache.read("answers", "k", same) is None
     assert (cache_dir / "answers" / "k.json").exists(), "old, not damaged"
+
+
+def test_a_path_counts_from_the_folder_it_was_asked_in(cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two folders with a file of the same name: neither is answered with the other's."""
+    keys = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text("def build(): ...")
+        monkeypatch.chdir(tmp_path / name)
+        keys += [child.request(Source(model=model), Recipe(), (9, 0), {}) for model in ("mine.py:build", "gpt2")]
+    assert keys[0] != keys[2] and keys[1] == keys[3]
+
+
+def test_a_config_that_changes_is_read_again(cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for layers in (1, 2, 2):
+        config = {"model_type": "gpt2", "n_layer": layers, "n_embd": 16, "n_head": 2, "vocab_size": 10}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found.append(api.fit("hf:config.json", hardware="H100").parameters)
+    assert found[0] < found[1] == found[2]
 
 
 def test_what_the_reader_refuses_is_dropped_and_what_is_a_bug_is_not_hidden(cache_dir: Path) -> None:

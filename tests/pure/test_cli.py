@@ -144,7 +144,7 @@ def test_the_package_offers_fit_and_nothing_it_has_not() -> None:
 BAD = {
     "unknown model": (["fit", "lama3-8b", "--on", "H100"], "UnknownName", "llama3-8b"),
     "unknown hardware": (["fit", "gpt2", "--on", "H10O"], "UnknownName", "H100"),
-    "no such file": (["fit", "nowhere.py:build", "--on", "H100"], "UserError", "nowhere.py"),
+    "no such file": (["fit", "nowhere.py:build", "--on", "H100"], "MissingModel", "nowhere.py"),
     "negative micro-batch": (["fit", "gpt2", "--on", "H100", "--micro-batch", "-1"], "UserError", "micro_batch"),
     "no tokens": (["fit", "gpt2", "--on", "H100", "--seq", "0"], "UserError", "seq"),
     "negative image": (["fit", "resnet50", "--on", "H100", "--image", "-224"], "UserError", "image"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from foretell import zoo
-from foretell.errors import MissingPackage, ModelError, UnknownName, UserError
+from foretell.errors import MissingModel, MissingPackage, ModelError, UnknownName, UserError
 from foretell.trace.hub import build as hub
 from foretell.trace.load import model as load
 from foretell.trace.load.model import Source
@@ -335,18 +335,18 @@ def test_a_file_alone_means_its_model_and_samples_make_the_batch(tmp_path: Path)
 
 def test_missing_files_and_functions(tmp_path: Path) -> None:
     missing = tmp_path / "none.py"
-    error = fail(Source(model=f"{missing}:make"), UserError)
+    error = fail(Source(model=f"{missing}:make"), MissingModel)
     assert error.problem == f"there is no file {missing}"
     path = write(tmp_path, "import os\ndef build(): ...\nclass Net: ...")
-    error = fail(Source(model=f"{path}:make"), UserError)
+    error = fail(Source(model=f"{path}:make"), MissingModel)
     assert error.problem == f"{path} has no function 'make'"
     assert error.remedy == f"it has: build, Net; write {path}:build"
     other = write(tmp_path / "other", "def make(): ...")
-    assert fail(Source(model=other), UserError).problem == f"no function given for {other}"
-    error = fail(Source(model="gpt-tiny", loss=f"{path}:loss"), UserError)
+    assert fail(Source(model=other), MissingModel).problem == f"no function given for {other}"
+    error = fail(Source(model="gpt-tiny", loss=f"{path}:loss"), MissingModel)
     assert error.problem == f"{path} has no function 'loss'"
     path = write(tmp_path, "from os.path import *\ndef build(): ...")
-    assert "it has: build;" in fail(Source(model=f"{path}:make"), UserError).remedy
+    assert "it has: build;" in fail(Source(model=f"{path}:make"), MissingModel).remedy
 
 
 def test_an_override_the_function_does_not_take(tmp_path: Path) -> None:

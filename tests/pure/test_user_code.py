@@ -37,7 +37,8 @@ READS = {
     "plan export", "doctor",
 }  # fmt: skip
 RUNS = {
-    "fit", "plan", "plan advise", "plan eject", "run", "run demo", "run box", "watch", "verify", "probe", "compare prove", "zoo check", "zoo fuzz",
+    "fit", "plan", "plan advise", "plan eject", "run", "run demo", "run box", "watch", "verify", "probe", "compare prove",
+    "compare diff", "zoo check", "zoo fuzz",
 }  # fmt: skip
 NEITHER = {"version"}
 EVIL = "import pathlib\npathlib.Path(__file__).with_name('canary').touch()\n"

@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from foretell.trace.load.model import Source
 from foretell.trace.sandbox import child as single
 from foretell.trace.sandbox.process import TIME_LIMIT, Progress, serve
 
@@ -23,6 +25,14 @@ def trace_all(
     return single.ask_all("foretell.search.traces.child", requests, time_limit=time_limit, progress=progress)
 
 
+def parameters_of(source: Source, *, time_limit: float = TIME_LIMIT) -> dict[str, int]:
+    """Elements of every parameter of a model, by name: it is built and not run."""
+    asked = {"source": {**vars(source), "overrides": dict(source.overrides)}, "names": True}
+    (text, _), *_ = trace_all([asked], time_limit=time_limit)
+    found: dict[str, int] = json.loads(text)
+    return found
+
+
 def work(requests: Sequence[Mapping[str, Any]], reply: Callable[[dict[str, Any]], None]) -> None:
     for number, asked in enumerate(requests):
         reply({"progress": f"{number + 1} of {len(requests)}: {_told(asked)}"})
@@ -31,8 +41,8 @@ def work(requests: Sequence[Mapping[str, Any]], reply: Callable[[dict[str, Any]]
 
 def _told(asked: Mapping[str, Any]) -> str:
     source = asked["source"]
-    if asked.get("shares"):
-        return f"what ranks can share of {source['model']}"
+    if asked.get("shares") or asked.get("names"):
+        return f"what ranks can share of {source['model']}" if asked.get("shares") else f"parameters of {source['model']}"
     recipe = asked["recipe"]
     words = [f"{source['model']}, micro-batch {source['micro_batch']}"]
     words += [f"recompute {recipe['recompute']}"] if recipe["recompute"] != "none" else []
@@ -49,6 +59,8 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
 def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     if asked.get("shares"):
         return _shares(asked)
+    if asked.get("names"):
+        return _names(asked)
     if any(asked.get(axis) for axis in ("tp", "cp", "ep")):
         from foretell.search.traces.split import trace_split
 
@@ -58,11 +70,19 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shares(asked: Mapping[str, Any]) -> dict[str, Any]:
     from foretell.search.traces.shares import shares_of
-    from foretell.trace.load.model import Source, load, user_files
+    from foretell.trace.load.model import load, user_files
     from foretell.trace.store.cache import file_hashes
 
     source = Source(**asked["source"])
     return {"text": json.dumps(shares_of(lambda: load(source)).to_json()), "files": file_hashes(user_files())}
+
+
+def _names(asked: Mapping[str, Any]) -> dict[str, Any]:
+    from foretell.trace.load.model import user_files
+    from foretell.trace.store.cache import file_hashes
+
+    shapes = _facts({**asked, "facts": True})["shapes"]
+    return {"text": json.dumps({name: math.prod(shape) for name, (shape, _) in shapes.items()}), "files": file_hashes(user_files())}
 
 
 def _facts(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +91,7 @@ def _facts(asked: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     import torch
 
-    from foretell.trace.load.model import Source, load
+    from foretell.trace.load.model import load
 
     with torch.device("meta"):
         model = load(Source(**asked["source"])).model

@@ -179,5 +179,5 @@ class Traces:
 
 
 def question(asked: Mapping[str, Any]) -> str:
-    """A request as one text."""
-    return json.dumps(asked, sort_keys=True, default=str)
+    """A request as one text, without the folder it was asked in: a run's traces are its own, wherever it is read."""
+    return json.dumps({name: value for name, value in asked.items() if name != "folder"}, sort_keys=True, default=str)

@@ -23,7 +23,7 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import foretell.zoo as zoo
-from foretell.errors import ForetellError, ModelError, UnknownName, UserError, near_names
+from foretell.errors import ForetellError, MissingModel, ModelError, UnknownName, UserError, near_names
 from foretell.trace.sandbox import user_code
 from foretell.trace.sandbox.blame import CUDA_REMEDY, at, chain, defined, is_users, model_error
 
@@ -46,6 +46,8 @@ _POSITION_TABLES = {"wpe", "positions", "position_embeddings", "embed_positions"
 _READS_VALUES = "the code reads the value of a tensor (.item(), bool(), tolist(), x[mask]): use plain Python numbers there"
 _numbers = count()
 _notes: list[str] = []
+_configs: set[str] = set()
+"""Files that were read and are no modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,7 @@ def load(source: Source) -> Workload:
         raise UserError(f"'{text}' is a script: foretell follows it and does not run it", "`foretell plan eject` shows what to change in it")
     user_code.before(user_code.files_of(vars(source)))
     _notes.clear()
+    _configs.update(configs_of(source.model))
     try:
         workload = _build_or_aside(source)
         _check_built(source, workload)
@@ -134,9 +137,16 @@ def notes() -> list[str]:
 
 
 def user_files() -> list[str]:
-    """Files of imported modules that are the user's own (or the zoo's): what a cached trace depends on."""
+    """Files of imported modules that are the user's own (or the zoo's), and configs that were read: what a cached trace depends on."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    return sorted({str(Path(file).resolve()) for file in files if isinstance(file, str) and is_users(file)})
+    return sorted({str(Path(file).resolve()) for file in files if isinstance(file, str) and is_users(file)} | _configs)
+
+
+def configs_of(model: str) -> list[str]:
+    """The file that `hf:path/config.json`, or `hf:` and its folder, names."""
+    prefix, _, name = model.partition(":")
+    found = [path for path in (Path(name), Path(name) / "config.json") if path.is_file()] if prefix == "hf" and name else []
+    return [str(path.resolve()) for path in found]
 
 
 def reject_unknown(overrides: Iterable[str], known: Iterable[str], owner: str) -> None:
@@ -309,7 +319,7 @@ def _load_zoo(source: Source) -> Workload:
 def _check_file(target: str) -> None:
     path, name = path_and_name(target)
     if not Path(path).is_file():
-        raise UserError(f"there is no file {path}", "give the path of a Python file, as in path/file.py:function")
+        raise MissingModel(f"there is no file {path}", "give the path of a Python file, as in path/file.py:function")
     try:
         tree = ast.parse(Path(path).read_bytes(), path)
     except (SyntaxError, ValueError) as error:
@@ -328,10 +338,10 @@ def path_and_name(target: str) -> tuple[str, str]:
     return path, name
 
 
-def _no_function(path: str, name: str, functions: list[str]) -> UserError:
+def _no_function(path: str, name: str, functions: list[str]) -> MissingModel:
     asked = f"{path} has no function '{name}'" if name else f"no function given for {path}"
     example = functions[0] if functions else "build"
-    return UserError(asked, f"it has: {', '.join(functions) or 'none'}; write {path}:{example}")
+    return MissingModel(asked, f"it has: {', '.join(functions) or 'none'}; write {path}:{example}")
 
 
 def _names_of(tree: ast.Module) -> tuple[set[str], bool]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretell import errors
 from foretell.errors import ForetellError, InternalError, ModelError, UserError
-from foretell.trace.load.model import Source
+from foretell.trace.load.model import Source, configs_of
 from foretell.trace.recipe import Recipe
 from foretell.trace.sandbox import server, user_code
 from foretell.trace.sandbox.blame import at, users_line
@@ -33,12 +33,14 @@ PRELOAD = ("foretell.trace.store.cache", "foretell.trace.fold.deep", "foretell.t
 def request(
     source: Source, recipe: Recipe, capability: tuple[int, ...], hints: Mapping[str, float]
 ) -> dict[str, Any]:
-    return {
+    """What is asked of a process that traces; a path counts from the folder it was asked in, and is kept with it."""
+    asked = {
         "source": {**vars(source), "overrides": dict(source.overrides)},
         "recipe": recipe.to_json(),
         "capability": list(capability),
         "hints": dict(hints),
     }
+    return {**asked, "folder": here()} if user_code.files_of(vars(source)) or configs_of(source.model) else asked
 
 
 def trace_in_child(asked: Mapping[str, Any], *, time_limit: float = TIME_LIMIT) -> tuple[str, dict[str, Any]]:
@@ -67,14 +69,20 @@ def ask_all(
     stop = Stop()
     workers = max(1, min(len(requests), WORKERS, os.cpu_count() or 1))
     if workers == 1:
-        return asked_of(0)
+        return _from_one_tree(asked_of(0))
     with ThreadPoolExecutor(workers) as pool:
         try:
             answers = [iter(found) for found in pool.map(asked_of, range(workers))]
         except BaseException:  # one failed, or Ctrl-C: the others need not go on
             stop.now()
             raise
-    return [next(answers[place % workers]) for place in range(len(requests))]
+    return _from_one_tree([next(answers[place % workers]) for place in range(len(requests))])
+
+
+def _from_one_tree(answers: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    for _, reply in answers:
+        user_code.after(reply.get("files", ()))
+    return answers
 
 
 def died(asked: Mapping[str, Any], ended: WorkerEnded, time_limit: float) -> ForetellError:

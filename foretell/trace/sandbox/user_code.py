@@ -19,6 +19,7 @@ from foretell.errors import UserError
 
 _refused: ContextVar[bool] = ContextVar("user code is refused", default=False)
 _tell: ContextVar[Callable[[str], None] | None] = ContextVar("told of user code", default=None)
+_apart: ContextVar[tuple[Path, Path] | None] = ContextVar("one tree of two", default=None)
 _told: set[str] = set()
 
 
@@ -48,6 +49,31 @@ def allowed() -> Iterator[None]:
         yield
     finally:
         _refused.reset(token)
+
+
+@contextmanager
+def apart(copy: Path, tree: Path) -> Iterator[None]:
+    """For code of a copy of a tree: what it imports must not be a file of the tree itself."""
+    token = _apart.set((copy.resolve(), tree.resolve()))
+    try:
+        yield
+    finally:
+        _apart.reset(token)
+
+
+def after(files: Iterable[str]) -> None:
+    """Check the files that were imported, once the code ran."""
+    pair = _apart.get()
+    if pair is None:
+        return
+    copy, tree = pair
+    own = Path(__file__).resolve().parents[2]
+    for path in map(Path, files):
+        if path.is_relative_to(tree) and not path.is_relative_to(copy) and not path.is_relative_to(own):
+            raise UserError(
+                f"code of another revision was imported from the working tree: {path.relative_to(tree)}",
+                "leave out what puts the working tree on the import path (an installed link to it, PYTHONPATH, sys.path)",
+            )
 
 
 def tell_with(tell: Callable[[str], None]) -> None:

@@ -38,7 +38,7 @@ def follow_in_child(
     asked: Mapping[str, Any], *, time_limit: float = TIME_LIMIT, progress: Progress = lambda _: None
 ) -> tuple[str, dict[str, Any]]:
     """The text of the trace file, and the rest of the reply. What the script writes is gone when this returns."""
-    from foretell.trace.sandbox import server
+    from foretell.trace.sandbox import server, user_code
     from foretell.trace.sandbox.child import as_error, died
 
     here()
@@ -50,13 +50,14 @@ def follow_in_child(
         raise died({"source": {"model": asked["script"]["file"] or asked["script"]["module"]}}, found, time_limit)
     if "error" in found[0]:
         raise as_error(found[0]["error"])
+    user_code.after(found[0]["files"])
     return found[0].pop("text"), found[0]
 
 
-def clear_stale() -> None:
-    """Remove scratch folders of this user's processes that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
-        owner = folder.name.removeprefix(_SCRATCH).partition("-")[0]
+def clear_stale(prefix: str = _SCRATCH) -> None:
+    """Remove scratch folders of this user's processes that were killed: PREFIX, the process, and a dash."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        owner = folder.name.removeprefix(prefix).partition("-")[0]
         try:
             if not owner.isdecimal() or folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue

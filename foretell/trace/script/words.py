@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from foretell.errors import UserError
+from foretell.errors import MissingModel, UserError
 
 SCRIPT = "script"
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?$")
@@ -115,7 +115,7 @@ def _named(rest: list[str], words: tuple[str, ...], **launched: Any) -> ScriptCo
     if not rest or rest[0].startswith("-"):
         raise UserError(f"'{' '.join(words)}' names no script", _EXAMPLE)
     if not Path(rest[0]).is_file():
-        raise UserError(f"there is no file {rest[0]}", "name the script as you would start it from this folder")
+        raise MissingModel(f"there is no file {rest[0]}", "name the script as you would start it from this folder")
     return ScriptCommand(words=words, file=rest[0], arguments=tuple(rest[1:]), **launched)
 
 
