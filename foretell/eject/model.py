@@ -25,8 +25,8 @@ from foretell.trace.load import model as load
 from foretell.trace.load.model import Source
 from foretell.trace.record.capture import no_initialisation
 from foretell.trace.record.step import Workload, forward_of, given, places
+from foretell.zoo.places import folders, path_of
 
-ZOO = Path(zoo.__file__).parent
 _IMPORTS = "from typing import Any\n\nimport torch\nfrom torch import Tensor, nn\n"
 
 
@@ -99,13 +99,13 @@ def example_batch(model: nn.Module) -> Any:
 
 def _zoo_text(module: str) -> str:
     """A zoo module's source, with what it takes from others in front."""
-    text = (ZOO / f"{module}.py").read_text(encoding="utf-8")
+    text = path_of(module).read_text(encoding="utf-8")
     tree = ast.parse(text)
     parts = []
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("foretell.zoo."):
-            other = (ZOO / f"{(node.module or '').rpartition('.')[2]}.py").read_text(encoding="utf-8")
-            parts.append(taken(other, [alias.name for alias in node.names]))
+        package, _, name = (getattr(node, "module", None) or "").rpartition(".")
+        if isinstance(node, ast.ImportFrom) and package.startswith("foretell.zoo.") and name in folders():
+            parts.append(taken(path_of(name).read_text(encoding="utf-8"), [alias.name for alias in node.names]))
     lines = text.splitlines()
     first = tree.body[0]
     if isinstance(first, ast.Expr):  # the docstring, as a comment

@@ -31,8 +31,9 @@ from foretell.trace.record.capture import capture
 from foretell.trace.record.on_cpu import measure_on_cpu
 from foretell.trace.record.step import Workload, call_model, compute_loss
 from foretell.trace.types import ACTIVATION, GRADIENT, OPTIMIZER, PARAMETER, Op, Trace
-from foretell.zoo import context_split, geo, kmax, pansharpen, pyra, strip_mlp, wildlife
 from foretell.zoo.listing import vision
+from foretell.zoo.perception import kmax, wildlife
+from foretell.zoo.vision import context_split, geo, pansharpen, pyra, strip_mlp
 from tests.pure.on_cpu import compare_on_cpu
 
 FP32 = Recipe(precision="fp32")

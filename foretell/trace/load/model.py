@@ -26,6 +26,7 @@ from foretell import zoo
 from foretell.errors import ForetellError, ModelError, UnknownName, UserError, near_names
 from foretell.trace.sandbox import user_code
 from foretell.trace.sandbox.blame import CUDA_REMEDY, at, chain, defined, is_users, model_error
+from foretell.zoo.places import path_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -274,7 +275,7 @@ def _check_zoo(source: Source) -> None:
 
 def zoo_keywords(entry: zoo.Entry) -> list[str]:
     """Keywords of a zoo module's build(), read from its source: importing it would import torch."""
-    tree = ast.parse((Path(zoo.__file__).parent / f"{entry.module}.py").read_text(encoding="utf-8"))
+    tree = ast.parse(path_of(entry.module).read_text(encoding="utf-8"))
     build = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "build")
     return [argument.arg for argument in (*build.args.args, *build.args.kwonlyargs)]
 
@@ -290,7 +291,7 @@ def _load_zoo(source: Source) -> Workload:
     from foretell.trace.record.step import Workload
 
     entry = zoo.get(source.model)
-    module = importlib.import_module(f"foretell.zoo.{entry.module}")
+    module = zoo.load(entry)
     seq, image = zoo_sizes(entry, source)
     for name, asked, usual in (("seq", source.seq, entry.seq), ("image", source.image, entry.image)):
         if asked and not usual:
