@@ -26,8 +26,9 @@ from foretell.runtime.offload.engine import Offloaded
 from foretell.runtime.parallel.apply import Job, apply
 from foretell.runtime.parallel.ranks import Ranks, form
 from foretell.trace import types
+from foretell.trace.record.attributes import tensors_in
 from foretell.trace.record.capture import _add_in_place
-from foretell.trace.record.recorder import RecordedOp, _in_formula, tensors_in
+from foretell.trace.record.recorder import RecordedOp, _in_formula
 from foretell.trace.record.step import Workload
 
 MESSAGES = {

@@ -20,7 +20,8 @@ from foretell.plan.recipe import default_plan, model_of, refuse_other_model
 from foretell.search.traces import child as search_child
 from foretell.simulate.memory.replay import peak_live
 from foretell.trace import types
-from foretell.trace.fold.deep import Doubt, extended
+from foretell.trace.fold.deep import extended
+from foretell.trace.fold.extend import Doubt
 from foretell.trace.fold.phases import in_turn
 from foretell.trace.load.model import Source, load
 from foretell.trace.load.module import capture_module

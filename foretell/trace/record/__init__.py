@@ -2,5 +2,6 @@
 
     step ── runs under ──► recorder ─► ops, storages, lifetimes ─► capture ─► Trace
               values, reads, branches: code that looks into tensors
+              attributes: what of an op besides shapes its cost depends on
               ragged, copies, subclasses, gradients: what fake tensors do otherwise
 """
