@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from math import ceil, prod
 from typing import NamedTuple
 
-from foretell.trace.types import TensorSpec
+from foretell.trace.types import Op, TensorSpec
 from foretell.units import DTYPE_BYTES, MIB
+
+Buffers = tuple[int, ...]
+"""Sizes in bytes of what is alive together."""
 
 
 class ScratchDevice(NamedTuple):
@@ -28,6 +31,10 @@ def device(capability: tuple[int, int]) -> ScratchDevice:
     """The device of this compute capability, or of the newest one known that is older."""
     older = [known for known in _DEVICES if known <= tuple(capability)]
     return _DEVICES[max(older) if older else min(_DEVICES)]
+
+
+def input_specs(op: Op) -> tuple[TensorSpec, ...]:
+    return tuple(ref.spec for ref in op.inputs)
 
 
 CONTIGUOUS_INPUTS: dict[str, tuple[int, ...]] = {
