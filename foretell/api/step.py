@@ -18,7 +18,7 @@ from foretell.errors import UserError
 from foretell.hardware import Cluster, overhead, parse
 from foretell.hardware.lookup import profile_stamp
 from foretell.hardware.prices import user_figures
-from foretell.plan.legal import too_old_to_compile
+from foretell.plan.facts import too_old_to_compile
 from foretell.plan.precision import default_recipe, for_inference, low, missing, refuse_recipe
 from foretell.plan.precision import read as read_precision
 from foretell.quantities import FITS, Prediction, Remedy
