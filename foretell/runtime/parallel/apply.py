@@ -25,7 +25,8 @@ from torch.utils import _pytree as pytree
 
 from foretell.errors import ModelError, UserError
 from foretell.plan.blocks import expand, stages_of
-from foretell.plan.legal import Facts, check
+from foretell.plan.facts import Facts
+from foretell.plan.legal import check
 from foretell.plan.precision import MIXED, computes_in
 from foretell.plan.recipe import refuse_other_model
 from foretell.plan.types import AWAY, MASTER, Plan, Residency

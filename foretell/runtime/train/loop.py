@@ -43,6 +43,7 @@ from foretell.runtime.train.prepare import applies
 from foretell.runtime.train.rng import seed_all, step_seed
 from foretell.runtime.train.scaler import overflow_words, overflowed
 from foretell.runtime.train.schedule import Schedule, resumed
+from foretell.runtime.train.take import Staged, saved_mesh, stage, take
 from foretell.trace.record.step import Batch
 from foretell.trace.store.cache import versions
 from foretell.units import human_bytes
@@ -151,25 +152,25 @@ class TrainingRun:
         if self.ranks.is_first:
             self.screen.say("there is no checkpoint to resume from: the run begins at its start")
 
-    def _staged(self, path: Path) -> tuple[tuple[save.SavedCheckpoint, save.Staged] | None, str]:
+    def _staged(self, path: Path) -> tuple[tuple[save.SavedCheckpoint, Staged] | None, str]:
         """What this rank needs of a checkpoint, or what is damaged of it. Nothing of the run is changed by that."""
         try:
             saved = save.look(path)
             if save.data_of(saved, self.feed.samples.count)["digest"] != self.feed.samples.digest():
                 raise UserError(f"the data is not what {path} learned from", "give the same --data, unchanged, or start a new run")
-            return (saved, save.stage(save.Reader(saved), self.job, self.known)), ""
+            return (saved, stage(save.Reader(saved), self.job, self.known)), ""
         except save.Damaged as error:
             return None, error.problem
 
-    def _take(self, saved: save.SavedCheckpoint, staged: save.Staged) -> None:
-        save.take(staged, self.job)
+    def _take(self, saved: save.SavedCheckpoint, staged: Staged) -> None:
+        take(staged, self.job)
         self.feed.seek(saved.about["data"])
         self.step, self.last_saved = saved.step, saved
         self.loose = sorted(map(str, saved.about.get(save.NONFINITE) or ()))
         if self.saver is not None:
             self.saver.good.add(saved.path)
         if self.ranks.is_first:
-            before = save.saved_mesh(saved)
+            before = saved_mesh(saved)
             how = "" if before == self.plan.mesh else f", saved on {before.world} ranks"
             self.screen.say(f"resumed after step {self.step}{how}")
             before_it = Schedule.from_json(saved.about.get("schedule"))
