@@ -14,11 +14,11 @@ from foretell.hardware.catalog import devices, find
 from foretell.hardware.files import load, save
 from foretell.hardware.footprint import Footprint, footprint
 from foretell.hardware.links import link
-from foretell.hardware.overheads import overhead
+from foretell.hardware.overheads import Overhead, overhead
 from foretell.hardware.parse import parse
 from foretell.hardware.prices import carbon_g_per_kwh, carbon_of, price_per_hour, pue
 from foretell.hardware.this_machine import this_machine
-from foretell.hardware.types import Cluster, Device, Link, Overhead, Tier
+from foretell.hardware.types import Cluster, Device, Link, Tier
 
 __all__ = [
     "Cluster", "Device", "Footprint", "Link", "Overhead", "Tier", "carbon_g_per_kwh", "carbon_of", "devices", "find",
