@@ -29,8 +29,9 @@ from foretell.plan.mesh import OWN_RANKS
 from foretell.plan.types import MASTER, Plan
 from foretell.runtime.offload.memory.arena import available
 from foretell.runtime.parallel import shard
-from foretell.runtime.parallel.apply import Job, Piped
+from foretell.runtime.parallel.apply import Job
 from foretell.runtime.parallel.ranks import APART, SPREAD, Ranks
+from foretell.runtime.parallel.runners import Piped
 from foretell.runtime.process.control import Control
 from foretell.runtime.train.distrust import data_of
 from foretell.runtime.train.take import _FLAGS
