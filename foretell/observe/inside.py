@@ -35,7 +35,7 @@ from foretell.search.traces import followed
 from foretell.search.traces.followed import Followed
 from foretell.trace.load.module import batch_size, capture_module
 from foretell.trace.recipe import Recipe
-from foretell.trace.script.follow import name_of
+from foretell.trace.script.made import name_of
 from foretell.trace.store.cache import versions
 
 Say = Callable[[str], None]
