@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from foretell.checkpoint.format import TensorMeta
 from foretell.checkpoint.interval import steps_between
@@ -39,6 +39,7 @@ from foretell.runtime.process.signals import STEPS, Signals
 from foretell.runtime.train import guard, log, save
 from foretell.runtime.train.folder import MEASUREMENT, Folder, RunSettings
 from foretell.runtime.train.guard import RunFailed
+from foretell.runtime.train.outcome import DONE, STOPPED, RunOutcome, RunScreen
 from foretell.runtime.train.prepare import applies
 from foretell.runtime.train.rng import seed_all, step_seed
 from foretell.runtime.train.scaler import overflow_words, overflowed
@@ -58,32 +59,6 @@ LEAVE_SECONDS = 10.0
 """A run that fails waits so long for a save under way."""
 SALVAGE_SECONDS = 60.0
 """After one rank's code failed, ranks take at most so long to save together what was trained."""
-DONE, STOPPED = "done", "stopped"
-
-
-class RunScreen(Protocol):
-    """Where a run speaks; on rank 0 only."""
-
-    def step(self, text: str, step: int) -> None:
-        """The line of a step, over the one before where that is possible."""
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOutcome:
-    """How a run ended."""
-
-    status: str
-    """done, or stopped by a signal."""
-    signal: str
-    step: int
-    folder: Path
-    measurement: Measurement | None
-    saved: save.SavedCheckpoint | None
-    compares: bool = True
-    """What the plan predicts is of this kind of device."""
 
 
 @dataclass(kw_only=True)
@@ -338,15 +313,9 @@ class TrainingRun:
 
     def _look_at_disk(self, *, last: bool = False) -> None:
         """Warn once if the disk is slower than the plan took it to be; at the end say how fast it was."""
-        shelf = self.job.moved.store.shelf if self.job.moved is not None else None
-        if shelf is None or not self.ranks.is_first or self._told_disk:
+        if self.job.moved is None or not self.ranks.is_first or self._told_disk:
             return
-        read, write = (self.plan.predicted.get(f"disk_{way}_bytes_per_second") for way in ("read", "write"))
-        said = shelf.slower(read, write) if read and write else None
-        moved, seconds = shelf.measured()
-        if said is None and last and seconds:
-            said = f"disk: {human_bytes(moved)} moved to and from {shelf.folder} at {human_bytes(moved / seconds)}/s"
-        if said is not None:
+        if (said := log.disk_words(self.job.moved.store.shelf, self.plan.predicted, last=last)) is not None:
             self._told_disk = True
             self.screen.say(said)
 
@@ -522,15 +491,10 @@ class TrainingRun:
         self.step = bad.step
         done = self.save() if not self.settings.no_save else None
         self.measured()
-        what = "loss" if not math.isfinite(bad.loss) else "gradient's norm"
-        value = bad.loss if what == "loss" else bad.grad_norm
+        what = guard.not_finite(bad)
         self._seed(bad.step - 1)
-        scaled = f" with the loss scaled by {bad.loss_scale:g}" if bad.loss_scale is not None else ""
         where = guard.find_first(self.job, self.feed.at(first), self.control)
         kept = f"saved after step {self.step} in {done.path}" if isinstance(done, save.SavedCheckpoint) else self._kept()
         if self.log is not None:
             self.log.write("not finite", bad.step, what=what, where=where, first_sample=first)
-        raise RunFailed(
-            f"the {what} of step {bad.step} is {value}{scaled}: {where}; its update was not applied",
-            f"look at samples {first} to {first + share - 1} of the run's order, or lower --lr; {kept}",
-        )
+        raise guard.no_number(bad, where, f"look at samples {first} to {first + share - 1} of the run's order, or lower --lr; {kept}")

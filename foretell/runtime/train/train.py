@@ -28,7 +28,8 @@ from foretell.runtime.train import folder as folders
 from foretell.runtime.train import save
 from foretell.runtime.train.folder import Folder, RunSettings
 from foretell.runtime.train.guard import RunFailed
-from foretell.runtime.train.loop import LEAVE_SECONDS, SALVAGE_SECONDS, RunOutcome, RunScreen, TrainingRun
+from foretell.runtime.train.loop import LEAVE_SECONDS, SALVAGE_SECONDS, TrainingRun
+from foretell.runtime.train.outcome import RunOutcome, RunScreen
 from foretell.runtime.train.prepare import applies, build, count_of, samples_of
 from foretell.units import human_bytes
 
