@@ -26,9 +26,9 @@ from foretell.plan.types import Plan
 from foretell.runtime.data.samples import Feed
 from foretell.runtime.observe import machine_load as load
 from foretell.runtime.observe import measure
-from foretell.runtime.observe.hooks import delayed
 from foretell.runtime.observe.joules import Joules
 from foretell.runtime.observe.measure import Measurement, StepReading, Tally
+from foretell.runtime.observe.process_state import delayed
 from foretell.runtime.parallel.apply import Job
 from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.process import blame, launch
