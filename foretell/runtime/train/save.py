@@ -34,11 +34,12 @@ from foretell.runtime.parallel.ranks import APART, SPREAD, Ranks
 from foretell.runtime.parallel.runners import Piped
 from foretell.runtime.process.control import Control
 from foretell.runtime.train.distrust import data_of
-from foretell.runtime.train.take import _FLAGS
 
 __all__ = ["NONFINITE", "Damaged", "NotSaved", "Reader", "SaveResult", "SavedCheckpoint", "Saver", "candidates", "complete", "data_of", "look"]
 
 MODEL, OPTIMIZER = "model", "optimizer"
+PLAN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
+"""Settings of an optimizer's group that say how it is computed: the plan's, never the checkpoint's."""
 _AXES = {SPREAD: ("dp_shard", "cp"), APART: ("dp_shard",), "ep": ("dp_shard",)}
 """Dimensions of a mesh that are not an axis of the plan with ranks of its own → the axes they are made of."""
 _FIRST = {"tp": 0, "ep": 1}
@@ -272,7 +273,7 @@ def extra(job: Job, names: Mapping[nn.Parameter, str] | None = None) -> dict[str
     is asked in the middle of one."""
     names = {p: name for name, p in job.named_parameters()} if names is None else names
     groups = [
-        {"values": {key: _plain(value) for key, value in group.items() if key not in _FLAGS},
+        {"values": {key: _plain(value) for key, value in group.items() if key not in PLAN_SETTINGS},
          "names": [names[p] for p in group["params"]]}
         for group in job.optimizer.param_groups
     ]  # fmt: skip

@@ -24,11 +24,9 @@ from foretell.plan.types import MASTER, Mesh, Plan
 from foretell.runtime.parallel import shard
 from foretell.runtime.parallel.apply import Job
 from foretell.runtime.train import distrust
-from foretell.runtime.train.save import MODEL, OPTIMIZER, extra_states, held_of, local_of, room
+from foretell.runtime.train.save import MODEL, OPTIMIZER, PLAN_SETTINGS, extra_states, held_of, local_of, room
 from foretell.runtime.train.scaler import checked
 
-_FLAGS = ("params", "foreach", "fused", "capturable", "differentiable")
-"""Settings of an optimizer's group that say how it is computed: the plan's, never the checkpoint's."""
 _SHOWN = 3
 
 
@@ -163,7 +161,7 @@ def _groups(saved: SavedCheckpoint, job: Job) -> list[dict[str, Any]]:
                 f"{saved.path} has no settings of the optimizer for {held[0]} and those with it",
                 "use the plan it was saved with",
             )
-        distrust.check_settings(saved, values[0], group, _FLAGS)
+        distrust.check_settings(saved, values[0], group, PLAN_SETTINGS)
         found.append({key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in values[0].items()})
     return found
 
