@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.plan.types import Plan
-from foretell.runtime.offload.engine import Offloaded
+from foretell.runtime.offload.adamw import Offloaded
 from foretell.runtime.parallel.apply import Job, apply
 from foretell.runtime.parallel.ranks import Ranks, form
 from foretell.trace import types

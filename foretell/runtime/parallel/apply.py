@@ -49,7 +49,7 @@ from foretell.trace.record.step import (
 )
 
 if TYPE_CHECKING:
-    from foretell.runtime.offload.engine import Offloaded
+    from foretell.runtime.offload.adamw import Offloaded
     from foretell.runtime.offload.saved import OffloadedActivations
     from foretell.runtime.parallel.expert.experts import Experts
     from foretell.runtime.parallel.tensor.split import Prepared, TensorParallel

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from foretell.errors import UserError
 from foretell.plan.legal import launch
 from foretell.plan.types import AXES, Mesh, Plan
-from foretell.runtime.process.judge import TIMEOUT_SECONDS
+from foretell.runtime.process.blame import TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

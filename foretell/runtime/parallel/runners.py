@@ -20,7 +20,7 @@ from foretell.trace.record.step import (
 )
 
 if TYPE_CHECKING:
-    from foretell.runtime.offload.engine import Offloaded
+    from foretell.runtime.offload.adamw import Offloaded
     from foretell.runtime.parallel.context.positions import ContextParallel
     from foretell.runtime.parallel.pipeline.stages import RankStages
 

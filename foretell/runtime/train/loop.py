@@ -31,7 +31,7 @@ from foretell.runtime.observe.measure import Measurement, StepReading, Tally
 from foretell.runtime.observe.process_state import delayed
 from foretell.runtime.parallel.apply import Job
 from foretell.runtime.parallel.ranks import Ranks
-from foretell.runtime.process import blame, launch
+from foretell.runtime.process import launch, whose_error
 from foretell.runtime.process.control import Control
 from foretell.runtime.process.progress import DATA, END, EVALUATION, SAVE, STEP, Progress
 from foretell.runtime.process.progress import LOG as LOGGING
@@ -206,7 +206,7 @@ class TrainingRun:
             if self.bad is None:
                 self.save()
         except Exception as other:  # a device that is gone, say: the first error is the one to tell
-            self.screen.say(f"what was trained could not be saved: {blame.words(other)}")
+            self.screen.say(f"what was trained could not be saved: {whose_error.words(other)}")
 
     @property
     def can_salvage(self) -> bool:
@@ -236,7 +236,7 @@ class TrainingRun:
             pieces, own, extra = self.between.state(self.job)
             together.begin(step, pieces, own, self._about(), extra=extra, wait=True)
         except Exception as error:
-            self.screen.say(f"what was trained could not be saved: {blame.words(error)}")
+            self.screen.say(f"what was trained could not be saved: {whose_error.words(error)}")
 
     def _kept(self) -> str:
         kept = self.last_saved

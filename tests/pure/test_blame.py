@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from foretell.errors import UserError
-from foretell.runtime.process import judge as judges
+from foretell.runtime.process import blame as judges
 from foretell.runtime.process import proc, progress
-from foretell.runtime.process.judge import HANG_VARIABLE, Judge, Limits, blamed
+from foretell.runtime.process.blame import HANG_VARIABLE, Judge, Limits, blamed
 from foretell.runtime.process.progress import (
     ASLEEP,
     BUSY,

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from foretell.errors import UserError
 from foretell.plan.states import SLOTS, count_of
 from foretell.runtime.offload import convert
+from foretell.runtime.offload.chunk_updates import Pending, Updater, flat
 from foretell.runtime.offload.cpu import Workers
 from foretell.runtime.offload.forms import MASTER, REST, StateFormat, StepSettings, take_apart
 from foretell.runtime.offload.lanes import Lanes, Mark, passed
@@ -34,7 +35,6 @@ from foretell.runtime.offload.memory.arena import KEEP_FREE, Arena, available
 from foretell.runtime.offload.memory.store import Store
 from foretell.runtime.offload.pump import Pump
 from foretell.runtime.offload.shards import part
-from foretell.runtime.offload.updates import Pending, Updater, flat
 from foretell.runtime.offload.watch import Look, shared
 from foretell.runtime.offload.weights import Streamed, View
 from foretell.runtime.train.clip import local
