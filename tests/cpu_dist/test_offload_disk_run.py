@@ -20,6 +20,7 @@ from foretell.checkpoint.write import FileLayout, Image
 from foretell.cli import main
 from foretell.plan import file as plans
 from foretell.plan.types import MASTER, Plan
+from foretell.runtime.offload import adamw
 from foretell.runtime.offload.pump import Pump
 from tests.cpu_dist.test_offload_run import TEXT, logged, losses, plan
 

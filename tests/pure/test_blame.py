@@ -218,7 +218,7 @@ def test_idle_means_that_neither_it_nor_its_children_compute() -> None:
 
 def test_a_monitor_tells_a_sleeper_from_one_that_waits_and_one_that_computes(tmp_path: Path) -> None:
     """In a process of its own: a worker of pytest has children that compute."""
-    code = "import sys; from pathlib import Path; from tests.pure.test_judge import monitored; monitored(Path(sys.argv[1]))"
+    code = "import sys; from pathlib import Path; from tests.pure.test_blame import monitored; monitored(Path(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
