@@ -3,6 +3,7 @@
     parse("2x8xH100")      → Cluster: what a user writes after --on
     find("H100")           → Device, out of `catalog/*.toml`
     overhead(device, "2.11.0") → memory taken beside the model
+    generations, reached   → what kernels and messages reach of the rates, by generation and link
     load / save            → hardware files
     price_per_hour(device), carbon_g_per_kwh("FR"), footprint(device) → money and planet
 

@@ -18,14 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from math import ceil, prod
 
+from foretell.hardware.generations import Multiprocessors, multiprocessors
 from foretell.price.kernels import scratch_attention, scratch_rnn
 from foretell.price.kernels.convolutions import workspace
 from foretell.price.kernels.scratch_data import (
     CONTIGUOUS_INPUTS,
     Buffers,
     Convolution,
-    ScratchDevice,
-    device,
     input_specs,
     reduction_staging,
 )
@@ -33,7 +32,7 @@ from foretell.trace.fold.merged import MERGED, about
 from foretell.trace.types import Op, TensorSpec
 from foretell.units import DTYPE_BYTES
 
-Rule = Callable[[Op, ScratchDevice], Buffers]
+Rule = Callable[[Op, Multiprocessors], Buffers]
 
 
 def scratch(op: Op, capability: tuple[int, int]) -> Buffers:
@@ -49,11 +48,11 @@ def stages(op: Op, capability: tuple[int, int]) -> tuple[Buffers, ...]:
     if rule is None:
         found: tuple[Buffers, ...] = ((),)
     elif rule is _convolution_backward:
-        found = _convolution_backward_stages(op, device(capability))
+        found = _convolution_backward_stages(op, multiprocessors(capability))
     elif rule is _recurrent_backward:
         found = scratch_rnn.backward(op)
     else:
-        found = (rule(op, device(capability)),)
+        found = (rule(op, multiprocessors(capability)),)
     copies = _copies(op)
     return tuple(tuple(size for size in (*copies, *stage) if size > 0) for stage in found)
 
@@ -87,7 +86,7 @@ def _sort_temporary(count: int, element: int) -> int:
 
 
 def _reduction(accumulator: int = 0) -> Rule:
-    def rule(op: Op, dev: ScratchDevice) -> Buffers:
+    def rule(op: Op, dev: Multiprocessors) -> Buffers:
         """Reduce.cuh: partial results of the blocks that share an output, and their semaphores."""
         source, result = op.inputs[0].spec, op.outputs[0].spec
         wide = accumulator or max(4, DTYPE_BYTES[source.dtype])
@@ -117,7 +116,7 @@ def _reduced_dims(op: Op, source: Sequence[int], result: Sequence[int]) -> Itera
 
 
 def _layer_norm_backward(gradients: int) -> Rule:
-    def rule(op: Op, dev: ScratchDevice) -> Buffers:
+    def rule(op: Op, dev: Multiprocessors) -> Buffers:
         """Tall and narrow: partial weight gradients per 32 rows, then a sum over them (layer_norm_kernel.cu)."""
         specs = input_specs(op)
         columns = max((out.spec.numel for out in op.outputs[1:]), default=0)
@@ -133,59 +132,59 @@ def _layer_norm_backward(gradients: int) -> Rule:
     return rule
 
 
-def _group_norm(op: Op, _: ScratchDevice) -> Buffers:
+def _group_norm(op: Op, _: Multiprocessors) -> Buffers:
     """Scale and shift per sample and channel, in fp32."""
     shape = op.inputs[0].spec.shape
     one = 4 * shape[0] * shape[1]
     return (one, one)
 
 
-def _group_norm_backward(op: Op, _: ScratchDevice) -> Buffers:
+def _group_norm_backward(op: Op, _: Multiprocessors) -> Buffers:
     """ds, db and c1 per sample and channel, c2 and c3 per sample and group, in fp32."""
     shape, groups = op.inputs[1].spec.shape, op.inputs[2].spec.numel
     one = 4 * shape[0] * shape[1]
     return (one, one, one, 4 * groups, 4 * groups)
 
 
-def _softmax_backward(op: Op, _: ScratchDevice) -> Buffers:
+def _softmax_backward(op: Op, _: Multiprocessors) -> Buffers:
     """The product of gradient and output."""
     return (op.inputs[0].spec.nbytes,)
 
 
-def _safe_softmax(op: Op, _: ScratchDevice) -> Buffers:
+def _safe_softmax(op: Op, _: Multiprocessors) -> Buffers:
     """Which elements, and then which rows, are all -inf, as booleans; a zero."""
     spec = op.inputs[0].spec
     return (spec.numel, spec.numel // max(1, spec.shape[-1] if spec.shape else 1), 512)
 
 
-def _input_copy(op: Op, _: ScratchDevice) -> Buffers:
+def _input_copy(op: Op, _: Multiprocessors) -> Buffers:
     """One tensor like the first input: c2r FFT overwrites its input, logsumexp and losses hold the elementwise part."""
     return (op.inputs[0].spec.nbytes,)
 
 
-def _loss(op: Op, _: ScratchDevice) -> Buffers:
+def _loss(op: Op, _: Multiprocessors) -> Buffers:
     """A reduced loss holds the elementwise losses first."""
     return (max(spec.nbytes for spec in input_specs(op)),) if not op.outputs[0].spec.shape else ()
 
 
-def _logits_loss(op: Op, _: ScratchDevice) -> Buffers:
+def _logits_loss(op: Op, _: Multiprocessors) -> Buffers:
     """log(sigmoid) of the logits and the elementwise losses, of which only their mean is an output."""
     one = input_specs(op)[0].nbytes
     return (one, one) if not op.outputs[0].spec.shape else (one,)
 
 
-def _foreach_norm(op: Op, _: ScratchDevice) -> Buffers:
+def _foreach_norm(op: Op, _: Multiprocessors) -> Buffers:
     """Partial norms: one per 65536 elements of the largest tensor, for every tensor."""
     chunks = max((ceil(spec.numel / 65536) for spec in input_specs(op)), default=0)
     return (len(op.inputs) * chunks * (8 if op.inputs and op.inputs[0].spec.dtype == "float64" else 4),)
 
 
-def _complex_product(op: Op, _: ScratchDevice) -> Buffers:
+def _complex_product(op: Op, _: Multiprocessors) -> Buffers:
     """Complex matrix products: operands that are lazily conjugated or permuted are made real copies first."""
     return tuple(spec.nbytes for spec in input_specs(op)[-2:] if spec.dtype.startswith("complex"))
 
 
-def _roll(op: Op, _: ScratchDevice) -> Buffers:
+def _roll(op: Op, _: Multiprocessors) -> Buffers:
     """Rolling several dimensions goes one by one, through one intermediate tensor."""
     return (op.inputs[0].spec.nbytes,) if sum(type(value) is int for value in op.attrs) != 2 else ()
 
@@ -193,7 +192,7 @@ def _roll(op: Op, _: ScratchDevice) -> Buffers:
 # -- sorting and indexing ----------------------------------------------------------------------------------------------
 
 
-def _embedding_backward(op: Op, _: ScratchDevice) -> Buffers:
+def _embedding_backward(op: Op, _: Multiprocessors) -> Buffers:
     """Embedding.cu: indices are sorted above 3072, then rows are summed by 10 in fp32 and scattered.
 
     The partial sums are allocated for the most segments there can be: n / 10 + min(n, table rows).
@@ -213,7 +212,7 @@ def _embedding_backward(op: Op, _: ScratchDevice) -> Buffers:
     return max(sorting, summing, key=sum)
 
 
-def _sort(op: Op, _: ScratchDevice) -> Buffers:
+def _sort(op: Op, _: Multiprocessors) -> Buffers:
     """Up to 4096 in a row: an arange. Longer: row numbers, and cub's buffers for keys and values."""
     spec = op.inputs[0].spec
     row = _row(op, spec)
@@ -231,7 +230,7 @@ def _row(op: Op, spec: TensorSpec) -> int:
     return spec.shape[dim] if spec.shape and -len(spec.shape) <= dim < len(spec.shape) else 1
 
 
-def _topk(op: Op, dev: ScratchDevice) -> Buffers:
+def _topk(op: Op, dev: Multiprocessors) -> Buffers:
     """Long rows: digit counts (512 B) per block and cumulative ones (1 KiB) per row (TensorTopK.cu, several blocks)."""
     spec, result = op.inputs[0].spec, op.outputs[0].spec
     pairs = zip(spec.shape, result.shape, strict=True)
@@ -244,7 +243,7 @@ def _topk(op: Op, dev: ScratchDevice) -> Buffers:
     return (520 * rows * ceil(row / (256 * items)) + 1056 * rows + 4096,)
 
 
-def _cumulative(op: Op, _: ScratchDevice) -> Buffers:
+def _cumulative(op: Op, _: Multiprocessors) -> Buffers:
     """A scan of one row keeps 16 bytes per tile; another dtype than the output's is cast first."""
     spec, result = op.inputs[0].spec, op.outputs[0].spec
     cast = result.nbytes if spec.dtype != result.dtype else 0
@@ -252,7 +251,7 @@ def _cumulative(op: Op, _: ScratchDevice) -> Buffers:
     return (cast, spec.numel // 190 + 1024 if single else 0)
 
 
-def _index_put(op: Op, _: ScratchDevice) -> Buffers:
+def _index_put(op: Op, _: Multiprocessors) -> Buffers:
     """Accumulating: linear indices, their sorted order and origin, an arange, and cub's sort buffers."""
     flags = [value for value in op.attrs if isinstance(value, bool)]
     accumulate = flags[0] if flags else op.phase == "backward"
@@ -287,12 +286,12 @@ def _index_copies(indices: Sequence[TensorSpec]) -> Buffers:
     return tuple(found)
 
 
-def _nonzero(op: Op, _: ScratchDevice) -> Buffers:
+def _nonzero(op: Op, _: Multiprocessors) -> Buffers:
     """Counts of cub's select, a few bytes per tile."""
     return (op.inputs[0].spec.numel // 400 + 1536,)
 
 
-def _masked(op: Op, dev: ScratchDevice) -> Buffers:
+def _masked(op: Op, dev: Multiprocessors) -> Buffers:
     """A boolean index becomes its nonzero positions, int64 per dimension of the mask; integers as they are read."""
     masks = [spec for spec in input_specs(op)[1:] if spec.dtype in ("bool", "uint8")]
     if not masks or not op.outputs[0].spec.shape:
@@ -300,7 +299,7 @@ def _masked(op: Op, dev: ScratchDevice) -> Buffers:
     return (8 * op.outputs[0].spec.shape[0] * len(masks[0].shape), masks[0].numel // 400 + 1536)
 
 
-def _unique(op: Op, _: ScratchDevice) -> Buffers:
+def _unique(op: Op, _: Multiprocessors) -> Buffers:
     """cub's sort of the values; with inverse indices the sort carries positions, and a scan of differences follows."""
     spec = op.inputs[0].spec
     element = DTYPE_BYTES[spec.dtype]
@@ -309,7 +308,7 @@ def _unique(op: Op, _: ScratchDevice) -> Buffers:
     return (*more, _sort_temporary(spec.numel, element + (8 if inverse else 0)))
 
 
-def _multinomial(op: Op, _: ScratchDevice) -> Buffers:
+def _multinomial(op: Op, _: Multiprocessors) -> Buffers:
     """One sample: an exponential variable per weight; the checks of the weights."""
     return (op.inputs[0].spec.nbytes, 512, 512)
 
@@ -317,19 +316,19 @@ def _multinomial(op: Op, _: ScratchDevice) -> Buffers:
 # -- convolution -------------------------------------------------------------------------------------------------------
 
 
-def _convolution(op: Op, _: ScratchDevice) -> Buffers:
+def _convolution(op: Op, _: Multiprocessors) -> Buffers:
     """cuDNN, forward: copies in its own layout (NHWC) of input, output and weight; workspace where it splits sums."""
     strided = _strided(op)
     c = Convolution(input_specs(op)[0], input_specs(op)[1], op.outputs[0].spec, op.attrs, False, weight_last=1 in strided)
     return (c.source.nbytes if 0 in strided and not c.channels_last else 0, _with_alignment(workspace(c)))
 
 
-def _convolution_backward(op: Op, dev: ScratchDevice) -> Buffers:
+def _convolution_backward(op: Op, dev: Multiprocessors) -> Buffers:
     """cuDNN, backward: the largest of its stages, which come one after the other."""
     return max(_convolution_backward_stages(op, dev), key=sum)
 
 
-def _convolution_backward_stages(op: Op, dev: ScratchDevice) -> tuple[Buffers, ...]:
+def _convolution_backward_stages(op: Op, dev: Multiprocessors) -> tuple[Buffers, ...]:
     """Workspace of the input's gradient, then of the weight's, then the reduction of the bias's.
 
     Measured was the highest point of the three, above all results: where the weight's is asked for, it has it all.
@@ -356,7 +355,7 @@ def _gradient(op: Op) -> tuple[Convolution, Buffers]:
     return c, tuple(spec.nbytes for i, spec in enumerate((result, source)) if i in strided)
 
 
-def _bias_staging(op: Op, c: Convolution, dev: ScratchDevice) -> Buffers:
+def _bias_staging(op: Op, c: Convolution, dev: Multiprocessors) -> Buffers:
     """The sum of the result's gradient over all but channels."""
     batch, channels = c.result.shape[:2]
     rows = c.channels_last or 0 in _strided(op)  # channels vary fastest, which needs the larger staging
@@ -372,12 +371,12 @@ def _with_alignment(size: int) -> int:
 # -- recurrent layers --------------------------------------------------------------------------------------------------
 
 
-def _recurrent(op: Op, _: ScratchDevice) -> Buffers:
+def _recurrent(op: Op, _: Multiprocessors) -> Buffers:
     """cuDNN, forward: the input with time first, and the workspace."""
     return scratch_rnn.forward(op)
 
 
-def _recurrent_backward(op: Op, _: ScratchDevice) -> Buffers:
+def _recurrent_backward(op: Op, _: Multiprocessors) -> Buffers:
     """cuDNN, backward: the larger of its two stages, the gradients of input and states, then those of the weights."""
     return max(scratch_rnn.backward(op), key=sum)
 

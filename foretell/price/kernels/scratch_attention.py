@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from math import ceil
 
-from foretell.price.kernels.scratch_data import Buffers, ScratchDevice, input_specs, round_up
+from foretell.hardware.generations import Multiprocessors
+from foretell.price.kernels.scratch_data import Buffers, input_specs, round_up
 from foretell.trace.types import Op
 from foretell.units import DTYPE_BYTES
 
 
-def cudnn(op: Op, _: ScratchDevice) -> Buffers:
+def cudnn(op: Op, _: Multiprocessors) -> Buffers:
     """Forward: cuDNN asks for 16 bytes or so."""
     return (16,)
 
 
-def cudnn_backward(op: Op, _: ScratchDevice) -> Buffers:
+def cudnn_backward(op: Op, _: Multiprocessors) -> Buffers:
     """One workspace: fp32 dq, the row sums of dO*O, and dk, dv per query head where query heads share keys."""
     query, key, value = input_specs(op)[1:4]
     batch, heads, rows, size = query.shape
@@ -24,7 +25,7 @@ def cudnn_backward(op: Op, _: ScratchDevice) -> Buffers:
     return (workspace,)
 
 
-def flash(op: Op, dev: ScratchDevice) -> Buffers:
+def flash(op: Op, dev: Multiprocessors) -> Buffers:
     """Partial outputs and row sums where keys are split over blocks, as num_splits_heuristic of flash_api decides."""
     query, key = input_specs(op)[:2]
     dropout = next((value for value in op.attrs if isinstance(value, float)), 0.0)
@@ -51,7 +52,7 @@ def _head(size: int) -> int:
     return round_up(size, 32) if size <= 128 else round_up(size, 64)
 
 
-def flash_backward(op: Op, _: ScratchDevice) -> Buffers:
+def flash_backward(op: Op, _: Multiprocessors) -> Buffers:
     """flash_api: softmax_d and fp32 dq_accum, rows padded to 128, head to 32; dk, dv per query head if keys are shared.
 
     Heads below 32 were measured with two more tensors of the size of dO.
@@ -64,14 +65,14 @@ def flash_backward(op: Op, _: ScratchDevice) -> Buffers:
     return (small, small, softmax, softmax * _head(size), shared, shared)
 
 
-def efficient(op: Op, _: ScratchDevice) -> Buffers:
+def efficient(op: Op, _: Multiprocessors) -> Buffers:
     """Forward: an fp32 accumulator where the output is narrower and the head exceeds what registers hold (128)."""
     value = op.inputs[2].spec
     wide = value.shape[-1] > 128 and value.dtype != "float32"
     return (4 * op.outputs[0].spec.numel,) if wide and op.outputs else ()
 
 
-def efficient_backward(op: Op, _: ScratchDevice) -> Buffers:
+def efficient_backward(op: Op, _: Multiprocessors) -> Buffers:
     """cutlass: dq in fp32 tiles, each with a 16-byte lock, and delta. In fp32 delta is computed outside, from dO*O."""
     specs = input_specs(op)
     grad, query, key, value = specs[:4]
