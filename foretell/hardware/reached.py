@@ -1,4 +1,4 @@
-"""What messages and copies reach of a link's nominal rate, and whose measured tables serve whom: `catalog/reached.toml`."""
+"""What messages reach of a link's nominal rate, and whose measured tables serve whom: `catalog/reached.toml`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,6 @@ def by_switch() -> dict[str, RateFraction]:
     """Link → buffer bytes per second of an all-reduce in the switch, over the nominal rate of the link."""
     rows = table("switch", {"link": str, "fraction": float, "source": str})
     return {row["link"]: RateFraction(row["fraction"], row["source"]) for row in rows}
-
-
-@cache
-def by_copy() -> dict[str, RateFraction]:
-    """Of one copy: `alone`, or `duplex` while another runs the other way."""
-    rows = table("copy", {"way": str, "fraction": float, "source": str})
-    return {row["way"]: RateFraction(row["fraction"], row["source"]) for row in rows}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Seconds of a collective or a copy: by what it does, how large it is, and what joins the devices.
+"""Seconds of a collective: by what it does, how large it is, and what joins the devices.
 
     seconds = latency(algorithm, protocol, ranks, nodes) + bytes on the wire / rate the library reaches
 
@@ -23,7 +23,7 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from foretell.hardware import wires
-from foretell.hardware.reached import RateFraction, by_copy, by_ring, by_switch, same_wires
+from foretell.hardware.reached import RateFraction, by_ring, by_switch, same_wires
 from foretell.hardware.types import Cluster, Link
 from foretell.hardware.wires import Wires
 from foretell.quantities import ASSUMED, MEASURED
@@ -31,7 +31,7 @@ from foretell.quantities import ASSUMED, MEASURED
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 ALL_TO_ALL, BROADCAST, P2P = "all_to_all", "broadcast", "p2p"
 OPERATIONS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, P2P)
-REACHED, SWITCH_REDUCES, COPIES = by_ring(), by_switch(), by_copy()
+REACHED, SWITCH_REDUCES = by_ring(), by_switch()
 
 
 class Protocol(NamedTuple):
@@ -114,11 +114,11 @@ class Fabric:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """How long a collective or copy takes, alone on its links."""
+    """How long a collective takes, alone on its links."""
 
     seconds: float
     algorithm: str
-    """ring, tree, nvls, nvls-tree, direct, copy, measured (a table), scaled (tables of such links) or none."""
+    """ring, tree, nvls, nvls-tree, direct, measured (a table), scaled (tables of such links) or none."""
     protocol: str
     bus_bytes_per_second: float
     """Bytes each link would carry in a ring of this size, over the seconds: nccl-tests' busbw."""
@@ -276,25 +276,6 @@ def _quickest(operation: str, nbytes: float, group: Fabric) -> tuple[float, str,
     else:
         ways = _ways(operation, nbytes, group)
     return min(ways)
-
-
-def copy(nbytes: float, link: Link, *, duplex: bool = False, pinned: bool = True) -> Transfer:
-    """One copy between host and device, or over any one link; `duplex`: while another runs the other way."""
-    fraction = COPIES["duplex" if duplex else "alone"].fraction
-    rate = link.bytes_per_second * fraction
-    if not pinned:
-        rate = min(rate, PAGEABLE_BYTES_PER_SECOND)
-    seconds = (COPY_START + nbytes / rate) if nbytes > 0 else 0.0
-    return Transfer(
-        seconds=seconds, algorithm="copy", protocol="pinned" if pinned else "pageable",
-        bus_bytes_per_second=nbytes / seconds if seconds else 0.0, provenance=ASSUMED,
-    )  # fmt: skip
-
-
-PAGEABLE_BYTES_PER_SECOND = 5e9
-"""Assumed: unpinned memory goes through one more copy on the host, measured at 9.6 GB/s read and written."""
-COPY_START = 8e-6
-"""Assumed: seconds before the first byte of a copy moves."""
 
 
 def reached(link: Link) -> float:

@@ -14,7 +14,7 @@ the states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -483,8 +483,3 @@ def _become(parameter: nn.Parameter, value: Tensor) -> None:
     if parameter.is_meta:  # whoever writes to the values must not seem to change what autograd has saved
         torch.utils.swap_tensors(parameter, nn.Parameter(value.new_empty(0), parameter.requires_grad))
     parameter.data = value
-
-
-def every(units: Iterable[OffloadUnit], tier: str) -> int:
-    """Elements whose states are in a tier."""
-    return sum(unit.elements for unit in units if unit.tier == tier)

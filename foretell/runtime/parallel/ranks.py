@@ -164,12 +164,6 @@ def form(mesh: Mesh, device_type: str) -> DeviceMesh | None:
     return found
 
 
-def seed(ranks: Ranks, number: int) -> None:
-    """Seed this rank's random numbers: ranks that see other samples or hold another stage draw others, those that
-    share one sample's tensors draw the same."""
-    torch.manual_seed(number + 1 + ranks.data_rank + ranks.data_size * ranks.coordinate("pp"))
-
-
 def stop() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
