@@ -200,11 +200,12 @@ class Ours:
 
     def load(self, path: Path) -> None:
         from foretell.checkpoint.format import TensorMeta
+        from foretell.runtime.train.take import stage, take
 
         save = self.save_
         known = {f"model/{name}": TensorMeta(tuple(p.shape), "float32") for name, p in self.job.named_parameters()}
         (newest,) = save.complete(path)
-        save.take(save.stage(save.Reader(newest), self.job, known), self.job)
+        take(stage(save.Reader(newest), self.job, known), self.job)
 
 
 class Dcp:

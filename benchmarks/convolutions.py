@@ -28,9 +28,10 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from foretell.hardware.generations import multiprocessors  # noqa: E402
 from foretell.price.kernels import scratch  # noqa: E402
 from foretell.price.kernels.convolutions import TREES, features, kind, recipes, voted  # noqa: E402
-from foretell.price.kernels.scratch_data import Convolution, device  # noqa: E402
+from foretell.price.kernels.scratch_data import Convolution  # noqa: E402
 from foretell.trace.types import Op, Ref, TensorSpec  # noqa: E402
 
 ROWS = HERE / "data" / "convolutions.jsonl.gz"
@@ -110,7 +111,7 @@ def beside(op: Op, c: Convolution) -> tuple[int, int]:
     """Copies of inputs that are alive with the workspace, and the staging of the bias's sum, which comes after."""
     if not c.backward:
         return c.source.nbytes if "strided:0" in op.attrs and not c.channels_last else 0, 0
-    staging = scratch._bias_staging(op, c, device(CAPABILITY)) if c.mask[2] else ()
+    staging = scratch._bias_staging(op, c, multiprocessors(CAPABILITY)) if c.mask[2] else ()
     return sum(scratch._gradient(op)[1]), sum(staging)
 
 

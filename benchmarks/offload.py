@@ -92,7 +92,7 @@ def engine(options: argparse.Namespace, way: str, device: Any) -> tuple[Any, dic
     import torch
 
     from foretell.runtime.offload import forms, layout
-    from foretell.runtime.offload.engine import Offloaded
+    from foretell.runtime.offload.adamw import Offloaded
     from foretell.runtime.train import clip
 
     model = build(options)

@@ -64,7 +64,7 @@ def _cells(paper: str, own: Sequence[Card]) -> list[str]:
     held, left = zip(*(split_trap(trap) for trap in traps), strict=True)
     return [
         f"{paper}, both papers" if paper == "Lamarr" else paper,
-        ", ".join(f"`zoo/{card.module}.py`" for card in own),
+        ", ".join(f"`{card.file.removeprefix('foretell/')}`" for card in own),
         ", ".join(dict.fromkeys(task for card in own for task in card.tasks)),
         _figures([row for row in rows if is_cpu(row)]),
         _figures([row for row in rows if not is_cpu(row)]),

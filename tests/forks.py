@@ -46,7 +46,7 @@ MORE = (
     *(f"foretell.runtime.{name}" for name in ("check.verify", "check.dry_run", "train.run")),
     *(f"foretell.runtime.parallel.{name}" for name in ("tensor.split", "tensor.special", "tensor.compile", "pipeline.stages", "pipeline.part")),
     "foretell.runtime.process.pool", "foretell.runtime.offload.attach", "foretell.runtime.box", "foretell.runtime.process.launch",
-    "foretell.zoo.gpt", "foretell.zoo.llama", "pytest", "transformers.models.qwen2.modeling_qwen2",
+    "foretell.zoo.language.gpt", "foretell.zoo.language.llama", "pytest", "transformers.models.qwen2.modeling_qwen2",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.tensor.experimental", "torch.distributed.pipelining",
     "torch._dynamo.backends.debugging", "torch._functorch.partitioners", "torch._inductor.lowering", "networkx",
 )  # fmt: skip

@@ -18,7 +18,8 @@ from foretell.errors import ForetellError, MissingModel, UserError
 from foretell.hardware import parse
 from foretell.report.diff.bounds import GrowthBound
 from foretell.report.diff.judge import ModelDiff, RevisionAnswer, RevisionDiff, compared
-from foretell.trace.load.model import Source, path_and_name
+from foretell.trace.load.model import Source
+from foretell.trace.load.userfile import path_and_name
 from foretell.trace.sandbox.process import TIME_LIMIT
 
 

@@ -22,7 +22,7 @@ from foretell.hardware.prices import user_figures
 from foretell.options import FitOptions
 from foretell.options.describe import named
 from foretell.options.words import MAX
-from foretell.plan.legal import too_old_to_compile
+from foretell.plan.facts import too_old_to_compile
 from foretell.plan.precision import default_recipe, for_inference, low, missing, refuse_recipe
 from foretell.plan.precision import read as read_precision
 from foretell.quantities import FITS, Prediction, Remedy

@@ -22,11 +22,12 @@ from foretell.plan.types import Plan
 from foretell.runtime.data.text import text_form
 from foretell.trace.hub import build as hub
 from foretell.trace.load import model as load
+from foretell.trace.load import userfile
 from foretell.trace.load.model import Source
 from foretell.trace.record.capture import no_initialisation
 from foretell.trace.record.step import Workload, forward_of, given, places
+from foretell.zoo.places import folders, path_of
 
-ZOO = Path(zoo.__file__).parent
 _IMPORTS = "from typing import Any\n\nimport torch\nfrom torch import Tensor, nn\n"
 
 
@@ -62,7 +63,7 @@ def bring(plan: Plan, data: str | None, folder: Path) -> Brought:
             "write a file.py with model() that builds it, and plan that",
         )
     else:
-        text, needs = _file(source, folder), load.path_and_name(name)[0]
+        text, needs = _file(source, folder), userfile.path_and_name(name)[0]
     text += _loss_text(source, workload, plan, folder)
     own, samples = _own_data(source, plan, data, folder)
     form, seq = ("", None) if own else _form(workload, name)
@@ -99,13 +100,13 @@ def example_batch(model: nn.Module) -> Any:
 
 def _zoo_text(module: str) -> str:
     """A zoo module's source, with what it takes from others in front."""
-    text = (ZOO / f"{module}.py").read_text(encoding="utf-8")
+    text = path_of(module).read_text(encoding="utf-8")
     tree = ast.parse(text)
     parts = []
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("foretell.zoo."):
-            other = (ZOO / f"{(node.module or '').rpartition('.')[2]}.py").read_text(encoding="utf-8")
-            parts.append(taken(other, [alias.name for alias in node.names]))
+        package, _, name = (getattr(node, "module", None) or "").rpartition(".")
+        if isinstance(node, ast.ImportFrom) and package.startswith("foretell.zoo.") and name in folders():
+            parts.append(taken(path_of(name).read_text(encoding="utf-8"), [alias.name for alias in node.names]))
     lines = text.splitlines()
     first = tree.body[0]
     if isinstance(first, ast.Expr):  # the docstring, as a comment
@@ -153,9 +154,9 @@ def example_batch(model: nn.Module) -> Any:
 
 
 def _file(source: Source, folder: Path) -> str:
-    path, name = load.path_and_name(source.model)
-    module = load.import_mended(Path(path))
-    name = name or next((usual for usual in load.MODEL_NAMES if hasattr(module, usual)), "")
+    path, name = userfile.path_and_name(source.model)
+    module = userfile.import_mended(Path(path))
+    name = name or next((usual for usual in userfile.MODEL_NAMES if hasattr(module, usual)), "")
     made = getattr(module, name)
     sizes = {"micro_batch": source.micro_batch, "seq": source.seq, "image": source.image}
     if isinstance(made, nn.Module):
@@ -163,7 +164,7 @@ def _file(source: Source, folder: Path) -> str:
     else:
         call = f"{dotted('own', name)}({_keywords({**_taken(made, sizes), **source.overrides})})"
         with FakeTensorMode(allow_non_fake_inputs=True), no_initialisation():
-            if not isinstance(load.call_by_name(made, sizes, source.overrides, source.model), nn.Module):
+            if not isinstance(userfile.call_by_name(made, sizes, source.overrides, source.model), nn.Module):
                 raise UserError(
                     f"{source.model} returns the model together with its batch",
                     "return the model alone, and define batch(), loss() or data() beside it",
@@ -277,13 +278,13 @@ def _own_data(source: Source, plan: Plan, data: str | None, folder: Path) -> tup
     path = data if data is not None else source.model.partition(":")[0]
     if not path.endswith(".py"):
         return "", ""
-    found = load.function(path, "data")
+    found = userfile.function(path, "data")
     if found is None:
         if data is not None:
             raise UserError(f"{path} has no function data", "define data(split) in it: anything with a length and an index")
         return "", ""
     known = {"split": "train", "micro_batch": plan.micro_batch, "seq": source.seq, "image": source.image, "seed": 0}
-    made = load.call(found, known, f"{path}:data")
+    made = userfile.call(found, known, f"{path}:data")
     kind = "indexed" if hasattr(made, "__getitem__") and hasattr(made, "__len__") else "stream"
     words = _keywords(_taken(found, known))
     same = data is None or Path(data).resolve() == Path(source.model.partition(":")[0]).resolve()

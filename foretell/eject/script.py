@@ -12,6 +12,7 @@ from foretell.eject.model import Brought, bring
 from foretell.errors import UserError
 from foretell.plan import legal, paths
 from foretell.plan.blocks import expand
+from foretell.plan.facts import facts_of
 from foretell.plan.precision import MIXED
 from foretell.plan.recipe import refuse_other_model
 from foretell.plan.text import plain, shell_word
@@ -42,7 +43,7 @@ class Ejected:
 def eject(plan: Plan, out: Path, settings: RunSettings | None = None) -> Ejected:
     """The script of a plan, to be written to `out`; raises what needs foretell's own runtime, and why."""
     settings = settings or RunSettings()
-    legal.check(plan, legal.facts_of(plan))
+    legal.check(plan, facts_of(plan))
     for what, why in needs_runtime(plan):
         raise UserError(f"{what} cannot be ejected: {why}", "run it with `foretell run`, or change that in the plan")
     brought = bring(plan, settings.data, out.absolute().parent)

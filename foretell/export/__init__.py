@@ -15,6 +15,7 @@ from foretell.errors import UnknownName
 from foretell.export import accelerate, deepspeed, kubernetes, skypilot, slurm, torchtitan
 from foretell.export.types import Exported, refuse
 from foretell.plan import legal
+from foretell.plan.facts import facts_of
 from foretell.plan.text import plain
 from foretell.plan.types import PRECISIONS, Plan
 
@@ -37,7 +38,7 @@ def export(plan: Plan, tool: str) -> Exported:
     """The files of a tool for a plan."""
     if tool not in TOOLS:
         raise UnknownName("tool", tool, TOOLS, f"known: {', '.join(TOOLS)}")
-    legal.check(plan, legal.facts_of(plan))
+    legal.check(plan, facts_of(plan))
     if tool in TRAINERS and plan.precision not in PRECISIONS:
         raise refuse(tool, f"precision {plan.precision}", "foretell alone runs it")
     made = TOOLS[tool](plan)

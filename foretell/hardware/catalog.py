@@ -7,6 +7,7 @@ none is usual, the smallest). Case, '-', '_' and spaces do not matter.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -82,6 +83,26 @@ def _files() -> tuple[dict[str, Any], ...]:
     folder = resources.files("foretell.hardware") / "catalog"
     files = sorted((item for item in folder.iterdir() if item.name.endswith(".toml")), key=lambda item: item.name)
     return tuple(tomllib.loads(item.read_text(encoding="utf-8")) for item in files)
+
+
+def table(name: str, needed: Mapping[str, type], optional: Mapping[str, type] | None = None) -> tuple[dict[str, Any], ...]:
+    """Rows of a table of the catalogue; InternalError where there is none, or one lacks a field, has one that is not known or a value of
+    another type. Numbers are above zero."""
+    kinds, rows = {**needed, **(optional or {})}, tuple(row for file in _files() for row in file.get(name, ()))
+    for row in rows:
+        wrong = [*(set(needed) - set(row)), *(set(row) - set(kinds))]
+        wrong += [key for key in row if key in kinds and not _is(row[key], kinds[key])]
+        if wrong:
+            raise InternalError(f"the catalogue's table '{name}' has a row with {', '.join(sorted(wrong))} missing, unknown or wrong: {row}")
+    if not rows:
+        raise InternalError(f"the catalogue has no table '{name}'")
+    return rows
+
+
+def _is(value: object, kind: type) -> bool:
+    if kind in (float, int):
+        return isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, kind)
 
 
 def _rows() -> tuple[dict[str, Any], ...]:

@@ -7,15 +7,42 @@ among equals one for this torch version before one for any.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from foretell.errors import InternalError
 from foretell.hardware.catalog import normalise
-from foretell.hardware.types import Device, Overhead, Provenance
+from foretell.hardware.types import Cluster, Device, Provenance
 
 FIELDS = ("context_bytes", "cublas_workspace_bytes", "nccl_bytes", "nccl_across_nodes_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """Device memory that is taken before and beside the model, in bytes per device."""
+
+    context_bytes: int
+    cublas_workspace_bytes: int
+    """Per handle and stream, inside the caching allocator."""
+    nccl_bytes: int
+    """Communicators and buffers when several devices work together on one node."""
+    nccl_across_nodes_bytes: int
+    """The same when they span nodes."""
+    provenance: Mapping[str, Provenance]
+    """Field name → how it is known."""
+    sources: Mapping[str, str]
+
+    def nccl_for(self, cluster: Cluster) -> int:
+        if cluster.count == 1:
+            return 0
+        return self.nccl_bytes if cluster.nodes == 1 else self.nccl_across_nodes_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {**plain, "provenance": dict(self.provenance), "sources": dict(self.sources)}
 
 
 def overhead(device: Device, torch_version: str) -> Overhead:

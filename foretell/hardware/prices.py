@@ -76,11 +76,6 @@ def pue() -> tuple[float, str]:
     return _catalogue("carbon")["pue"]["value"], _catalogue("carbon")["pue"]["source"]
 
 
-def regions() -> tuple[str, ...]:
-    """Every region with a figure of its own."""
-    return tuple(row["name"] for row in _catalogue("carbon")["region"])
-
-
 def user_file() -> Path | None:
     """The file with the user's own figures, if there is one."""
     named = os.environ.get("FORETELL_PRICES", "").strip()

@@ -313,13 +313,17 @@ class _Copy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Level:
+class LevelRow:
+    """Bandwidth of one size of working set."""
+
     working_set_bytes: float
     bytes_per_second: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Latency:
+class LatencyRow:
+    """Seconds of one dependent load in one size of working set."""
+
     working_set_bytes: float
     seconds: float
 
@@ -337,8 +341,8 @@ class _Rate:
 
 _INSIDE: Mapping[str, Any] = {
     "ops": dict[str, dict[str, _Family]], "host": dict[str, _Host], "fitted": dict[str, _Fitted],
-    "copies": dict[str, tuple[_Copy, ...]], "levels": dict[str, tuple[_Level, ...]],
-    "latency": dict[str, tuple[_Latency, ...]], "rates": dict[str, tuple[_Rate, ...]],
+    "copies": dict[str, tuple[_Copy, ...]], "levels": dict[str, tuple[LevelRow, ...]],
+    "latency": dict[str, tuple[LatencyRow, ...]], "rates": dict[str, tuple[_Rate, ...]],
 }  # fmt: skip
 """What the rooms that fit a profile read of it: field → an object with that field of this type."""
 _TEXTS = ("device", "reported_as", "backend", "torch", "python", "host_cpu", "date", "mode")

@@ -18,6 +18,7 @@ from importlib import resources
 from typing import Any
 
 from foretell.files import write_atomically
+from foretell.hardware import reached
 
 FILE = "collectives.json"
 Curve = tuple[tuple[float, float], ...]
@@ -78,16 +79,10 @@ def table(device: str) -> Wires | None:
     return _tables().get(device)
 
 
-LIKE: Mapping[str, Mapping[str, float]] = {
-    "nvlink": {"A100-SXM-80GB": 300e9, "H100-SXM-80GB": 450e9, "B200": 900e9}, "pcie": {"RTX-PRO-6000": 63.015e9},
-}  # fmt: skip
-"""Kind of link → tables that speak for others of it, with their nominal bytes per second. The L40S's shows its board, not PCIe."""
-
-
 @functools.cache
 def like(kind: str, bytes_per_second: float, without: str = "") -> Wires | None:
     """The middle of what links of a kind take for as many bytes in proportion to their rates."""
-    known = [(wires, rate / bytes_per_second) for name, rate in LIKE.get(kind, {}).items() if (wires := table(name)) and name != without]
+    known = [(wires, rate / bytes_per_second) for name, rate in reached.like().get(kind, {}).items() if (wires := table(name)) and name != without]
     if not known:
         return None
     curves: dict[str, dict[int, Curve]] = {}

@@ -30,12 +30,12 @@ from foretell.hardware import parse
 from foretell.observe import lines
 from foretell.observe.record import Record
 from foretell.observe.tell import Teller
-from foretell.runtime.observe import hooks
+from foretell.runtime.observe import hooks, process_state
 from foretell.search.traces import followed
 from foretell.search.traces.followed import Followed
 from foretell.trace.load.module import batch_size, capture_module
 from foretell.trace.recipe import Recipe
-from foretell.trace.script.follow import name_of
+from foretell.trace.script.made import name_of
 from foretell.trace.store.cache import versions
 
 Say = Callable[[str], None]
@@ -98,7 +98,7 @@ class Watching:
         self._watch.error = error
         self._watch.end()
         self._watch.remove()
-        if error is not None and hooks.is_out_of_memory(error):
+        if error is not None and process_state.is_out_of_memory(error):
             self._explain(error)
         self.teller.found.done.set()
         self.teller.end()
@@ -178,7 +178,8 @@ class Watching:
             self._trace()
         cost = self.teller.found.cost
         told = {
-            "memory": hooks.memory(self._watch._cuda), "tried": hooks.tried_bytes(str(error)), "where": hooks.where(error.__traceback__),
+            "memory": process_state.memory(self._watch._cuda), "tried": process_state.tried_bytes(str(error)),
+            "where": process_state.where(error.__traceback__),
             "steps": self._watch.steps, "rest": self._watch._rest, "message": " ".join(str(error).split())[:400],
         }  # fmt: skip
         memory = cost.worst.memory if cost is not None else None

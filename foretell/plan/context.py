@@ -16,9 +16,9 @@ from typing import Any
 from foretell.errors import UserError
 from foretell.plan.tensor.derive import Exchange
 from foretell.plan.tensor.exchange import GATHER, REDUCE, SCATTER
-from foretell.plan.tensor.flow import refs_of
 from foretell.plan.tensor.rules import base_name, decide, writes
 from foretell.plan.tensor.types import Operand, Partial, Place, Refuse, Result, Setting, Shard, SliceKey, operands
+from foretell.plan.tensor.weights import refs_of
 from foretell.trace.flow.calls import Call, Flow, ValueRef
 from foretell.units import DTYPE_BYTES
 

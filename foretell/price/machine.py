@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from foretell.errors import FileFormatError
 from foretell.hardware import catalog
+from foretell.hardware.generations import reference
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Device
 from foretell.price import bands
@@ -16,16 +17,11 @@ from foretell.price.kernels.ops import OpModel
 from foretell.price.time import COMPUTE_KINDS, Machine
 from foretell.quantities import ASSUMED, MEASURED
 
-HOT = ("ampere", "hopper", "blackwell")
-"""Generations whose large products ask for more watts than their boards may draw: as an H200's do, assumed of the others."""
-FAMILIAR = ("ampere", "hopper")
-"""Generations whose efficiencies published runs of several sources confirm."""
-
 
 def _slower(device: Device, profile: Profile) -> dict[str, float]:
     """How much longer ops take on a device than an H200's efficiencies at the catalogue's rates would say: what large
     products and copies reach of those rates on its generation. Kernels measured elsewhere say so themselves."""
-    reference, kin = FAMILIES["hopper"], FAMILIES[family(device)]
+    fitted, kin = FAMILIES[family(reference())], FAMILIES[family(device)]
     if device.name == profile.device or device.backend == "cpu" or _clocks(device, profile, own=False) is not None:
         held = 1.0
     else:
@@ -34,13 +30,13 @@ def _slower(device: Device, profile: Profile) -> dict[str, float]:
         return {}  # efficiencies of another CPU
     shown = {"gemm"} if "16-bit" in profile.elsewhere.get("groups", {}) else set()
     shown |= {"attention"} if "flash-2" in profile.elsewhere.get("groups", {}) else set()
-    compute = dict.fromkeys(COMPUTE_KINDS, held * reference.product / kin.product) | dict.fromkeys(shown, held)
-    return compute | {"stream": reference.stream / kin.stream}
+    compute = dict.fromkeys(COMPUTE_KINDS, held * fitted.product / kin.product) | dict.fromkeys(shown, held)
+    return compute | {"stream": fitted.stream / kin.stream}
 
 
 def _clocks(device: Device, profile: Profile, own: bool) -> Clocks | None:
     """The clock under load: as the profile has it; a board of the same generation with fewer watts for a FLOP falls as much lower."""
-    held = profile.fitted.get("clocks") if own or family(device) in HOT else None
+    held = profile.fitted.get("clocks") if own or FAMILIES[family(device)].hot else None
     if not held:
         return None
     known = Clocks.from_dict(held)
@@ -106,4 +102,4 @@ def _known_by(device: Device, own: bool) -> str:
         return bands.CPU if own else bands.UNFAMILIAR
     if own:
         return bands.OWN
-    return bands.CATALOGUE if family(device) in FAMILIAR else bands.UNFAMILIAR
+    return bands.CATALOGUE if FAMILIES[family(device)].confirmed else bands.UNFAMILIAR

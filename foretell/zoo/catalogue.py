@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from foretell.zoo import ENTRIES, Entry
+from foretell.zoo.places import FOLDER, folders, path_of
 from foretell.zoo.tags import LEVELS, TASKS, domains_of, level_of
 
-FOLDER = Path(__file__).parent
 MEASURED = FOLDER / "measured.jsonl"
 """What `foretell zoo check` measured and kept: a JSON object a line."""
 TAGS = ("task", "domain", "motif", "level", "paper")
@@ -39,6 +39,11 @@ class Card:
     source: str = field(repr=False)
     rows: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
     """Measured, oldest first."""
+
+    @property
+    def file(self) -> str:
+        """Where its source is, from the root of the repository."""
+        return f"foretell/zoo/{folders()[self.module]}/{self.module}.py"
 
     @property
     def tree(self) -> ast.Module:
@@ -189,7 +194,7 @@ def terms(found: Iterable[Card], tag: str) -> tuple[str, ...]:
 @cache
 def source_of(module: str) -> str:
     """The text of a module of the zoo."""
-    return (FOLDER / f"{module}.py").read_text(encoding="utf-8")
+    return path_of(module).read_text(encoding="utf-8")
 
 
 @cache
@@ -208,8 +213,8 @@ def imports(source: str) -> tuple[str, ...]:
 
 def imported(source: str) -> tuple[str, ...]:
     """Modules of the zoo that a source imports."""
-    names = [name.split(".")[2] for name in imports(source) if name.startswith("foretell.zoo.")]
-    return _unique(name for name in names if (FOLDER / f"{name}.py").is_file())
+    names = [name.split(".")[3] for name in imports(source) if name.startswith("foretell.zoo.") and name.count(".") > 2]
+    return _unique(name for name in names if name in folders())
 
 
 def functions(card: Card) -> dict[str, ast.FunctionDef]:

@@ -12,7 +12,7 @@ class Entry:
 
     name: str
     module: str
-    """File of the zoo that builds it."""
+    """File of the zoo that builds it, without its folder."""
     config: Mapping[str, int | float | str | bool] = field(hash=False)
     domain: str
     """What it works on: text, image, points, graph, field, ..."""

@@ -28,6 +28,7 @@ from foretell.runtime.train import log as logs
 from foretell.runtime.train import loop, save, train
 from foretell.runtime.train.folder import Folder
 from foretell.runtime.train.run import run
+from foretell.runtime.train.take import refuse_other
 
 TEXT = str(Path(json.__file__).parent)
 TINY = {"layers": 4, "dim": 32, "heads": 4, "context": 16, "vocab_size": 256, "dropout": 0.0}
@@ -280,7 +281,7 @@ def test_an_optimizer_of_another_kind_and_a_version_of_the_future_are_refused(
     alone(tmp_path / "b", plan, data=None)
     saved = store.complete(tmp_path / "b" / "checkpoints")[0]
     with pytest.raises(UserError, match="was saved with optimizer adamw-fused and the plan has momentum"):
-        save.refuse_other(saved, {k: v for k, v in saved.manifest.tensors.items() if k[0] == "m"}, plan.with_(optimizer="momentum"))
+        refuse_other(saved, {k: v for k, v in saved.manifest.tensors.items() if k[0] == "m"}, plan.with_(optimizer="momentum"))
 
 
 def test_the_same_model_under_another_way_to_compute_the_optimizer(tmp_path: Path, own: str) -> None:

@@ -15,8 +15,8 @@ from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Plan
 from foretell.runtime.parallel import ranks as members
 from foretell.runtime.process import proc
+from foretell.runtime.process.blame import HANG_VARIABLE
 from foretell.runtime.process.control import Control
-from foretell.runtime.process.judge import HANG_VARIABLE
 from foretell.runtime.process.pool import RankFailure
 from foretell.runtime.process.progress import STEP
 from foretell.runtime.process.watch import RankWatch

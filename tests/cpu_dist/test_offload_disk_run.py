@@ -20,7 +20,7 @@ from foretell.checkpoint.write import FileLayout, Image
 from foretell.cli import main
 from foretell.plan import file as plans
 from foretell.plan.types import MASTER, Plan
-from foretell.runtime.offload import engine
+from foretell.runtime.offload import adamw
 from foretell.runtime.offload.pump import Pump
 from tests.cpu_dist.test_offload_run import TEXT, logged, losses, plan
 
@@ -67,7 +67,7 @@ def test_updates_during_backward_wait_for_a_save(tmp_path: Path, monkeypatch: py
         take(image, layout, own=own)
 
     whole = losses(tmp_path / "whole", plan(**free), "--steps", "4", "--no-save")
-    monkeypatch.setattr(engine, "Pump", lambda start, order, threaded: Pump(start, order, threaded=True))
+    monkeypatch.setattr(adamw, "Pump", lambda start, order, threaded: Pump(start, order, threaded=True))
     monkeypatch.setattr(Image, "take", slowly)
     saved = tmp_path / "saved"
     assert losses(saved, plan(states=SPREAD, **free), "--steps", "4", "--save-every", "2") == whole

@@ -18,7 +18,7 @@ from foretell.checkpoint.read import Reader
 from foretell.errors import UserError
 from foretell.plan.types import MASTER, Mesh, Plan, Residency
 from foretell.runtime.offload import shards
-from foretell.runtime.offload.engine import Offloaded
+from foretell.runtime.offload.adamw import Offloaded
 from foretell.runtime.parallel.apply import Job, apply
 from foretell.runtime.parallel.ranks import start
 from foretell.runtime.process.pool import PoolWorld, RankFailure

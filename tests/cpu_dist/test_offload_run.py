@@ -14,7 +14,8 @@ from foretell.eject.script import needs_runtime
 from foretell.errors import UserError
 from foretell.export import export
 from foretell.plan import file as plans
-from foretell.plan.legal import Facts, check
+from foretell.plan.facts import Facts
+from foretell.plan.legal import check
 from foretell.plan.types import MASTER, Mesh, Plan
 
 TINY = {"layers": 3, "dim": 16, "heads": 2, "context": 8, "vocab_size": 256, "dropout": 0.1}

@@ -23,7 +23,8 @@ from foretell.plan.types import Mesh, Plan
 from foretell.runtime.data.samples import shuffled
 from foretell.runtime.process.lock import NAME
 from foretell.runtime.process.signals import Stopped
-from foretell.runtime.train import loop, save
+from foretell.runtime.train import save
+from foretell.runtime.train.outcome import DONE, STOPPED
 from tests import forks
 from tests.cpu_dist.train_cases import PLAN, ROOT, TEXT, Quiet, every_line, go, losses, ten_steps, write_own
 
@@ -52,7 +53,7 @@ def test_every_signal_stops_after_the_step_saves_and_resumes(tmp_path: Path, nam
     screen = Quiet({3: lambda: os.kill(os.getpid(), getattr(signal, name))})
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     done = go(tmp_path / "a", screen=screen, save_every=0)
-    assert (done.status, done.signal, done.step) == (loop.STOPPED, name, 3) and kept(tmp_path / "a") == [3]
+    assert (done.status, done.signal, done.step) == (STOPPED, name, 3) and kept(tmp_path / "a") == [3]
     assert f"{name}: stopping after this step" in screen.said[-1] and not (tmp_path / "a" / NAME).exists()
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
     if name == "SIGUSR1":
@@ -67,7 +68,7 @@ def test_a_signal_that_was_ignored_from_the_start_stays_ignored(tmp_path: Path) 
         done = go(tmp_path / "a", screen=Quiet({2: lambda: os.kill(os.getpid(), signal.SIGHUP)}), steps=4, warmup=0, no_save=True)
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert (done.status, done.step) == (loop.DONE, 4)
+    assert (done.status, done.step) == (DONE, 4)
 
 
 def test_a_signal_while_a_save_is_under_way_leaves_it_whole(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_a_signal_while_a_save_is_under_way_leaves_it_whole(tmp_path: Path) -> N
     finally:
         ended.set()
         thread.join()
-    assert done.status == loop.STOPPED and kept(tmp_path / "a") == list(range(done.step, 0, -1))
+    assert done.status == STOPPED and kept(tmp_path / "a") == list(range(done.step, 0, -1))
     assert not list((tmp_path / "a" / "checkpoints").glob("*.partial"))
 
 

@@ -22,7 +22,8 @@ from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Pipeline, Plan
 from foretell.runtime.observe.measure import DeviceClock, HostClock, Measurement, StepReading
 from foretell.runtime.train import log as logs
-from foretell.runtime.train import loop, save
+from foretell.runtime.train import save
+from foretell.runtime.train.outcome import DONE, STOPPED
 from tests.cpu_dist.train_cases import (
     PLAN,
     ROOT,
@@ -58,7 +59,7 @@ def test_ten_steps_are_five_and_five_bit_for_bit_on_one_rank(tmp_path: Path) -> 
     go(tmp_path / "b", screen=Quiet({5: lambda: os.kill(os.getpid(), signal.SIGTERM)}))
     assert len(losses(tmp_path / "b")) == 5
     resumed = go(tmp_path / "b", resume=True)
-    assert straight.status == resumed.status == loop.DONE and resumed.step == 10
+    assert straight.status == resumed.status == DONE and resumed.step == 10
     assert losses(tmp_path / "a") == losses(tmp_path / "b") and len(losses(tmp_path / "a")) == 10
     assert sums(tmp_path / "a", 10) == sums(tmp_path / "b", 10)
     assert losses(tmp_path / "a")[-1][1] < losses(tmp_path / "a")[0][1]
@@ -233,7 +234,7 @@ def test_lines_are_short_and_say_what_is_known() -> None:
 def test_a_signal_stops_after_the_step_saves_and_says_so(tmp_path: Path) -> None:
     screen = Quiet({3: lambda: os.kill(os.getpid(), signal.SIGINT)})
     done = go(tmp_path / "a", screen=screen, save_every=0)
-    assert (done.status, done.signal, done.step) == (loop.STOPPED, "SIGINT", 3)
+    assert (done.status, done.signal, done.step) == (STOPPED, "SIGINT", 3)
     assert [one.step for one in save.complete(tmp_path / "a" / "checkpoints")] == [3]
     assert "SIGINT: stopping after this step" in screen.said[-1]
     assert done.measurement is not None and (tmp_path / "a" / "measurement.json").exists()

@@ -65,7 +65,7 @@ def test_a_world_that_does_not_match_says_the_command(monkeypatch: pytest.Monkey
 
 def test_a_plan_for_another_model_names_the_shapes(tmp_path: Path) -> None:
     source = Source(model="gpt-tiny", overrides={**TINY, "dim": 64}, seq=32)
-    from foretell.zoo import gpt
+    from foretell.zoo.language import gpt
 
     shapes = {name: (tuple(p.shape), "float32") for name, p in gpt.build(**source.overrides).named_parameters()}
     plan = PLAN.with_(model={**model_of(source, shapes=shapes), "overrides": TINY})

@@ -22,7 +22,7 @@ from foretell.errors import UserError
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Plan
 from foretell.runtime.observe import measure
-from foretell.runtime.process import blame
+from foretell.runtime.process import whose_error
 from foretell.runtime.train import log as logs
 from foretell.runtime.train import save
 from foretell.runtime.train.guard import RunFailed
@@ -390,6 +390,6 @@ def test_whose_an_exception_is() -> None:
     def theirs() -> None:
         json.loads("{")  # a library that this file, which is no part of foretell, calls
 
-    assert blame.is_ours(_raised(lambda: plans.from_json(None)))  # type: ignore[arg-type]
-    assert not blame.is_ours(_raised(lambda: save.Members(SimpleNamespace(gather=lambda _: theirs())).gather(1)))  # type: ignore[arg-type]
-    assert not blame.is_ours(_raised(theirs))
+    assert whose_error.is_ours(_raised(lambda: plans.from_json(None)))  # type: ignore[arg-type]
+    assert not whose_error.is_ours(_raised(lambda: save.Members(SimpleNamespace(gather=lambda _: theirs())).gather(1)))  # type: ignore[arg-type]
+    assert not whose_error.is_ours(_raised(theirs))

@@ -14,6 +14,7 @@ import torch
 from foretell.plan.types import Plan
 from foretell.runtime.train import log as logs
 from foretell.runtime.train import loop, save
+from foretell.runtime.train.outcome import RunOutcome
 from foretell.runtime.train.run import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,7 +106,7 @@ def write_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(folder / "own.py")
 
 
-def go(out: Path, plan: Plan = PLAN, *, screen: Quiet | None = None, resume: bool = False, **changed: Any) -> loop.RunOutcome:
+def go(out: Path, plan: Plan = PLAN, *, screen: Quiet | None = None, resume: bool = False, **changed: Any) -> RunOutcome:
     asked = changed if resume else {**SETTINGS, **changed}
     return run(plan, asked, screen=screen or Quiet(), out=out, resume=resume, device="cpu")
 

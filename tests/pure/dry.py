@@ -22,12 +22,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.plan.types import Plan
-from foretell.runtime.offload.engine import Offloaded
+from foretell.runtime.offload.adamw import Offloaded
 from foretell.runtime.parallel.apply import Job, apply
 from foretell.runtime.parallel.ranks import Ranks, form
 from foretell.trace import types
+from foretell.trace.record.attributes import tensors_in
 from foretell.trace.record.capture import _add_in_place
-from foretell.trace.record.recorder import RecordedOp, _in_formula, tensors_in
+from foretell.trace.record.recorder import RecordedOp, _in_formula
 from foretell.trace.record.step import Workload
 
 MESSAGES = {

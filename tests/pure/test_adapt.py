@@ -20,7 +20,7 @@ from foretell.trace.load.adapters import ALPHA, LoraLinear, adapt, nf4_codebook,
 from foretell.trace.recipe import Recipe
 from foretell.trace.record.capture import capture
 from foretell.trace.record.step import Workload
-from foretell.zoo import gpt
+from foretell.zoo.language import gpt
 
 DIM, LAYERS, RANK = 64, 2, 4
 PER_BLOCK = {

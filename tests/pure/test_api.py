@@ -41,14 +41,14 @@ def write_model(folder: Path, body: str = "", features: int = 64, factor: int = 
 
 
 def small_gpt() -> tuple[nn.Module, dict]:
-    from foretell.zoo import gpt
+    from foretell.zoo.language import gpt
 
     model = gpt.build(vocab_size=512, context=64, layers=3, dim=64, heads=4)
     return model, gpt.batch(model, 2, 64, None)
 
 
 def test_a_module_gives_the_same_answer_as_its_name(cache_dir: Path) -> None:
-    from foretell.zoo import gpt
+    from foretell.zoo.language import gpt
 
     sizes = {"vocab_size": 512, "context": 64, "layers": 3, "dim": 64, "heads": 4}
     named = foretell.fit("gpt2", hardware="H100", overrides=sizes, micro_batch=2, seq=64)
@@ -129,7 +129,7 @@ def test_module_without_batch_and_other_nonsense() -> None:
 
 def test_too_small_a_device_is_an_answer_not_an_error(cache_dir: Path) -> None:
     model, batch = small_gpt()
-    from foretell.zoo import gpt
+    from foretell.zoo.language import gpt
 
     roomy = api.fit(model, batch, loss=gpt.loss, hardware="H100")
     need = roomy.memory.device_bytes
@@ -142,7 +142,7 @@ def test_too_small_a_device_is_an_answer_not_an_error(cache_dir: Path) -> None:
 
 
 def test_sharding_over_more_devices_never_needs_more_state(cache_dir: Path) -> None:
-    from foretell.zoo import gpt
+    from foretell.zoo.language import gpt
 
     model, batch = small_gpt()
     state = []

@@ -19,6 +19,7 @@ from foretell.plan.types import MASTER, Plan
 from foretell.runtime.check import verify
 from foretell.runtime.parallel.apply import Job, apply
 from foretell.runtime.train import save
+from foretell.runtime.train.take import stage, take
 from tests.pure.checkpoint_cases import Threads
 from tests.pure.test_apply import ALONE, GPT
 
@@ -137,9 +138,9 @@ def test_a_job_whose_states_are_elsewhere_goes_on_with_little_memory(
     reader = contents(done(mine))
     other = job({"blocks.0-1": after}, tmp_path, form)
     known = save.whole_of(verify.build(GPT).model, other.plan)
-    staged = save.stage(reader, other, known, spare=lambda: spare)
+    staged = stage(reader, other, known, spare=lambda: spare)
     assert any(isinstance(value, Tensor) for value in staged.weights.values()) is not little
-    save.take(staged, other)
+    take(staged, other)
     assert [float(other.train_step([batch]).loss) for batch in batches[2:]] == expected
     whole, mended = one.state_dict()["optimizer"]["state"], other.state_dict()["optimizer"]["state"]
     assert whole.keys() == mended.keys()
@@ -162,5 +163,5 @@ def test_damage_is_found_before_anything_changes(tmp_path: Path) -> None:
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
     with pytest.raises(Damaged):
-        save.stage(reader, one, save.whole_of(verify.build(GPT).model, one.plan), spare=lambda: 0)
+        stage(reader, one, save.whole_of(verify.build(GPT).model, one.plan), spare=lambda: 0)
     one.close()

@@ -16,6 +16,7 @@ from foretell.hardware import parse
 from foretell.hardware.lookup import find_profile
 from foretell.hardware.types import Cluster
 from foretell.plan import file, legal
+from foretell.plan.facts import facts_of
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Mesh, Plan
 from foretell.search.solve import choose as chooser
@@ -75,7 +76,7 @@ def test_the_best_fits_is_the_fastest_of_all_and_is_a_legal_plan(tmp_path: Path)
     assert best is not None and best.cost is not None and best.fits
     speeds = [one.cost.per_second for one in choice.runners_up if one.cost is not None]
     assert speeds and all((best.cost.per_second or 0) * 1.011 >= (speed or 0) for speed in speeds)
-    assert not legal.complaints(best.plan, legal.facts_of(best.plan, parse("H200")))
+    assert not legal.complaints(best.plan, facts_of(best.plan, parse("H200")))
     file.write(best.plan, tmp_path / "plan.json")
     assert file.read(tmp_path / "plan.json") == best.plan
     said = best.plan.predicted

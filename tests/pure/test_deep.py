@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foretell.trace.fold import deep
+from foretell.trace.fold import deep, extend
 from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.record.capture import capture
@@ -170,7 +170,7 @@ def workload(make: Callable[[], nn.Module]) -> Callable[[], Workload]:
     ids=lambda make: make.__name__,
 )
 def test_a_stack_that_is_not_uniform_is_traced_in_full(make: Callable[[], nn.Module]) -> None:
-    with pytest.raises((deep.Doubt, IndexError)):
+    with pytest.raises((extend.Doubt, IndexError)):
         deep.extended(workload(make), Recipe())
     assert everything(deep.capture_deep(workload(make), Recipe())) == everything(capture(workload(make), Recipe()))
 
@@ -182,18 +182,18 @@ def test_a_uniform_stack_of_ones_own_is_extended(make: Callable[[], nn.Module]) 
 
 
 def test_hints_and_single_frozen_blocks_are_traced_in_full() -> None:
-    with pytest.raises(deep.Doubt, match="hints"):
+    with pytest.raises(extend.Doubt, match="hints"):
         deep.extended(workload(Stack), Recipe(), hints={"aten.nonzero.default": 0.5})
-    with pytest.raises(deep.Doubt, match="frozen"):
+    with pytest.raises(extend.Doubt, match="frozen"):
         deep.extended(workload(Stack), Recipe(freeze=("parts.1",)))
 
 
 def test_an_integer_that_is_not_affine_is_a_doubt() -> None:
-    def stream(*numbers: int) -> list[deep.Token]:
-        return [deep.Token(deep._NUMBER, "", (number,)) for number in numbers]
+    def stream(*numbers: int) -> list[extend.Token]:
+        return [extend.Token(extend._NUMBER, "", (number,)) for number in numbers]
 
     fine = [stream(*range(0, 2 * depth, 2)) for depth in (7, 8, 9)]
-    assert deep._extended_stream(fine, 13)[1] == list(range(0, 40, 2))
+    assert extend._extended_stream(fine, 13)[1] == list(range(0, 40, 2))
     bent = [*fine[:2], stream(0, 2, 4, 6, 9, 10, 12, 14, 16)]
-    with pytest.raises(deep.Doubt, match="affine"):
-        deep._extended_stream(bent, 13)
+    with pytest.raises(extend.Doubt, match="affine"):
+        extend._extended_stream(bent, 13)

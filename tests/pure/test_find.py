@@ -17,6 +17,7 @@ from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.hardware.lookup import find_profile
 from foretell.plan import file, legal
+from foretell.plan.facts import facts_of
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Mesh, Pipeline, Plan
 from foretell.search.solve import costing
@@ -71,7 +72,7 @@ def test_the_best_is_legal_fits_and_is_as_fast_as_costed_op_by_op(tmp_path: Path
     assert best is not None and best.cost is not None and best.cost.fits and not found.stopped
     plan, cluster = best.plan, parse("H100:4")
     assert plan.global_batch == 2048
-    assert not legal.complaints(plan, legal.facts_of(plan, cluster))
+    assert not legal.complaints(plan, facts_of(plan, cluster))
     file.write(plan, tmp_path / "plan.json")
     assert file.read(tmp_path / "plan.json") == plan
     again = predict_plan(Here(capability=(9, 0)).of(plan, [KEEP]), plan, cluster, OPTIONS)
@@ -85,7 +86,7 @@ def test_every_point_of_the_front_is_a_plan_and_none_is_worse_in_everything() ->
     found = search("H100:4", global_batch=32)
     assert any(one is found.best for one in found.front) and len(found.front) > 1
     for one in found.front:
-        assert not legal.complaints(one.plan, legal.facts_of(one.plan, parse("H100:4")))
+        assert not legal.complaints(one.plan, facts_of(one.plan, parse("H100:4")))
         assert one.plan.predicted["step_seconds"] > 0 and one.plan.predicted["verdict"] in ("fits", "tight")
         assert one is found.best or one.why, "what is not the best says why"
         others = [other.point.each() for other in found.front if other is not one]

@@ -205,7 +205,7 @@ def test_an_unknown_stack_is_refused_with_the_known_ones() -> None:
 def test_spelled_out_attention_computes_the_same() -> None:
     import torch
 
-    from foretell.zoo import gpt
+    from foretell.zoo.language import gpt
 
     torch.manual_seed(0)
     fused, spelled = gpt.Attention(32, 4, 0.0), gpt.Attention(32, 4, 0.0, fused=False)

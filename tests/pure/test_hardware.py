@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from foretell.cli import main
-from foretell.errors import FileFormatError, UnknownName, UserError
-from foretell.hardware import Cluster, Device, devices, find, load, overhead, parse, save
+from foretell.errors import FileFormatError, InternalError, UnknownName, UserError
+from foretell.hardware import Cluster, Device, catalog, devices, find, generations, load, overhead, parse, save
 from foretell.hardware.catalog import names, normalise
 from foretell.hardware.overheads import FIELDS, rows
 from foretell.hardware.this_machine import from_properties, physical_cores, usable_ram
 from foretell.hardware.types import PROVENANCES
+from foretell.price.analytic import family
 from foretell.units import GIB, MIB
 
 FIGURES = (
@@ -454,3 +455,41 @@ def test_devices_of_other_kinds_are_refused_with_the_reason(name: str) -> None:
     with pytest.raises(UserError, match="CUDA and ROCm") as caught:
         parse(name)
     assert "did you mean" not in str(caught.value)
+
+
+# ---------------------------------------------------------------- generations, and what links reach
+
+
+def test_every_device_has_a_generation_and_measured_kin_that_are_devices() -> None:
+    known = generations.generations()
+    assert {family(device) for device in catalog.devices()} <= set(known)
+    assert all(catalog.find(name).name == name for one in known.values() for name in (*one.kin, *one.power_limited))
+    assert all(0 < part <= 1 for one in known.values() for part in (one.product, one.product8, one.stream))
+    assert all(one.source for one in known.values())
+    assert {device.backend for device in catalog.devices()} <= set(generations.nearest())
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((9, 0), (132, 2048)), ((8, 6), (84, 1536)), ((8, 8), (16, 1536)), ((11, 0), (160, 2048)), ((13, 0), (48, 1536)), ((6, 0), (80, 2048))],
+)
+def test_an_unknown_capability_is_taken_for_the_newest_that_is_older(capability: tuple[int, int], expected: tuple[int, int]) -> None:
+    assert generations.multiprocessors(capability) == expected
+
+
+def test_only_one_part_has_more_multiprocessors_than_its_capability_says() -> None:
+    """A GB200 has 152 and is priced with the 148 of a B200: four more would stage a little more."""
+    known = [(one, one.compute_capability) for one in catalog.devices() if one.backend == "cuda" and (one.compute_capability or (0, 0)) >= (8, 0)]
+    more = [device.name for device, number in known if number and device.sm_count > generations.multiprocessors(number).multiprocessors]
+    assert more == ["GB200"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{}, {"link": "X", "fraction": 0.5}, {"link": "X", "fraction": -0.5, "source": "s"}, {"link": "X", "fraction": "half", "source": "s"},
+     {"link": "X", "fraction": 0.5, "source": "s", "odd": 1}],
+)  # fmt: skip
+def test_a_row_of_the_catalogue_that_is_wrong_is_an_error(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "_files", lambda: ({"switch": [row]},))
+    with pytest.raises(InternalError, match="table 'switch'"):
+        catalog.table("switch", {"link": str, "fraction": float, "source": str})

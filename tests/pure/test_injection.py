@@ -227,7 +227,7 @@ def test_a_word_of_a_command_is_one_word(evil: str) -> None:
 
 
 def test_what_is_suggested_can_be_pasted() -> None:
-    from foretell.plan.legal import Facts
+    from foretell.plan.facts import Facts
     from foretell.report.terminal.plan import render
 
     shown = render(plan_of("m"), (), Facts(), 200, path="my plans/a;b $(c).json").plain

@@ -15,7 +15,7 @@ from typing import IO, Any
 import pytest
 
 from foretell.runtime.process import proc
-from foretell.runtime.process.judge import Limits
+from foretell.runtime.process.blame import Limits
 from foretell.runtime.process.launch import RunEnded, launch
 
 ROOT = Path(__file__).resolve().parents[2]

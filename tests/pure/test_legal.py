@@ -6,16 +6,17 @@ import pytest
 
 from foretell.hardware import parse
 from foretell.plan import legal
+from foretell.plan.facts import Complaint, facts_of
 from foretell.plan.types import Mesh, Pipeline, Plan
 
 BLOCKS = {"model": "gpt2", "blocks": ["blocks.0-11"], "seq": 1024}
 TWO_ISLANDS = "1x8xH100@8xIB400+1x8xH100@8xRoCE200,join=Eth25"
 
 
-def found(hardware: str, mesh: Mesh, **more: object) -> list[legal.Complaint]:
+def found(hardware: str, mesh: Mesh, **more: object) -> list[Complaint]:
     pipeline = Pipeline(schedule="gpipe", cuts=tuple(f"blocks.{n}" for n in range(1, mesh.pp))) if mesh.pp > 1 else None
     plan = Plan(model=BLOCKS, hardware=hardware, mesh=mesh, pipeline=pipeline, **more)  # type: ignore[arg-type]
-    return list(legal.complaints(plan, legal.facts_of(plan, parse(hardware))))
+    return list(legal.complaints(plan, facts_of(plan, parse(hardware))))
 
 
 @pytest.mark.parametrize("mesh", [Mesh(dp_shard=16), Mesh(pp=2, dp_shard=8), Mesh(dp_replicate=2, tp=8)], ids=str)
@@ -61,5 +62,5 @@ def test_groups_that_nothing_joins() -> None:
 
     cluster = replace(parse("8xH100+8xA100"), inter=None)
     plan = Plan(model=BLOCKS, hardware="x", mesh=Mesh(dp_shard=16))
-    (wrong,) = legal.complaints(plan, legal.facts_of(plan, cluster))
+    (wrong,) = legal.complaints(plan, facts_of(plan, cluster))
     assert wrong.field == "mesh.dp_shard" and "nothing joins" in wrong.problem

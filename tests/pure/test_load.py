@@ -18,6 +18,7 @@ from foretell import zoo
 from foretell.errors import MissingModel, MissingPackage, ModelError, UnknownName, UserError
 from foretell.trace.hub import build as hub
 from foretell.trace.load import model as load
+from foretell.trace.load import userfile
 from foretell.trace.load.model import Source
 from foretell.trace.record.step import Workload, compute_loss
 
@@ -305,7 +306,7 @@ def test_no_batch_says_what_to_return(tmp_path: Path) -> None:
 def test_the_example_in_the_error_works(tmp_path: Path) -> None:
     text = "import torch\nclass MyModel(torch.nn.Embedding):\n    def __init__(self): super().__init__(1000, 4)\n"
     text += "    def forward(self, x): return super().forward(x)\n"
-    path = write(tmp_path, text + load.EXAMPLE)
+    path = write(tmp_path, text + userfile.EXAMPLE)
     step(load.load(Source(model=f"{path}:model", micro_batch=2, seq=16)))
 
 

@@ -11,6 +11,7 @@ import pytest
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.plan import legal
+from foretell.plan.facts import facts_of
 from foretell.plan.types import Mesh, Pipeline, Plan
 from foretell.search.heterogeneous.pipeline import Bytes, Island, SharedBlocks, islands, one_f_one_b, share, share_best
 from foretell.units import GIB
@@ -83,7 +84,7 @@ def test_quick_devices_get_more_layers_and_a_plan_can_say_so() -> None:
         model=model, hardware="x", mesh=Mesh(pp=2, tp=8), accumulate=16, placement=shared.placement,
         pipeline=Pipeline(cuts=tuple(f"blocks.{cut}" for cut in shared.cuts)),
     )  # fmt: skip
-    assert legal.complaints(plan, legal.facts_of(plan, cluster)) == ()
+    assert legal.complaints(plan, facts_of(plan, cluster)) == ()
 
 
 def test_an_order_that_is_not_the_clusters_is_a_placement() -> None:

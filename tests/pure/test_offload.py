@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.errors import UserError
-from foretell.runtime.offload import engine as engine_room
-from foretell.runtime.offload import forms, layout, updates
-from foretell.runtime.offload.engine import Offloaded
+from foretell.runtime.offload import adamw as engine_room
+from foretell.runtime.offload import chunk_updates as updates
+from foretell.runtime.offload import forms, layout
+from foretell.runtime.offload.adamw import Offloaded
 from foretell.runtime.offload.memory.arena import Arena, available, bytes_for
 from foretell.runtime.offload.pump import Pump
 from foretell.trace.record.step import recompute_block

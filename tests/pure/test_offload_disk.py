@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretell.errors import UserError
 from foretell.runtime.offload import forms, layout
-from foretell.runtime.offload.engine import Offloaded
+from foretell.runtime.offload.adamw import Offloaded
 from foretell.runtime.offload.memory import store
 from foretell.runtime.offload.pump import Pump
 from tests.pure.test_offload import CPU, PATHS, Model, factor, loss_of, model, offloaded, samples, trained

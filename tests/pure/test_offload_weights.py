@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from foretell.runtime.offload import forms, layout
-from foretell.runtime.offload.engine import Offloaded
+from foretell.runtime.offload.adamw import Offloaded
 from tests.pure.test_offload import PATHS, Early, Model, factor, loss_of, model, offloaded, plainly, samples, trained
 
 __all__ = ["model", "samples"]

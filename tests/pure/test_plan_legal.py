@@ -10,6 +10,7 @@ import pytest
 from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.plan import legal
+from foretell.plan.facts import Facts, facts_of
 from foretell.plan.types import KEEP, SCHEDULES, Mesh, Pipeline, Plan, Residency, Split
 from tests.pure.plan_cases import GPT, RECOMPUTE, SELECTIVE, TWELVE, plan
 
@@ -22,7 +23,7 @@ def cut(schedule: str, *cuts: str) -> Pipeline:
 
 PIPED = plan(mesh=Mesh(pp=4), pipeline=cut("1f1b", "blocks.3", "blocks.6", "blocks.9"), accumulate=8)
 ZERO = PIPED.with_(pipeline=cut("zero-bubble", "blocks.3", "blocks.6", "blocks.9"))
-KNOWN = legal.Facts(
+KNOWN = Facts(
     blocks=TWELVE,
     heads=12,
     kv_heads=4,
@@ -145,7 +146,7 @@ def test_a_tensor_that_one_stage_uses_twice() -> None:
 
 def test_processes_that_were_started() -> None:
     wide = plan(mesh=Mesh(dp_shard=16), hardware="2x8xH100")
-    facts = legal.Facts(devices=16, devices_per_node=8, world=4)
+    facts = Facts(devices=16, devices_per_node=8, world=4)
     (one,) = legal.complaints(wide, facts)
     assert "makes 16 processes and 4 processes started" in one.problem
     assert one.remedy == "torchrun --nnodes 2 --nproc-per-node 8 -m foretell run PLAN"
@@ -162,24 +163,24 @@ def test_processes_that_were_started() -> None:
 )
 def test_a_global_batch_that_was_asked_for(wanted: int, remedy: str) -> None:
     made = plan(mesh=Mesh(dp_shard=2), micro_batch=4, accumulate=8)
-    assert legal.complaints(made, legal.Facts(global_batch=64)) == ()
-    (one,) = legal.complaints(made, legal.Facts(global_batch=wanted))
+    assert legal.complaints(made, Facts(global_batch=64)) == ()
+    (one,) = legal.complaints(made, Facts(global_batch=wanted))
     assert f"makes 64 samples a step, not {wanted}" in one.problem and remedy in one.remedy
 
 
 def test_hardware_gives_facts() -> None:
-    facts = legal.facts_of(plan(), parse("2x8xH100"))
+    facts = facts_of(plan(), parse("2x8xH100"))
     assert (facts.devices, facts.devices_per_node, facts.blocks, facts.seq) == (16, 8, TWELVE, 1024)
     assert legal.complaints(plan(), facts) == ()
-    (one,) = legal.complaints(plan(), legal.facts_of(plan(), parse("V100")))
+    (one,) = legal.complaints(plan(), facts_of(plan(), parse("V100")))
     assert one.field == "precision" and one.remedy == "fp16-mixed, or fp32"
     shared = replace(parse("V100"), device=replace(parse("V100").device, backend="cpu"))
-    assert legal.complaints(plan(mesh=Mesh(dp_shard=2)), legal.facts_of(plan(), shared)) == (), "ranks may share a CPU"
+    assert legal.complaints(plan(mesh=Mesh(dp_shard=2)), facts_of(plan(), shared)) == (), "ranks may share a CPU"
 
 
 def test_what_is_not_known_is_not_complained_of() -> None:
     strange = plan(model={"model": "x"}, mesh=Mesh(tp=7, dp_shard=99), blocks={"layers.*": RECOMPUTE}, hardware="auto")
-    assert legal.complaints(strange, legal.Facts()) == ()
+    assert legal.complaints(strange, Facts()) == ()
 
 
 def test_a_model_without_blocks() -> None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from foretell.plan import blocks, legal
 from foretell.plan.types import LOOPED, SCHEDULES, Mesh, Pipeline, Plan
-from foretell.zoo import gpt, llama
+from foretell.zoo.language import gpt, llama
 
 TORCHS: dict[str, Any] = {
     "gpipe": schedules.ScheduleGPipe,

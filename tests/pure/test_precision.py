@@ -18,6 +18,7 @@ from foretell.hardware.catalog import devices
 from foretell.lower.pipeline.rank import rank_traces
 from foretell.lower.steps import repeated
 from foretell.plan import file, legal, precision
+from foretell.plan.facts import facts_of
 from foretell.plan.mesh import rank_at
 from foretell.plan.recipe import recipe_of
 from foretell.plan.types import FP16, Mesh, Pipeline, Plan
@@ -50,7 +51,7 @@ def test_every_device_computes_in_what_is_chosen_for_it(device: Any) -> None:
         for name in (*precision.worth_trying(cluster), precision.moving_states(cluster)):
             precision.refuse_plan(name, cluster)
             made = Plan(model={"model": "x"}, hardware="auto", precision=name, mesh=Mesh(dp_shard=count))
-            assert legal.complaints(made, legal.facts_of(made, cluster)) == ()
+            assert legal.complaints(made, facts_of(made, cluster)) == ()
         check_wishes(SearchConstraints(precision=precision.default(cluster)), cluster)
 
 
@@ -100,8 +101,8 @@ def test_fp16_throughout_is_for_inference() -> None:
 
 def test_devices_too_old_for_the_compiler() -> None:
     made = Plan(model={"model": "x"}, hardware="P100", precision=FP16, compile="model")
-    assert [one.field for one in legal.complaints(made, legal.facts_of(made, parse("P100")))] == ["compile"]
-    assert legal.complaints(made, legal.facts_of(made, parse("T4"))) == ()
+    assert [one.field for one in legal.complaints(made, facts_of(made, parse("P100")))] == ["compile"]
+    assert legal.complaints(made, facts_of(made, parse("T4"))) == ()
     room = space.Room(cluster=parse("P100"), blocks=2, wishes=SearchConstraints())
     assert {layout.compile for one in space.every(room) for layout in space.compiles(room, one)} == {"none"}
     with pytest.raises(UserError, match=r"too old for torch\.compile"):
@@ -217,7 +218,7 @@ def test_a_device_without_bfloat16_is_searched_in_fp16() -> None:
     both = search("P100", exact=False)
     assert both.there == 2 * found.there and both.best is not None, "where fp16 is no faster, fp32 is searched too"
     assert both.best.plan.compile == "none"
-    assert legal.complaints(found.best.plan, legal.facts_of(found.best.plan, parse("T4"))) == ()
+    assert legal.complaints(found.best.plan, facts_of(found.best.plan, parse("T4"))) == ()
 
 
 def test_the_screen_counts_what_does_not_fit() -> None:

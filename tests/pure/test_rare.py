@@ -35,7 +35,7 @@ from foretell.price.speeds import alone
 from foretell.price.time import Machine, synchronises, unmeasured_ops
 from foretell.quantities import ASSUMED, MEASURED
 from foretell.simulate.time.step import plan_time
-from foretell.trace.record.recorder import attributes
+from foretell.trace.record.attributes import attributes
 from foretell.trace.types import Op, Program, Ref, TensorSpec, Trace
 
 H200 = parse("H200")

@@ -22,8 +22,9 @@ from typing import Any
 
 import pytest
 
+from foretell.hardware.generations import multiprocessors
 from foretell.price.kernels.scratch import _RULES, extra_output_bytes, scratch
-from foretell.price.kernels.scratch_data import CONTIGUOUS_INPUTS, device, reduction_staging
+from foretell.price.kernels.scratch_data import CONTIGUOUS_INPUTS, reduction_staging
 from foretell.trace.types import Op, Ref, TensorSpec
 
 MIB = 1 << 20
@@ -212,9 +213,9 @@ def test_marks_add_copies() -> None:
 def test_reduction_by_hand() -> None:
     """(8192, 768) over rows: 6 blocks of 32 x 4 threads with vectors of 4; 2048 values a thread make 128 splits."""
     spec = TensorSpec((8192, 768), "bfloat16")
-    assert reduction_staging(spec, frozenset((0,)), 4, device(HOPPER)) == (4 * 768 * 128 * 32 * 4, 4 * 6)
-    assert reduction_staging(spec, frozenset((1,)), 4, device(HOPPER)) == ()
-    assert reduction_staging(spec, frozenset(), 4, device(HOPPER)) == ()
+    assert reduction_staging(spec, frozenset((0,)), 4, multiprocessors(HOPPER)) == (4 * 768 * 128 * 32 * 4, 4 * 6)
+    assert reduction_staging(spec, frozenset((1,)), 4, multiprocessors(HOPPER)) == ()
+    assert reduction_staging(spec, frozenset(), 4, multiprocessors(HOPPER)) == ()
 
 
 def test_unnamed_dimensions_are_read_from_shapes_and_doubt_costs_more() -> None:
@@ -242,8 +243,8 @@ def test_outputs_larger_than_their_shape() -> None:
 
 
 def test_unknown_devices_are_taken_for_the_next_older() -> None:
-    assert device((9, 9)) == device(HOPPER)
-    assert device((1, 0)) == device((7, 0))
+    assert multiprocessors((9, 9)) == multiprocessors(HOPPER)
+    assert multiprocessors((1, 0)) == multiprocessors((7, 0))
 
 
 def test_every_rule_says_where_it_comes_from() -> None:

@@ -15,6 +15,7 @@ from foretell.hardware import parse
 from foretell.hardware.lookup import find_profile
 from foretell.hardware.types import Cluster
 from foretell.plan import legal
+from foretell.plan.facts import facts_of
 from foretell.plan.recipe import recipe_of, source_of
 from foretell.plan.types import Plan
 from foretell.search.estimate.depth import Depth
@@ -93,7 +94,7 @@ def test_cuts_of_two_kinds_of_devices_equal_every_cut_in_every_order() -> None:
     assert max(every.values()) > 1.1 * min(every.values()), "cuts matter here"
     even = fill(replace(layout, cuts=(), modes=(), placement=()), made.pricer(cluster))
     assert even is not None and found.best.point.seconds <= every[(), even.layout.cuts] * (1 + 1e-9)
-    assert not legal.complaints(found.best.plan, legal.facts_of(found.best.plan, cluster))
+    assert not legal.complaints(found.best.plan, facts_of(found.best.plan, cluster))
 
 
 @pytest.mark.slow(reason="every cut costed; two stages do the same above")
@@ -148,7 +149,7 @@ def test_a_measured_matrix_places_ranks_and_the_plan_stays_legal() -> None:
     plan, placed = found.best.plan, found.best.placed
     halves = {frozenset(plan.placement[:4]), frozenset(plan.placement[4:])}
     assert halves == {frozenset((0, 2, 4, 6)), frozenset((1, 3, 5, 7))}
-    assert not legal.complaints(plan, legal.facts_of(plan, cluster))
+    assert not legal.complaints(plan, facts_of(plan, cluster))
     made = finder(cluster)
     modes = [KEEP]
     then, before = (

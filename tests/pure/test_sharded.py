@@ -30,7 +30,7 @@ from foretell.trace.recipe import Recipe
 from foretell.trace.record.capture import _add_in_place, capture
 from foretell.trace.record.recorder import RecordedOp, Recorder
 from foretell.trace.record.step import Step, Workload
-from foretell.zoo import gpt
+from foretell.zoo.language import gpt
 
 FOREACH = [Tensor, nn.Parameter, FakeTensor, DTensor]
 """DTensors take the foreach path on CUDA too."""

@@ -18,6 +18,7 @@ from foretell.hardware import parse
 from foretell.hardware.lookup import find_profile
 from foretell.lower.fsdp.units import COLLECTIVES
 from foretell.plan import legal
+from foretell.plan.facts import Facts, with_hardware
 from foretell.plan.recipe import model_of, recipe_of, source_of
 from foretell.plan.types import Mesh, Pipeline, Plan
 from foretell.price.kernels.features import FREE
@@ -174,7 +175,7 @@ def everything(source: Source, hardware: str, found: SearchResult, wishes: Searc
     sizes = [n for n in range(1, count + 1) if count % n == 0]
     layers, experts = ([1], sizes) if axis == "ep" else (sizes, [1])
     traces, refused = Here(capability=(9, 0)), set()
-    facts = replace(legal.with_hardware(legal.Facts(blocks=tuple(sheet(source).blocks), seq=source.seq), cluster), global_batch=batch)
+    facts = replace(with_hardware(Facts(blocks=tuple(sheet(source).blocks), seq=source.seq), cluster), global_batch=batch)
     for tp in layers:
         for cp in layers:
             for shard in sizes:

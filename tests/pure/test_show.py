@@ -15,6 +15,7 @@ import pytest
 
 from foretell.hardware import parse
 from foretell.plan import file, legal, schema
+from foretell.plan.facts import facts_of
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency, Split
 from foretell.report.terminal import plan as page
 from tests.pure import warm
@@ -57,7 +58,7 @@ PLANS = {"one": ONE, "three": THREE, "back": BACK, "large": LARGE, "flat": FLAT,
 
 def drawn(plan: Plan, width: int = 80, **options: Any) -> str:
     cluster = None if plan.hardware in ("auto", "cluster.toml") else parse(plan.hardware)
-    return page.render(plan, (), legal.facts_of(plan, cluster), width, path="plan.json", **options).plain
+    return page.render(plan, (), facts_of(plan, cluster), width, path="plan.json", **options).plain
 
 
 # ---------------------------------------------------------------- drawings
@@ -188,7 +189,7 @@ def test_the_page_about_plans_shows_what_is_shown() -> None:
     plan = file.from_json(example)
     assert file.text_of(plan) == told.split("```json\n")[1].split("```")[0]
     assert "$ foretell plan show plan.json\n" in told  # what that prints is compared where all examples of the pages are
-    for complaint in legal.complaints(plan, legal.facts_of(plan, parse(plan.hardware))):
+    for complaint in legal.complaints(plan, facts_of(plan, parse(plan.hardware))):
         pytest.fail(str(complaint))
     for name in schema.load()["properties"]:
         assert f"`{name}`" in told, f"docs/plan.md does not tell of {name}"

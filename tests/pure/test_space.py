@@ -12,6 +12,7 @@ from foretell.errors import UserError
 from foretell.hardware import parse
 from foretell.plan import legal
 from foretell.plan.blocks import compress
+from foretell.plan.facts import Facts, with_hardware
 from foretell.plan.types import Pipeline, Plan, Residency
 from foretell.search.estimate.plan import Layout
 from foretell.search.solve.front import Point, best_of, point_of, score
@@ -49,7 +50,7 @@ UNEVEN = Made(seconds=(1.0, 2.0, 1.5, 1.0), held=(6.0, 9.0, 8.0, 4.0), state=(24
 def test_every_layout_is_a_legal_plan(hardware: str) -> None:
     made = Made(seconds=(1.0,) * 8, held=(0.5,) * 8, state=(1.0,) * 8)
     here = room(hardware, blocks=8, global_batch=16, compile=("none", "blocks", "model"), context=(1, 2), experts=(1, 2))
-    facts = replace(legal.with_hardware(legal.Facts(blocks=made.blocks), parse(hardware)), global_batch=16)
+    facts = replace(with_hardware(Facts(blocks=made.blocks), parse(hardware)), global_batch=16)
     layouts = list(space.every(here, space.meshes, space.batches, space.schedules, space.compiles, space.reshards))
     assert len(layouts) == len(set(layouts)) and max(layout.mesh.world for layout in layouts) == parse(hardware).count
     for layout in layouts[:: max(1, len(layouts) // 400)]:

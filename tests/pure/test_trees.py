@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from foretell.errors import FileFormatError, InternalError
-from foretell.price.kernels.trees import CHUNK, Floats, Trees, fit, out_of_fold
+from foretell.price.kernels.trees import CHUNK, Floats, Trees, fit
 
 EXACT: dict[str, Any] = {
     "rate": 1.0,
@@ -265,27 +265,6 @@ def test_a_share_for_validation_is_not_fitted() -> None:
     assert rms(off) < 0.2 * rms(y)
 
 
-def test_out_of_fold_never_sees_the_row_nor_its_group() -> None:
-    rng = np.random.default_rng(9)
-    group = rng.permutation(np.repeat(np.arange(20), 15))
-    # The target is the group's own random number: the rows of a group tell of each other, and of nothing else.
-    x = np.c_[group, rng.uniform(size=300)]
-    y = rng.normal(size=20)[group]
-    told = out_of_fold(x, y, "ab", trees=150, rate=0.3)
-    untold = out_of_fold(x, y, "ab", groups=[f"group {number}" for number in group], trees=150, rate=0.3)
-    assert rms(told - y) < 0.1 * rms(y)
-    assert rms(untold - y) > 0.9 * rms(y)
-
-
-def test_out_of_fold_is_a_fit_without_the_fold() -> None:
-    x, y = waves(60, 0)
-    got = out_of_fold(x, y, ["m", "n", "mn"], folds=60, trees=5)
-    for row in (0, 17, 59):
-        others = np.arange(60) != row
-        alone = fit(x[others], y[others], ["m", "n", "mn"], trees=5).predict(x[[row]])
-        assert got[row] == pytest.approx(alone[0], abs=1e-12)
-
-
 def test_a_seed_gives_the_same_trees_and_another_others() -> None:
     x, y = waves(300, 0, noise=0.02)
     first, again, other = (fit(x, y, ["m", "n", "mn"], trees=20, seed=seed).to_dict() for seed in (1, 1, 2))
@@ -379,9 +358,7 @@ def test_what_cannot_be_fitted_is_refused(x: Any, y: Any, settings: dict[str, An
     assert problem in str(caught.value)
 
 
-def test_what_cannot_be_predicted_or_folded_is_refused() -> None:
+def test_what_cannot_be_predicted_is_refused() -> None:
     model = fit([[1.0], [2.0]], [1.0, 2.0], ["a"], trees=1)
     with pytest.raises(InternalError, match=r"shape \(1, 2\)"):
         model.predict([[1.0, 2.0]])
-    with pytest.raises(InternalError, match="into 5 folds"):
-        out_of_fold(np.ones((20, 1)), np.ones(20), ["a"], groups=[0, 1] * 10)

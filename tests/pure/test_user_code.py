@@ -26,6 +26,7 @@ from foretell.search.traces.needed import Traces
 from foretell.trace.hub import build as hub
 from foretell.trace.hub import vision as hub_vision
 from foretell.trace.load import model as load
+from foretell.trace.load import userfile
 from foretell.trace.load.model import Source
 from foretell.trace.sandbox import user_code
 from foretell.trace.sandbox.child import ask_all
@@ -140,7 +141,7 @@ def test_the_guard_holds_below_the_commands(evil: Path) -> None:
     source = Source(model=f"{evil}/mine.py:build")
     with user_code.refused():
         for work in (
-            lambda: load.load(source), lambda: load.function(f"{evil}/data.py", "data"), lambda: load._import_file(evil / "mine.py"),
+            lambda: load.load(source), lambda: userfile.function(f"{evil}/data.py", "data"), lambda: userfile.import_file(evil / "mine.py"),
             lambda: ask_all("foretell.search.traces.child", [{"source": vars(source)}], time_limit=60.0),
             lambda: load.load(Source(model="gpt-tiny", loss=f"{evil}/loss.py:loss")),
         ):  # fmt: skip
@@ -148,7 +149,7 @@ def test_the_guard_holds_below_the_commands(evil: Path) -> None:
                 work()
     assert not list(evil.rglob("canary"))
     with user_code.refused(), user_code.allowed():
-        load._import_file(evil / "data.py")
+        userfile.import_file(evil / "data.py")
     assert (evil / "canary").exists()
 
 
@@ -223,11 +224,11 @@ def test_what_runs_code_says_whose(command: str, evil: Path, capfd: pytest.Captu
 
 def test_nobody_is_told_twice_and_callers_of_the_api_not_at_all(evil: Path) -> None:
     told: list[str] = []
-    load._import_file(evil / "mine.py")
+    userfile.import_file(evil / "mine.py")
     user_code.tell_with(told.append)
     try:
         for _ in range(2):
-            load._import_file(evil / "mine.py")
+            userfile.import_file(evil / "mine.py")
         user_code.before(["a.py", "b.py", "a.py"])
     finally:
         user_code._tell.set(None)

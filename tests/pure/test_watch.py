@@ -26,6 +26,7 @@ from foretell.observe import lines
 from foretell.observe.readings import LEAK_SAMPLES, WINDOW, Readings
 from foretell.report import comparison
 from foretell.runtime.observe import hooks
+from foretell.runtime.observe.process_state import is_out_of_memory, tried_bytes
 from foretell.runtime.train import log
 from foretell.search.advice import script_ways
 from foretell.search.traces.followed import Followed, with_room
@@ -249,9 +250,9 @@ def test_what_an_argument_is_for() -> None:
 
 def test_an_error_is_read_for_what_it_says() -> None:
     gpu = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 70 GiB is free. 7.91 GiB allowed; Of"
-    assert hooks.tried_bytes(gpu) == int(2.5 * 2**30) and hooks.is_out_of_memory(RuntimeError(gpu))
-    assert hooks.tried_bytes("you tried to allocate 33554432 bytes. Error code 12") == 33554432
-    assert not hooks.is_out_of_memory(RuntimeError("shapes do not match"))
+    assert tried_bytes(gpu) == int(2.5 * 2**30) and is_out_of_memory(RuntimeError(gpu))
+    assert tried_bytes("you tried to allocate 33554432 bytes. Error code 12") == 33554432
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
 
 
 def test_room_is_what_the_allocator_may_hold() -> None:

@@ -25,7 +25,7 @@ from foretell.simulate.pace import Pace, ProfileSeconds
 from foretell.simulate.plan import Options
 from foretell.trace.load.model import Source
 from foretell.trace.record.on_cpu import trace_as_cpu
-from foretell.zoo import mf
+from foretell.zoo.methods import mf
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

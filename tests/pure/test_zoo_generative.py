@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -26,8 +25,11 @@ from foretell.trace.record.capture import capture
 from foretell.trace.record.on_cpu import measure_on_cpu, trace_as_cpu
 from foretell.trace.record.step import Step, Workload, call_model, compute_loss, recompute_block
 from foretell.trace.types import BUFFER, GRADIENT, OPTIMIZER, PARAMETER, Program, Trace
-from foretell.zoo import allshowers, asd, get, hummingbird, interprior, lamarr
+from foretell.zoo import get
+from foretell.zoo import load as load_module
+from foretell.zoo.generative import asd, hummingbird, interprior
 from foretell.zoo.listing.generative import ENTRIES
+from foretell.zoo.science import allshowers, lamarr
 from tests.pure.on_cpu import compare_on_cpu
 
 FP32 = Recipe(precision="fp32")
@@ -48,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def phases_of(name: str) -> tuple[str | None, ...]:
-    return getattr(importlib.import_module(f"foretell.zoo.{get(name).module}"), "PHASES", (None,))
+    return getattr(load_module(get(name)), "PHASES", (None,))
 
 
 CASES = [pytest.param(entry.name, phase, id=f"{entry.name}-{phase}") for entry in SMALL for phase in phases_of(entry.name)]

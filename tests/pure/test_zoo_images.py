@@ -18,6 +18,7 @@ from foretell.hardware import parse
 from foretell.hardware.lookup import find_profile
 from foretell.plan import legal
 from foretell.plan.context import share
+from foretell.plan.facts import facts_of
 from foretell.plan.recipe import recipe_of
 from foretell.plan.tensor.derive import derive, refusal
 from foretell.plan.types import Plan
@@ -31,8 +32,9 @@ from foretell.trace.record.capture import capture
 from foretell.trace.record.on_cpu import measure_on_cpu
 from foretell.trace.record.step import Workload, call_model, compute_loss
 from foretell.trace.types import ACTIVATION, GRADIENT, OPTIMIZER, PARAMETER, Op, Trace
-from foretell.zoo import context_split, geo, kmax, pansharpen, pyra, strip_mlp, wildlife
 from foretell.zoo.listing import vision
+from foretell.zoo.perception import kmax, wildlife
+from foretell.zoo.vision import context_split, geo, pansharpen, pyra, strip_mlp
 from tests.pure.on_cpu import compare_on_cpu
 
 FP32 = Recipe(precision="fp32")
@@ -477,7 +479,7 @@ class TestRaftMLP:
             Plan(model={"model": "raftmlp-tiny", "overrides": {"image": image}}, hardware="H200", micro_batch=2, precision="fp32")
             for image in (64, 96)
         ]
-        assert [legal.complaints(plan, legal.facts_of(plan, cluster)) for plan in plans] == [(), ()]
+        assert [legal.complaints(plan, facts_of(plan, cluster)) for plan in plans] == [(), ()]
         trace = on_cuda("raftmlp-tiny", (("image", 96),), 2, recipe_of(plans[1], KEEP))
         assert predict_plan({KEEP: trace}, plans[1], cluster, options).fits
 

@@ -26,7 +26,7 @@ from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.record.capture import capture
 from foretell.trace.record.on_cpu import measure_on_cpu
-from foretell.zoo import e2llm, grpo_roc, longlora, monocoder, qlora, replay_seq
+from foretell.zoo.language import e2llm, grpo_roc, longlora, monocoder, qlora, replay_seq
 from tests.pure.on_cpu import compare_on_cpu
 
 MODULES = ("longlora", "e2llm", "hmt", "qlora", "monocoder", "grpo_roc", "replay_seq")

@@ -20,7 +20,8 @@ from foretell.plan.recipe import default_plan, model_of, refuse_other_model
 from foretell.search.traces import child as search_child
 from foretell.simulate.memory.replay import peak_live
 from foretell.trace import types
-from foretell.trace.fold.deep import Doubt, extended
+from foretell.trace.fold.deep import extended
+from foretell.trace.fold.extend import Doubt
 from foretell.trace.fold.phases import in_turn
 from foretell.trace.load.model import Source, load
 from foretell.trace.load.module import capture_module
@@ -32,8 +33,9 @@ from foretell.trace.sandbox import child as trace_child
 from foretell.trace.sandbox.child import request
 from foretell.trace.store.file import loads
 from foretell.trace.types import Trace
-from foretell.zoo import perforated, resnet
 from foretell.zoo.listing.methods import ENTRIES
+from foretell.zoo.methods import perforated
+from foretell.zoo.vision import resnet
 from tests.pure.on_cpu import compare_on_cpu
 
 SMALL = [entry.name for entry in ENTRIES if entry.small]
@@ -322,7 +324,7 @@ def test_a_grown_model_is_traced_anew_and_no_old_plan_takes_it() -> None:
 
 
 def test_any_module_can_be_wrapped() -> None:
-    module = importlib.import_module("foretell.zoo.vit")
+    module = importlib.import_module("foretell.zoo.vision.vit")
     model = module.build(**zoo.get("vit-tiny").config)
     perforated.perforate(model, 1)
     perforated.set_phase(model, "dendrite")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import random
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,8 +23,8 @@ from foretell.trace.record.capture import capture
 from foretell.trace.record.on_cpu import measure_on_cpu, trace_as_cpu
 from foretell.trace.record.step import compute_loss
 from foretell.trace.types import Trace
-from foretell.zoo import minicpm_v, open_qwen2vl, piip, tinygpt_v
 from foretell.zoo.listing.multimodal import ENTRIES
+from foretell.zoo.multimodal import minicpm_v, open_qwen2vl, piip, tinygpt_v
 from tests.pure.on_cpu import compare_on_cpu
 
 TINY = [entry.name for entry in ENTRIES if entry.small]
@@ -36,7 +35,7 @@ def phases_of(name: str) -> tuple[str, ...]:
 
 
 def module_of(name: str) -> ModuleType:
-    return importlib.import_module(f"foretell.zoo.{zoo.get(name).module}")
+    return zoo.load(zoo.get(name))
 
 
 CASES = [(name, phase) for name in TINY for phase in phases_of(name)]

@@ -26,8 +26,9 @@ from foretell.trace.record.capture import capture
 from foretell.trace.record.on_cpu import measure_on_cpu, trace_as_cpu
 from foretell.trace.record.step import Workload, compute_loss
 from foretell.trace.types import OPTIMIZER, Op, Trace
-from foretell.zoo import boxes, gauss_rbf, mamba_yolo, rpcanet
 from foretell.zoo.listing.perception import ENTRIES
+from foretell.zoo.perception import boxes, mamba_yolo, rpcanet
+from foretell.zoo.science import gauss_rbf
 from tests.pure.on_cpu import compare_on_cpu
 
 PLAIN = Recipe(precision="fp32")

@@ -20,7 +20,7 @@ import pytest
 
 from foretell import zoo
 from foretell.cli import main
-from foretell.zoo import catalogue, rubric, tags
+from foretell.zoo import catalogue, places, rubric, tags
 from foretell.zoo.catalogue import Card
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,9 +60,21 @@ def row(name: str, **more: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------- what is read from sources
 
 
+def test_a_module_is_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {entry.module for entry in zoo.ENTRIES.values()} <= set(places.folders())
+    assert all((ROOT / card.file).is_file() for card in BY_MODULE.values())
+    for folder in ("graphs", "vision"):
+        (tmp_path / folder).mkdir()
+        for file in ("__init__.py", "net.py"):
+            (tmp_path / folder / file).touch()
+    monkeypatch.setattr(places, "FOLDER", tmp_path)
+    with pytest.raises(ValueError, match=r"net.py is in graphs/ and in vision/"):
+        places.folders.__wrapped__()
+
+
 @pytest.mark.parametrize("module", ["gpt", "pvd", "kmax", "perforated"])
 def test_settings_are_those_of_the_real_signature(module: str) -> None:
-    build = importlib.import_module(f"foretell.zoo.{module}").build
+    build = importlib.import_module(places.import_path(module)).build
     real = {name: one.default for name, one in inspect.signature(build).parameters.items()}
     assert BY_MODULE[module].defaults == real
 
@@ -84,7 +96,7 @@ def test_needs_are_all_that_the_code_runs_on() -> None:
 
 
 def test_phases_are_the_module_s() -> None:
-    real = importlib.import_module("foretell.zoo.protein_sid")
+    real = importlib.import_module("foretell.zoo.science.protein_sid")
     assert BY_MODULE["protein_sid"].phases == real.PHASES and BY_MODULE["protein_sid"].samplers == real.SAMPLERS
 
 
@@ -277,7 +289,7 @@ def test_a_query_gives_code_settings_and_rows_in_one_call() -> None:
     modules = {one["module"]: one for one in found["models"]}
     assert set(modules) == {entry.module for entry in zoo.ENTRIES.values() if entry.task == "seg"}
     kmax = modules["kmax"]
-    assert kmax["code"] == (ROOT / "foretell/zoo/kmax.py").read_text(encoding="utf-8")
+    assert kmax["code"] == (ROOT / "foretell/zoo/perception/kmax.py").read_text(encoding="utf-8")
     assert set(kmax["needs"]) == {"resnet", "vit"} and "class ResNet" in kmax["needs"]["resnet"]
     sizes = {one["name"]: one for one in kmax["hyperparameters"]["models"]}
     assert sizes["kmax-tiny"]["settings"] == dict(zoo.get("kmax-tiny").config)
@@ -340,7 +352,8 @@ def test_the_page_of_papers_has_a_row_for_each_workload_and_is_up_to_date() -> N
     papers = {entry.paper for entry in zoo.ENTRIES.values() if entry.paper}
     assert set(table.WORKLOADS) == papers
     inside = text[text.index(table.START) : text.index(table.END)]
-    assert {f"`zoo/{entry.module}.py`" for entry in zoo.ENTRIES.values() if entry.paper} == set(re.findall(r"`zoo/\w+\.py`", inside))
+    files = {BY_MODULE[entry.module].file for entry in zoo.ENTRIES.values() if entry.paper}
+    assert {f"`{file.removeprefix('foretell/')}`" for file in files} == set(re.findall(r"`zoo/[\w/]+\.py`", inside))
     assert table.page(text, table.table(catalogue.cards())) == text, "run: python benchmarks/zoo_table.py"
 
 

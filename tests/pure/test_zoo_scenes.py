@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import replace
 from functools import cache
@@ -23,15 +22,18 @@ from foretell.trace.record.capture import capture
 from foretell.trace.record.on_cpu import trace_as_cpu
 from foretell.trace.record.step import Workload, call_model, compute_loss
 from foretell.trace.types import GRADIENT, OPTIMIZER, Trace
-from foretell.zoo import dnmp, get, icontrol3d, polar_mae, pronerf, pvd, scenesplat, splatnet
+from foretell.zoo import get
+from foretell.zoo import load as load_module
 from foretell.zoo.listing.scenes import ENTRIES
+from foretell.zoo.scenes import dnmp, icontrol3d, pronerf, pvd, scenesplat, splatnet
+from foretell.zoo.science import polar_mae
 from tests.pure.on_cpu import compare_on_cpu
 
 FP32 = Recipe(precision="fp32")
 
 
 def phases_of(name: str) -> tuple[str, ...]:
-    return getattr(importlib.import_module(f"foretell.zoo.{get(name).module}"), "PHASES", ("",))
+    return getattr(load_module(get(name)), "PHASES", ("",))
 
 
 SMALL = [entry.name for entry in ENTRIES if entry.small]

@@ -25,8 +25,10 @@ from foretell.trace.record.capture import capture
 from foretell.trace.record.on_cpu import trace_as_cpu
 from foretell.trace.record.step import Workload, call_model, compute_loss
 from foretell.trace.types import Op, Trace
-from foretell.zoo import gcn_branch, neuroback, pde, pic_step, sg_reg
+from foretell.zoo.graphs import gcn_branch, neuroback
 from foretell.zoo.listing.science import ENTRIES
+from foretell.zoo.scenes import sg_reg
+from foretell.zoo.science import pde, pic_step
 from tests.pure.on_cpu import compare_on_cpu
 
 SMALL = [entry.name for entry in ENTRIES if entry.small]

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foretell import zoo
-from foretell.zoo import bert, gpt, graphsage, llama, mixtral, ssm, t5
+from foretell.zoo.graphs import graphsage
+from foretell.zoo.language import bert, gpt, llama, mixtral, ssm, t5
 
 MODULES = ("gpt", "llama", "mixtral", "bert", "t5", "lstm", "ssm", "graphsage")
 LARGER = pytest.mark.slow(reason="products in bf16 take seconds on most CPUs; the others have the same layers")

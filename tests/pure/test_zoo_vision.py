@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from foretell.zoo import dit, fno, raftmlp, tnt, unet, vit
+from foretell.zoo.generative import dit
+from foretell.zoo.places import import_path
+from foretell.zoo.science import fno
+from foretell.zoo.vision import raftmlp, tnt, unet, vit
 
 SMALL = {
     "vit": {"patch": 8, "dim": 32, "depth": 2, "heads": 4, "classes": 10, "image": 32},
@@ -49,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def zoo(name: str) -> ModuleType:
-    return importlib.import_module(f"foretell.zoo.{name}")
+    return importlib.import_module(import_path(name))
 
 
 def count(module: nn.Module) -> int:

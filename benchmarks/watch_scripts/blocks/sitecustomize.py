@@ -79,7 +79,7 @@ class Blocks:
         elif self.step == WARM:
             each = (self.edge() - self.began) / EDGE
             self.size = max(FEWEST, min(MOST, round(BLOCK_SECONDS / each)))
-            self.watch = sys.modules["_foretell_watch"].installed
+            self.watch = sys.modules["_foretell_watch.hooks"].installed
             self.time_hooks()
             self.began = time.perf_counter()
             self.next_block()

@@ -11,7 +11,7 @@ from foretell.cli import common
 
 if TYPE_CHECKING:
     from foretell.hardware import Cluster
-    from foretell.plan.legal import Complaint
+    from foretell.plan.facts import Complaint
 
 
 def show(
@@ -23,6 +23,7 @@ def show(
     """Explain a plan: who does what, who talks to whom, what was predicted. Exit 1 if it may not be run."""
     from foretell.errors import UserError
     from foretell.plan import file, legal
+    from foretell.plan.facts import facts_of
     from foretell.report.terminal import plan as page
 
     if schema:
@@ -31,7 +32,7 @@ def show(
         raise UserError("no plan is given", "foretell plan show plan.json")
     plan = file.read(path)
     cluster, unknown = _cluster(plan.hardware)
-    facts = legal.facts_of(plan, cluster)
+    facts = facts_of(plan, cluster)
     complaints = (*unknown, *legal.complaints(plan, facts))
     if json:
         common.emit_json(page.content(plan, complaints))
@@ -57,7 +58,7 @@ def _cluster(hardware: str) -> tuple[Cluster | None, tuple[Complaint, ...]]:
     """
     from foretell.errors import UserError
     from foretell.hardware import parse
-    from foretell.plan.legal import Complaint
+    from foretell.plan.facts import Complaint
 
     named = hardware.strip().casefold()
     if named.startswith("auto"):

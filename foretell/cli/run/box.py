@@ -74,6 +74,7 @@ def _place(plan: Plan, rank: int, device: str) -> tuple[str, Cluster]:
     """The kind of device to run on; whatever can be refused without building anything is refused here."""
     from foretell.hardware import parse
     from foretell.plan import legal
+    from foretell.plan.facts import facts_of
     from foretell.plan.mesh import check_rank
     from foretell.runtime.process import launch
 
@@ -83,7 +84,7 @@ def _place(plan: Plan, rank: int, device: str) -> tuple[str, Cluster]:
     if launch.is_rank():
         raise UserError("a box is one process, and this one was started as a rank of several", "start it without torchrun")
     cluster = common.call(lambda: parse(plan.hardware), f"looking at {plan.hardware}")
-    legal.check(plan, legal.facts_of(plan, cluster))
+    legal.check(plan, facts_of(plan, cluster))
     wanted = cluster.device
     if device == "auto" and wanted.backend in ("mps", "xpu", "rocm"):
         problem = f"the plan is for {wanted.name} ({wanted.backend}), and a box runs on NVIDIA GPUs and on CPUs"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from foretell.plan.types import Plan
     from foretell.report.comparison import Comparison
     from foretell.runtime.process.signals import Signals
-    from foretell.runtime.train.loop import RunOutcome
+    from foretell.runtime.train.outcome import RunOutcome
     from foretell.search.profiles.learn import Taught
 
 PLAIN_SECONDS = 5.0

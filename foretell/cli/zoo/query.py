@@ -97,7 +97,7 @@ def lines_of(card: Card) -> Iterator[str]:
     yield _told("score", f"{score.mean:.1f} of 5: {points}")
     for lost in score.lost:
         yield _told("", f"- {lost}")
-    yield _told("code", f"foretell/zoo/{card.module}.py, with --json" + (f"; needs {', '.join(card.needs)}" if card.needs else ""))
+    yield _told("code", f"{card.file}, with --json" + (f"; needs {', '.join(card.needs)}" if card.needs else ""))
     yield ""
 
 

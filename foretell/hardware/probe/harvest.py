@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.hardware.probe.clock import Clock, Timing
 from foretell.hardware.profile import OpRow
-from foretell.trace.record.recorder import attributes
+from foretell.trace.record.attributes import attributes
 from foretell.trace.types import TensorSpec
 
 _FREE = frozenset(

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from foretell.decode import Mismatch, decode, shown
 from foretell.errors import FileFormatError, UserError
 from foretell.files import write_atomically
-from foretell.hardware.profile import About, Case, Measured, OpRow
+from foretell.hardware.profile import About, Case, LatencyRow, LevelRow, Measured, OpRow
 
 KIND, SCHEMA = "foretell-journal", 1
 _ANEW = "start anew without --resume"
@@ -222,18 +222,6 @@ class _StepLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _LevelLine:
-    working_set_bytes: float
-    bytes_per_second: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _LatencyLine:
-    working_set_bytes: float
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class _RateLine:
     dtype: str
     side: float
@@ -272,7 +260,7 @@ class _Note:
 
 
 _CONTENT: Mapping[str, Any] = {
-    "ops": _Ops, "failed": _Failed, "step": _StepLine, "level": _LevelLine, "latency": _LatencyLine, "rate": _RateLine, "copy": _CopyLine,
+    "ops": _Ops, "failed": _Failed, "step": _StepLine, "level": LevelRow, "latency": LatencyRow, "rate": _RateLine, "copy": _CopyLine,
     "power": _PowerLine,
     "skipped": _Skipped, "finished": _Finished, "note": _Note, "clocks": dict[str, float], "launch": dict[str, float],
 }  # fmt: skip

@@ -15,9 +15,6 @@ HELD_SECONDS = {"quick": 0.7, "full": 1.2}
 PIECE_SECONDS = 0.02
 """The clock is read between pieces of the load as long as this."""
 
-Load = tuple[str, Callable[[], Any], float, str]
-"""Name, call, work of one call, unit of work."""
-
 
 def watts(mode: str, until: float) -> Iterator[tuple[float, dict[str, Any]]]:
     """Load points until the time is up: seconds spent, and what was found. Nothing without NVML."""

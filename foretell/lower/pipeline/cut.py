@@ -21,7 +21,6 @@ from foretell.trace.types import Op, Ref, Trace
 
 _LATE = ("backward", "recompute")
 _MARKS = ("foretell.begin", "foretell.model_end")
-_OWNED = (types.PARAMETER, types.GRADIENT, types.OPTIMIZER, types.BUFFER)
 
 
 @dataclass(frozen=True, kw_only=True)

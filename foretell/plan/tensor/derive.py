@@ -14,19 +14,9 @@ from dataclasses import dataclass, field, replace
 
 from foretell.errors import UserError
 from foretell.plan import paths
-from foretell.plan.tensor.flow import (
-    Again,
-    Choices,
-    Leg,
-    Pass,
-    Use,
-    WritesOver,
-    collapsed,
-    parameter_keys,
-    parameter_sizes,
-    weight_uses,
-)
+from foretell.plan.tensor.flow import Again, Choices, Leg, Pass, WritesOver
 from foretell.plan.tensor.types import Setting, Shard
+from foretell.plan.tensor.weights import Use, collapsed, parameter_keys, parameter_sizes, weight_uses
 from foretell.trace.flow.calls import Flow
 
 STYLES = {

@@ -23,11 +23,11 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
+from foretell.hardware.generations import reference
 from foretell.price.kernels.scratch_data import Convolution, round_up
 from foretell.units import MIB
 
 TREES = Path(__file__).with_suffix(".json")
-MULTIPROCESSORS = 132
 _TILE = 128
 LEAN = 0.7
 """More than half: a byte too few may end a run, one too many does not. Held-out families of the half `fit` chose it of 0.5 to 0.8."""
@@ -70,8 +70,8 @@ def features(c: Convolution) -> dict[str, float]:
         "x": c.source.numel, "y": c.result.numel, "x per y": c.source.numel / max(1, c.result.numel),
         "work": positions * depth * c.outputs, "outputs per channel": c.outputs / max(1, c.channels),
         "intensity": c.channels * c.outputs * taps / c.groups / max(1, both),
-        "waves": ceil(positions / _TILE) * ceil(c.outputs / _TILE) / MULTIPROCESSORS,
-        "waves back": ceil(c.batch * c.plane / _TILE) * ceil(c.channels / _TILE) / MULTIPROCESSORS,
+        "waves": ceil(positions / _TILE) * ceil(c.outputs / _TILE) / reference().sm_count,
+        "waves back": ceil(c.batch * c.plane / _TILE) * ceil(c.channels / _TILE) / reference().sm_count,
         "tiles": _tiles(c), "sums": c.batch * c.weight.numel,
         "sums per copies": c.batch * c.weight32 / max(1, c.x + c.y), "by hand per copies": c.by_hand() / max(1, c.x + c.y),
     }  # fmt: skip
@@ -83,7 +83,7 @@ def recipes(c: Convolution) -> dict[str, int]:
     padded, padded_out = round_up(c.channels, step) / max(1, c.channels), round_up(c.outputs, step) / max(1, c.outputs)
     x, y = int(c.source.nbytes * padded), int(c.result.nbytes * padded_out)
     w = int(c.weight.nbytes * padded * padded_out) if c.kernel > 1 else 0
-    splits = int(c.weight32 * padded * padded_out) * (MULTIPROCESSORS // max(1, _tiles(c)))
+    splits = int(c.weight32 * padded * padded_out) * (reference().sm_count // max(1, _tiles(c)))
     all_three = x + y + w
     found = {
         "by hand": c.by_hand(), "none": 0, "x + w": x + w, "x + y": x + y, "x + y + w": all_three,

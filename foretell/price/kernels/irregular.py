@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 
+from foretell.hardware.generations import reference
 from foretell.hardware.types import Device
 from foretell.price.kernels.shapes import LAUNCH_SECONDS, Described, Shape, flags_of, log, nbytes, short
 from foretell.trace.types import TensorSpec
@@ -118,7 +119,7 @@ def unmeasured(shapes: Iterable[Shape], families: Collection[str]) -> tuple[str,
 def rare(name: str, op: Shape, device: Device) -> Described:
     """A rare op in numbers."""
     kind = kind_of(name, op)
-    rate, cores = device.memory_bandwidth_bytes_per_second, 132 / device.sm_count
+    rate, cores = device.memory_bandwidth_bytes_per_second, reference().sm_count / device.sm_count
     moved = nbytes(op.inputs) + nbytes(op.outputs)
     first = max(op.inputs, key=_numel) if op.inputs else op.outputs[0]
     values = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from foretell.hardware.generations import reference
 from foretell.hardware.types import Device
 from foretell.price.kernels.lines import lines
 from foretell.price.kernels.shapes import LAUNCH_SECONDS, Described, Shape, letters_of, log, nbytes, two_power
@@ -100,7 +101,7 @@ def mover(name: str, op: Shape, device: Device) -> Described:
     rows = numel // max(1, inner)
     lane = _lane(kind, op, first, numel, out)
     indices = float(sum([spec.numel for spec in op.inputs if spec.dtype in ("int64", "int32")]))
-    cores = 132 / device.sm_count
+    cores = reference().sm_count / device.sm_count
     rate = device.memory_bandwidth_bytes_per_second
     cache = float(device.l2_bytes or 1)
     many = max(numel, out)
@@ -318,7 +319,7 @@ def _lists(name: str, op: Shape, device: Device) -> Described:
     total = read + (written or 0.6 * read)
     terms = {
         "one": 1e-6, "read": read / rate, "written": written / rate, "over": max(0.0, total - 0.6 * cache) / rate,
-        "tensors": count * 1e-8, "chunks": chunks * 1e-8 * 132 / device.sm_count,
+        "tensors": count * 1e-8, "chunks": chunks * 1e-8 * reference().sm_count / device.sm_count,
     }  # fmt: skip
     width = DTYPE_BYTES.get(op.inputs[0].dtype, 4) if op.inputs else 4
     values = dict.fromkeys(

@@ -18,22 +18,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from math import ceil, prod
 
-from foretell.price.kernels import scratch_rnn
+from foretell.hardware.generations import Multiprocessors, multiprocessors
+from foretell.price.kernels import scratch_attention, scratch_rnn
 from foretell.price.kernels.convolutions import workspace
 from foretell.price.kernels.scratch_data import (
     CONTIGUOUS_INPUTS,
+    Buffers,
     Convolution,
-    ScratchDevice,
-    device,
+    input_specs,
     reduction_staging,
-    round_up,
 )
 from foretell.trace.fold.merged import MERGED, about
 from foretell.trace.types import Op, TensorSpec
 from foretell.units import DTYPE_BYTES
 
-Buffers = tuple[int, ...]
-Rule = Callable[[Op, ScratchDevice], Buffers]
+Rule = Callable[[Op, Multiprocessors], Buffers]
 
 
 def scratch(op: Op, capability: tuple[int, int]) -> Buffers:
@@ -49,11 +48,11 @@ def stages(op: Op, capability: tuple[int, int]) -> tuple[Buffers, ...]:
     if rule is None:
         found: tuple[Buffers, ...] = ((),)
     elif rule is _convolution_backward:
-        found = _convolution_backward_stages(op, device(capability))
+        found = _convolution_backward_stages(op, multiprocessors(capability))
     elif rule is _recurrent_backward:
         found = scratch_rnn.backward(op)
     else:
-        found = (rule(op, device(capability)),)
+        found = (rule(op, multiprocessors(capability)),)
     copies = _copies(op)
     return tuple(tuple(size for size in (*copies, *stage) if size > 0) for stage in found)
 
@@ -66,10 +65,6 @@ def extra_output_bytes(op: Op) -> int:
     if op.name in ("aten._unique2.default", "aten.unique_dim.default") and op.inputs and op.outputs:
         return max(0, op.inputs[0].spec.nbytes - op.outputs[0].spec.nbytes)  # cut from a tensor of the input's size
     return 0
-
-
-def _specs(op: Op) -> tuple[TensorSpec, ...]:
-    return tuple(ref.spec for ref in op.inputs)
 
 
 def _strided(op: Op) -> set[int]:
@@ -87,94 +82,11 @@ def _sort_temporary(count: int, element: int) -> int:
     return count * element + 1024 * ceil(count / 4500) + 20 * 1024
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------
-
-
-def _cudnn_attention(op: Op, _: ScratchDevice) -> Buffers:
-    """Forward: cuDNN asks for 16 bytes or so."""
-    return (16,)
-
-
-def _cudnn_attention_backward(op: Op, _: ScratchDevice) -> Buffers:
-    """One workspace: fp32 dq, the row sums of dO*O, and dk, dv per query head where query heads share keys."""
-    query, key, value = _specs(op)[1:4]
-    batch, heads, rows, size = query.shape
-    workspace = 4 * batch * heads * rows * (size + 1) + 16
-    if key.shape[1] != heads:
-        workspace += batch * heads * key.shape[2] * (size + value.shape[3]) * DTYPE_BYTES[key.dtype]
-    return (workspace,)
-
-
-def _flash(op: Op, dev: ScratchDevice) -> Buffers:
-    """Partial outputs and row sums where keys are split over blocks, as num_splits_heuristic of flash_api decides."""
-    query, key = _specs(op)[:2]
-    dropout = next((value for value in op.attrs if isinstance(value, float)), 0.0)
-    batch, heads, rows, size = query.shape
-    blocks = batch * heads * ceil(rows / 64)
-    columns = ceil(key.shape[2] / (256 if size <= 64 else 128 if size <= 128 else 64))
-    splits = 1 if dropout else _flash_splits(blocks, dev.multiprocessors * 2, columns)
-    if splits == 1:
-        return ()
-    total = 4 * splits * batch * heads * rows
-    return (total, total * _head(size))
-
-
-def _flash_splits(blocks: int, slots: int, columns: int) -> int:
-    if blocks >= 0.8 * slots:
-        return 1
-    able = [n for n in range(1, min(128, slots, columns) + 1) if n == 1 or ceil(columns / n) != ceil(columns / (n - 1))]
-    waves = {n: blocks * n / slots for n in able}
-    efficiency = {n: wave / ceil(wave) for n, wave in waves.items()}
-    return min(n for n in able if efficiency[n] >= 0.85 * max(efficiency.values()))
-
-
-def _head(size: int) -> int:
-    return round_up(size, 32) if size <= 128 else round_up(size, 64)
-
-
-def _flash_backward(op: Op, _: ScratchDevice) -> Buffers:
-    """flash_api: softmax_d and fp32 dq_accum, rows padded to 128, head to 32; dk, dv per query head if keys are shared.
-
-    Heads below 32 were measured with two more tensors of the size of dO.
-    """
-    grad, query, key = _specs(op)[:3]
-    batch, heads, rows, size = query.shape
-    softmax = 4 * batch * heads * round_up(rows, 128)
-    shared = batch * heads * key.shape[2] * size * DTYPE_BYTES[key.dtype] if key.shape[1] != heads else 0
-    small = grad.nbytes if size < 32 else 0
-    return (small, small, softmax, softmax * _head(size), shared, shared)
-
-
-def _efficient(op: Op, _: ScratchDevice) -> Buffers:
-    """Forward: an fp32 accumulator where the output is narrower and the head exceeds what registers hold (128)."""
-    value = op.inputs[2].spec
-    wide = value.shape[-1] > 128 and value.dtype != "float32"
-    return (4 * op.outputs[0].spec.numel,) if wide and op.outputs else ()
-
-
-def _efficient_backward(op: Op, _: ScratchDevice) -> Buffers:
-    """cutlass: dq in fp32 tiles, each with a 16-byte lock, and delta. In fp32 delta is computed outside, from dO*O."""
-    specs = _specs(op)
-    grad, query, key, value = specs[:4]
-    batch, heads, rows, size = query.shape
-    delta = 4 * batch * heads * rows
-    block = 64 if size <= 64 else 128
-    tiles = ceil(rows / block) * (1 if 96 < size <= 128 else ceil(size / 64))
-    width = 128 if 96 < size <= 128 else 64
-    workspace = batch * heads * tiles * (4 * block * width + 16)
-    if size > 128 and query.dtype != "float32":
-        wide = round_up(size, 128) + round_up(value.shape[3], 128)
-        workspace += 4 * batch * heads * round_up(key.shape[2], 64) * wide
-    if query.dtype == "float32" and grad.nbytes + delta > workspace:
-        return (grad.nbytes, delta, delta)
-    return (delta, workspace)
-
-
 # -- reductions, norms and losses --------------------------------------------------------------------------------------
 
 
 def _reduction(accumulator: int = 0) -> Rule:
-    def rule(op: Op, dev: ScratchDevice) -> Buffers:
+    def rule(op: Op, dev: Multiprocessors) -> Buffers:
         """Reduce.cuh: partial results of the blocks that share an output, and their semaphores."""
         source, result = op.inputs[0].spec, op.outputs[0].spec
         wide = accumulator or max(4, DTYPE_BYTES[source.dtype])
@@ -204,9 +116,9 @@ def _reduced_dims(op: Op, source: Sequence[int], result: Sequence[int]) -> Itera
 
 
 def _layer_norm_backward(gradients: int) -> Rule:
-    def rule(op: Op, dev: ScratchDevice) -> Buffers:
+    def rule(op: Op, dev: Multiprocessors) -> Buffers:
         """Tall and narrow: partial weight gradients per 32 rows, then a sum over them (layer_norm_kernel.cu)."""
-        specs = _specs(op)
+        specs = input_specs(op)
         columns = max((out.spec.numel for out in op.outputs[1:]), default=0)
         if not columns or len(op.outputs) < 2:
             return ()
@@ -220,59 +132,59 @@ def _layer_norm_backward(gradients: int) -> Rule:
     return rule
 
 
-def _group_norm(op: Op, _: ScratchDevice) -> Buffers:
+def _group_norm(op: Op, _: Multiprocessors) -> Buffers:
     """Scale and shift per sample and channel, in fp32."""
     shape = op.inputs[0].spec.shape
     one = 4 * shape[0] * shape[1]
     return (one, one)
 
 
-def _group_norm_backward(op: Op, _: ScratchDevice) -> Buffers:
+def _group_norm_backward(op: Op, _: Multiprocessors) -> Buffers:
     """ds, db and c1 per sample and channel, c2 and c3 per sample and group, in fp32."""
     shape, groups = op.inputs[1].spec.shape, op.inputs[2].spec.numel
     one = 4 * shape[0] * shape[1]
     return (one, one, one, 4 * groups, 4 * groups)
 
 
-def _softmax_backward(op: Op, _: ScratchDevice) -> Buffers:
+def _softmax_backward(op: Op, _: Multiprocessors) -> Buffers:
     """The product of gradient and output."""
     return (op.inputs[0].spec.nbytes,)
 
 
-def _safe_softmax(op: Op, _: ScratchDevice) -> Buffers:
+def _safe_softmax(op: Op, _: Multiprocessors) -> Buffers:
     """Which elements, and then which rows, are all -inf, as booleans; a zero."""
     spec = op.inputs[0].spec
     return (spec.numel, spec.numel // max(1, spec.shape[-1] if spec.shape else 1), 512)
 
 
-def _input_copy(op: Op, _: ScratchDevice) -> Buffers:
+def _input_copy(op: Op, _: Multiprocessors) -> Buffers:
     """One tensor like the first input: c2r FFT overwrites its input, logsumexp and losses hold the elementwise part."""
     return (op.inputs[0].spec.nbytes,)
 
 
-def _loss(op: Op, _: ScratchDevice) -> Buffers:
+def _loss(op: Op, _: Multiprocessors) -> Buffers:
     """A reduced loss holds the elementwise losses first."""
-    return (max(spec.nbytes for spec in _specs(op)),) if not op.outputs[0].spec.shape else ()
+    return (max(spec.nbytes for spec in input_specs(op)),) if not op.outputs[0].spec.shape else ()
 
 
-def _logits_loss(op: Op, _: ScratchDevice) -> Buffers:
+def _logits_loss(op: Op, _: Multiprocessors) -> Buffers:
     """log(sigmoid) of the logits and the elementwise losses, of which only their mean is an output."""
-    one = _specs(op)[0].nbytes
+    one = input_specs(op)[0].nbytes
     return (one, one) if not op.outputs[0].spec.shape else (one,)
 
 
-def _foreach_norm(op: Op, _: ScratchDevice) -> Buffers:
+def _foreach_norm(op: Op, _: Multiprocessors) -> Buffers:
     """Partial norms: one per 65536 elements of the largest tensor, for every tensor."""
-    chunks = max((ceil(spec.numel / 65536) for spec in _specs(op)), default=0)
+    chunks = max((ceil(spec.numel / 65536) for spec in input_specs(op)), default=0)
     return (len(op.inputs) * chunks * (8 if op.inputs and op.inputs[0].spec.dtype == "float64" else 4),)
 
 
-def _complex_product(op: Op, _: ScratchDevice) -> Buffers:
+def _complex_product(op: Op, _: Multiprocessors) -> Buffers:
     """Complex matrix products: operands that are lazily conjugated or permuted are made real copies first."""
-    return tuple(spec.nbytes for spec in _specs(op)[-2:] if spec.dtype.startswith("complex"))
+    return tuple(spec.nbytes for spec in input_specs(op)[-2:] if spec.dtype.startswith("complex"))
 
 
-def _roll(op: Op, _: ScratchDevice) -> Buffers:
+def _roll(op: Op, _: Multiprocessors) -> Buffers:
     """Rolling several dimensions goes one by one, through one intermediate tensor."""
     return (op.inputs[0].spec.nbytes,) if sum(type(value) is int for value in op.attrs) != 2 else ()
 
@@ -280,12 +192,12 @@ def _roll(op: Op, _: ScratchDevice) -> Buffers:
 # -- sorting and indexing ----------------------------------------------------------------------------------------------
 
 
-def _embedding_backward(op: Op, _: ScratchDevice) -> Buffers:
+def _embedding_backward(op: Op, _: Multiprocessors) -> Buffers:
     """Embedding.cu: indices are sorted above 3072, then rows are summed by 10 in fp32 and scattered.
 
     The partial sums are allocated for the most segments there can be: n / 10 + min(n, table rows).
     """
-    grad, indices = _specs(op)[:2]
+    grad, indices = input_specs(op)[:2]
     count, (rows, columns) = indices.numel, op.outputs[0].spec.shape
     if count <= 3072:
         return ()
@@ -300,7 +212,7 @@ def _embedding_backward(op: Op, _: ScratchDevice) -> Buffers:
     return max(sorting, summing, key=sum)
 
 
-def _sort(op: Op, _: ScratchDevice) -> Buffers:
+def _sort(op: Op, _: Multiprocessors) -> Buffers:
     """Up to 4096 in a row: an arange. Longer: row numbers, and cub's buffers for keys and values."""
     spec = op.inputs[0].spec
     row = _row(op, spec)
@@ -318,7 +230,7 @@ def _row(op: Op, spec: TensorSpec) -> int:
     return spec.shape[dim] if spec.shape and -len(spec.shape) <= dim < len(spec.shape) else 1
 
 
-def _topk(op: Op, dev: ScratchDevice) -> Buffers:
+def _topk(op: Op, dev: Multiprocessors) -> Buffers:
     """Long rows: digit counts (512 B) per block and cumulative ones (1 KiB) per row (TensorTopK.cu, several blocks)."""
     spec, result = op.inputs[0].spec, op.outputs[0].spec
     pairs = zip(spec.shape, result.shape, strict=True)
@@ -331,7 +243,7 @@ def _topk(op: Op, dev: ScratchDevice) -> Buffers:
     return (520 * rows * ceil(row / (256 * items)) + 1056 * rows + 4096,)
 
 
-def _cumulative(op: Op, _: ScratchDevice) -> Buffers:
+def _cumulative(op: Op, _: Multiprocessors) -> Buffers:
     """A scan of one row keeps 16 bytes per tile; another dtype than the output's is cast first."""
     spec, result = op.inputs[0].spec, op.outputs[0].spec
     cast = result.nbytes if spec.dtype != result.dtype else 0
@@ -339,12 +251,12 @@ def _cumulative(op: Op, _: ScratchDevice) -> Buffers:
     return (cast, spec.numel // 190 + 1024 if single else 0)
 
 
-def _index_put(op: Op, _: ScratchDevice) -> Buffers:
+def _index_put(op: Op, _: Multiprocessors) -> Buffers:
     """Accumulating: linear indices, their sorted order and origin, an arange, and cub's sort buffers."""
     flags = [value for value in op.attrs if isinstance(value, bool)]
     accumulate = flags[0] if flags else op.phase == "backward"
-    indices = [spec for spec in _specs(op)[1:-1] if spec.dtype in _INTEGERS]
-    count = prod(_broadcast(indices)) if indices else max((spec.numel for spec in _specs(op)[1:-1]), default=0)
+    indices = [spec for spec in input_specs(op)[1:-1] if spec.dtype in _INTEGERS]
+    count = prod(_broadcast(indices)) if indices else max((spec.numel for spec in input_specs(op)[1:-1]), default=0)
     if not accumulate or not count:
         return _index_copies(indices)
     values = op.inputs[-1].spec.nbytes if len(op.inputs) - 1 in _strided(op) else 0
@@ -374,20 +286,20 @@ def _index_copies(indices: Sequence[TensorSpec]) -> Buffers:
     return tuple(found)
 
 
-def _nonzero(op: Op, _: ScratchDevice) -> Buffers:
+def _nonzero(op: Op, _: Multiprocessors) -> Buffers:
     """Counts of cub's select, a few bytes per tile."""
     return (op.inputs[0].spec.numel // 400 + 1536,)
 
 
-def _masked(op: Op, dev: ScratchDevice) -> Buffers:
+def _masked(op: Op, dev: Multiprocessors) -> Buffers:
     """A boolean index becomes its nonzero positions, int64 per dimension of the mask; integers as they are read."""
-    masks = [spec for spec in _specs(op)[1:] if spec.dtype in ("bool", "uint8")]
+    masks = [spec for spec in input_specs(op)[1:] if spec.dtype in ("bool", "uint8")]
     if not masks or not op.outputs[0].spec.shape:
-        return _index_copies([spec for spec in _specs(op)[1:] if spec.dtype in _INTEGERS])
+        return _index_copies([spec for spec in input_specs(op)[1:] if spec.dtype in _INTEGERS])
     return (8 * op.outputs[0].spec.shape[0] * len(masks[0].shape), masks[0].numel // 400 + 1536)
 
 
-def _unique(op: Op, _: ScratchDevice) -> Buffers:
+def _unique(op: Op, _: Multiprocessors) -> Buffers:
     """cub's sort of the values; with inverse indices the sort carries positions, and a scan of differences follows."""
     spec = op.inputs[0].spec
     element = DTYPE_BYTES[spec.dtype]
@@ -396,7 +308,7 @@ def _unique(op: Op, _: ScratchDevice) -> Buffers:
     return (*more, _sort_temporary(spec.numel, element + (8 if inverse else 0)))
 
 
-def _multinomial(op: Op, _: ScratchDevice) -> Buffers:
+def _multinomial(op: Op, _: Multiprocessors) -> Buffers:
     """One sample: an exponential variable per weight; the checks of the weights."""
     return (op.inputs[0].spec.nbytes, 512, 512)
 
@@ -404,19 +316,19 @@ def _multinomial(op: Op, _: ScratchDevice) -> Buffers:
 # -- convolution -------------------------------------------------------------------------------------------------------
 
 
-def _convolution(op: Op, _: ScratchDevice) -> Buffers:
+def _convolution(op: Op, _: Multiprocessors) -> Buffers:
     """cuDNN, forward: copies in its own layout (NHWC) of input, output and weight; workspace where it splits sums."""
     strided = _strided(op)
-    c = Convolution(_specs(op)[0], _specs(op)[1], op.outputs[0].spec, op.attrs, False, weight_last=1 in strided)
+    c = Convolution(input_specs(op)[0], input_specs(op)[1], op.outputs[0].spec, op.attrs, False, weight_last=1 in strided)
     return (c.source.nbytes if 0 in strided and not c.channels_last else 0, _with_alignment(workspace(c)))
 
 
-def _convolution_backward(op: Op, dev: ScratchDevice) -> Buffers:
+def _convolution_backward(op: Op, dev: Multiprocessors) -> Buffers:
     """cuDNN, backward: the largest of its stages, which come one after the other."""
     return max(_convolution_backward_stages(op, dev), key=sum)
 
 
-def _convolution_backward_stages(op: Op, dev: ScratchDevice) -> tuple[Buffers, ...]:
+def _convolution_backward_stages(op: Op, dev: Multiprocessors) -> tuple[Buffers, ...]:
     """Workspace of the input's gradient, then of the weight's, then the reduction of the bias's.
 
     Measured was the highest point of the three, above all results: where the weight's is asked for, it has it all.
@@ -435,7 +347,7 @@ def _convolution_backward_stages(op: Op, dev: ScratchDevice) -> tuple[Buffers, .
 def _gradient(op: Op) -> tuple[Convolution, Buffers]:
     """The convolution of a backward op, and the copies of its inputs that come before cuDNN: all in the source's layout."""
     strided = _strided(op)
-    result, source, weight = _specs(op)[:3]
+    result, source, weight = input_specs(op)[:3]
     c = Convolution(source, weight, result, op.attrs, True, weight_last=2 in strided)
     if c.channels_last:
         layout = next((mark[7:] for mark in op.attrs if isinstance(mark, str) and mark.startswith("layout:")), "")
@@ -443,7 +355,7 @@ def _gradient(op: Op) -> tuple[Convolution, Buffers]:
     return c, tuple(spec.nbytes for i, spec in enumerate((result, source)) if i in strided)
 
 
-def _bias_staging(op: Op, c: Convolution, dev: ScratchDevice) -> Buffers:
+def _bias_staging(op: Op, c: Convolution, dev: Multiprocessors) -> Buffers:
     """The sum of the result's gradient over all but channels."""
     batch, channels = c.result.shape[:2]
     rows = c.channels_last or 0 in _strided(op)  # channels vary fastest, which needs the larger staging
@@ -459,24 +371,24 @@ def _with_alignment(size: int) -> int:
 # -- recurrent layers --------------------------------------------------------------------------------------------------
 
 
-def _recurrent(op: Op, _: ScratchDevice) -> Buffers:
+def _recurrent(op: Op, _: Multiprocessors) -> Buffers:
     """cuDNN, forward: the input with time first, and the workspace."""
     return scratch_rnn.forward(op)
 
 
-def _recurrent_backward(op: Op, _: ScratchDevice) -> Buffers:
+def _recurrent_backward(op: Op, _: Multiprocessors) -> Buffers:
     """cuDNN, backward: the larger of its two stages, the gradients of input and states, then those of the weights."""
     return max(scratch_rnn.backward(op), key=sum)
 
 
 _PAIR, _WELFORD = 16, 16
 _RULES: dict[str, Rule] = {
-    "aten._scaled_dot_product_cudnn_attention.default": _cudnn_attention,
-    "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_attention_backward,
-    "aten._scaled_dot_product_flash_attention.default": _flash,
-    "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
-    "aten._scaled_dot_product_efficient_attention.default": _efficient,
-    "aten._scaled_dot_product_efficient_attention_backward.default": _efficient_backward,
+    "aten._scaled_dot_product_cudnn_attention.default": scratch_attention.cudnn,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": scratch_attention.cudnn_backward,
+    "aten._scaled_dot_product_flash_attention.default": scratch_attention.flash,
+    "aten._scaled_dot_product_flash_attention_backward.default": scratch_attention.flash_backward,
+    "aten._scaled_dot_product_efficient_attention.default": scratch_attention.efficient,
+    "aten._scaled_dot_product_efficient_attention_backward.default": scratch_attention.efficient_backward,
     "aten.native_layer_norm_backward.default": _layer_norm_backward(2),
     "aten._fused_rms_norm_backward.default": _layer_norm_backward(1),
     "aten.native_group_norm.default": _group_norm, "aten.native_group_norm_backward.default": _group_norm_backward,

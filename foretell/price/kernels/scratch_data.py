@@ -1,33 +1,20 @@
-"""What the scratch rules build on: devices, kernels that copy their inputs, reductions, and cuDNN's convolutions."""
+"""What the scratch rules build on: kernels that copy their inputs, reductions, and cuDNN's convolutions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, prod
-from typing import NamedTuple
 
-from foretell.trace.types import TensorSpec
+from foretell.hardware.generations import Multiprocessors, reference
+from foretell.trace.types import Op, TensorSpec
 from foretell.units import DTYPE_BYTES, MIB
 
-
-class ScratchDevice(NamedTuple):
-    multiprocessors: int
-    threads: int
-    """Resident threads per multiprocessor."""
+Buffers = tuple[int, ...]
+"""Sizes in bytes of what is alive together."""
 
 
-_DEVICES: dict[tuple[int, int], ScratchDevice] = {
-    (7, 0): ScratchDevice(80, 2048), (7, 5): ScratchDevice(72, 1024), (8, 0): ScratchDevice(108, 2048), (8, 6): ScratchDevice(84, 1536),
-    (8, 7): ScratchDevice(16, 1536), (8, 9): ScratchDevice(142, 1536), (9, 0): ScratchDevice(132, 2048), (10, 0): ScratchDevice(148, 2048),
-    (10, 3): ScratchDevice(160, 2048), (12, 0): ScratchDevice(188, 1536), (12, 1): ScratchDevice(48, 1536),
-}  # fmt: skip
-"""The largest part of each compute capability: more multiprocessors mean more staging."""
-
-
-def device(capability: tuple[int, int]) -> ScratchDevice:
-    """The device of this compute capability, or of the newest one known that is older."""
-    older = [known for known in _DEVICES if known <= tuple(capability)]
-    return _DEVICES[max(older) if older else min(_DEVICES)]
+def input_specs(op: Op) -> tuple[TensorSpec, ...]:
+    return tuple(ref.spec for ref in op.inputs)
 
 
 CONTIGUOUS_INPUTS: dict[str, tuple[int, ...]] = {
@@ -44,7 +31,7 @@ _BLOCK_THREADS, _WARP = 512, 32
 _LEAST_PER_THREAD, _MOST_PER_THREAD = 16, 256
 
 
-def reduction_staging(spec: TensorSpec, dims: frozenset[int], accumulator: int, device: ScratchDevice) -> tuple[int, ...]:
+def reduction_staging(spec: TensorSpec, dims: frozenset[int], accumulator: int, device: Multiprocessors) -> tuple[int, ...]:
     """ATen's Reduce.cuh for a contiguous input: bytes of partial results and of semaphores; empty if not split.
 
     Follows setReduceConfig: a block is laid over the fastest dimension, vectors of 4 over the outputs if that
@@ -217,7 +204,7 @@ class Convolution:
     def _pointwise_weight_pass(self) -> int:
         """1x1: either one product per sample, fp32, summed afterwards, or copies in NHWC; mostly what is smaller."""
         if self.channels_last and self.plane > 1:
-            return min(132 * self.weight32, int(8.25 * MIB)) * (1 if self.narrow else 2)
+            return min(reference().sm_count * self.weight32, int(8.25 * MIB)) * (1 if self.narrow else 2)
         copies = self.source.nbytes + self.y
         each = self.batch * self.weight32
         if self.plane == 1:

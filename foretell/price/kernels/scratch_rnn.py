@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from foretell.price.kernels.scratch_data import Buffers
 from foretell.trace.types import Op
 from foretell.units import DTYPE_BYTES, MIB
 
-Buffers = tuple[int, ...]
 _LSTM, _GRU = 2, 3
 _GATES = {_LSTM: 4, _GRU: 3}
 _PRODUCTS = 8 * MIB

@@ -112,7 +112,7 @@ def _numbers(data: Mapping[str, Any], name: str, axes: int) -> Floats:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeSettings:
-    """What `fit` and `out_of_fold` take by name."""
+    """What `fit` takes by name."""
 
     depth: int = 6
     trees: int = 400
@@ -151,25 +151,6 @@ def fit(
             raise InternalError(f"{len(held)} rows cannot give a share of {validation} to validation")
         seen, watched = seen[~held], seen[held]
     return _boosted(seen, watched, tuple(features), TreeSettings(**settings), rng)
-
-
-def out_of_fold(
-    x: ArrayLike, y: ArrayLike, features: Sequence[str], folds: int = 5, groups: ArrayLike | None = None, *,
-    seed: int = 0, weights: ArrayLike | None = None, **settings: Any,
-) -> Floats:  # fmt: skip
-    """For every row the prediction of trees that saw neither it nor any row of its group."""
-    table = _table(x, y, features, weights)
-    group = np.arange(len(table)) if groups is None else np.unique(np.asarray(groups), return_inverse=True)[1]
-    count = int(group.max()) + 1
-    if len(group) != len(table) or not 2 <= folds <= count:
-        raise InternalError(f"{len(table)} rows in {count} groups cannot be dealt into {folds} folds")
-    fold = (np.random.default_rng(seed).permutation(count) % folds)[group]
-    out = np.empty(len(table))
-    for number in range(folds):
-        seen, held = table[fold != number], fold == number
-        model = fit(seen[:, :-2], seen[:, -2], features, seed=seed, weights=seen[:, -1], **settings)
-        out[held] = model.predict(table[held, :-2])
-    return out
 
 
 def _table(x: ArrayLike, y: ArrayLike, features: Sequence[str], weights: ArrayLike | None) -> Floats:

@@ -1,4 +1,4 @@
-"""Seconds of a collective or a copy: by what it does, how large it is, and what joins the devices.
+"""Seconds of a collective: by what it does, how large it is, and what joins the devices.
 
     seconds = latency(algorithm, protocol, ranks, nodes) + bytes on the wire / rate the library reaches
 
@@ -23,6 +23,7 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from foretell.hardware import wires
+from foretell.hardware.reached import RateFraction, by_ring, by_switch, same_wires
 from foretell.hardware.types import Cluster, Link
 from foretell.hardware.wires import Wires
 from foretell.quantities import ASSUMED, MEASURED
@@ -30,44 +31,7 @@ from foretell.quantities import ASSUMED, MEASURED
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 ALL_TO_ALL, BROADCAST, P2P = "all_to_all", "broadcast", "p2p"
 OPERATIONS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, P2P)
-
-
-class RateFraction(NamedTuple):
-    """A fraction of a nominal rate, and where it is known from."""
-
-    fraction: float
-    source: str
-
-
-REACHED: Mapping[str, RateFraction] = {
-    "NVLink5": RateFraction(0.80, "NCCL's topology table counts 40.1 of 50 GB/s for each of its links"),
-    "NVLink4": RateFraction(0.82, "NCCL's topology table counts 20.6 of 25 GB/s a link; its authors expect 370 of 450 GB/s"),
-    "nvlink": RateFraction(
-        0.80, "NCCL's topology table counts 20 of 25 GB/s a link on V100 and A100; tests on A100 show 200 to 235"
-    ),
-    "xgmi": RateFraction(0.70, "assumed; public tests on eight MI300X reach 310 to 330 of 448 GB/s"),
-    "c2c": RateFraction(0.80, "assumed as NVLink"),
-    "pcie": RateFraction(0.60, "assumed; NCCL counts 12 of 15.75 GB/s for gen 3, and eight cards on two bridges reach less"),
-    "memory": RateFraction(0.30, "assumed: staged through host memory"),
-    "infiniband": RateFraction(
-        0.96, "NCCL's authors expect 46 to 48 of 50 GB/s a card; four 25 GB/s cards were seen to reach 96"
-    ),
-    "roce": RateFraction(0.92, "assumed a little below InfiniBand"),
-    "slingshot": RateFraction(0.85, "assumed"),
-    "efa": RateFraction(0.80, "assumed"),
-    "OPA100": RateFraction(0.40, "set on published runs of one machine, between 0.25 and 0.6; its users measured far less"),
-    "omnipath": RateFraction(0.60, "assumed; BigScience measured far less on theirs"),
-    "ethernet": RateFraction(0.80, "assumed: sockets"),
-}
-"""By name of a link, else by its kind: the part of the nominal rate a large ring reaches."""
-
-SWITCH_REDUCES: Mapping[str, RateFraction] = {
-    "NVLink4": RateFraction(
-        0.61, "NCCL's authors: about 275 GB/s of buffer (480 of bus) for a large all-reduce over eight H100"
-    ),
-    "NVLink5": RateFraction(0.53, "public tests: 830 to 840 GB/s of bus over eight B200, which is 477 of buffer"),
-}
-"""Buffer bytes per second of an all-reduce in the switch, over the nominal rate of the link."""
+REACHED, SWITCH_REDUCES = by_ring(), by_switch()
 
 
 class Protocol(NamedTuple):
@@ -150,11 +114,11 @@ class Fabric:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """How long a collective or copy takes, alone on its links."""
+    """How long a collective takes, alone on its links."""
 
     seconds: float
     algorithm: str
-    """ring, tree, nvls, nvls-tree, direct, copy, measured (a table), scaled (tables of such links) or none."""
+    """ring, tree, nvls, nvls-tree, direct, measured (a table), scaled (tables of such links) or none."""
     protocol: str
     bus_bytes_per_second: float
     """Bytes each link would carry in a ring of this size, over the seconds: nccl-tests' busbw."""
@@ -231,19 +195,12 @@ def among(cluster: Cluster, devices: Iterable[int]) -> Fabric:
     )  # fmt: skip
 
 
-SAME_WIRES: Mapping[str, tuple[str, ...]] = {
-    "NVLink3": ("A100-SXM-80GB",), "NVLink4": ("H100-SXM-80GB", "H200-SXM-141GB"), "NVLink5": ("B200", "GB200"),
-    "PCIe5x16": ("RTX-PRO-6000",),
-}  # fmt: skip
-"""Link → devices whose tables serve others that are joined so."""
-
-
 def _table(cluster: Cluster, link: Link | None, without: str = "") -> Wires | None:
     """Collectives of a node: of these devices where they are joined as the measured ones were, of others with such a link, or of
     links of that kind; `without` the table of one device."""
     if link is None:
         return None
-    for name in (cluster.device.name, *SAME_WIRES.get(link.name, ())):
+    for name in (cluster.device.name, *same_wires().get(link.name, ())):
         found = wires.table(name)
         if found is not None and link.name == found.link and name != without:
             return found if name == cluster.device.name else replace(found, measured=False)
@@ -321,36 +278,13 @@ def _quickest(operation: str, nbytes: float, group: Fabric) -> tuple[float, str,
     return min(ways)
 
 
-def copy(nbytes: float, link: Link, *, duplex: bool = False, pinned: bool = True) -> Transfer:
-    """One copy between host and device, or over any one link; `duplex`: while another runs the other way."""
-    fraction = COPIES["duplex" if duplex else "alone"].fraction
-    rate = link.bytes_per_second * fraction
-    if not pinned:
-        rate = min(rate, PAGEABLE_BYTES_PER_SECOND)
-    seconds = (COPY_START + nbytes / rate) if nbytes > 0 else 0.0
-    return Transfer(
-        seconds=seconds, algorithm="copy", protocol="pinned" if pinned else "pageable",
-        bus_bytes_per_second=nbytes / seconds if seconds else 0.0, provenance=ASSUMED,
-    )  # fmt: skip
-
-
-COPIES: Mapping[str, RateFraction] = {
-    "alone": RateFraction(0.84, "measured on one H200: 53.2 and 53.4 of 63.0 GB/s; assumed for other links"),
-    "duplex": RateFraction(0.77, "measured on one H200: 48 and 51 of 63.0 GB/s each way at once; assumed for other links"),
-}
-PAGEABLE_BYTES_PER_SECOND = 5e9
-"""Assumed: unpinned memory goes through one more copy on the host, measured at 9.6 GB/s read and written."""
-COPY_START = 8e-6
-"""Assumed: seconds before the first byte of a copy moves."""
-
-
 def reached(link: Link) -> float:
     """Bytes per second a large ring reaches on a link."""
     return link.bytes_per_second * _part(link).fraction
 
 
 def _part(link: Link) -> RateFraction:
-    return REACHED.get(link.name) or REACHED.get(link.kind) or RateFraction(0.6, "assumed: an unknown kind of link")
+    return REACHED.get(link.name) or REACHED.get(link.kind) or REACHED[""]
 
 
 def _wire(operation: str, ranks: int) -> float:
@@ -395,7 +329,7 @@ def _ring_latency(operation: str, protocol: Protocol, group: Fabric, hardware: s
 
 def _in_the_switch(nbytes: float, group: Fabric, link: Link, across: float) -> tuple[float, str, str]:
     """Reduce and copy in the switch of each domain; between domains a tree over all cards."""
-    part = SWITCH_REDUCES.get(link.name, SWITCH_REDUCES["NVLink5"])
+    part = SWITCH_REDUCES.get(link.name) or [*SWITCH_REDUCES.values()][-1]
     rate = link.bytes_per_second * part.fraction
     if group.measured_intra is not None:
         rate *= group.measured_intra / reached(link)

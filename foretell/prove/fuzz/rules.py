@@ -251,11 +251,6 @@ def rule_of(operator: Operator, ranks: Sequence[int], discrete: Mapping[str, Any
     return _KNOWN[key]
 
 
-def known() -> Mapping[Key, InferredRule | None]:
-    """Cases that were asked for so far."""
-    return _KNOWN
-
-
 def variables(operator: Operator, ranks: Sequence[int]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
     groups = tuple(tuple(f"{LETTERS[slot]}{dim}" for dim in range(rank)) for slot, rank in enumerate(ranks))
     return groups, tuple(name for name, kind in operator.args.items() if kind == "size")

@@ -9,7 +9,6 @@ from typing import Any
 from foretell.units import relative_error
 
 Shape = tuple[int, ...]
-Args = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

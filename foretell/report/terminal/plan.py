@@ -12,7 +12,8 @@ from rich.text import Text
 from foretell.errors import UserError
 from foretell.plan import blocks as stack
 from foretell.plan import file, paths
-from foretell.plan.legal import Complaint, Facts, launch
+from foretell.plan.facts import Complaint, Facts
+from foretell.plan.legal import launch
 from foretell.plan.mesh import OWN_RANKS, groups, sharing, sharing_experts
 from foretell.plan.recipe import known_blocks
 from foretell.plan.text import shell_word

@@ -32,7 +32,8 @@ from foretell.runtime.box.stages import boxed_stage, forms_of
 from foretell.runtime.data.samples import Feed, RankSamples
 from foretell.runtime.observe import measure
 from foretell.runtime.parallel import ranks as members
-from foretell.runtime.parallel.apply import Job, Piped, apply
+from foretell.runtime.parallel.apply import Job, apply
+from foretell.runtime.parallel.runners import Piped
 from foretell.runtime.train.folder import RunSettings
 from foretell.runtime.train.guard import RunFailed
 from foretell.runtime.train.prepare import build, samples_of

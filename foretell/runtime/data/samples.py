@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
 from foretell.errors import ModelError, UserError
-from foretell.runtime.process import blame
+from foretell.runtime.process import whose_error
 from foretell.runtime.train.rng import seed_all
 from foretell.trace.record.step import Batch
 
@@ -379,7 +379,7 @@ def own_samples(begin: Callable[[], Any], *, seed: int, owner: str) -> Samples |
 
 
 def _sample_error(owner: str, which: str, error: BaseException) -> ModelError:
-    return ModelError(f"{which} of {owner} raised {blame.words(error)}", "mend it, or leave that sample out", blame.trail(error))
+    return ModelError(f"{which} of {owner} raised {whose_error.words(error)}", "mend it, or leave that sample out", whose_error.trail(error))
 
 
 def _collated(samples: Sequence[Any], owner: str = "data()") -> Batch:

@@ -2,7 +2,8 @@
 
     boot/sitecustomize   Python imports it before the script; it waits until the script imports torch
       └► hooks           where steps end, what waits for data, peaks of memory, what an out-of-memory error looked like
-           └► a pipe: one JSON object a line ──► `foretell.observe`, in the process that started the script
+           └► channel: one JSON object a line ──► `foretell.observe`, in the process that started the script
 
-`boot` and `hooks` need the standard library and torch alone: they are loaded by path into whatever Python runs the script.
+`boot`, `hooks`, `channel` and `process_state` need the standard library and torch alone: they are loaded
+by path into whatever Python runs the script.
 """

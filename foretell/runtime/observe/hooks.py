@@ -5,7 +5,7 @@
     backward               read in a few steps only, to see where the time goes
     an error at the end    out of memory: what was held; told before the script's own traceback
 
-Loaded by its path into the script's Python: the standard library and torch, nothing of foretell.
+Loaded by its path into the script's Python: the standard library and torch, of foretell only the files beside it, by relative imports.
 """
 
 from __future__ import annotations
@@ -15,17 +15,12 @@ import contextlib
 import functools
 import json
 import os
-import re
-import socket
 import sys
-import threading
 import time
-import traceback
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any
 
@@ -33,6 +28,9 @@ import torch
 import torch.multiprocessing
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import dataloader
+
+from .channel import Channel
+from .process_state import about_this, allowed, delayed, is_out_of_memory, memory, status, tried_bytes, where, who
 
 SAMPLE_SECONDS = 1.0
 """Between two readings of memory, events and the pipe."""
@@ -44,16 +42,7 @@ LOOK_SECONDS = 10.0
 """Between later steps whose parts are timed."""
 WAITING = 256
 """Events that may wait to be read."""
-ANSWER_SECONDS = 300.0
-"""That the explanation of an error may take."""
-LAST_SECONDS = 20.0
-"""That a script waits at its end for what it tells to be read."""
 _BOOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot")
-_NO_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory", "cannot allocate memory", "not enough memory", "std::bad_alloc")
-_SIZE = re.compile(r"tried to allocate ([0-9.]+) ?(bytes|[KMGT]iB)?", re.IGNORECASE)
-_ALLOWED = re.compile(r"([0-9.]+) ?([KMGT]iB) allowed", re.IGNORECASE)
-_AMOUNTS = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
-_UNITS = {"bytes": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40}
 
 Send = Callable[[dict[str, Any]], None]
 installed: StepHooks | None = None
@@ -92,75 +81,6 @@ def begin(given: str) -> None:
     watch.failing = lambda error: watch.failed(error, without_hooks(error.__traceback__), channel)
     atexit.register(ended)
     os.register_at_fork(after_in_child=forked)
-
-
-class Channel:
-    """To the process that started the script. It never makes the script wait. A process that was forked has one of its own,
-    once it has an optimizer: workers that load data have none."""
-
-    def __init__(self, at: str) -> None:
-        self.at = at
-        self._left = bytearray()
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._ended: Callable[[], None] | None = None
-        self._connect()
-
-    def _connect(self) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(self.at)
-        self._socket.setblocking(False)
-
-    def leave(self, ended: Callable[[], None]) -> None:
-        """In a process that was forked: its parent's connection is none of its own. `ended` is for when it ends."""
-        if self._socket is not None:
-            self._socket.close()
-        self._socket, self._ended = None, ended
-        self._left, self._lock = bytearray(), threading.Lock()
-
-    def send(self, message: dict[str, Any]) -> None:
-        with self._lock:
-            if self._ended is not None and (message["kind"] == "model" or message.get("step")):
-                ended, self._ended = self._ended, None
-                with contextlib.suppress(OSError):
-                    self._connect()
-                    self._left += json.dumps(about_this()).encode() + b"\n"
-                    Finalize(None, ended, exitpriority=100)  # such a process ends without `atexit`
-            if self._socket is None:
-                return
-            if len(self._left) < 1 << 20:
-                self._left += json.dumps(message).encode() + b"\n"
-            self._push()
-
-    def _push(self) -> None:
-        try:
-            while self._left and self._socket is not None:
-                del self._left[: self._socket.send(self._left)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._socket = None
-
-    def ask(self, message: dict[str, Any]) -> None:
-        """Send, and wait until it was answered: the other side prints first."""
-        self.send(message)
-        self._whole(ANSWER_SECONDS)
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.recv(4096)
-
-    def close(self) -> None:
-        self._whole(LAST_SECONDS)
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-    def _whole(self, seconds: float) -> None:
-        """What is left goes out; whoever does not read for so long gets nothing more."""
-        with self._lock:
-            if self._socket is not None:
-                self._socket.settimeout(seconds)
-                self._push()
 
 
 class StepHooks:
@@ -314,7 +234,7 @@ class StepHooks:
         if not hasattr(self, "_weights"):
             return
         if not self._cuda:
-            self._rest = max(0, _status("VmRSS") - self._weights)
+            self._rest = max(0, status("VmRSS") - self._weights)
             if not self._reset:
                 with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
                     file.write("5")  # peaks are counted from here
@@ -459,8 +379,8 @@ class StepHooks:
             return
         import resource
 
-        resident, own = _status("VmRSS"), _status("RssAnon")
-        untouched = max(0, _status("VmData") - own)  # counted by the limit, and nowhere in memory; libraries the other way round
+        resident, own = status("VmRSS"), status("RssAnon")
+        untouched = max(0, status("VmData") - own)  # counted by the limit, and nowhere in memory; libraries the other way round
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (max(1 << 20, self.limit + untouched - (resident - own)), hard))
 
@@ -486,36 +406,10 @@ class StepHooks:
         })  # fmt: skip
 
 
-def who() -> dict[str, int]:
-    """Which of how many processes this is, and how many of them run here: as its group says, or its launcher."""
-    told = {name: int(os.environ.get(key) or 0) for name, key in (("rank", "RANK"), ("world", "WORLD_SIZE"), ("local", "LOCAL_WORLD_SIZE"))}
-    group = torch.distributed
-    if group.is_available() and group.is_initialized():
-        told |= {"rank": group.get_rank(), "world": group.get_world_size()}
-    return told
-
-
-def about_this() -> dict[str, Any]:
-    return {"kind": "begin", "pid": os.getpid(), "torch": torch.__version__, "python": sys.version.split()[0],
-            "threads": torch.get_num_threads(), **who()}  # fmt: skip
-
-
 def _event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY)
-
-
-def tried_bytes(text: str) -> int | None:
-    """What the allocation that failed was for."""
-    found = _SIZE.search(text)
-    return int(float(found[1].rstrip(".")) * 2 ** _UNITS[(found[2] or "bytes").lower()]) if found else None
 
 
 def without_hooks(trace: Any) -> Any:
@@ -526,61 +420,3 @@ def without_hooks(trace: Any) -> Any:
     if trace.tb_frame.f_code.co_filename == __file__:
         return rest
     return trace if rest is trace.tb_next else TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
-
-
-def where(trace: Any) -> dict[str, str]:
-    """The innermost module that ran, and the innermost line that no installed package holds."""
-    found = {"module": "", "line": ""}
-    for frame, number in traceback.walk_tb(trace):
-        file, owner = frame.f_code.co_filename, frame.f_locals.get("self")
-        if isinstance(owner, torch.nn.Module):
-            found["module"] = type(owner).__name__
-        if "site-packages" not in file and not file.startswith("<") and "/lib/python" not in file:
-            found["line"] = f"{os.path.basename(file)}:{number}"
-    return found
-
-
-def memory(cuda: bool) -> dict[str, int]:
-    """Bytes now and at the peak: of CUDA's allocator, and of this process."""
-    process = _statuses()
-    found = {"rss": process.get("VmRSS", 0), "rss_peak": process.get("VmHWM", 0)}
-    if cuda and torch.cuda.is_initialized():
-        stats = torch.cuda.memory_stats()
-        for name, key in (("allocated", "allocated_bytes"), ("reserved", "reserved_bytes")):
-            found[name] = int(stats.get(f"{key}.all.current", 0))
-            found[f"{name}_peak"] = int(stats.get(f"{key}.all.peak", 0))
-        found["retries"] = int(stats.get("num_alloc_retries", 0))
-    return found
-
-
-def allowed(cuda: bool, text: str = "") -> dict[str, int]:
-    """What the device has, is free of it, and what this process may take: as its error says, or the allocator."""
-    if not cuda or not torch.cuda.is_initialized():
-        return {}
-    free, total = torch.cuda.mem_get_info()
-    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)()
-    said = _ALLOWED.search(text)
-    most = int(float(said[1]) * 2 ** _UNITS[said[2].lower()]) if said else int(share * total)
-    return {"free": int(free), "total": int(total), "allowed": min(most, int(total))}
-
-
-def _statuses() -> dict[str, int]:
-    """What /proc/self/status says of memory, in bytes; nothing where there is no such file."""
-    try:
-        with open("/proc/self/status") as file:
-            return {name: int(amount) * 1024 for name, amount in _AMOUNTS.findall(file.read())}
-    except OSError:
-        return {}
-
-
-def delayed() -> float:
-    """Seconds that this thread was ready to run and others had the cores; 0 where nobody counts them."""
-    try:
-        with open("/proc/thread-self/schedstat") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
-
-
-def _status(name: str) -> int:
-    return _statuses().get(name, 0)

@@ -6,7 +6,7 @@
     words(load, delayed)   a sentence, where the machine was busy
 
 The run's own processes are one process and all its descendants; everything else on the machine is others'. Where Linux does not tell
-(no /proc), only the load average is known. `runtime/observe/hooks.delayed` is the other half: how long a thread waited for a core.
+(no /proc), only the load average is known. `runtime/observe/process_state.delayed` is the other half: how long a thread waited for a core.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import nn
 from foretell.plan.states import form_of, streamed, tiers
 from foretell.plan.types import MASTER, Plan
 from foretell.runtime.offload import forms, layout, shards
-from foretell.runtime.offload.engine import Offloaded
+from foretell.runtime.offload.adamw import Offloaded
 from foretell.runtime.parallel import shard
 from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.train.clip import local

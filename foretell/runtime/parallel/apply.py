@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,8 @@ from torch.utils import _pytree as pytree
 
 from foretell.errors import ModelError, UserError
 from foretell.plan.blocks import expand, stages_of
-from foretell.plan.legal import Facts, check
+from foretell.plan.facts import Facts
+from foretell.plan.legal import check
 from foretell.plan.precision import MIXED, computes_in
 from foretell.plan.recipe import refuse_other_model
 from foretell.plan.types import AWAY, MASTER, Plan, Residency
@@ -33,27 +34,24 @@ from foretell.runtime.parallel import shard
 from foretell.runtime.parallel.float8 import lowered
 from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.parallel.recompute import recompute
+from foretell.runtime.parallel.runners import Piped, Runner, WholeModel
 from foretell.runtime.train import clip
 from foretell.runtime.train.finite import Skips, may_step
-from foretell.runtime.train.scaler import LossScaler, scaler_for
+from foretell.runtime.train.scaler import scaler_for
 from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.record.step import (
     Batch,
-    Loss,
     Workload,
     build_optimizer,
     cast_floats,
-    compute_loss,
     plainly,
     prepare_precision,
 )
 
 if TYPE_CHECKING:
-    from foretell.runtime.offload.engine import Offloaded
+    from foretell.runtime.offload.adamw import Offloaded
     from foretell.runtime.offload.saved import OffloadedActivations
-    from foretell.runtime.parallel.context.positions import ContextParallel
     from foretell.runtime.parallel.expert.experts import Experts
-    from foretell.runtime.parallel.pipeline.stages import RankStages
     from foretell.runtime.parallel.tensor.split import Prepared, TensorParallel
 
 
@@ -67,24 +65,6 @@ class StepResult:
     """Norm of the whole gradient before clipping; None where the plan neither clips nor scales."""
     loss_scale: Tensor | None = None
     """By which the loss was multiplied, where it was."""
-
-
-class Runner(Protocol):
-    """How this rank gets from micro-batches to gradients."""
-
-    parts: list[nn.Module]
-    """The model, or the stages of it that this rank has."""
-    scaler: LossScaler | None
-    """What the loss is multiplied by before backward, where it is."""
-
-    def backward(self, micro_batches: Sequence[Batch]) -> Tensor | None:
-        """Add the gradients of the mean loss; that mean where this rank computes it, else None."""
-
-    def evaluate(self, batches: Sequence[Batch]) -> Tensor | None:
-        """The mean loss without gradients, where this rank computes it."""
-
-    def copies(self, name: str) -> int:
-        """How many stages hold a parameter."""
 
 
 class Job:
@@ -306,75 +286,6 @@ class Job:
 
 def _other(problem: str) -> UserError:
     return UserError(problem, "it belongs to another model or another plan")
-
-
-class WholeModel:
-    """The whole model on this rank: every micro-batch forward, then backward."""
-
-    def __init__(
-        self, model: nn.Module, loss: Loss | None, guard: Callable[[], AbstractContextManager[Any]],
-        context: ContextParallel | None = None,
-    ) -> None:  # fmt: skip
-        self.model, self.loss, self.guard, self.context = model, loss, guard, context
-        self.parts = [model]
-        self.scaler: LossScaler | None = None
-        self._moved: Offloaded | None = None
-        self._skips: Skips | None = None
-        self._more = False
-
-    def watch(self, optimizer: Offloaded, skips: Skips) -> None:
-        """Tell an optimizer that updates as it goes how far backward is, and whether it may."""
-        self._moved, self._skips = optimizer, skips
-        optimizer.attach(self.model, lambda: self._more)
-
-    def _loss(self, batch: Batch) -> Tensor:
-        if self.context is None:
-            return compute_loss(Workload(self.model, batch, self.loss))
-        return self.context.finish(compute_loss(Workload(self.model, self.context.open(batch), self.loss)))
-
-    def copies(self, name: str) -> int:
-        return 1
-
-    def backward(self, micro_batches: Sequence[Batch]) -> Tensor:
-        total: Tensor | None = None
-        for position, batch in enumerate(micro_batches):
-            shard.reduce_over_replicas([self.model], position == len(micro_batches) - 1)
-            with self.guard():
-                loss = self._loss(batch)
-                if len(micro_batches) > 1:
-                    loss = loss / len(micro_batches)
-            total = loss.detach() if total is None else total + loss.detach()
-            self._more = position < len(micro_batches) - 1
-            if self._moved is not None and self._skips is not None and not self._more:
-                self._moved.expect(self._skips.skip(total))
-            (loss if self.scaler is None else self.scaler.up(loss)).backward()
-        assert total is not None
-        return total
-
-    @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        with self.guard():
-            return torch.stack([self._loss(batch) for batch in batches]).mean()
-
-
-class Piped:
-    """Some stages of the model on this rank: the schedule says what runs when."""
-
-    def __init__(self, stages: RankStages) -> None:
-        self.stages, self.parts = stages, stages.parts
-        self.scaler: LossScaler | None = None
-
-    def copies(self, name: str) -> int:
-        return len(self.stages.flow.parameters[name])
-
-    def backward(self, micro_batches: Sequence[Batch]) -> Tensor | None:
-        losses = self.stages.run(micro_batches, None if self.scaler is None else self.scaler.scale)
-        self.stages.reduce_ties()
-        return torch.stack(losses).mean() if losses else None
-
-    def evaluate(self, batches: Sequence[Batch]) -> Tensor | None:
-        losses = self.stages.forward(batches)
-        return torch.stack(losses).mean() if losses else None
 
 
 def apply(

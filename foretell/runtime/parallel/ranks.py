@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from foretell.errors import UserError
 from foretell.plan.legal import launch
 from foretell.plan.types import AXES, Mesh, Plan
-from foretell.runtime.process.judge import TIMEOUT_SECONDS
+from foretell.runtime.process.blame import TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -162,12 +162,6 @@ def form(mesh: Mesh, device_type: str) -> DeviceMesh | None:
     elif {"dp_shard", "cp"} <= set(sizes):
         found["dp_shard", "cp"]._flatten(SPREAD)
     return found
-
-
-def seed(ranks: Ranks, number: int) -> None:
-    """Seed this rank's random numbers: ranks that see other samples or hold another stage draw others, those that
-    share one sample's tensors draw the same."""
-    torch.manual_seed(number + 1 + ranks.data_rank + ranks.data_size * ranks.coordinate("pp"))
 
 
 def stop() -> None:

@@ -1,1 +1,2 @@
-"""Processes: `launch` starts them, `watch` and `judge` say who holds a run up, `guardian` and `lock` outlive kills, `pool` keeps them warm."""
+"""Processes: `launch` starts them, `watch` and `blame` say who holds a run up, `whose_error` whose an exception is,
+`guardian` and `lock` outlive kills, `pool` keeps them warm."""

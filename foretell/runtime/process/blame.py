@@ -1,48 +1,291 @@
-"""Whose an exception is that ends a run: of the user's model or data, of a library they use, or foretell's own."""
+"""Who holds a run up, from what its ranks say of themselves and what is seen of them from outside. No torch.
+
+A verdict ends the run, so it must be sure: every rank stands still, none of them computes or reads, at least one waits for
+others, and it has been so for a while. Then whoever neither waits nor works is the culprit: stopped by a signal, or asleep in
+the user's code. While any rank computes, or something is under way that may take its time (data, a save, an evaluation), the
+run goes on, and the screen says for whom the others wait.
+"""
 
 from __future__ import annotations
 
-import traceback
-from pathlib import Path
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import torch
+from foretell.errors import UserError
+from foretell.runtime.process import proc
+from foretell.runtime.process.progress import (
+    ASLEEP,
+    BUSY,
+    DEVICE,
+    FAILED,
+    GAP_SECONDS,
+    MOVING,
+    STEP,
+    WAITING,
+    RankReport,
+)
 
-from foretell.trace.sandbox.blame import is_users
+TIMEOUT_SECONDS = 600.0
+"""A collective that takes longer than this ends the run: another rank is gone or stuck."""
+HANG_SECONDS = 30.0
+HANG_VARIABLE = "FORETELL_HANG_SECONDS"
+SILENCE_SECONDS = 30.0
+"""A rank on another machine that gives no sign of life for so long is taken for dead."""
+FRESH_SECONDS = 5.0
+"""A report that is older says nothing of now."""
+SAY_SECONDS = 60.0
+"""A rank that others wait for is told after so long, where that is no reason to end."""
+MOST_SHARE = 0.9
+"""Of the time after which collectives fail: without any progress for so long, the run ends, whatever the reason."""
 
-_FORETELL = Path(__file__).resolve().parents[2]
-_TORCH = Path(torch.__file__).resolve().parent
-
-
-def is_ours(error: BaseException) -> bool:
-    """Whether foretell's own code is to blame: it raised itself, or it was called by the model and what it called raised."""
-    rooms = [_room(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    if "foretell" not in rooms:
-        return not rooms
-    last = len(rooms) - rooms[::-1].index("foretell")
-    return last == len(rooms) or ("model" in rooms[:last] and "model" not in rooms[last:])
-
-
-def _room(file: str) -> str:
-    """foretell, torch, or model: the user's files, the zoo's and any other library."""
-    if file.startswith("<") or "torchinductor_" in file:
-        return "torch"  # generated code
-    path = Path(file).resolve()
-    if path.is_relative_to(_TORCH):
-        return "torch"
-    return "foretell" if path.is_relative_to(_FORETELL) and not path.is_relative_to(_FORETELL / "zoo") else "model"
-
-
-def words(error: BaseException) -> str:
-    """`ValueError: bad shape (mine.py:12 in forward)`: what was raised and the last line of the user's that led to it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if is_users(frame.filename)] or [f for f in frames if _room(f.filename) == "model"]
-    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    raised = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    place = theirs[-1] if theirs else frames[-1] if frames else None
-    return f"{raised} ({place.filename}:{place.lineno} in {place.name})" if place is not None else raised
+STOPPED, IDLE, LOST, UNKNOWN = "stopped", "idle", "lost", "unknown"
+"""Kinds beside those of a report: stopped by a signal; silent and doing nothing; silent and out of sight; not yet heard of."""
+_WAIT = (WAITING, DEVICE, IDLE)
 
 
-def trail(error: BaseException) -> str:
-    """The user's own frames and what was raised, as Python prints them; empty where none is theirs."""
-    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    return "".join(traceback.format_list(theirs) + traceback.format_exception_only(error)).rstrip() if theirs else ""
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long is too long."""
+
+    hang_s: float = HANG_SECONDS
+    """A rank may be stopped, or asleep in a step, for so long while all others wait; a little longer where steps are long."""
+    silence_s: float = SILENCE_SECONDS
+    say_s: float = SAY_SECONDS
+    most_s: float = math.inf
+    """Without progress of any rank, whatever the reason."""
+
+    @classmethod
+    def usual(cls, timeout_s: float) -> Limits:
+        """With what FORETELL_HANG_SECONDS says; 0 there = never. Collectives fail after `timeout_s`."""
+        said = os.environ.get(HANG_VARIABLE, "").strip()
+        try:
+            hang_s = float(said) if said else HANG_SECONDS
+        except ValueError:
+            hang_s = -1.0
+        if not 0 <= hang_s < math.inf:
+            raise UserError(f"{HANG_VARIABLE}={said} is not a number of seconds", "give such as 120, or 0 to never end a run for that")
+        return cls(hang_s=hang_s or math.inf, most_s=MOST_SHARE * timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndReason:
+    """Why the run ends."""
+
+    problem: str
+    remedy: str
+    culprits: tuple[int, ...]
+    gone: bool = False
+    """Taken for dead, and not for asleep."""
+
+
+@dataclass(frozen=True)
+class _Stand:
+    """What a rank is at, all things considered."""
+
+    kind: str
+    seconds: float
+    report: RankReport | None
+
+
+@dataclass
+class _RankSeen:
+    """What is known of a rank."""
+
+    report: RankReport | None = None
+    heard: float = 0.0
+    """When it last said something new."""
+    pid: int | None = None
+    idle: proc.Idle | None = None
+    stopped: float | None = None
+    """Since when it is."""
+
+
+class Judge:
+    """One who watches ranks: `see` and `hear` about once a second, then `verdict`."""
+
+    def __init__(self, world: int, limits: Limits) -> None:
+        self.world, self.limits = world, limits
+        self.ranks = {rank: _RankSeen() for rank in range(world)}
+        self._looked = time.monotonic()
+        self._told: tuple[int, ...] = ()
+
+    def see(self, pids: Mapping[int, int]) -> None:
+        """Look at the processes of ranks of this machine."""
+        now = time.monotonic()
+        if now - self._looked > GAP_SECONDS:  # this process itself was stopped, or the machine: nothing is known
+            for seen in self.ranks.values():
+                seen.heard, seen.stopped = now, None
+                if seen.idle is not None:
+                    seen.idle.forget()
+        self._looked = now
+        for rank, pid in pids.items():
+            seen = self.ranks[rank]
+            if seen.idle is None or seen.pid != pid:
+                seen.pid, seen.idle = pid, proc.Idle(pid)
+            if seen.report is None or now - seen.heard > FRESH_SECONDS / 2:  # it does not speak for itself
+                seen.idle.look(now)
+            else:
+                seen.idle.forget()
+            if proc.state(pid) != proc.STOPPED:
+                seen.stopped = None
+            elif seen.stopped is None:
+                seen.stopped = now
+
+    def hear(self, rank: int, report: RankReport | None) -> None:
+        """What a rank said of itself last; the same again is nothing new."""
+        seen = self.ranks[rank]
+        if report is not None and (seen.report is None or report.beat != seen.report.beat):
+            seen.report, seen.heard = report, time.monotonic()
+
+    def forget(self, rank: int) -> None:
+        """It has ended, and is nobody's concern any more."""
+        self.ranks.pop(rank, None)
+
+    def verdict(self, *, hears: bool = True) -> EndReason | None:
+        """Who holds the run up, where that is certain. Who hears of nobody cannot say who is silent."""
+        now = time.monotonic()
+        if now - self._looked > GAP_SECONDS:
+            return None  # stopped since it looked
+        stands = {rank: self._stand(seen, now) for rank, seen in self.ranks.items()}
+        lost = [rank for rank, stand in stands.items() if stand.kind == LOST and stand.seconds > self.limits.silence_s]
+        if lost and hears:
+            return _gone(lost, self.limits.silence_s)
+        return self._hung(stands) or self._late(stands)
+
+    def line(self) -> str:
+        """For the screen, once: for whom the others wait, where that is no reason to end. Empty where there is nothing."""
+        stands = {rank: self._stand(seen, time.monotonic()) for rank, seen in self.ranks.items()}
+        after = self.limits.say_s
+        late = tuple(rank for rank, stand in stands.items() if _holds_up(stand, after))
+        others = [stand for rank, stand in stands.items() if rank not in late]
+        if not late or not others or not all(stand.kind in (WAITING, DEVICE) and stand.seconds >= after for stand in others):
+            self._told = () if not late else self._told
+            return ""
+        if self._told == late:
+            return ""
+        self._told = late
+        report = stands[late[0]].report
+        assert report is not None
+        return f"the other ranks wait for {_ranks(late)}: {report.same_seconds:.0f} s in {report.phase}, now at {report.where}"
+
+    # ------------------------------------------------------------ one rank
+
+    def _stand(self, seen: _RankSeen, now: float) -> _Stand:
+        report = seen.report
+        if seen.stopped is not None:
+            return _Stand(STOPPED, now - seen.stopped, report)
+        if report is not None and now - seen.heard <= FRESH_SECONDS:
+            return _Stand(report.kind, report.seconds, report)
+        if seen.idle is not None:
+            idle = seen.idle.seconds()
+            return _Stand(IDLE, idle if report is None else min(idle, now - seen.heard), report) if idle else _Stand(BUSY, 0.0, report)
+        return _Stand(UNKNOWN, 0.0, None) if report is None else _Stand(LOST, now - seen.heard, report)
+
+    # ------------------------------------------------------------ all of them
+
+    def _hung(self, stands: Mapping[int, _Stand]) -> EndReason | None:
+        """Nobody works, somebody waits, and somebody is stopped or asleep."""
+        stopped = [rank for rank, stand in stands.items() if stand.kind == STOPPED]
+        if self._others_wait(stopped, stands, self.limits.hang_s, (*_WAIT, ASLEEP, LOST)):
+            return _stopped(stopped, self.ranks)
+        asleep = [rank for rank, stand in stands.items() if stand.kind in (ASLEEP, IDLE) and _in_step(stand)]
+        if self._others_wait(asleep, stands, self._patience(stands), _WAIT):
+            return _asleep(asleep, stands)
+        return None
+
+    def _others_wait(self, culprits: Sequence[int], stands: Mapping[int, _Stand], limit: float, kinds: Sequence[str]) -> bool:
+        others = [stand for rank, stand in stands.items() if rank not in culprits]
+        held = bool(culprits) and all(stands[rank].seconds >= limit for rank in culprits)
+        return held and bool(others) and all(stand.kind in kinds and stand.seconds >= limit for stand in others)
+
+    def _patience(self, stands: Mapping[int, _Stand]) -> float:
+        """Longer before the first step is done, where steps are long, and where a rank has slept before and woken."""
+        reports = [stand.report for stand in stands.values() if stand.report is not None]
+        base = self.limits.hang_s
+        if any(report.steps == 0 for report in reports):
+            return 1.5 * base
+        longest = max((report.step_seconds for report in reports), default=0.0)
+        recovered = max((report.recovered_seconds for report in reports), default=0.0)
+        return base + min(10 * longest, 0.5 * base) + 3 * recovered
+
+    def _late(self, stands: Mapping[int, _Stand]) -> EndReason | None:
+        """Collectives are about to fail: better to say who is missing."""
+        most = self.limits.most_s
+        if any(stand.report is None for stand in stands.values()):
+            return None
+        if any(stand.kind == MOVING or stand.seconds < most for stand in stands.values()):
+            return None
+        culprits = [rank for rank, stand in stands.items() if stand.kind not in (WAITING, DEVICE)]
+        if len(culprits) == len(stands):
+            return None  # nobody waits for anybody
+        return _missing(culprits, {rank: stand.report for rank, stand in stands.items() if stand.report is not None}, most)
+
+
+def _in_step(stand: _Stand) -> bool:
+    """Where a sleeper is the culprit: outside a step it may wait for a network, a disk or a server."""
+    return stand.report is not None and stand.report.phase == STEP
+
+
+def _holds_up(stand: _Stand, after: float) -> bool:
+    report = stand.report
+    return stand.kind not in (WAITING, DEVICE, UNKNOWN) and report is not None and report.steps > 0 and report.same_seconds >= after
+
+
+def blamed(reports: Mapping[int, RankReport]) -> EndReason | None:
+    """After a collective failed on its own: who did not take part, if anyone can be named."""
+    others = {rank: report for rank, report in reports.items() if report.phase != FAILED}
+    missing = [rank for rank, report in others.items() if report.kind not in (WAITING, DEVICE)]
+    if not missing:
+        least = min((report.collectives for report in reports.values()), default=0)
+        missing = [rank for rank, report in reports.items() if report.collectives == least]
+    return _missing(missing, reports, None) if missing and len(missing) < len(reports) else None
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def _gone(ranks: Sequence[int], seconds: float) -> EndReason:
+    verb = "is" if len(ranks) == 1 else "are"
+    problem = f"{_ranks(ranks)} {verb} gone (no sign of life for {seconds:.0f} s)"
+    return EndReason(problem=problem, remedy="", culprits=tuple(ranks), gone=True)
+
+
+def _stopped(ranks: Sequence[int], known: Mapping[int, _RankSeen]) -> EndReason:
+    verb = "is" if len(ranks) == 1 else "are"
+    processes = ", ".join(str(known[rank].pid) for rank in ranks)
+    problem = f"{_ranks(ranks)} {verb} stopped (SIGSTOP to process {processes}) and the other ranks wait"
+    return EndReason(problem=problem, remedy="continue a stopped rank in time with kill -CONT", culprits=tuple(ranks))
+
+
+def _asleep(ranks: Sequence[int], stands: Mapping[int, _Stand]) -> EndReason:
+    first = stands[ranks[0]]
+    report = first.report
+    assert report is not None
+    silent = " and does not answer" if first.kind == IDLE else ""
+    problem = (
+        f"{_ranks(ranks)} made no progress for {first.seconds:.0f} s in step {report.step + 1} while the other ranks wait: "
+        f"it does nothing{silent}, at {report.where}"
+    )
+    remedy = f"look there; where a step may rightly wait that long, allow more with {HANG_VARIABLE}=SECONDS"
+    return EndReason(problem=problem, remedy=remedy, culprits=tuple(ranks))
+
+
+def _missing(ranks: Sequence[int], reports: Mapping[int, RankReport], seconds: float | None) -> EndReason:
+    if not ranks:
+        at = "; ".join(f"rank {rank} at {report.where}" for rank, report in sorted(reports.items())[:4])
+        problem = f"all ranks wait for each other for {seconds or 0:.0f} s: {at}"
+        return EndReason(problem=problem, remedy="see that every rank calls the same collectives in the same order", culprits=())
+    report = reports[ranks[0]]
+    verb = "computes" if report.kind == BUSY else "is"
+    since = f"for {seconds:.0f} s " if seconds is not None else ""
+    problem = f"the other ranks waited {since}for {_ranks(ranks)}, which {verb} in {report.phase} of step {report.step + 1}, at {report.where}"
+    return EndReason(problem=problem, remedy="look there: ranks must not keep each other waiting that long", culprits=tuple(ranks))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    names = ", ".join(str(rank) for rank in ranks[:8]) + (" and more" if len(ranks) > 8 else "")
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
+

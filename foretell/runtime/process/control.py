@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from foretell.errors import UserError
 from foretell.runtime.parallel.ranks import Ranks
-from foretell.runtime.process.judge import TIMEOUT_SECONDS
+from foretell.runtime.process.blame import TIMEOUT_SECONDS
 
 ASK_SECONDS = 0.1
 """How often ranks ask each other whether to stop, about."""

@@ -2,7 +2,7 @@
 
 Children are in sessions of their own: Ctrl-C reaches the parent, which passes it on once. A parent that is killed takes its
 children with it: they get SIGTERM, save and end; the stopped among them are woken for that (`guardian`). A child that dies
-ends the others in bounded time, and so does one that hangs (`judge`).
+ends the others in bounded time, and so does one that hangs (`blame`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from foretell.errors import UserError
 from foretell.hardware.this_machine import physical_cores
 from foretell.plan.legal import launch as command_for
 from foretell.plan.types import Plan
+from foretell.runtime.process.blame import TIMEOUT_SECONDS, EndReason, Judge, Limits
 from foretell.runtime.process.guardian import Guardian
-from foretell.runtime.process.judge import TIMEOUT_SECONDS, EndReason, Judge, Limits
 from foretell.runtime.process.progress import RankReport
 from foretell.runtime.process.signals import ENDS, SECOND_AFTER_SECONDS, STOPS, caught, exit_status, leave_dead_terminal
 

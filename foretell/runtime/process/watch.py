@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from foretell.decode import json_of
 from foretell.runtime.process import proc
+from foretell.runtime.process.blame import FRESH_SECONDS, TIMEOUT_SECONDS, EndReason, Judge, Limits, blamed
 from foretell.runtime.process.control import Control, is_collective
-from foretell.runtime.process.judge import FRESH_SECONDS, TIMEOUT_SECONDS, EndReason, Judge, Limits, blamed
 from foretell.runtime.process.launch import launcher_lives, tell_launcher
 from foretell.runtime.process.progress import (
     DATA,

@@ -27,6 +27,7 @@ from foretell.errors import FileFormatError, UnknownName, UserError
 from foretell.files import read_json, write_atomically
 from foretell.plan import file as plans
 from foretell.plan import legal
+from foretell.plan.facts import facts_of
 from foretell.plan.text import shell_word
 from foretell.plan.types import Plan
 from foretell.runtime.observe import measurement
@@ -156,7 +157,7 @@ def read_settings(run: Path) -> RunSettings | None:
 
 def check(plan: Plan, asked: Mapping[str, Any], *, resume: bool = False) -> None:
     """Raise what is wrong as far as it can be seen before anything starts. `asked` are fields of `RunSettings`."""
-    legal.check(plan, legal.facts_of(plan))
+    legal.check(plan, facts_of(plan))
     settings = RunSettings(**asked)
     if not resume:  # a resumed run has its own
         settings.schedule_for(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from foretell.errors import UserError
+from foretell.runtime.observe.measure import StepReading
 from foretell.runtime.parallel.apply import Job
 from foretell.runtime.process.control import Control
 from foretell.runtime.train.clip import local
@@ -33,6 +35,19 @@ class RunFailed(UserError):
         """Whether it is on this rank to tell; None: on the first, as always."""
         self.died = died
         """A rank went without a word: whoever started it knows more."""
+
+
+def not_finite(bad: StepReading) -> str:
+    """Which number of a step is none."""
+    return "loss" if not math.isfinite(bad.loss) else "gradient's norm"
+
+
+def no_number(bad: StepReading, where: str, remedy: str) -> RunFailed:
+    """The run ends since a number of a step is none."""
+    what = not_finite(bad)
+    value = bad.loss if what == "loss" else bad.grad_norm
+    scaled = f" with the loss scaled by {bad.loss_scale:g}" if bad.loss_scale is not None else ""
+    return RunFailed(f"the {what} of step {bad.step} is {value}{scaled}: {where}; its update was not applied", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

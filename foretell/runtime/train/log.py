@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from foretell.decode import Mismatch, value_of
 from foretell.errors import FileFormatError, MissingPackage, UnknownName, UserError
 from foretell.files import write_atomically
-from foretell.units import gib, relative_error, signed_percent
+from foretell.units import gib, human_bytes, relative_error, signed_percent
 
 if TYPE_CHECKING:
     from foretell.runtime.observe.measure import StepReading
@@ -237,6 +237,18 @@ class WandB:
 
     def close(self) -> None:
         self.run.finish()
+
+
+def disk_words(file: Any, predicted: Mapping[str, Any], *, last: bool) -> str | None:
+    """That the disk is slower than the plan took it to be; at the end how fast it was. None where there is nothing to say."""
+    if file is None:
+        return None
+    read, write = (predicted.get(f"disk_{way}_bytes_per_second") for way in ("read", "write"))
+    said = file.slower(read, write) if read and write else None
+    moved, seconds = file.measured()
+    if said is None and last and seconds:
+        return f"disk: {human_bytes(moved)} moved to and from {file.folder} at {human_bytes(moved / seconds)}/s"
+    return said
 
 
 def _wanted(package: str) -> Any:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from foretell.checkpoint.format import TensorMeta
 from foretell.checkpoint.interval import steps_between
@@ -26,12 +26,12 @@ from foretell.plan.types import Plan
 from foretell.runtime.data.samples import Feed
 from foretell.runtime.observe import machine_load as load
 from foretell.runtime.observe import measure
-from foretell.runtime.observe.hooks import delayed
 from foretell.runtime.observe.joules import Joules
 from foretell.runtime.observe.measure import Measurement, StepReading, Tally
+from foretell.runtime.observe.process_state import delayed
 from foretell.runtime.parallel.apply import Job
 from foretell.runtime.parallel.ranks import Ranks
-from foretell.runtime.process import blame, launch
+from foretell.runtime.process import launch, whose_error
 from foretell.runtime.process.control import Control
 from foretell.runtime.process.progress import DATA, END, EVALUATION, SAVE, STEP, Progress
 from foretell.runtime.process.progress import LOG as LOGGING
@@ -39,10 +39,12 @@ from foretell.runtime.process.signals import STEPS, Signals
 from foretell.runtime.train import guard, log, save
 from foretell.runtime.train.folder import MEASUREMENT, Folder, RunSettings
 from foretell.runtime.train.guard import RunFailed
+from foretell.runtime.train.outcome import DONE, STOPPED, RunOutcome, RunScreen
 from foretell.runtime.train.prepare import applies
 from foretell.runtime.train.rng import seed_all, step_seed
 from foretell.runtime.train.scaler import overflow_words, overflowed
 from foretell.runtime.train.schedule import Schedule, resumed
+from foretell.runtime.train.take import Staged, saved_mesh, stage, take
 from foretell.trace.record.step import Batch
 from foretell.trace.store.cache import versions
 from foretell.units import human_bytes
@@ -57,32 +59,6 @@ LEAVE_SECONDS = 10.0
 """A run that fails waits so long for a save under way."""
 SALVAGE_SECONDS = 60.0
 """After one rank's code failed, ranks take at most so long to save together what was trained."""
-DONE, STOPPED = "done", "stopped"
-
-
-class RunScreen(Protocol):
-    """Where a run speaks; on rank 0 only."""
-
-    def step(self, text: str, step: int) -> None:
-        """The line of a step, over the one before where that is possible."""
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOutcome:
-    """How a run ended."""
-
-    status: str
-    """done, or stopped by a signal."""
-    signal: str
-    step: int
-    folder: Path
-    measurement: Measurement | None
-    saved: save.SavedCheckpoint | None
-    compares: bool = True
-    """What the plan predicts is of this kind of device."""
 
 
 @dataclass(kw_only=True)
@@ -151,25 +127,25 @@ class TrainingRun:
         if self.ranks.is_first:
             self.screen.say("there is no checkpoint to resume from: the run begins at its start")
 
-    def _staged(self, path: Path) -> tuple[tuple[save.SavedCheckpoint, save.Staged] | None, str]:
+    def _staged(self, path: Path) -> tuple[tuple[save.SavedCheckpoint, Staged] | None, str]:
         """What this rank needs of a checkpoint, or what is damaged of it. Nothing of the run is changed by that."""
         try:
             saved = save.look(path)
             if save.data_of(saved, self.feed.samples.count)["digest"] != self.feed.samples.digest():
                 raise UserError(f"the data is not what {path} learned from", "give the same --data, unchanged, or start a new run")
-            return (saved, save.stage(save.Reader(saved), self.job, self.known)), ""
+            return (saved, stage(save.Reader(saved), self.job, self.known)), ""
         except save.Damaged as error:
             return None, error.problem
 
-    def _take(self, saved: save.SavedCheckpoint, staged: save.Staged) -> None:
-        save.take(staged, self.job)
+    def _take(self, saved: save.SavedCheckpoint, staged: Staged) -> None:
+        take(staged, self.job)
         self.feed.seek(saved.about["data"])
         self.step, self.last_saved = saved.step, saved
         self.loose = sorted(map(str, saved.about.get(save.NONFINITE) or ()))
         if self.saver is not None:
             self.saver.good.add(saved.path)
         if self.ranks.is_first:
-            before = save.saved_mesh(saved)
+            before = saved_mesh(saved)
             how = "" if before == self.plan.mesh else f", saved on {before.world} ranks"
             self.screen.say(f"resumed after step {self.step}{how}")
             before_it = Schedule.from_json(saved.about.get("schedule"))
@@ -230,7 +206,7 @@ class TrainingRun:
             if self.bad is None:
                 self.save()
         except Exception as other:  # a device that is gone, say: the first error is the one to tell
-            self.screen.say(f"what was trained could not be saved: {blame.words(other)}")
+            self.screen.say(f"what was trained could not be saved: {whose_error.words(other)}")
 
     @property
     def can_salvage(self) -> bool:
@@ -260,7 +236,7 @@ class TrainingRun:
             pieces, own, extra = self.between.state(self.job)
             together.begin(step, pieces, own, self._about(), extra=extra, wait=True)
         except Exception as error:
-            self.screen.say(f"what was trained could not be saved: {blame.words(error)}")
+            self.screen.say(f"what was trained could not be saved: {whose_error.words(error)}")
 
     def _kept(self) -> str:
         kept = self.last_saved
@@ -337,15 +313,9 @@ class TrainingRun:
 
     def _look_at_disk(self, *, last: bool = False) -> None:
         """Warn once if the disk is slower than the plan took it to be; at the end say how fast it was."""
-        shelf = self.job.moved.store.shelf if self.job.moved is not None else None
-        if shelf is None or not self.ranks.is_first or self._told_disk:
+        if self.job.moved is None or not self.ranks.is_first or self._told_disk:
             return
-        read, write = (self.plan.predicted.get(f"disk_{way}_bytes_per_second") for way in ("read", "write"))
-        said = shelf.slower(read, write) if read and write else None
-        moved, seconds = shelf.measured()
-        if said is None and last and seconds:
-            said = f"disk: {human_bytes(moved)} moved to and from {shelf.folder} at {human_bytes(moved / seconds)}/s"
-        if said is not None:
+        if (said := log.disk_words(self.job.moved.store.shelf, self.plan.predicted, last=last)) is not None:
             self._told_disk = True
             self.screen.say(said)
 
@@ -521,15 +491,10 @@ class TrainingRun:
         self.step = bad.step
         done = self.save() if not self.settings.no_save else None
         self.measured()
-        what = "loss" if not math.isfinite(bad.loss) else "gradient's norm"
-        value = bad.loss if what == "loss" else bad.grad_norm
+        what = guard.not_finite(bad)
         self._seed(bad.step - 1)
-        scaled = f" with the loss scaled by {bad.loss_scale:g}" if bad.loss_scale is not None else ""
         where = guard.find_first(self.job, self.feed.at(first), self.control)
         kept = f"saved after step {self.step} in {done.path}" if isinstance(done, save.SavedCheckpoint) else self._kept()
         if self.log is not None:
             self.log.write("not finite", bad.step, what=what, where=where, first_sample=first)
-        raise RunFailed(
-            f"the {what} of step {bad.step} is {value}{scaled}: {where}; its update was not applied",
-            f"look at samples {first} to {first + share - 1} of the run's order, or lower --lr; {kept}",
-        )
+        raise guard.no_number(bad, where, f"look at samples {first} to {first + share - 1} of the run's order, or lower --lr; {kept}")

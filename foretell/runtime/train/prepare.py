@@ -17,6 +17,7 @@ from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.train.folder import RunSettings
 from foretell.runtime.train.rng import seed_all
 from foretell.trace.load import model as load
+from foretell.trace.load import userfile
 from foretell.trace.record.step import Batch, Workload
 
 
@@ -36,7 +37,7 @@ def samples_of(plan: Plan, settings: RunSettings, workload: Workload) -> tuple[S
     if own.endswith(".py"):
         if not Path(own).is_file():
             raise UserError(f"there is no file {own}", "give --data a folder of text, or a FILE.py with data(split)")
-        found = load.function(own, "data")
+        found = userfile.function(own, "data")
         if found is not None:
             return _own(found, plan, settings, f"{own}:data")
         if settings.data:
@@ -52,12 +53,12 @@ def _own(data: Callable[..., Any], plan: Plan, settings: RunSettings, owner: str
     known = {"micro_batch": plan.micro_batch, "seq": plan.model.get("seq"), "image": plan.model.get("image"), "seed": settings.seed}
 
     def of(split: str) -> Samples | None:
-        return own_samples(lambda: load.call(data, {"split": split, **known}, owner), seed=settings.seed, owner=owner)
+        return own_samples(lambda: userfile.call(data, {"split": split, **known}, owner), seed=settings.seed, owner=owner)
 
     train_samples = of("train")
     if train_samples is None:
         raise UserError(f"{owner} returned None for the split 'train'", "return the samples to learn from")
-    return train_samples, of("eval") if load.takes(data, "split") else None
+    return train_samples, of("eval") if userfile.takes(data, "split") else None
 
 
 def applies(plan: Plan, ranks: Ranks) -> bool:

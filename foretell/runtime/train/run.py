@@ -17,7 +17,7 @@ from foretell.runtime.train import folder as folders
 from foretell.runtime.train.folder import Folder, RunSettings
 from foretell.runtime.train.guard import RunFailed
 from foretell.runtime.train.log import LOG, read
-from foretell.runtime.train.loop import RunOutcome, RunScreen
+from foretell.runtime.train.outcome import RunOutcome, RunScreen
 from foretell.runtime.train.train import train
 
 

@@ -20,7 +20,7 @@ from foretell.runtime.data.samples import Feed, RankSamples
 from foretell.runtime.observe import measure
 from foretell.runtime.parallel.apply import apply
 from foretell.runtime.parallel.ranks import Ranks
-from foretell.runtime.process import blame
+from foretell.runtime.process import whose_error
 from foretell.runtime.process.control import Control
 from foretell.runtime.process.signals import LATE, Signals, Stopped
 from foretell.runtime.process.watch import RankWatch
@@ -28,7 +28,8 @@ from foretell.runtime.train import folder as folders
 from foretell.runtime.train import save
 from foretell.runtime.train.folder import Folder, RunSettings
 from foretell.runtime.train.guard import RunFailed
-from foretell.runtime.train.loop import LEAVE_SECONDS, SALVAGE_SECONDS, RunOutcome, RunScreen, TrainingRun
+from foretell.runtime.train.loop import LEAVE_SECONDS, SALVAGE_SECONDS, TrainingRun
+from foretell.runtime.train.outcome import RunOutcome, RunScreen
 from foretell.runtime.train.prepare import applies, build, count_of, samples_of
 from foretell.units import human_bytes
 
@@ -82,10 +83,10 @@ def train(
             _give_way(run, watch, f"{where}: {lost.problem}")
             raise RunFailed(f"{where}: {lost.problem}", f"{lost.remedy}; {_left(folder)}") from error
         samples = run.samples_words() if run is not None else ""
-        _give_way(run, watch, f"{where}: {blame.words(error)}{samples}")
-        if blame.is_ours(error):
+        _give_way(run, watch, f"{where}: {whose_error.words(error)}{samples}")
+        if whose_error.is_ours(error):
             raise
-        raise RunFailed(f"{where}: {blame.words(error)}{samples}", _left(folder), detail=blame.trail(error)) from error
+        raise RunFailed(f"{where}: {whose_error.words(error)}{samples}", _left(folder), detail=whose_error.trail(error)) from error
     finally:
         watch.settle(SALVAGE_SECONDS)
         if run is not None and run.saver is not None:

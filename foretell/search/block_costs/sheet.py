@@ -14,7 +14,8 @@ from typing import Any
 
 from foretell.errors import UserError
 from foretell.hardware import overhead
-from foretell.hardware.types import Cluster, Overhead
+from foretell.hardware.overheads import Overhead
+from foretell.hardware.types import Cluster
 from foretell.lower.batch import BatchMismatch
 from foretell.lower.expert import EXPERTS
 from foretell.lower.fsdp.units import FsdpSharding

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from foretell.hardware.types import Cluster
-from foretell.plan import legal
+from foretell.plan.facts import Facts, with_hardware
 from foretell.plan.recipe import model_of
 from foretell.search.solve import planned_batch as law
 from foretell.search.space import constraints as space_wishes
@@ -49,9 +49,9 @@ class Question:
         """The model as plans name it."""
         return model_of(self.source, blocks=tuple(blocks), shapes=self.traces.facts.shapes or None)
 
-    def facts(self, blocks: Sequence[str]) -> legal.Facts:
+    def facts(self, blocks: Sequence[str]) -> Facts:
         """What says whether a plan is legal; processes of a CPU share its cores."""
-        facts = legal.with_hardware(legal.Facts(blocks=tuple(blocks), tied=self.traces.facts.tied), self.cluster)
+        facts = with_hardware(Facts(blocks=tuple(blocks), tied=self.traces.facts.tied), self.cluster)
         if self.on_cpu:
             facts = replace(facts, devices=max(2, self.cluster.device.sm_count), devices_per_node=None)
         return replace(facts, global_batch=self.wishes.global_batch)

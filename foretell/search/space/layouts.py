@@ -15,7 +15,8 @@ from itertools import chain
 from math import gcd
 
 from foretell.hardware.types import Cluster
-from foretell.plan.legal import SPLIT_BACKWARD, micro_batches_allowed, too_old_to_compile
+from foretell.plan.facts import too_old_to_compile
+from foretell.plan.legal import SPLIT_BACKWARD, micro_batches_allowed
 from foretell.plan.precision import worth_trying
 from foretell.plan.types import Mesh
 from foretell.search.estimate.plan import Layout

@@ -24,7 +24,6 @@ from foretell.trace.types import Trace
 PAIR = (2, 4)
 """Micro-batches that larger ones are derived from."""
 NO_SCRIPT = "ranks of a script share batches and parameters only"
-MODES = ("keep", "recompute", "selective")
 
 
 @dataclass(frozen=True)

@@ -39,15 +39,16 @@ from foretell.runtime.parallel.tensor.exchange import TensorGroup
 from foretell.trace.cuda import attention as cuda_attention
 from foretell.trace.cuda.select import cuda_choices, real_masks
 from foretell.trace.flow.record import record
-from foretell.trace.fold import deep
+from foretell.trace.fold import deep, extend
 from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.record import capture as capturing
 from foretell.trace.record import step as step_of
+from foretell.trace.record.attributes import tensors_in
 from foretell.trace.record.capture import no_initialisation
 from foretell.trace.record.collection import no_collection
-from foretell.trace.record.recorder import RecordedOp, Recorder, tensors_in
+from foretell.trace.record.recorder import RecordedOp, Recorder
 from foretell.trace.record.step import Step, Workload
 from foretell.trace.types import Op, Program, Trace
 
@@ -101,7 +102,7 @@ def _extended(
     build: Callable[[], Workload], recipe: Recipe, ranks: int, wishes: Mapping[str, Any]
 ) -> tuple[Trace, Derived | None]:
     if wishes.get("hints"):
-        raise deep.Doubt("hints may name single blocks")
+        raise extend.Doubt("hints may name single blocks")
     with no_collection(), Recorder() as recorder:
         with no_initialisation():
             workload = build()
@@ -116,9 +117,9 @@ def _extended(
         for d in deep.SHALLOW
     ]
     alike = [replace(one, meta={key: one.meta[key] for key in one.meta if key != EXPERTS}) for one, _ in found]
-    trace = deep.extend(alike, depth - deep.SHALLOW[0])
+    trace = extend.extend(alike, depth - deep.SHALLOW[0])
     if trace.meta["blocks"] != blocks:
-        raise deep.Doubt("the blocks found are not those of the full model")
+        raise extend.Doubt("the blocks found are not those of the full model")
     return replace(trace, meta={**trace.meta, **({EXPERTS: stacks} if stacks else {})}), found[0][1]
 
 

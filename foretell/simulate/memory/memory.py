@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from foretell.hardware.types import Cluster, Overhead
+from foretell.hardware.overheads import Overhead
+from foretell.hardware.types import Cluster
 from foretell.lower.offload.states import MOVED
 from foretell.lower.steps import with_evaluation
 from foretell.price.host import steady

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from foretell.hardware.types import Cluster, Overhead
+from foretell.hardware.overheads import Overhead
+from foretell.hardware.types import Cluster
 from foretell.quantities import Memory
 from foretell.simulate.memory.memory import run_order, sizes_for
 from foretell.simulate.memory.replay import Replay, Sizes

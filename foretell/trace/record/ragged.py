@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-from foretell.trace.record.reads import SPECIAL, ReadingMode
+from foretell.trace.record.reads import ReadingMode
 from foretell.trace.record.recorder import Recorder
+from foretell.trace.record.sized import SPECIAL
 from foretell.trace.record.values import attach, known
 
 

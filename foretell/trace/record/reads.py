@@ -31,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from foretell.trace.doubts import EVENLY, ONE_DRAW
 from foretell.trace.record.branches import asked, asker, short
 from foretell.trace.record.fake_cache import QuickKeys
+from foretell.trace.record.sized import SPECIAL
 from foretell.trace.record.values import (
     ASSUMED,
     DRAWN,
@@ -171,7 +172,7 @@ class ReadingMode(QuickKeys):
                 with no_dispatch():
                     count = torch.unique(twin, dim=1).shape[1]
             else:
-                self._assume(f"{self.where(func)} is taken to find no place twice")
+                self.assume(f"{self.where(func)} is taken to find no place twice")
             return self._sparse(source, count, True)
 
     def _sparse(self, like: Tensor, count: int, coalesced: bool) -> Tensor:
@@ -294,7 +295,7 @@ class ReadingMode(QuickKeys):
             return other if source.is_floating_point() else int(other)
         answer: float | int = self.ordinary_number if source.is_floating_point() else 1
         self.read_numbers = True
-        self._assume(f"the number that {self._asker()} reads is taken to be {answer}")
+        self.assume(f"the number that {self._asker()} reads is taken to be {answer}")
         return answer
 
     def _turn(self) -> int:
@@ -314,7 +315,7 @@ class ReadingMode(QuickKeys):
             answer = condition.answer
             if not (condition.guards or condition.counted) and turn > (1 if condition.loops else PATIENCE):
                 return not answer
-            self._assume(f"the condition at {condition.where} is taken to be {answer}")
+            self.assume(f"the condition at {condition.where} is taken to be {answer}")
             return answer
         if turn > PATIENCE:
             return not otherwise
@@ -322,14 +323,14 @@ class ReadingMode(QuickKeys):
             self._note(value)
             return otherwise
         answer = bool(otherwise)
-        self._assume(f"what {self._asker()} asks is taken to be {answer}")
+        self.assume(f"what {self._asker()} asks is taken to be {answer}")
         return answer
 
     def _ordinary(self, source: Tensor) -> bool | None:
         """The answer of ordinary data (no padding, no NaN) to a question about a whole tensor, or None."""
         return None
 
-    def _assume(self, words: str) -> None:
+    def assume(self, words: str) -> None:
         self.assumed.add(words)
 
     def _asker(self) -> str:
@@ -353,7 +354,7 @@ class ReadingMode(QuickKeys):
                 self._note(value)
                 return count
         if hint is None:
-            self._assume(f"{self.where(func)} is taken to let everything pass; --hint '{self._name(func)}=0.5' says half of it")
+            self.assume(f"{self.where(func)} is taken to let everything pass; --hint '{self._name(func)}=0.5' says half of it")
             hint = 1.0
         return max(1, round(mask.numel() * hint)) if mask.numel() else 0
 
@@ -366,7 +367,7 @@ class ReadingMode(QuickKeys):
         def numbers(tensor: Any) -> Tensor:
             value = value_of(tensor) if tensor.layout is torch.strided else None
             if value is None:
-                self._assume(f"the numbers that {self._asker()} reads are taken to be 1")
+                self.assume(f"the numbers that {self._asker()} reads are taken to be 1")
                 with no_dispatch():
                     return torch.ones(tensor.shape, dtype=tensor.dtype)
             self._note(value)
@@ -416,95 +417,3 @@ class ReadingMode(QuickKeys):
 def _has_known_masks(func: Any, args: Any) -> bool:
     masks = [tensor for tensor in flat(args) if tensor.dtype in (torch.bool, torch.uint8)]
     return bool(masks) and all(value_of(mask) is not None for mask in masks)
-
-
-# --- ops whose outputs have sizes that depend on data ------------------------------------------------------------------
-
-
-def _nonzero(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
-    count = mode.share(func, args[0], hint)
-    with mode:
-        return args[0].new_empty((args[0].dim(), count), dtype=torch.int64).t()
-
-
-def _masked_select(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
-    source, mask = args[:2]
-    whole = torch.broadcast_shapes(source.shape, mask.shape)
-    count = mode.share(func, mask, hint)
-    with mode:
-        return source.new_empty((count * whole.numel() // max(1, mask.numel()),))
-
-
-def _index(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
-    """Masks among indices as the positions they stand for: one index per dimension of the mask."""
-    found: list[Tensor | None] = []
-    with mode:
-        for index in args[1]:
-            if index is not None and index.dtype in (torch.bool, torch.uint8):
-                count = mode.share(func, index, hint)
-                found.extend(index.new_empty((count,), dtype=torch.int64) for _ in range(index.dim()))
-            else:
-                found.append(index)
-        return func(args[0], found)
-
-
-def _as_many(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
-    """`unique` and its kin: of unknown numbers, none is there twice."""
-    source = args[0]
-    dim = args[1] if about(func).name in ("unique_dim", "unique_dim_consecutive") else None
-    size = source.numel() if dim is None else source.shape[dim]
-    if hint is None:
-        mode._assume(f"{mode.where(func)} is taken to find no number twice")
-    count = max(1, round(size * (1.0 if hint is None else hint))) if size else 0
-    shape = [count] if dim is None else [count if at == dim % source.dim() else n for at, n in enumerate(source.shape)]
-    with mode:
-        places = source.shape if dim is None else (size,)
-        return (source.new_empty(shape), source.new_empty(places, dtype=torch.int64), source.new_empty((count,), dtype=torch.int64))
-
-
-def _bincount(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
-    least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
-    count = max(int(hint or 1), least)
-    if hint is None and not least:
-        mode._assume(f"{mode.where(func)} is taken to find one kind")
-    with mode:
-        return args[0].new_empty((count,), dtype=torch.int64)
-
-
-def _repeat_interleave(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
-    if hint is None:
-        mode._assume(f"{mode.where(func)} is taken to repeat each once")
-    with mode:
-        return args[0].new_empty((max(1, round(args[0].numel() * (1.0 if hint is None else hint))),))
-
-
-def _nms(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
-    """Boxes that overlap less than is allowed: none is taken to overlap more."""
-    if hint is None:
-        mode._assume(f"{mode.where(func)} is taken to keep every box")
-    count = max(1, round(args[0].shape[0] * (1.0 if hint is None else hint))) if args[0].shape[0] else 0
-    with mode:
-        kept = args[0].new_empty((count,), dtype=torch.int64)
-    with no_dispatch():
-        order = torch.arange(count)
-    attach(kept, order, ASSUMED, "")
-    return kept
-
-
-def _lstsq(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
-    """Least squares as CUDA's only driver solves them: neither ranks nor singular values are found."""
-    rows, columns = args[0].shape[-2:]
-    vector = args[1].dim() == 1 or args[1].shape == args[0].shape[:-1]
-    right = args[1].shape[-1:] if not vector else ()
-    batch = args[0].shape[:-2] if vector else torch.broadcast_shapes(args[0].shape[:-2], args[1].shape[:-2])
-    with mode:
-        left = args[0].new_empty((*batch, *right)) if rows > columns else args[0].new_empty((0,))
-        return args[0].new_empty((*batch, columns, *right)), left, args[0].new_empty((0,), dtype=torch.int64), args[0].new_empty((0,))
-
-
-Special = Callable[[ReadingMode, Any, Any, Any, float | None], Any]
-SPECIAL: dict[str, Special] = {
-    "nonzero": _nonzero, "masked_select": _masked_select, "index": _index, "_unique2": _as_many, "unique_consecutive": _as_many,
-    "unique_dim": _as_many, "unique_dim_consecutive": _as_many, "bincount": _bincount, "repeat_interleave": _repeat_interleave,
-    "nms": _nms, "linalg_lstsq": _lstsq,
-}  # fmt: skip

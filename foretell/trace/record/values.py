@@ -26,7 +26,6 @@ from torch.utils._mode_utils import no_dispatch
 
 from foretell.trace.doubts import EVENLY, IN_THE_MIDDLE
 
-_aten = torch.ops.aten
 MOST_NUMBERS, MOST_WHOLE = 2**16, 2**20
 """Elements up to which values are followed: of floats, and of whole numbers and masks."""
 MOST_DRAWN = 2**12

@@ -19,7 +19,7 @@ from foretell.trace.sandbox.child import answered
 from foretell.trace.sandbox.process import TIME_LIMIT, Progress, WorkerEnded, ask, here, serve
 from foretell.trace.script.words import ScriptCommand
 
-PRELOAD = (*_PRELOAD, "foretell.trace.script.follow", "torch._dynamo.config", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
+PRELOAD = (*_PRELOAD, "foretell.trace.script.capture", "torch._dynamo.config", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 """Fake tensors import the fourth, which takes as long as all the rest: once for all ranks, and the last two come with it."""
 WORKER = "foretell.trace.script.child"
 _SCRATCH = "foretell-script-"
@@ -71,8 +71,8 @@ def clear_stale(prefix: str = _SCRATCH) -> None:
 def _follow(asked: Mapping[str, Any]) -> dict[str, Any]:
     from foretell.trace.load.model import user_files
     from foretell.trace.sandbox.leaving import staying
+    from foretell.trace.script.capture import capture_script
     from foretell.trace.script.change import StepChange
-    from foretell.trace.script.follow import capture_script
     from foretell.trace.script.reads import Reads, written_down
     from foretell.trace.script.spread import about
     from foretell.trace.script.writes import Aside, kept_aside

@@ -14,12 +14,9 @@ from __future__ import annotations
 import gc
 import inspect
 import math
-import runpy
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,38 +24,20 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from foretell.errors import ForetellError, ModelError
+from foretell.errors import ModelError
 from foretell.trace import types
-from foretell.trace.cuda.select import cuda_choices, real_masks
-from foretell.trace.load.model import model_error
+from foretell.trace.cuda.select import real_masks
 from foretell.trace.recipe import Recipe
-from foretell.trace.record.capture import Roles, any_code, finished, in_move_order, seeded
-from foretell.trace.record.collection import no_collection
-from foretell.trace.record.cpu import cpu_choices
-from foretell.trace.record.gradients import plain_formulas
+from foretell.trace.record.capture import Roles, finished, in_move_order
 from foretell.trace.record.recorder import Recorder
 from foretell.trace.record.step import Workload
 from foretell.trace.sandbox.replaced import replaced
 from foretell.trace.script.change import StepChange
-from foretell.trace.script.made import (
-    KNOWN,
-    name_of,
-    nobody,
-    not_initialised,
-    not_torchs,
-    optimizers,
-    parameters_of,
-    shapes_of,
-    whole,
-)
+from foretell.trace.script.made import KNOWN, name_of, optimizers, parameters_of, shapes_of, tied_names, whole
 from foretell.trace.script.places import Places
-from foretell.trace.script.pretrained import MissingCheckpoint
-from foretell.trace.script.ranks import launcher_remedy
 from foretell.trace.script.second import AGAIN, AGAIN_NEXT, BETWEEN, UPDATE_AGAIN, Second, scheduled
-from foretell.trace.script.shards import imported
-from foretell.trace.script.spread import spread_told
 from foretell.trace.script.words import ScriptCommand
-from foretell.trace.script.world import ScriptWorld, as_on_a_device, asker, rows_of, sizes
+from foretell.trace.script.world import ScriptWorld, asker, rows_of, sizes
 
 _MICRO = ("micro_first", "micro_next")
 _UPDATE = "update_first"
@@ -79,68 +58,6 @@ class FollowedStep:
     recipe: Recipe
     optimizer: Optimizer | None = None
     backwards: int = 1
-
-
-def capture_script(
-    script: ScriptCommand, *, capability: tuple[int, int] | None, hints: Mapping[str, float] | None = None, rank: int = 0,
-    change: StepChange | None = None,
-) -> tuple[types.Trace, Follower]:  # fmt: skip
-    """One step of one of the script's ranks, as a device of this compute capability runs it, or without one this CPU; and what else was
-    seen of it."""
-    imported(script)
-    recorder, release = Recorder(hints), torch.__version__
-    recorder.patient = False
-    choices = cuda_choices(recorder, capability, release) if capability else cpu_choices(recorder)
-    sees = not_torchs if capability else nobody
-    with (
-        no_collection(), seeded(), recorder, plain_formulas(), choices, any_code(recorder, capability, sees),
-        as_on_a_device(script, recorder, rank, "cuda" if capability else "cpu", change.batch if change else None) as world,
-        replaced(not_initialised(recorder)),
-    ):  # fmt: skip
-        follower = Follower(recorder, world, change or StepChange())
-        with follower.following(), world.ranks.telling(), replaced(follower.change.patches()), replaced(follower.places.patches()):
-            _run(script, follower)
-    with world.ranks.telling():
-        trace = follower.trace(script, capability, release)
-    assert follower.found is not None
-    if world.options:
-        trace = replace(trace, meta={**trace.meta, "options": [list(one) for one in world.options]})
-    return spread_told(world.ranks, trace, follower.found.model, follower.second), follower
-
-
-def _run(script: ScriptCommand, follower: Follower) -> None:
-    before, folder = list(sys.argv), str(Path(script.file).resolve().parent) if script.file else str(Path.cwd())
-    sys.argv, sys.path[:0] = [script.name, *script.arguments], [folder]
-    try:
-        if script.file:
-            runpy.run_path(script.file, run_name="__main__")
-        else:
-            runpy.run_module(script.module, run_name="__main__", alter_sys=True)
-    except StepDone:
-        pass
-    except SystemExit as error:
-        if not follower.stepped:
-            raise _left(script, error) from error
-        follower.once(f"{script.name} exits")
-    except MissingCheckpoint as error:
-        raise ModelError(error.problem, error.remedy, error.detail) from error
-    except ForetellError:
-        raise
-    except Exception as error:
-        if not follower.stepped:
-            raise model_error(script.name, error, "following", launcher_remedy(script, error)) from error
-        follower.once(model_error(script.name, error, "following").problem)
-    else:
-        follower.once(f"{script.name} ends")
-    finally:
-        sys.argv = before
-        sys.path.remove(folder)
-
-
-def _left(script: ScriptCommand, error: SystemExit) -> ModelError:
-    """A script that left by itself: argparse's complaints are on its own stderr."""
-    told = f"exit({error.code!r})" if error.code not in (None, 0) else "exit"
-    return ModelError(f"{script.name} left with {told} before its first step", "start it as it is to see what it says", str(error.__context__ or ""))
 
 
 class Follower:
@@ -384,10 +301,7 @@ class Follower:
     def _note_model(self, model: nn.Module, module: nn.Module) -> None:
         """Names and shapes, as the script has them."""
         self.shapes = {name: ([*one.shape], str(one.dtype).removeprefix("torch.")) for name, one in model.named_parameters()}
-        names: dict[int, list[str]] = {}
-        for name, one in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(one), []).append(name)
-        self.tied = [group for group in names.values() if len(group) > 1]
+        self.tied = tied_names(model)
         inner = module
         while not (expression := self.places.expression(inner)) and len(children := list(inner.children())) == 1:
             inner = children[0]  # a wrapper's name is one of its own

@@ -104,3 +104,11 @@ def name_of(optimizer: Optimizer) -> str:
     if kind not in (*KNOWN, "momentum"):
         kind = "adamw"
     return kind + ("-fused" if group.get("fused") and kind != "sgd" else "")
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that have several, group by group."""
+    names: dict[int, list[str]] = {}
+    for name, one in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(one), []).append(name)
+    return [group for group in names.values() if len(group) > 1]

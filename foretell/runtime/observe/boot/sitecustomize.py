@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from types import ModuleType
 from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -35,13 +36,9 @@ class _AfterTorch:
 
 def _begin(given: str) -> None:
     with contextlib.suppress(Exception):  # a script that is not watched is better than one that does not run
-        path = os.path.join(os.path.dirname(_HERE), "hooks.py")
-        spec = importlib.util.spec_from_file_location("_foretell_watch", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["_foretell_watch"] = module
-        spec.loader.exec_module(module)
-        module.begin(given)
+        package = sys.modules["_foretell_watch"] = ModuleType("_foretell_watch")
+        package.__path__ = [os.path.dirname(_HERE)]  # its files import each other; nothing of foretell is needed
+        importlib.import_module("_foretell_watch.hooks").begin(given)
 
 
 def _launches() -> bool:

@@ -24,10 +24,11 @@ from foretell.errors import InternalError
 from foretell.plan.mesh import rank_at
 from foretell.plan.precision import MIXED, computes_in, in_recipe
 from foretell.plan.types import Plan
-from foretell.runtime.parallel.apply import Job, Piped, apply
+from foretell.runtime.parallel.apply import Job, apply
 from foretell.runtime.parallel.pipeline.part import BoundaryTensor
 from foretell.runtime.parallel.pipeline.stages import PlainStage, RankStages, Wire, chart
 from foretell.runtime.parallel.ranks import Ranks, form
+from foretell.runtime.parallel.runners import Piped
 from foretell.trace.load.model import Source, load
 from foretell.trace.record.step import Workload, cast_floats, prepare_precision
 

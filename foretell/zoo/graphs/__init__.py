@@ -1,0 +1,1 @@
+"""Graphs: neighbourhoods, mixed-integer programs, formulas."""

@@ -1,0 +1,1 @@
+"""Language models that see: pictures, slices of large ones, and videos, beside text."""

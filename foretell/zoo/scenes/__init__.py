@@ -1,0 +1,1 @@
+"""Scenes in three dimensions: radiance fields, splats, meshes and scene graphs."""

@@ -1,0 +1,1 @@
+"""Models of science: fields, particles, detectors, proteins."""
