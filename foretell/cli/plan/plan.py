@@ -12,6 +12,7 @@ from foretell.cli import common
 from foretell.cli.common import Doing
 from foretell.cli.fit import fit
 from foretell.cli.fit import table as fit_table
+from foretell.cli.plan import from_file
 from foretell.cli.plan import table as plan_table
 from foretell.errors import UserError
 from foretell.units import GIB, MIB, gib
@@ -69,6 +70,8 @@ def plan(
     time_limit: float = fit.TIME_LIMIT,
     patience: float | None = typer.Option(None, metavar="SECONDS", help="Stop the search after this long and take the best so far."),
     infer: bool = typer.Option(False, "--infer", help="Split inference over the devices of HW instead: latency and throughput."),
+    from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False,
+        help="Cost the plan of a torchtitan, accelerate, DeepSpeed, transformers Trainer or Lightning file; options typed here win."),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     no_cache: bool = typer.Option(False, "--no-cache", help="Ignore the trace cache."),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
@@ -79,6 +82,8 @@ def plan(
     from foretell.trace.load import model as loading
     from foretell.trace.recipe import Recipe
 
+    if from_ is not None and from_file.DESCRIBED not in context.meta:
+        return plan(**from_file.take_over(from_, context))
     words, model = _named(model, context)
     source = loading.Source(model=model, overrides=fit.overrides(settings), seq=seq, image=image, loss=loss)
     loading.check(source)
@@ -91,6 +96,7 @@ def plan(
         compile=(compile,) if compile else (), objective=objective, schedule=schedule, micro_batch=micro_batch, margin=margin,
         tokens=length, deadline_seconds=seconds_of(deadline), budget=budget, hbm=size_of("hbm", hbm), host=size_of("host", host),
         disk=size_of("disk", disk) or 0, state_format=state_format, fixed={axis: degree for axis, degree in axes.items() if degree is not None},
+        described=context.meta.get(from_file.DESCRIBED),
     )  # fmt: skip
     check(wishes)
     Recipe(optimizer=optimizer, clip=clip or None)
@@ -107,6 +113,7 @@ def plan(
     choice = common.call(lambda: _choose(source, on, wishes, not no_cache, how, doing, words), doing)
     checked = _rehearsed(source, saved, choice, point) if (saved := _pick(choice, point)) and on == "auto" and words is None else ""
     told = {"explain": explain, "what_if": what_if, "point": point, "whole": whole_run(saved, length), "objective": objective}
+    told |= {"from": context.meta[from_file.TOLD]} if from_ is not None and json else {}
     return _told(choice, saved, model.removeprefix("script:"), on, out, checked, json, told)
 
 
@@ -115,7 +122,8 @@ def _told(choice: Choice, saved: Plan | None, model: str, on: str, out: str, che
     _written(saved, choice, out)
     whole = told["whole"]
     if json:
-        common.emit_json({**as_json(choice, out, saved), "run": None if whole is None else asdict(whole), "checked": checked or None})
+        more = {"from": told["from"]} if "from" in told else {}
+        common.emit_json({**as_json(choice, out, saved), "run": None if whole is None else asdict(whole), "checked": checked or None, **more})
     else:
         text = screen(choice, model, on, out, **told)
         common.emit(f"{text}\nChecked: {checked}." if checked else text)
