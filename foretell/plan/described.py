@@ -13,7 +13,7 @@ RESIDENCIES = {"none": "keep", "full": "recompute", "selective": "selective"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Described:
+class DescribedLayout:
     """A plan but for its model and its hardware. None: the file does not say."""
 
     mesh: Mesh

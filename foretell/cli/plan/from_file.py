@@ -13,6 +13,7 @@ from foretell.cli import common
 from foretell.cli.fit import fit
 from foretell.errors import UserError
 
+HELP = "Cost the plan of a torchtitan, accelerate, DeepSpeed, transformers Trainer or Lightning file; options typed here win."
 DESCRIBED, TOLD = "foretell.described", "foretell.from"
 """Where a context keeps the layout, and what was read."""
 SEARCHES = ("objective", "margin", "step_law", "deadline", "budget", "state_format", "host", "disk", "point", "explain", "what_if", "exact", "infer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,8 +71,7 @@ def plan(
     time_limit: float = fit.TIME_LIMIT,
     patience: float | None = typer.Option(None, metavar="SECONDS", help="Stop the search after this long and take the best so far."),
     infer: bool = typer.Option(False, "--infer", help="Split inference over the devices of HW instead: latency and throughput."),
-    from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False,
-        help="Cost the plan of a torchtitan, accelerate, DeepSpeed, transformers Trainer or Lightning file; options typed here win."),
+    from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False, help=from_file.HELP),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     no_cache: bool = typer.Option(False, "--no-cache", help="Ignore the trace cache."),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
@@ -80,7 +80,6 @@ def plan(
     from foretell.search.space.caps import size_of
     from foretell.search.space.constraints import SearchConstraints, check
     from foretell.trace.load import model as loading
-    from foretell.trace.recipe import Recipe
 
     if from_ is not None and from_file.DESCRIBED not in context.meta:
         return plan(**from_file.take_over(from_, context))
@@ -95,16 +94,13 @@ def plan(
         global_batch=global_batch, precision=precision, optimizer=optimizer, clip=clip or None,
         compile=(compile,) if compile else (), objective=objective, schedule=schedule, micro_batch=micro_batch, margin=margin,
         tokens=length, deadline_seconds=seconds_of(deadline), budget=budget, hbm=size_of("hbm", hbm), host=size_of("host", host),
-        disk=size_of("disk", disk) or 0, state_format=state_format, fixed={axis: degree for axis, degree in axes.items() if degree is not None},
-        described=context.meta.get(from_file.DESCRIBED),
+        disk=size_of("disk", disk) or 0, state_format=state_format, fixed=_given(axes), described=context.meta.get(from_file.DESCRIBED),
     )  # fmt: skip
     check(wishes)
-    Recipe(optimizer=optimizer, clip=clip or None)
-    _check_out(Path(out), patience)
+    _check_out(Path(out), patience, optimizer, clip)
     how = {"exact": exact, "what_if": what_if or explain, "patience": patience or float("inf"), "by_law": step_law, "time_limit": time_limit}
     doing = Doing(f"choosing a plan for {model.removeprefix('script:')}")
-    hardware = fit_table.several(on)
-    if len(hardware) > 1:
+    if len(hardware := fit_table.several(on)) > 1:
         return plan_table.answer(
             model.removeprefix("script:"), hardware, lambda one: _choose(source, one, wishes, not no_cache, how, doing, words),
             lambda saved: whole_run(saved, length), objective, doing, json=json,
@@ -113,16 +109,16 @@ def plan(
     choice = common.call(lambda: _choose(source, on, wishes, not no_cache, how, doing, words), doing)
     checked = _rehearsed(source, saved, choice, point) if (saved := _pick(choice, point)) and on == "auto" and words is None else ""
     told = {"explain": explain, "what_if": what_if, "point": point, "whole": whole_run(saved, length), "objective": objective}
-    told |= {"from": context.meta[from_file.TOLD]} if from_ is not None and json else {}
-    return _told(choice, saved, model.removeprefix("script:"), on, out, checked, json, told)
+    return _told(choice, saved, model.removeprefix("script:"), on, out, checked, json, {**told, "from": context.meta.get(from_file.TOLD)})
 
 
 def _told(choice: Choice, saved: Plan | None, model: str, on: str, out: str, checked: str, json: bool, told: dict[str, Any]) -> int:
     """Write the plan, and say what it is."""
+    theirs = told.pop("from")
     _written(saved, choice, out)
     whole = told["whole"]
     if json:
-        more = {"from": told["from"]} if "from" in told else {}
+        more = {"from": theirs} if theirs else {}
         common.emit_json({**as_json(choice, out, saved), "run": None if whole is None else asdict(whole), "checked": checked or None, **more})
     else:
         text = screen(choice, model, on, out, **told)
@@ -241,8 +237,15 @@ def _written(saved: Plan | None, choice: Choice, out: str) -> None:
     html_front.write(html_front.of_choice(choice, saved), out)  # what `foretell report` draws
 
 
-def _check_out(path: Path, patience: float | None) -> None:
+def _given(axes: Mapping[str, int | None]) -> dict[str, int]:
+    return {axis: degree for axis, degree in axes.items() if degree is not None}
+
+
+def _check_out(path: Path, patience: float | None, optimizer: str, clip: float) -> None:
     """Before the work, not after it."""
+    from foretell.trace.recipe import Recipe
+
+    Recipe(optimizer=optimizer, clip=clip or None)
     if patience is not None and not patience > 0:
         raise UserError(f"--patience is {patience:g}", "give seconds above zero")
     if path.is_dir() or not path.name:

@@ -1,4 +1,4 @@
-"""Configurations of other tools, read as options of `fit` and `plan`: one reader for each tool.
+"""Configurations of other tools, read as options of fit and plan: one reader for each tool.
 
 Every setting of a file is taken, ignored with the reason, named as one that foretell cannot say, or named as unknown (`reading`). What the
 readers know of their tools are tables, which docs/export.md shows. Ranks and batches are put together in `layout`.
@@ -18,8 +18,8 @@ from foretell.export.read.reading import Tables, ToolConfig
 READERS: Mapping[str, tuple[Callable[[Mapping[str, Any]], bool], Callable[[Mapping[str, Any]], ToolConfig]]] = {
     "torchtitan": (torchtitan.suits, torchtitan.read),
     "accelerate": (accelerate.suits, accelerate.read),
-    "deepspeed": (deepspeed.suits, deepspeed.read),
     "trainer": (trainer.suits, trainer.read),
+    "deepspeed": (deepspeed.suits, deepspeed.read),
     "lightning": (lightning.suits, lightning.read),
 }
 """Tool → whether settings are its own, and what they say; asked in this order."""

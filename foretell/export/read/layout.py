@@ -8,7 +8,8 @@ from typing import Any
 
 from foretell.errors import UserError
 from foretell.export.read.reading import ToolConfig
-from foretell.plan.described import Described
+from foretell.export.torchtitan import trains_mixed
+from foretell.plan.described import DescribedLayout
 from foretell.plan.types import AXES, LOOPED, Mesh
 
 _RANKS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -21,7 +22,7 @@ def ranks(config: ToolConfig, typed: Mapping[str, Any]) -> int | None:
     return prod(degrees.values()) if -1 not in degrees.values() else config.world
 
 
-def described(config: ToolConfig, typed: Mapping[str, Any], devices: int) -> Described:
+def described(config: ToolConfig, typed: Mapping[str, Any], devices: int) -> DescribedLayout:
     """The layout on so many devices; `typed` are options by name, None or missing where they were not typed."""
     for option, why in config.demands.items():
         if typed.get(option) is None:
@@ -38,16 +39,11 @@ def described(config: ToolConfig, typed: Mapping[str, Any], devices: int) -> Des
     if schedule in LOOPED and "cuts" in given and typed.get("schedule"):
         del given["cuts"]  # of another schedule
     clip = typed.get("clip") if typed.get("clip") is not None else options.get("clip")
-    return Described(
+    return DescribedLayout(
         mesh=mesh, micro_batch=micro, accumulate=accumulate, global_batch=total, precision=precision, clip=clip, schedule=schedule,
         optimizer=typed.get("optimizer") or options.get("optimizer"), recompute=typed.get("recompute") or options.get("recompute"),
         reshard=options.get("reshard", True), compile=typed.get("compile") or options.get("compile"), **given,
     )  # fmt: skip
-
-
-def trains_mixed(mesh: Mesh) -> bool:
-    """Whether torchtitan's mixed precision takes effect: by FSDP, or by autocast where there is no tp and no pp."""
-    return mesh.dp_shard * mesh.cp > 1 or mesh.tp * mesh.pp == 1
 
 
 def told(mesh: Mesh) -> str:

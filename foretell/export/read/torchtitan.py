@@ -14,7 +14,6 @@ from foretell.export.torchtitan import FLAVORS, SCHEDULES
 
 _OWN = {"job", "model", "training", "parallelism", "activation_checkpoint", "optimizer", "experimental"}
 _P, _T = "parallelism.", "training."
-_MODELS = {("llama3", flavor.lower()): name for name, flavor in FLAVORS.items()}
 _SCHEDULES = {theirs.lower(): ours for ours, theirs in SCHEDULES.items()}
 _WAYS = {"fused": "fused", "foreach": "foreach", "for-loop": "loop"}
 AXES = {
@@ -130,7 +129,8 @@ def read(data: Mapping[str, Any]) -> ToolConfig:
 def _model(reading: Reading) -> None:
     name, flavor = (reading.first(f"model.{part}", f"model_spec.{part}") for part in ("name", "flavor"))
     said, size = reading.word(name), reading.word(flavor)
-    found = _MODELS.get(((said or "llama3").lower(), (size or "").lower()))
+    known = {("llama3", flavor.lower()): ours for ours, flavor in FLAVORS.items()}
+    found = known.get(((said or "llama3").lower(), (size or "").lower()))
     if found is not None:
         reading.take("model", found, flavor)
     elif said or size:
@@ -141,6 +141,8 @@ def _model(reading: Reading) -> None:
 
 
 def _batch(reading: Reading) -> None:
+    clip = reading.number(f"{_T}max_norm")
+    reading.take("clip", 1.0 if clip is None else clip, f"{_T}max_norm", "" if clip is not None else "torchtitan's default")
     length = reading.first(f"{_T}seq_len", f"{_T}max_context_length")
     seq = reading.whole(length) or 2048
     reading.take("seq", seq, length, "" if length in reading.leaves else "torchtitan's default")

@@ -60,7 +60,7 @@ TABLES = Tables(
 
 def suits(data: Mapping[str, Any]) -> bool:
     names = {str(key).removeprefix("fsdp_") for key in data}
-    bare = {*fsdp.TAKEN, *fsdp.IGNORED, *fsdp.CANNOT} & names
+    bare = ({*fsdp.TAKEN, *fsdp.IGNORED, *fsdp.CANNOT} - {"version"}) & names
     return len(_OWN & data.keys()) > 1 or "per_device_train_batch_size" in data or "fsdp_config" in data or bool(bare)
 
 

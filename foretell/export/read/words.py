@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foretell.export.read.reading import ToolConfig
+from foretell.export.read.reading import Tables, ToolConfig
 from foretell.plan.text import plain
 
 SHOWN = 6
@@ -42,13 +42,29 @@ def lines(config: ToolConfig, told: Mapping[str, Any]) -> list[str]:
     return [plain(line) for line in found]
 
 
-def _grouped(table: Mapping[str, str]) -> list[str]:
-    by: dict[str, list[str]] = {}
-    for path, why in table.items():
-        by.setdefault(why, []).append(path)
-    return [f"{_some(paths)}: {why}" for why, paths in by.items()]
+def _grouped(kind: Mapping[str, str]) -> list[str]:
+    return [f"{_some(paths)}: {why}" for why, paths in _by_reason(kind).items()]
 
 
 def _some(paths: Sequence[str]) -> str:
     more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
     return ", ".join(f"{path:.80}" for path in paths[:SHOWN]) + more
+
+
+def table(tables: Tables) -> list[str]:
+    """What a reader knows, as Markdown."""
+    found = ["| setting | option |", "| --- | --- |", *(f"| {_cells(keys)} | {said} |" for said, keys in _by_reason(tables.taken).items())]
+    found += ["", "| setting | not predicted |", "| --- | --- |", *(f"| {_cells(keys)} | {why} |" for why, keys in _by_reason(tables.cannot).items())]
+    found += ["", "| setting | ignored |", "| --- | --- |", *(f"| {_cells(keys)} | {why} |" for why, keys in _by_reason(tables.ignored).items())]
+    return [*found, "", "| not in the file | who says it |", "| --- | --- |", *(f"| {option} | {who} |" for option, who in tables.missing.items())]
+
+
+def _by_reason(kind: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for key, why in kind.items():
+        found.setdefault(why, []).append(key)
+    return found
+
+
+def _cells(keys: Sequence[str]) -> str:
+    return ", ".join(f"`{key}`" for key in keys)

@@ -11,7 +11,7 @@ from foretell.errors import UserError
 from foretell.lower.blocks import blocks_of
 from foretell.plan import legal
 from foretell.plan.blocks import compress, expand
-from foretell.plan.described import RESIDENCIES, Described
+from foretell.plan.described import RESIDENCIES, DescribedLayout
 from foretell.plan.precision import default
 from foretell.plan.recipe import model_of
 from foretell.plan.types import Plan, Residency
@@ -35,7 +35,7 @@ class DescribedSearch(Question):
     blocks: tuple[str, ...] = ()
 
     @property
-    def given(self) -> Described:
+    def given(self) -> DescribedLayout:
         assert self.wishes.described is not None
         return self.wishes.described
 
