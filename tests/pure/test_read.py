@@ -259,6 +259,7 @@ BAD: list[tuple[str, str, str]] = [
     ("a.yaml", "distributed_type: FSDP\nnum_processes: {a: 1}\n", "num_processes holds settings, and should be a value"),
     ("a.yaml", "distributed_type: MEGATRON_LM\n", "distributed_type MEGATRON_LM is not predicted"),
     ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n", "give that file to --from"),
+    ("a.json", '{"distributed_type": "A\\nB", "num_processes": 1}', "distributed_type A.*B is not predicted"),
     ("a.toml", "[training]\nseq_len = 1.5\n[parallelism]\n", "training.seq_len is 1.5, not a whole number"),
     ("a.toml", "[training]\n[parallelism]\ntensor_parallel_degree = 0\n", "tensor_parallel_degree is 0, not a whole number"),
     ("a.toml", '[training]\n[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "Mine"\n', "schedule 'Mine' is not predicted"),

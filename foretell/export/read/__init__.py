@@ -14,6 +14,7 @@ from foretell.errors import FileFormatError, UserError
 from foretell.export.read import accelerate, deepspeed, lightning, torchtitan, trainer
 from foretell.export.read.load import REMEDY, load
 from foretell.export.read.reading import Tables, ToolConfig
+from foretell.plan.text import plain
 
 READERS: Mapping[str, tuple[Callable[[Mapping[str, Any]], bool], Callable[[Mapping[str, Any]], ToolConfig]]] = {
     "torchtitan": (torchtitan.suits, torchtitan.read),
@@ -39,6 +40,6 @@ def read(path: Path) -> ToolConfig:
             if suits(data):
                 return reader(data)
     except UserError as error:
-        raise FileFormatError(f"{path}: {error.problem}", error.remedy) from None
+        raise FileFormatError(f"{path}: {plain(error.problem)}", error.remedy) from None
     known = ", ".join(f"{key!r:.40}" for key in list(data)[:4])
     raise FileFormatError(f"{path} is a file of no tool that is known here: it has {known or 'nothing'}", REMEDY)
