@@ -25,7 +25,7 @@ pytest.importorskip("yaml")
 TITAN = {
     "job": {"description": "a run", "dump_folder": "./outputs"},
     "profiling": {"enable_profiling": True, "profile_freq": 100},
-    "model": {"name": "llama3", "flavor": "8B", "converters": ["float8"]},
+    "model": {"name": "llama3", "flavor": "8B", "converters": ["float8"], "hf_assets_path": "./assets", "norm": "rms"},
     "optimizer": {"name": "AdamW", "lr": 3e-4, "implementation": "foreach"},
     "training": {"local_batch_size": 4, "global_batch_size": 64, "seq_len": 4096, "max_norm": 0.5, "steps": 10, "mixed_precision_param": "bfloat16"},
     "parallelism": {
@@ -97,7 +97,8 @@ def test_every_setting_ends_under_one_heading(tool: str, tmp_path: Path) -> None
         ("torchtitan",
          {"model": "llama3-8b", "seq": 4096, "micro_batch": 4, "global_batch": 64, "clip": 0.5, "precision": "bf16-mixed",
           "optimizer": "adamw-foreach", "recompute": "full", "compile": "blocks", "reshard": True},
-         {"dp_replicate": 2, "dp_shard": -1, "tp": 2}, ["model.converters", "parallelism.enable_async_tensor_parallel"], ["parallelism.made_up"]),
+         {"dp_replicate": 2, "dp_shard": -1, "tp": 2},
+         ["model.converters", "model.norm", "parallelism.enable_async_tensor_parallel"], ["parallelism.made_up"]),
         ("accelerate", {"precision": "bf16-mixed", "recompute": "full", "compile": "model", "reshard": True}, {"dp_shard": -1},
          ["fsdp_config.fsdp_offload_params"], ["extra", "fsdp_config.fsdp_new"]),
         ("deepspeed", {"global_batch": 32, "micro_batch": 2, "accumulate": 2, "clip": 1.0, "precision": "bf16-mixed", "optimizer": "adamw-fused",

@@ -180,20 +180,23 @@ class Reading:
             if path in found.taken or path in found.ignored or path in found.cannot:
                 continue
             off = (value.lower() if isinstance(value, str) else value) in (*OFF, [], {})
-            if (why := _match(path, self.tables.cannot)) is not None:
-                kind, told = (found.ignored, "off") if off else (found.cannot, why)
-                kind[path] = told
-            elif (why := _match(path, self.tables.ignored)) is not None:
-                found.ignored[path] = why
-            else:
+            cannot, ignored = _match(path, self.tables.cannot), _match(path, self.tables.ignored)
+            if cannot is None and ignored is None:
                 found.unknown.append(path)
+            elif ignored is not None and (cannot is None or len(ignored) > len(cannot)):  # the name that says more
+                found.ignored[path] = self.tables.ignored[ignored]
+            elif off:
+                found.ignored[path] = "off"
+            else:
+                found.cannot[path] = self.tables.cannot[str(cannot)]
         return found
 
 
 def _match(path: str, table: Mapping[str, str]) -> str | None:
+    """The name in a table that suits a setting best: its own, else the longest."""
     if path in table:
-        return table[path]
-    return next((why for key, why in table.items() if "*" in key and fnmatchcase(path, key)), None)
+        return path
+    return max((key for key in table if "*" in key and fnmatchcase(path, key)), key=len, default=None)
 
 
 def _named(option: str, value: Any) -> str:
