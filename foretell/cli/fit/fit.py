@@ -308,7 +308,8 @@ def take_over(path: Path, on: str, options: dict[str, Any], context: typer.Conte
     if values["clip"] == 0:
         values["clip"] = None
     options.update({name: value for name, value in values.items() if value is not None and name not in typed})
-    told = words.content(theirs, path, {name: value for name, value in typed.items() if name in values}, [said] if said else [])
+    shown = {"model": context.params.get("model"), **{name: value for name, value in typed.items() if name in values}}
+    told = words.content(theirs, path, shown, [said] if said else [])
     if not common.wants_json():
         common.emit("\n".join(words.lines(theirs, told)), sys.stderr)
     return {**told, "model": theirs.options.get("model")}, on

@@ -151,16 +151,22 @@ class Reading:
         if not path or path not in self.leaves:
             self.found.assumed.append(f"{why or path}: {_named(option, value)}")
         else:
-            self.found.taken[path] = f"{_shown(self.leaves[path])} → {_named(option, value)}" + (f" ({why})" if why else "")
+            self._became(path, _named(option, value), why)
 
     def axis(self, name: str, degree: int, path: str, why: str = "") -> None:
         """A degree of the mesh."""
         self.found.mesh[name] = degree
         told = "the rest of the ranks" if degree == -1 else str(degree)
         if path in self.leaves:
-            self.found.taken[path] = f"{_shown(self.leaves[path])} → {name} {told}" + (f" ({why})" if why else "")
+            self._became(path, f"{name} {told}", why)
         else:
             self.found.assumed.append(f"{why or path}: {name} {told}")
+
+    def _became(self, path: str, what: str, why: str) -> None:
+        """A setting may say several things."""
+        before = self.found.taken.get(path, "")
+        start = before if "→" in before else f"{_shown(self.leaves[path])} →"
+        self.found.taken[path] = f"{start}{',' if '→' in before else ''} {what}" + (f" ({why})" if why else "")
 
     def cannot(self, path: str, why: str) -> None:
         self._move(path, self.found.cannot, why)

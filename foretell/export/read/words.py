@@ -17,8 +17,8 @@ LABELS = {"taken": "taken", "typed": "typed", "assumed": "default", "missing": "
 
 def content(config: ToolConfig, file: Path, typed: Mapping[str, Any], more: Sequence[str] = ()) -> dict[str, Any]:
     """Every setting of the file, under what became of it; `more` was taken besides."""
-    wins = [f"--{name.replace('_', '-')} {value}: typed, and the file says {_theirs(config, name)}" for name, value in typed.items()
-            if value is not None and (name in config.options or name in config.mesh)]  # fmt: skip
+    both = {name: value for name, value in typed.items() if value is not None and (name in config.options or name in config.mesh)}
+    wins = [f"{_option(name)} {value}: typed, and the file says {_theirs(config, name)}" for name, value in both.items()]
     said = {**config.options, **typed}
     return {
         "file": str(file), "tool": config.tool, "taken": [*(f"{path} {how}" for path, how in config.taken.items()), *more],
@@ -27,6 +27,10 @@ def content(config: ToolConfig, file: Path, typed: Mapping[str, Any], more: Sequ
         "ignored": [f"{path}: {why}" for path, why in config.ignored.items()],
         "cannot": [f"{path}: {why}" for path, why in config.cannot.items()], "unknown": list(config.unknown),
     }  # fmt: skip
+
+
+def _option(name: str) -> str:
+    return "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
 
 
 def _theirs(config: ToolConfig, name: str) -> Any:
