@@ -152,6 +152,7 @@ def constraints(options: PlanOptions) -> SearchConstraints:
         compile=(options.compile,) if options.compile else (), objective=options.objective, schedule=options.schedule,
         micro_batch=options.micro_batch, margin=options.margin, tokens=options.tokens, deadline_seconds=options.deadline, budget=options.budget,
         hbm=options.hbm, host=options.host, disk=options.disk or 0, state_format=options.state_format, fixed=options.fixed,
+        described=options.described,
     )  # fmt: skip
 
 

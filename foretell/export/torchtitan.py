@@ -9,7 +9,7 @@ from foretell.export.types import Exported, header, machines_of, modes_of, only_
 from foretell.plan.blocks import stages_of
 from foretell.plan.recipe import known_blocks
 from foretell.plan.text import quoted
-from foretell.plan.types import FP16, Plan, Split
+from foretell.plan.types import FP16, Mesh, Plan, Split
 
 FLAVORS = {"llama3-8b": "8B", "llama3-70b": "70B", "llama3-405b": "405B"}
 """Models of the zoo that torchtitan has too, by its own name."""
@@ -94,8 +94,15 @@ def _activations(plan: Plan) -> dict[str, Any]:
     return {"mode": mode, **({"selective_ac_option": "op"} if mode == "selective" else {})}
 
 
+def trains_mixed(mesh: Mesh) -> bool:
+    """Whether mixed precision takes effect: by FSDP, or by autocast where there is no tp and no pp."""
+    return mesh.dp_shard * mesh.cp > 1 or mesh.tp * mesh.pp == 1
+
+
 def _lost(plan: Plan) -> list[str]:
     lost = ["data and tokenizer: set training.dataset and model.hf_assets_path", "schedule of the learning rate: set lr_scheduler"]
+    if plan.precision == "bf16-mixed" and not trains_mixed(plan.mesh):
+        lost.append("precision: torchtitan computes in fp32 where tp or pp stand without FSDP, which takes more memory and time")
     if plan.clip is None:
         lost.append("clip: null; max_norm is set so high that it never clips")
     if len(modes_of(plan)) > 1:

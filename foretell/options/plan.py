@@ -60,6 +60,8 @@ class PlanOptions:
     time_limit: float = option(TIME_LIMIT, "Longest time that tracing one step may take: 30m, 2h or seconds.", metavar="TIME", typed=str,
                                read=words.duration("--time-limit"), shown="10m")  # fmt: skip
     cache: bool = option(True, "Ignore the trace cache.", flag="--no-cache", negates=True)
+    described: Any = None
+    """A layout to cost instead of searching for one, as `export.read.layout.described` makes it of another tool's file."""
     progress: Callable[[str], None] = quiet
     """Is told what is going on."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from typing import Any
 import pytest
 
 from foretell.cli import main
-from foretell.errors import FileFormatError, MissingPackage, UserError
+from foretell.errors import UserError
 from foretell.export import TOOLS, export
-from foretell.export.read import read
 from foretell.export.text import yaml as yaml_text
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency
@@ -245,99 +243,6 @@ def test_the_command_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureF
     assert all(tool in told for tool in TOOLS)
 
 
-# ---------------------------------------------------------------- reading theirs
-
-
-def test_what_was_written_is_read_back(tmp_path: Path) -> None:
-    for name, shards in (("fsdp", 16), ("hybrid", 8), ("replicas", 1), ("one", 1)):
-        for tool, file in (("accelerate", "accelerate.yaml"), ("deepspeed", "ds_config.json")):
-            plan = PLANS[name]
-            (tmp_path / file).write_text(files(name, tool)[file])
-            found = read(tmp_path / file)
-            sharing = 16 if (name, tool) == ("hybrid", "deepspeed") else shards  # which has no replicas of shards
-            assert (found.tool, found.world, found.shards) == (tool, plan.mesh.world, sharing), (name, tool)
-            mixed = "bf16-mixed"
-            assert found.options["precision"] == ("fp32" if plan.precision == "fp32" else mixed)
-            if tool == "deepspeed":
-                wanted = {"micro_batch": plan.micro_batch, "accumulate": plan.accumulate}
-                assert {key: found.options[key] for key in wanted} == wanted
-                assert found.options.get("clip") == plan.clip
-            else:
-                assert found.options.get("recompute") == ("full" if name == "fsdp" else None)
-                assert found.options.get("compile_how") == ("blocks" if name == "fsdp" else None)
-
-
-ZERO_2 = {
-    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 8,
-    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "fp16": {"enabled": True}, "scheduler": {"type": "WarmupLR"},
-}  # fmt: skip
-
-
-def test_what_fit_does_not_know_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(ZERO_2))
-    found = read(path)
-    assert found.options == {"accumulate": 8, "precision": "fp16-mixed", "clip": 1.0} and found.shards == 1
-    for word in ("train_micro_batch_size_per_gpu: auto", "ZeRO-2", "offload_optimizer to cpu", "scheduler"):
-        assert any(word in line for line in found.ignored), word
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "why"),
-    [
-        ("a.json", "{", "a.json is not JSON"),
-        ("a.yaml", "a: [1\nb: }", "a.yaml is not YAML: line 2"),
-        ("a.yaml", "- 1\n- 2\n", "a.yaml is no configuration: it holds list"),
-        ("a.json", '{"layers": 3}', "neither accelerate's nor DeepSpeed's: it has layers"),
-        ("a.yaml", "", "it holds NoneType"),
-        ("a.json", '{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}', "train_batch_size 7 is no multiple of 2"),
-        ("a.json", '{"zero_optimization": 3}', "zero_optimization is 3"),
-        ("a.yaml", "distributed_type: FSDP\nnum_processes: many\n", "num_processes is 'many'"),
-    ],
-)
-def test_a_broken_file_gives_one_clear_line(name: str, text: str, why: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=why) as caught:
-        read(tmp_path / name)
-    assert "\n" not in str(caught.value)
-
-
-def test_without_pyyaml_json_still_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    (tmp_path / "a.yaml").write_text("distributed_type: NO\n")
-    (tmp_path / "a.json").write_text('{"distributed_type": "NO"}')
-    with pytest.raises(MissingPackage, match=r"needs the package 'PyYAML'.*foretell\[yaml\]"):
-        read(tmp_path / "a.yaml")
-    assert read(tmp_path / "a.json").world == 1
-    with pytest.raises(UserError, match="cannot be read"):
-        read(tmp_path / "nowhere.json")
-
-
-def test_fit_takes_theirs_and_what_is_typed_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "ds.json"
-    zero = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3},
-            "bf16": {"enabled": True}, "gradient_clipping": 0.5}  # fmt: skip
-    path.write_text(json.dumps(zero))
-    words = ["fit", "gpt-tiny", "--on", "H100", "--from", str(path), "--json"]
-    assert main(words) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["from"]["tool"] == "deepspeed" and any("--on H100:4" in line for line in answer["from"]["taken"])
-    assert main(["fit", "gpt-tiny", "--on", "H100:4", "--micro-batch", "2", "--accumulate", "2", "--clip", "0.5", "--json"]) == 0
-    typed = json.loads(capsys.readouterr().out)
-    assert answer["memory"] == typed["memory"]
-    assert main([*words, "--micro-batch", "0"]) == 2
-    assert "micro_batch must be a whole number above zero, got 0" in capsys.readouterr().out
-    (tmp_path / "bad.json").write_text("{")
-    assert main(["fit", "gpt-tiny", "--on", "H100", "--from", str(tmp_path / "bad.json")]) == 2
-    assert "bad.json is not JSON" in capsys.readouterr().err
-
-
 def test_our_yaml_is_yaml() -> None:
     value = {"a": [1, {"b": "x: y", "c": []}, "two\nlines\n"], "d": {}, "e": {"f": None, "g": True, "h": 1.5}, "i": "# no", "j": "l\n  m\n"}
     assert yaml.safe_load(yaml_text(value)) == value
-
-
-def test_a_broken_file_is_of_its_own_kind(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text("nothing")
-    with pytest.raises(FileFormatError):
-        read(tmp_path / "a.json")

@@ -26,6 +26,9 @@ from foretell import zoo
 from foretell.checkpoint import format as layout
 from foretell.cli import common, main
 from foretell.errors import UserError
+from foretell.export import read as theirs
+from foretell.export.read import layout as theirs_layout
+from foretell.export.read import words as theirs_words
 from foretell.hardware import files as hardware_files
 from foretell.hardware import parse
 from foretell.hardware.probe import journal
@@ -85,6 +88,24 @@ DEEPSPEED = {
     "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_accumulation_steps": 2,
     "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "gradient_clipping": 1.0,
 }  # fmt: skip
+TITAN = """[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 2
+seq_len = 64
+[parallelism]
+data_parallel_shard_degree = -1
+pipeline_parallel_degree = 1
+pipeline_parallel_schedule = "1F1B"
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+[compile]
+enable = false
+"""
+TRAINER = {"output_dir": "a", "per_device_train_batch_size": 2, "bf16": True, "fsdp": "full_shard", "fsdp_config": {"version": 2}, "optim": "sgd"}
+LIGHTNING = "trainer:\n  devices: 1\n  precision: bf16-mixed\n  strategy:\n    class_path: FSDPStrategy\n    init_args: {state_dict_type: full}\n"
 TOML = 'schema_version = 1\nnodes = 2\ndevices_per_node = 8\ndevice = "H100"\nmemory = "60GiB"\nlink = "4xIB200"\nprice_per_hour = 2.5\n'
 GROUPS = 'inter = "Eth25"\n[[groups]]\ndevices_per_node = 8\ndevice = "H100"\n[[groups]]\nnodes = 2\ndevices_per_node = 4\ndevice = "A100"\n'
 PRICES = 'region = "FR"\npue = 1.2\n[dollars_per_hour]\nH100 = 2.10\n[carbon_g_per_kwh]\ndefault = 30\nFR = 40\n'
@@ -119,7 +140,8 @@ def build_corpus(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plans.write(sample.told(sample.piped())[0], at / "piped.json")
     html_front.write(sample.front(), at / "piped.json")
     plans.write(replace(asked, model={**asked.model, "model": f"{at / 'evil.py'}:build"}), at / "evil.json")
-    for name, text in (("toml.toml", TOML), ("groups.toml", GROUPS), ("prices.toml", PRICES), ("accelerate.yaml", ACCELERATE)):
+    for name, text in (("toml.toml", TOML), ("groups.toml", GROUPS), ("prices.toml", PRICES), ("accelerate.yaml", ACCELERATE),
+                       ("train.toml", TITAN), ("lightning.yaml", LIGHTNING), ("args.json", json.dumps(TRAINER))):  # fmt: skip
         (at / name).write_text(text)
     hardware_files.save(parse("2x8xH100@IB400"), at / "cluster.json")
     hardware_files.save(parse("8xH100+4xA100,join=Eth25"), at / "unlike.json")
@@ -276,8 +298,26 @@ def other_readers() -> Iterator[Reader]:
     yield Reader(name="trace file", spoils="trace.json", how=spoil.json_spoiled, call=lambda at: trace_file.load(at / "trace.json"))
     yield Reader(name="accelerate", spoils="accelerate.yaml", how=spoil.text_spoiled, words=(*FIT, "--from", "{}/accelerate.yaml"))
     yield Reader(name="deepspeed", spoils="ds.json", how=spoil.json_spoiled, words=(*FIT, "--from", "{}/ds.json"))
+    yield Reader(name="torchtitan", spoils="train.toml", how=spoil.text_spoiled, words=(*FIT, "--from", "{}/train.toml"))
+    for name, how in (("accelerate.yaml", spoil.text_spoiled), ("ds.json", spoil.json_spoiled), ("train.toml", spoil.text_spoiled),
+                      ("args.json", spoil.json_spoiled), ("lightning.yaml", spoil.text_spoiled)):  # fmt: skip
+        yield Reader(name=f"--from {name}", spoils=name, how=how, call=whole_reader(name))
     for file in ("rank-00000.safetensors", "manifest.json"):
         yield Reader(name=f"ckpt verify, {file}", spoils=f"one/{file}", how=spoil.bytes_spoiled, words=("ckpt", "verify", "{}/one"))
+
+
+def whole_reader(name: str) -> Callable[[Path], Any]:
+    return lambda at: read_whole(at / name)
+
+
+def read_whole(path: Path) -> None:
+    """As `plan --from` does, but for the costing: what was read, in words, and the layout with stages and blocks."""
+    found = theirs.read(path)
+    told = theirs_words.content(found, path, {})
+    assert all("\n" not in line for line in theirs_words.lines(found, told))
+    given = theirs_layout.described(found, {}, theirs_layout.ranks(found, {}) or 8)
+    blocks = [f"blocks.{number}" for number in range(32)]
+    given.pipeline(blocks), given.residency(blocks)
 
 
 def cache_reader(kind: str) -> Reader:

@@ -39,7 +39,7 @@ def fit(
     beside: list[str] = typer.Option([], metavar="MODEL[,KEY=VALUE]...", help=side_by_side.HELP),
     footprint: bool = typer.Option(False, "--footprint", help="Hardware footprint of the run by MFU and device lifetime, with embodied carbon."),
     from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False,
-        help="Take options from an accelerate YAML or a DeepSpeed JSON; options typed here win."),
+        help="Take options from a file of torchtitan, accelerate, DeepSpeed, transformers' Trainer or Lightning; options typed here win."),
     verbose: bool = typer.Option(False, "--verbose", help=common.VERBOSE_HELP),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
@@ -49,9 +49,10 @@ def fit(
     script = common.script_words()
     if script is not None:
         return _follow(model, script, on, {**options, "json": json}, context)
+    theirs, on = (None, on) if from_ is None else take_over(from_, on, options, context)
+    model = model or (None if theirs is None else theirs["model"])
     if model is None:
         raise UserError("no model is named", "foretell fit MODEL --on HW, or foretell fit --on HW -- python train.py ...")
-    theirs, on = (None, on) if from_ is None else take_over(from_, on, options, context)
     many = _several(model, on, options, objective, alone=bool(beside or footprint or options["trace_out"]), json=json)
     if many is not None:
         return many
@@ -235,36 +236,65 @@ def _used_up(prediction: Any, on: str) -> tuple[Any, ...]:
 
 def take_over(path: Path, on: str, options: dict[str, Any], context: typer.Context) -> tuple[dict[str, Any], str]:
     """Put what another tool's file says into the options, unless it was typed; what was taken and not, and where to run."""
-    from foretell.export.read import read
+    from foretell.export.read import layout, read, words
+    from foretell.plan.types import Mesh
 
+    if options["infer"]:
+        raise UserError("--from takes options of training, and --infer is inference", "leave one of them out")
     theirs = read(path)
-    source = context.get_parameter_source
-    for name, value in theirs.options.items():
-        asked = source(name)
-        if asked is None or asked.name == "DEFAULT":
-            options["compile" if name == "compile_how" else name] = value
-        else:
-            theirs.ignored.append(f"{name}: typed here as well")
-    taken, ignored = list(theirs.taken), list(theirs.ignored)
-    on, said = _spread(on, theirs.shards or 1)
-    taken += [said] if said else []
+    typed = {name: options[name] for name in options if name in context.params and is_typed(context, name)}
+    if is_typed(context, "compile") or is_typed(context, "compile_how"):
+        typed["compile"] = options["compile"]
+    sizes = {name: value for name, value in typed.items() if value != MAX}
+    on, said, devices = spread(on, layout.ranks(theirs, sizes))
+    found = in_file(path, lambda: layout.described(theirs, sizes, devices))
+    whole = found.mesh == Mesh(dp_shard=count_of(fit_table.several(on)[0]))
+    if not whole or (devices > 1 and not found.reshard) or isinstance(found.recompute, int):
+        kept = ", reshard_after_forward=False" if devices > 1 and not found.reshard else ""
+        every = f", one of {found.recompute} blocks recomputed" if isinstance(found.recompute, int) else ""
+        raise UserError(f"{path} has {layout.told(found.mesh)}{kept}{every}, which `fit` does not predict", f"foretell plan --on {on} --from {path}")
+    values = {name: getattr(found, name) for name in ("micro_batch", "accumulate", "precision", "optimizer", "clip", "recompute", "compile")}
+    values["seq"] = theirs.options.get("seq")
+    if values["clip"] == 0:
+        values["clip"] = None
+    options.update({name: value for name, value in values.items() if value is not None and name not in typed})
+    shown = {"model": context.params.get("model"), **{name: value for name, value in typed.items() if name in values}}
+    told = words.content(theirs, path, shown, [said] if said else [])
     if not common.wants_json():
-        lines = [f"{path} ({theirs.tool})", *(f"  taken    {line}" for line in taken), *(f"  ignored  {line}" for line in ignored)]
-        common.emit("\n".join(lines), sys.stderr)
-    return {"file": str(path), "tool": theirs.tool, "taken": taken, "ignored": ignored}, on
+        common.emit("\n".join(words.lines(theirs, told)), sys.stderr)
+    return {**told, "model": theirs.options.get("model")}, on
 
 
-def _spread(on: str, shards: int) -> tuple[str, str]:
-    """The hardware with as many devices as share the model, where no number was typed."""
+def is_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def in_file(path: Path, work: Any) -> Any:
+    """What is wrong with a file's values, with its name before it."""
+    try:
+        return work()
+    except UserError as error:
+        raise UserError(f"{path}: {error.problem}", error.remedy) from None
+
+
+def spread(on: str, ranks: int | None) -> tuple[str, str, int]:
+    """The hardware with as many devices as a file has ranks, where no number was typed; what was changed, and how many ranks that makes."""
     from foretell.hardware import parse
 
+    kinds = [parse(one) for one in fit_table.several(on)]
+    counts = sorted({kind.count for kind in kinds})
+    if len(counts) > 1:
+        raise UserError(f"--on {on} has hardware of {' and '.join(map(str, counts))} devices, and a file has one layout", "name one number of them")
+    if ranks in (None, counts[0]):
+        return on, "", counts[0]
+    if kinds[0].device.backend == "cpu":  # whose cores its processes share
+        return on, "", ranks
     head, comma, rest = on.partition(",")
-    if shards == 1 or on.strip().casefold().startswith("auto") or head.endswith((".toml", ".json")):
-        return on, ""
-    if parse(on).count > 1:
-        return on, "" if parse(on).count == shards else f"{shards} ranks share the model there; --on {on} counts here"
-    wide = f"{head.strip()}:{shards}{comma}{rest}"
-    return wide, f"{shards} ranks share the model → --on {wide}"
+    if len(kinds) > 1 or counts[0] > 1 or head.strip().casefold().startswith("auto") or head.endswith((".toml", ".json")):
+        return on, "", counts[0]
+    wide = f"{head.strip()}:{ranks}{comma}{rest}"
+    return wide, f"{ranks} ranks → --on {wide}", ranks
 
 
 def check(model: str, on: str, options: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from foretell.cli.common import Doing
 from foretell.cli.fit import fit
 from foretell.cli.fit import table as fit_table
 from foretell.cli.options import taking
+from foretell.cli.plan import from_file
 from foretell.cli.plan import table as plan_table
 from foretell.errors import UserError
 from foretell.options import PlanOptions
@@ -40,12 +41,16 @@ def plan(
     point: int | None = typer.Option(None, metavar="N", help="Write plan N of the trade-offs instead of the best."),
     explain: bool = typer.Option(False, "--explain", help="Explain the bottleneck, why alternatives were rejected, and what would change it."),
     infer: bool = typer.Option(False, "--infer", help="Split inference over the devices of HW instead: latency and throughput."),
+    from_: Path | None = typer.Option(None, "--from", metavar="FILE", show_default=False, help=from_file.HELP),
     json: bool = typer.Option(False, "--json", help=common.JSON_HELP),
     debug: bool = typer.Option(False, "--debug", help=common.DEBUG_HELP),
 ) -> int:  # fmt: skip
     """Find the best plan to train MODEL on HW and write it. Exit 0 found, 1 nothing fits, 2 bad input."""
     from foretell.api.plans import plan_source, whole_run
 
+    theirs: dict[str, Any] | None = None
+    if from_ is not None:
+        model, on, theirs = from_file.take_over(from_, on, options, context)
     words, name = _named(model, context)
     asked = PlanOptions(**{**options, "hardware": on})
     source = plan_source(name, asked)
@@ -70,7 +75,7 @@ def plan(
     saved = _pick(choice, point)
     checked = _rehearsed(source, saved, choice, point) if saved and on == "auto" and words is None else ""
     whole = answer.run if saved is answer.plan else whole_run(saved, asked.tokens)
-    told = {"explain": explain, "what_if": asked.what_if, "point": point, "whole": whole, "objective": asked.objective}
+    told = {"explain": explain, "what_if": asked.what_if, "point": point, "whole": whole, "objective": asked.objective, "from": theirs}
     return _told(choice, saved, shown, on, out, checked, json, told)
 
 
@@ -78,10 +83,12 @@ def _told(choice: Choice, saved: Plan | None, model: str, on: str, out: str, che
     """Write the plan, and say what it is."""
     from foretell.api.plans import as_json
 
+    theirs = told.pop("from")
     _written(saved, choice, out)
     whole = told["whole"]
     if json:
-        common.emit_json({**as_json(choice, out, saved), "run": None if whole is None else asdict(whole), "checked": checked or None})
+        more = {"from": theirs} if theirs else {}
+        common.emit_json({**as_json(choice, out, saved), "run": None if whole is None else asdict(whole), "checked": checked or None, **more})
     else:
         text = screen(choice, model, on, out, **told)
         common.emit(f"{text}\nChecked: {checked}." if checked else text)

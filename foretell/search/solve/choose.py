@@ -18,6 +18,7 @@ from foretell.search.solve.choice import Choice as Choice
 from foretell.search.solve.choice import told as told
 from foretell.search.solve.choice import why_slower as why_slower
 from foretell.search.solve.climb import Climb
+from foretell.search.solve.described import DescribedSearch
 from foretell.search.solve.find import SearchResult, Unsuited, found_for
 from foretell.search.solve.found import Candidate as Candidate
 from foretell.search.solve.question import Progress, ask
@@ -46,6 +47,8 @@ def choose(
         source, cluster, hardware, wishes, options=options, hints=hints, cache=cache, progress=progress, traces=traces,
         by_law=by_law, time_limit=time_limit,
     )  # fmt: skip
+    if question.wishes.described is not None:
+        return question.into(DescribedSearch).answer(patience)
     if question.wishes.precision == MASTER:
         if by_law:
             raise UserError(f"--step-law is not taken with --precision {MASTER}", "give --global-batch")

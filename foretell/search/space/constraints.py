@@ -8,6 +8,7 @@ from math import prod
 
 from foretell.errors import UserError, near_names
 from foretell.hardware.types import Cluster
+from foretell.plan.described import DescribedLayout
 from foretell.plan.legal import stages_allowed
 from foretell.plan.precision import refuse_plan
 from foretell.plan.types import AXES, COMPILES, FORMATS, MASTER, PRECISIONS, SCHEDULES, Mesh
@@ -61,6 +62,8 @@ class SearchConstraints:
     """Bytes on the disk that plans may use."""
     state_format: str | None = None
     """Of optimizer states, with bf16-master; None: fp32."""
+    described: DescribedLayout | None = None
+    """The layout of another tool's file: that plan is costed, and no other is looked for."""
 
     @property
     def any_size(self) -> bool:
