@@ -243,16 +243,6 @@ def _as_user_error(error: Exception) -> UserError | None:
 # --- waiting ---------------------------------------------------------------------------------------------------------
 
 
-def limit_of(text: str) -> float:
-    """`--time-limit` in seconds."""
-    from foretell.units import parse_duration
-
-    try:
-        return parse_duration(text, bare=True)
-    except UserError as error:
-        raise UserError(f"--time-limit: {error.problem}", "write it like 30m, 2h or 90") from None
-
-
 def runs_code_of(file: str) -> None:
     """Say whose code is about to run."""
     emit(f"runs code of {file}", sys.stderr)

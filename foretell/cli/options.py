@@ -59,17 +59,17 @@ def _parameter(one: Option) -> inspect.Parameter:
         kind = kind | None
     elif default is None:
         kind, shown = bool | None, {"show_default": False}
-    flags = (one.spelled,)  # a bool's too: without it there would be a --no- twin
-    return inspect.Parameter(
-        one.name, _KIND, default=typer.Option(default, *flags, metavar=one.metavar, help=one.help, **shown), annotation=kind
-    )
+    if one.read is not None and one.typed is str:
+        shown["parser"] = one.read
+    flag = one.spelled  # a bool's too: without it there would be a --no- twin
+    return inspect.Parameter(one.name, _KIND, default=typer.Option(default, flag, metavar=one.metavar, help=one.help, **shown), annotation=kind)
 
 
 def value_of(one: Option, typed: Any) -> Any:
-    """What was typed, as the function takes it."""
+    """What the command line read, as the function takes it."""
     if one.negates:
         return not typed
-    return one.read(typed) if one.read is not None and typed is not None else typed
+    return one.read(typed) if one.read is not None and one.typed is not str else typed
 
 
 def flag(described: type, name: str) -> Any:

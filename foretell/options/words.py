@@ -36,8 +36,8 @@ def duration(flag: str, example: str = "30m, 2h or 90") -> Callable[[str], float
     def read(text: str) -> float:
         try:
             return parse_duration(text, bare=True)
-        except UserError as error:
-            raise UserError(f"{flag}: {error.problem}", f"write it like {example}") from None
+        except UserError:
+            raise UserError(f"{flag} {text!r} is not a length of time", f"write it like {example}") from None
 
     return read
 

@@ -279,7 +279,7 @@ def test_the_command_saves_points_explains_and_says_no(tmp_path: Path, capsys: A
         (["--global-batch", "0"], "--global-batch is 0"),
         (["--tp", "3"], "groups of 3 ranks"),
         (["--deadline", "3d"], "without the length of the run"),
-        (["--deadline", "soon", "--tokens", "1e9"], "--deadline 'soon' is no time"),
+        (["--deadline", "soon", "--tokens", "1e9"], "--deadline 'soon' is not a length of time"),
         (["--patience", "-1"], "--patience is -1"),
         (["--pp", "4", "--tp", "4"], "makes 16 ranks and there are 8 devices"),
     ],

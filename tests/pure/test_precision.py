@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from foretell import api
+from foretell.api.plans import as_json
 from foretell.cli.plan import plan as cli
 from foretell.errors import UserError
 from foretell.export import export
@@ -208,7 +209,7 @@ def test_fp16_in_other_tools(tmp_path: Any) -> None:
 
 def told_of(choice: Choice, on: str) -> tuple[str, dict[str, Any]]:
     """The screen as one line, and the JSON."""
-    return " ".join(cli.screen(choice, "gpt-tiny", on, "plan.json").split()), cli.as_json(choice, "plan.json", None)
+    return " ".join(cli.screen(choice, "gpt-tiny", on, "plan.json").split()), as_json(choice, "plan.json", None)
 
 
 def test_a_device_without_bfloat16_is_searched_in_fp16() -> None:
