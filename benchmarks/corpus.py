@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -98,10 +99,14 @@ def reading(device: str) -> dict[str, float]:
     return {"op_us": round(sorted(ops)[4] * 1e6, 3), "turn_us": round(sorted(turns)[4] * 1e6, 4)}
 
 
+Do = Callable[[dict[str, Any], str], dict[str, Any]]
+"""What is done with a configuration on a device."""
+
+
 class Worker:
     """A process on cores of its own that runs rows one after another."""
 
-    def __init__(self, slot: int, slots: int, device: str) -> None:
+    def __init__(self, slot: int, slots: int, device: str, do: Do = one_row) -> None:
         context = multiprocessing.get_context("fork")
         self.slot, self.slots, self.device = slot, slots, device
         self.pipe, theirs = context.Pipe()
@@ -122,7 +127,7 @@ class Worker:
                     config = theirs.recv()
                 except EOFError:
                     break
-                found = one_row(config, device)
+                found = do(config, device)
                 try:
                     good = freshen(device == "cuda")
                 except Exception:  # an error of the device: it comes again whatever is asked
@@ -202,11 +207,12 @@ def _warm_up() -> None:
 
 
 def by_workers(
-    rows: list[dict[str, Any]], out: Path, about: dict[str, str], device: str, begun: float, seconds: float, slots: int = WORKERS
+    rows: list[dict[str, Any]], out: Path, about: dict[str, str], device: str, begun: float, seconds: float, slots: int = WORKERS,
+    do: Do = one_row, keep: Callable[..., None] = unseen._keep,
 ) -> int:
     """How many rows were left when time was up."""
     slots = slots if device == "cuda" else 1
-    workers = [Worker(slot, slots, device) for slot in range(slots)]
+    workers = [Worker(slot, slots, device, do) for slot in range(slots)]
     rows = list(rows)
     print(f"{len(rows)} eager rows to run", flush=True)
     try:
@@ -223,11 +229,11 @@ def by_workers(
             for worker in list(workers):
                 if worker.row and (worker.pipe.poll() or worker.late):
                     found, good = worker.answer()
-                    unseen._keep(out, worker.row, about, found, time.monotonic() - begun)
+                    keep(out, worker.row, about, found, time.monotonic() - begun)
                     worker.row = None
                     if not good:
                         worker.stop()
-                        workers[workers.index(worker)] = Worker(worker.slot, slots, device)
+                        workers[workers.index(worker)] = Worker(worker.slot, slots, device, do)
                         for other in workers:  # they may have waited for the device that this one held
                             other.begun = time.monotonic()
     finally:
