@@ -11,7 +11,6 @@ Families of the sealed half of the corpus (benchmarks/corpus.py) are left out, t
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -37,6 +36,7 @@ LEAST_ELEMENTS = 1 << 17
 APART = ("aten._local_scalar_dense", "aten._fused_adam", "aten._foreach", "aten.nonzero", "aten.random", "aten.randint")
 """What the host waits for, and what the probe has cases enough of."""
 TIMM = ((8, 64), (16, 128), (32, 256))
+LARGE = ("giant", "huge", "xxlarge", "gigantic", "enormous", "1b", "xlarge", "_dm_")
 SLOTS = 6
 _here: dict[str, Any] = {}
 """Of a worker: its clock, and what it has timed."""
@@ -77,7 +77,7 @@ def _timm() -> Iterator[dict[str, Any]]:
         kinds[family_of(f"timm:{name}")].append(name)
     for family in sorted(kinds.keys() - known, key=lambda one: Dice(f"{SEED}/{one}").share()):
         dice = Dice(f"{SEED}/{family}/draw")
-        names = [name for name in kinds[family] if not any(word in name for word in ("giant", "huge", "xxlarge", "gigantic", "enormous", "1b", "xlarge", "_dm_"))]
+        names = [name for name in kinds[family] if not any(word in name for word in LARGE)]
         if names:
             name = names[min(len(names) - 1, int(dice.share() * len(names)))]
             low, high = TIMM[min(2, int(dice.share() * 3))]
@@ -184,7 +184,7 @@ def compare(path: Path) -> None:
     from foretell.price.kernels.ops import OpModel
 
     device = parse("H200").device
-    profile = find_profile(device)
+    profile = find_profile(device.name)
     assert profile is not None
     rows = list(measured_rows(path))
     shapes = [Shape(row.name, row.inputs, row.outputs, row.attrs) for _, row in rows]

@@ -66,7 +66,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Nor at every trace that a module has kept for its tests."""
+    """Nor at every trace that a module has kept for its tests. What a trace replaces in torch is torch's own again after each."""
+    group = sys.modules.get("torch.distributed")
+    start = getattr(group, "init_process_group", None)
+    if start is not None and start.__module__ != "torch.distributed.distributed_c10d":
+        pytest.fail(f"{item.nodeid} or one of its fixtures left torch.distributed as a trace has it: {start!r}")
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
         _set_aside()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("transformers")
 
@@ -237,3 +238,12 @@ def test_a_fourier_transform_is_asked_again_in_fp32(sweep: Any, tmp_path: Path) 
     assert "error" not in sweep.shrunken("fnet", tmp_path)
     row = sweep.trace(f"hf:{tmp_path}")
     assert row["exit"] == 0 and row["precision"] == "fp32"
+
+
+@pytest.mark.parametrize(("model", "shape"), [("wav2vec2-bert", (2, 40, 160)), ("univnet", (2, 40, 100))])
+def test_a_length_that_is_asked_for_is_that_of_the_sound(model: str, shape: tuple[int, ...]) -> None:
+    """Models of sound alone: `--seq` is how many frames they hear, whatever else their config counts."""
+    overrides = {"num_hidden_layers": 1} if model == "wav2vec2-bert" else {}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        workload = load(Source(model=f"hf:{model}", micro_batch=2, seq=40, overrides=overrides))
+    assert workload.batch["input_features"].shape == shape

@@ -257,8 +257,9 @@ def sound_layouts(source: Source, model: Any, name: str, takes: Iterable[str]) -
             yield {name: torch.randn(shape)}
         return
     widths = list(dict.fromkeys([*([bins] if isinstance(bins, int) else []), *heard(model)]))
-    places = first(part, "max_source_positions")
-    frames = [2 * places] if places else []
+    places = first(part, "max_source_positions") if first(part, "num_mel_bins") else None  # its first convolutions halve the frames
+    frames = [source.seq] if source.seq and "input_ids" not in takes else []  # else it is the text's
+    frames += [2 * places] if places else []
     frames += [first(part, "max_length", "spectrogram_length") or 1024, 3000, 1000]
     for count, bins in itertools.product(frames, widths):
         flat, up = (n, count, bins), (n, bins, count)

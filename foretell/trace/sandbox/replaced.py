@@ -20,5 +20,19 @@ def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
                 setattr(owner, name, ours)
         yield
     finally:
-        for owner, name, plain in reversed(before):
-            delattr(owner, name) if plain is _NONE else setattr(owner, name, plain)
+        _put_back(before)
+
+
+def _put_back(before: list[tuple[Any, str, Any]]) -> None:
+    """All of them, even where Ctrl-C comes in between."""
+    while before:
+        owner, name, plain = before[-1]
+        try:
+            if plain is not _NONE:
+                setattr(owner, name, plain)
+            elif name in vars(owner):
+                delattr(owner, name)
+            before.pop()
+        except KeyboardInterrupt:
+            _put_back(before)
+            raise
