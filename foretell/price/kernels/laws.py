@@ -23,6 +23,8 @@ LEAST_KIND, LEAST_KEY = 12, 4
 ROUNDS = 6
 FAINT = 0.05
 """A term that hardly shows under a key is drawn by this much of its weight in the family."""
+MOST: Law = dict.fromkeys(("read", "written", "swapped", "strided", "last", "spread"), 32.0)
+"""A byte that is moved alone moves a sector of the memory, of 32 bytes. A few small tensors would give a byte what a launch takes."""
 NEAR = 0.1
 """Relative errors below this count by their squares, above by their size."""
 UNSEEN: Law = {"masked": 1.0}
@@ -38,8 +40,8 @@ _BESIDE = UNSEEN.keys() | OLDER.keys()
 def laws_of(rows: Sequence[Described], seconds: Floats) -> dict[str, dict[str, float]]:
     """Law of the family under "", of kinds under "*kind", of keys under their names."""
     terms = sorted({name for row in rows for name in row.terms})
-    table = _table(rows, terms)
-    found: dict[str, Floats] = {"": _fit(table, seconds, np.ones(len(terms)), None)}
+    table, highest = _table(rows, terms), np.array([MOST.get(term, np.inf) for term in terms])
+    found: dict[str, Floats] = {"": _fit(table, seconds, np.ones(len(terms)), highest, None)}
     scale = (table / seconds[:, None]) ** 2
     for prefix, least, names in (("*", LEAST_KIND, [r.kind for r in rows]), ("", LEAST_KEY, [r.key for r in rows])):
         order: dict[str, list[int]] = {}
@@ -49,7 +51,7 @@ def laws_of(rows: Sequence[Described], seconds: Floats) -> dict[str, dict[str, f
             if len(positions) < least:
                 continue
             parent = found[""] if prefix else found.get("*" + rows[positions[0]].kind, found[""])
-            found[prefix + name] = _fit(table[positions], seconds[positions], parent, scale.mean(axis=0))
+            found[prefix + name] = _fit(table[positions], seconds[positions], parent, highest, scale.mean(axis=0))
     return {
         name: {term: float(f"{c:.4g}") for term, c in zip(terms, law, strict=True) if c or term in _BESIDE} for name, law in found.items()
     }
@@ -83,8 +85,8 @@ def _table(rows: Sequence[Described], terms: Sequence[str]) -> Floats:
     return np.array([[row.terms.get(name, 0.0) for name in terms] for row in rows])
 
 
-def _fit(table: Floats, seconds: Floats, parent: Floats, wider: Floats | None) -> Floats:
-    """Coefficients of at least zero with the least relative errors, drawn towards `parent`."""
+def _fit(table: Floats, seconds: Floats, parent: Floats, highest: Floats, wider: Floats | None) -> Floats:
+    """Coefficients of at least zero and at most `highest` with the least relative errors, drawn towards `parent`."""
     law = parent
     long = 1 + 3 * np.minimum(1, seconds / LONG_SECONDS)
     for turn in range(ROUNDS):
@@ -97,10 +99,22 @@ def _fit(table: Floats, seconds: Floats, parent: Floats, wider: Floats | None) -
         own = (a**2).mean(axis=0)
         pull = 1e-15 + (1e-6 * own if wider is None else PULL * np.maximum(own, FAINT * wider))
         gram[np.diag_indices_from(gram)] += pull
-        law = _least_squares(gram, goal + pull * parent)
+        law = _bounded(gram, goal + pull * parent, highest)
     share = len(table) / (len(table) + PULL)
     ratio = float(np.median(table @ law / seconds))
-    return law / ratio**share if ratio > 0 else law
+    return np.minimum(law / ratio**share, highest) if ratio > 0 else law
+
+
+def _bounded(gram: Floats, goal: Floats, highest: Floats) -> Floats:
+    """The minimum with no coefficient above `highest`: those that want more get that, and the others are found beside them."""
+    most = np.zeros(len(goal), dtype=bool)
+    while True:
+        rest, found = ~most, np.where(most, highest, 0.0)
+        found[rest] = _least_squares(gram[np.ix_(rest, rest)], goal[rest] - gram[np.ix_(rest, most)] @ highest[most])
+        over = rest & (found > highest)
+        if not over.any():
+            return found
+        most |= over
 
 
 def _least_squares(gram: Floats, goal: Floats) -> Floats:
