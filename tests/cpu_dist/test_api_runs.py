@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +14,16 @@ from foretell.cli import main
 from foretell.errors import UserError
 from foretell.plan import file
 from foretell.plan.types import Mesh
-from tests.cpu_dist.train_cases import PLAN, ROOT, TEXT, losses
+from tests import forks
+from tests.cpu_dist.train_cases import PLAN, TEXT, losses
 
 STEPS = 4
+RUN = """
+import json, foretell
+found = foretell.run(sys.argv[1], **json.loads(sys.argv[2]))
+print(json.dumps([found.step, found.checkpoint is None]))
+"""
+"""In a process whose own ranks are forked."""
 
 
 def test_a_run_is_the_commands_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,10 +32,8 @@ def test_a_run_is_the_commands_and_goes_on(tmp_path: Path, capsys: pytest.Captur
     assert found.measurement is not None and found.measurement["step_seconds"] > 0
     file.write(PLAN, tmp_path / "plan.json")
     words = ["run", str(tmp_path / "plan.json"), "--steps", str(STEPS), "--data", str(TEXT), "--lr", "1e-2", "--save-every", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "foretell", *words, "--out", str(tmp_path / "cli"), "--device", "cpu", "--json"], cwd=ROOT, capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
+    done = forks.run(*words, "--out", str(tmp_path / "cli"), "--device", "cpu", "--json", env=os.environ)
+    assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)["run"]
     assert set(told) - {"profile"} == set(found.to_json())
     assert losses(tmp_path / "api") == losses(tmp_path / "cli"), "the same bits"
@@ -47,13 +51,17 @@ def test_a_run_is_the_commands_and_goes_on(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_plan_of_two_ranks_is_run_by_two_processes(tmp_path: Path) -> None:
     wide = replace(PLAN, mesh=Mesh(dp_shard=2), accumulate=1)
-    found = foretell.run(wide, steps=STEPS, data=str(TEXT), lr=1e-2, out=str(tmp_path / "two"), device="cpu", no_save=True)
-    alone = foretell.run(PLAN, steps=STEPS, data=str(TEXT), lr=1e-2, out=str(tmp_path / "one"), device="cpu", no_save=True)
-    assert found.step == alone.step == STEPS and found.checkpoint is None
+    file.write(wide, tmp_path / "plan.json")
+    asked = {"steps": STEPS, "data": str(TEXT), "lr": 1e-2, "device": "cpu", "no_save": True}
+    done = forks.run(str(tmp_path / "plan.json"), json.dumps({**asked, "out": str(tmp_path / "two")}), env=os.environ, code=RUN)
+    assert done.returncode == 0, done.stderr
+    alone = foretell.run(PLAN, out=str(tmp_path / "one"), **asked)
+    assert json.loads(done.stdout.splitlines()[-1]) == [alone.step, True] and alone.step == STEPS
     assert losses(tmp_path / "two")[0] == pytest.approx(losses(tmp_path / "one")[0], rel=1e-3)
     assert json.loads((tmp_path / "two" / "plan.json").read_text())["mesh"] == {"dp_shard": 2}
 
 
+@pytest.mark.usefixtures("ranks")
 def test_verify_says_what_the_command_says(tmp_path: Path) -> None:
     found = foretell.verify(replace(PLAN, mesh=Mesh(dp_shard=2)), steps=2)
     assert found.good and "computes what one process computes" in repr(found)

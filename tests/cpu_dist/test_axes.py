@@ -7,9 +7,8 @@ anywhere, is missed. Two axes that may not be used together are left out, where 
 from __future__ import annotations
 
 import itertools
+import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 
 from foretell.plan.legal import complaints
 from foretell.plan.types import Mesh, Pipeline, Plan, Residency
+from tests import forks
 from tests.cpu_dist import test_context, test_equivalence, test_expert, test_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,8 +80,9 @@ def words_of_make_test() -> list[str]:
 def chosen() -> set[tuple[str, str]]:
     """Test and case of what `make test` runs."""
     files = sorted({str(ROOT / "tests" / "cpu_dist" / name.partition("::")[0]) for name in PLANS})
-    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *words_of_make_test(), *files]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    words = ["--collect-only", "-q", "-p", "no:cacheprovider", *words_of_make_test(), *files]
+    done = forks.run(*words, env=os.environ, code="import pytest\nsys.exit(pytest.main(sys.argv[1:]))")
+    assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"^tests/cpu_dist/(\S+?::\w+)\[(.*)\]$", done.stdout, re.M)
     return {(test, case) for test, case in found if test in PLANS}
 

@@ -172,7 +172,11 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", [*PLANS, *MORE])
+ALIKE = pytest.mark.slow(reason="what it has is in other scripts")
+LONG = ("fp16 and fsdp", "fp16 and tensor", "fp16 and pipeline", "pipeline")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ALIKE if name in LONG else ()) for name in [*PLANS, *MORE]])
 def test_the_script_reads_well_and_needs_torch_alone(name: str, tmp_path: Path) -> None:
     plan = {**PLANS, **MORE}[name]
     path = tmp_path / "train.py"

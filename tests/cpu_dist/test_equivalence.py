@@ -82,7 +82,7 @@ CASES = [
     case("unet", "unet", Mesh(dp_shard=2), **BOTH, optimizer="momentum"),
     case("ssm", "ssm", Mesh(dp_shard=3), accumulate=2, reshard=False, precision="bf16-mixed", states=HOST),
     # tensor
-    case("tensor", "short gpt", Mesh(tp=4), clip=0.1),
+    case("tensor", "short gpt", Mesh(tp=4), clip=0.1, slow="two ranks of it with replicas, shards and a pipeline below"),
     case("tensor, shards", "gpt", Mesh(dp_shard=2, tp=2), **BOTH, recompute={"*": FULL}, slow="with a pipeline below"),
     case("tensor, replicas, compiled", "short gpt", Mesh(dp_replicate=2, tp=2), split=Split(sequence=False), compile="blocks"),
     case("llama, tensor, shards", "llama", Mesh(dp_shard=2, tp=2), clip=0.1, slow="with a pipeline below"),

@@ -120,7 +120,7 @@ MESHES = {
 }
 
 
-LONG = ("replicas, not clipped", "tensor")
+LONG = ("replicas, not clipped", "pipeline", "tensor")
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,10 @@ def _hang(rank: int, world: int, out: str, plan: Plan, how: str) -> tuple[str, i
 @pytest.mark.parametrize(
     ("rank", "how"),
     [
-        (0, "stops"), (1, "sleeps"),
-        pytest.param(1, "stops", marks=pytest.mark.slow(reason="rank 0, which serves the store, is stopped here; rank 1 sleeps")),
-        pytest.param(0, "sleeps", marks=pytest.mark.slow(reason="rank 1 sleeps here; rank 0 is stopped, which is harder to tell")),
+        (1, "sleeps"),
+        pytest.param(0, "stops", marks=pytest.mark.slow(reason="rank 0 is stopped under the command below, rank 1 on another machine")),
+        pytest.param(1, "stops", marks=pytest.mark.slow(reason="rank 0 is stopped under the command below, rank 1 on another machine")),
+        pytest.param(0, "sleeps", marks=pytest.mark.slow(reason="rank 1 sleeps here; rank 0 is stopped under the command below")),
     ],
 )  # fmt: skip
 def test_a_rank_that_hangs_is_named_and_nobody_is_left(ranks: Any, tmp_path: Path, plan: Plan, rank: int, how: str) -> None:
@@ -106,6 +107,7 @@ def test_a_rank_that_hangs_is_named_and_nobody_is_left(ranks: Any, tmp_path: Pat
         assert ranks(2).run(ten_steps, str(out), plan, {}, True) == [("done", 8)] * 2
 
 
+@pytest.mark.slow(reason="a launcher waits for one in tests/pure/test_launch.py; it is told from a sleeper in tests/pure/test_blame.py")
 def test_a_rank_that_computes_is_waited_for(ranks: Any, tmp_path: Path, plan: Plan) -> None:
     """Three times as long as a sleeper would be."""
     assert ranks(2).run(_hang, str(tmp_path / "run"), plan, f"1:{AT}:computes") == [("done", 8)] * 2

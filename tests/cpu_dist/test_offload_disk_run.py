@@ -63,7 +63,7 @@ def test_updates_during_backward_wait_for_a_save(tmp_path: Path, monkeypatch: py
     free, take = {"clip": None, "precision": MASTER}, Image.take
 
     def slowly(image: Image, layout: FileLayout, *, own: bool) -> None:
-        time.sleep(0.0 if own else 0.5)
+        time.sleep(0.0 if own else 0.2)
         take(image, layout, own=own)
 
     whole = losses(tmp_path / "whole", plan(**free), "--steps", "4", "--no-save")

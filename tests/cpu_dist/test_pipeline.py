@@ -76,12 +76,12 @@ CASES = [
     Case("short gpt", "gpipe", blocks(1)),
     Case("gpt", "1f1b", blocks(1, 2, 3), pp=4, count=6, slow="two ranks of it below"),
     Case("gpt", "zero-bubble-v", blocks(1, 2, 3)),  # the tied weight is on one rank twice
-    Case("short gpt", "1f1b", blocks(1), shard=2, count=2),
+    Case("short gpt", "1f1b", blocks(1), shard=2, count=2, slow="with shards in test_equivalence.py"),
     Case("short gpt", "zero-bubble", blocks(1), shard=2, count=2),
     Case("llama", "1f1b", blocks(3)),
     Case("llama", "interleaved-1f1b", blocks(1, 2, 3)),
     Case("llama", "1f1b", blocks(2), tp=2, slow="in test_equivalence.py with foretell's own split"),
-    Case("hf", "1f1b", blocks(1, at="model.layers"), count=3),
+    Case("hf", "1f1b", blocks(1, at="model.layers"), count=3, slow="another model of hf is cut in test_equivalence.py"),
     Case("hf", "zero-bubble", blocks(1, 2, 3, at="model.layers"), slow="the model and the schedule are there without each other"),
     Case("vit", "zero-bubble", blocks(1)),
     Case("t5", "1f1b", ("encoder.blocks.1", "decoder.blocks.0", "decoder.blocks.1"), pp=4,
@@ -252,7 +252,9 @@ def evaluate(rank: int, world: int, source: Source, plan: Plan, batches: list[Ba
     return losses, again, kept, all(p.grad is None for _, p in stages.named_parameters())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-v"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("1f1b", marks=pytest.mark.slow(reason="one cut; here both stacks are cut")), "zero-bubble-v"]
+)
 def test_evaluation_takes_batches_of_any_shape(schedule: str, ranks: Callable[[int], PoolWorld]) -> None:
     source = MODELS["t5"]
     one, three = ("decoder.blocks.0",), ("encoder.blocks.1", "decoder.blocks.0", "decoder.blocks.1")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -102,6 +103,7 @@ def _wait(works: list[Any]) -> None:
         work.wait()
 
 
+@pytest.mark.slow(reason="pairs are measured in test_probe_ranks.py, the order is found in tests/pure/test_place.py and taken above")
 def test_stages_keep_off_a_link_that_was_measured_slow(ranks: Callable[[int], PoolWorld]) -> None:
     """Every pair is measured, the plan's order keeps neighbours off the slow one, and messages really pass sooner."""
     slow, mesh = frozenset({1, 2}), Mesh(pp=4)

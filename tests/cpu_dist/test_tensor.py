@@ -82,7 +82,7 @@ CASES = {
 
 
 ALIKE = pytest.mark.slow(reason="split as another case is, only more or other layers")
-LONG = ("gpt, four", "gpt, compiled", "vit", "bert", "dit", "hf gpt2", "hf mixtral")
+LONG = ("gpt", "gpt, four", "gpt, odd vocabulary", "gpt, compiled", "vit", "bert", "dit", "hf llama", "hf gpt2", "hf mixtral")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ALIKE if name in LONG else ()) for name in CASES])

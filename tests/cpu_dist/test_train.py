@@ -7,8 +7,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +22,9 @@ from foretell.runtime.observe.measure import DeviceClock, HostClock, Measurement
 from foretell.runtime.train import log as logs
 from foretell.runtime.train import save
 from foretell.runtime.train.outcome import DONE, STOPPED
+from tests import forks
 from tests.cpu_dist.train_cases import (
     PLAN,
-    ROOT,
     SETTINGS,
     TINY,
     Quiet,
@@ -69,7 +67,10 @@ def test_ten_steps_are_five_and_five_bit_for_bit_on_one_rank(tmp_path: Path) -> 
     "changes",
     [
         {"mesh": Mesh(dp_shard=2)},
-        {"mesh": Mesh(dp_replicate=2), "clip": None, "optimizer": "adamw-foreach"},
+        pytest.param(
+            {"mesh": Mesh(dp_replicate=2), "clip": None, "optimizer": "adamw-foreach"},
+            marks=pytest.mark.slow(reason="replicas go on to the bit in test_train_faults.py"),
+        ),
         {"mesh": Mesh(pp=2), "pipeline": Pipeline(schedule="1f1b", cuts=("blocks.1",))},
         pytest.param(
             {"mesh": Mesh(tp=2), "model": {**PLAN.model, "overrides": {**TINY, "dropout": 0.0}}},
@@ -272,6 +273,6 @@ with Signals(lambda text: print(text, flush=True)):
 
 
 def test_a_second_signal_ends_at_once() -> None:
-    done = subprocess.run([sys.executable, "-c", TWICE], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    done = forks.run(env=os.environ, code=TWICE)
     assert done.returncode == 130, done.stderr
     assert done.stdout.splitlines()[1:] == ["still here"] and done.stdout.startswith("SIGINT: stopping after this step")

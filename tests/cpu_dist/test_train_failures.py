@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from foretell.runtime.train import save
 from foretell.runtime.train.folder import Folder, RunSettings
 from foretell.runtime.train.guard import RunFailed
 from foretell.trace.load.model import Source
+from tests import forks
 from tests.cpu_dist.train_cases import (
     PLAN,
     ROOT,
@@ -255,14 +255,12 @@ def test_a_save_cut_short_is_not_seen_and_cleared_away(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- ranks that go
 
 
-def cli(*words: str, **env: str) -> subprocess.Popen[str]:
+def cli(*words: str, **env: str) -> forks.Command:
     """`foretell run`, in a process of its own."""
     known = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         known.pop(name, None)
-    return subprocess.Popen(
-        [sys.executable, "-m", "foretell", "run", *words], env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return forks.Command("run", *words, env=known)
 
 
 def test_a_rank_that_is_killed_stops_all_in_time_with_one_message(ranks: Any, tmp_path: Path, own: str) -> None:

@@ -54,8 +54,8 @@ def loss(output, batch): return (output - 1).square().mean()
 
 
 @pytest.fixture
-def planned(tmp_path: Path) -> Callable[..., str]:
-    """The path of a plan for a function of a user's file, or for another model."""
+def planned(ranks: Callable[[int], PoolWorld], tmp_path: Path) -> Callable[..., str]:
+    """The path of a plan for a function of a user's file, or for another model. Ranks of a command are forked as those of tests."""
     (tmp_path / "own.py").write_text(OWN)
 
     def make(model: str, **more: Any) -> str:
@@ -97,7 +97,7 @@ def test_a_wrong_result_is_found_and_named(planned: Callable[..., str], capsys: 
 
 
 def test_a_case_that_does_not_end_has_failed(planned: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", planned("slow", precision="fp32"), "--limit", "8"]) == 1
+    assert main(["verify", planned("slow", precision="fp32"), "--limit", "6"]) == 1
     assert "FAILED: rank 0: did not answer in time" in capsys.readouterr().out
 
 

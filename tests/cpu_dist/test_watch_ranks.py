@@ -66,10 +66,14 @@ def test_the_folder_has_every_rank(
     ram = comparison.of_folder(folder / "run").line("process")
     assert ram is not None and ram.inside, ram  # what the rank holds besides was there before its first step, and is read
     monkeypatch.chdir(folder)
-    assert main(["compare", "run"]) == 0 and "2 ranks" in capsys.readouterr().out
+    found = comparison.of_folder(Path("run"))
+    outside = {line.name for line in found.lines if line.inside is False}
+    assert outside <= ({"step", "throughput"} if found.busy else set()), outside  # seconds of a busy machine are not its own
+    assert main(["compare", "run"]) == (1 if outside else 0) and "2 ranks" in capsys.readouterr().out
     assert main(["report", "run"]) == 0
 
 
+@pytest.mark.slow(reason="memory that runs out on one rank is explained where a script spawns its ranks, below")
 def test_memory_that_runs_out_on_one_rank_is_explained_and_the_rank_named(tmp_path: Path) -> None:
     asked = [*command("--predict", "no", "--on", "CPU", "--memory-limit", "600MiB"), *LAUNCHED, "--hold", "500"]
     done = subprocess.run(asked, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, check=False)
@@ -94,6 +98,7 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow(reason="nothing is left of one process in tests/pure/test_watch.py, and no rank of a pool in test_pool.py")
 def test_no_rank_and_no_worker_is_left_where_it_is_killed(tmp_path: Path) -> None:
     asked = [*command("--predict", "no"), *LAUNCHED, "--end", "wait", "--workers", "1"]
     process = subprocess.Popen(asked, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -109,7 +114,7 @@ def test_no_rank_and_no_worker_is_left_where_it_is_killed(tmp_path: Path) -> Non
     assert not [pid for pid in below if runs(pid)]
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn"])
+@pytest.mark.parametrize("how", [pytest.param("fork", marks=pytest.mark.slow(reason="those that are spawned have more to be told")), "spawn"])
 def test_processes_that_a_script_starts_are_ranks_too(how: str, tmp_path: Path) -> None:
     """The second of those that are spawned says that memory ran out: `torch.multiprocessing` keeps that from everybody else."""
     asked = [*command("--predict", "no"), sys.executable, str(DATA / "starts.py"), how, *(["fails"] if how == "spawn" else [])]

@@ -176,20 +176,21 @@ def test_text_is_read_as_on_the_command_line(capsys: pytest.CaptureFixture[str])
 
 
 def test_the_largest_micro_batch_of_the_api_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    given = {**SMALL, "seq": 512}
-    found = foretell.fit("gpt2", hardware="H100,memory=8GiB", micro_batch="max", **given)
+    given = {**SMALL, "overrides": {**SMALL["overrides"], "vocab_size": 16384}, "seq": 512}
+    found = foretell.fit("gpt2", hardware="H100,memory=3GiB", micro_batch="max", **given)
     words = [f"--set={name}={value}" for name, value in given["overrides"].items()]
-    assert main(["fit", "gpt2", "--on", "H100,memory=8GiB", "--micro-batch", "max", "--seq", "512", *words, "--json"]) == 0
+    assert main(["fit", "gpt2", "--on", "H100,memory=3GiB", "--micro-batch", "max", "--seq", "512", *words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["largest"]
     assert found.fits and found.model["micro_batch"] == told["size"] > 1
-    assert not foretell.fit("gpt2", hardware="H100,memory=8GiB", micro_batch=2 * told["size"], **given).fits
+    assert not foretell.fit("gpt2", hardware="H100,memory=3GiB", micro_batch=2 * told["size"], **given).fits
 
 
 def test_a_plan_is_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = foretell.plan("gpt2", hardware="H100:2", global_batch=4, tokens=1e9, **SMALL)
+    found = foretell.plan("gpt2", hardware="H100:2", global_batch=4, tokens=1e9, compile="none", **SMALL)
     words = [f"--set={name}={value}" for name, value in SMALL["overrides"].items()]
     out = tmp_path / "plan.json"
-    status = main(["plan", "gpt2", "--on", "H100:2", "--global-batch", "4", "--tokens", "1B", "--seq", "32", *words, "--out", str(out), "--json"])
+    words += ["--global-batch", "4", "--tokens", "1B", "--seq", "32", "--compile", "none"]
+    status = main(["plan", "gpt2", "--on", "H100:2", *words, "--out", str(out), "--json"])
     told = json.loads(capsys.readouterr().out)
     mine = json.loads(json.dumps(found.to_json()))
     for one in (told, mine):  # seconds of the search
@@ -202,7 +203,9 @@ def test_a_plan_is_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_no_plan_is_an_answer_that_says_what_uses_the_memory() -> None:
-    found = foretell.plan("gpt2", hardware="H100,memory=1GiB", micro_batch=64, precision="fp32", host=1, overrides={"layers": 2}, seq=512)
+    found = foretell.plan(
+        "gpt2", hardware="H100,memory=1GiB", micro_batch=64, precision="fp32", host=1, overrides={"layers": 2}, seq=512, compile="none"
+    )
     assert not found.fits and found.plan is None and "short" in found.why and found.why in repr(found)
     with pytest.raises(UserError, match="there is no plan"):
         found.save("plan.json")

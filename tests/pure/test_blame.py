@@ -239,7 +239,7 @@ def monitored(folder: Path) -> None:
         for number in range(50):
             time.sleep(0.2)
             reports.append(monitor.report())
-            if number >= 7 and reports[-1].kind in kinds:
+            if number >= 4 and reports[-1].kind in kinds:
                 break
         done.set()
 

@@ -65,13 +65,18 @@ def chosen(model: str, hardware: str, **wishes: Any) -> Choice:
     return search(model, hardware, **wishes).answer()
 
 
+@functools.cache
+def on_one() -> Choice:
+    return chosen("gpt-tiny", "H200")
+
+
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(space, "LARGEST_MICRO_BATCH", 16)
 
 
 def test_the_best_fits_is_the_fastest_of_all_and_is_a_legal_plan(tmp_path: Path) -> None:
-    choice = chosen("gpt-tiny", "H200")
+    choice = on_one()
     best = choice.best
     assert best is not None and best.cost is not None and best.fits
     speeds = [one.cost.per_second for one in choice.runners_up if one.cost is not None]
@@ -114,7 +119,7 @@ def test_where_nothing_fits_the_answer_says_who_holds_the_bytes() -> None:
 
 def test_recomputing_is_tried_only_where_keeping_does_not_fit() -> None:
     """Room for the smallest micro-batch alone; recomputing lets larger ones in."""
-    roomy = chosen("gpt-tiny", "H200")
+    roomy = on_one()
     assert all(not one.plan.blocks for one in roomy.runners_up)
     found = search("gpt-tiny", "H100")
     found.cost((found_base(found).with_(micro_batch=16), "keep"))

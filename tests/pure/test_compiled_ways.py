@@ -24,20 +24,37 @@ def step(model: str, way: str) -> Trace:
     return compiled(traced(model), way)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model", [pytest.param(m, marks=() if m in SOME else ALIKE) for m in MODELS])
+RUN = [("gpt-tiny", "blocks"), *((model, WAYS[number % 2]) for number, model in enumerate(SOME, 1))]
+OTHER_WAY = pytest.mark.slow(reason="compiled the other way in `make test`, and others this way")
+
+
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [
+        pytest.param(model, way, marks=ALIKE if model not in SOME else () if (model, way) in RUN else OTHER_WAY)
+        for model in MODELS
+        for way in WAYS
+    ],
+)
 def test_storages_are_born_used_and_freed_in_order(model: str, way: str) -> None:
     before = mistakes(traced(model))
     assert [line for line in mistakes(step(model, way)) if line not in before] == []
 
 
-@pytest.mark.parametrize("way", WAYS)
+SETTINGS: list[dict[str, Any]] = [
+    {"accumulate": 3}, {"recompute": "full"}, {"recompute": "selective"}, {"mode": "infer"}, {"precision": "bf16"}, {"lora": 4},
+    {"freeze": ("blocks.0",)}, {"clip": 1.0, "optimizer": "adamw"},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{"accumulate": 3}, {"recompute": "full"}, {"recompute": "selective"}, {"mode": "infer"}, {"precision": "bf16"}, {"lora": 4},
-     {"freeze": ("blocks.0",)}, {"clip": 1.0, "optimizer": "adamw"}],
-    ids=str,
-)  # fmt: skip
+    ("settings", "way"),
+    [
+        pytest.param(settings, way, id=f"{settings}-{way}", marks=() if number % 2 == place else OTHER_WAY)
+        for number, settings in enumerate(SETTINGS)
+        for place, way in enumerate(WAYS)
+    ],
+)
 def test_every_recipe_compiles_to_a_sound_trace(settings: dict[str, Any], way: str) -> None:
     trace = traced("gpt-tiny", **settings)
     done = compiled(trace, way)
@@ -53,7 +70,7 @@ MEASURED = {
 """MiB on an H200, torch 2.11: allocated with compiled blocks; allocated and reserved with CUDA graphs."""
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row[0], marks=() if row[0] in ("gpt2", "vit-b16") else ALIKE) for row in MEASURED])
+@pytest.mark.parametrize("row", [pytest.param(row, id=row[0], marks=() if row[0] == "gpt2" else ALIKE) for row in MEASURED])
 def test_bytes_are_those_an_h200_measured(row: tuple[str, int, int | None]) -> None:
     cluster = parse("H200")
     blocks, graphs = (

@@ -27,7 +27,8 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def search(*, cache: bool = True, exact: bool | None = False, **wishes: Any) -> SearchResult:
-    asked, traces = SearchConstraints(**{"global_batch": 64, "fixed": {"dp_shard": 2}, **wishes}), Here(capability=(9, 0), cache=cache)
+    asked = SearchConstraints(**{"global_batch": 64, "micro_batch": 4, "fixed": {"dp_shard": 2}, **wishes})
+    traces = Here(capability=(9, 0), cache=cache)
     return find(Source(model="gpt-tiny"), parse("H100:4"), "H100:4", asked, options=OPTIONS, traces=traces, exact=exact)
 
 

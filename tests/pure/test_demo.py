@@ -49,7 +49,8 @@ def test_the_whole_loop_on_this_machine(
 
     if torch.cuda.is_available():
         pytest.skip("the figures below are a CPU's")
-    monkeypatch.setattr(api, "DEMO_MODEL", "gpt-tiny")
+    for where in (api, demo_api):  # which says it, and which plans it
+        monkeypatch.setattr(where, "DEMO_MODEL", "gpt-tiny")
     monkeypatch.setattr(demo_api, "DEMO_PACERS", (Source(model="llama-tiny", micro_batch=2),))
     monkeypatch.setattr(demo, "TRAIN_SECONDS", 0.0)
     monkeypatch.setattr(demo, "ELSEWHERE", ("gpt-tiny", "H10O", 2, 128))

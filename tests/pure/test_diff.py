@@ -290,14 +290,14 @@ def test_code_that_raises_or_loops(repo: Repo, asked: Asked, capfd: pytest.Captu
     repo.write("mine.py", "while True:\n    pass\n" + MODEL)
     repo.commit()
     began = time.monotonic()
-    status, found = asked("HEAD~2", "HEAD", "--on", "H100", "mine.py:build", "--time-limit", "8")
+    status, found = asked("HEAD~2", "HEAD", "--on", "H100", "mine.py:build", "--time-limit", "4")
     (model,) = found["diff"]["models"]
-    assert status == 2 and "took longer than the time limit of 8 s" in model["head_problem"] and time.monotonic() - began < 120
+    assert status == 2 and "took longer than the time limit of 4 s" in model["head_problem"] and time.monotonic() - began < 120
     git(repo.root, "reset", "-q", "--hard", raises)
     assert repo.state()["files"].keys() >= before["files"].keys()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow(reason="another signal"))])
 def test_an_interruption_leaves_nothing_behind(number: int, repo: Repo, places: Path) -> None:
     repo.write("mine.py", "while True:\n    pass\n" + MODEL)
     repo.commit()

@@ -113,7 +113,7 @@ def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dic
 
 
 def test_every_change_keeps_its_promise_when_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["gpt2", "--on", "H200", "--set", "layers=2", "--set", "dim=128", "--set", "heads=2", "--micro-batch", "2", "--seq", "64",
+    words = ["gpt2", "--on", "H200", "--set", "layers=1", "--set", "dim=128", "--set", "heads=2", "--micro-batch", "2", "--seq", "64",
              "--optimizer", "adamw"]  # fmt: skip
     status, found = told(["advise", *words], capsys)
     gains = [*found["faster"]["gains"], found["faster"]["joint"]]
@@ -169,7 +169,7 @@ def test_old_devices_have_no_tf32(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no tf32 units" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("model", ["resnet-tiny", "unet-tiny"])
+@pytest.mark.parametrize("model", [pytest.param("resnet-tiny", marks=pytest.mark.slow(reason="another model of convolutions")), "unet-tiny"])
 def test_channels_last_takes_the_bytes_of_a_real_step(model: str) -> None:
     source, recipe = Source(model=model, micro_batch=2), Recipe(precision="fp32", channels_last=True)
     trace = trace_as_cpu(source, recipe)
@@ -192,7 +192,7 @@ def test_a_compiled_recurrent_net_is_priced_where_nobody_reads_its_state() -> No
 
 
 def test_a_size_that_is_not_the_vocabulary_is_not_taken_for_it(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["lstm-lm", "--on", "H200", "--set", "vocab_size=2003", "--set", "embed=1150", "--set", "layers=1", "--seq", "16"]
+    words = ["lstm-lm", "--on", "H200", "--set", "vocab_size=2003", "--set", "embed=1150", "--set", "layers=1", "--seq", "8"]
     found = told(["advise", *words], capsys)[1]
     assert {"1150", "2003"} <= set(found["model"]["unaligned"])
     sets = [one["flag"] for one in [*found["faster"]["gains"], found["faster"]["joint"] or {"flag": ""}] if "--set" in one["flag"]]

@@ -158,9 +158,9 @@ def inflated(operator: str) -> check.Predict:
 def test_a_fault_in_one_op_shrinks_to_that_op(tmp_path: Path) -> None:
     predict = inflated("roll")
     for index in range(200):
-        if "roll" not in draw("culprit", index, 12).names:
+        if "roll" not in draw("culprit", index, 8).names:
             continue
-        model, run, _ = check.drawn("culprit", index, 12, tmp_path)
+        model, run, _ = check.drawn("culprit", index, 8, tmp_path)
         failure = check.judged(model, tmp_path, run=run, predict=predict).failure
         if failure is not None and model.ops > 5:
             break
@@ -262,7 +262,10 @@ def loss(output, batch): return output
 """
 
 
-@pytest.mark.parametrize("name", FOUND)
+ALIKE = pytest.mark.slow(reason="of the same rule as the one above it")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ALIKE) if name.endswith(" too") else name for name in FOUND])
 def test_what_models_found_is_exact_now(name: str, tmp_path: Path) -> None:
     (tmp_path / "found.py").write_text(FILE.format(FOUND[name]))
     predicted, measured, _ = compare_on_cpu(Source(model=f"{tmp_path}/found.py:build"), Recipe(precision="fp32", optimizer="sgd"))

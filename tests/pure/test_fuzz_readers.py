@@ -334,6 +334,14 @@ READERS = [*plan_readers(), *run_readers(), *hardware_readers(), *other_readers(
 READERS += forged_readers() if CASES else ()
 
 
+FURTHER = {
+    **dict.fromkeys(("torchtitan", "deepspeed"), "the same file is read whole below; accelerate's is costed too"),
+    **dict.fromkeys(("fit --on groups.toml", "fit --on unlike.json"), "`hardware` reads the same file; `fit` reads others"),
+    **dict.fromkeys(("accuracy",), "`fit` reads the same profile"),
+}
+"""Readers that cost a step for what another reads too."""
+
+
 # ---------------------------------------------------------------- one case
 
 
@@ -422,7 +430,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 # ---------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def marked(reader: Reader) -> Any:
+    return pytest.param(reader, id=reader.name, marks=[pytest.mark.slow(reason=FURTHER[reader.name])] if reader.name in FURTHER else [])
+
+
+@pytest.mark.parametrize("reader", [marked(reader) for reader in READERS])
 def test_spoiled_files_are_an_answer_or_one_line(reader: Reader, corpus: Path, tmp_path: Path) -> None:
     shutil.copytree(corpus, tmp_path / "good", symlinks=True)
     assert failure(reader, tmp_path / "good", good=True) == "", "else what is spoiled is never looked at"

@@ -29,6 +29,12 @@ def sources() -> dict[str, tuple[Path, ast.Module]]:
     return found
 
 
+@functools.cache
+def walked(tree: ast.AST) -> list[ast.AST]:
+    """All of it, once for all rules."""
+    return list(ast.walk(tree))
+
+
 def is_apart(path: Path) -> bool:
     return path.relative_to(ROOT).as_posix().startswith(APART)
 
@@ -65,7 +71,7 @@ def test_a_class_name_has_one_meaning() -> None:
     where = collections.defaultdict(set)
     for path, tree in sources().values():
         if not is_apart(path):
-            for node in ast.walk(tree):
+            for node in walked(tree):
                 if isinstance(node, ast.ClassDef):
                     where[node.name].add(str(path.relative_to(ROOT)))
     assert {name: sorted(files) for name, files in where.items() if len(files) > 1} == {}
@@ -74,7 +80,7 @@ def test_a_class_name_has_one_meaning() -> None:
 def private_across() -> Iterator[str]:
     for path, tree in sources().values():
         modules: dict[str, str] = {}
-        for node in ast.walk(tree):
+        for node in walked(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("foretell"):
                 for one in node.names:
                     if f"{node.module}.{one.name}" in sources():
@@ -82,7 +88,7 @@ def private_across() -> Iterator[str]:
                     elif one.name.startswith("_") and not one.name.startswith("__"):
                         yield f"{path.relative_to(ROOT)}: {node.module}.{one.name}"
         names = {name for name, module in modules.items() if not shadowed(tree, name)}
-        for node in ast.walk(tree):
+        for node in walked(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names and re.match("_[^_]", node.attr):
                 yield f"{path.relative_to(ROOT)}: {modules[node.value.id]}.{node.attr}"
 
@@ -91,7 +97,7 @@ def shadowed(tree: ast.Module, name: str) -> bool:
     """Whether a function has an argument or a variable of that name."""
     return any(
         (isinstance(node, ast.arg) and node.arg == name) or (isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store))
-        for node in ast.walk(tree)
+        for node in walked(tree)
     )
 
 
@@ -104,8 +110,8 @@ def test_what_other_files_use_is_public() -> None:
 
 def imports(tree: ast.Module) -> Iterator[str]:
     """Of foretell, wherever they stand, but for those that only name types."""
-    types = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for inner in ast.walk(node)}
-    for node in ast.walk(tree):
+    types = {id(inner) for node in walked(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for inner in walked(node)}
+    for node in walked(tree):
         if id(node) in types:
             continue
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("foretell"):

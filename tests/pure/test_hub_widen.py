@@ -174,8 +174,12 @@ def test_a_batch_that_runs_stays_and_so_does_one_that_nothing_mends() -> None:
 REALLY = ("xclip", "blt_local_decoder", "qwen2_5_omni_audio_encoder", "minicpmv4_6_vision", "moshi_depth", "prophetnet", "xmod", "seggpt")
 
 
+FEW = ("blt_local_decoder", "qwen2_5_omni_audio_encoder", "minicpmv4_6_vision")
+MORE = pytest.mark.slow(reason="another type; a batch of text, of sound and of images is found and run")
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", REALLY)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FEW else MORE) for kind in REALLY])
 def test_a_real_step_runs_with_the_batch_that_was_found(kind: str, sweep: Any, tmp_path: Path) -> None:
     """The batch that fake tensors led to, given to the class on real ones: PyTorch runs a step of it, and its weights have gradients."""
     assert "error" not in sweep.shrunken(kind, tmp_path / kind)

@@ -26,7 +26,10 @@ def test_they_are_used_with_this_torch() -> None:
     assert "_prep_args_for_hash" in vars(QuickKeys), "torch makes its keys otherwise now: read foretell/trace/record/fake_cache.py again"
 
 
-@pytest.mark.parametrize(("model", "recipe"), [("gpt-tiny", {"accumulate": 2, "clip": 1.0}), ("resnet-tiny", {"optimizer": "adamw-foreach"})])
+@pytest.mark.parametrize(("model", "recipe"), [
+    ("gpt-tiny", {"accumulate": 2, "clip": 1.0}),
+    pytest.param("resnet-tiny", {"optimizer": "adamw-foreach"}, marks=pytest.mark.slow(reason="another model; keys are of single ops")),
+])
 def test_a_trace_is_the_one_of_torchs_own_keys(model: str, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def traced() -> str:
         FakeTensorMode.cache_clear()

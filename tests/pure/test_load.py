@@ -108,13 +108,18 @@ def fail(source: Source, kind: type[UserError]) -> UserError:
 # --- zoo -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SMALL)
+FIRST = [next(name for name in SMALL if zoo.get(name).domain == domain) for domain in dict.fromkeys(zoo.get(name).domain for name in SMALL)]
+"""One of each domain."""
+OTHERS = pytest.mark.slow(reason="one of each domain is loaded; the zoo's own tests trace the others")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FIRST else OTHERS) for name in SMALL])
 def test_small_zoo_models_load_fake_and_give_a_loss(name: str) -> None:
     """The loss of one of each domain: that of every model is traced where the zoo's own tests compare it."""
     with FakeTensorMode():
         workload = load.load(Source(model=name, micro_batch=2))
         assert all(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
-        if name == next(one for one in SMALL if zoo.get(one).domain == zoo.get(name).domain):
+        if name in FIRST:
             assert step(workload).dim() == 0
 
 

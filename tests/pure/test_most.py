@@ -67,7 +67,7 @@ def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dic
 
 
 def test_the_largest_batch_of_a_model_fits_and_the_next_does_not(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["fit", "gpt-tiny", "--on", "H200,memory=1500MiB", "--seq", "64"]
+    words = ["fit", "gpt-tiny", "--on", "H200,memory=910MiB", "--set", "layers=1", "--seq", "64"]
     status, found = told([*words, "--micro-batch", "max"], capsys)
     size = found["largest"]["size"]
     assert status == 0 and found["verdict"] == FITS and found["model"]["micro_batch"] == size > 4 and found["largest"]["next_size"] == size + 1
@@ -96,7 +96,7 @@ def test_several_kinds_of_hardware_are_rows_of_one_table(capsys: pytest.CaptureF
 
 def test_plans_of_several_kinds_of_hardware_are_rows_too(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["plan", "gpt-tiny", "--global-batch", "8", "--tokens", "1M", "--objective", "cost"]
+    words = ["plan", "gpt-tiny", "--global-batch", "8", "--micro-batch", "4", "--tokens", "1M", "--objective", "cost"]
     assert main([*words, "--on", "H100,RTX4090,nosuch", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["answers"]
     assert [set(row) & {"error"} for row in rows] == [set(), set(), {"error"}]

@@ -184,7 +184,7 @@ def test_a_plan_that_is_searched_has_the_numbers_of_its_own_prediction(here: Non
     from foretell.trace.load.model import Source
 
     source = Source(model="gpt2", overrides={"layers": 4}, seq=256)
-    choice = choose(source, golden.CASES["fsdp"].cluster, "H100:8", SearchConstraints(global_batch=16), options=golden.OPTIONS)
+    choice = choose(source, golden.CASES["fsdp"].cluster, "H100:8", SearchConstraints(global_batch=16, micro_batch=2), options=golden.OPTIONS)
     best = choice.best
     assert best is not None and best.cost is not None
     plan: Plan = choice.plan

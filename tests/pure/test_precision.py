@@ -213,17 +213,17 @@ def told_of(choice: Choice, on: str) -> tuple[str, dict[str, Any]]:
 
 
 def test_a_device_without_bfloat16_is_searched_in_fp16() -> None:
-    found = search("T4", exact=False)
+    found = search("T4", micro_batch=4, exact=False)
     assert found.best is not None and found.best.plan.precision == FP16
     assert {one.plan.precision for one in found.front} == {FP16} and FP16 in explained(found.best.point.layout)
-    both = search("P100", exact=False)
+    both = search("P100", micro_batch=4, exact=False)
     assert both.there == 2 * found.there and both.best is not None, "where fp16 is no faster, fp32 is searched too"
     assert both.best.plan.compile == "none"
     assert legal.complaints(found.best.plan, facts_of(found.best.plan, parse("T4"))) == ()
 
 
 def test_the_screen_counts_what_does_not_fit() -> None:
-    found = search("T4,memory=480MiB", exact=False)
+    found = search("T4,memory=480MiB", global_batch=4, exact=False)
     first, content = told_of(as_choice(found), "T4,memory=480MiB")
     (reason,) = content["reasons"]
     assert first.startswith("No plan for gpt-tiny on T4,memory=480MiB: ")
@@ -233,7 +233,7 @@ def test_the_screen_counts_what_does_not_fit() -> None:
 
 def test_the_screen_says_why_else_there_is_no_plan() -> None:
     """Layouts that fit and are not legal: the reason, by count, and no bytes that are short."""
-    found = search("H100:2", exact=False, meshes=(Mesh(dp_shard=4), Mesh(dp_replicate=4)))
+    found = search("H100:2", exact=False, micro_batch=4, meshes=(Mesh(dp_shard=4), Mesh(dp_replicate=4)))
     assert found.best is None and found.dropped
     first, content = told_of(as_choice(found), "H100:2")
     assert "ruled out (mesh: dp_shard 4 makes 4 ranks and there are 2 devices)" in first
@@ -241,6 +241,7 @@ def test_the_screen_says_why_else_there_is_no_plan() -> None:
     assert "short" not in cli.screen(as_choice(found), "gpt-tiny", "H100:2", "plan.json")
 
 
+@pytest.mark.slow(reason="limits that nothing keeps are in test_find, and counts of reasons above")
 def test_limits_that_no_plan_keeps_are_counted() -> None:
     found = search("H100", exact=False, global_batch=2, tokens=1e15, deadline_seconds=60.0)
     first, content = told_of(as_choice(found), "H100")

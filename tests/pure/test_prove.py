@@ -74,7 +74,7 @@ def test_no_draw_is_a_model_that_profiles_are_fitted_on(kind: str) -> None:
     assert {module for module, _ in mine} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+@pytest.mark.parametrize("kind", ["cuda", pytest.param("cpu", marks=pytest.mark.slow(reason="fewer and smaller models, drawn alike"))])
 def test_what_is_drawn_can_be_built(kind: str) -> None:
     for config in drawn(30, kind, f"built on {kind}"):
         check(config.source())

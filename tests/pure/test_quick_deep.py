@@ -30,7 +30,7 @@ from foretell.trace.record.step import Workload
 from foretell.trace.types import Trace
 
 OPTIONS = Options(profile_of=functools.cache(find_profile))
-DEEP = {"gpt2": (24, 1024), "llama3-1b": (40, 1024)}
+DEEP = {"gpt2": (16, 1024), "llama3-1b": (40, 1024)}
 """Model → blocks, tokens."""
 FULL = {"keep": "none", "recompute": "full", "selective": "selective"}
 PRECISION = "fsdp-bf16"
@@ -89,14 +89,16 @@ PIPED = layout("gpt2", Mesh(pp=4, dp_shard=2), 4, 8, 0.5)
 LARGE = layout("llama3-1b", Mesh(dp_shard=8), 4)
 LARGE_PIPED = layout("llama3-1b", Mesh(pp=2, dp_shard=4), 4, 8)
 OTHER = pytest.mark.slow(reason="another model of the same plans")
+BETWEEN = pytest.mark.slow(reason="all blocks recomputed; a part of them is in the same mesh")
+SHALLOW = pytest.mark.slow(reason="every block of a pipeline of six is walked in test_quick")
 ALIKE = pytest.mark.slow(reason="the peak decides, as without a limit")
 
 
 @pytest.mark.parametrize(
     ("name", "asked"),
     [
-        pytest.param("gpt2", SHARDED, id="sharded"), pytest.param("gpt2", MIXED, id="mixed"),
-        pytest.param("gpt2", REPLICAS, id="replicas"), pytest.param("gpt2", PIPED, id="piped"),
+        pytest.param("gpt2", SHARDED, id="sharded", marks=BETWEEN), pytest.param("gpt2", MIXED, id="mixed"),
+        pytest.param("gpt2", REPLICAS, id="replicas"), pytest.param("gpt2", PIPED, id="piped", marks=SHALLOW),
         pytest.param("llama3-1b", LARGE, id="large", marks=OTHER), pytest.param("llama3-1b", LARGE_PIPED, id="large-piped", marks=OTHER),
     ],
 )  # fmt: skip

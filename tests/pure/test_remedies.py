@@ -61,14 +61,18 @@ def needed(case: str, *, micro_batch: int = 0, expandable: bool = False, **optio
     return memory.device_bytes, outlook(trace, memory, H100, extra, expandable=expandable)
 
 
+AGAIN = pytest.mark.slow(reason="the same change of another model; each change is there once")
+
+
 @pytest.mark.parametrize(
     ("case", "options", "change"),
     [
-        ("many classes", {}, {"recompute": "full"}), ("few classes", {"precision": "fp32"}, {"recompute": "full"}),
+        pytest.param("many classes", {}, {"recompute": "full"}, marks=AGAIN),
+        pytest.param("few classes", {"precision": "fp32"}, {"recompute": "full"}, marks=AGAIN),
         ("few classes", {}, {"recompute": "selective"}), ("many classes", {}, {"micro_batch": 4, "accumulate": 2}),
         ("many classes", {}, {"expandable_segments": True}), ("wide", {"optimizer": "adamw"}, {"optimizer": "adamw-fused"}),
         ("wide", {}, {"precision": "bf16"}), ("wide", {}, {"lora": 16}), ("wide", {"lora": 16}, {"nf4": True}),
-        ("wide", {}, {"recompute": "full"}), ("few classes", {}, {"recompute": "full", "precision": "bf16"}),
+        ("wide", {}, {"recompute": "full"}), pytest.param("few classes", {}, {"recompute": "full", "precision": "bf16"}, marks=AGAIN),
     ],
     ids=str,
 )  # fmt: skip
@@ -299,8 +303,9 @@ def on_less(words: list[str], share: float, capsys: pytest.CaptureFixture[str]) 
     return [*words[:-1], f"{words[-1]},memory={int(beside + share * memory['reserved_bytes']) // MIB}MiB"]
 
 
+FURTHER = pytest.mark.slow(reason="another model and device")
 DRAWN = [
-    pytest.param(number, words, id=f"{words[1]} on {words[-1]}", marks=[pytest.mark.slow(reason="another model and device")] if number > 2 else [])
+    pytest.param(number, words, id=f"{words[1]} on {words[-1]}", marks=() if number in (1, 2) else FURTHER)
     for number, words in enumerate(drawn(12))
 ]
 
@@ -336,6 +341,7 @@ def test_every_printed_command_gets_the_verdict_it_was_printed_with(
     assert status == 0 and then["verdict"] == text[2].split(",")[0]
 
 
+@pytest.mark.slow(reason="a wide model; a question with LoRA is among those of test_advice_kept")
 def test_lora_on_one_card_stays_on_one_card(capsys: pytest.CaptureFixture[str]) -> None:
     """Two layers of the 8B model with as much less of a 4090; all of it is a slow case."""
     words = ["fit", "llama3-8b", "--set", "layers=2", "--lora", "16", "--seq", "1024", "--on", "RTX4090,memory=7500MiB"]

@@ -108,7 +108,7 @@ CHARTS = {
 """Every chart of the page, and how many shapes it has at least: bars, dots, areas, events."""
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["dark", pytest.param("light", marks=pytest.mark.slow(reason="the scheme of the narrow page below"))])
 def test_every_chart_is_drawn(page: str, scheme: str, tmp_path: Path) -> None:
     seen = visit(written(tmp_path / "report.html", page), scheme)
     assert seen.about == {"ready": "true", "errors": "0", "charts": "12", "drawn": "12", "scheme": scheme}

@@ -49,7 +49,14 @@ def plan_of(source: Source, blocks: dict[str, str], **more: Any) -> Plan:
                    "blocks": kept, **more})  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "kept"), [("gpt", 2), ("gpt", 4), ("gpt", 0), ("bert", 3), ("t5", 2), ("resnet", 1)])
+BETWEEN = pytest.mark.slow(reason="a number of blocks between those of the tests that run")
+LINE = pytest.mark.slow(reason="another model of one stack of blocks")
+
+
+@pytest.mark.parametrize(("name", "kept"), [
+    ("gpt", 0), ("t5", 2), ("resnet", 1),
+    pytest.param("gpt", 2, marks=BETWEEN), pytest.param("gpt", 4, marks=BETWEEN), pytest.param("bert", 3, marks=LINE),
+])  # fmt: skip
 def test_what_moves_and_what_is_left_is_what_a_run_shows(name: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source, recipe = MODELS[name], Recipe(optimizer="sgd", clip=None, precision="fp32")
     trace = here.trace_as_cpu(source, recipe)

@@ -37,12 +37,17 @@ def products(trace: types.Trace) -> list[bool]:
     return [types.TF32 in op.attrs for op in trace.programs["micro_first"].ops if op.name.split(".")[1] in ("mm", "addmm", "bmm")]
 
 
+LARGER = pytest.mark.slow(reason="the same change of a larger script, as conv_ema")
+
+
 @pytest.mark.parametrize(
     ("name", "change", "recipe"),
     [
         ("lightning_images", {"channels_last": True}, {"precision": "fp16-autocast", "optimizer": "momentum", "channels_last": True}),
-        ("lightning_images", {"fused": True}, {"precision": "fp16-autocast", "optimizer": "momentum-fused"}),
-        ("accelerate_glue", {"tf32": True}, {"precision": "tf32", "optimizer": "adamw", "accumulate": 3}),
+        ("conv_ema", {"fused": True}, {"precision": "fp32", "optimizer": "momentum-fused"}),
+        ("conv_ema", {"tf32": True}, {"precision": "tf32", "optimizer": "momentum"}),
+        pytest.param("lightning_images", {"fused": True}, {"precision": "fp16-autocast", "optimizer": "momentum-fused"}, marks=LARGER),
+        pytest.param("accelerate_glue", {"tf32": True}, {"precision": "tf32", "optimizer": "adamw", "accumulate": 3}, marks=LARGER),
     ],
 )  # fmt: skip
 def test_a_changed_script_needs_what_the_file_that_trains_so_needs(name: str, change: dict[str, object], recipe: dict[str, object]) -> None:

@@ -90,16 +90,24 @@ def by_hand(name: str, on: str = "H100", **how: object) -> Plan:
     return Plan(model={"model": f"script:python {name}.py"}, hardware=on, **how)  # type: ignore[arg-type]
 
 
-def test_libraries_are_told_by_their_own_words(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def of_a_library(home: Path) -> Path:
+    """A folder with a script of accelerate, patched."""
     made = patch(by_hand("accelerate_vit", micro_batch=8, accumulate=8, blocks={"blocks.0": Residency(mode="selective"), "blocks.2": AGAIN}))
     assert not made.instructions
-    folder = applied(made, home, "library")
-    monkeypatch.chdir(folder)
+    return applied(made, home, "library")
+
+
+@pytest.mark.slow(reason="a plain script is patched and followed above; what is changed in one of a library is below")
+def test_a_patched_script_of_a_library_needs_what_its_plan_says(of_a_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(of_a_library)
     answer = api.fit_script(["python", "accelerate_vit.py"], hardware="H100")
     assert answer.model["micro_batch"] == 8 and answer.model["recipe"]["accumulate"] == 8
-    changed = (folder / "accelerate_vit.py").read_text()
+
+
+def test_libraries_are_told_by_their_own_words(of_a_library: Path) -> None:
+    changed = (of_a_library / "accelerate_vit.py").read_text()
     assert "gradient_accumulation_steps=8" in changed and "DataLoader(data, 8, shuffle=True)" in changed
-    monkeypatch.chdir(home)
     several = patch(by_hand("accelerate_vit", "H100:4", micro_batch=8, mesh=Mesh(dp_shard=4)))
     line = next(n for n, text in enumerate(Path("accelerate_vit.py").read_text().splitlines(), 1) if "Accelerator(" in text)
     told = f"accelerate_vit.py:{line}: gradient_accumulation_steps=1, fsdp_plugin"

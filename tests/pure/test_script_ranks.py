@@ -60,6 +60,16 @@ FOUND = {
 }  # fmt: skip
 """What each does, as its source says."""
 NODES = {"ddp_bert": (2, 4), "fsdp_vit": (2, 4)}
+FURTHER = {
+    **dict.fromkeys(("ddp_bert", "ddp_images", "ddp_forecast"), "another model under DDP, as ddp_gpt"),
+    "fsdp_gpt2": "another model under FSDP2, as fsdp_llama",
+}
+"""Why a script is slow: what is like it."""
+
+
+def quick(kind: str) -> list[Any]:
+    """Scripts of a kind, those that are like another marked."""
+    return [pytest.param(name, marks=pytest.mark.slow(reason=FURTHER[name])) if name in FURTHER else name for name in FOUND if name.startswith(kind)]
 
 
 def followed(name: str, monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> tuple[Trace, dict[str, Any]]:
@@ -82,7 +92,7 @@ def most(trace: Trace) -> int:
     return peak_live(trace, tuple(trace.schedule))
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name.startswith("ddp")])
+@pytest.mark.parametrize("name", quick("ddp"))
 def test_a_rank_of_ddp_needs_its_step_and_its_buckets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trace, _ = followed(name, monkeypatch)
     recipe = Recipe.from_json(trace.meta["recipe"])  # type: ignore[arg-type]
@@ -114,7 +124,7 @@ ENDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize("name", quick("fsdp"))
 def test_a_rank_of_fsdp2_needs_what_the_file_that_shards_the_same_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trace, _ = followed(name, monkeypatch)
     recipe = Recipe.from_json(trace.meta["recipe"])  # type: ignore[arg-type]

@@ -39,6 +39,11 @@ def rank() -> Trace:
     return shard(capture(lambda: load(source), Recipe(precision="fsdp-bf16", shards=8)), 8)
 
 
+@functools.cache
+def of_rank(limit: int) -> MemoryOutcome:
+    return outcome(rank(), limit)
+
+
 def outcome(trace: Trace, limit: int) -> MemoryOutcome:
     device = H200.device.with_memory(limit + BESIDE, "a test")
     return predict_memory(trace, replace(H200, device=device), EXTRA)
@@ -56,7 +61,7 @@ def test_nothing_said_to_fit_ran_out() -> None:
 def test_verdicts_are_those_of_the_rows() -> None:
     assert {row["verdict"] for row in MINE} == {TIGHT, NO}
     for row in MINE:
-        assert outcome(rank(), row["limit"]).verdict == row["verdict"], row["limit"]
+        assert of_rank(row["limit"]).verdict == row["verdict"], row["limit"]
 
 
 def test_freeing_cache_counts_for_ranks_of_fsdp2_alone() -> None:
@@ -64,7 +69,7 @@ def test_freeing_cache_counts_for_ranks_of_fsdp2_alone() -> None:
     trace = rank()
     row = next(row for row in MINE if row["verdict"] == TIGHT)
     assert row["ran"] and row["retries"] and row["limit"] < row["reserved_predicted"]
-    answer = outcome(trace, row["limit"])
+    answer = of_rank(row["limit"])
     assert answer.verdict == TIGHT and answer.memory.margin_bytes > 0
     assert max(phase.reserved_bytes for phase in answer.memory.phases) == row["reserved_predicted"] > answer.memory.reserved_bytes
     for other in ({"tp": 2}, {"stages": [0]}, {"compiled": {}}, {"ranks": 16}):
@@ -78,4 +83,4 @@ def test_a_limit_that_does_by_luck_is_not_enough() -> None:
     assert not row["ran"]
     careful = careful_limit(trace, row["limit"] + BESIDE, BESIDE)
     lucky = fits_in(trace, sizes_for(H200, EXTRA), run_order(trace), careful)
-    assert lucky and outcome(trace, row["limit"]).verdict == NO
+    assert lucky and of_rank(row["limit"]).verdict == NO

@@ -7,8 +7,7 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from foretell.price import bands
 from foretell.price.machine import machine
 from foretell.price.speeds import alone
 from foretell.search.profiles import shared
+from tests import forks
 from tests.pure.shared_probes import (
     H200,
     HUB,
@@ -165,7 +165,9 @@ def test_files_that_contradict_each_other_are_named_and_the_band_holds_both(
 # ---------------------------------------------------------------- killed in the middle
 
 
-@pytest.mark.parametrize("where", ["save", "added.write"])
+@pytest.mark.parametrize(
+    "where", ["added.write", pytest.param("save", marks=pytest.mark.slow(reason="an earlier moment, with less to clear away"))]
+)
 def test_killed_in_the_middle_nothing_half_is_left(where: str, small: bytes, tmp_path: Path, cache_dir: Path, quick_fit: None) -> None:
     """Killed as by SIGKILL before the index is written: nothing counts, and the next addition clears it away."""
     path = put(tmp_path, "x", small)
@@ -178,7 +180,7 @@ def test_killed_in_the_middle_nothing_half_is_left(where: str, small: bytes, tmp
         f"shared.{where} = kill\n"
         f"shared.add([{str(path)!r}])\n"
     )
-    child = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT), "FORETELL_CACHE": str(cache_dir)}, check=False)
+    child = forks.run(code=code, env={**os.environ, "PYTHONPATH": str(ROOT), "FORETELL_CACHE": str(cache_dir)})
     assert child.returncode == -signal.SIGKILL
     assert added.entries() == () and not added.index_path().exists()
     found = find_profile(H200)
@@ -197,18 +199,20 @@ def test_two_additions_at_once_keep_both(small: bytes, tmp_path: Path, cache_dir
         "from foretell.search.profiles import shared\n"
         "def fit(measured, device, progress):\n"
         "    print('fitting', flush=True)\n"
-        "    time.sleep(2)\n"
+        "    time.sleep(1)\n"
         "    return dataclasses.replace(measured.profile(ops={}), figures=device.to_dict())\n"
         "shared.fit_profile = fit\n"
         f"shared.add([{str(first)!r}])\n"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "FORETELL_CACHE": str(cache_dir)}
-    with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None and child.stdout.readline() == "fitting\n"
-        quick = lambda measured, device, progress: replace(measured.profile(ops={}), figures=device.to_dict())  # noqa: E731
-        monkeypatch.setattr(shared, "fit_profile", quick)
-        shared.add([second])
-    assert child.returncode == 0
+    quick = lambda measured, device, progress: replace(measured.profile(ops={}), figures=device.to_dict())  # noqa: E731
+    monkeypatch.setattr(shared, "fit_profile", quick)
+    child = forks.Command(code=code, env=env)
+    while child.said() != "fitting\n":
+        assert child.poll() is None, child.communicate()[1]
+        time.sleep(0.01)
+    shared.add([second])
+    assert child.communicate()[1] == "" and child.returncode == 0
     assert {one.device for one in added.entries()} == {H200, "Hopper-X-141GB"}
     for one in added.entries():
         assert (added.folder() / one.profile).is_file()

@@ -145,7 +145,9 @@ def test_spread_experts_cost_what_a_trace_of_them_does(asked: Layout) -> None:
     assert -0.06 * size < found.memory_bytes - size < 0.06 * size
 
 
-@pytest.mark.parametrize(("source", "mesh"), [(LLAMA, Mesh(cp=4)), (GPT, Mesh(cp=2)), (MIXTRAL, Mesh(dp_shard=4, ep=4))])
+@pytest.mark.parametrize(
+    ("source", "mesh"), [(LLAMA, Mesh(cp=4)), pytest.param(GPT, Mesh(cp=2), marks=OTHER), (MIXTRAL, Mesh(dp_shard=4, ep=4))]
+)
 def test_a_block_sends_and_computes_what_its_trace_does(source: Source, mesh: Mesh) -> None:
     """Messages and products, one by one."""
     plan = Plan(model=model_of(source), hardware="H100:8", mesh=mesh, micro_batch=2)
@@ -232,9 +234,9 @@ def test_a_sample_that_fits_only_where_its_positions_are_shared() -> None:
     """Three heads that no tensor ranks share, one sample: without cp there is no plan, on one device or on stages."""
     source = Source(model="llama-tiny", overrides={"dim": 384, "heads": 3, "kv_heads": 3, "ffn": 1024, "layers": 2}, seq=65536)
     hardware = "H100:4,memory=2600MiB"
-    without, _ = search(source, hardware, global_batch=1, fixed={"cp": 1}, ranks=(1, 2, 4))
+    without, _ = search(source, hardware, global_batch=1, fixed={"cp": 1}, ranks=(1, 2, 4), compile=("none",))
     assert without.best is None and without.short_bytes > 0
-    found, _ = search(source, hardware, global_batch=1)
+    found, _ = search(source, hardware, global_batch=1, ranks=(4,), compile=("none",))
     assert found.best is not None and found.best.plan.mesh.cp > 1
     assert found.best.cost is not None and found.best.cost.fits
 

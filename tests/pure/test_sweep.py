@@ -1,4 +1,4 @@
-"""Forty model types of transformers, drawn by a public seed, each shrunken and traced; and the rules of their batches.
+"""Model types of transformers, drawn by a public seed, forty of them in `make test`, each shrunken and traced; and the rules of their batches.
 
 All types: benchmarks/sweep.py and its rows."""
 
@@ -26,7 +26,10 @@ from foretell.trace.sandbox.blame import step_error
 from foretell.trace.types import Trace
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-DRAWN, TOKENS = 40, 64
+DRAWN, TOKENS = 43, 64
+LARGE = ("deimv2", "slanet", "zamba")
+"""Drawn, and long to trace however they are shrunken: the forty others run in `make test`."""
+LARGER = pytest.mark.slow(reason="seconds of tracing; forty other types are drawn")
 
 
 def _module(name: str) -> ModuleType:
@@ -65,7 +68,7 @@ def traced(model: str, precision: str = Recipe().precision, **sizes: Any) -> Tra
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", _types())
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=LARGER if kind in LARGE else ()) for kind in _types()])
 def test_a_drawn_type_has_an_answer_or_the_refusal_of_its_row(kind: str, sweep: Any, tmp_path: Path) -> None:
     row = _rows()[kind]
     told = sweep.shrunken(kind, tmp_path / kind, row["shrunken"]["step"] - 1)

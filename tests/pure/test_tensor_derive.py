@@ -319,13 +319,15 @@ def dry_mesh() -> Iterator[Any]:
 
 
 BOTH_WAYS = ("gpt-tiny", "mixtral-tiny")
-WHOLE = pytest.mark.slow(reason="a sequence left whole is held for two models, and this model with one that is split")
+WHOLE = pytest.mark.slow(reason="a sequence left whole is held for two models, and the rules of this one are")
+ALIKE = ("llama-tiny", "vit-tiny", "bert-tiny")
+LINE = pytest.mark.slow(reason="another model of one line of blocks; its rules are held, and the exchanges of others")
 
 
 @pytest.mark.parametrize(
     ("model", "sequence"),
     [
-        pytest.param(model, sequence, id=f"{model}-{sequence}", marks=() if sequence or model in BOTH_WAYS else WHOLE)
+        pytest.param(model, sequence, id=f"{model}-{sequence}", marks=LINE if model in ALIKE else () if sequence or model in BOTH_WAYS else WHOLE)
         for model in ("gpt-tiny", "llama-tiny", "vit-tiny", "bert-tiny", "t5-tiny", "mixtral-tiny", "dit-tiny")
         for sequence in (True, False)
     ],

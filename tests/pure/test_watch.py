@@ -72,13 +72,19 @@ def test_the_script_prints_what_it_prints_alone(watched: tuple[Path, subprocess.
     assert all(line.startswith("foretell: ") for line in done.stderr.splitlines())
 
 
+@pytest.fixture(scope="module")
+def raised(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """With another batch, and an error at the end."""
+    folder = tmp_path_factory.mktemp("raised")
+    return folder, watch(folder, "--batch-size", "1024", "--layers", "2", "--end", "raise")
+
+
 def test_two_watched_runs_are_compared(
-    watched: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    watched: tuple[Path, subprocess.CompletedProcess[str]], raised: tuple[Path, subprocess.CompletedProcess[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A watched script has no settings and no losses; the rest stands side by side, with another batch as what differs."""
-    folder, _ = watched
-    watch(tmp_path, "--batch-size", "1024", "--layers", "2", "--steps", "12")
-    assert main(["compare", str(folder / "run"), str(tmp_path / "run"), "--json"]) in (0, 1)
+    (folder, _), (other, _) = watched, raised
+    assert main(["compare", str(folder / "run"), str(other / "run"), "--json"]) in (0, 1)
     told = json.loads(capsys.readouterr().out)["runs"]
     assert {line["name"] for line in told["lines"]} == {"step", "throughput", "process RAM"}
     assert all(line["a"] and line["b"] for line in told["lines"]) and {"forward and backward", "update"} <= {part["name"] for part in told["parts"]}
@@ -110,16 +116,20 @@ def test_compare_and_report_read_the_folder(
     assert "blocks" in page and "Left out" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("end", "status"), [("raise", 1), ("exit", 7)])
-def test_the_exit_status_and_the_traceback_are_the_scripts_own(end: str, status: int, tmp_path: Path) -> None:
-    done = watch(tmp_path, *SMALL, "--end", end)
+@pytest.mark.parametrize(
+    ("end", "status"), [("raise", 1), pytest.param("exit", 7, marks=pytest.mark.slow(reason="a status of one's own; that of an error is above"))]
+)
+def test_the_exit_status_and_the_traceback_are_the_scripts_own(
+    end: str, status: int, raised: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    folder, done = raised if end == "raise" else (tmp_path, watch(tmp_path, *SMALL, "--end", end))
     assert done.returncode == status
     assert done.stdout.endswith("tidied up\n") and done.stdout.count("step ") == 4
     if end == "raise":
         last = [line for line in done.stderr.splitlines() if not line.startswith("foretell: ")]
         assert last[0] == "Traceback (most recent call last):" and last[-1] == "ValueError: as asked"
         assert "foretell" not in "".join(last).replace(ROWS, "")
-    assert comparison.of_folder(tmp_path / "run").steps > 0
+    assert comparison.of_folder(folder / "run").steps > 0
 
 
 def started(folder: Path) -> forks.Command:
@@ -132,7 +142,9 @@ def started(folder: Path) -> forks.Command:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow(reason="another signal, which Python does not handle"))]
+)
 def test_a_signal_is_the_scripts_to_handle(number: signal.Signals, tmp_path: Path) -> None:
     process = started(tmp_path)
     process.send_signal(number)
@@ -180,6 +192,7 @@ def test_closed_streams_are_no_reason_to_stop(tmp_path: Path) -> None:
     assert comparison.of_folder(tmp_path / "run").steps > 0
 
 
+@pytest.mark.slow(reason="an interrupted script as above, at a terminal and twice")
 def test_ctrl_c_twice_at_a_terminal_is_the_scripts_and_the_folder_is_whole(tmp_path: Path) -> None:
     pid, terminal = pty.fork()
     if pid == 0:

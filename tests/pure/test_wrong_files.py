@@ -117,7 +117,7 @@ def test_a_loop_without_end_is_told_at_its_line_and_what_it_forked_is_gone(
     path, pids = tmp_path / "mine.py", tmp_path / "pids"
     spin = f"\n        if os.fork() == 0:\n            open({str(pids)!r}, 'w').write(str(os.getpid()))\n            time.sleep(600)\n"
     path.write_text(HEAD.format(**{**RIGHT, "forward": f"{spin}        while True:\n            x = x"}))
-    told = refused(path, "--time-limit", "6", capsys=capsys)
+    told = refused(path, "--time-limit", "4", capsys=capsys)
     assert "time limit" in told and any(f"mine.py:{line}, in forward" in told for line in (16, 17))
     until = time.monotonic() + 10
     while pids.exists() and Path(f"/proc/{pids.read_text()}").exists() and time.monotonic() < until:

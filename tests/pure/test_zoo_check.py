@@ -87,6 +87,7 @@ def test_phases_in_turn_hold_more_than_each(checker: checks.Checker) -> None:
     assert row.columns["plan"] == "one phase at a time" and not row.plan
 
 
+@pytest.mark.slow(reason="that such phases are refused is tested in test_zoo_methods.py, and rows of other reasons here")
 def test_phases_with_weights_of_their_own_are_nothing_to_train_in_turn(checker: checks.Checker) -> None:
     row = checker.row(asked("interprior-tiny", "prior", "link"))
     assert row.status == PASS and "other weights" in row.reason and row.ops is None

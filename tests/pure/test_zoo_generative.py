@@ -111,14 +111,17 @@ def test_trains(name: str, phase: str | None) -> None:
 
 
 LONG = ("hummingbird-tiny-teacher", "hummingbird-tiny-reward")
+PHASE = (*LONG, "protein-sid-tiny-generator", "protein-sid-tiny-score", "interprior-tiny-link", "lamarr-tiny-generator")
+TRACED = (*PHASE, "hummingbird-tiny-prune", "asd-tiny-ratio", "dit-regional-tiny-train")
+"""Held against a real step by the slow tests alone."""
 
 
 def seen(name: str, phase: str | None) -> Trace:
-    """The trace that was held against a real step, where there is one."""
-    return traced(name, phase) if f"{name}-{phase}" in LONG else compared(name, phase)[2]
+    """The trace that is held against a real step, where `make test` runs one."""
+    return traced(name, phase) if f"{name}-{phase}" in TRACED else compared(name, phase)[2]
 
 
-LONGER = pytest.mark.slow(reason="a phase of the same networks as those that run")
+LONGER = pytest.mark.slow(reason="a phase of the same networks as those that run, or a model that is traced below and runs a step above")
 
 
 def but(*long: str) -> list[Any]:
@@ -126,14 +129,14 @@ def but(*long: str) -> list[Any]:
     return [pytest.param(*case.values, id=case.id, marks=LONGER if case.id in long else ()) for case in CASES]
 
 
-@pytest.mark.parametrize(("name", "phase"), but(*LONG))
+@pytest.mark.parametrize(("name", "phase"), but(*TRACED))
 def test_memory_is_as_measured(name: str, phase: str | None) -> None:
     predicted, measured, _ = compared(name, phase)
     assert predicted == pytest.approx(measured, rel=0.05)
     assert predicted > 2_000_000
 
 
-@pytest.mark.parametrize(("name", "phase"), but(*LONG))
+@pytest.mark.parametrize(("name", "phase"), but(*PHASE))
 def test_every_op_has_a_rule(name: str, phase: str | None) -> None:
     here = seen(name, phase)
     on_cuda = capture(lambda: load(source(name, phase, **SHORTER.get(name, {}))), Recipe())
@@ -147,7 +150,7 @@ def test_says_what_it_is(entry: Any) -> None:
     assert entry.paper and entry.task and entry.motif and entry.trap
 
 
-@pytest.mark.parametrize(("name", "phase"), CASES)
+@pytest.mark.parametrize(("name", "phase"), but(*LONG, "interprior-tiny-link", "lamarr-tiny-generator"))
 def test_only_what_is_trained_has_state(name: str, phase: str | None) -> None:
     trace = seen(name, phase)
     model = workload(name, phase).model
@@ -189,14 +192,15 @@ def test_protein_generator_learns_through_the_frozen_networks() -> None:
 
 
 def test_protein_three_networks_on_one_device() -> None:
-    totals = {phase: held(compared("protein-sid-tiny", phase)[2], PARAMETER) for phase in phases_of("protein-sid-tiny")}
+    totals = {phase: held(seen("protein-sid-tiny", phase), PARAMETER) for phase in phases_of("protein-sid-tiny")}
     for phase, parameters in totals.items():
         assert set(parameters) == {"teacher", "score", "generator"}
-        assert set(held(compared("protein-sid-tiny", phase)[2], OPTIMIZER)) == {phase}
-    by_phase = {phase: flops(compared("protein-sid-tiny", phase)[2]) for phase in totals}
+        assert set(held(seen("protein-sid-tiny", phase), OPTIMIZER)) == {phase}
+    by_phase = {phase: flops(seen("protein-sid-tiny", phase)) for phase in totals}
     assert by_phase["teacher"] < by_phase["score"] < by_phase["generator"]
 
 
+@pytest.mark.slow(reason="six traces; that a sampler is one graph repeated is tested with allshowers, and this one's memory below")
 def test_protein_few_steps_are_twenty_times_cheaper() -> None:
     def cost(phase: str, steps: int) -> int:
         return flops(traced("protein-sid-tiny", phase, INFER, steps=steps, layers=1))
@@ -212,7 +216,7 @@ def test_protein_few_steps_are_twenty_times_cheaper() -> None:
         assert call_model(given.model, given.batch).shape == given.batch["coords"].shape
 
 
-@pytest.mark.parametrize("phase", ["sample_teacher", "sample"])
+@pytest.mark.parametrize("phase", [pytest.param("sample_teacher", marks=LONGER), "sample"])
 def test_protein_sampler_memory(phase: str) -> None:
     predicted, measured, _ = compare_on_cpu(source("protein-sid-tiny", phase, steps=2, layers=1), INFER)
     assert predicted == pytest.approx(measured, rel=0.05)
@@ -262,6 +266,7 @@ def test_regional_mask_matches_its_rule() -> None:
     assert early.float().mean() < 0.5 < late.float().mean()
 
 
+@pytest.mark.slow(reason="the sampler of allshowers is one graph repeated, too")
 def test_regional_one_graph_serves_all_steps() -> None:
     ops = {
         steps: list(traced("dit-regional-tiny", "sample", INFER, steps=steps, double=1, single=1).programs["forward"].ops)
@@ -271,7 +276,7 @@ def test_regional_one_graph_serves_all_steps() -> None:
     kinds = [(op.name, op.module, tuple(ref.spec for ref in (*op.inputs, *op.outputs))) for op in ops[3]]
     begin = next(i for i, kind in enumerate(kinds) if kind[0] == "aten.full_like.default")
     assert kinds[begin : begin + more] == kinds[begin + more : begin + 2 * more] == kinds[begin + 2 * more : begin + 3 * more]
-    assert flops(compared("dit-regional-tiny", "train")[2], lambda module: module.startswith("doubles")) > 0
+    assert flops(seen("dit-regional-tiny", "train"), lambda module: module.startswith("doubles")) > 0
 
 
 # ---------------------------------------------------------------- asd
@@ -286,10 +291,15 @@ def test_any_size_buckets_have_one_area() -> None:
         assert across / tall == pytest.approx(wide / high, rel=0.1)
         assert tall * across == pytest.approx(32 * 32, rel=0.06)
     assert len(set(shapes.values())) == len(asd.RATIOS)
+
+
+@pytest.mark.slow(reason="two more traces; that the areas are one is above")
+def test_any_size_buckets_do_one_work() -> None:
     square, wide = (flops(traced("asd-tiny", "ratio", INFER, bucket=bucket)) for bucket in (0, 7))
     assert wide == pytest.approx(square, rel=0.1)
 
 
+@pytest.mark.slow(reason="four traces and two real runs; tiles are run below, and buckets are traced above")
 def test_any_size_tiles_hold_one_tile() -> None:
     beside: dict[tuple[str, int], int] = {}
     for phase, scale in (("enlarge", 1), ("enlarge", 2), ("whole", 1), ("whole", 2)):
@@ -339,6 +349,7 @@ def test_video_sibling_has_half_the_size_and_the_blocks_of_the_full_one() -> Non
             assert torch.equal(block.conv1.weight, large.blocks[hummingbird.kept(number)].conv1.weight)
 
 
+@pytest.mark.slow(reason="two traces of a video model; the phase that prunes is traced above")
 def test_video_pruned_cost_is_known_before_pruning() -> None:
     full = seen("hummingbird-tiny", "teacher")
     model = workload("hummingbird-tiny", "prune").model
@@ -466,6 +477,7 @@ def test_hands_noise_is_the_same_when_computed_again(phase: str, how: str) -> No
     assert torch.equal(after, after_again)
 
 
+@pytest.mark.slow(reason="gradients with recompute are compared above; its bytes, of other models, in test_capture.py")
 def test_hands_recompute_holds_less() -> None:
     plain = compared("interprior-tiny", "link")[0]
     predicted, measured, _ = compare_on_cpu(source("interprior-tiny", "link"), Recipe(precision="fp32", recompute="full"))
@@ -547,6 +559,7 @@ def test_lamarr_padding_has_no_influence() -> None:
         torch.testing.assert_close(*losses)
 
 
+@pytest.mark.slow(reason="two real runs of the chain that is predicted below")
 def test_lamarr_chain_costs_follow_particles() -> None:
     found = {}
     for particles in (64, 128):

@@ -131,7 +131,13 @@ def test_trains(name: str, phase: str) -> None:
     assert [n for n, p in model.named_parameters() if (p.grad is not None) != p.requires_grad] == []
 
 
-@pytest.mark.parametrize(("name", "phase"), CASES)
+LONG = pytest.mark.slow(reason="its parts are tested and most of them traced below; decoders are compared in test_capture.py")
+LONGER = (
+    ("grpo_roc-tiny", "rollout"), ("grpo_roc-tiny", "update"), ("hmt-tiny", "recall"), ("e2llm-tiny", ""), ("monocoder-tiny", ""), ("qlora-tiny", ""),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "phase"), [pytest.param(*case, marks=LONG if case in LONGER else ()) for case in CASES])
 def test_memory_is_foretold_and_every_op_is_covered(name: str, phase: str) -> None:
     predicted, measured, trace = compared(name, phase)
     assert predicted == pytest.approx(measured, rel=0.05)

@@ -103,7 +103,13 @@ def test_it_trains_all_that_it_says_and_nothing_else(name: str, phase: str) -> N
         assert parameter.grad is None or torch.isfinite(parameter.grad).all(), path
 
 
-@pytest.mark.parametrize(("name", "phase"), CASES)
+TWIN = pytest.mark.slow(reason="a step of it runs above and a trace of it is read below; the memory of others is measured")
+RUN = (("mf-tiny", ""), ("perforated-tiny", "dendrite"))
+
+
+@pytest.mark.parametrize(
+    ("name", "phase"), [pytest.param(*case, marks=() if case in RUN else TWIN) for case in CASES]
+)
 def test_memory_is_as_measured_and_every_op_has_a_rule(name: str, phase: str) -> None:
     predicted, measured, trace = compare_on_cpu(source_of(name, phase=phase), FP32)
     assert measured > 4e6
@@ -153,7 +159,10 @@ def test_a_layers_loss_reaches_that_layer_alone(name: str) -> None:
         assert touched == [place <= index for place in range(len(touched))]
 
 
-@pytest.mark.parametrize("name", ["ff", "mf"])
+OTHER = pytest.mark.slow(reason="another method with losses of its own; one is here, and all run a step")
+
+
+@pytest.mark.parametrize("name", [pytest.param("ff", marks=OTHER), "mf"])
 def test_kept_activations_grow_with_depth_under_backpropagation_only(name: str) -> None:
     few, many = ({"layers": 6}, {"layers": 12})
     assert here(f"{name}-tiny", **many).meta["backwards"] == 12
@@ -175,7 +184,7 @@ def test_cascaded_forward_keeps_nothing_for_its_frozen_blocks() -> None:
     assert late and not any(op.module.startswith("blocks") for op in late)
 
 
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=OTHER if name == "mf-tiny" else ()) for name in LOCAL])
 def test_the_sum_keeps_more(name: str) -> None:
     summed = capture(lambda: loaded(name).summed(), FP32, capability=None)
     assert "backwards" not in summed.meta

@@ -56,6 +56,11 @@ def compared(name: str, phase: str = "", **overrides: Any) -> tuple[int, int, Tr
 
 
 @functools.cache
+def traced(name: str, phase: str = "") -> Trace:
+    return trace_as_cpu(source_of(name, phase), Recipe(precision="fp32"))
+
+
+@functools.cache
 def built(name: str, **overrides: Any) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     work = load(source_of(name, **overrides))
@@ -94,10 +99,11 @@ def test_a_step_trains_what_is_not_frozen(name: str, phase: str) -> None:
         assert parameter.grad is None or parameter.grad.isfinite().all(), path
 
 
-LARGE = pytest.mark.slow(reason="the same branches are in piip_llava-tiny")
+LARGE = pytest.mark.slow(reason="a step of it runs above, and a trace of it is read below, or its other phase is compared")
+LARGER = (("piip-tiny", ""), ("piip_llava-tiny", ""), ("video_rag-tiny", ""), ("open_qwen2vl-tiny", "pretrain"), ("tinygpt_v-tiny", "align"))
 
 
-@pytest.mark.parametrize(("name", "phase"), [pytest.param(*case, marks=LARGE if case[0] == "piip-tiny" else ()) for case in CASES])
+@pytest.mark.parametrize(("name", "phase"), [pytest.param(*case, marks=LARGE if case in LARGER else ()) for case in CASES])
 def test_memory_is_predicted_and_no_op_is_without_a_rule(name: str, phase: str) -> None:
     predicted, measured, trace = compared(name, phase)
     assert predicted == pytest.approx(measured, rel=0.05)
@@ -246,7 +252,7 @@ def test_tinygpt_v_adapters_start_as_nothing_and_do_something_once_moved() -> No
     assert not torch.allclose(align(**inputs), adapt(**inputs))
 
 
-@pytest.mark.parametrize("phase", tinygpt_v.PHASES)
+@pytest.mark.parametrize("phase", [pytest.param(phase, marks=LARGE if phase == "align" else ()) for phase in tinygpt_v.PHASES])
 def test_tinygpt_v_frozen_parts_have_no_gradient_no_state_and_an_eye_that_keeps_nothing(phase: str) -> None:
     trace = compared("tinygpt_v-tiny", phase)[2]
     parameters = built("tinygpt_v-tiny", phase=phase)[0].named_parameters()
@@ -382,7 +388,7 @@ def test_video_rag_the_answer_rests_on_the_kept_texts() -> None:
 
 
 def test_video_rag_tools_keep_nothing_for_backward() -> None:
-    trace = compared("video_rag-tiny", "")[2]
+    trace = traced("video_rag-tiny")
     kept = {one.module.split(".")[0] for one in trace.storages.values() if one.role == types.ACTIVATION}
     assert "decoder" in kept
     assert not kept & {"tools", "retriever"}

@@ -108,9 +108,11 @@ def test_a_step_runs_and_every_trained_parameter_learns(name: str, phase: str) -
 
 
 LONG = pytest.mark.slow(reason="seconds of a scan op by op, which ssm-tiny has too")
+PHASE = pytest.mark.slow(reason="the other phase of the same networks is compared")
+MARKS = {("mamba_yolo-tiny", ""): LONG, ("recombiner-tiny", "learn"): PHASE}
 
 
-@pytest.mark.parametrize(("name", "phase"), [pytest.param(*case, marks=LONG if case[0] == "mamba_yolo-tiny" else ()) for case in CASES])
+@pytest.mark.parametrize(("name", "phase"), [pytest.param(*case, marks=MARKS.get(case, ())) for case in CASES])
 def test_memory_is_that_of_a_real_step_and_every_op_has_a_rule(name: str, phase: str) -> None:
     predicted, measured, trace = compared(name, phase)
     assert predicted == pytest.approx(measured, rel=0.05)
@@ -217,6 +219,7 @@ def test_recomputing_stages_saves_as_much_as_predicted() -> None:
     assert kept - again == pytest.approx(measured - really, rel=0.05)
 
 
+@pytest.mark.slow(reason="two more traces of the stages that are compared and computed again above")
 def test_memory_is_linear_in_the_stages() -> None:
     peaks = [peak(traced("rpcanet-tiny", stages=stages)) for stages in (2, 3)]
     peaks.append(compared("rpcanet-tiny", "")[0])
@@ -325,7 +328,7 @@ def test_objects_that_are_not_there_do_not_matter_and_outputs_are_as_said() -> N
     assert not torch.equal(mamba_yolo.loss(output, batch), before)
 
 
-def test_suppression_keeps_the_best_of_a_heap_and_is_not_traced() -> None:
+def test_suppression_keeps_the_best_of_a_heap() -> None:
     logits = torch.full((1, 4, 2), -9.0)
     logits[0, 0, 0], logits[0, 1, 0], logits[0, 2, 1], logits[0, 3, 0] = 3.0, 2.0, 1.0, 0.5
     sides = nn.functional.one_hot(torch.tensor(2), boxes.BINS).float().mul(50).expand(1, 4, 4, -1)
@@ -334,6 +337,10 @@ def test_suppression_keeps_the_best_of_a_heap_and_is_not_traced() -> None:
     assert found[:, 5].tolist() == [0.0, 1.0, 0.0] and found[0, :4].tolist() == [4.0, 4.0, 36.0, 36.0]
     model, batch = model_and_batch("mamba_yolo-tiny")
     assert len(boxes.detect(model.eval()(batch["images"]), score=0.0)) == 2
+
+
+@LONG
+def test_suppression_is_not_traced() -> None:
     names = {op.name for op in traced("mamba_yolo-tiny").programs["micro_first"].ops}
     assert not [name for name in names if any(word in name for word in ("nonzero", "scalar_dense", "nms", "argsort"))]
 
@@ -389,6 +396,7 @@ def test_a_planted_direction_is_found() -> None:
     assert set(model.importance().topk(2).indices.tolist()) == {2, 5}
 
 
+@pytest.mark.slow(reason="two larger traces; its memory is compared above")
 def test_memory_grows_with_rows_times_centres() -> None:
     base, wide = compared("gauss_rbf-tiny", "")[0], peak(traced("gauss_rbf-tiny", centres=256))
     long = peak(trace_as_cpu(Source(model="gauss_rbf-tiny", micro_batch=2, seq=4096), PLAIN))

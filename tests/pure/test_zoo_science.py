@@ -88,7 +88,11 @@ def test_a_step_runs_and_every_weight_learns(name: str) -> None:
     assert [path for path in still if REACHES_NO_VARIABLE.get(name, "none") not in path] == []
 
 
-@pytest.mark.parametrize("name", SMALL)
+LONG = pytest.mark.slow(reason="a step of it runs above, and a trace of it, or of a model of the same equations, is read below")
+LONGER = ("sg_reg-tiny", "gcn_branch-tiny", "neuroback-tiny", "pde-deeponet-tiny", "pde-unet-tiny")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG if name in LONGER else ()) for name in SMALL])
 def test_memory_is_that_of_a_real_step_and_no_op_is_unknown(name: str) -> None:
     predicted, measured, trace = compared(name)
     assert predicted == pytest.approx(measured, rel=0.05)
