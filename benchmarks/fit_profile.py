@@ -5,7 +5,8 @@
     python benchmarks/fit_profile.py path/to/X.rows.jsonl.gz
     python benchmarks/fit_profile.py H200-SXM-141GB --families stream convolution   these families of ops alone; the rest stays
 
-Reads `X.rows.jsonl.gz`, traces its reference steps, fits ops, host and watts, and writes `X.json` beside it.
+Reads `X.rows.jsonl.gz`, traces its reference steps, fits ops, host and watts, and writes `X.json` beside it. To the rows of the H200 those
+of the ops of whole models are added (`model_ops.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from foretell.api import fit_profile  # noqa: E402
 from foretell.errors import UserError  # noqa: E402
@@ -30,6 +31,8 @@ from foretell.price.kernels.ops import learn  # noqa: E402
 
 FOLDER = ROOT / "foretell" / "hardware" / "profiles"
 END = ".rows.jsonl.gz"
+MODELS_OF = "H200-SXM-141GB"
+"""The device that ops of whole models were timed on."""
 
 
 def device_of(measured: Measured) -> Device:
@@ -39,6 +42,15 @@ def device_of(measured: Measured) -> Device:
     figures = dict(measured.about.figures)
     capability = figures["compute_capability"]
     return Device(**{**figures, "compute_capability": tuple(capability) if capability else None})
+
+
+def with_models(measured: Measured, journal: Path) -> Measured:
+    """With the ops of whole models, where they were timed on that device, in the order of a journal."""
+    if journal.name.removesuffix(END) != MODELS_OF:
+        return measured
+    import model_ops
+
+    return replace(measured, cases=tuple(sorted((*measured.cases, *model_ops.cases()), key=lambda case: case.family)))
 
 
 def report(profile: Profile) -> None:
@@ -73,7 +85,7 @@ def main() -> int:
         target = journal.with_name(journal.name.removesuffix(END) + ".json")
         began = time.perf_counter()
         try:
-            measured = gather(journal)
+            measured = with_models(gather(journal), journal)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

@@ -1,8 +1,9 @@
 """Time the ops that whole models run, alone, on a GPU: what laws of single ops are fitted to and tried on, beside the probe's own cases.
 
     python benchmarks/model_ops.py --out rows.jsonl              steps of the families that laws may be fitted to, and of timm models besides
-    python benchmarks/model_ops.py --compare rows.jsonl          no GPU: how far the shipped profile is off, by op
-    python benchmarks/model_ops.py --journal rows.jsonl          no GPU: put the rows into the journal beside the profile of the H200
+    python benchmarks/model_ops.py --compare [rows.jsonl]        no GPU: how far the shipped profile is off, by op
+
+Rows of an H200 are kept in data/model_ops.jsonl.gz; `fit_profile.py` fits the laws of its profile to them and to the journal beside it.
 
 A step of each model runs once, forward, backward and update; every op of it that moves enough is timed as the probe times its own.
 Families of the sealed half of the corpus (benchmarks/corpus.py) are left out, those drawn besides are none of the corpus at all.
@@ -11,6 +12,8 @@ Families of the sealed half of the corpus (benchmarks/corpus.py) are left out, t
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import math
 import statistics
 import sys
@@ -30,6 +33,7 @@ from zoo import rows_of  # noqa: E402
 
 from foretell.prove.dice import Dice  # noqa: E402
 
+KEPT = HERE / "data" / "model_ops.jsonl.gz"
 SEED = "2026-11-18 ops"
 LEAST_ELEMENTS = 1 << 17
 """An op that reads and writes less takes as long as its launch."""
@@ -169,7 +173,9 @@ def measured_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Family of a model → one op, the calm ones."""
     from foretell.hardware.profile import OpRow
 
-    for one in rows_of(path):
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as stream:
+        models = [json.loads(line) for line in stream]
+    for one in models:
         for row in one.get("rows", ()):
             found = OpRow.from_list(row)
             if found.seconds > 0 and found.spread < 1:
@@ -204,21 +210,14 @@ def compare(path: Path) -> None:
         print(f"{name:<70} {len(gaps):>5} rows, {1e3 * sum(gaps):+8.2f} ms net, {1e3 * sum(map(abs, gaps)):8.2f} ms off")
 
 
-def into_journal(path: Path, profile: str) -> None:
-    """As cases of their own, one a model, in the place of those of the same name."""
-    from foretell.hardware.probe import journal as journals
+def cases(path: Path = KEPT) -> list[Any]:
+    """As cases of a probe, one a family of models, for `fit_profile.py`."""
+    from foretell.hardware.profile import Case
 
-    target = HERE.parent / "foretell" / "hardware" / "profiles" / f"{profile}.rows.jsonl.gz"
-    about, entries = journals.read(target)
-    kept = [entry for entry in entries if not (entry.stage == "ops" and entry.content["case"][0] == "models")]
-    cases: dict[str, list[Any]] = defaultdict(list)
+    found: dict[str, list[Any]] = defaultdict(list)
     for family, row in measured_rows(path):
-        cases[family].append(row.to_list())
-    found = [
-        journals.JournalEntry("ops", 0.0, {"case": ["models", index], "rows": rows}) for index, (_, rows) in enumerate(sorted(cases.items()))
-    ]
-    journals.write(target, about, [*kept, *found])
-    print(f"{len(found)} families, {sum(map(len, cases.values()))} rows in {target.name}")
+        found[family].append(row)
+    return [Case("models", index, tuple(rows)) for index, (_, rows) in enumerate(sorted(found.items()))]
 
 
 def main() -> None:
@@ -227,18 +226,14 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--limit-seconds", type=float, default=1e9, help="start no new model after this long")
     parser.add_argument("--limit", type=int, default=0, help="so many models at most")
-    parser.add_argument("--compare", type=Path, help="the shipped profile beside these rows")
-    parser.add_argument("--journal", type=Path, help="put these rows into the journal of --profile")
-    parser.add_argument("--profile", default="H200-SXM-141GB")
+    parser.add_argument("--compare", type=Path, nargs="?", const=KEPT, help="the shipped profile beside these rows, or those that are kept")
     options = parser.parse_args()
     if options.compare:
         compare(options.compare)
-    elif options.journal:
-        into_journal(options.journal, options.profile)
     elif options.out:
         measure(options.out, options.device, options.limit_seconds, options.limit)
     else:
-        parser.error("give --out, --compare or --journal")
+        parser.error("give --out or --compare")
 
 
 if __name__ == "__main__":
