@@ -74,7 +74,7 @@ def alive(pid: int) -> bool:
 
 def pids_in(path: Path, seconds: float = 180.0) -> list[int]:
     until = time.monotonic() + seconds
-    while not path.exists():
+    while not path.exists() or not path.read_text():  # it is there before it is written
         assert time.monotonic() < until, "the worker never began"
         time.sleep(0.02)
     return [int(word) for word in path.read_text().split()]

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from foretell.simulate.plan import PlanCost
 
 SHOWN = 6
-"""Plans that lost and are told of."""
+"""Of a list that explains, so many."""
+NEXT = 2
+"""Plans that lost and are told of where nothing more is asked for: with them the answer is one screen."""
 
 
 def best_lines(found: SearchResult) -> Iterator[str]:
@@ -119,7 +121,7 @@ def reason_lines(found: SearchResult, all_of_them: bool = False) -> Iterator[str
         yield from (f"  {line}" for line in found.binds)
     if found.runners_up:
         yield "Next best:"
-        for one in found.runners_up[: None if all_of_them else SHOWN]:
+        for one in found.runners_up[: None if all_of_them else NEXT]:
             yield f"  {told(one.point.layout)}: {one.point.per_second:,.0f} {unit_of(one)}/s; {one.why}"
     if found.dropped:
         yield "Not possible:"
