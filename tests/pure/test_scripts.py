@@ -107,7 +107,7 @@ def followed(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 def files(request: pytest.FixtureRequest) -> dict[str, Trace]:
     """What the functions of the file that train the same need, traced in one process; recomputation is in the models themselves but for one.
 
-    Of the scripts that are asked for in this session.
+    Of the scripts that are asked for in this run of pytest.
     """
     asked = {item.callspec.params["name"] for item in request.session.items if item.path == request.path and "files" in item.fixturenames}
     wanted = {name: found for name, found in FOUND.items() if name in asked}
