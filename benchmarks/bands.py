@@ -34,10 +34,10 @@ from foretell.price import bands  # noqa: E402
 ROWS, UNSEEN, CORPUS = HERE / "data" / "band_rows.jsonl", HERE / "results" / "unseen.jsonl", HERE / "results" / "corpus.jsonl"
 AGAIN, CORPUS_AGAIN = HERE / "data" / "unseen_again.jsonl", HERE / "data" / "corpus_again.jsonl"
 """The sealed configurations as predicted after they were judged (`--again` of benchmarks/unseen.py and benchmarks/corpus.py)."""
-SLOPES = (0.0, 0.5, 1.0, 2.0, 3.0)
+SLOPES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Tried for every feature of the scale."""
 FEATURES: Mapping[str, tuple[str, ...]] = {
-    "device-bound": ("host", "irregular", "fp32"), "host-bound": ("irregular", "fp32"), "compiled": ("host",),
+    "device-bound": ("host", "irregular", "scattered", "fp32"), "host-bound": ("irregular", "scattered", "fp32"), "compiled": ("host",),
 }  # fmt: skip
 """Kind → what its scale may grow with."""
 ASSUMED = {"data-dependent": 1.5, "guessed": 1.5}
@@ -148,7 +148,7 @@ def row_of(family: str, config: Mapping[str, Any], predicted: Mapping[str, Any],
     seen = bands.Evidence(
         compiled=config["mode"] != "eager", data_dependent=bool(predicted.get("sized")), fp32=config["precision"] == "fp32",
         guessed_share=predicted.get("guessed_seconds", 0.0) / whole, host_share=predicted["waiting_for_host_seconds"] / whole,
-        irregular_share=predicted["families"].get("rare", 0.0) / whole,
+        irregular_share=predicted["families"].get("rare", 0.0) / whole, scattered_share=predicted.get("scattered_seconds", 0.0) / whole,
     )  # fmt: skip
     return Row(
         kind=seen.kind, family=family, residual=math.log(seconds / whole), features=seen.features, host_bound=seen.host_share > bands.HOST_BOUND,

@@ -90,7 +90,7 @@ def _plans() -> Iterator[Measured]:
 
 KEPT = (
     "seconds", "low", "high", "binds", "device_seconds", "host_seconds", "waiting_for_host_seconds", "families", "guessed_seconds",
-    "awaited", "sized", "kernels", "ops",
+    "awaited", "sized", "kernels", "scattered_seconds", "ops",
 )  # fmt: skip
 
 

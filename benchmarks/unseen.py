@@ -93,6 +93,7 @@ def hinted_trace(config: dict[str, Any]) -> Any:
 def evidence_of(local: Any, cluster: Any, how: Any) -> dict[str, Any]:
     """Seconds of a step's ops by family, those whose family the profile has not measured, and how many the host waits for."""
     from foretell.price.kernels.irregular import SIZED
+    from foretell.price.kernels.memory_bound import goes_by_data
     from foretell.price.kernels.shapes import short
     from foretell.price.machine import machine as known
     from foretell.price.speeds import alone, profile_for
@@ -110,6 +111,7 @@ def evidence_of(local: Any, cluster: Any, how: Any) -> dict[str, Any]:
         "awaited": sum(task.synchronises for task in tasks),
         "sized": sum(task.synchronises and short(task.name) in SIZED for task in tasks),
         "kernels": sum(task.seconds > 0 for task in tasks),
+        "scattered_seconds": sum(task.seconds for task in tasks if task.seconds and goes_by_data(short(task.name))),
     }  # fmt: skip
 
 

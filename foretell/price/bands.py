@@ -2,8 +2,8 @@
 
 They are conformal and kept as data (`bands.json`, written by `benchmarks/bands.py --write`). For every kind of evidence it holds
 quantiles of log(measured / predicted) over rows of model families, every family counting alike, in units of a scale: larger where
-the device waits for the host, where irregular ops take long and where products are in fp32. Where there are no measurements of a
-kind it says `assumed`.
+the device waits for the host, where irregular ops or ops that go by data take long and where products are in fp32. Where there are
+no measurements of a kind it says `assumed`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Evidence:
     """Of the step: the device waits for the host."""
     irregular_share: float = 0.0
     """Of the step: ops whose seconds neither FLOPs nor bytes tell (price/kernels/irregular.py)."""
+    scattered_share: float = 0.0
+    """Of the step: ops that read and add where data say, and products of experts (price/kernels/memory_bound.py)."""
     guessed_share: float = 0.0
     """Of the step: ops that the device's profile was measured without."""
     widening: float = 1.0
@@ -74,7 +76,7 @@ class Evidence:
     @property
     def features(self) -> dict[str, float]:
         """What the scale of a band may grow with."""
-        return {"host": self.host_share, "irregular": self.irregular_share, "fp32": float(self.fp32)}
+        return {"host": self.host_share, "irregular": self.irregular_share, "scattered": self.scattered_share, "fp32": float(self.fp32)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from foretell.hardware.probe.cases.families import CUDA_ONLY, FAMILIES, TAGS, Ca
 from foretell.hardware.probe.cases.irregular import RARE, worth
 from foretell.hardware.probe.cases.narrow import NARROW
 from foretell.hardware.probe.cases.pictures import PICTURES
+from foretell.hardware.probe.cases.scattered import SCATTERED
 from foretell.hardware.probe.clock import Clock
 from foretell.hardware.probe.harvest import Harvest
 from foretell.hardware.profile import Case
@@ -27,7 +28,7 @@ CPU_LEAST_SCALE, CPU_SCALE_PER_CORE, CPU_MOST_SCALE = 0.001, 0.005, 0.05
 CPU_SHARE = 0.25
 """A CPU gets this share of the cases of single ops, and all of blocks, updates, rare ops and narrow ones: it is slow, its models are small."""
 
-_ALL: dict[str, tuple[Callable[[Draw], Call], int]] = {**FAMILIES, **BLOCKS, **RARE, **NARROW, **PICTURES}
+_ALL: dict[str, tuple[Callable[[Draw], Call], int]] = {**FAMILIES, **BLOCKS, **RARE, **NARROW, **PICTURES, **SCATTERED}
 _WHOLE = frozenset({*BLOCKS, *RARE, *NARROW, "update"})
 _APART = ("aten._local_scalar_dense",)
 """What the host waits for is timed among rare ops alone."""
@@ -38,7 +39,7 @@ _SHORT = (
     "linear", "batched", "norm", "unary", "binary", "reduction", "indexing", "movement", "softmax", "loss", "fourier", "complex_product", "update",
     "grouped", "images", "scores", "mixing", "routing", "messages",
 )  # fmt: skip
-SHARED: Mapping[str, float] = {**dict.fromkeys(RARE, 0.5), **dict.fromkeys(_LONG, 0.25), **dict.fromkeys(_SHORT, 2.0), "head": 0.5}
+SHARED: Mapping[str, float] = {**dict.fromkeys((*RARE, *SCATTERED), 0.5), **dict.fromkeys(_LONG, 0.25), **dict.fromkeys(_SHORT, 2.0), "head": 0.5}
 """How much denser a family's cases come in a probe to be shared, which is stopped by its time long before the end: more of those that
 give many rows a second, fewer of those that take long and that few steps have."""
 

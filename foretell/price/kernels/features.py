@@ -76,6 +76,9 @@ def product_of(name: str, op: Shape) -> Product:
     letters = letters_of(op.attrs).ljust(first + 2, "c")
     batch = a.shape[0] if len(a.shape) == 3 else 1
     if name in ("_grouped_mm", "_scaled_grouped_mm") and len(a.shape) == 2:
+        if len(b.shape) == 2 and op.outputs:  # gradients of weights: the rows of each expert are what is summed over
+            batch = op.outputs[0].shape[0]
+            return Product(batch, a.shape[-2], b.shape[-1], max(1, a.shape[-1] // batch), letters[0], letters[1])
         batch = b.shape[0] if len(b.shape) == 3 else 1
         return Product(batch, max(1, a.shape[-2] // batch), b.shape[-1], a.shape[-1], letters[0], letters[1])
     n = b.shape[-1] if len(b.shape) > 1 else 1
@@ -108,6 +111,8 @@ def _gemm(name: str, op: Shape, device: Device) -> Described:
         waves = p.batch * math.ceil(p.m / a) * math.ceil(p.n / b) / device.sm_count
         values[f"waves_{a}x{b}"], values[f"tail_{a}x{b}"] = log(waves), tail(waves)
     terms = {"tiling": t.seconds, "one": 1e-6}
+    if "grouped" in name:
+        terms["each"] = p.batch * 1e-7
     if device.backend == "cpu":  # no tiles that a small matrix would leave empty: each product for itself
         terms |= {
             "exact": 2.0 * p.batch * p.m * p.n * p.k / device.peak("float32"), "each": p.batch * 1e-7, "rows": p.batch * (p.m + p.n) * 1e-9,

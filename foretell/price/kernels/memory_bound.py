@@ -30,10 +30,10 @@ _KINDS: dict[str, str] = {
         "channels": "native_group_norm native_batch_norm cudnn_batch_norm batch_norm",
         "channels_backward": "native_group_norm_backward native_batch_norm_backward cudnn_batch_norm_backward",
         "softmax": "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data _safe_softmax",
-        "gather": "embedding index_select index gather _unsafe_index take",
+        "gather": "embedding index_select index gather _unsafe_index take _embedding_bag _embedding_bag_forward_only",
         "scatter": """scatter_add scatter_add_ index_add index_add_ scatter scatter_ scatter_reduce index_copy_ index_copy index_fill
             index_reduce masked_scatter put""",
-        "sorted": "embedding_dense_backward index_put index_put_ _index_put_impl_ _unsafe_index_put",
+        "sorted": "embedding_dense_backward index_put index_put_ _index_put_impl_ _unsafe_index_put _embedding_bag_backward",
         "order": "sort topk argsort cumsum cumprod cummax cummin _cummax_helper _cummin_helper logcumsumexp kthvalue median mode",
         "pool": _PICTURES,
         "copy": """copy_ clone _to_copy cat stack constant_pad_nd slice_backward select_backward repeat roll flip pixel_shuffle
@@ -62,6 +62,11 @@ LOGSUMEXP = {"launches": 9, "read": 4, "written": 2}
 exponential and their sum, then six of the result's size."""
 _MANY_BLOCKS = ((4001, 400), (800, 800), (200, 3000), (81, 5000), (41, 8000), (21, 10000), (1, 20000))
 """From so many rows, the least length of those that torch gives several blocks when it chooses the largest numbers."""
+_BAGS = "_embedding_bag"
+"""Ops that sum rows of a table begin so."""
+_SCANS = ("cum", "logcumsumexp", "_cum")
+FEW_LANES = 2
+"""So few columns side by side are read together."""
 SHORT_SORT = 4096
 """Rows that one block sorts by itself; longer ones are sorted all together."""
 FEW_INDICES = 3072
@@ -77,6 +82,11 @@ def kind_of(name: str) -> str:
     return _KINDS.get(name) or _KINDS.get(name.removesuffix("_")) or "pointwise"
 
 
+def goes_by_data(name: str) -> bool:
+    """Whether data decide where an op reads and adds, or how its work is shared out: its seconds are less certain than its bytes."""
+    return "grouped" in name or (name != "embedding" and kind_of(name) in ("gather", "scatter", "sorted"))
+
+
 def mover(name: str, op: Shape, device: Device) -> Described:
     """An op that moves bytes, in numbers."""
     kind = kind_of(name)
@@ -88,10 +98,11 @@ def mover(name: str, op: Shape, device: Device) -> Described:
     letters = letters_of(op.attrs)
     if kind in _KEEPS_LAYOUT and name != "clone" and set(letters) in ({"l"}, {"t"}):
         letters = ""  # all alike and without gaps: as good as contiguous
-    first = max(op.inputs, key=_numel) if op.inputs else op.outputs[0]
+    bags = name.startswith(_BAGS)
+    first = max(op.inputs, key=_numel) if op.inputs and not bags else op.outputs[0]
     last = op.outputs[0] if op.outputs else first
     moved = _moved(name, kind, op, letters)
-    each = kind == "gather" and _one_by_one(name, op, last, letters)
+    each = kind == "gather" and not bags and _one_by_one(name, op, last, letters)
     if each:
         kind = "pointwise"
         moved["read"] += _sectors(op, last, device)
@@ -122,15 +133,22 @@ def mover(name: str, op: Shape, device: Device) -> Described:
         terms["indices"] = touched[0] * 1e-9 * cores
         atoms = touched[0] * touched[1] * 1e-11 * cores
         terms["atoms_low" if DTYPE_BYTES.get(last.dtype, 4) < 4 else "atoms"] = atoms
+        if kind != "gather":  # what is added at one place comes one after another
+            low = "_low" if kind == "scatter" and DTYPE_BYTES.get(last.dtype, 4) < 4 else ""
+            terms[f"crowd{low}"] = touched[0] / max(1.0, out / touched[1]) * 1e-9
+        if bags:  # rows of one sum come one after another
+            terms["chain"] = touched[0] / max(1, op.inputs[2].numel) * 1e-8
         if kind == "sorted":
-            terms["crowd"] = touched[0] / max(1.0, out / touched[1]) * 1e-9
             terms["sorting"] = touched[0] * log(touched[0] + 1) * 1e-11 * cores
     if kind in ("pool", "copy") and device.backend != "cpu":
         terms |= _by_picture(name, first, last, cores)
     if kind == "order":
         terms["along"] = along(op, first) * 1e-9
         terms["passes"] = numel * log(along(op, first) + 1) * 1e-12 * cores
-        if many_blocks(name, op, first):
+        if name.startswith(_SCANS) and (lanes := _lanes(op, first)) and along(op, first) < numel:
+            terms = {name: value for name, value in terms.items() if name in ("read", "written", "one", "over")}
+            terms |= _down(numel / along(op, first) / lanes, along(op, first), max(0.0, 1 - 0.6 * cache / max(1.0, total)), cores)
+        elif many_blocks(name, op, first):
             digits = DTYPE_BYTES.get(first.dtype, 4)  # a pass over all for each, and one more to gather
             blocks = digits * numel / along(op, first) * 1e-9 * cores
             terms |= {"read": (digits + 1) * first.nbytes / rate, "chosen_rows": blocks, "rows": 0.0, "along": 0.0, "passes": 0.0, "elements": 0.0}
@@ -187,6 +205,9 @@ def _key(name: str, kind: str, op: Shape, first: TensorSpec, inner: int, out: in
             return f"{name}:blocks"
         if length == first.numel:
             return f"{name}:one"
+        if name.startswith(_SCANS):
+            lanes = _lanes(op, first)
+            return f"{name}:{'last' if not lanes else 'narrow' if lanes <= FEW_LANES else 'other'}"
         return f"{name}:{'last' if length == inner else 'other'}{'' if 'sort' not in name or length <= SHORT_SORT else ':long'}"
     if kind in _CHANNELS and _last(op, first):
         return f"{name}:last"
@@ -204,6 +225,18 @@ def along(op: Shape, spec: TensorSpec) -> int:
     """Length of the dimension that is sorted or summed along: the one in attrs, or else the last."""
     dim = next((value for value in op.attrs if type(value) is int), -1)
     return max(1, spec.shape[dim]) if spec.shape and -len(spec.shape) <= dim < len(spec.shape) else 1
+
+
+def _down(columns: float, length: int, far: float, cores: float) -> dict[str, float]:
+    """Of running sums: a thread goes down each column, number by number, and waits for each; slower where the cache does not hold them."""
+    return {"down": length * 1e-7, "down_far": length * 1e-7 * far, "columns": columns * 1e-9 * cores}
+
+
+def _lanes(op: Shape, spec: TensorSpec) -> int:
+    """How many numbers lie side by side behind the dimension that is summed along; 0 where it is the last."""
+    dim = next((value for value in op.attrs if type(value) is int), -1)
+    inside = -len(spec.shape) <= dim < len(spec.shape) and dim % len(spec.shape) < len(spec.shape) - 1
+    return math.prod(spec.shape[dim % len(spec.shape) + 1 :]) if inside else 0
 
 
 def many_blocks(name: str, op: Shape, spec: TensorSpec) -> bool:
@@ -260,6 +293,9 @@ def _moved(name: str, kind: str, op: Shape, letters: str) -> dict[str, float]:
         return {"written": written}
     if kind == "loss":
         return {"read": float(nbytes([spec for spec in inputs if len(spec.shape) < 2])), "written": written}
+    if name.startswith(_BAGS):
+        rows = float(op.inputs[1].numel * (op.inputs[0] if kind == "gather" else op.outputs[0]).shape[-1] * DTYPE_BYTES.get(op.inputs[0].dtype, 4))
+        return {"read": rows if kind == "gather" else float(nbytes(inputs)), "written": float(op.outputs[0].nbytes)}
     if kind == "gather":
         index = sum([spec.nbytes for spec in inputs[1:] if spec.dtype in ("int64", "int32")])
         return {"read": written + index, "written": written}
@@ -300,6 +336,8 @@ def _lane(kind: str, op: Shape, first: TensorSpec, numel: int, out: int) -> floa
 def _touched(kind: str, op: Shape, last: TensorSpec) -> tuple[float, float]:
     """How many rows are touched, and how long each is."""
     index = max([spec for spec in op.inputs[1:] if spec.dtype in ("int64", "int32")], key=_numel, default=last)
+    if op.name.split(".")[1].startswith(_BAGS):
+        return max(1.0, float(index.numel)), float(last.shape[-1])
     whole = len(index.shape) > 1 and kind != "sorted" and op.name.split(".")[1] not in ("embedding", "index")
     count = max(1.0, float(index.numel) / (max(1, index.shape[-1]) if whole else 1))
     if kind == "gather":

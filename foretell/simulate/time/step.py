@@ -20,6 +20,7 @@ from foretell.price.bands import HOST_BOUND, MOST_GUESSED, Evidence
 from foretell.price.host import beside_device, in_host_memory, steady, watched_blocks, wholly_compiled
 from foretell.price.kernels.irregular import FAMILY as IRREGULAR
 from foretell.price.kernels.irregular import SIZED
+from foretell.price.kernels.memory_bound import goes_by_data
 from foretell.price.kernels.shapes import short
 from foretell.price.network.overlap import LOST_OTHERS
 from foretell.price.offload import Rates, load_of
@@ -314,6 +315,7 @@ def _evidence(timeline: Timeline, tasks: Sequence[Task], unmeasured: float, kind
     return replace(
         kind, host_share=timeline.host_stall_seconds / whole, guessed_share=unmeasured / whole,
         irregular_share=sum(task.seconds for task in tasks if task.kind == IRREGULAR) / whole,
+        scattered_share=sum(task.seconds for task in tasks if task.seconds and goes_by_data(short(task.name))) / whole,
         data_dependent=any(task.synchronises and short(task.name) in SIZED for task in tasks),
     )  # fmt: skip
 

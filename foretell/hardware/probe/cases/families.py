@@ -463,6 +463,6 @@ FAMILIES: dict[str, tuple[Callable[[Draw], Call], int]] = {
 }  # fmt: skip
 """Family → (how to draw a case, cases of a full probe)."""
 
-CUDA_ONLY = frozenset({"sizes", "grouped", "eight_bits", "tf32"})
+CUDA_ONLY = frozenset({"sizes", "grouped", "experts", "eight_bits", "tf32"})
 TAGS = {"tf32": "tf32"}
 """Marks for what the op's arguments do not show."""

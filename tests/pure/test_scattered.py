@@ -1,0 +1,116 @@
+"""Ops that go by data: their probe cases, what they are counted as, and how near the shipped profile comes to measured ones."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+
+from foretell.hardware import parse
+from foretell.hardware.lookup import find_profile
+from foretell.hardware.probe.alone import measure
+from foretell.hardware.probe.cases.families import CUDA_ONLY, Draw
+from foretell.hardware.probe.cases.scattered import SCATTERED
+from foretell.hardware.probe.clock import Clock
+from foretell.hardware.probe.harvest import Harvest
+from foretell.price.bands import Evidence, factors
+from foretell.price.kernels.features import Shape, describe, product_of
+from foretell.price.kernels.memory_bound import goes_by_data
+from foretell.price.kernels.ops import OpModel
+from foretell.price.kernels.products import Product
+from foretell.trace.types import TensorSpec
+
+H200 = parse("H200").device
+
+
+def spec(*shape: int, dtype: str = "float32") -> TensorSpec:
+    return TensorSpec(shape, dtype)
+
+
+def shape_of(name: str, inputs: list[TensorSpec], *outputs: TensorSpec, attrs: tuple[object, ...] = ()) -> Shape:
+    return Shape(f"aten.{name}.default", tuple(inputs), outputs, attrs)
+
+
+@pytest.mark.parametrize("family", sorted(SCATTERED))
+def test_every_case_runs_and_has_an_op_to_time(family: str) -> None:
+    for index in range(6):
+        torch.manual_seed(index)
+        call = SCATTERED[family][0](Draw(1000 + index, "cpu", 0.001))
+        harvest = Harvest(Clock("cpu", 1e-5, 1))
+        with harvest:
+            call()
+        names = {row.name.split(".")[1] for row in harvest.rows.values()}
+        assert names & {"_grouped_mm", "cumsum", "index", "index_select", "gather", "index_put", "index_add", "embedding", "_embedding_bag"}
+
+
+def test_a_cpu_is_not_asked_for_what_gpus_alone_have() -> None:
+    assert "experts" in CUDA_ONLY
+    ran = [content["case"][0] for _, content, ok in measure("cpu", 1.0, SCATTERED) if ok]
+    assert ran and "experts" not in ran
+
+
+def test_gradients_of_experts_weights_are_a_product_for_each() -> None:
+    """Rows of all experts lie one below another: what is multiplied for one is its share of them."""
+    op = shape_of("_grouped_mm", [spec(16, 400), spec(400, 32), spec(4, dtype="int32")], spec(4, 16, 32))
+    assert product_of("_grouped_mm", op) == Product(4, 16, 32, 100, "c", "c")
+    few, many = (
+        describe(shape_of("_grouped_mm", [spec(64, 512), spec(512, 64), spec(n, dtype="int32")], spec(n, 64, 64)), H200) for n in (4, 64)
+    )
+    assert few is not None and many is not None and many.terms["each"] == 16 * few.terms["each"]
+
+
+def test_bags_read_the_rows_they_name_and_not_the_table() -> None:
+    index, offsets = spec(2000, dtype="int64"), spec(100, dtype="int64")
+    small, large = (describe(shape_of("_embedding_bag", [spec(n, 64), index, offsets], spec(100, 64)), H200) for n in (10_000, 1_000_000))
+    assert small is not None and large is not None and small.kind == "gather" and small.terms == large.terms
+    assert small.terms["chain"] == pytest.approx(20e-8)
+    back = describe(shape_of("_embedding_bag_backward", [spec(100, 64), index, offsets], spec(10_000, 64)), H200)
+    assert back is not None and back.kind == "sorted"
+
+
+def test_running_sums_go_down_columns_one_after_another() -> None:
+    found = {}
+    for shape, dim in (((32, 5000), 1), ((5000, 32), 0), ((5000, 2), 0), ((4, 5000, 1), 1), ((5000, 1), 0)):
+        one = spec(*shape)
+        seen = describe(shape_of("cumsum", [one], one, attrs=(dim,)), H200)
+        assert seen is not None
+        found[seen.key, shape] = seen.terms
+    assert [key for key, _ in found] == ["cumsum:last", "cumsum:other", "cumsum:narrow", "cumsum:narrow", "cumsum:one"]
+    assert found["cumsum:other", (5000, 32)]["down"] == pytest.approx(5e-4) and found["cumsum:narrow", (4, 5000, 1)]["columns"] == pytest.approx(4e-9)
+
+
+def test_many_added_at_few_places_wait_for_each_other() -> None:
+    def terms(rows: int, dtype: str) -> dict[str, float]:
+        base, source = spec(rows, 16, dtype=dtype), spec(100_000, 16, dtype=dtype)
+        found = describe(shape_of("index_add", [base, spec(100_000, dtype="int64"), source], base), H200)
+        assert found is not None
+        return dict(found.terms)
+
+    assert terms(10, "float32")["crowd"] == pytest.approx(1000 * terms(10_000, "float32")["crowd"])
+    assert "crowd_low" in terms(10, "bfloat16") and "crowd" not in terms(10, "bfloat16")
+
+
+def test_a_step_that_goes_by_data_is_less_certain() -> None:
+    assert goes_by_data("index_put") and goes_by_data("_grouped_mm") and goes_by_data("index_add_")
+    assert not goes_by_data("embedding") and not goes_by_data("mm") and not goes_by_data("add")
+    low, high = factors(Evidence())
+    less, more = factors(Evidence(scattered_share=0.4))
+    assert less < low and more > high
+
+
+MEASURED = [
+    # (op, microseconds on an H200), timed alone in other processes than those of the profile's rows
+    (shape_of("cumsum", [spec(18037213, 1, dtype="bfloat16")], spec(18037213, 1, dtype="bfloat16"), attrs=(-2,)), 77.4),
+    (shape_of("cumsum", [spec(4045287, 4, dtype="int64")], spec(4045287, 4, dtype="int64"), attrs=(-2,)), 25760.0),
+    (shape_of("index_put", [spec(149292, 768), spec(96, dtype="int64"), spec(96, 768)], spec(149292, 768), attrs=(True,)), 253.3),
+    (shape_of("index_add", [spec(9, 4), spec(2206580, dtype="int64"), spec(2206580, 4)], spec(9, 4), attrs=(0,)), 1606.0),
+]
+
+
+def test_the_profile_knows_them_by_a_factor_of_less_than_two() -> None:
+    profile = find_profile(H200.name)
+    assert profile is not None
+    said = OpModel.from_dict(H200, profile.ops).seconds([shape for shape, _ in MEASURED])
+    errors = [abs(said[shape] / (1e-6 * took) - 1) for shape, took in MEASURED]
+    assert statistics.median(errors) < 0.5
