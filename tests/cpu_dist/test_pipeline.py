@@ -73,17 +73,17 @@ def blocks(*numbers: int, at: str = "blocks") -> tuple[str, ...]:
 
 
 CASES = [
-    Case("short gpt", "gpipe", blocks(1)),
+    Case("short gpt", "gpipe", blocks(1), slow="the schedule is in test_equivalence.py, with a model of hf"),
     Case("gpt", "1f1b", blocks(1, 2, 3), pp=4, count=6, slow="two ranks of it below"),
     Case("gpt", "zero-bubble-v", blocks(1, 2, 3)),  # the tied weight is on one rank twice
     Case("short gpt", "1f1b", blocks(1), shard=2, count=2, slow="with shards in test_equivalence.py"),
     Case("short gpt", "zero-bubble", blocks(1), shard=2, count=2),
-    Case("llama", "1f1b", blocks(3)),
+    Case("llama", "1f1b", blocks(3), slow="in a loop below; 1f1b of other models is in test_equivalence.py"),
     Case("llama", "interleaved-1f1b", blocks(1, 2, 3)),
     Case("llama", "1f1b", blocks(2), tp=2, slow="in test_equivalence.py with foretell's own split"),
     Case("hf", "1f1b", blocks(1, at="model.layers"), count=3, slow="another model of hf is cut in test_equivalence.py"),
     Case("hf", "zero-bubble", blocks(1, 2, 3, at="model.layers"), slow="the model and the schedule are there without each other"),
-    Case("vit", "zero-bubble", blocks(1)),
+    Case("vit", "zero-bubble", blocks(1), slow="images go through a pipeline in test_equivalence.py, other models through this schedule here"),
     Case("t5", "1f1b", ("encoder.blocks.1", "decoder.blocks.0", "decoder.blocks.1"), pp=4,
          slow="cut in both stacks by the test of evaluation"),
     Case("t5", "zero-bubble", ("decoder.blocks.1",)),

@@ -18,6 +18,7 @@ from foretell.trace.recipe import Recipe
 from foretell.trace.record.capture import capture
 from foretell.trace.types import Op, Program, Storage, Trace
 from foretell.units import MIB
+from tests.further import further
 
 H100 = parse("H100")
 EXTRA = overhead(H100.device, "2.11")
@@ -287,7 +288,7 @@ def test_the_first_step_has_no_optimizer_state_in_its_forward() -> None:
     )
 
 
-@pytest.mark.parametrize("micro_batch", [1, 8])
+@pytest.mark.parametrize("micro_batch", further([1, 8], [8], "the same at another size"))
 def test_more_samples_more_recompute_less(micro_batch: int) -> None:
     one, two = (outcome(traced(micro_batch=n)).memory for n in (micro_batch, 2 * micro_batch))
     assert one.allocated_bytes < two.allocated_bytes
