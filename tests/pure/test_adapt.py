@@ -417,7 +417,7 @@ def test_packed_conv1d_reads_as_its_transposed_weight() -> None:
     torch.testing.assert_close(layer(x), x @ layer.weight + layer.bias)
 
 
-@pytest.mark.parametrize("nf4", [False, True])
+@pytest.mark.parametrize("nf4", further([False, True], [True], "the bases of adapters are packed here"))
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_hugging_face_models_trace(name: str, nf4: bool) -> None:
     def workload() -> Workload:

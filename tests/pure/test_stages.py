@@ -154,6 +154,7 @@ def test_stages_in_turn_compute_what_the_whole_does(work: Callable[[], Workload]
     assert_same(work(), cuts)
 
 
+@pytest.mark.slow(reason="a model of transformers is cut and run by ranks in test_equivalence.py")
 def test_a_transformers_model_is_cut() -> None:
     pytest.importorskip("transformers")
     small = {
