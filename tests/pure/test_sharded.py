@@ -251,7 +251,7 @@ def test_what_is_frozen_is_gathered_and_not_reduced() -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer", further(["adamw", "momentum", "adam-loop"], ["momentum"], "its states, of a fused update, are in the other tests here")
+    "optimizer", further(["adamw", "momentum", "adam-loop"], ["adamw", "momentum"], "the states of adamw, updated one by one")
 )
 def test_other_optimizers(optimizer: str) -> None:
     """One image: the gradients of two parameters share a storage. Slack: step counters on the host, norms."""
