@@ -190,12 +190,16 @@ class Pipe:
         return min(1.0, quick.device / plain.device) if plain.device else 1.0
 
     def cost(self, held: Depth = Depth.SHORT) -> Quick:
-        micro = self.layout.accumulate
-        walked = self._walked(micro)
+        walked = self._walked(self.layout.accumulate)
         order = order_of(self.schedule, self.ranks, self.count, walked)
         memories = self.memories(order, held)
         if held == Depth.ALIVE and max(one.reserved for one in memories) > self.composer.careful:
             return self.composer.bound(self._whole_ops(), memories, self.layout)
+        return self.timed(order, walked, memories)
+
+    def timed(self, order: Order, walked: int, memories: Sequence[Peak]) -> Quick:
+        """The cost where it is known what each rank holds."""
+        micro = self.layout.accumulate
         events = [self.events(index) for index in range(self.count)]
         updates = [self.update(rank) for rank in range(self.ranks)]
         step, busy = self._timed(order, events, updates)
