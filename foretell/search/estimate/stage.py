@@ -160,7 +160,7 @@ class Stages:
             host = sum(task.host_seconds for task in tasks) - parameters * self.speeds.machine.host.weights["parameter"]
             return {COMPUTE: sum(task.seconds for task in tasks), HOST: host}
 
-        whole, more = of(ops, 0), []
+        whole, more = of(ops, 0), list[Values]()
         for last in lasts:
             if last is None:
                 more.append({})

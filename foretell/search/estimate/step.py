@@ -101,7 +101,7 @@ class Steps:
         waited = {axis: timeline.exposed[lane(axis)] for axis in AXES if lane(axis) in timeline.exposed}
         update = _update(tasks)
         found = {"device": timeline.seconds, "host": host, "busy": timeline.busy[COMPUTE], "update": update, **waited}
-        weight, more = speeds.machine.host.weights["parameter"], []
+        weight, more = speeds.machine.host.weights["parameter"], list[Values]()
         for last in lasts:
             if last is None:
                 more.append({})
