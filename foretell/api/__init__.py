@@ -51,11 +51,13 @@ if TYPE_CHECKING:
     from foretell.search.advice.largest import Most as Most
     from foretell.search.advice.largest import most as most
 
-_FROM = {
+_FROM: dict[str, tuple[str, ...]] = {
     "foretell.api.advice": ("advise", "faster", "faster_script"),
     "foretell.api.demo": ("DEMO_MODEL", "DemoPlan", "demo_pace", "demo_plan", "demo_profile", "paced"),
     "foretell.api.diffs": ("DiffQuestion", "diff"),
-    "foretell.api.machine": ("Hardware", "Listing", "ProbeAnswer", "add_shared", "beside", "fit_profile", "hardware", "probe", "probe_machine", "share_machine", "zoo"),
+    "foretell.api.machine": (
+        "Hardware", "Listing", "ProbeAnswer", "add_shared", "beside", "fit_profile", "hardware", "probe", "probe_machine", "share_machine", "zoo",
+    ),
     "foretell.api.plans": ("PlanAnswer", "load_plan", "plan"),
     "foretell.api.proofs": ("Proof", "prove"),
     "foretell.api.runs": ("ReportFile", "RunAnswer", "Verification", "compare", "report", "run", "verify"),

@@ -27,7 +27,7 @@ found["files"] = len([name for name in sys.modules if name.startswith("torch._dy
 try:
     with light_dynamo.refusing():
         import torch._dynamo.utils
-except light_dynamo.Refused:
+except light_dynamo.AllOfDynamoRefused:
     found["refused"] = True
 held = sys.modules["torch._dynamo"]
 import torch._dynamo.eval_frame as frames

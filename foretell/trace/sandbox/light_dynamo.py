@@ -2,7 +2,7 @@
 
 torch asks for four things of it in such a step: its settings, when a fake tensor mode is made; `disable` and `graph_break` around
 optimizers and checkpoints, which do nothing where nothing is compiled; and names for where fake numbers come from, which only symbolic
-shapes read. Whoever asks for anything else, or imports a file of it, gets all of it, or is `Refused` where that would come at a bad time.
+shapes read. Whoever asks for anything else, or imports a file of it, gets all of it, or is `AllOfDynamoRefused` where that would come at a bad time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 NAME, CONFIG, SOURCE = "torch._dynamo", "torch._dynamo.config", "torch._dynamo.source"
 
 
-class Refused(BaseException):
+class AllOfDynamoRefused(BaseException):
     """All of it is needed while a step is recorded, when torch's own functions are replaced: import it and begin again."""
 
 
@@ -150,7 +150,7 @@ def whole() -> ModuleType:
 
     if isinstance(sys.modules.get(NAME), _Light):
         if _refuses:
-            raise Refused
+            raise AllOfDynamoRefused
         sys.meta_path.remove(_FILES)
         del sys.modules[NAME], sys.modules[SOURCE], torch._dynamo
         importlib.import_module(NAME)

@@ -19,7 +19,7 @@ def traced(asked: Mapping[str, Any]) -> dict[str, Any]:
     try:
         with light_dynamo.refusing():
             return trace_asked(asked)
-    except light_dynamo.Refused:
+    except light_dynamo.AllOfDynamoRefused:
         light_dynamo.whole()
         return trace_asked(asked)
 
