@@ -123,12 +123,12 @@ class _Files:
         known = sys.modules.get(name)
         if known is None:
             return None
-        found = importlib.machinery.ModuleSpec(name, _Known(known))
+        found = importlib.machinery.ModuleSpec(name, _Imported(known))
         known.__spec__ = found  # else importlib takes the module's own, and runs its file once more
         return found
 
 
-class _Known:
+class _Imported:
     """The loader of a module that came with the whole."""
 
     def __init__(self, module: ModuleType) -> None:
