@@ -123,7 +123,8 @@ class _Files:
         known = sys.modules.get(name)
         if known is None:
             return None
-        found = importlib.machinery.ModuleSpec(name, _Imported(known))
+        loader: Any = _Imported(known)
+        found = importlib.machinery.ModuleSpec(name, loader)
         known.__spec__ = found  # else importlib takes the module's own, and runs its file once more
         return found
 
