@@ -75,7 +75,7 @@ def faster(
         answer, question_of(model, answer, cluster, options), lambda changes: fit(model, **{**asked, **changes}), seconds=seconds, joins=joins,
         prepare=lambda many, left: trace_ahead([{**plain, **changes} for changes in many], left) if keeps else None, progress=progress,
     )  # fmt: skip
-    if keeps and found.whole:
+    if keeps and (found.whole or (found.gains and not joins)):  # `fit` shows what its seconds told, and the same the next time
         store.write("faster", store.key_of(own), {"advice": asdict(found)}, {})
     return found
 
