@@ -164,9 +164,9 @@ class HostModel:
         """Host seconds of going into and out of a compiled model, besides its ops: it is one piece more than it breaks in. A piece
         that is recorded is replayed in forward and in backward; the replays of the first are ops."""
         about, phases = trace.meta.get("compiled"), {op.phase for op in trace.programs[program].ops}
-        if not isinstance(about, Mapping) or not wholly_compiled(trace) or "forward" not in phases:
+        if not isinstance(about, Mapping) or not wholly_compiled(trace):
             return 0.0
-        ways, broken = 1 + ("backward" in phases), int(about.get("breaks", 0))
+        ways, broken = len(phases & {"forward", "backward"}), int(about.get("breaks", 0))
         return self.slowness * ways * (broken * GRAPH["replay"] if about.get("cuda_graphs") else (1 + broken) * COMPILED["piece"])
 
     def handing(self, op: Op) -> float:
