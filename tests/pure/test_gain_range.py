@@ -15,7 +15,7 @@ from foretell.price.machine import machine
 from foretell.price.speeds import alone
 from foretell.quantities import ASSUMED, FITS, MEASURED, Prediction, Time
 from foretell.report.terminal.faster import lines, top
-from foretell.search.advice.faster import Advice, faster
+from foretell.search.advice.faster import Advice, faster, told_apart
 from foretell.search.advice.faster_ways import SpeedRequest
 from foretell.search.advice.gain_range import APART, HOST, MEASURE, gain_range, step_at
 from foretell.simulate.time.step import plan_time
@@ -128,6 +128,14 @@ def test_what_may_gain_nothing_is_no_advice(answer: Prediction) -> None:
     shown = "\n".join(lines(answer, found, words, 200))
     assert shown.index("the fused optimizer") < shown.index(f"\n{MEASURE}\n") < shown.rindex("torch.compile [")
     assert "torch.compile" not in "\n".join(top(found, words, 200))
+
+
+def test_a_way_that_is_not_sure_is_not_told_beside_one_that_is(answer: Prediction) -> None:
+    found = told(answer, {"compile": 1.2, "optimizer": 1.6})
+    unsure, sure = found.unsure[0], found.gains[0]
+    other = replace(sure, change="torch.compile with CUDA graphs")
+    assert told_apart([("compile", unsure), ("compile", other), ("optimizer", sure)]) == ((other, sure), ())
+    assert told_apart([("compile", unsure), ("optimizer", sure)]) == ((sure,), (unsure,))
 
 
 def test_nothing_sure_is_said_so(answer: Prediction) -> None:

@@ -83,7 +83,7 @@ def test_gains_are_told_best_first_and_hold_when_the_change_is_made() -> None:
     again = cost(followed("conv_ema", fused=True), H100, "H100")
     assert again.time is not None and fused.step_seconds == again.time.step_seconds
     assert fused.speedup == pytest.approx(plain.time.step_seconds / again.time.step_seconds)
-    assert {gain.maths for words, gain in by_words.items() if "compile" in words} == {BOUNDED}
+    assert {gain.maths for words, gain in by_words.items() if "compile" in words or "autocast" in words} <= {BOUNDED}
     assert all(gain.maths == CHANGES for words, gain in by_words.items() if "batch" in words)
 
 

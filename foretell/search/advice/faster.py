@@ -10,7 +10,7 @@ gain has a range (gain_range); a change that may gain nothing is no advice, and 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,22 +99,18 @@ def faster(
     search.singles(single)
     search.larger(batches)
     joint = search.joint() if joins else None
-    gains = sorted_out(search.found)
-    unsure = best_of_kinds((way.axis, gain) for way, gain in search.found if not gain.sure and not any(gain.change == one.change for one in gains))
+    gains, unsure = told_apart([(way.axis, gain) for way, gain in search.found])
     joint = joint if joint is not None and joint.sure else None
     return Advice(gains=gains, joint=joint, tried=search.tried, whole=not search.late, unsure=unsure)
 
 
-def sorted_out(found: Iterable[tuple[Faster, Gain]]) -> tuple[Gain, ...]:
-    """Single changes that gain even at the low end."""
-    return best_of_kinds((way.axis, gain) for way, gain in found if gain.sure)
-
-
-def best_of_kinds(found: Iterable[tuple[str, Gain]]) -> tuple[Gain, ...]:
-    """Those that gain, the largest first; of batches and of ways to compile the best alone."""
-    ranked = sorted(((axis, gain) for axis, gain in found if gain.speedup >= GAINS), key=lambda one: -one[1].speedup)
+def told_apart(found: Sequence[tuple[str, Gain]]) -> tuple[tuple[Gain, ...], tuple[Gain, ...]]:
+    """Axes and single changes → those that gain even at the low end, and the others that may gain; the largest gain first, and of batches
+    and of ways to compile the best alone."""
+    ranked = sorted(((axis, gain) for axis, gain in found if gain.speedup >= GAINS), key=lambda one: (not one[1].sure, -one[1].speedup))
     first = {axis: next((gain for other, gain in ranked if other == axis), None) for axis in ("batch", "compile")}
-    return tuple(gain for axis, gain in ranked if first.get(axis, gain) is gain)
+    best = [gain for axis, gain in ranked if first.get(axis, gain) is gain]
+    return tuple(gain for gain in best if gain.sure), tuple(gain for gain in best if not gain.sure)
 
 
 @dataclass

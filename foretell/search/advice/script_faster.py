@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from foretell.errors import ForetellError
 from foretell.hardware.types import Cluster
 from foretell.quantities import FITS, NO
-from foretell.search.advice.faster import Advice, Gain, best_of_kinds
+from foretell.search.advice.faster import Advice, Gain, told_apart
 from foretell.search.advice.faster_ways import BOUNDED, CHANGES, EXACT, HOST_BOUND, compiles
 from foretell.search.advice.gain_range import gain_range
 from foretell.search.advice.script_ways import ScriptChange, batch_argument, bf16_words, followed_with, with_value
@@ -112,8 +112,7 @@ class ScriptSpeedSearch:
             make_ready()
         with ThreadPoolExecutor(WORKERS) as pool:
             made = [(step, gain) for step, gain in zip(chosen, pool.map(self._try, chosen), strict=True) if gain is not None]
-        gains = best_of_kinds((step.axis, gain) for step, gain in made if gain.sure)
-        unsure = best_of_kinds((step.axis, gain) for step, gain in made if not gain.sure)
+        gains, unsure = told_apart([(step.axis, gain) for step, gain in made])
         return Advice(gains=gains, joint=None, tried=len(made), whole=not self.late, unsure=unsure)
 
     def _try(self, step: SpeedChange) -> Gain | None:
