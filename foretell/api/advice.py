@@ -38,7 +38,8 @@ class Advised(NamedTuple):
 
     def _repr_html_(self) -> str:
         gains = self.advice.gains if self.advice is not None else ()
-        lines = "".join(f"<tr><td>{one.speedup:.2f}x</td><td>{escape(one.change)}</td><td>{escape(one.maths)}</td></tr>" for one in gains)
+        cells = ((f"{one.speedup:.2f}x", one.told_range, escape(one.change), escape(one.maths)) for one in gains)
+        lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells)
         return f"{self.answer._repr_html_()}<table>{lines}</table>"
 
 
