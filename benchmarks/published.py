@@ -9,8 +9,8 @@
     python benchmarks/published.py --save             also writes benchmarks/results/published.jsonl
 
 Each row becomes a model of the zoo with its dimensions, a plan and a cluster, and is predicted as any plan is: short stacks
-are traced (`published_traces`), lowered, priced and simulated (`foretell.simulate.foreign.step`). What differs between software
-stacks is data with a source (`foretell/lower/foreign/stacks`): at most three fitted constants each, none of which belongs
+are traced (`published_traces`), lowered, priced and simulated (`benchmarks.foreign.step`). What differs between software
+stacks is data with a source (`benchmarks/foreign/stacks`): at most three fitted constants each, none of which belongs
 to a row, a model or a source. Plans for other software say "not runnable here". Rows are scored when they are eligible as
 the notes to the table say; others are predicted where a framework's defaults can fill the gaps, and marked.
 """
@@ -37,12 +37,12 @@ import published_rows as rows  # noqa: E402
 from published_plans import plan_of  # noqa: E402
 from published_traces import Traces, Untraceable, asked, depths_of  # noqa: E402
 
+from benchmarks.foreign.memory import foreign_memory  # noqa: E402
+from benchmarks.foreign.step import predict_foreign  # noqa: E402
 from foretell.errors import ForetellError  # noqa: E402
 from foretell.hardware.lookup import find_profile  # noqa: E402
 from foretell.price import analytic  # noqa: E402
 from foretell.price.speeds import Options  # noqa: E402
-from foretell.simulate.foreign.memory import foreign_memory  # noqa: E402
-from foretell.simulate.foreign.step import predict_foreign  # noqa: E402
 
 RUNS = HERE / "data" / "published_runs.csv"
 WIDTHS = HERE / "data" / "published_bands.json"

@@ -12,7 +12,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from foretell.lower.foreign.stacks import Stack, stacks  # noqa: E402
+from benchmarks.foreign.stacks import Stack, stacks  # noqa: E402
 from foretell.price import analytic, machine  # noqa: E402
 from foretell.price.network import collectives  # noqa: E402
 

@@ -11,7 +11,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 from published_rows import Run  # noqa: E402
 from published_traces import model_of  # noqa: E402
 
-from foretell.lower.foreign.plan import ZERO2, ZERO3, ForeignPlan  # noqa: E402
+from benchmarks.foreign.plan import ZERO2, ZERO3, ForeignPlan  # noqa: E402
 from foretell.plan.types import FP16, Mesh, Plan, Residency, Split  # noqa: E402
 
 _MODES = {"none": "keep", "full": "recompute", "selective": "selective"}

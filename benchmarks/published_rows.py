@@ -17,11 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.foreign.schedule import GPIPE, ONE_BY_ONE, ZB_V, schedule_of
+from benchmarks.foreign.stacks import Stack, stack
 from foretell.errors import UnknownName
 from foretell.hardware import catalog, links
 from foretell.hardware.types import Cluster, Device
-from foretell.lower.foreign.stacks import Stack, stack
-from foretell.simulate.foreign.schedule import GPIPE, ONE_BY_ONE, ZB_V, schedule_of
 
 NEEDED = (
     "layers", "hidden", "heads", "vocab", "seq_len", "gpu", "gpus", "tp", "pp", "micro_batch", "global_batch",

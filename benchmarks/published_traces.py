@@ -16,8 +16,8 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from published_rows import Run  # noqa: E402
 
+from benchmarks.foreign.stacks import ALTERNATE, OPS, PRODUCTS_ALONE  # noqa: E402
 from foretell.hardware.types import Device  # noqa: E402
-from foretell.lower.foreign.stacks import ALTERNATE, OPS, PRODUCTS_ALONE  # noqa: E402
 from foretell.search.traces.child import answer  # noqa: E402
 from foretell.trace.load.model import Source  # noqa: E402
 from foretell.trace.recipe import Recipe  # noqa: E402

@@ -337,8 +337,24 @@ def tell(path: Path, real: Path | None) -> None:
             can = [row for key, row in counted.items() if key not in left_out]
             good = sum(map(is_answer, can))
             print(f"{library} {part}: {good} of {len(can)} answered ({100 * good / max(1, len(can)):.1f} %), {len(counted) - len(can)} left out")
+        if library == "hf":
+            print(by_real_steps(mine.values()))
         codes = Counter(row.get("exit") for row in mine.values())
         print(f"{library}: exit codes {dict(codes)}")
+
+
+def by_real_steps(rows: Iterable[dict[str, Any]]) -> str:
+    """Of the types of which PyTorch itself runs a CPU step with foretell's batch. That was run for refused types (`really`); the answered
+    are taken to run, and so is a refused one that was not tried."""
+    built = [row for row in rows if "excluded" not in row]
+    refused = [row for row in built if not is_answer(row)]
+    fails = [row for row in refused if "error" in row.get("really", {})]
+    untried = sum("really" not in row for row in refused)
+    runs, good = len(built) - len(fails), len(built) - len(refused)
+    return (
+        f"of {runs} that run a CPU step with the same batch {good} answered ({100 * good / max(1, runs):.1f} %); refused though PyTorch runs them "
+        f"or nobody tried: {runs - good} ({untried} not tried); {len(fails)} fail there too"
+    )
 
 
 def main() -> None:

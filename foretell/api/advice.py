@@ -38,7 +38,8 @@ class Advised(NamedTuple):
 
     def _repr_html_(self) -> str:
         gains = self.advice.gains if self.advice is not None else ()
-        lines = "".join(f"<tr><td>{one.speedup:.2f}x</td><td>{escape(one.change)}</td><td>{escape(one.maths)}</td></tr>" for one in gains)
+        cells = ((f"{one.speedup:.2f}x", one.told_range, escape(one.change), escape(one.maths)) for one in gains)
+        lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells)
         return f"{self.answer._repr_html_()}<table>{lines}</table>"
 
 
@@ -75,7 +76,7 @@ def faster(
         answer, question_of(model, answer, cluster, options), lambda changes: fit(model, **{**asked, **changes}), seconds=seconds, joins=joins,
         prepare=lambda many, left: trace_ahead([{**plain, **changes} for changes in many], left) if keeps else None, progress=progress,
     )  # fmt: skip
-    if keeps and found.whole:
+    if keeps and (found.whole or (found.gains and not joins)):  # `fit` shows what its seconds told, and the same the next time
         store.write("faster", store.key_of(own), {"advice": asdict(found)}, {})
     return found
 

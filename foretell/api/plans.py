@@ -159,7 +159,6 @@ def constraints(options: PlanOptions) -> SearchConstraints:
 def _chosen(source: Source, wishes: SearchConstraints, options: PlanOptions, words: list[str] | None) -> tuple[Choice, str]:
     from foretell.hardware.lookup import find_profile
     from foretell.search.solve.choose import choose
-    from foretell.search.solve.scripted import choose_for
     from foretell.simulate.plan import Options
 
     own = options.hardware
@@ -171,6 +170,8 @@ def _chosen(source: Source, wishes: SearchConstraints, options: PlanOptions, wor
         "time_limit": options.time_limit, "options": Options(profile_of=find_profile), "cache": options.cache, "progress": options.progress,
     }  # fmt: skip
     if words is not None:
+        from foretell.search.solve.scripted import choose_for  # brings torch
+
         return choose_for(words, cluster, hardware, wishes, **how), on
     return choose(source, cluster, hardware, wishes, **how), on
 

@@ -26,7 +26,6 @@ from foretell.plan.facts import too_old_to_compile
 from foretell.plan.precision import default_recipe, for_inference, low, missing, refuse_recipe
 from foretell.plan.precision import read as read_precision
 from foretell.quantities import FITS, Prediction, Remedy
-from foretell.simulate.memory.remedies import outlook
 from foretell.simulate.wishes import Amount, RunRequest
 from foretell.trace.cuda.versions import choices_of, doubt, of
 from foretell.trace.flow.unaligned import unaligned
@@ -177,7 +176,7 @@ def _fit_module(
 
 
 def _kept_advice(found: _Answered, recipe: Recipe, cluster: Cluster, asked: Mapping[str, Any], source: Source) -> Prediction:
-    """The answer with ways to make it fit: those of the last time, unless time was up before all were tried."""
+    """The answer with ways to make it fit: those of the last time, unless time was up before one was found that fits."""
     question = {"advice": found.question, "seconds": asked["advice_seconds"], "hardware": str(asked["hardware"])}
     key = store.key_of(question)
     keeps = bool(asked["cache"]) and found.answer.verdict != FITS and asked["advice_seconds"] != 0
@@ -185,7 +184,7 @@ def _kept_advice(found: _Answered, recipe: Recipe, cluster: Cluster, asked: Mapp
     if known is not None:
         return replace(found.answer, remedies=known.remedies, ways_tried=known.tried, advice=known.words)
     answer, whole = _advised(found.answer, recipe, cluster, asked, source)
-    if keeps and whole:
+    if keeps and (whole or any(one.fits for one in answer.remedies)):
         said = _KeptAdvice(remedies=answer.remedies, tried=answer.ways_tried, words=answer.advice)
         store.write("advice", key, {"advice": asdict(said)}, found.files)
     return answer
@@ -342,6 +341,7 @@ def _predict(
     from foretell.lower.spread import mesh_told
     from foretell.plan.file import to_json
     from foretell.plan.recipe import default_plan, in_no_plan, mode_of, model_of
+    from foretell.simulate.memory.remedies import outlook
     from foretell.simulate.parts import TORCH
     from foretell.simulate.plan import Options, predict_plan
     from foretell.simulate.whole import speed

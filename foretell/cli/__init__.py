@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from foretell.cli import common, complete, names
+from foretell.cli import common, names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,18 +30,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return common.fail(error)
 
 
-@functools.cache
-def _commands() -> Any:
-    """All of them with all of their options: made once in a process that runs several."""
-    import typer
+def _commands(words: Sequence[str]) -> Any:
+    """The one that is asked for, else all of them."""
+    from foretell.cli import complete
+    from foretell.cli.app import COMMANDS
 
-    from foretell.cli.app import app
-
-    found = typer.main.get_command(app)
     if complete.ASKED in os.environ:
+        found = _made("")
         complete.join_words()
         complete.install(found)
-    return found
+        return found
+    return _made(words[0] if words and words[0] in COMMANDS else "")
+
+
+@functools.cache
+def _made(only: str) -> Any:
+    """With all of their options: made once in a process that runs several."""
+    import typer
+
+    from foretell.cli.app import made
+
+    return typer.main.get_command(made(only))
 
 
 def _dispatch(words: list[str]) -> int:
@@ -51,7 +60,7 @@ def _dispatch(words: list[str]) -> int:
 
     user_code.tell_with(common.runs_code_of)
     try:
-        status = _commands().main(args=common.without_script(words), prog_name="foretell", standalone_mode=False)
+        status = _commands(words).main(args=common.without_script(words), prog_name="foretell", standalone_mode=False)
     except typer.Abort:
         return common.INTERRUPTED
     return status if isinstance(status, int) else 0

@@ -1,22 +1,16 @@
-"""The commands and their options."""
+"""The commands and their options. A command's module is imported when that command is asked for, or when all are listed."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import typer
 
-from foretell.cli import common, compare, names, report
-from foretell.cli.diff import diff
-from foretell.cli.fit import advise, fit
-from foretell.cli.machine import doctor, hardware, probe
-from foretell.cli.plan import eject, export, plan, show
-from foretell.cli.run import box, ckpt, demo, run, verify, watch
-from foretell.cli.zoo import check as zoo_check
-from foretell.cli.zoo import fuzz, prove, zoo
-from foretell.cli.zoo import query as zoo_query
+from foretell.cli import common, names
 
 _SETTINGS: dict[str, Any] = {
     "add_completion": False,
@@ -25,13 +19,55 @@ _SETTINGS: dict[str, Any] = {
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
 
-app = typer.Typer(**{**_SETTINGS, "add_completion": True})
-zoo_app = typer.Typer(**_SETTINGS)
-ckpt_app = typer.Typer(**_SETTINGS, no_args_is_help=True, help="Checkpoints: list, verify, show, convert.")
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One command: the function that it is, and what the list of commands says of it."""
+
+    where: str
+    """Module in this package and function: `fit.fit:fit`."""
+    reads: bool = False
+    """It runs no code of the user's: it works from files, or says what it would need."""
+    hidden: bool = False
+    """Told under another one: see `names`."""
+    says: str = ""
+    more: Mapping[str, str] = field(default_factory=dict)
+    """Further settings of typer → attribute of the command's module, or text."""
+
+
+COMMANDS = {
+    "fit": Command(where="fit.fit:fit", says="Does MODEL fit on HW? Exit 0 yes, 1 no."),
+    "plan": Command(where="plan.plan:plan", says="The best plan to train MODEL on HW; show, export, eject, advise."),
+    "run": Command(where="run.run:run", says="Train as a plan says, and measure it; demo, box, ckpt."),
+    "watch": Command(where="run.watch:watch", says="Run your script as it is: predicted beside measured, why memory ran out."),
+    "verify": Command(where="run.verify:verify", says="Does a plan compute what one process computes? Exit 0 yes, 1 no."),
+    "compare": Command(where="compare:compare", reads=True, says="Predicted beside measured of a run, or two runs side by side; prove, diff."),
+    "report": Command(where="report:report", reads=True, says="One HTML page of a run or a plan: charts, tables, how to repeat it."),
+    "probe": Command(where="machine.probe:probe", says="Measure this machine, so that predictions rest on it."),
+    "hardware": Command(where="machine.hardware:hardware", reads=True, says="List the devices known by name; `hardware NAME` shows one."),
+    "zoo": Command(where="zoo.zoo:listing", reads=True, says="List the models known by name; check, query, fuzz."),
+    "doctor": Command(where="machine.doctor:doctor", reads=True),
+    "plan show": Command(where="plan.show:show", reads=True, hidden=True),
+    "plan export": Command(where="plan.export:export", reads=True, hidden=True),
+    "plan eject": Command(where="plan.eject:eject", hidden=True),
+    "plan advise": Command(where="fit.advise:advise", hidden=True),
+    "run demo": Command(where="run.demo:demo", hidden=True),
+    "run box": Command(where="run.box:box", hidden=True),
+    "run ckpt": Command(where="run.ckpt:", reads=True, hidden=True, says="Checkpoints: list, verify, show, convert."),
+    "compare prove": Command(where="zoo.prove:prove", hidden=True),
+    "compare diff": Command(where="diff.diff:diff", hidden=True, more={"cls": "DiffCommand", "context_settings": "SETTINGS"}),
+    "zoo fuzz": Command(where="zoo.fuzz:fuzz", hidden=True),
+}
+"""In the order of the list."""
+_ZOO = {
+    "check": Command(where="zoo.check:check", says="Predict, run, plan and run as planned: one model or --all."),
+    "query": Command(where="zoo.query:query", reads=True, says="Code, settings and measured rows of models by task, domain, ..."),
+}
+_CKPT = {name: Command(where=f"run.ckpt:{name}", reads=True) for name in ("listing", "verify", "show", "convert")}
 
 
 def reading(command: Callable[..., int]) -> Callable[..., int]:
-    """A command that runs no code of the user's: it works from files, or says what it would need."""
+    """A command that runs no code of the user's."""
 
     @functools.wraps(command)
     def inner(*args: Any, **options: Any) -> int:
@@ -43,13 +79,55 @@ def reading(command: Callable[..., int]) -> Callable[..., int]:
     return inner
 
 
+def made(only: str = "") -> typer.Typer:
+    """All commands, or one of them and those below it."""
+    app = typer.Typer(**{**_SETTINGS, "add_completion": True})
+    app.callback()(root)
+    for name, one in COMMANDS.items():
+        if only in ("", name):
+            _add(app, name, one)
+    if not only:
+        app.command("version", hidden=True)(print_version)
+    return app
+
+
+def _add(app: typer.Typer, name: str, one: Command) -> None:
+    if name == "zoo":
+        below = _group(_ZOO)
+        below.callback(invoke_without_command=True, short_help=one.says)(_function(one))
+        app.add_typer(below, name=name)
+    elif name == "run ckpt":
+        app.add_typer(_group(_CKPT, no_args_is_help=True, help=one.says), name=name, hidden=True)
+    else:
+        module = _module(one)
+        more: dict[str, Any] = {key: getattr(module, attribute) for key, attribute in one.more.items()}
+        more |= {"short_help": one.says} if one.says else {}
+        more |= {"epilog": names.below(name)} if name in ("plan", "run", "compare") else {}
+        app.command(name, hidden=one.hidden, **more)(_function(one))
+
+
+def _group(below: Mapping[str, Command], **settings: Any) -> typer.Typer:
+    group = typer.Typer(**_SETTINGS, **settings)
+    for name, one in below.items():
+        group.command("list" if name == "listing" else name, short_help=one.says or None)(_function(one))
+    return group
+
+
+def _module(one: Command) -> Any:
+    return importlib.import_module(f"foretell.cli.{one.where.partition(':')[0]}")
+
+
+def _function(one: Command) -> Callable[..., int]:
+    function: Callable[..., int] = getattr(_module(one), one.where.partition(":")[2])
+    return reading(function) if one.reads else function
+
+
 def _version(asked: bool) -> None:
     if asked:
         print_version(json=common.wants_json())
         raise typer.Exit
 
 
-@app.callback()
 def root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version and exit."),
 ) -> None:
@@ -59,39 +137,6 @@ def root(
     """
 
 
-app.command("fit", short_help="Does MODEL fit on HW? Exit 0 yes, 1 no.")(fit.fit)
-app.command("plan", short_help="The best plan to train MODEL on HW; show, export, eject, advise.", epilog=names.below("plan"))(plan.plan)
-app.command("run", short_help="Train as a plan says, and measure it; demo, box, ckpt.", epilog=names.below("run"))(run.run)
-app.command("watch", short_help="Run your script as it is: predicted beside measured, why memory ran out.")(watch.watch)
-app.command("verify", short_help="Does a plan compute what one process computes? Exit 0 yes, 1 no.")(verify.verify)
-app.command("compare", short_help="Predicted beside measured of a run, or two runs side by side; prove, diff.", epilog=names.below("compare"))(
-    reading(compare.compare)
-)
-app.command("report", short_help="One HTML page of a run or a plan: charts, tables, how to repeat it.")(reading(report.report))
-app.command("probe", short_help="Measure this machine, so that predictions rest on it.")(probe.probe)
-app.command("hardware", short_help="List the devices known by name; `hardware NAME` shows one.")(reading(hardware.hardware))
-app.add_typer(zoo_app, name="zoo")
-zoo_app.callback(invoke_without_command=True, short_help="List the models known by name; check, query, fuzz.")(reading(zoo.listing))
-zoo_app.command("check", short_help="Predict, run, plan and run as planned: one model or --all.")(zoo_check.check)
-zoo_app.command("query", short_help="Code, settings and measured rows of models by task, domain, ...")(reading(zoo_query.query))
-app.command("doctor")(reading(doctor.doctor))
-
-# Under others: see `names`.
-app.command("plan show", hidden=True)(reading(show.show))
-app.command("plan export", hidden=True)(reading(export.export))
-app.command("plan eject", hidden=True)(eject.eject)
-app.command("plan advise", hidden=True)(advise.advise)
-app.command("run demo", hidden=True)(demo.demo)
-app.command("run box", hidden=True)(box.box)
-app.add_typer(ckpt_app, name="run ckpt", hidden=True)
-for _name, _command in (("list", ckpt.listing), ("verify", ckpt.verify), ("show", ckpt.show), ("convert", ckpt.convert)):
-    ckpt_app.command(_name)(reading(_command))
-app.command("compare prove", hidden=True)(prove.prove)
-app.command("compare diff", hidden=True, cls=diff.DiffCommand, context_settings=diff.SETTINGS)(diff.diff)
-app.command("zoo fuzz", hidden=True)(fuzz.fuzz)
-
-
-@app.command("version", hidden=True)
 def print_version(json: bool = typer.Option(False, "--json", help=common.JSON_HELP)) -> int:
     """Show the version of foretell, Python and torch."""
     found = common.versions()

@@ -12,7 +12,7 @@ import functools
 import gzip
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -40,7 +40,7 @@ class Elsewhere:
     """Group of kernels → its factor (`price.kernels.elsewhere.Correction`)."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
 
 def measured_elsewhere(device: str) -> Elsewhere | None:

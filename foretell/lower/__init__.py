@@ -9,7 +9,6 @@
       ▼ offload/    what leaves the device, and when: states, weights, activations
       the program of a rank
 
-`foreign/` has what other training software does and PyTorch does not: predicted, not run.
 Beside them: `batch` (a trace at another micro-batch), `tensor`, `context` and `expert` (what ranks that share a layer, a
 sequence or experts need besides). Each follows what `runtime` does to the real model, in the same order; tests hold the two
 equal by dry runs of PyTorch's own APIs. Start with `blocks`, then `fsdp`.

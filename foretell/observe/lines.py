@@ -191,5 +191,6 @@ def faster(gains: Sequence[Gain]) -> list[str]:
     """What would make it faster, each predicted with the change made."""
     return [
         f"  {'faster' if not number else '':<10} {one.speedup:.2f}x  {words.seconds(one.step_seconds)} a step predicted: {one.change} [{one.maths}]"
+        + (f"; {one.told_range}" if one.told_range else "")
         for number, one in enumerate(gains[:FASTER])
     ]

@@ -40,9 +40,10 @@ BESIDE: Mapping[str, float] = {
 """The same where the host computes itself: a bare call is part of the op's own seconds there."""
 PULL = 0.6
 """How strongly weights are held at their start; relative to one reference step."""
-COMPILED: Mapping[str, float] = {"fused": 21e-6, "library": 11e-6, "graph": 150e-6}
+COMPILED: Mapping[str, float] = {"fused": 21e-6, "library": 11e-6, "graph": 150e-6, "piece": 0.5e-3}
 """Compiled code on a host of START's speed: launching a generated kernel, a library's (besides its call), entering a
-graph; from compiled steps on an H200 that wait for their host, and carried over to other hosts by their speed."""
+graph of one block; guards, autograd and arguments around each piece of a compiled model, in forward and again in backward; from
+compiled steps on an H200 that wait for their host, and carried over to other hosts by their speed."""
 GRAPH: Mapping[str, float] = {"replay": 600e-6, "kernel": 1.5e-6}
 """Replaying a CUDA graph: the call, and each kernel in it; on a host of START's speed."""
 
@@ -158,6 +159,15 @@ class HostModel:
     def around(self, trace: Trace, programs: int) -> float:
         """Host seconds of a step that belong to no op: walking over parameters, entering autograd."""
         return parameters_of(trace) * self.weights["parameter"] + programs * self.weights["program"]
+
+    def entering(self, trace: Trace, program: str) -> float:
+        """Host seconds of going into and out of a compiled model, besides its ops: it is one piece more than it breaks in. A piece
+        that is recorded is replayed in forward and in backward; the replays of the first are ops."""
+        about, phases = trace.meta.get("compiled"), {op.phase for op in trace.programs[program].ops}
+        if not isinstance(about, Mapping) or not wholly_compiled(trace):
+            return 0.0
+        ways, broken = len(phases & {"forward", "backward"}), int(about.get("breaks", 0))
+        return self.slowness * ways * (broken * GRAPH["replay"] if about.get("cuda_graphs") else (1 + broken) * COMPILED["piece"])
 
     def handing(self, op: Op) -> float:
         """Host seconds besides asking for an op that it does by itself: a number is handed to Python where nothing else is made."""

@@ -32,9 +32,6 @@ class Expected:
     high_seconds: float | None
     free_seconds: float | None
     """Of the same step if messages took no time."""
-    """Of a step in which collectives slow compute down by the cores they have, as in a box, and not by what clusters showed."""
-    timeline_exposed_seconds: float | None
-    """In which some collective runs and compute does not, by the timeline."""
     allocated_bytes: int
     reserved_bytes: int
     device_bytes: int
@@ -92,9 +89,8 @@ def expect(plan: Plan, rank: int, *, traces: Traces | None = None, cluster: Clus
     return Expected(
         rank=rank, step_seconds=time.step_seconds if time else None, low_seconds=time.low_seconds if time else None,
         high_seconds=time.high_seconds if time else None, free_seconds=free.time.step_seconds if free.time else None,
-        timeline_exposed_seconds=time.exposed_communication_seconds if time else None, allocated_bytes=mine.memory.allocated_bytes,
-        reserved_bytes=mine.memory.reserved_bytes, device_bytes=mine.memory.device_bytes, verdict=mine.verdict,
-        arrivals=arrivals(usual.events, plan, place) if piped else Arrivals(),
+        allocated_bytes=mine.memory.allocated_bytes, reserved_bytes=mine.memory.reserved_bytes, device_bytes=mine.memory.device_bytes,
+        verdict=mine.verdict, arrivals=arrivals(usual.events, plan, place) if piped else Arrivals(),
         free_arrivals=arrivals(free.events, plan, place) if piped else Arrivals(), bands=dict(mine.memory.bands),
         capacity_bytes=mine.memory.capacity_bytes, uses=dict(mine.memory.categories),
     )  # fmt: skip

@@ -73,7 +73,7 @@ def blocks(*numbers: int, at: str = "blocks") -> tuple[str, ...]:
 
 
 CASES = [
-    Case("short gpt", "gpipe", blocks(1)),
+    Case("short gpt", "gpipe", blocks(1), slow="the schedule is in test_equivalence.py, with a model of hf"),
     Case("gpt", "1f1b", blocks(1, 2, 3), pp=4, count=6, slow="two ranks of it below"),
     Case("gpt", "zero-bubble-v", blocks(1, 2, 3)),  # the tied weight is on one rank twice
     Case("short gpt", "1f1b", blocks(1), shard=2, count=2, slow="with shards in test_equivalence.py"),

@@ -21,6 +21,7 @@ from foretell.trace.recipe import Recipe
 from foretell.trace.record.capture import capture
 from foretell.trace.record.step import Workload
 from foretell.zoo.language import gpt
+from tests.further import further
 
 DIM, LAYERS, RANK = 64, 2, 4
 PER_BLOCK = {
@@ -329,7 +330,7 @@ def bytes_of(traced: types.Trace, role: str) -> int:
 
 
 @pytest.mark.parametrize("nf4", [False, True])
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("recompute", further(["none", "full", "selective"], ["none", "full"], "all blocks are computed again here"))
 def test_traced_step_has_gradients_and_moments_of_adapters_alone(nf4: bool, recompute: str) -> None:
     traced = trace(Recipe(recompute=recompute), nf4=nf4)
     assert traced.meta["trainable"] == TRAINABLE
@@ -416,7 +417,7 @@ def test_packed_conv1d_reads_as_its_transposed_weight() -> None:
     torch.testing.assert_close(layer(x), x @ layer.weight + layer.bias)
 
 
-@pytest.mark.parametrize("nf4", [False, True])
+@pytest.mark.parametrize("nf4", further([False, True], [True], "the bases of adapters are packed here"))
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_hugging_face_models_trace(name: str, nf4: bool) -> None:
     def workload() -> Workload:

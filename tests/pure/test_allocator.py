@@ -522,10 +522,25 @@ ACTIONS = st.lists(
 )
 
 
+LIMITS = st.sampled_from([64 * MIB, 130 * MIB, 301 * MIB])
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(actions=ACTIONS, limit=LIMITS)
+def test_against_the_slow_model(expandable: bool, actions: list[tuple[str, int, int]], limit: int) -> None:
+    against_the_slow_model(expandable, actions, limit)
+
+
+@pytest.mark.slow(reason="three times as many examples of the test above")
 @pytest.mark.parametrize("expandable", [False, True])
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(actions=ACTIONS, limit=st.sampled_from([64 * MIB, 130 * MIB, 301 * MIB]))
-def test_against_the_slow_model(expandable: bool, actions: list[tuple[str, int, int]], limit: int) -> None:
+@given(actions=ACTIONS, limit=LIMITS)
+def test_more_against_the_slow_model(expandable: bool, actions: list[tuple[str, int, int]], limit: int) -> None:
+    against_the_slow_model(expandable, actions, limit)
+
+
+def against_the_slow_model(expandable: bool, actions: list[tuple[str, int, int]], limit: int) -> None:
     fast, slow = CachingAllocator(limit, expandable=expandable), SlowModel(limit, expandable)
     live: list[tuple[int, Region, int]] = []
     for action, number, stream in actions:

@@ -21,6 +21,7 @@ from foretell.simulate.whole import Speed, speed
 from foretell.simulate.wishes import Amount, RunRequest
 from foretell.trace.recipe import Recipe
 from foretell.trace.types import PARAMETER, Op, Program, Ref, Storage, TensorSpec, Trace
+from tests.further import further
 
 HOW = Options(profile_of=find_profile)
 ROWS = [
@@ -148,7 +149,7 @@ def test_the_measured_rows_say_what_the_documents_say() -> None:
     assert len(compiled) >= 15 and statistics.median(memory) <= 0.08 and memory[-1] <= 0.20
 
 
-@pytest.mark.parametrize("name", ["gpt2 seq=1024", "resnet50 micro_batch=32"])
+@pytest.mark.parametrize("name", further(["gpt2 seq=1024", "resnet50 micro_batch=32"], ["gpt2 seq=1024"], "another row of the same file"))
 def test_saved_predictions_are_those_of_this_code(name: str) -> None:
     from foretell.trace.load.model import Source, load
     from foretell.trace.recipe import Recipe

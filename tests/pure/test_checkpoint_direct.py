@@ -20,6 +20,7 @@ from foretell.runtime.check import verify
 from foretell.runtime.parallel.apply import Job, apply
 from foretell.runtime.train import save
 from foretell.runtime.train.take import stage, take
+from tests.further import further
 from tests.pure.checkpoint_cases import Threads
 from tests.pure.test_apply import ALONE, GPT
 
@@ -121,7 +122,7 @@ def job(states: dict[str, str], folder: Path, form: str = "fp32") -> Job:
     return apply(verify.build(GPT), asked, ALONE, learning_rate=1e-2, scratch=folder)
 
 
-@pytest.mark.parametrize("little", [True, False])
+@pytest.mark.parametrize("little", further([True, False], [True], "as much memory as it likes; states are read directly below"))
 @pytest.mark.parametrize(("before", "after", "form"), [("disk", "disk", "split-int8"), ("host", "disk", "fp32"), ("disk", "host", "split")])
 def test_a_job_whose_states_are_elsewhere_goes_on_with_little_memory(
     tmp_path: Path, before: str, after: str, form: str, little: bool

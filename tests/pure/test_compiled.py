@@ -31,6 +31,7 @@ from foretell.trace.record.capture import capture
 from foretell.trace.record.step import Workload
 from foretell.trace.types import Op, Program, Ref, Storage, TensorSpec, Trace
 from foretell.units import GIB
+from tests.further import further
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = (
@@ -224,8 +225,12 @@ def test_storages_are_born_used_and_freed_in_order(model: str) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"accumulate": 3}, {"recompute": "full"}, {"recompute": "selective"}, {"mode": "infer"}, {"precision": "fp32"},
-     {"precision": "bf16"}, {"lora": 4}, {"freeze": ("blocks.0",)}, {"clip": 1.0, "optimizer": "adamw"}],
+    further(
+        [{"accumulate": 3}, {"recompute": "full"}, {"recompute": "selective"}, {"mode": "infer"}, {"precision": "fp32"},
+         {"precision": "bf16"}, {"lora": 4}, {"freeze": ("blocks.0",)}, {"clip": 1.0, "optimizer": "adamw"}],
+        [{"recompute": "full"}, {"mode": "infer"}, {"precision": "fp32"}],
+        "compiled by blocks or with graphs in test_compiled_ways.py",
+    ),
     ids=str,
 )  # fmt: skip
 def test_every_recipe_compiles_to_a_sound_trace(settings: dict[str, Any]) -> None:

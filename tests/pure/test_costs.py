@@ -16,6 +16,7 @@ from foretell.search.solve.find import SearchResult, find
 from foretell.search.space.constraints import SearchConstraints
 from foretell.trace.load.model import Source
 from foretell.trace.store import cache as store
+from tests.further import further
 from tests.pure import golden
 from tests.pure.test_find import OPTIONS, Here
 
@@ -68,7 +69,10 @@ def test_a_question_asked_again_costs_no_plan_op_by_op(empty: Path, monkeypatch:
     assert costly.best is not None and costly.best.cost is not None and costly.best.cost.plan.global_batch == 32
 
 
-@pytest.mark.parametrize("name", ["hsdp, accumulated", "recompute some", "pp, four stages, recompute", "CPU"])
+@pytest.mark.parametrize(
+    "name",
+    further(["hsdp, accumulated", "recompute some", "pp, four stages, recompute", "CPU"], ["pp, four stages, recompute"], "read as a pipeline's are"),
+)
 def test_a_plan_costs_as_much_read_as_found(name: str, empty: Path) -> None:
     cost = golden.CASES[name].cost()
     costs = kept({"source": name}, parse("H100"), None, {})

@@ -157,10 +157,10 @@ def resolved(words: Sequence[str]) -> tuple[Any, list[str]]:
     """The command that these words name, and the words that are left for it."""
     import typer
 
-    from foretell.cli.app import app
+    from foretell.cli.app import made
     from foretell.cli.names import joined
 
-    command: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(made())
     rest = joined(words)
     while rest and rest[0] in getattr(command, "commands", {}):
         command = command.commands[rest.pop(0)]

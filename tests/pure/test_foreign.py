@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 
+from benchmarks.foreign import attention, float8, zero
+from benchmarks.foreign.memory import foreign_memory, in_flight
+from benchmarks.foreign.plan import ForeignPlan
+from benchmarks.foreign.stacks import MOST_FITTED, Stack, stack, stacks
+from benchmarks.foreign.step import line, predict_foreign
 from foretell.hardware import catalog, links
 from foretell.hardware.lookup import find_profile
 from foretell.hardware.types import Cluster
-from foretell.lower.foreign import float8, zero
-from foretell.lower.foreign.plan import ForeignPlan
-from foretell.lower.foreign.stacks import MOST_FITTED, Stack, stack, stacks
 from foretell.lower.steps import repeated
 from foretell.plan.types import Mesh, Plan
-from foretell.price import analytic
 from foretell.price.machine import machine
 from foretell.price.speeds import Options
 from foretell.price.time import op_prices
-from foretell.simulate.foreign.memory import foreign_memory, in_flight
-from foretell.simulate.foreign.step import line, predict_foreign
 from foretell.simulate.plan import predict_plan
 from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
@@ -113,8 +112,8 @@ def test_ops_that_programs_share_are_repriced_once() -> None:
 
 def test_attention_by_a_named_kernel_draws_as_much_less_as_it_is_slower() -> None:
     a100, h100 = catalog.find("A100"), catalog.find("H100")
-    assert analytic.heat("flash-1", a100, backward=False) < analytic.heat("flash-2", a100, backward=False) < 1
-    assert analytic.heat("flash-2", h100, backward=True) < analytic.heat("cudnn", h100, backward=True) < 1
+    assert attention.heat("flash-1", a100, backward=False) < attention.heat("flash-2", a100, backward=False) < 1
+    assert attention.heat("flash-2", h100, backward=True) < attention.heat("cudnn", h100, backward=True) < 1
 
 
 def test_a_compiled_loss_takes_no_float32_logits() -> None:
@@ -189,7 +188,7 @@ def test_lines_go_through_their_points() -> None:
 def test_every_stack_has_a_source_a_known_kernel_and_few_fitted_constants(name: str) -> None:
     found = stack(name)
     assert found.source and found.framework
-    assert found.kernel in ("", *analytic.KERNELS)
+    assert found.kernel in ("", *attention.KERNELS)
     assert found.reports in ("allocated", "reserved", "device") and found.reduces in ("early", "late")
     assert len(found.fitted) <= MOST_FITTED
     assert set(found.fitted) <= {"memory_bound", "blocking_seconds", "ring_loss"}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from foretell.hardware.profile import OpRow
+from foretell.price import host
 from foretell.price.host import COUNTS, START, HostModel, call_seconds, counts, learn, turn_seconds, turns_of
 from foretell.trace.types import NO_GRAD, PARAMETER, Op, Program, Ref, Storage, TensorSpec, Trace
 
@@ -68,6 +70,19 @@ def test_issue_and_around_add_up_to_the_counts() -> None:
     times = trace.schedule["steady_step"][0][1]
     issued = times * sum(model.issues(trace.programs["micro"].ops))
     assert issued + model.around(trace, times) == pytest.approx(seconds(trace, TRUE))
+
+
+def test_a_compiled_model_is_entered_in_forward_and_in_backward_and_once_more_at_each_break() -> None:
+    plain, model = step(random.Random(6)), HostModel(dict(START), CALLS)
+
+    def entering(**about: object) -> float:
+        return model.entering(replace(plain, meta={"compiled": about}), "micro")
+
+    assert model.entering(plain, "micro") == entering(blocks=True) == 0.0
+    assert entering() == pytest.approx(2 * host.COMPILED["piece"]) and entering(breaks=3) == pytest.approx(8 * host.COMPILED["piece"])
+    assert entering(cuda_graphs=True) == 0.0 and entering(cuda_graphs=True, breaks=3) == pytest.approx(6 * host.GRAPH["replay"])
+    only = Program("forward", tuple(op for op in plain.programs["micro"].ops if op.phase == "forward"))
+    assert model.entering(replace(plain, programs={"forward": only}, meta={"compiled": {}}), "forward") == pytest.approx(host.COMPILED["piece"])
 
 
 def test_without_references_the_start_is_used() -> None:

@@ -238,6 +238,14 @@ def test_a_loss_stands_in_for_what_depends_on_a_weight() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_two_dtypes_of_one_op_under_autocast_are_asked_again_in_fp32(sweep: Any, tmp_path: Path) -> None:
+    assert "error" not in sweep.shrunken("bigbird_pegasus", tmp_path)
+    row = sweep.trace(f"hf:{tmp_path}")
+    assert row["exit"] == 0 and row["precision"] == "fp32"
+
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_fourier_transform_is_asked_again_in_fp32(sweep: Any, tmp_path: Path) -> None:
     assert "error" not in sweep.shrunken("fnet", tmp_path)
     row = sweep.trace(f"hf:{tmp_path}")

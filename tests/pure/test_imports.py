@@ -23,7 +23,7 @@ ROOMS = (
 """Top to bottom: a room imports itself and rooms before it."""
 
 PURE = ("errors", "units", "files", "decode", "notebook", "options", "trace.types", "trace.recipe", "quantities", "hardware", "plan", "lower",
-        "price", "simulate")  # fmt: skip
+        "price", "simulate", "search.solve.choose")  # fmt: skip
 """Modules, and rooms with all their modules, that must import without torch."""
 
 MAX_FILE_LINES = 500

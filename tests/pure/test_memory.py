@@ -18,6 +18,7 @@ from foretell.trace.recipe import Recipe
 from foretell.trace.record.capture import capture
 from foretell.trace.types import Op, Program, Storage, Trace
 from foretell.units import MIB
+from tests.further import further
 
 H100 = parse("H100")
 EXTRA = overhead(H100.device, "2.11")
@@ -106,8 +107,13 @@ def test_peak_of_large_blocks_is_at_most_a_mebibyte_each_above(seed: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"recompute": "full"}, {"optimizer": "adamw"}, {"accumulate": 2}, {"mode": "infer"}], ids=str
-)
+    "options",
+    further(
+        [{}, {"recompute": "full"}, {"optimizer": "adamw"}, {"accumulate": 2}, {"mode": "infer"}],
+        [{"recompute": "full"}, {"accumulate": 2}, {"mode": "infer"}], "less is alive than where blocks are computed again",
+    ),
+    ids=str,
+)  # fmt: skip
 def test_peak_of_a_real_step_lies_between_brute_force_without_and_with_all_scratch(options: dict[str, Any]) -> None:
     trace = traced(**options)
     alive = {number for number in trace.resident if not trace.storages[number].host}
@@ -225,7 +231,7 @@ ANSWERS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "options"), ANSWERS, ids=str)
+@pytest.mark.parametrize(("model", "options"), further(ANSWERS, ANSWERS[2:4] + ANSWERS[5:], "another optimizer or model of the same answer"), ids=str)
 def test_answer_is_consistent_in_itself(model: str, options: dict[str, Any]) -> None:
     trace = traced(model, **options)
     memory = outcome(trace).memory
@@ -287,7 +293,7 @@ def test_the_first_step_has_no_optimizer_state_in_its_forward() -> None:
     )
 
 
-@pytest.mark.parametrize("micro_batch", [1, 8])
+@pytest.mark.parametrize("micro_batch", further([1, 8], [8], "the same at another size"))
 def test_more_samples_more_recompute_less(micro_batch: int) -> None:
     one, two = (outcome(traced(micro_batch=n)).memory for n in (micro_batch, 2 * micro_batch))
     assert one.allocated_bytes < two.allocated_bytes

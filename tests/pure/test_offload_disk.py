@@ -20,6 +20,7 @@ from foretell.runtime.offload import forms, layout
 from foretell.runtime.offload.adamw import Offloaded
 from foretell.runtime.offload.memory import store
 from foretell.runtime.offload.pump import Pump
+from tests.further import further
 from tests.pure.test_offload import CPU, PATHS, Model, factor, loss_of, model, offloaded, samples, trained
 
 __all__ = ["model", "samples"]
@@ -93,7 +94,7 @@ def go_on(model: Model, engine: Offloaded, samples: list[Tensor], form: str) -> 
     return losses
 
 
-@pytest.mark.parametrize("form", ["plain", "master", "split", "int8"])
+@pytest.mark.parametrize("form", further(["plain", "master", "split", "int8"], ["master", "int8"], "copied as the other forms are"))
 @pytest.mark.parametrize(("first", "second"), [("host", "disk"), ("disk", "host"), ("disk", "disk")])
 def test_states_go_on_where_others_are_kept(model: Model, samples: list[Tensor], form: str, first: str, second: str) -> None:
     everywhere = ["", *PATHS]

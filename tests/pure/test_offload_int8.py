@@ -19,6 +19,7 @@ from foretell.plan.states import ALIGN, BLOCK, bytes_of, count_of
 from foretell.runtime.offload import codes, convert, forms, layout
 from foretell.runtime.offload.adamw import Offloaded
 from foretell.runtime.offload.forms import CODE, FIRST, SCALE, SECOND
+from tests.further import further
 from tests.pure.test_offload import CPU, PATHS, STEPS, Model, factor, loss_of, offloaded, trained
 
 FORMS = ["int8", "split-int8"]
@@ -139,7 +140,7 @@ def test_bytes_are_those_of_the_arrays() -> None:
 # ---------------------------------------------------------------- the engine
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("clip", further([None, 0.5], [0.5], "without a clip one pass less"))
 @pytest.mark.parametrize("form", FORMS)
 def test_where_codes_are_changes_no_bit(model: Model, samples: list[Tensor], form: str, clip: float | None) -> None:
     samples = samples[:4]

@@ -26,15 +26,16 @@ MESHES: list[tuple[Mesh, dict[str, Any]]] = [
     (Mesh(dp_shard=2), {"states": ALL, "clip": None, "reshard": False}),
     (Mesh(dp_shard=2), {"states": ALL, "cpu_share": 0.5}),
 ]
-CROSSED = pytest.mark.slow(reason="the mesh in fp32 and with masters, and the precision on another mesh, are not")
+PRECISIONS = ("fp32", "bf16-mixed", MASTER)
+CROSSED = pytest.mark.slow(reason="the mesh in one precision, and the precision on two meshes, are not")
 
 
 @pytest.mark.parametrize(
     ("mesh", "more", "precision"),
     [
-        pytest.param(mesh, more, precision, marks=CROSSED if precision == "bf16-mixed" and number % 3 else ())
+        pytest.param(mesh, more, precision, marks=() if PRECISIONS[number % 3] == precision else CROSSED)
         for number, (mesh, more) in enumerate(MESHES)
-        for precision in ("fp32", "bf16-mixed", MASTER)
+        for precision in PRECISIONS
     ],
 )
 def test_every_byte_of_a_rank(mesh: Mesh, more: dict[str, Any], precision: str) -> None:

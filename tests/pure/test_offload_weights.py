@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from foretell.runtime.offload import forms, layout
 from foretell.runtime.offload.adamw import Offloaded
+from tests.further import further
 from tests.pure.test_offload import PATHS, Early, Model, factor, loss_of, model, offloaded, plainly, samples, trained
 
 __all__ = ["model", "samples"]
@@ -21,7 +22,13 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize(("clip", "early", "micro"), [(0.5, False, 1), (0.5, False, 3), (None, True, 1), (None, True, 3)])
+@pytest.mark.parametrize(
+    ("clip", "early", "micro"),
+    further(
+        [(0.5, False, 1), (0.5, False, 3), (None, True, 1), (None, True, 3)], [(0.5, False, 3), (None, True, 1)],
+        "one micro-batch and three, and both ways to update, are there otherwise put together",
+    ),
+)  # fmt: skip
 @pytest.mark.parametrize("form", ["plain", "master", "split"])
 def test_streamed_weights_change_no_bit(
     model: Model, samples: list[Tensor], form: str, clip: float | None, early: bool, micro: int, again: bool

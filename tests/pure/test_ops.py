@@ -191,6 +191,7 @@ def test_through_json_and_back(products: OpModel, streams: OpModel) -> None:
             assert family.accuracy == pytest.approx(model.families[name].accuracy, abs=1e-5)
 
 
+@pytest.mark.slow(reason="a seed gives the same trees in test_trees.py")
 def test_the_same_seed_gives_the_same_model() -> None:
     rows = [row(s, tile_law(s)) for s in draw(60, 7, a_product)]
     first, again, other = (learn(rows, DEVICE, seed=seed).to_dict() for seed in (1, 1, 2))

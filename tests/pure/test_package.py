@@ -202,7 +202,7 @@ def test_the_installed_command_answers_as_the_checkout_does(installed: Installed
 
 
 def test_only_the_wheel_is_imported(installed: Installed) -> None:
-    lines = ("import sys, foretell, foretell.api, foretell.cli.app, importlib.metadata as m",
+    lines = ("import sys, foretell, foretell.api, foretell.cli.app, importlib.metadata as m; foretell.cli.app.made(), foretell.fit",
              "print(m.version('foretell'), *(f.__file__ for n, f in sys.modules.items() if n.split('.')[0] == 'foretell'))")  # fmt: skip
     version, *files = run(installed, installed.python, "-c", "\n".join(lines)).split()
     assert version == foretell.__version__ and len(files) > 50

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.foreign import attention
 from foretell.hardware import catalog
-from foretell.price import analytic
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -166,7 +166,7 @@ def test_attention_on_one_h200() -> None:
     """Measured for 4 x 32 heads x 4096 x 128, causal FLOPs: 591 forward, 469 backward."""
     flop = 4 * 4 * 32 * 4096 * 4096 * 128 / 2
     for backwards, tflops in ((False, 591), (True, 469)):
-        seconds = analytic.attention_seconds(
+        seconds = attention.seconds_of(
             batch=4, heads=32, queries=4096, keys=4096, head_dim=128, device=catalog.find("H200"), kernel="cudnn",
             backward=backwards,
         )  # fmt: skip

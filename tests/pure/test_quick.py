@@ -244,6 +244,15 @@ def test_many_micro_batches_take_as_long_as_if_all_were_walked(monkeypatch: pyte
         assert few.stage_seconds == pytest.approx(every.stage_seconds, rel=0.01)
 
 
+def test_where_every_block_is_there_nothing_is_asked_of_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 300 blocks of many kinds that took nine tenths of the search."""
+    from foretell.search.estimate import step
+
+    monkeypatch.setattr(step, "periods", lambda *_: pytest.fail("a block more is asked for"))
+    asked = layout(Mesh(dp_shard=8), 3)
+    assert quick(asked, sheet("gpt2", "H100:8"), cluster("H100:8"), held=Depth.WHOLE).seconds > 0
+
+
 def test_a_degree_that_the_heads_do_not_allow_is_refused() -> None:
     with pytest.raises(UserError, match="heads"):
         quick(layout(Mesh(tp=8)), sheet("gpt2", "H100:8"), cluster("H100:8"))

@@ -219,6 +219,13 @@ def test_nothing_is_told_that_was_not_predicted_and_what_fails_is_told_as_it_is(
     assert command.best(short) is None and "--json" in command.suggest(short, ["fit", "m", "--on", "H100"])
 
 
+def test_what_weights_and_states_alone_do_not_leave_room_for_is_not_predicted() -> None:
+    weights = replace(STATES, parameters=400 * GIB, optimizer=800 * GIB)
+    found, seen = advised({}, weights, asked())
+    assert not any("--on" not in flag for flag in seen), "on this device nothing can fit"
+    assert "0 ways tried; weights and optimizer states alone need 1,200.0 GiB on this device" in found.advice
+
+
 def test_the_same_mathematics_on_the_same_device_ends_it_and_time_ends_the_rest() -> None:
     light = replace(STATES, parameters=GIB, gradients=GIB, optimizer=GIB, moving=17 * GIB, full=16 * GIB, update=3 * GIB)
     found, seen = advised({"--recompute full": 4.0}, light, asked())

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 
 from foretell.search.space.residency import KEPT, RecomputeOption, Treatment, Ways, at_least, least
+from tests.further import further
 
 
 def ways(rng: random.Random, modes: int = 3) -> Ways:
@@ -70,7 +71,7 @@ def test_the_least_seconds_of_all_combinations(seed: int) -> None:
         assert at_least(blocks, need) <= wanted * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", further(range(6), (1, 3), "other numbers"))
 def test_the_least_seconds_by_mixed_integer_programming(seed: int) -> None:
     pytest.importorskip("scipy")
     rng = random.Random(100 + seed)

@@ -11,12 +11,13 @@ from foretell.price.host import steady
 from foretell.price.speeds import speeds_of
 from foretell.simulate.plan import KEEP, sharded
 from foretell.simulate.time import step
+from tests.further import further
 from tests.pure.golden import CASES, OPTIONS, traces
 
 NAMES = ("accumulated", "fsdp, accumulated", "hsdp, accumulated", "tp in fsdp", "CPU, accumulated")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", further(NAMES, ("fsdp, accumulated", "tp in fsdp"), "other rounds, made as these are"))
 def test_the_tasks_of_alike_rounds_are_those_of_every_round(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     plan = case.plan.with_(accumulate=7, blocks={})

@@ -24,6 +24,7 @@ from foretell.runtime.offload.memory.slots import OffsetSpace, Slots
 from foretell.runtime.offload.saved import OffloadedActivations
 from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.record.step import Workload, compute_loss, recompute_block
+from tests.further import further
 
 CPU = torch.device("cpu")
 LEAST = 512
@@ -417,7 +418,7 @@ def late(lane: Lazy, target: Tensor, source: Tensor) -> Point:
     return lane.put(work)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 3])
+@pytest.mark.parametrize("kept", further([0, 1, 3], [1], "none or more blocks kept, between which one is"))
 @pytest.mark.parametrize("name", ["gpt", "t5", "stack"])
 def test_copies_that_are_as_late_as_they_may_be_are_waited_for(name: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parcels, "copy", late)

@@ -23,6 +23,7 @@ from foretell.quantities import (
 from foretell.report import command, words
 from foretell.report.terminal import bar, screen
 from foretell.units import GIB, MIB
+from tests.further import one_in
 from tests.pure.screen_cases import (
     CLOSE,
     FAR,
@@ -60,7 +61,7 @@ def rows_of(shown: list[str], label: str) -> list[str]:
 # ---------------------------------------------------------------- size
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", one_in(2, WIDTHS, "a width between others"))
 @pytest.mark.parametrize("verdict", [FITS, TIGHT, NO, UNKNOWN])
 @pytest.mark.parametrize("make", [prediction, overfull, timed_overfull])
 def test_never_more_than_thirty_lines_nor_wider_than_asked(make: Any, verdict: str, width: int) -> None:

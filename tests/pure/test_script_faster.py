@@ -77,12 +77,13 @@ def test_gains_are_told_best_first_and_hold_when_the_change_is_made() -> None:
     found = ScriptSpeedSearch(step, H100, "H100", plain, seconds=600).advice()
     assert plain.time is not None and found.whole and found.tried >= 4
     assert [gain.speedup for gain in found.gains] == sorted((gain.speedup for gain in found.gains), reverse=True)
-    by_words = {gain.change: gain for gain in found.gains}
+    assert all(gain.low > 1 for gain in found.gains) and all(gain.low <= 1 < gain.speedup for gain in found.unsure)
+    by_words = {gain.change: gain for gain in (*found.gains, *found.unsure)}
     fused = next(gain for words, gain in by_words.items() if "fused" in words)
     again = cost(followed("conv_ema", fused=True), H100, "H100")
     assert again.time is not None and fused.step_seconds == again.time.step_seconds
     assert fused.speedup == pytest.approx(plain.time.step_seconds / again.time.step_seconds)
-    assert {gain.maths for words, gain in by_words.items() if "compile" in words} == {BOUNDED}
+    assert {gain.maths for words, gain in by_words.items() if "compile" in words or "autocast" in words} <= {BOUNDED}
     assert all(gain.maths == CHANGES for words, gain in by_words.items() if "batch" in words)
 
 

@@ -62,7 +62,7 @@ FOUND = {
 NODES = {"ddp_bert": (2, 4), "fsdp_vit": (2, 4)}
 FURTHER = {
     **dict.fromkeys(("ddp_bert", "ddp_images", "ddp_forecast"), "another model under DDP, as ddp_gpt"),
-    "fsdp_gpt2": "another model under FSDP2, as fsdp_llama",
+    **dict.fromkeys(("fsdp_gpt2", "fsdp_vit"), "another model under FSDP2, as fsdp_llama"),
 }
 """Why a script is slow: what is like it."""
 

@@ -76,7 +76,9 @@ FURTHER = {
     **dict.fromkeys(("trainer_t5", "trainer_gpt2", "trainer_vit"), "another model under Trainer, as trainer_bert"),
     "lightning_images": "another model under Lightning, as lightning_mlp",
     **dict.fromkeys(("accelerate_glue", "accelerate_vit", "accelerate_diffusion"), "another model under accelerate, as accelerate_mlp"),
-    "gpt_scaler": "a plain loop with a gradient scaler, as timm_style; test_script_plans follows and patches it",
+    "timm_style": "a plain loop with a gradient scaler, as gpt_scaler, which test_script_plans patches; it zeroes late, as bert_dict does",
+    "conv_ema": "a plain loop; test_script_faster follows it with changes",
+    "gpt_scaler": "a plain loop with a gradient scaler; test_script_plans follows and patches it",
 }
 """Why a script is slow: what is like it."""
 NAMES = [pytest.param(name, marks=pytest.mark.slow(reason=FURTHER[name])) if name in FURTHER else name for name in FOUND]

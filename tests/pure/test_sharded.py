@@ -31,6 +31,7 @@ from foretell.trace.record.capture import _add_in_place, capture
 from foretell.trace.record.recorder import RecordedOp, Recorder
 from foretell.trace.record.step import Step, Workload
 from foretell.zoo.language import gpt
+from tests.further import further
 
 FOREACH = [Tensor, nn.Parameter, FakeTensor, DTensor]
 """DTensors take the foreach path on CUDA too."""
@@ -222,7 +223,7 @@ ALIKE = pytest.mark.slow(reason="blocks of other layers, sharded as those of the
     ("name", "depth"),
     [
         ("gpt-tiny", {"layers": 2}), pytest.param("llama-tiny", {"layers": 2}, marks=ALIKE), pytest.param("bert-tiny", {}, marks=ALIKE),
-        ("vit-tiny", {"depth": 2}),
+        pytest.param("vit-tiny", {"depth": 2}, marks=ALIKE),
     ],
 )
 def test_every_byte_is_that_of_fsdp2(name: str, depth: dict[str, int]) -> None:
@@ -230,13 +231,13 @@ def test_every_byte_is_that_of_fsdp2(name: str, depth: dict[str, int]) -> None:
     compare(workload(name, 2, **depth), Recipe(), (2, 64))
 
 
-@pytest.mark.parametrize("name", ["t5-tiny", "mixtral-tiny", "unet-tiny"])
+@pytest.mark.parametrize("name", further(["t5-tiny", "mixtral-tiny", "unet-tiny"], ["mixtral-tiny", "unet-tiny"], "blocks as of one stack"))
 def test_other_shapes_of_models(name: str) -> None:
     """Two stacks of blocks, experts with fewer rows than ranks, no blocks at all."""
     compare(workload(name, 2), Recipe(), (64 if name == "mixtral-tiny" else 8,))
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("recompute", further(["full", "selective"], ["selective"], "full with blocks called twice above"))
 def test_with_recompute(recompute: str) -> None:
     compare(workload("gpt-tiny", 2, layers=3), Recipe(recompute=recompute), (4,))
 
@@ -250,7 +251,7 @@ def test_what_is_frozen_is_gathered_and_not_reduced() -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["adamw", "momentum", pytest.param("adam-loop", marks=pytest.mark.slow(reason="the states of adamw, updated one by one"))]
+    "optimizer", further(["adamw", "momentum", "adam-loop"], ["adamw", "momentum"], "the states of adamw, updated one by one")
 )
 def test_other_optimizers(optimizer: str) -> None:
     """One image: the gradients of two parameters share a storage. Slack: step counters on the host, norms."""
@@ -287,7 +288,9 @@ def marked(trace: types.Trace) -> types.Trace:
     return replace(trace, programs={**trace.programs, "micro_first": program})
 
 
-@pytest.mark.parametrize(("calls", "recompute"), [(1, "none"), (2, "full")])
+@pytest.mark.parametrize(
+    ("calls", "recompute"), further([(1, "none"), (2, "full")], [(2, "full")], "the loss is inside here too, and blocks are called once elsewhere")
+)
 def test_loss_inside_the_model_and_blocks_called_twice(calls: int, recompute: str) -> None:
     compare(lambda: wrapped(calls), Recipe(recompute=recompute), (4,), change=marked)
 

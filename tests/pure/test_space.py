@@ -109,7 +109,10 @@ def everything(made: Made, here: space.Room) -> Point:
     return min(points, key=lambda point: score(point, here.wishes))
 
 
-@pytest.mark.parametrize("made", [EVEN, UNEVEN, replace(EVEN, capacity=60.0), replace(UNEVEN, capacity=64.0)])
+@pytest.mark.parametrize("made", [
+    *(pytest.param(one, marks=pytest.mark.slow(reason="the same devices with less memory are here")) for one in (EVEN, UNEVEN)),
+    replace(EVEN, capacity=60.0), replace(UNEVEN, capacity=64.0),
+])  # fmt: skip
 def test_the_best_is_the_best_of_everything(made: Made) -> None:
     here = room("H100:4", global_batch=4)
     found = Explorer(room=here, pricer=made).run()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretell.errors import UserError
-from foretell.lower.pipeline.order import Event, in_turn, needs, orders
-from foretell.simulate.foreign.schedule import (
+from benchmarks.foreign.schedule import (
     GPIPE,
     ONE_BY_ONE,
     ZB_1P,
@@ -17,6 +15,8 @@ from foretell.simulate.foreign.schedule import (
     run_through,
     schedule_of,
 )
+from foretell.errors import UserError
+from foretell.lower.pipeline.order import Event, in_turn, needs, orders
 
 SIZES = [(4, 8), (8, 24), (8, 64), (16, 48), (4, 400)]
 

@@ -136,14 +136,14 @@ LINE = pytest.mark.slow(reason="another model of one line of blocks, cut as the 
 @pytest.mark.parametrize(
     ("work", "cuts"),
     [
-        (lambda: zoo("gpt-tiny"), ("blocks.1", "blocks.3")),
+        pytest.param(lambda: zoo("gpt-tiny"), ("blocks.1", "blocks.3"), marks=LINE),
         (lambda: zoo("gpt-tiny"), ("blocks.0", "norm")),
         pytest.param(lambda: zoo("llama-tiny"), ("blocks.3",), marks=LINE),
         pytest.param(lambda: zoo("vit-tiny"), ("blocks.1", "blocks.2"), marks=LINE),
         (lambda: zoo("t5-tiny"), ("encoder.blocks.1", "decoder.blocks.0", "decoder.blocks.1")),
-        (lambda: zoo("dit-tiny"), ("blocks.1",)),
+        pytest.param(lambda: zoo("dit-tiny"), ("blocks.1",), marks=LINE),
         (lambda: zoo("mixtral-tiny"), ("blocks.1",)),
-        (lambda: zoo("ssm-tiny"), ("blocks.1",)),
+        pytest.param(lambda: zoo("ssm-tiny"), ("blocks.1",), marks=LINE),
         pytest.param(lambda: zoo("bert-tiny", dropout=0.0), ("blocks.1",), marks=LINE),
         (lambda: zoo("convnext-micro"), ("stage3.1",)),
         (lambda: zoo("unet-tiny"), ("decoder.1",)),
@@ -154,6 +154,7 @@ def test_stages_in_turn_compute_what_the_whole_does(work: Callable[[], Workload]
     assert_same(work(), cuts)
 
 
+@pytest.mark.slow(reason="a model of transformers is cut and run by ranks in test_equivalence.py")
 def test_a_transformers_model_is_cut() -> None:
     pytest.importorskip("transformers")
     small = {

@@ -110,6 +110,7 @@ def test_a_compressed_file_is_known_by_its_content(tmp_path: Path) -> None:
     assert_same(file.load(tmp_path / "trace.json"), small())
 
 
+@pytest.mark.slow(reason="more layers need no more room in test_fold.py, whose runs are what is stored")
 def test_many_layers_are_a_small_file() -> None:
     few, many = (traced("llama-tiny", {"precision": "fsdp-bf16"}, overrides={"layers": n}) for n in (6, 20))
     text = file.dumps(many)

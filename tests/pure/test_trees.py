@@ -181,6 +181,7 @@ def test_waves_are_learned_far_better_than_by_a_line() -> None:
     assert by_trees < by_line / 5
 
 
+@pytest.mark.slow(reason="noise leaves what is learned alone in test_ops.py")
 def test_noise_of_two_percent_is_averaged_out() -> None:
     rng = np.random.default_rng(3)
     x, at = rng.uniform(0, 1, (4000, 6)), rng.uniform(0, 1, (1000, 6))

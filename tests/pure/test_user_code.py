@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from foretell.cli import main
-from foretell.cli.app import app, ckpt_app, zoo_app
+from foretell.cli.app import made
 from foretell.errors import UserError
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh, Plan
@@ -51,12 +51,16 @@ MODEL = EVIL + "import torch\nfrom torch import nn\ndef build(): return nn.Linea
 
 def commands() -> dict[str, Callable[..., Any]]:
     found = {}
-    for prefix, group in (("", app), ("zoo ", zoo_app), ("run ckpt ", ckpt_app)):
+    app = made()
+    below = {f"{one.name} ": one.typer_instance for one in app.registered_groups}
+    for prefix, group in {"": app, **below}.items():
+        assert group is not None
         for one in group.registered_commands:
             assert one.callback is not None
             found[f"{prefix}{one.name or one.callback.__name__}"] = one.callback
-    assert zoo_app.registered_callback is not None and zoo_app.registered_callback.callback is not None
-    found["zoo"] = zoo_app.registered_callback.callback
+    zoo = below["zoo "]
+    assert zoo is not None and zoo.registered_callback is not None and zoo.registered_callback.callback is not None
+    found["zoo"] = zoo.registered_callback.callback
     return found
 
 

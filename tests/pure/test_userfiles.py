@@ -20,6 +20,7 @@ from foretell.trace.record.capture import capture
 from foretell.trace.record.on_cpu import measure_on_cpu, trace_as_cpu
 from foretell.trace.sandbox.blame import step_error
 from foretell.trace.types import Trace
+from tests.further import further
 from tests.pure.as_cpu import here
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "userfiles"
@@ -49,6 +50,12 @@ RUN = {
     "move_cuda_calls", "ode_adaptive", "other_parallel", "quant_aware", "read_numpy", "shape_mlm", "solve_gp",
 }  # fmt: skip
 """One of each kind; of kinds that take long, `make test` has the trace for a GPU alone."""
+TWINS = {
+    "copy_byol", "copy_clones", "copy_dino", "copy_encoder", "copy_translator", "loop_seq2seq", "loop_sinkhorn", "move_half", "move_in_forward",
+    "move_mnist", "move_streams", "ode_rejects", "quant_vqvae", "read_guards", "read_layerdrop", "read_lengths", "read_schedule", "read_sizes",
+    "shape_ctc", "shape_detect", "shape_graph", "shape_packed", "shape_tokens", "batch_dataclass", "batch_loader", "other_parametrize",
+}  # fmt: skip
+"""Others of a kind of which a file is traced; some are traced by the tests at the end."""
 ALIKE = pytest.mark.slow(reason="its step is traced above, and real steps of files of other kinds, or of the same kind, are run")
 FP32 = Recipe(precision="fp32")
 
@@ -79,7 +86,7 @@ def traced(name: str) -> Trace:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", further(FILES, {*FILES} - TWINS - (RUN - BY_DATA), "a file of its kind is traced, or its step is run below"))
 def test_a_step_for_a_gpu_has_an_answer(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name in REFUSED:
         said, remedy = REFUSED[name]

@@ -94,7 +94,7 @@ def test_every_known_release_was_recorded_somewhere() -> None:
 
 AGAIN = (
     "attention-bf16-autocast", "encoder-adam-loop", "encoder-adamw-foreach", "encoder-bf16-autocast", "encoder-full", "encoder-momentum-fused",
-    "losses-fp16-autocast", "norms-fp16-autocast",
+    "losses-fp16-autocast", "norms-fp16-autocast", "encoder-adam", "attention-bf16", "attention-fp32",
 )  # fmt: skip
 ALIKE = pytest.mark.slow(reason="the rules of releases change the same ops in others that run: another optimizer, precision or way to recompute")
 

@@ -112,7 +112,11 @@ def test_trains(name: str, phase: str | None) -> None:
 
 LONG = ("hummingbird-tiny-teacher", "hummingbird-tiny-reward")
 PHASE = (*LONG, "protein-sid-tiny-generator", "protein-sid-tiny-score", "interprior-tiny-link", "lamarr-tiny-generator")
-TRACED = (*PHASE, "hummingbird-tiny-prune", "asd-tiny-ratio", "dit-regional-tiny-train")
+LARGE = (
+    "hummingbird-tiny-prune", "asd-tiny-ratio", "dit-regional-tiny-train", "interprior-tiny-prior", "lamarr-tiny-discriminator",
+    "protein-sid-tiny-teacher",
+)  # fmt: skip
+TRACED = (*PHASE, *LARGE)
 """Held against a real step by the slow tests alone."""
 
 
@@ -121,7 +125,7 @@ def seen(name: str, phase: str | None) -> Trace:
     return traced(name, phase) if f"{name}-{phase}" in TRACED else compared(name, phase)[2]
 
 
-LONGER = pytest.mark.slow(reason="a phase of the same networks as those that run, or a model that is traced below and runs a step above")
+LONGER = pytest.mark.slow(reason="a phase of the same networks as those that run, or a model that runs a step above")
 
 
 def but(*long: str) -> list[Any]:
@@ -136,7 +140,7 @@ def test_memory_is_as_measured(name: str, phase: str | None) -> None:
     assert predicted > 2_000_000
 
 
-@pytest.mark.parametrize(("name", "phase"), but(*PHASE))
+@pytest.mark.parametrize(("name", "phase"), but(*PHASE, *LARGE))
 def test_every_op_has_a_rule(name: str, phase: str | None) -> None:
     here = seen(name, phase)
     on_cuda = capture(lambda: load(source(name, phase, **SHORTER.get(name, {}))), Recipe())
@@ -150,7 +154,7 @@ def test_says_what_it_is(entry: Any) -> None:
     assert entry.paper and entry.task and entry.motif and entry.trap
 
 
-@pytest.mark.parametrize(("name", "phase"), but(*LONG, "interprior-tiny-link", "lamarr-tiny-generator"))
+@pytest.mark.parametrize(("name", "phase"), but(*PHASE, *LARGE))
 def test_only_what_is_trained_has_state(name: str, phase: str | None) -> None:
     trace = seen(name, phase)
     model = workload(name, phase).model
@@ -217,6 +221,7 @@ def test_protein_few_steps_are_twenty_times_cheaper() -> None:
 
 
 @pytest.mark.parametrize("phase", [pytest.param("sample_teacher", marks=LONGER), "sample"])
+@pytest.mark.slow(reason="a step of the model runs above; bytes of the phases that are trained are held against real steps")
 def test_protein_sampler_memory(phase: str) -> None:
     predicted, measured, _ = compare_on_cpu(source("protein-sid-tiny", phase, steps=2, layers=1), INFER)
     assert predicted == pytest.approx(measured, rel=0.05)
@@ -446,6 +451,7 @@ def test_showers_bands_are_priced_at_mask_density() -> None:
     assert price["banded"] / price["masked"] == pytest.approx(density, rel=0.05)
 
 
+@pytest.mark.slow(reason="a step of the model runs above; bytes of the phases that are trained are held against real steps")
 def test_showers_sampler_is_one_graph_repeated() -> None:
     stored = {}
     for steps in (4, 6):
@@ -572,6 +578,7 @@ def test_lamarr_chain_costs_follow_particles() -> None:
     assert found[128][1] == pytest.approx(2 * found[64][1], rel=0.01)
 
 
+@pytest.mark.slow(reason="a step of the model runs above; bytes of the phases that are trained are held against real steps")
 def test_lamarr_events_per_second_and_joules() -> None:
     recipe = Recipe(mode="infer")
     trace = capture(lambda: load(source("lamarr-tiny", "simulate", micro_batch=8)), recipe)

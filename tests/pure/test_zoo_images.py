@@ -55,12 +55,14 @@ CASES: list[tuple[str, tuple[tuple[str, Any], ...]]] = [
     ("geo-tiny", ()),
 ]
 TRACED = [
-    ("kmax-tiny", ()), ("strip-mlp-tiny", ()), ("context-split-tiny", ALONE), ("context-split-tiny", CAM), ("pansharpen-tiny", (("method", "cnn"),)),
+    ("kmax-tiny", ()), ("pyra-tiny", ()), ("wildlife-tiny", ()), ("context-split-tiny", ()),
+    ("pansharpen-tiny", ()), ("strip-mlp-tiny", ()), ("context-split-tiny", ALONE), ("context-split-tiny", CAM),
+    ("pansharpen-tiny", (("method", "cnn"),)),
     ("pansharpen-tiny", (("method", "unfold"),)), ("wildlife-tiny", CLASSIFIER),
 ]  # fmt: skip
 """Held against a real step by the slow tests alone."""
 MEASURED = pytest.mark.slow(reason="its trace is read below, and a step of it runs above; others, or it itself in another way, are measured")
-OTHER_WAY = pytest.mark.slow(reason="another way of a model that is traced in one")
+OTHER_WAY = pytest.mark.slow(reason="another way of a model that is traced in one, or a long trace of one that runs a step above")
 WITHOUT_GRADIENT = {("context-split-tiny", ALONE): ["head_context.weight"]}
 IDS = ["-".join([name, *(str(value) for _, value in more)]) for name, more in CASES]
 
@@ -152,7 +154,7 @@ class TestAll:
     @pytest.mark.parametrize(
         "case",
         [
-            pytest.param(case, id=name, marks=OTHER_WAY if case[0] == "pansharpen-tiny" and case[1] else ())
+            pytest.param(case, id=name, marks=OTHER_WAY if case[1] or case[0] not in ("geo-tiny", "context-split-tiny") else ())
             for case, name in zip(CASES, IDS, strict=True)
         ],
     )
@@ -247,6 +249,7 @@ class TestPYRA:
         torch.testing.assert_close((fewer * weights).sum(dim=1), (x * sizes).sum(dim=1))  # re-activation starts at one
         torch.testing.assert_close(weights.sum(dim=1), sizes.sum(dim=1))
 
+    @pytest.mark.slow(reason="a step of the model runs above; bytes of other modules are held against real steps")
     def test_fewer_tokens_from_block_to_block_show_in_flops_and_memory(self) -> None:
         _, _, trace = on_cpu("pyra-tiny", ())
         tokens = [145 - 24 * index for index in range(5)]
@@ -257,6 +260,7 @@ class TestPYRA:
         kept = [saved(trace, f"blocks.{index}") for index in range(4)]
         assert all(later < 0.9 * earlier for earlier, later in pairwise(kept))
 
+    @pytest.mark.slow(reason="what is frozen has no gradient in the step that runs above, and no state in test_capture.py")
     def test_frozen_weights_cost_no_gradient_and_no_state(self) -> None:
         _, _, trace = on_cpu("pyra-tiny", ())
         work = made("pyra-tiny")
@@ -296,6 +300,7 @@ class TestContextSplit:
         assert held(some, OPTIMIZER) - held(none, OPTIMIZER) == 2 * weight + 4
         assert not ops(none, "head_context", "backward")
 
+    @pytest.mark.slow(reason="what is frozen has no gradient in the step that runs above, and no state in test_capture.py")
     def test_the_frozen_twin_keeps_nothing(self) -> None:
         trace = seen("context-split-tiny", CAM)
         assert held(trace, PARAMETER, "before_") > held(trace, PARAMETER) * 0.49
@@ -359,6 +364,7 @@ class TestPansharpen:
             without = pansharpen.tiled(work.model, cube, pan, 5, 0)
         assert (pieces - whole).abs().max() < 1e-5 < (without - whole).abs().max()
 
+    @pytest.mark.slow(reason="a step of the model runs above; bytes of other modules are held against real steps")
     def test_memory_of_an_unfolded_iteration_is_linear_in_its_length(self) -> None:
         three = on_cuda("pansharpen-tiny", (("method", "unfold"),))
         two, four = (on_cuda("pansharpen-tiny", (("depth", depth), ("method", "unfold"))) for depth in (2, 4))
@@ -367,6 +373,7 @@ class TestPansharpen:
 
 
 class TestWildlife:
+    @pytest.mark.slow(reason="what is frozen has no gradient in the step that runs above, and no state in test_capture.py")
     def test_one_stage_is_trained_and_the_other_costs_no_state(self) -> None:
         for case, trained, frozen in (((), "detector", "classifier"), (CLASSIFIER, "classifier", "detector")):
             trace = seen("wildlife-tiny", case)
@@ -398,12 +405,14 @@ class TestWildlife:
         other = {**output, "species": torch.where(output["passed"].flatten()[:, None], output["species"], 7.0)}
         assert torch.equal(wildlife.loss(output, work.batch), wildlife.loss(other, work.batch))
 
+    @pytest.mark.slow(reason="a step of the model runs above; bytes of other modules are held against real steps")
     def test_memory_is_linear_in_the_bound_of_crops(self) -> None:
         six, more = seen("wildlife-tiny", CLASSIFIER), source("wildlife-tiny", phase="classifier", crops=12)
         twelve = capture(lambda: load(more), FP32, capability=None)
         assert saved(twelve, "classifier.stage") / saved(six, "classifier.stage") == pytest.approx(2.0, rel=0.02)
         assert saved(twelve) / saved(six) == pytest.approx(2.0, rel=0.02)  # the detector keeps nothing
 
+    @pytest.mark.slow(reason="a step of the model runs above; bytes of other modules are held against real steps")
     def test_without_a_bound_all_may_pass_and_the_share_that_does_suffices(self) -> None:
         """The count of crops is the data's: a trace takes all of them, and with the share of real data is what is measured."""
         what = source("wildlife-tiny", phase="classifier", ragged=True, crops=12)
@@ -468,6 +477,7 @@ class TestGeo:
 
 
 class TestTNT:
+    @pytest.mark.slow(reason="a step of the model runs above; bytes of other modules are held against real steps")
     def test_inner_and_outer_blocks_have_costs_of_their_own(self) -> None:
         trace = _traced("tnt-tiny", ())
         patches, pixels, samples = 16, 16, 2
@@ -481,6 +491,7 @@ class TestTNT:
         inner, outer = (saved(trace, f"blocks.0.{path}") for path in ("inner", "outer"))
         assert inner > 1.5 * outer and inner + outer < saved(trace, "blocks.0")  # fewer FLOPs, but more numbers to keep
 
+    @pytest.mark.slow(reason="a step of the model runs above; bytes of other modules are held against real steps")
     def test_the_heads_of_both_are_split(self) -> None:
         with torch.device("meta"):
             found = derive(record(made("tnt-tiny")), 2)
@@ -498,6 +509,7 @@ class TestRaftMLP:
             assert predicted == pytest.approx(measured, rel=0.05)
         assert saved(large[2]) / saved(small[2]) == pytest.approx(1.5**2, rel=0.1)
 
+    @pytest.mark.slow(reason="a step of the model runs above; bytes of other modules are held against real steps")
     def test_a_plan_stays_valid_at_one_and_a_half_times_the_resolution(self) -> None:
         cluster, options = parse("H200"), Options(profile_of=find_profile)
         plans = [

@@ -100,7 +100,10 @@ def test_a_step_trains_what_is_not_frozen(name: str, phase: str) -> None:
 
 
 LARGE = pytest.mark.slow(reason="a step of it runs above, and a trace of it is read below, or its other phase is compared")
-LARGER = (("piip-tiny", ""), ("piip_llava-tiny", ""), ("video_rag-tiny", ""), ("open_qwen2vl-tiny", "pretrain"), ("tinygpt_v-tiny", "align"))
+LARGER = (
+    ("piip-tiny", ""), ("piip_llava-tiny", ""), ("video_rag-tiny", ""), ("open_qwen2vl-tiny", "pretrain"), ("tinygpt_v-tiny", "align"),
+    ("minicpm_v-tiny", ""),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "phase"), [pytest.param(*case, marks=LARGE if case in LARGER else ()) for case in CASES])
@@ -182,6 +185,7 @@ def test_piip_needs_about_half_the_operations_of_one_branch() -> None:
 @pytest.mark.parametrize(
     ("name", "stages", "most"), [("piip", 2, 0.55), pytest.param("piip_llava-tiny", 2, 0.65, marks=pytest.mark.slow(reason="the same branches"))]
 )
+@pytest.mark.slow(reason="a step of the model runs above; stages of other models are placed in test_fabrics.py")
 def test_piip_branches_of_either_kind_are_balanced_over_devices(name: str, stages: int, most: float) -> None:
     plan = plan_from({"gpu": inference(name, stages=stages)}, parse("2xH200"), find_profile, 1)
     assert plan.busiest is not None
@@ -387,6 +391,7 @@ def test_video_rag_the_answer_rests_on_the_kept_texts() -> None:
     assert not torch.allclose(usual, louder)  # sound comes in through texts alone
 
 
+@pytest.mark.slow(reason="a step of the model runs above")
 def test_video_rag_tools_keep_nothing_for_backward() -> None:
     trace = traced("video_rag-tiny")
     kept = {one.module.split(".")[0] for one in trace.storages.values() if one.role == types.ACTIVATION}
@@ -394,6 +399,7 @@ def test_video_rag_tools_keep_nothing_for_backward() -> None:
     assert not kept & {"tools", "retriever"}
 
 
+@pytest.mark.slow(reason="a step of the model runs above; stages of other models are placed in test_fabrics.py")
 def test_video_rag_stages_are_placed_over_a_cpu_and_a_gpu() -> None:
     """Either device alone answers soonest; sharing the stages answers most often. A target in latency picks in between."""
     source, recipe = Source(model="video_rag-tiny"), Recipe(mode="infer", precision="bf16")

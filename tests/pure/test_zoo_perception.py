@@ -109,7 +109,8 @@ def test_a_step_runs_and_every_trained_parameter_learns(name: str, phase: str) -
 
 LONG = pytest.mark.slow(reason="seconds of a scan op by op, which ssm-tiny has too")
 PHASE = pytest.mark.slow(reason="the other phase of the same networks is compared")
-MARKS = {("mamba_yolo-tiny", ""): LONG, ("recombiner-tiny", "learn"): PHASE}
+VIEWS = pytest.mark.slow(reason="a step of it runs above; bytes of the others are compared")
+MARKS = {("mamba_yolo-tiny", ""): LONG, ("recombiner-tiny", "learn"): PHASE, ("bev-tiny", ""): VIEWS}
 
 
 @pytest.mark.parametrize(("name", "phase"), [pytest.param(*case, marks=MARKS.get(case, ())) for case in CASES])
@@ -159,6 +160,7 @@ def test_the_order_of_the_cameras_does_not_matter() -> None:
     assert one[0].shape == (1, 2, 2, 32, 32) and one[1].shape == (1, 2, 2, 32, 32)
 
 
+@pytest.mark.slow(reason="a step of the model runs above; bytes of others are compared, with recompute in test_capture.py")
 def test_six_cameras_are_as_many_kernels_as_one_and_six_times_the_work() -> None:
     six, one = compared("bev-tiny", "")[2], traced("bev-tiny", cameras=1)
     for phase in ("forward", "backward"):
@@ -209,6 +211,7 @@ def test_rank_and_sparsity_of_every_stage() -> None:
     assert len(found) == 4 and all(1 <= rank <= 64 and 0 <= sparsity <= 1 for rank, sparsity in found)
 
 
+@pytest.mark.slow(reason="a step of the model runs above; bytes of others are compared, with recompute in test_capture.py")
 def test_recomputing_stages_saves_as_much_as_predicted() -> None:
     kept, measured, trace = compared("rpcanet-tiny", "")
     assert trace.meta["blocks"] == [f"stages.{n}" for n in range(4)]

@@ -89,7 +89,7 @@ def test_a_step_runs_and_every_weight_learns(name: str) -> None:
 
 
 LONG = pytest.mark.slow(reason="a step of it runs above, and a trace of it, or of a model of the same equations, is read below")
-LONGER = ("sg_reg-tiny", "gcn_branch-tiny", "neuroback-tiny", "pde-deeponet-tiny", "pde-unet-tiny")
+LONGER = ("sg_reg-tiny", "gcn_branch-tiny", "neuroback-tiny", "pde-deeponet-tiny", "pde-unet-tiny", "pic_step-tiny")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=LONG if name in LONGER else ()) for name in SMALL])
@@ -274,6 +274,7 @@ def test_the_order_of_constraints_and_edges_does_not_matter() -> None:
         torch.testing.assert_close(mixed, call_model(model, batch), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow(reason="a step of the model runs above; bytes of another are held against a real step")
 def test_memory_of_ragged_batches_follows_their_sum() -> None:
     """Five graphs of 0.5 to 1.5 times the usual size are as much as five usual ones; two small ones are less than two."""
     small, whole = (peak_here("gcn_branch-tiny", micro_batch=count) for count in (2, 5))
@@ -318,6 +319,7 @@ def test_phases_are_written_as_literals() -> None:
     assert neuroback.phase_lines(torch.tensor([0.3, -2.0, 1.0])) == ["1", "-2", "3"]
 
 
+@pytest.mark.slow(reason="a step of the model runs above; bytes of another are held against a real step")
 def test_memory_and_work_are_linear_in_the_graph() -> None:
     """Four times the graph: whatever looked at all pairs of nodes would be sixteen times as much."""
     small, large = on_cuda("neuroback-tiny"), on_cuda("neuroback-tiny", variables=400, clauses=1600)
@@ -393,6 +395,7 @@ def test_pose_is_found_among_outliers() -> None:
     torch.testing.assert_close(torch.linalg.det(mirrored), torch.ones(2, 5))
 
 
+@pytest.mark.slow(reason="a step of the model runs above; bytes of another are held against a real step")
 def test_sweeps_cost_memory_each_and_the_svd_is_counted_and_kept_out_of_backward() -> None:
     fewer, more = (peak_live(on_cuda("sg_reg-tiny", sweeps=sweeps), ("steady_step",)) for sweeps in (10, 15))
     kept = 2 * 4 * (2 * 6 * 41 * 41 + 2 * 17 * 17)  # both sums of a sweep keep what they were of, points' and nodes'

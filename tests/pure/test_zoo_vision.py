@@ -16,6 +16,7 @@ from foretell.zoo.generative import dit
 from foretell.zoo.places import import_path
 from foretell.zoo.science import fno
 from foretell.zoo.vision import raftmlp, tnt, unet, vit
+from tests.further import further
 
 SMALL = {
     "vit": {"patch": 8, "dim": 32, "depth": 2, "heads": 4, "classes": 10, "image": 32},
@@ -149,7 +150,7 @@ def test_full_size_traces_on_fake_tensors(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("whole_model", [False, True])
+@pytest.mark.parametrize("whole_model", further([False, True], [True], "under autocast, which traces in other files have"))
 def test_runs_in_bfloat16(name: str, whole_model: bool) -> None:
     module = zoo(name)
     model = module.build(**SMALL[name])

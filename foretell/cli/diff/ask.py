@@ -16,7 +16,7 @@ from foretell.options.describe import options_of as options_of_class
 from foretell.options.words import MAX
 
 if TYPE_CHECKING:
-    from foretell.api.diff import DiffQuestion
+    from foretell.api.diffs import DiffQuestion
     from foretell.report.diff.bounds import GrowthBound
 
 _OF_A_RUN = ("tokens", "samples", "epochs", "dataset_size", "region", "price", "trace_out", "keep_writes")
@@ -86,7 +86,7 @@ def questions(
     """One for each kind of hardware; what is wrong with it is raised before anything is checked out."""
     import shlex
 
-    from foretell.api.diff import DiffQuestion
+    from foretell.api.diffs import DiffQuestion
     from foretell.hardware import parse
 
     found = []

@@ -16,7 +16,7 @@ from foretell.cli.diff import ask, file
 from foretell.errors import UserError
 
 if TYPE_CHECKING:
-    from foretell.api.diff import DiffQuestion
+    from foretell.api.diffs import DiffQuestion
     from foretell.report.diff.bounds import GrowthBound
     from foretell.report.diff.judge import RevisionDiff
 

@@ -28,7 +28,7 @@ from foretell.errors import FileFormatError, UserError
 from foretell.report.diff.bounds import BOUNDED, GrowthBound, all_of
 
 if TYPE_CHECKING:
-    from foretell.api.diff import DiffQuestion
+    from foretell.api.diffs import DiffQuestion
 
 NAME = "foretell-diff.toml"
 _TOP = ("on", "bounds", "model", "script")

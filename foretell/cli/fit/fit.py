@@ -22,7 +22,7 @@ from foretell.options import FitOptions
 from foretell.options.words import MAX
 from foretell.quantities import FITS
 
-FASTER_SECONDS = 20.0
+FASTER_SECONDS = 8.0
 """After which `fit` begins no further prediction of what would make a step faster; FORETELL_FASTER_SECONDS says another, 0 none at all."""
 @taking(FitOptions)
 def fit(

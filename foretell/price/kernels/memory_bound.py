@@ -129,17 +129,7 @@ def mover(name: str, op: Shape, device: Device) -> Described:
         terms["rows"] = (rows * _crew(kind, op, inner, out) if kind != "order" else numel / along(op, first)) * 1e-9 * cores
         terms["odd_rows"] = rows * 1e-9 * cores if inner % 4 and (kind != "reduction" or inner >= LONG_ROW) else 0.0
     if kind in ("gather", "scatter", "sorted"):
-        touched = _touched(kind, op, last)
-        terms["indices"] = touched[0] * 1e-9 * cores
-        atoms = touched[0] * touched[1] * 1e-11 * cores
-        terms["atoms_low" if DTYPE_BYTES.get(last.dtype, 4) < 4 else "atoms"] = atoms
-        if kind != "gather":  # what is added at one place comes one after another
-            low = "_low" if kind == "scatter" and DTYPE_BYTES.get(last.dtype, 4) < 4 else ""
-            terms[f"crowd{low}"] = touched[0] / max(1.0, out / touched[1]) * 1e-9
-        if bags:  # rows of one sum come one after another
-            terms["chain"] = touched[0] / max(1, op.inputs[2].numel) * 1e-8
-        if kind == "sorted":
-            terms["sorting"] = touched[0] * log(touched[0] + 1) * 1e-11 * cores
+        terms |= _by_places(name, kind, op, last, cores)
     if kind in ("pool", "copy") and device.backend != "cpu":
         terms |= _by_picture(name, first, last, cores)
     if kind == "order":
@@ -180,6 +170,20 @@ def _by_channel(first: TensorSpec, lane: float, total: float, device: Device) ->
     far = max(0.0, 1 - 0.6 * float(device.l2_bytes or 1) / max(1.0, total))
     turns = first.shape[0] * max(1.0, first.shape[1] / device.sm_count)
     return {"channel": lane * 1e-9, "channel_far": lane * 1e-9 * far, "pictures": turns * 1e-8}
+
+
+def _by_places(name: str, kind: str, op: Shape, last: TensorSpec, cores: float) -> dict[str, float]:
+    """What indices cost besides bytes: each of them, each number that is added, and those that wait for others at one place."""
+    count, length = _touched(kind, op, last)
+    low = DTYPE_BYTES.get(last.dtype, 4) < 4
+    terms = {"indices": count * 1e-9 * cores, "atoms_low" if low else "atoms": count * length * 1e-11 * cores}
+    if kind != "gather":
+        terms["crowd_low" if kind == "scatter" and low else "crowd"] = count / max(1.0, max(1, last.numel) / length) * 1e-9
+    if name.startswith(_BAGS):  # rows of one sum come one after another
+        terms["chain"] = count / max(1, op.inputs[2].numel) * 1e-8
+    if kind == "sorted":
+        terms["sorting"] = count * log(count + 1) * 1e-11 * cores
+    return terms
 
 
 def _by_picture(name: str, first: TensorSpec, last: TensorSpec, cores: float) -> dict[str, float]:

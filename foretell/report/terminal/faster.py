@@ -10,11 +10,13 @@ from foretell.quantities import Prediction
 from foretell.report.command import hardware_spec, model_name, with_flag
 from foretell.report.terminal.seconds import GUTTER
 from foretell.search.advice.faster import Advice, Gain
+from foretell.search.advice.gain_range import MEASURE
 from foretell.units import gib, human_count
 
 TOP = 3
 """Gains that `fit` shows."""
 NOTHING = "nothing that was tried makes it faster"
+UNSURE = "nothing that was tried makes it faster for sure"
 
 
 def lines(answer: Prediction, found: Advice, typed: Sequence[str], width: int) -> list[str]:
@@ -23,13 +25,15 @@ def lines(answer: Prediction, found: Advice, typed: Sequence[str], width: int) -
     rate = f"{human_count(answer.throughput.per_second)} {answer.throughput.unit}/s"
     step, used = _step(answer.time.step_seconds), gib(answer.memory.device_bytes)
     head = f"{model_name(answer)} on {hardware_spec(answer, ' ')}: {step} a step, {rate}, {used}"
-    if not found.gains:
-        return [head, f"{NOTHING} ({found.tried} changes predicted)"]
+    if not found.gains and found.joint is None:
+        shown = [head, f"{NOTHING if not found.unsure else UNSURE} ({found.tried} changes predicted)"]
+        return shown + _unsure(found, width)
     shown = [head, "", f"{'faster':>7}  {'step':>9}  {'memory':>10}  maths"]
     for gain in (*found.gains, *([found.joint] if found.joint else [])):
         if gain is found.joint:
             shown += ["", "together"]
         shown += _gain(gain, width)
+    shown += _unsure(found, width)
     best = found.joint or found.gains[0]
     command = shlex.join(["foretell", *with_flag(["fit", *typed[1:]], best.flag)])
     shown += ["", "in a plain loop", *(f"  {line}" for line in best.code.splitlines()), "", "check it", f"  {command}"]
@@ -43,7 +47,7 @@ def top(found: Advice, typed: Sequence[str], width: int) -> list[str]:
     gutter, lines = " " * GUTTER, []
     for number, gain in enumerate(found.gains[:TOP]):
         start = f"{'faster' if not number else '':<{GUTTER}}{gain.speedup:.2f}x  {_step(gain.step_seconds):>7}  "
-        wrapped = textwrap.wrap(f"{gain.change} [{gain.maths}]", max(20, width - len(start)))
+        wrapped = textwrap.wrap("; ".join(filter(None, (f"{gain.change} [{gain.maths}]", gain.told_range))), max(20, width - len(start)))
         lines += [start + wrapped[0], *(" " * len(start) + more for more in wrapped[1:])]
     if lines and typed:
         command = shlex.join(["foretell", "plan", "advise", *typed[1:]])
@@ -52,9 +56,15 @@ def top(found: Advice, typed: Sequence[str], width: int) -> list[str]:
     return lines
 
 
+def _unsure(found: Advice, width: int) -> list[str]:
+    """What may gain nothing, since hosts differ by more."""
+    shown = [line for gain in found.unsure for line in _gain(gain, width)]
+    return ["", MEASURE, *shown] if shown else []
+
+
 def _gain(gain: Gain, width: int) -> list[str]:
     start = f"{gain.speedup:6.2f}x  {_step(gain.step_seconds):>9}  {_bytes(-gain.saves_bytes):>10}  "
-    words = f"{gain.change} [{gain.maths}]" + (f"; {gain.costs}" if gain.costs else "")
+    words = "; ".join(filter(None, (f"{gain.change} [{gain.maths}]", gain.told_range, gain.costs)))
     wrapped = textwrap.wrap(words, max(20, width - len(start))) or [""]
     return [start + wrapped[0], *(" " * len(start) + more for more in wrapped[1:])]
 

@@ -13,13 +13,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from foretell.errors import ForetellError
 from foretell.hardware.larger import larger
 from foretell.quantities import FITS, NO, TIGHT, Prediction, Remedy
 from foretell.search.advice import ways
 from foretell.search.advice.ways import Attempt, FitRequest, OptionChange, Prepare
-from foretell.simulate.memory.remedies import Outlook
+from foretell.units import gib
+
+if TYPE_CHECKING:
+    from foretell.simulate.memory.remedies import Outlook
 
 EACH = 3
 """Ways of one class that are predicted until one fits; of more devices, for each number of them."""
@@ -51,6 +55,8 @@ def advise(
     guess = answer.model.get("outlook")
     if answer.verdict not in (NO, TIGHT) or not isinstance(guess, Mapping) or seconds <= 0:
         return answer, True
+    from foretell.simulate.memory.remedies import Outlook
+
     search = _Advice(answer, asked, attempt, by_plan, Outlook.from_json(guess), seconds, prepare, progress)
     search.run()
     return replace(answer, remedies=search.ranked(), ways_tried=len(search.found), advice=search.words()), not search.late
@@ -85,9 +91,10 @@ class _Advice:
         if self.answer.verdict == NO:
             self._moved()
         self._more_devices()
-        if not self.found:  # none was near enough to be predicted: say how far off the strongest are
+        if not self.found:  # none was near enough to be predicted: say how far off the strongest are, if they are not hopeless
             for way in (*same[-1:], *(numerics or adapters)[-1:]):
-                self._try(way)
+                if self.outlook.held(way.options) <= self.answer.memory.capacity_bytes:
+                    self._try(way)
 
     # ------------------------------------------------------------------ trying
 
@@ -205,5 +212,8 @@ class _Advice:
         what = "fits" if self.answer.verdict == NO else "leaves more room"
         if any(map(self._enough, self.found)):
             return ""
+        if not self.found and self.outlook.held({}) > self.answer.memory.capacity_bytes:
+            held, devices = self.outlook.held({}), "each of these devices" if self.asked.cluster.count > 1 else "this device"
+            return f"nothing tried here {what}: {count}; weights and optimizer states alone need {gib(held)} on {devices}"
         more = f"; the {self.seconds:.0f} s for trying were up, run it again to try more" if self.late else ""
         return f"nothing tried here {what}: {count}{more}"

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from foretell.errors import ForetellError
 from foretell.hardware.types import Cluster
 from foretell.quantities import FITS, NO
-from foretell.search.advice.faster import GAINS, Advice, Gain
+from foretell.search.advice.faster import Advice, Gain, told_apart
 from foretell.search.advice.faster_ways import BOUNDED, CHANGES, EXACT, HOST_BOUND, compiles
+from foretell.search.advice.gain_range import gain_range
 from foretell.search.advice.script_ways import ScriptChange, batch_argument, bf16_words, followed_with, with_value
 from foretell.search.traces.followed import Followed, cost, make_ready
 from foretell.search.traces.followed import follow as follow_script
@@ -37,6 +38,12 @@ class SpeedChange:
     maths: str = EXACT
     compile: str = ""
     """How, where that is the change."""
+
+    @property
+    def axis(self) -> str:
+        """As faster_ways names it."""
+        known = {"autocast": "format", "tf32": "format", "channels_last": "layout", "fused": "optimizer"}
+        return "compile" if self.compile else next((known[name] for name in self.change.model if name in known), "batch")
 
 
 def steps(followed: Followed, cluster: Cluster, plain: PlanCost) -> Iterator[SpeedChange]:
@@ -105,10 +112,8 @@ class ScriptSpeedSearch:
             make_ready()
         with ThreadPoolExecutor(WORKERS) as pool:
             made = [(step, gain) for step, gain in zip(chosen, pool.map(self._try, chosen), strict=True) if gain is not None]
-        ranked = sorted(((step, gain) for step, gain in made if gain.speedup >= GAINS), key=lambda one: -one[1].speedup)
-        compiled = next((step for step, _ in ranked if step.compile), None)
-        gains = tuple(gain for step, gain in ranked if not step.compile or step is compiled)
-        return Advice(gains=gains, joint=None, tried=len(made), whole=not self.late)
+        gains, unsure = told_apart([(step.axis, gain) for step, gain in made])
+        return Advice(gains=gains, joint=None, tried=len(made), whole=not self.late, unsure=unsure)
 
     def _try(self, step: SpeedChange) -> Gain | None:
         """None where it cannot be done, does not fit, or the time is up."""
@@ -130,8 +135,9 @@ class ScriptSpeedSearch:
             return None
         speedup = self.plain.time.step_seconds / made.time.step_seconds * followed.micro_batch / whole
         memory, before = made.worst.memory, self.plain.worst.memory
+        low, high = gain_range(self.plain.time, made.time, speedup, step.axis, serial=self.cluster.device.backend == "cpu")
         return Gain(
-            change=step.change.words, flag="", code=step.change.words, maths=step.maths, costs=step.change.costs, speedup=speedup,
+            change=step.change.words, flag="", code=step.change.words, maths=step.maths, costs=step.change.costs, speedup=speedup, low=low, high=high,
             step_seconds=made.time.step_seconds, per_second=followed.micro_batch * followed.recipe.accumulate / made.time.step_seconds,
             device_bytes=memory.device_bytes, saves_bytes=before.device_bytes - memory.device_bytes, verdict=made.verdict,
         )  # fmt: skip

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foretell.hardware.types import Cluster
 from foretell.quantities import Prediction
-from foretell.simulate.memory.remedies import Outlook
 from foretell.trace.recipe import Recipe
+
+if TYPE_CHECKING:
+    from foretell.simulate.memory.remedies import Outlook
 
 RANK = 16
 """Of the LoRA adapters that are offered."""

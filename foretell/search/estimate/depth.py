@@ -39,6 +39,8 @@ WALKED = 2
 MOST_RUNS = 8
 """Runs that are walked in their order; if there are more, blocks of one kind and residency are taken together, and if these are
 still more, those of one residency."""
+
+
 class Depth(IntEnum):
     """How the bytes of a rank are found."""
 
@@ -118,6 +120,12 @@ class DeepStage:
             place += count
             found.append(name_of(place - 1))
         return found
+
+    def grown(self, lasts: Sequence[str], place: int | None = None) -> list[str | None]:
+        """The last blocks of those runs that may stand for more blocks, or of the one at a place; None of others: what a block more
+        of them adds is not asked."""
+        grows = [not self.whole and count >= WALKED if place is None else number == place for number, (_, _, count) in enumerate(self.runs)]
+        return [last if more else None for last, more in zip(lasts, grows, strict=True)]
 
 
 def of_pair(pair: Pair) -> tuple[Run, ...]:

@@ -20,7 +20,7 @@ from foretell.plan.legal import SPLIT_BACKWARD
 from foretell.plan.types import LOOPED
 from foretell.quantities import Task
 from foretell.search.block_costs.sheet import Works
-from foretell.search.estimate.depth import DeepStage, Depth, Peak, stage_of
+from foretell.search.estimate.depth import DeepStage, Depth, Peak, runs_of, stage_of
 from foretell.search.estimate.stage import FEW, FEW_SPLIT
 from foretell.search.space.stages import rank_of
 from foretell.simulate.time.streams import Makespan
@@ -149,11 +149,6 @@ def _largest(rows: Iterable[Flight]) -> tuple[Flight, ...]:
 # ---------------------------------------------------------------------- one layout
 
 
-def pipeline_cost(composer: Composer, layout: Layout, works: Works, modes: Sequence[str], held: Depth = Depth.SHORT) -> Quick:
-    """What a layout with pipeline stages costs."""
-    return Pipe(composer, layout, works, modes).cost(held)
-
-
 class Pipe:
     """A layout with pipeline stages."""
 
@@ -173,8 +168,6 @@ class Pipe:
 
     def stage(self, index: int, *, whole: bool = False) -> DeepStage:
         """The blocks of a stage; `whole`: of which every one is walked. The same for all layouts that have such a stage."""
-        from foretell.search.estimate.depth import runs_of
-
         start, end = self.edges[index : index + 2]
         first, last = index == 0, index == self.count - 1
         known, key = self.works.known, (DeepStage, start, end, self.modes[start:end], first, last, whole)
@@ -190,12 +183,16 @@ class Pipe:
         return min(1.0, quick.device / plain.device) if plain.device else 1.0
 
     def cost(self, held: Depth = Depth.SHORT) -> Quick:
-        micro = self.layout.accumulate
-        walked = self._walked(micro)
+        walked = self._walked(self.layout.accumulate)
         order = order_of(self.schedule, self.ranks, self.count, walked)
         memories = self.memories(order, held)
         if held == Depth.ALIVE and max(one.reserved for one in memories) > self.composer.careful:
             return self.composer.bound(self._whole_ops(), memories, self.layout)
+        return self.timed(order, walked, memories)
+
+    def timed(self, order: Order, walked: int, memories: Sequence[Peak]) -> Quick:
+        """The cost where it is known what each rank holds."""
+        micro = self.layout.accumulate
         events = [self.events(index) for index in range(self.count)]
         updates = [self.update(rank) for rank in range(self.ranks)]
         step, busy = self._timed(order, events, updates)

@@ -203,9 +203,9 @@ class Composer:
     def cost(self, layout: Layout, works: Works, held: Depth = Depth.SHORT) -> Quick:
         modes = layout.modes or ("keep",) * len(self.sheet.blocks)
         if layout.mesh.pp > 1:
-            from foretell.search.estimate.pipeline import pipeline_cost
+            from foretell.search.estimate.pipeline import Pipe
 
-            return pipeline_cost(self, layout, works, modes, held)
+            return Pipe(self, layout, works, modes).cost(held)
         stage = stage_of(runs_of(self.sheet.kinds, modes), works.taken)
         steps = self.steps(layout, works)
         ops = self.ops_of(works, stage.every).times(layout.accumulate)

@@ -94,22 +94,24 @@ class Stages:
             self._ran[stage].divide(looped=part.looped and part.weaver is not None)
         return self._ran[stage]
 
-    def _events(self, stage: DeepStage) -> dict[str, tuple[Values, list[Values]]]:
+    def _events(self, stage: DeepStage, place: int | None = None) -> dict[str, tuple[Values, list[Values]]]:
         """Of every kind of event of a walked stage: when each stream has done with it, and how much later for a block more of
-        each run."""
-        found: dict[str, tuple[Values, list[Values]]] = self.kept.of("events", stage, lambda: self._simulated(stage))
+        each run, or of the one at a place."""
+        key = stage if place is None else (stage, place)
+        found: dict[str, tuple[Values, list[Values]]] = self.kept.of("events", key, lambda: self._simulated(stage, place))
         return found
 
-    def _simulated(self, stage: DeepStage) -> dict[str, tuple[Values, list[Values]]]:
+    def _simulated(self, stage: DeepStage, place: int | None) -> dict[str, tuple[Values, list[Values]]]:
         ran, found = self._run(stage), dict[str, tuple[Values, list[Values]]]()
+        lasts = stage.grown(ran.lasts, place)
         seen: dict[object, tuple[Values, list[Values]]] = {}
         for name, ops in ran.named.items():
             key = (name[:1], len(ops), sum(len(op.outputs) for op in ops))
             if key not in seen:
-                seen[key] = self._event(ran.trace, ops, ran.lasts, apart=name in ("gather", "tail"))
+                seen[key] = self._event(ran.trace, ops, lasts, apart=name in ("gather", "tail"))
             found[name] = seen[key]
         found.update(_halved(found))
-        found["update"] = self._update(replace(ran.trace, storages=ran.part.storages, resident=ran.part.resident()), ran.update, ran.lasts)
+        found["update"] = self._update(replace(ran.trace, storages=ran.part.storages, resident=ran.part.resident()), ran.update, lasts)
         return found
 
     # ------------------------------------------------------------------ time
@@ -120,14 +122,14 @@ class Stages:
         if found is None:
             found = self._seconds[stage] = {}
             short = stage.walked if stage.ends is None else replace(stage.walked, runs=of_pair(stage.ends))
-            steps = [] if stage.ends is None else [(times, self._events(two)) for two, times in stage.steps(between)]
+            steps = [] if stage.ends is None else [(times, self._events(two, 1)) for two, times in stage.steps(between)]
             for name, (ends, each) in self._events(short).items():
                 more = [(times, events[name][1][1]) for times, events in steps] or list(zip(stage.left, each, strict=True))
                 deep = (end + sum(times * one.get(stream, 0.0) for times, one in more) for stream, end in ends.items())
                 found[name] = max(deep, default=0.0)
         return found
 
-    def _event(self, trace: Trace, ops: Sequence[Op], lasts: Sequence[str], *, apart: bool) -> tuple[Values, list[Values]]:
+    def _event(self, trace: Trace, ops: Sequence[Op], lasts: Sequence[str | None], *, apart: bool) -> tuple[Values, list[Values]]:
         """`apart`: every stream goes its own way; else messages keep up with compute, or it waits for them."""
         if self.speeds is None or not ops:
             return {}, [{} for _ in lasts]
@@ -138,14 +140,16 @@ class Stages:
         ends: dict[str, float] = {}
         for task, finish in zip(timeline.tasks, timeline.finish, strict=True):
             ends[task.resource] = max(ends.get(task.resource, 0.0), finish)
-        more = [periods(timeline, last) for last in lasts]
+        more = [{} if last is None else periods(timeline, last) for last in lasts]
         for one, last in zip(more, lasts, strict=True):
+            if last is None:
+                continue
             if not apart:
                 one.update(dict.fromkeys(ends, one.get(COMPUTE, 0.0)))
             one[HOST] = sum(task.host_seconds for task in asked if inside(task.module, last))
         return {**ends, HOST: host}, more
 
-    def _update(self, trace: Trace, ops: Sequence[Op], lasts: Sequence[str]) -> tuple[Values, list[Values]]:
+    def _update(self, trace: Trace, ops: Sequence[Op], lasts: Sequence[str | None]) -> tuple[Values, list[Values]]:
         """An update waits for nothing: its seconds, and what they are less without a block."""
 
         def of(kept: Sequence[Op], parameters: int) -> Values:
@@ -156,8 +160,11 @@ class Stages:
             host = sum(task.host_seconds for task in tasks) - parameters * self.speeds.machine.host.weights["parameter"]
             return {COMPUTE: sum(task.seconds for task in tasks), HOST: host}
 
-        whole, more = of(ops, 0), []
+        whole, more = of(ops, 0), list[Values]()
         for last in lasts:
+            if last is None:
+                more.append({})
+                continue
             mine = {number for number, one in trace.storages.items() if inside(one.module, last)}
             count = sum(number in mine for number in trace.resident if trace.storages[number].role == types.PARAMETER)
             less = of([without(op, mine) for op in ops], count)
@@ -328,7 +335,7 @@ def _halved(events: Mapping[str, tuple[Values, list[Values]]]) -> dict[str, tupl
     if any(one is None or not one[0] for one in pair):
         return {}
     ends, each = (list(part) for part in zip(*(one for one in pair if one is not None), strict=True))
-    whole, more = sum(one[HOST] for one in ends), [sum(one[HOST] for one in both) for both in zip(*each, strict=True)]
+    whole, more = sum(one[HOST] for one in ends), [sum(one.get(HOST, 0.0) for one in both) for both in zip(*each, strict=True)]
     found = {}
     for name, (end, blocks) in events.items():
         share = HALVES.get(name[:1])

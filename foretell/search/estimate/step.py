@@ -75,22 +75,22 @@ class Steps:
             more = list(zip(stage.left, each, strict=True))
         else:
             found, _ = self._walked(replace(stage.walked, runs=of_pair(stage.ends)), accumulate, run)
-            more = [(times, self._walked(two, accumulate, run)[1][-1]) for two, times in stage.steps(of_pair)]
+            more = [(times, self._walked(two, accumulate, run, len(two.runs) - 1)[1][-1]) for two, times in stage.steps(of_pair)]
         return {name: value + sum(times * one.get(name, 0.0) for times, one in more) for name, value in found.items()}
 
     def _few(self, accumulate: int) -> int:
         """Micro-batches of a step that are walked one by one: with replicas, the first and the last differ from others."""
         return min(accumulate, 3 if self.plan.mesh.dp_replicate > 1 else 2)
 
-    def _walked(self, stage: DeepStage, accumulate: int, run: int) -> tuple[Values, list[Values]]:
-        """With `run` of the micro-batches of a step; and what one block more of each run adds."""
+    def _walked(self, stage: DeepStage, accumulate: int, run: int, place: int | None = None) -> tuple[Values, list[Values]]:
+        """With `run` of the micro-batches of a step; and what one block more of each run adds, or of the one at a place."""
         found: tuple[Values, list[Values]] = self.kept.of(
-            "steps", (stage, accumulate, run),
-            lambda: self._simulated(self.lowered(stage, accumulate), stage.lasts(), accumulate - run, run),
+            "steps", (stage, accumulate, run) if place is None else (stage, accumulate, run, place),
+            lambda: self._simulated(self.lowered(stage, accumulate), stage.grown(stage.lasts(), place), accumulate - run, run),
         )
         return found
 
-    def _simulated(self, local: Trace, lasts: Sequence[str], less: int, run: int) -> tuple[Values, list[Values]]:
+    def _simulated(self, local: Trace, lasts: Sequence[str | None], less: int, run: int) -> tuple[Values, list[Values]]:
         speeds = self.speeds
         if speeds is None:
             return dict.fromkeys(("device", "host", "busy", "update"), 0.0), [{} for _ in lasts]
@@ -101,8 +101,11 @@ class Steps:
         waited = {axis: timeline.exposed[lane(axis)] for axis in AXES if lane(axis) in timeline.exposed}
         update = _update(tasks)
         found = {"device": timeline.seconds, "host": host, "busy": timeline.busy[COMPUTE], "update": update, **waited}
-        weight, more = speeds.machine.host.weights["parameter"], []
+        weight, more = speeds.machine.host.weights["parameter"], list[Values]()
         for last in lasts:
+            if last is None:
+                more.append({})
+                continue
             mine = {number for number, one in local.storages.items() if inside(one.module, last)}
             trained = sum(number in mine for number in local.resident if local.storages[number].role == types.PARAMETER)
             ahead, back = periods(timeline, last, ("forward",)), periods(timeline, last, ("backward", "recompute"))

@@ -197,16 +197,16 @@ class _Unlike(Pipe):
         self, main: Composer, layout: Layout, works: Works, modes: Sequence[str], timed: Sequence[Pipe], kept: Sequence[Pipe]
     ) -> None:
         super().__init__(main, layout, works, modes)
-        self.timed, self.kept = timed, kept
+        self.alone, self.kept = timed, kept
 
-    def cost(self, held: Depth = Depth.SHORT) -> Quick:
-        found = super().cost(held)
+    def timed(self, order: Order, walked: int, memories: Sequence[Peak]) -> Quick:
+        found = super().timed(order, walked, memories)
         return replace(found, joules=self._joules(found.seconds))
 
     def _joules(self, seconds: float) -> float | None:
         """Of all devices: each place of the pipeline draws what its own devices draw."""
         total = 0.0
-        for rank, pipe in enumerate(self.timed):
+        for rank, pipe in enumerate(self.alone):
             drawn = pipe.composer.joules_of([(pipe.ops(rank), self.update(rank))], seconds)
             if drawn is None:
                 return None
@@ -214,13 +214,13 @@ class _Unlike(Pipe):
         return total
 
     def events(self, index: int) -> Mapping[str, float]:
-        return self.timed[self.where[index]].events(index)
+        return self.alone[self.where[index]].events(index)
 
     def update(self, rank: int) -> float:
-        return self.timed[rank].update(rank)
+        return self.alone[rank].update(rank)
 
     def ops(self, rank: int) -> Ops:
-        return self.timed[rank].ops(rank)
+        return self.alone[rank].ops(rank)
 
     def memory(self, rank: int, order: Order, held: Depth) -> Peak:
         mine = self.kept[rank]

@@ -74,6 +74,16 @@ class Outlook:
         moving = max(0, self.moving - max(0, self.full - self.cast_in_blocks)) // micro_batch
         return moving + 2 * self.unit + self.beside
 
+    def held(self, change: Mapping[str, Any]) -> int:
+        """Device bytes of weights and optimizer states alone with other options of `fit`: what no way of running the step lowers."""
+        p, o = float(self.parameters), float(self.optimizer)
+        if change.get("lora"):
+            o *= ADAPTERS
+        if change.get("nf4"):
+            p -= self.linear * (1 - NF4_SHARE)
+        share = 0.5 if change.get("precision") == "bf16" else 1.0
+        return int(share * (p + o) / int(change.get("times", 1))) + self.beside
+
     def after(self, change: Mapping[str, Any], *, micro_batch: int = 1, precision: str = "") -> int:
         """Device bytes with other options of `fit`; `times`: as many times the devices. About right, no more."""
         p, g, o, alive = (float(value) for value in (self.parameters, self.gradients, self.optimizer, self.alive))

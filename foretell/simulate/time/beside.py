@@ -44,7 +44,6 @@ class Beside:
     """Of each process, on average."""
     busy: float
     """Share of the time in which the device runs kernels; switching does not count."""
-    switches_per_second: float
 
 
 class _Process:
@@ -101,7 +100,7 @@ def beside(jobs: Sequence[Sequence[Task]], sharing: Sharing | None = None, *, qu
     how = sharing or Sharing()
     processes = [_Process(tasks, queue) for tasks in jobs]
     now = busy = 0.0
-    switches, runs, turn = 0, 0, 0
+    runs = turn = 0
     slice_end = how.slice_seconds
     fresh = [True] * len(processes)
     while runs < MOST_KERNELS and any(len(process.ends) < WARM_STEPS + COUNTED_STEPS for process in processes):
@@ -114,7 +113,6 @@ def beside(jobs: Sequence[Sequence[Task]], sharing: Sharing | None = None, *, qu
                 continue
             turn = waiting[0]
             now += how.switch_seconds
-            switches += 1
             slice_end = now + how.slice_seconds
             continue
         if now >= slice_end:
@@ -134,10 +132,7 @@ def beside(jobs: Sequence[Sequence[Task]], sharing: Sharing | None = None, *, qu
         if mine.left <= 1e-12:
             mine.finished(now)
             fresh[turn] = True
-    return Beside(
-        step_seconds=tuple(_step(process, now) for process in processes), busy=busy / now if now else 0.0,
-        switches_per_second=switches / now if now else 0.0,
-    )  # fmt: skip
+    return Beside(step_seconds=tuple(_step(process, now) for process in processes), busy=busy / now if now else 0.0)
 
 
 def _after(turn: int, count: int) -> list[int]:

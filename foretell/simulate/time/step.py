@@ -154,6 +154,7 @@ def tasks_of(
         ops = trace.programs[name].ops
         issues = list(machine.host.issues(ops, compiled=maker.compiled, watched=watched))
         beside = [machine.host.handing(op) if beside_device(op, here) else None for op in ops] if here else [None] * len(ops)
+        entering = machine.host.entering(trace, name)
         stood: object = None
         made: list[Task] = []
         for _ in range(times if most is None else min(times, most)):
@@ -164,7 +165,7 @@ def tasks_of(
                 made = maker.again(made)
                 yield from made
                 continue
-            maker.pending, made = besides / times, []
+            maker.pending, made = besides / times + entering, []
             for op, asking, handing in zip(ops, issues, beside, strict=True):
                 maker.pending += asking
                 if handing is not None:

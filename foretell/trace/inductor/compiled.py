@@ -35,7 +35,7 @@ from foretell.trace.types import Op, Program, Storage, Trace
 RULES = "2.11"
 """Version of torch whose rules are followed."""
 ONE_GRAPH = "torch.compile takes the model as one graph, without breaks"
-MANY_GRAPHS = "torch.compile takes the model in pieces, since it reads values {} times; it is costed in one, and takes longer than told"
+MANY_GRAPHS = "torch.compile takes the model in pieces, since it reads values {} times; each costs the host, what fuses is costed as in one"
 READ = "aten._local_scalar_dense.default"
 OFTEN = 2
 """Reads of values in a forward that are taken for breaks; libraries ask once whether a mask is needed at all, and do not if compiled."""
@@ -69,7 +69,8 @@ def compile_trace(trace: Trace, *, cuda_graphs: bool = False, block_of: BlockOf 
             if name in COMPILED:
                 programs[name], saved[name] = _compile(program, storages, cuda_graphs, *_ways(trace))
         about["saved_bytes"] = saved
-        assumed.append(MANY_GRAPHS.format(count) if (count := breaks(trace)) else ONE_GRAPH)
+        about["breaks"] = count = breaks(trace)
+        assumed.append(MANY_GRAPHS.format(count) if count else ONE_GRAPH)
     used = {n for p in programs.values() for op in p.ops for n in (*op.allocates, *op.frees, *touched(op))}
     used.update(trace.resident)
     return replace(

@@ -31,6 +31,7 @@ _KNOWN = {
     "Unsupported dtype BFloat16": "Fourier transforms take no bf16, on a GPU neither: --precision fp32, or .float() before them",
     "types other than float and double": _LINALG,
     "Low precision dtypes not supported": _LINALG,
+    "Expected self.dtype to be equal to src.dtype": "that op takes one dtype, and autocast gives it two, on a GPU too: --precision fp32",
     "not support sparse gradients": "make the embedding with sparse=False, or train with --optimizer sgd",
     "Expected more than 1 value per channel": "a batch norm sees one number here, as on a GPU: --micro-batch 2",
     "but its data is not allocated yet": _EXTENSION,

@@ -11,7 +11,7 @@ from typing import Any
 
 from foretell.decode import value_of
 from foretell.errors import ForetellError
-from foretell.trace.sandbox.child import TIME_LIMIT, WORKERS, ask_all, trace_in_child
+from foretell.trace.sandbox.child import TIME_LIMIT, WORKERS, trace_in_child, trace_in_children
 from foretell.trace.store import cache as store
 from foretell.trace.store.check import whole
 from foretell.trace.store.file import loads
@@ -78,5 +78,5 @@ def keep_all(requests: Sequence[Mapping[str, Any]], *, seconds: float, time_limi
             return
         pair = missing[first : first + together]
         with contextlib.suppress(ForetellError):
-            for asked, (text, reply) in zip(pair, ask_all("foretell.trace.sandbox.child", pair, time_limit=time_limit), strict=True):
+            for asked, (text, reply) in zip(pair, trace_in_children(pair, time_limit=time_limit), strict=True):
                 keep(asked, text, reply)

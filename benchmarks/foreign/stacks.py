@@ -35,7 +35,7 @@ class Stack:
     spelled: bool = False
     """Attention is two products with a softmax between them."""
     kernel: str = ""
-    """Attention kernel, a name in `analytic.KERNELS`; empty: the one that PyTorch picks."""
+    """Attention kernel, a name in `attention.KERNELS`; empty: the one that PyTorch picks."""
     dropout: float = 0.0
     tied: bool = True
     compile: str = "none"

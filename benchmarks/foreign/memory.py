@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.foreign import zero
+from benchmarks.foreign.plan import REPLICAS, ZERO2, ZERO3, ForeignPlan
+from benchmarks.foreign.schedule import GPIPE, ZB_1P, ZB_2P, ZB_V, partition
+from benchmarks.foreign.stacks import ALTERNATE, ATTENTION, LAYERS, PRODUCTS_ALONE
+from benchmarks.foreign.step import PRODUCTS, line, of_loss
 from foretell.hardware.types import Cluster
-from foretell.lower.foreign import zero
-from foretell.lower.foreign.plan import REPLICAS, ZERO2, ZERO3, ForeignPlan
-from foretell.lower.foreign.stacks import ALTERNATE, ATTENTION, LAYERS, PRODUCTS_ALONE
 from foretell.lower.steps import FIRST, repeated
 from foretell.price.speeds import Options
-from foretell.simulate.foreign.schedule import GPIPE, ZB_1P, ZB_2P, ZB_V, partition
-from foretell.simulate.foreign.step import PRODUCTS, line, of_loss
 from foretell.simulate.parts import memory_of
 from foretell.trace import types
 from foretell.trace.types import Op, Trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foretell.lower.foreign.stacks import Stack
+from benchmarks.foreign.stacks import Stack
 from foretell.plan.types import Plan
 
 REPLICAS, ZERO1, ZERO2, ZERO3 = "none", "zero1", "zero2", "zero3"
@@ -25,7 +25,7 @@ class ForeignPlan:
     group: int = 0
     """Ranks that share one set of states where that is less than all data ranks; 0: all."""
     schedule: str = "1f1b"
-    """Of the pipeline, as `simulate.foreign.schedule` names them."""
+    """Of the pipeline, as `schedule` names them."""
     chunks: int = 1
     """Model parts of a pipeline rank."""
     recompute: str = "none"

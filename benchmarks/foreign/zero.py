@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from foretell.lower.foreign.plan import REPLICAS, ZERO3, ForeignPlan
+from benchmarks.foreign.plan import REPLICAS, ZERO3, ForeignPlan
 from foretell.lower.fsdp.sharded import shard
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Ref, TensorSpec, Trace

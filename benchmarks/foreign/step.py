@@ -5,7 +5,7 @@
 
 A uniform stack costs so much more for each further layer and micro-batch. With fully sharded parameters whole steps are
 simulated, since gathers run beside compute; otherwise forward, backward and update each, and a pipeline plays them in its
-schedule's order. What differs between stacks is data (`lower.foreign.stacks`).
+schedule's order. What differs between stacks is data (`stacks`).
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.foreign import attention, float8, zero
+from benchmarks.foreign.plan import REPLICAS, ForeignPlan
+from benchmarks.foreign.schedule import StageSeconds, partition, run_through
+from benchmarks.foreign.stacks import ALTERNATE, ATTENTION, EARLY, LAYERS, PRODUCTS_ALONE
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster, Device
 from foretell.lower.compiling import compiled
-from foretell.lower.foreign import float8, zero
-from foretell.lower.foreign.plan import REPLICAS, ForeignPlan
-from foretell.lower.foreign.stacks import ALTERNATE, ATTENTION, EARLY, LAYERS, PRODUCTS_ALONE
 from foretell.lower.steps import FIRST, NEXT, repeated
-from foretell.price import analytic
+from foretell.price.analytic import FAMILIES, family
 from foretell.price.network.collectives import ALL_TO_ALL, P2P, Fabric, collective, fabric, reached
 from foretell.price.network.overlap import slower
 from foretell.price.speeds import Options, Speeds, axis_of, comm_time_over, fabrics_of, speeds_of
 from foretell.price.time import Reprice
 from foretell.quantities import Task
-from foretell.simulate.foreign.schedule import StageSeconds, partition, run_through
 from foretell.simulate.time.step import drags, step_tasks, tasks_of
 from foretell.simulate.time.streams import simulate
 from foretell.trace.types import Op, Program, Trace
@@ -110,7 +110,7 @@ def repriced(how: ForeignPlan, device: Device) -> Reprice:
         if not found:
             return 0.0, heat
         if family == "attention":
-            heat = analytic.heat(stack.kernel, device, backward="backward" in op.name) if stack.kernel else heat
+            heat = attention.heat(stack.kernel, device, backward="backward" in op.name) if stack.kernel else heat
             found = attention_seconds(op, stack.kernel, device) if stack.kernel else found * share
             found *= ring
         elif family == "gemm":
@@ -131,7 +131,7 @@ def _narrow_rate(how: ForeignPlan, device: Device) -> float:
     """How many times faster 8-bit products are than 16-bit ones."""
     if not how.float8:
         return 1.0
-    kin = analytic.FAMILIES[analytic.family(device)]
+    kin = FAMILIES[family(device)]
     peaks = device.peak_flops_per_second
     wide = peaks.get("bfloat16") or peaks.get("float16") or 1.0
     eight = next((rate for name, rate in peaks.items() if "float8" in name), wide)
@@ -145,7 +145,7 @@ def attention_seconds(op: Op, kernel: str, device: Device) -> float:
     first = 1 if backward else 0
     batch, heads, queries, size = op.inputs[first].spec.shape
     keys = op.inputs[first + 1].spec.shape[2]
-    return analytic.attention_seconds(
+    return attention.seconds_of(
         batch=batch, heads=heads, queries=queries, keys=keys, head_dim=size, device=device, kernel=kernel,
         causal=True in op.attrs, backward=backward,
     )  # fmt: skip
