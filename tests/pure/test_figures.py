@@ -1,4 +1,4 @@
-"""The figures that README quotes, computed from the rows kept in benchmarks/."""
+"""The figures that README and docs/accuracy.md quote, computed from the rows kept in benchmarks/."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from foretell.prove import run, seal, tell
 
 ROOT = Path(__file__).resolve().parents[2]
 README = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+PAGE = " ".join((ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8").split())
 RESULTS, SEALED = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "sealed"
 Row = dict[str, Any]
 
@@ -44,11 +45,15 @@ def signed(value: float, digits: int) -> str:
 
 
 def cells(*values: object) -> str:
-    return "| " + " | ".join(map(str, values)) + " |"
+    return "| " + " | ".join(map(str, values)).rstrip() + " |"
 
 
 def quoted(*texts: str) -> None:
-    """All of these are in README."""
+    """All of these are on the page of accuracy."""
+    assert [text for text in texts if text not in PAGE] == []
+
+
+def in_readme(*texts: str) -> None:
     assert [text for text in texts if text not in README] == []
 
 
@@ -68,6 +73,13 @@ def test_the_sealed_forecast() -> None:
             f"{one['p90_percent']:.{digits[1]}f} %", signed(one["worst_percent"], digits[2]) + more,
         )  # fmt: skip
 
+    allocated, device = total["quantities"]["allocated"], total["quantities"]["device"]
+    in_readme(
+        cells("peak memory allocated", f"{allocated['rows']} configurations drawn at random", f"{allocated['median_percent']:.2f} %",
+              f"{allocated['p90_percent']:.1f} %"),
+        cells("peak memory on the device, CUDA context included", f"{device['rows']} of them", f"{device['median_percent']:.1f} %",
+              f"{device['p90_percent']:.1f} %"),
+    )  # fmt: skip
     plain = max((100 * one.errors["allocated"] for one in found if one.row.config.compile != "graphs"), key=abs)
     quoted(
         f"| {total['rows']} drawn at random " + line("step time", "seconds", (1, 0, 0)),
@@ -118,6 +130,7 @@ def test_published_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = published.overall(kept, [])
     without = published.overall(rows("published_left_out.jsonl"), [])
     mean, median = "mape_percent_mean_over_sources", "median_error_percent"
+    in_readme(cells("published runs, 1 to 3,072 GPUs, each source left out", f"{without['rows']} runs", f"{without[median]} %", ""))
     quoted(
         f"{whole['rows']} scored of {whole['eligible']} that are fully specified",
         f"the mean error over their {whole['sources']} sources is {without[mean]} % and the median over rows {without[median]} % where each source",
@@ -150,7 +163,8 @@ def test_memory() -> None:
 def test_limits() -> None:
     every = rows("limits.jsonl")
     fits, refused = ([row for row in every if (row.get("verdict_before_the_run", row["verdict"]) == "no") is no] for no in (False, True))
-    assert all(row["ran"] for row in fits), "README says none"
+    assert all(row["ran"] for row in fits), "the page says none"
+    in_readme(f"Of {len(fits)} runs said to fit within ±10 % of the memory limit, none ran out of memory.")
     quoted(
         f"In {len(every)} runs within ±10 % of the limit, none of the {len(fits)} said to fit before the run ran out of memory; "
         f"of {len(refused)} refused, {sum(row['ran'] for row in refused)} ran."
@@ -187,7 +201,7 @@ def test_the_loop() -> None:
         [small["predicted_seconds"], large["predicted_seconds"]],
         [small["seconds"]["foretell"], large["seconds"]["foretell"]],
     ))  # fmt: skip
-    quoted(
+    in_readme(
         f"{times[0]:.3f} times (GPT 124M) and {times[1]:.3f} times (1.3B)",
         f"predicted {said[0]:.1f} and {said[1]:.0f} ms a step, measured {took[0]:.1f} and {took[1]:.0f} ms",
     )
@@ -199,4 +213,4 @@ def test_changes_predicted_before_they_were_run() -> None:
     pairs = [(sealed[row["question"], row["flag"]], row["measured"]["gain"]) for row in kept]
     close = sum(abs(1 / said - 1 / gain) <= 0.10 for said, gain in pairs)  # of the step that is saved
     assert all(gain > 1 for _, gain in pairs)
-    quoted(f"Of {len(pairs)} further ones, predicted before any run, all were faster, {close} within 10 points")
+    in_readme(f"Of {len(pairs)} further ones, predicted before any run, all were faster, {close} within 10 points")
