@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.jit import _builtins
 from torch.utils import _pytree as pytree
 
 from foretell.trace.sandbox.devices import is_elsewhere
@@ -86,11 +87,28 @@ def _compiling(tell: Tell, compiled: _Compiled) -> Iterator[tuple[Any, str, Any]
     def scripted(*args: Any, **kwargs: Any) -> Any:
         if "/torch/" not in sys._getframe(1).f_code.co_filename:
             tell("TorchScript's functions are traced op by op: what it fuses and keeps for backward on its own is not")
-        return script(*args, **{**kwargs, "_frames_up": kwargs.get("_frames_up", 0) + 1})  # names are looked up where it is called
+        with _known_to_torchscript():
+            return script(*args, **{**kwargs, "_frames_up": kwargs.get("_frames_up", 0) + 1})  # names are looked up where it is called
 
     yield torch.jit, "script", scripted
     yield torch, "compile", compile
     yield nn.Module, "compile", compile_module
+
+
+@contextmanager
+def _known_to_torchscript() -> Iterator[None]:
+    """TorchScript knows torch's functions by identity: while it compiles, what a trace puts in the place of one is that one."""
+    known = _builtins._get_builtin_table()
+    ours = {
+        id(function): f"aten::{name}" for module in (torch, torch._C._nn) for name, function in vars(module).items()
+        if getattr(function, "__module__", "").startswith("foretell.") and id(function) not in known
+    }  # fmt: skip
+    known.update(ours)
+    try:
+        yield
+    finally:
+        for one in ours:
+            known.pop(one, None)
 
 
 def _files() -> Iterator[tuple[Any, str, Any]]:
