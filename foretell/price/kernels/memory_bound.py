@@ -19,6 +19,10 @@ _PICTURES = " ".join(
 )
 _SWEEPING = ("upsample_linear", "upsample_bilinear", "upsample_bicubic", "upsample_trilinear")
 """One thread goes through all pictures and channels at one place."""
+_ALL_AT_ONCE = ("upsample_bilinear2d",)
+"""With channels side by side, a thread for every number."""
+FEW_CHANNELS = 4
+"""Fewer are resized as if they did not lie side by side."""
 _ONE_BY_ONE = ("im2col", "upsample_nearest1d_backward", "upsample_nearest2d_backward", "upsample_nearest3d_backward")
 """Pictures of a batch come one after another."""
 _KINDS: dict[str, str] = {
@@ -65,6 +69,8 @@ _MANY_BLOCKS = ((4001, 400), (800, 800), (200, 3000), (81, 5000), (41, 8000), (2
 _BAGS = "_embedding_bag"
 """Ops that sum rows of a table begin so."""
 _SCANS = ("cum", "logcumsumexp", "_cum")
+MOST_DOUBLINGS = 9
+"""Where rows are more often doubled than their length by more than this, torch takes a block of 512 threads for each of them."""
 FEW_LANES = 2
 """So few columns side by side are read together."""
 SHORT_SORT = 4096
@@ -130,8 +136,8 @@ def mover(name: str, op: Shape, device: Device) -> Described:
         terms["odd_rows"] = rows * 1e-9 * cores if inner % 4 and (kind != "reduction" or inner >= LONG_ROW) else 0.0
     if kind in ("gather", "scatter", "sorted"):
         terms |= _by_places(name, kind, op, last, cores)
-    if kind in ("pool", "copy") and device.backend != "cpu":
-        terms |= _by_picture(name, first, last, cores)
+    if kind in ("pool", "copy") and device.backend != "cpu" and not _at_once(name, op, first):
+        terms |= _by_picture(name, first, last, cores, max(0.0, 1 - 0.6 * cache / max(1.0, total)))
     if kind == "order":
         terms["along"] = along(op, first) * 1e-9
         terms["passes"] = numel * log(along(op, first) + 1) * 1e-12 * cores
@@ -186,18 +192,23 @@ def _by_places(name: str, kind: str, op: Shape, last: TensorSpec, cores: float) 
     return terms
 
 
-def _by_picture(name: str, first: TensorSpec, last: TensorSpec, cores: float) -> dict[str, float]:
-    """What pictures cost besides their bytes: resized ones are gone through one after another at every place, and gradients of
-    larger ones are added many to one place."""
+def _at_once(name: str, op: Shape, first: TensorSpec) -> bool:
+    """Whether a resizing op has a thread for every number it writes, as it has where channels lie side by side."""
+    return name.startswith(_ALL_AT_ONCE) and not name.endswith("_backward") and letters_of(op.attrs)[:1] == "l" and first.shape[1] >= FEW_CHANNELS
+
+
+def _by_picture(name: str, first: TensorSpec, last: TensorSpec, cores: float, far: float) -> dict[str, float]:
+    """What pictures cost besides their bytes: resized ones are gone through one after another at every place, slower where the cache
+    does not hold them, and gradients of larger ones are added many to one place."""
     if name in _ONE_BY_ONE:
         return {"pictures": first.shape[0] * 1e-6}
     if not name.startswith(_SWEEPING):
         return {}
-    terms = {"sweep": first.shape[0] * first.shape[1] * 1e-9}
-    if name.endswith("_backward"):
-        numel, low = max(1, first.numel), "_low" if DTYPE_BYTES.get(last.dtype, 4) < 4 else ""
-        terms |= {f"atoms{low}": numel * 1e-11 * cores, f"crowds{low}": numel * numel / max(1, last.numel) * 1e-12 * cores}
-    return terms
+    turns = first.shape[0] * first.shape[1] * 1e-9
+    if not name.endswith("_backward"):
+        return {"sweep": turns, "sweep_far": turns * far}
+    numel, low = max(1, first.numel), "_low" if DTYPE_BYTES.get(last.dtype, 4) < 4 else ""
+    return {"sweep": turns, f"atoms{low}": numel * 1e-11 * cores, f"crowds{low}": numel * numel / max(1, last.numel) * 1e-12 * cores}
 
 
 def _key(name: str, kind: str, op: Shape, first: TensorSpec, inner: int, out: int) -> str:
@@ -211,9 +222,10 @@ def _key(name: str, kind: str, op: Shape, first: TensorSpec, inner: int, out: in
             return f"{name}:one"
         if name.startswith(_SCANS):
             lanes = _lanes(op, first)
-            return f"{name}:{'last' if not lanes else 'narrow' if lanes <= FEW_LANES else 'other'}"
+            many = _doublings(max(1, first.numel // length)) - _doublings(length) > MOST_DOUBLINGS
+            return f"{name}:{('short' if many else 'last') if not lanes else 'narrow' if lanes <= FEW_LANES else 'other'}"
         return f"{name}:{'last' if length == inner else 'other'}{'' if 'sort' not in name or length <= SHORT_SORT else ':long'}"
-    if kind in _CHANNELS and _last(op, first):
+    if (kind in _CHANNELS and _last(op, first)) or _at_once(name, op, first):
         return f"{name}:last"
     if kind == "sorted":
         return f"{name}:{'few' if _touched(kind, op, op.outputs[0] if op.outputs else first)[0] <= FEW_INDICES else 'many'}"
@@ -234,6 +246,10 @@ def along(op: Shape, spec: TensorSpec) -> int:
 def _down(columns: float, length: int, far: float, cores: float) -> dict[str, float]:
     """Of running sums: a thread goes down each column, number by number, and waits for each; slower where the cache does not hold them."""
     return {"down": length * 1e-7, "down_far": length * 1e-7 * far, "columns": columns * 1e-9 * cores}
+
+
+def _doublings(count: int) -> int:
+    return (count - 1).bit_length()
 
 
 def _lanes(op: Shape, spec: TensorSpec) -> int:
