@@ -163,9 +163,10 @@ class HostModel:
     def entering(self, trace: Trace, program: str) -> float:
         """Host seconds of going into and out of a compiled model, besides its ops: it is one piece more than it breaks in. A piece
         that is recorded is replayed in forward and in backward; the replays of the first are ops."""
-        about, phases = trace.meta.get("compiled"), {op.phase for op in trace.programs[program].ops}
-        if not isinstance(about, Mapping) or not wholly_compiled(trace):
+        about = trace.meta.get("compiled") if wholly_compiled(trace) else trace.meta.get(ENTERED)
+        if not isinstance(about, Mapping):
             return 0.0
+        phases = {op.phase for op in trace.programs[program].ops}
         ways, broken = len(phases & {"forward", "backward"}), int(about.get("breaks", 0))
         return self.slowness * ways * (broken * GRAPH["replay"] if about.get("cuda_graphs") else (1 + broken) * COMPILED["piece"])
 
@@ -211,6 +212,10 @@ def beside_device(op: Op, here: Set[int]) -> bool:
     """Whether the host does an op by itself, on what is `here`: no stream runs it and nobody waits for the device."""
     refs = (*op.inputs, *op.outputs)
     return bool(refs) and all(ref.storage in here for ref in refs)
+
+
+ENTERED = "entered"
+"""What a trace of merged ops says of the compiled model they stand for, as `compiled` does of one that is compiled."""
 
 
 def wholly_compiled(trace: Trace) -> bool:

@@ -75,7 +75,7 @@ def test_arguments_are_the_options(function: Any, options: type) -> None:
 def test_flags_are_the_options(command: str, options: type, capsys: pytest.CaptureFixture[str]) -> None:
     from foretell.cli import _commands
 
-    flags = {name: one for one in _commands().commands[command].params for name in one.opts}
+    flags = {name: one for one in _commands([command]).commands[command].params for name in one.opts}
     for one in describe.options_of(options):
         spelled = one.spelled.split("/")[0]
         assert (spelled in flags) == one.cli

@@ -269,7 +269,7 @@ def test_optimizer_and_gradients_are_untouched() -> None:
 def test_the_step_says_how_it_was_compiled() -> None:
     trace, _ = pair("gpt-tiny")
     about = compile_trace(trace, cuda_graphs=True).meta["compiled"]
-    assert about == {"rules": "2.11", "cuda_graphs": True, "saved_bytes": {"micro_first": 6_645_824}}
+    assert about == {"rules": "2.11", "cuda_graphs": True, "saved_bytes": {"micro_first": 6_645_824}, "breaks": 0}
 
 
 def test_compiling_launches_less() -> None:

@@ -19,6 +19,7 @@ from foretell.hardware.probe.cases.blocks import BLOCKS
 from foretell.hardware.probe.cases.families import FAMILIES
 from foretell.hardware.probe.cases.irregular import RARE
 from foretell.hardware.probe.cases.pictures import PICTURES
+from foretell.hardware.probe.cases.scattered import SCATTERED
 from foretell.hardware.probe.journal import gather
 from foretell.hardware.probe.summary import fastest, products, summary
 from foretell.hardware.profile import About, Case, Measured, OpRow, Profile, journal_path, load, minor, own_path, save
@@ -219,7 +220,7 @@ def test_the_shipped_rows_of_the_h200_agree_with_what_is_known_of_it() -> None:
     measured = gather(path)
     assert measured.about.device == find("H200").name and minor(measured.about.torch) == "2.11"
     own = {case.family for case in measured.cases if not case.family.startswith("earlier ")}
-    assert len(measured.rows) > 15_000 and len(measured.steps) >= 30 and own == {*FAMILIES, *BLOCKS, *RARE, *PICTURES}
+    assert len(measured.rows) > 15_000 and len(measured.steps) >= 30 and own == {*FAMILIES, *BLOCKS, *RARE, *PICTURES, *SCATTERED}
     found = summary(measured)
     assert 737e12 < found["product_flops_per_second"]["bfloat16"] < find("H200").peak("bfloat16")
     assert 4.0e12 < found["memory_bytes_per_second"] < 4.3e12

@@ -64,7 +64,9 @@ def product_rate(row: OpRow) -> tuple[str, float] | None:
     left = row.inputs[place] if len(row.inputs) > place else None
     if left is None or not left.shape or left.dtype.startswith("complex"):
         return None
-    return "tf32" if "tf32" in row.attrs else left.dtype, 2 * row.outputs[0].numel * left.shape[-1] / row.seconds
+    out = row.outputs[0]
+    groups = out.shape[0] if "_grouped_mm" in row.name and len(left.shape) < len(out.shape) else 1  # share what is multiplied
+    return "tf32" if "tf32" in row.attrs else left.dtype, 2 * out.numel * left.shape[-1] / groups / row.seconds
 
 
 def fastest(copies: Iterable[Mapping[str, Any]]) -> dict[str, float]:

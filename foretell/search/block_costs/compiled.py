@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from foretell.lower.compiling import compiled
-from foretell.price.host import wholly_compiled
+from foretell.price.host import ENTERED, wholly_compiled
 from foretell.price.time import Machine, op_prices
 from foretell.search.block_costs.ops import kinds_of, owners
+from foretell.trace.inductor.compiled import breaks
 from foretell.trace.types import Op, Program, Ref, Trace
 
 _LATE = ("backward", "recompute")
@@ -52,6 +53,11 @@ def judged(trace: Trace, machine: Machine, way: str) -> Compiled:
     two = _less(plain_more, plain), _less(quick_more, quick)
     rest = _ratios(_less(plain, two[0], 2), _less(quick, two[1], 2))
     return Compiled(blocks, rest)
+
+
+def entered(trace: Trace, way: str) -> dict[str, object]:
+    """What a stack of merged ops says of the model it stands for, where that is compiled as a whole."""
+    return {ENTERED: {"cuda_graphs": way == "graphs", "breaks": breaks(trace)}} if way in ("model", "graphs") else {}
 
 
 Sums = tuple[float, float, float, float, float]

@@ -22,7 +22,7 @@ from foretell.lower.fsdp.units import FsdpSharding
 from foretell.price.machine import machine
 from foretell.price.speeds import Options, profile_for
 from foretell.price.time import Machine
-from foretell.search.block_costs.compiled import Compiled, CompileGain, judged
+from foretell.search.block_costs.compiled import Compiled, CompileGain, entered, judged
 from foretell.search.block_costs.context import ContextCosts
 from foretell.search.block_costs.expert import spread
 from foretell.search.block_costs.kept import Costs
@@ -131,7 +131,8 @@ class Works:
         if self._stacker is None:
             self._stacker = Stacker(self.origin, self.material)
         wanted: list[tuple[Key, str]] = [(BEFORE, KEEP), (AFTER, KEEP), *((item.kind, item.mode) for item in items if item.kind != LINK)]
-        return self._stacker.trace(items, {key: self.coarse(*key, split=split) for key in dict.fromkeys(wanted)})
+        found = self._stacker.trace(items, {key: self.coarse(*key, split=split) for key in dict.fromkeys(wanted)})
+        return found if self._plain is None or self.trace is None else replace(found, meta={**found.meta, **entered(self.trace, self.way)})
 
     def _share(self, key: Key) -> CompileGain:
         """What compiling leaves of a piece."""
