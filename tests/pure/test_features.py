@@ -336,3 +336,22 @@ def test_a_logsumexp_is_several_kernels() -> None:
     one, rate = told("logsumexp", [x], [y], -1), ROUND.memory_bandwidth_bytes_per_second
     assert one.terms["read"] == pytest.approx(4 * x.nbytes / rate) and one.terms["written"] == pytest.approx((2 * x.nbytes + y.nbytes) / rate)
     assert one.terms["one"] == pytest.approx(9 * told("sum", [x], [y], -1).terms["one"])
+
+
+@pytest.mark.parametrize(
+    ("channels", "weight", "groups", "key"),
+    [
+        (64, (64, 1, 3, 3), 64, "forward:each:first:full:all"),
+        (64, (64, 1, 5, 5), 64, "forward:each:first:full:all:five"),
+        (64, (64, 1, 7, 7), 64, "forward:each:first:full:all:wide"),
+        (64, (128, 1, 3, 3), 64, "forward:each:first:full:all:more"),
+        (256, (256, 8, 3, 3), 32, "forward:bundle:first:full:all:own"),
+        (144, (144, 72, 3, 3), 2, "forward:bundle:first:full:all"),
+        (256, (256, 8, 1, 1), 32, "forward:bundle:first:full:all:point"),
+    ],
+)
+def test_kernels_of_grouped_convolutions_differ_by_filter(channels: int, weight: tuple[int, ...], groups: int, key: str) -> None:
+    """Measured on an H200: a 7x7 depthwise gradient took four times what 3x3 ones teach, two filters a channel up to eight times."""
+    data, filters, out = (spec(*shape, dtype="float32") for shape in ((8, channels, 56, 56), weight, (8, weight[0], 56, 56)))
+    pad = weight[-1] // 2
+    assert told("convolution", [data, filters], [out], 1, 1, pad, pad, 1, 1, False, 0, 0, groups, False).key == key

@@ -16,7 +16,7 @@ from foretell.hardware.probe.cases.families import CUDA_ONLY, Draw
 from foretell.hardware.probe.cases.scattered import SCATTERED
 from foretell.hardware.probe.clock import Clock
 from foretell.hardware.probe.harvest import Harvest
-from foretell.price.bands import Evidence, factors
+from foretell.price.bands import Band, Evidence
 from foretell.price.kernels.features import Described, Shape, describe, product_of
 from foretell.price.kernels.laws import by_laws, laws_of
 from foretell.price.kernels.memory_bound import goes_by_data
@@ -97,8 +97,8 @@ def test_many_added_at_few_places_wait_for_each_other() -> None:
 def test_a_step_that_goes_by_data_is_less_certain() -> None:
     assert goes_by_data("index_put") and goes_by_data("_grouped_mm") and goes_by_data("index_add_")
     assert not goes_by_data("embedding") and not goes_by_data("mm") and not goes_by_data("add")
-    low, high = factors(Evidence())
-    less, more = factors(Evidence(scattered_share=0.4))
+    band = Band(low=-0.2, high=0.2, slopes={"scattered": 2.0})
+    (low, high), (less, more) = (band.factors(Evidence(scattered_share=share).features) for share in (0.0, 0.4))
     assert less < low and more > high
 
 

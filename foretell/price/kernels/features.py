@@ -195,6 +195,12 @@ def _mask(others: Sequence[TensorSpec], t: int, s: int, result: tuple[int, ...])
 # ---------------------------------------------------------------- convolutions
 
 
+SMALL, WIDE = 9, 25
+"""Taps of a 3x3 filter and of a 5x5 one."""
+OWN_GROUPS, OWN_WIDTHS = 8, (4, 8, 16, 32)
+"""Groups, and channels of each, that cuDNN has kernels of their own for."""
+
+
 def _convolution(name: str, op: Shape, device: Device) -> Described:
     backward = name.endswith("_backward")
     source, weight = (op.inputs[1], op.inputs[2]) if backward else (op.inputs[0], op.inputs[1])
@@ -259,7 +265,19 @@ def _convolution(name: str, op: Shape, device: Device) -> Described:
     kind = f"{'backward' if backward else 'forward'}:{what}:{'last' if last else 'first'}"
     base = LAUNCH_SECONDS + max(flops * len(jobs) / device.peak(rate), terms["moved"])
     key = f"{kind}:{'low' if low else 'full'}:{'steps' if near > 1.5 * places else 'all'}"
+    key += _depthwise(taps, cin, cout) if one_each else _grouped(taps, groups, each_in, each_out) if groups > 1 else ""
     return Described("convolution", key, kind, base, terms, values)
+
+
+def _depthwise(taps: int, cin: int, cout: int) -> str:
+    """Which of its kernels a depthwise convolution gets: one for few taps, one for many; several filters a channel are a case apart."""
+    return ":more" if cout > cin else ":wide" if taps > WIDE else ":five" if taps > SMALL else ""
+
+
+def _grouped(taps: int, groups: int, each_in: int, each_out: int) -> str:
+    """Many small groups of a 3x3 filter have kernels of their own, groups of a 1x1 one have none."""
+    own = taps == SMALL and groups >= OWN_GROUPS and each_in == each_out and each_in in OWN_WIDTHS
+    return ":own" if own else ":point" if taps == 1 else ""
 
 
 def _recurrent(name: str, op: Shape, device: Device) -> Described:
