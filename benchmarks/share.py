@@ -7,6 +7,8 @@
     python benchmarks/share.py --fit B --file hub/H200-SXM-141GB.foretell.json.gz --alone  the same without what the nearest full probe says
     python benchmarks/share.py --profile A --beside B --corpus --out results/share_hub.jsonl    steps of the corpus, its sealed half first
 
+    python benchmarks/share.py --elsewhere GEMM.csv.gz         products of devices in a public table, from 300 of them
+
 No GPU: the subset is taken from the journal of the full probe (foretell/hardware/profiles), case by case in the order of a shared
 probe until its time is up, by the seconds that each case took there. Steps are those of results/ that bands are calibrated on. Rows of
 results/share.jsonl that say `fresh` had no part in the choice of cases.
@@ -185,6 +187,38 @@ def told(what: str, rows: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
+FEW = 300
+"""Rows of one device that are fitted by `elsewhere`: about the 16-bit products of one layout in a shared probe."""
+
+
+def elsewhere(table: Path) -> None:
+    """What a shared probe would say of products of devices that nobody here has: `FEW` rows of a public table, the others predicted."""
+    import numpy as np
+    import silicon_rows as products
+
+    from foretell.hardware.profile import OpRow
+    from foretell.price.kernels.ops import OpModel, learn
+    from foretell.search.profiles.fit import basis_of
+
+    every = [kernel for kernel in products.products(table) if kernel.group == "16-bit"]
+    for name in dict.fromkeys(kernel.device for kernel in every):
+        device = products.device_of(name)
+        basis = basis_of(device) if device is not None else None
+        if device is None or basis is None or device.name == NAME:
+            continue
+        mine = [kernel for kernel in every if kernel.device == name]
+        order = np.random.default_rng(0).permutation(len(mine))
+        few, asked = [mine[at] for at in order[:FEW]], [mine[at] for at in order[FEW:]]
+        rows = [OpRow(*kernel.shape, kernel.seconds, 0.0, 0.0) for kernel in few]
+        models = {"alone": learn(rows, device), "corrected": learn(rows, device, basis=basis), "carried": OpModel(device, basis.families)}
+        found = []
+        for which, model in models.items():
+            seconds = model.seconds([kernel.shape for kernel in asked])
+            errors = [abs(seconds[kernel.shape] / kernel.seconds - 1) for kernel in asked]
+            found.append(f"{which} {statistics.median(errors):.1%} / {statistics.quantiles(errors, n=10)[8]:.1%}")
+        print(f"{device.name:16} {len(asked):5} products, median and 90 %: {', '.join(found)}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", type=Path, help="write the profile of the subset here")
@@ -196,6 +230,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, help="seconds of the shared probe; as `foretell probe --share` has it by default")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further prediction after so long")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--elsewhere", type=Path, help="a public table of products (benchmarks/silicon_rows.py)")
     parser.add_argument("--tell", action="store_true")
     options = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -204,6 +239,8 @@ def main() -> None:
     if options.profile:
         beside = {"alone": options.beside} if options.beside else {}
         compare({"share": options.profile, **beside}, options.out, options.seconds, options.corpus)
+    if options.elsewhere:
+        elsewhere(options.elsewhere)
     if options.profile or options.tell:
         tell(options.out)
 

@@ -38,9 +38,8 @@ SETTINGS: dict[str, Any] = {"depth": 5, "trees": 120, "rate": 0.1, "feature_shar
 MANY_ROWS = 3000
 MANY: dict[str, Any] = {"depth": 6, "trees": 240, "rate": 0.1, "feature_share": 0.35, "row_share": 0.5}
 """Of families with more rows than that."""
-CORRECTING: dict[str, Any] = {**SETTINGS, "depth": 4, "trees": 80, "rate": 0.08, "min_leaf": 5}
 SCALING: dict[str, Any] = {**SETTINGS, "trees": 0}
-"""Of trees that correct another probe's family; without questions they are one factor."""
+"""Trees without questions: one factor on another probe's family."""
 
 
 
@@ -203,7 +202,7 @@ def _family(rows: list[tuple[Described, float, object]], seed: int, basis: Famil
     dealt = Rows(described, seconds, fold)
     found = [_fitted(dealt, seed)]
     if basis is not None:
-        found += [_corrected(dealt, seed, basis, settings) for settings in (SCALING, CORRECTING)]
+        found += [_corrected(dealt, seed, basis, settings) for settings in (SCALING, SETTINGS)]
     return min(found, key=lambda one: float(np.abs(one[1]).mean()))[0]
 
 
@@ -215,7 +214,7 @@ def _fitted(rows: Rows, seed: int) -> tuple[Family, Floats]:
     plain, held, parts = np.empty(len(seconds)), np.empty(len(seconds)), []
     for number in range(int(fold.max()) + 1):
         seen = np.flatnonzero(fold != number)
-        laws = laws_of([described[i] for i in seen], seconds[seen])
+        laws = laws_of([described[int(i)] for i in seen], seconds[seen])
         logs = np.log(by_laws(described, laws))
         left, trees = np.log(seconds) - logs, None
         out = fold == number
