@@ -7,7 +7,7 @@ FILEs are CSV tables (plain or .gz) with the columns of NVIDIA's AIConfigurator 
 `unknown`: devices and rows that nothing is known of. A device that the catalogue has and no table was fitted to is predicted from
 its data sheet and its generation.
 
-    --held-out   a third of the rows, drawn by a seed, is predicted by factors fitted to the other two thirds
+    --held-out   each third of the rows, drawn by a seed, is predicted by factors fitted to the other two thirds
     --leave-out  every device is predicted as if there were no table of it
 """
 
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +38,7 @@ from foretell.price.kernels.elsewhere import Correction  # noqa: E402
 from foretell.price.kernels.ops import OpModel  # noqa: E402
 from foretell.price.network import collectives  # noqa: E402
 
-SEED = 20261117
+SEED, THIRDS = 20261117, 3
 CATALOGUE_BAND = (0.75, 1.3)
 """Of a kernel on a device without a table of its own: what nine of ten rows of devices left out stay within."""
 TABLE_BAND, FORMULA_BAND = (0.9, 1.12), (0.65, 1.45)
@@ -58,7 +59,7 @@ def main() -> None:
     except UserError as error:
         sys.exit(f"{error.problem}; {error.remedy}")
     asked.json.write_text(json.dumps({"predictions": found, "unknown": unknown}) + "\n", encoding="utf-8")
-    print("\n".join(summary(found)))
+    print("\n".join([*summary(found), *(neighbours(found) if asked.held_out else [])]))
 
 
 def predictions(
@@ -73,30 +74,42 @@ def predictions(
             if device is None:
                 unknown.append(f"{kind}: {name}, {len(mine)} rows: not in the catalogue")
                 continue
-            seen, asked = _dealt(mine) if held_out else (mine, mine)
-            groups = _fitted(seen, device) if held_out else _groups(device, leave_out)
+            if held_out:
+                dealt = [(_fitted(seen, device), asked) for seen, asked in _dealt(mine)]
+            else:
+                dealt = [(_groups(device, leave_out), mine)]
             alone = leave_out or not (silicon.measured_elsewhere(device.name) or device.name == fit.BASIS)
             longer = held_back(device, _near(device, leave_out)) if alone and not held_out else 1.0
-            found += [{"kind": kind, **row} for row in _priced(asked, device, groups, longer)]
+            found += [{"kind": kind, **row} for groups, asked in dealt for row in _priced(asked, device, groups, longer)]
     messages = rows.messages(nccl) if nccl else []
-    every = [[message for message in messages if message.device == name] for name in dict.fromkeys(message.device for message in messages)]
-    fitted = wires.made(fit.tables([message for some in every for message in _dealt(some)[0]], {})) if held_out else {}
-    for name in dict.fromkeys(message.device for message in messages):
-        mine_too = [message for message in messages if message.device == name]
-        device = rows.device_of(name)
-        if device is None:
-            unknown.append(f"nccl: {name}, {len(mine_too)} rows: not in the catalogue")
-            continue
-        wanted = _dealt(mine_too)[1] if held_out else mine_too
-        own = fitted[device.name] if held_out else wires.table(device.name)
-        found += _carried(wanted, device, None if leave_out else own, leave_out)
-    return found, unknown
+    by_device = [[message for message in messages if message.device == name] for name in dict.fromkeys(message.device for message in messages)]
+    for third in range(THIRDS) if held_out else ():
+        dealt_messages = [[*_dealt(some)][third] for some in by_device]
+        fitted = wires.made(fit.tables([message for seen, _ in dealt_messages for message in seen], {}))
+        for _, asked_messages in dealt_messages:
+            found += _joined(asked_messages, unknown, fitted)
+    for some in () if held_out else by_device:
+        found += _joined(some, unknown, None, leave_out)
+    return found, list(dict.fromkeys(unknown))
 
 
-def _dealt(every: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Two thirds to fit, one to predict."""
-    held = np.random.default_rng(SEED).permutation(len(every)) % 3 == 0
-    return [row for row, out in zip(every, held, strict=True) if not out], [row for row, out in zip(every, held, strict=True) if out]
+def _joined(
+    messages: Sequence[rows.Message], unknown: list[str], fitted: Mapping[str, wires.Wires] | None, leave_out: bool = False
+) -> list[Prediction]:
+    """Collectives of one device, by the tables fitted to others of its rows where there are such."""
+    device = rows.device_of(messages[0].device)
+    if device is None:
+        unknown.append(f"nccl: {messages[0].device}, {len(messages)} rows: not in the catalogue")
+        return []
+    own = fitted[device.name] if fitted is not None else None if leave_out else wires.table(device.name)
+    return _carried(messages, device, own, leave_out)
+
+
+def _dealt(every: Sequence[Row]) -> Iterator[tuple[list[Row], list[Row]]]:
+    """Two thirds to fit and one to predict, for each third."""
+    dealt = np.random.default_rng(SEED).permutation(len(every)) % THIRDS
+    for third in range(THIRDS):
+        yield [row for row, at in zip(every, dealt, strict=True) if at != third], [row for row, at in zip(every, dealt, strict=True) if at == third]
 
 
 # ---------------------------------------------------------------- kernels
@@ -133,7 +146,9 @@ def _priced(kernels: Sequence[rows.Kernel], device: Device, groups: Mapping[str,
     for kernel in kernels:
         seconds = known[kernel.shape] * longer
         low, high = groups[kernel.group].band(seconds) if kernel.group in groups else CATALOGUE_BAND
-        out.append(_row(kernel.device, kernel.number, kernel.group, kernel.seconds, seconds, low, high))
+        row = _row(kernel.device, kernel.number, kernel.group, kernel.seconds, seconds, low, high)
+        (m, k), n = kernel.shape.inputs[0].shape[-2:], kernel.shape.outputs[0].shape[-1]
+        out.append({**row, "product": [m, n, k]} if len(kernel.shape.inputs) == 2 else row)
     return out
 
 
@@ -170,9 +185,9 @@ def _carried(
 def summary(found: Sequence[Prediction]) -> list[str]:
     """Errors by kind and device."""
     lines = [f"{'kind':<10} {'device':<20} {'group':<20} {'rows':>5} {'median':>7} {'p90':>7} {'bias':>7} {'held':>5}"]
-    keys = sorted({(row["kind"], row["device"], _class(row)) for row in found})
+    keys = sorted({(row["kind"], row["device"], group) for row in found for group in _classes(row)})
     for kind, device, group in keys:
-        some = [row for row in found if (row["kind"], row["device"], _class(row)) == (kind, device, group)]
+        some = [row for row in found if (row["kind"], row["device"]) == (kind, device) and group in _classes(row)]
         ratio = np.array([row["predicted"] / row["measured"] for row in some])
         error = np.abs(ratio - 1)
         held = np.mean([row["low"] <= row["measured"] <= row["high"] for row in some])
@@ -183,11 +198,28 @@ def summary(found: Sequence[Prediction]) -> list[str]:
     return lines
 
 
-def _class(row: Prediction) -> str:
+def neighbours(found: Sequence[Prediction]) -> list[str]:
+    """How much of the error of large 16-bit products two rows do not share whose first size alone differs, by one: what no smooth law of
+    the sizes can say. The median of log(measured / predicted) of one over that of the other, over the root of two."""
+    lines = []
+    large = [row for row in found if row.get("group") == "16-bit" and LARGE in _classes(row)]
+    for device in dict.fromkeys(row["device"] for row in large):
+        left = {tuple(row["product"]): math.log(row["measured"] / row["predicted"]) for row in large if row["device"] == device}
+        apart = [abs(left[m + 1, n, k] - one) / math.sqrt(2) for (m, n, k), one in left.items() if (m + 1, n, k) in left]
+        if apart:
+            lines.append(f"{device}: {len(apart)} pairs of rows one apart in m; {np.median(apart):.1%} of each is not shared")
+    return lines
+
+
+LARGE = "16-bit, 512 or more"
+
+
+def _classes(row: Prediction) -> tuple[str, ...]:
     if row["kind"] == "nccl":
         size = row["bytes"]
-        return "4 MiB and more" if size >= 4 * 2**20 else "below 1 MiB" if size < 2**20 else "1 to 4 MiB"
-    return str(row["group"])
+        return ("4 MiB and more" if size >= 4 * 2**20 else "below 1 MiB" if size < 2**20 else "1 to 4 MiB",)
+    group = str(row["group"])
+    return (group, f"{group}, 512 or more") if "product" in row and min(row["product"]) >= 512 else (group,)
 
 
 if __name__ == "__main__":

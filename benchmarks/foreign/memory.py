@@ -14,7 +14,7 @@ from benchmarks.foreign import zero
 from benchmarks.foreign.plan import REPLICAS, ZERO2, ZERO3, ForeignPlan
 from benchmarks.foreign.schedule import GPIPE, ZB_1P, ZB_2P, ZB_V, partition
 from benchmarks.foreign.stacks import ALTERNATE, ATTENTION, LAYERS, PRODUCTS_ALONE
-from benchmarks.foreign.step import PRODUCTS, line, of_loss
+from benchmarks.foreign.step import PRODUCTS, line, of_loss, takes_fused_softmax
 from foretell.hardware.types import Cluster
 from foretell.lower.steps import FIRST, repeated
 from foretell.price.speeds import Options
@@ -77,9 +77,12 @@ def _counted(traces: Mapping[int, Trace], how: ForeignPlan, rank: int) -> float:
     pp = how.plan.mesh.pp
     layers = sum(partition(how.layers, pp * how.chunks)[rank::pp])
     trace = traces[min(traces)]
+    if how.stack.spelled and takes_fused_softmax(trace, how):
+        trace = _with_fused_softmax(trace)
     kept, before = _kept(trace, how)
     working = max(0.0, _peak(trace) - before - 2 * kept) if rank == pp - 1 else _within(trace)
-    return _states(how) * _held(traces, how, rank) + layers * kept * in_flight(how, rank) + working
+    sent = _entry(how) if how.stack.keeps_sent and rank < pp - 1 else 0.0
+    return _states(how) * _held(traces, how, rank) + (layers * kept + sent) * in_flight(how, rank) + working
 
 
 def _held(traces: Mapping[int, Trace], how: ForeignPlan, rank: int) -> float:
@@ -132,7 +135,7 @@ def _kept(trace: Trace, how: ForeignPlan) -> tuple[float, float]:
     """What one block's forward leaves for backward; live bytes when the first block begins."""
     ops = trace.programs[FIRST].ops
     live = _live(trace, ops)
-    entry = how.tokens * how.hidden * 2.0 / (how.plan.mesh.tp if how.plan.split is not None and how.plan.split.sequence else 1)
+    entry = _entry(how)
     ends = {op.module.split(".")[1]: number for number, op in enumerate(ops) if op.phase == "forward" and op.module.startswith("blocks.")}
     places = list(ends.values())
     first = next(number for number, op in enumerate(ops) if op.phase == "forward" and op.module.startswith("blocks."))
@@ -144,6 +147,11 @@ def _kept(trace: Trace, how: ForeignPlan) -> tuple[float, float]:
     elif how.recompute == "selective" and how.stack.selective == LAYERS:
         own = (own + entry) / 2
     return max(0.0, own), live[max(0, first - 1)]
+
+
+def _entry(how: ForeignPlan) -> float:
+    """What goes into a block, and from one stage to the next."""
+    return how.tokens * how.hidden * 2.0 / (how.plan.mesh.tp if how.plan.split is not None and how.plan.split.sequence else 1)
 
 
 def _dropped(trace: Trace, how: ForeignPlan) -> float:
@@ -172,6 +180,27 @@ def _with_fused_loss(trace: Trace) -> Trace:
             for number in op.allocates if wide and of_loss(op) else ():
                 kept = storages[number].nbytes // 2 if op.name == "aten._log_softmax.default" else 0
                 storages[number] = storages[number]._replace(nbytes=kept)
+    return replace(trace, storages=storages)
+
+
+def _with_fused_softmax(trace: Trace) -> Trace:
+    """The trace with scaling, mask and softmax of spelled-out attention in one kernel, which takes and makes 16 bits and turns the gradient
+    of its result into that of its input in place."""
+    storages = dict(trace.storages)
+    backward_gone = ("aten._to_copy.default", "aten._softmax_backward_data.default", "aten.masked_fill.Scalar")
+    for op in trace.programs[FIRST].ops:
+        shape = op.outputs[0].spec.shape if op.outputs else ()
+        if not op.module.endswith(".attention") or len(shape) != 4 or shape[-1] != shape[-2]:
+            continue
+        if op.phase == "backward":
+            gone = op.name in backward_gone
+        else:
+            gone = op.name in ("aten.mul.Tensor", "aten._to_copy.default")
+        for number in op.allocates:
+            if gone:
+                storages[number] = storages[number]._replace(nbytes=0)
+            elif op.name == "aten._softmax.default" and op.outputs[0].spec.dtype == "float32":
+                storages[number] = storages[number]._replace(nbytes=storages[number].nbytes // 2)
     return replace(trace, storages=storages)
 
 

@@ -60,6 +60,8 @@ class Stack:
     """Tensor-parallel ranks of a stage each send their part of an activation."""
     waits_for_messages: bool = False
     """A stage of a pipeline does nothing else while it sends and receives."""
+    keeps_sent: bool = False
+    """A stage keeps what it sends on until its backward."""
     hidden: float = 0.0
     """Share of tensor-parallel traffic that runs beside products."""
     hides_backward: bool = False

@@ -196,15 +196,13 @@ _MOST_KNOWN = 256
 
 def fused_trace(trace: Trace, how: ForeignPlan) -> Trace:
     """With the kernels that the software fuses."""
-    stack = how.stack
-    if stack.spelled and stack.fused_keys and _longest_row(trace) > stack.fused_keys:
-        return trace
-    return compiled(trace, stack.compile)
+    return compiled(trace, how.stack.compile) if takes_fused_softmax(trace, how) or not how.stack.spelled else trace
 
 
-def _longest_row(trace: Trace) -> int:
+def takes_fused_softmax(trace: Trace, how: ForeignPlan) -> bool:
+    """Whether rows of spelled-out scores are short enough for the software's fused softmax."""
     rows = [op.inputs[0].spec.shape[-1] for op in trace.programs[FIRST].ops if op.name == "aten._softmax.default"]
-    return max(rows, default=0)
+    return not how.stack.fused_keys or max(rows, default=0) <= how.stack.fused_keys
 
 
 def _blocks(trace: Trace) -> list[str]:

@@ -51,6 +51,12 @@ def _elsewhere(device_name: str, torch_version: str | None) -> Profile | None:
     )  # fmt: skip
 
 
+def shipped_profile(device_name: str) -> Profile | None:
+    """The full probe of a device that travels with foretell; of two of a CPU, the one of several threads."""
+    found = [profile for path in _shipped(device_name) if (profile := _readable(path, device_name, None, False)) is not None]
+    return max(found, key=lambda profile: profile.threads != 1, default=None)
+
+
 def profile_stamp(device_name: str) -> str:
     """Changes whenever `find_profile` may answer differently; nothing is read for it."""
     found = []

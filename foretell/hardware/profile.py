@@ -254,10 +254,14 @@ class _Part:
 class _Family:
     parts: tuple[_Part, ...]
     accuracy: Mapping[str, float]
+    basis: _Family | None = None
+    """Another probe's, which the parts' trees correct."""
 
     def __post_init__(self) -> None:
-        if not self.parts or any("" not in part.laws for part in self.parts):
+        if not self.parts or (self.basis is None and any("" not in part.laws for part in self.parts)):
             raise Mismatch("ops", "has a family without laws")
+        if self.basis is not None and (self.basis.basis is not None or any(part.trees is None for part in self.parts)):
+            raise Mismatch("ops", "has a family that corrects nothing, or a correction")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,12 @@ def by_switch() -> dict[str, RateFraction]:
 
 
 @cache
+def crossing() -> dict[str, float]:
+    """Link → bytes per second of a ring of more than two cards that passes through the host's processors."""
+    return {row["link"]: row["gb_per_s"] * 1e9 for row in table("crossing", {"link": str, "gb_per_s": float, "source": str})}
+
+
+@cache
 def same_wires() -> dict[str, tuple[str, ...]]:
     """Link → devices whose tables serve others that are joined so."""
     return {row["link"]: tuple(find(name).name for name in row["devices"]) for row in table("same_wires", {"link": str, "devices": list})}

@@ -32,8 +32,8 @@ DIMS = {"dim": 1024, "heads": 8, "vocab_size": 8192, "context": 1024}
 
 
 @functools.cache
-def traced(depth: int, recompute: str = "none", fused: bool = True) -> Trace:
-    source = Source(model="gpt2", overrides={**DIMS, "layers": depth, "fused_attention": fused}, micro_batch=4, seq=1024)
+def traced(depth: int, recompute: str = "none", fused: bool = True, **more: Any) -> Trace:
+    source = Source(model="gpt2", overrides={**DIMS, "layers": depth, "fused_attention": fused, **more}, micro_batch=4, seq=1024)
     return capture(lambda: load(source).summed(), Recipe(precision="fsdp-bf16", recompute=recompute, clip=1.0))
 
 
@@ -132,6 +132,32 @@ def test_attention_that_is_not_kept_is_computed_again_and_takes_no_memory() -> N
     assert seconds(again, recompute="selective") > seconds(kept, recompute="selective")
     traces = {depth: traced(depth, "selective") for depth in (2, 4)}
     assert foreign_memory(traces, again, cluster(), OPTIONS).allocated < foreign_memory(traces, kept, cluster(), OPTIONS).allocated
+
+
+def test_spelled_out_attention_keeps_what_megatrons_authors_count() -> None:
+    """sbh (34 + 5 a s / h) bytes a layer (arXiv 2205.05198), with a fused softmax of 16 bits; more with one that is spelled out."""
+    one = replace(stack("megatron-lm"), state_bytes=(0.0, 0.0))
+
+    def layer(of: Stack) -> float:
+        held = [
+            foreign_memory({2: traced(2, fused=False, dropout=0.1)}, how(Mesh(pp=4), stack=of, layers=layers, accumulate=8), cluster(), OPTIONS)
+            for layers in (8, 16)
+        ]  # fmt: skip
+        return (held[1].allocated - held[0].allocated) / (2 * 4)
+
+    counted = 4096 * 1024 * (34 + 5 * DIMS["heads"] * 1024 / 1024)
+    assert layer(one) == pytest.approx(counted, rel=0.02)
+    assert layer(replace(one, fused_keys=512)) > 1.15 * counted, "rows too long for it"
+
+
+def test_a_stage_of_deepspeeds_pipeline_keeps_what_it_sends() -> None:
+    one = replace(stack("megatron-deepspeed"), reports="allocated")
+    kept, freed = (
+        foreign_memory({2: traced(2)}, how(Mesh(pp=4), stack=replace(one, keeps_sent=keeps), accumulate=8), cluster(), OPTIONS).allocated
+        for keeps in (True, False)
+    )
+    assert one.keeps_sent and not stack("megatron-lm").keeps_sent
+    assert kept - freed == 4 * 4096 * 1024 * 2, "of four micro-batches in flight, in 16 bits"
 
 
 def test_a_stage_that_waits_for_its_messages_takes_longer() -> None:

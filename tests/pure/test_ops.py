@@ -15,7 +15,7 @@ from foretell.hardware import parse
 from foretell.hardware.profile import OpRow
 from foretell.price.kernels.features import Shape, describe
 from foretell.price.kernels.laws import by_laws, laws_of
-from foretell.price.kernels.ops import LEAST_ROWS, OpModel, learn, short
+from foretell.price.kernels.ops import LEAST_ROWS, Family, FoldModel, OpModel, learn, short
 from foretell.price.kernels.shapes import Described
 from foretell.trace.types import TensorSpec
 
@@ -209,6 +209,41 @@ def test_a_slower_device_is_learned_from_its_own_rows() -> None:
     rows = [row(s, LAWS["exp"](s) * 10) for s in draw(80, 9, lambda rng: pointwise("exp", sized(rng, 10**3, 10**7)))]
     shape = pointwise("exp", 10**6)
     assert learn(rows, slow).seconds([shape])[shape] == pytest.approx(10 * LAWS["exp"](shape), rel=0.1)
+
+
+# ---------------------------------------------------------------- corrected from another probe
+
+
+def test_a_few_rows_correct_what_a_fuller_probe_says(products: OpModel, streams: OpModel) -> None:
+    """A device 1.4 times as slow, known by 40 products: others are told so well as the fuller probe tells its own."""
+    fuller = OpModel(DEVICE, {**products.families, **streams.families})
+    few, asked = draw(40, 11, a_product), draw(60, 12, a_product)
+    rows = [row(shape, 1.4 * tile_law(shape)) for shape in few]
+    found = learn(rows, DEVICE, basis=fuller)
+    assert found.families["gemm"].basis is fuller.families["gemm"] and found.families["stream"] is fuller.families["stream"]
+
+    def off(model: OpModel, scale: float) -> float:
+        seconds = model.seconds(asked)
+        return float(np.median([abs(seconds[shape] / (scale * tile_law(shape)) - 1) for shape in asked]))
+
+    assert off(found, 1.4) < off(fuller, 1.0) + 0.01
+    assert off(learn(rows, DEVICE), 1.4) > 1.5 * off(found, 1.4), "alone they say less"
+    again = OpModel.from_dict(DEVICE, json.loads(json.dumps(found.to_dict())))
+    assert list(again.seconds(asked).values()) == pytest.approx(list(found.seconds(asked).values()), rel=1e-9)
+
+
+def test_a_probe_that_says_nothing_of_a_device_is_left_aside() -> None:
+    nonsense = OpModel(DEVICE, {"gemm": Family((FoldModel({"": {"one": 1.0}}, None),), {})})
+    rows = [row(shape, tile_law(shape)) for shape in draw(120, 13, a_product)]
+    found = learn(rows, DEVICE, basis=nonsense).families["gemm"]
+    assert found.basis is None and found.to_dict() == learn(rows, DEVICE).families["gemm"].to_dict()
+
+
+def test_rows_that_launched_nothing_correct_nothing(streams: OpModel) -> None:
+    shapes = [pointwise("add", 2**power) for power in range(10, 28)]
+    rows = [row(shape, seconds) for shape, seconds in streams.seconds(shapes).items()]
+    none = [row(pointwise("sin", 2**power), 1e-9) for power in range(10, 28)]
+    assert learn([*rows, *none], DEVICE, basis=streams).seconds(shapes) == learn(rows, DEVICE, basis=streams).seconds(shapes)
 
 
 def test_short_names() -> None:

@@ -237,3 +237,18 @@ def test_shipped_profiles_can_be_read_and_fit_their_journals() -> None:
         assert path.name.startswith(find(known.device).name)
         rows = gzip.decompress(journal_path(path).with_name(journal_path(path).name + ".gz").read_bytes())
         assert json.loads(rows.split(b"\n", 1)[0])["device"] == known.device
+
+
+def test_a_correction_of_another_probe_corrects_something(tmp_path: Path) -> None:
+    trees = {"features": ["law"], "base": 0.1, "questions": [], "thresholds": [], "leaves": []}
+    own = {"parts": [{"laws": {"": {"one": 1.0}}, "trees": None}], "accuracy": {}}
+    corrected = {"parts": [{"laws": {}, "trees": trees}], "accuracy": {}, "basis": own}
+    path = save(replace(profile(), ops={"gemm": corrected}), tmp_path / "p.json")
+    assert load(path).ops["gemm"]["basis"]["parts"][0]["laws"] == {"": {"one": 1.0}}
+    for wrong in (
+        {**corrected, "basis": corrected}, {**corrected, "parts": [{"laws": {}, "trees": None}]}, {**corrected, "basis": {}},
+        {"parts": corrected["parts"], "accuracy": {}},
+    ):  # fmt: skip
+        save(replace(profile(), ops={"gemm": wrong}), path)
+        with pytest.raises(FileFormatError, match="ops"):
+            load(path)

@@ -216,6 +216,7 @@ def test_the_saved_table_meets_the_bars_it_is_said_to_meet() -> None:
     assert len(saved(published.RESULTS)) == len(each) > 480
     assert whole["rows"] > 300
     assert 85 <= whole["band_coverage_percent"] <= 95
+    assert whole["memory"]["rows"] == 87 and whole["memory"]["mape_percent"] <= 6.0
 
 
 @pytest.mark.xfail(strict=True, reason="7.9 %: BLOOM's blocking launches, H100 runs of 2023; docs/published.md")
@@ -235,6 +236,7 @@ def test_saved_rows_are_what_the_code_says_now() -> None:
     for name in ("foundry-039", "llmc-2", "sc21-t1-05", "zb-04"):
         now = predictor().predict(rows.read_row(cells[name]))
         assert now["predicted"] == pytest.approx(known[name]["predicted"], rel=1e-3), name
+        assert now.get("memory") == known[name].get("memory"), name
         assert now["runnable"] is False and now["mark"].startswith("not runnable here")
 
 

@@ -66,9 +66,9 @@ class Calibration:
         return {"in_step": factors, "in_step_steps": self.in_step_steps, **power, **clocks}
 
 
-def calibrate(measured: Measured, device: Device, steps: Sequence[Step]) -> Calibration:
-    """Fit everything to what one probe measured."""
-    ops = learn(measured.rows, device, groups=measured.groups)
+def calibrate(measured: Measured, device: Device, steps: Sequence[Step], basis: OpModel | None = None) -> Calibration:
+    """Fit everything to what one probe measured; with a `basis`, what a fuller probe of another device says of this one's ops."""
+    ops = learn(measured.rows, device, groups=measured.groups, basis=basis)
     calls = host.call_seconds((row.name, row.host_seconds) for row in measured.rows)
     turns = {**host.turn_seconds(measured.rows), **host.matrix_seconds(measured.rows, calls)} if device.backend != "cpu" else {}
     waits = host.waiting(measured.rows) if device.backend != "cpu" else {}

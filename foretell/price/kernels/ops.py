@@ -3,6 +3,9 @@
 Each family has two estimators: laws, sums of physical terms fitted per op, and boosted trees that learn from features
 what the laws leave over. Held-out error decides which is used; both errors are kept in the fitted data. The rows are
 dealt into folds; each fold's laws and trees see the other folds alone, give the held-out errors, and together answer.
+
+A few thousand rows of a shared probe say how quick a device is, and little about ops that few of them are. So a family may also
+be another probe's, at this device's rates, with trees that correct it; of the two, again, held-out error decides.
 """
 
 from __future__ import annotations
@@ -10,14 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foretell.hardware.types import Device
 from foretell.price.kernels.elsewhere import Correction, foreign, group_of
 from foretell.price.kernels.features import Described, Shape, describe
-from foretell.price.kernels.laws import Floats, Law, by_laws, laws_of
+from foretell.price.kernels.laws import FLOOR_SECONDS, Floats, Law, by_laws, laws_of
 from foretell.price.kernels.shapes import short
 from foretell.price.kernels.trees import Trees, fit
 
@@ -34,6 +38,9 @@ SETTINGS: dict[str, Any] = {"depth": 5, "trees": 120, "rate": 0.1, "feature_shar
 MANY_ROWS = 3000
 MANY: dict[str, Any] = {"depth": 7, "trees": 240, "rate": 0.1, "feature_share": 0.35, "row_share": 0.5}
 """Of families with more rows than that."""
+SCALING: dict[str, Any] = {**SETTINGS, "trees": 0}
+"""Trees without questions: one factor on another probe's family."""
+
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,9 @@ class FoldModel:
     laws: Mapping[str, Law]
     trees: Trees | None
 
-    def logs(self, described: Sequence[Described]) -> Floats:
-        """log(seconds)."""
-        found: Floats = np.log(by_laws(described, self.laws))
+    def logs(self, described: Sequence[Described], known: Floats | None = None) -> Floats:
+        """log(seconds); `known` stands for the laws where another probe's family does."""
+        found: Floats = np.log(by_laws(described, self.laws)) if known is None else known
         if self.trees is None:
             return found
         return found + self.trees.predict(matrix(described, found, self.trees.features))
@@ -68,21 +75,30 @@ class Family:
     parts: tuple[FoldModel, ...]
     accuracy: Mapping[str, float]
     """Held-out errors: rows, plain_median, plain_mean, plain_p90, trees_median, ..., r2."""
+    basis: Family | None = None
+    """Another probe's, which the trees correct."""
+
+    def logs(self, described: Sequence[Described]) -> Floats:
+        """log(seconds) of ops of this family."""
+        known = self.basis.logs(described) if self.basis is not None else None
+        found: Floats = sum(part.logs(described, known) for part in self.parts) / len(self.parts)  # type: ignore[assignment]
+        return found
 
     def refine(self, described: Sequence[Described]) -> list[float]:
         """Seconds of ops of this family."""
-        found: Floats = np.exp(sum(part.logs(described) for part in self.parts) / len(self.parts))
-        return [float(value) for value in found]
+        return [float(value) for value in np.exp(self.logs(described))]
 
     def to_dict(self) -> dict[str, Any]:
+        basis = {"basis": self.basis.to_dict()} if self.basis is not None else {}
         return {
             "parts": [part.to_dict() for part in self.parts],
-            "accuracy": {name: round(value, 5) for name, value in self.accuracy.items()},
-        }
+            "accuracy": {name: round(value, 5) for name, value in self.accuracy.items()}, **basis,
+        }  # fmt: skip
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Family:
-        return cls(tuple(FoldModel.from_dict(one) for one in data["parts"]), dict(data["accuracy"]))
+        basis = Family.from_dict(data["basis"]) if "basis" in data else None
+        return cls(tuple(FoldModel.from_dict(one) for one in data["parts"]), dict(data["accuracy"]), basis)
 
 
 @dataclass(frozen=True)
@@ -149,49 +165,96 @@ def matrix(described: Sequence[Described], logs: Floats, features: Sequence[str]
 # ---------------------------------------------------------------- learning
 
 
-def learn(rows: Sequence[OpRow], device: Device, *, groups: Sequence[object] | None = None, seed: int = 0) -> OpModel:
-    """Fit every family to measured rows; `groups` says which rows were measured together and must be held out together."""
+def learn(
+    rows: Sequence[OpRow], device: Device, *, groups: Sequence[object] | None = None, seed: int = 0, basis: OpModel | None = None
+) -> OpModel:
+    """Fit every family to measured rows; `groups` says which rows were measured together and must be held out together. With a
+    `basis`, another probe's families at this device's rates, a family is fitted alone or corrects that one."""
+    least = 0.0 if basis is None else FLOOR_SECONDS
     sorted_rows: dict[str, list[tuple[Described, float, object]]] = {}
     for position, row in enumerate(rows):
         described = describe(Shape(row.name, row.inputs, row.outputs, row.attrs), device)
-        if described is not None and row.seconds > 0:
+        if described is not None and row.seconds > least:
             group = groups[position] if groups is not None else position
             sorted_rows.setdefault(described.family, []).append((described, row.seconds, group))
-    return OpModel(device, {name: _family(found, seed) for name, found in sorted(sorted_rows.items())})
+    others = basis.families if basis is not None else {}
+    found = {name: _family(some, seed, others.get(name)) for name, some in sorted(sorted_rows.items())}
+    return OpModel(device, {**others, **found})
 
 
-def _family(rows: list[tuple[Described, float, object]], seed: int) -> Family:
+class Rows(NamedTuple):
+    """Of one family, dealt into folds."""
+
+    described: Sequence[Described]
+    seconds: Floats
+    fold: NDArray[np.int64]
+
+
+def _family(rows: list[tuple[Described, float, object]], seed: int, basis: Family | None = None) -> Family:
     described = [d for d, _, _ in rows]
     seconds = np.array([s for _, s, _ in rows])
     group = np.unique([repr(g) for _, _, g in rows], return_inverse=True)[1]
     folds = min(FOLDS, int(group.max()) + 1)
     if folds < 2:
         whole = FoldModel(laws_of(described, seconds), None)
-        return Family((whole,), {"rows": float(len(rows))})
+        return basis or Family((whole,), {"rows": float(len(rows))})
     fold = (np.random.default_rng(seed).permutation(int(group.max()) + 1) % folds)[group]
-    settings = {**SETTINGS, **(MANY if len(rows) > MANY_ROWS else {})}
-    features = (*sorted(rows[0][0].values), "law", "added")
-    plain, held, parts = np.empty(len(rows)), np.empty(len(rows)), []
-    for number in range(folds):
+    dealt = Rows(described, seconds, fold)
+    found = [_fitted(dealt, seed)]
+    if basis is not None:
+        found += [_corrected(dealt, seed, basis, settings) for settings in (SCALING, SETTINGS)]
+    return min(found, key=lambda one: float(np.abs(one[1]).mean()))[0]
+
+
+def _fitted(rows: Rows, seed: int) -> tuple[Family, Floats]:
+    """By laws, and trees where they are nearer; and log(measured / predicted) of rows held out."""
+    described, seconds, fold = rows
+    settings = {**SETTINGS, **(MANY if len(seconds) > MANY_ROWS else {})}
+    features = (*sorted(described[0].values), "law", "added")
+    plain, held, parts = np.empty(len(seconds)), np.empty(len(seconds)), []
+    for number in range(int(fold.max()) + 1):
         seen = np.flatnonzero(fold != number)
-        laws = laws_of([described[i] for i in seen], seconds[seen])
+        laws = laws_of([described[int(i)] for i in seen], seconds[seen])
         logs = np.log(by_laws(described, laws))
         left, trees = np.log(seconds) - logs, None
         out = fold == number
         plain[out] = held[out] = left[out]
-        if len(rows) >= LEAST_ROWS:
+        if len(seconds) >= LEAST_ROWS:
             x = matrix(described, logs, features)
-            weights = 1 + 2 * np.minimum(1, seconds[seen] / LONG_SECONDS)
-            trees = fit(x[seen], left[seen], features, seed=seed + number, weights=weights, **settings)
+            trees = fit(x[seen], left[seen], features, seed=seed + number, weights=_weights(seconds[seen]), **settings)
             held[out] = left[out] - trees.predict(x[out])
         parts.append(FoldModel(laws, trees))
-    accuracy = {"rows": float(len(rows)), **_errors("plain", plain, seconds)}
+    accuracy = {"rows": float(len(seconds)), **_errors("plain", plain, seconds)}
     if parts[0].trees is not None:
         accuracy |= _errors("trees", held, seconds)
     if accuracy.get("trees_mean", math.inf) >= accuracy["plain_mean"]:
         parts, held = [FoldModel(part.laws, None) for part in parts], plain
-    accuracy["r2"] = float(1 - np.var(held) / np.var(np.log(seconds))) if np.ptp(seconds) else 0.0
-    return Family(tuple(parts), accuracy)
+    return Family(tuple(parts), accuracy | _explained(held, seconds)), held
+
+
+def _corrected(rows: Rows, seed: int, basis: Family, settings: Mapping[str, Any]) -> tuple[Family, Floats]:
+    """Another probe's family with trees that say how much longer its ops take here; log(measured / predicted) of rows held out."""
+    described, seconds, fold = rows
+    features = (*sorted(described[0].values), "law", "added")
+    logs = basis.logs(described)
+    left, x = np.log(seconds) - logs, matrix(described, logs, features)
+    held, parts = np.empty(len(seconds)), []
+    for number in range(int(fold.max()) + 1):
+        seen, out = np.flatnonzero(fold != number), fold == number
+        trees = fit(x[seen], left[seen], features, seed=seed + number, weights=_weights(seconds[seen]), **settings)
+        held[out] = left[out] - trees.predict(x[out])
+        parts.append(FoldModel({}, trees))
+    accuracy = {"rows": float(len(seconds)), **_errors("plain", left, seconds), **_errors("trees", held, seconds)}
+    return Family(tuple(parts), accuracy | _explained(held, seconds), basis), held
+
+
+def _weights(seconds: Floats) -> Floats:
+    found: Floats = 1 + 2 * np.minimum(1, seconds / LONG_SECONDS)
+    return found
+
+
+def _explained(held: Floats, seconds: Floats) -> dict[str, float]:
+    return {"r2": float(1 - np.var(held) / np.var(np.log(seconds))) if np.ptp(seconds) else 0.0}
 
 
 def _errors(which: str, left: Floats, seconds: Floats) -> dict[str, float]:

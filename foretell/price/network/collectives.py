@@ -23,7 +23,7 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from foretell.hardware import wires
-from foretell.hardware.reached import RateFraction, by_ring, by_switch, same_wires
+from foretell.hardware.reached import RateFraction, by_ring, by_switch, crossing, same_wires
 from foretell.hardware.types import Cluster, Link
 from foretell.hardware.wires import Wires
 from foretell.quantities import ASSUMED, MEASURED
@@ -101,7 +101,9 @@ class Fabric:
             return self.measured_intra
         if self.table is not None and (shown := _shown(self.table, self.local)):
             return shown
-        return reached(self.intra) if self.intra else float("inf")
+        if self.intra is None:
+            return float("inf")
+        return min(reached(self.intra), crossing().get(self.intra.name, float("inf")) if self.local > 2 else float("inf"))
 
     def across(self) -> float:
         """Bytes per second the group's cards of one domain carry, one direction."""
