@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from foretell.errors import ForetellError
 from foretell.hardware import parse
-from foretell.observe import lines
+from foretell.observe import out_of_memory
 from foretell.observe.record import Record
 from foretell.observe.tell import Teller
 from foretell.runtime.observe import hooks, process_state
@@ -185,7 +185,7 @@ class Watching:
         memory = cost.worst.memory if cost is not None else None
         said = cost.plan.predicted if cost is not None else None
         kinds, holders = (memory.categories, memory.holders) if memory is not None else ({}, ())
-        found = lines.out_of_memory(told, "`foretell watch -- python ...` checks what would fit", said, kinds, holders)
+        found = out_of_memory.explained(told, "`foretell watch -- python ...` checks what would fit", said, kinds, holders)
         for line in found:
             self.say(line)
         self.teller.record.out_of_memory({**told, "held": dict(kinds), "lines": found})

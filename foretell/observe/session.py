@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from foretell.errors import ForetellError, UserError
-from foretell.observe import lines
+from foretell.observe import lines, out_of_memory
 from foretell.observe.group import RankGroup
 from foretell.observe.listen import Listener
 from foretell.observe.machine import cluster_of, one_of
@@ -168,7 +168,7 @@ class Session(Teller):
     def _explain(self, told: Mapping[str, Any]) -> None:
         """What held the bytes, and what would have fitted: each way is followed with the change made. Of several ranks, the first's."""
         if self._explained:
-            self.say(lines.also_out_of_memory(told))
+            self.say(out_of_memory.on_another_rank(told))
             return
         self._explained = True
         self.found.done.wait(self.asked.time_limit)
@@ -176,7 +176,7 @@ class Session(Teller):
         room, limit = self._room(told)
         said = cost.plan.predicted if cost is not None else None
         memory = cost.worst.memory if cost is not None else None
-        found = lines.out_of_memory(told, limit, said, memory.categories if memory else {}, memory.holders if memory else ())
+        found = out_of_memory.explained(told, limit, said, memory.categories if memory else {}, memory.holders if memory else ())
         for line in found:
             self.say(line)
         ways, tried = [], 0
@@ -184,13 +184,13 @@ class Session(Teller):
             search = ScriptFitSearch(step, followed.with_room(cluster, room), self.asked.on)
             ways = search.ways()
             tried = len(search.tried)
-            for line in lines.remedies(ways, tried):
+            for line in out_of_memory.remedies(ways, tried):
                 self.say(line)
         elif self.asked.predict != NO:
             self.say(f"  would fit  not known: {self.found.why_not or 'nothing limits it that is known'}")
         self.record.out_of_memory({
             **told, "room_bytes": room, "predicted": dict(said or {}), "ways_tried": tried, "ways": [way.to_json() for way in ways],
-            "held": dict(memory.categories) if memory else {}, "lines": [*found, *(lines.remedies(ways, tried) if ways else [])],
+            "held": dict(memory.categories) if memory else {}, "lines": [*found, *(out_of_memory.remedies(ways, tried) if ways else [])],
         })  # fmt: skip
 
     def _room(self, told: Mapping[str, Any]) -> tuple[int | None, str]:
