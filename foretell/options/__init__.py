@@ -6,7 +6,7 @@
 
 A new option is a new field of one of these classes: the command has its flag, the function its argument, the schema its entry.
 
-    step.py      FitOptions, AdviseOptions    one step of a model on hardware
+    fit.py       FitOptions, AdviseOptions    one step of a model on hardware
     plan.py      PlanOptions                  the search for a plan
     run.py       RunOptions, VerifyOptions    what is done with a plan
     machine.py   ProbeOptions, ProveOptions   this machine, measured
@@ -16,11 +16,11 @@ A new option is a new field of one of these classes: the command has its flag, t
 
 from __future__ import annotations
 
+from foretell.options.fit import AdviseOptions as AdviseOptions
+from foretell.options.fit import FitOptions as FitOptions
+from foretell.options.fit import StepOptions as StepOptions
 from foretell.options.machine import ProbeOptions as ProbeOptions
 from foretell.options.machine import ProveOptions as ProveOptions
 from foretell.options.plan import PlanOptions as PlanOptions
 from foretell.options.run import RunOptions as RunOptions
 from foretell.options.run import VerifyOptions as VerifyOptions
-from foretell.options.step import AdviseOptions as AdviseOptions
-from foretell.options.step import FitOptions as FitOptions
-from foretell.options.step import StepOptions as StepOptions

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretell.options import words
 from foretell.options.describe import option
-from foretell.options.step import TIME_LIMIT, quiet
+from foretell.options.fit import TIME_LIMIT, quiet
 
 if TYPE_CHECKING:
     from foretell.hardware.types import Cluster
