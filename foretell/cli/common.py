@@ -54,7 +54,7 @@ def _option_words() -> list[str]:
     return _words[: _words.index("--")] if "--" in _words else _words
 
 
-SCRIPTED = ("fit", "plan", "watch", "compare diff")
+SCRIPTED = ("fit", "plan", "watch", "compare diff", "run supervise")
 """Commands that take the command line of a script after `--`, in the place of a model."""
 
 

@@ -82,7 +82,7 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def children() -> set[int]:
-    return set(proc._children(os.getpid()))
+    return set(proc.children(os.getpid()))
 
 
 def ended(rank: str, ways: str) -> RunEnded:
