@@ -54,7 +54,7 @@ class Points:
         return {"x": torch.full((4,), i / self.count) + torch.rand(4), "number": i}
 
 def model(): return Net()
-def data(split): return Points(64) if split == "train" else None
+def data(split): return Points(512) if split == "train" else None
 def loss(output, batch): return output.square().mean()
 '''
 STEPS = 14
@@ -80,7 +80,7 @@ def sample_of(step: int, world: int, rank: int) -> int:
 
     from foretell.runtime.data.samples import shuffled
 
-    return int(shuffled(64, 0, 0, np.array([4 * world * (step - 1) + 2 * rank]))[0])
+    return int(shuffled(512, 0, 0, np.array([4 * world * (step - 1) + 2 * rank]))[0])
 
 
 def command(twin: Path, out: Path, *words: str, **env: str) -> forks.Command:
@@ -153,7 +153,7 @@ def descendants(pid: int) -> list[int]:
 
 def test_a_fault_that_comes_again_ends_the_run_when_restarts_are_used_up(twins: Callable[[int], Path], tmp_path: Path) -> None:
     out, hurt = tmp_path / "run", f"forward {sample_of(9, 1, 0)} SIGKILL /dev/full/none"  # it can be marked nowhere
-    (tmp_path / "mine.py").write_text(MODEL.replace("except FileExistsError:", "except NotADirectoryError:").replace("            return\n", "            pass\n"))
+    (tmp_path / "mine.py").write_text(MODEL.replace("except FileExistsError:\n            return", "except NotADirectoryError:\n            pass"))
     plans.write(PLAN.with_(model={"model": str(tmp_path / "mine.py")}), tmp_path / "1.json")
     child = command(tmp_path / "1", out, "--max-restarts", "1", "--no-standby", HURT=hurt)
     _, said = child.communicate(timeout=120)
@@ -191,8 +191,8 @@ def test_a_sample_that_raises_again_and_again_is_set_aside(twins: Callable[[int]
     bad = sample_of(9, 1, 0)
     child = command(twins(1), tmp_path / "run", "--workers", workers, "--bad-samples", "1", RAISES=str(bad))
     _, said = child.communicate(timeout=120)
-    assert child.returncode == 0 and f"sample {bad} of " in said and f"sample {(bad + 1) % 64} takes its place" in said, said
-    assert [(row["event"], row["index"], row["instead"]) for row in rows(tmp_path / "run")] == [("sample", bad, (bad + 1) % 64)]
+    assert child.returncode == 0 and f"sample {bad} of " in said and f"sample {(bad + 1) % 512} takes its place" in said, said
+    assert [(row["event"], row["index"], row["instead"]) for row in rows(tmp_path / "run")] == [("sample", bad, (bad + 1) % 512)]
     found, twin = dict(losses(tmp_path / "run")), dict(losses(twins(1)))
     assert [step for step in twin if found[step] != twin[step]] == list(range(9, STEPS + 1))
     worse = command(twins(1), tmp_path / "more", "--workers", workers, "--bad-samples", "1", RAISES=f"{bad} {sample_of(11, 1, 0)}")
