@@ -58,8 +58,8 @@ class Limits:
     say_s: float = SAY_SECONDS
     most_s: float = math.inf
     """Without progress of any rank, whatever the reason."""
-    all_stopped: bool = False
-    """Ranks that are stopped are culprits also where no other waits for them."""
+    all_stopped_s: float = math.inf
+    """Ranks that are all stopped for so long are culprits, though no other waits for them."""
 
     @classmethod
     def usual(cls, timeout_s: float, *, restarts: bool = False) -> Limits:
@@ -71,7 +71,7 @@ class Limits:
             hang_s = -1.0
         if not 0 <= hang_s < math.inf:
             raise UserError(f"{HANG_VARIABLE}={said} is not a number of seconds", "give such as 120, or 0 to never end a run for that")
-        return cls(hang_s=hang_s or math.inf, most_s=MOST_SHARE * timeout_s, all_stopped=restarts)
+        return cls(hang_s=hang_s or math.inf, most_s=MOST_SHARE * timeout_s, all_stopped_s=hang_s if restarts and hang_s else math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ class Judge:
         stopped = [rank for rank, stand in stands.items() if stand.kind == STOPPED]
         if self._others_wait(stopped, stands, self.limits.hang_s, (*_WAIT, ASLEEP, LOST)):
             return _stopped(stopped, self.ranks, alone=False)
-        if self.limits.all_stopped and stopped and all(stand.kind == STOPPED and stand.seconds >= self.limits.hang_s for stand in stands.values()):
+        if stopped and all(stand.kind == STOPPED and stand.seconds >= self.limits.all_stopped_s for stand in stands.values()):
             return _stopped(stopped, self.ranks, alone=True)
         asleep = [rank for rank, stand in stands.items() if stand.kind in (ASLEEP, IDLE) and _in_step(stand)]
         if self._others_wait(asleep, stands, self._patience(stands), _WAIT):

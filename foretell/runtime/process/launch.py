@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -36,6 +37,8 @@ LAUNCHED = "FORETELL_LAUNCHED"
 """Set for ranks that were started here: the process that did."""
 HEARS = "FORETELL_WATCH_FD"
 """Set for them too: where to write what they are at."""
+TOKEN = "FORETELL_JOB_TOKEN"
+"""Set for them too: what they sign messages with; another for each job."""
 GRACE_SECONDS = 15.0
 """How long the others may take once one has failed."""
 LOOK_SECONDS = 1.0
@@ -155,6 +158,7 @@ class Launcher:
         `told` hears what ranks say besides their reports."""
         self.world, self.say, self.limits, self.program = world, say, limits or Limits.usual(TIMEOUT_SECONDS), program
         self.start, self.restarts, self.told = start or started, restarts, told
+        self.token = secrets.token_hex(32)
         self.children: list[RankProcess] = []
         self.forward = SignalForwarder(self.children)
 
@@ -180,7 +184,8 @@ class Launcher:
             for rank in range(self.world):
                 pipe = outlook.pipe(rank)
                 try:
-                    self.children.append(self.start([*self.program, *words], rank_environment(rank, self.world, port, pipe), pipe))
+                    environment = rank_environment(rank, self.world, port, pipe) | {TOKEN: self.token}
+                    self.children.append(self.start([*self.program, *words], environment, pipe))
                 finally:
                     os.close(pipe)
                 self.guardian.add(self.children[-1].pid)

@@ -11,7 +11,7 @@ RESTARTED = (KILLED, HUNG, CRASHED, LOST)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class RunFault:
     """One that ended a run."""
 
     kind: str
@@ -23,14 +23,14 @@ class Fault:
     """Updates done by then, as far as ranks had said."""
 
 
-def fault_of(ended: RunEnded, *, out_of_memory: bool = False) -> Fault | None:
+def fault_of(ended: RunEnded, *, out_of_memory: bool = False) -> RunFault | None:
     """The fault that a run ended of, where it is worth another start; None where it is not. Every verdict comes in here."""
     if ended.fault not in RESTARTED:
         return None
     words = ended.problem.removesuffix("; all ranks stopped") or "the ranks lost each other in a collective"
     if ended.fault == KILLED and out_of_memory:
         words += ", by the kernel since the memory of its control group was used up"
-    return Fault(kind=ended.fault, words=words, ranks=ended.ranks, noticed=ended.noticed, step=ended.step)
+    return RunFault(kind=ended.fault, words=words, ranks=ended.ranks, noticed=ended.noticed, step=ended.step)
 
 
 def kills_for_memory() -> int:

@@ -16,7 +16,7 @@ from foretell.runtime.process.launch import TRAINS, Launcher, RunEnded
 from foretell.runtime.process.signals import exit_status
 from foretell.runtime.process.supervise import reaper
 from foretell.runtime.process.supervise.budget import RestartBudget
-from foretell.runtime.process.supervise.faults import Fault, fault_of, kills_for_memory
+from foretell.runtime.process.supervise.faults import RunFault, fault_of, kills_for_memory
 from foretell.runtime.process.supervise.notices import Notices
 from foretell.runtime.process.supervise.standby import Standby
 from foretell.runtime.train.folder import CHECKPOINTS, PLAN, SETTINGS, note_fault
@@ -57,7 +57,7 @@ class Keeper:
         """`words` start the run, in the folder `out`."""
         self.words, self.world, self.out, self.how, self.say, self.program = words, world, out, how, say, program
         self.budget = RestartBudget(how.restarts)
-        self._fault: Fault | None = None
+        self._fault: RunFault | None = None
         """The last one, until ranks train again."""
 
     def run(self) -> RunEnded:
@@ -88,7 +88,7 @@ class Keeper:
                     return RunEnded(exit_status(launcher.forward.asked))
                 words = again_words(self.words, self.out)
 
-    def _pause(self, fault: Fault) -> float | None:
+    def _pause(self, fault: RunFault) -> float | None:
         """Tell of a fault; how long to wait before the next start, None where there is none."""
         kept = self._kept()
         pause = self.budget.spend(kept if kept is not None else -1)
@@ -104,7 +104,7 @@ class Keeper:
         found = store.complete(self.out / CHECKPOINTS)
         return found[0].step if found else None
 
-    def _spent(self, ended: RunEnded, fault: Fault) -> RunEnded:
+    def _spent(self, ended: RunEnded, fault: RunFault) -> RunEnded:
         times = "once" if self.how.restarts == 1 else f"{self.how.restarts} times in a row"
         problem = f"{ended.problem or fault.words}; it was restarted {times} and came no further"
         return replace(ended, problem=problem, remedy=ended.remedy or "look for what ends it there; --max-restarts N allows more")

@@ -16,6 +16,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -39,7 +40,7 @@ WAIT_SECONDS = 120.0
 _MOST_BYTES = 2**22
 """Of a request."""
 _COUNT = 8
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _OWN_ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -59,8 +60,8 @@ class Standby:
         self.works = True
 
     def start(self, words: Sequence[str], env: Mapping[str, str], pipe: int) -> RankProcess:
-        """A rank; from this process where it can, else started as any other."""
-        if self.works:
+        """A rank, `-m foretell WORDS`; from this process where it can, else started as any other."""
+        if self.works and words[:2] == ["-m", "foretell"]:
             try:
                 return ForkedRank(self._forked({"words": list(words), "env": dict(env), "cwd": os.getcwd()}, pipe))
             except (OSError, ValueError):
@@ -126,8 +127,8 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 # --- the process -----------------------------------------------------------------------------------------------------
 
 
-def main() -> Sequence[str]:
-    """Serve, and return in each rank that is forked, with its words."""
+def main() -> None:
+    """Serve, and return in each rank that is forked, once it is what it is to be."""
     door, owner = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPS}  # these are for ranks; it ends with the supervisor
     for name in sys.argv[3:]:
@@ -148,7 +149,8 @@ def main() -> Sequence[str]:
             door.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
-            return _become(call, handles[0], owner)
+            _become(call, handles[0], owner)
+            return
         for handle in handles:
             os.close(handle)
 
@@ -169,26 +171,24 @@ def _forked_twice(door: socket.socket) -> bool:
     os._exit(0)
 
 
-def _become(call: Mapping[str, Any], pipe: int, owner: int) -> Sequence[str]:
+def _become(call: Mapping[str, Any], pipe: int, owner: int) -> None:
     """What `launch.started` would have started."""
     deadline = time.monotonic() + 5.0
     while os.getppid() != owner:
         if time.monotonic() > deadline:
             os._exit(1)
         time.sleep(0.0005)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(_PR_SET_NAME, f"foretell rank {call['env'].get('RANK', '')}".encode())
     if os.getppid() != owner:
         os._exit(1)
     os.environ.clear()
     os.environ.update({**call["env"], HEARS: str(pipe)})
     os.chdir(call["cwd"])
-    words: list[str] = call["words"]
-    sys.argv = ["foretell", *words[2:]]
-    return words[2:]
+    sys.argv = ["foretell", *call["words"][2:]]
 
 
 if __name__ == "__main__":
-    _words = main()
-    from foretell.cli import main as command_line
-
-    sys.exit(command_line(_words))
+    main()
+    runpy.run_module("foretell", run_name="__main__", alter_sys=True)
