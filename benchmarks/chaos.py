@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -122,7 +123,7 @@ class Trial:
         found: dict[int, int] = {}
         for pid in proc.children(self.child.pid) if self.child is not None else []:
             with contextlib.suppress(OSError):
-                name = Path(f"/proc/{pid}/comm").read_text().strip().removeprefix("foretell rank ")
+                name = re.sub("^rank ([0-9]+) .*", r"\1", Path(f"/proc/{pid}/comm").read_text().strip())
                 rank = dict(item.split("=", 1) for item in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in item).get("RANK", name)
                 if rank.isdecimal() and proc.lives(pid):
                     found[int(rank)] = pid

@@ -103,8 +103,8 @@ def equal(out: Path, twin: Path) -> None:
 
 @pytest.mark.parametrize(
     ("world", "where", "rank", "how"),
-    [(2, "forward", 1, "SIGKILL"), (2, "forward", 0, "SIGSEGV"), (2, "forward", 0, "SIGSTOP"),
-     pytest.param(2, "data", 0, "SIGKILL", marks=pytest.mark.slow(reason="another point of the same fault")),
+    [(2, "forward", 1, "SIGKILL"), (2, "forward", 0, "SIGSTOP"),
+     pytest.param(2, "data", 0, "SIGSEGV", marks=pytest.mark.slow(reason="another signal at another point: the same fault")),
      (1, "forward", 0, "SIGKILL")],
 )  # fmt: skip
 def test_a_rank_that_is_killed_or_stopped_costs_nothing(
@@ -186,7 +186,7 @@ def test_a_loader_process_that_is_killed_is_replaced_at_the_same_sample(twins: C
     assert [(row["event"], row["rank"]) for row in rows(out)] == [("loader", 0)]
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.slow(reason="the same code, called in the rank itself")), "2"])
 def test_a_sample_that_raises_again_and_again_is_set_aside(twins: Callable[[int], Path], tmp_path: Path, workers: str) -> None:
     bad = sample_of(9, 1, 0)
     child = command(twins(1), tmp_path / "run", "--workers", workers, "--bad-samples", "1", RAISES=str(bad))

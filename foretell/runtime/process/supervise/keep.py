@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from foretell.checkpoint import store
 from foretell.runtime.process.blame import TIMEOUT_SECONDS, Limits
 from foretell.runtime.process.launch import TRAINS, Launcher, RunEnded
 from foretell.runtime.process.signals import exit_status
@@ -72,7 +71,7 @@ class Keeper:
             stack.enter_context(Notices(self.how.notices, self.say, lambda: launcher.forward(signal.SIGUSR1, None)))
             words, standby = self.words, None
             while True:
-                if warm and (standby is None or not standby.works):
+                if warm and (standby is None or not standby.lives):
                     standby = stack.enter_context(contextlib.closing(Standby(self.world)))
                     launcher.start = standby.start
                 kills = kills_for_memory()
@@ -101,6 +100,8 @@ class Keeper:
         return pause
 
     def _kept(self) -> int | None:
+        from foretell.checkpoint import store  # brings numpy: not before it is needed
+
         found = store.complete(self.out / CHECKPOINTS)
         return found[0].step if found else None
 

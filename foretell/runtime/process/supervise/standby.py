@@ -75,6 +75,10 @@ class Standby:
         self._socket.sendall(text)
         return int.from_bytes(_exactly(self._socket, _COUNT), "big")
 
+    @property
+    def lives(self) -> bool:
+        return self.works and self.process.poll() is None
+
     def close(self) -> None:
         self._socket.close()
         self.process.kill()
@@ -180,7 +184,7 @@ def _become(call: Mapping[str, Any], pipe: int, owner: int) -> None:
         time.sleep(0.0005)
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    prctl(_PR_SET_NAME, f"foretell rank {call['env'].get('RANK', '')}".encode())
+    prctl(_PR_SET_NAME, f"rank {call['env'].get('RANK', '')} of foretell".encode())  # as top shows it
     if os.getppid() != owner:
         os._exit(1)
     os.environ.clear()
