@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from foretell.cli import main
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh
 from foretell.runtime.process import proc
@@ -158,7 +160,8 @@ def test_a_fault_that_comes_again_ends_the_run_when_restarts_are_used_up(twins: 
     child = command(tmp_path / "1", out, "--max-restarts", "1", "--no-standby", HURT=hurt)
     _, said = child.communicate(timeout=120)
     assert child.returncode == 1 and "it was restarted once and came no further" in said and "resume with: foretell run" in said, said
-    assert [row["event"] for row in rows(out)] == ["fault", "restarted", "fault"]
+    *_, first, again, last = rows(out)  # before these it may have come further: to the next checkpoint
+    assert [row["event"] for row in (first, again, last)] == ["fault", "restarted", "fault"] and first["checkpoint"] == last["checkpoint"]
 
 
 def test_a_notice_saves_and_leaves_and_the_next_run_is_the_same(twins: Callable[[int], Path], tmp_path: Path) -> None:
@@ -198,3 +201,15 @@ def test_a_sample_that_raises_again_and_again_is_set_aside(twins: Callable[[int]
     worse = command(twins(1), tmp_path / "more", "--workers", workers, "--bad-samples", "1", RAISES=f"{bad} {sample_of(11, 1, 0)}")
     _, said = worse.communicate(timeout=120)
     assert worse.returncode == 1 and "2 samples raised 3 times each, and 1 may be set aside" in said and "--bad-samples" in said, said
+
+
+def test_a_command_that_was_started_again_goes_on_with_its_run(twins: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `foretell run supervise -- torchrun ... -m foretell run PLAN --out FOLDER`."""
+    words = ["run", f"{twins(1)}.json", *FLAGS, "--out", str(tmp_path / "run")]
+    monkeypatch.setenv("FORETELL_RESTARTS", "1")
+    torch.set_num_threads(1)
+    assert main([*words, "--steps", "6", "--schedule-steps", str(STEPS)]) == 0  # there is none to go on with
+    assert main(words) == 0
+    equal(tmp_path / "run", twins(1))
+    monkeypatch.setenv("FORETELL_RESTARTS", "0")
+    assert main(words) == 2

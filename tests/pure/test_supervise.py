@@ -18,12 +18,14 @@ import pytest
 from foretell.cli import main
 from foretell.errors import UserError
 from foretell.runtime.process import proc
-from foretell.runtime.process.launch import CRASHED, HUNG, KILLED, LOST, RunEnded
-from foretell.runtime.process.supervise import slurm
+from foretell.runtime.process.launch import CRASHED, HUNG, KILLED, LOST, RunEnded, rank_environment
+from foretell.runtime.process.supervise import reaper, slurm
+from foretell.runtime.process.supervise import standby as standbys
 from foretell.runtime.process.supervise.budget import RestartBudget
 from foretell.runtime.process.supervise.faults import fault_of
 from foretell.runtime.process.supervise.keep import again_words
 from foretell.runtime.process.supervise.notices import Notices, look_of
+from foretell.runtime.process.supervise.standby import Standby
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -179,6 +181,36 @@ def test_bad_words_are_one_line(capsys: pytest.CaptureFixture[str], words: list[
     assert main(["supervise", *words]) == 2
     told = capsys.readouterr().err
     assert said in told and told.count("\n") == 1
+
+
+# ---------------------------------------------------------------- ranks that are forked
+
+
+def rank_of(standby: Standby, *words: str) -> int:
+    hears, pipe = os.pipe()
+    try:
+        rank = standby.start(["-m", "foretell", *words], rank_environment(0, 1, 0, pipe), pipe)
+        assert rank.wait(60) == (0 if words == ("version",) else 2)
+        return rank.pid
+    finally:
+        os.close(hears)
+        os.close(pipe)
+
+
+@pytest.mark.parametrize("harm", ["kill", "stop"])
+def test_a_standby_forks_ranks_until_it_is_harmed_and_then_they_are_started(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    monkeypatch.setattr(standbys, "AGAIN_SECONDS", 0.5)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with reaper.adopting(), contextlib.closing(Standby(1, modules=())) as standby:
+        rank_of(standby, "version")
+        rank_of(standby, "run", "/no/such/plan.json")  # as many as are asked for
+        assert standby.lives
+        os.kill(standby.process.pid, signal.SIGKILL if harm == "kill" else signal.SIGSTOP)
+        rank_of(standby, "version")
+        assert not standby.lives and reaper.others(()) == []
+    assert capfd.readouterr().out.count("foretell ") == 2
 
 
 # ---------------------------------------------------------------- notices

@@ -50,8 +50,8 @@ def run(
     from foretell.runtime.process import launch
 
     wished = RunOptions(**options)
-    resume, device = wished.resume, wished.device
-    out = Path(wished.out) if wished.out else None
+    out, device = Path(wished.out) if wished.out else None, wished.device
+    resume = wished.resume or _restarted(out)
     before = _before(plan, out, resume=resume, again=again) if not box else {}
     plan, out = _paths(plan, out, resume)
     asked = before | wished.asked()
@@ -67,6 +67,14 @@ def run(
         raise UserError("--max-restarts is for ranks that foretell starts itself", "give it to torchrun: torchrun --max-restarts N ...")
     with _noticing(how):
         return _here(wanted, plan, asked, out, device, resume=resume, json=json, teaches=update_profile)
+
+
+def _restarted(out: Path | None) -> bool:
+    """Whether `foretell run supervise` has started this command before, and the run in --out began then: it goes on."""
+    from foretell.runtime.process.launch import RESTARTS
+    from foretell.runtime.train.folder import PLAN
+
+    return os.environ.get(RESTARTS, "0") not in ("", "0") and out is not None and (out / PLAN).is_file()
 
 
 def _supervision(wished: RunOptions) -> Supervision:

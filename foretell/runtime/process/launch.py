@@ -39,6 +39,8 @@ HEARS = "FORETELL_WATCH_FD"
 """Set for them too: where to write what they are at."""
 TOKEN = "FORETELL_JOB_TOKEN"
 """Set for them too: what they sign messages with; another for each job."""
+RESTARTS = "FORETELL_RESTARTS"
+"""Tells a command how often `foretell run supervise` has started it before."""
 GRACE_SECONDS = 15.0
 """How long the others may take once one has failed."""
 LOOK_SECONDS = 1.0

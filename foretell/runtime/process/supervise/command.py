@@ -20,14 +20,12 @@ from typing import Any
 
 from foretell.errors import UserError
 from foretell.runtime.process.guardian import Guardian
-from foretell.runtime.process.launch import end_with_parent
+from foretell.runtime.process.launch import RESTARTS, end_with_parent
 from foretell.runtime.process.signals import INTERRUPTED, SECOND_AFTER_SECONDS, STOPS, TERMINATED
 from foretell.runtime.process.supervise import reaper
 from foretell.runtime.process.supervise.budget import RestartBudget
 from foretell.runtime.process.supervise.notices import Notices
 
-RESTARTS_VARIABLE = "FORETELL_RESTARTS"
-"""Tells the command how often it was started before."""
 FINAL = (0, 2, 126, 127, INTERRUPTED, TERMINATED)
 """Exit statuses after which it is not started again: done, wrong usage, not to be run, asked to stop."""
 LASTED_SECONDS = 300.0
@@ -103,7 +101,7 @@ class CommandKeeper:
     def _once(self) -> tuple[int, str, bool]:
         """Start it and wait for it; its status, what became of it and whether it stood still. Nothing of it is left afterwards."""
         piped = self.request.stall_s is not None and self.request.heartbeat is None
-        environment = {**os.environ, **self.request.environment, RESTARTS_VARIABLE: str(self.budget.total)}
+        environment = {**os.environ, **self.request.environment, RESTARTS: str(self.budget.total)}
         try:
             child = self._child = subprocess.Popen(
                 list(self.request.words), env=environment, start_new_session=True, preexec_fn=end_with_parent(os.getpid()),

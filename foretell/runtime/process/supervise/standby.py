@@ -37,6 +37,8 @@ MODULES = (
 """What it imports; a name that is not there is left out."""
 WAIT_SECONDS = 120.0
 """A standby that does not answer for so long is given up: ranks are started without it."""
+AGAIN_SECONDS = 10.0
+"""The same once it has imported everything."""
 _MOST_BYTES = 2**22
 """Of a request."""
 _COUNT = 8
@@ -52,22 +54,41 @@ class Standby:
         self._socket.settimeout(WAIT_SECONDS)
         environment = {name: value for name, value in rank_environment(0, world, 0, 0).items() if name not in _OWN_ENVIRONMENT}
         with there:
+            module = "foretell.runtime.process.supervise.standby"
+            self._words = [sys.executable, "-m", module, str(there.fileno()), str(os.getpid()), *modules]
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "foretell.runtime.process.supervise.standby", str(there.fileno()), str(os.getpid()), *modules],
-                env=environment, stdin=subprocess.DEVNULL, pass_fds=(there.fileno(),), start_new_session=True,
+                self._words, env=environment, stdin=subprocess.DEVNULL, pass_fds=(there.fileno(),), start_new_session=True,
                 preexec_fn=end_with_parent(os.getpid(), signal.SIGKILL),
             )  # fmt: skip
         self.works = True
+        self._given: list[int] = []
 
     def start(self, words: Sequence[str], env: Mapping[str, str], pipe: int) -> RankProcess:
         """A rank, `-m foretell WORDS`; from this process where it can, else started as any other."""
         if self.works and words[:2] == ["-m", "foretell"]:
             try:
-                return ForkedRank(self._forked({"words": list(words), "env": dict(env), "cwd": os.getcwd()}, pipe))
+                self._given.append(self._forked({"words": list(words), "env": dict(env), "cwd": os.getcwd()}, pipe))
+                self._socket.settimeout(AGAIN_SECONDS)
+                return ForkedRank(self._given[-1])
             except (OSError, ValueError):
-                self.works = False
-                self.process.kill()
+                self._give_up()
         return started(words, env, pipe)
+
+    def _give_up(self) -> None:
+        """It is ended, and so is a rank that it may have forked without a word: it would stand in another's place."""
+        self.works = False
+        self.process.kill()
+        self.process.wait()
+        for pid in proc.children(os.getpid()):
+            if pid not in self._given and self._is_of_it(pid):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+
+    def _is_of_it(self, pid: int) -> bool:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as stream:
+            return stream.read().split(b"\0")[1 : len(self._words)] == [word.encode() for word in self._words[1:]]
+        return False
 
     def _forked(self, call: dict[str, Any], pipe: int) -> int:
         text = json.dumps(call).encode()
