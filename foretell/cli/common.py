@@ -60,7 +60,8 @@ SCRIPTED = ("fit", "plan", "watch", "compare diff", "run supervise")
 
 def without_script(words: Sequence[str]) -> list[str]:
     """The words that are foretell's own."""
-    return list(words[: words.index("--")] if words and words[0] in SCRIPTED and "--" in words else words)
+    scripted = bool(words) and (words[0] in SCRIPTED or " ".join(words[:2]) in SCRIPTED)
+    return list(words[: words.index("--")] if scripted and "--" in words else words)
 
 
 def script_words() -> list[str] | None:
