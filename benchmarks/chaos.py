@@ -86,6 +86,8 @@ class Trial:
     child: subprocess.Popen[str] | None = None
     at: float = 0.0
     """When the fault came, by the monotonic clock."""
+    named: float | None = None
+    """Seconds until the supervisor had told of it."""
     resumed: float | None = None
     said: str = ""
     statuses: list[int] = field(default_factory=list)
@@ -139,6 +141,8 @@ class Trial:
         lines = len(log(self.out).splitlines())
 
         def again() -> bool:
+            if self.named is None and (self.out / "faults.jsonl").exists():
+                self.named = time.monotonic() - self.at
             text = log(self.out)
             begun = text.count('"event": "resume"') + text.count('"event": "start"') > resumes or len(text.splitlines()) < lines
             return begun and '"event": "step"' in text.splitlines()[-1]
@@ -412,6 +416,7 @@ def run_trial(name: str, world: int, seed: int, work: Path) -> dict[str, Any]:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
     same = all(row.get(part) for part in ("losses", "files", "data"))
+    row |= {"named": round(trial.named, 3) if trial.named is not None else None}
     row |= {"seconds": round(trial.resumed, 3) if trial.resumed is not None else None, "whole_seconds": round(time.monotonic() - began, 1),
             "left": len(left), "problem": problem, "good": same and not problem and not left}  # fmt: skip
     if row["good"]:

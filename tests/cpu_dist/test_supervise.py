@@ -107,7 +107,7 @@ def equal(out: Path, twin: Path) -> None:
     ("world", "where", "rank", "how"),
     [(2, "forward", 1, "SIGKILL"), (2, "forward", 0, "SIGSTOP"),
      pytest.param(2, "data", 0, "SIGSEGV", marks=pytest.mark.slow(reason="another signal at another point: the same fault")),
-     (1, "forward", 0, "SIGKILL")],
+     (1, "forward", 0, "SIGSTOP")],
 )  # fmt: skip
 def test_a_rank_that_is_killed_or_stopped_costs_nothing(
     twins: Callable[[int], Path], tmp_path: Path, world: int, where: str, rank: int, how: str

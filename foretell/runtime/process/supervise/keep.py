@@ -124,5 +124,5 @@ class Keeper:
             return
         self._fault = None
         seconds = at - fault.noticed
-        self.say(f"training again {seconds:.1f} s after the fault, with step {step}: restart {self.budget.total} of this run")
+        self.say(f"training again {seconds:.1f} s after it was noticed, with step {step}: restart {self.budget.total} of this run")
         note_fault(self.out, "restarted", step=step, seconds=round(seconds, 3), restart=self.budget.total)
