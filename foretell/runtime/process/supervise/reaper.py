@@ -12,19 +12,22 @@ from collections.abc import Collection, Iterator
 
 from foretell.runtime.process import proc
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _LOOK_SECONDS = 0.02
 
 
 @contextlib.contextmanager
 def adopting() -> Iterator[bool]:
     """Within the block; False where the system has no such thing."""
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+    if sys.platform != "linux":
+        yield False
+        return
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int(0)
+    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     try:
-        yield prctl is not None and prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+        yield prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     finally:
-        if prctl is not None:
-            prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 def collect(known: Collection[int]) -> None:
