@@ -6,6 +6,7 @@ import contextlib
 import http.server
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -250,11 +251,12 @@ def test_a_server_gives_notice_with_an_answer_that_is_not_no(server: str, monkey
 def test_a_file_that_appears_is_told_once_and_servers_that_fail_are_not(tmp_path: Path) -> None:
     said: list[str] = []
     left = threading.Event()
-    where = ("http://127.0.0.1:9/none", str(tmp_path / "go"))
-    with Notices(where, said.append, left.set, look_s=0.02):
-        assert not left.wait(0.2)
-        (tmp_path / "go").touch()
-        assert left.wait(10)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes calls and never answers
+        where = ("http://127.0.0.1:9/none", f"http://127.0.0.1:{silent.getsockname()[1]}/", str(tmp_path / "go"))
+        with Notices(where, said.append, left.set, look_s=0.02):
+            assert not left.wait(0.2)
+            (tmp_path / "go").touch()
+            assert left.wait(10)
     assert said == [f"notice: {tmp_path / 'go'} has appeared; the run saves and leaves"]
     with pytest.raises(UserError, match="is there already"):
         look_of(str(tmp_path / "go"))

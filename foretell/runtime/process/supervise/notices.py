@@ -76,31 +76,30 @@ def _server(address: str) -> Look:
 
 
 class Notices:
-    """Looks in a thread of its own, about once a second."""
+    """Looks about once a second, each in a thread of its own: a server may take its time."""
 
     def __init__(
         self, where: Sequence[str], say: Callable[[str], None], leave: Callable[[], None], *, look_s: float = LOOK_SECONDS
     ) -> None:  # fmt: skip
-        """`leave` is called once, from that thread."""
+        """`leave` is called once, from one of them."""
         self.looks, self.say, self.leave, self.look_s = [look_of(one) for one in where], say, leave, look_s
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="foretell-notices", daemon=True)
+        self._done, self._turn = threading.Event(), threading.Lock()
 
     def __enter__(self) -> Notices:
-        if self.looks:
-            self._thread.start()
+        for look in self.looks:
+            threading.Thread(target=self._run, args=(look,), name="foretell-notice", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._done.set()
 
-    def _run(self) -> None:
+    def _run(self, look: Look) -> None:
         while not self._done.wait(self.look_s):
-            for look in self.looks:
-                said = ""
-                with contextlib.suppress(Exception):  # a server that does not answer, or a plug-in that fails, says nothing
-                    said = str(look() or "")
+            said = ""
+            with contextlib.suppress(Exception):  # a server that does not answer, or a plug-in that fails, says nothing
+                said = str(look() or "")
+            with self._turn:
                 if said and not self._done.is_set():
+                    self._done.set()
                     self.say(f"notice: {said}; the run saves and leaves")
                     self.leave()
-                    return
