@@ -154,12 +154,12 @@ class Launcher:
     def __init__(
         self, world: int, *, say: Callable[[str], None] = lambda _: None, limits: Limits | None = None,
         program: Sequence[str] = ("-m", "foretell"), start: StartRank | None = None, restarts: bool = False,
-        told: Callable[[int, Mapping[str, Any]], None] = lambda *_: None,
+        told: Callable[[int, Mapping[str, Any]], None] = lambda *_: None, beat: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """`start` starts a rank. With `restarts`, ranks whose peer was killed are ended at once: they cannot save without it.
-        `told` hears what ranks say besides their reports."""
+        `told` hears what ranks say besides their reports; `beat` is called about once a second."""
         self.world, self.say, self.limits, self.program = world, say, limits or Limits.usual(TIMEOUT_SECONDS), program
-        self.start, self.restarts, self.told = start or started, restarts, told
+        self.start, self.restarts, self.told, self.beat = start or started, restarts, told, beat
         self.token = secrets.token_hex(32)
         self.children: list[RankProcess] = []
         self.forward = SignalForwarder(self.children)
@@ -179,7 +179,7 @@ class Launcher:
 
     def attempt(self, words: Sequence[str]) -> RunEnded:
         """Start them all, and wait until none is left."""
-        outlook = _Outlook(self.world, self.limits, self.say, self.told)
+        outlook = _Outlook(self.world, self.limits, self.say, self.told, self.beat)
         port = _free_port()
         self.children.clear()
         try:
@@ -294,8 +294,10 @@ def _send(child: RankProcess, number: int) -> None:
 class _Outlook:
     """Hears from ranks what they are at, looks at their processes, and judges."""
 
-    def __init__(self, world: int, limits: Limits, say: Callable[[str], None], told: Callable[[int, Mapping[str, Any]], None]) -> None:
-        self.judge, self.say, self.told = Judge(world, limits), say, told
+    def __init__(
+        self, world: int, limits: Limits, say: Callable[[str], None], told: Callable[[int, Mapping[str, Any]], None], beat: Callable[[], None]
+    ) -> None:  # fmt: skip
+        self.judge, self.say, self.told, self.beat = Judge(world, limits), say, told, beat
         self.step, self.transient = 0, False
         """Updates done, as far as ranks said; whether one of them said that what it fails of may not come again."""
         self._pipes: dict[int, int] = {}
@@ -315,6 +317,7 @@ class _Outlook:
         if time.monotonic() < self._next:
             return None
         self._next = time.monotonic() + LOOK_SECONDS
+        self.beat()
         pids = {rank: child.pid for rank, child in enumerate(children) if child.poll() is None}
         for rank in range(len(children)):
             if rank not in pids:

@@ -21,6 +21,8 @@ from foretell.runtime.process.supervise.standby import Standby
 from foretell.runtime.train.folder import CHECKPOINTS, PLAN, SETTINGS, note_fault
 
 _PAUSE_LOOK_SECONDS = 0.05
+_MOST_STANDBYS = 10
+"""Where each is ended again, for want of memory say, ranks are started without."""
 _KEPT = ("--json", "--debug", "--update-profile")
 
 
@@ -58,22 +60,24 @@ class Keeper:
         self.budget = RestartBudget(how.restarts)
         self._fault: RunFault | None = None
         """The last one, until ranks train again."""
+        self._standby: Standby | None = None
+        self._standbys = 0
+        """How many may still be started."""
 
     def run(self) -> RunEnded:
         """Until it is done, is asked to stop, or fails of something that a restart does not mend."""
         limits = Limits.usual(TIMEOUT_SECONDS, restarts=self.how.restarts > 0)
         with contextlib.ExitStack() as stack:
             adopts = stack.enter_context(reaper.adopting())
-            warm = self.how.standby and self.how.restarts > 0 and adopts
             launcher = stack.enter_context(Launcher(
                 self.world, say=self.say, limits=limits, program=self.program, restarts=self.how.restarts > 0, told=self._told,
+                beat=lambda: self._warm(launcher, stack),
             ))  # fmt: skip
             stack.enter_context(Notices(self.how.notices, self.say, lambda: launcher.forward(signal.SIGUSR1, None)))
-            words, standby = self.words, None
+            self._standbys = _MOST_STANDBYS if self.how.standby and self.how.restarts > 0 and adopts else 0
+            words = self.words
             while True:
-                if warm and (standby is None or not standby.lives):
-                    standby = stack.enter_context(contextlib.closing(Standby(self.world)))
-                    launcher.start = standby.start
+                self._warm(launcher, stack)
                 kills = kills_for_memory()
                 ended = launcher.attempt(words)
                 fault = fault_of(ended, out_of_memory=kills_for_memory() > kills)
@@ -86,6 +90,13 @@ class Keeper:
                 if not self._paused(pause, launcher):
                     return RunEnded(exit_status(launcher.forward.asked))
                 words = again_words(self.words, self.out)
+
+    def _warm(self, launcher: Launcher, stack: contextlib.ExitStack) -> None:
+        """See that there is a standby; one that was ended is replaced while the ranks train."""
+        if self._standbys and (self._standby is None or not self._standby.lives):
+            self._standbys -= 1
+            self._standby = stack.enter_context(contextlib.closing(Standby(self.world)))
+            launcher.start = self._standby.start
 
     def _pause(self, fault: RunFault) -> float | None:
         """Tell of a fault; how long to wait before the next start, None where there is none."""
