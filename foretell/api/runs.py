@@ -15,6 +15,7 @@ from foretell.errors import UserError
 from foretell.notebook import Displayable
 from foretell.options import RunOptions, VerifyOptions
 from foretell.options.describe import flags_of
+from foretell.options.run import SUPERVISED
 from foretell.plan import file
 from foretell.plan.types import Plan
 
@@ -84,7 +85,7 @@ def run(plan: PlanAnswer | Plan | str | Path, options: RunOptions) -> RunAnswer:
     out = out or folder.usual_path(wanted)
     asked = options.asked()
     folder.check(wanted, asked, resume=options.resume)
-    if wanted.mesh.world > 1:
+    if wanted.mesh.world > 1 or options.max_restarts > 0 or options.notice:
         launch.check_room(wanted, options.device)
         _in_processes(wanted, out, options)
         return _ended(out)
@@ -100,13 +101,14 @@ def run(plan: PlanAnswer | Plan | str | Path, options: RunOptions) -> RunAnswer:
 
 
 def _in_processes(plan: Plan, out: Path, options: RunOptions) -> None:
-    from foretell.runtime.process import launch
+    from foretell.runtime.process.supervise.keep import Keeper, Supervision
 
+    how = Supervision(restarts=max(0, options.max_restarts), standby=options.standby, notices=options.notice or ())
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "plan.json"
         file.write(plan, path)
-        words = ["run", str(path), *flags_of(options, without=("out",)), "--out", str(out)]
-        ended = launch.launch(words, plan.mesh.world, say=lambda text: None)
+        words = ["run", str(path), *flags_of(options, without=("out", *SUPERVISED)), "--out", str(out)]
+        ended = Keeper(words, plan.mesh.world, out, how=how, say=lambda text: None).run()
     if ended.problem:
         raise UserError(ended.problem, ended.remedy or "see the run folder's log")
 

@@ -54,13 +54,14 @@ def _option_words() -> list[str]:
     return _words[: _words.index("--")] if "--" in _words else _words
 
 
-SCRIPTED = ("fit", "plan", "watch", "compare diff")
+SCRIPTED = ("fit", "plan", "watch", "compare diff", "run supervise")
 """Commands that take the command line of a script after `--`, in the place of a model."""
 
 
 def without_script(words: Sequence[str]) -> list[str]:
     """The words that are foretell's own."""
-    return list(words[: words.index("--")] if words and words[0] in SCRIPTED and "--" in words else words)
+    scripted = bool(words) and (words[0] in SCRIPTED or " ".join(words[:2]) in SCRIPTED)
+    return list(words[: words.index("--")] if scripted and "--" in words else words)
 
 
 def script_words() -> list[str] | None:

@@ -4,8 +4,8 @@
           │     │                     │                              │
        show   demo                prove, diff                check, query, fuzz
      export    box
-      eject   ckpt
-     advise
+      eject   supervise
+     advise   ckpt
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ UNDER = {
     "demo": "run demo", "prove": "compare prove", "fuzz": "zoo fuzz",
 }  # fmt: skip
 """Old spelling → what it is called now; old ones work for one more version."""
-SHORT = {"diff": "compare diff"}
+SHORT = {"diff": "compare diff", "supervise": "run supervise"}
 """Short spelling → the command; both stay."""
 
 

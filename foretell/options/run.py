@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from foretell.options import words
 from foretell.options.describe import option
 
+SUPERVISED = ("max_restarts", "standby", "notice")
+"""Options of `run` for whoever starts its ranks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
@@ -34,16 +37,24 @@ class RunOptions:
     log: tuple[str, ...] | None = option(None, "Besides log.jsonl: tensorboard, wandb or both, with a comma.", metavar="NAMES", typed=str,
                                          read=words.names)  # fmt: skip
     workers: int | None = option(None, "Processes that prepare your own samples; default 0.", metavar="N")
+    bad_samples: int | None = option(None, "Of your own samples, how many on each rank may raise three times and are set aside, the next one in "
+                                           "their place; default 0: the first ends the run.", metavar="N")  # fmt: skip
     scratch: str | None = option(None, "On a fast disk, for states and activations that the plan keeps on disk while it runs; default: the run "
                                        "folder.", metavar="FOLDER")  # fmt: skip
 
+    max_restarts: int = option(0, "Start the run again after a fault (a rank killed, hung, crashed or lost), from the newest good checkpoint, so "
+                                  "often in a row without getting further.", metavar="N")  # fmt: skip
+    standby: bool = option(True, "With --max-restarts: keep no process warm, with torch imported, for quick restarts.", flag="--no-standby",
+                           negates=True)  # fmt: skip
+    notice: tuple[str, ...] | None = option(None, "Save and leave when this file appears, or this address answers with a notice; with commas.",
+                                            metavar="FILE|URL", typed=str, read=words.names)  # fmt: skip
     out: str | None = option(None, "The run folder; default runs/MODEL-DATE.", metavar="FOLDER")
     resume: bool = option(False, "Resume the run in --out exactly where it stopped; PLAN may use another layout.")
     device: str = option("auto", "Where to run.", metavar="auto|cpu|cuda")
 
     def asked(self) -> dict[str, object]:
         """What was said of the training, by name."""
-        apart = {"out", "resume", "device", *(() if self.no_save else ("no_save",))}
+        apart = {"out", "resume", "device", *SUPERVISED, *(() if self.no_save else ("no_save",))}
         return {name: value for name, value in vars(self).items() if value is not None and name not in apart}
 
 

@@ -322,7 +322,8 @@ def test_what_a_sample_raises_names_the_sample(
     assert [one.step for one in save.complete(tmp_path / "a" / "checkpoints")] == [3]
 
 
-def test_a_worker_that_is_killed_is_told_as_one(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow(reason="one that is killed once is replaced in test_supervise.py; a loader takes five seconds to notice, and three die here")
+def test_a_worker_that_is_killed_again_and_again_is_told_as_one(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMPLE_RAISES", str(sample_of(10)))
     monkeypatch.setenv("RAISE_AS", "kill")
     with pytest.raises(RunFailed, match=r"a process that prepares samples of .*mine\.py:data died"):

@@ -16,7 +16,7 @@ import pytest
 
 from foretell.runtime.process import proc
 from foretell.runtime.process.blame import Limits
-from foretell.runtime.process.launch import RunEnded, launch
+from foretell.runtime.process.launch import CRASHED, GRACE_SECONDS, KILLED, LOST, Launcher, RunEnded, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,6 +68,17 @@ if HOW == "listens":
         say("heard", signals.asked)
         time.sleep(1.0)  # saving
     sys.exit(exit_status(signals.asked))
+if HOW == "dies":
+    os.kill(os.getpid(), signal.SIGKILL)
+if HOW == "crashes":
+    os._exit(7)
+if HOW == "lost":
+    launch.tell_launcher({{"transient": True}})
+    os._exit(1)
+if HOW == "raises":
+    launch.tell_launcher({{"transient": "so they say"}})
+    os.write(int(os.environ[launch.HEARS]), b"[" * 100_000 + b"\\n" + b"x" * 70_000)  # nonsense, and a line without an end
+    os._exit(1)
 if HOW == "deaf":
     say("listens", os.getpid())
     time.sleep(100)
@@ -82,7 +93,7 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def children() -> set[int]:
-    return set(proc._children(os.getpid()))
+    return set(proc.children(os.getpid()))
 
 
 def ended(rank: str, ways: str) -> RunEnded:
@@ -119,6 +130,21 @@ def test_a_rank_that_is_stopped_or_asleep_is_named_and_all_are_ended(rank: str, 
 def test_a_rank_that_computes_is_waited_for(rank: str) -> None:
     """Three times as long as a sleeper would be."""
     assert ended(rank, "leaves,computes") == RunEnded(0)
+
+
+# ---------------------------------------------------------------- what is worth another start
+
+
+@pytest.mark.parametrize(("how", "fault"), [("dies", KILLED), ("crashes", CRASHED), ("lost", LOST), ("raises", "")])
+def test_faults_are_told_apart_and_peers_of_the_killed_are_ended_at_once(rank: str, how: str, fault: str) -> None:
+    ways = f"{how},deaf" if how == "dies" else how
+    began = time.monotonic()
+    with Launcher(len(ways.split(",")), program=[rank], restarts=True) as launcher:
+        for _ in range(2):  # as often as it is asked to
+            found = launcher.attempt([ways])
+            assert (found.fault, found.status, found.ranks) == (fault, 1, (0,) if how in ("dies", "crashes") else ())
+            assert began < found.noticed < time.monotonic()
+    assert how != "dies" or time.monotonic() - began < 2 * GRACE_SECONDS  # nobody was waited for, twice
 
 
 # ---------------------------------------------------------------- signals

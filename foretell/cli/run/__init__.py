@@ -1,1 +1,1 @@
-"""Commands that run something: run, verify, watch, box, demo, ckpt."""
+"""Commands that run something: run, verify, watch, box, demo, supervise, ckpt."""

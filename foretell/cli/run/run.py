@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import signal
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from foretell.plan.types import Plan
     from foretell.report.comparison import Comparison
     from foretell.runtime.process.signals import Signals
+    from foretell.runtime.process.supervise.keep import Supervision
     from foretell.runtime.train.outcome import RunOutcome
     from foretell.search.profiles.learn import Taught
 
@@ -48,8 +50,8 @@ def run(
     from foretell.runtime.process import launch
 
     wished = RunOptions(**options)
-    resume, device = wished.resume, wished.device
-    out = Path(wished.out) if wished.out else None
+    out, device = Path(wished.out) if wished.out else None, wished.device
+    resume = wished.resume or _restarted(out)
     before = _before(plan, out, resume=resume, again=again) if not box else {}
     plan, out = _paths(plan, out, resume)
     asked = before | wished.asked()
@@ -58,9 +60,39 @@ def run(
     wanted = file.read(plan)
     if box:
         return boxes.of_run(wanted, asked, device, json=json, given={**asked, "out": out, "resume": resume})
-    if wanted.mesh.world > 1 and not launch.is_rank():
-        return _launch(wanted, plan, asked, out, device, resume=resume)
-    return _here(wanted, plan, asked, out, device, resume=resume, json=json, teaches=update_profile)
+    how = _supervision(wished)
+    if not launch.is_rank() and (wanted.mesh.world > 1 or how.restarts or how.notices):
+        return _launch(wanted, plan, asked, out, device, how, resume=resume)
+    if launch.is_rank() and not launch.launcher_lives() and how.restarts:
+        raise UserError("--max-restarts is for ranks that foretell starts itself", "give it to torchrun: torchrun --max-restarts N ...")
+    with _noticing(how):
+        return _here(wanted, plan, asked, out, device, resume=resume, json=json, teaches=update_profile)
+
+
+def _restarted(out: Path | None) -> bool:
+    """Whether `foretell run supervise` has started this command before, and the run in --out began then: it goes on."""
+    from foretell.runtime.process.launch import RESTARTS
+    from foretell.runtime.train.folder import PLAN
+
+    return os.environ.get(RESTARTS, "0") not in ("", "0") and out is not None and (out / PLAN).is_file()
+
+
+def _supervision(wished: RunOptions) -> Supervision:
+    from foretell.runtime.process.supervise.keep import Supervision
+
+    if wished.max_restarts < 0:
+        raise UserError(f"--max-restarts must not be negative, got {wished.max_restarts}", "give --max-restarts 0 or more")
+    return Supervision(restarts=wished.max_restarts, standby=wished.standby, notices=wished.notice or ())
+
+
+def _noticing(how: Supervision) -> contextlib.AbstractContextManager[object]:
+    """Under torchrun the first rank looks for notices, and tells itself; elsewhere whoever has started the ranks does."""
+    from foretell.runtime.process import launch
+    from foretell.runtime.process.supervise.notices import Notices
+
+    if launch.launcher_lives() or not common.speaks():
+        return contextlib.nullcontext()
+    return Notices(how.notices, _say, lambda: os.kill(os.getpid(), signal.SIGUSR1))
 
 
 def _before(path: Path, out: Path | None, *, resume: bool, again: bool) -> dict[str, Any]:
@@ -97,9 +129,12 @@ def _paths(plan: Path, out: Path | None, resume: bool) -> tuple[Path, Path | Non
 # --- starting --------------------------------------------------------------------------------------------------------
 
 
-def _launch(plan: Plan, path: Path, asked: dict[str, Any], out: Path | None, device: str, *, resume: bool) -> int:
+def _launch(
+    plan: Plan, path: Path, asked: dict[str, Any], out: Path | None, device: str, how: Supervision, *, resume: bool
+) -> int:  # fmt: skip
     """As many processes as the plan wants, on this machine."""
     from foretell.runtime.process import launch
+    from foretell.runtime.process.supervise.keep import Keeper
     from foretell.runtime.train import folder
 
     launch.check_room(plan, device)
@@ -107,13 +142,24 @@ def _launch(plan: Plan, path: Path, asked: dict[str, Any], out: Path | None, dev
     folder.check(plan, asked, resume=resume)
     given = any(word == "--out" or word.startswith("--out=") for word in common.typed())
     words = [*common.typed(), *([] if given else ["--out", str(out)])]
-    ended = launch.launch(words, plan.mesh.world, say=lambda text: common.emit(text, sys.stderr))
+    if how.restarts and not asked.get("no_save") and not (asked.get("save_every") or asked.get("mtbf") or resume):
+        _say("no checkpoint is saved on the way: a restart begins at the first step; --save-every N or --mtbf TIME saves some")
+    ended = Keeper(words, plan.mesh.world, out, how=how, say=_say).run()
     if ended.problem:
-        hint = "; ".join(filter(None, [ended.remedy, _last_words(out)]))
+        more = "" if how.restarts or not ended.fault else "--max-restarts 3 restarts a run that ends so"
+        hint = "; ".join(filter(None, [ended.remedy, _last_words(out), more]))
         failed = UserError(ended.problem, _resume_words(path, out, f"{hint}; "))
         failed.exit_code = 1
         raise failed
     return ended.status
+
+
+def _say(text: str) -> None:
+    """A line of its own, also where a live line is on the screen."""
+    if sys.stderr.isatty():
+        with contextlib.suppress(OSError):
+            sys.stderr.write("\r\x1b[K")
+    common.emit(text, sys.stderr)
 
 
 def _last_words(out: Path) -> str:
@@ -164,6 +210,8 @@ def _trained(
             return _run(plan, asked, screen, out, device, command, signals, resume=resume)
     except UserError as error:
         screen.end()
+        if getattr(error, "transient", False):
+            launch.tell_launcher({launch.TRANSIENT: True})
         speaks = getattr(error, "speaks", None)
         if getattr(error, "died", False) and launch.launcher_lives():
             return common.NO_OR_FAILED  # who started us says it, and knows the signal

@@ -9,9 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, default_collate
 
 from foretell.errors import ModelError, UserError
+from foretell.runtime.data import workers as loading
+from foretell.runtime.data.workers import SampleBudget, SampleWorkers, SetAside, collated
 from foretell.runtime.process import whose_error
 from foretell.runtime.train.rng import seed_all
 from foretell.trace.record.step import Batch
@@ -119,17 +118,29 @@ class Feed:
 
     def __init__(
         self, samples: Samples, share: RankSamples, *, seed: int, device: torch.device, shuffle: bool = True, first: int = 0,
-        workers: int = 0,
+        workers: int = 0, bad_samples: int = 0, tell: Callable[[str | SetAside], None] = lambda _: None,
     ) -> None:  # fmt: skip
+        """So many `bad_samples` of the user's may be set aside; `tell` hears of each, and of processes that were replaced."""
         self.samples, self.share, self.seed, self.device, self.shuffle = samples, share, seed, device, shuffle
         self.first = first
         """Number of the next step's first sample: how many were used up so far."""
-        self.loader = self._loaded(workers) if workers and isinstance(samples, Own) else None
+        self.aside = SampleBudget(bad_samples, tell)
+        self.loader: SampleWorkers | None = None
+        if isinstance(samples, Own):
+            samples.replaces = bad_samples > 0
+            if workers:
+                self.loader = SampleWorkers(
+                    samples, self.places, step=share.step, count=workers, seed=seed, replaces=samples.replaces, tell=tell
+                )  # fmt: skip
 
     def next(self) -> list[Batch]:
         """The micro-batches of one step for this rank, on its device."""
         if self.loader is not None:
-            made = [self._moved(next(self.loader)) for _ in range(self.share.accumulate)]
+            made = []
+            for micro_batch in range(self.share.accumulate):
+                batch, aside = self.loader.next(self.first, micro_batch)
+                self.aside.note(aside)
+                made.append(self._moved(batch))
         else:
             made = self.at(self.first)
         self.first += self.share.step
@@ -139,7 +150,11 @@ class Feed:
         """The same for the step that begins with sample `first`, wherever we are."""
         indices, epochs = self.places(first)
         if not getattr(self.samples, "in_rows", False):
-            return [self._moved(self.samples.take(*row)) for row in zip(indices, epochs, strict=True)]
+            made = [self._moved(self.samples.take(*row)) for row in zip(indices, epochs, strict=True)]
+            if isinstance(self.samples, Own):
+                self.aside.note(self.samples.aside)
+                self.samples.aside.clear()
+            return made
         whole = self._moved(self.samples.take(indices.reshape(-1), epochs.reshape(-1)))  # all at once, then cut: cheaper
         size = self.share.micro_batch
         return [pytree.tree_map(lambda t, at=at: t[at : at + size], whole) for at in range(0, indices.size, size)]
@@ -184,103 +199,10 @@ class Feed:
 
         return pytree.tree_map(move, batch)  # type: ignore[no-any-return]
 
-    def _loaded(self, workers: int) -> Iterator[Batch]:
-        """The same micro-batches made ahead by other processes; a generator of its own leaves the run's RNG alone."""
-        assert isinstance(self.samples, Own)
-
-        def plan() -> Iterator[list[tuple[int, int]]]:
-            first = self.first
-            while True:
-                for indices, epochs in zip(*self.places(first), strict=True):
-                    yield list(zip(indices.tolist(), epochs.tolist(), strict=True))
-                first += self.share.step
-
-        def lazily() -> Iterator[Batch]:
-            loader = DataLoader(
-                _Keyed(self.samples), batch_sampler=_Sampler(plan), num_workers=workers, collate_fn=_collated_or_failed,
-                generator=torch.Generator().manual_seed(self.seed),
-            )  # fmt: skip
-            with _calm():
-                batches = iter(loader)
-            while True:
-                yield self._made(batches)
-
-        return lazily()
-
-    def lost_a_worker(self, error: BaseException) -> bool:
+    def lost_a_worker(self, error: BaseException) -> ModelError | None:
         """PyTorch raises it in whatever runs when a loader's process ends."""
-        return self.loader is not None and isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
-
-    def worker_died(self, error: BaseException) -> ModelError:
-        owner = getattr(self.samples, "owner", "data()")
-        problem = f"a process that prepares samples of {owner} died: {' '.join(str(error).split()) or type(error).__name__}"
-        return ModelError(problem, "look for what ended it (the kernel's out-of-memory log, say), or use fewer --workers")
-
-    def _made(self, batches: Iterator[Any]) -> Batch:
-        """What the workers made next; what became of it where they could not."""
-        assert isinstance(self.samples, Own)
-        try:
-            made = next(batches)
-        except (OSError, EOFError, RuntimeError) as error:
-            raise self.worker_died(error) from error
-        if isinstance(made, _FailedSample):
-            raise ModelError(made.problem, made.remedy, made.detail)
-        return made  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _calm() -> Iterator[None]:
-    """PyTorch has the end of a loader's process raise in whatever runs, an update too, which then is half done and lost. Without
-    that, the next batch tells of it, some seconds later and between two steps."""
-    here = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGCHLD) if here else None
-    try:
-        yield
-    finally:
-        if here and signal.getsignal(signal.SIGCHLD) is not before:
-            signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
-
-
-class _Sampler:
-    def __init__(self, plan: Callable[[], Iterator[list[tuple[int, int]]]]) -> None:
-        self.plan = plan
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return self.plan()
-
-
-class _Keyed(torch.utils.data.Dataset):
-    """The user's samples by (index, epoch), for a worker process. What they raise is handed over, not raised there: a loader
-    would make a text of it."""
-
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        assert isinstance(self.samples, Own)
-        try:
-            return self.samples.one(*key)
-        except UserError as error:
-            return _FailedSample(error.problem, error.remedy, error.detail)
-
-
-@dataclass(frozen=True)
-class _FailedSample:
-    """A sample, or a batch, that could not be made."""
-
-    problem: str
-    remedy: str
-    detail: str
-
-
-def _collated_or_failed(samples: Sequence[Any]) -> Any:
-    failed = next((sample for sample in samples if isinstance(sample, _FailedSample)), None)
-    if failed is not None:
-        return failed
-    try:
-        return _collated(samples)
-    except UserError as error:
-        return _FailedSample(error.problem, error.remedy, error.detail)
+        lost = self.loader is not None and isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
+        return self.loader.died(error) if lost and self.loader is not None else None
 
 
 # --- the user's own samples ------------------------------------------------------------------------------------------
@@ -295,6 +217,10 @@ class Own:
         if not self.count:
             raise UserError(f"{owner} has no samples", "return something with a length above zero")
         self.note = f"{self.count:,} samples of {owner}"
+        self.replaces = False
+        """Whether another sample may take the place of one that raises."""
+        self.aside: list[SetAside] = []
+        """Those that were set aside since it was last asked for."""
 
     def one(self, index: int, epoch: int) -> Any:
         seed_all(_key(self.seed, epoch) ^ (index * 0x9E3779B97F4A7C15))
@@ -306,7 +232,9 @@ class Own:
     def take(self, indices: np.ndarray, epochs: np.ndarray) -> Batch:
         with _kept_random():
             pairs = zip(indices.tolist(), epochs.tolist(), strict=True)
-            return _collated([self.one(index, epoch) for index, epoch in pairs], self.owner)
+            found = [loading.made(self, index, epoch, replaces=self.replaces) for index, epoch in pairs]
+            self.aside += [aside for _, aside in found if aside is not None]
+            return collated([value for value, _ in found], self.owner)
 
     def digest(self) -> str:
         return f"{self.count} samples"
@@ -324,7 +252,7 @@ class Stream:
 
     def take(self, indices: np.ndarray, epochs: np.ndarray) -> Batch:
         with _kept_random():
-            return _collated([self._one(number) for number in indices.tolist()], self.owner)
+            return collated([self._one(number) for number in indices.tolist()], self.owner)
 
     def _one(self, number: int) -> Any:
         if number < self.at:
@@ -380,17 +308,6 @@ def own_samples(begin: Callable[[], Any], *, seed: int, owner: str) -> Samples |
 
 def _sample_error(owner: str, which: str, error: BaseException) -> ModelError:
     return ModelError(f"{which} of {owner} raised {whose_error.words(error)}", "mend it, or leave that sample out", whose_error.trail(error))
-
-
-def _collated(samples: Sequence[Any], owner: str = "data()") -> Batch:
-    try:
-        made = default_collate(list(samples))
-    except (RuntimeError, TypeError, KeyError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(
-            f"samples of {owner} do not stack into a batch: {first}", "give every sample the same shape"
-        ) from error
-    return tuple(made) if isinstance(made, list) else made  # type: ignore[no-any-return]
 
 
 @contextmanager

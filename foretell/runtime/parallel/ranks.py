@@ -16,6 +16,8 @@ from foretell.errors import UserError
 from foretell.plan.legal import launch
 from foretell.plan.types import AXES, Mesh, Plan
 from foretell.runtime.process.blame import TIMEOUT_SECONDS
+from foretell.runtime.process.launch import launcher_lives
+from foretell.runtime.process.secure import served_store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -128,9 +130,10 @@ def start(plan: Plan, *, device: str = "auto", timeout_s: float = TIMEOUT_SECOND
         return Ranks(rank=0, world=1, local_rank=local_rank, device=chosen, mesh=None, sizes=plan.mesh)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-        store = None
+        limit = timedelta(seconds=timeout_s)
+        store = _own_store(rank, limit) if launcher_lives() else None
         if plan.placement:  # whoever holds the store is the process that was started first, whatever its rank
-            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+            store = store or next(dist.rendezvous("env://", timeout=limit))[0]
             rank = plan.placement.index(rank)
             os.environ["RANK"] = str(rank)
         dist.init_process_group(
@@ -161,6 +164,13 @@ def form(mesh: Mesh, device_type: str) -> DeviceMesh | None:
         found[APART, "ep"]._flatten("dp_shard")
     elif {"dp_shard", "cp"} <= set(sizes):
         found["dp_shard", "cp"]._flatten(SPREAD)
+    return found
+
+
+def _own_store(rank: int, limit: timedelta) -> dist.Store:
+    """Where ranks that foretell started meet: at the address they were told and at no other of this machine's."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    found: dist.Store = served_store(host, port, limit) if rank == 0 else dist.TCPStore(host, port, is_master=False, timeout=limit)
     return found
 
 

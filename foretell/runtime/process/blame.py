@@ -31,6 +31,8 @@ from foretell.runtime.process.progress import (
 TIMEOUT_SECONDS = 600.0
 """A collective that takes longer than this ends the run: another rank is gone or stuck."""
 HANG_SECONDS = 30.0
+RESTART_HANG_SECONDS = 5.0
+"""The same where the run is restarted then: a verdict costs seconds and not the run."""
 HANG_VARIABLE = "FORETELL_HANG_SECONDS"
 SILENCE_SECONDS = 30.0
 """A rank on another machine that gives no sign of life for so long is taken for dead."""
@@ -56,18 +58,20 @@ class Limits:
     say_s: float = SAY_SECONDS
     most_s: float = math.inf
     """Without progress of any rank, whatever the reason."""
+    all_stopped_s: float = math.inf
+    """Ranks that are all stopped for so long are culprits, though no other waits for them."""
 
     @classmethod
-    def usual(cls, timeout_s: float) -> Limits:
+    def usual(cls, timeout_s: float, *, restarts: bool = False) -> Limits:
         """With what FORETELL_HANG_SECONDS says; 0 there = never. Collectives fail after `timeout_s`."""
         said = os.environ.get(HANG_VARIABLE, "").strip()
         try:
-            hang_s = float(said) if said else HANG_SECONDS
+            hang_s = float(said) if said else RESTART_HANG_SECONDS if restarts else HANG_SECONDS
         except ValueError:
             hang_s = -1.0
         if not 0 <= hang_s < math.inf:
             raise UserError(f"{HANG_VARIABLE}={said} is not a number of seconds", "give such as 120, or 0 to never end a run for that")
-        return cls(hang_s=hang_s or math.inf, most_s=MOST_SHARE * timeout_s)
+        return cls(hang_s=hang_s or math.inf, most_s=MOST_SHARE * timeout_s, all_stopped_s=hang_s if restarts and hang_s else math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +194,9 @@ class Judge:
         """Nobody works, somebody waits, and somebody is stopped or asleep."""
         stopped = [rank for rank, stand in stands.items() if stand.kind == STOPPED]
         if self._others_wait(stopped, stands, self.limits.hang_s, (*_WAIT, ASLEEP, LOST)):
-            return _stopped(stopped, self.ranks)
+            return _stopped(stopped, self.ranks, alone=False)
+        if stopped and all(stand.kind == STOPPED and stand.seconds >= self.limits.all_stopped_s for stand in stands.values()):
+            return _stopped(stopped, self.ranks, alone=True)
         asleep = [rank for rank, stand in stands.items() if stand.kind in (ASLEEP, IDLE) and _in_step(stand)]
         if self._others_wait(asleep, stands, self._patience(stands), _WAIT):
             return _asleep(asleep, stands)
@@ -253,10 +259,11 @@ def _gone(ranks: Sequence[int], seconds: float) -> EndReason:
     return EndReason(problem=problem, remedy="", culprits=tuple(ranks), gone=True)
 
 
-def _stopped(ranks: Sequence[int], known: Mapping[int, _RankSeen]) -> EndReason:
+def _stopped(ranks: Sequence[int], known: Mapping[int, _RankSeen], *, alone: bool) -> EndReason:
     verb = "is" if len(ranks) == 1 else "are"
     processes = ", ".join(str(known[rank].pid) for rank in ranks)
-    problem = f"{_ranks(ranks)} {verb} stopped (SIGSTOP to process {processes}) and the other ranks wait"
+    others = "" if alone else " and the other ranks wait"
+    problem = f"{_ranks(ranks)} {verb} stopped (SIGSTOP to process {processes}){others}"
     return EndReason(problem=problem, remedy="continue a stopped rank in time with kill -CONT", culprits=tuple(ranks))
 
 

@@ -1,7 +1,7 @@
 """Small words between ranks, beside the model's own collectives: who failed, who was asked to stop.
 
 They go through a gloo group of their own, so that they neither wait for the device nor mix with what the model sends.
-What travels is JSON, never pickled objects.
+What travels is JSON, signed where the ranks have a token (`secure`), never pickled objects.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from foretell.errors import UserError
 from foretell.runtime.parallel.ranks import Ranks
+from foretell.runtime.process import secure
 from foretell.runtime.process.blame import TIMEOUT_SECONDS
 
 ASK_SECONDS = 0.1
@@ -43,21 +44,26 @@ class Control:
         if ranks.world > 1 and not ranks.alone:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._asked: tuple[Any, torch.Tensor] | None = None
-        self._next = 0
+        self._next = self._gathers = 0
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's value, by rank."""
         if self.group is None:
             return [value]
-        content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        self._gathers += 1
+        about = f"gather {self._gathers} in {self.group.group_name} of rank "
+        content = torch.frombuffer(bytearray(secure.seal(json.dumps(value).encode(), f"{about}{self.ranks.rank}")), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks.world)]
         dist.all_gather(sizes, torch.tensor([content.numel()]), group=self.group)
         longest = max(int(size) for size in sizes)
+        if not 0 < longest <= secure.MOST_BYTES:
+            raise secure.Forged(f"a message between ranks is to have {longest:,} bytes")
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: content.numel()] = content
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.ranks.world)]
         dist.all_gather(parts, padded, group=self.group)
-        return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
+        said = [bytes(part[: int(size)].numpy()) for part, size in zip(parts, sizes, strict=True)]
+        return [json.loads(secure.unseal(one, f"{about}{rank}")) for rank, one in enumerate(said)]
 
     def together(self, work: Callable[[], Made]) -> Made:
         """Do it on every rank; where it is the user's to mend on any of them, all raise that."""

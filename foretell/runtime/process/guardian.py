@@ -20,10 +20,11 @@ _DONE = b"done\n"
 class Guardian:
     """The launcher's end of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, most_s: float = MOST_SECONDS, tree: bool = False) -> None:
+        """With `tree`, what came of the processes is looked after as well."""
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            [sys.executable, "-I", "-S", __file__, str(most_s), *(["tree"] if tree else [])],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
 
     def add(self, pid: int) -> None:
@@ -63,11 +64,23 @@ def _lives(pid: int, started: str) -> bool:
     return False
 
 
-def guard(said: bytes, most_s: float = MOST_SECONDS) -> None:
+def _tree(pid: int) -> list[int]:
+    """What came of a process."""
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as stream:
+                found += map(int, stream.read().split())
+    return [*found, *(below for one in found for below in _tree(one))]
+
+
+def guard(said: bytes, most_s: float = MOST_SECONDS, *, tree: bool = False) -> None:
     """What the launcher said, until it ended."""
     if said.endswith(_DONE):
         return
     ranks = [(int(words[0]), words[-1]) for line in said.decode().splitlines() if (words := line.split(" "))[0].isdigit()]
+    if tree:
+        ranks += [(below, _started(below)) for pid, _ in ranks for below in _tree(pid)]
     if sys.platform != "linux":  # there the kernel has sent it
         _send(ranks, signal.SIGTERM)
     end = time.monotonic() + most_s
@@ -79,10 +92,11 @@ def guard(said: bytes, most_s: float = MOST_SECONDS) -> None:
 def _send(ranks: list[tuple[int, str]], number: int) -> None:
     for pid, _ in ranks:
         with contextlib.suppress(OSError):
-            os.killpg(pid, number) if number == signal.SIGKILL else os.kill(pid, number)
+            leads = number == signal.SIGKILL and os.getpgid(pid) == pid
+            os.killpg(pid, number) if leads else os.kill(pid, number)
 
 
 if __name__ == "__main__":
     for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    guard(sys.stdin.buffer.read())
+    guard(sys.stdin.buffer.read(), float(sys.argv[1]), tree="tree" in sys.argv)

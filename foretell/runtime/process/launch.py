@@ -11,15 +11,17 @@ import contextlib
 import ctypes
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import FrameType
-from typing import Any
+from dataclasses import dataclass, field, replace
+from types import FrameType, TracebackType
+from typing import Any, Protocol
 
 from foretell.decode import json_of
 from foretell.errors import UserError
@@ -35,13 +37,25 @@ LAUNCHED = "FORETELL_LAUNCHED"
 """Set for ranks that were started here: the process that did."""
 HEARS = "FORETELL_WATCH_FD"
 """Set for them too: where to write what they are at."""
+TOKEN = "FORETELL_JOB_TOKEN"
+"""Set for them too: what they sign messages with; another for each job."""
+RESTARTS = "FORETELL_RESTARTS"
+"""Tells a command how often `foretell run supervise` has started it before."""
 GRACE_SECONDS = 15.0
 """How long the others may take once one has failed."""
 LOOK_SECONDS = 1.0
+POLL_SECONDS = 0.02
 _MOST_BYTES = 2**16
+_MOST_TEXT = 2**20
+"""Of what a rank has said is read at a time."""
 _PR_SET_PDEATHSIG = 1
 _SPOKEN = (1, 2, 70, 130, 143)
 """Exit statuses of a rank that has said why."""
+KILLED, HUNG, CRASHED, LOST = "killed", "hung", "crashed", "lost"
+"""Faults of a run: a rank was ended by a signal; one holds the others up; one ended with a status and no word; ranks lost each
+other in a collective."""
+TRANSIENT, TRAINS = "transient", "trains"
+"""Words of a rank to its launcher: it fails of something that may not come again; its first step is done."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +65,31 @@ class RunEnded:
     status: int
     problem: str = ""
     remedy: str = ""
+    fault: str = field(default="", repr=False)
+    """Of which kind, where it was one that may not come again."""
+    ranks: tuple[int, ...] = field(default=(), repr=False)
+    """Whose fault it was, as far as known."""
+    noticed: float = field(default=0.0, repr=False, compare=False)
+    """When, by the monotonic clock."""
+    step: int = field(default=0, repr=False, compare=False)
+    """Updates that were done by then, as far as ranks said."""
+
+
+class RankProcess(Protocol):
+    """What is used of a Popen."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+
+StartRank = Callable[[Sequence[str], Mapping[str, str], int], RankProcess]
+"""Words of `python`, its environment, and a pipe that it is given → the process. The pipe stays the caller's."""
 
 
 def is_rank() -> bool:
@@ -105,26 +144,61 @@ def launch(
     program: Sequence[str] = ("-m", "foretell"),
 ) -> RunEnded:  # fmt: skip
     """Run `python -m foretell WORDS` as so many ranks; `say` gets lines for the screen."""
-    outlook = _Outlook(world, limits or Limits.usual(TIMEOUT_SECONDS), say)
-    port = _free_port()
-    children: list[subprocess.Popen[bytes]] = []
-    forward, guardian = SignalForwarder(children), Guardian()
-    before = {number: signal.signal(number, forward) for number in caught()}
-    try:
-        for rank in range(world):
-            children.append(_start([*program, *words], rank, world, port, outlook.pipe(rank)))
-            guardian.add(children[-1].pid)
-            forward.catch_up(children[-1])
-        return _wait(children, outlook)
-    finally:
-        for number, handler in before.items():
+    with Launcher(world, say=say, limits=limits, program=program) as launcher:
+        return launcher.attempt(words)
+
+
+class Launcher:
+    """Starts the ranks of a run, as often as it is asked to: signals that reach it are theirs, and none of them outlives it."""
+
+    def __init__(
+        self, world: int, *, say: Callable[[str], None] = lambda _: None, limits: Limits | None = None,
+        program: Sequence[str] = ("-m", "foretell"), start: StartRank | None = None, restarts: bool = False,
+        told: Callable[[int, Mapping[str, Any]], None] = lambda *_: None, beat: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """`start` starts a rank. With `restarts`, ranks whose peer was killed are ended at once: they cannot save without it.
+        `told` hears what ranks say besides their reports; `beat` is called about once a second."""
+        self.world, self.say, self.limits, self.program = world, say, limits or Limits.usual(TIMEOUT_SECONDS), program
+        self.start, self.restarts, self.told, self.beat = start or started, restarts, told, beat
+        self.token = secrets.token_hex(32)
+        self.children: list[RankProcess] = []
+        self.forward = SignalForwarder(self.children)
+
+    def __enter__(self) -> Launcher:
+        self._before: dict[int, Any] = {}
+        self.guardian = Guardian()
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self.forward) for number in caught()}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
-        _end(children)
-        guardian.close()
-        outlook.close()
+        _end(self.children)
+        self.guardian.close()
+
+    def attempt(self, words: Sequence[str]) -> RunEnded:
+        """Start them all, and wait until none is left."""
+        outlook = _Outlook(self.world, self.limits, self.say, self.told, self.beat)
+        port = _free_port()
+        self.children.clear()
+        try:
+            for rank in range(self.world):
+                pipe = outlook.pipe(rank)
+                try:
+                    environment = rank_environment(rank, self.world, port, pipe) | {TOKEN: self.token}
+                    self.children.append(self.start([*self.program, *words], environment, pipe))
+                finally:
+                    os.close(pipe)
+                self.guardian.add(self.children[-1].pid)
+                self.forward.catch_up(self.children[-1])
+            return _wait(self.children, outlook, 0.0 if self.restarts else GRACE_SECONDS)
+        finally:
+            _end(self.children)
+            outlook.close()
 
 
-def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(children: Sequence[RankProcess]) -> None:
     """At once, with whatever they have started; stopped processes too."""
     _kill(children)
     for child in children:
@@ -132,39 +206,45 @@ def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
             child.wait(GRACE_SECONDS)
 
 
-def _kill(children: Sequence[subprocess.Popen[bytes]]) -> None:
+def _kill(children: Sequence[RankProcess]) -> None:
     for child in reversed(children):  # the first serves the others, and they would complain
         if child.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
+            _kill_group(child)
 
 
-def _start(words: Sequence[str], rank: int, world: int, port: int, pipe: int) -> subprocess.Popen[bytes]:
-    threads = max(1, physical_cores() // world)
+def _kill_group(child: RankProcess) -> None:
+    with contextlib.suppress(OSError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def rank_environment(rank: int, world: int, port: int, pipe: int) -> dict[str, str]:
+    """What torchrun would give a rank, and how it speaks to its launcher."""
     env = {
         **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), LAUNCHED: str(os.getpid()), HEARS: str(pipe),
     }  # fmt: skip
-    env.setdefault("OMP_NUM_THREADS", str(threads))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, physical_cores() // world)))
     if sys.platform == "linux":
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    try:
-        return subprocess.Popen(
-            [sys.executable, *words], env=env, stdin=subprocess.DEVNULL, start_new_session=True,
-            pass_fds=(pipe,), preexec_fn=end_with_parent(os.getpid()),
-        )  # fmt: skip
-    finally:
-        os.close(pipe)
+    return env
 
 
-def end_with_parent(parent: int) -> Callable[[], None] | None:
-    """What a child does first: ask the kernel for SIGTERM when its parent ends."""
+def started(words: Sequence[str], env: Mapping[str, str], pipe: int) -> RankProcess:
+    """A rank in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, *words], env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True,
+        pass_fds=(pipe,), preexec_fn=end_with_parent(os.getpid()),
+    )  # fmt: skip
+
+
+def end_with_parent(parent: int, number: int = signal.SIGTERM) -> Callable[[], None] | None:
+    """What a child does first: ask the kernel for a signal when its parent ends."""
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl
 
     def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
             os._exit(1)
 
@@ -175,10 +255,15 @@ class SignalForwarder:
     """Passes signals on to children, each once, and wakes those that are stopped, so that they can save; a second one that
     asks to end ends them."""
 
-    def __init__(self, children: list[subprocess.Popen[bytes]]) -> None:
+    def __init__(self, children: Sequence[RankProcess]) -> None:
         self.children = children
         self._passed: list[int] = []
         self._ending = 0.0
+
+    @property
+    def asked(self) -> str:
+        """The signal that asked to stop; empty where none did."""
+        return _signal_name(self._passed[0]) if self._passed else ""
 
     def __call__(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
@@ -194,13 +279,13 @@ class SignalForwarder:
             for child in self.children:
                 _send(child, number)
 
-    def catch_up(self, child: subprocess.Popen[bytes]) -> None:
+    def catch_up(self, child: RankProcess) -> None:
         """Tell a child that was not there yet what the others were told."""
         for number in self._passed:
             _send(child, number)
 
 
-def _send(child: subprocess.Popen[bytes], number: int) -> None:
+def _send(child: RankProcess, number: int) -> None:
     if child.poll() is None:
         child.send_signal(number)
         child.send_signal(signal.SIGCONT)
@@ -209,8 +294,12 @@ def _send(child: subprocess.Popen[bytes], number: int) -> None:
 class _Outlook:
     """Hears from ranks what they are at, looks at their processes, and judges."""
 
-    def __init__(self, world: int, limits: Limits, say: Callable[[str], None]) -> None:
-        self.judge, self.say = Judge(world, limits), say
+    def __init__(
+        self, world: int, limits: Limits, say: Callable[[str], None], told: Callable[[int, Mapping[str, Any]], None], beat: Callable[[], None]
+    ) -> None:  # fmt: skip
+        self.judge, self.say, self.told, self.beat = Judge(world, limits), say, told, beat
+        self.step, self.transient = 0, False
+        """Updates done, as far as ranks said; whether one of them said that what it fails of may not come again."""
         self._pipes: dict[int, int] = {}
         self._texts: dict[int, bytes] = {}
         self._next = 0.0
@@ -223,64 +312,85 @@ class _Outlook:
         self._texts[rank] = b""
         return theirs
 
-    def look(self, children: Sequence[subprocess.Popen[bytes]]) -> EndReason | None:
+    def look(self, children: Sequence[RankProcess]) -> EndReason | None:
         """About once a second, however often it is asked."""
         if time.monotonic() < self._next:
             return None
         self._next = time.monotonic() + LOOK_SECONDS
+        self.beat()
         pids = {rank: child.pid for rank, child in enumerate(children) if child.poll() is None}
         for rank in range(len(children)):
             if rank not in pids:
                 self.judge.forget(rank)
         self.judge.see(pids)
         for rank in pids:
-            self.judge.hear(rank, self._heard(rank))
+            self.judge.hear(rank, self.listen(rank))
         line = self.judge.line()
         if line:
             self.say(line)
         return self.judge.verdict()
 
-    def _heard(self, rank: int) -> RankReport | None:
-        """The last whole line that a rank wrote."""
-        text = self._texts[rank]
+    def listen(self, rank: int) -> RankReport | None:
+        """The last report that a rank wrote; what else it said is handed on."""
+        text, report = self._texts[rank], None
         with contextlib.suppress(OSError):
-            while part := os.read(self._pipes[rank], _MOST_BYTES):
+            while len(text) < _MOST_TEXT and (part := os.read(self._pipes[rank], _MOST_BYTES)):
                 text += part
-        *lines, self._texts[rank] = text.split(b"\n")
-        with contextlib.suppress(ValueError):
-            return RankReport.from_json(json_of(lines[-1])) if lines else None
-        return None
+        *lines, rest = text.split(b"\n")
+        self._texts[rank] = rest if len(rest) < _MOST_BYTES else b""
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                said = json_of(line)
+                if (found := RankReport.from_json(said)) is not None:
+                    report, self.step = found, max(self.step, found.step)
+                elif isinstance(said, dict):
+                    self.transient = self.transient or said.get(TRANSIENT) is True
+                    self.told(rank, said)
+        return report
 
     def close(self) -> None:
         for pipe in self._pipes.values():
             os.close(pipe)
 
 
-def _wait(children: list[subprocess.Popen[bytes]], outlook: _Outlook) -> RunEnded:
-    """Until all have ended; after a failure, not for ever."""
-    deadline = float("inf")
-    first = -1
+def _wait(children: Sequence[RankProcess], outlook: _Outlook, killed_grace_s: float) -> RunEnded:
+    """Until all have ended; after a failure, not for ever. Where one was killed, the others have `killed_grace_s` left."""
+    deadline, first, noticed = float("inf"), -1, 0.0
     while None in (codes := [child.poll() for child in children]):
         if first < 0 and any(codes):
-            first = next(rank for rank, code in enumerate(codes) if code)
-            deadline = time.monotonic() + GRACE_SECONDS
+            first, noticed = next(rank for rank, code in enumerate(codes) if code), time.monotonic()
+            killed = (codes[first] or 0) < 0 and -(codes[first] or 0) not in STOPS
+            deadline = noticed + (killed_grace_s if killed else GRACE_SECONDS)
+            if killed:
+                _kill_group(children[first])  # what it had started: loader processes, say
         if time.monotonic() > deadline:
             _end(children)
         verdict = outlook.look(children) if first < 0 else None
         if verdict is not None:
+            noticed = time.monotonic()
             _end(children)
-            return RunEnded(1, f"{verdict.problem}; all ranks stopped", verdict.remedy)
-        time.sleep(0.05)
+            return RunEnded(1, f"{verdict.problem}; all ranks stopped", verdict.remedy, HUNG, verdict.culprits, noticed, outlook.step)
+        time.sleep(POLL_SECONDS)
+    for rank in range(len(children)):
+        outlook.listen(rank)
     failed = [rank for rank, code in enumerate(codes) if code]
     if not failed:
         return RunEnded(0)
     rank = first if first >= 0 else min(failed, key=lambda rank: codes[rank] or 0)  # a signal before a status
-    code = codes[rank] or 0
+    ended = replace(_ended(rank, codes[rank] or 0), noticed=noticed or time.monotonic(), step=outlook.step)
+    return replace(ended, fault=LOST) if ended.status == 1 and not ended.fault and outlook.transient else ended
+
+
+def _ended(rank: int, code: int) -> RunEnded:
+    """What the end of the first rank that failed means."""
     if -code in STOPS:  # it was asked to stop before it listened: nothing was begun
         return RunEnded(exit_status(_signal_name(-code)))
     if code < 0:
-        return RunEnded(1, f"rank {rank} was ended by signal {-code} ({_signal_name(-code)}); all ranks stopped")
-    return RunEnded(code) if code in _SPOKEN else RunEnded(1, f"rank {rank} ended with exit status {code}; all ranks stopped")
+        problem = f"rank {rank} was ended by signal {-code} ({_signal_name(-code)}); all ranks stopped"
+        return RunEnded(1, problem, fault=KILLED, ranks=(rank,))
+    if code in _SPOKEN:
+        return RunEnded(code)
+    return RunEnded(1, f"rank {rank} ended with exit status {code}; all ranks stopped", fault=CRASHED, ranks=(rank,))
 
 
 def _signal_name(number: int) -> str:

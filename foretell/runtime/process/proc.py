@@ -93,7 +93,8 @@ def started(pid: int) -> str:
     return ""
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Of all its threads."""
     found = []
     with contextlib.suppress(OSError, ValueError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -112,7 +113,7 @@ def work(pid: int) -> tuple[float, bool] | None:
         if one not in seen and len(found) >= 15:
             ticks += sum(map(int, found[11:15]))
             calm = calm and found[0] in ("S", "I", "Z", STOPPED)
-            waiting += _children(one)
+            waiting += children(one)
         elif one == pid:
             return None
         seen.add(one)

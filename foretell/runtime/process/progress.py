@@ -60,6 +60,8 @@ class Progress:
         self.count, self.phase = 0, PREPARE
         self.step, self.steps = 0, 0
         """Updates done in all, and by this process."""
+        self.trains: Callable[[int], None] = lambda _: None
+        """Called once, with the updates that are done: after the first one of this process."""
         self._last: float | None = None
         self._seconds: deque[float] = deque(maxlen=_RECENT)
 
@@ -75,6 +77,8 @@ class Progress:
         self._last = now
         self.steps += 1
         self.count += 1
+        if self.steps == 1:
+            self.trains(step)
 
     def step_seconds(self) -> float:
         """Median of the last steps; 0 while there are none."""

@@ -9,6 +9,7 @@ process is ended from this thread.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -38,11 +39,13 @@ from foretell.runtime.process.progress import (
     Progress,
     RankReport,
 )
+from foretell.runtime.process.secure import Forged, seal, served_store, unseal
 from foretell.runtime.process.signals import Stopped, exit_status
 
 BEAT_SECONDS = 1.0
 GRACE_SECONDS = 5.0
 """From knowing to ending, for the main thread to end by itself."""
+_VERDICT = "verdict"
 _JUDGES = (0, 1)
 """Two, so that each is judged by the other."""
 _ANSWER_SECONDS = 0.2
@@ -102,7 +105,7 @@ class RankWatch:
         host = os.environ.get("MASTER_ADDR") or "127.0.0.1"
         server: Any = None
         if self.ranks.is_first:
-            server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            server = served_store(host, 0, limit)
         about = control.gather({"place": proc.place(), "pid": os.getpid(), "port": server.port if server else 0})
         self.store = server or dist.TCPStore(host, about[0]["port"], is_master=False, timeout=limit)
         self.peers = {
@@ -111,7 +114,7 @@ class RankWatch:
         }  # fmt: skip
         self._starts = {rank: proc.started(pid) for rank, pid in self.peers.items()}
         self.judge = Judge(self.ranks.world, self.limits)
-        self.store.set(f"report/{self.ranks.rank}", json.dumps(self.monitor.report().to_json()))
+        self._report(self.monitor.report())
         control.gather(None)
         self._aside = _Aside()
 
@@ -260,9 +263,14 @@ class RankWatch:
 
     def _exchange(self, report: RankReport | None, wants: list[int]) -> tuple[RankMessage | None, list[bytes]]:
         if report is not None:
-            self.store.set(f"report/{self.ranks.rank}", json.dumps(report.to_json()))
-        said = _said(self.store.get("verdict")) if self.store.check(["verdict"]) else None
-        return said, self.store.multi_get([f"report/{rank}" for rank in wants]) if wants else []
+            self._report(report)
+        said = _said(self.store.get(_VERDICT)) if self.store.check([_VERDICT]) else None
+        keys = [_key(rank) for rank in wants]
+        return said, [_genuine(text, key) for key, text in zip(keys, self.store.multi_get(keys), strict=True)] if keys else []
+
+    def _report(self, report: RankReport) -> None:
+        key = _key(self.ranks.rank)
+        self.store.set(key, seal(json.dumps(report.to_json()).encode(), key))
 
     def _gone_peer(self, rank: int, now: float) -> RankMessage | None:
         """It may have said why: the store is asked once more before it is said to be gone."""
@@ -290,7 +298,7 @@ class RankWatch:
     def _send(self, said: RankMessage) -> None:
         """The first word counts. A store that does not answer is not waited for."""
         aside = _Aside()
-        aside.begin(lambda: self.store.compare_set("verdict", "", json.dumps(asdict(said))))
+        aside.begin(lambda: self.store.compare_set(_VERDICT, "", _verdict(said)))
         aside.wait(2 * BEAT_SECONDS)
 
     def _unexplained(self, error: Exception) -> RankMessage:
@@ -363,8 +371,24 @@ def _report(text: bytes) -> RankReport | None:
     return None
 
 
+def _key(rank: int) -> str:
+    return f"report/{rank}"
+
+
+def _genuine(text: bytes, key: str) -> bytes:
+    """What a rank of this job has said there; empty where it was not one."""
+    with contextlib.suppress(Forged):
+        return unseal(text, key)
+    return b""
+
+
+def _verdict(said: RankMessage) -> str:
+    """As text: a store compares texts alone."""
+    return base64.b64encode(seal(json.dumps(asdict(said)).encode(), _VERDICT)).decode()
+
+
 def _said(text: bytes) -> RankMessage | None:
-    with contextlib.suppress(ValueError, TypeError):
-        found = json_of(text)
+    with contextlib.suppress(ValueError, TypeError, Forged):
+        found = json_of(unseal(base64.b64decode(text, validate=True), _VERDICT))
         return RankMessage(**{**found, "ends": tuple(found.get("ends", ()))})
     return None

@@ -3,6 +3,7 @@
     plan.json          the plan as it was run
     settings.json      what else was asked for
     log.jsonl          one row a step, an evaluation, a save
+    faults.jsonl       one row a fault, a restart, a sample set aside, where there were any
     measurement.json   what the run was measured to do
     traces.json.gz     traces of the model as the plan runs it, for reports
     checkpoints/       step-00000100/ and so on
@@ -37,9 +38,12 @@ from foretell.runtime.train.log import read as log_rows
 from foretell.runtime.train.schedule import KINDS, Schedule, usual_warmup
 
 PLAN, SETTINGS, MEASUREMENT, CHECKPOINTS = "plan.json", "settings.json", "measurement.json", "checkpoints"
+FAULTS = "faults.jsonl"
 RATES = {"adam": 3e-4, "adamw": 3e-4, "sgd": 0.1, "momentum": 0.02}
 """Peak learning rate where none is given."""
-CHANGEABLE = ("steps", "schedule_steps", "eval_every", "eval_batches", "save_every", "mtbf", "keep", "no_save", "log", "workers", "scratch")
+CHANGEABLE = (
+    "steps", "schedule_steps", "eval_every", "eval_batches", "save_every", "mtbf", "keep", "no_save", "log", "workers", "bad_samples", "scratch",
+)  # fmt: skip
 """What a resumed run may be asked otherwise."""
 
 
@@ -76,6 +80,8 @@ class RunSettings:
     log: tuple[str, ...] = ()
     workers: int = 0
     """Processes that prepare the user's own samples."""
+    bad_samples: int = 0
+    """Of the user's own samples, so many on each rank may raise again and again: they are set aside."""
     scratch: str | None = None
     """Folder for what the plan keeps on disk while it runs; None = the run's own."""
 
@@ -84,7 +90,7 @@ class RunSettings:
             raise UnknownName("schedule", self.schedule, KINDS, f"known: {', '.join(KINDS)}")
         if self.steps < 1:
             raise UserError(f"a run has at least one step, got {self.steps}", "give --steps of 1 or more")
-        for name in ("eval_every", "save_every", "workers"):
+        for name in ("eval_every", "save_every", "workers", "bad_samples"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} must not be negative, got {getattr(self, name)}", f"give --{name.replace('_', '-')} 0 or more")
         if self.keep < 1:
@@ -138,6 +144,17 @@ class Folder:
     def write(self, name: str, content: Any) -> None:
         """All of it or nothing."""
         write_atomically(self.path / name, json.dumps(content, indent=2) + "\n")
+
+
+def note_fault(run: Path, event: str, **values: Any) -> None:
+    """A row of `faults.jsonl`, in one write: several processes have some to say. One that cannot be written is no reason to end."""
+    row = json.dumps({"event": event, **values}).encode() + b"\n"
+    with contextlib.suppress(OSError):
+        handle = os.open(run / FAULTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        try:
+            os.write(handle, row)
+        finally:
+            os.close(handle)
 
 
 def read_settings(run: Path) -> RunSettings | None:

@@ -28,13 +28,16 @@ class RunFailed(UserError):
     exit_code = 1
 
     def __init__(
-        self, problem: str, remedy: str = "", *, detail: str = "", speaks: bool | None = None, died: bool = False
+        self, problem: str, remedy: str = "", *, detail: str = "", speaks: bool | None = None, died: bool = False,
+        transient: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(problem, remedy, detail)
         self.speaks = speaks
         """Whether it is on this rank to tell; None: on the first, as always."""
         self.died = died
         """A rank went without a word: whoever started it knows more."""
+        self.transient = transient
+        """It may not come again: ranks lost each other, and none of their code raised."""
 
 
 def not_finite(bad: StepReading) -> str:

@@ -46,7 +46,8 @@ def run(
             signals.check()
             if not is_collective(error):
                 raise
-            raise RunFailed(f"the ranks did not come together: {' '.join(str(error).split())[:300]}", "see that all of them start") from error
+            why = f"the ranks did not come together: {' '.join(str(error).split())[:300]}"
+            raise RunFailed(why, "see that all of them start", transient=True) from error
         where = Folder(path=path)
         return train(
             plan, settings, ranks, where, screen=screen, control=control, resume=resume, command=command, signals=signals

@@ -7,8 +7,11 @@ Rank 0 writes and speaks; everybody computes, saves and stops together.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,11 +20,13 @@ from foretell.errors import UserError
 from foretell.plan.text import shell_word
 from foretell.plan.types import Plan
 from foretell.runtime.data.samples import Feed, RankSamples
+from foretell.runtime.data.workers import SetAside
 from foretell.runtime.observe import measure
 from foretell.runtime.parallel.apply import apply
 from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.process import whose_error
 from foretell.runtime.process.control import Control
+from foretell.runtime.process.launch import TRAINS, tell_launcher
 from foretell.runtime.process.signals import LATE, Signals, Stopped
 from foretell.runtime.process.watch import RankWatch
 from foretell.runtime.train import folder as folders
@@ -48,6 +53,7 @@ def train(
             run.resume()
             control.first(lambda: folders.settle(folder.path, plan))
         run.progress, watch.progress.step = watch.progress, run.step
+        watch.progress.trains = lambda step: tell_launcher({TRAINS: step, "at": time.monotonic()})
         watch.salvage = run.salvage_together
         signals.check()
         outcome = run.all_steps(signals)
@@ -76,10 +82,10 @@ def train(
             signals.check()
             verdict = watch.explain(error)
         if verdict:
-            raise RunFailed(f"{verdict}; all ranks stop", watch.hint(), speaks=watch.speaks, died=watch.died) from error
+            words = f"{verdict}; all ranks stop"
+            raise RunFailed(words, watch.hint(), speaks=watch.speaks, died=watch.died, transient=True) from error
         where = _at(run) if run is not None and run.began else f"rank {ranks.rank}"
-        if run is not None and run.feed.lost_a_worker(error):  # a signal tells of it, wherever the run is
-            lost = run.feed.worker_died(error)
+        if run is not None and (lost := run.feed.lost_a_worker(error)):  # a signal tells of it, wherever the run is
             _give_way(run, watch, f"{where}: {lost.problem}")
             raise RunFailed(f"{where}: {lost.problem}", f"{lost.remedy}; {_left(folder)}") from error
         samples = run.samples_words() if run is not None else ""
@@ -139,14 +145,25 @@ def _prepared(
     schedule = settings.schedule_for(plan)
     job = apply(workload, plan, ranks, learning_rate=schedule.at(0), scratch=settings.scratch or folder.path)
     share = RankSamples(micro_batch=plan.micro_batch, accumulate=plan.accumulate, ranks=ranks.data_size, rank=ranks.data_rank)
-    feed = Feed(train_samples, share, seed=settings.seed, device=ranks.device, workers=settings.workers)
-    held = Feed(eval_samples, share, seed=settings.seed, device=ranks.device, shuffle=False) if eval_samples else None
+    bad: dict[str, Any] = {"bad_samples": settings.bad_samples, "tell": lambda what: _tell_data(what, folder, ranks, screen)}
+    feed = Feed(train_samples, share, seed=settings.seed, device=ranks.device, workers=settings.workers, **bad)
+    held = Feed(eval_samples, share, seed=settings.seed, device=ranks.device, shuffle=False, **bad) if eval_samples else None
     measure.forget_peaks(ranks.device)
     return TrainingRun(
         plan=plan, settings=settings, ranks=ranks, folder=folder, control=control, screen=screen, command=command,
         job=job, feed=feed, held=held, unit=unit, per_step=per_sample * share.step, known=known,
         saver=None if settings.no_save else _saver(settings, ranks, folder, control),
     )  # fmt: skip
+
+
+def _tell_data(what: str | SetAside, folder: Folder, ranks: Ranks, screen: RunScreen) -> None:
+    """Of a rank's own data: a process that was replaced, a sample that was set aside."""
+    if isinstance(what, SetAside):
+        screen.say(f"rank {ranks.rank}: {what.why}; it is set aside, and sample {what.instead} takes its place")
+        folders.note_fault(folder.path, "sample", rank=ranks.rank, **asdict(what))
+    else:
+        screen.say(f"rank {ranks.rank}: {what}")
+        folders.note_fault(folder.path, "loader", rank=ranks.rank, words=what)
 
 
 def _saver(settings: RunSettings, ranks: Ranks, folder: Folder, control: Control) -> save.Saver:
