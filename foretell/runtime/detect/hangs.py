@@ -22,9 +22,15 @@ from foretell.runtime.detect.layout import ALIKE, OPS
 from foretell.units import human_bytes
 
 OUTSIDE, INSIDE, DESYNC, CYCLE = "outside of communication", "inside of communication", "desynchronised", "circular"
+TITLES = {
+    OUTSIDE: "hang outside of communication", INSIDE: "hang inside of communication", DESYNC: "the ranks are desynchronised",
+    CYCLE: "the ranks wait in a circle",
+}  # fmt: skip
 LEAST_SECONDS = 5.0
 """No collective is late before that."""
 DEVIATIONS = 10.0
+RECENT = 6
+"""Collectives of a group that a position tells of."""
 _LISTED = 32
 """Ranks of a group that are listed; of a larger one, those that speak of it count."""
 
@@ -144,6 +150,9 @@ class HangReading:
     """For how long the first of them has waited."""
     late: bool
     """Whether all that wait have waited longer than they ever should."""
+
+    def words(self) -> str:
+        return f"{TITLES[self.kind]}: {self.problem}"
 
 
 def read_hang(positions: Mapping[int, RankPosition]) -> HangReading | None:
@@ -300,7 +309,8 @@ def _graph(positions: Mapping[int, RankPosition], edges: Mapping[int, tuple[int,
     for rank, here in sorted(positions.items()):
         if rank in edges:
             whom = f"for {ranks_words(edges[rank])}" if edges[rank] else "which all of its ranks have entered"
-            yield f"rank {rank} waits {here.seconds:.0f} s in {_what(here, here)} {whom}"
+            since = f" {here.seconds:.0f} s" if here.seconds else ""
+            yield f"rank {rank} waits{since} in {_what(here, here)} {whom}"
         else:
             last = max((group for group in here.groups if group.recent), key=lambda group: group.entered, default=None)
             done = f"; its last was {last.recent[-1].op} {last.entered} of {last.name}" if last is not None else ""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretell.runtime.detect.hangs import Entry, GroupPosition, RankPosition, deadline
+from foretell.runtime.detect.hangs import RECENT, Entry, GroupPosition, RankPosition, deadline
 from foretell.runtime.detect.layout import (
     ASIDE,
     ASYNC,
@@ -53,7 +53,6 @@ from foretell.runtime.process.progress import DATA, EVALUATION, PREPARE, SAVE, P
 _DTYPES = {getattr(torch, name): place for place, name in enumerate(DTYPES) if hasattr(torch, name)}
 _PHASES = {name: place for place, name in enumerate(PHASES)}
 _PEER = (SEND, RECV)
-_RECENT = 6
 _MOST_GROUPS = 8
 """Of which a position tells: those that were used last."""
 _MOST_WORKS = 8192
@@ -70,7 +69,7 @@ class _Group:
     def __init__(self, number: int, key: str, name: str, ranks: tuple[int, ...]) -> None:
         self.number, self.key, self.name, self.ranks = number, key, name, ranks
         self.sequence = 0
-        self.recent: deque[tuple[int, int, int, int, int]] = deque(maxlen=_RECENT)
+        self.recent: deque[tuple[int, int, int, int, int]] = deque(maxlen=RECENT)
 
 
 class CollectiveRecorder:
@@ -147,6 +146,7 @@ class CollectiveRecorder:
 
     def wait(self, entered: tuple[int, _Group, int, int], call: Callable[[], Any]) -> Any:
         since = monotonic_ns()
+        TIMES.pack_into(self._memory, entered[0] + TIMES_AT, since, 0)
         if self._trains():
             self._current = (entered[1], entered[2], since, entered[0])
             if self._schedstat >= 0:
@@ -312,7 +312,7 @@ def recording(recorder: CollectiveRecorder) -> Iterator[CollectiveRecorder]:
 def _install() -> None:
     group, work = torch._C._distributed_c10d.ProcessGroup, torch._C._distributed_c10d.Work
     for name, (op, which) in _METHODS.items():
-        if hasattr(group, name):
+        if name in vars(group):
             _replace(group, name, _method(getattr(group, name), OPS.index(op), which))
     _replace(work, "wait", _waiting(work.wait))
     ops = torch.ops._c10d_functional
@@ -332,7 +332,7 @@ def _callees(ops: Any, name: str) -> Iterator[Any]:
 
 
 def _replace(owner: Any, name: str, by: Any) -> None:
-    _before.append((owner, name, getattr(owner, name)))
+    _before.append((owner, name, vars(owner)[name]))  # as it lies there: a method of pybind11 that was looked up is bound no more
     setattr(owner, name, by)
 
 

@@ -18,7 +18,9 @@ import numpy as np
 
 from foretell.decode import json_of, value_of
 from foretell.errors import FileFormatError, UserError
+from foretell.runtime.detect.hangs import RECENT, Entry, GroupPosition, RankPosition, deadline
 from foretell.runtime.detect.layout import (
+    ASIDE,
     DTYPES,
     FOLDER,
     FORMAT,
@@ -27,6 +29,8 @@ from foretell.runtime.detect.layout import (
     PHASES,
     RECORD_SLOTS,
     RECORDS_AT,
+    RECV,
+    SEND,
     SIZE,
     STEP_SLOTS,
     STEPS_AT,
@@ -157,6 +161,34 @@ def read_all(run: Path) -> list[RingContent]:
     chosen = found[max(found, key=lambda session: newest[session])]
     world = max(content.header.world for content in chosen.values())
     return [chosen[rank] for rank in sorted(chosen) if chosen[rank].header.world == world]
+
+
+# --- where ranks were last ---------------------------------------------------------------------------------------------
+
+
+def positions_of(rings: Sequence[RingContent]) -> dict[int, RankPosition]:
+    """Where each rank was when its ring was last written: of processes that are gone, where they ended."""
+    return {ring.header.rank: _position(ring) for ring in rings}
+
+
+def _position(ring: RingContent) -> RankPosition:
+    rows, groups = ring.records[ring.records["flags"] & ASIDE == 0], []
+    for number, name in ring.groups.items():
+        own = rows[rows["group"] == number][-RECENT:]
+        if len(own):
+            groups.append(GroupPosition(name.key, name.name, name.ranks, int(own["sequence"][-1]), tuple(_entry(row) for row in own)))
+    waits = rows[(rows["wait"] > 0) & (rows["exit"] == 0)]
+    if not len(waits) or int(waits["group"][-1]) not in ring.groups:
+        return RankPosition(tuple(groups), place=ring.header.place)
+    last = waits[-1]
+    like = rows[(rows["exit"] > 0) & (rows["group"] == last["group"]) & (rows["op"] == last["op"]) & (rows["bytes"] == last["bytes"])]
+    limit = deadline([float(one) / 1e9 for one in like["exit"] - like["wait"]])
+    return RankPosition(tuple(groups), ring.groups[int(last["group"])].key, int(last["sequence"]), 0.0, limit, ring.header.place)
+
+
+def _entry(row: Any) -> Entry:
+    op = int(row["op"])
+    return Entry(int(row["sequence"]), "p2p" if op in (SEND, RECV) else OPS[op], DTYPES[int(row["dtype"])], int(row["bytes"]), int(row["shape"]))
 
 
 # --- steps of all ranks, side by side -----------------------------------------------------------------------------------

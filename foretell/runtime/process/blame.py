@@ -181,7 +181,7 @@ class Judge:
             return ""
         self._named_last = key
         at = [f"rank {rank} is {_KIND_WORDS.get(stands[rank].kind, stands[rank].kind)}{_at(stands[rank])}" for rank in found.culprits[:4]]
-        return "; ".join([f"hang {found.kind}: {found.problem}", *at])
+        return "; ".join([found.words(), *at])
 
     def _waited_for(self, stands: Mapping[int, _Stand]) -> str:
         after = self.limits.say_s
@@ -233,7 +233,7 @@ class Judge:
         limit = self.limits.name_s if found.kind in (DESYNC, CYCLE) else self._patience(stands)
         if any(stand.seconds < limit for stand in stands.values()):
             return None
-        return EndReason(problem=f"hang {found.kind}: {found.problem}", remedy=_REMEDIES[found.kind], culprits=())
+        return EndReason(problem=found.words(), remedy=_REMEDIES[found.kind], culprits=())
 
     def _others_wait(self, culprits: Sequence[int], stands: Mapping[int, _Stand], limit: float, kinds: Sequence[str]) -> bool:
         others = [stand for rank, stand in stands.items() if rank not in culprits]
@@ -315,7 +315,7 @@ def blamed(reports: Mapping[int, RankReport]) -> EndReason | None:
     positions = {rank: report.position for rank, report in reports.items() if report.position is not None}
     found = read_hang(positions) if len(positions) == len(reports) else None
     if found is not None and found.kind in (DESYNC, CYCLE):
-        return EndReason(problem=f"ranks are {found.kind}: {found.problem}", remedy=_REMEDIES[found.kind], culprits=found.culprits)
+        return EndReason(problem=found.words(), remedy=_REMEDIES[found.kind], culprits=found.culprits)
     others = {rank: report for rank, report in reports.items() if report.phase != FAILED}
     missing = [rank for rank, report in others.items() if report.kind not in (WAITING, DEVICE)]
     if not missing:

@@ -41,6 +41,7 @@ _TORCH = os.sep + "torch" + os.sep
 _WAITS = (
     os.path.join(_TORCH, "distributed", ""), os.path.join(_TORCH, "cuda", ""),
     os.path.join(os.sep + "foretell", "runtime", "process", "control.py"),
+    os.path.join(os.sep + "foretell", "runtime", "detect", "recorder.py"),
 )  # fmt: skip
 """A thread that does nothing in one of these waits for other ranks, or for its device, which may wait for them."""
 _PASSED = (
