@@ -4,7 +4,7 @@
                                           │                          └─► the screen, log.jsonl
                                           └─► collectives/ranks.jsonl: what each rank took, for the report
 
-It never takes more than a five-hundredth of the time: where many ranks make it slow, it looks less often. No torch.
+It never takes more than a four-hundredth of the time of one core: where many ranks make it slow, it looks less often. No torch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from foretell.runtime.detect import findings
 from foretell.runtime.detect.findings import Finding, RunFacts
 from foretell.runtime.detect.layout import FOLDER, HISTORY
 from foretell.runtime.detect.links import LinkWatch, SlowLink, transfers
-from foretell.runtime.detect.records import RingContent, StepTable, clean, joined, read_all, step_table
+from foretell.runtime.detect.records import RingContent, StepTable, clean, joined, read_all, read_ring, read_steps, step_table
 from foretell.runtime.detect.slow import LIMITS, SlowLimits, SlowWatch, excess_of
 
-LOOK_SECONDS = 1.0
-SHARE = 500
+LOOK_SECONDS = 0.25
+LINKS_SECONDS = 5.0
+"""Between two looks at what transfers took."""
+SHARE = 400
 """Times as long as a look took, until the next one."""
 WARM_UP_STEPS = 10
 HISTORY_SECONDS = 5.0
@@ -56,7 +58,8 @@ class StragglerWatch:
     """Counted from the first step of the processes."""
     _first: int | None = None
     _pending: list[StepTable] = field(default_factory=list)
-    _long: list[StepTable] = field(default_factory=list)
+    _recent: list[StepTable] = field(default_factory=list)
+    _count: int = 0
     _medians: list[float] = field(default_factory=list)
     _told_step: bool = False
 
@@ -64,35 +67,31 @@ class StragglerWatch:
         self.slow, self.links = SlowWatch(self.roles, self.limits), LinkWatch()
 
     def steps(self, table: StepTable) -> tuple[list[Finding], list[StepTable]]:
-        """The next steps: findings, and the windows that became whole."""
+        """The next steps: findings, and the clean ones in parts of `limits.stride`."""
         if not len(table):
             return [], []
         if self._first is None:
             self._first = int(table.steps[0])
-        found, windows = [], []
-        self._pending.append(clean(table, self._first + self.warm_up - 1))
-        whole = joined(self._pending)
-        while len(whole) >= self.limits.window:
-            window, whole = whole.at(slice(0, self.limits.window)), whole.at(slice(self.limits.window, None))
-            windows.append(window)
-            found += [findings.of_rank(one, self.facts) for one in self.slow.window(window)]
-            found += self._predicted(window)
-            found += self._spikes(window)
+        found, parts, limits = [], [], self.limits
+        whole = joined([*self._pending, clean(table, self._first + self.warm_up - 1)])
+        while len(whole) >= limits.stride:
+            part, whole = whole.at(slice(0, limits.stride)), whole.at(slice(limits.stride, None))
+            parts.append(part)
+            self._count += limits.stride
+            self._recent = [*self._recent[1 - limits.spikes_window // limits.stride :], part]
+            if self._count >= limits.window:
+                window = joined(self._recent[-limits.window // limits.stride :])
+                found += [findings.of_rank(one, self.facts) for one in self.slow.window(window)]
+                found += self._predicted(window)
+            if self._count >= limits.spikes_window and self._count % limits.spikes_stride == 0:
+                found += [findings.of_rank(one, self.facts) for one in self.slow.long_window(joined(self._recent))]
         self._pending = [whole]
-        return found, windows
-
-    def _spikes(self, window: StepTable) -> list[Finding]:
-        self._long.append(window)
-        long = joined(self._long)
-        if len(long) < self.limits.spikes_window:
-            return []
-        self._long = []
-        return [findings.of_rank(one, self.facts) for one in self.slow.long_window(long)]
+        return found, parts
 
     def _predicted(self, window: StepTable) -> list[Finding]:
         """Once: that steps take longer than predicted, and by how much."""
         predicted, high = self.expected.step_seconds, self.expected.high_seconds
-        self._medians = [*self._medians[1 - self.limits.windows :], float(np.median(window.whole))]
+        self._medians = [*self._medians[1 - self.limits.windows :], float(np.median(window.whole[0]))]
         if not predicted or not high or self._told_step or len(self._medians) < self.limits.windows or min(self._medians) <= high:
             return []
         self._told_step = True
@@ -109,14 +108,15 @@ class StragglerDetector:
 
     def __init__(
         self, run: Path, session: str, world: int, *, log: Path, tell: Callable[[str], None], expected: Expectation | None = None,
-        price_per_hour: float | None = None, locate: Callable[[], None] = lambda: None,
+        price_per_hour: float | None = None, step: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
-        """`log` gets a row for each finding; `locate` asks the ranks to find out which link is slow."""
-        self.run, self.session, self.world, self.log, self.tell, self.locate = run, session, world, log, tell, locate
+        """`log` gets a row for each finding; `step` tells how many are done."""
+        self.run, self.session, self.world, self.log, self.tell, self.step = run, session, world, log, tell, step
         self.expected, self.price_per_hour = expected or Expectation(), price_per_hour
         self.watch: StragglerWatch | None = None
         self.found: list[Finding] = []
         self._seen = 0
+        self._linked: tuple[float, StepTable | None] = (time.monotonic(), None)
         self._written = time.monotonic()
         self._windows: list[StepTable] = []
         self._stop = threading.Event()
@@ -145,7 +145,7 @@ class StragglerDetector:
 
     def look(self) -> None:
         """Read what is new and tell what follows."""
-        rings = [ring for ring in read_all(self.run) if ring.header.session == self.session]
+        rings = self._rings(read_steps)
         if len(rings) < self.world:
             return
         if self.watch is None:
@@ -157,20 +157,32 @@ class StragglerDetector:
             return
         self._seen = int(table.steps[-1])
         found, windows = self.watch.steps(table)
-        for window in windows:
-            for link in self.watch.transfers(rings, window):
-                found.append(findings.of_link(link, self.watch.facts))
-                self.locate()
+        if windows:
+            found += self._links(windows)
         self._windows += windows
         self._write_history()
         for one in found:
             self.give(one)
 
+    def _rings(self, read: Callable[[Path], RingContent]) -> list[RingContent]:
+        return [ring for ring in read_all(self.run, read) if ring.header.session == self.session]
+
+    def _links(self, windows: Sequence[StepTable]) -> list[Finding]:
+        """Slow links, every few seconds: collectives are many more rows than steps."""
+        assert self.watch is not None
+        now, (since, before) = time.monotonic(), self._linked
+        whole = joined([*([before] if before is not None else []), *windows])
+        if now - since < LINKS_SECONDS:
+            self._linked = since, whole
+            return []
+        self._linked = now, None
+        return [findings.of_link(link, self.watch.facts) for link in self.watch.transfers(self._rings(read_ring), whole)]
+
     def give(self, finding: Finding) -> None:
         """Tell it on the screen and in the log."""
         self.found.append(finding)
         self.tell(finding.text)
-        self._append(self.log, finding.to_json())
+        self._append(self.log, {**finding.to_json(), "told_step": self.step()})
 
     def _write_history(self, *, last: bool = False) -> None:
         """What each rank took, a row for a few seconds of steps."""

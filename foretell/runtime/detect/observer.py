@@ -54,7 +54,7 @@ class RunObserver:
         if ranks.is_first:
             said = plan.predicted if comparable else {}
             self.detector = StragglerDetector(
-                run, session, ranks.world, log=log, tell=tell, price_per_hour=_price(plan),
+                run, session, ranks.world, log=log, tell=tell, price_per_hour=_price(plan), step=lambda: progress.step,
                 expected=Expectation(step_seconds=_number(said.get("step_seconds")), high_seconds=_number(said.get("high_seconds"))),
             )  # fmt: skip
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,38 +95,47 @@ class RingContent:
 
 def read_ring(path: Path) -> RingContent:
     """One file; a `UserError` where it is none."""
-    return content_of(_bytes(path), path)
+    (data,) = _read(path, (0, SIZE))
+    records = _rows(np.frombuffer(data, RECORD_ROW, RECORD_SLOTS, RECORDS_AT), RECORD_SLOTS)
+    sane = (records["op"] < len(OPS)) & (records["dtype"] < len(DTYPES)) & (records["phase"] < len(PHASES)) & (records["enter"] > 0)
+    sane &= (records["exit"] == 0) | ((records["exit"] >= records["wait"]) & (records["wait"] >= records["enter"]))
+    return RingContent(_header(data, path), _groups(data[HEADER_BYTES:RECORDS_AT]), records[sane], _steps(data[STEPS_AT:]), path)
 
 
-def _bytes(path: Path) -> bytes:
+def read_steps(path: Path) -> RingContent:
+    """The same without collectives and groups, in a fifth of the time."""
+    head, tail = _read(path, (0, HEADER_BYTES), (STEPS_AT, SIZE - STEPS_AT))
+    return RingContent(_header(head, path), {}, np.zeros(0, RECORD_ROW), _steps(tail), path)
+
+
+def _read(path: Path, *parts: tuple[int, int]) -> list[bytes]:
+    """Of a file that has the size of a ring: so many bytes from there."""
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         try:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode) or found.st_size != SIZE:
                 raise FileFormatError(f"{path} is no record of collectives: it should be a file of {SIZE} bytes", _DAMAGED)
-            return os.pread(handle, SIZE, 0)
+            return [os.pread(handle, count, at) for at, count in parts]
         finally:
             os.close(handle)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}", "check the path and its permissions") from None
 
 
-def content_of(data: bytes, path: Path) -> RingContent:
-    if len(data) != SIZE:
-        raise FileFormatError(f"{path} is no record of collectives: it should be a file of {SIZE} bytes", _DAMAGED)
+def _header(data: bytes, path: Path) -> RingHeader:
     try:
-        header = value_of(RingHeader, json_of(data[:HEADER_BYTES].rstrip(b"\0")))
+        header: RingHeader = value_of(RingHeader, json_of(data[:HEADER_BYTES].rstrip(b"\0")))
     except ValueError as error:
         raise FileFormatError(f"{path} is no record of collectives: {error}", _DAMAGED) from None
     if header.format != FORMAT or not 0 <= header.rank < header.world <= _MOST_RANKS:
         raise FileFormatError(f"{path} is no record of collectives of a rank: format {header.format[:40]!a}, rank {header.rank}", _DAMAGED)
-    records = _rows(np.frombuffer(data, RECORD_ROW, RECORD_SLOTS, RECORDS_AT), RECORD_SLOTS)
-    steps = _rows(np.frombuffer(data, STEP_ROW, STEP_SLOTS, STEPS_AT), STEP_SLOTS)
-    sane = (records["op"] < len(OPS)) & (records["dtype"] < len(DTYPES)) & (records["phase"] < len(PHASES)) & (records["enter"] > 0)
-    sane &= (records["exit"] == 0) | (records["exit"] >= records["enter"])
-    times = [(steps[name] >= 0) & (steps[name] < 2**55) for name in ("end", "whole", "waited", "data", "other", "delayed")]
-    return RingContent(header, _groups(data[HEADER_BYTES:RECORDS_AT]), records[sane], steps[np.all(times, axis=0)], path)
+    return header
+
+
+def _steps(data: bytes) -> np.ndarray:
+    rows = _rows(np.frombuffer(data, STEP_ROW, STEP_SLOTS), STEP_SLOTS)
+    return rows[np.all([(rows[name] >= 0) & (rows[name] < 2**55) for name in ("end", "whole", "waited", "data", "other", "delayed")], axis=0)]
 
 
 def _rows(rows: np.ndarray, slots: int) -> np.ndarray:
@@ -146,13 +155,13 @@ def _groups(text: bytes) -> dict[int, GroupName]:
     return found
 
 
-def read_all(run: Path) -> list[RingContent]:
+def read_all(run: Path, read: Callable[[Path], RingContent] = read_ring) -> list[RingContent]:
     """Rings of the processes that were last started together in a run folder, by rank; files that are none are passed over."""
     found: dict[str, dict[int, RingContent]] = {}
     newest: dict[str, float] = {}
     for path in sorted(Path(run, FOLDER).glob(f"rank-*{SUFFIX}")):
         with suppress(UserError, OSError):
-            content, session = read_ring(path), ""
+            content = read(path)
             session = content.header.session
             found.setdefault(session, {})[content.header.rank] = content
             newest[session] = max(newest.get(session, 0.0), path.stat().st_mtime)

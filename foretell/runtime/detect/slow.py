@@ -15,6 +15,8 @@ import numpy as np
 
 from foretell.runtime.detect.records import StepTable
 
+UPPER = 0.75
+"""Of the others, whom a slow rank outlasts: where there are many, one of them has some accident in almost every step."""
 SLOW, INTERMITTENT = "slow rank", "intermittently slow rank"
 
 
@@ -22,25 +24,28 @@ SLOW, INTERMITTENT = "slow rank", "intermittently slow rank"
 class SlowLimits:
     """From when on a rank is slow. Drawn on one part of recorded runs and checked on another: benchmarks/stragglers.py."""
 
-    window: int = 25
+    stride: int = 10
+    """A window begins so many steps after the one before."""
+    window: int = 20
     """Steps that are looked at together."""
-    windows: int = 3
-    """In so many windows after each other it must be seen."""
+    windows: int = 5
+    """In so many windows after each other it must be seen: 60 steps."""
     share: float = 0.6
-    """Of a window's steps, in which it worked longest."""
+    """Of a window's steps, in which it worked longer than three quarters of the others."""
     excess: float = 0.08
     """Of a step, that it works longer than the others."""
     z: float = 4.0
     """Standard errors of the median that this is above nothing."""
+    spikes_stride: int = 50
     spikes_window: int = 100
-    spikes_windows: int = 3
+    spikes_windows: int = 4
     spike: float = 0.5
     """Of a step, or `spike_z` deviations if that is more: what counts as one."""
     spike_z: float = 6.0
     spikes: int = 4
     """In a window, at least."""
-    spikes_ratio: float = 4.0
-    """Times as many as the next rank has."""
+    spikes_z: float = 4.0
+    """Deviations above the mean of the other ranks, were they accidents (Poisson)."""
     spikes_cost: float = 0.03
     """Of all time, that they cost."""
 
@@ -61,7 +66,7 @@ class SlowRank:
     """A step, on average, that it costs."""
     step_seconds: float
     share: float
-    """Of steps in which it worked longest, or was late."""
+    """Of steps in which it worked longer than most, or was late."""
     data_seconds: float = 0.0
     """Of `seconds`, in which it waited for its next samples."""
     delayed_seconds: float = 0.0
@@ -76,6 +81,8 @@ class SlowRank:
 def excess_of(own: np.ndarray, roles: Sequence[str], before: np.ndarray | None = None) -> np.ndarray:
     """Seconds that each rank works longer than the median of the others of its role, step by step; `before` is what each worked in a
     step at the beginning, for ranks that are alone in theirs."""
+    if len(own) == 2 and roles[0] == roles[1]:
+        return np.stack([own[0] - own[1], own[1] - own[0]])
     found = np.zeros_like(own)
     for rank in range(len(own)):
         peers = [other for other in range(len(own)) if other != rank and roles[other] == roles[rank]]
@@ -98,9 +105,11 @@ class SlowWatch:
     _before: list[np.ndarray] = field(default_factory=list)
     _runs: dict[tuple[str, int], list[SlowRank]] = field(default_factory=lambda: defaultdict(list))
     _told: set[tuple[str, int]] = field(default_factory=set)
+    _gone: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
+    """Windows in which what was told was not seen."""
 
     def window(self, table: StepTable) -> list[SlowRank]:
-        """The next `limits.window` clean steps."""
+        """The last `limits.window` clean steps, `limits.stride` of them new."""
         if len(self.roles) < 2 or not len(table):
             return []
         if len(self._before) < self.limits.windows:
@@ -109,7 +118,7 @@ class SlowWatch:
         return self._follow(SLOW, slow_in(table, self.roles, self.limits, before), self.limits.windows)
 
     def long_window(self, table: StepTable) -> list[SlowRank]:
-        """The next `limits.spikes_window` clean steps."""
+        """The last `limits.spikes_window` clean steps."""
         if len(self.roles) < 2 or not len(table):
             return []
         found = [one for one in spikes_in(table, self.roles, self.limits) if (SLOW, one.rank) not in self._told]
@@ -122,8 +131,11 @@ class SlowWatch:
             key = (kind, rank)
             if rank not in seen:
                 self._runs.pop(key, None)
-                self._told.discard(key)
+                self._gone[key] += 1
+                if self._gone[key] >= wanted:
+                    self._told.discard(key)
                 continue
+            self._gone[key] = 0
             run = self._runs[key]
             run.append(seen[rank])
             if len(run) >= wanted and key not in self._told:
@@ -145,14 +157,13 @@ def _joined(run: Sequence[SlowRank]) -> SlowRank:
 def slow_in(table: StepTable, roles: Sequence[str], limits: SlowLimits = LIMITS, before: np.ndarray | None = None) -> list[SlowRank]:
     """Ranks that were slow throughout one window."""
     excess = excess_of(table.own, roles, before)
-    step = float(np.median(table.whole))
-    count = table.own.shape[1]
+    step, medians = float(np.median(table.whole[0])), np.median(excess, axis=1)
     found = []
-    for rank, row in enumerate(excess):
+    for rank in np.flatnonzero(medians >= limits.excess * step).tolist():  # nobody, mostly
+        row, seconds = excess[rank], float(medians[rank])
         others = [other for other in range(len(excess)) if other != rank and roles[other] == roles[rank]]
-        share = float(np.mean(row > excess[others].max(axis=0))) if others else float(np.mean(row > 0))
-        seconds, error = float(np.median(row)), 1.2533 * deviation(row) / np.sqrt(count)
-        if share > limits.share and seconds >= limits.excess * step and seconds > limits.z * error:
+        share = float(np.mean(row > np.quantile(excess[others], UPPER, axis=0))) if others else float(np.mean(row > 0))
+        if share > limits.share and seconds > limits.z * 1.2533 * deviation(row) / np.sqrt(len(row)):
             data = float(np.median(excess_of(table.data, roles)[rank])) if others else 0.0
             found.append(SlowRank(
                 kind=SLOW, rank=rank, first_step=int(table.steps[0]), last_step=int(table.steps[-1]), seconds=seconds, step_seconds=step,
@@ -162,15 +173,18 @@ def slow_in(table: StepTable, roles: Sequence[str], limits: SlowLimits = LIMITS,
 
 
 def spikes_in(table: StepTable, roles: Sequence[str], limits: SlowLimits = LIMITS) -> list[SlowRank]:
-    """Ranks that were late now and then in one window, several times as often as any other."""
+    """The rank that was late now and then in one window, far more often than the others."""
     excess = excess_of(table.own, roles)
-    step = float(np.median(table.whole))
+    step = float(np.median(table.whole[0]))
+    late = excess > limits.spike * step
+    if late.sum(axis=1).max() < limits.spikes:
+        return []
     spread = max(deviation(row) for row in excess)
     late = excess > max(limits.spike * step, limits.spike_z * spread)
     counts = late.sum(axis=1)
     rank = int(np.argmax(counts))
-    others = np.delete(counts, rank)
-    if counts[rank] < max(limits.spikes, limits.spikes_ratio * max(int(others.max()), 1)):
+    usual = float(np.delete(counts, rank).mean())
+    if counts[rank] < max(limits.spikes, usual + limits.spikes_z * np.sqrt(usual + 1)):
         return []
     seconds = float(excess[rank][late[rank]].sum()) / len(table)
     if seconds < limits.spikes_cost * step:
