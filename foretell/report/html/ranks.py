@@ -24,7 +24,7 @@ def ranks(subject: Subject) -> Section | None:
     hang = last_hang(subject.run) if not subject.finished else None
     if not rows and hang is None and not subject.findings:
         return None
-    items = [one for one in subject.findings[-FINDINGS:]]
+    items = list(subject.findings[-FINDINGS:])
     lead = "Nobody was found slow." if not items else f"{len(subject.findings)} found while it ran; the last of them are below the chart."
     if hang is not None:
         lead = f"When it ended: {hang.words()}."
@@ -60,16 +60,16 @@ def _heat(rows: list[RankTimes]) -> Figure:
     names, columns = [f"rank {rank}" for rank in shown], [f"{row.steps[0]}–{row.steps[1]}" for row in rows]
     cells = [[at, line, round(min(1.0, shares[at][rank] / FULL), 3), f"{words.percent(shares[at][rank])} of a step"]
              for at in range(len(rows)) for line, rank in enumerate(shown)]  # fmt: skip
-    table = []
+    table, mean = [], _joined(rows)
     for rank in shown:
-        longest = max(range(len(rows)), key=lambda at: shares[at][rank])
-        mean = _joined(rows)
+        by_time = [column[rank] for column in shares]
+        longest = max(range(len(rows)), key=by_time.__getitem__)
         table.append((
-            f"rank {rank}", words.percent(sum(column[rank] for column in shares) / len(rows)), f"{words.percent(shares[longest][rank])} (steps {columns[longest]})",
+            f"rank {rank}", words.percent(sum(by_time) / len(rows)), f"{words.percent(by_time[longest])} (steps {columns[longest]})",
             seconds(mean.waited[rank]), seconds(mean.delayed[rank]),
         ))  # fmt: skip
-    most = max(range(world), key=lambda rank: sum(column[rank] for column in shares))
-    told = f"Rank {most} worked longest: {words.percent(sum(column[most] for column in shares) / len(rows))} of a step more than the others on average"
+    average, most = max((sum(column[rank] for column in shares) / len(rows), rank) for rank in range(world))
+    told = f"Rank {most} worked longest: {words.percent(average)} of a step more than the others on average"
     chart = Chart(name="ranks", kind="heat", height=70 + 18 * len(shown), told=told, data={"rows": names, "columns": columns, "cells": cells})
     head = ("", "longer than the others", "at most", "waits a step", "without a core")
     return Figure(

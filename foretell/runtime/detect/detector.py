@@ -25,7 +25,16 @@ from foretell.runtime.detect import findings
 from foretell.runtime.detect.findings import Finding, RunFacts
 from foretell.runtime.detect.layout import FOLDER, HISTORY
 from foretell.runtime.detect.links import LinkWatch, SlowLink, transfers
-from foretell.runtime.detect.records import RingContent, StepTable, clean, joined, read_all, read_ring, read_steps, step_table
+from foretell.runtime.detect.records import (
+    RingContent,
+    StepTable,
+    clean,
+    joined,
+    read_all,
+    read_ring,
+    read_steps,
+    step_table,
+)
 from foretell.runtime.detect.slow import LIMITS, SlowLimits, SlowWatch, excess_of
 
 LOOK_SECONDS = 0.25

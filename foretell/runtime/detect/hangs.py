@@ -112,12 +112,13 @@ class RankPosition:
         """None where it is none."""
         with suppress(Mismatch, TypeError, ValueError, IndexError):
             groups, key, sequence, seconds, limit, place = data
-            made = tuple(
-                GroupPosition(str(k), str(n), value_of(tuple[int, ...], r), _whole(e), tuple(Entry(_whole(s), str(o), str(d), _whole(b), _whole(h)) for s, o, d, b, h in recent))
-                for k, n, r, e, recent in groups
-            )  # fmt: skip
-            return cls(made, str(key), _whole(sequence), float(seconds), float(limit), str(place)[:200])
+            return cls(tuple(_group(*one) for one in groups), str(key), _whole(sequence), float(seconds), float(limit), str(place)[:200])
         return None
+
+
+def _group(key: Any, name: Any, ranks: Any, entered: Any, recent: Any) -> GroupPosition:
+    entries = tuple(Entry(_whole(number), str(op), str(dtype), _whole(nbytes), _whole(shape)) for number, op, dtype, nbytes, shape in recent)
+    return GroupPosition(str(key), str(name), value_of(tuple[int, ...], ranks), _whole(entered), entries)
 
 
 def _whole(value: Any) -> int:
@@ -161,12 +162,10 @@ def read_hang(positions: Mapping[int, RankPosition]) -> HangReading | None:
     if not blocked:
         return None
     edges = {rank: _waits_for(rank, positions) for rank in blocked}
-    made = {
-        "waiting": tuple(blocked), "graph": tuple(_graph(positions, edges)), "seconds": max(one.seconds for one in blocked.values()),
-        "late": all(one.late for one in blocked.values()),
-    }  # fmt: skip
+    seconds, late = max(one.seconds for one in blocked.values()), all(one.late for one in blocked.values())
+    graph = tuple(_graph(positions, edges))
     for kind, culprits, problem in _readings(positions, blocked, edges):
-        return HangReading(kind=kind, culprits=culprits, problem=problem, **made)
+        return HangReading(kind=kind, culprits=culprits, problem=problem, waiting=tuple(blocked), graph=graph, seconds=seconds, late=late)
     return None
 
 
@@ -302,7 +301,8 @@ def _never(
     free: Sequence[int], positions: Mapping[int, RankPosition], blocked: Mapping[int, RankPosition], edges: Mapping[int, tuple[int, ...]]
 ) -> str:
     first = next(rank for rank in blocked if set(edges[rank]) & set(free))
-    return f"{ranks_words(free)} never entered {_what(blocked[first], positions[first])}, in which {ranks_words(sorted(blocked))} {'waits' if len(blocked) == 1 else 'wait'}"
+    waits = "waits" if len(blocked) == 1 else "wait"
+    return f"{ranks_words(free)} never entered {_what(blocked[first], positions[first])}, in which {ranks_words(sorted(blocked))} {waits}"
 
 
 def _graph(positions: Mapping[int, RankPosition], edges: Mapping[int, tuple[int, ...]]) -> Iterator[str]:

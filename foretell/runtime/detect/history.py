@@ -39,7 +39,8 @@ def read_history(run: Path) -> list[RankTimes]:
             with suppress(ValueError):
                 row = value_of(RankTimes, json_of(line))
                 numbers = (row.step_seconds, *row.excess, *row.mean_excess, *row.waited, *row.delayed)
-                if all(math.isfinite(one) for one in numbers) and len({len(row.excess), len(row.mean_excess), len(row.waited), len(row.delayed)}) == 1:
+                lengths = {len(one) for one in (row.excess, row.mean_excess, row.waited, row.delayed)}
+                if all(math.isfinite(one) for one in numbers) and len(lengths) == 1:
                     found.append(row)
     found = [row for row in found if len(row.excess) == len(found[-1].excess)]
     return found or _of_rings(run)

@@ -220,7 +220,7 @@ def matrix_of(rings: Sequence[RingContent]) -> tuple[np.ndarray, np.ndarray]:
         if source not in rows or target not in rows or hosts[source] != hosts[target]:
             continue
         sent, got = rows[source], rows[target]
-        common, left, right = np.intersect1d(sent["sequence"], got["sequence"], return_indices=True)
+        _, left, right = np.intersect1d(sent["sequence"], got["sequence"], return_indices=True)
         done = got["exit"][right] > 0
         begin = np.maximum(sent["enter"][left], got["enter"][right])[done]
         gathered[source, target] += ((got["exit"][right][done] - begin) / 1e9 / np.maximum(1, got["bytes"][right][done])).tolist()

@@ -45,8 +45,8 @@ class RunObserver:
         self._stack = contextlib.ExitStack()
         if control.group is None:
             return
-        session, on = control.first(lambda: [secrets.token_hex(8), os.environ.get(VARIABLE, "").strip() != "0"])
-        if not on:
+        session = str(control.first(lambda: secrets.token_hex(8) if os.environ.get(VARIABLE, "").strip() != "0" else ""))
+        if not session:
             return
         self.recorder = CollectiveRecorder(ranks, progress, run, session=session, names=_names(ranks, control))
         self._stack.enter_context(recording(self.recorder))

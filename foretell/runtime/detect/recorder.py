@@ -228,8 +228,9 @@ class CollectiveRecorder:
         current, groups = self._current, {known.number: known for known in list(self._groups.values())}
         used = sorted(groups.values(), key=lambda known: known is current[0] if current else False)[-_MOST_GROUPS:]
         told = tuple(
-            GroupPosition(known.key, known.name, known.ranks, known.sequence, tuple(_entry(known, one) for one in list(known.recent))) for known in used
-        )
+            GroupPosition(known.key, known.name, known.ranks, known.sequence, tuple(_entry(one) for one in list(known.recent)))
+            for known in used
+        )  # fmt: skip
         if current is None:
             return RankPosition(told, place=self.place)
         waited = monotonic_ns() - current[2]
@@ -251,7 +252,7 @@ class CollectiveRecorder:
         self.ring.flush()
 
 
-def _entry(known: _Group, row: tuple[int, int, int, int, int]) -> Entry:
+def _entry(row: tuple[int, int, int, int, int]) -> Entry:
     sequence, op, dtype, nbytes, shape = row
     return Entry(sequence, "p2p" if op in _PEER else OPS[op], DTYPES[dtype], nbytes, shape)
 
@@ -375,14 +376,14 @@ def _waiting(call: Any) -> Any:
 def _functional(call: Any, op: int) -> Any:
     def recorded(*args: Any, **kwargs: Any) -> Any:
         recorder = _live
-        given = args[0] if args else None
-        first = given[0] if isinstance(given, list | tuple) and given else given
+        given: Any = args[0] if args else None
+        first: Any = given[0] if isinstance(given, list | tuple) and given else given
         if recorder is None or type(first) is not Tensor or len(args) < 2 or torch._C._len_torch_dispatch_stack():
             return call(*args, **kwargs)  # also of fake tensors, and of those that will come again without what is around them
-        nbytes = sum(one.nbytes for one in given) if isinstance(given, list | tuple) else first.nbytes
+        nbytes = sum(one.nbytes for one in given) if isinstance(given, list | tuple) else int(first.nbytes)
         entered = recorder.enter(args[-1], op, first, nbytes, -1, ASYNC)
         found = call(*args, **kwargs)
-        made = found[0] if isinstance(found, list | tuple) and found else found
+        made: Any = found[0] if isinstance(found, list | tuple) and found else found
         if isinstance(made, Tensor):
             recorder.under_way(entered, -made.data_ptr() or -1)
         return found

@@ -41,7 +41,8 @@ RECORD_ROW = np.dtype({
     "names": ["number", "sequence", "enter", "wait", "exit", "bytes", "step", "shape", "group", "op", "dtype", "phase", "flags", "peer"],
     "formats": ["<u8", "<u8", "<i8", "<i8", "<i8", "<u8", "<u4", "<u4", "<u2", "u1", "u1", "u1", "u1", "<i2"],
 })  # fmt: skip
-STEP_ROW = np.dtype([(name, "<u8") for name in ("number", "step")] + [(name, "<i8") for name in ("end", "whole", "waited", "data", "other", "delayed")])
+_TIMES = ("end", "whole", "waited", "data", "other", "delayed")
+STEP_ROW = np.dtype([("number", "<u8"), ("step", "<u8"), *((name, "<i8") for name in _TIMES)])
 assert RECORD_ROW.itemsize == STEP_ROW.itemsize == 64
 _DAMAGED = "delete the file; a run writes it anew"
 _MOST_RANKS = 2**20
@@ -135,7 +136,7 @@ def _header(data: bytes, path: Path) -> RingHeader:
 
 def _steps(data: bytes) -> np.ndarray:
     rows = _rows(np.frombuffer(data, STEP_ROW, STEP_SLOTS), STEP_SLOTS)
-    return rows[np.all([(rows[name] >= 0) & (rows[name] < 2**55) for name in ("end", "whole", "waited", "data", "other", "delayed")], axis=0)]
+    return rows[np.all([(rows[name] >= 0) & (rows[name] < 2**55) for name in _TIMES], axis=0)]
 
 
 def _rows(rows: np.ndarray, slots: int) -> np.ndarray:
@@ -231,7 +232,8 @@ class StepTable:
 def joined(tables: Sequence[StepTable]) -> StepTable:
     """One after the other."""
     names = ("whole", "waited", "own", "data", "other", "delayed")
-    return StepTable(np.concatenate([one.steps for one in tables]), *(np.concatenate([getattr(one, name) for one in tables], axis=1) for name in names))
+    columns = [np.concatenate([getattr(one, name) for one in tables], axis=1) for name in names]
+    return StepTable(np.concatenate([one.steps for one in tables]), *columns)
 
 
 def step_table(rows: Iterable[np.ndarray], *, after: int = 0) -> StepTable:
@@ -258,7 +260,8 @@ def _last_places(steps: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 def clean(table: StepTable, warm_up: int) -> StepTable:
     """Without the first steps, those with an evaluation or a checkpoint in them, and the one after each."""
-    share = table.other.max(axis=0, initial=0.0) > 0.05 * np.maximum(table.whole.min(axis=0, initial=np.inf), 1e-9) if len(table) else np.zeros(0, bool)
-    after = np.zeros_like(share)
-    after[1:] = share[:-1]
-    return table.at(~share & ~after & (table.steps > warm_up))
+    if not len(table):
+        return table
+    apart = table.other.max(axis=0) > 0.05 * table.whole.min(axis=0)
+    apart[1:] |= apart[:-1].copy()
+    return table.at(~apart & (table.steps > warm_up))
