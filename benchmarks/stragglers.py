@@ -28,6 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from foretell.plan.types import Mesh, Plan
@@ -40,6 +41,8 @@ from foretell.runtime.train.run import run
 HERE = Path(__file__).resolve().parent
 ROWS = HERE / "results" / "stragglers.jsonl"
 STEPS = 1000
+TRACES = os.environ.get("STRAGGLERS_TRACES", "")
+"""A folder for what each step took, from which limits may be drawn."""
 MODEL = '''
 import json, os, time
 import torch
@@ -110,6 +113,9 @@ def piece(pool: Pool, world: int, faults: list[Any], *, steps: int = STEPS, reco
         told = [row for row in rows if row["event"] == "finding"]
         rings = read_all(out)
         table = step_table([ring.steps for ring in rings], after=20)
+        if TRACES:
+            columns = {name: getattr(table, name) for name in ("steps", "whole", "waited", "own", "data", "other", "delayed")}
+            np.savez(Path(TRACES, f"{time.time():.0f}.npz"), faults=json.dumps(faults), findings=json.dumps(told), **columns)
         seconds = [row["seconds"] for row in rows if row["event"] == "step"][20:]
         return {
             **found, "findings": [{name: row[name] for name in ("kind", "step", "told_step", "ranks", "cost", "text")} for row in told],

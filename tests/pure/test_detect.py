@@ -46,7 +46,7 @@ def noisy(world: int, steps: int, seed: int) -> np.ndarray:
     return own + (dice.random(steps) < 0.05) * 0.02  # and what slows all of them
 
 
-def watched(own: np.ndarray, roles: list[str] | None = None) -> list[findings.Finding]:
+def watched(own: np.ndarray, roles: list[str] | None = None) -> list[findings.RankFinding]:
     facts = RunFacts(world=len(own), places={}, several=False)
     watch = StragglerWatch(roles or ["pp0"] * len(own), facts)
     found = []

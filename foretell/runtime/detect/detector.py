@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from foretell.runtime.detect import findings
-from foretell.runtime.detect.findings import Finding, RunFacts
+from foretell.runtime.detect.findings import RankFinding, RunFacts
 from foretell.runtime.detect.layout import FOLDER, HISTORY
 from foretell.runtime.detect.links import LinkWatch, SlowLink, transfers
 from foretell.runtime.detect.records import (
@@ -75,7 +75,7 @@ class StragglerWatch:
     def __post_init__(self) -> None:
         self.slow, self.links = SlowWatch(self.roles, self.limits), LinkWatch()
 
-    def steps(self, table: StepTable) -> tuple[list[Finding], list[StepTable]]:
+    def steps(self, table: StepTable) -> tuple[list[RankFinding], list[StepTable]]:
         """The next steps: findings, and the clean ones in parts of `limits.stride`."""
         if not len(table):
             return [], []
@@ -97,7 +97,7 @@ class StragglerWatch:
         self._pending = [whole]
         return found, parts
 
-    def _predicted(self, window: StepTable) -> list[Finding]:
+    def _predicted(self, window: StepTable) -> list[RankFinding]:
         """Once: that steps take longer than predicted, and by how much."""
         predicted, high = self.expected.step_seconds, self.expected.high_seconds
         self._medians = [*self._medians[1 - self.limits.windows :], float(np.median(window.whole[0]))]
@@ -123,7 +123,7 @@ class StragglerDetector:
         self.run, self.session, self.world, self.log, self.tell, self.step = run, session, world, log, tell, step
         self.expected, self.price_per_hour = expected or Expectation(), price_per_hour
         self.watch: StragglerWatch | None = None
-        self.found: list[Finding] = []
+        self.found: list[RankFinding] = []
         self._seen = 0
         self._linked: tuple[float, StepTable | None] = (time.monotonic(), None)
         self._written = time.monotonic()
@@ -176,7 +176,7 @@ class StragglerDetector:
     def _rings(self, read: Callable[[Path], RingContent]) -> list[RingContent]:
         return [ring for ring in read_all(self.run, read) if ring.header.session == self.session]
 
-    def _links(self, windows: Sequence[StepTable]) -> list[Finding]:
+    def _links(self, windows: Sequence[StepTable]) -> list[RankFinding]:
         """Slow links, every few seconds: collectives are many more rows than steps."""
         assert self.watch is not None
         now, (since, before) = time.monotonic(), self._linked
@@ -187,7 +187,7 @@ class StragglerDetector:
         self._linked = now, None
         return [findings.of_link(link, self.watch.facts) for link in self.watch.transfers(self._rings(read_ring), whole)]
 
-    def give(self, finding: Finding) -> None:
+    def give(self, finding: RankFinding) -> None:
         """Tell it on the screen and in the log."""
         self.found.append(finding)
         self.tell(finding.text)

@@ -21,7 +21,7 @@ _MOST = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class RankFinding:
     """One thing that was found while a run went."""
 
     kind: str
@@ -59,7 +59,7 @@ class RunFacts:
         return f"{100 * share:.0f} % of the time, {hours:.1f} h of every 24 h on {self.world} ranks{money}"
 
 
-def of_rank(found: SlowRank, facts: RunFacts) -> Finding:
+def of_rank(found: SlowRank, facts: RunFacts) -> RankFinding:
     """A rank that is slow."""
     who, steps = facts.rank(found.rank), f"steps {found.first_step} to {found.last_step}"
     whole, more = seconds(found.step_seconds), seconds(found.seconds)
@@ -74,21 +74,21 @@ def of_rank(found: SlowRank, facts: RunFacts) -> Finding:
     if found.delayed_seconds > _MOST * found.seconds:
         causes.append(f"besides, it waits {seconds(found.delayed_seconds)} a step for a core")
     told = "".join(f"; {cause}" for cause in causes)
-    return Finding(kind=found.kind, step=found.last_step, ranks=(found.rank,), cost=found.cost,
+    return RankFinding(kind=found.kind, step=found.last_step, ranks=(found.rank,), cost=found.cost,
                    text=f"{found.kind}: {who}: {how}{told}; it costs {facts.a_day(found.cost)}")  # fmt: skip
 
 
-def of_link(found: SlowLink, facts: RunFacts, which: str = "") -> Finding:
+def of_link(found: SlowLink, facts: RunFacts, which: str = "") -> RankFinding:
     """Transfers that have become slow; `which` link, where that is known."""
     ratio = found.seconds / found.before_seconds if found.before_seconds > 0 else float("inf")
     text = (
         f"{SLOW_LINK}{f' ({which})' if which else ''}: no rank is late, and {found.kind.words()} takes {seconds(found.seconds)}, "
         f"{ratio:.1f} times as long as at the beginning ({seconds(found.before_seconds)}); it costs {facts.a_day(found.cost)}"
     )
-    return Finding(kind=SLOW_LINK, step=found.last_step, cost=found.cost, text=text)
+    return RankFinding(kind=SLOW_LINK, step=found.last_step, cost=found.cost, text=text)
 
 
-def of_prediction(measured: float, predicted: float, high: float, step: int, facts: RunFacts) -> Finding:
+def of_prediction(measured: float, predicted: float, high: float, step: int, facts: RunFacts) -> RankFinding:
     """Steps that take longer than the prediction's range allows."""
     error = relative_error(predicted, measured)
     said = f" ({signed_percent(error)})" if error is not None else ""
@@ -96,7 +96,7 @@ def of_prediction(measured: float, predicted: float, high: float, step: int, fac
         f"{SLOW_STEP}: a step takes {seconds(measured)}, and {seconds(predicted)}{said} was predicted, {seconds(high)} at most; "
         f"the rest costs {facts.a_day((measured - high) / measured)}"
     )
-    return Finding(kind=SLOW_STEP, step=step, cost=(measured - high) / measured, text=text)
+    return RankFinding(kind=SLOW_STEP, step=step, cost=(measured - high) / measured, text=text)
 
 
 def seconds(value: float) -> str:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from foretell.plan.mesh import coordinates
 from foretell.plan.types import Mesh
-from foretell.runtime.detect.findings import ODD_REPLICA, Finding
+from foretell.runtime.detect.findings import ODD_REPLICA, RankFinding
 from foretell.runtime.detect.hangs import ranks_words
 from foretell.runtime.process.control import Control
 
@@ -89,7 +89,7 @@ class ReplicaWatch:
 
     def __init__(
         self, mesh: Mesh, control: Control, named: Callable[[], Iterable[tuple[str, Tensor]]], step_seconds: Callable[[], float],
-        give: Callable[[Finding], None] | None, names: Callable[[int], str] = lambda rank: f"rank {rank}",
+        give: Callable[[RankFinding], None] | None, names: Callable[[int], str] = lambda rank: f"rank {rank}",
     ) -> None:  # fmt: skip
         """`give` takes what was found, on the rank that tells; `names` names a rank."""
         self.sets, self.control, self.named, self.step_seconds, self.give, self.names = (
@@ -150,7 +150,7 @@ class ReplicaWatch:
             self.different[found] = step
             tensors = [name for name in every[ranks[0]] if len({every[rank].get(name) for rank in ranks}) > 1]
             if self.give is not None:
-                self.give(Finding(kind=ODD_REPLICA, step=step, ranks=found, text=self._words(ranks, found, tensors, step)))
+                self.give(RankFinding(kind=ODD_REPLICA, step=step, ranks=found, text=self._words(ranks, found, tensors, step)))
 
     def _words(self, ranks: Sequence[int], found: Sequence[int], tensors: Sequence[str], step: int) -> str:
         what = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "") if tensors else "weights"

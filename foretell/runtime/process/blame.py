@@ -38,7 +38,7 @@ SILENCE_SECONDS = 30.0
 """A rank on another machine that gives no sign of life for so long is taken for dead."""
 FRESH_SECONDS = 5.0
 """A report that is older says nothing of now."""
-NAME_SECONDS = 4.0
+NAME_SECONDS = 3.0
 """A rank that stands still while others wait longer than they ever did is named after so long, before anything is ended."""
 SAY_SECONDS = 60.0
 """A rank that others wait for is told after so long, where that is no reason to end."""
