@@ -1,7 +1,7 @@
 """Slow ranks and slow links of real runs over gloo: named or not, after how many steps, and how often without a reason.
 
     python benchmarks/stragglers.py clean --pieces 6          a thousand steps each, in which nobody is slow
-    python benchmarks/stragglers.py slow --pieces 4           six times a piece, a drawn rank works a fifth of a step longer for 100 steps
+    python benchmarks/stragglers.py slow --pieces 4           five times a piece, a drawn rank works a fifth of a step longer for 100 steps
     python benchmarks/stragglers.py intermittent --pieces 4   twice a piece, a drawn rank sleeps 50 ms in every tenth of 450 steps
     python benchmarks/stragglers.py link --pieces 3           six times a piece, the network is limited (tbf, in a network of its own)
     python benchmarks/stragglers.py cost                      what recording and hashing take
@@ -129,7 +129,7 @@ def drawn(kind: str, number: int, world: int) -> list[list[Any]]:
     """Faults of a piece: rank, first and last step, sleep (a share of the step before, or milliseconds), in every so manieth step."""
     dice = random.Random(f"{kind} {number}")
     if kind == "slow":
-        starts = [60 + 155 * turn + dice.randrange(40) for turn in range(6)]
+        starts = [60 + 190 * turn + dice.randrange(10) for turn in range(5)]  # between two of them what was told is forgotten
         return [[dice.randrange(world), first, first + 100, 0.2, 1] for first in starts]
     if kind == "intermittent":
         return [[dice.randrange(world), first, first + 450, 50, 10] for first in (30 + dice.randrange(10), 515 + dice.randrange(10))]

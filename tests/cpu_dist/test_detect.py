@@ -18,6 +18,7 @@ import torch.distributed as dist
 from foretell.plan.types import Mesh, Plan
 from foretell.runtime.detect import hangs, layout, recorder
 from foretell.runtime.detect.links import transfers
+from foretell.runtime.detect.probe import LinkProbe
 from foretell.runtime.detect.records import positions_of, read_all, step_table
 from foretell.runtime.parallel import ranks as members
 from foretell.runtime.process.blame import HANG_VARIABLE
@@ -124,6 +125,30 @@ def test_a_hang_inside_of_communication_is_told_from_one_outside(ranks: Any, tmp
     found = hangs.read_hang(positions)  # type: ignore[arg-type]
     assert found is not None and found.kind == hangs.INSIDE and found.waiting == (1,), found
     assert "p2p 1 of world from rank 0 to rank 1 (float32, 16 B)" in found.problem
+
+
+def _probed(rank: int, world: int) -> tuple[list[list[float]], list[str], int]:
+    """Rank 1 asks from aside; both probe after the same step."""
+    control = Control(members.start(PLAN.with_(mesh=Mesh(dp_shard=2)), device="cpu"))
+    found: list[str] = []
+    probe = LinkProbe(control, lambda reading: found.append(reading.kind))
+    at = 0
+    for step in range(1, 60):
+        if (rank, step) == (1, 30):
+            probe.ask()
+        before = len(found)
+        probe.stepped(step)
+        at = step if len(found) > before else at
+        control.should_stop(step, False, 1.0)
+    control.finish()
+    assert probe.before is not None
+    return probe.before.tolist(), found, at
+
+
+def test_all_ranks_probe_their_links_after_the_same_step_when_one_asks(ranks: Any) -> None:
+    (seconds, found, at), other = ranks(2).run(_probed)
+    assert other == (seconds, found, at) and len(found) == 1 and 30 < at < 40
+    assert seconds[0][0] == seconds[1][1] == 0 and all(0 < one < 1 for one in (seconds[0][1], seconds[1][0]))
 
 
 def test_a_flipped_bit_of_one_replica_is_named_with_the_weight(ranks: Any, tmp_path: Path, plan: Plan) -> None:

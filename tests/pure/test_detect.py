@@ -20,6 +20,7 @@ from foretell.report.html import page as html
 from foretell.report.html import ranks as report_ranks
 from foretell.report.html import sections as html_sections
 from foretell.runtime.detect import findings, hangs, history, layout, links, records, slow
+from foretell.runtime.detect import ring as rings
 from foretell.runtime.detect.detector import Expectation, StragglerWatch
 from foretell.runtime.detect.findings import RunFacts
 from foretell.runtime.detect.hangs import Entry, GroupPosition, RankPosition, read_hang
@@ -79,8 +80,8 @@ def test_a_rank_that_is_slow_now_and_then_is_named_within_500_steps(world: int) 
 
 
 def test_nobody_is_named_in_clean_steps_however_noisy() -> None:
-    for world, seed in itertools.product((2, 3, 8), range(5)):
-        assert watched(noisy(world, 4000, seed)) == []
+    for world, seed in itertools.product((2, 3, 8), range(3)):
+        assert watched(noisy(world, 3000, seed)) == []
 
 
 def test_warm_up_evaluation_and_checkpoints_are_nobodys_fault() -> None:
@@ -184,7 +185,11 @@ def test_a_matrix_tells_link_sender_receiver_and_fabric(world: int) -> None:
         column[:, rank] *= 5
         assert (links.read_matrix(row).kind, links.read_matrix(row).ranks) == (links.SENDER, (rank,))
         assert (links.read_matrix(column).kind, links.read_matrix(column).ranks) == (links.RECEIVER, (rank,))
+        column[rank] = row[rank]
+        assert (links.read_matrix(column).kind, links.read_matrix(column).ranks) == (links.NETWORK, (rank,))
     assert links.read_matrix(clean * 5, usual=1e-3).kind == links.FABRIC
+    words = findings.probed(links.read_matrix(hot))
+    assert words.startswith(f"probed: from rank {source} to rank {target}, ") and words.endswith("times as long as at the beginning")
 
 
 # ---------------------------------------------------------------- hangs
@@ -387,9 +392,7 @@ def test_whatever_the_bytes_are_reading_ends_with_rows_or_one_error(tmp_path: Pa
         path.write_bytes(bytes(data[: dice.randrange(len(data))] if turn % 7 == 0 else data))
         with contextlib.suppress(UserError):
             records.read_ring(path)
-        rings = records.read_all(tmp_path)
-        links.transfers(rings)
-        links.matrix_of(rings)
+        links.transfers(records.read_all(tmp_path))
         history.read_history(tmp_path)
         history.last_hang(tmp_path)
     (folder / layout.HISTORY).write_bytes(b'{"steps": [1, 2], "step_seconds": 1e999}\n[[[[\n\xff\n' + b"[" * 9000)
@@ -400,6 +403,14 @@ def test_a_folder_that_takes_no_file_leaves_the_ring_in_memory(tmp_path: Path) -
     (tmp_path / "file").write_text("")
     ring = Ring(tmp_path / "file" / "x.ring", {"format": layout.FORMAT})
     assert ring.path is None and ring.memory is not None
+
+
+def test_a_run_that_never_began_leaves_nothing_and_what_is_the_users_stays(tmp_path: Path) -> None:
+    _ring(tmp_path / layout.FOLDER / layout.file_name(0))
+    _ring(tmp_path / layout.FOLDER / layout.file_name(0))
+    (tmp_path / layout.FOLDER / "mine").write_text("")
+    rings.forget(tmp_path)
+    assert [path.name for path in (tmp_path / layout.FOLDER).iterdir()] == ["mine"]
 
 
 def test_what_the_process_before_wrote_is_kept_beside(tmp_path: Path) -> None:

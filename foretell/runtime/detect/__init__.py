@@ -7,6 +7,6 @@
                                                              │      └─► hangs          who waits for whom, and for what (pure)
                                                              └─► detector   on rank 0, once a second: findings → screen, log, report
 
-Where a rank is in each group travels with its report of itself as well, so that whoever judges a hang (`runtime/process/blame`) has it
+Where a rank is in each group travels with its report of itself as well, so that whoever judges a hang (`runtime/process/blame.py`) has it
 without a file. `observer` is what a run has of all this. Only that, `recorder` and `replicas` need torch.
 """

@@ -15,16 +15,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from foretell.runtime.detect import findings
-from foretell.runtime.detect.findings import RankFinding, RunFacts
+from foretell.runtime.detect.findings import SLOW_LINK, RankFinding, RunFacts, probed
 from foretell.runtime.detect.layout import FOLDER, HISTORY
-from foretell.runtime.detect.links import LinkWatch, SlowLink, transfers
+from foretell.runtime.detect.links import LinkWatch, MatrixReading, SlowLink, transfers
 from foretell.runtime.detect.records import (
     RingContent,
     StepTable,
@@ -122,6 +122,9 @@ class StragglerDetector:
         """`log` gets a row for each finding; `step` tells how many are done."""
         self.run, self.session, self.world, self.log, self.tell, self.step = run, session, world, log, tell, step
         self.expected, self.price_per_hour = expected or Expectation(), price_per_hour
+        self.locate: Callable[[], None] = lambda: None
+        """Asks the ranks to find out which link is slow; `located` gets the answer, while `_asked` says why."""
+        self._asked: RankFinding | None = None
         self.watch: StragglerWatch | None = None
         self.found: list[RankFinding] = []
         self._seen = 0
@@ -148,8 +151,11 @@ class StragglerDetector:
         pause = LOOK_SECONDS
         while not self._stop.wait(pause):
             began = time.thread_time()
-            with contextlib.suppress(Exception):  # nothing that is found is worth a run
+            try:
                 self.look()
+            except Exception as error:  # nothing that is found is worth a run
+                self.tell(f"nobody looks for slow ranks any more: {type(error).__name__}: {str(error)[:200]}")
+                return
             pause = max(LOOK_SECONDS, SHARE * (time.thread_time() - began))
 
     def look(self) -> None:
@@ -185,7 +191,18 @@ class StragglerDetector:
             self._linked = since, whole
             return []
         self._linked = now, None
-        return [findings.of_link(link, self.watch.facts) for link in self.watch.transfers(self._rings(read_ring), whole)]
+        found = [findings.of_link(link, self.watch.facts) for link in self.watch.transfers(self._rings(read_ring), whole)]
+        if found:
+            self._asked = found[0]
+            self.locate()
+        return found
+
+    def located(self, reading: MatrixReading) -> None:
+        """Which link it is, after it was probed."""
+        if self._asked is not None:
+            text = f"{SLOW_LINK}: {probed(reading)}"
+            self.give(replace(self._asked, text=text, ranks=reading.ranks, step=self.step()))
+            self._asked = None
 
     def give(self, finding: RankFinding) -> None:
         """Tell it on the screen and in the log."""

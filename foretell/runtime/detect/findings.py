@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from foretell.runtime.detect.links import SlowLink
+from foretell.runtime.detect.links import FABRIC, LINK, NETWORK, RECEIVER, SENDER, MatrixReading, SlowLink
 from foretell.runtime.detect.slow import SLOW, SlowRank
 from foretell.units import relative_error, signed_percent
 
@@ -78,11 +78,11 @@ def of_rank(found: SlowRank, facts: RunFacts) -> RankFinding:
                    text=f"{found.kind}: {who}: {how}{told}; it costs {facts.a_day(found.cost)}")  # fmt: skip
 
 
-def of_link(found: SlowLink, facts: RunFacts, which: str = "") -> RankFinding:
-    """Transfers that have become slow; `which` link, where that is known."""
+def of_link(found: SlowLink, facts: RunFacts) -> RankFinding:
+    """Transfers that have become slow."""
     ratio = found.seconds / found.before_seconds if found.before_seconds > 0 else float("inf")
     text = (
-        f"{SLOW_LINK}{f' ({which})' if which else ''}: no rank is late, and {found.kind.words()} takes {seconds(found.seconds)}, "
+        f"{SLOW_LINK}: no rank is late, and {found.kind.words()} takes {seconds(found.seconds)}, "
         f"{ratio:.1f} times as long as at the beginning ({seconds(found.before_seconds)}); it costs {facts.a_day(found.cost)}"
     )
     return RankFinding(kind=SLOW_LINK, step=found.last_step, cost=found.cost, text=text)
@@ -97,6 +97,17 @@ def of_prediction(measured: float, predicted: float, high: float, step: int, fac
         f"the rest costs {facts.a_day((measured - high) / measured)}"
     )
     return RankFinding(kind=SLOW_STEP, step=step, cost=(measured - high) / measured, text=text)
+
+
+def probed(found: MatrixReading) -> str:
+    """`probed: from rank 0 to rank 2, 4.1 times as long as at the beginning`."""
+    where = {
+        LINK: "from rank {} to rank {}", SENDER: "whatever rank {} sends", RECEIVER: "whatever rank {} receives",
+        NETWORK: "whatever rank {} sends and receives", FABRIC: "between all ranks",
+    }  # fmt: skip
+    if not found.kind:
+        return "probed: no message between two ranks takes longer than at the beginning"
+    return f"probed: {where[found.kind].format(*found.ranks)}, {found.ratio:.1f} times as long as at the beginning"
 
 
 def seconds(value: float) -> str:

@@ -18,7 +18,7 @@ from foretell.runtime.detect.layout import ASIDE, OPS, PHASES, RECV, SEND
 from foretell.runtime.detect.records import RingContent
 from foretell.units import human_bytes
 
-LINK, SENDER, RECEIVER, FABRIC = "link", "sender", "receiver", "fabric"
+LINK, SENDER, RECEIVER, NETWORK, FABRIC = "link", "sender", "receiver", "network of a rank", "fabric"
 _STEP_PHASES = [PHASES.index(name) for name in ("step", "data", "log")]
 CONTROL = "control"
 """Name of groups whose messages are not the model's."""
@@ -84,7 +84,7 @@ def transfers(rings: Sequence[RingContent], *, after: int = 0, before: int | Non
     by_key: dict[str, list[tuple[RingContent, int]]] = defaultdict(list)
     for ring in rings:
         for number, group in ring.groups.items():
-            if group.name != CONTROL:
+            if not group.name.startswith(CONTROL):
                 by_key[group.key].append((ring, number))
     for parts in by_key.values():
         name = parts[0][0].groups[parts[0][1]]
@@ -167,9 +167,9 @@ class MatrixReading:
     """What is slow in a matrix of transfers."""
 
     kind: str
-    """LINK, SENDER, RECEIVER, FABRIC; empty = nothing."""
+    """LINK, SENDER, RECEIVER, NETWORK, FABRIC; empty = nothing."""
     ranks: tuple[int, ...] = ()
-    """Sender and receiver of a link; the sender; the receiver."""
+    """Sender and receiver of a link; the sender; the receiver; who does both slowly."""
     ratio: float = 1.0
     """Of the slow transfers to the others."""
 
@@ -181,51 +181,22 @@ def read_matrix(seconds: np.ndarray, *, ratio: float = 2.0, usual: float | None 
     off = ~np.eye(world, dtype=bool) & np.isfinite(seconds)
     if not off.any():
         return MatrixReading("")
-    middle = float(np.median(seconds[off]))
     base = usual if usual is not None else float(np.quantile(seconds[off], 0.25))
     hot = off & (seconds > ratio * base)
     if not hot.any():
         return MatrixReading("")
-    ratio_found = float(np.median(seconds[hot])) / base
-    rows = [rank for rank in range(world) if hot[rank].sum() == off[rank].sum() > 0]
-    columns = [rank for rank in range(world) if hot[:, rank].sum() == off[:, rank].sum() > 0]
-    if hot.sum() == off.sum() or (usual is not None and middle > ratio * usual and len(rows) == world):
-        return MatrixReading(FABRIC, (), ratio_found)
-    cells = np.argwhere(hot)
-    if len(rows) == 1 and all(cell[0] == rows[0] or cell[1] == rows[0] for cell in cells) and world > 2:
-        both = len(columns) == 1 and columns[0] == rows[0]
-        return MatrixReading(SENDER if not both else "network of", (rows[0],), ratio_found)
-    if len(columns) == 1 and all(cell[1] == columns[0] for cell in cells) and world > 2:
-        return MatrixReading(RECEIVER, (columns[0],), ratio_found)
-    pairs = {tuple(sorted(map(int, cell))) for cell in cells}
-    if len(pairs) == 1:
-        one = max(cells, key=lambda cell: seconds[cell[0], cell[1]])
-        return MatrixReading(LINK, (int(one[0]), int(one[1])), ratio_found)
-    return MatrixReading(FABRIC, (), ratio_found)
-
-
-def matrix_of(rings: Sequence[RingContent]) -> tuple[np.ndarray, np.ndarray]:
-    """Of messages from rank to rank (pipelines): seconds a byte, and how many there were. Nanoseconds of one machine's clock: only of
-    ranks on one host."""
-    world = max((ring.header.world for ring in rings), default=0)
-    gathered: dict[tuple[int, int], list[float]] = defaultdict(list)
-    by_key: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
-    for ring in rings:
-        for number, group in ring.groups.items():
-            if len(group.ranks) == 2 and group.key.endswith(f":{group.ranks[0]}>{group.ranks[1]}") and max(group.ranks) < world:
-                by_key[group.key][ring.header.rank] = ring.records[ring.records["group"] == number]
-    hosts = {ring.header.rank: ring.header.host for ring in rings}
-    for key, rows in by_key.items():
-        source, target = (int(one) for one in key.rpartition(":")[2].split(">"))
-        if source not in rows or target not in rows or hosts[source] != hosts[target]:
-            continue
-        sent, got = rows[source], rows[target]
-        _, left, right = np.intersect1d(sent["sequence"], got["sequence"], return_indices=True)
-        done = got["exit"][right] > 0
-        begin = np.maximum(sent["enter"][left], got["enter"][right])[done]
-        gathered[source, target] += ((got["exit"][right][done] - begin) / 1e9 / np.maximum(1, got["bytes"][right][done])).tolist()
-    cost, count = np.full((world, world), np.nan), np.zeros((world, world), int)
-    for (source, target), values in gathered.items():
-        if values:
-            cost[source, target], count[source, target] = float(np.median(values)), len(values)
-    return cost, count
+    found = float(np.median(seconds[hot])) / base
+    if world > 2 and hot.sum() < off.sum():
+        for rank in range(world):
+            row, column = hot[rank].sum() == off[rank].sum() > 0, hot[:, rank].sum() == off[:, rank].sum() > 0
+            across = int(hot[rank].sum() + hot[:, rank].sum())
+            if across == hot.sum() and row and column:
+                return MatrixReading(NETWORK, (rank,), found)
+            if hot[rank].sum() == hot.sum() > 1 and row:
+                return MatrixReading(SENDER, (rank,), found)
+            if hot[:, rank].sum() == hot.sum() > 1 and column:
+                return MatrixReading(RECEIVER, (rank,), found)
+    cells = [(int(source), int(target)) for source, target in np.argwhere(hot)]
+    if len({tuple(sorted(cell)) for cell in cells}) == 1 and len(cells) < off.sum():
+        return MatrixReading(LINK, max(cells, key=lambda cell: seconds[cell]), found)
+    return MatrixReading(FABRIC, (), found)

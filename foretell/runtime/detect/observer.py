@@ -19,6 +19,7 @@ from foretell.hardware.prices import price_per_hour
 from foretell.plan.types import AXES, Plan
 from foretell.runtime.detect.detector import Expectation, StragglerDetector
 from foretell.runtime.detect.links import CONTROL
+from foretell.runtime.detect.probe import LinkProbe
 from foretell.runtime.detect.recorder import CollectiveRecorder, recording
 from foretell.runtime.detect.replicas import ReplicaWatch
 from foretell.runtime.parallel.apply import Job
@@ -41,7 +42,6 @@ class RunObserver:
         self.plan, self.ranks, self.control, self.progress = plan, ranks, control, progress
         self.recorder: CollectiveRecorder | None = None
         self.detector: StragglerDetector | None = None
-        self.replicas: ReplicaWatch | None = None
         self._stack = contextlib.ExitStack()
         if control.group is None:
             return
@@ -62,19 +62,27 @@ class RunObserver:
         """Steps are about to begin."""
         if self.recorder is None:
             return
-        if self.detector is not None:
-            self.detector.start()
+        detector = self.detector
+        links = LinkProbe(self.control, detector.located if detector is not None else None)
+        if links.works:
+            self._observe(links.stepped)
+            if detector is not None:
+                detector.locate = links.ask
         if job.moved is None:  # tensors that are elsewhere are not hashed
-            give = self.detector.give if self.detector is not None else None
-            self.replicas = ReplicaWatch(self.plan.mesh, self.control, job.named_parameters, self.progress.step_seconds, give)
-            if self.replicas.works:
-                self.progress.observers.append(self.replicas.stepped)
+            give = detector.give if detector is not None else None
+            replicas = ReplicaWatch(self.plan.mesh, self.control, job.named_parameters, self.progress.step_seconds, give)
+            if replicas.works:
+                self._observe(replicas.stepped)
+        if detector is not None:
+            detector.start()
+
+    def _observe(self, stepped: Callable[[int], None]) -> None:
+        self.progress.observers.append(stepped)
+        self._stack.callback(self.progress.observers.remove, stepped)
 
     def close(self) -> None:
         if self.detector is not None:
             self.detector.close()
-        if self.replicas is not None and self.replicas.stepped in self.progress.observers:
-            self.progress.observers.remove(self.replicas.stepped)
         self._stack.close()
 
 

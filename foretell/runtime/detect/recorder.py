@@ -57,6 +57,7 @@ _PEER = (SEND, RECV)
 _MOST_GROUPS = 8
 """Of which a position tells: those that were used last."""
 _MOST_WORKS = 8192
+_MOST_PEER = 2**15 - 1
 _SETTLED_NS = 10**9
 _SELDOM = frozenset((EVALUATION, SAVE, PREPARE))
 """Phases in which waiting is not that of a step."""
@@ -118,7 +119,7 @@ class CollectiveRecorder:
         now = monotonic_ns()
         RECORD.pack_into(
             self._memory, offset, number, sequence, now, 0, 0, nbytes, progress.step & 0xFFFFFFFF, shape, known.number, op, dtype,
-            _PHASES.get(progress.phase, 0), flags, peer,
+            _PHASES.get(progress.phase, 0), flags, min(peer, _MOST_PEER),
         )  # fmt: skip
         known.recent.append((sequence, op, dtype, nbytes, shape))
         if not flags & ASIDE:
@@ -349,9 +350,11 @@ def _method(call: Any, op: int, which: str) -> Any:
         recorder = _live
         if recorder is None:
             return call(group, *args, **kwargs)
-        tensor, nbytes = _counted(args, which)
-        peer = args[1] if op in _PEER and len(args) > 1 else -1
-        entered = recorder.enter(group, op, tensor, nbytes, peer, 0)
+        try:
+            tensor, nbytes = _counted(args, which)
+            entered = recorder.enter(group, op, tensor, nbytes, args[1] if op in _PEER and len(args) > 1 else -1, 0)
+        except Exception:  # whatever a group of another kind is called with: no row is worth a run
+            return call(group, *args, **kwargs)
         work = call(group, *args, **kwargs)
         if work is None:  # it waited itself
             recorder.leave(entered, entered[3])
@@ -380,8 +383,11 @@ def _functional(call: Any, op: int) -> Any:
         first: Any = given[0] if isinstance(given, list | tuple) and given else given
         if recorder is None or type(first) is not Tensor or len(args) < 2 or torch._C._len_torch_dispatch_stack():
             return call(*args, **kwargs)  # also of fake tensors, and of those that will come again without what is around them
-        nbytes = sum(one.nbytes for one in given) if isinstance(given, list | tuple) else int(first.nbytes)
-        entered = recorder.enter(args[-1], op, first, nbytes, -1, ASYNC)
+        try:
+            nbytes = sum(one.nbytes for one in given) if isinstance(given, list | tuple) else int(first.nbytes)
+            entered = recorder.enter(args[-1], op, first, nbytes, -1, ASYNC)
+        except Exception:
+            return call(*args, **kwargs)
         found = call(*args, **kwargs)
         made: Any = found[0] if isinstance(found, list | tuple) and found else found
         if isinstance(made, Tensor):

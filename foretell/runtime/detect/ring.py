@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from foretell.runtime.detect.layout import HEADER_BYTES, NAMES_BYTES, RECORDS_AT, SIZE
+from foretell.runtime.detect.layout import FOLDER, HEADER_BYTES, HISTORY, NAMES_BYTES, RECORDS_AT, SIZE, SUFFIX
 
 
 class Ring:
@@ -63,6 +63,15 @@ class Ring:
         if self.path is not None and self.memory is not None:
             with contextlib.suppress(OSError, ValueError):
                 self.memory.flush()
+
+
+def forget(run: Path) -> None:
+    """Take away what is there of a run that never began."""
+    folder = run / FOLDER
+    with contextlib.suppress(OSError):
+        for path in (*folder.glob(f"rank-*{SUFFIX}"), *folder.glob(f"rank-*{SUFFIX}.before"), folder / HISTORY):
+            path.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 assert NAMES_BYTES == RECORDS_AT - HEADER_BYTES

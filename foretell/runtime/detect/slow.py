@@ -32,7 +32,7 @@ class SlowLimits:
     """In so many windows after each other it must be seen: 60 steps."""
     share: float = 0.6
     """Of a window's steps, in which it worked longer than three quarters of the others."""
-    excess: float = 0.08
+    excess: float = 0.05
     """Of a step, that it works longer than the others."""
     z: float = 4.0
     """Standard errors of the median that this is above nothing."""
