@@ -132,7 +132,8 @@ def drawn(kind: str, number: int, world: int) -> list[list[Any]]:
         starts = [60 + 190 * turn + dice.randrange(10) for turn in range(5)]  # between two of them what was told is forgotten
         return [[dice.randrange(world), first, first + 100, 0.2, 1] for first in starts]
     if kind == "intermittent":
-        return [[dice.randrange(world), first, first + 450, 50, 10] for first in (30 + dice.randrange(10), 515 + dice.randrange(10))]
+        ranks = dice.sample(range(world), 2)  # of one rank twice, the second time would be the same finding still
+        return [[rank, first, first + 450, 50, 10] for rank, first in zip(ranks, (30 + dice.randrange(10), 515 + dice.randrange(10)), strict=True)]
     return []
 
 
@@ -281,17 +282,24 @@ def calls(rank: int, world: int) -> dict[str, Any]:
     return {"record_seconds": each, "step_record_seconds": step, "hash_bytes_per_second": nbytes / statistics.median(times)}
 
 
+def relevant(row: dict[str, Any]) -> str:
+    """The limits that decide for its kind."""
+    slow, spikes = "slow" in row["kind"], row["kind"] == "intermittent"
+    return json.dumps({name: value for name, value in row["limits"].items() if not (slow and "spike" in name) and not (spikes and "spike" not in name)})
+
+
 def report() -> None:
-    rows = [row for row in known() if row["limits"] in (asdict(LIMITS), asdict(LinkLimits()))]
-    for kind in ("slow", "intermittent", "clean", "link"):
-        those = [row for row in rows if row["kind"] == kind]
-        if not those:
-            continue
-        trials = [trial for row in those for trial in row.get("trials", [])]
+    rows = known()
+    groups = dict.fromkeys((row["kind"], relevant(row)) for row in rows if row["kind"] != "cost")
+    for kind, limits in sorted(groups, key=lambda group: (group[0], group[1])):
+        those = [row for row in rows if row["kind"] == kind and relevant(row) == limits]
+        trials = [trial for row in those for place, trial in enumerate(row.get("trials", []))
+                  if kind != "intermittent" or not place or trial["rank"] != row["trials"][place - 1]["rank"]]  # fmt: skip
         after = sorted(trial["named_after_steps"] for trial in trials if trial["named_after_steps"] is not None)
         step = statistics.median(row["median_seconds"] for row in those)
         wrong = sum(len(row.get("false_alarms", [])) for row in those)
-        line = f"{kind}: {sum(row['steps'] for row in those):,} steps of {1e3 * step:.1f} ms"
+        now = limits == relevant({"kind": kind, "limits": asdict(LinkLimits() if kind == "link" else LIMITS)})
+        line = f"{kind}{'' if now else ' (other limits than now)'}: {sum(row['steps'] for row in those):,} steps of {1e3 * step:.1f} ms"
         if trials:
             line += f", {sum(trial['in_time'] for trial in trials)} of {len(trials)} named in time"
             line += f", after {after[len(after) // 2]} steps ({after[0]} to {after[-1]})" if after else ""
