@@ -3,7 +3,7 @@
     python benchmarks/stragglers.py clean --pieces 6          a thousand steps each, in which nobody is slow
     python benchmarks/stragglers.py slow --pieces 4           five times a piece, a drawn rank works a fifth of a step longer for 100 steps
     python benchmarks/stragglers.py intermittent --pieces 4   twice a piece, a drawn rank sleeps 50 ms in every tenth of 450 steps
-    python benchmarks/stragglers.py link --pieces 3           six times a piece, the network is limited (tbf, in a network of its own)
+    python benchmarks/stragglers.py link --pieces 3           once a piece, the network is limited (tbf, in a network of its own)
     python benchmarks/stragglers.py cost                      what recording and hashing take
     python benchmarks/stragglers.py report                    all of it, from the rows
 
@@ -102,9 +102,11 @@ def one_run(rank: int, world: int, out: str, model: str, faults: list[Any], step
     return {} if measured is None else {"step_seconds": measured.step_seconds, "p10_seconds": measured.p10_seconds}
 
 
-def piece(pool: Pool, world: int, faults: list[Any], *, steps: int = STEPS, record: bool = True, replicate: bool = False) -> dict[str, Any]:
+def piece(
+    pool: Pool, world: int, faults: list[Any], *, steps: int = STEPS, record: bool = True, replicate: bool = False, beside: str | None = None
+) -> dict[str, Any]:
     """What was found in one run, and what its steps took."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=beside) as folder:
         path = Path(folder, "own.py")
         path.write_text(MODEL)
         out = Path(folder, "run")
@@ -152,28 +154,28 @@ def judged(kind: str, faults: list[list[Any]], findings: list[dict[str, Any]], p
 
 
 class LimitedNetwork:
-    """Limits the loopback device at times, from beside: this process is alone in its network (`unshare -rn`)."""
+    """Limits the loopback device once a run has done so many steps: this process is alone in its network (`unshare -rn`)."""
 
-    def __init__(self, moments: list[tuple[float, float]], rate: str) -> None:
-        self.moments, self.rate, self.done = moments, rate, []  # type: ignore[var-annotated]
+    def __init__(self, folder: Path, step: int, rate: str) -> None:
+        self.folder, self.at, self.rate, self.limited = folder, step, rate, False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._go, daemon=True)
         self._thread.start()
 
     def _go(self) -> None:
-        began = time.monotonic()
-        for first, last in self.moments:
-            self._stop.wait(max(0.0, began + first - time.monotonic()))
-            if self._stop.is_set():
+        while not self._stop.wait(0.05):
+            logs = list(self.folder.glob("*/run/log.jsonl"))
+            if logs and logs[0].read_text().count('"event": "step"') >= self.at:
+                limits = ["rate", self.rate, "burst", "256kb", "latency", "400ms"]
+                subprocess.run(["tc", "qdisc", "add", "dev", "lo", "root", "tbf", *limits], check=True)
+                self.limited = True
                 return
-            subprocess.run(["tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", self.rate, "burst", "16kb", "latency", "100ms"], check=True)
-            self.done.append(time.monotonic())
-            self._stop.wait(max(0.0, began + last - time.monotonic()))
-            subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], check=True)
 
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
+        if self.limited:
+            subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], check=True)
 
 
 def about(kind: str, number: int, world: int) -> dict[str, Any]:
@@ -211,7 +213,7 @@ def main() -> None:
         return report()
     if asked.kind == "link" and "STRAGGLERS_INSIDE" not in os.environ:
         inside = {**os.environ, "STRAGGLERS_INSIDE": "1"}
-        os.execvpe("unshare", ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, *sys.argv], inside)
+        os.execvpe("unshare", ["unshare", "-rn", "sh", "-c", 'ip link set lo mtu 1500 up && exec "$@"', "sh", sys.executable, *sys.argv], inside)
     done = {(row["kind"], row["piece"], row["ranks"]) for row in known()}
     pool = Pool(largest=asked.ranks, preload=["torch", "foretell.runtime.train.run"])
     if asked.kind == "cost":
@@ -232,16 +234,17 @@ def main() -> None:
 def link(pool: Pool, number: int, world: int) -> None:
     """The network slows down in the middle of a run, for good."""
     dice = random.Random(f"link {number}")
-    rate = dice.choice(("30mbit", "60mbit", "90mbit"))
-    network = LimitedNetwork([(25 + 5 * dice.random(), 1e6)], rate)
-    try:
-        found = piece(pool, world, [], steps=STEPS)
-    finally:
-        network.close()
-        subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], check=False, capture_output=True)
-    kinds = [one["kind"] for one in found["findings"]]
-    write({**about("link", number, world), "steps": STEPS, "rate": rate, **found, "told": kinds,
-           "right": "slow link" in kinds and not any("slow rank" in kind for kind in kinds)})  # fmt: skip
+    rate, at, steps = dice.choice(("200mbit", "300mbit", "400mbit")), 150 + dice.randrange(30), 450
+    with tempfile.TemporaryDirectory() as folder:
+        network = LimitedNetwork(Path(folder), at, rate)
+        try:
+            found = piece(pool, world, [], steps=steps, beside=folder)
+        finally:
+            network.close()
+    told = [(one["kind"], one["told_step"]) for one in found["findings"]]
+    right = [step - at for kind, step in told if kind == "slow link" and step > at]
+    write({**about("link", number, world), "steps": steps, "rate": rate, "limited_after": at, **found, "told": told,
+           "named_after_steps": right[0] if right else None, "right": bool(right) and not any("slow rank" in kind for kind, _ in told)})  # fmt: skip
 
 
 def cost(pool: Pool, world: int, pieces: int) -> None:
@@ -285,7 +288,8 @@ def calls(rank: int, world: int) -> dict[str, Any]:
 def relevant(row: dict[str, Any]) -> str:
     """The limits that decide for its kind."""
     slow, spikes = "slow" in row["kind"], row["kind"] == "intermittent"
-    return json.dumps({name: value for name, value in row["limits"].items() if not (slow and "spike" in name) and not (spikes and "spike" not in name)})
+    kept = {name: value for name, value in row["limits"].items() if not (slow and "spike" in name) and not (spikes and "spike" not in name)}
+    return json.dumps(kept)
 
 
 def report() -> None:
