@@ -5,11 +5,12 @@
     python benchmarks/stragglers.py intermittent --pieces 4   twice a piece, a drawn rank sleeps 50 ms in every tenth of 450 steps
     python benchmarks/stragglers.py link --pieces 3           once a piece, the network is limited (tbf, in a network of its own)
     python benchmarks/stragglers.py cost                      what recording and hashing take
+    python benchmarks/stragglers.py replay                    what was kept of earlier runs (STRAGGLERS_TRACES), by the limits of now
     python benchmarks/stragglers.py report                    all of it, from the rows
 
 Every piece is a run of `foretell` with its detector, and one row of results/stragglers.jsonl; it can be stopped between two of them.
-Faults are drawn from the number of the piece. The limits of the detector (`SlowLimits`, `LinkLimits`) were written down before any
-piece was run; rows say by which they were made.
+Faults are drawn from the number of the piece. Rows say by which limits they were made: they were drawn on the first rows, and those that
+follow with other limits are sealed.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ import numpy as np
 import torch
 
 from foretell.plan.types import Mesh, Plan
+from foretell.runtime.detect.detector import StragglerWatch
+from foretell.runtime.detect.findings import RunFacts
 from foretell.runtime.detect.links import LinkLimits
-from foretell.runtime.detect.records import read_all, step_table
+from foretell.runtime.detect.records import StepTable, read_all, step_table
 from foretell.runtime.detect.slow import LIMITS
 from foretell.runtime.process.pool import Pool
 from foretell.runtime.train.run import run
@@ -205,12 +208,12 @@ def known() -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("clean", "slow", "intermittent", "link", "cost", "report"))
+    parser.add_argument("kind", choices=("clean", "slow", "intermittent", "link", "cost", "replay", "report"))
     parser.add_argument("--pieces", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=2)
     asked = parser.parse_args()
-    if asked.kind == "report":
-        return report()
+    if asked.kind in ("report", "replay"):
+        return report() if asked.kind == "report" else replay()
     if asked.kind == "link" and "STRAGGLERS_INSIDE" not in os.environ:
         inside = {**os.environ, "STRAGGLERS_INSIDE": "1"}
         os.execvpe("unshare", ["unshare", "-rn", "sh", "-c", 'ip link set lo mtu 1500 up && exec "$@"', "sh", sys.executable, *sys.argv], inside)
@@ -292,6 +295,23 @@ def relevant(row: dict[str, Any]) -> str:
     return json.dumps(kept)
 
 
+def replay() -> None:
+    """What was recorded in STRAGGLERS_TRACES, judged again by the limits of now: a row."""
+    trials, wrong, steps, clean = [], [], 0, 0
+    for path in sorted(Path(TRACES).glob("*.npz")):
+        content = np.load(path)
+        table = StepTable(*(content[name] for name in ("steps", "whole", "waited", "own", "data", "other", "delayed")))
+        faults = json.loads(str(content["faults"]))
+        found, _ = StragglerWatch(["same"] * len(table.own), RunFacts(world=len(table.own), places={})).steps(table)
+        told = [{"kind": one.kind, "ranks": list(one.ranks), "told_step": one.step, "text": one.text} for one in found]
+        now = judged("", faults, told, 500 if faults and faults[0][4] > 1 else 100)
+        trials += now["trials"]
+        wrong += now["false_alarms"]
+        steps += len(table)
+        clean += len(table) - sum(last - first for _, first, last, _, _ in faults)
+    write({**about("replay", 0, 2), "steps": steps, "clean_steps": clean, "trials": trials, "false_alarms": wrong})
+
+
 def report() -> None:
     rows = known()
     groups = dict.fromkeys((row["kind"], relevant(row)) for row in rows if row["kind"] != "cost")
@@ -300,7 +320,7 @@ def report() -> None:
         trials = [trial for row in those for place, trial in enumerate(row.get("trials", []))
                   if kind != "intermittent" or not place or trial["rank"] != row["trials"][place - 1]["rank"]]  # fmt: skip
         after = sorted(trial["named_after_steps"] for trial in trials if trial["named_after_steps"] is not None)
-        step = statistics.median(row["median_seconds"] for row in those)
+        step = statistics.median(row.get("median_seconds", 0.0) for row in those)
         wrong = sum(len(row.get("false_alarms", [])) for row in those)
         now = limits == relevant({"kind": kind, "limits": asdict(LinkLimits() if kind == "link" else LIMITS)})
         line = f"{kind}{'' if now else ' (other limits than now)'}: {sum(row['steps'] for row in those):,} steps of {1e3 * step:.1f} ms"

@@ -161,7 +161,7 @@ def test_a_broken_chart_is_seen(page: str, tmp_path: Path) -> None:
     empty = re.sub(r'("name":"pipeline".*?"slots":)\[\[.*?\]\]', r"\1[]", gone, count=1)
     assert len({page, unknown, gone, empty}) == 4
     seen = visit(written(tmp_path / "report.html", empty), "light")
-    assert seen.about["drawn"] == "9" and seen.about["errors"] == "2" and seen.marks["pipeline"] == 0
+    assert seen.about["drawn"] == "10" and seen.about["errors"] == "2" and seen.marks["pipeline"] == 0
     assert len(seen.console) == 2 and "chart memory" in "".join(seen.console)
     assert seen.dom.count('data-failed="') == 2
 
