@@ -39,7 +39,7 @@ class SlowLimits:
     spikes_stride: int = 50
     spikes_window: int = 100
     spikes_windows: int = 4
-    spike: float = 0.3
+    spike: float = 0.5
     """Of a step, or `spike_z` deviations if that is more: what counts as one."""
     spike_z: float = 6.0
     spikes: int = 4
