@@ -20,6 +20,7 @@ from foretell.plan.types import Mesh, Pipeline, Plan, Residency
 from foretell.report.html import front as html_front
 from foretell.report.html.detail import Detail, of_traces
 from foretell.report.html.front import Dropped, Front, FrontPoint
+from foretell.runtime.detect.layout import FOLDER, HISTORY
 from foretell.simulate.plan import Options
 from foretell.trace.recipe import Recipe
 from foretell.trace.record.capture import capture
@@ -131,6 +132,18 @@ def _measurement(asked: Plan, step: float, steps: int, command: str) -> dict[str
         "versions": {"torch": "2.13.0", "python": "3.11.7", "foretell": "0.1.0"}, "command": command,
         "started": "2026-01-31T12:00:00Z", "wall_seconds": 60.0,
     }  # fmt: skip
+
+
+def with_ranks(run: Path, world: int = 2, parts: int = 8) -> Path:
+    """What a run leaves of its ranks: the last of them works longer and longer."""
+    (run / FOLDER).mkdir()
+    rows = []
+    for part in range(parts):
+        excess = [0.0] * (world - 1) + [0.002 * part]
+        rows.append({"steps": [20 * part + 1, 20 * part + 20], "step_seconds": 0.02, "excess": excess, "mean_excess": excess,
+                     "waited": [0.002 * part] * (world - 1) + [0.0], "delayed": [0.0] * world})  # fmt: skip
+    (run / FOLDER / HISTORY).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
 
 
 def with_front(run: Path, hostile: bool = False) -> Path:

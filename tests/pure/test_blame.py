@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from foretell.errors import UserError
+from foretell.runtime.detect.hangs import Entry, GroupPosition, RankPosition
 from foretell.runtime.process import blame as judges
 from foretell.runtime.process import proc, progress
 from foretell.runtime.process.blame import HANG_VARIABLE, Judge, Limits, blamed
@@ -47,7 +49,58 @@ def judged(*reports: RankReport, **limits: float) -> Judge:
     return found
 
 
+def standing(entered: int, *, op: str = "all_reduce", waits: bool = True, seconds: float = 9.0) -> RankPosition:
+    recent = tuple(Entry(number, op if number == entered else "all_reduce", "float32", 4096) for number in range(1, entered + 1))
+    group = GroupPosition("0", "dp_shard", (0, 1), entered, recent)
+    return RankPosition((group,), "0" if waits else "", entered if waits else 0, seconds if waits else 0.0, place="node7, cuda:1")
+
+
 # ---------------------------------------------------------------- verdicts
+
+
+def test_ranks_that_called_different_collectives_end_at_once_and_a_network_is_given_time() -> None:
+    waits = replace(CALM, seconds=6.0)
+    odd = judged(replace(waits, position=standing(8)), replace(waits, position=standing(8, op="broadcast")))
+    verdict = odd.verdict()
+    assert verdict is not None and verdict.culprits == () and "same collectives in the same order" in verdict.remedy
+    assert verdict.problem == (
+        "the ranks are desynchronised: at collective 8 of dp_shard rank 0 called all_reduce (float32, 4.0 KiB) "
+        "and rank 1 called broadcast (float32, 4.0 KiB)"
+    )
+    assert judged(replace(waits, position=standing(8)), replace(waits, kind=BUSY, position=standing(8, op="broadcast"))).verdict() is None
+    same = replace(waits, position=standing(8))
+    assert judged(same, same).verdict() is None  # a large message may take longer
+    long = replace(same, seconds=40.0, position=standing(8, seconds=40.0))
+    verdict = judged(long, long).verdict()
+    assert verdict is not None and verdict.problem.startswith("hang inside of communication: all ranks of it have entered all_reduce 8 of dp_shard")
+    assert judged(long, long, hang_s=math.inf).verdict() is None
+    usual = replace(long, position=replace(standing(8, seconds=40.0), deadline=60.0))  # such collectives take long here
+    assert judged(usual, usual).verdict() is None
+
+
+def test_a_hang_is_named_before_anything_is_ended_and_the_verdict_tells_the_collective() -> None:
+    waits = replace(CALM, seconds=6.0, position=standing(8))
+    asleep = replace(CALM, kind=ASLEEP, seconds=6.0, position=standing(7, waits=False))
+    found = judged(waits, asleep)
+    assert found.verdict() is None
+    assert found.line() == (
+        "hang outside of communication: rank 1 never entered all_reduce 8 of dp_shard (float32, 4.0 KiB), in which rank 0 waits; "
+        "rank 1 is asleep at a.py:3 in forward (node7, cuda:1)"
+    )
+    assert found.line() == ""
+    for change in ({"kind": BUSY}, {"kind": MOVING}, {"phase": DATA}, {"seconds": 1.0}):
+        assert judged(waits, replace(asleep, **change)).line() == ""  # type: ignore[arg-type]
+    assert judged(replace(waits, position=standing(8, seconds=4.0)), asleep).line() == ""  # not yet later than it may be
+    verdict = judged(replace(waits, seconds=40.0), replace(asleep, seconds=40.0)).verdict()
+    assert verdict is not None and verdict.culprits == (1,)
+    assert verdict.problem.endswith("at a.py:3 in forward; rank 1 never entered all_reduce 8 of dp_shard (float32, 4.0 KiB), in which rank 0 waits")
+
+
+def test_a_report_with_its_position_travels_as_json() -> None:
+    report = replace(CALM, position=standing(8))
+    assert RankReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+    broken = RankReport.from_json({**report.to_json(), "position": [1, 2]})
+    assert broken is not None and broken.position is None and RankReport.from_json({**report.to_json(), "beat": "x"}) is None
 
 
 def test_a_sleeper_that_all_others_wait_for_is_named_with_its_line() -> None:

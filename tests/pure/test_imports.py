@@ -23,7 +23,8 @@ ROOMS = (
 """Top to bottom: a room imports itself and rooms before it."""
 
 PURE = ("errors", "units", "files", "decode", "notebook", "options", "trace.types", "trace.recipe", "quantities", "hardware", "plan", "lower",
-        "price", "simulate", "search.solve.choose")  # fmt: skip
+        "price", "simulate", "search.solve.choose", "runtime.detect.hangs", "runtime.detect.slow", "runtime.detect.links",
+        "runtime.detect.detector", "runtime.detect.history", "runtime.detect.ring")  # fmt: skip
 """Modules, and rooms with all their modules, that must import without torch."""
 
 MAX_FILE_LINES = 500

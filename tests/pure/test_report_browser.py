@@ -92,7 +92,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A report with every kind of chart."""
     at = tmp_path_factory.mktemp("report")
     plan, detail = sample.told(sample.piped())
-    run = sample.with_front(sample.run_folder(at / "run", plan))
+    run = sample.with_ranks(sample.with_front(sample.run_folder(at / "run", plan)))
     return html.render(html_sections.page(html_data.read(run), detail))
 
 
@@ -103,7 +103,7 @@ def written(at: Path, text: str) -> Path:
 
 CHARTS = {
     "bands": 5, "steps": 2, "loss": 2, "time": 3, "phases": 4, "memory": 5, "pipeline": 22, "blocks-seconds": 8, "blocks-bytes": 8,
-    "front-memory": 3, "front-cost": 2, "front-energy": 2,
+    "front-memory": 3, "front-cost": 2, "front-energy": 2, "ranks": 16,
 }  # fmt: skip
 """Every chart of the page, and how many shapes it has at least: bars, dots, areas, events."""
 
@@ -111,7 +111,7 @@ CHARTS = {
 @pytest.mark.parametrize("scheme", ["dark", pytest.param("light", marks=pytest.mark.slow(reason="the scheme of the narrow page below"))])
 def test_every_chart_is_drawn(page: str, scheme: str, tmp_path: Path) -> None:
     seen = visit(written(tmp_path / "report.html", page), scheme)
-    assert seen.about == {"ready": "true", "errors": "0", "charts": "12", "drawn": "12", "scheme": scheme}
+    assert seen.about == {"ready": "true", "errors": "0", "charts": "13", "drawn": "13", "scheme": scheme}
     assert seen.console == [] and seen.requests == []
     assert seen.marks.keys() == CHARTS.keys()
     few = {name: (seen.marks[name], least) for name, least in CHARTS.items() if seen.marks[name] < least}
@@ -124,9 +124,9 @@ def test_a_phone_shows_it_whole(page: str, tmp_path: Path) -> None:
     """400 pixels wide nothing sticks out, every chart is drawn for that width, and no table is cut once it is opened."""
     written(tmp_path / "report.html", page)
     seen = visit(written(tmp_path / "narrow.html", NARROW % "report.html"), "light", "--allow-file-access-from-files")
-    assert seen.about["drawn"] == "12" and seen.about["errors"] == "0" and seen.console == []
+    assert seen.about["drawn"] == "13" and seen.about["errors"] == "0" and seen.console == []
     assert int(seen.about["wide"]) <= 400 and seen.about["over"] == "0" and float(seen.about["edge"]) <= 400
-    assert set(seen.about["shut"].split()) == {"0"} and len(seen.about["shut"].split()) == 12, "the table of a chart opens on demand"
+    assert set(seen.about["shut"].split()) == {"0"} and len(seen.about["shut"].split()) == 13, "the table of a chart opens on demand"
     assert int(seen.about["tables"]) > 12 and int(seen.about["cut"]) <= 0, "tables fold into cards"
     assert int(seen.about["blocks"]) > 4 and seen.about["copies"] == seen.about["blocks"], "every command has its button"
     assert "0" not in seen.about["marks"].split()
@@ -161,7 +161,7 @@ def test_a_broken_chart_is_seen(page: str, tmp_path: Path) -> None:
     empty = re.sub(r'("name":"pipeline".*?"slots":)\[\[.*?\]\]', r"\1[]", gone, count=1)
     assert len({page, unknown, gone, empty}) == 4
     seen = visit(written(tmp_path / "report.html", empty), "light")
-    assert seen.about["drawn"] == "9" and seen.about["errors"] == "2" and seen.marks["pipeline"] == 0
+    assert seen.about["drawn"] == "10" and seen.about["errors"] == "2" and seen.marks["pipeline"] == 0
     assert len(seen.console) == 2 and "chart memory" in "".join(seen.console)
     assert seen.dom.count('data-failed="') == 2
 

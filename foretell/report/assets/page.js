@@ -220,6 +220,25 @@
       };
     },
 
+    heat(spec, at, wide, element) {
+      const grid = { left: 62, right: 14, top: 8, bottom: 34 };
+      const across = (element.clientWidth - grid.left - grid.right) / spec.columns.length;
+      const tall = (spec.height - grid.top - grid.bottom) / spec.rows.length;
+      const hot = at.colours[3];
+      return {
+        legend: [], palette: [hot], canvas: spec.cells.length > 2500,
+        option: {
+          grid,
+          tooltip: tip(at, { trigger: "item", formatter: (item) => { const cell = spec.cells[item.dataIndex];
+            return rowsOf(spec.rows[cell[1]], [[hot, "steps " + spec.columns[cell[0]], cell[3]]]); } }),
+          xAxis: axis(at, { type: "category", data: spec.columns, splitLine: { show: false }, axisLabel: { color: at.soft, fontSize: 12, hideOverlap: true } }),
+          yAxis: axis(at, { type: "category", inverse: true, data: spec.rows, axisLabel: { color: at.ink, fontSize: 13 }, splitLine: { show: false } }),
+          series: [{ type: "scatter", symbol: "rect", large: false, data: spec.cells.map((cell) => ({ value: [cell[0], cell[1]],
+            symbolSize: [Math.max(1, across - 1), Math.max(2, tall - 2)], itemStyle: { color: hot, opacity: 0.06 + 0.94 * cell[2] } })) }],
+        },
+      };
+    },
+
     scatter(spec, at, wide) {
       const xs = spec.points.map((point) => point.x), ys = spec.points.map((point) => point.y);
       const group = (test) => spec.points.map((point, place) => Object.assign({ place }, point)).filter(test).map((point) => ({ value: [point.x, point.y], place: point.place }));

@@ -56,6 +56,8 @@ class Subject:
     front: Front | None = None
     command: str = ""
     """That began the run."""
+    findings: tuple[str, ...] = ()
+    """What was found about its ranks while it ran."""
 
     @property
     def finished(self) -> bool:
@@ -86,6 +88,7 @@ def _of_run(run: Path) -> Subject:
         steps=tuple(_row(row) for row in rows if row.get("event") == "step"),
         evaluations=tuple(_row(row) for row in rows if row.get("event") == "eval"),
         settings=settings.to_json() if settings is not None else None, front=_front(plan, plan_path, command), command=command,
+        findings=tuple(str(row.get("text", ""))[:1000] for row in rows if row.get("event") == "finding"),
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from foretell.plan.types import Plan
 from foretell.report import words
 from foretell.report.comparison import compare, repeats
 from foretell.report.html import figures
+from foretell.report.html import ranks as html_ranks
 from foretell.report.html import summary as html_summary
 from foretell.report.html.data import Subject
 from foretell.report.html.detail import Detail
@@ -52,7 +53,7 @@ def page(
     money = html_summary.money_of(subject, said, detail)
     found = (
         figures.compared(subject), figures.loss(subject), figures.time(subject, said, known),
-        figures.memory(subject, said, detail), figures.pipeline(subject, detail), figures.blocks(detail),
+        figures.memory(subject, said, detail), figures.pipeline(subject, detail), figures.blocks(detail), html_ranks.ranks(subject),
         _front(subject.front), _others(subject.front), _in_words(plan, said), _repeat(subject, files),
         _notes(subject, detail, money),
     )  # fmt: skip

@@ -3,7 +3,8 @@
 A verdict ends the run, so it must be sure: every rank stands still, none of them computes or reads, at least one waits for
 others, and it has been so for a while. Then whoever neither waits nor works is the culprit: stopped by a signal, or asleep in
 the user's code. While any rank computes, or something is under way that may take its time (data, a save, an evaluation), the
-run goes on, and the screen says for whom the others wait.
+run goes on, and the screen says for whom the others wait. Where all wait, the numbers of their collectives tell why
+(`detect/hangs`): ranks that called different things, or a network that carries nothing.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foretell.errors import UserError
+from foretell.runtime.detect.hangs import CYCLE, DESYNC, INSIDE, OUTSIDE, HangReading, RankPosition, read_hang
 from foretell.runtime.process import proc
 from foretell.runtime.process.progress import (
     ASLEEP,
@@ -38,6 +40,8 @@ SILENCE_SECONDS = 30.0
 """A rank on another machine that gives no sign of life for so long is taken for dead."""
 FRESH_SECONDS = 5.0
 """A report that is older says nothing of now."""
+NAME_SECONDS = 3.0
+"""A rank that stands still while others wait longer than they ever did is named after so long, before anything is ended."""
 SAY_SECONDS = 60.0
 """A rank that others wait for is told after so long, where that is no reason to end."""
 MOST_SHARE = 0.9
@@ -55,6 +59,7 @@ class Limits:
     hang_s: float = HANG_SECONDS
     """A rank may be stopped, or asleep in a step, for so long while all others wait; a little longer where steps are long."""
     silence_s: float = SILENCE_SECONDS
+    name_s: float = NAME_SECONDS
     say_s: float = SAY_SECONDS
     most_s: float = math.inf
     """Without progress of any rank, whatever the reason."""
@@ -115,6 +120,7 @@ class Judge:
         self.ranks = {rank: _RankSeen() for rank in range(world)}
         self._looked = time.monotonic()
         self._told: tuple[int, ...] = ()
+        self._named_last = ""
 
     def see(self, pids: Mapping[int, int]) -> None:
         """Look at the processes of ranks of this machine."""
@@ -157,11 +163,31 @@ class Judge:
         lost = [rank for rank, stand in stands.items() if stand.kind == LOST and stand.seconds > self.limits.silence_s]
         if lost and hears:
             return _gone(lost, self.limits.silence_s)
-        return self._hung(stands) or self._late(stands)
+        return self._hung(stands) or self._stuck(stands) or self._late(stands)
 
     def line(self) -> str:
         """For the screen, once: for whom the others wait, where that is no reason to end. Empty where there is nothing."""
         stands = {rank: self._stand(seen, time.monotonic()) for rank, seen in self.ranks.items()}
+        return self._named(stands) or self._waited_for(stands)
+
+    def _named(self, stands: Mapping[int, _Stand]) -> str:
+        """A hang, as soon as it can be told from a long step: whoever is waited for stands still."""
+        found = _reading(stands)
+        still = found is not None and found.late and all(
+            stand.kind not in (MOVING, BUSY, UNKNOWN) and stand.seconds >= self.limits.name_s and _in_step(stand)
+            for rank, stand in stands.items() if rank in found.culprits or not found.culprits
+        )  # fmt: skip
+        if found is None or not still:
+            self._named_last = "" if found is None or not found.late else self._named_last
+            return ""
+        key = f"{found.kind} {found.culprits}"
+        if key == self._named_last:
+            return ""
+        self._named_last = key
+        at = [f"rank {rank} is {_KIND_WORDS.get(stands[rank].kind, stands[rank].kind)}{_at(stands[rank])}" for rank in found.culprits[:4]]
+        return "; ".join([found.words(), *at])
+
+    def _waited_for(self, stands: Mapping[int, _Stand]) -> str:
         after = self.limits.say_s
         late = tuple(rank for rank, stand in stands.items() if _holds_up(stand, after))
         others = [stand for rank, stand in stands.items() if rank not in late]
@@ -194,13 +220,26 @@ class Judge:
         """Nobody works, somebody waits, and somebody is stopped or asleep."""
         stopped = [rank for rank, stand in stands.items() if stand.kind == STOPPED]
         if self._others_wait(stopped, stands, self.limits.hang_s, (*_WAIT, ASLEEP, LOST)):
-            return _stopped(stopped, self.ranks, alone=False)
+            return _explained(_stopped(stopped, self.ranks, alone=False), stands)
         if stopped and all(stand.kind == STOPPED and stand.seconds >= self.limits.all_stopped_s for stand in stands.values()):
             return _stopped(stopped, self.ranks, alone=True)
         asleep = [rank for rank, stand in stands.items() if stand.kind in (ASLEEP, IDLE) and _in_step(stand)]
         if self._others_wait(asleep, stands, self._patience(stands), _WAIT):
-            return _asleep(asleep, stands)
+            return _explained(_asleep(asleep, stands), stands)
         return None
+
+    def _stuck(self, stands: Mapping[int, _Stand]) -> EndReason | None:
+        """Everybody waits in collectives, longer than these ever took: ranks that cannot meet are told at once, what may yet
+        arrive is given the time that a sleeper is given."""
+        if not all(stand.kind in _WAIT for stand in stands.values()):
+            return None
+        found = _reading(stands)
+        if found is None or not found.late or math.isinf(self.limits.hang_s):
+            return None
+        limit = self.limits.name_s if found.kind in (DESYNC, CYCLE) else self._patience(stands)
+        if any(stand.seconds < limit for stand in stands.values()):
+            return None
+        return EndReason(problem=found.words(), remedy=_REMEDIES[found.kind], culprits=())
 
     def _others_wait(self, culprits: Sequence[int], stands: Mapping[int, _Stand], limit: float, kinds: Sequence[str]) -> bool:
         others = [stand for rank, stand in stands.items() if rank not in culprits]
@@ -230,6 +269,43 @@ class Judge:
         return _missing(culprits, {rank: stand.report for rank, stand in stands.items() if stand.report is not None}, most)
 
 
+_KIND_WORDS = {STOPPED: "stopped by a signal", IDLE: "silent and idle", LOST: "silent", ASLEEP: "asleep", DEVICE: "waiting for its device"}
+_REMEDIES = {
+    DESYNC: "see that every rank calls the same collectives in the same order, with the same shapes",
+    CYCLE: "see that every rank uses its groups in the same order",
+    INSIDE: f"check the network between these ranks; where a collective may take that long, allow more with {HANG_VARIABLE}=SECONDS",
+    OUTSIDE: "look at what that rank waits for",
+}
+
+
+def _reading(stands: Mapping[int, _Stand]) -> HangReading | None:
+    """What the numbers of collectives say; None where a rank does not tell its own. A rank that is stopped or silent told it earlier:
+    it may have left what it stood in, and not more."""
+    positions: dict[int, RankPosition] = {}
+    for rank, stand in stands.items():
+        position = stand.report.position if stand.report is not None else None
+        if position is None:
+            return None
+        positions[rank] = position if stand.kind in (WAITING, DEVICE) else replace(position, key="")
+    return read_hang(positions)
+
+
+def _explained(verdict: EndReason, stands: Mapping[int, _Stand]) -> EndReason:
+    """With the collective that the others wait in."""
+    found = _reading(stands)
+    if found is None or found.kind != OUTSIDE or not set(found.culprits) & set(verdict.culprits):
+        return verdict
+    return replace(verdict, problem=f"{verdict.problem}; {found.problem}")
+
+
+def _at(stand: _Stand) -> str:
+    report = stand.report
+    if report is None or report.position is None:
+        return ""
+    where = f" at {report.where}" if report.where and stand.kind == ASLEEP else ""
+    return where + (f" ({report.position.place})" if report.position.place else "")
+
+
 def _in_step(stand: _Stand) -> bool:
     """Where a sleeper is the culprit: outside a step it may wait for a network, a disk or a server."""
     return stand.report is not None and stand.report.phase == STEP
@@ -242,6 +318,10 @@ def _holds_up(stand: _Stand, after: float) -> bool:
 
 def blamed(reports: Mapping[int, RankReport]) -> EndReason | None:
     """After a collective failed on its own: who did not take part, if anyone can be named."""
+    positions = {rank: report.position for rank, report in reports.items() if report.position is not None}
+    found = read_hang(positions) if len(positions) == len(reports) else None
+    if found is not None and found.kind in (DESYNC, CYCLE):
+        return EndReason(problem=found.words(), remedy=_REMEDIES[found.kind], culprits=found.culprits)
     others = {rank: report for rank, report in reports.items() if report.phase != FAILED}
     missing = [rank for rank, report in others.items() if report.kind not in (WAITING, DEVICE)]
     if not missing:

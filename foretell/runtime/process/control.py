@@ -45,6 +45,8 @@ class Control:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._asked: tuple[Any, torch.Tensor] | None = None
         self._next = self._gathers = 0
+        self.wish = self.granted = 0
+        """A number that any rank may raise at any time, and the largest, which all ranks have learned after the same step."""
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's value, by rank."""
@@ -101,9 +103,9 @@ class Control:
         if self._asked is not None:
             work, said = self._asked
             work.wait()
-            stop, pause = bool(said[0]), int(said[1])
+            stop, pause, self.granted = bool(said[0]), int(said[1]), int(said[2])
         wanted = int(min(_ASK_MOST_STEPS, max(1, ASK_SECONDS / step_seconds))) if step_seconds > 0 else 1
-        said = torch.tensor([int(asked), wanted], dtype=torch.int64)
+        said = torch.tensor([int(asked), wanted, self.wish], dtype=torch.int64)
         self._asked = dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.group, async_op=True), said
         self._next = step + pause
         return stop

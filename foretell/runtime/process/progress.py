@@ -14,10 +14,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from types import FrameType
 from typing import Any
 
+from foretell.runtime.detect.hangs import RankPosition
 from foretell.runtime.process.proc import Idle
 
 PREPARE, DATA, STEP, LOG, EVALUATION, SAVE, END = "preparing", "data", "step", "log", "evaluation", "save", "end"
@@ -40,6 +41,7 @@ _TORCH = os.sep + "torch" + os.sep
 _WAITS = (
     os.path.join(_TORCH, "distributed", ""), os.path.join(_TORCH, "cuda", ""),
     os.path.join(os.sep + "foretell", "runtime", "process", "control.py"),
+    os.path.join(os.sep + "foretell", "runtime", "detect", "recorder.py"),
 )  # fmt: skip
 """A thread that does nothing in one of these waits for other ranks, or for its device, which may wait for them."""
 _PASSED = (
@@ -58,6 +60,11 @@ class Progress:
 
     def __init__(self) -> None:
         self.count, self.phase = 0, PREPARE
+        self.spent: dict[str, int] = dict.fromkeys((PREPARE, DATA, STEP, LOG, EVALUATION, SAVE, END, FAILED), 0)
+        """Nanoseconds in each phase that is over."""
+        self._since = time.monotonic_ns()
+        self.observers: list[Callable[[int], None]] = []
+        """Told after every update."""
         self.step, self.steps = 0, 0
         """Updates done in all, and by this process."""
         self.trains: Callable[[int], None] = lambda _: None
@@ -66,7 +73,9 @@ class Progress:
         self._seconds: deque[float] = deque(maxlen=_RECENT)
 
     def at(self, phase: str) -> None:
-        self.phase = phase
+        now = time.monotonic_ns()
+        self.spent[self.phase] = self.spent.get(self.phase, 0) + now - self._since
+        self.phase, self._since = phase, now
         self.count += 1
 
     def stepped(self, step: int) -> None:
@@ -79,6 +88,8 @@ class Progress:
         self.count += 1
         if self.steps == 1:
             self.trains(step)
+        for observer in self.observers:
+            observer(step)
 
     def step_seconds(self) -> float:
         """Median of the last steps; 0 while there are none."""
@@ -107,17 +118,21 @@ class RankReport:
     """That it has started, in all groups."""
     where: str
     """File, line and function of the user's code it is in, or of whatever it is in."""
+    position: RankPosition | None = None
+    """How far it is in each group; None where its collectives are not recorded."""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        position = self.position.to_json() if self.position is not None else None
+        return {**asdict(replace(self, position=None)), "position": position}
 
     @classmethod
     def from_json(cls, data: Any) -> RankReport | None:
         """None where it is not a report."""
         if not isinstance(data, dict) or data.keys() != {item.name for item in fields(cls)}:
             return None
+        data = {**data, "position": RankPosition.from_json(data["position"])}
         words = all(isinstance(data[name], str) for name in ("kind", "phase", "where"))
-        numbers = all(type(value) in (int, float) for name, value in data.items() if name not in ("kind", "phase", "where"))
+        numbers = all(type(value) in (int, float) for name, value in data.items() if name not in ("kind", "phase", "where", "position"))
         return cls(**data) if words and numbers else None
 
 
@@ -130,6 +145,7 @@ class Monitor:
     ) -> None:  # fmt: skip
         """`device_works` tells whether the device still has something to do; asked only while this rank stands still."""
         self.progress, self.collectives, self.device_works, self.look_s = progress, collectives, device_works, look_s
+        self.position: Callable[[], RankPosition | None] = lambda: None
         self.thread = threading.get_ident()
         self.idle = Idle(os.getpid())
         self._beat = 0
@@ -164,6 +180,7 @@ class Monitor:
             beat=self._beat, kind=kind, seconds=round(seconds, 2), same_seconds=round(now - self._same, 2), phase=progress.phase,
             step=progress.step, steps=progress.steps, step_seconds=round(progress.step_seconds(), 4), recovered_seconds=round(self._recovered, 2),
             collectives=started, where=where(frame) if frame is not None else "",
+            position=self.position(),
         )  # fmt: skip
 
     def still_seconds(self) -> float:

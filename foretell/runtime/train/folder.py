@@ -7,6 +7,7 @@
     measurement.json   what the run was measured to do
     traces.json.gz     traces of the model as the plan runs it, for reports
     checkpoints/       step-00000100/ and so on
+    collectives/       what each rank sent and waited for, last
     run.lock           who runs it, while it runs
 """
 
@@ -31,6 +32,7 @@ from foretell.plan import legal
 from foretell.plan.facts import facts_of
 from foretell.plan.text import shell_word
 from foretell.plan.types import Plan
+from foretell.runtime.detect import ring
 from foretell.runtime.observe import measurement
 from foretell.runtime.process.lock import Lock, take
 from foretell.runtime.train.log import LOG
@@ -265,6 +267,7 @@ def undo(path: Path) -> None:
             (path / CHECKPOINTS).rmdir()  # fails where there is anything in it
         for name in (PLAN, SETTINGS, "log.jsonl"):
             (path / name).unlink(missing_ok=True)
+    ring.forget(path)
 
 
 def _refuse_a_run(path: Path) -> None:

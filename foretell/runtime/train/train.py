@@ -21,6 +21,7 @@ from foretell.plan.text import shell_word
 from foretell.plan.types import Plan
 from foretell.runtime.data.samples import Feed, RankSamples
 from foretell.runtime.data.workers import SetAside
+from foretell.runtime.detect.observer import RunObserver
 from foretell.runtime.observe import measure
 from foretell.runtime.parallel.apply import apply
 from foretell.runtime.parallel.ranks import Ranks
@@ -33,6 +34,7 @@ from foretell.runtime.train import folder as folders
 from foretell.runtime.train import save
 from foretell.runtime.train.folder import Folder, RunSettings
 from foretell.runtime.train.guard import RunFailed
+from foretell.runtime.train.log import LOG
 from foretell.runtime.train.loop import LEAVE_SECONDS, SALVAGE_SECONDS, TrainingRun
 from foretell.runtime.train.outcome import RunOutcome, RunScreen
 from foretell.runtime.train.prepare import applies, build, count_of, samples_of
@@ -47,7 +49,12 @@ def train(
     control, signals = control or Control(ranks), signals or Signals()
     watch = RankWatch(control, tell=screen.say, left=lambda: _left(folder), **dict(watch_seconds or {}))
     run: TrainingRun | None = None
+    observer: RunObserver | None = None
     try:
+        observer = RunObserver(
+            plan, ranks, folder.path, control, watch.progress, watch.monitor, log=folder.path / LOG, tell=screen.say,
+            comparable=applies(plan, ranks),
+        )  # fmt: skip
         run = _prepared(plan, settings, ranks, folder, control, screen, command, resume=resume)
         if resume:
             run.resume()
@@ -56,6 +63,7 @@ def train(
         watch.progress.trains = lambda step: tell_launcher({TRAINS: step, "at": time.monotonic()})
         watch.salvage = run.salvage_together
         signals.check()
+        observer.follow(run.job)
         outcome = run.all_steps(signals)
         control.gather(None)
         signals.phase = LATE
@@ -99,6 +107,8 @@ def train(
             run.saver.wait(LEAVE_SECONDS)
         if run is not None:
             run.job.close()
+        if observer is not None:
+            observer.close()
         watch.stop()
 
 
