@@ -8,6 +8,7 @@ dtype, a weight in 4 bits and not unpacked, and of an adapter the small product 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     kind = x.device.type
     on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else None
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 class Nf4Product(torch.autograd.Function):
@@ -48,7 +54,7 @@ class LowRankProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x):
             small = F.linear(x.to(a.dtype).to(dtype), a.to(dtype))
             ctx.save_for_backward(x, a, b, small)
             ctx.scale, ctx.dtype = scale, dtype
@@ -57,7 +63,7 @@ class LowRankProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         x, a, b, small = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x):
             of_x, of_a, of_b = _of_low_rank(x, a, b, small, gradient * ctx.scale, ctx.dtype, ctx.needs_input_grad[0])
         return of_x, of_a, of_b, None, None
 
@@ -84,7 +90,7 @@ class DoraProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, result: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, magnitude: Tensor, norm: Tensor,
         scale: float, dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x):
             small = F.linear(x.to(a.dtype).to(dtype), a.to(dtype))
             ctx.save_for_backward(x, result, bias, a, b, magnitude, norm, small)
             ctx.scale, ctx.dtype = scale, dtype
@@ -95,7 +101,7 @@ class DoraProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         x, result, bias, a, b, magnitude, norm, small = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x):
             share = (magnitude / norm).view(1, -1)
             base = result if bias is None else result - bias
             scaled = gradient * ctx.scale

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretell.errors import ModelError
-from foretell.trace.adapters.functions import DoraProduct, LowRankProduct, Nf4Product, autocast_dtype
+from foretell.trace.adapters.functions import DoraProduct, LowRankProduct, Nf4Product, autocast_dtype, no_autocast
 from foretell.trace.adapters.nf4 import nf4_dequantize, nf4_quantize
 from foretell.trace.recipe import Adapters
 
@@ -70,7 +70,7 @@ class AdaptedLinear(nn.Module):
         if self.lora_adapter.kind == "dora":
             change = F.linear(F.linear(torch.eye(a.shape[1], device=a.device, dtype=a.dtype), a), b).T.to(dtype)
             return torch.linalg.norm(weight.to(dtype) + scale * change, dim=1).to(dtype)
-        with torch.autocast(weight.device.type, enabled=False):
+        with no_autocast(weight):
             length = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
             across = ((weight @ a.to(weight.dtype).T).float() * b).sum(1)
             own = (b @ (a @ a.T).to(b.dtype) * b).sum(1)
