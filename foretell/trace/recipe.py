@@ -74,6 +74,17 @@ class Adapters:
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
 
 
+_KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "dora-norm": "DoRA without the product"}
+
+
+def adapters_told(adapters: Adapters, base: Mapping[str, str]) -> str:
+    """`LoRA rank 16 on q_proj, v_proj on a base in nf4`."""
+    words = f"{_KINDS[adapters.kind]} rank {adapters.rank}" + (f" on {', '.join(adapters.targets)}" if adapters.targets else "")
+    words += f", {', '.join(adapters.train)} trained whole" if adapters.train else ""
+    formats = [kind if pattern == ADAPTED else f"{kind} for {pattern}" for pattern, kind in base.items()]
+    return words + (f", base in {', '.join(formats)}" if formats else "")
+
+
 def known_base(pattern: str, kind: str) -> None:
     """Raise where that is no format of a base."""
     if kind not in BASE_FORMATS:
