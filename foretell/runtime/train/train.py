@@ -124,7 +124,8 @@ def _prepared(
 ) -> TrainingRun:  # fmt: skip
     workload = control.together(lambda: build(plan, settings.seed))
     known = save.whole_of(workload.model, plan)
-    if settings.init_from is not None and not (resume and control.first(lambda: bool(save.candidates(folder.checkpoints)))):
+    resumed = resume and control.first(lambda: bool(save.candidates(folder.checkpoints)))
+    if settings.init_from is not None and not (resumed and plan.adapters is None):  # checkpoints of adapters have no base
         path, may_miss = Path(settings.init_from), settings.init_missing
         report = control.together(lambda: load_into(workload.model, path, may_miss=may_miss))
         if ranks.is_first:
@@ -138,6 +139,7 @@ def _prepared(
             screen.say(f"the plan is for {plan.hardware} and this is a {ranks.device.type}: what it predicts is not compared")
     schedule = settings.schedule_for(plan)
     job = apply(workload, plan, ranks, learning_rate=schedule.at(0), scratch=settings.scratch or folder.path)
+    known = save.trained_of(job) if plan.adapters is not None else known
     share = RankSamples(micro_batch=plan.micro_batch, accumulate=plan.accumulate, ranks=ranks.data_size, rank=ranks.data_rank)
     feed = Feed(train_samples, share, seed=settings.seed, device=ranks.device, workers=settings.workers)
     held = Feed(eval_samples, share, seed=settings.seed, device=ranks.device, shuffle=False) if eval_samples else None
