@@ -71,7 +71,8 @@ class Adapters:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Adapters:
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+        given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return cls(**given)
 
 
 _KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "dora-norm": "DoRA without the product"}

@@ -132,7 +132,7 @@ def _adapted(kind: type, packed: bool) -> type:
 
 def add_adapter(layer: Any, adapters: Adapters, *, packed: bool) -> None:
     """Give a linear layer its adapter, which changes nothing before it is trained."""
-    kind = type(layer)
+    kind: type = type(layer)
     like = layer.nf4_packed if packed else layer.weight
     out_features, in_features = layer.nf4_shape if packed else sizes_of(layer)
     dtype = torch.promote_types(layer.nf4_dtype if packed else like.dtype, torch.float32)
