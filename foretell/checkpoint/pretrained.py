@@ -298,6 +298,15 @@ def _of_file(path: Path) -> dict[str, Offer]:
     return found
 
 
+def metadata_of(path: Path) -> dict[str, str]:
+    """What a safetensors file says of itself, as far as it is text; empty where it says nothing that can be read."""
+    try:
+        said = json.loads(_header_of(path)[1]).get("__metadata__", {})
+        return {name: value for name, value in said.items() if isinstance(value, str)}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+
+
 def _header_of(path: Path) -> tuple[int, bytes]:
     """The size of a safetensors file, and its header."""
     status = path.stat()

@@ -8,6 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from foretell.checkpoint.format import TensorMeta
+from foretell.checkpoint.peft_files import AdapterFile, refuse_unlike
+from foretell.checkpoint.tree import dtype_name
 from foretell.plan.types import Plan
 from foretell.trace.record.step import prepare_weights
 
@@ -15,12 +18,20 @@ _LOOKED_AT = 4096
 """Elements of a tensor that its digest is made of, first and last ones among them."""
 
 
-def put_on(model: nn.Module, plan: Plan) -> str:
-    """Cast a model as its plan says and put the plan's adapters on it, in place; returns which weights they are trained on."""
+def put_on(model: nn.Module, plan: Plan, start: AdapterFile | None = None) -> str:
+    """Cast a model as its plan says and put the plan's adapters on it, in place; returns which weights they are trained on.
+    They begin as `start` has them, else as an update of nothing."""
     assert plan.adapters is not None
     digest = base_digest(model)
     throughout = "bf16" if plan.precision == "bf16" else "fp32"  # what is mixed is cast as it computes
     prepare_weights(model, throughout, plan.adapters, tuple(plan.base.items()))
+    if start is not None:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        specs = {name: TensorMeta(tuple(p.shape), dtype_name(p.dtype)) for name, p in trained.items()}
+        refuse_unlike(start, plan.adapters, specs, digest)
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(start.tensors[name].read())
     return digest
 
 

@@ -50,6 +50,7 @@ from foretell.trace.record.step import (
 )
 
 if TYPE_CHECKING:
+    from foretell.checkpoint.peft_files import AdapterFile
     from foretell.runtime.offload.adamw import Offloaded
     from foretell.runtime.offload.saved import OffloadedActivations
     from foretell.runtime.parallel.expert.experts import Experts
@@ -297,17 +298,17 @@ def _other(problem: str) -> UserError:
 
 def apply(
     workload: Workload, plan: Plan, ranks: Ranks, *, learning_rate: float | None = None, backend: str = "inductor",
-    scratch: str | Path | None = None,
+    scratch: str | Path | None = None, start: AdapterFile | None = None,
 ) -> Job:  # fmt: skip
     """Turn a model into a job; the model is changed in place. `backend` is torch.compile's; `scratch` is a folder for what
-    the plan keeps on disk."""
+    the plan keeps on disk; `start` are adapters to begin with."""
     model = workload.model
     paths = find_blocks(model)
     check(plan, Facts(blocks=tuple(paths), world=ranks.world))
     refuse_other_model(plan, shapes_of(model))
     model.train()
     plan = lowered(model, plan, paths, ranks.device)
-    base = put_on(model, plan) if plan.adapters is not None else ""
+    base = put_on(model, plan, start) if plan.adapters is not None else ""
     if plan.precision == "bf16" and plan.adapters is None:
         prepare_precision(model, "bf16")
     if plan.offloads:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from foretell.checkpoint.peft_files import read_adapter
 from foretell.checkpoint.pretrained import load_into
 from foretell.errors import UserError
 from foretell.plan.text import shell_word
@@ -138,7 +139,10 @@ def _prepared(
         if not applies(plan, ranks):
             screen.say(f"the plan is for {plan.hardware} and this is a {ranks.device.type}: what it predicts is not compared")
     schedule = settings.schedule_for(plan)
-    job = apply(workload, plan, ranks, learning_rate=schedule.at(0), scratch=settings.scratch or folder.path)
+    start = None
+    if settings.init_adapter is not None and not resumed:
+        start = control.together(lambda: read_adapter(Path(str(settings.init_adapter))))
+    job = apply(workload, plan, ranks, learning_rate=schedule.at(0), scratch=settings.scratch or folder.path, start=start)
     known = save.trained_of(job) if plan.adapters is not None else known
     share = RankSamples(micro_batch=plan.micro_batch, accumulate=plan.accumulate, ranks=ranks.data_size, rank=ranks.data_rank)
     feed = Feed(train_samples, share, seed=settings.seed, device=ranks.device, workers=settings.workers)
