@@ -13,6 +13,7 @@ alike when ranks share them, no block is cut in two, and nothing that casts floa
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 from collections.abc import Sequence
 
@@ -59,6 +60,11 @@ def _scale_codebook(device: torch.device) -> Tensor:
         middles = (10.0 ** (digits - 6) * ((edges[:-1] + edges[1:]) / 2.0)).tolist()
         values += [*middles, *(-middle for middle in middles)]
     return torch.tensor(sorted(values), device=device)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _nearest(scaled: Tensor, code: Tensor) -> Tensor:
@@ -126,6 +132,11 @@ def nf4_dequantize(packed: Tensor, scales: Tensor, nested: Tensor, shape: Sequen
     """The full weight, computed in fp32 and rounded to `dtype`."""
     absmax, pairs, count = nf4_scales(scales, nested), _pairs(packed.device), math.prod(shape)
     found = torch.empty(count, dtype=dtype, device=packed.device)
+    if packed.is_cuda and count and _has_triton():
+        from foretell.trace.adapters.kernel import unpack
+
+        unpack(packed.contiguous(), absmax, _codebook(packed.device), found)
+        return found.view(tuple(shape))
     for first in range(0, len(packed), _AT_ONCE):
         rows = packed[first : first + _AT_ONCE]
         values = pairs.index_select(0, rows.reshape(-1).int()).view(-1, BLOCK)

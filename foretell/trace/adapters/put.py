@@ -20,7 +20,7 @@ def adapt(model: nn.Module, adapters: Adapters, base: Iterable[tuple[str, str]] 
     Without targets these are all linear layers inside the blocks, or without blocks all but the output head. Weights of
     adapted layers that `base` names are packed; a weight that two layers share is packed once.
     """
-    layers = _targets(model, adapters)
+    layers = layers_to_adapt(model, adapters)
     for path, layer in layers.items():
         _refuse_rank(path, layer, adapters.rank)
     trained = _trained(model, adapters.train, layers)
@@ -68,7 +68,8 @@ def _refuse_unknown(what: str, pattern: str, known: Iterable[str]) -> None:
     raise UserError(f"{what} '{pattern}' names no {'linear layer' if what == 'the target' else 'module'} of the model", found)
 
 
-def _targets(model: nn.Module, adapters: Adapters) -> dict[str, nn.Module]:
+def layers_to_adapt(model: nn.Module, adapters: Adapters) -> dict[str, nn.Module]:
+    """Layers that get an adapter, by path."""
     if not adapters.targets:
         layers = _inside_blocks(model)
         if not layers:
