@@ -30,6 +30,12 @@ def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
+def _cast(x: Tensor, through: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """What `x.to(through).to(dtype)` gives, without the step between where that changes no value."""
+    exact = torch.promote_types(x.dtype, through) == through
+    return x.to(dtype) if exact else x.to(through).to(dtype)
+
+
 class Nf4Product(torch.autograd.Function):
     """x Wᵀ + bias for a packed W; saves W packed, never x, which no gradient of a frozen weight needs."""
 
@@ -55,7 +61,7 @@ class LowRankProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
         with no_autocast(x):
-            small = F.linear(x.to(a.dtype).to(dtype), a.to(dtype))
+            small = F.linear(_cast(x, a.dtype, dtype), a.to(dtype))
             ctx.save_for_backward(x, a, b, small)
             ctx.scale, ctx.dtype = scale, dtype
             return F.linear(small, b.to(dtype)) * scale
@@ -75,8 +81,8 @@ def _of_low_rank(
     rows = gradient.reshape(-1, gradient.shape[-1])
     of_small = rows @ b.to(dtype)
     of_b = (rows.t() @ small.reshape(-1, small.shape[-1])).to(b.dtype)
-    of_a = (of_small.t() @ x.to(a.dtype).to(dtype).reshape(-1, x.shape[-1])).to(a.dtype)
-    of_x = (of_small @ a.to(dtype)).view(x.shape).to(a.dtype).to(x.dtype) if of_input else None
+    of_a = (of_small.t() @ _cast(x, a.dtype, dtype).reshape(-1, x.shape[-1])).to(a.dtype)
+    of_x = _cast((of_small @ a.to(dtype)).view(x.shape), a.dtype, x.dtype) if of_input else None
     return of_x, of_a, of_b
 
 
@@ -91,7 +97,7 @@ class DoraProduct(torch.autograd.Function):
         scale: float, dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
         with no_autocast(x):
-            small = F.linear(x.to(a.dtype).to(dtype), a.to(dtype))
+            small = F.linear(_cast(x, a.dtype, dtype), a.to(dtype))
             ctx.save_for_backward(x, result, bias, a, b, magnitude, norm, small)
             ctx.scale, ctx.dtype = scale, dtype
             share = (magnitude / norm).view(1, -1)
