@@ -124,7 +124,8 @@ def _recipe(asked: Mapping[str, Any], cluster: Cluster) -> Recipe:
     usual = for_inference(cluster) if infer else default_recipe(cluster, sharded)
     recipe = Recipe(
         **plain, **adapters_of(asked), precision=read_precision(asked["precision"], sharded) if asked["precision"] else usual,
-        freeze=tuple(asked["freeze"]), mode="infer" if infer else "train", compile=compile if isinstance(compile, str) else "model" if compile else "none",
+        freeze=tuple(asked["freeze"]), mode="infer" if infer else "train",
+        compile=compile if isinstance(compile, str) else "model" if compile else "none",
         shards=1 if infer else cluster.count,
     )  # fmt: skip
     refuse_recipe(recipe.precision, cluster, sharded)

@@ -101,8 +101,10 @@ def refuse_unlike(found: AdapterFile, adapters: Adapters, wanted: Mapping[str, T
     tensors, `base` the digest of the weights."""
     theirs = found.adapters
     for name in ("kind", "rank", "alpha"):
-        if getattr(theirs, name) != getattr(adapters, name) and not {theirs.kind, adapters.kind} == {"dora", "dora-norm"}:
-            raise UserError(f"{found.path} has {name} {getattr(theirs, name)} and the plan has {getattr(adapters, name)}", "a plan with the same")
+        alike = name == "kind" and {theirs.kind, adapters.kind} == {"dora", "dora-norm"}
+        if getattr(theirs, name) != getattr(adapters, name) and not alike:
+            has = f"has {name} {getattr(theirs, name)} and the plan has {getattr(adapters, name)}"
+            raise UserError(f"{found.path} {has}", "a plan with the same")
     missing = [name for name in wanted if name not in found.tensors]
     over = [name for name in found.tensors if name not in wanted]
     if missing or over:
@@ -151,7 +153,8 @@ def _config(adapters: Adapters, names: Iterable[str], model: str) -> dict[str, A
     layers = sorted({name.rpartition(".")[0] for name in names if name.endswith(".lora_A")})
     whole = sorted({name.rpartition(".")[0] for name in names if name.rpartition(".")[2] not in _ENDS})
     return {
-        "peft_type": "LORA", "base_model_name_or_path": model.removeprefix("hf:") if "/" in model else None, "task_type": None, "inference_mode": True,
+        "peft_type": "LORA", "task_type": None, "inference_mode": True,
+        "base_model_name_or_path": model.removeprefix("hf:") if "/" in model else None,
         "r": adapters.rank, "lora_alpha": adapters.alpha, "lora_dropout": adapters.dropout, "target_modules": layers,
         "modules_to_save": whole or None, "use_rslora": adapters.kind == "rslora", "use_dora": adapters.kind.startswith("dora"),
         "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True,

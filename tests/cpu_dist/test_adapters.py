@@ -106,7 +106,7 @@ def test_checkpoints_have_what_is_trained_and_go_on_on_any_number_of_ranks(ranks
 
 def _refused(place: Path, plan: Plan) -> None:
     """Another base, and another format of the base, are not what the adapters were trained on."""
-    with pytest.raises(UserError, match="differs from that of .* in base"):
+    with pytest.raises(UserError, match=r"differs from that of .* in base"):
         go(0, 1, str(place / "one"), plan.with_(base={}), {"steps": 6}, resume=True)
     settings = place / "one" / "settings.json"
     settings.write_text(settings.read_text().replace('"seed": 3', '"seed": 4'))

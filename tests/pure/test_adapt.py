@@ -15,10 +15,10 @@ from torch.func import functional_call
 
 from foretell.errors import ModelError
 from foretell.trace import types
-from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.adapters import nf4 as packing
 from foretell.trace.adapters.layers import AdaptedLinear
 from foretell.trace.adapters.put import adapt as put
+from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.recipe import ADAPTED, ALPHA, Adapters, Recipe
 from foretell.trace.record.capture import capture
 from foretell.trace.record.step import Workload

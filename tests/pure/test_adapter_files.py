@@ -71,7 +71,7 @@ def test_an_adapter_comes_back_as_it_was_saved(run: Path, adapter: Path) -> None
     found = peft_files.read_adapter(adapter)
     assert (found.adapters.kind, found.adapters.rank, found.adapters.alpha) == ("dora", 3, 6.0)
     saved = {name.removeprefix("model/"): offer for name, offer in offered(run).items()}
-    assert set(found.tensors) == {name for name in saved}
+    assert set(found.tensors) == set(saved)
     assert all(torch.equal(found.tensors[name].read(), saved[name].read()) for name in saved)
     model = build(PLAN, 0).model
     put_on(model, PLAN, found)
@@ -228,7 +228,8 @@ def test_plans_that_cannot_be_trained_are_refused(
 def test_a_plan_file_with_strange_adapters_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = plans.to_json(PLAN)
     for change, said in (
-        ({"adapters": {"kind": "lora"}}, "rank"), ({"adapters": {"kind": "ia3", "rank": 2}}, "ia3"), ({"adapters": {"kind": "lora", "rank": 0}}, "rank"),
+        ({"adapters": {"kind": "lora"}}, "rank"), ({"adapters": {"kind": "ia3", "rank": 2}}, "ia3"),
+        ({"adapters": {"kind": "lora", "rank": 0}}, "rank"),
         ({"adapters": {"kind": "lora", "rank": 2, "alpha": 0}}, "alpha"), ({"base": {"adapted": "fp4"}}, "fp4"),
         ({"adapters": {"kind": "lora", "rank": 2, "dropout": 1}}, "dropout"), ({"adapters": {"kind": "lora", "rank": 2, "own": 1}}, "own"),
     ):  # fmt: skip

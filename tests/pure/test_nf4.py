@@ -80,7 +80,7 @@ def test_pieces_are_what_one_piece_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_scales_that_begin_at_any_byte_are_read() -> None:
     weight = torch.randn(64, 64)
-    packed, scales, nested = nf4_quantize(weight, False)
+    _, scales, nested = nf4_quantize(weight, False)
     held = torch.empty(scales.numel() + 1, dtype=torch.uint8)
     held[1:] = scales.view(-1)
     moved = held[1:].view(scales.shape)

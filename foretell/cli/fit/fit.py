@@ -317,7 +317,8 @@ def check_step(model: str, on: str, options: dict[str, Any]) -> None:
     if not on.strip().casefold().startswith("auto"):  # only torch knows this machine
         parse(on)
     of_recipe = ("optimizer", "recompute", "accumulate", "clip", "freeze")
-    given = {name: options[name] for name in of_recipe if name in options} | adapters_of(options) | {"mode": "infer" if options.get("infer") else "train"}
+    given = {name: options[name] for name in of_recipe if name in options} | {"mode": "infer" if options.get("infer") else "train"}
+    given |= adapters_of(options)
     Recipe(**given | ({"precision": read(options["precision"], False)} if options["precision"] is not None else {}))
 
 

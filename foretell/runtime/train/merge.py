@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from foretell.trace.adapters.merge import BASES, MergedLayer, merge_layer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Merged:
+class MergedModel:
     """What was written, and what that lost layer by layer."""
 
     written: Written
@@ -48,7 +47,7 @@ def plan_of(saved: SavedCheckpoint) -> Plan:
     return plan
 
 
-def merge(saved: SavedCheckpoint, out: Path, *, base: str | None = None, init_from: str | None = None, dtype: str | None = None) -> Merged:
+def merge(saved: SavedCheckpoint, out: Path, *, base: str | None = None, init_from: str | None = None, dtype: str | None = None) -> MergedModel:
     """The whole model with its adapters merged, written as Hugging Face keeps weights."""
     plan = plan_of(saved)
     base = base or ("dequantised" if plan.base else "original")
@@ -68,7 +67,7 @@ def merge(saved: SavedCheckpoint, out: Path, *, base: str | None = None, init_fr
     found = {name: merged.get(name, state.get(name)) for name in names}
     ready = {name: _as(value, low) for name, value in found.items() if value is not None}
     listed = {name: TensorMeta(tuple(value.shape), dtype_name(value.dtype)) for name, value in ready.items()}
-    return Merged(written=written_weights(out, listed, ready.__getitem__), base=base, layers=tuple(layers))
+    return MergedModel(written=written_weights(out, listed, ready.__getitem__), base=base, layers=tuple(layers))
 
 
 def _check(plan: Plan, base: str, dtype: str | None, out: Path) -> None:

@@ -66,11 +66,21 @@ def _whole_model(question: Question, exact: bool | None, what_if: bool, patience
     if not question.on_cpu:
         try:
             found = as_choice(found_for(question, exact=exact, what_if=what_if, patience=patience))
-            return found if found.best is not None or not moves else or_moved(found, question, patience)
+            return found if found.best is not None or not moves else _moved(found, question, patience)
         except Unsuited as error:
             remarks = (f"plans were tried one by one: {error}",)
     found = question.into(Climb).answer(patience)
     return replace(found, notes=(*found.notes, *remarks))
+
+
+def _moved(nothing: Choice, question: Question, patience: float) -> Choice:
+    """With states elsewhere. Where that cannot be searched, since nothing is known of the host, adapters are left if they may be used."""
+    try:
+        return or_moved(nothing, question, patience)
+    except UserError:
+        if not question.wishes.may_adapt:
+            raise
+        return nothing
 
 
 def as_choice(found: SearchResult) -> Choice:
