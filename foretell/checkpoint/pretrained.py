@@ -32,6 +32,7 @@ MOST_HEADER_BYTES = 2**28
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz", ".distcp", ".metadata", ".joblib", ".tar")
 _SAFE = "give a .safetensors file, a folder of them, or a checkpoint of foretell"
 _SHOWN = 5
+_ADAPTER = re.compile(r"\.lora_A(\.weight)?$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,9 @@ def load_into(model: nn.Module, path: Path, *, may_miss: Sequence[str] = ()) -> 
     """Put pretrained weights into a model of real tensors. `may_miss`: names, or their beginnings, that need not be there."""
     offers = offered(path)
     wanted = _wanted(model)
+    own = {name for group in wanted for name in group.names}
+    if any(_ADAPTER.search(name) and name not in own for name in offers):
+        raise UserError(f"{path} has adapters and not the weights of a model", "the weights they were trained on; or foretell run ckpt merge, first")
     rename, words = _renaming(offers, [name for group in wanted for name in group.names])
     named: dict[str, str] = {}
     for original in offers:

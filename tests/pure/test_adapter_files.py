@@ -237,6 +237,15 @@ def test_a_plan_file_with_strange_adapters_is_refused(tmp_path: Path, capsys: py
         assert said in refused(["plan", "show", str(tmp_path / "plan.json")], capsys)
 
 
+def test_adapters_are_not_taken_for_weights(run: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(PLAN.with_(adapters=Adapters(rank=3), base={}), tmp_path / "plan.json")
+    for given in (run, adapter):
+        said = refused(["run", path, "--init-from", str(given), "--out", str(tmp_path / "out"), "--steps", "1"], capsys)
+        assert "has adapters and not the weights of a model" in said
+    assert main(["run", "ckpt", "show", str(run)]) == 0
+    assert "DoRA rank 3, norm trained whole, base in nf4; the weights they are for are not in it" in capsys.readouterr().out
+
+
 def test_a_digest_changes_with_any_tensor() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(200, 50), nn.Linear(50, 3))

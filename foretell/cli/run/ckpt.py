@@ -174,6 +174,7 @@ def _lines(saved: SavedCheckpoint) -> list[str]:
     if plan:
         mesh = " × ".join(f"{axis} {size}" for axis, size in plan.get("mesh", {}).items()) or "one rank"
         lines.append(f"plan        {plan.get('model', {}).get('model')}, {mesh}, {plan.get('precision')}, {plan.get('optimizer')}")
+        lines += [f"adapters    {_adapters_words(plan)}; the weights they are for are not in it"] if plan.get("adapters") else []
     for kind, (count, size) in _sizes(saved.manifest).items():
         lines.append(f"{kind:<11} {count} tensors, {human_bytes(size)}")
     data = about.get("data", {})
@@ -183,6 +184,14 @@ def _lines(saved: SavedCheckpoint) -> list[str]:
     versions = " ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
     lines.append(f"saved       {about.get('date', 'at an unknown time')} with {versions}")
     return lines
+
+
+def _adapters_words(plan: Mapping[str, Any]) -> str:
+    from foretell.plan import file
+    from foretell.trace.recipe import adapters_told
+
+    found = file.from_json(plan)
+    return adapters_told(found.adapters, found.base) if found.adapters is not None else ""
 
 
 def convert(
