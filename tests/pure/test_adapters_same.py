@@ -135,6 +135,45 @@ def test_dropout_draws_what_peft_draws(kind: str) -> None:
     equal(steps_of(model, batch, mine, False), steps_of(theirs, batch, named, False))
 
 
+@pytest.mark.parametrize("way", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_over_four_bits_they_are_pefts_over_bitsandbytes(kind: str, way: str) -> None:
+    """Rows of 64, so that its CPU kernels, which begin a block with every row, say what its formulas say."""
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if way == "bf16" else torch.float32
+    plain = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(dtype)
+    model = copy.deepcopy(plain)
+    adapters = Adapters(kind=kind, rank=RANK, alpha=ALPHA, targets=("0", "2"))
+    adapt(model, adapters, ((ADAPTED, "nf4"),))
+    shaken(model)
+    for name in ("0", "2"):
+        one = plain.get_submodule(name)
+        packed = bnb.nn.Linear4bit(one.in_features, one.out_features, compute_dtype=dtype, quant_type="nf4", compress_statistics=False)
+        given = one.weight.detach().clone()
+        packed.weight = bnb.nn.Params4bit(given, requires_grad=False, quant_type="nf4", compress_statistics=False, module=packed)
+        packed.bias = nn.Parameter(one.bias.detach().clone())
+        setattr(plain, name, packed.to("cpu"))
+    plain.is_loaded_in_4bit = True  # as transformers says it, or peft takes the layers for plain ones
+    theirs, named = of_peft(plain, model, adapters)
+    assert "bnb" in type(theirs.base_model.model.get_submodule("0")).__module__
+    mine = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    x = torch.randn(48, 64, dtype=dtype)
+    found = []
+    for net, trained in ((model, mine), (theirs, named)):
+        optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+        told = []
+        for _ in range(STEPS):
+            with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+                output = net(x)
+            output.float().square().mean().backward()
+            told += [output.detach().clone(), *(p.grad.clone() for p in trained.values() if p.grad is not None)]
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(told)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 # ---------------------------------------------------------------- plain formulas
 
 

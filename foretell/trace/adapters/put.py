@@ -59,13 +59,13 @@ def named(pattern: str, path: str) -> bool:
     return all(want == part or (want == "*" and part.isdigit()) for want, part in zip(wanted, parts[-len(wanted) :], strict=True))
 
 
-def _refuse_unknown(what: str, pattern: str, known: Iterable[str]) -> None:
+def _refuse_unknown(told: str, pattern: str, known: Iterable[str]) -> None:
     """Say that a pattern names nothing, with the names that come nearest."""
     paths = list(known)
     ends = list(dict.fromkeys(path.rpartition(".")[2] for path in paths))
     near = near_names(pattern, ends) or near_names(pattern, paths)
     found = f"did you mean {', '.join(near)}?" if near else f"among {', '.join(ends[:8])}"
-    raise UserError(f"{what} '{pattern}' names no {'linear layer' if what == 'the target' else 'module'} of the model", found)
+    raise UserError(told, found)
 
 
 def layers_to_adapt(model: nn.Module, adapters: Adapters) -> dict[str, nn.Module]:
@@ -81,7 +81,7 @@ def layers_to_adapt(model: nn.Module, adapters: Adapters) -> dict[str, nn.Module
     known = _linear_layers(model)
     for pattern in adapters.targets:
         if not any(named(pattern, path) for path in known):
-            _refuse_unknown("the target", pattern, known)
+            _refuse_unknown(f"the target '{pattern}' names no linear layer of the model", pattern, known)
     return {path: layer for path, layer in known.items() if any(named(pattern, path) for pattern in adapters.targets)}
 
 
@@ -101,7 +101,7 @@ def _trained(model: nn.Module, patterns: Iterable[str], layers: Mapping[str, nn.
     for pattern in patterns:
         some = {path: module for path, module in every.items() if named(pattern, path)}
         if not some:
-            _refuse_unknown("the module to train,", pattern, every)
+            _refuse_unknown(f"'{pattern}', which is to be trained whole, names no module of the model", pattern, every)
         inside = [path for path in layers if any(path == one or path.startswith(f"{one}.") for one in some)]
         if inside:
             raise UserError(f"'{pattern}' is trained whole and '{inside[0]}' in it gets an adapter", "leave one of the two out")
@@ -115,7 +115,7 @@ def _formats(layers: Mapping[str, nn.Module], base: Iterable[tuple[str, str]]) -
     for pattern, kind in base:
         some = [path for path in layers if pattern == ADAPTED or named(pattern, path)]
         if not some:
-            _refuse_unknown("the target", pattern, layers)
+            _refuse_unknown(f"the base '{pattern}' names no linear layer with an adapter", pattern, layers)
         found |= dict.fromkeys(some, kind)
     return found
 
