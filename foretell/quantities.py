@@ -226,7 +226,7 @@ class Prediction(Displayable):
     parameters: int
     memory: Memory
     plan: Mapping[str, Any] = field(default_factory=dict)
-    """The plan that was predicted, as a plan file says it; empty where a plan cannot say it (inference, LoRA, frozen parameters) or
+    """The plan that was predicted, as a plan file says it; empty where a plan cannot say it (inference, frozen parameters) or
     the model has no name."""
     time: Time | None = None
     """None where nothing is known of the device's speed."""

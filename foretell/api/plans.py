@@ -13,6 +13,7 @@ from foretell.errors import UserError
 from foretell.hardware import Cluster, parse
 from foretell.notebook import Displayable
 from foretell.options import PlanOptions
+from foretell.options.adapters import adapters_of
 from foretell.plan import file
 from foretell.plan.types import Plan
 from foretell.trace.load.model import Source
@@ -147,12 +148,13 @@ def constraints(options: PlanOptions) -> SearchConstraints:
     """What the search is asked for."""
     from foretell.search.space.constraints import SearchConstraints
 
+    trained = adapters_of(vars(options))
     return SearchConstraints(
         global_batch=options.global_batch, precision=options.precision, optimizer=optimizer_name(options.optimizer), clip=options.clip or None,
         compile=(options.compile,) if options.compile else (), objective=options.objective, schedule=options.schedule,
         micro_batch=options.micro_batch, margin=options.margin, tokens=options.tokens, deadline_seconds=options.deadline, budget=options.budget,
         hbm=options.hbm, host=options.host, disk=options.disk or 0, state_format=options.state_format, fixed=options.fixed,
-        described=options.described,
+        described=options.described, adapters=trained["adapters"], base=dict(trained["base"]), may_adapt="adapters" in (options.may or ()),
     )  # fmt: skip
 
 

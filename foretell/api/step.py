@@ -20,6 +20,7 @@ from foretell.hardware import Cluster, overhead, parse
 from foretell.hardware.lookup import profile_stamp
 from foretell.hardware.prices import user_figures
 from foretell.options import FitOptions
+from foretell.options.adapters import adapters_of
 from foretell.options.describe import named
 from foretell.options.words import MAX
 from foretell.plan.facts import too_old_to_compile
@@ -119,11 +120,12 @@ def _recipe(asked: Mapping[str, Any], cluster: Cluster) -> Recipe:
     """How the step is trained, by the options of `fit`."""
     infer, compile = asked["infer"], asked["compile"]
     sharded = cluster.count > 1 and not infer
-    plain = {name: asked[name] for name in ("optimizer", "recompute", "accumulate", "clip", "lora", "nf4", "channels_last")}
+    plain = {name: asked[name] for name in ("optimizer", "recompute", "accumulate", "clip", "channels_last")}
     usual = for_inference(cluster) if infer else default_recipe(cluster, sharded)
     recipe = Recipe(
-        **plain, precision=read_precision(asked["precision"], sharded) if asked["precision"] else usual, freeze=tuple(asked["freeze"]),
-        mode="infer" if infer else "train", compile=compile if isinstance(compile, str) else "model" if compile else "none",
+        **plain, **adapters_of(asked), precision=read_precision(asked["precision"], sharded) if asked["precision"] else usual,
+        freeze=tuple(asked["freeze"]), mode="infer" if infer else "train",
+        compile=compile if isinstance(compile, str) else "model" if compile else "none",
         shards=1 if infer else cluster.count,
     )  # fmt: skip
     refuse_recipe(recipe.precision, cluster, sharded)

@@ -3,6 +3,7 @@
     plan       as a plan file has it; here only what is read without the plan itself
     data       where the run was in its samples
     optimizer  settings by groups of parameters, and state that is no tensor
+    base       of adapters: a digest of the weights they were trained on
     versions, date, schedule; nonfinite: names of tensors that may hold NaN
 """
 
@@ -25,7 +26,8 @@ def check(about: Mapping[str, Any], world: int) -> None:
         raise ValueError(f"it is nested more than {MOST_DEEP} deep")
     for name in ("plan", "data", "optimizer", "versions", "schedule"):
         _kind(about, name, dict, name)
-    _kind(about, "date", str, "date")
+    for name in ("date", "base"):
+        _kind(about, name, str, name)
     if not _are_texts(about.get("nonfinite") or []):
         raise ValueError(f"nonfinite is {_short(about['nonfinite'])}")
     _plan(about.get("plan", {}), world)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,7 @@ def to_hugging_face(
     """Write the model's weights under their own names, all of them or nothing. `config` becomes config.json."""
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype {dtype} is not one to write weights in", f"give one of {', '.join(DTYPES)}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is there already", "give a folder that is not there yet")
+    refuse_taken(out)
     reader = Reader(saved)
     buffers = buffers_of(reader)
     listed = {full.removeprefix("model/"): spec for full, spec in reader.tensors.items() if full.startswith("model/")}
@@ -53,26 +52,52 @@ def to_hugging_face(
         raise FileFormatError(f"{saved.path} has a weight that is called __metadata__, which no safetensors file can", "rename it")
     listed |= {name: TensorMeta(tuple(value.shape), dtype_name(value.dtype)) for name, value in buffers.items() if name not in listed}
     listed = {name: _as(spec, dtype) for name, spec in listed.items()}
-    shards = list(_shards(listed, shard_bytes))
-    names = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
-    partial = out.with_name(f".{out.name}.partial")
 
     def tensor(name: str) -> Tensor:
         value = buffers[name] if name in buffers else reader.whole(f"model/{name}")
         return value.to(dtype_of(listed[name].dtype)).contiguous()
 
+    return written_weights(out, listed, tensor, shard_bytes=shard_bytes, config=config)
+
+
+def written_weights(
+    out: Path, listed: Mapping[str, TensorMeta], tensor: Callable[[str], Tensor], *, shard_bytes: int = SHARD_BYTES,
+    config: Mapping[str, Any] | None = None,
+) -> Written:  # fmt: skip
+    """The weights of a whole model as Hugging Face keeps them."""
+    shards = list(_shards(listed, shard_bytes))
+    names = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
+    more: dict[str, Any] = {}
+    if len(shards) > 1:
+        where = {one: name for name, some in zip(names, shards, strict=True) for one in some}
+        more[INDEX] = {"metadata": {"total_size": sum(map(item_bytes, listed.values()))}, "weight_map": dict(sorted(where.items()))}
+    if config is not None:
+        more["config.json"] = config
+    return written_folder(out, {name: {one: listed[one] for one in some} for name, some in zip(names, shards, strict=True)}, tensor, more)
+
+
+def refuse_taken(out: Path) -> None:
+    """Raise where something is at the place of a new folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is there already", "give a folder that is not there yet")
+
+
+def written_folder(
+    out: Path, files: Mapping[str, Mapping[str, TensorMeta]], tensor: Callable[[str], Tensor], more: Mapping[str, Any],
+    metadata: Mapping[str, str] | None = None,
+) -> Written:  # fmt: skip
+    """A folder of safetensors files, and of JSON beside them: all of it or nothing."""
+    refuse_taken(out)
+    partial = out.with_name(f".{out.name}.partial")
+    specs = [spec for some in files.values() for spec in some.values()]
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        check_room(partial, sum(map(item_bytes, listed.values())))
-        for name, some in zip(names, shards, strict=True):
-            _write(partial / name, {one: listed[one] for one in some}, tensor)
-        total = sum(map(item_bytes, listed.values()))
-        if len(shards) > 1:
-            where = {one: name for name, some in zip(names, shards, strict=True) for one in some}
-            _dump(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
-        if config is not None:
-            _dump(partial / "config.json", config)
+        check_room(partial, sum(map(item_bytes, specs)))
+        for name, some in files.items():
+            _write(partial / name, some, tensor, metadata or {})
+        for name, content in more.items():
+            _dump(partial / name, content)
         sync(partial)
         if out.is_dir():
             out.rmdir()
@@ -83,7 +108,7 @@ def to_hugging_face(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return Written(path=out, files=tuple(names), tensors=len(listed), bytes=total)
+    return Written(path=out, files=tuple(files), tensors=len(specs), bytes=sum(map(item_bytes, specs)))
 
 
 def _as(spec: TensorMeta, dtype: str | None) -> TensorMeta:
@@ -108,9 +133,9 @@ def _shards(listed: Mapping[str, TensorMeta], most: int) -> Iterator[list[str]]:
         yield row
 
 
-def _write(path: Path, listed: Mapping[str, TensorMeta], tensor: Any) -> None:
+def _write(path: Path, listed: Mapping[str, TensorMeta], tensor: Callable[[str], Tensor], metadata: Mapping[str, str]) -> None:
     """One file, tensor by tensor: no more than one of them is in memory."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
     order = sorted(listed, key=lambda name: (-torch.empty(0, dtype=dtype_of(listed[name].dtype)).element_size(), name))
     for name in order:

@@ -32,6 +32,7 @@ MOST_HEADER_BYTES = 2**28
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz", ".distcp", ".metadata", ".joblib", ".tar")
 _SAFE = "give a .safetensors file, a folder of them, or a checkpoint of foretell"
 _SHOWN = 5
+_ADAPTER = re.compile(r"\.lora_A(\.weight)?$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,9 @@ def load_into(model: nn.Module, path: Path, *, may_miss: Sequence[str] = ()) -> 
     """Put pretrained weights into a model of real tensors. `may_miss`: names, or their beginnings, that need not be there."""
     offers = offered(path)
     wanted = _wanted(model)
+    own = {name for group in wanted for name in group.names}
+    if any(_ADAPTER.search(name) and name not in own for name in offers):
+        raise UserError(f"{path} has adapters and not the weights of a model", "the weights they were trained on; or foretell run ckpt merge, first")
     rename, words = _renaming(offers, [name for group in wanted for name in group.names])
     named: dict[str, str] = {}
     for original in offers:
@@ -296,6 +300,15 @@ def _of_file(path: Path) -> dict[str, Offer]:
     if at != size - base:
         raise FileFormatError(f"{path} has {size - base} bytes of tensors and lists {at}: it is cut short or changed", "fetch it again")
     return found
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    """What a safetensors file says of itself, as far as it is text; empty where it says nothing that can be read."""
+    try:
+        said = json.loads(_header_of(path)[1]).get("__metadata__", {})
+        return {name: value for name, value in said.items() if isinstance(value, str)}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
 
 
 def _header_of(path: Path) -> tuple[int, bytes]:

@@ -54,7 +54,7 @@ COMMANDS = {
     "run demo": Command(where="run.demo:demo", hidden=True),
     "run box": Command(where="run.box:box", hidden=True),
     "run supervise": Command(where="run.supervise:supervise", hidden=True),
-    "run ckpt": Command(where="run.ckpt:", reads=True, hidden=True, says="Checkpoints: list, verify, show, convert."),
+    "run ckpt": Command(where="run.ckpt:", reads=True, hidden=True, says="Checkpoints: list, verify, show, convert, merge."),
     "compare prove": Command(where="zoo.prove:prove", hidden=True),
     "compare diff": Command(where="diff.diff:diff", hidden=True, more={"cls": "DiffCommand", "context_settings": "SETTINGS"}),
     "zoo fuzz": Command(where="zoo.fuzz:fuzz", hidden=True),
@@ -64,7 +64,7 @@ _ZOO = {
     "check": Command(where="zoo.check:check", says="Predict, run, plan and run as planned: one model or --all."),
     "query": Command(where="zoo.query:query", reads=True, says="Code, settings and measured rows of models by task, domain, ..."),
 }
-_CKPT = {name: Command(where=f"run.ckpt:{name}", reads=True) for name in ("listing", "verify", "show", "convert")}
+_CKPT = {name: Command(where=f"run.ckpt:{name}", reads=name != "merge") for name in ("listing", "verify", "show", "convert", "merge")}
 
 
 def reading(command: Callable[..., int]) -> Callable[..., int]:

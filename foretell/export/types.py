@@ -12,6 +12,7 @@ from foretell.plan.blocks import expand
 from foretell.plan.recipe import known_blocks
 from foretell.plan.text import plain
 from foretell.plan.types import AWAY, Plan
+from foretell.trace.recipe import adapters_told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +111,8 @@ def only_on_foretell(plan: Plan) -> list[str]:
         lost.append(f"blocks: activations of {', '.join(away)} are moved, which they keep here")
     if plan.weights:
         lost.append("weights: which blocks keep their weights on the host")
+    if plan.adapters is not None:
+        lost.append(f"adapters: {adapters_told(plan.adapters, plan.base)}, which your script must put on, by peft for instance")
     if plan.kernels:
         lost.append(f"kernels: {', '.join(f'{op} by {kernel}' for op, kernel in plan.kernels.items())}")
     if plan.split is not None and plan.split.rules:

@@ -9,6 +9,7 @@ A new option is a new field of one of these classes: the command has its flag, t
     fit.py       FitOptions, AdviseOptions    one step of a model on hardware
     plan.py      PlanOptions                  the search for a plan
     run.py       RunOptions, VerifyOptions    what is done with a plan
+    adapters.py  of adapters: for FitOptions and PlanOptions
     machine.py   ProbeOptions, ProveOptions   this machine, measured
     describe.py  how a field says what it is
     words.py     text of a flag as a value: 1T, 30m, layers=4

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from foretell.options import words
+from foretell.options.adapters import of_adapters
 from foretell.options.describe import option
 
 if TYPE_CHECKING:
@@ -41,8 +42,14 @@ class StepOptions:
     recompute: str = option("none", "none, full (every block) or selective.", metavar="HOW")
     accumulate: int = option(1, "Micro-batches per optimizer step.", metavar="N")
     clip: float | None = option(None, "Clip the gradient norm to X; default: no clipping.", metavar="X")
-    lora: int | None = option(None, "Train LoRA adapters of this rank; default: every weight.", metavar="RANK")
-    nf4: bool = option(False, "Hold the frozen base in 4-bit NormalFloat; needs --lora.")
+    lora: int | None = of_adapters("lora")
+    nf4: bool = of_adapters("nf4")
+    adapter: str = of_adapters("adapter")
+    lora_alpha: float = of_adapters("lora_alpha")
+    lora_dropout: float = of_adapters("lora_dropout")
+    lora_targets: tuple[str, ...] | None = of_adapters("lora_targets")
+    lora_train: tuple[str, ...] | None = of_adapters("lora_train")
+    base: tuple[str, ...] = of_adapters("base")
     freeze: tuple[str, ...] = option((), "Freeze parameters whose names start with PREFIX; may be repeated.", metavar="PREFIX",
                                      typed=list[str], read=tuple)  # fmt: skip
     infer: bool = option(False, "Inference: one forward pass without gradients.")

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from foretell.options import words
+from foretell.options.adapters import of_adapters
 from foretell.options.describe import option
 from foretell.options.fit import TIME_LIMIT, quiet
 
 if TYPE_CHECKING:
     from foretell.hardware.types import Cluster
 
+MAY = ("adapters",)
 AXES = ("tp", "pp", "dp_shard", "dp_replicate", "cp", "ep")
 
 
@@ -49,6 +51,16 @@ class PlanOptions:
     state_format: str | None = option(None, "State format with bf16-master: fp32, split, bf16, int8 or split-int8.", metavar="NAME")
     optimizer: Any = option("adamw-fused", "As `foretell fit` takes it.", metavar="NAME", typed=str)
     clip: float = option(1.0, "Clip the gradient norm to X; 0: no clipping.", metavar="X")
+    lora: int | None = of_adapters("lora")
+    nf4: bool = of_adapters("nf4")
+    adapter: str = of_adapters("adapter")
+    lora_alpha: float = of_adapters("lora_alpha")
+    lora_dropout: float = of_adapters("lora_dropout")
+    lora_targets: tuple[str, ...] | None = of_adapters("lora_targets")
+    lora_train: tuple[str, ...] | None = of_adapters("lora_train")
+    base: tuple[str, ...] = of_adapters("base")
+    may: tuple[str, ...] | None = option(None, "What plans may do where nothing else fits: adapters (train LoRA adapters instead of the model).",
+                                  metavar="NAMES", typed=str, read=words.known_names("--may", MAY))  # fmt: skip
     compile: str | None = option(None, "Fix torch.compile: none, blocks or model; default: those measured.", metavar="HOW")
     overrides: Mapping[str, Any] | None = option(
         None, "Change a setting of the model, such as layers=4; may be repeated.", flag="--set", metavar="KEY=VALUE", typed=list[str],

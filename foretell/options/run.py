@@ -33,6 +33,7 @@ class RunOptions:
     init_from: str | None = option(None, "Weights to begin with: a safetensors file, a Hugging Face folder, a run or a checkpoint.", metavar="PATH")
     init_missing: tuple[str, ...] | None = option(None, "Tensors, or beginnings of their names, that --init-from need not have; with commas.",
                                                   metavar="NAMES", typed=str, read=words.names)  # fmt: skip
+    init_adapter: str | None = option(None, "Adapters to begin with: a folder in peft's format.", metavar="FOLDER")
     seed: int | None = option(None, "Seed for initialisation, shuffling and dropout; default 0.", metavar="N")
     log: tuple[str, ...] | None = option(None, "Besides log.jsonl: tensorboard, wandb or both, with a comma.", metavar="NAMES", typed=str,
                                          read=words.names)  # fmt: skip

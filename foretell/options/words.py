@@ -73,6 +73,19 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def known_names(flag: str, known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Names with commas between them, each one of those known."""
+
+    def read(text: str) -> tuple[str, ...]:
+        found = names(text)
+        strange = next((name for name in found if name not in known), None)
+        if strange is not None or not found:
+            raise UserError(f"{flag} {strange or text!r} is not known", f"known: {', '.join(known)}")
+        return found
+
+    return read
+
+
 def overrides(settings: Sequence[str]) -> dict[str, Any]:
     """`KEY=VALUE` words as a mapping; a later one wins."""
     found: dict[str, Any] = {}

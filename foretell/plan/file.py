@@ -15,7 +15,7 @@ from typing import Any
 from foretell.errors import FileFormatError, UserError
 from foretell.files import one_line, write_atomically
 from foretell.plan import paths, schema, text
-from foretell.plan.types import AXES, SCHEMA_VERSION, Mesh, Pipeline, Plan, Residency, Split
+from foretell.plan.types import AXES, SCHEMA_VERSION, Adapters, Mesh, Pipeline, Plan, Residency, Split
 
 ALWAYS = (
     "version",
@@ -203,7 +203,9 @@ def _residency(value: Any) -> Residency:
     return Residency(mode=value if isinstance(value, str) else value["mode"])
 
 
-_WRITERS: Mapping[str, Any] = {"mesh": _mesh, "pipeline": _pipeline, "split": _split, "blocks": _blocks, "notes": _notes}
+_WRITERS: Mapping[str, Any] = {
+    "mesh": _mesh, "pipeline": _pipeline, "split": _split, "blocks": _blocks, "notes": _notes, "adapters": Adapters.to_json,
+}  # fmt: skip
 _READERS: Mapping[str, Any] = {
     "mesh": lambda value: Mesh(**value),
     "pipeline": lambda value: None if value is None else Pipeline(**{**value, "cuts": tuple(value.get("cuts", ()))}),
@@ -211,4 +213,5 @@ _READERS: Mapping[str, Any] = {
     "blocks": lambda value: {pattern: _residency(item) for pattern, item in value.items()},
     "notes": tuple,
     "placement": tuple,
+    "adapters": lambda value: None if value is None else Adapters.from_json(value),
 }

@@ -10,6 +10,7 @@ from foretell.plan import blocks as stack
 from foretell.plan import paths
 from foretell.plan.states import streamed, tiers
 from foretell.plan.types import AWAY, FLOAT8, FP16, MASTER, REST, Plan, Split
+from foretell.trace.recipe import BASE_FORMATS
 
 Found = Iterator[tuple[str, str, str]]
 _BY_ELEMENT = ("fp32", "split", "bf16")
@@ -75,6 +76,29 @@ def activations(plan: Plan) -> Found:
             yield field, problem, f"recompute, or {axis} 1"
     if plan.compile != "none":
         yield "compile", f"is {plan.compile} and {pattern} is {mode}: moving what compiled blocks save was never checked", "compile none"
+
+
+def adapters(plan: Plan) -> Found:
+    """Adapters on layers that every rank runs whole, and a base that is not trained."""
+    if plan.adapters is None:
+        if plan.base:
+            pattern, kind = next(iter(plan.base.items()))
+            yield f"base['{pattern}']", f"is {kind} and the plan has no adapters: weights in 4 bits cannot be trained", "adapters, or no base"
+        return
+    for pattern, kind in plan.base.items():
+        if kind not in BASE_FORMATS:
+            yield f"base['{pattern}']", f"'{kind}' is not known", ", ".join(BASE_FORMATS)
+    for axis in ("pp", "tp", "cp", "ep"):
+        if getattr(plan.mesh, axis) > 1:
+            problem = f"mesh.{axis} is {getattr(plan.mesh, axis)}, and layers with an adapter are run whole"
+            yield "adapters", problem, f"{axis} 1, and dp_shard or dp_replicate instead"
+    if plan.offloads:
+        yield "adapters", "states or weights of the plan are elsewhere, and those of adapters are small", "no states, weights or bf16-master"
+    if plan.precision == FLOAT8:
+        yield "precision", f"is {FLOAT8}, and layers with an adapter are no plain ones", "bf16-mixed"
+    if plan.adapters.train and plan.precision == "bf16" and plan.mesh.spread > 1:
+        problem = "modules trained whole are in bf16 and adapters in fp32, and ranks share gradients of one format"
+        yield "adapters.train", problem, "precision bf16-mixed, or one rank"
 
 
 def states(plan: Plan, blocks: Sequence[str] | None) -> Found:

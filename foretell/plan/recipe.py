@@ -43,7 +43,7 @@ def recipe_of(plan: Plan, mode: str | None = None) -> Recipe:
     return Recipe(
         optimizer=plan.optimizer, precision=in_recipe(plan.precision, plan.mesh.spread > 1),
         recompute=_RECOMPUTES[_traced(mode)], accumulate=plan.accumulate, clip=plan.clip, compile=plan.compile,
-        shards=plan.mesh.dp_shard,
+        shards=plan.mesh.dp_shard, adapters=plan.adapters, base=tuple(plan.base.items()),
     )  # fmt: skip
 
 
@@ -75,13 +75,14 @@ def _traced(mode: str) -> str:
 def default_plan(
     recipe: Recipe, model: Mapping[str, Any], hardware: str, *, micro_batch: int = 1, blocks: Sequence[str] = (), **more: Any
 ) -> Plan:
-    """The plan that a recipe stands for: fully_shard over as many ranks as it has. What is trained (adapters, frozen
-    parameters), and whether, is not in it."""
+    """The plan that a recipe stands for: fully_shard over as many ranks as it has. Parameters that are frozen by name, and
+    whether anything is trained, are not in it."""
     mode = mode_of(recipe)
     given = {
         "mesh": Mesh(dp_shard=recipe.shards), "micro_batch": micro_batch, "accumulate": recipe.accumulate,
         "precision": in_plan(recipe.precision) or recipe.precision, "optimizer": recipe.optimizer, "clip": recipe.clip,
         "blocks": stack.compress(dict.fromkeys(blocks, Residency(mode=mode))), "compile": recipe.compile,
+        "adapters": recipe.adapters, "base": dict(recipe.base),
     }  # fmt: skip
     return Plan(model=model, hardware=hardware, **{**given, **more})
 
@@ -95,7 +96,7 @@ def in_no_plan(recipe: Recipe) -> str:
     """What a recipe asks for that a plan cannot say; empty where a plan says all of it, and `run` would run that."""
     precision = in_plan(recipe.precision)
     asked = {
-        "inference": recipe.mode != "train", "LoRA adapters": recipe.lora is not None, "frozen parameters": bool(recipe.freeze),
+        "inference": recipe.mode != "train", "frozen parameters": bool(recipe.freeze),
         "channels-last layout": recipe.channels_last,
         recipe.precision: precision is None or in_recipe(precision, recipe.shards > 1) != recipe.precision,
     }  # fmt: skip

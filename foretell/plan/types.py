@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foretell.trace.recipe import COMPILES as COMPILES
+from foretell.trace.recipe import Adapters as Adapters
 
 SCHEMA_VERSION = 1
 
@@ -128,6 +129,11 @@ class Plan:
     weights: Mapping[str, str] = field(default_factory=dict)
     """Block path or range → host: weights that come to the device for forward and for backward alone."""
     state_format: str = "fp32"
+    adapters: Adapters | None = None
+    """What is trained instead of the model, whose own weights stay as they are."""
+    base: Mapping[str, str] = field(default_factory=dict)
+    """Layers with an adapter, by a name or the end of a path, or `adapted` for all of them → nf4 or nf4-double: the format that
+    their frozen weights are held in."""
     cpu_share: float = 0.0
     """Share of the states on the host that the CPU updates; the device updates the others."""
     reshard: bool | int = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from foretell.errors import UserError
@@ -40,6 +41,6 @@ def _cost(job: Mapping[str, Any], cluster: Cluster, cache: bool) -> PlanCost:
     check_source(source)
     recipe = Recipe(**{"precision": default_recipe(cluster, False), **{name: known[name] for name in OF_RECIPE if name in known}})
     refuse_recipe(recipe.precision, cluster, False)
-    asked = request(source, Recipe(**{**vars(recipe), "accumulate": 1}), cluster.device.compute_capability or (9, 0), {})
+    asked = request(source, replace(recipe, accumulate=1), cluster.device.compute_capability or (9, 0), {})
     trace, _ = traced(asked, cache=cache)
     return predict_step(trace, recipe, cluster, Options(profile_of=find_profile), micro_batch=source.micro_batch)

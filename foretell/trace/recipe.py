@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from foretell.errors import UnknownName, UserError
 
@@ -20,6 +22,74 @@ PRECISIONS = tuple(COMPUTES)
 RECOMPUTES = ("none", "full", "selective")
 COMPILES = ("none", "blocks", "model", "graphs")
 MODES = ("train", "infer")
+ADAPTER_KINDS = ("lora", "rslora", "dora", "dora-norm")
+"""lora: the update times alpha/rank; rslora: times alpha/√rank; dora: lora with the length of every row of the weight trained
+apart, by peft's ops; dora-norm: the same function, which never multiplies the update out."""
+BASE_FORMATS = ("nf4", "nf4-double")
+"""Of a frozen weight in 4-bit NormalFloat: with fp32 scales, or with scales in 8 bits."""
+ADAPTED = "adapted"
+"""What `base` calls all layers with an adapter."""
+ALPHA = 8.0
+"""peft's default `lora_alpha`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Small trained updates of frozen linear layers."""
+
+    kind: str = "lora"
+    """One of ADAPTER_KINDS."""
+    rank: int = 16
+    alpha: float = ALPHA
+    dropout: float = 0.0
+    """Of what goes into an adapter."""
+    targets: tuple[str, ...] = ()
+    """Layers that get one: names or ends of paths, a number written as `*`; empty: all linear layers inside the blocks."""
+    train: tuple[str, ...] = ()
+    """Modules, named the same way, that are trained whole."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ADAPTER_KINDS:
+            raise UnknownName("kind of adapter", str(self.kind), ADAPTER_KINDS, f"known: {', '.join(ADAPTER_KINDS)}")
+        if type(self.rank) is not int or self.rank < 1:
+            raise UserError(f"lora must be positive, got {self.rank}", "give lora a value above zero")
+        if not 0 < self.alpha < float("inf"):
+            raise UserError(f"alpha of adapters is {self.alpha}", "a number above zero, such as 16")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout of adapters is {self.dropout}, not a share", "a number from 0 to below 1")
+
+    @property
+    def scale(self) -> float:
+        """What the product of the two factors is multiplied with."""
+        return self.alpha / (self.rank**0.5 if self.kind == "rslora" else self.rank)
+
+    def to_json(self) -> dict[str, Any]:
+        """What has its default is left out, but for kind and rank."""
+        usual = Adapters(kind=self.kind, rank=self.rank)
+        said = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {name: value for name, value in said.items() if name in ("kind", "rank") or getattr(self, name) != getattr(usual, name)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Adapters:
+        given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return cls(**given)
+
+
+_KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "dora-norm": "DoRA without the product"}
+
+
+def adapters_told(adapters: Adapters, base: Mapping[str, str]) -> str:
+    """`LoRA rank 16 on q_proj, v_proj on a base in nf4`."""
+    words = f"{_KINDS[adapters.kind]} rank {adapters.rank}" + (f" on {', '.join(adapters.targets)}" if adapters.targets else "")
+    words += f", {', '.join(adapters.train)} trained whole" if adapters.train else ""
+    formats = [kind if pattern == ADAPTED else f"{kind} for {pattern}" for pattern, kind in base.items()]
+    return words + (f", base in {', '.join(formats)}" if formats else "")
+
+
+def known_base(pattern: str, kind: str) -> None:
+    """Raise where that is no format of a base."""
+    if kind not in BASE_FORMATS:
+        raise UnknownName(f"format of the base of {pattern}", str(kind), BASE_FORMATS, f"known: {', '.join(BASE_FORMATS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +108,13 @@ class Recipe:
     clip: float | None = None
     """Gradient norm limit, as in clip_grad_norm_."""
     lora: int | None = None
-    """Rank of LoRA adapters on every linear layer inside the blocks; the base is frozen."""
+    """Rank of LoRA adapters on every linear layer inside the blocks; the base is frozen. Short for `adapters`, whose rank it is."""
     nf4: bool = False
-    """Hold the frozen base of the adapted layers in 4-bit NormalFloat."""
+    """Hold the frozen base of the adapted layers in 4-bit NormalFloat. Short for a `base` with that format."""
+    adapters: Adapters | None = None
+    """What is trained instead of the model."""
+    base: tuple[tuple[str, str], ...] = ()
+    """Layers, by a pattern or as `adapted`, and the format that their frozen weights are held in."""
     freeze: tuple[str, ...] = ()
     """Parameters whose name starts with one of these are not trained."""
     mode: str = "train"
@@ -61,18 +135,36 @@ class Recipe:
             value = getattr(self, name)
             if value not in known:
                 raise UnknownName(name, str(value), known, f"known: {', '.join(known)}")
-        for name in ("accumulate", "shards", "lora", "clip"):
+        for name in ("accumulate", "shards", "clip"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"{name} must be positive, got {value}", f"give {name} a value above zero")
         if self.precision == "fp16" and self.mode == "train":
             raise UserError("fp16 weights cannot be trained: updates round to nothing", "fp16-mixed, which keeps fp32 weights; or --infer")
-        if self.nf4 and self.lora is None:
+        self._settle_adapters()
+
+    def _settle_adapters(self) -> None:
+        """The short words and the long ones say the same."""
+        if self.lora is not None and self.adapters is None:
+            object.__setattr__(self, "adapters", Adapters(rank=self.lora))
+        if self.nf4 and not self.base:
+            object.__setattr__(self, "base", ((ADAPTED, "nf4"),))
+        if self.base and self.adapters is None:
             raise UserError("nf4 needs LoRA adapters: a 4-bit base cannot be trained", "add --lora RANK, for example --lora 16")
+        for pattern, kind in self.base:
+            known_base(pattern, kind)
+        rank = None if self.adapters is None else self.adapters.rank
+        if self.lora not in (None, rank):
+            raise UserError(f"lora is {self.lora} and the adapters have rank {rank}", "give one of the two")
+        object.__setattr__(self, "lora", rank)
+        object.__setattr__(self, "nf4", bool(self.base))
 
     def to_json(self) -> dict[str, object]:
+        """What the short words say is said by them alone."""
         said = asdict(self) | {"freeze": list(self.freeze)}
-        return said if self.channels_last else {name: value for name, value in said.items() if name != "channels_last"}
+        said["adapters"] = None if self.adapters is None or self.adapters == Adapters(rank=self.adapters.rank) else self.adapters.to_json()
+        said["base"] = [] if self.base == ((ADAPTED, "nf4"),) else [list(pair) for pair in self.base]
+        return {name: value for name, value in said.items() if value or name not in ("channels_last", "adapters", "base")}
 
     @classmethod
     def from_json(cls, data: dict[str, object]) -> Recipe:
@@ -80,4 +172,8 @@ class Recipe:
         values = {key: value for key, value in data.items() if key in known}
         if "freeze" in values:
             values["freeze"] = tuple(values["freeze"])  # type: ignore[arg-type]
+        if isinstance(values.get("adapters"), Mapping):
+            values["adapters"] = Adapters.from_json(values["adapters"])  # type: ignore[arg-type]
+        if "base" in values:
+            values["base"] = tuple((str(pattern), str(kind)) for pattern, kind in values["base"])  # type: ignore[attr-defined]
         return cls(**values)  # type: ignore[arg-type]

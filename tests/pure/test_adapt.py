@@ -15,9 +15,11 @@ from torch.func import functional_call
 
 from foretell.errors import ModelError
 from foretell.trace import types
+from foretell.trace.adapters import nf4 as packing
+from foretell.trace.adapters.layers import AdaptedLinear
+from foretell.trace.adapters.put import adapt as put
 from foretell.trace.fold.blocks import find_blocks
-from foretell.trace.load.adapters import ALPHA, LoraLinear, adapt, nf4_codebook, nf4_dequantize, nf4_quantize
-from foretell.trace.recipe import Recipe
+from foretell.trace.recipe import ADAPTED, ALPHA, Adapters, Recipe
 from foretell.trace.record.capture import capture
 from foretell.trace.record.step import Workload
 from foretell.zoo.language import gpt
@@ -41,6 +43,18 @@ PUBLISHED = (
 """QLoRA (Dettmers et al. 2023), appendix E."""
 
 
+def adapt(model: nn.Module, rank: int, nf4: bool) -> None:
+    put(model, Adapters(rank=rank), ((ADAPTED, "nf4"),) if nf4 else ())
+
+
+def nf4_quantize(weight: Tensor, double: bool = False) -> tuple[Tensor, ...]:
+    return packing.nf4_quantize(weight, double)
+
+
+def nf4_dequantize(packed: Tensor, scales: Tensor, nested: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
+    return packing.nf4_dequantize(packed, scales, nested, shape, dtype)
+
+
 def tiny() -> gpt.GPT:
     torch.manual_seed(0)
     return gpt.build(vocab_size=50, context=16, layers=LAYERS, dim=DIM, heads=4)
@@ -57,7 +71,7 @@ def adapted(model: Any = None, *, nf4: bool = False, trained: bool = False) -> A
 
 
 def layers_of(model: nn.Module) -> dict[str, Any]:
-    return {path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)}
+    return {path: module for path, module in model.named_modules() if isinstance(module, AdaptedLinear)}
 
 
 def tokens() -> Tensor:
@@ -162,7 +176,7 @@ def test_a_shared_layer_and_a_shared_weight_are_adapted_once(nf4: bool) -> None:
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == TRAINABLE - RANK * 5 * DIM
     gradients(model)
     if nf4:
-        packed = sum(p.numel() for p in model.parameters() if p.dtype == torch.uint8)
+        packed = sum(p.numel() for name, p in model.named_parameters() if name.endswith("nf4_packed"))
         assert packed == full // 2 == (BASE_WEIGHTS - 8 * DIM * DIM) // 2
 
 
@@ -198,7 +212,7 @@ def test_a_layer_of_the_users_own_keeps_its_forward_and_hooks(nf4: bool) -> None
 
 
 def test_codebook_is_the_published_one() -> None:
-    assert nf4_codebook() == pytest.approx(PUBLISHED, abs=1e-6)
+    assert packing.CODEBOOK == PUBLISHED
 
 
 def nearest(weight: Tensor) -> Tensor:
@@ -225,8 +239,7 @@ def expected_error() -> float:
 
 def test_round_trip() -> None:
     weight = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
-    packed, absmax = nf4_quantize(weight)
-    back = nf4_dequantize(packed, absmax, weight.shape, torch.float32)
+    back = nf4_dequantize(*nf4_quantize(weight), weight.shape, torch.float32)
     torch.testing.assert_close(back, nearest(weight), rtol=0, atol=4e-6)
     expected = expected_error()
     assert expected == pytest.approx(0.0727, abs=5e-4)
@@ -236,33 +249,33 @@ def test_round_trip() -> None:
 
 
 def test_size_is_four_and_a_half_bits() -> None:
-    packed, absmax = nf4_quantize(torch.randn(96, 64))
-    assert (packed.dtype, absmax.dtype) == (torch.uint8, torch.float32)
-    assert packed.nbytes + absmax.nbytes == 96 * 64 // 2 + 4 * 96 * 64 // 64 == 96 * 64 * 4.5 / 8
+    plain, double = nf4_quantize(torch.randn(512, 64)), nf4_quantize(torch.randn(512, 64), True)
+    assert [part.dtype for part in double] == [torch.uint8, torch.uint8, torch.float32]
+    assert sum(part.nbytes for part in plain) == 512 * 64 // 2 + 4 * 512 * 64 // 64 == 512 * 64 * 4.5 / 8
+    assert sum(part.nbytes for part in double) == 512 * 64 // 2 + 512 + 4 * (512 // 256) + 4
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 9), (3, 64), (5, 13)])
 def test_any_number_of_weights(shape: tuple[int, int]) -> None:
     weight = torch.randn(shape)
-    packed, absmax = nf4_quantize(weight)
-    fake = nf4_quantize(weight.to("meta"))
-    assert (packed.shape, absmax.shape) == (fake[0].shape, fake[1].shape)
-    back = nf4_dequantize(packed, absmax, shape, torch.float32)
+    for double in (False, True):
+        real, fake = nf4_quantize(weight, double), nf4_quantize(weight.to("meta"), double)
+        assert [part.shape for part in real] == [part.shape for part in fake]
+    back = nf4_dequantize(*nf4_quantize(weight), shape, torch.float32)
     assert back.shape == weight.shape
     assert (weight - back).abs().max() <= weight.abs().max() * 0.16  # half the widest gap of the table is 0.152
 
 
 def test_zeros_stay_zeros_and_low_precision_is_rounded_last() -> None:
     assert not nf4_dequantize(*nf4_quantize(torch.zeros(2, 64)), (2, 64), torch.float32).any()
-    packed, absmax = nf4_quantize(torch.randn(4, 64))
-    exact = nf4_dequantize(packed, absmax, (4, 64), torch.float32)
-    assert torch.equal(nf4_dequantize(packed, absmax, (4, 64), torch.bfloat16), exact.bfloat16())
+    packed = nf4_quantize(torch.randn(4, 64))
+    exact = nf4_dequantize(*packed, (4, 64), torch.float32)
+    assert torch.equal(nf4_dequantize(*packed, (4, 64), torch.bfloat16), exact.bfloat16())
 
 
 def test_operators_pass_torchs_own_checks() -> None:
-    packed, absmax = nf4_quantize(torch.randn(7, 9))
-    torch.library.opcheck(torch.ops.foretell.nf4_quantize.default, (torch.randn(7, 9),))
-    torch.library.opcheck(torch.ops.foretell.nf4_dequantize.default, (packed, absmax, (7, 9), torch.bfloat16))
+    torch.library.opcheck(torch.ops.foretell.nf4_quantize.default, (torch.randn(7, 9), True))
+    torch.library.opcheck(torch.ops.foretell.nf4_dequantize.default, (*nf4_quantize(torch.randn(7, 9)), (7, 9), torch.bfloat16))
 
 
 def test_gradients_are_those_of_the_dequantised_weight() -> None:
@@ -289,10 +302,10 @@ def test_base_is_close_to_the_original_and_saves_only_the_packed_weight() -> Non
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         inner = x * 1
         seen = weakref.ref(inner)
-        output = layer.nf4_base(inner)
+        output = layer.lora_base(inner)
     del inner
     assert output.requires_grad and seen() is None
-    assert sorted(t.data_ptr() for t in saved) == sorted((layer.nf4_packed.data_ptr(), layer.nf4_absmax.data_ptr()))
+    assert sorted(t.data_ptr() for t in saved) == sorted(t.data_ptr() for t in (layer.nf4_packed, layer.nf4_scales, layer.nf4_nested))
 
 
 def test_under_autocast_the_product_is_bf16_and_the_result_as_the_input() -> None:
@@ -338,9 +351,9 @@ def test_traced_step_has_gradients_and_moments_of_adapters_alone(nf4: bool, reco
     steps = 4 * 2 * len(PER_BLOCK) * LAYERS
     assert bytes_of(traced, types.OPTIMIZER) == 2 * 4 * TRAINABLE + steps
     whole = sum(p.numel() for p in tiny().parameters())
-    base = BASE_WEIGHTS // 2 if nf4 else 4 * BASE_WEIGHTS
+    base = BASE_WEIGHTS // 2 + 4 * BASE_WEIGHTS // 64 if nf4 else 4 * BASE_WEIGHTS
     assert bytes_of(traced, types.PARAMETER) == 4 * (whole - BASE_WEIGHTS + TRAINABLE) + base
-    assert bytes_of(traced, types.BUFFER) == (4 * BASE_WEIGHTS // 64 if nf4 else 0)
+    assert bytes_of(traced, types.BUFFER) == 0
 
 
 def test_traced_dequantised_weights_are_temporaries_of_one_op() -> None:

@@ -19,10 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foretell.errors import ModelError
 from foretell.simulate.memory.replay import peak_live
+from foretell.trace.adapters.nf4 import nf4_dequantize, nf4_quantize
 from foretell.trace.cuda.attention import choose
 from foretell.trace.load.model import Source, load
 from foretell.trace.load.module import capture_module
-from foretell.trace.recipe import Recipe
+from foretell.trace.recipe import Adapters, Recipe
 from foretell.trace.record.capture import capture
 from foretell.trace.record.on_cpu import measure_on_cpu, trace_as_cpu
 from foretell.trace.record.step import Workload
@@ -225,10 +226,12 @@ def test_the_random_states_that_recompute_keeps_are_traced_too() -> None:
     assert measured(source, recipe) == peak_live(trace_as_cpu(source, recipe), STEPS[:2])
 
 
-def test_lora_is_exact_but_for_one_number_per_layer() -> None:
-    """Autograd keeps the adapter's scale, 8 bytes, for each of four linear layers in four blocks."""
-    source, recipe = Source(model="gpt-tiny"), Recipe(precision="fp32", lora=4)
-    assert measured(source, recipe) - peak_live(trace_as_cpu(source, recipe), STEPS[:2]) == 4 * 4 * 8
+@pytest.mark.parametrize(("kind", "base"), [("lora", ()), ("dora", (("adapted", "nf4-double"),))])
+def test_adapters_are_exact(kind: str, base: tuple[tuple[str, str], ...]) -> None:
+    """But for the table of NF4 that a process makes once, before it is looked at here."""
+    nf4_dequantize(*nf4_quantize(torch.zeros(64), True), (64,), torch.float32)
+    source, recipe = Source(model="gpt-tiny"), Recipe(precision="fp32", adapters=Adapters(kind=kind, rank=4), base=base)
+    assert measured(source, recipe) == peak_live(trace_as_cpu(source, recipe), STEPS[:2])
 
 
 # --------------------------------------------------------------------------- modules and phases

@@ -261,6 +261,7 @@ def test_options_reach_the_api() -> None:
     expected = {
         "hardware": "8xH100", "micro_batch": 4, "seq": 64, "image": None, "optimizer": "sgd", "precision": "fp32",
         "recompute": "full", "accumulate": 2, "clip": 0.5, "lora": 8, "nf4": True, "freeze": ("wte", "wpe"),
+        "adapter": "lora", "lora_alpha": 8.0, "lora_dropout": 0.0, "lora_targets": None, "lora_train": None, "base": (),
         "infer": True, "overrides": {"layers": 2}, "hints": {"a": 0.5}, "loss": None, "expandable_segments": True,
         "cache": False, "compile": True, "channels_last": False, "tokens": None, "samples": None, "epochs": 90.0, "dataset_size": 1.28e6,
         "region": "FR", "price": 2.5, "trace_out": "step.json", "time_limit": 600.0, "keep_writes": False,

@@ -123,7 +123,7 @@ def test_fit_says_what_the_plan_says(name: str, here: None) -> None:
 @pytest.mark.parametrize(
     ("on", "asked"),
     [
-        ("H200", {"infer": True}), ("H200", {"lora": 4}), ("H200", {"freeze": ("blocks.0",)}), ("H200", {"precision": "fsdp-bf16"}),
+        ("H200", {"infer": True}), ("H200", {"freeze": ("blocks.0",)}), ("H200", {"precision": "fsdp-bf16"}),
         ("H100:2", {"precision": "bf16-autocast"}),
     ],
 )  # fmt: skip

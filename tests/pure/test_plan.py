@@ -274,7 +274,7 @@ def test_fp16_recipes_are_plans_with_scaled_gradients() -> None:
 @pytest.mark.parametrize(
     ("asked", "what"),
     [
-        (Recipe(mode="infer"), "inference"), (Recipe(lora=8), "LoRA adapters"), (Recipe(freeze=("tokens",)), "frozen parameters"),
+        (Recipe(mode="infer"), "inference"), (Recipe(lora=8), ""), (Recipe(freeze=("tokens",)), "frozen parameters"),
         (Recipe(precision="bf16-autocast", shards=2), "bf16-autocast"), (Recipe(precision="fsdp-bf16"), "fsdp-bf16"), (Recipe(), ""),
     ],
 )  # fmt: skip

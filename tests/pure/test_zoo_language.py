@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foretell import zoo
 from foretell.simulate.memory.replay import peak_live
 from foretell.trace import types
-from foretell.trace.load import adapters as adapt
+from foretell.trace.adapters.nf4 import nf4_dequantize, nf4_quantize, nf4_scales
+from foretell.trace.adapters.put import adapt
 from foretell.trace.load.model import Source, load
-from foretell.trace.recipe import Recipe
+from foretell.trace.recipe import ADAPTED, Adapters, Recipe
 from foretell.trace.record.capture import capture
 from foretell.trace.record.on_cpu import measure_on_cpu
 from foretell.zoo.language import e2llm, grpo_roc, longlora, monocoder, qlora, replay_seq
@@ -316,11 +317,11 @@ class TestQLora:
         weight = torch.randn(24, 64)
         code = torch.tensor(qlora.codebook())
         packed, largest = qlora.quantise(weight, code)
-        expected = adapt.nf4_quantize(weight)
-        assert torch.equal(packed, expected[0])
-        assert torch.equal(largest, expected[1])
+        expected = nf4_quantize(weight, False)
+        assert torch.equal(packed, expected[0].view(-1))
+        assert torch.equal(largest, nf4_scales(*expected[1:]))
         back = qlora.dequantise(packed, largest, code, (24, 64), torch.float32)
-        torch.testing.assert_close(back, adapt.nf4_dequantize(*expected, (24, 64), torch.float32))
+        torch.testing.assert_close(back, nf4_dequantize(*expected, (24, 64), torch.float32))
         assert (back - weight).abs().max() < 0.16 * largest.max()
 
     def test_computes_and_holds_what_the_plain_model_does_with_the_recipe(self) -> None:
@@ -328,7 +329,7 @@ class TestQLora:
         ours, batch = make("qlora-tiny")
         torch.manual_seed(1)
         plain, _ = make("qlora-tiny", rank=0)
-        adapt.adapt(plain, 8, nf4=True)
+        adapt(plain, Adapters(rank=8), [(ADAPTED, "nf4")])
         torch.testing.assert_close(run(ours, batch), run(plain, batch))
         trained, whole = (
             [sum(p.nbytes for p in model.parameters() if p.requires_grad) for model in (ours, plain)],

@@ -306,6 +306,7 @@ def check(model: str, on: str, options: dict[str, Any]) -> None:
 def check_step(model: str, on: str, options: dict[str, Any]) -> None:
     """The same of the model, its batch, how it is trained and where."""
     from foretell.hardware import parse
+    from foretell.options.adapters import adapters_of
     from foretell.plan.precision import read
     from foretell.trace.load.model import Source
     from foretell.trace.load.model import check as check_source
@@ -315,8 +316,9 @@ def check_step(model: str, on: str, options: dict[str, Any]) -> None:
     check_source(Source(model=model, **{name: options[name] for name in of_source}))
     if not on.strip().casefold().startswith("auto"):  # only torch knows this machine
         parse(on)
-    of_recipe = ("optimizer", "recompute", "accumulate", "clip", "lora", "nf4", "freeze")
+    of_recipe = ("optimizer", "recompute", "accumulate", "clip", "freeze")
     given = {name: options[name] for name in of_recipe if name in options} | {"mode": "infer" if options.get("infer") else "train"}
+    given |= adapters_of(options)
     Recipe(**given | ({"precision": read(options["precision"], False)} if options["precision"] is not None else {}))
 
 

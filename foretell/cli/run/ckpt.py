@@ -174,6 +174,7 @@ def _lines(saved: SavedCheckpoint) -> list[str]:
     if plan:
         mesh = " × ".join(f"{axis} {size}" for axis, size in plan.get("mesh", {}).items()) or "one rank"
         lines.append(f"plan        {plan.get('model', {}).get('model')}, {mesh}, {plan.get('precision')}, {plan.get('optimizer')}")
+        lines += [f"adapters    {_adapters_words(plan)}; the weights they are for are not in it"] if plan.get("adapters") else []
     for kind, (count, size) in _sizes(saved.manifest).items():
         lines.append(f"{kind:<11} {count} tensors, {human_bytes(size)}")
     data = about.get("data", {})
@@ -185,10 +186,18 @@ def _lines(saved: SavedCheckpoint) -> list[str]:
     return lines
 
 
+def _adapters_words(plan: Mapping[str, Any]) -> str:
+    from foretell.plan import file
+    from foretell.trace.recipe import adapters_told
+
+    found = file.from_json(plan)
+    return adapters_told(found.adapters, found.base) if found.adapters is not None else ""
+
+
 def convert(
     path: Path = _PATH,
     out: Path = typer.Argument(..., metavar="OUT", show_default=False, help="A folder that is not there yet."),
-    to: str = typer.Option("hf", metavar="hf", help="hf: safetensors with an index, as Hugging Face keeps weights."),
+    to: str = typer.Option("hf", metavar="hf|peft", help="hf: safetensors with an index, as Hugging Face keeps weights; peft: the adapters."),
     dtype: str | None = typer.Option(None, metavar="NAME", show_default=False, help="float32, bfloat16 or float16; default: as they are."),
     shard: str = typer.Option("5GB", metavar="SIZE", help="The most a file may have."),
     json: bool = _JSON,
@@ -197,12 +206,20 @@ def convert(
     """Write the weights of a checkpoint in a portable format. Any plan can go on from any checkpoint: that needs no convert."""
     from foretell.units import human_bytes, parse_bytes
 
-    if to != "hf":
-        raise UserError(f"--to {to} is not known", "hf; a plan of any layout resumes from the checkpoint as it is")
+    if to not in ("hf", "peft"):
+        raise UserError(f"--to {to} is not known", "hf or peft; a plan of any layout resumes from the checkpoint as it is")
     most = parse_bytes(shard)
     saved = _chosen(path)
+    adapted = bool((saved.about.get("plan") or {}).get("adapters"))
+    if adapted != (to == "peft"):
+        has = "has adapters and not the weights they are for" if adapted else "has no adapters"
+        raise UserError(f"{saved.path} {has}", "--to peft, or foretell run ckpt merge for whole weights" if adapted else "leave --to out")
+    if adapted and dtype is not None:
+        raise UserError("--dtype is given and adapters are written as they are", "leave --dtype out")
 
     def work() -> Any:
+        if adapted:
+            return _to_peft(saved, out)
         from foretell.checkpoint.convert import to_hugging_face
 
         return to_hugging_face(saved, out, dtype=dtype, shard_bytes=most, config=_config(saved))
@@ -236,3 +253,56 @@ def _config(saved: SavedCheckpoint) -> dict[str, Any] | None:
         common.emit(f"note: no config.json is written: {' '.join(str(error).split())[:200]}", sys.stderr)
         return None
     return found
+
+
+def _to_peft(saved: SavedCheckpoint, out: Path) -> Any:
+    from foretell.checkpoint.peft_files import write_adapter
+    from foretell.plan import file
+
+    adapters = file.from_json(saved.about.get("plan"), f"the plan of {saved.path}").adapters
+    assert adapters is not None
+    return write_adapter(saved, out, adapters)
+
+
+def merge(
+    path: Path = _PATH,
+    out: Path = typer.Argument(..., metavar="OUT", show_default=False, help="A folder that is not there yet."),
+    base: str | None = typer.Option(None, metavar="NAME", show_default=False,
+        help="original, dequantised or requantised; default: dequantised of a base in 4 bits, else original."),
+    init_from: str | None = typer.Option(None, metavar="PATH", show_default=False, help="The weights it was trained on; default: the run's own."),
+    dtype: str | None = typer.Option(None, metavar="NAME", show_default=False,
+        help="float32, bfloat16 or float16; default: bfloat16 of a base in 4 or 16 bits."),
+    json: bool = _JSON,
+    debug: bool = _DEBUG,
+) -> int:  # fmt: skip
+    """Write the whole model with the adapters of a checkpoint merged, and say by layer what that loses."""
+    saved = _chosen(path)
+
+    def work() -> Any:
+        from foretell.runtime.train.merge import merge as merged
+
+        return merged(saved, out, base=base, init_from=init_from, dtype=dtype)
+
+    found = common.call(work, f"merging into {out}")
+    if json:
+        return common.emit_json({"merged": found.to_json()})
+    common.emit("\n".join(_merged_lines(found)))
+    return common.YES
+
+
+MERGED_SHOWN = 8
+"""Layers that are told of, those that lose most."""
+
+
+def _merged_lines(found: Any) -> list[str]:
+    from foretell.units import human_bytes
+
+    worst = sorted(found.layers, key=lambda one: -one.error)[:MERGED_SHOWN]
+    width = max((len(one.name) for one in worst), default=0)
+    lines = [f"merged into the {found.base} base: {len(found.layers)} layers, {found.written.tensors} tensors, {human_bytes(found.written.bytes)}"]
+    lines += [f"{'layer':<{width}}  learned    lost"]
+    lines += [f"{one.name:<{width}}  {one.change:7.2%}  {one.error:6.1%}" for one in worst]
+    lines += ["learned: the change as a share of the weight; lost: what the merged weight is off, as a share of the change"]
+    if worst and worst[0].error > 1:
+        lines.append(f"note: in {worst[0].name} more is lost than was learned; --base dequantised keeps what was trained")
+    return [*lines, f"written     {found.written.path}"]

@@ -21,6 +21,7 @@ from foretell.plan.types import Mesh, Plan
 from foretell.report import words
 from foretell.report.terminal import bar
 from foretell.trace.load.model import is_script
+from foretell.trace.recipe import adapters_told
 from foretell.units import gib, human_bytes, human_count
 
 GUTTER = 11
@@ -149,6 +150,8 @@ def _ways(plan: Plan) -> str:
                 "graphs": "compiled whole, launches recorded as CUDA graphs"}
     clip = "gradients not clipped" if plan.clip is None else f"gradients clipped at norm {plan.clip:g}"
     pieces = [plan.precision, plan.optimizer, clip, compiled.get(plan.compile, f"compile {plan.compile}")]
+    if plan.adapters is not None:
+        pieces.append(_clean(adapters_told(plan.adapters, plan.base)))
     if plan.states:
         by_cpu = f", {plan.cpu_share:.0%} of them updated by the CPU" if plan.cpu_share else ""
         for tier, where in (("host", f"in host memory{by_cpu}"), ("disk", "on disk")):

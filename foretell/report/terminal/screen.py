@@ -14,6 +14,7 @@ from foretell.plan.precision import shown
 from foretell.quantities import FITS, NO, TIGHT, Holder, Prediction, Remedy
 from foretell.report import command
 from foretell.report.terminal import bar, seconds
+from foretell.trace.recipe import ADAPTED, Adapters, adapters_told
 from foretell.units import GIB, gib, human_bytes, human_count
 
 MAX_LINES = 30
@@ -165,7 +166,9 @@ def _recipe(recipe: Mapping[str, Any]) -> str:
     if recipe.get("accumulate", 1) != 1:
         words.append(f"{recipe['accumulate']} micro-batches a step")
     if recipe.get("lora"):
-        words.append(f"LoRA rank {recipe['lora']}" + (" on a 4-bit base" if recipe.get("nf4") else ""))
+        own, base = recipe.get("adapters"), dict(recipe.get("base") or ([(ADAPTED, "nf4")] if recipe.get("nf4") and recipe.get("adapters") else ()))
+        plain = f"LoRA rank {recipe['lora']}" + (" on a 4-bit base" if recipe.get("nf4") else "")
+        words.append(_clean(adapters_told(Adapters.from_json(own or {"rank": recipe["lora"]}), base)) if own or base else plain)
     if recipe.get("freeze"):
         words.append(f"frozen: {' '.join(map(str, recipe['freeze']))}")
     return ", ".join(words)

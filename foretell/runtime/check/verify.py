@@ -33,6 +33,7 @@ from foretell.errors import ForetellError, ModelError
 from foretell.plan.precision import MIXED, computes_in
 from foretell.plan.types import FP16, Mesh, Plan
 from foretell.runtime.check.twin import Twin, twin
+from foretell.runtime.parallel.adapted import put_on
 from foretell.runtime.parallel.apply import Job, apply
 from foretell.runtime.parallel.ranks import Ranks, start
 from foretell.runtime.process.pool import Pool, RankFailure
@@ -158,10 +159,13 @@ def _plain_run(source: Source, plan: Plan, steps: int, counted: AbstractContextM
     """One process in the plan's precision. `counted` is around the forward and backward of every micro-batch."""
     workload = build(source)
     model = workload.model.train()
-    kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     sharded = plan.precision in MIXED and plan.mesh.spread > 1  # weights in 16 bits, of which fp32 ones are kept
     dtype = getattr(torch, computes_in(plan.precision))
-    prepare_precision(model, MIXED[plan.precision][1] if sharded else plan.precision)
+    if plan.adapters is not None:
+        put_on(model, plan)
+    kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    if plan.adapters is None or sharded:
+        prepare_precision(model, MIXED[plan.precision][1] if sharded else plan.precision)
     computed = {name: p for name, p in model.named_parameters() if name in kept}
     trained = {name: nn.Parameter(p) for name, p in kept.items()} if sharded else computed
     parts = batches(source, plan.mesh.data * plan.accumulate)

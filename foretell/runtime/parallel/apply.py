@@ -31,6 +31,7 @@ from foretell.plan.precision import MIXED, computes_in
 from foretell.plan.recipe import refuse_other_model
 from foretell.plan.types import AWAY, MASTER, Plan, Residency
 from foretell.runtime.parallel import shard
+from foretell.runtime.parallel.adapted import put_on
 from foretell.runtime.parallel.float8 import lowered
 from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.parallel.recompute import recompute
@@ -49,6 +50,7 @@ from foretell.trace.record.step import (
 )
 
 if TYPE_CHECKING:
+    from foretell.checkpoint.peft_files import AdapterFile
     from foretell.runtime.offload.adamw import Offloaded
     from foretell.runtime.offload.saved import OffloadedActivations
     from foretell.runtime.parallel.expert.experts import Experts
@@ -73,10 +75,12 @@ class Job:
     def __init__(
         self, plan: Plan, ranks: Ranks, runner: Runner, place: Callable[[Batch], Batch], *,
         learning_rate: float | None = None, split: TensorParallel | None = None, away: OffloadedActivations | None = None,
-        scratch: str | Path | None = None,
+        scratch: str | Path | None = None, base: str = "",
     ) -> None:  # fmt: skip
         self.away = away
         """Activations that are moved, where any are."""
+        self.base = base
+        """Which weights the plan's adapters are trained on, by a digest; empty without adapters."""
         self.plan, self.ranks, self.runner, self.place = plan, ranks, runner, place
         self.split = split
         """How tensors are split, where they are."""
@@ -203,6 +207,10 @@ class Job:
             for name, parameter in part.named_parameters():
                 yield self.name_of(position, name), parameter
 
+    def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of this rank that a checkpoint has: with adapters what is trained, since the base never changes."""
+        return ((name, p) for name, p in self.named_parameters() if p.requires_grad or self.plan.adapters is None)
+
     def gradients(self) -> dict[str, Tensor]:
         """Whole gradients of this rank's stages by name, gathered from the ranks that hold their pieces."""
         found = {}
@@ -290,17 +298,18 @@ def _other(problem: str) -> UserError:
 
 def apply(
     workload: Workload, plan: Plan, ranks: Ranks, *, learning_rate: float | None = None, backend: str = "inductor",
-    scratch: str | Path | None = None,
+    scratch: str | Path | None = None, start: AdapterFile | None = None,
 ) -> Job:  # fmt: skip
     """Turn a model into a job; the model is changed in place. `backend` is torch.compile's; `scratch` is a folder for what
-    the plan keeps on disk."""
+    the plan keeps on disk; `start` are adapters to begin with."""
     model = workload.model
     paths = find_blocks(model)
     check(plan, Facts(blocks=tuple(paths), world=ranks.world))
     refuse_other_model(plan, shapes_of(model))
     model.train()
     plan = lowered(model, plan, paths, ranks.device)
-    if plan.precision == "bf16":
+    base = put_on(model, plan, start) if plan.adapters is not None else ""
+    if plan.precision == "bf16" and plan.adapters is None:
         prepare_precision(model, "bf16")
     if plan.offloads:
         from foretell.runtime.offload.attach import place_rest
@@ -360,7 +369,7 @@ def apply(
             assert mesh is not None
             held_experts = [one.path for one in expert.apply(part, stacks, mesh).experts]
         shard.shard(part, blocks, plan, ranks, held_experts)
-    return Job(plan, ranks, runner, place, learning_rate=learning_rate, split=split, away=away, scratch=scratch)
+    return Job(plan, ranks, runner, place, learning_rate=learning_rate, split=split, away=away, scratch=scratch, base=base)
 
 
 def _away(part: nn.Module, kept: Mapping[str, Residency], device: torch.device, scratch: str | Path | None) -> OffloadedActivations | None:

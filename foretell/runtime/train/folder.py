@@ -79,6 +79,8 @@ class RunSettings:
     """Weights to begin with: a safetensors file, a Hugging Face folder, a run or a checkpoint."""
     init_missing: tuple[str, ...] = ()
     """Names, or their beginnings, that need not be there."""
+    init_adapter: str | None = None
+    """Adapters to begin with: a folder in peft's format."""
     log: tuple[str, ...] = ()
     workers: int = 0
     """Processes that prepare the user's own samples."""
@@ -182,6 +184,8 @@ def check(plan: Plan, asked: Mapping[str, Any], *, resume: bool = False) -> None
         settings.schedule_for(plan)
     if settings.init_from is not None and not resume and not Path(settings.init_from).exists():
         raise UserError(f"there is nothing at {settings.init_from}", "give --init-from a safetensors file, a folder of them or a run")
+    if settings.init_adapter is not None and plan.adapters is None:
+        raise UserError("--init-adapter is given and the plan trains no adapters", "a plan with them: foretell plan MODEL --lora RANK")
     if settings.scratch is not None and not Path(settings.scratch).is_dir():
         raise UserError(f"there is no folder {settings.scratch}", "make it, or give --scratch another one on a fast disk")
     if settings.data is not None and not Path(settings.data).exists():

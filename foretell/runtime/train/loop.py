@@ -457,7 +457,7 @@ class TrainingRun:
             "data": {**self.feed.state(self._first_sample(self.step)), "digest": self.feed.samples.digest()},
             "schedule": self.schedule.to_json(), "scaler": self.job.scaler.state() if self.job.scaler is not None else None,
             save.NONFINITE: self.loose, "plan": plans.to_json(self.plan), "versions": versions(),
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "base": self.job.base, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }  # fmt: skip
 
     def measured(self) -> Measurement | None:

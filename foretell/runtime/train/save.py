@@ -85,6 +85,11 @@ def whole_of(model: nn.Module, plan: Plan) -> dict[str, TensorMeta]:
     return {f"{MODEL}/{name}": TensorMeta(tuple(p.shape), dtype(p)) for name, p in model.named_parameters()}
 
 
+def trained_of(job: Job) -> dict[str, TensorMeta]:
+    """The same of a job with adapters, whose checkpoints have nothing else."""
+    return {f"{MODEL}/{name}": TensorMeta(tuple(p.shape), dtype_name(p.dtype)) for name, p in job.saved_parameters()}
+
+
 # --- what this rank has ----------------------------------------------------------------------------------------------
 
 
@@ -148,7 +153,7 @@ def local_of(tensor: Tensor) -> Tensor:
 def owned(job: Job) -> dict[str, nn.Parameter]:
     """Parameters of this rank that no earlier stage has, as they are between steps."""
     shard.reshard(job.parts)
-    return dict(job.runner.stages.owned_parameters() if isinstance(job.runner, Piped) else job.named_parameters())
+    return dict(job.runner.stages.owned_parameters() if isinstance(job.runner, Piped) else job.saved_parameters())
 
 
 def _everything(job: Job, mine: Mapping[str, nn.Parameter]) -> list[_Held]:
@@ -212,7 +217,7 @@ def own_state(job: Job) -> dict[str, Any]:
 
 def nonfinite(job: Job) -> list[str]:
     """Tensors of this rank that are not finite as the run begins, as masks with -inf are, by their names in a checkpoint."""
-    found = {f"{MODEL}/{name}": local_of(parameter.detach()) for name, parameter in job.named_parameters()}
+    found = {f"{MODEL}/{name}": local_of(parameter.detach()) for name, parameter in job.saved_parameters()}
     found |= {f"{OWN}/buffers/{name}": value for _, name, value in extra_states(job) if isinstance(value, Tensor)}
     floats = {name: value for name, value in found.items() if not value.is_meta and (value.is_floating_point() or value.is_complex())}
     flags = {name: value.isfinite().all() if value.itemsize > 1 else value.float().isfinite().all() for name, value in floats.items()}

@@ -76,6 +76,7 @@ def stage(reader: Reader, job: Job, known: Mapping[str, TensorMeta], *, spare: C
     every byte is checked now and read again when it is taken."""
     saved = reader.saved
     refuse_other(saved, known, job.plan)
+    _refuse_other_base(saved, job)
     asked: list[tuple[dict[str, Any], str, _Asked]] = []
     staged = Staged(weights={}, groups=_groups(saved, job))
     kept: dict[str, dict[str, TensorMeta]] = {}
@@ -85,7 +86,7 @@ def stage(reader: Reader, job: Job, known: Mapping[str, TensorMeta], *, spare: C
             kept.setdefault(name, {})[key] = spec
     distrust.check_states(saved, kept, {name.removeprefix(f"{MODEL}/"): spec for name, spec in known.items()}, job.plan.optimizer)
     _refuse_codes(saved, {key for keys in kept.values() for key in keys}, job)
-    for name, parameter in job.named_parameters():
+    for name, parameter in job.saved_parameters():
         if name in staged.weights:
             continue
         held = held_of(job, name, f"{MODEL}/{name}", parameter.detach())
@@ -138,6 +139,16 @@ def refuse_other(saved: SavedCheckpoint, known: Mapping[str, TensorMeta], plan: 
         raise UserError(
             f"{saved.path} was saved with optimizer {before} and the plan has {plan.optimizer}",
             "use a plan with the same optimizer, or begin anew from its weights with --init-from",
+        )
+
+
+def _refuse_other_base(saved: SavedCheckpoint, job: Job) -> None:
+    """Raise where adapters were trained on other weights than the model has now."""
+    before = saved.about.get("base")
+    if job.base and before != job.base:
+        raise UserError(
+            f"the adapters of {saved.path} were trained on another base: its digest is {before} and that of the model {job.base}",
+            "give the weights they were trained on with --init-from, or the seed they were built with",
         )
 
 
@@ -209,7 +220,7 @@ def take(staged: Staged, job: Job) -> None:
     job.settle()
     shard.reshard(job.parts)
     with torch.no_grad():
-        for name, parameter in job.named_parameters():
+        for name, parameter in job.saved_parameters():
             value = staged.weights[name]
             local_of(parameter.detach()).copy_(value() if isinstance(value, _Asked) else value)
         for part, name, value in extra_states(job):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from foretell.checkpoint.peft_files import read_adapter
 from foretell.checkpoint.pretrained import load_into
 from foretell.errors import UserError
 from foretell.plan.text import shell_word
@@ -140,7 +141,8 @@ def _prepared(
 ) -> TrainingRun:  # fmt: skip
     workload = control.together(lambda: build(plan, settings.seed))
     known = save.whole_of(workload.model, plan)
-    if settings.init_from is not None and not (resume and control.first(lambda: bool(save.candidates(folder.checkpoints)))):
+    resumed = resume and control.first(lambda: bool(save.candidates(folder.checkpoints)))
+    if settings.init_from is not None and not (resumed and plan.adapters is None):  # checkpoints of adapters have no base
         path, may_miss = Path(settings.init_from), settings.init_missing
         report = control.together(lambda: load_into(workload.model, path, may_miss=may_miss))
         if ranks.is_first:
@@ -153,7 +155,11 @@ def _prepared(
         if not applies(plan, ranks):
             screen.say(f"the plan is for {plan.hardware} and this is a {ranks.device.type}: what it predicts is not compared")
     schedule = settings.schedule_for(plan)
-    job = apply(workload, plan, ranks, learning_rate=schedule.at(0), scratch=settings.scratch or folder.path)
+    start = None
+    if settings.init_adapter is not None and not resumed:
+        start = control.together(lambda: read_adapter(Path(str(settings.init_adapter))))
+    job = apply(workload, plan, ranks, learning_rate=schedule.at(0), scratch=settings.scratch or folder.path, start=start)
+    known = save.trained_of(job) if plan.adapters is not None else known
     share = RankSamples(micro_batch=plan.micro_batch, accumulate=plan.accumulate, ranks=ranks.data_size, rank=ranks.data_rank)
     bad: dict[str, Any] = {"bad_samples": settings.bad_samples, "tell": lambda what: _tell_data(what, folder, ranks, screen)}
     feed = Feed(train_samples, share, seed=settings.seed, device=ranks.device, workers=settings.workers, **bad)

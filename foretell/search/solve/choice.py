@@ -8,6 +8,7 @@ from typing import Any
 from foretell.errors import UserError
 from foretell.plan.blocks import expand
 from foretell.plan.recipe import known_blocks
+from foretell.plan.text import plain
 from foretell.plan.types import AXES, FP16, Plan
 from foretell.quantities import TIGHT, Infeasible
 from foretell.search.advice.relax import Relaxation
@@ -16,6 +17,7 @@ from foretell.search.solve.planned_batch import BatchAdvice
 from foretell.search.solve.reasons import sentence
 from foretell.search.space.preferences import ALIKE, lost_though_as_fast
 from foretell.simulate.plan import PlanCost
+from foretell.trace.recipe import adapters_told
 from foretell.units import human_bytes
 
 
@@ -92,6 +94,7 @@ def told(plan: Plan) -> str:
     words = [" × ".join(axes) or "one device", f"micro-batch {plan.micro_batch}"]
     words += [f"accumulate {plan.accumulate}"] if plan.accumulate > 1 else []
     words += [plan.precision] if plan.precision == FP16 else []
+    words += [plain(adapters_told(plan.adapters, plan.base))] if plan.adapters is not None else []
     modes = sorted({residency.mode for residency in plan.blocks.values() if residency.mode != "keep"})
     words += [_TREATED.get(mode, mode) + _some(plan, mode) for mode in modes]
     words += [f"{plan.pipeline.stages} stages, {plan.pipeline.schedule}"] if plan.pipeline else []

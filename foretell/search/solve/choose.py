@@ -14,6 +14,7 @@ from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan.types import MASTER
 from foretell.search.offload.plans import or_moved, spilled
+from foretell.search.solve.adapted import adapted, or_adapted
 from foretell.search.solve.choice import Choice as Choice
 from foretell.search.solve.choice import told as told
 from foretell.search.solve.choice import why_slower as why_slower
@@ -21,7 +22,7 @@ from foretell.search.solve.climb import Climb
 from foretell.search.solve.described import DescribedSearch
 from foretell.search.solve.find import SearchResult, Unsuited, found_for
 from foretell.search.solve.found import Candidate as Candidate
-from foretell.search.solve.question import Progress, ask
+from foretell.search.solve.question import Progress, Question, ask
 from foretell.search.space.constraints import SearchConstraints as SearchConstraints
 from foretell.search.traces.needed import Traces
 from foretell.simulate.plan import Options
@@ -49,19 +50,37 @@ def choose(
     )  # fmt: skip
     if question.wishes.described is not None:
         return question.into(DescribedSearch).answer(patience)
+    if question.wishes.adapters is not None:
+        return adapted(question, patience)
     if question.wishes.precision == MASTER:
         if by_law:
             raise UserError(f"--step-law is not taken with --precision {MASTER}", "give --global-batch")
         return spilled(question, patience)
+    found = _whole_model(question, exact, what_if, patience, moves)
+    return found if found.best is not None or not question.wishes.may_adapt else or_adapted(found, question, patience)
+
+
+def _whole_model(question: Question, exact: bool | None, what_if: bool, patience: float, moves: bool) -> Choice:
+    """The best plan that trains the model itself."""
     remarks: tuple[str, ...] = ()
     if not question.on_cpu:
         try:
             found = as_choice(found_for(question, exact=exact, what_if=what_if, patience=patience))
-            return found if found.best is not None or not moves else or_moved(found, question, patience)
+            return found if found.best is not None or not moves else _moved(found, question, patience)
         except Unsuited as error:
             remarks = (f"plans were tried one by one: {error}",)
     found = question.into(Climb).answer(patience)
     return replace(found, notes=(*found.notes, *remarks))
+
+
+def _moved(nothing: Choice, question: Question, patience: float) -> Choice:
+    """With states elsewhere. Where that cannot be searched, since nothing is known of the host, adapters are left if they may be used."""
+    try:
+        return or_moved(nothing, question, patience)
+    except UserError:
+        if not question.wishes.may_adapt:
+            raise
+        return nothing
 
 
 def as_choice(found: SearchResult) -> Choice:

@@ -105,7 +105,7 @@ class Climb(Question):
     def deeper_meshes(self) -> Iterator[Mesh]:
         """With a tensor axis inside a node, with pipeline stages, and with both across nodes."""
         count, per_node = self.cluster.count, self.cluster.devices_per_node
-        if self.wishes.meshes or self.on_cpu or count == 1:
+        if self.wishes.meshes or self.on_cpu or count == 1 or self.wishes.adapters is not None:
             return
         why = self._why_deeper()
         if not why:
@@ -149,6 +149,7 @@ class Climb(Question):
             model=self.named or model_of(self.source), hardware=self.hardware, mesh=mesh,
             precision=self.wishes.precision or default(self.cluster),
             optimizer=self.wishes.optimizer, clip=self.wishes.clip, pipeline=self._pipeline(mesh),
+            adapters=self.wishes.adapters, base=self.wishes.base,
         )  # fmt: skip
         batches = self.batches(mesh)
         if not batches:

@@ -11,7 +11,7 @@ from foretell.hardware.types import Cluster
 from foretell.plan.described import DescribedLayout
 from foretell.plan.legal import stages_allowed
 from foretell.plan.precision import refuse_plan
-from foretell.plan.types import AXES, COMPILES, FORMATS, MASTER, PRECISIONS, SCHEDULES, Mesh
+from foretell.plan.types import AXES, COMPILES, FORMATS, MASTER, PRECISIONS, SCHEDULES, Adapters, Mesh
 
 OBJECTIVES = {
     "throughput": "most tokens (or samples) a second",
@@ -62,6 +62,12 @@ class SearchConstraints:
     """Bytes on the disk that plans may use."""
     state_format: str | None = None
     """Of optimizer states, with bf16-master; None: fp32."""
+    adapters: Adapters | None = None
+    """What is trained instead of the model."""
+    base: Mapping[str, str] = field(default_factory=dict)
+    """Of adapted layers: the format of their frozen weights, as plans have it."""
+    may_adapt: bool = False
+    """Whether plans may have adapters, where nothing fits that trains the model."""
     described: DescribedLayout | None = None
     """The layout of another tool's file: that plan is costed, and no other is looked for."""
 
@@ -77,6 +83,7 @@ def check(wishes: SearchConstraints, cluster: Cluster | None = None, blocks: int
     _amounts(wishes)
     _whole_run(wishes)
     _degrees(wishes)
+    _adapters(wishes)
     if cluster is not None:
         _hardware(wishes, cluster)
     if blocks is not None:
@@ -146,6 +153,19 @@ def _degrees(wishes: SearchConstraints) -> None:
             f"--global-batch {batch} is no multiple of {data} data ranks × --micro-batch {wishes.micro_batch}",
             f"--global-batch {max(1, batch // (data * wishes.micro_batch)) * data * wishes.micro_batch}",
         )
+
+
+def _adapters(wishes: SearchConstraints) -> None:
+    if wishes.base and wishes.adapters is None:
+        raise UserError("nf4 needs LoRA adapters: a 4-bit base cannot be trained", "add --lora RANK, for example --lora 16")
+    if wishes.adapters is None and not wishes.may_adapt:
+        return
+    for axis in ("tp", "pp", "cp", "ep"):
+        if wishes.fixed.get(axis, 1) > 1:
+            raise UserError(f"--{axis} {wishes.fixed[axis]} and adapters are asked for: layers with an adapter are run whole", f"leave --{axis} out")
+    for what, given in (("precision bf16-master", wishes.precision == MASTER), ("from", wishes.described is not None)):
+        if given:
+            raise UserError(f"--{what} does not go with adapters", "leave one of them out")
 
 
 def _hardware(wishes: SearchConstraints, cluster: Cluster) -> None:

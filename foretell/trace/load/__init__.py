@@ -1,2 +1,2 @@
-"""A model from wherever the user has it: `model` finds it, `userfile` takes one of the user's own, `module` one that is already built,
-`adapters` puts LoRA on it."""
+"""A model from wherever the user has it: `model` finds it, `userfile` takes one of the user's own, `module` one that is
+already built."""

@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 from foretell.errors import UserError
 from foretell.trace import types
+from foretell.trace.adapters.put import packed_away
 from foretell.trace.cuda.select import cuda_choices, real_masks
 from foretell.trace.cuda.tf32 import products_in_tf32
 from foretell.trace.doubts import ONE_DRAW
 from foretell.trace.flops import flops
 from foretell.trace.flow.logits import logits_of
 from foretell.trace.fold.blocks import find_blocks
-from foretell.trace.load.adapters import packed_away
 from foretell.trace.load.lazy import lazy_modules
 from foretell.trace.recipe import Recipe
 from foretell.trace.record.collection import no_collection

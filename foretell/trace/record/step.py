@@ -18,29 +18,26 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from foretell.errors import ModelError
+from foretell.trace.adapters.put import adapt
 from foretell.trace.fold.blocks import find_blocks
-from foretell.trace.load.adapters import adapt
-from foretell.trace.recipe import Recipe
+from foretell.trace.recipe import Adapters, Recipe
 from foretell.trace.sandbox.blame import BATCH_REMEDY, at, defined, made_at, written
 
 Batch: TypeAlias = Mapping[str, Any] | tuple[Any, ...] | Tensor
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 Losses: TypeAlias = Callable[[nn.Module, Any], Iterator[Tensor]]
 
-KEPT_BY_SELECTIVE = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten.baddbmm.default,
-        torch.ops.aten.convolution.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
+KEPT_BY_SELECTIVE = frozenset({
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten.convolution.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+})  # fmt: skip
 """What selective recompute keeps: results of matrix products and attention, dear to compute again."""
-
 
 _AUTOCAST = {"bf16-autocast": torch.bfloat16, "fp16-autocast": torch.float16}
 _THROUGHOUT = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -108,11 +105,7 @@ class Step:
         if any(isinstance(one, UninitializedTensorMixin) for one in (*self.model.parameters(), *self.model.buffers())):
             with torch.no_grad():  # lazy modules learn their sizes from a first batch
                 call_model(self.model, workload.batch)
-        if recipe.lora is not None and recipe.precision in _SHARDED:
-            adapt(self.model, recipe.lora, recipe.nf4)
-        prepare_precision(self.model, recipe.precision)
-        if recipe.lora is not None and recipe.precision not in _SHARDED:
-            adapt(self.model, recipe.lora, recipe.nf4)
+        prepare_weights(self.model, recipe.precision, recipe.adapters, recipe.base)
         for name, parameter in self.model.named_parameters():
             if recipe.mode == "infer" or any(name.startswith(prefix) for prefix in recipe.freeze):
                 parameter.requires_grad_(False)
@@ -316,6 +309,15 @@ def _scalar(loss: Any, output: Any, made_by: Callable[..., Any] | None = None) -
     return loss
 
 
+def prepare_weights(model: nn.Module, precision: str, adapters: Adapters | None = None, base: Iterable[tuple[str, str]] = ()) -> None:
+    """Cast a model as its precision says and put adapters on it. These stay fp32, but where shards are cast as they are gathered."""
+    if adapters is not None and precision in _SHARDED:
+        adapt(model, adapters, base)
+    prepare_precision(model, precision)
+    if adapters is not None and precision not in _SHARDED:
+        adapt(model, adapters, base)
+
+
 def prepare_precision(model: nn.Module, precision: str) -> None:
     if precision in _THROUGHOUT:
         _cast_tensors(model, _THROUGHOUT[precision], buffers=True)
@@ -379,7 +381,6 @@ def apply_recompute(model: nn.Module, how: str, observer: Observer) -> None:
             f"--recompute {how} finds no repeated blocks in {type(model).__name__}",
             "put the repeated layers into an nn.ModuleList, or use --recompute none",
         )
-
     for path in paths:
         recompute_block(model.get_submodule(path), how, observer)
 

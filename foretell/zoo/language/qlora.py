@@ -12,7 +12,6 @@ ops, whose temporaries a fused kernel would not need.
 from __future__ import annotations
 
 import math
-from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -26,18 +25,20 @@ BLOCK = 64
 
 
 def codebook() -> list[float]:
-    """The 16 values of NF4: quantiles of a normal distribution, 7 below zero, zero, 8 above, scaled to reach -1 and 1."""
-    end = 1 - (1 / 32 + 1 / 30) / 2
-    sides = [[NormalDist().inv_cdf(end + (0.5 - end) * step / count) for step in range(count)] for count in (7, 8)]
-    values = [*(-value for value in sides[0]), 0.0, *reversed(sides[1])]
-    return [value / sides[1][0] for value in values]
+    """The 16 values of NF4 as published: quantiles of a normal distribution, 7 below zero, zero, 8 above. Computed anew they
+    differ in the last bits, and then some codes do."""
+    return [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ]  # fmt: skip
 
 
 def quantise(weight: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
     """Two weights a byte, the first in its high half, and the largest magnitude of every block."""
     blocks = weight.float().view(-1, BLOCK)
     largest = blocks.abs().amax(dim=1)
-    scaled = blocks / largest.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    scaled = blocks * (1 / largest.clamp(min=1e-38))[:, None]
     nearest = torch.bucketize(scaled, (code[1:] + code[:-1]) / 2).to(torch.uint8).view(-1, 2)
     return (nearest[:, 0] << 4) | nearest[:, 1], largest
 

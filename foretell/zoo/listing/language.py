@@ -106,8 +106,7 @@ _QLORA = _sizes(
     paper="Resource-Aware Arabic LLM",
     task="lm",
     motif="4-bit weights dequantised at every use, forward and backward; frozen half",
-    trap="in 4 GB it trains only with a 4-bit base and adapters, which `fit --lora --nf4` says; not handled: `plan` chooses "
-    "how to run a training, never another training, so it does not come to 4 bits by itself",
+    trap="in 4 GB it trains only with a 4-bit base and adapters, which `fit --lora --nf4` and `plan --may adapters` say",
 )
 
 _MONOCODER = _sizes(

@@ -1,0 +1,120 @@
+"""Products of adapted layers with their backward written by hand.
+
+Forward and backward are the ops that autograd would run on the plain formulas, in the same order, so results and gradients
+are equal to the bit. What differs is what is kept for backward: an input as it came in and not a copy of it in another
+dtype, a weight in 4 bits and not unpacked, and of an adapter the small product alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretell.trace.adapters.nf4 import nf4_dequantize
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What products are computed in where autocast is on."""
+    kind = x.device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+def _cast(x: Tensor, through: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """What `x.to(through).to(dtype)` gives, without the step between where that changes no value."""
+    exact = torch.promote_types(x.dtype, through) == through
+    return x.to(dtype) if exact else x.to(through).to(dtype)
+
+
+class Nf4Product(torch.autograd.Function):
+    """x Wᵀ + bias for a packed W; saves W packed, never x, which no gradient of a frozen weight needs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, nested: Tensor, shape: Sequence[int], bias: Tensor | None) -> Any:
+        ctx.save_for_backward(packed, scales, nested)
+        ctx.shape, ctx.trains_bias = shape, bias is not None and bias.requires_grad
+        return F.linear(x, nf4_dequantize(packed, scales, nested, shape, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        packed, scales, nested = ctx.saved_tensors
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = gradient @ nf4_dequantize(packed, scales, nested, ctx.shape, gradient.dtype)
+        of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.trains_bias else None
+        return of_x, None, None, None, None, of_bias
+
+
+class LowRankProduct(torch.autograd.Function):
+    """(x Aᵀ) Bᵀ · scale, computed in `dtype`; saves x as it is, A, B and x Aᵀ."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        with no_autocast(x):
+            small = F.linear(_cast(x, a.dtype, dtype), a.to(dtype))
+            ctx.save_for_backward(x, a, b, small)
+            ctx.scale, ctx.dtype = scale, dtype
+            return F.linear(small, b.to(dtype)) * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, a, b, small = ctx.saved_tensors
+        with no_autocast(x):
+            of_x, of_a, of_b = _of_low_rank(x, a, b, small, gradient * ctx.scale, ctx.dtype, ctx.needs_input_grad[0])
+        return of_x, of_a, of_b, None, None
+
+
+def _of_low_rank(
+    x: Tensor, a: Tensor, b: Tensor, small: Tensor, gradient: Tensor, dtype: torch.dtype, of_input: bool
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Gradients of x, A and B where `gradient` is that of (x Aᵀ) Bᵀ."""
+    rows = gradient.reshape(-1, gradient.shape[-1])
+    of_small = rows @ b.to(dtype)
+    of_b = (rows.t() @ small.reshape(-1, small.shape[-1])).to(b.dtype)
+    of_a = (of_small.t() @ _cast(x, a.dtype, dtype).reshape(-1, x.shape[-1])).to(a.dtype)
+    of_x = _cast((of_small @ a.to(dtype)).view(x.shape), a.dtype, x.dtype) if of_input else None
+    return of_x, of_a, of_b
+
+
+class DoraProduct(torch.autograd.Function):
+    """(m/n − 1) · base + (m/n) · (x Aᵀ) Bᵀ · scale for magnitudes m and norms n, base being `result` less the bias.
+
+    Saves x, the result, A, B, m, n and x Aᵀ; all else is computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, result: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, magnitude: Tensor, norm: Tensor,
+        scale: float, dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        with no_autocast(x):
+            small = F.linear(_cast(x, a.dtype, dtype), a.to(dtype))
+            ctx.save_for_backward(x, result, bias, a, b, magnitude, norm, small)
+            ctx.scale, ctx.dtype = scale, dtype
+            share = (magnitude / norm).view(1, -1)
+            base = result if bias is None else result - bias
+            return (share - 1) * base + share * F.linear(small, b.to(dtype)) * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, result, bias, a, b, magnitude, norm, small = ctx.saved_tensors
+        with no_autocast(x):
+            share = (magnitude / norm).view(1, -1)
+            base = result if bias is None else result - bias
+            scaled = gradient * ctx.scale
+            of_share = (gradient * base).sum_to_size(share.shape).to(share.dtype)
+            of_share = of_share + (scaled * F.linear(small, b.to(ctx.dtype))).sum_to_size(share.shape).to(share.dtype)
+            of_result = (gradient * (share - 1)).to(result.dtype) if ctx.needs_input_grad[1] else None
+            of_product = (scaled * share).to(ctx.dtype)
+            of_x, of_a, of_b = _of_low_rank(x, a, b, small, of_product, ctx.dtype, ctx.needs_input_grad[0])
+            of_magnitude = (of_share.view(-1) / norm).to(magnitude.dtype)
+        return of_x, of_result, None, of_a, of_b, of_magnitude, None, None, None

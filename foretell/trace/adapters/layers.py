@@ -1,0 +1,166 @@
+"""The class that an adapted layer gets. It stays the object the model knows, so that paths, hooks, shared layers and
+`find_blocks` see the model they saw before:
+
+    base(x) + (x Aᵀ Bᵀ) · scale        A: rank × in, B: out × rank, both fp32 where the base is bf16 or fp16
+
+Results, gradients and updates are those of peft in eager mode, to the bit. Over an NF4 base, forward and backward each
+unpack the weight into a temporary of the compute dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foretell.errors import ModelError
+from foretell.trace.adapters.functions import DoraProduct, LowRankProduct, Nf4Product, autocast_dtype, no_autocast
+from foretell.trace.adapters.nf4 import nf4_dequantize, nf4_quantize
+from foretell.trace.recipe import Adapters
+
+
+class AdaptedLinear(nn.Module):
+    """Added before the class of a linear layer: its result plus that of the adapter."""
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_magnitude: nn.Parameter
+    lora_adapter: Adapters
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.lora_base(x)
+        dtype = result.dtype
+        return (result + self.lora_update(x, result)).to(dtype)
+
+    def lora_base(self, x: Tensor) -> Tensor:
+        """What the layer computed before."""
+        found: Tensor = super().forward(x)
+        return found
+
+    def lora_update(self, x: Tensor, result: Tensor) -> Tensor:
+        """What the adapter adds to `result`."""
+        how, dtype = self.lora_adapter, autocast_dtype(x) or self.lora_A.dtype
+        dropped = F.dropout(self.lora_input(x), how.dropout, self.training) if how.dropout and self.training else x
+        if how.kind in ("lora", "rslora"):
+            found: Tensor = LowRankProduct.apply(dropped, self.lora_A, self.lora_B, how.scale, dtype)
+            return found
+        wide = self.lora_input(x).dtype
+        bias = getattr(self, "bias", None)
+        if dropped is not x:  # the base takes what the adapter takes
+            result, bias = F.linear(dropped, self.lora_rows().to(wide)), None
+        norm = self.lora_norms(wide)
+        return DoraProduct.apply(dropped, result, bias, self.lora_A, self.lora_B, self.lora_magnitude, norm, how.scale, dtype)  # type: ignore[no-any-return]
+
+    def lora_input(self, x: Tensor) -> Tensor:
+        return x.to(self.lora_A.dtype)
+
+    def lora_rows(self) -> Tensor:
+        """The frozen weight with a row for every output."""
+        weight: Tensor = self.weight  # type: ignore[assignment]
+        return weight.t() if is_conv1d(type(self)) else weight
+
+    @torch.no_grad()
+    def lora_norms(self, dtype: torch.dtype) -> Tensor:
+        """The length of every row of the updated weight, which gradients do not pass through."""
+        a, b, scale, weight = self.lora_A, self.lora_B, self.lora_adapter.scale, self.lora_rows()
+        if self.lora_adapter.kind == "dora":
+            change = F.linear(F.linear(torch.eye(a.shape[1], device=a.device, dtype=a.dtype), a), b).T.to(dtype)
+            return torch.linalg.norm(weight.to(dtype) + scale * change, dim=1).to(dtype)
+        with no_autocast(weight):
+            length = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
+            across = ((weight @ a.to(weight.dtype).T).float() * b).sum(1)
+            own = (b @ (a @ a.T).to(b.dtype) * b).sum(1)
+            return (length.square() + 2 * scale * across + scale**2 * own).clamp(min=0).sqrt()
+
+
+class Nf4Linear(AdaptedLinear):
+    """The same over a packed base weight. Reading `weight` gives a dequantised copy."""
+
+    nf4_packed: nn.Parameter
+    nf4_scales: nn.Parameter
+    nf4_nested: Tensor
+    nf4_shape: tuple[int, int]
+    nf4_dtype: torch.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        weight = nf4_dequantize(self.nf4_packed, self.nf4_scales, self.nf4_nested, self.nf4_shape, self.nf4_dtype)
+        return weight.t() if is_conv1d(type(self)) else weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In the order in which peft adds to what bitsandbytes computes: rounded first, added then."""
+        result = self.lora_base(x)
+        if autocast_dtype(x) is not None and self.lora_adapter.kind in ("lora", "rslora"):
+            return result + self.lora_update(x, result)
+        if self.lora_adapter.kind in ("lora", "rslora"):
+            return result + self.lora_update(x, result).to(result.dtype)
+        return (result + self.lora_update(x, result)).to(result.dtype)
+
+    def lora_base(self, x: Tensor) -> Tensor:
+        below = next(kind for kind in type(self).__mro__[3:] if "forward" in vars(kind))
+        if below is not nn.Linear and below.__name__ != "Conv1D":  # a user's own forward may do more than a product
+            return super().lora_base(x)
+        given, dtype = x.dtype, autocast_dtype(x) or x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        packed = (self.nf4_packed, self.nf4_scales, self.nf4_nested, self.nf4_shape)
+        return Nf4Product.apply(x.to(dtype), *packed, bias).to(given)  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------- putting it on
+
+
+def is_conv1d(kind: type) -> bool:
+    """Whether it is transformers' `Conv1D`, GPT-2's linear layer with a transposed weight."""
+    return any(base.__name__ == "Conv1D" for base in kind.__mro__)
+
+
+def sizes_of(layer: Any) -> tuple[int, int]:
+    """Outputs and inputs of a linear layer."""
+    shape = layer.nf4_shape if isinstance(layer, Nf4Linear) else layer.weight.shape
+    first, second = (int(size) for size in shape)
+    return (second, first) if is_conv1d(type(layer)) and not isinstance(layer, Nf4Linear) else (first, second)
+
+
+@functools.cache
+def _adapted(kind: type, packed: bool) -> type:
+    return type(f"Lora{kind.__name__}", (Nf4Linear if packed else AdaptedLinear, kind), {})
+
+
+def add_adapter(layer: Any, adapters: Adapters, *, packed: bool) -> None:
+    """Give a linear layer its adapter, which changes nothing before it is trained."""
+    kind: type = type(layer)
+    like = layer.nf4_packed if packed else layer.weight
+    out_features, in_features = layer.nf4_shape if packed else sizes_of(layer)
+    dtype = torch.promote_types(layer.nf4_dtype if packed else like.dtype, torch.float32)
+    layer.lora_A = nn.Parameter(like.new_empty((adapters.rank, in_features), dtype=dtype))
+    layer.lora_B = nn.Parameter(like.new_zeros((out_features, adapters.rank), dtype=dtype))
+    nn.init.kaiming_uniform_(layer.lora_A, a=math.sqrt(5))
+    layer.lora_adapter = adapters
+    layer.__class__ = _adapted(kind, packed)
+    if adapters.kind.startswith("dora"):
+        with torch.no_grad():
+            lengths = torch.linalg.vector_norm(layer.lora_rows(), dim=1, dtype=dtype)
+        layer.lora_magnitude = nn.Parameter(lengths)
+
+
+def pack_base(path: str, layer: Any, kind: str, packed: dict[int, Any]) -> None:
+    """Hold the weight of a layer in 4 bits. `packed` knows those that are packed already, by the weight they were."""
+    weight = layer._parameters.get("weight")
+    if weight is None:
+        raise ModelError(
+            f"the weight of '{path}' is computed from other parameters and cannot be held in 4 bits",
+            "remove its parametrization, or leave out --nf4",
+        )
+    plain = weight.detach().t().contiguous() if is_conv1d(type(layer)) else weight.detach()
+    if id(weight) not in packed:
+        codes, scales, nested = nf4_quantize(plain, kind == "nf4-double")
+        held = (nn.Parameter(codes, requires_grad=False), nn.Parameter(scales, requires_grad=False))
+        packed[id(weight)] = (weight, *held, nested)
+    del layer._parameters["weight"]
+    _, layer.nf4_packed, layer.nf4_scales, nested = packed[id(weight)]
+    layer.register_buffer("nf4_nested", nested, persistent=False)
+    layer.nf4_shape, layer.nf4_dtype = tuple(plain.shape), weight.dtype
