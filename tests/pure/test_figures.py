@@ -138,6 +138,22 @@ def test_published_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+# ---------------------------------------------------------------------------------------------- shared probes
+
+
+def test_the_shared_file_of_an_h200() -> None:
+    page = " ".join((ROOT / "docs" / "share.md").read_text(encoding="utf-8").split())
+    every = rows("share_hub.jsonl")
+    assert {row["from"] for row in every} == {"sealed"} and f"| {len(every)} sealed steps |" in page
+    medians = []
+    for which, title in (("full", "full probe"), ("share", "shared file, correcting the full probe"), ("alone", "shared file, fitted alone")):
+        found = [abs(error) for error in errors((row[which], row["measured"]) for row in every)]
+        medians.append(statistics.median(found))
+        p90 = statistics.quantiles(found, n=10, method="inclusive")[8]
+        assert cells(title, f"{medians[-1]:.2f} %", f"{statistics.mean(found):.2f} %", f"{p90:.1f} %") in page
+    assert medians[1] - medians[0] < 1 < medians[2] - medians[0], "within one point, and not where it is fitted alone"
+
+
 # ---------------------------------------------------------------------------------------------- rows that were seen
 
 

@@ -26,7 +26,7 @@ from foretell.hardware.share.combine import combined
 from foretell.price import bands
 from foretell.price.machine import machine
 from foretell.price.speeds import alone
-from foretell.search.profiles import shared
+from foretell.search.profiles import fit, shared
 from tests import forks
 from tests.pure.shared_probes import (
     H200,
@@ -245,9 +245,17 @@ def test_rows_of_a_shared_file_are_fitted_as_a_probe_is(small: bytes, tmp_path: 
     done = shared.add([put(tmp_path, "x", small)])
     profile = find_profile(H200)
     assert profile is not None and {"gemm", "stream", "attention", "convolution"} <= set(profile.ops)
+    assert any("basis" in one for one in profile.ops.values()), "what so few rows cannot say is the full probe's"
     assert profile.host["weights"] and done.added[0].sources[0].rows == len(file.read(small, "f").measured.rows)
     known = machine(catalog.find(H200), profile)
     assert known is not None and known.provenance == "measured"
+
+
+def test_what_a_shared_probe_corrects_is_the_full_one_of_its_backend() -> None:
+    nearest, other, cpu = (fit.basis_of(catalog.find(name)) for name in (H200, "A100", "CPU"))
+    assert nearest is not None and other is not None and cpu is not None
+    assert nearest.families["gemm"].to_dict() == other.families["gemm"].to_dict() != cpu.families["gemm"].to_dict()
+    assert other.device.name == "A100-SXM-80GB", "told at its own rates"
 
 
 def test_measuring_writes_one_anonymous_file_or_says_what_is_wrong(

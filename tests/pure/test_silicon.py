@@ -172,6 +172,17 @@ def test_a_link_without_a_table_is_scaled_from_its_kind_and_assumed() -> None:
         assert collective(ALL_GATHER, size, other).seconds == pytest.approx(collective(ALL_GATHER, size, own).seconds, rel=0.3)
 
 
+def test_more_than_two_cards_over_pcie_talk_through_the_processors() -> None:
+    """As if nobody had measured that device: the public table of it, which had no part in the figure, is met within a third."""
+    name = "RTX-PRO-6000"
+    two, four, eight = (without_table(parse(f"{name}:{count}"), count, name) for count in (2, 4, 8))
+    assert two.inside() > 1.5 * four.inside() == 1.5 * eight.inside() == 1.5 * 22e9
+    for group in (two, four, eight):
+        for size in (2**24, 2**28):
+            measured = collective(ALL_GATHER, size, fabric(parse(f"{name}:{group.local}"))).seconds
+            assert collective(ALL_GATHER, size, group).seconds == pytest.approx(measured, rel=0.33)
+
+
 def test_a_curve_is_met_where_it_was_measured() -> None:
     curve = ((1024.0, 1e-5), (4096.0, 2e-5), (65536.0, 8e-5))
     assert [wires.along(curve, size) for size, _ in curve] == pytest.approx([seconds for _, seconds in curve])
@@ -201,6 +212,29 @@ def test_the_benchmark_writes_a_prediction_for_every_known_row(tmp_path: Path) -
         assert row["low"] < row["predicted"] < row["high"]
         assert row["predicted"] == pytest.approx(row["measured"], rel=0.15)
     assert found["unknown"] == ["gemm: q9, 1 rows: not in the catalogue"]
+    assert "16-bit, 512 or more" in ran.stdout
     gemm.write_text("device,dtype,m,n,k\n", encoding="utf-8")
     ran = silicon_benchmark("--gemm", gemm, "--json", out)
     assert ran.returncode == 1 and "has no column ms" in ran.stderr and "Traceback" not in ran.stderr
+
+
+def test_of_rows_held_out_each_is_predicted_once_by_the_others(tmp_path: Path) -> None:
+    from benchmarks import silicon as benchmark
+
+    sizes = [2**power for power in range(16, 28)]
+    rows = [f"h100_sxm,2.29,all_gather,int8,8,{size},{1e-3 * size / 2**20 if size != 2**20 else 5}" for size in sizes]
+    nccl = tmp_path / "n.csv"
+    nccl.write_text("\n".join(["device,nccl,op,dtype,gpus,elements,ms", *rows]) + "\n", encoding="utf-8")
+    found, unknown = benchmark.predictions(None, None, nccl, held_out=True)
+    assert sorted(row["row"] for row in found) == list(range(len(sizes))) and not unknown
+    (odd,) = (row for row in found if row["bytes"] == 2**20)
+    assert odd["predicted"] < 0.1 < odd["measured"], "what was wrong of one row alone is not known to its own prediction"
+
+
+def test_what_neighbours_do_not_share() -> None:
+    from benchmarks import silicon as benchmark
+
+    row = {"kind": "gemm", "device": "x", "group": "16-bit", "predicted": 1.0}
+    found = [{**row, "product": [m, 512, 512], "measured": math.exp(left)} for m, left in ((1024, 0.5), (1025, 0.6), (2048, 0.1))]
+    assert benchmark.neighbours(found) == [f"x: 1 pairs of rows one apart in m; {0.1 / math.sqrt(2):.1%} of each is not shared"]
+    assert benchmark.neighbours(found[1:]) == []
