@@ -176,6 +176,7 @@ def load_file(source: Source) -> Workload:
 
     from foretell.trace.load.aside import opened
     from foretell.trace.record.step import Workload
+    from foretell.trace.record.values import of_a_batch
 
     path, name = path_and_name(source.model)
     module = import_mended(Path(path))
@@ -192,7 +193,8 @@ def load_file(source: Source) -> Workload:
             parts[part] = getattr(module, part)
     if callable(parts.get("batch")):
         given = {"model": parts["model"], **sizes}
-        parts["batch"] = call_by_name(parts["batch"], {**given, **_by_other_names(parts["batch"], given)}, {}, f"{path}:batch")
+        with of_a_batch():
+            parts["batch"] = call_by_name(parts["batch"], {**given, **_by_other_names(parts["batch"], given)}, {}, f"{path}:batch")
     if parts.get("batch") is None and callable(getattr(module, "data", None)) and name != "data":
         parts["batch"] = _first_samples(lambda: call(module.data, {"split": "train", **sizes}, f"{path}:data"), source)
     batch = tuple(parts["batch"]) if isinstance(parts.get("batch"), list) else parts.get("batch")
