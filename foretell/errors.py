@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -79,6 +79,9 @@ class MissingModel(UserError):
 
 class ModelError(UserError):
     """The user's own model code raised, aborted or did not match its batch."""
+
+    change: Mapping[str, Any] = {}
+    """Options under which the code may run: `{"precision": "fp32"}`."""
 
 
 class FileFormatError(UserError):

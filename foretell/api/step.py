@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from foretell.api import backends
 from foretell.api.call import asking
 from foretell.api.optimizers import optimizer_name
+from foretell.api.refused import settled
 from foretell.decode import value_of
 from foretell.errors import UserError
 from foretell.hardware import Cluster, overhead, parse
@@ -71,12 +72,24 @@ def fit(model: str | nn.Module, options: FitOptions) -> Prediction:
     if isinstance(model, str):
         if MAX in (options.micro_batch, options.seq):
             return _largest(model, options)
-        source = _source(asked)
-        hints = dict(options.hints or {})
-        found = _fit_source(source, recipe, cluster, on, hints, options.expandable_segments, options.cache, wishes, options.time_limit)
-        return _kept_advice(found, recipe, cluster, asked, source)
+        return _fit_named(asked, cluster, on, wishes)
     answer = _fit_module(model, options.batch, options.loss, recipe, cluster, on, options.hints, options.expandable_segments, wishes)
     return _advised(answer, recipe, cluster, asked)[0]
+
+
+def _fit_named(asked: dict[str, Any], cluster: Cluster, on: str, wishes: RunRequest) -> Prediction:
+    """The answer for a model by name."""
+    hints = dict(asked["hints"] or {})
+
+    def attempt(asked: dict[str, Any]) -> _Answered:
+        return _fit_source(
+            _source(asked), _recipe(asked, cluster), cluster, on, hints, asked["expandable_segments"], asked["cache"], wishes, asked["time_limit"]
+        )
+
+    usual = _request(_source(asked), _recipe(asked, cluster), cluster, hints)
+    found, asked, told = settled(attempt, asked, {**usual, "free": [asked["precision"], asked["micro_batch"]]}, asked["cache"])
+    answer = _kept_advice(found, _recipe(asked, cluster), cluster, asked, _source(asked))
+    return replace(answer, assumptions=(*told, *answer.assumptions))
 
 
 _OF_NAMES = ("micro_batch", "seq", "image", "overrides", "time_limit", "cache")
@@ -136,6 +149,7 @@ def _recipe(asked: Mapping[str, Any], cluster: Cluster) -> Recipe:
 
 def _source(asked: Mapping[str, Any]) -> Source:
     plain = {name: asked[name] for name in ("model", "micro_batch", "seq", "image", "loss")}
+    plain["micro_batch"] = 1 if plain["micro_batch"] is None else plain["micro_batch"]
     return Source(**plain, overrides=dict(asked["overrides"] or {}))
 
 

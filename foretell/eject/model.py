@@ -24,6 +24,7 @@ from foretell.trace.hub import build as hub
 from foretell.trace.load import model as load
 from foretell.trace.load import userfile
 from foretell.trace.load.model import Source
+from foretell.trace.load.output import loss_of
 from foretell.trace.record.capture import no_initialisation
 from foretell.trace.record.step import Workload, forward_of, given, places
 from foretell.zoo.places import folders, path_of
@@ -238,10 +239,10 @@ def _loss_text(source: Source, workload: Workload, plan: Plan, folder: Path) -> 
     if loss:
         alone = workload.loss is not None and places(workload.loss, 2) == 1
         made = f"{loss}({call})" if alone else f"{loss}({call}, rows)"
-    elif isinstance(getattr(_tried(workload), "loss", None), Tensor):
-        made = f"{call}.loss.mean()" if source.model.startswith("hf:") else f"{call}.loss"
     else:
-        made = call
+        found = loss_of(_tried(workload))
+        made = found.read.format(call) if found else call
+        made += ".mean()" if source.model.startswith("hf:") and made != call else ""
     return f"""
 {head}
 
@@ -269,7 +270,7 @@ def _tried(workload: Workload) -> Any:
     from foretell.trace.flow.stages import fake_of
     from foretell.trace.record.step import call_model
 
-    with fake_of(workload.model, workload.batch) as batch, torch.no_grad():
+    with fake_of(workload.model, workload.batch) as batch, torch.enable_grad():
         return call_model(workload.model, batch)
 
 

@@ -30,8 +30,8 @@ class StepOptions:
     batch: Any = None
     """For a module of yours: what its forward takes. A model given by name makes its own."""
     loss: Any = option(None, "Loss of (output, batch); default: the model's own.", metavar="FILE.PY:FUNCTION", typed=str)
-    micro_batch: int | str = option(1, "Samples per forward on each device; max: the largest that fits.", metavar="N", typed=str,
-                                    read=words.size("--micro-batch"))  # fmt: skip
+    micro_batch: int | str | None = option(None, "Samples per forward on each device; max: the largest that fits; default: 1, or 2 where "
+                                                 "a batch norm needs them.", metavar="N", typed=str, read=words.size("--micro-batch"))  # fmt: skip
     seq: int | str | None = option(None, "Tokens per sample; max: all that fit; default: the model's usual.", metavar="N", typed=str,
                                    read=words.size("--seq"))  # fmt: skip
     image: int | None = option(None, "Side of the image in pixels; default: the model's usual.", metavar="N")

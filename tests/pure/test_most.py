@@ -61,6 +61,19 @@ def test_what_the_model_refuses_ends_it_too(answer: Prediction) -> None:
         most(lambda size: attempt(1000))
 
 
+def test_it_begins_where_the_model_does(answer: Prediction) -> None:
+    """A batch norm takes two samples at least."""
+
+    def attempt(size: int) -> Prediction:
+        if size == 1 or size > 9:
+            error = ModelError("not so", "otherwise")
+            error.change = {"micro_batch": 2} if size == 1 else {}
+            raise error
+        return answer
+
+    assert most(attempt).size == 9
+
+
 def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
     status = main([*words, "--json"])
     return status, json.loads(capsys.readouterr().out)

@@ -28,6 +28,7 @@ FILES = sorted(file.stem for file in FOLDER.glob("*.py"))
 REFUSED = {
     "other_complex": ("Unsupported dtype BFloat16", "--precision fp32"),
     "refused_sparse": ("sparse gradients", "--optimizer sgd"),
+    "takes_lstsq": ("to have the same dtype", "--precision fp32"),
 }
 """What a GPU refuses too, and what is proposed."""
 BY_DATA = {
@@ -47,13 +48,15 @@ NOT_HERE = {
 """Steps that this CPU does not run, or not so that they can be compared."""
 RUN = {
     "batch_pair", "checks_shapes", "copy_saved", "dataset_text", "defaults_global", "hessian_pinn", "loop_halting", "match_detr",
-    "move_cuda_calls", "ode_adaptive", "other_parallel", "quant_aware", "read_numpy", "shape_mlm", "solve_gp",
+    "move_cuda_calls", "ode_adaptive", "other_parallel", "quant_aware", "read_numpy", "shape_mlm", "shape_spans", "shape_voxels",
+    "solve_gp",
 }  # fmt: skip
 """One of each kind; of kinds that take long, `make test` has the trace for a GPU alone."""
 TWINS = {
     "copy_byol", "copy_clones", "copy_dino", "copy_encoder", "copy_translator", "loop_seq2seq", "loop_sinkhorn", "move_half", "move_in_forward",
     "move_mnist", "move_streams", "ode_rejects", "quant_vqvae", "read_guards", "read_layerdrop", "read_lengths", "read_schedule", "read_sizes",
     "shape_ctc", "shape_detect", "shape_graph", "shape_packed", "shape_tokens", "batch_dataclass", "batch_loader", "other_parametrize",
+    "loss_named", "loss_tuple", "takes_two",
 }  # fmt: skip
 """Others of a kind of which a file is traced; some are traced by the tests at the end."""
 ALIKE = pytest.mark.slow(reason="its step is traced above, and real steps of files of other kinds, or of the same kind, are run")

@@ -18,7 +18,7 @@ def advise(
     model: str = typer.Argument(..., metavar="MODEL", help="As for `fit`: a zoo name, hf:TYPE, timm:NAME or file.py:function."),
     on: str = typer.Option(..., "--on", metavar="HW", show_default=False, help="H100, H100:8, 2x8xH100, auto (this machine) or cluster.toml."),
     *,
-    micro_batch: int = typer.Option(1, metavar="N", help="Samples in one forward and backward, on each device."),
+    micro_batch: int | None = typer.Option(None, metavar="N", help="Samples in one forward and backward, on each device; default: as `fit`."),
     seq: int | None = typer.Option(None, metavar="N", help="Tokens per sample; default: the model's usual."),
     options: dict[str, Any],
     compile_how: str | None = typer.Option(None, "--compile-how", metavar="HOW", help="What torch.compile has already: model, blocks or graphs."),

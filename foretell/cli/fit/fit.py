@@ -313,7 +313,7 @@ def check_step(model: str, on: str, options: dict[str, Any]) -> None:
     from foretell.trace.recipe import Recipe
 
     of_source = ("overrides", "micro_batch", "seq", "image", "loss")
-    check_source(Source(model=model, **{name: options[name] for name in of_source}))
+    check_source(Source(model=model, **{name: options[name] for name in of_source if options[name] is not None}))
     if not on.strip().casefold().startswith("auto"):  # only torch knows this machine
         parse(on)
     of_recipe = ("optimizer", "recompute", "accumulate", "clip", "freeze")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from foretell.errors import ForetellError
+from foretell.errors import ForetellError, ModelError
 from foretell.quantities import FITS, Prediction
 from foretell.simulate.memory.memory import TIGHT_SHARE
 
@@ -32,7 +32,7 @@ class Most:
 
 
 def most(attempt: Callable[[int], Prediction], least: int = 1, progress: Callable[[int], None] = lambda _: None) -> Most:
-    """Predict with `attempt` until the largest is known; raises what the least one does."""
+    """Predict with `attempt` until the largest is known; raises what the least one does, unless that names a larger one to begin with."""
     known: dict[int, Prediction | ForetellError] = {}
 
     def asked(size: int) -> Prediction | ForetellError:
@@ -45,6 +45,14 @@ def most(attempt: Callable[[int], Prediction], least: int = 1, progress: Callabl
                     raise
                 known[size] = error
         return known[size]
+
+    try:
+        asked(least)
+    except ModelError as error:
+        larger = error.change.get("micro_batch", least)
+        if larger <= least:
+            raise
+        return most(attempt, larger, progress)
 
     def fits(size: int) -> bool:
         found = asked(size)

@@ -176,6 +176,7 @@ def load_file(source: Source) -> Workload:
 
     from foretell.trace.load.aside import opened
     from foretell.trace.record.step import Workload
+    from foretell.trace.record.values import of_a_batch
 
     path, name = path_and_name(source.model)
     module = import_mended(Path(path))
@@ -192,7 +193,9 @@ def load_file(source: Source) -> Workload:
             parts[part] = getattr(module, part)
     if callable(parts.get("batch")):
         given = {"model": parts["model"], **sizes}
-        parts["batch"] = call_by_name(parts["batch"], {**given, **_by_other_names(parts["batch"], given)}, {}, f"{path}:batch")
+        make = parts["batch"]
+        with of_a_batch():
+            parts["batch"] = _wherever(lambda: call_by_name(make, {**given, **_by_other_names(make, given)}, {}, f"{path}:batch"))
     if parts.get("batch") is None and callable(getattr(module, "data", None)) and name != "data":
         parts["batch"] = _first_samples(lambda: call(module.data, {"split": "train", **sizes}, f"{path}:data"), source)
     batch = tuple(parts["batch"]) if isinstance(parts.get("batch"), list) else parts.get("batch")
@@ -207,6 +210,20 @@ def load_file(source: Source) -> Workload:
         )
     own = getattr(module, "losses", None)
     return Workload(parts["model"], batch, parts.get("loss"), own if inspect.isgeneratorfunction(own) else None)
+
+
+def _wherever(make: Callable[[], Any]) -> Any:
+    """A batch on the ambient device; where that is meta and the code reads numbers, made on the CPU and of the same shapes there."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    try:
+        return make()
+    except (RuntimeError, NotImplementedError) as error:
+        if torch.empty(0).device.type != "meta" or "meta" not in str(error):
+            raise
+    with torch.device("cpu"):
+        return pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), make())
 
 
 SYNONYMS = {

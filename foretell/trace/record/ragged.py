@@ -100,6 +100,7 @@ def pad(
     with no_dispatch():
         found = torch.tensor([sum(size > sample for size in sizes) for sample in range(sizes[0])])
     attach(lengths, found)
+    recorder.knows(lengths)
     return (whole.transpose(0, 1) if batch_first else whole), lengths
 
 

@@ -261,6 +261,10 @@ class Recorder(ReadingMode):
                     (self._valued.discard if value_of(tensor) is None else self._valued.add)(self.storage_id(tensor))
         return output
 
+    def knows(self, tensor: Tensor) -> None:
+        """A tensor that has been seen has got values since."""
+        self._valued.add(self.storage_id(tensor))
+
     def _matters(self, func: Any, row: RecordedOp) -> bool:
         """Whether an op may give its outputs values, or take some away."""
         op = about(func)

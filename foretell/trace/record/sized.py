@@ -91,6 +91,10 @@ def _nms(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | Non
 
 def _lstsq(mode: ReadingMode, func: Any, args: Any, kwargs: Any, hint: float | None) -> Any:
     """Least squares as CUDA's only driver solves them: neither ranks nor singular values are found."""
+    if args[0].dtype != args[1].dtype:
+        raise RuntimeError(f"torch.linalg.lstsq: Expected input and other to have the same dtype, but got {args[0].dtype} and {args[1].dtype}")
+    if args[0].dtype.itemsize < 4:
+        raise RuntimeError("This function doesn't handle types other than float and double")
     rows, columns = args[0].shape[-2:]
     vector = args[1].dim() == 1 or args[1].shape == args[0].shape[:-1]
     right = args[1].shape[-1:] if not vector else ()

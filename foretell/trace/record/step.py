@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from foretell.errors import ModelError
 from foretell.trace.adapters.put import adapt
 from foretell.trace.fold.blocks import find_blocks
+from foretell.trace.load.output import entries_told, loss_in
 from foretell.trace.recipe import Adapters, Recipe
 from foretell.trace.sandbox.blame import BATCH_REMEDY, at, defined, made_at, written
 
@@ -268,16 +269,13 @@ def each_loss(workload: Workload, guard: Callable[[], AbstractContextManager[Any
 
 
 def compute_loss(workload: Workload) -> Tensor:
-    """A scalar to call backward on: the user's loss, the output's `.loss`, or the output itself if it is one."""
+    """A scalar to call backward on: the user's loss, or the one in the output (`load.output`)."""
     if workload.around is not None:
         return workload.around(replace(workload, around=None))
     output = call_model(workload.model, workload.batch)
     if workload.loss is not None:
         return _scalar(call_loss(workload.loss, output, workload.batch), output, workload.loss)
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, Tensor) and output.dim() == 0:
-        loss = output
-    return _scalar(loss, output, forward_of(workload.model))
+    return _scalar(loss_in(workload.model, output), output, forward_of(workload.model))
 
 
 def call_loss(loss: Callable[..., Any], output: Any, batch: Batch) -> Any:
@@ -299,12 +297,12 @@ def _scalar(loss: Any, output: Any, made_by: Callable[..., Any] | None = None) -
             raise ModelError(
                 f"no scalar loss to train on: it is a tensor of shape {tuple(loss.shape)}{where}", "take its .mean() or .sum()"
             )
-        found = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        found = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"{type(output).__name__}{entries_told(output)}"
         if loss is not None:
             found = f"{found}, and the loss {type(loss).__name__}"
         raise ModelError(
             f"no scalar loss to train on: the model returned {found}{where}",
-            "define loss(output, batch) beside the model, or return an object with .loss",
+            "define loss(output, batch) beside the model, or return one scalar that gradients reach",
         )
     return loss
 

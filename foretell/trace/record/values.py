@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ from foretell.trace.doubts import EVENLY, IN_THE_MIDDLE
 MOST_NUMBERS, MOST_WHOLE = 2**16, 2**20
 """Elements up to which values are followed: of floats, and of whole numbers and masks."""
 MOST_DRAWN = 2**12
-"""Elements up to which floats are drawn while a model is built: most of them are weights, which nobody reads."""
+"""Elements up to which floats are drawn while a model is built: most of them are weights, which nobody reads. Those of a batch are drawn
+as far as values are followed: points become voxels, and scores become masks."""
+_of_batch: list[bool] = []
 FOLLOWED, DRAWN, ASSUMED = 0, 1, 2
 
 
@@ -163,6 +166,7 @@ def _argument(func: Any, args: Any, name: str, otherwise: Any) -> Any:
     return otherwise
 
 
+ALL_ONE = "are taken to be 1"
 Rule = Callable[[list[Tensor], Any, Any], list[Tensor | None]]
 _RULES: dict[str, tuple[Rule, str]] = {
     **dict.fromkeys(("isnan", "isinf", "isneginf", "isposinf", "signbit"), (_zeros, "is taken to find none")),
@@ -173,7 +177,7 @@ _RULES: dict[str, tuple[Rule, str]] = {
                     (_spread, EVENLY)),
     **dict.fromkeys(("sort", "argsort"), (_in_order, "are taken to be in order")),
     **dict.fromkeys(("searchsorted", "bucketize"), (_middle, IN_THE_MIDDLE)),
-    "_to_copy": (_ones, "are taken to be 1"),
+    "_to_copy": (_ones, ALL_ONE),
 }  # fmt: skip
 """Ops that make whole numbers or masks of floats: what ordinary data gives, and how that is said."""
 
@@ -251,14 +255,14 @@ def follow(func: Any, args: Any, kwargs: Any, output: Any, recorded: bool, where
     op = about(func)
     if not op.follows:
         return
-    if op.overwrites and is_renewed(args[0]):
+    if (op.overwrites or _places_all(op, args)) and is_renewed(args[0]):
         with no_dispatch():
             attach(args[0], torch.empty(args[0].shape, dtype=args[0].dtype))
     if not all_known(args) or (kwargs and not all_known(kwargs)):
         _unknown(op, func, args, output, where)
         return
     outputs = list(flat(output))
-    most = MOST_DRAWN if op.draws and not recorded and outputs and outputs[0].is_floating_point() else None
+    most = MOST_DRAWN if op.draws and not recorded and not _of_batch and outputs and outputs[0].is_floating_point() else None
     if not outputs or not all(is_small(tensor, most) for tensor in outputs):
         _forget_written(op, args)
         return
@@ -282,9 +286,28 @@ def follow(func: Any, args: Any, kwargs: Any, output: Any, recorded: bool, where
                 value.kind, value.words = kind, words
 
 
+@contextmanager
+def of_a_batch() -> Iterator[None]:
+    """What is drawn in here is a batch, not weights."""
+    _of_batch.append(True)
+    try:
+        yield
+    finally:
+        _of_batch.pop()
+
+
+def _places_all(op: ValueRule, args: Any) -> bool:
+    """Whether as many numbers are put into a row as it has places: `inverse[order] = arange(n)`."""
+    index: Any = args[2] if op.name in ("scatter_", "index_copy_") and len(args) > 2 else None
+    if op.name in ("index_put_", "_index_put_impl_") and len(args[1]) == 1:
+        index = args[1][0]
+    return isinstance(index, Tensor) and index.dtype == torch.int64 and args[0].dim() == 1 and index.numel() == args[0].numel()
+
+
 def is_renewed(tensor: Tensor) -> bool:
     """Whether a tensor that is written all over is small enough to follow, and all of its storage."""
-    if tensor.layout is not torch.strided or not 0 < tensor.numel() <= MOST_OVERWRITTEN or value_of(tensor) is not None:
+    most = MOST_OVERWRITTEN if tensor.is_floating_point() else MOST_DRAWN
+    if tensor.layout is not torch.strided or not 0 < tensor.numel() <= most or value_of(tensor) is not None:
         return False
     return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
 
@@ -343,4 +366,4 @@ def _unknown(op: ValueRule, func: Any, args: Any, output: Any, where: Callable[[
         made = rule(outputs, func, args)
     for fake, twin in zip(outputs, made, strict=True):
         if twin is not None and not fake.is_floating_point():
-            attach(fake, twin, ASSUMED, f"{where()} {words}" if words else "")
+            attach(fake, twin, ASSUMED, f"{where() or f'aten.{op.name} in the batch'} {words}" if words else "")

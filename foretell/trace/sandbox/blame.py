@@ -13,7 +13,7 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,12 @@ _KNOWN = {
     "Trying to backward through the graph a second time": "detach what is kept from one step to the next, or call backward once",
 }
 """What PyTorch says of a step, and what can be done."""
+_CHANGES: Mapping[str, Mapping[str, Any]] = {"Expected more than 1 value per channel": {"micro_batch": 2}}
+_TWO_TYPES = "that op does not take what autocast gives it, on a GPU neither: --precision fp32, or .float() before it"
+_SIXTEEN_BITS = re.compile(
+    r"\b(bfloat16|half|float16|low precision dtypes?)\b|types other than float and double|self\.dtype to be equal to src\.dtype", re.IGNORECASE
+)
+"""What PyTorch says where an op does not take 16-bit numbers, or not beside others."""
 _SIZES = (
     "shape", "size of tensor", "sizes of tensors", "must match", "expanded size", "expected input", "mat1 and mat2", "same number of",
     "dimension", "broadcast", "not supported: expected", "invalid for input of size", "channels", "size mismatch", "must have same", "out of range",
@@ -183,7 +189,18 @@ def model_error(model: str, error: BaseException, doing: str = "building", remed
     if isinstance(error, SystemExit):
         message = f"the code ends the program: {message}"
     problem = f"{doing} {model} failed: {type(error).__name__}: {message}{at(place(error))}"
-    return ModelError(problem, remedy or remedy_of(error), "".join(lines).rstrip())
+    told = ModelError(problem, remedy or remedy_of(error), "".join(lines).rstrip())
+    told.change = _change_of(error)
+    return told
+
+
+def _change_of(error: BaseException) -> Mapping[str, Any]:
+    """Options under which that code may run."""
+    texts = [str(link) for link in chain(error)]
+    known = next((change for said, change in _CHANGES.items() if any(said in text for text in texts)), None)
+    if known is None and isinstance(error, RuntimeError | ValueError | TypeError | NotImplementedError):
+        known = {"precision": "fp32"} if any(map(_SIXTEEN_BITS.search, texts)) else None
+    return known or {}
 
 
 _BUILT_HERE = ("hf:", "timm:", "torchvision:")
@@ -194,7 +211,9 @@ def step_error(model: str, error: BaseException) -> ModelError:
     """The same for an exception out of a step of a model that was built."""
     told = model_error(model, error, "one step of")
     if not told.remedy and model.startswith(_BUILT_HERE):
-        return ModelError(told.problem, "foretell's batch may not suit it: write file.py:function that returns (model, batch)", told.detail)
+        change = told.change
+        told = ModelError(told.problem, "foretell's batch may not suit it: write file.py:function that returns (model, batch)", told.detail)
+        told.change = change
     return told
 
 
@@ -232,6 +251,8 @@ def _of_kind(error: BaseException) -> str:
         return f"say what it gives: --hint '{text.strip()}=1', or compute it from plain Python numbers there"
     if name == "UnsupportedOperatorException":
         return "the op has no rule for shapes: give it one with torch.library.register_fake, or use a plain PyTorch op"
+    if isinstance(error, RuntimeError) and re.search(r"\b(bfloat16|half)\b", text, re.IGNORECASE):
+        return _TWO_TYPES
     if isinstance(error, RuntimeError | ValueError | IndexError) and any(mark in text.lower() for mark in _SIZES):
         if not place(error):  # no line of theirs: layers called by layers
             return "the sizes do not match: check that the batch is what forward and the loss take"

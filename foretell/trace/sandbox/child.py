@@ -129,12 +129,14 @@ def _printed(tail: str) -> str:
     return "\n".join(lines[-12:])
 
 
-def as_error(data: Mapping[str, str]) -> ForetellError:
+def as_error(data: Mapping[str, Any]) -> ForetellError:
     if data["kind"] == "InternalError":
         return InternalError(data["problem"] + "\n" + data["detail"])
     kind = getattr(errors, data["kind"], UserError)
     error = kind.__new__(kind)
     UserError.__init__(error, data["problem"], data["remedy"], data["detail"])
+    if isinstance(error, ModelError):
+        error.change = data.get("change", {})
     return error
 
 
@@ -143,7 +145,7 @@ def answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return work()
     except UserError as error:
-        told = {"problem": error.problem, "remedy": error.remedy, "detail": error.detail}
+        told = {"problem": error.problem, "remedy": error.remedy, "detail": error.detail, "change": getattr(error, "change", {})}
         return {"error": {"kind": type(error).__name__, **told}}
     except Exception as error:
         import traceback
