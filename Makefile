@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SITE_VENV := build/site-venv
-WORKERS ?= 3
+WORKERS ?= 4
 # One thread each; and bytecode is kept, whatever the shell says: dozens of processes would compile the same files anew.
 QUIET := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
@@ -24,7 +24,7 @@ demo: setup
 	$(BIN)/foretell run demo
 
 # Importing torch takes seconds, so a file stays with one worker; a worker uses one core, and often waits for its processes:
-# three keep two cores busy. Files go in the order they are collected in: those of many ranks, the longest, first.
+# four keep two cores busy. Files go in the order they are collected in: those of many ranks, the longest, first.
 test: setup
 	$(QUIET) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 

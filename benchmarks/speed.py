@@ -24,7 +24,7 @@ def seconds_of_seconds(trace: Any, recipe: Any, cluster: Any) -> tuple[float, fl
     """How long the prediction of step time alone takes from a trace at hand: the first time, and again."""
     from foretell.hardware.lookup import find_profile
     from foretell.lower.fsdp.sharded import shard
-    from foretell.plan.recipe import default_plan
+    from foretell.plan.default import default_plan
     from foretell.price import machine
     from foretell.price.speeds import Options, speeds_of
     from foretell.simulate.time.step import plan_time

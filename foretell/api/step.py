@@ -355,8 +355,9 @@ def _predict(
 ) -> Prediction:  # fmt: skip
     from foretell.lower.blocks import KEEP, blocks_of
     from foretell.lower.spread import mesh_told
+    from foretell.plan.default import default_plan, in_no_plan, mode_of
     from foretell.plan.file import to_json
-    from foretell.plan.recipe import default_plan, in_no_plan, mode_of, model_of
+    from foretell.plan.recipe import model_of
     from foretell.simulate.memory.remedies import outlook
     from foretell.simulate.parts import TORCH
     from foretell.simulate.plan import Options, predict_plan

@@ -10,15 +10,15 @@ from typing import Any
 from foretell.errors import UserError
 from foretell.plan import blocks as stack
 from foretell.plan import paths
-from foretell.plan.precision import in_plan, in_recipe
-from foretell.plan.types import AWAY, Mesh, Plan, Residency
+from foretell.plan.precision import in_recipe
+from foretell.plan.types import AWAY, Plan
 from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
 
 Shapes = Mapping[str, tuple[Sequence[int], str]]
 """Parameter → its shape and the name of its dtype, such as float32."""
 
-_RECOMPUTES = {"keep": "none", "recompute": "full", "selective": "selective"}
+RECOMPUTES = {"keep": "none", "recompute": "full", "selective": "selective"}
 _USUAL_DTYPE = "float32"
 _SHOWN = 6
 
@@ -42,7 +42,7 @@ def recipe_of(plan: Plan, mode: str | None = None) -> Recipe:
     mode = _shared_mode(plan) if mode is None else mode
     return Recipe(
         optimizer=plan.optimizer, precision=in_recipe(plan.precision, plan.mesh.spread > 1),
-        recompute=_RECOMPUTES[_traced(mode)], accumulate=plan.accumulate, clip=plan.clip, compile=plan.compile,
+        recompute=RECOMPUTES[_traced(mode)], accumulate=plan.accumulate, clip=plan.clip, compile=plan.compile,
         shards=plan.mesh.dp_shard, adapters=plan.adapters, base=tuple(plan.base.items()),
     )  # fmt: skip
 
@@ -70,37 +70,6 @@ def _shared_mode(plan: Plan) -> str:
 def _traced(mode: str) -> str:
     """What is moved is computed as what is kept."""
     return "keep" if mode in AWAY else mode
-
-
-def default_plan(
-    recipe: Recipe, model: Mapping[str, Any], hardware: str, *, micro_batch: int = 1, blocks: Sequence[str] = (), **more: Any
-) -> Plan:
-    """The plan that a recipe stands for: fully_shard over as many ranks as it has. Parameters that are frozen by name, and
-    whether anything is trained, are not in it."""
-    mode = mode_of(recipe)
-    given = {
-        "mesh": Mesh(dp_shard=recipe.shards), "micro_batch": micro_batch, "accumulate": recipe.accumulate,
-        "precision": in_plan(recipe.precision) or recipe.precision, "optimizer": recipe.optimizer, "clip": recipe.clip,
-        "blocks": stack.compress(dict.fromkeys(blocks, Residency(mode=mode))), "compile": recipe.compile,
-        "adapters": recipe.adapters, "base": dict(recipe.base),
-    }  # fmt: skip
-    return Plan(model=model, hardware=hardware, **{**given, **more})
-
-
-def mode_of(recipe: Recipe) -> str:
-    """What a plan calls a recipe's recompute."""
-    return {recompute: mode for mode, recompute in _RECOMPUTES.items()}[recipe.recompute]
-
-
-def in_no_plan(recipe: Recipe) -> str:
-    """What a recipe asks for that a plan cannot say; empty where a plan says all of it, and `run` would run that."""
-    precision = in_plan(recipe.precision)
-    asked = {
-        "inference": recipe.mode != "train", "frozen parameters": bool(recipe.freeze),
-        "channels-last layout": recipe.channels_last,
-        recipe.precision: precision is None or in_recipe(precision, recipe.shards > 1) != recipe.precision,
-    }  # fmt: skip
-    return next((what for what, given in asked.items() if given), "")
 
 
 def model_of(source: Source, *, blocks: Sequence[str] | None = None, shapes: Shapes | None = None) -> dict[str, Any]:

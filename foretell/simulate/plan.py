@@ -45,8 +45,8 @@ from foretell.lower.offload import activations, states
 from foretell.lower.spread import spread, spread_of
 from foretell.lower.steps import whole_step
 from foretell.plan.blocks import expand
+from foretell.plan.default import default_plan, mode_of
 from foretell.plan.precision import MIXED
-from foretell.plan.recipe import default_plan, mode_of
 from foretell.plan.types import AWAY, FLOAT8, MASTER, Plan
 from foretell.price import offload
 from foretell.price.energy import load_of

@@ -12,7 +12,7 @@ from foretell import api
 from foretell.cli import main
 from foretell.errors import UserError
 from foretell.options.adapters import adapters_of
-from foretell.plan import file, recipe
+from foretell.plan import default, file, recipe
 from foretell.plan.facts import Facts
 from foretell.plan.legal import complaints
 from foretell.plan.types import Adapters, Mesh, Plan, Residency
@@ -34,8 +34,8 @@ def test_a_plan_file_says_adapters(tmp_path: Path) -> None:
 def test_a_recipe_is_what_the_plan_trains_and_back() -> None:
     asked = recipe.recipe_of(PLAN)
     assert asked.adapters == OWN and asked.base == (("adapted", "nf4"), ("qkv", "nf4-double")) and asked.lora == 4 and asked.nf4
-    again = recipe.default_plan(asked, PLAN.model, "H100")
-    assert (again.adapters, again.base) == (PLAN.adapters, PLAN.base) and not recipe.in_no_plan(asked)
+    again = default.default_plan(asked, PLAN.model, "H100")
+    assert (again.adapters, again.base) == (PLAN.adapters, PLAN.base) and not default.in_no_plan(asked)
     assert Recipe.from_json(json.loads(json.dumps(asked.to_json()))) == asked
     short = Recipe(lora=8, nf4=True)
     assert short == Recipe(adapters=Adapters(rank=8), base=(("adapted", "nf4"),)) and not {"adapters", "base"} & short.to_json().keys()

@@ -11,7 +11,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from foretell.errors import UserError
-from foretell.plan import blocks, file, mesh, paths, recipe
+from foretell.plan import blocks, default, file, mesh, paths, recipe
 from foretell.plan.types import AXES, KEEP, MODES, Mesh, Pipeline, Residency
 from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
@@ -230,7 +230,7 @@ def test_a_plan_gives_the_source_and_recipe_it_was_made_from() -> None:
         recompute="full", accumulate=2, clip=0.5, precision="fsdp-bf16", shards=8, optimizer="sgd", compile="model"
     )
     about = recipe.model_of(source, blocks=TWELVE, shapes=SHAPES)
-    made = recipe.default_plan(wanted, about, "8xH100", micro_batch=source.micro_batch, blocks=TWELVE)
+    made = default.default_plan(wanted, about, "8xH100", micro_batch=source.micro_batch, blocks=TWELVE)
     assert made.blocks == {"blocks.0-11": RECOMPUTE} and made.mesh == Mesh(dp_shard=8) and made.compile == "model"
     assert recipe.source_of(made) == source and recipe.recipe_of(made) == wanted
     again = file.from_json(json.loads(json.dumps(file.to_json(made))))
@@ -266,8 +266,8 @@ def test_blocks_that_differ_have_no_one_recipe() -> None:
 
 def test_fp16_recipes_are_plans_with_scaled_gradients() -> None:
     for asked in (Recipe(precision="fp16-autocast"), Recipe(precision="fsdp-fp16", shards=4)):
-        made = recipe.default_plan(asked, {"model": "gpt2"}, "T4:4")
-        assert not recipe.in_no_plan(asked)
+        made = default.default_plan(asked, {"model": "gpt2"}, "T4:4")
+        assert not default.in_no_plan(asked)
         assert made.precision == "fp16-mixed" and recipe.recipe_of(made).precision == asked.precision
 
 
@@ -279,7 +279,7 @@ def test_fp16_recipes_are_plans_with_scaled_gradients() -> None:
     ],
 )  # fmt: skip
 def test_what_no_plan_can_say_is_known(asked: Recipe, what: str) -> None:
-    assert recipe.in_no_plan(asked) == what
+    assert default.in_no_plan(asked) == what
 
 
 def test_the_same_model_has_no_differences() -> None:

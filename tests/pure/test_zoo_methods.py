@@ -16,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from foretell import api, zoo
 from foretell.errors import UserError
 from foretell.hardware import parse
-from foretell.plan.recipe import default_plan, model_of, refuse_other_model
+from foretell.plan.default import default_plan
+from foretell.plan.recipe import model_of, refuse_other_model
 from foretell.search.traces import child as search_child
 from foretell.simulate.memory.replay import peak_live
 from foretell.trace import types

@@ -19,7 +19,8 @@ from foretell.hardware.lookup import find_profile
 from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster, Device
 from foretell.lower.blocks import KEEP, TraceMismatch, blocks_of
-from foretell.plan.recipe import known_blocks, mode_of, recipe_of
+from foretell.plan.default import mode_of
+from foretell.plan.recipe import known_blocks, recipe_of
 from foretell.plan.types import Plan
 from foretell.price import energy as watts
 from foretell.price.machine import machine

@@ -18,7 +18,7 @@ from foretell.hardware.profile import Profile
 from foretell.hardware.types import Cluster
 from foretell.lower.blocks import KEEP, blocks_of
 from foretell.lower.spread import mesh_told
-from foretell.plan.recipe import default_plan, mode_of
+from foretell.plan.default import default_plan, mode_of
 from foretell.plan.types import Plan
 from foretell.simulate.memory.memory import PROCESS_BYTES
 from foretell.simulate.parts import TORCH, PlanCost
