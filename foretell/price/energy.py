@@ -131,6 +131,8 @@ def load_of(trace: Trace, device: Device, step_seconds: float, busy_seconds: flo
             if op.flops and op.flops > DENSE_FLOPS_PER_BYTE * moved:
                 dtype = op.inputs[1 if called == "addmm" else 0].spec.dtype
                 compute += times * op.flops / device.peak(dtype)
+    if step_seconds <= 0:  # by a profile whose ops take no time
+        return DeviceLoad(0.0, 0.0, 0.0)
     return DeviceLoad(
         min(1.0, busy_seconds / step_seconds), compute / step_seconds,
         memory / device.memory_bandwidth_bytes_per_second / step_seconds,

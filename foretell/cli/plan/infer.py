@@ -61,7 +61,8 @@ def fit_command(alone: Prediction, on: str, options: Mapping[str, Any], json: bo
     from foretell.trace.load.model import Source
 
     model = str(alone.model["source"])
-    source = Source(model=model, **{name: options[name] for name in ("overrides", "micro_batch", "seq", "image", "loss")})
+    asked = {name: options[name] for name in ("overrides", "micro_batch", "seq", "image", "loss")}
+    source = Source(model=model, **{name: value for name, value in asked.items() if value is not None})
     precision = str(alone.model["recipe"]["precision"])
     found = common.call(lambda: split(source, on, precision, options["cache"], options["time_limit"]), f"splitting {model}")
     verdict = _verdict(found)
