@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foretell.errors import UserError
+from foretell.errors import FileFormatError, UserError
 from foretell.hardware.footprint import footprint
 from foretell.hardware.prices import carbon_g_per_kwh, carbon_of, price_per_hour, pue
 from foretell.hardware.types import Cluster
@@ -44,6 +44,8 @@ def speed(cost: PlanCost, cluster: Cluster, how: Options, wishes: RunRequest | N
     if known is None or time is None:
         return Speed(notes=(f"no speed: nothing was measured on a {device.backend} device yet; run `foretell probe` there",))
     ranks, local, per_step = copies * plan.mesh.world, cost.programs[0], copies * cost.per_step
+    if time.step_seconds <= 0:
+        raise FileFormatError(f"the profile of {cluster.device.name} gives a step no time", "measure it again: foretell probe")
     rate = per_step / time.step_seconds
     throughput = Throughput(unit=cost.unit, per_step=per_step, per_second=rate, per_second_per_device=rate / ranks)
     dtype = computes_in(plan.precision)

@@ -34,6 +34,8 @@ FOLDS = 5
 LEAST_ROWS = 40
 """With fewer rows a family has laws alone."""
 LONG_SECONDS = 20e-6
+LEAST_SECONDS = 1e-9
+"""Of an op that launches anything, whatever a spoiled profile says."""
 SETTINGS: dict[str, Any] = {"depth": 5, "trees": 120, "rate": 0.1, "feature_share": 0.4, "row_share": 0.6, "min_leaf": 2, "digits": 4}
 MANY_ROWS = 3000
 MANY: dict[str, Any] = {"depth": 7, "trees": 240, "rate": 0.1, "feature_share": 0.35, "row_share": 0.5}
@@ -86,7 +88,7 @@ class Family:
 
     def refine(self, described: Sequence[Described]) -> list[float]:
         """Seconds of ops of this family."""
-        return [float(value) for value in np.exp(self.logs(described))]
+        return [float(value) for value in np.maximum(np.exp(self.logs(described)), LEAST_SECONDS)]
 
     def to_dict(self) -> dict[str, Any]:
         basis = {"basis": self.basis.to_dict()} if self.basis is not None else {}
