@@ -6,18 +6,23 @@ import ctypes
 import gzip
 import json
 import random
+import threading
 import time
 import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 GIB = 2**30
+BUILDERS = 5
+"""Cases that are built on the host beside the one on the device."""
 
 
-def build_step(config: dict[str, Any]) -> Any:
-    """The step of a configuration on the GPU, weights small random numbers, moved as `.to(device)` would."""
+def build_step(config: dict[str, Any], wait: Callable[[], None] = lambda: None) -> Any:
+    """The step of a configuration on the GPU, weights small random numbers, moved as `.to(device)` would; waits before it moves."""
     import torch
     from memory import parts
     from torch import nn
@@ -29,6 +34,7 @@ def build_step(config: dict[str, Any]) -> Any:
     with _no_initialisation():
         workload = load(source)
         step = Step(workload, recipe, device_type="cuda")
+    wait()
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
@@ -161,14 +167,16 @@ def ballast(free_bytes: int) -> None:
         amount -= chunk
 
 
-def run_in(config: dict[str, Any], free_bytes: int) -> dict[str, Any]:
+def run_in(config: dict[str, Any], free_bytes: int, wait: Callable[[], None]) -> dict[str, Any]:
     """Whether two steps, the first of which makes optimizer state, get through on a device of this size."""
     import torch
 
-    ballast(free_bytes)
+    def take() -> None:
+        wait()
+        ballast(free_bytes)
+
     try:
-        step = build_step(config)
-        run_steps(step, 2)
+        run_steps(build_step(config, take), 2)
     except torch.OutOfMemoryError as error:
         return {"ran": False, "why": str(error)[:160]}
     except RuntimeError as error:
@@ -217,22 +225,26 @@ def run_limits(
     started = time.monotonic()
     rows = [json.loads(line) for line in given.read_text().splitlines()] if given else draw_cases(configs, count)
     about, done = machine(), done_keys(out)
-    if not predict_only:
-        warm_up()
-    for row in rows:
-        if row["key"] in done:
-            continue
+    device = threading.Lock()
+
+    def run(row: dict[str, Any]) -> None:
         if time.monotonic() - started > seconds:
-            print("time is up; run again to go on", flush=True)
-            break
+            return
         if not predict_only:
             config, limit = row["config"], row["limit"]
-            row |= {**about, **in_child(run_in, config, limit, timeout=40)}
+            row |= {**about, **in_child(run_in, config, limit, timeout=60, device=device)}
             if row.get("ran") and row["verdict"] == "no":
-                row["ran_at_95"] = in_child(run_in, config, int(limit * 0.95), timeout=40).get("ran")
+                row["ran_at_95"] = in_child(run_in, config, int(limit * 0.95), timeout=60, device=device).get("ran")
         append(out, row)
         print(f"{row['name']}: {row['limit'] / GIB:.1f} GiB, need {row['need'] / GIB:.1f}, {row['verdict']}, "
               f"ran {row.get('ran')} {row.get('error', '')}", flush=True)  # fmt: skip
+
+    if not predict_only:
+        warm_up()
+    with ThreadPoolExecutor(1 if predict_only else BUILDERS) as pool:
+        list(pool.map(run, [row for row in rows if row["key"] not in done]))
+    if time.monotonic() - started > seconds:
+        print("time is up; run again to go on", flush=True)
     if not predict_only:
         limits_summary(out)
 

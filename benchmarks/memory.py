@@ -129,14 +129,22 @@ def predict_all(configs: list[dict[str, Any]], what: str = "predict", workers: i
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def in_child(function: Any, config: dict[str, Any], *args: Any, timeout: float = 60) -> dict[str, Any]:
-    """Run on the GPU in a forked process, so that every case starts with a fresh context and allocator."""
+def in_child(function: Any, config: dict[str, Any], *args: Any, timeout: float = 60, device: Any = None) -> dict[str, Any]:
+    """Run on the GPU in a forked process, so that every case starts with a fresh context and allocator.
+
+    With a lock for the device, the function is given one argument more: what it calls before it touches the device, which waits
+    until no other case is there. So cases can be built beside each other and run one after the other.
+    """
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
+    ours, theirs = context.Pipe()
+
+    def wait() -> None:
+        theirs.send("built")
+        theirs.recv()
 
     def work() -> None:
         try:
-            answer = function(config, *args)
+            answer = function(config, *args, *([wait] if device else []))
         except BaseException as error:
             answer = {"error": f"{type(error).__name__}: {error}"[:300]}
         theirs.send(answer)
@@ -145,14 +153,23 @@ def in_child(function: Any, config: dict[str, Any], *args: Any, timeout: float =
     process = context.Process(target=work)
     process.start()
     theirs.close()  # so that a crash is seen at once and not at the time limit
+    held = False
     try:
         answer = ours.recv() if ours.poll(timeout) else {"error": f"no answer in {timeout} s"}
+        if answer == "built":
+            held = device.acquire()
+            ours.send("go")
+            answer = ours.recv() if ours.poll(timeout) else {"error": f"no answer in {timeout} s"}
     except EOFError:
         process.join(10)
         answer = {"error": f"the process ended with {process.exitcode} and no answer"}
-    if "no answer" in answer.get("error", ""):
-        process.kill()
-    process.join(10)
+    try:
+        if "no answer" in answer.get("error", ""):
+            process.kill()
+        process.join(10)  # its memory is free only then
+    finally:
+        if held:
+            device.release()
     return answer
 
 
