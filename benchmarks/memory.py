@@ -32,6 +32,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,6 +41,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE))
+FORKING = threading.Lock()
+"""One thread forks at a time: hooks that libraries put around forks do not expect another."""
 MODES = ("eager", "compiled", "graphs", "blocks")
 DEFAULTS: dict[str, Any] = {
     "model": "", "overrides": {}, "micro_batch": 1, "seq": None, "image": None, "optimizer": "adamw-fused",
@@ -151,7 +154,8 @@ def in_child(function: Any, config: dict[str, Any], *args: Any, timeout: float =
         theirs.close()
 
     process = context.Process(target=work)
-    process.start()
+    with FORKING:
+        process.start()
     theirs.close()  # so that a crash is seen at once and not at the time limit
     held = False
     try:
