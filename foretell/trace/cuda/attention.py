@@ -58,6 +58,14 @@ def choose(
     )
 
 
+def _like_heads(query: Tensor, key: Tensor, value: Tensor, gqa: bool) -> bool:
+    """No fused kernel broadcasts: samples are as many everywhere, and so are heads, unless groups of them were asked to share a key."""
+    if query.shape[0] != key.shape[0] or query.shape[0] != value.shape[0]:
+        return False
+    heads = (query.shape[1], key.shape[1], value.shape[1])
+    return heads[1] == heads[2] and heads[0] % heads[1] == 0 if gqa else heads[0] == heads[1] == heads[2]
+
+
 def _in_order() -> tuple[str, ...]:
     """What `sdpa_kernel(..., set_priority=True)` asks to be tried first."""
     return tuple(_BACKENDS[number] for number in torch._C._get_sdp_priority_order() if number in _BACKENDS)
@@ -77,6 +85,7 @@ def _cudnn(
         and head <= limit
         and head_value <= limit
         and key.shape[2] > 1
+        and _like_heads(query, key, value, gqa)
         and not (dropout and query.shape[2] == 1)
         and not (mask is not None and mask.requires_grad)
     )
@@ -95,6 +104,7 @@ def takes_flash(
         and query.dtype in _LOW
         and head == key.shape[-1] == value.shape[-1]
         and head <= 256
+        and _like_heads(query, key, value, gqa)
         and not (causal and query.shape[-2] != key.shape[-2])
         and not (grad and little_shared and (192 < head <= 224 or (head > 224 and dropout)))
     )
@@ -112,6 +122,7 @@ def _efficient(
         and query.dtype in (*_LOW, torch.float32)
         and (query.dtype != torch.bfloat16 or capability >= (8, 0))
         and not gqa
+        and _like_heads(query, key, value, gqa)
         and head == key.shape[-1]
         and head % alignment == 0
         and value.shape[-1] % alignment == 0
@@ -139,7 +150,7 @@ def attention(
             query, key, value, mask, grad, dropout_p, is_causal, scale=scale
         )[0]
     return torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
 
 
