@@ -30,6 +30,7 @@ from foretell.trace.record.step import Workload
 from foretell.trace.types import Trace
 
 GRID = Path(__file__).parents[1] / "data" / "sdpa_choices_h200.json.gz"
+BROADCAST = GRID.with_name("sdpa_broadcast_h200.json.gz")
 STEPS = ("first_step", "steady_step", "steady_step")
 
 
@@ -87,6 +88,19 @@ def test_attention_choices_equal_those_of_an_h200() -> None:
             wrong[ours, real, name, head] += 1
     assert count == 15912
     assert not wrong
+
+
+def test_no_fused_attention_broadcasts_heads_or_samples() -> None:
+    """2,400 combinations of unlike heads, samples and masks, as an H200 chose."""
+    grid = json.loads(gzip.decompress(BROADCAST.read_bytes()))
+    wrong = Counter()
+    for name, *shapes, gqa, mask, causal, real in grid["rows"]:
+        dtype = getattr(torch, name)
+        query, key, value = (torch.empty(*shape, 64, 64, dtype=dtype, device="meta", requires_grad=True) for shape in shapes)
+        given = torch.empty(mask, dtype=dtype, device="meta") if mask else None
+        ours = choose(query, key, value, given, 0.0, causal, gqa, (9, 0), True, grid["torch"])
+        wrong[ours, real] += ours != real
+    assert len(grid["rows"]) == 2400 and not wrong.total()
 
 
 def test_attention_choice_elsewhere_than_on_hopper() -> None:

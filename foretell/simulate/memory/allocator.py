@@ -37,8 +37,8 @@ block. Leftovers of at least 512 bytes are split off in both pools.
 
 Choices where the real allocator depends on its surroundings:
 
-* Addresses always increase and are never reused, as a driver with a large empty address space mostly does it. They
-  matter only where free blocks have the same size.
+* Addresses matter only where free blocks have the same size. The driver gives out ranges of 32 MiB from the top of its address
+  space down, and fills what a segment leaves of its last range with smaller ones (seen on an H200); ranges are never reused here.
 * The limit is physical memory: a ``cudaMalloc`` (or a mapping) fails when the reserved bytes would exceed it. Under
   expandable segments ``set_per_process_memory_fraction`` has one more check, which is not modelled.
 * ``max_split_size_mb``, ``garbage_collection_threshold`` (both off by default), private pools (CUDA graphs) and
@@ -59,6 +59,7 @@ LARGE_EXACT = 10 * MIB
 LARGE_ROUNDING = 2 * MIB
 
 _FIRST_ADDRESS = 1 << 45
+_RANGE = 32 * MIB
 _UNLIMITED_SPACE = 1 << 44
 # A free block's sort key is one integer, size above address: comparing integers is faster than comparing tuples.
 _SIZE_SHIFT = 64
@@ -226,7 +227,8 @@ class CachingAllocator:
         self._pools: dict[int, _Pool] = {}
         self._live: dict[int, _Block] = {}
         self._heads: dict[int, _Block] = {}  # the first block of every segment, by address
-        self._next_address = _FIRST_ADDRESS
+        self._next_address = self._lowest = _FIRST_ADDRESS
+        self._rests: list[tuple[int, int]] = []  # (address, bytes) of ranges that a segment has not filled
         self.tell: Tell | None = None
 
     def malloc(self, nbytes: int, stream: int = 0) -> int:
@@ -344,7 +346,19 @@ class CachingAllocator:
         if self.expandable:
             return self._from_pages(pool, size)
         size = _segment_size(size)
-        return self._new_segment(pool, size, LARGE_ROUNDING, _FREE) if self._reserve(size) else None
+        return self._segment_at(self._from_driver(size), pool, size, _FREE) if self._reserve(size) else None
+
+    def _from_driver(self, size: int) -> int:
+        """Where a new segment lies."""
+        for position, (address, left) in enumerate(self._rests):
+            if left >= size:
+                self._rests[position : position + 1] = [(address + size, left - size)] if left > size else []
+                return address
+        whole = _round_up(size, _RANGE)
+        self._lowest -= whole
+        if whole > size:
+            insort(self._rests, (self._lowest + size, whole - size))
+        return self._lowest
 
     def _reserve(self, size: int) -> bool:
         """Take physical memory, if there is as much."""
@@ -354,9 +368,7 @@ class CachingAllocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return True
 
-    def _new_segment(self, pool: _Pool, size: int, alignment: int, state: int) -> _Block:
-        address = _round_up(self._next_address, alignment)
-        self._next_address = address + size
+    def _segment_at(self, address: int, pool: _Pool, size: int, state: int) -> _Block:
         block = self._heads[address] = _Block(address, size, pool, None, None, state)
         return block
 
@@ -388,7 +400,9 @@ class CachingAllocator:
             if _has_room(start, size):
                 return start
         space = _UNLIMITED_SPACE if self.limit is None else self.limit + self.limit // 8
-        block = self._new_segment(pool, _round_up(max(space, size), pool.page), pool.page, _UNMAPPED)
+        address, size = _round_up(self._next_address, pool.page), _round_up(max(space, size), pool.page)
+        self._next_address = address + size
+        block = self._segment_at(address, pool, size, _UNMAPPED)
         pool.add(block)
         return block
 

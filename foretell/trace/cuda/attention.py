@@ -58,12 +58,18 @@ def choose(
     )
 
 
-def _like_heads(query: Tensor, key: Tensor, value: Tensor, gqa: bool) -> bool:
+def _same_heads(query: Tensor, key: Tensor, value: Tensor, gqa: bool) -> bool:
     """No fused kernel broadcasts: samples are as many everywhere, and so are heads, unless groups of them were asked to share a key."""
-    if query.shape[0] != key.shape[0] or query.shape[0] != value.shape[0]:
-        return False
-    heads = (query.shape[1], key.shape[1], value.shape[1])
-    return heads[1] == heads[2] and heads[0] % heads[1] == 0 if gqa else heads[0] == heads[1] == heads[2]
+    heads = {t.shape[1] for t in (key, value)}
+    return len({t.shape[0] for t in (query, key, value)}) == 1 and (
+        all(query.shape[1] % count == 0 for count in heads) if gqa else heads == {query.shape[1]}
+    )
+
+
+def _is_broadcast(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    """A mask of two or four dimensions, each of full size or 1."""
+    full = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    return mask.dim() in (2, 4) and all(size in (1, most) for size, most in zip(mask.shape[::-1], full[::-1], strict=False))
 
 
 def _in_order() -> tuple[str, ...]:
@@ -85,9 +91,9 @@ def _cudnn(
         and head <= limit
         and head_value <= limit
         and key.shape[2] > 1
-        and _like_heads(query, key, value, gqa)
+        and _same_heads(query, key, value, gqa)
         and not (dropout and query.shape[2] == 1)
-        and not (mask is not None and mask.requires_grad)
+        and not (mask is not None and (mask.requires_grad or not _is_broadcast(mask, query, key)))
     )
 
 
@@ -104,7 +110,8 @@ def takes_flash(
         and query.dtype in _LOW
         and head == key.shape[-1] == value.shape[-1]
         and head <= 256
-        and _like_heads(query, key, value, gqa)
+        and key.shape[1] == value.shape[1]
+        and _same_heads(query, key, value, gqa)
         and not (causal and query.shape[-2] != key.shape[-2])
         and not (grad and little_shared and (192 < head <= 224 or (head > 224 and dropout)))
     )
@@ -121,8 +128,7 @@ def _efficient(
         query.dim() == 4
         and query.dtype in (*_LOW, torch.float32)
         and (query.dtype != torch.bfloat16 or capability >= (8, 0))
-        and not gqa
-        and _like_heads(query, key, value, gqa)
+        and _same_heads(query, key, value, False)
         and head == key.shape[-1]
         and head % alignment == 0
         and value.shape[-1] % alignment == 0
