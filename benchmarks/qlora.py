@@ -7,7 +7,7 @@
 
 The limit counts what is reserved and the context: PyTorch's allocator may reserve the limit less the predicted context
 (`set_per_process_memory_fraction`), and a run that wants more fails. A row has predicted and measured reserved bytes and
-seconds of a step, and whether all steps were done. No row was measured yet.
+seconds of a step, and whether all steps were done.
 """
 
 from __future__ import annotations
@@ -88,12 +88,15 @@ def main() -> None:
     parser.add_argument("what", choices=("predict", "measure"))
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--only", default="", help="cases that have this in their name")
     options = parser.parse_args()
     place = Path(tempfile.gettempdir()) / "qlora_small.json" if options.small else PREDICTED
     if options.what == "predict":
         place.write_text(json.dumps(predict(SMALL if options.small else CASES), indent=1) + "\n")
         return
     for name, known in json.loads(place.read_text()).items():
+        if options.only not in name:
+            continue
         row = {"done": False, "error": known["why"]} if known["plan"] is None else measure(name, known, options.steps)
         print(json.dumps(row), flush=True)
         if not options.small:

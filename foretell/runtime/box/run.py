@@ -181,9 +181,8 @@ class BoxSteps:
         self.feed = Feed(samples, share, seed=asked.seed, device=self.ranks.device)
         self.clock = measure.clock_of(self.ranks.device)
         self.step, self.finite = 0, True
-        gc.collect()
-        gc.freeze()
         measure.forget_peaks(self.ranks.device)
+        gc.freeze()
 
     def _applied(self, workload: Workload, settings: RunSettings, scratch: Path | None) -> Job:
         plan = self.plan

@@ -7,6 +7,7 @@ step computes. On a CPU everything is known when the step returns.
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import platform
 import resource
@@ -181,7 +182,8 @@ def others_words(device: torch.device) -> str:
 
 
 def forget_peaks(device: torch.device) -> None:
-    """From here on peaks are those of steps: what building the model left cached is given back."""
+    """From here on peaks are those of steps: what building the model left is given back, and what only cycles of objects hold with it."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
