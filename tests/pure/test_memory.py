@@ -222,6 +222,27 @@ def test_tight_near_the_limit_only() -> None:
     assert outcome(trace, with_memory(int(device / 0.96))).verdict != FITS
 
 
+# --------------------------------------------------------------------------- beside a device
+
+MEASURED = [
+    ({"model": "resnet50", "micro_batch": 256}, {"optimizer": "momentum"}, 11807082496, 14682161152),
+    ({"model": "resnet50", "micro_batch": 128}, {"precision": "fp32"}, 11498630144, 13698596864),
+    ({"model": "benchmarks/models/unseen.py:pointnet", "micro_batch": 27, "seq": 2048}, {"optimizer": "sgd"}, 950265856, 1453326336),
+]
+"""Peaks of three steps on an H200, torch 2.11 (benchmarks/results/memory.jsonl, unseen.jsonl)."""
+
+
+@pytest.mark.parametrize(("source", "recipe", "allocated", "reserved"), MEASURED, ids=["resnet50", "resnet50-fp32", "pointnet"])
+def test_peaks_of_convolution_nets_are_those_measured(source: dict[str, Any], recipe: dict[str, Any], allocated: int, reserved: int) -> None:
+    """What is reserved depends on where the workspaces of both gradients of a convolution come; the sum of a mask is made of int64."""
+    h200 = parse("H200")
+    trace = capture(lambda: load(Source(**source)), Recipe(**recipe))
+    memory = predict_memory(trace, h200, overhead(h200.device, "2.11")).memory
+    assert memory.allocated_bytes == pytest.approx(allocated, rel=0.001)
+    low, high = memory.bands["reserved_bytes"]
+    assert low <= reserved <= high
+
+
 # --------------------------------------------------------------------------- the answer adds up
 
 ANSWERS: list[tuple[str, dict[str, Any]]] = [

@@ -16,6 +16,7 @@ What shapes do not say comes in ``op.attrs``; without it, a rule assumes contigu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from math import ceil, prod
 
 from foretell.hardware.generations import Multiprocessors, multiprocessors
@@ -100,6 +101,23 @@ def _reduction(accumulator: int = 0) -> Rule:
         return max(found, key=sum, default=())
 
     return rule
+
+
+_REDUCED = _reduction()
+_LOW = ("bfloat16", "float16")
+
+
+def _summed(op: Op, dev: Multiprocessors) -> Buffers:
+    """ReduceOps.cpp, make_reduction_from_out_ty: what is not of the sum's own dtype is cast first, all of it, but for 16 bits into fp32.
+
+    So the sum of a mask needs eight bytes for each of its elements; that of a max's backward (`scale_grad_by_count`) was seen on an H200.
+    """
+    source, result = op.inputs[0].spec, op.outputs[0].spec
+    if source.dtype == result.dtype or (source.dtype in _LOW and result.dtype == "float32"):
+        return _REDUCED(op, dev)
+    cast = TensorSpec(source.shape, result.dtype)
+    made = replace(op, inputs=(op.inputs[0]._replace(spec=cast), *op.inputs[1:]), attrs=tuple(a for a in op.attrs if a != "strided:0"))
+    return (cast.nbytes, *_REDUCED(made, dev))
 
 
 def _reduced_dims(op: Op, source: Sequence[int], result: Sequence[int]) -> Iterable[frozenset[int]]:
@@ -331,14 +349,16 @@ def _convolution_backward(op: Op, dev: Multiprocessors) -> Buffers:
 def _convolution_backward_stages(op: Op, dev: Multiprocessors) -> tuple[Buffers, ...]:
     """Workspace of the input's gradient, then of the weight's, then the reduction of the bias's.
 
-    Measured was the highest point of the three, above all results: where the weight's is asked for, it has it all.
+    Measured was the highest point of the three, above all results, and the weight's pass is given all of it. The input's comes before
+    there is a gradient of the weight, and takes copies of its own: blocks that lie between, and what is reserved, depend on both.
     """
     c, copies = _gradient(op)
     found: list[Buffers] = []
+    whole = workspace(c)
     if c.mask[0]:
-        found.append(copies if c.mask[1] else (*copies, _with_alignment(workspace(c))))
+        found.append((*copies, _with_alignment(min(c.data_pass(), whole + c.weight.nbytes) if c.mask[1] else whole)))
     if c.mask[1]:
-        found.append((*copies, _with_alignment(workspace(c))))
+        found.append((*copies, _with_alignment(whole)))
     if c.mask[2]:
         found.append(_bias_staging(op, c, dev))
     return tuple(found) or ((),)
@@ -408,9 +428,10 @@ _RULES: dict[str, Rule] = {
     "aten.convolution.default": _convolution, "aten.convolution_backward.default": _convolution_backward,
     "aten._cudnn_rnn.default": _recurrent, "aten._cudnn_rnn_backward.default": _recurrent_backward,
     **dict.fromkeys(
-        ("aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default", "aten.prod.default",
-         "aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default", "aten.any.dim",
-         "aten.linalg_vector_norm.default", "aten.norm.Scalar", "aten.norm.ScalarOpt_dim"), _reduction()),
+        ("aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default", "aten.prod.default", "aten.prod.dim_int"), _summed),
+    **dict.fromkeys(
+        ("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default", "aten.any.dim",
+         "aten.linalg_vector_norm.default", "aten.norm.Scalar", "aten.norm.ScalarOpt_dim"), _REDUCED),
     **dict.fromkeys(("aten.max.dim", "aten.min.dim", "aten.argmax.default", "aten.argmin.default"), _reduction(_PAIR)),
     **dict.fromkeys(("aten.var.correction", "aten.std.correction", "aten.var_mean.correction",
                      "aten.std_mean.correction"), _reduction(_WELFORD)),

@@ -41,7 +41,7 @@ from foretell.search.block_costs.work import (
 )
 from foretell.search.estimate.coarse import Coarse, coarse
 from foretell.search.estimate.short import LINK, Item, Origin, Stacker
-from foretell.simulate.memory.memory import has_fitted, sizes_for
+from foretell.simulate.memory.memory import fitted_ops, sizes_for
 from foretell.simulate.parts import TORCH, sequence_length
 from foretell.trace.cuda.versions import widening
 from foretell.trace.doubts import memory_widening
@@ -197,7 +197,7 @@ class Sheet:
         self.material = material = source_of(first, 1).first
         self.blocks, self.kinds = material.blocks, material.kinds
         self.tied = bool(material.shared)
-        self.fitted = has_fitted(source_of(first, 1).trace)
+        self.fitted = fitted_ops(source_of(first, 1).trace)
         self.widening, self.memory_widening = (of(source_of(first, 1).trace.meta) for of in (widening, memory_widening))
         self.length = sequence_length_of(material)
         self._works: dict[tuple[str, int, int, int, int], Works | UserError] = {}

@@ -30,7 +30,7 @@ from foretell.search.block_costs.work import Work
 from foretell.search.estimate.depth import DeepStage, Depth, Peak, Run, runs_of, stage_of
 from foretell.search.estimate.stage import Stages
 from foretell.search.estimate.step import AXES, Steps
-from foretell.simulate.memory.memory import CONTEXT_BAND_BYTES, RESERVED_BAND
+from foretell.simulate.memory.memory import CONTEXT_BAND_BYTES, careful_share
 from foretell.trace.types import Op
 
 
@@ -157,7 +157,7 @@ class Composer:
         self.known: dict[Any, Any] = {}
         nccl = sheet.extra.nccl_for(cluster) if mesh.world > 1 else 0
         self.beside = sheet.extra.context_bytes + nccl
-        share = RESERVED_BAND if mesh.world > 1 or sheet.fitted else RESERVED_BAND / 2
+        share = careful_share(sheet.fitted, split=mesh.world > 1, moved=False)
         wider = sheet.memory_widening
         self.careful = int((cluster.device.memory_bytes - self.beside - CONTEXT_BAND_BYTES // 4 * wider) * (1 - share * wider))
 

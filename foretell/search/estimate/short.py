@@ -19,7 +19,7 @@ from foretell.lower.steps import FIRST
 from foretell.search.block_costs.expert import replace_first
 from foretell.search.block_costs.ops import AFTER, BEFORE, Material, Weights
 from foretell.search.estimate.coarse import Coarse
-from foretell.simulate.memory.memory import FITTED, has_fitted
+from foretell.simulate.memory.memory import FITTED, fitted_ops
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Ref, Storage, TensorSpec, Trace
 from foretell.units import DTYPE_BYTES
@@ -63,7 +63,7 @@ class Origin:
     """A model's trace, seen by the kinds of its blocks."""
 
     def __init__(self, trace: Trace, material: Material) -> None:
-        self.trace, self.fitted = trace, has_fitted(trace)
+        self.trace, self.fitted = trace, fitted_ops(trace)
         members: dict[int, list[str]] = {}
         for block, kind in zip(material.blocks, material.kinds, strict=True):
             members.setdefault(kind, []).append(block)
@@ -276,7 +276,7 @@ class _Stack:
         assert isinstance(recipe, Mapping)
         about = {**self.material.meta, "blocks": [item.name for item in self.items], "recipe": {**recipe, "recompute": "none"}}
         if self.origin.fitted:
-            about[FITTED] = True
+            about[FITTED] = self.origin.fitted
         if EXPERTS in about:
             about[EXPERTS] = self._experts(about[EXPERTS])
         return Trace(programs=programs, schedule=old.schedule, storages=self.storages, resident=tuple(resident), meta=about)
