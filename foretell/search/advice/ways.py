@@ -17,7 +17,7 @@ RANK = 16
 """Of the LoRA adapters that are offered."""
 _TYPED = {
     "hardware": "--on", "micro_batch": "--micro-batch", "accumulate": "--accumulate", "recompute": "--recompute",
-    "optimizer": "--optimizer", "precision": "--precision", "lora": "--lora", "nf4": "--nf4",
+    "optimizer": "--optimizer", "precision": "--precision", "lora": "--lora", "nf4": "--nf4", "loss_chunks": "--loss-chunks",
     "expandable_segments": "--expandable-segments", "compile": "--compile-how", "channels_last": "--channels-last",
 }  # fmt: skip
 """Option of `api.fit` → how it is typed."""

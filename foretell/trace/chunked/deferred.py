@@ -8,6 +8,7 @@ The model's code and its modules stay as they are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -112,6 +113,17 @@ class _Deferring(TorchFunctionMode):
             hidden, weight, bias = (*args, None)[:3]
             return DeferredLogits(self.owner, hidden, weight, bias, autocast_dtype(hidden) or hidden.dtype)
         return func(*args, **(kwargs or {}))
+
+
+def aside(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that sees nothing of deferred logits: the compiler does not look through what defers them."""
+
+    @functools.wraps(forward)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return forward(*args, **kwargs)
+
+    return called
 
 
 class DeferredLogits:
