@@ -77,8 +77,6 @@ class LossInChunks:
         why = _not_chunked(logits, target, **how)
         if why:
             raise ModelError(f"the loss cannot be computed in chunks: {why}", _REMEDY)
-        if logits.hidden._version != logits.version:
-            raise ModelError("what the output layer reads is changed in place before the loss", _REMEDY)
         self.done.append(logits.weight)
         what = LossOfChunks(
             self.chunks, logits.dtype_of_product, logits.changes, how["reduction"] == "mean", how["ignore_index"], how["label_smoothing"],
@@ -109,8 +107,9 @@ class _Deferring(TorchFunctionMode):
         self.owner = owner
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _LINEAR and not self.owner.inside and not kwargs and isinstance(args[0], Tensor) and args[0].dim() > 1:
+        if func is _LINEAR and not self.owner.inside and not kwargs and args[0].dim() > 1:
             hidden, weight, bias = (*args, None)[:3]
+            hidden = _tensors(hidden, "linear")
             return DeferredLogits(self.owner, hidden, weight, bias, autocast_dtype(hidden) or hidden.dtype)
         return func(*args, **(kwargs or {}))
 
@@ -129,13 +128,19 @@ def aside(forward: Callable[..., Any]) -> Callable[..., Any]:
 class DeferredLogits:
     """hidden Wᵀ + bias, as far as its reader can tell."""
 
-    def __init__(
-        self, owner: LossInChunks, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, changes: tuple[Change, ...] = ()
-    ) -> None:
-        self.owner, self.hidden, self.weight, self.bias, self.changes = owner, hidden, weight, bias, changes
+    def __init__(self, owner: LossInChunks, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.owner, self.weight, self.bias = owner, weight, bias
         self.dtype_of_product = dtype
-        self.version = hidden._version
+        self.changes: tuple[Change, ...] = ()
+        self._hidden, self._version = hidden, hidden._version
         self.tensor: Tensor | None = None
+
+    @property
+    def hidden(self) -> Tensor:
+        """As it was when the layer was called."""
+        if self._hidden._version != self._version:
+            raise ModelError("what the output layer reads is changed in place before its outputs are computed", _REMEDY)
+        return self._hidden
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -177,11 +182,14 @@ class DeferredLogits:
         return True
 
     def _seen(self, hidden: Tensor) -> DeferredLogits:
-        return DeferredLogits(self.owner, hidden, self.weight, self.bias, self.dtype_of_product, self.changes)
+        found = DeferredLogits(self.owner, hidden, self.weight, self.bias, self.dtype_of_product)
+        found.changes = self.changes
+        return found
 
     def _changed(self, kind: str, value: Any) -> DeferredLogits:
-        more = (*self.changes, (kind, value))
-        return DeferredLogits(self.owner, self.hidden, self.weight, self.bias, self.dtype_of_product, more)
+        found = self._seen(self.hidden)
+        found.changes = (*self.changes, (kind, value))
+        return found
 
     # ------------------------------------------------------------ views and factors
 
@@ -244,8 +252,6 @@ class DeferredLogits:
     def computed(self, asked_by: str) -> Tensor:
         """The tensor, whose values are wanted after all."""
         if self.tensor is None:
-            if self.hidden._version != self.version:
-                raise ModelError("what the output layer reads is changed in place before its logits are read", _REMEDY)
             self.owner.computed.append((asked_by, self.weight))
             with torch._C.DisableTorchFunction():
                 found = F.linear(self.hidden, self.weight, self.bias)
