@@ -113,6 +113,8 @@ def only_on_foretell(plan: Plan) -> list[str]:
         lost.append("weights: which blocks keep their weights on the host")
     if plan.adapters is not None:
         lost.append(f"adapters: {adapters_told(plan.adapters, plan.base)}, which your script must put on, by peft for instance")
+    if plan.loss_chunks > 1:
+        lost.append(f"loss_chunks: output layer and loss in {plan.loss_chunks} chunks of the tokens")
     if plan.kernels:
         lost.append(f"kernels: {', '.join(f'{op} by {kernel}' for op, kernel in plan.kernels.items())}")
     if plan.split is not None and plan.split.rules:

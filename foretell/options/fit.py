@@ -41,6 +41,8 @@ class StepOptions:
                                          "default: by device.", metavar="NAME")  # fmt: skip
     recompute: str = option("none", "none, full (every block) or selective.", metavar="HOW")
     accumulate: int = option(1, "Micro-batches per optimizer step.", metavar="N")
+    loss_chunks: int = option(1, "Compute the output layer and cross entropy over N chunks of the tokens, so that logits of one exist at a time.",
+                              metavar="N")  # fmt: skip
     clip: float | None = option(None, "Clip the gradient norm to X; default: no clipping.", metavar="X")
     lora: int | None = of_adapters("lora")
     nf4: bool = of_adapters("nf4")

@@ -51,6 +51,8 @@ class PlanOptions:
     state_format: str | None = option(None, "State format with bf16-master: fp32, split, bf16, int8 or split-int8.", metavar="NAME")
     optimizer: Any = option("adamw-fused", "As `foretell fit` takes it.", metavar="NAME", typed=str)
     clip: float = option(1.0, "Clip the gradient norm to X; 0: no clipping.", metavar="X")
+    loss_chunks: int | None = option(None, "Fix the number of chunks of the loss, see fit; default: 1, more where memory is short of logits.",
+                                     metavar="N")  # fmt: skip
     lora: int | None = of_adapters("lora")
     nf4: bool = of_adapters("nf4")
     adapter: str = of_adapters("adapter")

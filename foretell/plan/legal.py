@@ -77,6 +77,7 @@ def _amounts(plan: Plan) -> Iterator[Complaint]:
         yield from _whole(f"mesh.{axis}", getattr(plan.mesh, axis))
     yield from _whole("micro_batch", plan.micro_batch)
     yield from _whole("accumulate", plan.accumulate)
+    yield from _whole("loss_chunks", plan.loss_chunks)
     if not isinstance(plan.reshard, bool):
         yield from _whole("reshard", plan.reshard)
     if plan.clip is not None and not 0 < plan.clip < float("inf"):
@@ -391,6 +392,7 @@ def _shares(plan: Plan, facts: Facts) -> Iterator[Complaint]:
     for field, problem, remedy in (
         *legal_axes.context(plan, facts.seq), *legal_axes.experts(plan), *legal_axes.float8(plan, facts.dtypes),
         *legal_axes.states(plan, facts.blocks), *legal_axes.activations(plan), *legal_axes.adapters(plan),
+        *legal_axes.loss_chunks(plan),
     ):  # fmt: skip
         yield Complaint(field=field, problem=problem, remedy=remedy)
 

@@ -101,6 +101,25 @@ def adapters(plan: Plan) -> Found:
         yield "adapters.train", problem, "precision bf16-mixed, or one rank"
 
 
+def loss_chunks(plan: Plan) -> Found:
+    """An output layer and a loss that a rank computes whole, of all its tokens, in one place. Which models' losses are such is
+    found as they are computed."""
+    if plan.loss_chunks == 1:
+        return
+    for axis in ("pp", "tp", "cp", "ep"):
+        if getattr(plan.mesh, axis) > 1:
+            problem = f"is {plan.loss_chunks} and mesh.{axis} is {getattr(plan.mesh, axis)}: chunks are of tokens that a rank has whole"
+            yield "loss_chunks", problem, f"1, or {axis} 1"
+    if plan.precision == FP16:
+        problem = f"is {plan.loss_chunks} and precision is {FP16}: gradients of a chunk are made before the loss is scaled, and would vanish"
+        yield "loss_chunks", problem, "1, or bf16-mixed"
+    if plan.compile not in ("none", "blocks"):
+        problem = f"is {plan.loss_chunks} and compile is {plan.compile}: the output layer is taken out of the compiled model"
+        yield "loss_chunks", problem, "1, or compile blocks"
+    if plan.kernels.get("loss") is not None:
+        yield "loss_chunks", f"is {plan.loss_chunks} and kernels.loss is {plan.kernels['loss']}", "1, or no kernel for the loss"
+
+
 def states(plan: Plan, blocks: Sequence[str] | None) -> Found:
     """Optimizer states that are not on the device, or not in the weights' own format."""
     if not 0 <= plan.cpu_share <= 1:

@@ -134,6 +134,9 @@ class Plan:
     base: Mapping[str, str] = field(default_factory=dict)
     """Layers with an adapter, by a name or the end of a path, or `adapted` for all of them → nf4 or nf4-double: the format that
     their frozen weights are held in."""
+    loss_chunks: int = 1
+    """Pieces of a micro-batch's tokens of which the output layer and the cross entropy are computed one after another, forward
+    and backward: the logits of one of them exist at a time."""
     cpu_share: float = 0.0
     """Share of the states on the host that the CPU updates; the device updates the others."""
     reshard: bool | int = True

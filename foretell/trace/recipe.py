@@ -92,6 +92,10 @@ def known_base(pattern: str, kind: str) -> None:
         raise UnknownName(f"format of the base of {pattern}", str(kind), BASE_FORMATS, f"known: {', '.join(BASE_FORMATS)}")
 
 
+_LEFT_OUT = ("channels_last", "adapters", "base", "loss_chunks")
+"""Of a recipe's JSON where they have their defaults."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything about a step that is neither the model nor its batch."""
@@ -124,6 +128,8 @@ class Recipe:
     its launches recorded as CUDA graphs (mode "reduce-overhead")."""
     shards: int = 1
     """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2)."""
+    loss_chunks: int = 1
+    """Pieces of a micro-batch's tokens of which the output layer and the cross entropy are computed one after another."""
     channels_last: bool = False
     """Images and the weights of convolutions with their channels innermost (`memory_format=torch.channels_last`)."""
 
@@ -135,7 +141,7 @@ class Recipe:
             value = getattr(self, name)
             if value not in known:
                 raise UnknownName(name, str(value), known, f"known: {', '.join(known)}")
-        for name in ("accumulate", "shards", "clip"):
+        for name in ("accumulate", "shards", "clip", "loss_chunks"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"{name} must be positive, got {value}", f"give {name} a value above zero")
@@ -164,7 +170,7 @@ class Recipe:
         said = asdict(self) | {"freeze": list(self.freeze)}
         said["adapters"] = None if self.adapters is None or self.adapters == Adapters(rank=self.adapters.rank) else self.adapters.to_json()
         said["base"] = [] if self.base == ((ADAPTED, "nf4"),) else [list(pair) for pair in self.base]
-        return {name: value for name, value in said.items() if value or name not in ("channels_last", "adapters", "base")}
+        return {name: value for name, value in said.items() if (value and (name, value) != ("loss_chunks", 1)) or name not in _LEFT_OUT}
 
     @classmethod
     def from_json(cls, data: dict[str, object]) -> Recipe:

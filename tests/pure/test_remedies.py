@@ -70,6 +70,7 @@ AGAIN = pytest.mark.slow(reason="the same change of another model; each change i
         pytest.param("many classes", {}, {"recompute": "full"}, marks=AGAIN),
         pytest.param("few classes", {"precision": "fp32"}, {"recompute": "full"}, marks=AGAIN),
         ("few classes", {}, {"recompute": "selective"}), ("many classes", {}, {"micro_batch": 4, "accumulate": 2}),
+        ("many classes", {}, {"loss_chunks": 8}),
         ("many classes", {}, {"expandable_segments": True}), ("wide", {"optimizer": "adamw"}, {"optimizer": "adamw-fused"}),
         ("wide", {}, {"precision": "bf16"}), ("wide", {}, {"lora": 16}), ("wide", {"lora": 16}, {"nf4": True}),
         ("wide", {}, {"recompute": "full"}), pytest.param("few classes", {}, {"recompute": "full", "precision": "bf16"}, marks=AGAIN),
@@ -113,6 +114,17 @@ def test_single_ways_come_before_several_and_the_last_is_the_strongest() -> None
     for way in found:
         size, steps = way.options.get("micro_batch", 12), way.options.get("accumulate", 1)
         assert size * steps == 12, "the batch of a step is kept"
+
+
+def test_a_loss_in_chunks_is_offered_where_logits_are_large_and_may_be_cut() -> None:
+    large = looks(logits=16 * GIB, rows=8192)
+    assert flags(advice_ways.same_maths(asked(), large))[0] == "--loss-chunks 8"
+    assert any("--recompute full --loss-chunks 8" in flag for flag in flags(advice_ways.same_maths(asked(), large)))
+    for given, seen in (
+        (asked(), looks(logits=GIB, rows=8192)), (asked(), looks(logits=20 * GIB, rows=300)), (asked(loss_chunks=4), large),
+        (asked(compile="model"), large), (asked(precision="fp16-autocast"), large), (asked(mode="infer"), large),
+    ):  # fmt: skip
+        assert not any("loss-chunks" in flag for flag in flags(advice_ways.same_maths(given, seen)))
 
 
 def test_what_changes_the_mathematics_is_marked_and_only_offered_where_it_can_be_done() -> None:

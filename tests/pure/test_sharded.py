@@ -246,6 +246,11 @@ def test_micro_batches_reduce_every_time_and_add_in_fp32() -> None:
     compare(workload("gpt-tiny", 2, layers=2), Recipe(accumulate=3), (4,))
 
 
+@pytest.mark.parametrize("freeze", [(), ("tokens",)])
+def test_a_loss_in_chunks_is_computed_with_what_the_root_gathered(freeze: tuple[str, ...]) -> None:
+    compare(workload("gpt-tiny", 2, layers=2), Recipe(loss_chunks=3, accumulate=2, freeze=freeze), (4,))
+
+
 def test_what_is_frozen_is_gathered_and_not_reduced() -> None:
     compare(workload("gpt-tiny", 2, layers=3), Recipe(freeze=("tokens", "positions", "blocks.0", "blocks.2.mlp")), (4,))
 

@@ -316,7 +316,7 @@ def check_step(model: str, on: str, options: dict[str, Any]) -> None:
     check_source(Source(model=model, **{name: options[name] for name in of_source if options[name] is not None}))
     if not on.strip().casefold().startswith("auto"):  # only torch knows this machine
         parse(on)
-    of_recipe = ("optimizer", "recompute", "accumulate", "clip", "freeze")
+    of_recipe = ("optimizer", "recompute", "accumulate", "clip", "freeze", "loss_chunks")
     given = {name: options[name] for name in of_recipe if name in options} | {"mode": "infer" if options.get("infer") else "train"}
     given |= adapters_of(options)
     Recipe(**given | ({"precision": read(options["precision"], False)} if options["precision"] is not None else {}))

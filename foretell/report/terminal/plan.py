@@ -152,6 +152,8 @@ def _ways(plan: Plan) -> str:
     pieces = [plan.precision, plan.optimizer, clip, compiled.get(plan.compile, f"compile {plan.compile}")]
     if plan.adapters is not None:
         pieces.append(_clean(adapters_told(plan.adapters, plan.base)))
+    if plan.loss_chunks > 1:
+        pieces.append(f"output layer and loss in {plan.loss_chunks} chunks of the tokens")
     if plan.states:
         by_cpu = f", {plan.cpu_share:.0%} of them updated by the CPU" if plan.cpu_share else ""
         for tier, where in (("host", f"in host memory{by_cpu}"), ("disk", "on disk")):

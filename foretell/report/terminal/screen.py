@@ -160,6 +160,8 @@ def _recipe(recipe: Mapping[str, Any]) -> str:
         words = ["inference", *words[1:]]
     elif recipe.get("recompute"):
         words.append(f"recompute {recipe['recompute']}")
+    if recipe.get("loss_chunks", 1) != 1:
+        words.append(f"loss in {recipe['loss_chunks']} chunks")
     how = recipe.get("compile")
     if how and how != "none":
         words.append({"blocks": "torch.compile of each block", "graphs": "torch.compile with CUDA graphs"}.get(how, "torch.compile"))

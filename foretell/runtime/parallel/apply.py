@@ -39,12 +39,14 @@ from foretell.runtime.parallel.runners import Piped, Runner, WholeModel
 from foretell.runtime.train import clip
 from foretell.runtime.train.finite import Skips, may_step
 from foretell.runtime.train.scaler import scaler_for
+from foretell.trace.chunked.deferred import aside
 from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.record.step import (
     Batch,
     Workload,
     build_optimizer,
     cast_floats,
+    in_chunks,
     plainly,
     prepare_precision,
 )
@@ -337,7 +339,7 @@ def apply(
         loss = workload.loss
         if plan.kernels.get("loss") == "compiled" and loss is not None:
             loss = torch.compile(loss, backend=backend)
-        runner: Runner = WholeModel(model, loss, autocast(plan, ranks), context)
+        runner: Runner = WholeModel(model, loss, autocast(plan, ranks), context, _in_chunks(workload, plan))
         held = [paths]
     else:
         from foretell.runtime.parallel.pipeline.stages import cut
@@ -370,6 +372,11 @@ def apply(
             held_experts = [one.path for one in expert.apply(part, stacks, mesh).experts]
         shard.shard(part, blocks, plan, ranks, held_experts)
     return Job(plan, ranks, runner, place, learning_rate=learning_rate, split=split, away=away, scratch=scratch, base=base)
+
+
+def _in_chunks(workload: Workload, plan: Plan) -> Callable[[Workload], Tensor] | None:
+    """How the loss is computed where the plan has it in chunks."""
+    return in_chunks(workload, plan.loss_chunks).around if plan.loss_chunks > 1 else None
 
 
 def _away(part: nn.Module, kept: Mapping[str, Residency], device: torch.device, scratch: str | Path | None) -> OffloadedActivations | None:
@@ -422,7 +429,8 @@ def compile_part(part: nn.Module, blocks: Sequence[str], plan: Plan, backend: st
     )  # warns of selective recompute
     mode = "reduce-overhead" if plan.compile == "graphs" and backend == "inductor" else None
     for module in [part.get_submodule(path) for path in blocks] if plan.compile == "blocks" else [part]:
-        module.forward = torch.compile(module.forward, backend=backend, mode=mode)  # type: ignore[method-assign]
+        compiled = torch.compile(module.forward, backend=backend, mode=mode)
+        module.forward = aside(compiled) if plan.loss_chunks > 1 else compiled  # type: ignore[method-assign]
 
 
 def autocast(plan: Plan, ranks: Ranks) -> Callable[[], AbstractContextManager[Any]]:

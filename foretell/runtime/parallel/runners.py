@@ -48,9 +48,9 @@ class WholeModel:
 
     def __init__(
         self, model: nn.Module, loss: Loss | None, guard: Callable[[], AbstractContextManager[Any]],
-        context: ContextParallel | None = None,
+        context: ContextParallel | None = None, around: Callable[[Workload], Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.loss, self.guard, self.context = model, loss, guard, context
+        self.model, self.loss, self.guard, self.context, self.around = model, loss, guard, context, around
         self.parts = [model]
         self.scaler: LossScaler | None = None
         self._moved: Offloaded | None = None
@@ -64,7 +64,7 @@ class WholeModel:
 
     def _loss(self, batch: Batch) -> Tensor:
         if self.context is None:
-            return compute_loss(Workload(self.model, batch, self.loss))
+            return compute_loss(Workload(self.model, batch, self.loss, around=self.around))
         return self.context.finish(compute_loss(Workload(self.model, self.context.open(batch), self.loss)))
 
     def copies(self, name: str) -> int:

@@ -342,7 +342,8 @@ def _said(plan: Plan, name: str) -> Any:
 _TOLD = ("predicted", "notes", "version")
 """Fields of a plan that change nothing in how it runs."""
 _LAYOUT = (
-    "hardware", "mesh", "placement", "pipeline", "split", "blocks", "states", "weights", "cpu_share", "reshard", "compile", "kernels",
+    "hardware", "mesh", "placement", "pipeline", "split", "blocks", "states", "weights", "cpu_share", "loss_chunks", "reshard", "compile",
+    "kernels",
 )  # fmt: skip
 """Fields that change where and in what order things are computed, not what."""
 _SHARES = ("micro_batch", "accumulate")

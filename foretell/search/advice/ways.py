@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretell.hardware.types import Cluster
 from foretell.quantities import Prediction
+from foretell.search.space.preferences import chunks_for
 from foretell.trace.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ RANK = 16
 """Of the LoRA adapters that are offered."""
 _TYPED = {
     "hardware": "--on", "micro_batch": "--micro-batch", "accumulate": "--accumulate", "recompute": "--recompute",
-    "optimizer": "--optimizer", "precision": "--precision", "lora": "--lora", "nf4": "--nf4",
+    "optimizer": "--optimizer", "precision": "--precision", "lora": "--lora", "nf4": "--nf4", "loss_chunks": "--loss-chunks",
     "expandable_segments": "--expandable-segments", "compile": "--compile-how", "channels_last": "--channels-last",
 }  # fmt: skip
 """Option of `api.fit` → how it is typed."""
@@ -152,11 +153,24 @@ def _free(asked: FitRequest, outlook: Outlook) -> Iterator[OptionChange]:
     kind, _, variant = asked.recipe.optimizer.partition("-")
     if asked.training and kind.startswith("adam") and variant != "fused":
         yield OptionChange(options={"optimizer": f"{kind}-fused"}, change="use the fused optimizer", costs="none: it is faster")
+    if (chunks := _chunks(asked, outlook)) > 1:
+        yield OptionChange(
+            options={"loss_chunks": chunks}, change=f"output layer and loss in {chunks} chunks of the tokens",
+            costs="a little time; sums over tokens are rounded otherwise",
+        )  # fmt: skip
     if not asked.expandable and outlook.loose > 0:
         yield OptionChange(
             options={"expandable_segments": True}, change="let allocator segments grow",
             costs="set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         )  # fmt: skip
+
+
+def _chunks(asked: FitRequest, outlook: Outlook) -> int:
+    """In how many chunks the loss leaves little of the logits; 1 where they are not what is large, or cannot be in chunks."""
+    recipe = asked.recipe
+    if not asked.training or recipe.loss_chunks > 1 or recipe.compile not in ("none", "blocks") or recipe.precision.startswith(("fp16", "fsdp-fp16")):
+        return 1
+    return chunks_for(outlook.logits, outlook.rows, asked.cluster.device.memory_bytes)
 
 
 def _halves(asked: FitRequest, outlook: Outlook) -> Iterator[OptionChange]:

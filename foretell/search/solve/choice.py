@@ -97,6 +97,7 @@ def told(plan: Plan) -> str:
     words += [plain(adapters_told(plan.adapters, plan.base))] if plan.adapters is not None else []
     modes = sorted({residency.mode for residency in plan.blocks.values() if residency.mode != "keep"})
     words += [_TREATED.get(mode, mode) + _some(plan, mode) for mode in modes]
+    words += [f"loss in {plan.loss_chunks} chunks"] if plan.loss_chunks > 1 else []
     words += [f"{plan.pipeline.stages} stages, {plan.pipeline.schedule}"] if plan.pipeline else []
     words += [f"states of {', '.join(plan.states)} offloaded"] if plan.states else []
     words += [f"weights of {', '.join(plan.weights)} offloaded"] if plan.weights else []

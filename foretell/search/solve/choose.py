@@ -52,6 +52,8 @@ def choose(
         return question.into(DescribedSearch).answer(patience)
     if question.wishes.adapters is not None:
         return adapted(question, patience)
+    if (question.wishes.loss_chunks or 1) > 1:
+        return question.into(Climb).answer(patience)
     if question.wishes.precision == MASTER:
         if by_law:
             raise UserError(f"--step-law is not taken with --precision {MASTER}", "give --global-batch")
@@ -66,11 +68,23 @@ def _whole_model(question: Question, exact: bool | None, what_if: bool, patience
     if not question.on_cpu:
         try:
             found = as_choice(found_for(question, exact=exact, what_if=what_if, patience=patience))
+            found = found if found.best is not None else or_in_chunks(found, question, patience)
             return found if found.best is not None or not moves else _moved(found, question, patience)
         except Unsuited as error:
             remarks = (f"plans were tried one by one: {error}",)
     found = question.into(Climb).answer(patience)
     return replace(found, notes=(*found.notes, *remarks))
+
+
+def or_in_chunks(nothing: Choice, question: Question, patience: float) -> Choice:
+    """Where nothing fits on one device: plans with the loss in chunks, which compute the same. What was found before is kept where none does."""
+    if question.cluster.count > 1 or question.wishes.loss_chunks is not None:
+        return nothing
+    climb = question.into(Climb)
+    found = climb.answer(patience)
+    if found.best is None or found.best.plan.loss_chunks == 1:
+        return nothing
+    return replace(found, costed=nothing.costed + found.costed)
 
 
 def _moved(nothing: Choice, question: Question, patience: float) -> Choice:

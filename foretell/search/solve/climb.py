@@ -33,7 +33,7 @@ from foretell.search.solve.planned_batch import BatchAdvice
 from foretell.search.solve.question import Question
 from foretell.search.solve.reasons import of_candidates
 from foretell.search.space.layouts import micro_batches
-from foretell.search.space.preferences import ALIKE, ALIKE_ON_CPU, LESS_IF_TIGHT, MOST_PLANS, WORTH
+from foretell.search.space.preferences import ALIKE, ALIKE_ON_CPU, LESS_IF_TIGHT, MOST_PLANS, WORTH, chunks_for
 from foretell.simulate.parts import sequence_length
 from foretell.simulate.plan import KEEP, predict_plan
 from foretell.trace.types import Trace
@@ -58,6 +58,8 @@ class Climb(Question):
     remarks: list[str] = field(default_factory=list)
     modes: tuple[str, ...] = MODES
     """Residencies that the model's blocks can be in."""
+    chunkable: bool = True
+    """Whether the model's loss can be computed in chunks, as far as is known."""
 
     def answer(self, patience: float = float("inf")) -> Choice:
         for axis in ("cp", "ep"):
@@ -186,20 +188,36 @@ class Climb(Question):
         return 0 if best is None else max(0, batches.index((best.plan.micro_batch, best.plan.accumulate)) - 2)
 
     def _climbed(self, base: Plan, batches: Sequence[tuple[int, int]]) -> Iterator[Tried]:
-        at = 0
+        at, chunks = 0, self.wishes.loss_chunks or 1
         for mode in (mode for mode in MODES if mode in self.modes):
             while at < len(batches):
                 micro, accumulate = batches[at]
-                yield base.with_(micro_batch=micro, accumulate=accumulate), mode
+                yield base.with_(micro_batch=micro, accumulate=accumulate, loss_chunks=chunks), mode
                 last = self.found[-1]
+                if last.cost is None and chunks > 1 and self.wishes.loss_chunks is None:
+                    chunks, self.chunkable = 1, False
+                    break
                 if last.cost is None or (last.fits and self._past_the_best(last)):
                     return  # it is not legal, or larger micro-batches gain nothing
                 if not last.fits:
-                    break
+                    more = self._chunks(last) if chunks == 1 else 1
+                    if more == 1:
+                        break
+                    chunks = more
+                    continue
                 at += 1
             if at == len(batches) or not self.blocks:
                 return
-            self.traces.prepare([(base.with_(micro_batch=batches[at][0]), other) for other in self.modes[1:]])
+            self.traces.prepare([(base.with_(micro_batch=batches[at][0], loss_chunks=chunks), other) for other in self.modes[1:]])
+
+    def _chunks(self, last: Candidate) -> int:
+        """In how many chunks the loss of a plan that does not fit leaves little of its logits; 1 where they are not what is large."""
+        plan, cost = last.plan, last.cost
+        if cost is None or cost.unit != "tokens" or not self.chunkable or self.wishes.loss_chunks is not None:
+            return 1
+        memory = cost.worst.memory
+        logits, tokens = memory.categories.get("logits", 0), cost.per_step // plan.global_batch * plan.micro_batch
+        return chunks_for(logits, tokens, memory.capacity_bytes)
 
     def _past_the_best(self, last: Candidate) -> bool:
         """Whether the last doubling of the micro-batch did not make the plan faster."""
@@ -220,9 +238,9 @@ class Climb(Question):
         try:
             traces = self.traces.of(plan, [mode])
         except UserError as error:
-            if plan.mesh.tp == 1:
+            if plan.mesh.tp == 1 and (plan.loss_chunks == 1 or self.wishes.loss_chunks is not None):
                 raise
-            self.found.append(Candidate(plan=plan, why=error.problem))  # the model cannot be split so
+            self.found.append(Candidate(plan=plan, why=error.problem))  # the model, or its loss, cannot be split so
             return
         if not self.named:
             self._learn(traces[mode])

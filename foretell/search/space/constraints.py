@@ -66,6 +66,8 @@ class SearchConstraints:
     """What is trained instead of the model."""
     base: Mapping[str, str] = field(default_factory=dict)
     """Of adapted layers: the format of their frozen weights, as plans have it."""
+    loss_chunks: int | None = None
+    """Of the output layer and the loss; None: 1, and more where nothing fits otherwise and logits are what is large."""
     may_adapt: bool = False
     """Whether plans may have adapters, where nothing fits that trains the model."""
     described: DescribedLayout | None = None
@@ -84,6 +86,7 @@ def check(wishes: SearchConstraints, cluster: Cluster | None = None, blocks: int
     _whole_run(wishes)
     _degrees(wishes)
     _adapters(wishes)
+    _loss_chunks(wishes)
     if cluster is not None:
         _hardware(wishes, cluster)
     if blocks is not None:
@@ -166,6 +169,21 @@ def _adapters(wishes: SearchConstraints) -> None:
     for what, given in (("precision bf16-master", wishes.precision == MASTER), ("from", wishes.described is not None)):
         if given:
             raise UserError(f"--{what} does not go with adapters", "leave one of them out")
+
+
+def _loss_chunks(wishes: SearchConstraints) -> None:
+    chunks = wishes.loss_chunks
+    if chunks is None or chunks == 1:
+        return
+    if chunks < 1:
+        raise UserError(f"--loss-chunks is {chunks}", "give a whole number above zero")
+    for axis in ("tp", "pp", "cp", "ep"):
+        if wishes.fixed.get(axis, 1) > 1:
+            told = f"--{axis} {wishes.fixed[axis]} and --loss-chunks are given: chunks are of tokens that a rank has whole"
+            raise UserError(told, f"leave --{axis} out")
+    for what, given in (("precision bf16-master", wishes.precision == MASTER), ("from", wishes.described is not None)):
+        if given:
+            raise UserError(f"plans with --{what} are not searched with --loss-chunks", "leave one of them out")
 
 
 def _hardware(wishes: SearchConstraints, cluster: Cluster) -> None:

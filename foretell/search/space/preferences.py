@@ -34,3 +34,15 @@ def weighed(seconds: float, *, batch: int = 1, tight: bool = False, moved: bool 
     seconds *= (1 + WORTH) ** log2(batch)
     seconds *= 1 + LESS_IF_TIGHT if tight else 1
     return seconds * (1 + LESS_IF_MOVED if moved else 1)
+LITTLE = 1 / 32
+"""Of a device's memory: what logits of one chunk may take."""
+FEWEST_ROWS = 256
+"""Of a chunk of logits: products of fewer are slow."""
+
+
+def chunks_for(logits: int, rows: int, memory: int) -> int:
+    """Chunks of so many rows of logits, of each of which no more than a little of a device's memory is alive."""
+    chunks = 1
+    while logits > chunks * LITTLE * memory and rows >= 2 * chunks * FEWEST_ROWS:
+        chunks *= 2
+    return chunks

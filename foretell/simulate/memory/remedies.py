@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from math import prod
 from typing import Any
 
 from foretell.hardware.overheads import Overhead
@@ -42,6 +43,10 @@ class Outlook:
     full: int
     """Kept for backward inside blocks and freed by full recompute, `cast_in_blocks` included."""
     selective: int
+    logits: int
+    """Of `moving`: what a loss in chunks has one chunk's of."""
+    rows: int
+    """Of logits: tokens of a micro-batch that have a loss."""
     linear: int
     """Weights inside blocks that NF4 would hold in four bits."""
     update: int
@@ -104,6 +109,9 @@ class Outlook:
             moving += gathered
         if "recompute" in change:
             moving, cast = max(0.0, moving - max(0.0, freed)), cast - cast_in
+        if change.get("loss_chunks", 1) > 1:
+            share = 0.5 if change.get("precision") == "bf16" and precision == "fp32" else 1.0
+            moving -= min(moving, share * self.logits * (1 - 1 / change["loss_chunks"]))
         if change.get("micro_batch", micro_batch) < micro_batch:
             moving *= change["micro_batch"] / micro_batch
             alive = g if change.get("accumulate", 1) > 1 else alive
@@ -130,7 +138,8 @@ def outlook(trace: types.Trace, memory: Memory, cluster: Cluster, overhead: Over
     return Outlook(
         parameters=weights, gradients=total[types.GRADIENT], alive=alive, optimizer=total[types.OPTIMIZER], moving=moving,
         cast=cast, cast_in_blocks=inside, full=recompute_saves(trace), selective=recompute_saves(trace, KEPT),
-        linear=linear, unit=unit, update=in_update,
+        linear=linear, unit=unit, update=in_update, logits=min(moving, memory.categories.get("logits", 0)),
+        rows=_rows(trace),
         foreach=max(0, min(in_update - elsewhere, in_update - weights - total[types.GRADIENT] - total[types.OPTIMIZER])),
         loose=0 if expandable else max(0, memory.reserved_bytes - _with_growing_segments(trace, cluster, overhead)),
         allocated=max(1, memory.allocated_bytes), reserved=memory.reserved_bytes,
@@ -165,6 +174,12 @@ def _blocks(trace: types.Trace) -> dict[str, int]:
 
 def _block(module: str, blocks: Mapping[str, int]) -> str:
     return next((path for path in _prefixes(module) if path in blocks), "")
+
+
+def _rows(trace: types.Trace) -> int:
+    """Tokens that a cross entropy is of, at most."""
+    softmaxes = (op for op in trace.programs[_first(trace)].ops if op.name == "aten._log_softmax.default" and op.phase == "forward")
+    return max((prod(op.inputs[0].spec.shape[:-1]) for op in softmaxes), default=0)
 
 
 def _casts(trace: types.Trace) -> list[int]:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from foretell.errors import ModelError
 from foretell.trace.adapters.put import adapt
+from foretell.trace.chunked.deferred import LossInChunks
 from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.load.output import entries_told, loss_in
 from foretell.trace.recipe import Adapters, Recipe
@@ -99,6 +100,8 @@ class Step:
         if recipe.channels_last:
             workload = replace(workload, batch=torch.utils._pytree.tree_map(innermost, workload.batch))
             lay_channels_last(workload.model)
+        if recipe.loss_chunks > 1 and recipe.mode == "train":
+            workload = in_chunks(workload.summed(), recipe.loss_chunks)
         self.workload, self.recipe, self.device_type = workload, recipe, device_type
         self.observer: Observer = observer or _Silent()
         self.model = workload.model
@@ -276,6 +279,17 @@ def compute_loss(workload: Workload) -> Tensor:
     if workload.loss is not None:
         return _scalar(call_loss(workload.loss, output, workload.batch), output, workload.loss)
     return _scalar(loss_in(workload.model, output), output, forward_of(workload.model))
+
+
+def in_chunks(workload: Workload, chunks: int) -> Workload:
+    """The same workload with its output layer and cross entropy computed over chunks of the tokens."""
+    how = LossInChunks(workload.model, chunks)
+
+    def around(plain: Workload) -> Tensor:
+        with how.deferring():
+            return compute_loss(plain)
+
+    return replace(workload, around=around)
 
 
 def call_loss(loss: Callable[..., Any], output: Any, batch: Batch) -> Any:
