@@ -14,6 +14,7 @@ depend on where a run is cut. What is not finite makes its block's scale so, and
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,10 +55,10 @@ def encode_first(
     moment: Tensor, codes: Tensor, scales: Tensor, spare: Tensor, keep: Tensor | None = None, steps: int = SIGNED
 ) -> None:
     """Codes and scales of whole blocks; `moment` and `spare` are used up. Where `keep` is true they stay as they are."""
-    torch.abs(moment, out=spare).sqrt_().sqrt_()
+    root_(root_(torch.abs(moment, out=spare)))
     roots = _blocks(spare, scales)
     fresh = _scales(roots, steps)
-    roots.div_(fresh[:, None]).add_(0.5)
+    roots.mul_(fresh.reciprocal()[:, None]).add_(0.5)
     torch.copysign(spare, moment, out=spare)
     _store(spare, codes, moment, keep)  # towards zero
     _store(fresh, scales, fresh, keep)
@@ -68,13 +69,22 @@ def encode_second(
 ) -> None:
     """As `encode_first`."""
     chance = torch.bitwise_and(moment.view(torch.int32), 2**CHANCE - 1, out=spare.view(torch.int32))
-    moment.sqrt_().sqrt_().sqrt_()
+    root_(root_(root_(moment)))
     roots = _blocks(moment, scales)
-    fresh = _scales(roots, steps + 2.0**-CHANCE)  # a block's largest value has its own code, whatever division rounds off
-    roots.div_(fresh[:, None])
+    fresh = _scales(roots, steps + 2.0**-CHANCE)  # a block's largest value has its own code, whatever is rounded off
+    roots.mul_(fresh.reciprocal()[:, None])
     moment.add_(chance, alpha=2.0**-CHANCE).clamp_(1, steps)
     _store(moment, codes, spare, keep)
     _store(fresh, scales, fresh, keep)
+
+
+def root_(values: Tensor) -> Tensor:
+    """Square roots in place, rounded to the nearest as on a GPU; those of MKL, which torch has on a CPU, are not always."""
+    if values.device.type == "cpu":
+        with np.errstate(invalid="ignore"):
+            np.sqrt(values.numpy(), out=values.numpy())
+        return values
+    return values.sqrt_()
 
 
 def _blocks(flat: Tensor, scales: Tensor) -> Tensor:

@@ -68,16 +68,17 @@ def coded_adamw_(
 ) -> None:  # fmt: skip
     """Update weights, codes and scales, given steps that count this one; where `skip` is 1 nothing changes."""
     settings = Settings(lr, beta1, beta2, eps, weight_decay, decoupled)
-    for weight, grad, step, *kept in zip(weights, grads, steps, first, first_scales, second, second_scales, strict=True):
+    corrections = _corrections(steps, settings)
+    for number, (weight, grad, *kept) in enumerate(zip(weights, grads, first, first_scales, second, second_scales, strict=True)):
         moments = Moments(*kept)
         if not weight.numel():
             continue
         if weight.is_cuda and _has_triton():
             from foretell.trace.moments.kernel import update
 
-            update(weight, grad.contiguous(), moments, step, skip, settings)
+            update(weight, grad.contiguous(), moments, corrections, number, skip, settings)
         else:
-            _update(weight, grad.contiguous(), moments, step, skip, settings)
+            _update(weight, grad.contiguous(), moments, corrections[:, number], skip, settings)
 
 
 @coded_adamw_.register_fake
@@ -85,7 +86,14 @@ def _(*_: object) -> None:
     pass
 
 
-def _update(weight: Tensor, grad: Tensor, moments: Moments, step: Tensor, skip: Tensor | None, settings: Settings) -> None:
+def _corrections(steps: Sequence[Tensor], settings: Settings) -> Tensor:
+    """For every parameter, by how many updates it has had: the size of a step, and what roots of second moments are multiplied by."""
+    counted = torch.stack(list(steps)).double()
+    first, second = ((1 - torch.pow(beta, counted)).float() for beta in (settings.beta1, settings.beta2))
+    return torch.stack((torch.full_like(first, settings.lr).div_(first), codes.root_(second).reciprocal_()))
+
+
+def _update(weight: Tensor, grad: Tensor, moments: Moments, corrections: Tensor, skip: Tensor | None, settings: Settings) -> None:
     """A few rows at a time."""
     rows = moments.rows
     table, gradients = weight.view(rows, -1), grad.view(rows, -1)
@@ -93,10 +101,10 @@ def _update(weight: Tensor, grad: Tensor, moments: Moments, step: Tensor, skip: 
     most = max(1, _AT_ONCE // table.shape[1])
     for row in range(0, rows, most):
         some = slice(row, row + most)
-        _rows(table[some], gradients[some], Moments(*(one[some] for one in kept)), step, skip, settings)
+        _rows(table[some], gradients[some], Moments(*(one[some] for one in kept)), corrections, skip, settings)
 
 
-def _rows(weight: Tensor, grad: Tensor, moments: Moments, step: Tensor, skip: Tensor | None, settings: Settings) -> None:
+def _rows(weight: Tensor, grad: Tensor, moments: Moments, corrections: Tensor, skip: Tensor | None, settings: Settings) -> None:
     rows, length = weight.shape
     blocks = moments.first_scales.shape[1]
     width = blocks * (128 if moments.packed else 256)
@@ -105,7 +113,7 @@ def _rows(weight: Tensor, grad: Tensor, moments: Moments, step: Tensor, skip: Te
     codes.decode_first(_unpacked(moments.first, moments.packed, True, width), scales[0], first, spare)
     codes.decode_second(_unpacked(moments.second, moments.packed, False, width), scales[1], second)
     values = F.pad(weight.float(), (0, width - length)).view(-1)
-    values = _adamw(values, F.pad(grad.float(), (0, width - length)).view(-1), first, second, step, settings)
+    values = _adamw(values, F.pad(grad.float(), (0, width - length)).view(-1), first, second, corrections, settings)
     keep = None if skip is None else skip > 0
     _put(weight, values.view(rows, width)[:, :length], keep)
     steps = (codes.FEW_SIGNED, codes.FEW_UNSIGNED) if moments.packed else (codes.SIGNED, codes.UNSIGNED)
@@ -118,18 +126,16 @@ def _rows(weight: Tensor, grad: Tensor, moments: Moments, step: Tensor, skip: Te
         kept.copy_(made.view(rows, blocks))
 
 
-def _adamw(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, step: Tensor, settings: Settings) -> Tensor:
+def _adamw(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, corrections: Tensor, settings: Settings) -> Tensor:
     """The new weight; moments change in place."""
-    correction1, correction2 = ((1 - torch.pow(beta, step.double())).float() for beta in (settings.beta1, settings.beta2))
     if settings.decoupled:
         weight = weight * (1 - settings.lr * settings.weight_decay)
     else:
         grad = grad + weight * settings.weight_decay
     first.mul_(settings.beta1).add_(grad * (1 - settings.beta1))
     second.mul_(settings.beta2).add_((grad * grad).mul_(1 - settings.beta2))
-    root = second.sqrt().div_(correction2.sqrt()).add_(settings.eps)
-    size = torch.tensor(settings.lr, device=step.device) / correction1
-    return weight - (first / root).mul_(size)
+    root = codes.root_(second.clone()).mul_(corrections[1]).add_(settings.eps)
+    return weight - (first / root).mul_(corrections[0])
 
 
 def _put(into: Tensor, fresh: Tensor, keep: Tensor | None) -> None:
