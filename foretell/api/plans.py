@@ -156,6 +156,7 @@ def constraints(options: PlanOptions) -> SearchConstraints:
         hbm=options.hbm, host=options.host, disk=options.disk or 0, state_format=options.state_format, fixed=options.fixed,
         described=options.described, adapters=trained["adapters"], base=dict(trained["base"]), may_adapt="adapters" in (options.may or ()),
         loss_chunks=options.loss_chunks,
+        may_code="int8" in (options.may or ()),
     )  # fmt: skip
 
 

@@ -133,7 +133,8 @@ def _recipe(asked: Mapping[str, Any], cluster: Cluster) -> Recipe:
     """How the step is trained, by the options of `fit`."""
     infer, compile = asked["infer"], asked["compile"]
     sharded = cluster.count > 1 and not infer
-    plain = {name: asked[name] for name in ("optimizer", "recompute", "accumulate", "clip", "channels_last", "loss_chunks")}
+    same = ("optimizer", "recompute", "accumulate", "clip", "channels_last", "loss_chunks", "state_format")
+    plain = {name: asked[name] for name in same}
     usual = for_inference(cluster) if infer else default_recipe(cluster, sharded)
     recipe = Recipe(
         **plain, **adapters_of(asked), precision=read_precision(asked["precision"], sharded) if asked["precision"] else usual,
@@ -441,6 +442,7 @@ def _assumptions(recipe: Recipe, cluster: Cluster, expandable: bool, release: st
     how += ", channels last" if recipe.channels_last else ""
     lines = [f"{how}, {precision}, {recipe.optimizer}, recompute {recipe.recompute}, {_count(recipe.accumulate, 'micro-batch')} a step"]
     lines[0] += f", loss in {recipe.loss_chunks} chunks" if recipe.loss_chunks > 1 else ""
+    lines += [f"AdamW's moments in {recipe.state_format}, which changes the maths within bounds"] if recipe.state_format != "fp32" else []
     if recipe.mode == "infer":
         lines = [f"{how}, inference, one forward, {precision}"]
         lines += [f"each of the {cluster.count} devices runs a copy of the model; memory is of one of them"] if cluster.count > 1 else []

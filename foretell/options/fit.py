@@ -37,6 +37,7 @@ class StepOptions:
     image: int | None = option(None, "Side of the image in pixels; default: the model's usual.", metavar="N")
     optimizer: Any = option("adamw-fused", "sgd, momentum, adam or adamw; with -fused, -foreach or -loop where torch has it.", metavar="NAME",
                             typed=str)  # fmt: skip
+    state_format: str = option("fp32", "AdamW's moments on the device: fp32, int8 or int4.", metavar="NAME")
     precision: str | None = option(None, "fp32, tf32, bf16-mixed, fp16-mixed (fp32 weights, autocast), bf16 or, with --infer, fp16; "
                                          "default: by device.", metavar="NAME")  # fmt: skip
     recompute: str = option("none", "none, full (every block) or selective.", metavar="HOW")

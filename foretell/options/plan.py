@@ -14,7 +14,7 @@ from foretell.options.fit import TIME_LIMIT, quiet
 if TYPE_CHECKING:
     from foretell.hardware.types import Cluster
 
-MAY = ("adapters",)
+MAY = ("adapters", "int8")
 AXES = ("tp", "pp", "dp_shard", "dp_replicate", "cp", "ep")
 
 
@@ -48,7 +48,8 @@ class PlanOptions:
     host: int | None = option(None, "Host memory limit; default: what it is known to have, less a reserve.", metavar="SIZE", typed=str,
                               read=words.memory("--host"))  # fmt: skip
     disk: int | None = option(None, "Disk limit for offloading; default: no disk.", metavar="SIZE", typed=str, read=words.memory("--disk"))
-    state_format: str | None = option(None, "State format with bf16-master: fp32, split, bf16, int8 or split-int8.", metavar="NAME")
+    state_format: str | None = option(None, "AdamW's moments: fp32, int8 or int4; with bf16-master fp32, split, bf16, int8 or split-int8.",
+                                      metavar="NAME")  # fmt: skip
     optimizer: Any = option("adamw-fused", "As `foretell fit` takes it.", metavar="NAME", typed=str)
     clip: float = option(1.0, "Clip the gradient norm to X; 0: no clipping.", metavar="X")
     loss_chunks: int | None = option(None, "Fix the number of chunks of the loss, see fit; default: 1, more where memory is short of logits.",
@@ -61,7 +62,8 @@ class PlanOptions:
     lora_targets: tuple[str, ...] | None = of_adapters("lora_targets")
     lora_train: tuple[str, ...] | None = of_adapters("lora_train")
     base: tuple[str, ...] = of_adapters("base")
-    may: tuple[str, ...] | None = option(None, "What plans may do where nothing else fits: adapters (train LoRA adapters instead of the model).",
+    may: tuple[str, ...] | None = option(None, "What plans may do where nothing else fits: int8 (hold AdamW's moments in 8 bits), adapters (train "
+                                        "LoRA adapters instead of the model).",
                                   metavar="NAMES", typed=str, read=words.known_names("--may", MAY))  # fmt: skip
     compile: str | None = option(None, "Fix torch.compile: none, blocks or model; default: those measured.", metavar="HOW")
     overrides: Mapping[str, Any] | None = option(

@@ -22,7 +22,7 @@ def default_plan(
         "mesh": Mesh(dp_shard=recipe.shards), "micro_batch": micro_batch, "accumulate": recipe.accumulate,
         "precision": in_plan(recipe.precision) or recipe.precision, "optimizer": recipe.optimizer, "clip": recipe.clip,
         "blocks": stack.compress(dict.fromkeys(blocks, Residency(mode=mode))), "compile": recipe.compile,
-        "adapters": recipe.adapters, "base": dict(recipe.base), "loss_chunks": recipe.loss_chunks,
+        "adapters": recipe.adapters, "base": dict(recipe.base), "loss_chunks": recipe.loss_chunks, "state_format": recipe.state_format,
     }  # fmt: skip
     return Plan(model=model, hardware=hardware, **{**given, **more})
 

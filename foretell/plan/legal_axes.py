@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from foretell.plan import blocks as stack
 from foretell.plan import paths
 from foretell.plan.states import streamed, tiers
-from foretell.plan.types import AWAY, FLOAT8, FP16, MASTER, REST, Plan, Split
-from foretell.trace.recipe import BASE_FORMATS
+from foretell.plan.types import AWAY, CODED_FORMATS, FLOAT8, FP16, MASTER, REST, Plan, Split
+from foretell.trace.recipe import BASE_FORMATS, coded_problems
 
 Found = Iterator[tuple[str, str, str]]
 _BY_ELEMENT = ("fp32", "split", "bf16")
@@ -124,8 +124,14 @@ def states(plan: Plan, blocks: Sequence[str] | None) -> Found:
     """Optimizer states that are not on the device, or not in the weights' own format."""
     if not 0 <= plan.cpu_share <= 1:
         yield "cpu_share", f"is {plan.cpu_share}, not a share", "a number from 0 to 1"
-    if plan.state_format != "fp32" and plan.precision != MASTER:
-        yield "state_format", f"is {plan.state_format}, which needs bf16 weights with a master", f"precision {MASTER}, or fp32"
+    if plan.coded:
+        yield from _coded(plan)
+    elif plan.state_format != "fp32" and plan.precision != MASTER:
+        elsewhere = plan.state_format in CODED_FORMATS
+        problem = "beside states or weights that are elsewhere needs bf16 weights with a master" if elsewhere else "needs bf16 weights with a master"
+        yield "state_format", f"is {plan.state_format}, which {problem}", f"precision {MASTER}, or fp32"
+    elif plan.state_format == "int4":
+        yield "state_format", f"is int4, and with precision {MASTER} states have 8 bits at least", "int8, or precision bf16-mixed"
     if plan.cpu_share and "host" not in plan.states.values():
         yield "cpu_share", f"is {plan.cpu_share}, and the CPU updates states that are on the host: none is", "states on the host, or 0"
     if not plan.offloads:
@@ -153,6 +159,18 @@ def states(plan: Plan, blocks: Sequence[str] | None) -> Found:
     kept = sorted(path for path in streamed(plan, blocks) if tiers(plan, blocks)[path] == "device")
     if kept:
         yield "weights", f"{', '.join(paths.fold_names(kept))}: weights on the host, optimizer states on the device", "states there too"
+
+
+def _coded(plan: Plan) -> Found:
+    """Moments in codes, on the device beside weights without a master."""
+    for problem, remedy in coded_problems(plan.state_format, plan.optimizer, plan.precision == FP16, plan.adapters is not None):
+        yield "state_format", f"is {plan.state_format}, and {problem}", remedy
+    if plan.precision == FLOAT8:
+        yield "state_format", f"is {plan.state_format}, and weights of {FLOAT8} are no plain tensors", "bf16-mixed"
+    for axis in ("tp", "ep"):
+        if getattr(plan.mesh, axis) > 1:
+            problem = f"is {plan.state_format} and mesh.{axis} is {getattr(plan.mesh, axis)}: rows with one scale are not cut"
+            yield "state_format", problem, f"{axis} 1, or fp32"
 
 
 def _on_ranks(plan: Plan, field: str) -> Found:

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from foretell.plan.blocks import expand
 from foretell.plan.types import KEEP, MASTER, REST, Plan, Residency
+from foretell.trace.recipe import BLOCK
 
 DEVICE, HOST, DISK = "device", "host", "disk"
-BLOCK = 256
-"""Elements that have one scale where moments have 8 bits."""
 ALIGN = BLOCK
 """Elements: parameters begin and are cut at multiples of it, so that kernels which take several elements at a time take the
 same ones together as without cuts, and give the same bits; and that no block is cut."""

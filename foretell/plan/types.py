@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from foretell.trace.recipe import CODED_FORMATS as CODED_FORMATS
 from foretell.trace.recipe import COMPILES as COMPILES
 from foretell.trace.recipe import Adapters as Adapters
 
@@ -31,9 +32,10 @@ REST = "rest"
 """What `Plan.states` calls the parameters outside all blocks."""
 TIERS = ("device", "host", "disk")
 """Where optimizer states may be between updates."""
-FORMATS = ("fp32", "split", "bf16", "int8", "split-int8")
+FORMATS = ("fp32", "split", "bf16", "int8", "int4", "split-int8")
 """Of optimizer states: fp32; split: what rounding cut off instead of whole master weights; bf16: moments in bf16; int8: moments
-in 8 bits with a scale for every 256; split-int8: both."""
+in 8 bits with a scale for every 256; int4: in 4 bits with one for every 128; split-int8: split and int8. CODED_FORMATS go beside
+weights without a master too, where states stay on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +160,11 @@ class Plan:
     def offloads(self) -> bool:
         """Whether the optimizer is foretell's own: states are elsewhere, or beside bf16 weights."""
         return bool(self.states or self.weights) or self.precision == MASTER
+
+    @property
+    def coded(self) -> bool:
+        """Whether AdamW's moments are codes beside weights that have no master."""
+        return self.state_format in CODED_FORMATS and not self.offloads
 
     def device_of(self, rank: int) -> int:
         """The device that a rank of the mesh is on."""

@@ -21,7 +21,7 @@ from foretell.trace.sandbox.child import request
 from foretell.trace.store.traces import traced
 
 OF_SOURCE = ("overrides", "micro_batch", "seq", "image", "loss")
-OF_RECIPE = ("optimizer", "precision", "recompute", "accumulate", "clip", "lora", "nf4", "freeze")
+OF_RECIPE = ("optimizer", "precision", "recompute", "accumulate", "clip", "lora", "nf4", "freeze", "state_format")
 
 
 def beside(jobs: Sequence[Mapping[str, Any]], cluster: Cluster, *, cache: bool = True) -> Together:

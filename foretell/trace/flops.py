@@ -347,7 +347,7 @@ def _families() -> list[tuple[str, Rule]]:
         ("_embedding_bag_backward _embedding_bag_dense_backward", _embedding_bag),
         *[(names, partial(_per_output, rate[kind])) for kind, names in _INTERPOLATION.items()],
         *[(_each("{}_backward", names), partial(_per_input, rate[kind], 0)) for kind, names in _INTERPOLATION.items()],
-        ("_fused_adam _fused_adamw", partial(_per_all_inputs, rate["adam"])),
+        ("_fused_adam _fused_adamw foretell.coded_adamw", partial(_per_all_inputs, rate["adam"])),
         ("_fused_adagrad", partial(_per_all_inputs, rate["adagrad"])),
         ("_fused_sgd", partial(_per_all_inputs, rate["sgd"])),
         ("_foreach_norm _foreach_max _foreach_powsum", partial(_per_all_inputs, rate["reduction"])),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -29,6 +29,10 @@ BASE_FORMATS = ("nf4", "nf4-double")
 """Of a frozen weight in 4-bit NormalFloat: with fp32 scales, or with scales in 8 bits."""
 ADAPTED = "adapted"
 """What `base` calls all layers with an adapter."""
+CODED_FORMATS = ("int8", "int4")
+"""Of AdamW's moments that stay on the device beside weights of their own format: codes with a scale for every block."""
+BLOCK = 256
+"""Elements that have one scale where moments have 8 bits."""
 ALPHA = 8.0
 """peft's default `lora_alpha`."""
 
@@ -92,8 +96,20 @@ def known_base(pattern: str, kind: str) -> None:
         raise UnknownName(f"format of the base of {pattern}", str(kind), BASE_FORMATS, f"known: {', '.join(BASE_FORMATS)}")
 
 
-_LEFT_OUT = ("channels_last", "adapters", "base", "loss_chunks")
-"""Of a recipe's JSON where they have their defaults."""
+def coded_problems(state_format: str, optimizer: str, scaled: bool, adapted: bool) -> Iterator[tuple[str, str]]:
+    """What moments in codes do not go with, and what to use instead."""
+    if state_format not in CODED_FORMATS:
+        return
+    if optimizer not in ("adamw-fused", "adam-fused"):
+        yield f"the optimizer is {optimizer}, and codes are those of AdamW's moments", "adamw-fused, or states in fp32"
+    if scaled:
+        yield "gradients are scaled fp16 ones, which codes were never checked with", "bf16-mixed, or states in fp32"
+    if adapted:
+        yield "adapters are trained, whose states are small as they are", "states in fp32"
+
+
+_LEFT_OUT: dict[str, object] = {"channels_last": False, "adapters": None, "base": [], "loss_chunks": 1, "state_format": "fp32"}
+"""Of a recipe's JSON where they are these, their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,13 +146,15 @@ class Recipe:
     """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2)."""
     loss_chunks: int = 1
     """Pieces of a micro-batch's tokens of which the output layer and the cross entropy are computed one after another."""
+    state_format: str = "fp32"
+    """Of AdamW's moments: fp32 (the weights' own), or one of CODED_FORMATS."""
     channels_last: bool = False
     """Images and the weights of convolutions with their channels innermost (`memory_format=torch.channels_last`)."""
 
     def __post_init__(self) -> None:
         for name, known in (
             ("optimizer", OPTIMIZERS), ("precision", PRECISIONS), ("recompute", RECOMPUTES), ("mode", MODES),
-            ("compile", COMPILES),
+            ("compile", COMPILES), ("state_format", ("fp32", *CODED_FORMATS)),
         ):  # fmt: skip
             value = getattr(self, name)
             if value not in known:
@@ -148,6 +166,8 @@ class Recipe:
         if self.precision == "fp16" and self.mode == "train":
             raise UserError("fp16 weights cannot be trained: updates round to nothing", "fp16-mixed, which keeps fp32 weights; or --infer")
         self._settle_adapters()
+        for problem, remedy in coded_problems(self.state_format, self.optimizer, "fp16" in self.precision, self.adapters is not None):
+            raise UserError(f"states in {self.state_format}: {problem}", remedy)
 
     def _settle_adapters(self) -> None:
         """The short words and the long ones say the same."""
@@ -170,7 +190,7 @@ class Recipe:
         said = asdict(self) | {"freeze": list(self.freeze)}
         said["adapters"] = None if self.adapters is None or self.adapters == Adapters(rank=self.adapters.rank) else self.adapters.to_json()
         said["base"] = [] if self.base == ((ADAPTED, "nf4"),) else [list(pair) for pair in self.base]
-        return {name: value for name, value in said.items() if (value and (name, value) != ("loss_chunks", 1)) or name not in _LEFT_OUT}
+        return {name: value for name, value in said.items() if name not in _LEFT_OUT or value != _LEFT_OUT[name]}
 
     @classmethod
     def from_json(cls, data: dict[str, object]) -> Recipe:

@@ -16,9 +16,10 @@ from torch.nn import functional
 
 from foretell.errors import UserError
 from foretell.plan.states import ALIGN, BLOCK, bytes_of, count_of
-from foretell.runtime.offload import codes, convert, forms, layout
+from foretell.runtime.offload import convert, forms, layout
 from foretell.runtime.offload.adamw import Offloaded
 from foretell.runtime.offload.forms import CODE, FIRST, SCALE, SECOND
+from foretell.trace.moments import codes
 from tests.further import further
 from tests.pure.test_offload import CPU, PATHS, STEPS, Model, factor, loss_of, offloaded, trained
 

@@ -48,7 +48,7 @@ from foretell.lower.fsdp.units import (
 from foretell.lower.fsdp.weave import Weaver, block_of
 from foretell.trace.types import Op, Program, Ref, TensorSpec, Trace
 
-__all__ = ["COLLECTIVES", "DP_REPLICATE", "DP_SHARD", "MODEL_END", "block_of", "on_shards", "reshard_of", "shard", "wide_of"]
+__all__ = ["COLLECTIVES", "DP_REPLICATE", "DP_SHARD", "MODEL_END", "block_of", "format_of", "on_shards", "reshard_of", "shard", "wide_of"]
 
 _WIDE = {"fsdp-bf16": {"bfloat16": "float32"}, "fsdp-fp16": {"float16": "float32"}}
 """With fp32 shards and compute in 16 bits: dtype in the trace → dtype of the shard that is kept and trained."""
@@ -70,7 +70,7 @@ def shard(
         raise ValueError(f"sharding needs at least 2 ranks, got {ranks}")
     way = FsdpSharding(
         ranks=ranks, replicate=replicate, reshard=reshard_of(reshard, ranks), wide=wide_of(trace), reduce=reduce,
-        inside=units is not None, apart={path: reshard_of(one, ranks) for path, one in (apart or {}).items()},
+        state_format=format_of(trace), inside=units is not None, apart={path: reshard_of(one, ranks) for path, one in (apart or {}).items()},
     )  # fmt: skip
     storages = Storages(trace.storages)
     pieces = units_of(trace, way, storages, units, left, beside)
@@ -126,6 +126,13 @@ def wide_of(trace: Trace) -> Mapping[str, str]:
     return _WIDE.get(str(recipe.get("precision", "fsdp-bf16")), {})
 
 
+def format_of(trace: Trace) -> str:
+    """What optimizer states are held in."""
+    recipe = trace.meta.get("recipe", {})
+    assert isinstance(recipe, Mapping)
+    return str(recipe.get("state_format", "fp32"))
+
+
 def _meta(trace: Trace, units: Mapping[str, FsdpUnit], way: FsdpSharding) -> dict[str, object]:
     return {
         **trace.meta, "ranks": way.ranks * way.replicate, "shards": way.ranks,
@@ -138,7 +145,7 @@ def _meta(trace: Trace, units: Mapping[str, FsdpUnit], way: FsdpSharding) -> dic
 
 def on_shards(ops: Sequence[Op], units: Mapping[str, FsdpUnit], way: FsdpSharding, storages: Storages) -> tuple[Op, ...]:
     """The same ops on fp32 shards: an optimizer works element by element, on the shapes of its parameters."""
-    shapes = {piece.spec.shape for unit in units.values() for piece in unit.parameters}
+    shapes = {shape for unit in units.values() for piece in unit.parameters for shape in way.rows_of(piece.spec.shape)}
     place = {whole: kept for unit in units.values() for whole, kept in unit.shards.items()}
     place |= {number: unit.gradient for unit in units.values() for number in unit.gradients}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from foretell.trace import types
+from foretell.trace.moments.rows import has_codes, shapes
+from foretell.trace.recipe import CODED_FORMATS
 from foretell.trace.types import Op, Storage, TensorSpec, Trace
 from foretell.units import DTYPE_BYTES
 
@@ -44,6 +46,8 @@ class FsdpSharding:
     """Dtype in which gradients are summed; None: their own."""
     apart: Mapping[str, bool | int] = field(default_factory=dict)
     """Unit → the same, where it differs; the root, whose path is empty, is kept unless it is here."""
+    state_format: str = "fp32"
+    """Of optimizer states."""
     inside: bool = False
     """Sharded along the first dimension after the rows that divides, if one does: as stacks of experts are."""
 
@@ -57,6 +61,12 @@ class FsdpSharding:
     def after(self, path: str) -> bool | int:
         """What happens to a unit's parameters after its forward."""
         return self.apart.get(path, self.reshard if path else False)
+
+    def rows_of(self, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Shapes that are sharded as a parameter of this one is: its own, and those of codes and scales."""
+        yield shape
+        if self.state_format in CODED_FORMATS and has_codes(shape):
+            yield from (shape for shape, _ in shapes(shape, self.state_format).values())
 
     def kept(self, dtype: str) -> str:
         return self.wide.get(dtype, dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from foretell.lower.fsdp.sharded import reshard_of, wide_of
+from foretell.lower.fsdp.sharded import format_of, reshard_of, wide_of
 from foretell.lower.fsdp.units import FsdpSharding
 from foretell.lower.fsdp.weave import loss_inside
 from foretell.lower.pipeline.cut import CutStage
@@ -73,7 +73,7 @@ class StagePart:
         ranks = mesh.dp_shard * mesh.cp
         way = FsdpSharding(
             ranks=ranks, replicate=mesh.dp_replicate, reshard=reshard_of(plan.reshard, ranks),
-            wide=wide_of(trace), reduce="float32" if plan.precision in MIXED else None,
+            wide=wide_of(trace), state_format=format_of(trace), reduce="float32" if plan.precision in MIXED else None,
         )  # fmt: skip
         seen = stage_trace(trace, self.stage.resident, self.made, self.storages)
         inside = bool(self.stage.gradients_received) or loss_inside(self.stage.forward)

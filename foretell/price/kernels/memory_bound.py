@@ -83,7 +83,7 @@ CHUNK = 65536
 
 def kind_of(name: str) -> str:
     """Which kind of byte mover an op is."""
-    if name.startswith(("_foreach", "_fused_adam", "_fused_sgd", "_amp_foreach")):
+    if name.startswith(("_foreach", "_fused_adam", "_fused_sgd", "_amp_foreach", "coded_adamw")):
         return "lists"
     return _KINDS.get(name) or _KINDS.get(name.removesuffix("_")) or "pointwise"
 

@@ -38,6 +38,7 @@ from foretell.runtime.parallel.apply import Job, apply
 from foretell.runtime.parallel.ranks import Ranks, start
 from foretell.runtime.process.pool import Pool, RankFailure
 from foretell.trace.load.model import Source, load
+from foretell.trace.moments.optimizer import names_of_tables
 from foretell.trace.record.step import Batch, Workload, build_optimizer, cast_floats, compute_loss, prepare_precision
 from foretell.trace.sandbox import user_code
 
@@ -173,7 +174,9 @@ def _plain_run(source: Source, plan: Plan, steps: int, counted: AbstractContextM
     if plan.precision == "bf16":
         parts = [cast_floats(part, dtype) for part in parts]
     scaler = torch.amp.GradScaler("cpu", enabled=plan.precision == FP16)
-    optimizer = build_optimizer(plan.optimizer, list(trained.values()))
+    tables = names_of_tables(model)
+    whole = [p for name, p in trained.items() if name in tables]
+    optimizer = build_optimizer(plan.optimizer, list(trained.values()), plan.state_format if plan.coded else "fp32", whole)
     for group in optimizer.param_groups:
         group["lr"] = LEARNING_RATE
     run = VerifyRun([], [], {})

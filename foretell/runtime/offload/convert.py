@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from foretell.errors import UserError
-from foretell.runtime.offload import codes
 from foretell.runtime.offload.forms import CODE, FIRST, MASTER, REST, SCALE, SECOND, joined, take_apart
+from foretell.trace.moments import codes
 
 
 def weights(weight: Tensor, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from foretell.plan.states import KEPT, bytes_of, count_of
-from foretell.runtime.offload import codes
+from foretell.trace.moments import codes
 
 FIRST, SECOND, MASTER, REST = "exp_avg", "exp_avg_sq", "master", "rest"
 CODE, SCALE = "_code", "_scale"

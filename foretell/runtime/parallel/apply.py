@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +41,7 @@ from foretell.runtime.train.finite import Skips, may_step
 from foretell.runtime.train.scaler import scaler_for
 from foretell.trace.chunked.deferred import aside
 from foretell.trace.fold.blocks import find_blocks
+from foretell.trace.moments.optimizer import names_of_tables
 from foretell.trace.record.step import (
     Batch,
     Workload,
@@ -77,7 +78,7 @@ class Job:
     def __init__(
         self, plan: Plan, ranks: Ranks, runner: Runner, place: Callable[[Batch], Batch], *,
         learning_rate: float | None = None, split: TensorParallel | None = None, away: OffloadedActivations | None = None,
-        scratch: str | Path | None = None, base: str = "",
+        scratch: str | Path | None = None, base: str = "", tables: Collection[str] = (),
     ) -> None:  # fmt: skip
         self.away = away
         """Activations that are moved, where any are."""
@@ -98,7 +99,8 @@ class Job:
         """The optimizer, where its states are elsewhere or in another format than the weights."""
         if plan.offloads:
             self.moved = self._moved(dict(trained), learning_rate, scratch)
-        self.optimizer = self.moved or _optimizer(plan.optimizer, self._parameters)
+        whole = [p for name, p in trained if name in tables]
+        self.optimizer = self.moved or _optimizer(plan, self._parameters, whole)
         if learning_rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -311,6 +313,7 @@ def apply(
     model.train()
     plan = lowered(model, plan, paths, ranks.device)
     base = put_on(model, plan, start) if plan.adapters is not None else ""
+    tables = names_of_tables(model) if plan.coded else ()
     if plan.precision == "bf16" and plan.adapters is None:
         prepare_precision(model, "bf16")
     if plan.offloads:
@@ -371,7 +374,8 @@ def apply(
             assert mesh is not None
             held_experts = [one.path for one in expert.apply(part, stacks, mesh).experts]
         shard.shard(part, blocks, plan, ranks, held_experts)
-    return Job(plan, ranks, runner, place, learning_rate=learning_rate, split=split, away=away, scratch=scratch, base=base)
+    return Job(plan, ranks, runner, place, learning_rate=learning_rate, split=split, away=away, scratch=scratch, base=base,
+               tables=tables)  # fmt: skip
 
 
 def _in_chunks(workload: Workload, plan: Plan) -> Callable[[Workload], Tensor] | None:
@@ -441,11 +445,12 @@ def autocast(plan: Plan, ranks: Ranks) -> Callable[[], AbstractContextManager[An
     return nullcontext
 
 
-def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _optimizer(plan: Plan, parameters: list[nn.Parameter], whole: Sequence[Tensor]) -> torch.optim.Optimizer:
     """One group of parameters for every mesh they are spread over: an optimizer's fused ops take one mesh at a time."""
     if not parameters:
         raise ModelError("this rank has no parameter to train", "unfreeze some, or use fewer stages")
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-    return build_optimizer(name, [{"params": group} for group in groups.values()])
+    state_format = plan.state_format if plan.coded else "fp32"
+    return build_optimizer(plan.optimizer, [{"params": group} for group in groups.values()], state_format, whole)

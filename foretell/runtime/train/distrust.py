@@ -15,8 +15,8 @@ from foretell.checkpoint.about import LARGEST
 from foretell.checkpoint.format import OLDER, Damaged, TensorMeta
 from foretell.checkpoint.store import SavedCheckpoint
 from foretell.checkpoint.tree import dtype_of
-from foretell.runtime.offload import codes
 from foretell.runtime.offload.forms import CODE, FIRST, SCALE, SECOND
+from foretell.trace.moments import codes
 
 _NEEDED = {"adam": ("step", FIRST, SECOND), "adamw": ("step", FIRST, SECOND), "momentum": ("momentum_buffer",)}
 """Optimizer → what its state has, once there is any; a moment may be in codes."""

@@ -188,10 +188,11 @@ class Sheet:
     def __init__(
         self, source_of: SourceOf, device: Machine | None, cluster: Cluster, *, about: Mapping[str, Any] | None = None,
         optimizer: str = "adamw-fused", clip: float | None = 1.0, first: str = "fsdp-bf16",
+        state_format: str = "fp32",
     ) -> None:  # fmt: skip
         self.source_of, self.machine, self.cluster = source_of, device, cluster
         self.about: Mapping[str, Any] = dict(about or {})
-        self.optimizer, self.clip = optimizer, clip
+        self.optimizer, self.clip, self.state_format = optimizer, clip, state_format
         self.extra: Overhead = overhead(cluster.device, TORCH)
         self.prices = Prices(device, sizes_for(cluster, self.extra))
         self.material = material = source_of(first, 1).first
@@ -220,7 +221,7 @@ class Sheet:
         how = options or Options()
         found = Sheet(
             self.source_of, machine(cluster.device, profile_for(cluster, how.profile_of)), cluster, about=self.about,
-            optimizer=self.optimizer, clip=self.clip, first=self.first,
+            optimizer=self.optimizer, clip=self.clip, first=self.first, state_format=self.state_format,
         )  # fmt: skip
         found.traces, found.half_of, found.experts = self.traces, self.half_of, self.experts
         return found

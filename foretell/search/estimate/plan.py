@@ -118,7 +118,7 @@ def plan_of(layout: Layout, sheet: Sheet, about: Mapping[str, Any], hardware: st
     return Plan(
         model=about, hardware=hardware, mesh=layout.mesh, pipeline=pipeline, micro_batch=layout.micro_batch,
         accumulate=layout.accumulate, precision=layout.precision, optimizer=sheet.optimizer, clip=sheet.clip,
-        blocks=compress(modes), reshard=layout.reshard, compile=layout.compile, placement=layout.placement,
+        state_format=sheet.state_format, blocks=compress(modes), reshard=layout.reshard, compile=layout.compile, placement=layout.placement,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from foretell.search.solve.find import SearchResult, Unsuited, found_for
 from foretell.search.solve.found import Candidate as Candidate
 from foretell.search.solve.question import Progress, Question, ask
 from foretell.search.space.constraints import SearchConstraints as SearchConstraints
+from foretell.search.space.constraints import check
 from foretell.search.traces.needed import Traces
 from foretell.simulate.plan import Options
 from foretell.trace.load.model import Source
@@ -45,7 +46,7 @@ def choose(
     """
     check_source(source)
     question = ask(
-        source, cluster, hardware, wishes, options=options, hints=hints, cache=cache, progress=progress, traces=traces,
+        source, cluster, hardware, _on_whole_rows(wishes), options=options, hints=hints, cache=cache, progress=progress, traces=traces,
         by_law=by_law, time_limit=time_limit,
     )  # fmt: skip
     if question.wishes.described is not None:
@@ -58,8 +59,31 @@ def choose(
         if by_law:
             raise UserError(f"--step-law is not taken with --precision {MASTER}", "give --global-batch")
         return spilled(question, patience)
-    found = _whole_model(question, exact, what_if, patience, moves)
+    found = _whole_model(question, exact, what_if, patience, moves and question.wishes.coded == "fp32")
+    if found.best is None and question.wishes.may_code:
+        found = _or_coded(found, question, exact, patience)
     return found if found.best is not None or not question.wishes.may_adapt else or_adapted(found, question, patience)
+
+
+def _on_whole_rows(wishes: SearchConstraints | None) -> SearchConstraints | None:
+    """Moments in codes have one scale for a part of a row: tp and ep would cut it."""
+    if wishes is None or wishes.coded == "fp32":
+        return wishes
+    return replace(wishes, fixed={**dict.fromkeys(("tp", "ep"), 1), **wishes.fixed})
+
+
+def _or_coded(nothing: Choice, question: Question, exact: bool | None, patience: float) -> Choice:
+    """Where no plan keeps its moments as they are: with moments in 8 bits. What was found before is kept where none fits either."""
+    wishes = replace(question.wishes, state_format="int8", may_code=False)
+    try:
+        check(wishes)
+    except UserError as error:
+        return replace(nothing, notes=(*nothing.notes, f"moments in 8 bits were not tried: {error.problem}"))
+    found = _whole_model(replace(question, wishes=_on_whole_rows(wishes) or wishes), exact, False, patience, False)
+    if found.best is None:
+        return replace(nothing, costed=nothing.costed + found.costed, notes=(*nothing.notes, "no plan with moments in 8 bits fits either"))
+    how = "no plan fits with moments as they are: AdamW's moments are held in 8 bits, which changes the maths within bounds"
+    return replace(found, costed=nothing.costed + found.costed, notes=(*found.notes, how))
 
 
 def _whole_model(question: Question, exact: bool | None, what_if: bool, patience: float, moves: bool) -> Choice:

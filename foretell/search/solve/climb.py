@@ -75,7 +75,7 @@ class Climb(Question):
     def _lawful(self) -> BatchAdvice | None:
         wishes = self.wishes
         plan = Plan(model=model_of(self.source), hardware=self.hardware, precision=wishes.precision or "fp32",
-                    optimizer=wishes.optimizer, clip=wishes.clip)  # fmt: skip
+                    optimizer=wishes.optimizer, clip=wishes.clip, state_format=wishes.coded)  # fmt: skip
         trace = self.traces.of(plan, [KEEP])[KEEP]
         self._learn(trace)
         return self.law(self.blocks, sequence_length(trace, plan.micro_batch))
@@ -151,7 +151,7 @@ class Climb(Question):
             model=self.named or model_of(self.source), hardware=self.hardware, mesh=mesh,
             precision=self.wishes.precision or default(self.cluster),
             optimizer=self.wishes.optimizer, clip=self.wishes.clip, pipeline=self._pipeline(mesh),
-            adapters=self.wishes.adapters, base=self.wishes.base,
+            adapters=self.wishes.adapters, base=self.wishes.base, state_format=self.wishes.coded,
         )  # fmt: skip
         batches = self.batches(mesh)
         if not batches:

@@ -74,7 +74,7 @@ class Costing(Question):
             try:
                 self.sheets[key] = Sheet(
                     self.sources, known, cluster, optimizer=self.wishes.optimizer, clip=self.wishes.clip,
-                    first=self.recipe(cluster, cluster.count > 1),
+                    state_format=self.wishes.coded, first=self.recipe(cluster, cluster.count > 1),
                 )  # fmt: skip
             except BatchMismatch as error:
                 raise Unsuited(str(error)) from error
@@ -90,6 +90,7 @@ class Costing(Question):
             return Costs()
         source = {**vars(self.source), "overrides": dict(self.source.overrides)}
         asked = {"source": source, "hints": dict(traces.hints), "optimizer": self.wishes.optimizer, "clip": self.wishes.clip}
+        asked |= {"state_format": self.wishes.coded} if self.wishes.coded != "fp32" else {}
         return kept({**asked, "capability": traces.capability}, cluster, profile_for(cluster, self.options.profile_of), traces.files)
 
     def keep_costs(self) -> None:
@@ -102,7 +103,8 @@ class Costing(Question):
     @functools.cached_property
     def sources(self) -> Sources:
         """Traces of the model, whole samples and shorter ones."""
-        base = Plan(model=model_of(self.source), hardware=self.hardware, optimizer=self.wishes.optimizer, clip=self.wishes.clip)
+        wishes = self.wishes
+        base = Plan(model=model_of(self.source), hardware=self.hardware, optimizer=wishes.optimizer, clip=wishes.clip, state_format=wishes.coded)
         return Sources(self.traces, base)
 
     def note(self, words: str) -> None:

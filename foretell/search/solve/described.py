@@ -62,7 +62,7 @@ class DescribedSearch(Question):
         given, wishes = self.given, self.wishes
         plan = Plan(
             model=model_of(self.source), hardware=self.hardware, mesh=given.mesh, precision=wishes.precision or default(self.cluster),
-            optimizer=wishes.optimizer, clip=wishes.clip, reshard=given.reshard, split=given.split(),
+            optimizer=wishes.optimizer, clip=wishes.clip, state_format=wishes.coded, reshard=given.reshard, split=given.split(),
             compile=wishes.compile[0] if wishes.compile else "none", micro_batch=given.micro_batch or 1,
         )  # fmt: skip
         self.blocks = blocks_of(self.traces.of(plan, [KEEP])[KEEP])

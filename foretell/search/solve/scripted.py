@@ -36,6 +36,8 @@ def wishes_of(facts: ScriptFacts, wishes: SearchConstraints, cluster: Cluster) -
     for axis in _SHARED:
         if wishes.fixed.get(axis, 1) > 1:
             raise UserError(f"--{axis} {wishes.fixed[axis]}: ranks of a script share batches and parameters only", f"leave --{axis} out")
+    if wishes.coded != "fp32":
+        raise UserError(f"--state-format {wishes.state_format}: {name} makes its optimizer itself", "leave --state-format out")
     batch = wishes.global_batch or facts.micro_batch * facts.recipe.accumulate
     if wishes.micro_batch not in (None, facts.micro_batch) and not facts.resizes:
         raise UserError(
@@ -51,7 +53,8 @@ def wishes_of(facts: ScriptFacts, wishes: SearchConstraints, cluster: Cluster) -
     return replace(
         wishes, margin=wishes.margin + kept, precision=wishes.precision or own, optimizer=facts.recipe.optimizer,
         clip=facts.recipe.clip, global_batch=batch, micro_batch=micro,
-        compile=("none",), fixed={axis: degree for axis, degree in {**wishes.fixed, **dict.fromkeys(_SHARED, 1)}.items() if axis in AXES},
+        may_code=False, compile=("none",),
+        fixed={axis: degree for axis, degree in {**wishes.fixed, **dict.fromkeys(_SHARED, 1)}.items() if axis in AXES},
     )  # fmt: skip
 
 

@@ -11,7 +11,19 @@ from foretell.hardware.types import Cluster
 from foretell.plan.described import DescribedLayout
 from foretell.plan.legal import stages_allowed
 from foretell.plan.precision import refuse_plan
-from foretell.plan.types import AXES, COMPILES, FORMATS, MASTER, PRECISIONS, SCHEDULES, Adapters, Mesh
+from foretell.plan.types import (
+    AXES,
+    CODED_FORMATS,
+    COMPILES,
+    FORMATS,
+    FP16,
+    MASTER,
+    PRECISIONS,
+    SCHEDULES,
+    Adapters,
+    Mesh,
+)
+from foretell.trace.recipe import coded_problems
 
 OBJECTIVES = {
     "throughput": "most tokens (or samples) a second",
@@ -61,7 +73,7 @@ class SearchConstraints:
     disk: int = 0
     """Bytes on the disk that plans may use."""
     state_format: str | None = None
-    """Of optimizer states, with bf16-master; None: fp32."""
+    """Of optimizer states, with bf16-master or one of CODED_FORMATS; None: fp32."""
     adapters: Adapters | None = None
     """What is trained instead of the model."""
     base: Mapping[str, str] = field(default_factory=dict)
@@ -70,8 +82,15 @@ class SearchConstraints:
     """Of the output layer and the loss; None: 1, and more where nothing fits otherwise and logits are what is large."""
     may_adapt: bool = False
     """Whether plans may have adapters, where nothing fits that trains the model."""
+    may_code: bool = False
+    """Whether plans may have moments in 8 bits, where nothing fits without."""
     described: DescribedLayout | None = None
     """The layout of another tool's file: that plan is costed, and no other is looked for."""
+
+    @property
+    def coded(self) -> str:
+        """Format of states that stay on the device beside weights without a master."""
+        return self.state_format if self.state_format in CODED_FORMATS and self.precision != MASTER else "fp32"
 
     @property
     def any_size(self) -> bool:
@@ -121,8 +140,7 @@ def _amounts(wishes: SearchConstraints) -> None:
 
 
 def _whole_run(wishes: SearchConstraints) -> None:
-    if wishes.state_format not in (None, "fp32") and wishes.precision != MASTER:
-        raise UserError(f"--state-format {wishes.state_format} is for bf16 weights with a master", f"add --precision {MASTER}")
+    _formats(wishes)
     for what, amount in (("deadline", wishes.deadline_seconds), ("budget", wishes.budget)):
         if amount is not None and wishes.precision == MASTER:
             raise UserError(f"--{what} is not searched for with --precision {MASTER}", f"leave --{what} out")
@@ -130,6 +148,19 @@ def _whole_run(wishes: SearchConstraints) -> None:
             raise UserError(f"--{what} is given without the length of the run", "add --tokens, such as --tokens 1e12")
     if wishes.objective == "latency" and wishes.global_batch is None:
         raise UserError("--objective latency is given without --global-batch: one sample would win", "add --global-batch")
+
+
+def _formats(wishes: SearchConstraints) -> None:
+    asked = wishes.state_format
+    if asked not in (None, "fp32", *CODED_FORMATS) and wishes.precision != MASTER:
+        raise UserError(f"--state-format {asked} is for bf16 weights with a master", f"add --precision {MASTER}")
+    if asked == "int4" and wishes.precision == MASTER:
+        raise UserError(f"--state-format int4 does not go with --precision {MASTER}", "int8, or another precision")
+    for problem, remedy in coded_problems(wishes.coded, wishes.optimizer, wishes.precision == FP16, wishes.adapters is not None):
+        raise UserError(f"--state-format {asked}: {problem}", remedy)
+    for axis in ("tp", "ep") if wishes.coded != "fp32" else ():
+        if wishes.fixed.get(axis, 1) > 1:
+            raise UserError(f"--{axis} {wishes.fixed[axis]} and --state-format {asked}: rows with one scale are not cut", f"leave --{axis} out")
 
 
 def _degrees(wishes: SearchConstraints) -> None:

@@ -45,6 +45,8 @@ def _is_kernel(event: str) -> bool:
     """Whether a trace has one op for this event: what such an op takes and gives back while it runs is its kernel's own, and
     the prediction is of tensors. Ops that PyTorch puts together from others (`linear`, `matmul`) are those others in a trace."""
     space, _, name = event.partition("::")
+    if space == "foretell":
+        return True
     packet = getattr(torch.ops.aten, name, None) if space == "aten" and name else None
     if packet is None:
         return False

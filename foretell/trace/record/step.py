@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
@@ -22,6 +22,7 @@ from foretell.trace.adapters.put import adapt
 from foretell.trace.chunked.deferred import LossInChunks
 from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.load.output import entries_told, loss_in
+from foretell.trace.moments.optimizer import CodedAdamW, tables
 from foretell.trace.recipe import Adapters, Recipe
 from foretell.trace.sandbox.blame import BATCH_REMEDY, at, defined, made_at, written
 
@@ -124,7 +125,7 @@ class Step:
         if not chosen:
             raise ModelError(f"the model has no parameter to train{at(self._frozen_at())}", "unfreeze some, or use --infer")
         self.parameters = chosen
-        self.optimizer = build_optimizer(self.recipe.optimizer, chosen)
+        self.optimizer = build_optimizer(self.recipe.optimizer, chosen, self.recipe.state_format, tables(self.model))
         if self.scaler is not None:
             self.scaler.scale(torch.zeros((), device=chosen[0].device))  # makes its state now, not inside the first step
 
@@ -495,9 +496,11 @@ def _selective(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in KEPT_BY_SELECTIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def build_optimizer(name: str, parameters: list[nn.Parameter] | list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer a recipe names; without a suffix, PyTorch's own default for CUDA."""
+def build_optimizer(name: str, parameters: list[Any], state_format: str = "fp32", whole: Collection[Tensor] = ()) -> torch.optim.Optimizer:
+    """The optimizer a recipe names; without a suffix, PyTorch's own default for CUDA. Codes of moments are not for `whole`."""
     kind, _, variant = name.partition("-")
+    if state_format != "fp32":
+        return CodedAdamW(parameters, state_format, whole, decoupled=kind == "adamw")
     flags: dict[str, bool | None] = {
         "": {}, "fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False, "fused": False},
     }[variant]  # type: ignore[assignment]  # fmt: skip
@@ -507,6 +510,5 @@ def build_optimizer(name: str, parameters: list[nn.Parameter] | list[dict[str, A
         return torch.optim.SGD(parameters, lr=1e-3, **flags)
     if kind == "momentum":
         return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **flags)
-    if kind == "adam":
-        return torch.optim.Adam(parameters, lr=1e-4, **flags)
-    return torch.optim.AdamW(parameters, lr=1e-4, **flags)
+    made = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
+    return made(parameters, lr=1e-4, **flags)

@@ -1,7 +1,7 @@
-"""Moments in 8 bits: codes of blocks of 256 elements, each block with one scale.
+"""Moments in 8 or 4 bits: codes of blocks of elements, each block with one scale.
 
-    first moment     the fourth root of its size in 127 steps and a sign, to the nearest step
-    second moment    the eighth root in 255 steps, up or down by chance, and never to nothing
+    first moment     the fourth root of its size in 127 steps and a sign, to the nearest step; in 4 bits in 7 steps
+    second moment    the eighth root in 255 steps, up or down by chance, and never to nothing; in 4 bits in 15 steps
 
 Roots, because within a block moments differ by many powers of ten and Adam divides one by the other: steps grow with the
 value. The second moment changes by a thousandth in a step, less than half a step of its code: rounded to the nearest it
@@ -14,15 +14,18 @@ depend on where a run is cut. What is not finite makes its block's scale so, and
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from foretell.plan.states import BLOCK
+from foretell.trace.recipe import BLOCK
 
 SIGNED, UNSIGNED = 127, 255
-_LEAST = 1e-20
+FEW_SIGNED, FEW_UNSIGNED = 7, 15
+"""The same in 4 bits."""
+LEAST = 1e-20
 """Of a scale: that of a block of zeros, to divide by. Roots of the smallest number above zero are far larger."""
-_CHANCE = 14
+CHANCE = 14
 """Last bits of a second moment that are its chance: enough that no side is preferred by what its decay would not make good,
 and few enough that they say nothing about its code."""
 
@@ -34,47 +37,62 @@ def padded(elements: int) -> int:
 
 def decode_first(codes: Tensor, scales: Tensor, out: Tensor, spare: Tensor) -> None:
     """Whole blocks of first moments into `out`, fp32; `spare` is as long and used up."""
-    torch.mul(_blocks(codes), scales[:, None], out=_blocks(out))
+    blocks = _blocks(out, scales)
+    torch.mul(codes.view(blocks.shape), scales[:, None], out=blocks)
     torch.mul(out, out, out=spare).mul_(spare)
     torch.copysign(spare, out, out=out)
 
 
 def decode_second(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """Whole blocks of second moments into `out`, fp32."""
-    torch.mul(_blocks(codes), scales[:, None], out=_blocks(out))
+    blocks = _blocks(out, scales)
+    torch.mul(codes.view(blocks.shape), scales[:, None], out=blocks)
     for _ in range(3):
         out.mul_(out)
 
 
-def encode_first(moment: Tensor, codes: Tensor, scales: Tensor, spare: Tensor, keep: Tensor | None = None) -> None:
+def encode_first(
+    moment: Tensor, codes: Tensor, scales: Tensor, spare: Tensor, keep: Tensor | None = None, steps: int = SIGNED
+) -> None:
     """Codes and scales of whole blocks; `moment` and `spare` are used up. Where `keep` is true they stay as they are."""
-    torch.abs(moment, out=spare).sqrt_().sqrt_()
-    steps = _blocks(spare)
-    fresh = _scales(steps, SIGNED)
-    steps.div_(fresh[:, None]).add_(0.5)
+    root_(root_(torch.abs(moment, out=spare)))
+    roots = _blocks(spare, scales)
+    fresh = _scales(roots, steps)
+    roots.mul_(fresh.reciprocal()[:, None]).add_(0.5)
     torch.copysign(spare, moment, out=spare)
     _store(spare, codes, moment, keep)  # towards zero
     _store(fresh, scales, fresh, keep)
 
 
-def encode_second(moment: Tensor, codes: Tensor, scales: Tensor, spare: Tensor, keep: Tensor | None = None) -> None:
+def encode_second(
+    moment: Tensor, codes: Tensor, scales: Tensor, spare: Tensor, keep: Tensor | None = None, steps: int = UNSIGNED
+) -> None:
     """As `encode_first`."""
-    chance = torch.bitwise_and(moment.view(torch.int32), 2**_CHANCE - 1, out=spare.view(torch.int32))
-    moment.sqrt_().sqrt_().sqrt_()
-    steps = _blocks(moment)
-    fresh = _scales(steps, UNSIGNED + 2.0**-_CHANCE)  # a block's largest value has its own code, whatever division rounds off
-    steps.div_(fresh[:, None])
-    moment.add_(chance, alpha=2.0**-_CHANCE).clamp_(1, UNSIGNED)
+    chance = torch.bitwise_and(moment.view(torch.int32), 2**CHANCE - 1, out=spare.view(torch.int32))
+    root_(root_(root_(moment)))
+    roots = _blocks(moment, scales)
+    fresh = _scales(roots, steps + 2.0**-CHANCE)  # a block's largest value has its own code, whatever is rounded off
+    roots.mul_(fresh.reciprocal()[:, None])
+    moment.add_(chance, alpha=2.0**-CHANCE).clamp_(1, steps)
     _store(moment, codes, spare, keep)
     _store(fresh, scales, fresh, keep)
 
 
-def _blocks(flat: Tensor) -> Tensor:
-    return flat.view(-1, BLOCK)
+def root_(values: Tensor) -> Tensor:
+    """Square roots in place, rounded to the nearest as on a GPU; those of MKL, which torch has on a CPU, are not always."""
+    if values.device.type == "cpu":
+        with np.errstate(invalid="ignore"):
+            np.sqrt(values.numpy(), out=values.numpy())
+        return values
+    return values.sqrt_()
+
+
+def _blocks(flat: Tensor, scales: Tensor) -> Tensor:
+    return flat.view(scales.numel(), flat.numel() // max(1, scales.numel()))
 
 
 def _scales(roots: Tensor, steps: float) -> Tensor:
-    return roots.amax(1).div_(steps).clamp_min_(_LEAST)
+    return roots.amax(1).div_(steps).clamp_min_(LEAST)
 
 
 def _store(values: Tensor, into: Tensor, spare: Tensor, keep: Tensor | None) -> None:
