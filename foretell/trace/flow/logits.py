@@ -8,6 +8,7 @@ Found by following the data, not by a width: a hidden layer may be as wide as th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING
@@ -75,5 +76,10 @@ def _as_large(row: RecordedOp, made: Ref) -> Iterator[Ref]:
 
 
 def _mixes(row: RecordedOp) -> bool:
-    name = row.name.partition(".")[2].partition(".")[0].removesuffix("_backward").strip("_")
+    return _mixing(row.name)
+
+
+@functools.cache
+def _mixing(op: str) -> bool:
+    name = op.partition(".")[2].partition(".")[0].removesuffix("_backward").strip("_")
     return any(name == one or name.startswith((f"{one}_", f"cudnn_{one}", f"mkldnn_{one}", f"thnn_fused_{one}")) for one in _MIXES)

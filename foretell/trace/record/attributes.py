@@ -96,7 +96,7 @@ def _layouts(func: Any, args: Any) -> tuple[str, ...]:
         return ()
     tensors = [value for value in args if isinstance(value, Tensor)]
     if len(tensors) != len(args):
-        tensors = list(tensors_in(args))
+        tensors = tensors_in(args)
     if all(tensor.layout is not torch.strided or tensor.is_contiguous() for tensor in tensors):
         return ()
     return (f"layout:{''.join([_layout(tensor) for tensor in tensors])}",)
@@ -140,12 +140,19 @@ def _strided(args: Any) -> Iterator[str]:
             yield f"strided:{position}"
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> list[Tensor]:
+    """In order, out of lists, tuples and dicts in each other."""
+    found: list[Tensor] = []
+    _add(values, found)
+    return found
+
+
+def _add(values: Any, found: list[Tensor]) -> None:
     if isinstance(values, Tensor):
-        yield values
+        found.append(values)
     elif isinstance(values, (list, tuple)):
         for value in values:
-            yield from tensors_in(value)
+            _add(value, found)
     elif isinstance(values, dict):
         for value in values.values():
-            yield from tensors_in(value)
+            _add(value, found)

@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from foretell.trace.doubts import EVENLY, ONE_DRAW
 from foretell.trace.record.branches import asked, asker, short
-from foretell.trace.record.fake_cache import QuickKeys
+from foretell.trace.record.fake_cache import QuickFakes
 from foretell.trace.record.sized import SPECIAL
 from foretell.trace.record.values import (
     ALL_ONE,
@@ -70,7 +70,7 @@ WRAPPERS = (NestedTensor,)
 _FOREIGN = ("Please convert all Tensors to FakeTensors", "Mixing fake modes")
 
 
-class ReadingMode(QuickKeys):
+class ReadingMode(QuickFakes):
     """A fake tensor mode that has an answer whenever code wants to know what is in a tensor."""
 
     def __init__(self, hints: Mapping[str, float] | None = None) -> None:

@@ -65,6 +65,8 @@ _MENDS: dict[Any, Callable[[Any], Any]] = {
     torch.ops.aten.native_layer_norm_backward.default: _dense_gradient,
 }
 """Outputs that CUDA makes in another dtype or layout than the shape rules of fake CPU tensors say."""
+_MENDED = {id(func) for func in (*_MENDS, *_KEEP_ELEMENTS, *_DENSE, _BATCH_NORM_BACKWARD, _ROLL, _CONVOLUTION_BACKWARD, _MKLDNN_RNN)}
+"""By identity: an overload's own hash takes longer than the question."""
 
 
 class RecordedOp:
@@ -185,7 +187,7 @@ class Recorder(ReadingMode):
         if not path and not self._stack and self._rows is not None and self._phase == "forward":
             row = self._add_row("foretell.model_end")
             returned = [t for t in tensors_in(output) if t.requires_grad and t.layout is torch.strided]
-            row.inputs = tuple(self._refs([t for t in returned if t.untyped_storage()._cdata in self._ids], None))
+            row.inputs = self._refs([t for t in returned if t.untyped_storage()._cdata in self._ids], None)
 
     def _here(self) -> str:
         return self._stack[-1] if self._stack else ""
@@ -228,6 +230,21 @@ class Recorder(ReadingMode):
                 output = self.answered(func, kinds, args, kwargs)
         finally:
             self._depth -= 1
+        if id(func) in _MENDED:
+            output = self._mended(func, args, output)
+        attrs = attributes(func, args)
+        if self.capability is not None and self.capability >= (8, 0) and rounds(func, args):
+            attrs = (*attrs, types.TF32)
+        row = self.record(self._name(func), (args, kwargs), output, attrs)
+        if self._matters(func, row):
+            follow(func, args, kwargs, output, True, lambda: self.where(func))
+            for tensor in tensors_in((args, kwargs, output)):
+                if tensor.layout is torch.strided:
+                    (self._valued.discard if value_of(tensor) is None else self._valued.add)(self.storage_id(tensor))
+        return output
+
+    def _mended(self, func: Any, args: Any, output: Any) -> Any:
+        """What the device makes, where shape rules on a CPU say otherwise."""
         mend = _MENDS.get(func)
         if mend is not None and self.capability is not None:
             with self.muted():
@@ -250,15 +267,6 @@ class Recorder(ReadingMode):
         if func is _MKLDNN_RNN and self.capability is None:
             with self.muted():
                 output = (*output[:3], output[0].new_empty(_workspace_of(func, args), dtype=torch.uint8))
-        attrs = attributes(func, args)
-        if self.capability is not None and self.capability >= (8, 0) and rounds(func, args):
-            attrs = (*attrs, types.TF32)
-        row = self.record(self._name(func), (args, kwargs), output, attrs)
-        if self._matters(func, row):
-            follow(func, args, kwargs, output, True, lambda: self.where(func))
-            for tensor in tensors_in((args, kwargs, output)):
-                if tensor.layout is torch.strided:
-                    (self._valued.discard if value_of(tensor) is None else self._valued.add)(self.storage_id(tensor))
         return output
 
     def knows(self, tensor: Tensor) -> None:
@@ -303,14 +311,14 @@ class Recorder(ReadingMode):
             row.phase == "backward"
             and (name == "aten.add.Tensor" or (name in _INTO_ZEROS and self._is_of_zeros(inputs)))
             and not _in_formula()
-            and not next(tensors_in(inputs))._is_view()  # a view shares its storage with its base, which it holds
+            and not tensors_in(inputs)[0]._is_view()  # a view shares its storage with its base, which it holds
         )
-        row.inputs = tuple(self._refs(inputs, None))
-        row.outputs = tuple(self._refs(outputs, row))
+        row.inputs = self._refs(inputs, None)
+        row.outputs = self._refs(outputs, row)
         return row
 
     def _is_of_zeros(self, inputs: Any) -> bool:
-        born = self.born_in.get(self.storage_id(next(tensors_in(inputs))))
+        born = self.born_in.get(self.storage_id(tensors_in(inputs)[0]))
         return born is not None and born.name in ("aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default")
 
     def _add_row(self, name: str) -> RecordedOp:
@@ -341,10 +349,12 @@ class Recorder(ReadingMode):
             return self._module_of.get(number, ""), phase
         return self._here(), phase
 
-    def _refs(self, values: Any, born: RecordedOp | None) -> Iterator[types.Ref]:
+    def _refs(self, values: Any, born: RecordedOp | None) -> tuple[types.Ref, ...]:
+        found = []
         for tensor in tensors_in(values):
             for part in (tensor,) if tensor.layout is torch.strided else self.parts(tensor):
-                yield types.Ref(self.storage_id(part, born), self.spec(part))
+                found.append(types.Ref(self.storage_id(part, born), self.spec(part)))
+        return tuple(found)
 
     def parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """The dense tensors that a sparse one is made of: its values first."""
