@@ -56,7 +56,7 @@ def check(device: str) -> tuple[float, float]:
     packed, scales, nested = nf4_quantize(weight, False)
     reference = nf4_dequantize(packed, scales, nested, [129, 77], torch.float32)
     ours = torch.empty(129 * 77, device=device)
-    unpack(packed.to(device), nf4_scales(scales, nested).to(device), torch.tensor(CODEBOOK, device=device), ours)
+    unpack(packed.to(device), nf4_scales(scales, nested).to(device), torch.tensor(CODEBOOK, device=device), ours, 4)
     largest = weight.abs().max()
     back = ours.cpu().view(129, 77)
     return float((back - reference).abs().max() / largest), float((back - weight).abs().max() / largest)

@@ -7,7 +7,6 @@ For looking at one configuration whose memory was predicted wrong, beside `foret
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any

@@ -6,7 +6,7 @@
 
 Peaks: results/memory.jsonl and results/compiled.jsonl. Limits: results/limits.jsonl and results/limits_families.jsonl, where a run had
 so much memory and no more. Predictions see no GPU; a case that was predicted by the same code is not predicted again. Without
-torchvision and timm their models are left out, and said to be.
+torchvision and timm their models are left out, and said to be. Rows of LoRA are not here: they were measured with adapters that kept more.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 def config_of(row: dict[str, Any]) -> dict[str, Any] | None:
-    """The configuration of a row; none of adapters by other libraries and of several ranks, which are no configurations."""
-    if "config" in row:
-        return {**DEFAULTS, **row["config"]}
-    if row.get("kind") in ("peft", "nf4", "fsdp") or not row["key"].startswith("{"):
+    """The configuration of a row; none of adapters, which kept more when they were measured, and of several ranks, which is none."""
+    if "config" not in row and (row.get("kind") in ("peft", "nf4", "fsdp") or not row["key"].startswith("{")):
         return None
-    return {**DEFAULTS, **json.loads(row["key"])}
+    config = {**DEFAULTS, **(row["config"] if "config" in row else json.loads(row["key"]))}
+    return None if config["lora"] else config
 
 
 def cases() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
@@ -54,6 +53,8 @@ def cases() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
             known = found.setdefault(key_of(config), (config, {"peak": None, "limits": []}))[1]
             if name in PEAKS and "reserved" in (row.get("measured") or {}):
                 known["peak"] = {what: row["measured"][what] for what in ("allocated", "reserved")}
+                if config["mode"] == "graphs":  # a replay allocates nothing: what it holds shows while it is recorded
+                    known["peak"]["allocated"] = row["measured"]["warm_up_allocated"]
             elif row.get("ran") is not None:
                 known["limits"].append({"limit": row["limit"], "ran": row["ran"], "before": row.get("verdict_before_the_run", row["verdict"])})
     return found

@@ -26,7 +26,7 @@ _DESCRIBED: Mapping[str, Mapping[str, Any]] = {
         "read": words.names,
     },
     "base": {
-        "default": (), "help": "Format of the frozen base, nf4 or nf4-double, of all adapted layers or those of a name; may be repeated.",
+        "default": (), "help": "Format of the frozen base: bf16, float8, int8, nf4 or nf4-double, of all adapted layers or of a name.",
         "metavar": "[NAME=]FORMAT", "typed": list[str], "read": tuple,
     },
 }  # fmt: skip

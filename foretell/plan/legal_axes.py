@@ -83,7 +83,7 @@ def adapters(plan: Plan) -> Found:
     if plan.adapters is None:
         if plan.base:
             pattern, kind = next(iter(plan.base.items()))
-            yield f"base['{pattern}']", f"is {kind} and the plan has no adapters: weights in 4 bits cannot be trained", "adapters, or no base"
+            yield f"base['{pattern}']", f"is {kind} and the plan has no adapters: weights in that format are not trained", "adapters, or no base"
         return
     for pattern, kind in plan.base.items():
         if kind not in BASE_FORMATS:

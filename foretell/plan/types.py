@@ -134,7 +134,7 @@ class Plan:
     adapters: Adapters | None = None
     """What is trained instead of the model, whose own weights stay as they are."""
     base: Mapping[str, str] = field(default_factory=dict)
-    """Layers with an adapter, by a name or the end of a path, or `adapted` for all of them → nf4 or nf4-double: the format that
+    """Layers with an adapter, by a name or the end of a path, or `adapted` for all of them → one of BASE_FORMATS: the format that
     their frozen weights are held in."""
     loss_chunks: int = 1
     """Pieces of a micro-batch's tokens of which the output layer and the cross entropy are computed one after another, forward

@@ -253,7 +253,8 @@ split_with_sizes_copy squeeze stack swapaxes sym_numel sym_size sym_storage_offs
 to _to_copy topk transpose tril tril_indices triu triu_indices type_as unbind unflatten unfold uniform _unique _unique2
 unique_consecutive unique_dim _unsafe_index _unsafe_index_put unsafe_split unsafe_split_with_sizes _unsafe_view
 unsqueeze value_selecting_reduction_backward view view_as view_as_complex view_as_real vstack where zero zeros
-zeros_like foretell.begin foretell.model_end foretell.nf4_dequantize profiler._record_function_enter profiler._record_function_enter_new
+zeros_like foretell.begin foretell.model_end
+foretell.byte_dequantize foretell.nf4_dequantize profiler._record_function_enter profiler._record_function_enter_new
 profiler._record_function_exit foretell.all_reduce foretell.all_gather foretell.reduce_scatter foretell.all_to_all
 """
 _RESIZE = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -25,8 +25,10 @@ MODES = ("train", "infer")
 ADAPTER_KINDS = ("lora", "rslora", "dora", "dora-norm")
 """lora: the update times alpha/rank; rslora: times alpha/√rank; dora: lora with the length of every row of the weight trained
 apart, by peft's ops; dora-norm: the same function, which never multiplies the update out."""
-BASE_FORMATS = ("nf4", "nf4-double")
+NF4_FORMATS = ("nf4", "nf4-double")
 """Of a frozen weight in 4-bit NormalFloat: with fp32 scales, or with scales in 8 bits."""
+BASE_FORMATS = ("bf16", "float8", "int8", *NF4_FORMATS)
+"""Of a frozen weight under adapters: as it is in bf16, or in codes with a scale for every 64 weights."""
 ADAPTED = "adapted"
 """What `base` calls all layers with an adapter."""
 CODED_FORMATS = ("int8", "int4")
@@ -94,6 +96,12 @@ def known_base(pattern: str, kind: str) -> None:
     """Raise where that is no format of a base."""
     if kind not in BASE_FORMATS:
         raise UnknownName(f"format of the base of {pattern}", str(kind), BASE_FORMATS, f"known: {', '.join(BASE_FORMATS)}")
+
+
+def base_untrained(kinds: Iterable[str]) -> str:
+    """Why a base in these formats needs adapters."""
+    kind = next(iter(kinds))
+    return f"{kind} needs LoRA adapters: a {'4-bit base' if kind in NF4_FORMATS else 'base in it'} cannot be trained"
 
 
 def coded_problems(state_format: str, optimizer: str, scaled: bool, adapted: bool) -> Iterator[tuple[str, str]]:
@@ -176,7 +184,7 @@ class Recipe:
         if self.nf4 and not self.base:
             object.__setattr__(self, "base", ((ADAPTED, "nf4"),))
         if self.base and self.adapters is None:
-            raise UserError("nf4 needs LoRA adapters: a 4-bit base cannot be trained", "add --lora RANK, for example --lora 16")
+            raise UserError(base_untrained(kind for _, kind in self.base), "add --lora RANK, for example --lora 16")
         for pattern, kind in self.base:
             known_base(pattern, kind)
         rank = None if self.adapters is None else self.adapters.rank

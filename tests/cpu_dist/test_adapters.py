@@ -1,4 +1,4 @@
-"""Adapters on real ranks: a base in 4 bits that is shared, updates that are trained, and checkpoints of these alone."""
+"""Adapters on real ranks: a packed base that is shared, updates that are trained, and checkpoints of these alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ SOURCE = Source(model="gpt-tiny", overrides={"layers": 2, "dim": 40, "heads": 4,
 """Weights of 40 × 40 are 25 blocks of 64, which no number of ranks shares evenly."""
 PLAN = Plan(
     model={"model": SOURCE.model, "overrides": SOURCE.overrides, "seq": 16}, hardware="CPU", micro_batch=2, accumulate=4, precision="fp32",
-    adapters=Adapters(kind="dora", rank=3, alpha=6.0), base={"adapted": "nf4-double", "up": "nf4"},
+    adapters=Adapters(kind="dora", rank=3, alpha=6.0),
+    base={"adapted": "nf4-double", "up": "nf4", "out": "bf16", "blocks.0.mlp.down": "int8", "blocks.1.mlp.down": "float8"},
 )  # fmt: skip
 STEPS = 4
 
@@ -48,8 +49,8 @@ def trained(rank: int, world: int, plan: Plan) -> tuple[list[float], dict[str, T
     mine = [every[number * ranks.data_size + ranks.data_rank] for number in range(plan.accumulate)]
     found = [job.train_step(mine).loss.item() for _ in range(STEPS)]
     for name, parameter in job.named_parameters():
-        if "nf4" in name and world > 1:
-            assert isinstance(parameter, DTensor) and parameter.to_local().dtype == torch.uint8
+        if ".base_" in name and world > 1:
+            assert isinstance(parameter, DTensor) and parameter.to_local().dtype == (torch.bfloat16 if ".out." in name else torch.uint8)
             assert parameter.to_local().shape[1:] == parameter.shape[1:]  # rows are blocks of 64, and stay whole
     return found, {name: whole(p.detach()).clone() for name, p in job.named_parameters()}
 
@@ -61,8 +62,8 @@ def test_ranks_hold_the_bytes_and_have_the_losses_of_one_process(ranks: Pools, w
     one, alone = ranks(1).run(trained, plan)[0]
     answers = ranks(world).run(trained, plan.with_(mesh=Mesh(dp_shard=world), accumulate=4 // world))
     shared, there = answers[0]
-    packed = [name for name in alone if "nf4" in name]
-    assert packed and all(torch.equal(alone[name], there[name]) for name in packed)
+    packed = [name for name in alone if ".base_" in name]
+    assert len(packed) == 14 and all(torch.equal(alone[name], there[name]) for name in packed)
     assert all(losses == shared for losses, _ in answers) and one[-1] < one[0]
     rel = LOSS_BOUND if precision == "fp32" else 2**-8 * math.sqrt(STEPS)
     assert shared == pytest.approx(one, rel=rel)

@@ -176,7 +176,7 @@ def test_a_shared_layer_and_a_shared_weight_are_adapted_once(nf4: bool) -> None:
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == TRAINABLE - RANK * 5 * DIM
     gradients(model)
     if nf4:
-        packed = sum(p.numel() for name, p in model.named_parameters() if name.endswith("nf4_packed"))
+        packed = sum(p.numel() for name, p in model.named_parameters() if name.endswith("base_codes"))
         assert packed == full // 2 == (BASE_WEIGHTS - 8 * DIM * DIM) // 2
 
 
@@ -305,7 +305,7 @@ def test_base_is_close_to_the_original_and_saves_only_the_packed_weight() -> Non
         output = layer.lora_base(inner)
     del inner
     assert output.requires_grad and seen() is None
-    assert sorted(t.data_ptr() for t in saved) == sorted(t.data_ptr() for t in (layer.nf4_packed, layer.nf4_scales, layer.nf4_nested))
+    assert sorted(t.data_ptr() for t in saved) == sorted(t.data_ptr() for t in (layer.base_codes, layer.base_scales, layer.base_nested))
 
 
 def test_under_autocast_the_product_is_bf16_and_the_result_as_the_input() -> None:

@@ -215,7 +215,7 @@ def test_an_adapter_of_another_model_or_base_is_refused(adapter: Path, tmp_path:
         (Adapters(rank=3, train=("nrom",)), {}, "'nrom', which is to be trained whole, names no module of the model; try: did you mean norm"),
         (Adapters(rank=3, train=("blocks.0",)), {}, "is trained whole and 'blocks.0.attention.qkv' in it gets an adapter"),
         (Adapters(rank=3), {"gate": "nf4"}, "the base 'gate' names no linear layer with an adapter"),
-        (None, {"adapted": "nf4"}, "is nf4 and the plan has no adapters: weights in 4 bits cannot be trained"),
+        (None, {"adapted": "nf4"}, "is nf4 and the plan has no adapters: weights in that format are not trained"),
     ],
 )  # fmt: skip
 def test_plans_that_cannot_be_trained_are_refused(

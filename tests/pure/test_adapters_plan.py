@@ -65,6 +65,7 @@ def test_options_say_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
         (["--lora", "4", "--adapter", "ia3"], "unknown kind of adapter 'ia3'"), (["--lora", "0"], "lora must be positive, got 0"),
         (["--lora", "4", "--base", "fp4"], "unknown format of the base of the adapted layers 'fp4'"),
         (["--nf4"], "nf4 needs LoRA adapters: a 4-bit base cannot be trained"),
+        (["--base", "int8"], "int8 needs LoRA adapters: a base in it cannot be trained"),
         (["--lora", "4", "--nf4", "--base", "nf4-double"], "--nf4 and --base are given together"),
         (["--lora", "4", "--lora-dropout", "1"], "dropout of adapters is 1.0, not a share"),
         (["--lora", "4", "--lora-alpha", "inf"], "alpha of adapters is inf"),

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foretell.errors import ModelError
 from foretell.simulate.memory.replay import peak_live
-from foretell.trace.adapters.nf4 import nf4_dequantize, nf4_quantize
+from foretell.trace.adapters.formats import pack, unpack
 from foretell.trace.cuda.attention import choose
 from foretell.trace.load.model import Source, load
 from foretell.trace.load.module import capture_module
@@ -240,10 +240,16 @@ def test_the_random_states_that_recompute_keeps_are_traced_too() -> None:
     assert measured(source, recipe) == peak_live(trace_as_cpu(source, recipe), STEPS[:2])
 
 
-@pytest.mark.parametrize(("kind", "base"), [("lora", ()), ("dora", (("adapted", "nf4-double"),))])
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        ("lora", ()), ("dora", (("adapted", "nf4-double"),)), ("lora", (("adapted", "int8"), ("up", "float8"), ("down", "bf16"))),
+    ],
+)  # fmt: skip
 def test_adapters_are_exact(kind: str, base: tuple[tuple[str, str], ...]) -> None:
-    """But for the table of NF4 that a process makes once, before it is looked at here."""
-    nf4_dequantize(*nf4_quantize(torch.zeros(64), True), (64,), torch.float32)
+    """But for the tables of formats that a process makes once, before it is looked at here."""
+    for one in ("nf4-double", "int8", "float8"):
+        unpack(*pack(torch.zeros(64), one), (64,), torch.float32, one)
     source, recipe = Source(model="gpt-tiny"), Recipe(precision="fp32", adapters=Adapters(kind=kind, rank=4), base=base)
     assert measured(source, recipe) == peak_live(trace_as_cpu(source, recipe), STEPS[:2])
 

@@ -70,7 +70,7 @@ def test_pieces_are_what_one_piece_is(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(37, 50, generator=torch.Generator().manual_seed(1))
     for double in (False, True):
         at_once = nf4_quantize(weight, double)
-        monkeypatch.setattr(nf4, "_AT_ONCE", 4)
+        monkeypatch.setattr(nf4, "AT_ONCE", 4)
         by_pieces = nf4_quantize(weight, double)
         assert all(torch.equal(one, other) for one, other in zip(at_once, by_pieces, strict=True))
         back = nf4_dequantize(*by_pieces, weight.shape, torch.float32)

@@ -268,7 +268,7 @@ def merge(
     path: Path = _PATH,
     out: Path = typer.Argument(..., metavar="OUT", show_default=False, help="A folder that is not there yet."),
     base: str | None = typer.Option(None, metavar="NAME", show_default=False,
-        help="original, dequantised or requantised; default: dequantised of a base in 4 bits, else original."),
+        help="original, dequantised or requantised; default: dequantised of a packed base, else original."),
     init_from: str | None = typer.Option(None, metavar="PATH", show_default=False, help="The weights it was trained on; default: the run's own."),
     dtype: str | None = typer.Option(None, metavar="NAME", show_default=False,
         help="float32, bfloat16 or float16; default: bfloat16 of a base in 4 or 16 bits."),

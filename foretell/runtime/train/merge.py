@@ -74,7 +74,7 @@ def _check(plan: Plan, base: str, dtype: str | None, out: Path) -> None:
     if base not in BASES:
         raise UserError(f"--base {base} is not known", f"one of {', '.join(BASES)}")
     if base != "original" and not plan.base:
-        raise UserError(f"--base {base} is of weights in 4 bits, and the base of these adapters is not", "leave --base out")
+        raise UserError(f"--base {base} is of packed weights, and the base of these adapters is not packed", "leave --base out")
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype {dtype} is not one to write weights in", f"give one of {', '.join(DTYPES)}")
     refuse_taken(out)

@@ -207,5 +207,5 @@ def _bf16(asked: FitRequest) -> Iterator[OptionChange]:
 
 
 def _nf4(asked: FitRequest) -> Iterator[OptionChange]:
-    if asked.recipe.lora is not None and not asked.recipe.nf4:
+    if asked.recipe.lora is not None and not asked.recipe.base:
         yield OptionChange(options={"nf4": True}, change="keep the frozen base in 4 bits", costs="changes the numerics", same_maths=False)

@@ -23,7 +23,7 @@ from foretell.plan.types import (
     Adapters,
     Mesh,
 )
-from foretell.trace.recipe import coded_problems
+from foretell.trace.recipe import base_untrained, coded_problems
 
 OBJECTIVES = {
     "throughput": "most tokens (or samples) a second",
@@ -191,7 +191,7 @@ def _degrees(wishes: SearchConstraints) -> None:
 
 def _adapters(wishes: SearchConstraints) -> None:
     if wishes.base and wishes.adapters is None:
-        raise UserError("nf4 needs LoRA adapters: a 4-bit base cannot be trained", "add --lora RANK, for example --lora 16")
+        raise UserError(base_untrained(wishes.base.values()), "add --lora RANK, for example --lora 16")
     if wishes.adapters is None and not wishes.may_adapt:
         return
     for axis in ("tp", "pp", "cp", "ep"):

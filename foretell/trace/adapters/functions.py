@@ -2,7 +2,7 @@
 
 Forward and backward are the ops that autograd would run on the plain formulas, in the same order, so results and gradients
 are equal to the bit. What differs is what is kept for backward: an input as it came in and not a copy of it in another
-dtype, a weight in 4 bits and not unpacked, and of an adapter the small product alone.
+dtype, a weight packed as it is held, and of an adapter the small product alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretell.trace.adapters.nf4 import nf4_dequantize
+from foretell.trace.adapters.formats import unpack
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -36,23 +36,25 @@ def _cast(x: Tensor, through: torch.dtype, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if exact else x.to(through).to(dtype)
 
 
-class Nf4Product(torch.autograd.Function):
+class PackedProduct(torch.autograd.Function):
     """x Wᵀ + bias for a packed W; saves W packed, never x, which no gradient of a frozen weight needs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, nested: Tensor, shape: Sequence[int], bias: Tensor | None) -> Any:
-        ctx.save_for_backward(packed, scales, nested)
-        ctx.shape, ctx.trains_bias = shape, bias is not None and bias.requires_grad
-        return F.linear(x, nf4_dequantize(packed, scales, nested, shape, x.dtype), bias)
+    def forward(
+        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, nested: Tensor, shape: Sequence[int], kind: str, bias: Tensor | None
+    ) -> Any:
+        ctx.save_for_backward(codes, scales, nested)
+        ctx.shape, ctx.kind, ctx.trains_bias = shape, kind, bias is not None and bias.requires_grad
+        return F.linear(x, unpack(codes, scales, nested, shape, x.dtype, kind), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        packed, scales, nested = ctx.saved_tensors
+        codes, scales, nested = ctx.saved_tensors
         of_x = None
         if ctx.needs_input_grad[0]:
-            of_x = gradient @ nf4_dequantize(packed, scales, nested, ctx.shape, gradient.dtype)
+            of_x = gradient @ unpack(codes, scales, nested, ctx.shape, gradient.dtype, ctx.kind)
         of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.trains_bias else None
-        return of_x, None, None, None, None, of_bias
+        return of_x, None, None, None, None, None, of_bias
 
 
 class LowRankProduct(torch.autograd.Function):

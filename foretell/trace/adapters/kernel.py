@@ -1,4 +1,4 @@
-"""NF4 weights unpacked on CUDA by one kernel, which allocates nothing but the result."""
+"""Packed weights unpacked on CUDA by one kernel, which allocates nothing but the result."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ AT_ONCE = 1024
 
 
 @triton.jit
-def _unpack(packed, absmax, table, out, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _unpack(packed, absmax, table, out, count, BITS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     inside = place < count
-    byte = tl.load(packed + place // 2, mask=inside, other=0).to(tl.int32)
-    number = tl.where(place % 2 == 0, byte >> 4, byte & 15)
+    number = tl.load(packed + place * BITS // 8, mask=inside, other=0).to(tl.int32)
+    if BITS == 4:
+        number = tl.where(place % 2 == 0, number >> 4, number & 15)
     scale = tl.load(absmax + place // 64, mask=inside, other=0.0)
     value = tl.load(table + number, mask=inside, other=0.0) * scale
     tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
 
 
-def unpack(packed: Tensor, absmax: Tensor, table: Tensor, out: Tensor) -> None:
-    """Fill `out` with the values of packed weights, one scale for every 64; all are contiguous."""
+def unpack(packed: Tensor, absmax: Tensor, table: Tensor, out: Tensor, bits: int) -> None:
+    """Fill `out` with the values of packed weights of 4 or 8 bits, one scale for every 64; all are contiguous."""
     count = out.numel()
-    _unpack[(triton.cdiv(count, AT_ONCE),)](packed, absmax, table, out, count, WIDTH=AT_ONCE)
+    _unpack[(triton.cdiv(count, AT_ONCE),)](packed, absmax, table, out, count, BITS=bits, WIDTH=AT_ONCE)

@@ -3,7 +3,7 @@
 
     base(x) + (x Aᵀ Bᵀ) · scale        A: rank × in, B: out × rank, both fp32 where the base is bf16 or fp16
 
-Results, gradients and updates are those of peft in eager mode, to the bit. Over an NF4 base, forward and backward each
+Results, gradients and updates are those of peft in eager mode, to the bit. Over a packed base, forward and backward each
 unpack the weight into a temporary of the compute dtype.
 """
 
@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretell.errors import ModelError
-from foretell.trace.adapters.functions import DoraProduct, LowRankProduct, Nf4Product, autocast_dtype, no_autocast
-from foretell.trace.adapters.nf4 import nf4_dequantize, nf4_quantize
+from foretell.trace.adapters.formats import pack, unpack
+from foretell.trace.adapters.functions import DoraProduct, LowRankProduct, PackedProduct, autocast_dtype, no_autocast
 from foretell.trace.recipe import Adapters
 
 
@@ -77,18 +77,21 @@ class AdaptedLinear(nn.Module):
             return (length.square() + 2 * scale * across + scale**2 * own).clamp(min=0).sqrt()
 
 
-class Nf4Linear(AdaptedLinear):
-    """The same over a packed base weight. Reading `weight` gives a dequantised copy."""
+class PackedLinear(AdaptedLinear):
+    """The same over a packed base weight. Reading `weight` gives an unpacked copy."""
 
-    nf4_packed: nn.Parameter
-    nf4_scales: nn.Parameter
-    nf4_nested: Tensor
-    nf4_shape: tuple[int, int]
-    nf4_dtype: torch.dtype
+    base_codes: nn.Parameter
+    base_scales: Tensor
+    base_nested: Tensor
+    base_shape: tuple[int, int]
+    base_dtype: torch.dtype
+    """Of the weight before it was packed."""
+    base_kind: str
+    """One of BASE_FORMATS."""
 
     @property
     def weight(self) -> Tensor:
-        weight = nf4_dequantize(self.nf4_packed, self.nf4_scales, self.nf4_nested, self.nf4_shape, self.nf4_dtype)
+        weight = unpack(self.base_codes, self.base_scales, self.base_nested, self.base_shape, self.base_dtype, self.base_kind)
         return weight.t() if is_conv1d(type(self)) else weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,8 +109,8 @@ class Nf4Linear(AdaptedLinear):
             return super().lora_base(x)
         given, dtype = x.dtype, autocast_dtype(x) or x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        packed = (self.nf4_packed, self.nf4_scales, self.nf4_nested, self.nf4_shape)
-        return Nf4Product.apply(x.to(dtype), *packed, bias).to(given)  # type: ignore[no-any-return]
+        packed = (self.base_codes, self.base_scales, self.base_nested, self.base_shape, self.base_kind)
+        return PackedProduct.apply(x.to(dtype), *packed, bias).to(given)  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------- putting it on
@@ -120,22 +123,22 @@ def is_conv1d(kind: type) -> bool:
 
 def sizes_of(layer: Any) -> tuple[int, int]:
     """Outputs and inputs of a linear layer."""
-    shape = layer.nf4_shape if isinstance(layer, Nf4Linear) else layer.weight.shape
+    shape = layer.base_shape if isinstance(layer, PackedLinear) else layer.weight.shape
     first, second = (int(size) for size in shape)
-    return (second, first) if is_conv1d(type(layer)) and not isinstance(layer, Nf4Linear) else (first, second)
+    return (second, first) if is_conv1d(type(layer)) and not isinstance(layer, PackedLinear) else (first, second)
 
 
 @functools.cache
 def _adapted(kind: type, packed: bool) -> type:
-    return type(f"Lora{kind.__name__}", (Nf4Linear if packed else AdaptedLinear, kind), {})
+    return type(f"Lora{kind.__name__}", (PackedLinear if packed else AdaptedLinear, kind), {})
 
 
 def add_adapter(layer: Any, adapters: Adapters, *, packed: bool) -> None:
     """Give a linear layer its adapter, which changes nothing before it is trained."""
     kind: type = type(layer)
-    like = layer.nf4_packed if packed else layer.weight
-    out_features, in_features = layer.nf4_shape if packed else sizes_of(layer)
-    dtype = torch.promote_types(layer.nf4_dtype if packed else like.dtype, torch.float32)
+    like = layer.base_codes if packed else layer.weight
+    out_features, in_features = layer.base_shape if packed else sizes_of(layer)
+    dtype = torch.promote_types(layer.base_dtype if packed else like.dtype, torch.float32)
     layer.lora_A = nn.Parameter(like.new_empty((adapters.rank, in_features), dtype=dtype))
     layer.lora_B = nn.Parameter(like.new_zeros((out_features, adapters.rank), dtype=dtype))
     nn.init.kaiming_uniform_(layer.lora_A, a=math.sqrt(5))
@@ -147,20 +150,25 @@ def add_adapter(layer: Any, adapters: Adapters, *, packed: bool) -> None:
         layer.lora_magnitude = nn.Parameter(lengths)
 
 
-def pack_base(path: str, layer: Any, kind: str, packed: dict[int, Any]) -> None:
-    """Hold the weight of a layer in 4 bits. `packed` knows those that are packed already, by the weight they were."""
+def pack_base(path: str, layer: Any, kind: str, packed: dict[tuple[int, str], Any]) -> None:
+    """Hold the weight of a layer in another format. `packed` knows those that are packed already, by the weight they were."""
     weight = layer._parameters.get("weight")
     if weight is None:
         raise ModelError(
-            f"the weight of '{path}' is computed from other parameters and cannot be held in 4 bits",
-            "remove its parametrization, or leave out --nf4",
+            f"the weight of '{path}' is computed from other parameters and cannot be held in {kind}",
+            "remove its parametrization, or leave --nf4 and --base out",
         )
     plain = weight.detach().t().contiguous() if is_conv1d(type(layer)) else weight.detach()
-    if id(weight) not in packed:
-        codes, scales, nested = nf4_quantize(plain, kind == "nf4-double")
-        held = (nn.Parameter(codes, requires_grad=False), nn.Parameter(scales, requires_grad=False))
-        packed[id(weight)] = (weight, *held, nested)
+    key = (id(weight), kind)
+    if key not in packed:
+        codes, scales, nested = pack(plain, kind)
+        held = nn.Parameter(scales, requires_grad=False) if scales.numel() else scales
+        packed[key] = (weight, nn.Parameter(codes, requires_grad=False), held, nested)
     del layer._parameters["weight"]
-    _, layer.nf4_packed, layer.nf4_scales, nested = packed[id(weight)]
-    layer.register_buffer("nf4_nested", nested, persistent=False)
-    layer.nf4_shape, layer.nf4_dtype = tuple(plain.shape), weight.dtype
+    _, layer.base_codes, scales, nested = packed[key]
+    if isinstance(scales, nn.Parameter):
+        layer.base_scales = scales
+    else:
+        layer.register_buffer("base_scales", scales, persistent=False)
+    layer.register_buffer("base_nested", nested, persistent=False)
+    layer.base_shape, layer.base_dtype, layer.base_kind = tuple(plain.shape), weight.dtype, kind

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretell.trace.adapters.layers import Nf4Linear, is_conv1d
-from foretell.trace.adapters.nf4 import nf4_dequantize, nf4_quantize
+from foretell.trace.adapters.formats import pack, unpack
+from foretell.trace.adapters.layers import PackedLinear, is_conv1d
 
 BASES = ("original", "dequantised", "requantised")
-"""What an adapter over a base in 4 bits is merged into: the weights before they were packed; what they unpack to, which it was
+"""What an adapter over a packed base is merged into: the weights before they were packed; what they unpack to, which it was
 trained on; or that, packed again."""
 
 
@@ -45,9 +45,9 @@ def merge_layer(name: str, layer: Any, original: Tensor, base: str, dtype: torch
     under = layer.lora_rows().detach()
     learned = trained_weight(layer, under)
     found = learned if base != "original" else trained_weight(layer, plain)
-    if base == "requantised" and isinstance(layer, Nf4Linear):
-        codes = nf4_quantize(found.to(layer.nf4_dtype).contiguous(), bool(layer.nf4_nested.numel()))
-        found = nf4_dequantize(*codes, found.shape, torch.float32)
+    if base == "requantised" and isinstance(layer, PackedLinear):
+        codes = pack(found.to(layer.base_dtype).contiguous(), layer.base_kind)
+        found = unpack(*codes, found.shape, torch.float32, layer.base_kind)
     merged = found.to(dtype)
     change = float((learned - under.float()).norm())
     off = float((merged.float() - learned).norm())

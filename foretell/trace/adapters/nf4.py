@@ -34,7 +34,7 @@ CODEBOOK = (
 computed anew differ from them in the last bits, and then some codes do."""
 _LEAST = 1e-38
 """Stands for the scale of zeros."""
-_AT_ONCE = 2**14
+AT_ONCE = 2**14
 """Rows that are packed or unpacked at a time: what that takes besides stays below 16 MiB."""
 
 
@@ -63,7 +63,7 @@ def _scale_codebook(device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
@@ -71,7 +71,7 @@ def _nearest(scaled: Tensor, code: Tensor) -> Tensor:
     return torch.bucketize(scaled, (code[1:] + code[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 
-def _scaled(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def scaled_rows(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Rows of values by their largest magnitude, and that; `count` values are there, the rest of the last row is padding."""
     largest = values.abs().amax(dim=1)
     width = values.shape[1]
@@ -92,17 +92,17 @@ def nf4_quantize(weight: Tensor, double: bool) -> tuple[Tensor, Tensor, Tensor]:
     packed = torch.empty((rows, BLOCK // 2), dtype=torch.uint8, device=weight.device)
     absmax = torch.empty(rows, device=weight.device)
     code = _codebook(weight.device)
-    for first in range(0, rows, _AT_ONCE):
-        some = flat[first * BLOCK : (first + _AT_ONCE) * BLOCK].float()
+    for first in range(0, rows, AT_ONCE):
+        some = flat[first * BLOCK : (first + AT_ONCE) * BLOCK].float()
         values = F.pad(some, (0, -some.numel() % BLOCK)).view(-1, BLOCK)
-        scaled, absmax[first : first + len(values)] = _scaled(values, some.numel())
+        scaled, absmax[first : first + len(values)] = scaled_rows(values, some.numel())
         nearest = _nearest(scaled, code)
         packed[first : first + len(values)] = (nearest[:, ::2] << 4) | nearest[:, 1::2]
     if not double:
         return packed, absmax.view(torch.uint8).view(rows, 4), weight.new_empty((0,), dtype=torch.float32)
     mean = absmax.mean()
     off = absmax - mean
-    scaled, largest = _scaled(F.pad(off, (0, -rows % NESTED)).view(-1, NESTED), rows)
+    scaled, largest = scaled_rows(F.pad(off, (0, -rows % NESTED)).view(-1, NESTED), rows)
     codes = _nearest(scaled, _scale_codebook(weight.device)).view(-1)[:rows]
     return packed, codes.clone().view(rows, 1), torch.cat((largest, mean.view(1)))
 
@@ -132,13 +132,13 @@ def nf4_dequantize(packed: Tensor, scales: Tensor, nested: Tensor, shape: Sequen
     """The full weight, computed in fp32 and rounded to `dtype`."""
     absmax, pairs, count = nf4_scales(scales, nested), _pairs(packed.device), math.prod(shape)
     found = torch.empty(count, dtype=dtype, device=packed.device)
-    if packed.is_cuda and count and _has_triton():
+    if packed.is_cuda and count and has_triton():
         from foretell.trace.adapters.kernel import unpack
 
-        unpack(packed.contiguous(), absmax, _codebook(packed.device), found)
+        unpack(packed.contiguous(), absmax, _codebook(packed.device), found, 4)
         return found.view(tuple(shape))
-    for first in range(0, len(packed), _AT_ONCE):
-        rows = packed[first : first + _AT_ONCE]
+    for first in range(0, len(packed), AT_ONCE):
+        rows = packed[first : first + AT_ONCE]
         values = pairs.index_select(0, rows.reshape(-1).int()).view(-1, BLOCK)
         values.mul_(absmax[first : first + len(rows), None])
         into = found[first * BLOCK : (first + len(rows)) * BLOCK]

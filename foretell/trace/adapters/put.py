@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from foretell.errors import ModelError, UserError, near_names
-from foretell.trace.adapters.layers import AdaptedLinear, Nf4Linear, add_adapter, is_conv1d, pack_base, sizes_of
+from foretell.trace.adapters.layers import AdaptedLinear, PackedLinear, add_adapter, is_conv1d, pack_base, sizes_of
 from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.recipe import ADAPTED, Adapters
 
@@ -30,7 +30,7 @@ def adapt(model: nn.Module, adapters: Adapters, base: Iterable[tuple[str, str]] 
     for module in trained:
         for parameter in module.parameters():
             parameter.requires_grad_(True)
-    packed: dict[int, Any] = {}
+    packed: dict[tuple[int, str], Any] = {}
     for path, layer in layers.items():
         pack = formats.get(path)
         if pack is not None:
@@ -44,8 +44,8 @@ def is_adapted(model: nn.Module) -> bool:
 
 def packed_away(model: nn.Module) -> int:
     """How many more weights a model has than its parameters have elements: in 4 bits several are one."""
-    layers = {id(layer.nf4_packed): layer for layer in model.modules() if isinstance(layer, Nf4Linear)}
-    return sum(math.prod(layer.nf4_shape) - layer.nf4_packed.numel() - layer.nf4_scales.numel() for layer in layers.values())
+    layers = {id(layer.base_codes): layer for layer in model.modules() if isinstance(layer, PackedLinear)}
+    return sum(math.prod(layer.base_shape) - layer.base_codes.numel() - layer.base_scales.numel() for layer in layers.values())
 
 
 # ---------------------------------------------------------------- by name
