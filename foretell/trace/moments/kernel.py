@@ -37,7 +37,7 @@ def _joined(number, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no
     return low | (high << 4)
 
 
-@triton.jit(do_not_specialize=["number"])
+@triton.jit(do_not_specialize=["number", "parameters", "count", "blocks"])
 def _update(
     weights, grads, first_codes, first_scales, second_codes, second_scales, corrections, skips, number, parameters, count, length,
     blocks, keep, beta1, less1, beta2, less2, eps, decay,
