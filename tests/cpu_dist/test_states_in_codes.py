@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from foretell.checkpoint import store
+from foretell.checkpoint.read import Reader
+from foretell.errors import UserError
 from foretell.plan.types import Mesh, Pipeline, Plan
 from foretell.runtime.check import verify
 from foretell.runtime.parallel.apply import apply
 from foretell.runtime.parallel.ranks import start
 from foretell.runtime.process.pool import PoolWorld
+from foretell.runtime.train.take import stage
 from foretell.trace.load.model import Source
+from tests.cpu_dist.test_checkpoint import PLANS, SETTINGS, carried, go
 from tests.further import further
 
 Pools = Callable[[int], PoolWorld]
@@ -72,3 +78,34 @@ def test_a_plan_with_codes_is_verified(ranks: Pools, precision: str, mesh: Mesh)
     bounds = verify.Bounds() if precision == "fp32" else verify.bounds_of(SOURCE, plan, known, 3)
     found = verify.compare(known, verify.merge(ranks(2).run(verify.run_rank, SOURCE, plan, 3)), bounds)
     assert found.good, found
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+LONGER = PLAN.with_(model={**PLAN.model, "overrides": {**SOURCE.overrides, "layers": 4}}, accumulate=4, micro_batch=1)
+
+
+@pytest.mark.parametrize(("state_format", "worlds"), further(
+    [("int4", (2, 1, 2)), ("int8", (2, 4, 1, 2))], [("int4", (2, 1, 2))], "codes of a byte each, and ranks with fewer rows",
+))  # fmt: skip
+def test_a_run_resumes_on_other_ranks_with_the_same_codes(ranks: Pools, tmp_path: Path, state_format: str, worlds: tuple[int, ...]) -> None:
+    """Every hop saves at once what it has taken up: the same bits. Back on two ranks losses are those of a run that never left them."""
+    chain = tuple(f"{state_format}, {world} ranks" for world in worlds)
+    for name, world in zip(chain, worlds, strict=True):
+        PLANS[name] = LONGER.with_(state_format=state_format, mesh=Mesh(dp_shard=world), accumulate=4 // world)
+    found = carried(ranks, tmp_path, 3, chain)
+    assert found[f"{len(worlds) - 2}-{chain[-1]}"] == 0.0 and max(found.values()) < 1e-3, found
+
+
+def test_states_of_another_format_are_refused(tmp_path: Path) -> None:
+    """By the plans, and where these say the same by what was saved."""
+    go(0, 1, str(tmp_path / "a"), PLAN, {**SETTINGS, "steps": 1})
+    reader = Reader(store.complete(tmp_path / "a" / "checkpoints")[0])
+    known = {name: spec for name, spec in reader.tensors.items() if name.startswith("model/")}
+    for state_format, said in (("fp32", "the plan keeps them otherwise"), ("int4", "in the format int4 of the plan")):
+        plan = PLAN.with_(state_format=state_format)
+        with pytest.raises(UserError, match="the plan differs from that of .* in state_format"):
+            go(0, 1, str(tmp_path / "a"), plan, {}, resume=True)
+        with pytest.raises(UserError, match=said):
+            stage(reader, apply(verify.build(SOURCE), plan, start(plan, device="cpu")), known)

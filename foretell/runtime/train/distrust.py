@@ -16,7 +16,7 @@ from foretell.checkpoint.format import OLDER, Damaged, TensorMeta
 from foretell.checkpoint.store import SavedCheckpoint
 from foretell.checkpoint.tree import dtype_of
 from foretell.runtime.offload.forms import CODE, FIRST, SCALE, SECOND
-from foretell.trace.moments import codes
+from foretell.trace.moments import codes, rows
 
 _NEEDED = {"adam": ("step", FIRST, SECOND), "adamw": ("step", FIRST, SECOND), "momentum": ("momentum_buffer",)}
 """Optimizer → what its state has, once there is any; a moment may be in codes."""
@@ -74,6 +74,8 @@ def check_states(saved: SavedCheckpoint, states: Mapping[str, Mapping[str, Tenso
 def _fits(key: str, spec: TensorMeta, elements: int, weight: TensorMeta) -> bool:
     if key == "step":
         return math.prod(spec.shape) == 1 and dtype_of(spec.dtype).is_floating_point
+    if key.endswith((CODE, SCALE)) and any(rows.shapes(weight.shape, one).get(key) == tuple(spec) for one in rows.BLOCKS if len(weight.shape) > 1):
+        return True
     if key.endswith(SCALE):
         return math.prod(spec.shape) == codes.padded(elements) // codes.BLOCK
     moment = key in (FIRST, SECOND, "momentum_buffer")

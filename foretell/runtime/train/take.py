@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from foretell.checkpoint.boxes import BoxPart, whole
+from foretell.checkpoint.boxes import Box, BoxPart, whole
 from foretell.checkpoint.format import Damaged, TensorMeta
 from foretell.checkpoint.read import Reader, Want, differences
 from foretell.checkpoint.saver import MEMORY_SHARE
@@ -26,6 +26,9 @@ from foretell.runtime.parallel.apply import Job
 from foretell.runtime.train import distrust
 from foretell.runtime.train.save import MODEL, OPTIMIZER, PLAN_SETTINGS, extra_states, held_of, local_of, room
 from foretell.runtime.train.scaler import checked
+from foretell.trace.moments import rows
+from foretell.trace.moments.optimizer import CodedAdamW, spread
+from foretell.trace.moments.rows import CODE, FIRST, SCALE
 
 _SHOWN = 3
 
@@ -85,7 +88,7 @@ def stage(reader: Reader, job: Job, known: Mapping[str, TensorMeta], *, spare: C
             name, _, key = full.removeprefix(f"{OPTIMIZER}/").rpartition("/")
             kept.setdefault(name, {})[key] = spec
     distrust.check_states(saved, kept, {name.removeprefix(f"{MODEL}/"): spec for name, spec in known.items()}, job.plan.optimizer)
-    _refuse_codes(saved, {key for keys in kept.values() for key in keys}, job)
+    _refuse_other_form(saved, kept, job)
     for name, parameter in job.saved_parameters():
         if name in staged.weights:
             continue
@@ -98,6 +101,10 @@ def stage(reader: Reader, job: Job, known: Mapping[str, TensorMeta], *, spare: C
             full = f"{OPTIMIZER}/{name}/{key}"
             if spec.shape == held.shape:
                 asked.append((values, key, _Asked(reader, full, tuple(held.tensor.shape), held.parts)))
+            elif job.plan.coded and key.endswith((CODE, SCALE)):
+                count = rows.leading(held.shape)
+                pieces = tuple(BoxPart(_by_rows(part.local, count, spec), _by_rows(part.whole, count, spec)) for part in held.parts)
+                asked.append((values, key, _Asked(reader, full, (*held.tensor.shape[:count], *spec.shape[count:]), pieces)))
             else:
                 box = whole(spec.shape)
                 asked.append((values, key, _Asked(reader, full, tuple(spec.shape), (BoxPart(box, box),))))
@@ -152,11 +159,31 @@ def _refuse_other_base(saved: SavedCheckpoint, job: Job) -> None:
         )
 
 
-def _refuse_codes(saved: SavedCheckpoint, keys: set[str], job: Job) -> None:
-    """Raise where moments were saved in 8 bits and nobody here reads them."""
-    if any(key.endswith("_code") for key in keys) and (job.moved is None or job.ranks.world > 1):
-        problem = f"{saved.path} has moments in 8 bits, which are read on one device, by a plan of precision {MASTER}"
-        raise UserError(problem, f"resume with precision {MASTER} on one device, any state_format; or begin anew with --init-from")
+def _by_rows(box: Box, count: int, spec: TensorMeta) -> Box:
+    """What is kept for the rows of a block, `count` dimensions of which count rows."""
+    return Box((*box.offset[:count], *(0 for _ in spec.shape[count:])), (*box.size[:count], *spec.shape[count:]))
+
+
+def _refuse_other_form(saved: SavedCheckpoint, kept: Mapping[str, Mapping[str, TensorMeta]], job: Job) -> None:
+    """Raise where moments were saved in codes that nobody here reads, or as they are where codes are kept here."""
+    coded = {name for name, keys in kept.items() if FIRST + CODE in keys}
+    if coded and not job.plan.coded and (job.moved is None or job.ranks.world > 1):
+        problem = f"{saved.path} has moments in 8 or 4 bits, and the plan keeps them otherwise"
+        remedy = f"a plan with the state_format it was saved with (one device, where precision is {MASTER}); or begin anew with --init-from"
+        raise UserError(problem, remedy)
+    if not isinstance(job.optimizer, CodedAdamW):
+        return
+    for name, parameter in job.saved_parameters():
+        keys, own = kept.get(name), job.optimizer.has_codes(parameter)
+        if keys is None or (own == (name in coded) and (not own or _same_codes(keys, parameter, job.optimizer.state_format))):
+            continue
+        problem = f"{saved.path} has not the moments of {name} in the format {job.optimizer.state_format} of the plan"
+        raise UserError(problem, "resume with the state_format it was saved with, or begin anew from its weights with --init-from")
+
+
+def _same_codes(keys: Mapping[str, TensorMeta], parameter: Tensor, state_format: str) -> bool:
+    wanted = rows.shapes(parameter.shape, state_format)
+    return all(name in keys and (keys[name].shape, keys[name].dtype) == one for name, one in wanted.items())
 
 
 def _groups(saved: SavedCheckpoint, job: Job) -> list[dict[str, Any]]:
@@ -239,18 +266,25 @@ def take(staged: Staged, job: Job) -> None:
             kept = staged.states.get(name, {})
             if kept:  # two stages of a rank may hold one parameter: a copy for the second
                 moved = job.moved is not None  # takes this rank's pieces, wherever they are
-                states[index] = {key: value if moved else _spread(value, parameter, copy=name in used) for key, value in kept.items()}
+                coded = rows.shapes(parameter.shape, job.plan.state_format) if f"{FIRST}{CODE}" in kept and not moved else {}
+                states[index] = {
+                    key: value if moved else _spread(value, parameter, coded.get(key, (None,))[0], copy=name in used)
+                    for key, value in kept.items()
+                }
             used.add(name)
     job.optimizer.load_state_dict({"state": states, "param_groups": groups})
     if job.scaler is not None:
         job.scaler.load(staged.scaler)
 
 
-def _spread(value: Any, parameter: Tensor, *, copy: bool) -> Any:
-    """A piece of the optimizer's state where the parameter's is, as a part of the whole where that is one."""
+def _spread(value: Any, parameter: Tensor, shape: tuple[int, ...] | None, *, copy: bool) -> Any:
+    """A piece of the optimizer's state where the parameter's is, as a part of the whole where that is one; `shape` is that of
+    whole codes or scales."""
     if not isinstance(value, Tensor):
         return value
     local = local_of(parameter.detach())
+    if shape is not None:
+        return spread(value.to(local.device, copy=copy), parameter, shape)
     if value.shape != local.shape or not isinstance(parameter, DTensor):
         return value.clone() if copy else value
     return DTensor.from_local(

@@ -37,31 +37,41 @@ def _joined(number, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no
     return low | (high << 4)
 
 
-@triton.jit(do_not_specialize=["number"])
+@triton.jit(do_not_specialize=["number", "parameters", "count", "blocks"])
 def _update(
     weights, grads, first_codes, first_scales, second_codes, second_scales, corrections, skips, number, parameters, count, length,
     blocks, keep, beta1, less1, beta2, less2, eps, decay,
     DECOUPLED: tl.constexpr, SKIPS: tl.constexpr, SIGNED: tl.constexpr, UNSIGNED: tl.constexpr, TOP: tl.constexpr,
     MASK: tl.constexpr, FRACTION: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if SKIPS:
         there = block < tl.where(tl.load(skips) > 0, 0, count)
     else:
         there = block < count
-    row, begins = (block // blocks)[:, None], ((block % blocks) * BLOCK)[:, None]
-    column = begins + tl.arange(0, BLOCK)[None, :].to(tl.int64)
-    inside = there[:, None] & (column < length)
-    place = row * length + column
-    if PACKED:
-        pair = begins // 2 + tl.arange(0, BLOCK // 2)[None, :].to(tl.int64)
-        held = there[:, None] & (pair * 2 < length)
-        at = row * ((length + 1) // 2) + pair
+    # where a row begins and the block in it; only what is multiplied by a row's length may need 64 bits
+    if FULL:
+        begins, inner = block.to(tl.int64)[:, None] * BLOCK, 0
+        column = tl.arange(0, BLOCK)[None, :]
+        inside = there[:, None]
+        begins_held = begins // 2 if PACKED else begins
     else:
-        held = inside
-        at = place
-    weight = tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)
-    grad = tl.load(grads + place, mask=inside, other=0.0).to(tl.float32)
+        row = block // blocks
+        inner = (block - row * blocks)[:, None] * BLOCK
+        begins = row.to(tl.int64)[:, None] * length
+        column = inner + tl.arange(0, BLOCK)[None, :]
+        inside = there[:, None] & (column < length)
+        begins_held = row.to(tl.int64)[:, None] * ((length + 1) // 2) if PACKED else begins
+    weights, grads = weights + begins, grads + begins
+    first_codes, second_codes = first_codes + begins_held, second_codes + begins_held
+    if PACKED:
+        at = inner // 2 + tl.arange(0, BLOCK // 2)[None, :]
+        held = inside if FULL else there[:, None] & (at * 2 < length)
+    else:
+        at, held = column, inside
+    weight = tl.load(weights + column, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grads + column, mask=inside, other=0.0).to(tl.float32)
     code = tl.load(first_codes + at, mask=held, other=0).to(tl.int32)
     code2 = tl.load(second_codes + at, mask=held, other=0).to(tl.int32)
     scale = tl.load(first_scales + block, mask=there, other=0.0)[:, None]
@@ -86,7 +96,7 @@ def _update(
     root2 = tl.sqrt_rn(second)
     below = root2 * tl.load(corrections + parameters + number) + eps
     weight = weight - tl.div_rn(first, below) * tl.load(corrections + number)
-    tl.store(weights + place, weight.to(weights.dtype.element_ty), mask=inside)
+    tl.store(weights + column, weight.to(weights.dtype.element_ty), mask=inside)
     # codes again: what is behind a row's end is nothing, and no block's largest
     root = tl.where(inside, tl.sqrt_rn(tl.sqrt_rn(tl.abs(first))), 0.0)
     scale = tl.maximum(tl.div_rn(tl.max(root, axis=1), SIGNED), LEAST)
@@ -112,13 +122,15 @@ def update(
     width = BLOCKS["int4" if moments.packed else "int8"]
     many = AT_ONCE // width
     count, blocks = moments.first_scales.numel(), moments.first_scales.shape[-1]
+    length = weight.numel() // moments.rows
     signed, unsigned = (codes.FEW_SIGNED, codes.FEW_UNSIGNED) if moments.packed else (codes.SIGNED, codes.UNSIGNED)
     lr, beta1, beta2, eps, decay, decoupled = settings
     _update[(triton.cdiv(count, many),)](
         weight, grad, moments.first, moments.first_scales, moments.second, moments.second_scales, corrections,
-        corrections if skip is None else skip, number, corrections.shape[1], count, weight.numel() // moments.rows, blocks,
+        corrections if skip is None else skip, number, corrections.shape[1], count, length, blocks,
         1 - lr * decay, beta1, 1 - beta1, beta2, 1 - beta2, eps, decay,
         DECOUPLED=decoupled, SKIPS=skip is not None, SIGNED=float(signed), UNSIGNED=float(unsigned),
         TOP=unsigned + 2.0**-codes.CHANCE, MASK=2**codes.CHANCE - 1, FRACTION=2.0**-codes.CHANCE, LEAST=codes.LEAST,
-        ROWS=many, BLOCK=width, PACKED=moments.packed, num_warps=WARPS, enable_fp_fusion=False,
+        ROWS=many, BLOCK=width, PACKED=moments.packed, FULL=length == blocks * width,
+        num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
