@@ -86,7 +86,7 @@ def _of_low_rank(
     return of_x, of_a, of_b
 
 
-PIECE_BYTES = 256 * 2**20
+PIECE_BYTES = 512 * 2**20
 """Where adapters are wider than what they are given, a layer whose copy in their dtype were larger is computed in pieces of this size."""
 
 
@@ -111,16 +111,15 @@ class AdaptedProduct(torch.autograd.Function):
         packed: Tensor | None, scales: Tensor | None, nested: Tensor | None, shape: Sequence[int],
     ) -> Tensor:  # fmt: skip
         base = (weight, packed, scales, nested)
-        result = F.linear(x, _held(base, shape, x.dtype), bias)
-        rows, wide = x.reshape(-1, x.shape[-1]), result.view(-1, result.shape[-1])
-        small = a.new_empty((rows.shape[0], a.shape[0]))
-        for some in pieces(rows.shape[0], max(rows.shape[1], wide.shape[1]), a.dtype):
+        frozen, rows = _held(base, shape, x.dtype), x.reshape(-1, x.shape[-1])
+        result, small = rows.new_empty((rows.shape[0], b.shape[0])), a.new_empty((rows.shape[0], a.shape[0]))
+        for some in pieces(rows.shape[0], max(a.shape[1], b.shape[0]), a.dtype):
             small[some] = F.linear(rows[some].to(a.dtype), a)
-            more = F.linear(small[some], b).mul_(scale)
-            wide[some] += more.to(result.dtype) if round_first else more
+            more = F.linear(small[some], b) * scale  # no product is changed in place: selective recompute keeps it
+            result[some] = F.linear(rows[some], frozen, bias) + (more.to(x.dtype) if round_first else more)
         ctx.save_for_backward(x, a, b, small, *base)
         ctx.scale, ctx.shape = scale, shape
-        return result
+        return result.view(*x.shape[:-1], b.shape[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
