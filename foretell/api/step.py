@@ -143,6 +143,8 @@ def _recipe(asked: Mapping[str, Any], cluster: Cluster) -> Recipe:
         shards=1 if infer else cluster.count,
     )  # fmt: skip
     refuse_recipe(recipe.precision, cluster, sharded)
+    if recipe.recompute == "host" and recipe.compile != "none":
+        raise UserError("--recompute host moves activations, which compiled code does not allow", "leave out --compile, or --recompute full")
     if recipe.compile != "none":
         backends.refuse_compile(cluster)
     return recipe
@@ -177,7 +179,8 @@ def _request(source: Source, recipe: Recipe, cluster: Cluster, hints: dict[str, 
     """What is asked of the process that traces."""
     ranks = min(2, recipe.shards)  # a trace is the same for any number of them above one
     several = "+" in str(source.overrides.get("phase", ""))  # phases in turn are traced with all their micro-batches
-    traced = replace(recipe, compile="none", shards=ranks, accumulate=recipe.accumulate if several else 1)
+    recompute = "full" if recipe.recompute == "host" else recipe.recompute
+    traced = replace(recipe, compile="none", shards=ranks, recompute=recompute, accumulate=recipe.accumulate if several else 1)
     return request(source, traced, backends.capability(cluster) or (), hints)
 
 

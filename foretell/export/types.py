@@ -11,7 +11,7 @@ from foretell.hardware import Cluster, parse
 from foretell.plan.blocks import expand
 from foretell.plan.recipe import known_blocks
 from foretell.plan.text import plain
-from foretell.plan.types import AWAY, Plan
+from foretell.plan.types import AWAY, Plan, computed
 from foretell.trace.recipe import adapters_told
 
 
@@ -85,7 +85,7 @@ def modes_of(plan: Plan) -> set[str]:
     """How the plan's blocks keep their activations."""
     known = known_blocks(plan)
     modes = {residency.mode for residency in (expand(plan.blocks, known) if known else plan.blocks).values()} or {"keep"}
-    return {"keep" if mode in AWAY else mode for mode in modes}
+    return {computed(mode) for mode in modes}
 
 
 def label(plan: Plan) -> str:
@@ -108,7 +108,7 @@ def only_on_foretell(plan: Plan) -> list[str]:
         lost.append("states: which blocks keep their optimizer states on the host")
     away = [pattern for pattern, residency in plan.blocks.items() if residency.mode in AWAY]
     if away:
-        lost.append(f"blocks: activations of {', '.join(away)} are moved, which they keep here")
+        lost.append(f"blocks: activations of {', '.join(away)} are moved, which stay on the device here")
     if plan.weights:
         lost.append("weights: which blocks keep their weights on the host")
     if plan.adapters is not None:

@@ -40,7 +40,7 @@ class StepOptions:
     state_format: str = option("fp32", "AdamW's moments on the device: fp32, int8 or int4.", metavar="NAME")
     precision: str | None = option(None, "fp32, tf32, bf16-mixed, fp16-mixed (fp32 weights, autocast), bf16 or, with --infer, fp16; "
                                          "default: by device.", metavar="NAME")  # fmt: skip
-    recompute: str = option("none", "none, full (every block) or selective.", metavar="HOW")
+    recompute: str = option("none", "none, full (every block), selective or host (full, from inputs in host memory).", metavar="HOW")
     accumulate: int = option(1, "Micro-batches per optimizer step.", metavar="N")
     loss_chunks: int = option(1, "Compute the output layer and cross entropy over N chunks of the tokens, so that logits of one exist at a time.",
                               metavar="N")  # fmt: skip

@@ -29,6 +29,8 @@ def default_plan(
 
 def mode_of(recipe: Recipe) -> str:
     """What a plan calls a recipe's recompute."""
+    if recipe.recompute == "host":
+        return "recompute-host"
     return {recompute: mode for mode, recompute in RECOMPUTES.items()}[recipe.recompute]
 
 

@@ -11,7 +11,7 @@ from foretell.errors import UserError
 from foretell.plan import blocks as stack
 from foretell.plan import paths
 from foretell.plan.precision import in_recipe
-from foretell.plan.types import AWAY, Plan
+from foretell.plan.types import Plan, computed
 from foretell.trace.load.model import Source
 from foretell.trace.recipe import Recipe
 
@@ -42,7 +42,7 @@ def recipe_of(plan: Plan, mode: str | None = None) -> Recipe:
     mode = _shared_mode(plan) if mode is None else mode
     return Recipe(
         optimizer=plan.optimizer, precision=in_recipe(plan.precision, plan.mesh.spread > 1),
-        recompute=RECOMPUTES[_traced(mode)], accumulate=plan.accumulate, clip=plan.clip, compile=plan.compile,
+        recompute=RECOMPUTES[computed(mode)], accumulate=plan.accumulate, clip=plan.clip, compile=plan.compile,
         shards=plan.mesh.dp_shard, adapters=plan.adapters, base=tuple(plan.base.items()),
         loss_chunks=plan.loss_chunks, state_format=plan.state_format if plan.coded else "fp32",
     )  # fmt: skip
@@ -57,20 +57,15 @@ def known_blocks(plan: Plan) -> tuple[str, ...] | None:
 def _shared_mode(plan: Plan) -> str:
     known = known_blocks(plan)
     if known:
-        modes = {_traced(residency.mode) for residency in stack.expand(plan.blocks, known).values()}
+        modes = {computed(residency.mode) for residency in stack.expand(plan.blocks, known).values()}
     else:  # patterns are taken to name every block
-        modes = {_traced(residency.mode) for residency in plan.blocks.values()} or {"keep"}
+        modes = {computed(residency.mode) for residency in plan.blocks.values()} or {"keep"}
     if len(modes) > 1:
         raise UserError(
             f"blocks of the plan are treated differently ({', '.join(sorted(modes))}) and one recipe has one way",
             "ask for one of them",
         )
     return modes.pop()
-
-
-def _traced(mode: str) -> str:
-    """What is moved is computed as what is kept."""
-    return "keep" if mode in AWAY else mode
 
 
 def model_of(source: Source, *, blocks: Sequence[str] | None = None, shapes: Shapes | None = None) -> dict[str, Any]:

@@ -25,9 +25,9 @@ FLOAT8 = "float8"
 """bf16-mixed with products of the blocks' linear layers in float8: where torchao is installed. Run, not predicted."""
 MASTER = "bf16-master"
 """bf16 weights and gradients, fp32 weights and moments in the optimizer: as fully_shard's mixed precision computes."""
-MODES = ("keep", "recompute", "selective", "host", "disk")
-AWAY = ("host", "disk")
-"""Residencies of activations that are moved: nothing is computed again."""
+MODES = ("keep", "recompute", "selective", "host", "disk", "recompute-host")
+AWAY = ("host", "disk", "recompute-host")
+"""Residencies of activations that are moved."""
 REST = "rest"
 """What `Plan.states` calls the parameters outside all blocks."""
 TIERS = ("device", "host", "disk")
@@ -97,10 +97,21 @@ class Residency:
     """Where a block's activations are between forward and backward."""
 
     mode: str = "keep"
-    """keep; recompute = the whole block again; selective = keep results of products and attention; host, disk = moved there."""
+    """keep; recompute = the whole block again; selective = keep results of products and attention; host, disk = moved there;
+    recompute-host = the whole block again, from inputs that were moved to the host."""
 
 
 KEEP = Residency()
+
+
+def computed(mode: str) -> str:
+    """keep, recompute or selective: which ops a block of this residency runs, wherever what it keeps is moved to."""
+    return {"host": "keep", "disk": "keep", "recompute-host": "recompute"}.get(mode, mode)
+
+
+def moved_to(mode: str) -> str:
+    """host or disk for residencies that move, the residency itself for those that do not."""
+    return mode.removeprefix("recompute-") if mode in AWAY else mode
 
 
 @dataclass(frozen=True, kw_only=True)

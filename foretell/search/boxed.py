@@ -12,7 +12,7 @@ from foretell.hardware.lookup import find_profile
 from foretell.hardware.types import Cluster
 from foretell.lower.blocks import KEEP, blocks_of
 from foretell.plan.mesh import check_rank, coordinates
-from foretell.plan.types import Plan
+from foretell.plan.types import Plan, computed
 from foretell.price.network.messages import Messages
 from foretell.runtime.box.script import BoxScript
 from foretell.search.traces.needed import Traces
@@ -76,7 +76,7 @@ def expect(plan: Plan, rank: int, *, traces: Traces | None = None, cluster: Clus
     device = cluster.device
     traces = traces or Traces(capability=None if device.backend == "cpu" else device.compute_capability or (9, 0))
     kept = traces.of(plan, [KEEP])
-    kept |= traces.of(plan, sorted(set(modes_of(plan, blocks_of(kept[KEEP])).values()) - {KEEP, "host", "disk"}))
+    kept |= traces.of(plan, sorted({computed(mode) for mode in modes_of(plan, blocks_of(kept[KEEP])).values()} - {KEEP}))
 
     def cost(**how: Any) -> PlanCost:
         return predict_plan(kept, plan, cluster, Options(profile_of=find_profile, **how))

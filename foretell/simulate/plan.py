@@ -47,7 +47,7 @@ from foretell.lower.steps import whole_step
 from foretell.plan.blocks import expand
 from foretell.plan.default import default_plan, mode_of
 from foretell.plan.precision import MIXED
-from foretell.plan.types import AWAY, FLOAT8, MASTER, Plan
+from foretell.plan.types import FLOAT8, MASTER, Plan, computed
 from foretell.price import offload
 from foretell.price.energy import load_of
 from foretell.price.heterogeneous import slowest_seen, smallest_seen
@@ -204,15 +204,15 @@ def _check_trace(trace: Trace, plan: Plan) -> None:
 
 
 def modes_of(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
-    """Block → keep, recompute, selective, host or disk."""
+    """Block → its residency, one of `plan.types.MODES`."""
     return {block: residency.mode for block, residency in expand(plan.blocks, blocks).items()}
 
 
 def composed(traces: Mapping[str, Trace], plan: Plan) -> Trace:
-    """One trace in which every block has its residency; what is moved is computed as what is kept."""
-    traces = {KEEP if mode in AWAY else mode: trace for mode, trace in traces.items()}
+    """One trace in which every block has its residency; what is moved is computed as it says."""
+    traces = {computed(mode): trace for mode, trace in traces.items()}
     any_trace = next(iter(traces.values()))
-    modes = {block: KEEP if mode in AWAY else mode for block, mode in modes_of(plan, blocks_of(any_trace)).items()}
+    modes = {block: computed(mode) for block, mode in modes_of(plan, blocks_of(any_trace)).items()}
     wanted = set(modes.values()) or {KEEP}
     if len(wanted) == 1 and wanted <= traces.keys():
         return traces[wanted.pop()]

@@ -19,7 +19,9 @@ COMPUTES = {
 }  # fmt: skip
 """Precision → the dtype of products."""
 PRECISIONS = tuple(COMPUTES)
-RECOMPUTES = ("none", "full", "selective")
+RECOMPUTES = ("none", "full", "selective", "host")
+"""full: every block again in backward; selective: all of it but products and attention; host: as full, from inputs that wait in host memory,
+which is no other trace."""
 COMPILES = ("none", "blocks", "model", "graphs")
 MODES = ("train", "infer")
 ADAPTER_KINDS = ("lora", "rslora", "dora", "dora-norm")

@@ -19,7 +19,7 @@ from foretell.lower.fsdp.sharded import block_of
 from foretell.lower.offload.states import MOVED
 from foretell.lower.steps import with_evaluation
 from foretell.plan.blocks import expand
-from foretell.plan.types import AWAY, Plan
+from foretell.plan.types import AWAY, Plan, moved_to
 from foretell.trace import types
 from foretell.trace.types import Op, Program, Ref, Storage, Trace
 
@@ -90,7 +90,7 @@ def away(trace: Trace, plan: Plan, *, watched: bool = True) -> Trace:
 
 
 def _modes(trace: Trace, plan: Plan) -> dict[str, str]:
-    return {block: residency.mode for block, residency in expand(plan.blocks, blocks_of(trace)).items()}
+    return {block: moved_to(residency.mode) for block, residency in expand(plan.blocks, blocks_of(trace)).items()}
 
 
 def _plot(trace: Trace, program: Program) -> _Plot:

@@ -21,7 +21,7 @@ from foretell.hardware.types import Cluster, Device
 from foretell.lower.blocks import KEEP, TraceMismatch, blocks_of
 from foretell.plan.default import mode_of
 from foretell.plan.recipe import known_blocks, recipe_of
-from foretell.plan.types import Plan
+from foretell.plan.types import Plan, computed
 from foretell.price import energy as watts
 from foretell.price.machine import machine
 from foretell.price.speeds import profile_for
@@ -136,7 +136,7 @@ def _options(plan: Plan, cluster: Cluster) -> Options:
 def _modes(plan: Plan) -> tuple[str, ...]:
     """Residencies to trace: those of the blocks, and `keep` where they differ."""
     known = known_blocks(plan)
-    modes = set(modes_of(plan, known).values()) if known else {one.mode for one in plan.blocks.values()}
+    modes = {computed(mode) for mode in (modes_of(plan, known).values() if known else (one.mode for one in plan.blocks.values()))}
     return tuple(modes) if known and len(modes) == 1 else tuple(sorted(modes | {"keep"}))
 
 

@@ -23,7 +23,7 @@ KINDS = {
 }  # fmt: skip
 """What a step's seconds go to."""
 MODES = {"keep": "kept", "recompute": "computed again", "selective": "partly computed again",
-         "host": "in host memory", "disk": "on disk"}  # fmt: skip
+         "host": "in host memory", "disk": "on disk", "recompute-host": "computed again from inputs in host memory"}  # fmt: skip
 EVENTS = {
     "F": ("forward", 0), "B": ("backward", 1), "I": ("gradients of inputs", 1), "W": ("gradients of weights", 2),
     "update": ("update", 7),

@@ -27,13 +27,14 @@ from foretell.units import gib, human_bytes, human_count
 GUTTER = 11
 MIN_WIDTH = 40
 LOOKS = {"keep": ("█", "#", "green"), "recompute": ("▒", "r", "yellow"), "selective": ("▓", "s", "cyan"),
-         "host": ("░", "h", "blue"), "disk": ("╌", "d", "magenta")}  # fmt: skip
+         "host": ("░", "h", "blue"), "disk": ("╌", "d", "magenta"), "recompute-host": ("▚", "R", "blue")}  # fmt: skip
 """Mode of a block → the character that shows it, the same in ASCII, its colour."""
 _ASCII = bar.ASCII | str.maketrans({look[0]: look[1] for look in LOOKS.values()})
 MODE_WORDS = {
     "keep": "kept until backward", "recompute": "computed again in backward",
     "selective": "products and attention kept, the rest computed again",
     "host": "moved to host memory until backward", "disk": "moved to disk until backward",
+    "recompute-host": "computed again in backward from inputs in host memory",
 }  # fmt: skip
 _BRACKETS = {"dp_replicate": ("", ""), "dp_shard": ("(", ")"), "cp": ("{", "}"), "tp": ("[", "]")}
 _SHARED = {"dp_shard": "parameters and states (dp_shard)", "cp": "a sequence (cp)", "tp": "every product (tp)"}

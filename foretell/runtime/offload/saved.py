@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from foretell.plan.types import Residency
+from foretell.plan.types import Residency, moved_to
 from foretell.runtime.offload import parcels
 from foretell.runtime.offload.lanes import Lane, Mark, passed
 from foretell.runtime.offload.memory.arena import bytes_for
@@ -431,7 +431,7 @@ def attach(
     model: nn.Module, blocks: Mapping[str, Residency], device: torch.device, shelf: Callable[[int], DiskFileLike] | None = None
 ) -> OffloadedActivations | None:
     """Move the activations of those of these blocks that say so; None where none does."""
-    modes = {path: residency.mode for path, residency in blocks.items()}
+    modes = {path: moved_to(residency.mode) for path, residency in blocks.items()}
     return OffloadedActivations(model, modes, device, shelf=shelf, least=LEAST) if {HOST, DISK} & set(modes.values()) else None
 
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from foretell.plan.types import Residency
+from foretell.plan.types import Residency, computed
 from foretell.trace.record.step import recompute_block
 
 HOW = {"recompute": "full", "selective": "selective"}
-"""A residency's mode → what `trace.record.step.recompute_block` calls it."""
+"""What a residency computes → what `trace.record.step.recompute_block` calls it."""
 
 
 def recompute(model: nn.Module, blocks: Mapping[str, Residency]) -> None:
     """Wrap those of these blocks that do not keep their activations."""
     for path, residency in blocks.items():
-        if residency.mode in HOW:
-            recompute_block(model.get_submodule(path), HOW[residency.mode])
+        if computed(residency.mode) in HOW:
+            recompute_block(model.get_submodule(path), HOW[computed(residency.mode)])

@@ -175,7 +175,7 @@ def _optimizers(asked: SpeedRequest) -> Iterator[Faster]:
 
 
 def _recomputed(asked: SpeedRequest) -> Iterator[Faster]:
-    weaker = {"full": ("selective", "none"), "selective": ("none",)}.get(asked.recipe.recompute, ())
+    weaker = {"host": ("full", "selective", "none"), "full": ("selective", "none"), "selective": ("none",)}.get(asked.recipe.recompute, ())
     for how in weaker if asked.recipe.mode == "train" else ():
-        words = "keep all activations" if how == "none" else "recompute all but products and attention"
+        words = {"none": "keep all activations", "full": "keep inputs of blocks on the device"}.get(how, "recompute all but products and attention")
         yield Faster(options={"recompute": how}, change=words, costs="more memory", code="leave torch.utils.checkpoint out", axis="recompute")

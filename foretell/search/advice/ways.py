@@ -195,7 +195,7 @@ def _recomputed(asked: FitRequest) -> Iterator[OptionChange]:
         "full": ("recompute every block in backward", "about a third more compute"),
     }
     order = ("none", *known)
-    for how in order[order.index(asked.recipe.recompute) + 1 :] if asked.training and asked.blocks else ():
+    for how in order[order.index(asked.recipe.recompute) + 1 :] if asked.training and asked.blocks and asked.recipe.recompute in order else ():
         yield OptionChange(options={"recompute": how}, change=known[how][0], costs=known[how][1])
 
 

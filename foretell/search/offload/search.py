@@ -29,7 +29,7 @@ from foretell.plan.blocks import compress
 from foretell.plan.precision import moving_states
 from foretell.plan.recipe import model_of
 from foretell.plan.states import DISK, HOST, bytes_of, form_of, width_of_weights
-from foretell.plan.types import AWAY, MODES, REST, TIERS, Mesh, Plan, Residency
+from foretell.plan.types import AWAY, MODES, REST, TIERS, Mesh, Plan, Residency, computed
 from foretell.price import offload
 from foretell.price.speeds import profile_for
 from foretell.quantities import TIGHT
@@ -52,11 +52,6 @@ NEAR = (-0.1, -0.05, 0.05, 0.1)
 
 def _key(plan: Plan) -> Any:
     return plan.micro_batch, plan.accumulate, repr(plan.blocks), repr(plan.states), repr(plan.weights), plan.cpu_share
-
-
-def _traced(mode: str) -> str:
-    """The residency whose trace a residency is made from: what is moved is kept first."""
-    return KEEP if mode in AWAY else mode
 
 
 Cell = tuple[int, int, str]
@@ -244,7 +239,7 @@ class Spill(Question):
 
     def _predicted(self, plan: Plan, how: Options) -> tuple[dict[str, Trace], PlanCost]:
         self.progress(f"costing plan {self.costed + 1}: {told(plan)}")
-        modes = {_traced(mode) for mode in modes_of(plan, self.blocks).values()} or {KEEP}
+        modes = {computed(mode) for mode in modes_of(plan, self.blocks).values()} or {KEEP}
         traces = {mode: self._trace(plan, mode) for mode in (modes if len(modes) == 1 else {KEEP, *modes})}
         return traces, predict_plan(traces, plan, self.cluster, how)
 
@@ -269,7 +264,7 @@ class Spill(Question):
         return Plan(model={}, hardware=self.hardware, mesh=self.mesh, **self._fixed())
 
     def _units(self, plan: Plan, mode: str) -> tuple[StateUnit, ...]:
-        return units_of(self._rank(self._trace(plan, _traced(mode))), plan)
+        return units_of(self._rank(self._trace(plan, computed(mode))), plan)
 
     def _counted(self, plan: Plan, cost: PlanCost, trace: Trace) -> Tried:
         mine = self._rank(trace)
@@ -298,7 +293,7 @@ class Spill(Question):
     def _cells(self, micro: int, accumulate: int) -> Iterator[OffloadTry]:
         """Every residency of a micro-batch, by its bound: everything on the device."""
         cells = [(micro, accumulate, mode) for mode in self.modes if self._costs((micro, accumulate, mode))]
-        self.traces.prepare([(self.plan(cell), _traced(cell[2])) for cell in cells])
+        self.traces.prepare([(self.plan(cell), computed(cell[2])) for cell in cells])
         for bound, cell in sorted((self.score(self.priced(self.plan(cell)), bound=True), cell) for cell in cells):
             yield OffloadTry(bound, functools.partial(self._least_moved, cell))
 

@@ -14,7 +14,7 @@ from foretell.hardware.profile import Profile, own_path, save
 from foretell.hardware.this_machine import physical_cores
 from foretell.hardware.types import Cluster
 from foretell.lower.blocks import KEEP, blocks_of
-from foretell.plan.types import Plan
+from foretell.plan.types import Plan, computed
 from foretell.price.calibrate import corrections
 from foretell.quantities import Time
 from foretell.search.traces.needed import Traces
@@ -85,7 +85,7 @@ def predictor(plan: Plan, cluster: Cluster) -> Callable[[Profile], Time]:
     device = cluster.device
     traces = Traces(capability=None if device.backend == "cpu" else device.compute_capability or (9, 0))
     kept = traces.of(plan, [KEEP])
-    modes = set(modes_of(plan, blocks_of(kept[KEEP])).values()) - {KEEP}
+    modes = {computed(mode) for mode in modes_of(plan, blocks_of(kept[KEEP])).values()} - {KEEP}
     kept |= traces.of(plan, sorted(modes))
 
     def time(profile: Profile) -> Time:

@@ -76,7 +76,7 @@ def explained(one: Candidate) -> Candidate:
 
 _TREATED = {
     "recompute": "recompute all blocks", "selective": "recompute selectively", "host": "activations moved to the host",
-    "disk": "activations moved to the disk",
+    "disk": "activations moved to the disk", "recompute-host": "recompute blocks from inputs on the host",
 }  # fmt: skip
 
 

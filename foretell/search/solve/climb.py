@@ -12,6 +12,7 @@ tokens (or samples) a second; of plans within one percent of it the simplest is 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,23 +24,31 @@ from foretell.plan import legal
 from foretell.plan.blocks import compress, cuts_by_cost
 from foretell.plan.precision import default
 from foretell.plan.recipe import model_of
-from foretell.plan.types import Mesh, Pipeline, Plan, Residency
+from foretell.plan.types import AWAY, Mesh, Pipeline, Plan, Residency
+from foretell.price.offload import neighbours
 from foretell.quantities import TIGHT
-from foretell.search.block_costs.residency import MODES, modes_of
+from foretell.search.block_costs.residency import MODES, RECOMPUTE, modes_of
 from foretell.search.solve import engine
 from foretell.search.solve.choice import Choice, explained, kind_of, told, why_slower
 from foretell.search.solve.found import Candidate
 from foretell.search.solve.planned_batch import BatchAdvice
 from foretell.search.solve.question import Question
 from foretell.search.solve.reasons import of_candidates
+from foretell.search.space.caps import host_of
 from foretell.search.space.layouts import micro_batches
 from foretell.search.space.preferences import ALIKE, ALIKE_ON_CPU, LESS_IF_TIGHT, MOST_PLANS, WORTH, chunks_for
 from foretell.simulate.parts import sequence_length
-from foretell.simulate.plan import KEEP, predict_plan
+from foretell.simulate.plan import KEEP, PlanCost, predict_plan
 from foretell.trace.types import Trace
+from foretell.units import gib
 
 WAITS = 0.1
 """Share of the step that data parallelism may wait for its messages before other axes are tried."""
+
+MOVED = "recompute-host"
+"""The residency that is tried where nothing fits with the others."""
+UNTRIED = ("blocks computed again from inputs in host memory were not tried: how much memory the host has is not known; say how much of it "
+           "plans may use, such as --host 100GiB")  # fmt: skip
 
 Tried = tuple[Plan, str]
 """A plan, and the residency of all its blocks."""
@@ -189,7 +198,7 @@ class Climb(Question):
 
     def _climbed(self, base: Plan, batches: Sequence[tuple[int, int]]) -> Iterator[Tried]:
         at, chunks = 0, self.wishes.loss_chunks or 1
-        for mode in (mode for mode in MODES if mode in self.modes):
+        for mode in itertools.chain((mode for mode in MODES if mode in self.modes), self._moved(base)):
             while at < len(batches):
                 micro, accumulate = batches[at]
                 yield base.with_(micro_batch=micro, accumulate=accumulate, loss_chunks=chunks), mode
@@ -209,6 +218,17 @@ class Climb(Question):
             if at == len(batches) or not self.blocks:
                 return
             self.traces.prepare([(base.with_(micro_batch=batches[at][0], loss_chunks=chunks), other) for other in self.modes[1:]])
+
+    def _moved(self, base: Plan) -> Iterator[str]:
+        """Where no plan of this kind fits otherwise: blocks computed again from inputs on the host, if it has room for any."""
+        if self.on_cpu or base.compile != "none" or RECOMPUTE not in self.modes or base.mesh.spread != base.mesh.world:
+            return
+        if any(one.fits for one in self.found):
+            return
+        if host_of(self.cluster, self.wishes) is not None:
+            yield MOVED
+        elif UNTRIED not in self.remarks:
+            self.remarks.append(UNTRIED)
 
     def _chunks(self, last: Candidate) -> int:
         """In how many chunks the loss of a plan that does not fit leaves little of its logits; 1 where they are not what is large."""
@@ -254,7 +274,15 @@ class Climb(Question):
         self.progress(f"costing plan {self.costed + 1}: {told(plan)}")
         self.costed += 1
         cost = predict_plan(traces, plan, self.cluster, self.options)
-        self.found.append(Candidate(plan=plan.with_(predicted=cost.predicted()), cost=cost))
+        over = self._over_host(plan, cost)
+        self.found.append(Candidate(plan=plan, why=over) if over else Candidate(plan=plan.with_(predicted=cost.predicted()), cost=cost))
+
+    def _over_host(self, plan: Plan, cost: PlanCost) -> str:
+        """What a plan that moves activations lacks of host memory; empty where it lacks none."""
+        room, needed = host_of(self.cluster, self.wishes), cost.worst.memory.host_bytes * neighbours(plan.mesh, self.cluster)
+        if room is None or needed <= room or not any(one.mode in AWAY for one in plan.blocks.values()):
+            return ""
+        return f"{gib(needed)} of host memory, and {gib(room)} may be used"
 
     def _learn(self, trace: Trace) -> None:
         self.blocks, self.modes = blocks_of(trace), modes_of(trace)

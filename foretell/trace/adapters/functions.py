@@ -88,6 +88,69 @@ def _of_low_rank(
     return of_x, of_a, of_b
 
 
+PIECE_BYTES = 512 * 2**20
+"""Where adapters are wider than what they are given, a layer whose copy in their dtype were larger is computed in pieces of this size."""
+
+
+def pieces(count: int, others: int, dtype: torch.dtype) -> list[slice]:
+    """A side of a matrix in as many equal parts as leave PIECE_BYTES for one; `others` is the length of its other side."""
+    number = max(1, -(-count * others * dtype.itemsize // PIECE_BYTES))
+    each = -(-count // number)
+    return [slice(begin, min(count, begin + each)) for begin in range(0, count, each)]
+
+
+class AdaptedProduct(torch.autograd.Function):
+    """x Wᵀ + bias + (x Aᵀ) Bᵀ · scale for a frozen W, where A and B are wider than x: no copy of x, of the result or of its gradient in
+    their dtype is ever there as a whole. Saves x, A, B, x Aᵀ and W as it is held.
+
+    Rows of results and of the gradient of x are computed some at a time, and so are columns of the gradients of A and B: no sum is
+    cut, so that what differs from `LowRankProduct` beside the base is at most which kernel a product of another shape takes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, round_first: bool, bias: Tensor | None, weight: Tensor | None,
+        packed: Tensor | None, scales: Tensor | None, nested: Tensor | None, shape: Sequence[int], kind: str,
+    ) -> Tensor:  # fmt: skip
+        base = (weight, packed, scales, nested)
+        frozen, rows = _held(base, shape, kind, x.dtype), x.reshape(-1, x.shape[-1])
+        result, small = rows.new_empty((rows.shape[0], b.shape[0])), a.new_empty((rows.shape[0], a.shape[0]))
+        for some in pieces(rows.shape[0], max(a.shape[1], b.shape[0]), a.dtype):
+            small[some] = F.linear(rows[some].to(a.dtype), a)
+            more = F.linear(small[some], b) * scale  # no product is changed in place: selective recompute keeps it
+            result[some] = F.linear(rows[some], frozen, bias) + (more.to(x.dtype) if round_first else more)
+        ctx.save_for_backward(x, a, b, small, *base)
+        ctx.scale, ctx.shape, ctx.kind = scale, shape, kind
+        return result.view(*x.shape[:-1], b.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, a, b, small, *base = ctx.saved_tensors
+        rows, wide = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        count, wanted = rows.shape[0], ctx.needs_input_grad[0]
+        of_x = wide @ _held(base, ctx.shape, ctx.kind, gradient.dtype) if wanted else None
+        of_small = torch.empty_like(small)
+        for some in pieces(count, max(rows.shape[1], wide.shape[1]), a.dtype):
+            of_small[some] = wide[some].to(a.dtype).mul_(ctx.scale) @ b
+            if of_x is not None:
+                of_x[some] += (of_small[some] @ a).to(x.dtype)
+        of_b, of_a = torch.empty_like(b), torch.empty_like(a)
+        for some in pieces(wide.shape[1], count, a.dtype):
+            of_b[some] = wide[:, some].to(a.dtype).mul_(ctx.scale).t() @ small
+        for some in pieces(rows.shape[1], count, a.dtype):
+            of_a[:, some] = of_small.t() @ rows[:, some].to(a.dtype)
+        return None if of_x is None else of_x.view(x.shape), of_a, of_b, *[None] * 9
+
+
+def _held(base: Sequence[Tensor | None], shape: Sequence[int], kind: str, dtype: torch.dtype) -> Tensor:
+    """A frozen weight, unpacked where it is packed."""
+    weight, packed, scales, nested = base
+    if weight is not None:
+        return weight
+    assert packed is not None and scales is not None and nested is not None
+    return unpack(packed, scales, nested, shape, dtype, kind)
+
+
 class DoraProduct(torch.autograd.Function):
     """(m/n − 1) · base + (m/n) · (x Aᵀ) Bᵀ · scale for magnitudes m and norms n, base being `result` less the bias.
 

@@ -18,8 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretell.errors import ModelError
+from foretell.trace.adapters import functions
 from foretell.trace.adapters.formats import pack, unpack
-from foretell.trace.adapters.functions import DoraProduct, LowRankProduct, PackedProduct, autocast_dtype, no_autocast
+from foretell.trace.adapters.functions import (
+    AdaptedProduct,
+    DoraProduct,
+    LowRankProduct,
+    PackedProduct,
+    autocast_dtype,
+    no_autocast,
+)
 from foretell.trace.recipe import Adapters
 
 
@@ -32,9 +40,31 @@ class AdaptedLinear(nn.Module):
     lora_adapter: Adapters
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.lora_in_pieces(x):
+            return self.lora_whole(x)
         result = self.lora_base(x)
         dtype = result.dtype
         return (result + self.lora_update(x, result)).to(dtype)
+
+    def lora_in_pieces(self, x: Tensor) -> bool:
+        """Whether a copy of what goes in or comes out, in the dtype of the adapter, is too large to be made as a whole."""
+        a, how = self.lora_A, self.lora_adapter
+        rows = x.numel() // max(1, x.shape[-1])
+        if rows * max(a.shape[1], self.lora_B.shape[0]) * a.dtype.itemsize <= functions.PIECE_BYTES or a.dtype == x.dtype:
+            return False
+        if how.kind not in ("lora", "rslora") or (how.dropout and self.training) or autocast_dtype(x) is not None:
+            return False
+        return _below(type(self)) is nn.Linear and (self.bias is None or not self.bias.requires_grad) and self.lora_held(x) is not None
+
+    def lora_held(self, x: Tensor) -> tuple[Any, ...] | None:
+        """The frozen weight as `AdaptedProduct` takes it; None where it is none."""
+        weight: Tensor = self.weight  # type: ignore[assignment]
+        return (weight, None, None, None, (), "") if not weight.requires_grad and weight.dtype == x.dtype else None
+
+    def lora_whole(self, x: Tensor, round_first: bool = False) -> Tensor:
+        """Base and adapter at once, in pieces."""
+        adapter = (self.lora_A, self.lora_B, self.lora_adapter.scale, round_first)
+        return AdaptedProduct.apply(x, *adapter, self.bias, *(self.lora_held(x) or ()))  # type: ignore[no-any-return]
 
     def lora_base(self, x: Tensor) -> Tensor:
         """What the layer computed before."""
@@ -96,6 +126,8 @@ class PackedLinear(AdaptedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """In the order in which peft adds to what bitsandbytes computes: rounded first, added then."""
+        if self.lora_in_pieces(x):
+            return self.lora_whole(x, round_first=True)
         result = self.lora_base(x)
         if autocast_dtype(x) is not None and self.lora_adapter.kind in ("lora", "rslora"):
             return result + self.lora_update(x, result)
@@ -103,8 +135,11 @@ class PackedLinear(AdaptedLinear):
             return result + self.lora_update(x, result).to(result.dtype)
         return (result + self.lora_update(x, result)).to(result.dtype)
 
+    def lora_held(self, x: Tensor) -> tuple[Any, ...] | None:
+        return None, self.base_codes, self.base_scales, self.base_nested, self.base_shape, self.base_kind
+
     def lora_base(self, x: Tensor) -> Tensor:
-        below = next(kind for kind in type(self).__mro__[3:] if "forward" in vars(kind))
+        below = _below(type(self))
         if below is not nn.Linear and below.__name__ != "Conv1D":  # a user's own forward may do more than a product
             return super().lora_base(x)
         given, dtype = x.dtype, autocast_dtype(x) or x.dtype
@@ -114,6 +149,11 @@ class PackedLinear(AdaptedLinear):
 
 
 # ---------------------------------------------------------------- putting it on
+
+
+def _below(kind: type) -> type:
+    """The class that a layer had, as far as its forward goes."""
+    return next(one for one in kind.__mro__ if "forward" in vars(one) and not issubclass(one, AdaptedLinear))
 
 
 def is_conv1d(kind: type) -> bool:
