@@ -36,7 +36,7 @@ from foretell.runtime.process.control import Control
 from foretell.runtime.process.progress import DATA, END, EVALUATION, SAVE, STEP, Progress
 from foretell.runtime.process.progress import LOG as LOGGING
 from foretell.runtime.process.signals import STEPS, Signals
-from foretell.runtime.train import guard, log, save
+from foretell.runtime.train import guard, halve, log, save
 from foretell.runtime.train.folder import MEASUREMENT, Folder, RunSettings
 from foretell.runtime.train.guard import RunFailed
 from foretell.runtime.train.outcome import DONE, STOPPED, RunOutcome, RunScreen
@@ -257,10 +257,10 @@ class TrainingRun:
         while self.step < settings.steps:
             for group in self.job.optimizer.param_groups:
                 group["lr"] = self.schedule.at(self.step)
-            self._seed(self.step)
+            self.seed(self.step)
             self.clock.begin()
             self._wait_for_copies(self.job.updates_early)
-            loss = self.job.backward(batches)
+            loss = halve.gradients(self, batches)
             self.clock.middle()
             self._wait_for_copies()
             self.signals.phase = STEPS  # from here on there is something to save
@@ -299,16 +299,16 @@ class TrainingRun:
         """Which samples this rank has in the step under way, for a person."""
         if self.origin is None or self.feed.samples.digest() == "example":
             return ""
-        indices = self.feed.places(self._first_sample(self.step))[0].reshape(-1).tolist()
+        indices = self.feed.places(self.first_sample(self.step))[0].reshape(-1).tolist()
         shown = ", ".join(map(str, indices[:8])) + (", …" if indices[8:] else "")
         return f", with samples {shown}"
 
-    def _first_sample(self, step: int) -> int:
+    def first_sample(self, step: int) -> int:
         """Number of the first sample that is used after so many updates."""
         assert self.origin is not None
         return self.origin[1] + (step - self.origin[0]) * self.feed.share.step
 
-    def _seed(self, step: int) -> None:
+    def seed(self, step: int) -> None:
         seed_all(step_seed(self.settings.seed, self.ranks.data_rank, step), self.ranks.device)
 
     def _look_at_disk(self, *, last: bool = False) -> None:
@@ -454,7 +454,7 @@ class TrainingRun:
 
     def _about(self) -> dict[str, Any]:
         return {
-            "data": {**self.feed.state(self._first_sample(self.step)), "digest": self.feed.samples.digest()},
+            "data": {**self.feed.state(self.first_sample(self.step)), "digest": self.feed.samples.digest()},
             "schedule": self.schedule.to_json(), "scaler": self.job.scaler.state() if self.job.scaler is not None else None,
             save.NONFINITE: self.loose, "plan": plans.to_json(self.plan), "versions": versions(),
             "base": self.job.base, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -485,14 +485,14 @@ class TrainingRun:
 
     def _give_up(self, bad: StepReading) -> None:
         """A number that is none: the step leaves no trace but its number; save, look for the first block, say so."""
-        share, first = self.feed.share.step, self._first_sample(bad.step - 1)
+        share, first = self.feed.share.step, self.first_sample(bad.step - 1)
         self.job.settle()
         self.job.skips.undo(self.step - bad.step + 1)
         self.step = bad.step
         done = self.save() if not self.settings.no_save else None
         self.measured()
         what = guard.not_finite(bad)
-        self._seed(bad.step - 1)
+        self.seed(bad.step - 1)
         where = guard.find_first(self.job, self.feed.at(first), self.control)
         kept = f"saved after step {self.step} in {done.path}" if isinstance(done, save.SavedCheckpoint) else self._kept()
         if self.log is not None:

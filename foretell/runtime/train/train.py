@@ -32,7 +32,7 @@ from foretell.runtime.process.launch import TRAINS, tell_launcher
 from foretell.runtime.process.signals import LATE, Signals, Stopped
 from foretell.runtime.process.watch import RankWatch
 from foretell.runtime.train import folder as folders
-from foretell.runtime.train import save
+from foretell.runtime.train import halve, save
 from foretell.runtime.train.folder import Folder, RunSettings
 from foretell.runtime.train.guard import RunFailed
 from foretell.runtime.train.log import LOG
@@ -84,7 +84,12 @@ def train(
         watch.publish(why)
         said = plan.predicted.get("memory_bytes")
         known = f"; the plan predicted {human_bytes(said)}" if said else ""
-        raise RunFailed(why, f"use a smaller micro-batch or recompute{known}; {_left(folder)}") from error
+        smaller = halve.halved(plan, run.job.parts) if run is not None and run.began else None
+        if run is None or smaller is None or smaller.plan is None:
+            more = f" ({smaller.why})" if smaller is not None else ""
+            raise RunFailed(why, f"use a smaller micro-batch{more} or recompute{known}; {_left(folder)}") from error
+        halve.change_plan(run, smaller, str(error).splitlines()[0])
+        raise RunFailed(why, f"its plan has {smaller.words} from now on{known}; {_left(folder)}", transient=True, told=f"{why}: {smaller.words}") from error
     except (Exception, SystemExit) as error:
         verdict = ""
         if isinstance(error, RuntimeError):  # a collective that failed: because someone is gone?
