@@ -12,7 +12,7 @@ from safetensors import safe_open
 from foretell.plan import file as plans
 from foretell.plan.types import Mesh
 from foretell.runtime.train import save
-from foretell.runtime.train.guard import RunFailed
+from foretell.runtime.train.numbers.guard import RunFailed
 from tests.cpu_dist.test_supervise import command, rows
 from tests.cpu_dist.train_cases import PLAN, Quiet, go, losses
 

@@ -105,7 +105,7 @@ def test_states_of_another_format_are_refused(tmp_path: Path) -> None:
     known = {name: spec for name, spec in reader.tensors.items() if name.startswith("model/")}
     for state_format, said in (("fp32", "the plan keeps them otherwise"), ("int4", "in the format int4 of the plan")):
         plan = PLAN.with_(state_format=state_format)
-        with pytest.raises(UserError, match="the plan differs from that of .* in state_format"):
+        with pytest.raises(UserError, match=r"the plan differs from that of .* in state_format"):
             go(0, 1, str(tmp_path / "a"), plan, {}, resume=True)
         with pytest.raises(UserError, match=said):
             stage(reader, apply(verify.build(SOURCE), plan, start(plan, device="cpu")), known)

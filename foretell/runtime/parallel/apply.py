@@ -36,9 +36,9 @@ from foretell.runtime.parallel.float8 import lowered
 from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.parallel.recompute import recompute
 from foretell.runtime.parallel.runners import Piped, Runner, WholeModel
-from foretell.runtime.train import clip
-from foretell.runtime.train.finite import Skips, may_step
-from foretell.runtime.train.scaler import scaler_for
+from foretell.runtime.train.numbers import clip
+from foretell.runtime.train.numbers.finite import Skips, may_step
+from foretell.runtime.train.numbers.scaler import scaler_for
 from foretell.trace.chunked.deferred import aside
 from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.moments.optimizer import names_of_tables

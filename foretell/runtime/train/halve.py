@@ -38,7 +38,8 @@ class Halving:
         """What is done, or why nothing is."""
         if self.plan is None:
             return self.why
-        return f"micro-batches of {self.plan.micro_batch}, {self.plan.accumulate} a step: the same samples and, of a loss that is their mean, the same gradient"
+        size = f"micro-batches of {self.plan.micro_batch}, {self.plan.accumulate} a step"
+        return f"{size}: the same samples and, of a loss that is their mean, the same gradient"
 
 
 def halved(plan: Plan, parts: Sequence[nn.Module]) -> Halving:

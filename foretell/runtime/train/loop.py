@@ -36,13 +36,13 @@ from foretell.runtime.process.control import Control
 from foretell.runtime.process.progress import DATA, END, EVALUATION, SAVE, STEP, Progress
 from foretell.runtime.process.progress import LOG as LOGGING
 from foretell.runtime.process.signals import STEPS, Signals
-from foretell.runtime.train import guard, halve, log, save
+from foretell.runtime.train import halve, log, save
 from foretell.runtime.train.folder import MEASUREMENT, Folder, RunSettings
-from foretell.runtime.train.guard import RunFailed
+from foretell.runtime.train.numbers import guard
+from foretell.runtime.train.numbers.scaler import overflow_words, overflowed
 from foretell.runtime.train.outcome import DONE, STOPPED, RunOutcome, RunScreen
 from foretell.runtime.train.prepare import applies
 from foretell.runtime.train.rng import seed_all, step_seed
-from foretell.runtime.train.scaler import overflow_words, overflowed
 from foretell.runtime.train.schedule import Schedule, resumed
 from foretell.runtime.train.take import Staged, saved_mesh, stage, take
 from foretell.trace.record.step import Batch
@@ -175,12 +175,12 @@ class TrainingRun:
             measured = self.measured()
             asked = next(filter(None, self.control.gather(self.signals.asked)), "")
             if isinstance(saved, save.NotSaved):
-                raise RunFailed(f"the last checkpoint was not saved: {saved.why}", self._kept())
+                raise guard.RunFailed(f"the last checkpoint was not saved: {saved.why}", self._kept())
             held_out = self.tally.eval_loss
             if held_out is not None and not math.isfinite(held_out):
-                raise RunFailed(f"the held-out loss after step {self.step} is {held_out}", f"look at the held-out samples; {self._kept()}")
+                raise guard.RunFailed(f"the held-out loss after step {self.step} is {held_out}", f"look at the held-out samples; {self._kept()}")
         except (Exception, SystemExit) as error:
-            if not isinstance(error, RunFailed):
+            if not isinstance(error, guard.RunFailed):
                 if self.ranks.world == 1 or self.ranks.device.type == "cpu":
                     with contextlib.suppress(Exception):  # a device that is gone
                         self._note(self.clock.read(all=True))

@@ -24,8 +24,8 @@ from foretell.plan.types import MASTER, Mesh, Plan
 from foretell.runtime.parallel import shard
 from foretell.runtime.parallel.apply import Job
 from foretell.runtime.train import distrust
+from foretell.runtime.train.numbers.scaler import checked
 from foretell.runtime.train.save import MODEL, OPTIMIZER, PLAN_SETTINGS, extra_states, held_of, local_of, room
-from foretell.runtime.train.scaler import checked
 from foretell.trace.moments import rows
 from foretell.trace.moments.optimizer import CodedAdamW, spread
 from foretell.trace.moments.rows import CODE, FIRST, SCALE

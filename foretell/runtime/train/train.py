@@ -34,9 +34,9 @@ from foretell.runtime.process.watch import RankWatch
 from foretell.runtime.train import folder as folders
 from foretell.runtime.train import halve, save
 from foretell.runtime.train.folder import Folder, RunSettings
-from foretell.runtime.train.guard import RunFailed
 from foretell.runtime.train.log import LOG
 from foretell.runtime.train.loop import LEAVE_SECONDS, SALVAGE_SECONDS, TrainingRun
+from foretell.runtime.train.numbers.guard import RunFailed
 from foretell.runtime.train.outcome import RunOutcome, RunScreen
 from foretell.runtime.train.prepare import applies, build, count_of, samples_of
 from foretell.units import human_bytes
@@ -89,7 +89,8 @@ def train(
             more = f" ({smaller.why})" if smaller is not None else ""
             raise RunFailed(why, f"use a smaller micro-batch{more} or recompute{known}; {_left(folder)}") from error
         halve.change_plan(run, smaller, str(error).splitlines()[0])
-        raise RunFailed(why, f"its plan has {smaller.words} from now on{known}; {_left(folder)}", transient=True, told=f"{why}: {smaller.words}") from error
+        remedy, told = f"its plan has {smaller.words} from now on{known}; {_left(folder)}", f"{why}: {smaller.words}"
+        raise RunFailed(why, remedy, transient=True, told=told) from error
     except (Exception, SystemExit) as error:
         verdict = ""
         if isinstance(error, RuntimeError):  # a collective that failed: because someone is gone?

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from foretell.runtime.process.launch import CRASHED, HUNG, KILLED, LOST, MEMORY, RunEnded
 
 RESTARTED = (KILLED, HUNG, CRASHED, LOST, MEMORY)
-"""Faults of machines, networks and the system. What code or data raises would come again; what asks to stop is no fault. After MEMORY the plan is another one."""
+"""Faults of machines, networks and the system. What code or data raises would come again; what asks to stop is no fault. After
+MEMORY the plan is another one."""
 
 
 @dataclass(frozen=True, kw_only=True)

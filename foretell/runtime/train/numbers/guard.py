@@ -16,7 +16,7 @@ from foretell.errors import UserError
 from foretell.runtime.observe.measure import StepReading
 from foretell.runtime.parallel.apply import Job
 from foretell.runtime.process.control import Control
-from foretell.runtime.train.clip import local
+from foretell.runtime.train.numbers.clip import local
 from foretell.trace.record.step import Batch
 
 LOSS, GRADIENT, WEIGHTS = "loss", "gradient", "weights"
