@@ -163,7 +163,7 @@ def states(plan: Plan, blocks: Sequence[str] | None) -> Found:
 
 def _coded(plan: Plan) -> Found:
     """Moments in codes, on the device beside weights without a master."""
-    for problem, remedy in coded_problems(plan.state_format, plan.optimizer, plan.precision == FP16, plan.adapters is not None):
+    for problem, remedy in coded_problems(plan.state_format, plan.optimizer, plan.precision == FP16):
         yield "state_format", f"is {plan.state_format}, and {problem}", remedy
     if plan.precision == FLOAT8:
         yield "state_format", f"is {plan.state_format}, and weights of {FLOAT8} are no plain tensors", "bf16-mixed"

@@ -106,7 +106,7 @@ def base_untrained(kinds: Iterable[str]) -> str:
     return f"{kind} needs LoRA adapters: a {'4-bit base' if kind in NF4_FORMATS else 'base in it'} cannot be trained"
 
 
-def coded_problems(state_format: str, optimizer: str, scaled: bool, adapted: bool) -> Iterator[tuple[str, str]]:
+def coded_problems(state_format: str, optimizer: str, scaled: bool) -> Iterator[tuple[str, str]]:
     """What moments in codes do not go with, and what to use instead."""
     if state_format not in CODED_FORMATS:
         return
@@ -114,8 +114,6 @@ def coded_problems(state_format: str, optimizer: str, scaled: bool, adapted: boo
         yield f"the optimizer is {optimizer}, and codes are those of AdamW's moments", "adamw-fused, or states in fp32"
     if scaled:
         yield "gradients are scaled fp16 ones, which codes were never checked with", "bf16-mixed, or states in fp32"
-    if adapted:
-        yield "adapters are trained, whose states are small as they are", "states in fp32"
 
 
 _LEFT_OUT: dict[str, object] = {"channels_last": False, "adapters": None, "base": [], "loss_chunks": 1, "state_format": "fp32"}
@@ -176,7 +174,7 @@ class Recipe:
         if self.precision == "fp16" and self.mode == "train":
             raise UserError("fp16 weights cannot be trained: updates round to nothing", "fp16-mixed, which keeps fp32 weights; or --infer")
         self._settle_adapters()
-        for problem, remedy in coded_problems(self.state_format, self.optimizer, "fp16" in self.precision, self.adapters is not None):
+        for problem, remedy in coded_problems(self.state_format, self.optimizer, "fp16" in self.precision):
             raise UserError(f"states in {self.state_format}: {problem}", remedy)
 
     def _settle_adapters(self) -> None:

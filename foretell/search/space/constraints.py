@@ -156,7 +156,7 @@ def _formats(wishes: SearchConstraints) -> None:
         raise UserError(f"--state-format {asked} is for bf16 weights with a master", f"add --precision {MASTER}")
     if asked == "int4" and wishes.precision == MASTER:
         raise UserError(f"--state-format int4 does not go with --precision {MASTER}", "int8, or another precision")
-    for problem, remedy in coded_problems(wishes.coded, wishes.optimizer, wishes.precision == FP16, wishes.adapters is not None):
+    for problem, remedy in coded_problems(wishes.coded, wishes.optimizer, wishes.precision == FP16):
         raise UserError(f"--state-format {asked}: {problem}", remedy)
     for axis in ("tp", "ep") if wishes.coded != "fp32" else ():
         if wishes.fixed.get(axis, 1) > 1:
