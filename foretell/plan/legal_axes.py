@@ -139,7 +139,7 @@ def sync(plan: Plan) -> Found:
         yield "sync.format", f"'{how.format}' is not known", ", ".join(SYNC_FORMATS)
     for axis in ("pp", "tp", "cp", "ep"):
         if getattr(plan.mesh, axis) > 1:
-            problem = f"mesh.{axis} is {getattr(plan.mesh, axis)}, and replicas that step alone are joined where each has whole layers or shards of them"
+            problem = f"mesh.{axis} is {getattr(plan.mesh, axis)}, and replicas that step alone have whole layers, or shards of them"
             yield "sync", problem, f"{axis} 1, and dp_shard instead"
     if plan.offloads:
         yield "sync", "states or weights of the plan are elsewhere, and weights are joined on the device", "no states, weights or bf16-master"

@@ -36,7 +36,7 @@ from foretell.runtime.process.control import Control
 from foretell.runtime.process.progress import DATA, END, EVALUATION, SAVE, STEP, Progress
 from foretell.runtime.process.progress import LOG as LOGGING
 from foretell.runtime.process.signals import STEPS, Signals
-from foretell.runtime.train import guard, log, save
+from foretell.runtime.train import guard, log, rounds, save
 from foretell.runtime.train.folder import MEASUREMENT, Folder, RunSettings
 from foretell.runtime.train.guard import RunFailed
 from foretell.runtime.train.outcome import DONE, STOPPED, RunOutcome, RunScreen
@@ -166,6 +166,7 @@ class TrainingRun:
             if self.bad is not None:
                 self._give_up(self.bad)
             if not stopped:
+                rounds.compare(self.job, self.control)
                 self.evaluate()
             saved = self.save() if not self.settings.no_save else None
             self._look_at_disk(last=True)
@@ -249,8 +250,9 @@ class TrainingRun:
         settings = self.settings
         first = self.step
         self.origin = self.step, self.feed.first
-        if self.ranks.world > 1 and self.saver is not None and self.ranks.device.type == "cpu" and self.job.moved is None:
+        if self.ranks.world > 1 and self.saver is not None and self.ranks.device.type == "cpu" and self.job.moved is None and self.job.outer is None:
             self.between = save.Between.of(self.job)
+        rounds.begin(self.job, self.control)
         if settings.mtbf is not None:
             self.next_save = first + FIRST_SAVE_STEPS
         batches = self._fetched() if self.step < settings.steps else []
@@ -266,6 +268,7 @@ class TrainingRun:
             self.signals.phase = STEPS  # from here on there is something to save
             result = self.job.update(loss)
             self.step += 1
+            rounds.join(self.job, self.step, self.log, last=self.step == settings.steps)
             self.progress.stepped(self.step)
             self.clock.end(self.step, result.loss, result.grad_norm, result.loss_scale)
             if self.step < settings.steps:
@@ -295,15 +298,7 @@ class TrainingRun:
         """Whether steps are under way."""
         return self.origin is not None
 
-    def samples_words(self) -> str:
-        """Which samples this rank has in the step under way, for a person."""
-        if self.origin is None or self.feed.samples.digest() == "example":
-            return ""
-        indices = self.feed.places(self._first_sample(self.step))[0].reshape(-1).tolist()
-        shown = ", ".join(map(str, indices[:8])) + (", …" if indices[8:] else "")
-        return f", with samples {shown}"
-
-    def _first_sample(self, step: int) -> int:
+    def first_sample(self, step: int) -> int:
         """Number of the first sample that is used after so many updates."""
         assert self.origin is not None
         return self.origin[1] + (step - self.origin[0]) * self.feed.share.step
@@ -359,6 +354,7 @@ class TrainingRun:
                 self.bad = self.bad or reading
             if self.log is not None:
                 self._tell(reading)
+        rounds.refuse(self.job, self.bad)
 
     def _tell(self, reading: StepReading) -> None:
         """Write the step down and, now and then, show it."""
@@ -454,7 +450,7 @@ class TrainingRun:
 
     def _about(self) -> dict[str, Any]:
         return {
-            "data": {**self.feed.state(self._first_sample(self.step)), "digest": self.feed.samples.digest()},
+            "data": {**self.feed.state(self.first_sample(self.step)), "digest": self.feed.samples.digest()},
             "schedule": self.schedule.to_json(), "scaler": self.job.scaler.state() if self.job.scaler is not None else None,
             save.NONFINITE: self.loose, "plan": plans.to_json(self.plan), "versions": versions(),
             "base": self.job.base, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -485,7 +481,7 @@ class TrainingRun:
 
     def _give_up(self, bad: StepReading) -> None:
         """A number that is none: the step leaves no trace but its number; save, look for the first block, say so."""
-        share, first = self.feed.share.step, self._first_sample(bad.step - 1)
+        share, first = self.feed.share.step, self.first_sample(bad.step - 1)
         self.job.settle()
         self.job.skips.undo(self.step - bad.step + 1)
         self.step = bad.step
