@@ -238,7 +238,7 @@ def _on_cpu(plan: Plan, cluster: Cluster, known: Machine, pace: float) -> Speeds
     if ranks == 1:
         return Speeds(machine=known, slowdown=pace)
     comm_time: Seconds = by_gloo
-    sync_time = MESSAGE_SECONDS
+    sync_time = MESSAGE_SECONDS if plan.together.world > 1 else 0.0
     if far_apart(cluster):
         ranks = -(-ranks // cluster.nodes)
         fabrics = fabrics_of(plan.mesh, replace(cluster, devices_per_node=ranks))
