@@ -69,7 +69,7 @@ class PlanOptions:
     sync_format: str = of_sync("sync_format")
     sync_delay: int = of_sync("sync_delay")
     may: tuple[str, ...] | None = option(None, "What plans may do where nothing else fits: int8 (hold AdamW's moments in 8 bits), adapters (train "
-                                        "LoRA adapters instead of the model); and where links are slow: sync (replicas step alone, see --sync-every).",
+                                        "LoRA adapters instead of the model); and where links are slow: sync (see --sync-every).",
                                   metavar="NAMES", typed=str, read=words.known_names("--may", MAY))  # fmt: skip
     compile: str | None = option(None, "Fix torch.compile: none, blocks or model; default: those measured.", metavar="HOW")
     overrides: Mapping[str, Any] | None = option(

@@ -31,12 +31,13 @@ from foretell.runtime.observe.measure import Measurement, StepReading, Tally
 from foretell.runtime.observe.process_state import delayed
 from foretell.runtime.parallel.apply import Job
 from foretell.runtime.parallel.ranks import Ranks
+from foretell.runtime.parallel.sync import rounds
 from foretell.runtime.process import launch, whose_error
 from foretell.runtime.process.control import Control
 from foretell.runtime.process.progress import DATA, END, EVALUATION, SAVE, STEP, Progress
 from foretell.runtime.process.progress import LOG as LOGGING
 from foretell.runtime.process.signals import STEPS, Signals
-from foretell.runtime.train import guard, log, rounds, save
+from foretell.runtime.train import guard, log, save
 from foretell.runtime.train.folder import MEASUREMENT, Folder, RunSettings
 from foretell.runtime.train.guard import RunFailed
 from foretell.runtime.train.outcome import DONE, STOPPED, RunOutcome, RunScreen

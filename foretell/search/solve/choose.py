@@ -13,9 +13,9 @@ from dataclasses import replace
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan.types import MASTER
+from foretell.search.apart import apart, or_apart
 from foretell.search.offload.plans import or_moved, spilled
 from foretell.search.solve.adapted import adapted, or_adapted
-from foretell.search.solve.apart import apart, or_apart
 from foretell.search.solve.choice import Choice as Choice
 from foretell.search.solve.choice import told as told
 from foretell.search.solve.choice import why_slower as why_slower

@@ -21,7 +21,7 @@ from foretell.errors import UserError
 from foretell.runtime.parallel.sync import codes
 
 
-class Exchange(Protocol):
+class ReplicaExchange(Protocol):
     """Every replica gives a part to each, and gets one from each."""
 
     replicas: int
@@ -46,7 +46,7 @@ class GroupExchange:
 class Mean:
     """Of one replica; what 8 bits leave out is kept from call to call."""
 
-    def __init__(self, exchange: Exchange, elements: int, format: str, device: torch.device) -> None:
+    def __init__(self, exchange: ReplicaExchange, elements: int, format: str, device: torch.device) -> None:
         self.exchange, self.format = exchange, format
         self.part = elements // exchange.replicas
         self.cuts: dict[str, Tensor] = {}

@@ -24,12 +24,12 @@ from foretell.errors import UserError
 from foretell.lower.sync import padded
 from foretell.plan.types import Sync
 from foretell.runtime.detect.replicas import bit_sums, combined
-from foretell.runtime.parallel.sync.mean import Exchange, Mean
+from foretell.runtime.parallel.sync.mean import Mean, ReplicaExchange
 from foretell.runtime.train.clip import local
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
+class OuterRound:
     """A round that has ended on this replica."""
 
     step: int
@@ -45,7 +45,7 @@ class Round:
 class Outer:
     """Of one replica."""
 
-    def __init__(self, sync: Sync, parameters: Sequence[nn.Parameter], exchange: Exchange) -> None:
+    def __init__(self, sync: Sync, parameters: Sequence[nn.Parameter], exchange: ReplicaExchange) -> None:
         self.sync = sync
         self.pieces = [local(p.detach()) for p in parameters]
         self.device = self.pieces[0].device
@@ -61,7 +61,7 @@ class Outer:
         self.since: Tensor | None = None
         """While an exchange is under way: the weights when it began."""
         self.began = 0
-        self.done: list[Round] = []
+        self.done: list[OuterRound] = []
         """Rounds that nobody has asked for yet."""
         self._under_way: Future[tuple[Tensor, float]] | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -106,13 +106,13 @@ class Outer:
             self.since = None
         self._put(weights)
         waited = time.perf_counter() - began + (0.0 if self.sync.delay else seconds)
-        self.done.append(Round(step=self.began, seconds=waited, message_seconds=seconds, hash=self.hash()))
+        self.done.append(OuterRound(step=self.began, seconds=waited, message_seconds=seconds, hash=self.hash()))
 
     def hash(self) -> int:
         """Of the weights that the round began from: any flipped bit changes it."""
         return combined(bit_sums(self.views(self.begin)))
 
-    def take_done(self) -> list[Round]:
+    def take_done(self) -> list[OuterRound]:
         found, self.done = self.done, []
         return found
 

@@ -60,7 +60,8 @@ def or_apart(found: Choice, question: Question, patience: float) -> Choice:
     why = "sums gradients in every step" if best.plan.mesh.world > 1 else "leaves the other devices idle"
     slower = replace(best, why=f"{1 - 1 / gain:.0%} slower: {why}")
     return Choice(
-        best=other, runners_up=(slower, *found.runners_up), dropped=found.dropped, costed=costed, notes=(*found.notes, told), law=found.law, gain=told,
+        best=other, runners_up=(slower, *found.runners_up), dropped=found.dropped, costed=costed, notes=(*found.notes, told), law=found.law,
+        gain=told,
     )  # fmt: skip
 
 
