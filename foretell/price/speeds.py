@@ -242,9 +242,9 @@ def _on_cpu(plan: Plan, cluster: Cluster, known: Machine, pace: float) -> Speeds
     if far_apart(cluster):
         ranks = -(-ranks // cluster.nodes)
         fabrics = fabrics_of(plan.mesh, replace(cluster, devices_per_node=ranks))
-        comm_time = gloo_over(fabrics)
+        comm_time = gloo_over(fabrics, pace)
         across = plan.together.world > ranks
-        sync_time += _over(ALL_REDUCE, REDUCTION_AT_END_BYTES, fabrics["world"]) if across else 0.0
+        sync_time += _over(ALL_REDUCE, REDUCTION_AT_END_BYTES, fabrics["world"]) / pace if across else 0.0
     return Speeds(
         machine=known, comm_time=comm_time, p2p_time=lambda nbytes: MESSAGE_SECONDS + nbytes / BYTES_PER_SECOND["send"],
         sync_time=sync_time, op_slowdown=_shared(ranks, cores) if ranks > 1 else None, host_slowdown=max(1.0, ranks / cores),
@@ -257,12 +257,13 @@ def far_apart(cluster: Cluster) -> bool:
     return cluster.device.backend == "cpu" and cluster.nodes > 1 and cluster.inter is not None and cluster.link is not None
 
 
-def gloo_over(fabrics: Mapping[str, Fabric]) -> Seconds:
-    """Seconds of a collective between machines: what it takes on one, and its way over the link."""
+def gloo_over(fabrics: Mapping[str, Fabric], pace: float = 1.0) -> Seconds:
+    """Seconds of a collective between machines: what it takes on one, and its way over the link. All of a CPU's seconds are multiplied
+    by its pace, and the link knows nothing of that."""
 
     def seconds(op: Op) -> float:
         group = fabrics.get(axis_of(op)) or fabrics.get("world")
-        return by_gloo(op) + (_over(op.name.removeprefix("foretell."), message(op), group) if group is not None else 0.0)
+        return by_gloo(op) + (_over(op.name.removeprefix("foretell."), message(op), group) / pace if group is not None else 0.0)
 
     return seconds
 
