@@ -31,6 +31,7 @@ from foretell.runtime.observe.measure import Measurement, StepReading, Tally
 from foretell.runtime.observe.process_state import delayed
 from foretell.runtime.parallel.apply import Job
 from foretell.runtime.parallel.ranks import Ranks
+from foretell.runtime.parallel.sync import rounds
 from foretell.runtime.process import launch, whose_error
 from foretell.runtime.process.control import Control
 from foretell.runtime.process.progress import DATA, END, EVALUATION, SAVE, STEP, Progress
@@ -166,6 +167,7 @@ class TrainingRun:
             if self.bad is not None:
                 self._give_up(self.bad)
             if not stopped:
+                rounds.compare(self.job, self.control)
                 self.evaluate()
             saved = self.save() if not self.settings.no_save else None
             self._look_at_disk(last=True)
@@ -249,8 +251,9 @@ class TrainingRun:
         settings = self.settings
         first = self.step
         self.origin = self.step, self.feed.first
-        if self.ranks.world > 1 and self.saver is not None and self.ranks.device.type == "cpu" and self.job.moved is None:
+        if self.ranks.world > 1 and self.saver is not None and self.ranks.device.type == "cpu" and self.job.moved is None and self.job.outer is None:
             self.between = save.Between.of(self.job)
+        rounds.begin(self.job, self.control)
         if settings.mtbf is not None:
             self.next_save = first + FIRST_SAVE_STEPS
         batches = self._fetched() if self.step < settings.steps else []
@@ -266,6 +269,7 @@ class TrainingRun:
             self.signals.phase = STEPS  # from here on there is something to save
             result = self.job.update(loss)
             self.step += 1
+            rounds.join(self.job, self.step, self.log, last=self.step == settings.steps)
             self.progress.stepped(self.step)
             self.clock.end(self.step, result.loss, result.grad_norm, result.loss_scale)
             if self.step < settings.steps:
@@ -294,14 +298,6 @@ class TrainingRun:
     def began(self) -> bool:
         """Whether steps are under way."""
         return self.origin is not None
-
-    def samples_words(self) -> str:
-        """Which samples this rank has in the step under way, for a person."""
-        if self.origin is None or self.feed.samples.digest() == "example":
-            return ""
-        indices = self.feed.places(self.first_sample(self.step))[0].reshape(-1).tolist()
-        shown = ", ".join(map(str, indices[:8])) + (", …" if indices[8:] else "")
-        return f", with samples {shown}"
 
     def first_sample(self, step: int) -> int:
         """Number of the first sample that is used after so many updates."""
@@ -359,6 +355,7 @@ class TrainingRun:
                 self.bad = self.bad or reading
             if self.log is not None:
                 self._tell(reading)
+        rounds.refuse(self.job, self.bad)
 
     def _tell(self, reading: StepReading) -> None:
         """Write the step down and, now and then, show it."""

@@ -103,7 +103,7 @@ def train(
         if run is not None and (lost := run.feed.lost_a_worker(error)):  # a signal tells of it, wherever the run is
             _give_way(run, watch, f"{where}: {lost.problem}")
             raise RunFailed(f"{where}: {lost.problem}", f"{lost.remedy}; {_left(folder)}") from error
-        samples = run.samples_words() if run is not None else ""
+        samples = _samples_words(run) if run is not None else ""
         _give_way(run, watch, f"{where}: {whose_error.words(error)}{samples}")
         if whose_error.is_ours(error):
             raise
@@ -125,6 +125,15 @@ def _give_way(run: TrainingRun | None, watch: RankWatch, why: str) -> None:
     watch.publish(why, salvage=step)
     if run is not None and step is not None:
         run.salvage_together(step)
+
+
+def _samples_words(run: TrainingRun) -> str:
+    """Which samples this rank has in the step under way, for a person."""
+    if run.origin is None or run.feed.samples.digest() == "example":
+        return ""
+    indices = run.feed.places(run.first_sample(run.step))[0].reshape(-1).tolist()
+    shown = ", ".join(map(str, indices[:8])) + (", …" if indices[8:] else "")
+    return f", with samples {shown}"
 
 
 def _at(run: TrainingRun) -> str:
