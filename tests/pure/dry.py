@@ -110,7 +110,7 @@ class Watch(TorchDispatchMode):
             str(func) == "aten.add.Tensor"
             and torch._C._current_autograd_node() is not None
             and not _in_formula()
-            and not next(tensors_in(args))._is_view()
+            and not next(iter(tensors_in(args)))._is_view()
         )
         row.inputs = tuple(self._ref(tensor, None) for tensor in tensors_in((args, kwargs)))
         row.outputs = tuple(self._ref(tensor, row) for tensor in tensors_in(output))

@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -162,16 +163,18 @@ def build_corpus(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_more_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trace of gpt-tiny for `fit` is answered at once; whatever else would be traced was killed."""
+    """The trace of gpt-tiny for `fit` is answered at once, one thread after the other; whatever else would be traced was killed."""
     known: dict[str, dict[str, Any]] = {}
+    turn = threading.Lock()  # a trace in this process changes torch until it is done
 
     def ask(module: str, requests: Sequence[Mapping[str, Any]], **_: Any) -> list[dict[str, Any]] | WorkerEnded:
         (asked,) = requests[:1]
         if asked["source"]["model"] != "gpt-tiny" or asked["source"]["overrides"] or not module.startswith("foretell.trace.sandbox."):
             return WorkerEnded([], -9, "")
         key = question(asked)
-        if key not in known:
-            known[key] = child.trace_asked(asked)
+        with turn:
+            if key not in known:
+                known[key] = child.trace_asked(asked)
         return [copy.deepcopy(known[key])]
 
     monkeypatch.setattr(child, "ask", ask)
