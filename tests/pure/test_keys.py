@@ -80,10 +80,10 @@ def test_tensors_are_those_that_torch_makes(monkeypatch: pytest.MonkeyPatch) -> 
                 torch._neg_view(weight).t(), *torch.ops.aten.native_layer_norm(one, [6], None, None, 1e-5), one.view(-1), one.expand(2, 4, 6),
                 *torch.ops.aten.native_layer_norm_backward(one, one, [6], one[:, :1], one[:, :1], None, None, [True, False, False]),
                 torch.empty(3, device="meta") * 2, one.sum(), torch.arange(3), one.new_zeros(2).to(torch.int64),
-                torch.nn.Parameter(weight.detach()) * 1,
+                torch.nn.Parameter(weight.detach()) * 1, torch.ops.aten._unsafe_view(weight, [3, 12]), *torch._foreach_add([one, weight], 1.0),
             ]  # fmt: skip
             with torch.inference_mode():
-                outputs.append(torch.empty(2) + 1)
+                outputs += [torch.empty(2) + 1, weight.to(torch.float64), weight.reshape(-1), weight.t().reshape(-1), *weight.unbind(1)]
             with torch.no_grad():
                 outputs.append(one.t())
         assert outputs[1]._base is not None and outputs[1].untyped_storage()._cdata == outputs[2].untyped_storage()._cdata
@@ -106,3 +106,32 @@ def test_tensors_are_those_that_torch_makes(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(fake_cache, "is_known", lambda: False)
     assert first == again == made(QuickFakes())
     assert again == made(FakeTensorMode())
+
+
+def test_what_shares_memory_the_second_time_does_so_the_first_time() -> None:
+    """Also where an op's schema does not say it, and torch keeps nothing."""
+    FakeTensorMode.cache_clear()
+    aten = torch.ops.aten
+    for _ in range(3):
+        with QuickFakes() as mode, torch.no_grad():
+            one = torch.empty(4, 6)
+            views = [aten._unsafe_view(one, [24]), *one.unbind(0), *one.split([1, 3]), one.view(6, 4)]
+            with torch.inference_mode():
+                views += [aten.reshape(one, [24]), aten.contiguous(one)]
+                copies = [aten.reshape(one.t(), [24]), aten.contiguous(one.t()), *torch._foreach_mul([one, one], 2.0)]
+            kept = mode.cache[mode._key(aten._unsafe_view.default, (one, [24]), None)][1]
+            assert isinstance(kept, fake_cache.Kept), "and is looked up"
+        memory = one.untyped_storage()._cdata
+        assert {view.untyped_storage()._cdata for view in views} == {memory}
+        assert len({copy.untyped_storage()._cdata for copy in copies} | {memory}) == len(copies) + 1
+
+
+def test_what_changes_its_argument_is_worked_out_each_time() -> None:
+    """Its sizes, or a constant that is read later."""
+    for _ in range(3):
+        with QuickFakes():
+            one = torch.empty(2, 3)
+            one.t_()
+            number = torch.tensor(1)
+            number.add_(1)
+            assert one.shape == (3, 2) and int(number) == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -143,16 +143,15 @@ def _strided(args: Any) -> Iterator[str]:
 def tensors_in(values: Any) -> list[Tensor]:
     """In order, out of lists, tuples and dicts in each other."""
     found: list[Tensor] = []
-    _add(values, found)
+    _add((values,), found)
     return found
 
 
-def _add(values: Any, found: list[Tensor]) -> None:
-    if isinstance(values, Tensor):
-        found.append(values)
-    elif isinstance(values, (list, tuple)):
-        for value in values:
+def _add(values: Iterable[Any], found: list[Tensor]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
             _add(value, found)
-    elif isinstance(values, dict):
-        for value in values.values():
-            _add(value, found)
+        elif isinstance(value, dict):
+            _add(value.values(), found)

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from foretell.trace import types
 from foretell.trace.cuda.tf32 import rounds
 from foretell.trace.record.attributes import attributes, is_channels_last, tensors_in
+from foretell.trace.record.fake_cache import Plainly
 from foretell.trace.record.reads import ORDINARY, WRAPPERS, ReadingMode
 from foretell.trace.record.values import MOST_OVERWRITTEN, about, follow, value_of
 from foretell.trace.sandbox.devices import is_elsewhere
@@ -232,6 +233,11 @@ class Recorder(ReadingMode):
             self._depth -= 1
         if id(func) in _MENDED:
             output = self._mended(func, args, output)
+        with Plainly():
+            self._write_down(func, args, kwargs, output)
+        return output
+
+    def _write_down(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         attrs = attributes(func, args)
         if self.capability is not None and self.capability >= (8, 0) and rounds(func, args):
             attrs = (*attrs, types.TF32)
@@ -241,7 +247,6 @@ class Recorder(ReadingMode):
             for tensor in tensors_in((args, kwargs, output)):
                 if tensor.layout is torch.strided:
                     (self._valued.discard if value_of(tensor) is None else self._valued.add)(self.storage_id(tensor))
-        return output
 
     def _mended(self, func: Any, args: Any, output: Any) -> Any:
         """What the device makes, where shape rules on a CPU say otherwise."""
@@ -353,7 +358,8 @@ class Recorder(ReadingMode):
         found = []
         for tensor in tensors_in(values):
             for part in (tensor,) if tensor.layout is torch.strided else self.parts(tensor):
-                found.append(types.Ref(self.storage_id(part, born), self.spec(part)))
+                number = self._ids.get(part.untyped_storage()._cdata)
+                found.append(types.Ref(self.storage_id(part, born) if number is None else number, self.spec(part)))
         return tuple(found)
 
     def parts(self, tensor: Tensor) -> tuple[Tensor, ...]:

@@ -61,20 +61,29 @@ _INSTALLED = {"site-packages", "dist-packages"}
 @functools.cache
 def is_users(file: str) -> bool:
     """Whether a Python file is the user's: not the interpreter's, not an installed package's, not foretell's own."""
-    if not file.endswith(".py") or _INSTALLED & set(Path(file).parts):
+    if not file.endswith(".py") or not _INSTALLED.isdisjoint(file.split(os.sep)):
         return False
-    path = Path(file).resolve()
-    if _INSTALLED & set(path.parts) or not path.is_file():
+    path = os.path.join((_real_folder if os.path.isabs(file) else os.path.realpath)(os.path.dirname(file)), os.path.basename(file))
+    if os.path.islink(path):
+        path = os.path.realpath(path)
+    if not _INSTALLED.isdisjoint(path.split(os.sep)) or path.startswith(_interpreter_folders()) or not os.path.isfile(path):
         return False
-    own = Path(__file__).resolve().parents[2]
-    if path.is_relative_to(own):
-        return path.is_relative_to(own / "zoo")
-    return not any(path.is_relative_to(folder) for folder in _interpreter_folders())
+    own = _own_folder()
+    return path.startswith(os.path.join(own, "zoo", "")) or not path.startswith(os.path.join(own, ""))
+
+
+_real_folder = functools.cache(os.path.realpath)
+"""Asked once for all the modules in it."""
 
 
 @functools.cache
-def _interpreter_folders() -> set[Path]:
-    return {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "scripts")}
+def _own_folder() -> str:
+    return str(Path(__file__).resolve().parents[2])
+
+
+@functools.cache
+def _interpreter_folders() -> tuple[str, ...]:
+    return tuple(os.path.join(os.path.realpath(sysconfig.get_path(name)), "") for name in ("stdlib", "platstdlib", "scripts"))
 
 
 def chain(error: BaseException) -> list[BaseException]:
