@@ -1,14 +1,16 @@
 """AdamW's moments in 8 and 4 bits: what they lose in training, and how fast their update is.
 
     python benchmarks/optimizer_states.py loss               on a CPU: a small GPT, 400 steps on the text of docs/, fp32, int8 and int4
+    python benchmarks/optimizer_states.py summary            of the rows of `loss`
     python benchmarks/optimizer_states.py speed              on a CUDA GPU: a 1B model's parameters, beside AdamW(fused=True) and others
     python benchmarks/optimizer_states.py speed --sweep      the kernel's elements of a program and warps
     python benchmarks/optimizer_states.py speed --small      few parameters; on a CPU where there is no GPU, to see that the script works
 
 Rows go to results/optimizer_states.jsonl (`--out`). `loss`: the mean of the last 50 losses, and by how much that of codes differs from
-that of fp32 with the same seed: the same first weights, the same samples. `speed`: every optimizer updates the same parameters in turn;
-`step_ms` is that of updates one after another, `device_ms` what the device takes where the host was ahead. `of_fused` is the median over
-rounds of how many times as fast as AdamW(fused=True) on fp32 weights an update of the round is; `of_its_own`: on weights of this format.
+that of fp32 with the same seed: the same first weights, the same samples. What is rounded sends a training another way, to a better or
+a worse place, so bars are for the mean over seeds. `speed`: every optimizer updates the same parameters in turn; `step_ms` is that of
+updates one after another, `device_ms` what the device takes where the host was ahead. `of_fused` is the median over rounds of how many
+times as fast as AdamW(fused=True) on fp32 weights an update of the round is; `of_its_own`: on weights of this format.
 """
 
 from __future__ import annotations
@@ -53,20 +55,26 @@ OTHERS_SECONDS = 40
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("loss", "speed"))
+    parser.add_argument("what", choices=("loss", "summary", "speed"))
     parser.add_argument("--out", type=Path, default=ROWS)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
-    found = losses(options.seeds, options.steps) if options.what == "loss" else swept() if options.sweep else speeds(options.rounds, options.small)
+    if options.what == "loss":
+        found = losses(options.seeds, options.steps)
+    elif options.what == "summary":
+        found = summary(options.out)
+    else:
+        found = swept() if options.sweep else speeds(options.rounds, options.small)
+    here = about()
     for row in found:
         print(json.dumps(row), flush=True)
         if not options.small:
             with options.out.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({**row, **about()}) + "\n")
+                stream.write(json.dumps({**here, **row}) + "\n")
 
 
 def about() -> dict[str, Any]:
@@ -86,28 +94,32 @@ def about() -> dict[str, Any]:
 # ---------------------------------------------------------------- loss
 
 
-def losses(seeds: int, steps: int) -> Iterator[dict[str, Any]]:
+def losses(seeds: list[int], steps: int) -> Iterator[dict[str, Any]]:
     from foretell.runtime.data.text import read_corpus
 
     corpus = read_corpus(HERE.parent / "docs")
     text = torch.from_numpy(corpus.tokens.copy()).long()
     same = {"what": "loss", "model": SMALL, "batch": BATCH, "steps": steps, "lr": PEAK, "clip": CLIP, "decay": DECAY, "text": corpus.digest}
-    off: dict[str, list[float]] = {name: [] for name in BARS}
-    for seed in range(seeds):
+    for seed in seeds:
         exact = None
         for name in FORMATS:
             began = time.perf_counter()
             seen = trained(name, seed, steps, text)
             mean = statistics.fmean(seen[-LAST:])
             exact = mean if exact is None else exact
-            if name in off:
-                off[name].append(mean / exact - 1)
             yield {**same, "states": name, "seed": seed, "loss": mean, "off": mean / exact - 1, "last": seen[-1],
                    "seconds": time.perf_counter() - began}  # fmt: skip
-    for name, differences in off.items():
-        worst = max(differences, key=abs)
-        yield {**same, "states": name, "seeds": seeds, "mean_off": statistics.fmean(differences), "worst_off": worst, "bar": BARS[name],
-               "within": abs(worst) <= BARS[name]}  # fmt: skip
+
+
+def summary(place: Path) -> Iterator[dict[str, Any]]:
+    """Of the newest rows that belong together: those of one commit and one text."""
+    rows = [row for line in place.read_text().splitlines() if (row := json.loads(line))["what"] == "loss"]
+    last = {key: rows[-1][key] for key in ("commit", "text", "steps", "torch")}
+    for name, bar in BARS.items():
+        off = {row["seed"]: row["off"] for row in rows if row["states"] == name and last.items() <= row.items()}
+        mean = statistics.fmean(off.values())
+        yield {**last, "what": "summary", "states": name, "seeds": sorted(off), "mean_off": mean, "worst_off": max(off.values(), key=abs),
+               "spread": statistics.stdev(off.values()) if len(off) > 1 else None, "bar": bar, "within": abs(mean) <= bar}  # fmt: skip
 
 
 def trained(states: str, seed: int, steps: int, text: Tensor) -> list[float]:

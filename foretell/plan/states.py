@@ -19,7 +19,7 @@ SLOTS = 4
 BUFFERS = 6
 """Chunks of states on disk that are in host memory at once: two are read, two are on the device or on the way, two are written."""
 
-_CODES = {"exp_avg_code": "int8", "exp_avg_scale": "float32", "exp_avg_sq_code": "uint8", "exp_avg_sq_scale": "float32"}
+_CODES = {"exp_avg_code": "int8", "exp_avg_unit": "float32", "exp_avg_sq_code": "uint8", "exp_avg_sq_unit": "float32"}
 KEPT: Mapping[str, Mapping[str, str]] = {
     "plain": {"exp_avg": "weight", "exp_avg_sq": "weight"},
     "master": {"master": "float32", "exp_avg": "float32", "exp_avg_sq": "float32"},
@@ -29,7 +29,7 @@ KEPT: Mapping[str, Mapping[str, str]] = {
     "split-int8": {"rest": "int16", **_CODES},
 }
 """Form → what is kept for each element, and in which format; `weight`: that of the weights."""
-_EVERY = {"exp_avg_scale": BLOCK, "exp_avg_sq_scale": BLOCK}
+_EVERY = {"exp_avg_unit": BLOCK, "exp_avg_sq_unit": BLOCK}
 """What is kept for so many elements together."""
 _WIDTH = {"float32": 4, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1}
 _FORMS = {"fp32": "master", "split": "split", "bf16": "half", "int8": "int8", "split-int8": "split-int8"}

@@ -20,6 +20,7 @@ from foretell.runtime.parallel.ranks import start
 from foretell.runtime.process.pool import PoolWorld
 from foretell.runtime.train.take import stage
 from foretell.trace.load.model import Source
+from foretell.trace.moments import optimizer, rows
 from tests.cpu_dist.test_checkpoint import PLANS, SETTINGS, carried, go
 from tests.further import further
 
@@ -123,3 +124,13 @@ def test_states_of_another_format_are_refused(tmp_path: Path, saved: str, asked:
         go(0, 1, str(tmp_path / "a"), plan, {}, resume=True)
     with pytest.raises(UserError, match=said):
         stage(reader, apply(verify.build(SOURCE), plan, start(plan, device="cpu")), known)
+
+
+def test_codes_that_stood_for_other_roots_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the first release, under the names they had."""
+    with monkeypatch.context() as patched:
+        patched.setattr(rows, "SCALE", rows.EARLIER)
+        patched.setattr(optimizer, "_NAMES", [name.replace("_unit", rows.EARLIER) for name in optimizer._NAMES])
+        go(0, 1, str(tmp_path / "a"), PLAN, {**SETTINGS, "steps": 1})
+    with pytest.raises(UserError, match=r"8-bit codes of foretell 0\.1, which are not read any more"):
+        go(0, 1, str(tmp_path / "a"), PLAN, {"steps": 2}, resume=True)

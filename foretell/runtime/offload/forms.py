@@ -25,7 +25,7 @@ from foretell.plan.states import KEPT, bytes_of, count_of
 from foretell.trace.moments import codes
 
 FIRST, SECOND, MASTER, REST = "exp_avg", "exp_avg_sq", "master", "rest"
-CODE, SCALE = "_code", "_scale"
+CODE, SCALE = "_code", "_unit"
 """Behind a moment's name: its codes, and the scales of its blocks."""
 
 

@@ -28,7 +28,7 @@ from foretell.runtime.train.numbers.scaler import checked
 from foretell.runtime.train.save import MODEL, OPTIMIZER, PLAN_SETTINGS, SYNC, extra_states, held_of, local_of, room
 from foretell.trace.moments import rows
 from foretell.trace.moments.optimizer import CodedAdamW, spread
-from foretell.trace.moments.rows import CODE, FIRST, SCALE
+from foretell.trace.moments.rows import CODE, EARLIER, FIRST, SCALE
 
 _SHOWN = 3
 
@@ -90,6 +90,7 @@ def stage(reader: Reader, job: Job, known: Mapping[str, TensorMeta], *, spare: C
         if full.startswith(f"{OPTIMIZER}/"):
             name, _, key = full.removeprefix(f"{OPTIMIZER}/").rpartition("/")
             kept.setdefault(name, {})[key] = spec
+    _refuse_earlier_codes(saved, kept)
     distrust.check_states(saved, kept, {name.removeprefix(f"{MODEL}/"): spec for name, spec in known.items()}, job.plan.optimizer)
     _refuse_other_form(saved, kept, job)
     for name, parameter in job.saved_parameters():
@@ -167,6 +168,13 @@ def _refuse_other_base(saved: SavedCheckpoint, job: Job) -> None:
 def _by_rows(box: Box, count: int, spec: TensorMeta) -> Box:
     """What is kept for the rows of a block, `count` dimensions of which count rows."""
     return Box((*box.offset[:count], *(0 for _ in spec.shape[count:])), (*box.size[:count], *spec.shape[count:]))
+
+
+def _refuse_earlier_codes(saved: SavedCheckpoint, kept: Mapping[str, Mapping[str, TensorMeta]]) -> None:
+    """Raise where codes are those of foretell 0.1, which stood for other roots."""
+    if any(key.endswith(EARLIER) for keys in kept.values() for key in keys):
+        problem = f"{saved.path} has moments in the 8-bit codes of foretell 0.1, which are not read any more"
+        raise UserError(problem, "resume with that version, or begin anew from its weights with --init-from")
 
 
 def _refuse_other_form(saved: SavedCheckpoint, kept: Mapping[str, Mapping[str, TensorMeta]], job: Job) -> None:

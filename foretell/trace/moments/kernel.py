@@ -40,7 +40,7 @@ def _joined(number, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no
 @triton.jit(do_not_specialize=["number", "parameters", "count", "blocks"])
 def _update(
     weights, grads, first_codes, first_scales, second_codes, second_scales, corrections, skips, number, parameters, count, length,
-    blocks, keep, beta1, less1, beta2, less2, eps, decay,
+    blocks, keep, beta1, less1, beta2, less2, eps, decay, ahead,
     DECOUPLED: tl.constexpr, SKIPS: tl.constexpr, SIGNED: tl.constexpr, UNSIGNED: tl.constexpr, TOP: tl.constexpr,
     MASK: tl.constexpr, FRACTION: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
     FULL: tl.constexpr,
@@ -93,13 +93,15 @@ def _update(
     second = second * beta2 + (grad * grad) * less2
     root2 = tl.sqrt_rn(second)
     below = root2 * tl.load(corrections + parameters + number) + eps
-    weight = weight - tl.div_rn(first, below) * tl.load(corrections + number)
-    tl.store(weights + column, weight.to(weights.dtype.element_ty), mask=inside)
     # codes again: what is behind a row's end is nothing, and no block's largest
     root = tl.where(inside, tl.sqrt_rn(tl.abs(first)), 0.0)
     scale = tl.maximum(tl.div_rn(tl.max(root, axis=1), SIGNED), LEAST)
     code = (root * tl.div_rn(1.0, scale)[:, None] + 0.5).to(tl.int32)
     code = tl.where(first < 0, -code, code)
+    root = code.to(tl.float32) * scale[:, None]
+    lost = first - tl.where(root < 0, -(root * root), root * root)
+    weight = weight - tl.div_rn(first * tl.load(corrections + number) + lost * ahead, below)
+    tl.store(weights + column, weight.to(weights.dtype.element_ty), mask=inside)
     chance = (second.to(tl.int32, bitcast=True) & MASK).to(tl.float32) * FRACTION
     root2 = tl.where(inside, tl.sqrt_rn(root2), 0.0)
     scale2 = tl.maximum(tl.div_rn(tl.max(root2, axis=1), TOP), LEAST)
@@ -126,7 +128,7 @@ def update(
     _update[(triton.cdiv(count, many),)](
         weight, grad, moments.first, moments.first_scales, moments.second, moments.second_scales, corrections,
         corrections if skip is None else skip, number, corrections.shape[1], count, length, blocks,
-        1 - lr * decay, beta1, 1 - beta1, beta2, 1 - beta2, eps, decay,
+        1 - lr * decay, beta1, 1 - beta1, beta2, 1 - beta2, eps, decay, settings.ahead,
         DECOUPLED=decoupled, SKIPS=skip is not None, SIGNED=float(signed), UNSIGNED=float(unsigned),
         TOP=unsigned + 2.0**-codes.CHANCE, MASK=2**codes.CHANCE - 1, FRACTION=2.0**-codes.CHANCE, LEAST=codes.LEAST,
         ROWS=many, BLOCK=width, PACKED=moments.packed, FULL=length == blocks * width,

@@ -22,8 +22,8 @@ LEAST = 4096
 SHORT = 64
 """Elements: dimensions are counted as part of a row until it is as long; a parameter with shorter ones keeps its moments."""
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
-CODE, SCALE = "_code", "_scale"
-"""Behind a moment's name: its codes, and the scales of its blocks."""
+CODE, SCALE, EARLIER = "_code", "_unit", "_scale"
+"""Behind a moment's name: its codes, and the scales of its blocks; what these were called when codes were other roots."""
 
 
 def leading(shape: Sequence[int]) -> int:

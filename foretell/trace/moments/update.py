@@ -1,5 +1,9 @@
 """AdamW's update of parameters whose moments are in codes: one op for a list of them.
 
+A weight takes at once what rounding its first moment cuts off, as much as that would have moved it in all later steps: what is
+lost from a moment is late or early, and never missing. Where a moment is too small for its block's codes, momentum goes and the
+steps stay.
+
 What is computed is written down once, number by number and in an order that CUDA's kernel keeps: each product, sum, quotient
 and root is rounded to fp32 by itself, so that both give the same bits.
 """
@@ -49,6 +53,11 @@ class Settings(NamedTuple):
     eps: float
     weight_decay: float
     decoupled: bool
+
+    @property
+    def ahead(self) -> float:
+        """By what is multiplied what rounding takes from a first moment: what it would have moved the weight in all later steps."""
+        return self.lr * self.beta1 / (1 - self.beta1)
 
 
 @functools.cache
@@ -110,33 +119,35 @@ def _rows(weight: Tensor, grad: Tensor, moments: Moments, corrections: Tensor, s
     blocks = moments.first_scales.shape[1]
     width = blocks * BLOCKS["int4" if moments.packed else "int8"]
     first, second, spare = torch.empty(3, rows * width, device=weight.device).unbind()
-    scales = [one.reshape(-1) for one in (moments.first_scales, moments.second_scales)]
+    scales = [one.reshape(-1).clone() for one in (moments.first_scales, moments.second_scales)]
     codes.decode_first(_unpacked(moments.first, moments.packed, True, width), scales[0], first, spare)
     codes.decode_second(_unpacked(moments.second, moments.packed, False, width), scales[1], second)
-    values = F.pad(weight.float(), (0, width - length)).view(-1)
-    values = _adamw(values, F.pad(grad.float(), (0, width - length)).view(-1), first, second, corrections, settings)
     keep = None if skip is None else skip > 0
-    _put(weight, values.view(rows, width)[:, :length], keep)
+    values, gradient = (F.pad(one.float(), (0, width - length)).view(-1) for one in (weight, grad))
+    values, gradient = _decayed(values, gradient, settings)
+    first.mul_(settings.beta1).add_(gradient * (1 - settings.beta1))
+    second.mul_(settings.beta2).add_((gradient * gradient).mul_(1 - settings.beta2))
+    below = codes.root_(second.clone()).mul_(corrections[1]).add_(settings.eps)
     steps = (codes.FEW_SIGNED, codes.FEW_UNSIGNED) if moments.packed else (codes.SIGNED, codes.UNSIGNED)
     fresh = torch.empty((rows, width), dtype=torch.int8, device=weight.device), torch.empty((rows, width), dtype=torch.uint8, device=weight.device)
-    codes.encode_first(first, fresh[0].view(-1), scales[0], spare, keep, steps[0])
-    codes.encode_second(second, fresh[1].view(-1), scales[1], spare, keep, steps[1])
+    codes.encode_first(first, fresh[0].view(-1), scales[0], spare, None, steps[0])
+    lost = torch.empty_like(first)
+    codes.decode_first(fresh[0].view(-1), scales[0], lost, spare)
+    torch.sub(first, lost, out=lost)
+    values = values - (first * corrections[0] + lost * settings.ahead) / below
+    codes.encode_second(second, fresh[1].view(-1), scales[1], spare, None, steps[1])
+    _put(weight, values.view(rows, width)[:, :length], keep)
     for kept, made in zip((moments.first, moments.second), fresh, strict=True):
         _put(kept, _packed(made[:, :length]) if moments.packed else made[:, :length], keep)
     for kept, made in zip((moments.first_scales, moments.second_scales), scales, strict=True):
-        kept.copy_(made.view(rows, blocks))
+        _put(kept, made.view(rows, blocks), keep)
 
 
-def _adamw(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, corrections: Tensor, settings: Settings) -> Tensor:
-    """The new weight; moments change in place."""
+def _decayed(weight: Tensor, grad: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Weight and gradient after weight decay."""
     if settings.decoupled:
-        weight = weight * (1 - settings.lr * settings.weight_decay)
-    else:
-        grad = grad + weight * settings.weight_decay
-    first.mul_(settings.beta1).add_(grad * (1 - settings.beta1))
-    second.mul_(settings.beta2).add_((grad * grad).mul_(1 - settings.beta2))
-    root = codes.root_(second.clone()).mul_(corrections[1]).add_(settings.eps)
-    return weight - (first / root).mul_(corrections[0])
+        return weight * (1 - settings.lr * settings.weight_decay), grad
+    return weight, grad + weight * settings.weight_decay
 
 
 def _put(into: Tensor, fresh: Tensor, keep: Tensor | None) -> None:
