@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import statistics
@@ -259,6 +260,10 @@ def with_peft(workload: Any) -> Any:
     return step
 
 
+def _ours(job: Any, batch: Any) -> Any:
+    return job.train_step([batch]).loss
+
+
 def speed(known: dict[str, Any], seconds: float) -> Iterator[dict[str, Any]]:
     """Rounds in turns, for each batch; none is begun after so many seconds."""
     import torch
@@ -281,7 +286,7 @@ def speed(known: dict[str, Any], seconds: float) -> Iterator[dict[str, Any]]:
             example = tokens(workload.model.vocab_size, int(batch), told["seq"], device)
             job = apply(replace(workload, batch=example), plan, start(plan), learning_rate=1e-4)
             other = with_peft(plain_model(plan, device))
-            steps = {"foretell": lambda given: job.train_step([given]).loss, "peft": other}
+            steps = {"foretell": functools.partial(_ours, job), "peft": other}
             print(f"built in {time.perf_counter() - began:.1f} s", flush=True)
         given = tokens(workload.model.vocab_size, int(batch), told["seq"], device)
         found: dict[str, list[float]] = {name: [] for name in steps}
@@ -304,8 +309,9 @@ def speed(known: dict[str, Any], seconds: float) -> Iterator[dict[str, Any]]:
                 print(f"  {batch} x {told['seq']} {name}{' (warm-up)' if not turn else ''}: {each:.4f} s a step", flush=True)
         rates = {name: round(int(batch) * told["seq"] / statistics.median(rounds)) for name, rounds in found.items()}
         yield {
-            "kind": "speed", "batch": int(batch), "seq": told["seq"], "compile": plan.compile, "blocks": sorted({one.mode for one in plan.blocks.values()}),
-            **_about(), "sealed": known["date"], "predicted_seconds": told["predicted"].get("step_seconds"), "seconds": found,
+            "kind": "speed", "batch": int(batch), "seq": told["seq"], "compile": plan.compile,
+            "blocks": sorted({one.mode for one in plan.blocks.values()}), **_about(), "sealed": known["date"],
+            "predicted_seconds": told["predicted"].get("step_seconds"), "seconds": found,
             "tokens_per_second": rates, "ratio": round(rates["foretell"] / rates["peft"], 3), "losses": losses, "allocated_with_both": peaks,
         }  # fmt: skip
 

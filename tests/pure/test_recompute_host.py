@@ -33,7 +33,6 @@ from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Adapters
 from foretell.trace.record import on_cpu as here
 from foretell.trace.record.capture import capture
-from foretell.trace.record.step import Workload
 from tests.pure.test_choose import OPTIONS, Here
 
 LEAST = 8192
