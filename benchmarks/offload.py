@@ -93,7 +93,7 @@ def engine(options: argparse.Namespace, way: str, device: Any) -> tuple[Any, dic
 
     from foretell.runtime.offload import forms, layout
     from foretell.runtime.offload.adamw import Offloaded
-    from foretell.runtime.train import clip
+    from foretell.runtime.train.numbers import clip
 
     model = build(options)
     named = dict(model.named_parameters())

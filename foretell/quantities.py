@@ -237,6 +237,8 @@ class Prediction(Displayable):
     cost: Cost | None = None
     run: Run | None = None
     """Only when a number of tokens, samples or epochs was asked for."""
+    rounds: Mapping[str, float] = field(default_factory=dict)
+    """Of replicas that step alone: seconds and bytes of what joins them; see `simulate.sync.SyncCost`."""
     remedies: tuple[Remedy, ...] = ()
     """Each was predicted; those that fit first, then by what they cost the user."""
     ways_tried: int = 0

@@ -14,6 +14,7 @@ from foretell.hardware import Cluster, parse
 from foretell.notebook import Displayable
 from foretell.options import PlanOptions
 from foretell.options.adapters import adapters_of
+from foretell.options.sync import sync_of
 from foretell.plan import file
 from foretell.plan.types import Plan
 from foretell.trace.load.model import Source
@@ -156,7 +157,7 @@ def constraints(options: PlanOptions) -> SearchConstraints:
         hbm=options.hbm, host=options.host, disk=options.disk or 0, state_format=options.state_format, fixed=options.fixed,
         described=options.described, adapters=trained["adapters"], base=dict(trained["base"]), may_adapt="adapters" in (options.may or ()),
         loss_chunks=options.loss_chunks,
-        may_code="int8" in (options.may or ()),
+        may_code="int8" in (options.may or ()), sync=sync_of(vars(options)), may_part="sync" in (options.may or ()),
     )  # fmt: skip
 
 
@@ -235,6 +236,7 @@ def as_json(choice: Choice, out: str, saved: Plan | None) -> dict[str, Any]:
         "where": list(choice.where),
         "relaxations": [one.to_json() for one in choice.relaxations],
         "ways_tried": choice.tried,
+        "gain": choice.gain or None,
         "step_law": choice.law.to_json() if choice.law is not None else None,
         **(front.content(choice.found) if choice.found is not None else {}),
     }  # fmt: skip

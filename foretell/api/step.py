@@ -23,6 +23,7 @@ from foretell.hardware.prices import user_figures
 from foretell.options import FitOptions
 from foretell.options.adapters import adapters_of
 from foretell.options.describe import named
+from foretell.options.sync import sync_of
 from foretell.options.words import MAX
 from foretell.plan.facts import too_old_to_compile
 from foretell.plan.precision import default_recipe, for_inference, low, missing, refuse_recipe
@@ -134,7 +135,10 @@ def run_request(asked: Mapping[str, Any]) -> RunRequest:
 def _recipe(asked: Mapping[str, Any], cluster: Cluster) -> Recipe:
     """How the step is trained, by the options of `fit`."""
     infer, compile = asked["infer"], asked["compile"]
-    sharded = cluster.count > 1 and not infer
+    sync, replicas = sync_of(asked), 1
+    if sync is not None:
+        replicas = _replicas(cluster, infer)
+    sharded = cluster.count > replicas and not infer
     same = ("optimizer", "recompute", "accumulate", "clip", "channels_last", "loss_chunks", "state_format")
     plain = {name: asked[name] for name in same}
     usual = for_inference(cluster) if infer else default_recipe(cluster, sharded)
@@ -142,7 +146,7 @@ def _recipe(asked: Mapping[str, Any], cluster: Cluster) -> Recipe:
         **plain, **adapters_of(asked), precision=read_precision(asked["precision"], sharded) if asked["precision"] else usual,
         freeze=tuple(asked["freeze"]), mode="infer" if infer else "train",
         compile=compile if isinstance(compile, str) else "model" if compile else "none",
-        shards=1 if infer else cluster.count,
+        shards=1 if infer else cluster.count // replicas, replicas=replicas, sync=sync,
     )  # fmt: skip
     refuse_recipe(recipe.precision, cluster, sharded)
     if recipe.recompute == "host" and recipe.compile != "none":
@@ -150,6 +154,16 @@ def _recipe(asked: Mapping[str, Any], cluster: Cluster) -> Recipe:
     if recipe.compile != "none":
         backends.refuse_compile(cluster)
     return recipe
+
+
+def _replicas(cluster: Cluster, infer: bool) -> int:
+    """Replicas that step alone where no plan says which: one for each node, or, on one node, one for each device."""
+    if infer or cluster.count == 1:
+        raise UserError("--sync-every joins replicas, and there is one device" if not infer else "--sync-every is of training, and --infer is given",
+                        "name several, such as --on 2x8xH100, or leave it out")  # fmt: skip
+    if cluster.groups:
+        raise UserError("--sync-every with groups of unlike nodes is not predicted", "equal nodes, such as 2x8xH100")
+    return cluster.nodes if cluster.nodes > 1 else cluster.count
 
 
 def _source(asked: Mapping[str, Any]) -> Source:
@@ -182,7 +196,8 @@ def _request(source: Source, recipe: Recipe, cluster: Cluster, hints: dict[str, 
     ranks = min(2, recipe.shards)  # a trace is the same for any number of them above one
     several = "+" in str(source.overrides.get("phase", ""))  # phases in turn are traced with all their micro-batches
     recompute = "full" if recipe.recompute == "host" else recipe.recompute
-    traced = replace(recipe, compile="none", shards=ranks, recompute=recompute, accumulate=recipe.accumulate if several else 1)
+    accumulate = recipe.accumulate if several else 1
+    traced = replace(recipe, compile="none", shards=ranks, recompute=recompute, replicas=1, sync=None, accumulate=accumulate)
     return request(source, traced, backends.capability(cluster) or (), hints)
 
 
@@ -410,6 +425,7 @@ def _predict(
         energy=found.energy,
         cost=found.cost,
         run=found.run,
+        rounds=cost.rounds.to_json() if cost.rounds is not None else {},
         assumptions=(
             *_assumptions(recipe, cluster, expandable_segments, of(trace.meta), bool(own)), *cluster.notes, *notes, *found.notes, *_said(local),
         ),

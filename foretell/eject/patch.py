@@ -120,7 +120,8 @@ def patch(plan: Plan, *, cache: bool = True, time_limit: float = 600.0) -> Patch
 
 def _refuse(plan: Plan) -> None:
     for what, there in {"offloaded states": plan.offloads, "a pipeline": plan.pipeline, "tensor parallelism": plan.mesh.tp > 1,
-                        "a loss in chunks": plan.loss_chunks > 1, "torch.compile": plan.compile != "none"}.items():  # fmt: skip
+                        "a loss in chunks": plan.loss_chunks > 1, "replicas that step alone": plan.sync is not None,
+                        "torch.compile": plan.compile != "none"}.items():  # fmt: skip
         if there:
             raise UserError(f"{what} of the plan cannot be written into a script", "make the plan with: foretell plan -- python ...")
 

@@ -115,6 +115,8 @@ def only_on_foretell(plan: Plan) -> list[str]:
         lost.append(f"adapters: {adapters_told(plan.adapters, plan.base)}, which your script must put on, by peft for instance")
     if plan.loss_chunks > 1:
         lost.append(f"loss_chunks: output layer and loss in {plan.loss_chunks} chunks of the tokens")
+    if plan.sync is not None:
+        lost.append(f"sync: replicas that step alone for {plan.sync.every} steps, and the outer optimizer that joins them")
     if plan.kernels:
         lost.append(f"kernels: {', '.join(f'{op} by {kernel}' for op, kernel in plan.kernels.items())}")
     if plan.split is not None and plan.split.rules:

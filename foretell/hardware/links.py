@@ -53,9 +53,30 @@ def links() -> tuple[Link, ...]:
     return tuple({link.name: link for link in _by_name().values()}.values())
 
 
+_WIDE = re.compile(r"\s*([0-9]{1,6}(?:\.[0-9]{1,3})?)\s*([kmg])bit(?:/([0-9]{1,5}(?:\.[0-9]{1,3})?)ms)?\s*", re.IGNORECASE)
+_BITS = {"k": 1e3, "m": 1e6, "g": 1e9}
+WIDE_LATENCY = 30e-3
+"""Seconds from one end of a wide-area link to the other where nobody said: a continent."""
+
+
+def wide(name: str) -> Link | None:
+    """A link over a wide area, said by what it carries and how long a message is under way: `50Mbit/100ms`."""
+    match = _WIDE.fullmatch(name)
+    if match is None or not float(match.group(1)) > 0:
+        return None
+    rate, scale, delay = match.groups()
+    latency = float(delay) * 1e-3 if delay is not None else WIDE_LATENCY
+    told = "as given" if delay is not None else f"assumed: {WIDE_LATENCY * 1e3:g} ms from one end to the other"
+    return Link(
+        name=f"{float(rate):g}{scale.upper() if scale.lower() != 'k' else 'k'}bit/{latency * 1e3:g}ms", kind="ethernet",
+        bytes_per_second=float(rate) * _BITS[scale.lower()] / 8, latency_seconds=latency,
+        sources={"bytes_per_second": "as given", "latency_seconds": told},
+    )  # fmt: skip
+
+
 def link(name: str) -> Link:
     """The link a name means; `UnknownName` with the candidates otherwise."""
-    found = _by_name().get(normalise(name))
+    found = wide(name) or _by_name().get(normalise(name))
     if found is None:
         known = [item.name for item in links()]
         networks = ", ".join(f"{row['family']}{'/'.join(map(str, row['gigabits']))}" for row in _tables()["network"])
@@ -67,6 +88,8 @@ def link(name: str) -> Link:
 
 def names_a_link(text: str) -> bool:
     """Whether a word is meant as a link, known or not: `4xIB200`, `PCIe4x16`, `IB12345`."""
+    if wide(text) is not None:
+        return True
     match = _CARDS.fullmatch(text)
     family, *_ = re.split(r"[^a-z]", normalise(match.group(2) if match else text))
     return family != "" and family in {re.split(r"[^a-z]", name)[0] for name in _by_name()}

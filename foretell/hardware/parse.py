@@ -3,6 +3,7 @@
     H100            one              H100:8, 8xH100   eight on one node
     H100:16         two nodes of 8   2x8xH100-SXM     the same, said outright
     2x8xH100@IB400  with a network   2x8xA100@4xIB200      with four cards a node
+    2x1xCPU@50Mbit/100ms  joined over a wide area: what the link carries, and seconds from end to end
     16x8xH100,leaf=4,oversubscription=2   four nodes to a switch that passes on half of what they send
     8xA100@PCIe4x16 linked so inside a node      H100:1,memory=60GiB   with less memory
     2x8xH100+1x8xA100    unlike nodes side by side; ,join=Eth25 says what joins the two groups

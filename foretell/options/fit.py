@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from foretell.options import words
 from foretell.options.adapters import of_adapters
 from foretell.options.describe import option
+from foretell.options.sync import of_sync
 
 if TYPE_CHECKING:
     from foretell.hardware.types import Cluster
@@ -53,6 +54,11 @@ class StepOptions:
     lora_targets: tuple[str, ...] | None = of_adapters("lora_targets")
     lora_train: tuple[str, ...] | None = of_adapters("lora_train")
     base: tuple[str, ...] = of_adapters("base")
+    sync_every: int | None = of_sync("sync_every")
+    outer_lr: float = of_sync("outer_lr")
+    outer_momentum: float = of_sync("outer_momentum")
+    sync_format: str = of_sync("sync_format")
+    sync_delay: int = of_sync("sync_delay")
     freeze: tuple[str, ...] = option((), "Freeze parameters whose names start with PREFIX; may be repeated.", metavar="PREFIX",
                                      typed=list[str], read=tuple)  # fmt: skip
     infer: bool = option(False, "Inference: one forward pass without gradients.")

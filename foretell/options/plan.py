@@ -10,11 +10,12 @@ from foretell.options import words
 from foretell.options.adapters import of_adapters
 from foretell.options.describe import option
 from foretell.options.fit import TIME_LIMIT, quiet
+from foretell.options.sync import of_sync
 
 if TYPE_CHECKING:
     from foretell.hardware.types import Cluster
 
-MAY = ("adapters", "int8")
+MAY = ("adapters", "int8", "sync")
 AXES = ("tp", "pp", "dp_shard", "dp_replicate", "cp", "ep")
 
 
@@ -62,8 +63,13 @@ class PlanOptions:
     lora_targets: tuple[str, ...] | None = of_adapters("lora_targets")
     lora_train: tuple[str, ...] | None = of_adapters("lora_train")
     base: tuple[str, ...] = of_adapters("base")
+    sync_every: int | None = of_sync("sync_every")
+    outer_lr: float = of_sync("outer_lr")
+    outer_momentum: float = of_sync("outer_momentum")
+    sync_format: str = of_sync("sync_format")
+    sync_delay: int = of_sync("sync_delay")
     may: tuple[str, ...] | None = option(None, "What plans may do where nothing else fits: int8 (hold AdamW's moments in 8 bits), adapters (train "
-                                        "LoRA adapters instead of the model).",
+                                        "LoRA adapters instead of the model); and where links are slow: sync (see --sync-every).",
                                   metavar="NAMES", typed=str, read=words.known_names("--may", MAY))  # fmt: skip
     compile: str | None = option(None, "Fix torch.compile: none, blocks or model; default: those measured.", metavar="HOW")
     overrides: Mapping[str, Any] | None = option(

@@ -19,7 +19,8 @@ def default_plan(
     whether anything is trained, are not in it."""
     mode = mode_of(recipe)
     given = {
-        "mesh": Mesh(dp_shard=recipe.shards), "micro_batch": micro_batch, "accumulate": recipe.accumulate,
+        "mesh": Mesh(dp_replicate=recipe.replicas, dp_shard=recipe.shards), "sync": recipe.sync,
+        "micro_batch": micro_batch, "accumulate": recipe.accumulate,
         "precision": in_plan(recipe.precision) or recipe.precision, "optimizer": recipe.optimizer, "clip": recipe.clip,
         "blocks": stack.compress(dict.fromkeys(blocks, Residency(mode=mode))), "compile": recipe.compile,
         "adapters": recipe.adapters, "base": dict(recipe.base), "loss_chunks": recipe.loss_chunks, "state_format": recipe.state_format,

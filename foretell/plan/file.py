@@ -15,7 +15,7 @@ from typing import Any
 from foretell.errors import FileFormatError, UserError
 from foretell.files import one_line, write_atomically
 from foretell.plan import paths, schema, text
-from foretell.plan.types import AXES, SCHEMA_VERSION, Adapters, Mesh, Pipeline, Plan, Residency, Split
+from foretell.plan.types import AXES, SCHEMA_VERSION, Adapters, Mesh, Pipeline, Plan, Residency, Split, Sync
 
 ALWAYS = (
     "version",
@@ -205,6 +205,7 @@ def _residency(value: Any) -> Residency:
 
 _WRITERS: Mapping[str, Any] = {
     "mesh": _mesh, "pipeline": _pipeline, "split": _split, "blocks": _blocks, "notes": _notes, "adapters": Adapters.to_json,
+    "sync": lambda sync: None if sync is None else sync.to_json(),
 }  # fmt: skip
 _READERS: Mapping[str, Any] = {
     "mesh": lambda value: Mesh(**value),
@@ -214,4 +215,5 @@ _READERS: Mapping[str, Any] = {
     "notes": tuple,
     "placement": tuple,
     "adapters": lambda value: None if value is None else Adapters.from_json(value),
+    "sync": lambda value: None if value is None else Sync.from_json(value),
 }

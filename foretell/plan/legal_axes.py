@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from foretell.plan import blocks as stack
 from foretell.plan import paths
 from foretell.plan.states import streamed, tiers
-from foretell.plan.types import AWAY, CODED_FORMATS, FLOAT8, FP16, MASTER, REST, Plan, Split
+from foretell.plan.types import AWAY, CODED_FORMATS, FLOAT8, FP16, MASTER, REST, SYNC_FORMATS, Plan, Split
 from foretell.trace.recipe import BASE_FORMATS, coded_problems
 
 Found = Iterator[tuple[str, str, str]]
@@ -120,6 +120,37 @@ def loss_chunks(plan: Plan) -> Found:
         yield "loss_chunks", f"is {plan.loss_chunks} and kernels.loss is {plan.kernels['loss']}", "1, or no kernel for the loss"
 
 
+def sync(plan: Plan) -> Found:
+    """Replicas that step alone: each one process, or some that share its parameters."""
+    how = plan.sync
+    if how is None:
+        return
+    if plan.mesh.dp_replicate == 1:
+        yield "sync", "needs replicas to join, and mesh.dp_replicate is 1", "dp_replicate 2 or more, or no sync"
+    if type(how.every) is not int or how.every < 2:
+        yield "sync.every", f"is {how.every!r}, not a whole number above 1", "100, or no sync for every step"
+    elif type(how.delay) is not int or not 0 <= how.delay < how.every:
+        yield "sync.delay", f"is {how.delay!r}, and a round of {how.every} steps ends before the next one's does", f"0 to {how.every - 1}"
+    if not 0 < how.lr <= 100:
+        yield "sync.outer.lr", f"is {how.lr}, not a learning rate", "0.7"
+    if not 0 <= how.momentum <= 1:
+        yield "sync.outer.momentum", f"is {how.momentum}, not a share", "0.9"
+    if how.format not in SYNC_FORMATS:
+        yield "sync.format", f"'{how.format}' is not known", ", ".join(SYNC_FORMATS)
+    for axis in ("pp", "tp", "cp", "ep"):
+        if getattr(plan.mesh, axis) > 1:
+            problem = f"mesh.{axis} is {getattr(plan.mesh, axis)}, and replicas that step alone have whole layers, or shards of them"
+            yield "sync", problem, f"{axis} 1, and dp_shard instead"
+    if plan.offloads:
+        yield "sync", "states or weights of the plan are elsewhere, and weights are joined on the device", "no states, weights or bf16-master"
+    if plan.precision in ("bf16", FP16, FLOAT8):
+        why = {"bf16": "whose weights are too coarse for small steps of all replicas", FP16: "whose scale of the loss replicas would share"}
+        problem = f"sync is given and precision is {plan.precision}, {why.get(plan.precision, 'whose weights are no plain tensors')}"
+        yield "precision", problem, "fp32, or bf16-mixed"
+    if plan.compile == "graphs":
+        yield "compile", "is graphs, and weights of replicas change between steps", "compile model"
+
+
 def states(plan: Plan, blocks: Sequence[str] | None) -> Found:
     """Optimizer states that are not on the device, or not in the weights' own format."""
     if not 0 <= plan.cpu_share <= 1:
@@ -163,7 +194,7 @@ def states(plan: Plan, blocks: Sequence[str] | None) -> Found:
 
 def _coded(plan: Plan) -> Found:
     """Moments in codes, on the device beside weights without a master."""
-    for problem, remedy in coded_problems(plan.state_format, plan.optimizer, plan.precision == FP16, plan.adapters is not None):
+    for problem, remedy in coded_problems(plan.state_format, plan.optimizer, plan.precision == FP16):
         yield "state_format", f"is {plan.state_format}, and {problem}", remedy
     if plan.precision == FLOAT8:
         yield "state_format", f"is {plan.state_format}, and weights of {FLOAT8} are no plain tensors", "bf16-mixed"

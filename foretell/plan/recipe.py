@@ -41,7 +41,7 @@ def recipe_of(plan: Plan, mode: str | None = None) -> Recipe:
     """
     mode = _shared_mode(plan) if mode is None else mode
     return Recipe(
-        optimizer=plan.optimizer, precision=in_recipe(plan.precision, plan.mesh.spread > 1),
+        optimizer=plan.optimizer, precision=in_recipe(plan.precision, plan.together.spread > 1),
         recompute=RECOMPUTES[computed(mode)], accumulate=plan.accumulate, clip=plan.clip, compile=plan.compile,
         shards=plan.mesh.dp_shard, adapters=plan.adapters, base=tuple(plan.base.items()),
         loss_chunks=plan.loss_chunks, state_format=plan.state_format if plan.coded else "fp32",

@@ -8,7 +8,9 @@ from typing import Any
 
 from foretell.trace.recipe import CODED_FORMATS as CODED_FORMATS
 from foretell.trace.recipe import COMPILES as COMPILES
+from foretell.trace.recipe import SYNC_FORMATS as SYNC_FORMATS
 from foretell.trace.recipe import Adapters as Adapters
+from foretell.trace.recipe import Sync as Sync
 
 SCHEMA_VERSION = 1
 
@@ -150,6 +152,8 @@ class Plan:
     loss_chunks: int = 1
     """Pieces of a micro-batch's tokens of which the output layer and the cross entropy are computed one after another, forward
     and backward: the logits of one of them exist at a time."""
+    sync: Sync | None = None
+    """How replicas stay together; None: they sum their gradients in every step."""
     cpu_share: float = 0.0
     """Share of the states on the host that the CPU updates; the device updates the others."""
     reshard: bool | int = True
@@ -166,6 +170,11 @@ class Plan:
     def global_batch(self) -> int:
         """Samples of one optimizer step."""
         return self.micro_batch * self.accumulate * self.mesh.data
+
+    @property
+    def together(self) -> Mesh:
+        """The ranks that do every step together: all, or those of one replica where replicas step alone."""
+        return self.mesh if self.sync is None else replace(self.mesh, dp_replicate=1)
 
     @property
     def offloads(self) -> bool:

@@ -12,7 +12,7 @@ from foretell.lower.context import all_ranks
 from foretell.lower.fsdp.units import COLLECTIVES, RECEIVE, SEND
 from foretell.plan.types import Plan
 from foretell.price.host import steady
-from foretell.price.speeds import Options, axis_of, message
+from foretell.price.speeds import Options, axis_of, far_apart, message
 from foretell.quantities import ASSUMED, FITS, NO, TIGHT, Infeasible, Memory, Time
 from foretell.simulate.memory.memory import (
     MemoryOutcome,
@@ -25,10 +25,12 @@ from foretell.simulate.memory.memory import (
 from foretell.simulate.memory.replay import Replay
 from foretell.simulate.time.streams import Timeline
 from foretell.trace.cuda.versions import doubt, of, widening
+from foretell.trace.recipe import changes_training
 from foretell.trace.types import Op, Trace
 
 if TYPE_CHECKING:
     from foretell.simulate.pipeline import Events
+    from foretell.simulate.sync import SyncCost
 
 TORCH = "2.11"
 """The torch with which op scratch and what a device holds beside the model were measured."""
@@ -83,6 +85,8 @@ class PlanCost:
     watts: float | None = None
     """Of a device, on average over the step and the ranks; None where nothing is known of its power or speed."""
     notes: tuple[str, ...] = ()
+    rounds: SyncCost | None = None
+    """Of replicas that step alone: what joins them."""
     programs: tuple[Trace, ...] = field(default=(), repr=False, compare=False)
     """What each rank of the pipeline axis runs."""
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
@@ -133,6 +137,9 @@ class PlanCost:
         if not ends[False] < ends[True]:
             return {}
         step = self.time.step_seconds
+        if self.rounds is not None and self.rounds.alone_seconds is not None:  # the timeline is of a step by itself, rounds are updates
+            first = min(step, ends[False] * self.rounds.alone_seconds / self.timeline.seconds)
+            return {"backward": first, "update": step - first}
         first = min(step, ends[False] * step / self.timeline.seconds)
         return {"backward": first, "update": step - first}
 
@@ -147,6 +154,7 @@ class PlanCost:
             "allocated_bytes_by_rank": [rank.memory.allocated_bytes for rank in self.ranks],
             "collectives": [asdict(one) for one in worst.collectives],
             "provenance": {"memory": worst.memory.provenance["allocated_bytes"]},
+            **({} if self.rounds is None else {"sync": self.rounds.to_json()}),
         }  # fmt: skip
         if time is not None:
             found |= {
@@ -165,7 +173,8 @@ def memory_of(local: Trace, plan: Plan, cluster: Cluster, how: Options) -> Memor
     world = plan.mesh.world
     used = cluster if world > 1 else replace(cluster, nodes=1, devices_per_node=1, groups=(), matrix=None)
     extra = overhead(cluster.device, of(local.meta) or TORCH)
-    return predict_memory(local, used, extra, expandable=how.expandable, ranks=world)
+    sharing = -(-world // cluster.nodes) if far_apart(cluster) else world
+    return predict_memory(local, used, extra, expandable=how.expandable, ranks=sharing)
 
 
 def memory_of_all(locals_: Sequence[Trace], plan: Plan, cluster: Cluster, how: Options) -> list[MemoryOutcome]:
@@ -251,6 +260,8 @@ def flops_of(trace: Trace, plan: Plan) -> tuple[int, int]:
 
 
 def notes_of(trace: Trace, plan: Plan) -> Iterable[str]:
+    if plan.sync is not None:
+        yield changes_training(plan.sync)
     if widening(trace.meta) > 1:
         yield doubt(of(trace.meta))
     if plan.mesh.world > 1:

@@ -9,6 +9,7 @@ A plan is costed from traces of one device; nothing is traced here, so that thou
       ▼ compile     blocks or the whole model                                        trace.compiled
       ▼ cut         pipeline: the ops of each stage, what it receives and sends      lower.pipeline
       ▼ shard       dp_shard and dp_replicate: gather, scatter, sum                  lower.fsdp
+      ▼ join        replicas that step alone: a round every so many steps            lower.sync
       ▼ arrange     pipeline: the schedule's events, micro-batches in flight         lower.pipeline
       one trace for each rank of the pipeline
       ├─► memory: replayed through the caching allocator; the worst rank decides     memory
@@ -44,6 +45,7 @@ from foretell.lower.fsdp.sharded import shard
 from foretell.lower.offload import activations, states
 from foretell.lower.spread import spread, spread_of
 from foretell.lower.steps import whole_step
+from foretell.lower.sync import joined
 from foretell.plan.blocks import expand
 from foretell.plan.default import default_plan, mode_of
 from foretell.plan.precision import MIXED
@@ -64,6 +66,7 @@ from foretell.simulate.parts import (
     notes_of,
     throughput,
 )
+from foretell.simulate.sync import averaged, round_cost
 from foretell.simulate.time.step import moved_time, plan_time
 from foretell.simulate.time.streams import Timeline
 from foretell.trace.recipe import Recipe
@@ -100,13 +103,16 @@ def _predicted(trace: Trace | Mapping[str, Trace], plan: Plan, cluster: Cluster,
     beside = activations.host_bytes(local, plan) if activations.moves(plan) else 0
     if beside:
         local = activations.away(local, plan)
+    local = joined(local, plan) if plan.sync is not None else local
     time, timeline, rank = (_moved if plan.offloads else _cost)(local, plan, cluster, how)
+    rounds = round_cost(local, plan, speeds_of(plan, cluster, how), time) if plan.sync is not None else None
+    time = averaged(time, rounds) if time is not None and rounds is not None else time
     rank = replace(rank, memory=replace(rank.memory, host_bytes=rank.memory.host_bytes + beside))
     unit, per_step = throughput(mixed, plan)
     flops, again = flops_of(whole, plan)
     return PlanCost(
         plan=plan, ranks=(rank,), time=time, unit=unit, per_step=per_step, model_flops=flops, recompute_flops=again,
-        notes=tuple(notes_of(local, plan)), programs=(local,), timeline=timeline,
+        notes=tuple(notes_of(local, plan)), programs=(local,), timeline=timeline, rounds=rounds,
     )  # fmt: skip
 
 
@@ -224,11 +230,11 @@ def composed(traces: Mapping[str, Trace], plan: Plan) -> Trace:
 
 def sharded(trace: Trace, plan: Plan) -> Trace:
     """With what fully_shard does over the data axes, and over that of positions."""
-    mesh, own = plan.mesh, spread_of(trace)
+    mesh, own = plan.together, spread_of(trace)
     if own is not None:
         return spread(trace, own)
     if mesh.spread == 1:
-        return trace if mesh.world == 1 else replace(trace, meta={**trace.meta, "ranks": mesh.world})
+        return trace if plan.mesh.world == 1 else replace(trace, meta={**trace.meta, "ranks": plan.mesh.world})
     reduce = "float32" if plan.precision in (*MIXED, MASTER) else None
     left: list[str] = []
     if mesh.ep > 1:

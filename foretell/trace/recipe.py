@@ -83,6 +83,48 @@ class Adapters:
         return cls(**given)
 
 
+SYNC_FORMATS = ("fp32", "int8")
+"""In which replicas that step alone tell each other how far they have come."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sync:
+    """Replicas step alone for some steps, then an outer optimizer joins them: DiLoCo (arXiv 2311.08105).
+
+    What a replica has moved since the last round, averaged over the replicas, is the gradient of SGD with momentum on
+    weights that all replicas begin the next round from.
+    """
+
+    every: int
+    """Steps of a round."""
+    lr: float = 0.7
+    """Of the outer optimizer."""
+    momentum: float = 0.9
+    nesterov: bool = True
+    format: str = "fp32"
+    """int8: in 8 bits with a scale for every 256; what rounding cut off is sent in the next round (error feedback)."""
+    delay: int = 0
+    """Steps of the next round that go on while a round's exchange is under way; 0: replicas wait for it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The outer optimizer by itself; of the rest what differs from the usual."""
+        usual = Sync(every=self.every)
+        outer = {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov}
+        more = {name: getattr(self, name) for name in ("format", "delay") if getattr(self, name) != getattr(usual, name)}
+        return {"every": self.every, "outer": outer, **more}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Sync:
+        return cls(**{**data.get("outer", {}), **{name: value for name, value in data.items() if name != "outer"}})
+
+
+def sync_told(sync: Sync) -> str:
+    """`every 100 steps, SGD 0.7 with Nesterov momentum 0.9, in int8`."""
+    momentum = f" with {'Nesterov ' if sync.nesterov else ''}momentum {sync.momentum:g}" if sync.momentum else ""
+    delay = f", {sync.delay} steps of the next round meanwhile" if sync.delay else ""
+    return f"every {sync.every} steps, outer SGD {sync.lr:g}{momentum}, in {sync.format}{delay}"
+
+
 _KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "dora-norm": "DoRA without the product"}
 
 
@@ -92,6 +134,11 @@ def adapters_told(adapters: Adapters, base: Mapping[str, str]) -> str:
     words += f", {', '.join(adapters.train)} trained whole" if adapters.train else ""
     formats = [kind if pattern == ADAPTED else f"{kind} for {pattern}" for pattern, kind in base.items()]
     return words + (f", base in {', '.join(formats)}" if formats else "")
+
+
+def changes_training(sync: Sync) -> str:
+    """What people must know of it."""
+    return f"changes training: replicas step alone for {sync.every} steps, then an outer optimizer joins them"
 
 
 def known_base(pattern: str, kind: str) -> None:
@@ -106,7 +153,7 @@ def base_untrained(kinds: Iterable[str]) -> str:
     return f"{kind} needs LoRA adapters: a {'4-bit base' if kind in NF4_FORMATS else 'base in it'} cannot be trained"
 
 
-def coded_problems(state_format: str, optimizer: str, scaled: bool, adapted: bool) -> Iterator[tuple[str, str]]:
+def coded_problems(state_format: str, optimizer: str, scaled: bool) -> Iterator[tuple[str, str]]:
     """What moments in codes do not go with, and what to use instead."""
     if state_format not in CODED_FORMATS:
         return
@@ -114,11 +161,11 @@ def coded_problems(state_format: str, optimizer: str, scaled: bool, adapted: boo
         yield f"the optimizer is {optimizer}, and codes are those of AdamW's moments", "adamw-fused, or states in fp32"
     if scaled:
         yield "gradients are scaled fp16 ones, which codes were never checked with", "bf16-mixed, or states in fp32"
-    if adapted:
-        yield "adapters are trained, whose states are small as they are", "states in fp32"
 
 
-_LEFT_OUT: dict[str, object] = {"channels_last": False, "adapters": None, "base": [], "loss_chunks": 1, "state_format": "fp32"}
+_LEFT_OUT: dict[str, object] = {
+    "channels_last": False, "adapters": None, "base": [], "loss_chunks": 1, "state_format": "fp32", "replicas": 1, "sync": None,
+}  # fmt: skip
 """Of a recipe's JSON where they are these, their defaults."""
 
 
@@ -158,6 +205,9 @@ class Recipe:
     """Pieces of a micro-batch's tokens of which the output layer and the cross entropy are computed one after another."""
     state_format: str = "fp32"
     """Of AdamW's moments: fp32 (the weights' own), or one of CODED_FORMATS."""
+    replicas: int = 1
+    """Groups of such ranks that step alone, as `sync` says."""
+    sync: Sync | None = None
     channels_last: bool = False
     """Images and the weights of convolutions with their channels innermost (`memory_format=torch.channels_last`)."""
 
@@ -176,7 +226,7 @@ class Recipe:
         if self.precision == "fp16" and self.mode == "train":
             raise UserError("fp16 weights cannot be trained: updates round to nothing", "fp16-mixed, which keeps fp32 weights; or --infer")
         self._settle_adapters()
-        for problem, remedy in coded_problems(self.state_format, self.optimizer, "fp16" in self.precision, self.adapters is not None):
+        for problem, remedy in coded_problems(self.state_format, self.optimizer, "fp16" in self.precision):
             raise UserError(f"states in {self.state_format}: {problem}", remedy)
 
     def _settle_adapters(self) -> None:
@@ -199,6 +249,7 @@ class Recipe:
         """What the short words say is said by them alone."""
         said = asdict(self) | {"freeze": list(self.freeze)}
         said["adapters"] = None if self.adapters is None or self.adapters == Adapters(rank=self.adapters.rank) else self.adapters.to_json()
+        said["sync"] = None if self.sync is None else self.sync.to_json()
         said["base"] = [] if self.base == ((ADAPTED, "nf4"),) else [list(pair) for pair in self.base]
         return {name: value for name, value in said.items() if name not in _LEFT_OUT or value != _LEFT_OUT[name]}
 
@@ -210,6 +261,8 @@ class Recipe:
             values["freeze"] = tuple(values["freeze"])  # type: ignore[arg-type]
         if isinstance(values.get("adapters"), Mapping):
             values["adapters"] = Adapters.from_json(values["adapters"])  # type: ignore[arg-type]
+        if isinstance(values.get("sync"), Mapping):
+            values["sync"] = Sync.from_json(values["sync"])  # type: ignore[arg-type]
         if "base" in values:
             values["base"] = tuple((str(pattern), str(kind)) for pattern, kind in values["base"])  # type: ignore[attr-defined]
         return cls(**values)  # type: ignore[arg-type]

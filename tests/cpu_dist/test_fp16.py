@@ -16,8 +16,9 @@ from foretell.runtime.check import verify
 from foretell.runtime.parallel.apply import Job, apply
 from foretell.runtime.parallel.ranks import start
 from foretell.runtime.process.pool import PoolWorld
-from foretell.runtime.train import clip, save, scaler
-from foretell.runtime.train.guard import RunFailed
+from foretell.runtime.train import save
+from foretell.runtime.train.numbers import clip, scaler
+from foretell.runtime.train.numbers.guard import RunFailed
 from foretell.trace.load.model import Source
 from foretell.trace.record.step import Workload, build_optimizer, compute_loss
 from tests.cpu_dist.train_cases import PLAN, TINY, Quiet, every_line, go, losses, write_own

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from foretell.checkpoint import store
 from foretell.checkpoint.read import Reader
 from foretell.errors import UserError
-from foretell.plan.types import Mesh, Pipeline, Plan
+from foretell.plan.types import Adapters, Mesh, Pipeline, Plan
 from foretell.runtime.check import verify
 from foretell.runtime.parallel.apply import apply
 from foretell.runtime.parallel.ranks import start
@@ -42,7 +42,7 @@ def updated(rank: int, world: int, plan: Plan) -> tuple[dict[str, Tensor], int]:
     torch.set_num_threads(1)
     job = apply(verify.build(SOURCE), plan, start(plan, device="cpu"), learning_rate=1e-2)
     for step in range(STEPS):
-        for number, (_, one) in enumerate(sorted(job.named_parameters())):
+        for number, (_, one) in enumerate(sorted((name, one) for name, one in job.named_parameters() if one.requires_grad)):
             grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(100 * step + number)).square() * 0.1 - 0.05
             one.grad = distribute_tensor(grad, one.device_mesh, one.placements) if isinstance(one, DTensor) else grad
         job.optimizer.step()
@@ -66,6 +66,16 @@ def test_ranks_have_the_codes_of_one_process(ranks: Pools, world: int, state_for
     for name in alone:  # torch's own kernel rounds by where in a vector an element is
         torch.testing.assert_close(answers[0][0][name], alone[name])
     assert bytes_alone <= sum(held for _, held in answers) <= 1.05 * bytes_alone
+
+
+def test_so_do_adapters_over_a_base_in_4_bits(ranks: Pools) -> None:
+    """Of a rank that is long enough: rows of both factors."""
+    plan = PLAN.with_(adapters=Adapters(kind="dora", rank=64), base={"adapted": "nf4"})
+    (alone, _), = ranks(1).run(updated, plan)
+    there, _ = ranks(2).run(updated, plan.with_(mesh=Mesh(dp_shard=2), accumulate=2))[0]
+    coded = {name.partition("/")[0] for name in alone if name.endswith("_code")}
+    assert {name.rpartition(".")[2] for name in coded} == {"lora_A", "lora_B"} and len(coded) == 2 * 2 * 4
+    assert not [name for name in alone if name.partition("/")[0] in coded and not torch.equal(alone[name], there[name])]
 
 
 @pytest.mark.parametrize(("precision", "mesh"), [("fp32", Mesh(dp_shard=2)), ("bf16-mixed", Mesh(dp_replicate=2)), ("fp32", Mesh(pp=2))],
@@ -98,14 +108,18 @@ def test_a_run_resumes_on_other_ranks_with_the_same_codes(ranks: Pools, tmp_path
     assert found[f"{len(worlds) - 2}-{chain[-1]}"] == 0.0 and max(found.values()) < 1e-3, found
 
 
-def test_states_of_another_format_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("saved", "asked", "said"), [
+    ("int8", "fp32", "has moments in 8 or 4 bits, and the plan keeps them otherwise"),
+    ("int8", "int4", "has not the moments of .* in the format int4 of the plan"),
+    ("fp32", "int8", "has not the moments of .* in the format int8 of the plan"),
+])  # fmt: skip
+def test_states_of_another_format_are_refused(tmp_path: Path, saved: str, asked: str, said: str) -> None:
     """By the plans, and where these say the same by what was saved."""
-    go(0, 1, str(tmp_path / "a"), PLAN, {**SETTINGS, "steps": 1})
+    go(0, 1, str(tmp_path / "a"), PLAN.with_(state_format=saved), {**SETTINGS, "steps": 1})
     reader = Reader(store.complete(tmp_path / "a" / "checkpoints")[0])
     known = {name: spec for name, spec in reader.tensors.items() if name.startswith("model/")}
-    for state_format, said in (("fp32", "the plan keeps them otherwise"), ("int4", "in the format int4 of the plan")):
-        plan = PLAN.with_(state_format=state_format)
-        with pytest.raises(UserError, match="the plan differs from that of .* in state_format"):
-            go(0, 1, str(tmp_path / "a"), plan, {}, resume=True)
-        with pytest.raises(UserError, match=said):
-            stage(reader, apply(verify.build(SOURCE), plan, start(plan, device="cpu")), known)
+    plan = PLAN.with_(state_format=asked)
+    with pytest.raises(UserError, match=r"the plan differs from that of .* in state_format"):
+        go(0, 1, str(tmp_path / "a"), plan, {}, resume=True)
+    with pytest.raises(UserError, match=said):
+        stage(reader, apply(verify.build(SOURCE), plan, start(plan, device="cpu")), known)

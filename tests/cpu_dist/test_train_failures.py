@@ -23,7 +23,7 @@ from foretell.plan.types import Mesh, Plan
 from foretell.runtime.train import log as logs
 from foretell.runtime.train import save
 from foretell.runtime.train.folder import Folder, RunSettings
-from foretell.runtime.train.guard import RunFailed
+from foretell.runtime.train.numbers.guard import RunFailed
 from foretell.trace.load.model import Source
 from tests import forks
 from tests.cpu_dist.train_cases import (

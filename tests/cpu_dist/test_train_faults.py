@@ -25,7 +25,7 @@ from foretell.runtime.observe import measure
 from foretell.runtime.process import whose_error
 from foretell.runtime.train import log as logs
 from foretell.runtime.train import save
-from foretell.runtime.train.guard import RunFailed
+from foretell.runtime.train.numbers.guard import RunFailed
 from foretell.runtime.train.run import run
 from tests.cpu_dist.train_cases import PLAN, SETTINGS, Quiet, every_line, go, losses, sums
 

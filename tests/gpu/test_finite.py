@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from foretell.plan.types import Plan
-from foretell.runtime.train.guard import RunFailed
+from foretell.runtime.train.numbers.guard import RunFailed
 from foretell.runtime.train.run import run
 from tests.cpu_dist.test_train_faults import MODEL, everything, same, sample_of
 from tests.cpu_dist.train_cases import Quiet, every_line

@@ -17,7 +17,8 @@ from foretell.plan.types import Plan
 from foretell.runtime.parallel.apply import Job, apply, placed
 from foretell.runtime.parallel.ranks import start
 from foretell.runtime.train import log as logs
-from foretell.runtime.train import save, scaler
+from foretell.runtime.train import save
+from foretell.runtime.train.numbers import scaler
 from foretell.runtime.train.run import run
 from foretell.simulate.plan import predict_plan
 from foretell.trace.load.model import load

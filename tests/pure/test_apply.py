@@ -20,7 +20,7 @@ from foretell.runtime.check.twin import LARGEST_WORLD, twin
 from foretell.runtime.parallel import shard
 from foretell.runtime.parallel.apply import Job, apply, shapes_of
 from foretell.runtime.parallel.ranks import Ranks, start
-from foretell.runtime.train import clip
+from foretell.runtime.train.numbers import clip
 from foretell.trace.load.model import Source, load
 from foretell.trace.record.step import Workload
 

@@ -56,14 +56,15 @@ def test_codes_are_within_a_step_at_every_magnitude(largest: float) -> None:
     signs = torch.where(torch.arange(len(rows)) % 2 == 0, 1.0, -1.0)
     first, second = there_and_back(FIRST, rows * signs), there_and_back(SECOND, rows)
     assert bool((first * signs >= 0).all()) and bool((second > 0).logical_or(rows < 1e-37).all())
-    off = (first.double().abs() / rows[0].double()).pow(1 / 4) - part.pow(1 / 4)
+    off = (first.double().abs() / rows[0].double()).pow(1 / 2) - part.pow(1 / 2)
     assert off.abs().max() <= 0.5001 / codes.SIGNED
-    roots = (second.double() / rows[0].double()).pow(1 / 8)
+    roots = (second.double() / rows[0].double()).pow(1 / 4)
     normal = second > 1e-36  # below, fp32 itself loses digits
-    step = (roots - part.pow(1 / 8))[normal].abs().max() * codes.UNSIGNED
+    step = (roots - part.pow(1 / 4))[normal].abs().max() * codes.UNSIGNED
     assert 0.5 < step <= 1.0001
-    big = rows > 1e-4 * rows[0]  # the largest relative errors of what matters most
-    assert ((first.abs() / rows - 1)[big].abs().max() < 0.18) and ((second / rows - 1)[big].abs().max() < 0.12)
+    for least, errors in ((1e-2, (0.085, 0.055)), (1e-1, (0.03, 0.03))):  # the largest relative ones of what matters most
+        big = rows > least * rows[0]
+        assert (first.abs() / rows - 1)[big].abs().max() < errors[0] and (second / rows - 1)[big].abs().max() < errors[1]
 
 
 def test_what_adam_divides_by_does_not_vanish() -> None:
@@ -73,7 +74,7 @@ def test_what_adam_divides_by_does_not_vanish() -> None:
     quotient = first.double() / second.double().sqrt()
     linear = _rounded(sizes.square().float(), 1, codes.UNSIGNED)
     assert bool((second > 0).all()) and bool((linear[sizes < 0.04] == 0).all())
-    for above, low, high in ((1e-12, 0.0, 17.0), (1e-6, 0.4, 3.0), (1e-3, 0.75, 1.3), (0.1, 0.9, 1.1)):
+    for above, low, high in ((1e-12, 0.0, 4.1), (1e-4, 0.4, 2.0), (1e-3, 0.7, 1.4), (0.1, 0.95, 1.05)):
         seen = quotient[sizes >= above]
         assert low <= seen.min() and seen.max() < high, above
 
@@ -83,7 +84,7 @@ def test_chance_prefers_no_side() -> None:
     draw = torch.Generator().manual_seed(3)
     value = torch.rand(2000, BLOCK, generator=draw) * 1e-3
     value[:, 0] = 1.0
-    steps = value.double().pow(1 / 8) * codes.UNSIGNED
+    steps = value.double().pow(1 / 4) * codes.UNSIGNED
     found = convert._encoded(SECOND, value)[0].view_as(value)
     assert set((found - steps.floor())[:, 1:].unique().tolist()) == {0.0, 1.0}
     assert abs(float((found - steps)[:, 1:].mean())) < 0.002
@@ -99,7 +100,7 @@ def test_a_small_change_is_not_lost_over_many_steps() -> None:
         now = sizes * torch.where(torch.arange(len(sizes)) % 3 == 0, 10 ** (-step / 400), 1.0)
         grad = torch.randn(len(sizes), generator=draw) * now
         exact, ours, nearest = (value.lerp(grad * grad, 1e-3) for value in (exact, ours, nearest))
-        ours, nearest = there_and_back(SECOND, ours), _rounded(nearest, 8, codes.UNSIGNED)
+        ours, nearest = there_and_back(SECOND, ours), _rounded(nearest, 4, codes.UNSIGNED)
     drift = {name: float((value / exact).sqrt().log().mean()) for name, value in (("ours", ours), ("nearest", nearest))}
     assert abs(drift["ours"]) < 0.02 and drift["nearest"] > 0.1
 

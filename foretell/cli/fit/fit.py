@@ -307,6 +307,7 @@ def check_step(model: str, on: str, options: dict[str, Any]) -> None:
     """The same of the model, its batch, how it is trained and where."""
     from foretell.hardware import parse
     from foretell.options.adapters import adapters_of
+    from foretell.options.sync import sync_of
     from foretell.plan.precision import read
     from foretell.trace.load.model import Source
     from foretell.trace.load.model import check as check_source
@@ -319,6 +320,7 @@ def check_step(model: str, on: str, options: dict[str, Any]) -> None:
     of_recipe = ("optimizer", "recompute", "accumulate", "clip", "freeze", "loss_chunks")
     given = {name: options[name] for name in of_recipe if name in options} | {"mode": "infer" if options.get("infer") else "train"}
     given |= adapters_of(options)
+    sync_of(options)
     Recipe(**given | ({"precision": read(options["precision"], False)} if options["precision"] is not None else {}))
 
 

@@ -211,10 +211,11 @@ def climbed(choice: Choice, model: str, on: str, out: str, whole: Run | None = N
         return [*lines, *_relaxed(choice)]
     assert choice.best.cost is not None
     lines = [f"Best of {choice.costed} plans for {model} on {on}:", f"  {told(choice.best.plan)}", *_figures(choice.best.cost)]
+    lines += [f"  NOTE    {choice.gain}"] if choice.gain else []
     lines += [*run_lines(whole), *law_lines(choice.law), *_notes(choice, "What is where:"), ""]
     if choice.runners_up:
         lines.append("Next best:")
-        lines += [f"  {told(one.plan)}: {_speed(one.cost)}; {one.why}" for one in choice.runners_up[:SHOWN] if one.cost]
+        lines += [f"  {told(one.plan)}: {f'{_speed(one.cost)}; ' if one.cost else ''}{one.why}" for one in choice.runners_up[:SHOWN]]
     if choice.dropped:
         lines.append("Not possible:")
         lines += [f"  {told(one.plan)}: {one.why}" for one in choice.dropped[:SHOWN]]
@@ -266,6 +267,10 @@ def _figures(cost: PlanCost) -> list[str]:
             f"  step    {seconds(time.step_seconds)} ({seconds(time.low_seconds)} to {seconds(time.high_seconds)}), "
             f"{_speed(cost)}; bound by {time.binds}; {time.provenance}"
         )
+    if cost.rounds is not None:
+        from foretell.report.words import rounds
+
+        lines.append(f"  rounds  {rounds(cost.rounds.to_json())}")
     return [*lines, *sent(cost)]
 
 

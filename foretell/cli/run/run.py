@@ -211,7 +211,7 @@ def _trained(
     except UserError as error:
         screen.end()
         if getattr(error, "transient", False):
-            launch.tell_launcher({launch.TRANSIENT: True})
+            launch.tell_launcher({launch.TRANSIENT: True, launch.CAUSE: getattr(error, "told", "")})
         speaks = getattr(error, "speaks", None)
         if getattr(error, "died", False) and launch.launcher_lives():
             return common.NO_OR_FAILED  # who started us says it, and knows the signal

@@ -243,11 +243,11 @@ def collective(operation: str, nbytes: float, group: Fabric) -> Transfer:
         )
     if group.table is not None and group.domains == 1 and (found := _looked_up(operation, nbytes, group, group.table)):
         seconds, known = found
-        bus = nbytes * _wire(operation, group.ranks) / seconds
+        bus = nbytes * wire_part(operation, group.ranks) / seconds
         how, provenance = ("measured", MEASURED) if known else ("scaled", ASSUMED)
         return Transfer(seconds=seconds, algorithm=how, protocol="", bus_bytes_per_second=bus, provenance=provenance)
     seconds, algorithm, protocol = _quickest(operation, nbytes, group)
-    bus = nbytes * _wire(operation, group.ranks) / seconds
+    bus = nbytes * wire_part(operation, group.ranks) / seconds
     return Transfer(
         seconds=seconds, algorithm=algorithm, protocol=protocol, bus_bytes_per_second=bus, provenance=group.provenance
     )
@@ -289,7 +289,7 @@ def _part(link: Link) -> RateFraction:
     return REACHED.get(link.name) or REACHED.get(link.kind) or REACHED[""]
 
 
-def _wire(operation: str, ranks: int) -> float:
+def wire_part(operation: str, ranks: int) -> float:
     """Bytes through each link of a ring, over the buffer's bytes."""
     if operation in (BROADCAST, P2P):
         return 1.0
@@ -309,7 +309,7 @@ def _ways(operation: str, nbytes: float, group: Fabric) -> Iterator[tuple[float,
         carried = rate * protocol.fraction
         if protocol.name == "LL":
             carried = min(carried, ceiling)
-        wire = nbytes * _wire(operation, group.ranks)
+        wire = nbytes * wire_part(operation, group.ranks)
         yield _ring_latency(operation, protocol, group, hardware) + wire / carried, "ring", protocol.name
         if operation == ALL_REDUCE:
             hops = (group.local - 1) * protocol.tree_hop[hardware] + log2(group.domains) * protocol.tree_hop["net"]
@@ -347,6 +347,8 @@ def _all_to_all(nbytes: float, group: Fabric) -> tuple[float, str, str]:
     inside = nbytes * (group.local - 1) / group.ranks / group.inside()
     outside = nbytes * (group.ranks - group.local) / group.ranks / (group.across() * group.ring_crowding / group.all_crowding / group.local)
     hop = PROTOCOLS[-1].ring_hop["net" if group.domains > 1 else "nvlink"]
+    if group.domains > 1 and group.inter is not None:
+        hop = max(hop, group.inter.latency_seconds * 1e6)
     start = PROTOCOLS[-1].base + hop + 0.4 * (group.ranks - 1)
     return start * 1e-6 + max(inside, outside), "direct", "Simple"
 

@@ -21,7 +21,7 @@ from foretell.plan.types import Mesh, Plan
 from foretell.report import words
 from foretell.report.terminal import bar
 from foretell.trace.load.model import is_script
-from foretell.trace.recipe import adapters_told
+from foretell.trace.recipe import adapters_told, changes_training, sync_told
 from foretell.units import gib, human_bytes, human_count
 
 GUTTER = 11
@@ -155,6 +155,8 @@ def _ways(plan: Plan) -> str:
         pieces.append(_clean(adapters_told(plan.adapters, plan.base)))
     if plan.loss_chunks > 1:
         pieces.append(f"output layer and loss in {plan.loss_chunks} chunks of the tokens")
+    if plan.sync is not None:
+        pieces.append(f"replicas joined {sync_told(plan.sync)}: {changes_training(plan.sync)}")
     if plan.states:
         by_cpu = f", {plan.cpu_share:.0%} of them updated by the CPU" if plan.cpu_share else ""
         for tier, where in (("host", f"in host memory{by_cpu}"), ("disk", "on disk")):
@@ -192,7 +194,8 @@ def _talk(plan: Plan, facts: Facts, width: int) -> list[Text]:
         which = f"{_WITH_CP if axis == 'dp_shard' and plan.mesh.cp > 1 else axis} {_few(members[0])}"
         which += f" and {len(members) - 1} more" if len(members) > 1 else ""
         sent = _sent(plan, axis)
-        pieces = [TALK_WORDS[axis], f"{human_bytes(sent)} of messages a step" if sent else "", _reach(members, facts)]
+        said = TALK_WORDS[axis] if plan.sync is None or axis != "dp_replicate" else f"how far each has come, every {plan.sync.every} steps"
+        pieces = [said, f"{human_bytes(sent)} of messages a step" if sent else "", _reach(members, facts)]
         rows.append((which, "; ".join(piece for piece in pieces if piece)))
     if not rows:
         return []
@@ -254,6 +257,8 @@ def _predicted(plan: Plan, width: int) -> list[Text]:
         verdict = f"{_clean(str(known['verdict']))}: " if known.get("verdict") else ""
         worst = "on the worst rank" if plan.mesh.world > 1 else "on the device"
         told.append(f"{verdict}{gib(amount['memory_bytes'])}{room} {worst}; {_known(how, 'memory')}")
+    if isinstance(known.get("sync"), Mapping):
+        told.append(words.rounds(known["sync"]))
     told = told or ["nothing: this plan was not costed"]
     return _wrapped("predicted", told, width)
 

@@ -13,8 +13,9 @@ from rich.text import Text
 from foretell.plan.precision import shown
 from foretell.quantities import FITS, NO, TIGHT, Holder, Prediction, Remedy
 from foretell.report import command
+from foretell.report import words as told
 from foretell.report.terminal import bar, seconds
-from foretell.trace.recipe import ADAPTED, Adapters, adapters_told
+from foretell.trace.recipe import ADAPTED, Adapters, Sync, adapters_told, changes_training, sync_told
 from foretell.units import GIB, gib, human_bytes, human_count
 
 MAX_LINES = 30
@@ -118,7 +119,17 @@ def _head(prediction: Prediction, width: int) -> list[Text]:
         lines = [head + Text(f" {sentence}")]
     else:
         lines = [head, *(Text(f"  {line}") for line in textwrap.wrap(sentence, width - 2))]
-    return lines + [Text(f"  {line}", "dim") for line in textwrap.wrap(asked(prediction), width - 2, break_on_hyphens=False)[:3]]
+    lines += [Text(f"  {line}", "dim") for line in textwrap.wrap(asked(prediction), width - 2, break_on_hyphens=False)[:3]]
+    return lines + [Text(f"  {line}", "yellow") for line in textwrap.wrap(_rounds(prediction), width - 2)]
+
+
+def _rounds(prediction: Prediction) -> str:
+    """Of replicas that step alone: what that changes, and what joining them takes; empty for others."""
+    recipe = prediction.model.get("recipe")
+    sync = recipe.get("sync") if isinstance(recipe, Mapping) else None
+    if not isinstance(sync, Mapping):
+        return ""
+    return f"{changes_training(Sync.from_json(sync))}; {told.rounds(prediction.rounds)}"
 
 
 def _amounts(prediction: Prediction) -> str:
@@ -162,6 +173,8 @@ def _recipe(recipe: Mapping[str, Any]) -> str:
         words.append(f"recompute {recipe['recompute']}")
     if recipe.get("loss_chunks", 1) != 1:
         words.append(f"loss in {recipe['loss_chunks']} chunks")
+    if isinstance(recipe.get("sync"), Mapping):
+        words.append(f"{recipe.get('replicas', 1)} replicas joined {_clean(sync_told(Sync.from_json(recipe['sync'])))}")
     how = recipe.get("compile")
     if how and how != "none":
         words.append({"blocks": "torch.compile of each block", "graphs": "torch.compile with CUDA graphs"}.get(how, "torch.compile"))

@@ -35,7 +35,7 @@ from foretell.runtime.parallel import ranks as members
 from foretell.runtime.parallel.apply import Job, apply
 from foretell.runtime.parallel.runners import Piped
 from foretell.runtime.train.folder import RunSettings
-from foretell.runtime.train.guard import RunFailed
+from foretell.runtime.train.numbers.guard import RunFailed
 from foretell.runtime.train.prepare import build, samples_of
 from foretell.runtime.train.rng import seed_all, step_seed
 from foretell.trace.record.capture import no_initialisation

@@ -11,7 +11,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -178,6 +178,12 @@ class Feed:
             indices[chosen] = _block(count, self.seed, epoch, block)[positions[chosen] - block * _BLOCK]
         return indices, epochs
 
+    def divide(self, micro_batch: int, accumulate: int) -> None:
+        """From now on steps of the same samples have more and smaller micro-batches. Only where one rank has all of them."""
+        self.share = replace(self.share, micro_batch=micro_batch, accumulate=accumulate)
+        if self.loader is not None:
+            self.loader.forget()
+
     def state(self, first: int | None = None) -> dict[str, int]:
         """Seed, epoch and position, of the next step or of the one that begins with sample `first`."""
         count = self.samples.count
@@ -280,12 +286,19 @@ class Example:
 
     count: int | None = None  # no epochs: an order for each sample of each step would cost more than the step
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
+    def __init__(self, batch: Batch, size: int | None = None) -> None:
+        """Of `size` samples, where it can be cut."""
+        self.batch, self.size = batch, size
         self.note = "no data given: every step sees the model's example batch, good for measuring and not for learning"
 
     def take(self, indices: np.ndarray, epochs: np.ndarray) -> Batch:
-        return self.batch
+        if self.size is None or len(indices) >= self.size:
+            return self.batch
+        rows = torch.from_numpy(indices % self.size)
+        return pytree.tree_map(lambda value: value[rows] if self._has_samples(value) else value, self.batch)  # type: ignore[no-any-return]
+
+    def _has_samples(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == self.size
 
     def digest(self) -> str:
         return "example"

@@ -133,6 +133,10 @@ class SampleWorkers:
             raise ModelError(found.problem, found.remedy, found.detail)
         return found.batch, found.aside
 
+    def forget(self) -> None:
+        """What was made ahead is cut otherwise from now on."""
+        self._batches = None
+
     def died(self, error: BaseException) -> ModelError:
         problem = f"a process that prepares samples of {self.samples.owner} died: {_short(error)}"
         return ModelError(problem, "look for what ended it (the kernel's out-of-memory log, say), or use fewer --workers")

@@ -285,7 +285,7 @@ def summarise(
     skipped = tally.skipped
     kept = {name: column[skipped:] for name, column in tally.columns.items()}
     seconds = sorted(kept["seconds"])
-    median = statistics.median(seconds)
+    median = statistics.median(seconds) if plan.sync is None else with_rounds(kept["seconds"], plan.sync.every)
     phases = {name: statistics.median(kept[f"{name}_seconds"]) for name in ("backward", "update", "between")}
     if tally.data_seconds:
         phases["data"] = statistics.median(tally.data_seconds[skipped:] or tally.data_seconds)
@@ -304,6 +304,12 @@ def summarise(
         versions=dict(versions), command=command, started=tally.started, wall_seconds=time.monotonic() - tally.since,
         joules_per_step=_sum(by_rank, "joules_per_step"), delayed=_most(by_rank, "delayed"), load=load,
     )  # fmt: skip
+
+
+def with_rounds(seconds: Sequence[float], every: int) -> float:
+    """Of replicas that are joined every so many steps: a step on average over whole rounds, as many as there are."""
+    whole = len(seconds) // every * every
+    return statistics.fmean(seconds[-whole:] if whole else seconds)
 
 
 def _sum(by_rank: Sequence[Mapping[str, Any]], name: str) -> float | None:

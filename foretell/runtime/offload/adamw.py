@@ -37,7 +37,7 @@ from foretell.runtime.offload.pump import Pump
 from foretell.runtime.offload.shards import part
 from foretell.runtime.offload.watch import Look, shared
 from foretell.runtime.offload.weights import Streamed, View
-from foretell.runtime.train.clip import local
+from foretell.runtime.train.numbers.clip import local
 from foretell.units import human_bytes
 
 

@@ -14,7 +14,7 @@ from foretell.runtime.offload import forms, layout, shards
 from foretell.runtime.offload.adamw import Offloaded
 from foretell.runtime.parallel import shard
 from foretell.runtime.parallel.ranks import Ranks
-from foretell.runtime.train.clip import local
+from foretell.runtime.train.numbers.clip import local
 
 
 def optimizer(

@@ -21,7 +21,7 @@ from foretell.runtime.offload.cpu import SPARE
 from foretell.runtime.offload.memory.arena import KEEP_FREE, available
 from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.process.control import Control
-from foretell.runtime.train.clip import local
+from foretell.runtime.train.numbers.clip import local
 from foretell.units import human_bytes
 
 

@@ -29,16 +29,16 @@ from foretell.plan.facts import Facts
 from foretell.plan.legal import check
 from foretell.plan.precision import MIXED, computes_in
 from foretell.plan.recipe import refuse_other_model
-from foretell.plan.types import AWAY, MASTER, Plan, Residency
+from foretell.plan.types import AWAY, MASTER, Mesh, Plan, Residency
 from foretell.runtime.parallel import shard
 from foretell.runtime.parallel.adapted import put_on
 from foretell.runtime.parallel.float8 import lowered
 from foretell.runtime.parallel.ranks import Ranks
 from foretell.runtime.parallel.recompute import recompute
 from foretell.runtime.parallel.runners import Piped, Runner, WholeModel
-from foretell.runtime.train import clip
-from foretell.runtime.train.finite import Skips, may_step
-from foretell.runtime.train.scaler import scaler_for
+from foretell.runtime.train.numbers import clip
+from foretell.runtime.train.numbers.finite import Skips, may_step
+from foretell.runtime.train.numbers.scaler import scaler_for
 from foretell.trace.chunked.deferred import aside
 from foretell.trace.fold.blocks import find_blocks
 from foretell.trace.moments.optimizer import names_of_tables
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from foretell.runtime.offload.adamw import Offloaded
     from foretell.runtime.offload.saved import OffloadedActivations
     from foretell.runtime.parallel.expert.experts import Experts
+    from foretell.runtime.parallel.sync.outer import Outer
     from foretell.runtime.parallel.tensor.split import Prepared, TensorParallel
 
 
@@ -101,10 +102,12 @@ class Job:
             self.moved = self._moved(dict(trained), learning_rate, scratch)
         whole = [p for name, p in trained if name in tables]
         self.optimizer = self.moved or _optimizer(plan, self._parameters, whole)
+        self.outer = _outer(plan, self._parameters, ranks) if plan.sync is not None else None
+        """What joins replicas that step alone."""
         if learning_rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
-        holding = ranks.world // ranks.size("pp")
+        holding = plan.together.world // ranks.size("pp")
         self._weights = {p: 1.0 / (clip.holders(p, holding) * runner.copies(name)) for name, p in trained}
 
     def _moved(self, trained: dict[str, nn.Parameter], learning_rate: float | None, scratch: str | Path | None) -> Offloaded:
@@ -138,7 +141,7 @@ class Job:
         """The second half: clip, update, forget the gradients. What all ranks must know goes round in one sum."""
         normed = self.plan.clip is not None or self.scaler is not None
         squares = clip.squares(self._parameters, self._weights, self._known()) if normed else None
-        mean, total = self._sum(loss, squares)
+        mean, total = self._sum(loss, squares, self.plan.together)
         norm = total.sqrt() if normed else None
         skip = self.skips.skip(mean + total) if self.scaler is None else self.scaler.skip(self.skips, mean, total)
         self.changing = True
@@ -184,15 +187,15 @@ class Job:
             shard.reshard(self.parts)
             for part in self.parts:
                 part.train()
-        return self._sum(loss, None)[0]
+        return self._sum(loss, None, self.plan.mesh)[0]
 
-    def _sum(self, loss: Tensor | None, squares: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Mean loss over data ranks and the squared norm of the gradient, known to all."""
+    def _sum(self, loss: Tensor | None, squares: Tensor | None, over: Mesh) -> tuple[Tensor, Tensor]:
+        """Mean loss over data ranks and the squared norm of the gradient, known to all; where replicas step alone, of one of them."""
         zero = torch.zeros((), device=self.ranks.device)
         both = torch.stack([zero if loss is None else loss.float(), zero if squares is None else squares])
-        if self.ranks.world > 1:
-            dist.all_reduce(both)
-            both[0] /= self.ranks.data_size * self.ranks.size("tp") * self.ranks.size("cp")
+        if over.world > 1:
+            dist.all_reduce(both, group=self.ranks.group("dp_shard") if over.world < self.ranks.world else None)
+            both[0] /= over.data * over.tp * over.cp
         return both[0], both[1]
 
     # ------------------------------------------------------------ what it holds
@@ -242,6 +245,8 @@ class Job:
 
     def close(self) -> None:
         """Give back what is held outside the process's own heap."""
+        if self.outer is not None:
+            self.outer.close()
         if self.away is not None:
             self.away.close()
         if self.moved is not None:
@@ -439,10 +444,19 @@ def compile_part(part: nn.Module, blocks: Sequence[str], plan: Plan, backend: st
 
 def autocast(plan: Plan, ranks: Ranks) -> Callable[[], AbstractContextManager[Any]]:
     """Around forward and loss: autocast where mixed precision is not already `fully_shard`'s doing."""
-    if plan.precision in MIXED and ranks.sizes.spread == 1:
+    if plan.precision in MIXED and plan.together.spread == 1:
         dtype = getattr(torch, computes_in(plan.precision))
         return lambda: torch.autocast(ranks.device.type, dtype)
     return nullcontext
+
+
+def _outer(plan: Plan, parameters: list[nn.Parameter], ranks: Ranks) -> Outer:
+    from foretell.runtime.parallel.sync.mean import GroupExchange
+    from foretell.runtime.parallel.sync.outer import Outer
+
+    assert plan.sync is not None
+    exchange = GroupExchange(ranks.group("dp_replicate"), ranks.size("dp_replicate"), ranks.coordinate("dp_replicate"))
+    return Outer(plan.sync, parameters, exchange)
 
 
 def _optimizer(plan: Plan, parameters: list[nn.Parameter], whole: Sequence[Tensor]) -> torch.optim.Optimizer:

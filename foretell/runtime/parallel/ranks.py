@@ -42,6 +42,8 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh | None
     sizes: Mesh
+    apart: bool = False
+    """Replicas step alone: parameters are spread, and gradients summed, over the ranks of one of them."""
     alone: bool = False
     """Other ranks are stand-ins: there is nobody to agree with."""
 
@@ -81,6 +83,8 @@ class Ranks:
         cp together; None where parameters are spread over no axis."""
         if self.mesh is None or self.sizes.spread == 1:
             return None
+        if self.apart:
+            return self._sliced("dp_shard") if self.sizes.dp_shard > 1 else None
         inner = "dp_shard"
         if self.sizes.cp > 1:
             inner = SPREAD if "dp_shard" in (self.mesh.mesh_dim_names or ()) else "cp"
@@ -146,7 +150,7 @@ def start(plan: Plan, *, device: str = "auto", timeout_s: float = TIMEOUT_SECOND
         )
     return Ranks(
         rank=rank, world=world, local_rank=local_rank, device=chosen, mesh=form(plan.mesh, chosen.type), sizes=plan.mesh,
-        alone=dist.get_backend() == BOX,
+        apart=plan.sync is not None, alone=dist.get_backend() == BOX,
     )  # fmt: skip
 
 

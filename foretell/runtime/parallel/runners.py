@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from foretell.runtime.parallel import shard
-from foretell.runtime.train.finite import Skips
-from foretell.runtime.train.scaler import LossScaler
+from foretell.runtime.train.numbers.finite import Skips
+from foretell.runtime.train.numbers.scaler import LossScaler
 from foretell.trace.record.step import (
     Batch,
     Loss,

@@ -43,6 +43,7 @@ class Control:
         self.group: Any = None
         if ranks.world > 1 and not ranks.alone:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.ask_seconds = ASK_SECONDS
         self._asked: tuple[Any, torch.Tensor] | None = None
         self._next = self._gathers = 0
         self.wish = self.granted = 0
@@ -104,7 +105,7 @@ class Control:
             work, said = self._asked
             work.wait()
             stop, pause, self.granted = bool(said[0]), int(said[1]), int(said[2])
-        wanted = int(min(_ASK_MOST_STEPS, max(1, ASK_SECONDS / step_seconds))) if step_seconds > 0 else 1
+        wanted = int(min(_ASK_MOST_STEPS, max(1, self.ask_seconds / step_seconds))) if step_seconds > 0 else 1
         said = torch.tensor([int(asked), wanted, self.wish], dtype=torch.int64)
         self._asked = dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.group, async_op=True), said
         self._next = step + pause

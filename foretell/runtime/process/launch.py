@@ -51,11 +51,11 @@ _MOST_TEXT = 2**20
 _PR_SET_PDEATHSIG = 1
 _SPOKEN = (1, 2, 70, 130, 143)
 """Exit statuses of a rank that has said why."""
-KILLED, HUNG, CRASHED, LOST = "killed", "hung", "crashed", "lost"
+KILLED, HUNG, CRASHED, LOST, MEMORY = "killed", "hung", "crashed", "lost", "memory"
 """Faults of a run: a rank was ended by a signal; one holds the others up; one ended with a status and no word; ranks lost each
-other in a collective."""
-TRANSIENT, TRAINS = "transient", "trains"
-"""Words of a rank to its launcher: it fails of something that may not come again; its first step is done."""
+other in a collective; one had too little device memory, and the run's plan takes less now."""
+TRANSIENT, CAUSE, TRAINS = "transient", "cause", "trains"
+"""Words of a rank to its launcher: it fails of something that may not come again; of what; its first step is done."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ class RunEnded:
     """When, by the monotonic clock."""
     step: int = field(default=0, repr=False, compare=False)
     """Updates that were done by then, as far as ranks said."""
+    cause: str = field(default="", repr=False, compare=False)
+    """Of the fault, in the words of the rank that knows it."""
 
 
 class RankProcess(Protocol):
@@ -298,7 +300,7 @@ class _Outlook:
         self, world: int, limits: Limits, say: Callable[[str], None], told: Callable[[int, Mapping[str, Any]], None], beat: Callable[[], None]
     ) -> None:  # fmt: skip
         self.judge, self.say, self.told, self.beat = Judge(world, limits), say, told, beat
-        self.step, self.transient = 0, False
+        self.step, self.transient, self.cause = 0, False, ""
         """Updates done, as far as ranks said; whether one of them said that what it fails of may not come again."""
         self._pipes: dict[int, int] = {}
         self._texts: dict[int, bytes] = {}
@@ -345,6 +347,7 @@ class _Outlook:
                     report, self.step = found, max(self.step, found.step)
                 elif isinstance(said, dict):
                     self.transient = self.transient or said.get(TRANSIENT) is True
+                    self.cause = self.cause or str(said.get(CAUSE) or "")
                     self.told(rank, said)
         return report
 
@@ -378,7 +381,9 @@ def _wait(children: Sequence[RankProcess], outlook: _Outlook, killed_grace_s: fl
         return RunEnded(0)
     rank = first if first >= 0 else min(failed, key=lambda rank: codes[rank] or 0)  # a signal before a status
     ended = replace(_ended(rank, codes[rank] or 0), noticed=noticed or time.monotonic(), step=outlook.step)
-    return replace(ended, fault=LOST) if ended.status == 1 and not ended.fault and outlook.transient else ended
+    if ended.status == 1 and not ended.fault and outlook.transient:
+        return replace(ended, fault=MEMORY if outlook.cause else LOST, cause=outlook.cause)
+    return ended
 
 
 def _ended(rank: int, code: int) -> RunEnded:

@@ -31,18 +31,19 @@ from foretell.runtime.observe.measure import Measurement, StepReading, Tally
 from foretell.runtime.observe.process_state import delayed
 from foretell.runtime.parallel.apply import Job
 from foretell.runtime.parallel.ranks import Ranks
+from foretell.runtime.parallel.sync import rounds
 from foretell.runtime.process import launch, whose_error
 from foretell.runtime.process.control import Control
 from foretell.runtime.process.progress import DATA, END, EVALUATION, SAVE, STEP, Progress
 from foretell.runtime.process.progress import LOG as LOGGING
 from foretell.runtime.process.signals import STEPS, Signals
-from foretell.runtime.train import guard, log, save
+from foretell.runtime.train import halve, log, save
 from foretell.runtime.train.folder import MEASUREMENT, Folder, RunSettings
-from foretell.runtime.train.guard import RunFailed
+from foretell.runtime.train.numbers import guard
+from foretell.runtime.train.numbers.scaler import overflow_words, overflowed
 from foretell.runtime.train.outcome import DONE, STOPPED, RunOutcome, RunScreen
 from foretell.runtime.train.prepare import applies
 from foretell.runtime.train.rng import seed_all, step_seed
-from foretell.runtime.train.scaler import overflow_words, overflowed
 from foretell.runtime.train.schedule import Schedule, resumed
 from foretell.runtime.train.take import Staged, saved_mesh, stage, take
 from foretell.trace.record.step import Batch
@@ -166,6 +167,7 @@ class TrainingRun:
             if self.bad is not None:
                 self._give_up(self.bad)
             if not stopped:
+                rounds.compare(self.job, self.control)
                 self.evaluate()
             saved = self.save() if not self.settings.no_save else None
             self._look_at_disk(last=True)
@@ -175,12 +177,12 @@ class TrainingRun:
             measured = self.measured()
             asked = next(filter(None, self.control.gather(self.signals.asked)), "")
             if isinstance(saved, save.NotSaved):
-                raise RunFailed(f"the last checkpoint was not saved: {saved.why}", self._kept())
+                raise guard.RunFailed(f"the last checkpoint was not saved: {saved.why}", self._kept())
             held_out = self.tally.eval_loss
             if held_out is not None and not math.isfinite(held_out):
-                raise RunFailed(f"the held-out loss after step {self.step} is {held_out}", f"look at the held-out samples; {self._kept()}")
+                raise guard.RunFailed(f"the held-out loss after step {self.step} is {held_out}", f"look at the held-out samples; {self._kept()}")
         except (Exception, SystemExit) as error:
-            if not isinstance(error, RunFailed):
+            if not isinstance(error, guard.RunFailed):
                 if self.ranks.world == 1 or self.ranks.device.type == "cpu":
                     with contextlib.suppress(Exception):  # a device that is gone
                         self._note(self.clock.read(all=True))
@@ -249,23 +251,25 @@ class TrainingRun:
         settings = self.settings
         first = self.step
         self.origin = self.step, self.feed.first
-        if self.ranks.world > 1 and self.saver is not None and self.ranks.device.type == "cpu" and self.job.moved is None:
+        if self.ranks.world > 1 and self.saver is not None and self.ranks.device.type == "cpu" and self.job.moved is None and self.job.outer is None:
             self.between = save.Between.of(self.job)
+        rounds.begin(self.job, self.control)
         if settings.mtbf is not None:
             self.next_save = first + FIRST_SAVE_STEPS
         batches = self._fetched() if self.step < settings.steps else []
         while self.step < settings.steps:
             for group in self.job.optimizer.param_groups:
                 group["lr"] = self.schedule.at(self.step)
-            self._seed(self.step)
+            self.seed(self.step)
             self.clock.begin()
             self._wait_for_copies(self.job.updates_early)
-            loss = self.job.backward(batches)
+            loss = halve.gradients(self, batches)
             self.clock.middle()
             self._wait_for_copies()
             self.signals.phase = STEPS  # from here on there is something to save
             result = self.job.update(loss)
             self.step += 1
+            rounds.join(self.job, self.step, self.log, last=self.step == settings.steps)
             self.progress.stepped(self.step)
             self.clock.end(self.step, result.loss, result.grad_norm, result.loss_scale)
             if self.step < settings.steps:
@@ -295,20 +299,12 @@ class TrainingRun:
         """Whether steps are under way."""
         return self.origin is not None
 
-    def samples_words(self) -> str:
-        """Which samples this rank has in the step under way, for a person."""
-        if self.origin is None or self.feed.samples.digest() == "example":
-            return ""
-        indices = self.feed.places(self._first_sample(self.step))[0].reshape(-1).tolist()
-        shown = ", ".join(map(str, indices[:8])) + (", …" if indices[8:] else "")
-        return f", with samples {shown}"
-
-    def _first_sample(self, step: int) -> int:
+    def first_sample(self, step: int) -> int:
         """Number of the first sample that is used after so many updates."""
         assert self.origin is not None
         return self.origin[1] + (step - self.origin[0]) * self.feed.share.step
 
-    def _seed(self, step: int) -> None:
+    def seed(self, step: int) -> None:
         seed_all(step_seed(self.settings.seed, self.ranks.data_rank, step), self.ranks.device)
 
     def _look_at_disk(self, *, last: bool = False) -> None:
@@ -359,6 +355,7 @@ class TrainingRun:
                 self.bad = self.bad or reading
             if self.log is not None:
                 self._tell(reading)
+        rounds.refuse(self.job, self.bad)
 
     def _tell(self, reading: StepReading) -> None:
         """Write the step down and, now and then, show it."""
@@ -454,7 +451,7 @@ class TrainingRun:
 
     def _about(self) -> dict[str, Any]:
         return {
-            "data": {**self.feed.state(self._first_sample(self.step)), "digest": self.feed.samples.digest()},
+            "data": {**self.feed.state(self.first_sample(self.step)), "digest": self.feed.samples.digest()},
             "schedule": self.schedule.to_json(), "scaler": self.job.scaler.state() if self.job.scaler is not None else None,
             save.NONFINITE: self.loose, "plan": plans.to_json(self.plan), "versions": versions(),
             "base": self.job.base, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -485,14 +482,14 @@ class TrainingRun:
 
     def _give_up(self, bad: StepReading) -> None:
         """A number that is none: the step leaves no trace but its number; save, look for the first block, say so."""
-        share, first = self.feed.share.step, self._first_sample(bad.step - 1)
+        share, first = self.feed.share.step, self.first_sample(bad.step - 1)
         self.job.settle()
         self.job.skips.undo(self.step - bad.step + 1)
         self.step = bad.step
         done = self.save() if not self.settings.no_save else None
         self.measured()
         what = guard.not_finite(bad)
-        self._seed(bad.step - 1)
+        self.seed(bad.step - 1)
         where = guard.find_first(self.job, self.feed.at(first), self.control)
         kept = f"saved after step {self.step} in {done.path}" if isinstance(done, save.SavedCheckpoint) else self._kept()
         if self.log is not None:

@@ -43,7 +43,7 @@ def samples_of(plan: Plan, settings: RunSettings, workload: Workload) -> tuple[S
         if settings.data:
             raise UserError(f"{own} has no function data", "define data(split) in it: anything with a length and an index")
     if settings.data is None:
-        return Example(workload.batch), None
+        return Example(workload.batch, plan.micro_batch), None
     seq, form = text_form(workload.model, workload.batch, name)
     corpus = read_corpus(Path(settings.data))
     return Windows(corpus, seq, form), Windows(corpus, seq, form, split="eval")

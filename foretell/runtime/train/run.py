@@ -15,8 +15,8 @@ from foretell.runtime.process.lock import Lock
 from foretell.runtime.process.signals import EARLY, Signals, Stopped
 from foretell.runtime.train import folder as folders
 from foretell.runtime.train.folder import Folder, RunSettings
-from foretell.runtime.train.guard import RunFailed
 from foretell.runtime.train.log import LOG, read
+from foretell.runtime.train.numbers.guard import RunFailed
 from foretell.runtime.train.outcome import RunOutcome, RunScreen
 from foretell.runtime.train.train import train
 

@@ -38,6 +38,8 @@ from foretell.runtime.train.distrust import data_of
 __all__ = ["NONFINITE", "Damaged", "NotSaved", "Reader", "SaveResult", "SavedCheckpoint", "Saver", "candidates", "complete", "data_of", "look"]
 
 MODEL, OPTIMIZER = "model", "optimizer"
+SYNC = "sync"
+"""What a replica that steps alone has for itself."""
 PLAN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
 """Settings of an optimizer's group that say how it is computed: the plan's, never the checkpoint's."""
 _AXES = {SPREAD: ("dp_shard", "cp"), APART: ("dp_shard",), "ep": ("dp_shard",)}
@@ -159,11 +161,16 @@ def owned(job: Job) -> dict[str, nn.Parameter]:
 def _everything(job: Job, mine: Mapping[str, nn.Parameter]) -> list[_Held]:
     found: dict[str, _Held] = {}
     for name, parameter in mine.items():
-        found[f"{MODEL}/{name}"] = held_of(job, name, f"{MODEL}/{name}", parameter.detach())
+        live = parameter.detach() if job.outer is None else job.outer.begun[parameter]
+        found[f"{MODEL}/{name}"] = held_of(job, name, f"{MODEL}/{name}", live)
+        if job.outer is not None and job.ranks.coordinate("dp_replicate"):
+            continue  # the others have states of their own, see `own_state`
         for key, value in job.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 full = f"{OPTIMIZER}/{name}/{key}"
                 held = held_of(job, name, full, value.detach())
+                if job.outer is not None:
+                    held = replace(held, alike=tuple(axis for axis in held.alike if axis != "dp_replicate"))
                 far = job.moved is not None and held.tensor.is_meta
                 found[full] = replace(held, read=functools.partial(job.moved.read, name, key)) if far and job.moved else held
     return list(found.values())
@@ -212,7 +219,17 @@ def own_state(job: Job) -> dict[str, Any]:
     more: dict[str, Any] = {}
     for _, name, value in extra_states(job):
         (buffers if isinstance(value, Tensor) else more).setdefault(name, value)
-    return {"buffers": buffers, "more": more}
+    apart = {} if job.outer is None else {SYNC: {"outer": job.outer.state(), "states": _states(job)}}
+    return {"buffers": buffers, "more": more, **apart}
+
+
+def _states(job: Job) -> dict[str, dict[str, Tensor]]:
+    """What this replica's own optimizer keeps, by parameter."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in job.saved_parameters():
+        values = job.optimizer.state.get(parameter, {})
+        found[name] = {key: local_of(value.detach()) for key, value in values.items() if isinstance(value, Tensor)}
+    return found
 
 
 def nonfinite(job: Job) -> list[str]:

@@ -24,8 +24,8 @@ from foretell.plan.types import MASTER, Mesh, Plan
 from foretell.runtime.parallel import shard
 from foretell.runtime.parallel.apply import Job
 from foretell.runtime.train import distrust
-from foretell.runtime.train.save import MODEL, OPTIMIZER, PLAN_SETTINGS, extra_states, held_of, local_of, room
-from foretell.runtime.train.scaler import checked
+from foretell.runtime.train.numbers.scaler import checked
+from foretell.runtime.train.save import MODEL, OPTIMIZER, PLAN_SETTINGS, SYNC, extra_states, held_of, local_of, room
 from foretell.trace.moments import rows
 from foretell.trace.moments.optimizer import CodedAdamW, spread
 from foretell.trace.moments.rows import CODE, FIRST, SCALE
@@ -43,6 +43,9 @@ class Staged:
     groups: list[dict[str, Any]] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
+    sync: Mapping[str, Any] | None = None
+    """Of replicas that step alone: what this one had, or, with `same` False, what the first of another number of them had."""
+    same: bool = True
     scaler: Mapping[str, Any] | None = None
     """The scale of the loss, where the run that was saved had one."""
 
@@ -112,6 +115,8 @@ def stage(reader: Reader, job: Job, known: Mapping[str, TensorMeta], *, spare: C
     staged.scaler = checked(saved.about.get("scaler"), saved.path)
     reader.check_own(job.ranks.rank, job.ranks.world)
     _stage_own(reader, job, staged)
+    if job.outer is not None:
+        _stage_sync(reader, job, staged)
     return staged
 
 
@@ -242,6 +247,16 @@ def _stage_own(reader: Reader, job: Job, staged: Staged) -> None:
             raise UserError(f"{reader.saved.path} is of another model: the buffer {name} {had}", "give the plan of its model")
 
 
+def _stage_sync(reader: Reader, job: Job, staged: Staged) -> None:
+    """What this replica had; with another number of replicas a round begins from what all of them began theirs from."""
+    mesh, ranks = saved_mesh(reader.saved), job.ranks
+    if mesh.dp_shard != ranks.size("dp_shard"):
+        problem = f"{reader.saved.path} was saved by replicas of {mesh.dp_shard} ranks, and those of the plan have {ranks.size('dp_shard')}"
+        raise UserError(problem, "resume with as many shards; the number of replicas may change")
+    staged.same = mesh.dp_replicate == ranks.size("dp_replicate")
+    staged.sync = reader.own(ranks.rank if staged.same else ranks.coordinate("dp_shard"), only=SYNC)
+
+
 def take(staged: Staged, job: Job) -> None:
     """Put it in place. Everything was checked: from here on nothing is expected to fail."""
     job.settle()
@@ -275,6 +290,20 @@ def take(staged: Staged, job: Job) -> None:
     job.optimizer.load_state_dict({"state": states, "param_groups": groups})
     if job.scaler is not None:
         job.scaler.load(staged.scaler)
+    if job.outer is not None and staged.sync is not None:
+        _take_sync(staged, staged.sync, job)
+
+
+def _take_sync(staged: Staged, kept: Mapping[str, Any], job: Job) -> None:
+    """Weights and optimizer of this replica; the parameters have what all of them began the round from."""
+    assert job.outer is not None
+    if not staged.same:
+        job.outer.start_from(kept["outer"])
+        return
+    job.outer.load(kept["outer"])
+    for name, parameter in job.saved_parameters():
+        for key, value in kept["states"].get(name, {}).items():
+            local_of(job.optimizer.state[parameter][key]).copy_(value)
 
 
 def _spread(value: Any, parameter: Tensor, shape: tuple[int, ...] | None, *, copy: bool) -> Any:

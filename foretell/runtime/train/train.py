@@ -32,11 +32,11 @@ from foretell.runtime.process.launch import TRAINS, tell_launcher
 from foretell.runtime.process.signals import LATE, Signals, Stopped
 from foretell.runtime.process.watch import RankWatch
 from foretell.runtime.train import folder as folders
-from foretell.runtime.train import save
+from foretell.runtime.train import halve, save
 from foretell.runtime.train.folder import Folder, RunSettings
-from foretell.runtime.train.guard import RunFailed
 from foretell.runtime.train.log import LOG
 from foretell.runtime.train.loop import LEAVE_SECONDS, SALVAGE_SECONDS, TrainingRun
+from foretell.runtime.train.numbers.guard import RunFailed
 from foretell.runtime.train.outcome import RunOutcome, RunScreen
 from foretell.runtime.train.prepare import applies, build, count_of, samples_of
 from foretell.units import human_bytes
@@ -84,7 +84,13 @@ def train(
         watch.publish(why)
         said = plan.predicted.get("memory_bytes")
         known = f"; the plan predicted {human_bytes(said)}" if said else ""
-        raise RunFailed(why, f"use a smaller micro-batch or recompute{known}; {_left(folder)}") from error
+        smaller = halve.halved(plan, run.job.parts) if run is not None and run.began else None
+        if run is None or smaller is None or smaller.plan is None:
+            more = f" ({smaller.why})" if smaller is not None else ""
+            raise RunFailed(why, f"use a smaller micro-batch{more} or recompute{known}; {_left(folder)}") from error
+        halve.change_plan(run, smaller, str(error).splitlines()[0])
+        remedy, told = f"its plan has {smaller.words} from now on{known}; {_left(folder)}", f"{why}: {smaller.words}"
+        raise RunFailed(why, remedy, transient=True, told=told) from error
     except (Exception, SystemExit) as error:
         verdict = ""
         if isinstance(error, RuntimeError):  # a collective that failed: because someone is gone?
@@ -97,7 +103,7 @@ def train(
         if run is not None and (lost := run.feed.lost_a_worker(error)):  # a signal tells of it, wherever the run is
             _give_way(run, watch, f"{where}: {lost.problem}")
             raise RunFailed(f"{where}: {lost.problem}", f"{lost.remedy}; {_left(folder)}") from error
-        samples = run.samples_words() if run is not None else ""
+        samples = _samples_words(run) if run is not None else ""
         _give_way(run, watch, f"{where}: {whose_error.words(error)}{samples}")
         if whose_error.is_ours(error):
             raise
@@ -119,6 +125,15 @@ def _give_way(run: TrainingRun | None, watch: RankWatch, why: str) -> None:
     watch.publish(why, salvage=step)
     if run is not None and step is not None:
         run.salvage_together(step)
+
+
+def _samples_words(run: TrainingRun) -> str:
+    """Which samples this rank has in the step under way, for a person."""
+    if run.origin is None or run.feed.samples.digest() == "example":
+        return ""
+    indices = run.feed.places(run.first_sample(run.step))[0].reshape(-1).tolist()
+    shown = ", ".join(map(str, indices[:8])) + (", …" if indices[8:] else "")
+    return f", with samples {shown}"
 
 
 def _at(run: TrainingRun) -> str:

@@ -17,7 +17,7 @@ from foretell.search.solve.planned_batch import BatchAdvice
 from foretell.search.solve.reasons import sentence
 from foretell.search.space.preferences import ALIKE, lost_though_as_fast
 from foretell.simulate.plan import PlanCost
-from foretell.trace.recipe import adapters_told
+from foretell.trace.recipe import adapters_told, sync_told
 from foretell.units import human_bytes
 
 
@@ -46,6 +46,8 @@ class Choice:
     """Where nothing fits: changes with which something does, each searched for."""
     tried: int = 0
     """Changes that were searched for to find those."""
+    gain: str = ""
+    """What the best plan changes in training, where that was allowed, and what it gains."""
 
     @property
     def plan(self) -> Plan:
@@ -94,6 +96,7 @@ def told(plan: Plan) -> str:
     words = [" × ".join(axes) or "one device", f"micro-batch {plan.micro_batch}"]
     words += [f"accumulate {plan.accumulate}"] if plan.accumulate > 1 else []
     words += [plan.precision] if plan.precision == FP16 else []
+    words += [f"replicas joined {sync_told(plan.sync)}"] if plan.sync is not None else []
     words += [plain(adapters_told(plan.adapters, plan.base))] if plan.adapters is not None else []
     modes = sorted({residency.mode for residency in plan.blocks.values() if residency.mode != "keep"})
     words += [_TREATED.get(mode, mode) + _some(plan, mode) for mode in modes]

@@ -13,6 +13,7 @@ from dataclasses import replace
 from foretell.errors import UserError
 from foretell.hardware.types import Cluster
 from foretell.plan.types import MASTER
+from foretell.search.apart import apart, or_apart
 from foretell.search.offload.plans import or_moved, spilled
 from foretell.search.solve.adapted import adapted, or_adapted
 from foretell.search.solve.choice import Choice as Choice
@@ -53,6 +54,8 @@ def choose(
         return question.into(DescribedSearch).answer(patience)
     if question.wishes.adapters is not None:
         return adapted(question, patience)
+    if question.wishes.sync is not None:
+        return apart(question, patience)
     if (question.wishes.loss_chunks or 1) > 1:
         return question.into(Climb).answer(patience)
     if question.wishes.precision == MASTER:
@@ -62,6 +65,8 @@ def choose(
     found = _whole_model(question, exact, what_if, patience, moves and question.wishes.coded == "fp32")
     if found.best is None and question.wishes.may_code:
         found = _or_coded(found, question, exact, patience)
+    if found.best is not None and question.wishes.may_part:
+        return or_apart(found, question, patience)
     return found if found.best is not None or not question.wishes.may_adapt else or_adapted(found, question, patience)
 
 

@@ -160,7 +160,7 @@ class Climb(Question):
             model=self.named or model_of(self.source), hardware=self.hardware, mesh=mesh,
             precision=self.wishes.precision or default(self.cluster),
             optimizer=self.wishes.optimizer, clip=self.wishes.clip, pipeline=self._pipeline(mesh),
-            adapters=self.wishes.adapters, base=self.wishes.base, state_format=self.wishes.coded,
+            adapters=self.wishes.adapters, base=self.wishes.base, state_format=self.wishes.coded, sync=self.wishes.sync,
         )  # fmt: skip
         batches = self.batches(mesh)
         if not batches:

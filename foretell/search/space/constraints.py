@@ -22,6 +22,7 @@ from foretell.plan.types import (
     SCHEDULES,
     Adapters,
     Mesh,
+    Sync,
 )
 from foretell.trace.recipe import base_untrained, coded_problems
 
@@ -80,6 +81,10 @@ class SearchConstraints:
     """Of adapted layers: the format of their frozen weights, as plans have it."""
     loss_chunks: int | None = None
     """Of the output layer and the loss; None: 1, and more where nothing fits otherwise and logits are what is large."""
+    sync: Sync | None = None
+    """How replicas that step alone are joined; None: gradients are summed in every step."""
+    may_part: bool = False
+    """Whether replicas may step alone, where links are slow."""
     may_adapt: bool = False
     """Whether plans may have adapters, where nothing fits that trains the model."""
     may_code: bool = False
@@ -106,6 +111,7 @@ def check(wishes: SearchConstraints, cluster: Cluster | None = None, blocks: int
     _degrees(wishes)
     _adapters(wishes)
     _loss_chunks(wishes)
+    _sync(wishes)
     if cluster is not None:
         _hardware(wishes, cluster)
     if blocks is not None:
@@ -156,7 +162,7 @@ def _formats(wishes: SearchConstraints) -> None:
         raise UserError(f"--state-format {asked} is for bf16 weights with a master", f"add --precision {MASTER}")
     if asked == "int4" and wishes.precision == MASTER:
         raise UserError(f"--state-format int4 does not go with --precision {MASTER}", "int8, or another precision")
-    for problem, remedy in coded_problems(wishes.coded, wishes.optimizer, wishes.precision == FP16, wishes.adapters is not None):
+    for problem, remedy in coded_problems(wishes.coded, wishes.optimizer, wishes.precision == FP16):
         raise UserError(f"--state-format {asked}: {problem}", remedy)
     for axis in ("tp", "ep") if wishes.coded != "fp32" else ():
         if wishes.fixed.get(axis, 1) > 1:
@@ -215,6 +221,19 @@ def _loss_chunks(wishes: SearchConstraints) -> None:
     for what, given in (("precision bf16-master", wishes.precision == MASTER), ("from", wishes.described is not None)):
         if given:
             raise UserError(f"plans with --{what} are not searched with --loss-chunks", "leave one of them out")
+
+
+def _sync(wishes: SearchConstraints) -> None:
+    if wishes.sync is None:
+        return
+    for axis in ("tp", "pp", "cp", "ep"):
+        if wishes.fixed.get(axis, 1) > 1:
+            told = f"--{axis} {wishes.fixed[axis]} and --sync-every are given: replicas that step alone have whole layers, or shards of them"
+            raise UserError(told, f"leave --{axis} out")
+    for what, given in (("precision bf16-master", wishes.precision == MASTER), ("from", wishes.described is not None),
+                        ("may sync", wishes.may_part), ("lora", wishes.adapters is not None)):  # fmt: skip
+        if given:
+            raise UserError(f"plans with --{what} are not searched with --sync-every", "leave one of them out")
 
 
 def _hardware(wishes: SearchConstraints, cluster: Cluster) -> None:

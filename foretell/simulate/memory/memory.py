@@ -11,6 +11,7 @@ from foretell.hardware.types import Cluster
 from foretell.lower.offload.activations import COPIES
 from foretell.lower.offload.states import MOVED
 from foretell.lower.steps import with_evaluation
+from foretell.lower.sync import ROUND
 from foretell.price.host import steady
 from foretell.quantities import ASSUMED, COUNTED, FITS, NO, TIGHT, Holder, Memory, Phase
 from foretell.simulate.memory.allocator import OutOfMemory
@@ -149,8 +150,10 @@ def sizes_for(cluster: Cluster, overhead: Overhead) -> Sizes:
 
 
 def run_order(trace: types.Trace) -> list[str]:
-    """The first step makes optimizer state; two more let the allocator's cache settle."""
-    return ["first_step", "steady_step", "steady_step"] if "first_step" in trace.schedule else ["evaluation"] * 2
+    """The first step makes optimizer state; two more let the allocator's cache settle, with a round between where replicas have them."""
+    if "first_step" not in trace.schedule:
+        return ["evaluation"] * 2
+    return ["first_step", "steady_step", *([ROUND] if ROUND in trace.schedule else []), "steady_step"]
 
 
 def smallest_limit(trace: types.Trace, sizes: Sizes, schedules: list[str], *, expandable: bool = False) -> int:

@@ -1,14 +1,17 @@
 """Moments in 8 or 4 bits: codes of blocks of elements, each block with one scale.
 
-    first moment     the fourth root of its size in 127 steps and a sign, to the nearest step; in 4 bits in 7 steps
-    second moment    the eighth root in 255 steps, up or down by chance, and never to nothing; in 4 bits in 15 steps
+    first moment     the square root of its size in 127 steps and a sign, to the nearest step; in 4 bits in 7 steps
+    second moment    the fourth root in 255 steps, up or down by chance, and never to nothing; in 4 bits in 15 steps
 
-Roots, because within a block moments differ by many powers of ten and Adam divides one by the other: steps grow with the
-value. The second moment changes by a thousandth in a step, less than half a step of its code: rounded to the nearest it
-would stand still, or climb only. So it goes up with the probability of its fraction, and on average nowhere else. Chance is
-the value's own last bits: the same values give the same codes, in whatever runs and on whatever stream.
+Roots, because within a block moments differ by powers of ten and Adam divides the first by the root of the second: steps grow
+with the value, and both are the same root of a gradient's size. Higher roots reach further down and are coarser near a block's
+largest values: with the fourth and the eighth root updates are off by 1.5 times as much in 8 bits, by 1.9 times in 4.
 
-Roots are square roots of square roots, and powers squares: results are exact to the last bit on every device, and do not
+The second moment changes by a thousandth in a step, less than half a step of its code: rounded to the nearest it would stand
+still, or climb only. So it goes up with the probability of its fraction, and on average nowhere else. Chance is the value's own
+last bits: the same values give the same codes, in whatever runs and on whatever stream.
+
+Fourth roots are square roots of square roots, and powers squares: results are exact to the last bit on every device, and do not
 depend on where a run is cut. What is not finite makes its block's scale so, and all of the block from then on.
 """
 
@@ -39,7 +42,7 @@ def decode_first(codes: Tensor, scales: Tensor, out: Tensor, spare: Tensor) -> N
     """Whole blocks of first moments into `out`, fp32; `spare` is as long and used up."""
     blocks = _blocks(out, scales)
     torch.mul(codes.view(blocks.shape), scales[:, None], out=blocks)
-    torch.mul(out, out, out=spare).mul_(spare)
+    torch.mul(out, out, out=spare)
     torch.copysign(spare, out, out=out)
 
 
@@ -47,7 +50,7 @@ def decode_second(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """Whole blocks of second moments into `out`, fp32."""
     blocks = _blocks(out, scales)
     torch.mul(codes.view(blocks.shape), scales[:, None], out=blocks)
-    for _ in range(3):
+    for _ in range(2):
         out.mul_(out)
 
 
@@ -55,7 +58,7 @@ def encode_first(
     moment: Tensor, codes: Tensor, scales: Tensor, spare: Tensor, keep: Tensor | None = None, steps: int = SIGNED
 ) -> None:
     """Codes and scales of whole blocks; `moment` and `spare` are used up. Where `keep` is true they stay as they are."""
-    root_(root_(torch.abs(moment, out=spare)))
+    root_(torch.abs(moment, out=spare))
     roots = _blocks(spare, scales)
     fresh = _scales(roots, steps)
     roots.mul_(fresh.reciprocal()[:, None]).add_(0.5)
@@ -69,7 +72,7 @@ def encode_second(
 ) -> None:
     """As `encode_first`."""
     chance = torch.bitwise_and(moment.view(torch.int32), 2**CHANCE - 1, out=spare.view(torch.int32))
-    root_(root_(root_(moment)))
+    root_(root_(moment))
     roots = _blocks(moment, scales)
     fresh = _scales(roots, steps + 2.0**-CHANCE)  # a block's largest value has its own code, whatever is rounded off
     roots.mul_(fresh.reciprocal()[:, None])

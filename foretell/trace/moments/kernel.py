@@ -81,10 +81,8 @@ def _update(
         code2 = _expanded(code2, ROWS, BLOCK)
     root = code.to(tl.float32) * scale
     size = root * root
-    size = size * size
     first = tl.where(root < 0, -size, size)
     second = code2.to(tl.float32) * scale2
-    second = second * second
     second = second * second
     second = second * second
     if DECOUPLED:
@@ -98,12 +96,12 @@ def _update(
     weight = weight - tl.div_rn(first, below) * tl.load(corrections + number)
     tl.store(weights + column, weight.to(weights.dtype.element_ty), mask=inside)
     # codes again: what is behind a row's end is nothing, and no block's largest
-    root = tl.where(inside, tl.sqrt_rn(tl.sqrt_rn(tl.abs(first))), 0.0)
+    root = tl.where(inside, tl.sqrt_rn(tl.abs(first)), 0.0)
     scale = tl.maximum(tl.div_rn(tl.max(root, axis=1), SIGNED), LEAST)
     code = (root * tl.div_rn(1.0, scale)[:, None] + 0.5).to(tl.int32)
     code = tl.where(first < 0, -code, code)
     chance = (second.to(tl.int32, bitcast=True) & MASK).to(tl.float32) * FRACTION
-    root2 = tl.where(inside, tl.sqrt_rn(tl.sqrt_rn(root2)), 0.0)
+    root2 = tl.where(inside, tl.sqrt_rn(root2), 0.0)
     scale2 = tl.maximum(tl.div_rn(tl.max(root2, axis=1), TOP), LEAST)
     code2 = tl.minimum(tl.maximum(root2 * tl.div_rn(1.0, scale2)[:, None] + chance, 1.0), UNSIGNED).to(tl.int32)
     if PACKED:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretell.trace.moments import codes
+from foretell.trace.moments.rows import BLOCKS
 
 _AT_ONCE = 2**14
 """Elements that are updated at a time where there is no kernel: what that takes besides stays in a cache."""
@@ -107,7 +108,7 @@ def _update(weight: Tensor, grad: Tensor, moments: Moments, corrections: Tensor,
 def _rows(weight: Tensor, grad: Tensor, moments: Moments, corrections: Tensor, skip: Tensor | None, settings: Settings) -> None:
     rows, length = weight.shape
     blocks = moments.first_scales.shape[1]
-    width = blocks * (128 if moments.packed else 256)
+    width = blocks * BLOCKS["int4" if moments.packed else "int8"]
     first, second, spare = torch.empty(3, rows * width, device=weight.device).unbind()
     scales = [one.reshape(-1) for one in (moments.first_scales, moments.second_scales)]
     codes.decode_first(_unpacked(moments.first, moments.packed, True, width), scales[0], first, spare)

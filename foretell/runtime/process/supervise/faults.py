@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foretell.runtime.process.launch import CRASHED, HUNG, KILLED, LOST, RunEnded
+from foretell.runtime.process.launch import CRASHED, HUNG, KILLED, LOST, MEMORY, RunEnded
 
-RESTARTED = (KILLED, HUNG, CRASHED, LOST)
-"""Faults of machines, networks and the system. What code or data raises would come again; what asks to stop is no fault."""
+RESTARTED = (KILLED, HUNG, CRASHED, LOST, MEMORY)
+"""Faults of machines, networks and the system. What code or data raises would come again; what asks to stop is no fault. After
+MEMORY the plan is another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ def fault_of(ended: RunEnded, *, out_of_memory: bool = False) -> RunFault | None
     """The fault that a run ended of, where it is worth another start; None where it is not. Every verdict comes in here."""
     if ended.fault not in RESTARTED:
         return None
-    words = ended.problem.removesuffix("; all ranks stopped") or "the ranks lost each other in a collective"
+    words = ended.cause or ended.problem.removesuffix("; all ranks stopped") or "the ranks lost each other in a collective"
     if ended.fault == KILLED and out_of_memory:
         words += ", by the kernel since the memory of its control group was used up"
     return RunFault(kind=ended.fault, words=words, ranks=ended.ranks, noticed=ended.noticed, step=ended.step)

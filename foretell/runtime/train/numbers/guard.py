@@ -16,7 +16,7 @@ from foretell.errors import UserError
 from foretell.runtime.observe.measure import StepReading
 from foretell.runtime.parallel.apply import Job
 from foretell.runtime.process.control import Control
-from foretell.runtime.train.clip import local
+from foretell.runtime.train.numbers.clip import local
 from foretell.trace.record.step import Batch
 
 LOSS, GRADIENT, WEIGHTS = "loss", "gradient", "weights"
@@ -29,7 +29,7 @@ class RunFailed(UserError):
 
     def __init__(
         self, problem: str, remedy: str = "", *, detail: str = "", speaks: bool | None = None, died: bool = False,
-        transient: bool = False,
+        transient: bool = False, told: str = "",
     ) -> None:  # fmt: skip
         super().__init__(problem, remedy, detail)
         self.speaks = speaks
@@ -37,7 +37,9 @@ class RunFailed(UserError):
         self.died = died
         """A rank went without a word: whoever started it knows more."""
         self.transient = transient
-        """It may not come again: ranks lost each other, and none of their code raised."""
+        """It may not come again: ranks lost each other, and none of their code raised; or the plan was changed so that it does not."""
+        self.told = told
+        """What whoever starts the run again says of it, where this rank knows better."""
 
 
 def not_finite(bad: StepReading) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from foretell.checkpoint.format import Damaged
 from foretell.plan.types import FP16, Plan
 from foretell.runtime.observe.measure import StepReading
-from foretell.runtime.train.finite import Skips
+from foretell.runtime.train.numbers.finite import Skips
 
 FIRST, GROWTH, BACKOFF, GOOD_STEPS = 65536.0, 2.0, 0.5, 2000
 """As torch.amp.GradScaler has them."""

@@ -1,0 +1,1 @@
+"""Replicas that step alone, and what joins them every so many steps (DiLoCo)."""

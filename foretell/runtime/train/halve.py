@@ -1,0 +1,98 @@
+"""Device memory ran out in a step: the same samples in smaller micro-batches, more of them, add up to the same gradient.
+
+One process computes the step again at once. Ranks cannot, since the others wait in collectives: the plan of the run folder is
+changed, and a restart goes on with it from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from foretell.plan.types import Plan
+from foretell.runtime.train.folder import note_fault, settle
+from foretell.trace.record.step import Batch
+
+if TYPE_CHECKING:
+    from foretell.runtime.train.loop import TrainingRun
+
+_MIXES_SAMPLES = (nn.modules.batchnorm._NormBase,)
+"""Layers whose result depends on which samples share a micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halving:
+    """A plan with smaller micro-batches, or why there is none."""
+
+    plan: Plan | None
+    why: str = ""
+
+    @property
+    def words(self) -> str:
+        """What is done, or why nothing is."""
+        if self.plan is None:
+            return self.why
+        size = f"micro-batches of {self.plan.micro_batch}, {self.plan.accumulate} a step"
+        return f"{size}: the same samples and, of a loss that is their mean, the same gradient"
+
+
+def halved(plan: Plan, parts: Sequence[nn.Module]) -> Halving:
+    """The plan in the next smaller micro-batches; a batch norm's statistics would be those of fewer samples, so it is left alone."""
+    factor = next((number for number in range(2, plan.micro_batch + 1) if plan.micro_batch % number == 0), 1)
+    if factor == 1:
+        return Halving(plan=None, why="a micro-batch has one sample already")
+    mixes = next((name for part in parts for name, module in part.named_modules() if _mixes(module)), None)
+    if mixes is not None:
+        return Halving(plan=None, why=f"smaller micro-batches would change what the batch norm {mixes} computes")
+    smaller = plan.with_(
+        micro_batch=plan.micro_batch // factor, accumulate=plan.accumulate * factor, predicted={},
+        notes=(*plan.notes, f"micro-batches of {plan.micro_batch} ran out of device memory"),
+    )  # fmt: skip
+    return Halving(plan=smaller)
+
+
+def _mixes(module: nn.Module) -> bool:
+    return isinstance(module, _MIXES_SAMPLES) and not isinstance(module, nn.modules.instancenorm._InstanceNorm)
+
+
+def gradients(run: TrainingRun, batches: list[Batch]) -> Tensor | None:
+    """Those of the step under way. One process that runs out of device memory computes it again, and all after it, in smaller
+    micro-batches."""
+    try:
+        return run.job.backward(batches)
+    except torch.OutOfMemoryError as error:
+        smaller = halved(run.plan, run.job.parts)
+        if smaller.plan is None or run.ranks.world > 1 or run.job.changing:
+            raise
+        why = str(error).splitlines()[0]
+        traceback.clear_frames(error.__traceback__)  # they hold what the step has computed
+    batches.clear()
+    run.job.optimizer.zero_grad(set_to_none=True)
+    run.job.skips.abandon()
+    gc.collect()
+    if run.ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+    run.plan = smaller.plan
+    run.feed.divide(smaller.plan.micro_batch, smaller.plan.accumulate)
+    if run.held is not None:
+        run.held.divide(smaller.plan.micro_batch, smaller.plan.accumulate)
+    change_plan(run, smaller, why)
+    run.seed(run.step)
+    return gradients(run, run.feed.at(run.first_sample(run.step)))
+
+
+def change_plan(run: TrainingRun, smaller: Halving, why: str) -> None:
+    """The run folder has the smaller plan from now on, and says since when."""
+    assert smaller.plan is not None
+    settle(run.folder.path, smaller.plan)
+    run.screen.say(f"step {run.step + 1}: device memory ran out ({why}); from here on {smaller.words}")
+    note_fault(
+        run.folder.path, "memory", step=run.step + 1, rank=run.ranks.rank, words=why, micro_batch=smaller.plan.micro_batch,
+        accumulate=smaller.plan.accumulate,
+    )  # fmt: skip
