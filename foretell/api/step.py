@@ -112,15 +112,17 @@ def _refuse_idle(model: Any, options: FitOptions) -> None:
 
 def _largest(model: str, options: FitOptions) -> Prediction:
     """The answer for the largest micro-batch, or the longest sequence, that fits, with what the next one lacks among its assumptions."""
+    from foretell.search.advice.largest import LONG as FIRST
     from foretell.search.advice.largest import most
 
     axes = [name for name in ("micro_batch", "seq") if getattr(options, name) == MAX]
     if len(axes) > 1:
         raise UserError("micro_batch and seq both at most have many answers", "give one of them a number")
     (axis,) = axes
-    found = most(lambda size: fit(model, **{**named(options), axis: size, "advice_seconds": 0.0}))
+    found = most(lambda size: fit(model, **{**named(options), axis: size, "advice_seconds": 0.0}), first=FIRST if axis == "seq" else 1)
     short = "" if found.next_short is None or found.next_short <= 0 else f", which is {gib(found.next_short)} short"
     told = f"{axis} {found.size} is the largest that fits; the next is {found.next_size}{short}" if found.size else f"no {axis} fits"
+    told += f"; up to about {found.tight} it runs with less to spare" if found.tight is not None else ""
     return replace(found.answer, assumptions=(*found.answer.assumptions, told))
 
 

@@ -21,23 +21,27 @@ def answer(model: str, on: str, options: dict[str, Any], json: bool) -> int:
 
     def work() -> Any:
         from foretell import api
+        from foretell.search.advice.largest import LONG
 
         def attempt(size: int) -> Any:
             return api.fit(model, hardware=on, **{**options, axis: size, "advice_seconds": 0.0})
 
-        return api.most(attempt, progress=lambda size: doing.tell(f"{option} {size}"))
+        return api.most(attempt, progress=lambda size: doing.tell(f"{option} {size}"), first=LONG if axis == "seq" else 1)
 
     found = common.call(work, doing)
     if json:
         from foretell.report import schema
 
-        told = {"axis": axis, "size": found.size, "next_size": found.next_size, "next_short": found.next_short, "why": found.why}
+        told = {"axis": axis, "size": found.size, "next_size": found.next_size, "next_short": found.next_short, "why": found.why,
+                "tight": found.tight}  # fmt: skip
         common.emit_json({**schema.answer(found.answer), "largest": told})
     else:
         from foretell.report.words import folded
 
         common.emit_answer(found.answer)
-        common.emit("\n".join(folded([_words(option, found)], common.width())))
+        lines = [_words(option, found)]
+        lines += [f"tight      {option} about {found.tight}: so long it runs, with less to spare"] if found.tight is not None else []
+        common.emit("\n".join(folded(lines, common.width())))
     return common.YES if found.size else common.NO_OR_FAILED
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 
 from foretell.lower.blocks import blocks_of
 from foretell.lower.fsdp.sharded import block_of
-from foretell.lower.offload.states import MOVED
 from foretell.lower.steps import with_evaluation
 from foretell.plan.blocks import expand
 from foretell.plan.types import AWAY, Plan, moved_to
@@ -86,7 +85,7 @@ def away(trace: Trace, plan: Plan, *, watched: bool = True) -> Trace:
             _forward(plot, saved, trace, _modes(trace, plan), storages)
             _Up(plot, saved, trace, _modes(trace, plan), watched).run()
             programs[name] = Program(name, tuple(_written(plot)))
-    return replace(trace, programs=programs, storages=storages, meta={**trace.meta, MOVED: True, COPIES: True})
+    return replace(trace, programs=programs, storages=storages, meta={**trace.meta, COPIES: True})
 
 
 def _modes(trace: Trace, plan: Plan) -> dict[str, str]:

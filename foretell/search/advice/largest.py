@@ -6,14 +6,16 @@ fits and the next one that does not stand side by side.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from foretell.errors import ForetellError, ModelError
-from foretell.quantities import FITS, Prediction
+from foretell.quantities import FITS, NO, Prediction
 from foretell.simulate.memory.memory import TIGHT_SHARE
 
 LIMIT = 1 << 20
+LONG, GRAIN = 4096, 256
+"""Sizes above the first are told to one part in so many: each takes as long to predict as a step is long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +31,18 @@ class Most:
     """Bytes that the next one is short of; None where something else ends it."""
     why: str = ""
     """What ends it, where that is not memory."""
+    tight: int | None = None
+    """About the largest that still runs, with less to spare than is called fitting: by the line through two that do not. None where that
+    was not asked for, or is not known."""
 
 
-def most(attempt: Callable[[int], Prediction], least: int = 1, progress: Callable[[int], None] = lambda _: None) -> Most:
-    """Predict with `attempt` until the largest is known; raises what the least one does, unless that names a larger one to begin with."""
+def most(
+    attempt: Callable[[int], Prediction], least: int = 1, progress: Callable[[int], None] = lambda _: None, *, first: int = 1,
+) -> Most:  # fmt: skip
+    """Predict with `attempt` until the largest is known; raises what the least one does, unless that names a larger one to begin with.
+
+    `first`: a size to begin with that is likely to fit, where smaller ones say little of larger ones. Then the largest that still runs,
+    tightly, is told too."""
     known: dict[int, Prediction | ForetellError] = {}
 
     def asked(size: int) -> Prediction | ForetellError:
@@ -46,34 +56,50 @@ def most(attempt: Callable[[int], Prediction], least: int = 1, progress: Callabl
                 known[size] = error
         return known[size]
 
+    def fits(size: int) -> bool:
+        found = asked(size)
+        return isinstance(found, Prediction) and found.verdict == FITS
+
+    begun = first if first > least and fits(first) else least
     try:
-        asked(least)
+        asked(begun)
     except ModelError as error:
         larger = error.change.get("micro_batch", least)
         if larger <= least:
             raise
         return most(attempt, larger, progress)
-
-    def fits(size: int) -> bool:
-        found = asked(size)
-        return isinstance(found, Prediction) and found.verdict == FITS
-
-    if not fits(least):
-        first = known[least]
-        assert isinstance(first, Prediction)
-        return _told(0, first, least, first)
-    low, high = least, 2 * least
+    if not fits(begun):
+        found = known[begun]
+        assert isinstance(found, Prediction)
+        return _told(0, found, begun, found)
+    low, high = begun, 2 * begun
     while fits(high) and high < LIMIT:
-        low, high = high, min(LIMIT, max(2 * high, _between(known[least], least, known[high], high)))
+        low, high = high, min(LIMIT, max(2 * high, _between(known[begun], begun, known[high], high)))
     by_halves = False
-    while high - low > 1:
+    while high - low > (low // GRAIN if low >= LONG else 1):
         line = (low + high) // 2 if by_halves else _between(known[low], low, known[high], high)
         middle = min(high - 1, max(low + 1, line))
         low, high = (middle, high) if fits(middle) else (low, middle)
         by_halves = not by_halves  # a line that creeps along one end is helped on
     best = known[low]
     assert isinstance(best, Prediction)
-    return _told(low, best, high, asked(high))
+    return replace(_told(low, best, high, asked(high)), tight=_runs(asked, known, low, high) if first > least else None)
+
+
+def _runs(asked: Callable[[int], object], known: Mapping[int, object], low: int, high: int) -> int | None:
+    """Where the line through two sizes that do not run ends: `margin_bytes` of these is what a run lacks, however it frees its cache."""
+
+    def lacking() -> list[tuple[int, int]]:
+        return sorted((size, -one.memory.margin_bytes) for size, one in known.items() if isinstance(one, Prediction) and one.verdict == NO)
+
+    for share in (1.25, 1.5):
+        if len(lacking()) < 2:
+            asked(int(share * low))
+    if len(lacking()) < 2:
+        return None
+    (one, less), (other, more) = lacking()[:2]
+    found = one - int(less * (other - one) / (more - less)) if more > less else low
+    return found if low <= found else None
 
 
 def _between(one: Prediction | ForetellError, size: int, other: Prediction | ForetellError, larger: int) -> int:

@@ -235,6 +235,8 @@ class Climb(Question):
         plan, cost = last.plan, last.cost
         if cost is None or cost.unit != "tokens" or not self.chunkable or self.wishes.loss_chunks is not None:
             return 1
+        if plan.compile not in ("none", "blocks"):
+            return 1  # the output layer would be taken out of the compiled model
         memory = cost.worst.memory
         logits, tokens = memory.categories.get("logits", 0), cost.per_step // plan.global_batch * plan.micro_batch
         return chunks_for(logits, tokens, memory.capacity_bytes)

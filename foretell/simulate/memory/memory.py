@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from foretell.hardware.overheads import Overhead
 from foretell.hardware.types import Cluster
+from foretell.lower.offload.activations import COPIES
 from foretell.lower.offload.states import MOVED
 from foretell.lower.steps import with_evaluation
 from foretell.lower.sync import ROUND
@@ -240,12 +241,13 @@ def used_of(trace: types.Trace, sizes: Sizes, capacity: int, beside: int, *, exp
 def careful_limit(trace: types.Trace, capacity: int, beside: int) -> int:
     """What the allocator may use if the prediction is to hold: the limit less what it is uncertain by.
 
-    Half of the band of reserved memory; all of it where several ranks' streams are involved, and the wider band where parts of the
+    Half of the band of reserved memory; all of it where several ranks' streams are involved or activations are moved (which reserved up
+    to 0.8 % more than was said), and the wider band where parts of the
     rules are fitted rather than known (workspaces of convolutions and recurrent layers); twice where states are moved, which
     reserved up to 5 % more than was said. All that twice under a release of torch that was not checked,
     and four times where sizes hang on what data chooses.
     """
-    share = careful_share(fitted_ops(trace), split="ranks" in trace.meta or _fitted(trace), moved=MOVED in trace.meta)
+    share = careful_share(fitted_ops(trace), split="ranks" in trace.meta or COPIES in trace.meta or _fitted(trace), moved=MOVED in trace.meta)
     wider = memory_widening(trace.meta)
     return int((capacity - beside - CONTEXT_BAND_BYTES // 4 * wider) * (1 - share * wider))
 
