@@ -127,7 +127,7 @@ def read(run: Path, case: Case) -> dict[str, Any]:
     delay = case["sync"].get("delay", 0) if case["sync"] else 0
     skipped = every if case["sync"] else 4
     kept = {step: value for step, value in seconds.items() if step > skipped}
-    ends = {step + delay for step in joins} | ({step for step in joins} if delay else set())
+    ends = {step + delay for step in joins} | (set(joins) if delay else set())
     steps = [value for step, value in kept.items() if step not in ends]
     tokens = json.loads((run / "measurement.json").read_text())["per_step"]
     found: dict[str, Any] = {
