@@ -102,8 +102,8 @@ class Job:
             self.moved = self._moved(dict(trained), learning_rate, scratch)
         whole = [p for name, p in trained if name in tables]
         self.optimizer = self.moved or _optimizer(plan, self._parameters, whole)
-        self.outer = _outer(plan, self._parameters, ranks) if plan.sync is not None else None
-        """What joins replicas that step alone."""
+        self.outer = _outer(plan, self._parameters, ranks) if plan.sync is not None and not ranks.alone else None
+        """What joins replicas that step alone; nothing where the others are stand-ins."""
         if learning_rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
