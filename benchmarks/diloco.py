@@ -1,6 +1,6 @@
 """Two replicas over a slow link: every step summed, or stepping alone and joined every so many steps (DiLoCo), predicted and measured.
 
-    python benchmarks/diloco.py                    all cases, some eight CPU minutes; done ones are not run again
+    python benchmarks/diloco.py                    all cases, a quarter of an hour of CPU time; done ones are not run again
     python benchmarks/diloco.py --only int8        one of them
     python benchmarks/diloco.py --mbit 50 --delay 0.1
 
@@ -43,9 +43,9 @@ def cases(steps: int) -> dict[str, Case]:
     return {
         "every step": {"sync": None, "steps": 24, "link": True},
         "loss, every step": {"sync": None, "steps": steps, "link": False},
-        "fp32": {"sync": {"every": 250}, "steps": steps, "link": True},
-        "int8": {"sync": {"every": 200, "format": "int8"}, "steps": steps, "link": True},
-        "int8, beside": {"sync": {"every": 50, "format": "int8", "delay": 25}, "steps": steps, "link": True},
+        "int8": {"sync": {"every": 50, "format": "int8"}, "steps": steps, "link": True},
+        "fp32": {"sync": {"every": 50}, "steps": 150, "link": True},
+        "int8, beside": {"sync": {"every": 20, "format": "int8", "delay": 5}, "steps": 100, "link": True},
     }
 
 

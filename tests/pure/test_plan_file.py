@@ -170,7 +170,8 @@ BAD_FILES = {
     f'{{{LEAST}, "pipeline": 4}}': "pipeline is 4; write null or an object",
     f'{{{LEAST}, "split": {{"rules": {{"head": 1}}}}}}': "split.rules.head is 1",
     f'{{{LEAST}, "blocks": {{"blocks.0-3": "recomptue"}}}}': "blocks['blocks.0-3'] is \"recomptue\"; did you mean recompute",
-    f'{{{LEAST}, "blocks": {{"blocks.0": 3}}}}': "blocks['blocks.0'] is 3; write one of keep, recompute, selective, host, disk, recompute-host or an object",
+    f'{{{LEAST}, "blocks": {{"blocks.0": 3}}}}':
+        "blocks['blocks.0'] is 3; write one of keep, recompute, selective, host, disk, recompute-host or an object",
     f'{{{LEAST}, "blocks": {{"blocks.0": {{"mode": "keep", "tier": "host"}}}}}}': "blocks['blocks.0'].tier is not known",
     f'{{{LEAST}, "reshard": "yes"}}': 'reshard is "yes"; write true or false or a whole number',
     f'{{{LEAST}, "notes": [1]}}': "notes[0] is 1",

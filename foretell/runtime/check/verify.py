@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foretell.errors import ForetellError, ModelError
+from foretell.errors import ForetellError, ModelError, UserError
 from foretell.plan.precision import MIXED, computes_in
 from foretell.plan.types import FP16, Mesh, Plan
 from foretell.runtime.check.twin import Twin, twin
@@ -416,6 +416,9 @@ class Verifier:
 
     def prepare(self) -> Twin:
         """The twin of the plan, made where user code may run."""
+        if self._plan.sync is not None:
+            problem = f"the plan has sync: replicas step alone for {self._plan.sync.every} steps, which is not what one process computes"
+            raise UserError(problem, "verify the plan without sync; tests/cpu_dist/test_sync.py compares rounds with one process")
         user_code.before(user_code.files_of(self._plan.model))
         self.twin: Twin = self._alone(_twin, self._plan)
         return self.twin

@@ -102,8 +102,8 @@ class Job:
             self.moved = self._moved(dict(trained), learning_rate, scratch)
         whole = [p for name, p in trained if name in tables]
         self.optimizer = self.moved or _optimizer(plan, self._parameters, whole)
-        self.outer = _outer(plan, self._parameters, ranks) if plan.sync is not None else None
-        """What joins replicas that step alone."""
+        self.outer = _outer(plan, self._parameters, ranks) if plan.sync is not None and not ranks.alone else None
+        """What joins replicas that step alone; nothing where the others are stand-ins."""
         if learning_rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -451,12 +451,12 @@ def autocast(plan: Plan, ranks: Ranks) -> Callable[[], AbstractContextManager[An
 
 
 def _outer(plan: Plan, parameters: list[nn.Parameter], ranks: Ranks) -> Outer:
-    from foretell.runtime.parallel.sync.mean import GroupExchange
+    from foretell.runtime.parallel.sync.mean import GroupExchange, Mean
     from foretell.runtime.parallel.sync.outer import Outer
 
     assert plan.sync is not None
-    exchange = GroupExchange(ranks.group("dp_replicate"), ranks.size("dp_replicate"), ranks.coordinate("dp_replicate"))
-    return Outer(plan.sync, parameters, exchange)
+    exchange, format = GroupExchange(ranks.group("dp_replicate"), ranks.size("dp_replicate"), ranks.coordinate("dp_replicate")), plan.sync.format
+    return Outer(plan.sync, parameters, exchange.replicas, lambda elements: Mean(exchange, elements, format, ranks.device))
 
 
 def _optimizer(plan: Plan, parameters: list[nn.Parameter], whole: Sequence[Tensor]) -> torch.optim.Optimizer:

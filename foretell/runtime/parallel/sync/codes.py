@@ -33,5 +33,13 @@ def bytes_of(elements: int) -> int:
     return elements + 4 * scales_of(elements)
 
 
+def hash_of(vector: Tensor) -> int:
+    """Of a vector of whole blocks, in 64 bits: every word counts an odd number of times, so that one flipped bit always changes it, and
+    nearly always do values that changed places."""
+    words = vector.detach().view(torch.int64).view(-1, BLOCK // 2)
+    inside, along = (2 * torch.arange(size, device=words.device) + 1 for size in (words.shape[1], words.shape[0]))
+    return int(((words * inside).sum(1) * along).sum())
+
+
 def elements_of(coded: int) -> int:
     return coded * BLOCK // (BLOCK + 4)

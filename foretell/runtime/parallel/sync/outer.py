@@ -12,9 +12,10 @@ this rank trains, in their order.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,7 @@ from torch.distributed.tensor import DTensor
 from foretell.errors import UserError
 from foretell.lower.sync import padded
 from foretell.plan.types import Sync
-from foretell.runtime.detect.replicas import bit_sums, combined
-from foretell.runtime.parallel.sync.mean import Mean, ReplicaExchange
+from foretell.runtime.parallel.sync.codes import hash_of
 from foretell.runtime.train.numbers.clip import local
 
 
@@ -42,22 +42,32 @@ class OuterRound:
     """Of the weights that replicas begin the next round from: the same on all of them."""
 
 
+class Averages(Protocol):
+    """`mean.Mean`, or `peer.HubMean`."""
+
+    cuts: dict[str, Tensor]
+
+    def __call__(self, vector: Tensor, tag: Tensor) -> Tensor:
+        """The mean of what replicas give."""
+
+
 class Outer:
     """Of one replica."""
 
-    def __init__(self, sync: Sync, parameters: Sequence[nn.Parameter], exchange: ReplicaExchange) -> None:
+    def __init__(self, sync: Sync, parameters: Sequence[nn.Parameter], replicas: int, averages: Callable[[int], Averages]) -> None:
+        """`averages` makes what averages vectors of so many elements; `replicas` is how many parts those have."""
         self.sync = sync
         self.pieces = [local(p.detach()) for p in parameters]
         self.device = self.pieces[0].device
         if sync.delay and self.device.type != "cpu":
             raise UserError("sync.delay is given, and on a GPU replicas wait for the exchange", "delay 0, or device cpu")
         self.count = sum(piece.numel() for piece in self.pieces)
-        self.elements = padded(self.count, exchange.replicas)
+        self.elements = padded(self.count, replicas)
         self.begin = self._weights()
         self.begun = dict(zip(parameters, map(_as, self.views(self.begin), parameters), strict=True))
         """Parameter → what all replicas began the round from; the live values."""
         self.momentum = torch.zeros_like(self.begin)
-        self.mean = Mean(exchange, self.elements, sync.format, self.device)
+        self.mean = averages(self.elements)
         self.since: Tensor | None = None
         """While an exchange is under way: the weights when it began."""
         self.began = 0
@@ -110,7 +120,7 @@ class Outer:
 
     def hash(self) -> int:
         """Of the weights that the round began from: any flipped bit changes it."""
-        return combined(bit_sums(self.views(self.begin)))
+        return hash_of(self.begin)
 
     def take_done(self) -> list[OuterRound]:
         found, self.done = self.done, []
@@ -163,6 +173,13 @@ class Outer:
             self.since = _tensor(state, "since").clone()
             self._under_way = Future()
             self._under_way.set_result((_tensor(state, "mean").clone(), 0.0))
+
+    def take_over(self, begin: Tensor, momentum: Tensor) -> None:
+        """Begin a round from what the others began theirs from; the optimizer of the steps stays as it is."""
+        self.begin.copy_(begin)
+        self.momentum.copy_(momentum)
+        self.since = self._under_way = None
+        self._put(self.begin)
 
     def start_from(self, state: Mapping[str, Tensor | int]) -> None:
         """Begin a round with what any replica had: of a run that had another number of them."""

@@ -28,7 +28,7 @@ def join(job: Job, step: int, log: RunLog | None, *, last: bool) -> None:
     job.changing = False
     for one in job.outer.take_done():
         if log is not None:
-            log.write("round", one.step, seconds=one.seconds, message_seconds=one.message_seconds, hash=f"{one.hash:016x}")
+            log.write("round", one.step, seconds=one.seconds, message_seconds=one.message_seconds, hash=f"{one.hash & (2**64 - 1):016x}")
 
 
 def refuse(job: Job, bad: StepReading | None) -> None:
