@@ -20,14 +20,12 @@ from foretell.trace.adapters.formats import unpack
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What products are computed in where autocast is on."""
-    kind = x.device.type
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if on else None
+    kind = x.device.type  # every call here is one that torch.compile of torch 2.11 looks through: `is_autocast_available` is not
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
 def _cast(x: Tensor, through: torch.dtype, dtype: torch.dtype) -> Tensor:

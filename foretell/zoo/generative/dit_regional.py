@@ -19,7 +19,10 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Without cuDNN's, whose backward fails on an H200 with such a mask (cuDNN of torch 2.11.0, CUDA 13.0; what fails next is a product in cuBLAS)."""
 PHASES = ("train",)
 SAMPLERS = ("sample",)
 
@@ -43,7 +46,8 @@ def attend(qkv: Tensor, heads: int, norms: nn.ModuleList, turn: tuple[Tensor, Te
     b, n, width = qkv.shape
     q, k, v = qkv.view(b, n, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4).unbind(0)
     q, k = rotated(norms[0](q), turn), rotated(norms[1](k), turn)
-    y = F.scaled_dot_product_attention(q, k, v.contiguous(), attn_mask=mask)
+    with sdpa_kernel(KERNELS):
+        y = F.scaled_dot_product_attention(q, k, v.contiguous(), attn_mask=mask)
     return y.transpose(1, 2).reshape(b, n, width // 3)
 
 
