@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from foretell.cli import common, names
+from foretell.cli import common, late, names
 
 _SETTINGS: dict[str, Any] = {
     "add_completion": False,
@@ -82,6 +82,7 @@ def reading(command: Callable[..., int]) -> Callable[..., int]:
 
 def made(only: str = "") -> typer.Typer:
     """All commands, or one of them and those below it."""
+    late.install()
     app = typer.Typer(**{**_SETTINGS, "add_completion": True})
     app.callback()(root)
     for name, one in COMMANDS.items():

@@ -55,13 +55,16 @@ def versions() -> dict[str, str]:
 @functools.cache
 def _own_code() -> str:
     """Changes when any file of foretell itself does."""
-    root = Path(__file__).resolve().parents[2]
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*")):
-        if path.suffix in (".py", ".toml", ".json"):
-            status = path.stat()
-            digest.update(f"{path.relative_to(root)}:{status.st_size}:{status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
+    found, folders = [], [Path(__file__).resolve().parents[2]]
+    for folder in folders:
+        with os.scandir(folder) as inside:
+            for one in inside:
+                if one.is_dir():
+                    folders.append(Path(one.path))
+                elif one.name.endswith((".py", ".toml", ".json")):
+                    status = one.stat()
+                    found.append(f"{one.path[len(str(folders[0])):]}:{status.st_size}:{status.st_mtime_ns}\n")
+    return hashlib.sha256("".join(sorted(found)).encode()).hexdigest()
 
 
 def key_of(question: Mapping[str, Any]) -> str:
