@@ -15,8 +15,8 @@ from foretell.quantities import FITS, NO, Prediction
 from foretell.simulate.memory.memory import TIGHT_SHARE
 
 LIMIT = 1 << 20
-LONG, GRAIN, STEP = 4096, 128, 64
-"""Sizes above the first are told to one part in the second: each takes long to predict. The third is the part that is stepped by where a
+LONG, GRAIN, STEP = 4096, 128, 160
+"""Sizes above the first are told to one part in the second: each takes long to predict. The third is the part by which is stepped where a
 line through known sizes ends."""
 
 
@@ -89,19 +89,21 @@ def most(
 
 
 def _near(fits: Callable[[int], bool], known: Mapping[int, Prediction | ForetellError], begun: int) -> tuple[int, int]:
-    """Two sizes side by side, or nearly where they are long, of which one fits and the other does not: along the line from the first, and
+    """Two sizes side by side, or nearly where they are long, of which one fits and the other does not: along the line through the last two, and
     in steps that double once that ends near by."""
-    low, high, size, step = begun, 0, 2 * begun, 0
+    low, high, before, size, step = begun, 0, begun, 2 * begun, 0
     while (not high or high - low > (low // GRAIN if low >= LONG else 1)) and low < LIMIT:
         if fits(size):
             low = size
         else:
             high = size
-        line = _between(known[begun], begun, known[size], size)
-        if line - size <= size // STEP if size == low else size - line <= size // STEP:  # the line ends here, or behind
+        line = _between(known[before], before, known[size], size) if before < size else _between(known[size], size, known[before], before)
+        if abs(line - size) <= size // (STEP // 2) or (line < size) == (size == low):  # the line ends here, or behind
             step = max(2 * step, size // STEP, 1)
             line = size + step if size == low else size - step
-        size = line if low < line and (not high or line < high) else (low + high) // 2
+        elif line >= LONG:
+            line -= line // (2 * STEP)  # so that it fits, and a step beyond does not
+        before, size = size, line if low < line and (not high or line < high) else (low + high) // 2
     return low, high or low + 1
 
 
