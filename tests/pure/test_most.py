@@ -14,7 +14,7 @@ from foretell import api
 from foretell.cli import main
 from foretell.cli.fit import table as fit_table
 from foretell.errors import ModelError
-from foretell.quantities import FITS, NO, Prediction
+from foretell.quantities import FITS, NO, TIGHT, Prediction
 from foretell.search.advice.largest import most
 
 ROOM = 10_000
@@ -126,3 +126,49 @@ def test_plans_of_several_kinds_of_hardware_are_rows_too(capsys: pytest.CaptureF
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in shown[2:4]] == [row["on"] for row in rows[:2]]
     assert shown[-1] == f"Write it:  foretell {' '.join(words)} --on {rows[0]['on']}"
+
+
+@pytest.mark.parametrize("name", ["a line", "steps", "a square"])
+def test_a_likely_size_is_begun_with_and_the_largest_that_runs_is_told(name: str, answer: Prediction) -> None:
+    """Less than 5 % to spare is tight; what a run lacks grows in a line from where it does not run."""
+    tried: list[int] = []
+
+    def attempt(size: int) -> Prediction:
+        tried.append(size)
+        used = BYTES[name](size)
+        memory = replace(answer.memory, device_bytes=used, capacity_bytes=ROOM, margin_bytes=ROOM - used)
+        return replace(answer, verdict=FITS if used <= 0.95 * ROOM else TIGHT if used <= ROOM else NO, memory=memory)
+
+    found = most(attempt, first=16)
+    fitting = [size for size in range(1, 2000) if BYTES[name](size) <= 0.95 * ROOM]
+    running = [size for size in range(1, 2000) if BYTES[name](size) <= ROOM]
+    assert found.size == max(fitting) and found.next_size == found.size + 1 and tried[0] == 16
+    assert found.tight is not None and found.size <= found.tight
+    near = {"a line": 1, "a square": 0.25 * max(running), "steps": 64}[name]
+    assert abs(found.tight - max(running)) <= near
+    assert len(tried) == len(set(tried))
+    assert most(attempt).tight is None
+
+
+def test_long_sizes_are_told_to_one_part_in_128(answer: Prediction) -> None:
+    tried: list[int] = []
+
+    def attempt(size: int) -> Prediction:
+        tried.append(size)
+        used = 70 * size + 3 * (size % 7)
+        memory = replace(answer.memory, device_bytes=used, capacity_bytes=4_000_000, margin_bytes=4_000_000 - used)
+        return replace(answer, verdict=FITS if used <= 3_800_000 else TIGHT if used <= 4_000_000 else NO, memory=memory)
+
+    found = most(attempt, first=4096)
+    assert found.size <= 3_800_000 / 70 < found.next_size <= found.size * (1 + 1 / 128) + 1
+    assert found.tight is not None and abs(found.tight - 4_000_000 / 70) < 3
+    assert len(tried) <= 8 and min(tried) == 4096
+
+
+def test_where_the_likely_size_does_not_fit_the_least_is_begun_with(answer: Prediction) -> None:
+    def attempt(size: int) -> Prediction:
+        used = 9000 + 400 * size
+        memory = replace(answer.memory, device_bytes=used, capacity_bytes=ROOM, margin_bytes=ROOM - used)
+        return replace(answer, verdict=FITS if used <= ROOM else NO, memory=memory)
+
+    assert most(attempt, first=16).size == 2 and most(attempt, first=16).tight == 2

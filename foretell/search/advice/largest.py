@@ -6,6 +6,7 @@ fits and the next one that does not stand side by side.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -14,8 +15,9 @@ from foretell.quantities import FITS, NO, Prediction
 from foretell.simulate.memory.memory import TIGHT_SHARE
 
 LIMIT = 1 << 20
-LONG, GRAIN = 4096, 256
-"""Sizes above the first are told to one part in so many: each takes as long to predict as a step is long."""
+LONG, GRAIN, STEP = 4096, 128, 160
+"""Sizes above the first are told to one part in the second: each takes long to predict. The third is the part by which is stepped where a
+line through known sizes ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +74,8 @@ def most(
         found = known[begun]
         assert isinstance(found, Prediction)
         return _told(0, found, begun, found)
-    low, high = begun, 2 * begun
-    while fits(high) and high < LIMIT:
+    low, high = _near(fits, known, begun) if begun > least else (begun, 2 * begun)
+    while begun == least and fits(high) and high < LIMIT:
         low, high = high, min(LIMIT, max(2 * high, _between(known[begun], begun, known[high], high)))
     by_halves = False
     while high - low > (low // GRAIN if low >= LONG else 1):
@@ -84,6 +86,25 @@ def most(
     best = known[low]
     assert isinstance(best, Prediction)
     return replace(_told(low, best, high, asked(high)), tight=_runs(asked, known, low, high) if first > least else None)
+
+
+def _near(fits: Callable[[int], bool], known: Mapping[int, Prediction | ForetellError], begun: int) -> tuple[int, int]:
+    """Two sizes side by side, or nearly where they are long, of which one fits and the other does not: along the line through the last two, and
+    in steps that double once that ends near by."""
+    low, high, before, size, step = begun, 0, begun, 2 * begun, 0
+    while (not high or high - low > (low // GRAIN if low >= LONG else 1)) and low < LIMIT:
+        if fits(size):
+            low = size
+        else:
+            high = size
+        line = _between(known[before], before, known[size], size) if before < size else _between(known[size], size, known[before], before)
+        if abs(line - size) <= size // (STEP // 2) or (line < size) == (size == low):  # the line ends here, or behind
+            step = max(2 * step, size // STEP, 1)
+            line = size + step if size == low else size - step
+        elif line >= LONG:
+            line -= line // (2 * STEP)  # so that it fits, and a step beyond does not
+        before, size = size, line if low < line and (not high or line < high) else (low + high) // 2
+    return low, high or low + 1
 
 
 def _runs(asked: Callable[[int], object], known: Mapping[int, object], low: int, high: int) -> int | None:
@@ -98,7 +119,7 @@ def _runs(asked: Callable[[int], object], known: Mapping[int, object], low: int,
     if len(lacking()) < 2:
         return None
     (one, less), (other, more) = lacking()[:2]
-    found = one - int(less * (other - one) / (more - less)) if more > less else low
+    found = math.floor(one - less * (other - one) / (more - less)) if more > less else low
     return found if low <= found else None
 
 
