@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forks
+from tests import forks, kept_traces
 
 TESTS = Path(__file__).parent
 CACHE = "FORETELL_CACHE"
@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="foretell-tests-")
         config.add_cleanup(folder.cleanup)
         os.environ[CACHE] = folder.name
+        os.environ[kept_traces.NAME] = folder.name
     if worker is not None:
         forks.install()
     elif getattr(config.option, "numprocesses", None):

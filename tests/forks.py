@@ -29,6 +29,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -229,12 +230,14 @@ def _import_more() -> None:
 
 
 def _trace_once() -> None:
-    """The first trace of a process takes twice as long as the next: fake tensors remember what ops give."""
+    """The first trace of a process takes twice as long as the next, and so does the first with convolutions, or of another kind of
+    attention: torch reads its rules when they are asked for, and fake tensors remember what ops give."""
     from foretell.trace.load.model import Source, load
     from foretell.trace.recipe import Recipe
     from foretell.trace.record.capture import capture
 
-    capture(lambda: load(Source(model="llama-tiny", micro_batch=2)), Recipe())
+    for model in ("llama-tiny", "gpt-tiny", "bert-tiny", "resnet-tiny"):
+        capture(partial(load, Source(model=model, micro_batch=2)), Recipe())
 
 
 def _door(path: Path) -> socket.socket:

@@ -17,6 +17,7 @@ from foretell.plan.facts import Facts
 from foretell.plan.legal import complaints
 from foretell.plan.types import Adapters, Mesh, Plan, Residency
 from foretell.trace.recipe import Recipe, adapters_told
+from tests.kept_traces import with_traces
 
 OWN = Adapters(kind="rslora", rank=4, alpha=12.0, dropout=0.1, targets=("qkv",), train=("norm",))
 PLAN = Plan(model={"model": "gpt-tiny"}, hardware="H100", adapters=OWN, base={"adapted": "nf4", "qkv": "nf4-double"})
@@ -86,7 +87,7 @@ def test_options_say_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
 def _kept(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One cache for the predictions here: they share their traces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FORETELL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("FORETELL_CACHE", str(with_traces(tmp_path_factory.mktemp("cache"))))
         yield
 
 

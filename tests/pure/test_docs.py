@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 
 from foretell.cli.common import without_script
+from tests.kept_traces import with_traces
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -241,7 +242,7 @@ TO_RUN = [page for page in TO_WRITE if page != QUESTIONS]
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    return with_traces(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.mark.parametrize("page", TO_RUN)

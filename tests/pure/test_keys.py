@@ -120,7 +120,7 @@ def test_what_shares_memory_the_second_time_does_so_the_first_time() -> None:
                 views += [aten.reshape(one, [24]), aten.contiguous(one)]
                 copies = [aten.reshape(one.t(), [24]), aten.contiguous(one.t()), *torch._foreach_mul([one, one], 2.0)]
             kept = mode.cache[mode._key(aten._unsafe_view.default, (one, [24]), None)][1]
-            assert isinstance(kept, fake_cache.Kept), "and is looked up"
+            assert isinstance(kept, fake_cache.FakeOutputs), "and is looked up"
         memory = one.untyped_storage()._cdata
         assert {view.untyped_storage()._cdata for view in views} == {memory}
         assert len({copy.untyped_storage()._cdata for copy in copies} | {memory}) == len(copies) + 1

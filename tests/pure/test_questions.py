@@ -14,6 +14,7 @@ import pytest
 from foretell.hardware import find
 from foretell.hardware.prices import carbon_g_per_kwh, price_per_hour, pue
 from foretell.units import GIB
+from tests.kept_traces import with_traces
 from tests.pure import test_docs as docs
 
 PAGE = "docs/questions.md"
@@ -27,7 +28,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[s
     """Every command of the page → what it prints. One cache serves all, and the questions of the tests below."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("questions")
-        for name, value in docs.wanted(folder / "cache").items():
+        for name, value in docs.wanted(with_traces(folder / "cache")).items():
             patch.setenv(name, value)
         (folder / "here").mkdir()
         patch.chdir(folder / "here")

@@ -47,7 +47,7 @@ _subclass = torch._C.TensorBase._make_subclass
 """PyTorch's, also while `Tensor` has another one."""
 
 
-class Kept(NamedTuple):
+class FakeOutputs(NamedTuple):
     """How to make what an op gives."""
 
     within: type | None
@@ -55,7 +55,7 @@ class Kept(NamedTuple):
     outputs: tuple[tuple[Any, ...], ...]
 
 
-class _Asked(Exception):
+class _NotKept(Exception):
     """Nothing is kept of an op: who is asked each time."""
 
 
@@ -83,7 +83,7 @@ class QuickFakes(FakeTensorMode):
         with Plainly():
             key = self._key(func, args, kwargs)
             kept = _AS_TORCH if key is None else self.cache.get(key, _UNSEEN)[1]  # type: ignore[call-overload]
-            if type(kept) is Kept:
+            if type(kept) is FakeOutputs:
                 outputs = [self._made(one, args) for one in kept.outputs]
                 return outputs[0] if kept.within is None else kept.within(outputs)
         how = super().dispatch if kept is _AS_TORCH or id(func) in _HANDLED else self._dispatch_impl
@@ -163,8 +163,8 @@ class QuickFakes(FakeTensorMode):
         within = next((kind for kind in (tuple, list) if isinstance(output, kind)), None)
         parts = output if within else (output,)
         try:
-            kept = Kept(within, tuple([self._part(func, args, kwargs, one, declared) for one in parts]))
-        except _Asked as whom:
+            kept = FakeOutputs(within, tuple([self._part(func, args, kwargs, one, declared) for one in parts]))
+        except _NotKept as whom:
             return whom.args[0]
         made = [one.untyped_storage()._cdata for one, how in zip(parts, kept.outputs, strict=True) if len(how) > 2 and how[5] is None]
         return kept if declared or len(made) == len(set(made)) else _BYPASS
@@ -174,14 +174,14 @@ class QuickFakes(FakeTensorMode):
         if output is None or isinstance(output, int):
             return "constant", output
         if type(output) is not FakeTensor or output.constant is not None or output.layout is not torch.strided:
-            raise _Asked(_BYPASS)
+            raise _NotKept(_BYPASS)
         if any(one is output for one in kwargs.values()):
-            raise _Asked(_BYPASS)
+            raise _NotKept(_BYPASS)
         for place, one in enumerate(args):
             if one is output:
                 return "argument", place
         if output.is_conj() or output.is_neg():
-            raise _Asked(_AS_TORCH if declared else _BYPASS)
+            raise _NotKept(_AS_TORCH if declared else _BYPASS)
         view_of = _viewed(func, args) if declared else _aliased(output, args, kwargs)
         how = (
             tuple(output.shape), output.stride(), output.dtype, output.requires_grad, output.fake_device, view_of, output.storage_offset()
@@ -189,7 +189,7 @@ class QuickFakes(FakeTensorMode):
         made = self._made(how, args)
         same = torch._C._dispatch_key_set(made) == torch._C._dispatch_key_set(output)
         if not same or not (declared or made.untyped_storage().nbytes() == output.untyped_storage().nbytes()):
-            raise _Asked(_BYPASS)
+            raise _NotKept(_BYPASS)
         return how
 
 
@@ -199,7 +199,7 @@ def _viewed(func: Any, args: Any) -> int | None:
         return None
     places = [place for place, one in enumerate(args) if isinstance(one, Tensor)]
     if len(places) != 1:
-        raise _Asked(_BYPASS)
+        raise _NotKept(_BYPASS)
     return places[0]
 
 
@@ -210,5 +210,5 @@ def _aliased(output: Any, args: Any, kwargs: Any) -> int | None:
         if isinstance(one, Tensor) and one.untyped_storage()._cdata == memory:
             return place
     if any(one.untyped_storage()._cdata == memory for one in tensors_in([args, kwargs])):
-        raise _Asked(_BYPASS)
+        raise _NotKept(_BYPASS)
     return None
