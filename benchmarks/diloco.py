@@ -34,7 +34,7 @@ RESULTS = HERE / "results" / "diloco.jsonl"
 TEXT = str(Path(json.__file__).parent.parent / "asyncio")
 """Text that every Python has."""
 MODEL, MICRO = "gpt-tiny", 8
-TRAIN = ["--lr", "2e-3", "--seed", "0", "--save-every", "0", "--eval-batches", "32"]
+TRAIN = ["--seed", "0", "--save-every", "0", "--eval-batches", "32"]
 Case = dict[str, Any]
 
 
@@ -46,6 +46,13 @@ def cases(steps: int) -> dict[str, Case]:
         "int8": {"sync": {"every": 50, "format": "int8"}, "steps": steps, "link": True},
         "fp32": {"sync": {"every": 50}, "steps": 150, "link": True},
         "int8, beside": {"sync": {"every": 20, "format": "int8", "delay": 5}, "steps": 100, "link": True},
+        "small steps, every step": {"sync": None, "steps": 24, "link": True, "micro": 2},
+        "small steps, loss, every step": {"sync": None, "steps": steps, "link": False, "micro": 2},
+        "small steps, int8, beside": {
+            "sync": {"every": 20, "outer": {"lr": 0.7, "momentum": 0.3}, "format": "int8", "delay": 10}, "steps": steps, "link": True, "micro": 2,
+        },
+        "usual rate, loss, every step": {"sync": None, "steps": steps, "link": False, "micro": 2, "lr": "3e-4"},
+        "usual rate, int8": {"sync": {"every": 20, "format": "int8"}, "steps": steps, "link": True, "micro": 2, "lr": "3e-4"},
     }
 
 
@@ -86,8 +93,8 @@ def measured(name: str, case: Case, given: argparse.Namespace) -> dict[str, Any]
     scratch.mkdir(parents=True)
     on = f"2x1xCPU@{given.mbit:g}Mbit/{1e3 * given.delay:g}ms"
     path = scratch / "plan.json"
-    path.write_text(json.dumps(plan(case["sync"], on)))
-    words = [sys.executable, "-m", "foretell", "run", str(path), "--data", TEXT, "--steps", str(case["steps"]), *TRAIN, "--device", "cpu",
+    path.write_text(json.dumps(plan(case, on)))
+    words = [sys.executable, "-m", "foretell", "run", str(path), "--data", TEXT, "--steps", str(case["steps"]), "--lr", case.get("lr", "2e-3"), *TRAIN, "--device", "cpu",
              "--out", str(scratch / "run"), "--no-save"]  # fmt: skip
     began, cpu = time.monotonic(), os.times()
     with ExitStack() as stack:
@@ -107,14 +114,18 @@ def measured(name: str, case: Case, given: argparse.Namespace) -> dict[str, Any]
     after = os.times()
     return {
         "case": name, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "on": on if case["link"] else "one machine",
-        "sync": case["sync"], "steps": case["steps"], "exits": failed, **read(scratch / "run", case), **predicted(path, scratch / "run", case, on),
+        "sync": case["sync"], "micro_batch": case.get("micro", MICRO), "lr": case.get("lr", "2e-3"),
+        "steps": case["steps"], "exits": failed,
+        **read(scratch / "run", case), **predicted(path, scratch / "run", case, on),
         "wall_seconds": round(time.monotonic() - began, 1), "cores": os.cpu_count(), "load": [round(one, 2) for one in os.getloadavg()],
         "cpu_seconds": round(after.children_user + after.children_system - cpu.children_user - cpu.children_system, 1),
     }  # fmt: skip
 
 
-def plan(sync: dict[str, Any] | None, on: str) -> dict[str, Any]:
-    found = {"version": 1, "model": {"model": MODEL}, "hardware": on, "mesh": {"dp_replicate": 2}, "micro_batch": MICRO, "precision": "fp32"}
+def plan(case: Case, on: str) -> dict[str, Any]:
+    sync = case["sync"]
+    found = {"version": 1, "model": {"model": MODEL}, "hardware": on, "mesh": {"dp_replicate": 2}, "precision": "fp32",
+             "micro_batch": case.get("micro", MICRO)}  # fmt: skip
     return found if sync is None else {**found, "sync": sync}
 
 
@@ -174,9 +185,13 @@ def predicted(path: Path, run: Path, case: Case, on: str) -> dict[str, Any]:
 def summary(found: list[dict[str, Any]]) -> str:
     """Each case in a line, beside the per-step one and the loss of it."""
     by_name = {row["case"]: row for row in found}
-    every, loss = by_name.get("every step"), by_name.get("loss, every step")
     lines = []
     for name, row in by_name.items():
+        if "rate" not in row:
+            continue
+        kind = next((one for one in ("small steps, ", "usual rate, ") if name.startswith(one)), "")
+        every, loss = by_name.get(f"{kind}every step"), by_name.get(f"{kind}loss, every step")
+        loss = loss if loss is not None and loss["steps"] == row["steps"] else None
         text = f"{name}: {row['rate']:,.0f} tokens/s, held-out loss {row['eval_loss']:.4f}"
         if "share" in row:
             text += f", {row['share']:.1%} of compute alone (predicted {row['predicted']['share']:.1%})"
