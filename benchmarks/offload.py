@@ -37,7 +37,7 @@ def build(options: argparse.Namespace) -> Any:
     sys.path.insert(0, str(HERE / "models"))
     import chunked_gpt
 
-    from foretell.trace.record.step import recompute_block
+    from foretell.trace.fold.recompute import recompute_block
 
     with torch.device("meta"):
         model = chunked_gpt.model(options.layers, options.width, options.words, options.tokens)

@@ -264,7 +264,8 @@ def test_options_reach_the_api() -> None:
         "adapter": "lora", "lora_alpha": 8.0, "lora_dropout": 0.0, "lora_targets": None, "lora_train": None, "base": (),
         "infer": True, "overrides": {"layers": 2}, "hints": {"a": 0.5}, "loss": None, "expandable_segments": True,
         "cache": False, "compile": True, "channels_last": False, "tokens": None, "samples": None, "epochs": 90.0, "dataset_size": 1.28e6,
-        "region": "FR", "price": 2.5, "trace_out": "step.json", "time_limit": 600.0, "keep_writes": False,
+        "region": "FR", "price": 2.5, "trace_out": "step.json", "time_limit": 600.0, "keep_writes": False, "loss_chunks": 1,
+        "state_format": "fp32", "sync_every": None, "outer_lr": 0.7, "outer_momentum": 0.9, "sync_format": "fp32", "sync_delay": 0,
     }  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.strip() == str(sorted(expected.items()))

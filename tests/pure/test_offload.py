@@ -22,7 +22,7 @@ from foretell.runtime.offload import forms, layout
 from foretell.runtime.offload.adamw import Offloaded
 from foretell.runtime.offload.memory.arena import Arena, available, bytes_for
 from foretell.runtime.offload.pump import Pump
-from foretell.trace.record.step import recompute_block
+from foretell.trace.fold.recompute import recompute_block
 
 CPU = torch.device("cpu")
 STEPS = 8

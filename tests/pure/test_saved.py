@@ -23,7 +23,8 @@ from foretell.runtime.offload import parcels
 from foretell.runtime.offload.memory.slots import OffsetSpace, Slots
 from foretell.runtime.offload.saved import OffloadedActivations
 from foretell.trace.fold.blocks import find_blocks
-from foretell.trace.record.step import Workload, compute_loss, recompute_block
+from foretell.trace.fold.recompute import recompute_block
+from foretell.trace.record.step import Workload, compute_loss
 from tests.further import further
 
 CPU = torch.device("cpu")

@@ -18,12 +18,13 @@ from foretell.price.machine import machine
 from foretell.price.speeds import alone
 from foretell.simulate.memory.replay import peak_live
 from foretell.simulate.time.step import plan_time
+from foretell.trace.fold.recompute import recompute_block
 from foretell.trace.fold.repeats import fold
 from foretell.trace.load.model import Source, load
 from foretell.trace.recipe import Recipe
 from foretell.trace.record.capture import capture
 from foretell.trace.record.on_cpu import measure_on_cpu, trace_as_cpu
-from foretell.trace.record.step import Step, Workload, call_model, compute_loss, recompute_block
+from foretell.trace.record.step import Step, Workload, call_model, compute_loss
 from foretell.trace.types import BUFFER, GRADIENT, OPTIMIZER, PARAMETER, Program, Trace
 from foretell.zoo import get
 from foretell.zoo import load as load_module

@@ -41,6 +41,7 @@ from foretell.runtime.train.numbers.finite import Skips, may_step
 from foretell.runtime.train.numbers.scaler import scaler_for
 from foretell.trace.chunked.deferred import aside
 from foretell.trace.fold.blocks import find_blocks
+from foretell.trace.fold.recompute import plainly
 from foretell.trace.moments.optimizer import names_of_tables
 from foretell.trace.record.step import (
     Batch,
@@ -48,7 +49,6 @@ from foretell.trace.record.step import (
     build_optimizer,
     cast_floats,
     in_chunks,
-    plainly,
     prepare_precision,
 )
 

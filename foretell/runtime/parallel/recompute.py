@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from foretell.plan.types import Residency, computed
-from foretell.trace.record.step import recompute_block
+from foretell.trace.fold.recompute import recompute_block
 
 HOW = {"recompute": "full", "selective": "selective"}
 """What a residency computes → what `trace.record.step.recompute_block` calls it."""

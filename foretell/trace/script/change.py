@@ -26,8 +26,9 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader
 
 from foretell.errors import ModelError
+from foretell.trace.fold.recompute import apply_recompute
 from foretell.trace.record.recorder import Recorder
-from foretell.trace.record.step import apply_recompute, innermost, lay_channels_last, prepare_precision
+from foretell.trace.record.step import innermost, lay_channels_last, prepare_precision
 
 _LOADER = inspect.signature(DataLoader.__init__)
 _SHARDED = {"fsdp-bf16": "bf16-autocast", "fsdp-fp16": "fp16-autocast"}

@@ -34,7 +34,7 @@ class Frame:
     content: bytearray
 
 
-class Channel:
+class PeerLink:
     """One connection; `side` tells who sends."""
 
     def __init__(self, link: socket.socket, side: str, *, opens: bool) -> None:
