@@ -94,8 +94,10 @@ def measured(name: str, case: Case, given: argparse.Namespace) -> dict[str, Any]
     on = f"2x1xCPU@{given.mbit:g}Mbit/{1e3 * given.delay:g}ms"
     path = scratch / "plan.json"
     path.write_text(json.dumps(plan(case, on)))
-    words = [sys.executable, "-m", "foretell", "run", str(path), "--data", TEXT, "--steps", str(case["steps"]), "--lr", case.get("lr", "2e-3"), *TRAIN, "--device", "cpu",
-             "--out", str(scratch / "run"), "--no-save"]  # fmt: skip
+    words = [
+        sys.executable, "-m", "foretell", "run", str(path), "--data", TEXT, "--steps", str(case["steps"]), "--lr", case.get("lr", "2e-3"), *TRAIN,
+        "--device", "cpu", "--out", str(scratch / "run"), "--no-save",
+    ]  # fmt: skip
     began, cpu = time.monotonic(), os.times()
     with ExitStack() as stack:
         ends = stack.enter_context(slow_link.SlowLink(ends=2, bits_per_second=1e6 * given.mbit, delay_seconds=given.delay))
