@@ -53,6 +53,8 @@ def cases(steps: int) -> dict[str, Case]:
         },
         "usual rate, loss, every step": {"sync": None, "steps": steps, "link": False, "micro": 2, "lr": "3e-4"},
         "usual rate, int8": {"sync": {"every": 20, "format": "int8"}, "steps": steps, "link": True, "micro": 2, "lr": "3e-4"},
+        "pair, int8": {"sync": {"every": 50, "format": "int8"}, "steps": 150, "link": True},
+        "pair, every step": {"sync": None, "steps": 24, "link": True},
     }
 
 
@@ -94,8 +96,10 @@ def measured(name: str, case: Case, given: argparse.Namespace) -> dict[str, Any]
     on = f"2x1xCPU@{given.mbit:g}Mbit/{1e3 * given.delay:g}ms"
     path = scratch / "plan.json"
     path.write_text(json.dumps(plan(case, on)))
-    words = [sys.executable, "-m", "foretell", "run", str(path), "--data", TEXT, "--steps", str(case["steps"]), "--lr", case.get("lr", "2e-3"),
-             *TRAIN, "--device", "cpu", "--out", str(scratch / "run"), "--no-save"]  # fmt: skip
+    words = [
+        sys.executable, "-m", "foretell", "run", str(path), "--data", TEXT, "--steps", str(case["steps"]), "--lr", case.get("lr", "2e-3"), *TRAIN,
+        "--device", "cpu", "--out", str(scratch / "run"), "--no-save",
+    ]  # fmt: skip
     began, cpu = time.monotonic(), os.times()
     with ExitStack() as stack:
         ends = stack.enter_context(slow_link.SlowLink(ends=2, bits_per_second=1e6 * given.mbit, delay_seconds=given.delay))
@@ -189,7 +193,7 @@ def summary(found: list[dict[str, Any]]) -> str:
     for name, row in by_name.items():
         if "rate" not in row:
             continue
-        kind = next((one for one in ("small steps, ", "usual rate, ") if name.startswith(one)), "")
+        kind = next((one for one in ("small steps, ", "usual rate, ", "pair, ") if name.startswith(one)), "")
         every, loss = by_name.get(f"{kind}every step"), by_name.get(f"{kind}loss, every step")
         loss = loss if loss is not None and loss["steps"] == row["steps"] else None
         text = f"{name}: {row['rate']:,.0f} tokens/s, held-out loss {row['eval_loss']:.4f}"

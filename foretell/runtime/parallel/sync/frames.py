@@ -28,7 +28,7 @@ class Gone(ConnectionError):
 
 
 @dataclass(frozen=True)
-class Frame:
+class HubMessage:
     kind: str
     said: dict[str, Any]
     content: bytearray
@@ -55,7 +55,7 @@ class PeerLink:
         self._write(len(sealed).to_bytes(4, "big") + sealed)
         self._write(content)
 
-    def receive(self, most: int) -> Frame:
+    def receive(self, most: int) -> HubMessage:
         """The next message, with at most so many bytes."""
         size = int.from_bytes(self._read(4), "big")
         if not 0 < size <= MOST_HEADER:
@@ -69,7 +69,7 @@ class PeerLink:
         content = self._read(length)
         if hashlib.blake2b(content, digest_size=16).hexdigest() != digest:
             raise secure.Forged("a message is not as it was sent")
-        return Frame(kind, header, content)
+        return HubMessage(kind, header, content)
 
     def close(self) -> None:
         self.link.close()
