@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from foretell.errors import UserError
 from foretell.plan.types import Sync
 from foretell.runtime.parallel.sync import codes, frames
-from foretell.runtime.parallel.sync.frames import Channel, Gone
+from foretell.runtime.parallel.sync.frames import Gone, HubChannel
 from foretell.runtime.parallel.sync.hub import Hub
 from foretell.runtime.parallel.sync.outer import Outer
 from foretell.runtime.parallel.sync.peer import HubMean, LeftBehind
@@ -222,18 +222,18 @@ def test_every_flipped_bit_changes_the_hash() -> None:
     assert codes.hash_of(vector) == known != codes.hash_of(vector.flip(0))
 
 
-def both() -> tuple[Channel, Channel]:
+def both() -> tuple[HubChannel, HubChannel]:
     left, right = socket.socketpair()
-    found: list[Channel] = []
-    thread = threading.Thread(target=lambda: found.append(Channel(right, "peer", opens=False)))
+    found: list[HubChannel] = []
+    thread = threading.Thread(target=lambda: found.append(HubChannel(right, "peer", opens=False)))
     thread.start()
-    opened = Channel(left, "hub", opens=True)
+    opened = HubChannel(left, "hub", opens=True)
     thread.join()
     return opened, found[0]
 
 
 def test_messages_are_checked_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Channel, "__init__", _plain_channel(Channel.__init__))
+    monkeypatch.setattr(HubChannel, "__init__", _plain_channel(HubChannel.__init__))
     hub, peer = both()
     peer.send("give", b"x" * 100, round=3)
     said = hub.receive(100)
@@ -253,7 +253,7 @@ def test_messages_are_checked_before_memory_is_taken(monkeypatch: pytest.MonkeyP
 def _plain_channel(made: Any) -> Any:
     """Pairs of sockets have no delay to switch off."""
 
-    def init(self: Channel, link: socket.socket, side: str, *, opens: bool) -> None:
+    def init(self: HubChannel, link: socket.socket, side: str, *, opens: bool) -> None:
         class Link:
             def __getattr__(self, name: str) -> Any:
                 return (lambda *_: None) if name == "setsockopt" else getattr(link, name)
